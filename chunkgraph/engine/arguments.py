@@ -1,4 +1,4 @@
-"""What the engine works out of its arguments: backend, label, the form of a sample."""
+"""Check and convert the arguments of the engine: chunks, options, slot counts, samples."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
     "default_backend",
     "describe",
     "rank_label",
-    "refuse_earlier",
+    "refuse_unknown_keywords",
     "sample_calls",
 ]
 
@@ -36,7 +36,7 @@ _Call = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
 
 
 def as_functions(call: _Call, chunks: Sequence[Chunk]) -> tuple[Callable[..., Any], ...]:
-    """``call`` of each chunk, to be called like the chunk itself, with its signature and doc."""
+    """Return a function for each chunk that calls ``call``, with the chunk's signature and doc."""
     watch_optimizers()
     return tuple(_as_function(call, c, chunk) for c, chunk in enumerate(chunks))
 
@@ -59,16 +59,16 @@ def _as_function(call: _Call, c: int, chunk: Chunk) -> Callable[..., Any]:
     return captured
 
 
-def as_chunks(given: object) -> tuple[Chunk, ...]:
-    """The chunks of a rank: modules, or `Chunk` values; one of them need not be in a list.
+def as_chunks(chunks: object) -> tuple[Chunk, ...]:
+    """Return the chunks of a rank, from one or several modules or `Chunk` values.
 
     Raises:
-        ConfigError: something else was given.
+        ConfigError: a value is neither a module nor a `Chunk`.
     """
-    every: Iterable[object] = (given,)
-    if isinstance(given, nn.ModuleList) or not (callable(given) or isinstance(given, str)):
-        every = given if isinstance(given, Iterable) else every
-    return tuple(_as_chunk(value, i) for i, value in enumerate(every))
+    values: Iterable[object] = (chunks,)
+    if isinstance(chunks, nn.ModuleList) or not (callable(chunks) or isinstance(chunks, str)):
+        values = chunks if isinstance(chunks, Iterable) else values
+    return tuple(_as_chunk(value, i) for i, value in enumerate(values))
 
 
 def _as_chunk(value: object, i: int) -> Chunk:
@@ -78,50 +78,50 @@ def _as_chunk(value: object, i: int) -> Chunk:
         module, label = value, f"chunk {i}"
     elif isinstance(value, type) and issubclass(value, nn.Module):
         raise ConfigError(
-            f"Chunk {i} is the class {value.__name__}. Give a module: make one of it."
+            f"Chunk {i} is the class {value.__name__}. Pass a module: create an instance."
         )
     elif callable(value):
         raise ConfigError(
-            f"Chunk {i} is a function ({shown(value)}), whose parameters are not known. Give "
+            f"Chunk {i} is a function ({shown(value)}), whose parameters are not known. Pass "
             "Chunk(forward=function, parameters=(...), label='...'), or an nn.Module."
         )
     else:
-        raise ConfigError(f"Chunk {i} is {shown(value)}. Give an nn.Module or a Chunk.")
+        raise ConfigError(f"Chunk {i} is {shown(value)}. Pass an nn.Module or a Chunk.")
     for path, part in module.named_modules() if module is not None else ():
         if isinstance(part, torch.jit.ScriptModule):
             raise ConfigError(
                 f"{label}: {path or 'it'} is a ScriptModule, whose parameters cannot be replaced "
-                "for a capture. Give the module that torch.jit.script was called with."
+                "for a capture. Pass the module that torch.jit.script was called with."
             )
     return value if isinstance(value, Chunk) else Chunk.from_module(module, label)  # type: ignore[arg-type]
 
 
-def as_options(given: object) -> CaptureOptions:
-    """The options given, or the defaults.
+def as_options(options: object) -> CaptureOptions:
+    """Return the options; for None the defaults.
 
     Raises:
-        ConfigError: something else was given.
+        ConfigError: the value is not `CaptureOptions`.
     """
-    if given is None:
+    if options is None:
         return CaptureOptions()
-    if not isinstance(given, CaptureOptions):
+    if not isinstance(options, CaptureOptions):
         raise ConfigError(
-            f"options is {shown(given)}; give CaptureOptions(...), such as "
+            f"options is {shown(options)}; pass CaptureOptions(...), such as "
             "CaptureOptions(verify='shadow')."
         )
-    return given
+    return options
 
 
 def as_banks(banks: object) -> Banks:
-    """Return the banks given; by default one.
+    """Return the banks; for None a single one.
 
     Raises:
-        ConfigError: something else was given.
+        ConfigError: the value is not `Banks`.
     """
     if banks is None:
         return Banks()
     if not isinstance(banks, Banks):
-        raise ConfigError(f"banks is {shown(banks)}; give Banks(keys=...).")
+        raise ConfigError(f"banks is {shown(banks)}; pass Banks(keys=...).")
     return banks
 
 
@@ -133,37 +133,37 @@ _SUCCESSORS = {
     "derive_sample": "banks=Banks(keys, derive=...)",
     "drops_failed_banks": "banks=Banks(keys, drops_failed=...)",
 }
-"""What replaces keywords of earlier releases of `ChunkGraphs`."""
+"""Replacements of keywords of earlier releases of `ChunkGraphs`."""
 
 
-def refuse_earlier(keywords: Iterable[str]) -> None:
-    """Refuse keywords that `ChunkGraphs` does not take, and name what replaces them.
+def refuse_unknown_keywords(keywords: Iterable[str]) -> None:
+    """Refuse keywords that `ChunkGraphs` does not have, and name their replacement.
 
     Raises:
-        ConfigError: there is one.
+        ConfigError: there is such a keyword.
     """
     for name in keywords:
         successor = _SUCCESSORS.get(name)
-        instead = f" Give it {successor}." if successor else ""
-        raise ConfigError(f"ChunkGraphs takes no {name}=....{instead}")
+        remedy = f" Use {successor}." if successor else ""
+        raise ConfigError(f"ChunkGraphs has no argument {name}=....{remedy}")
 
 
 def check_counts(num_chunks: int, num_slots: object) -> tuple[int, ...]:
-    """The slot counts of all chunks; a single number is that of each.
+    """Return the slot counts of all chunks; a single number applies to each.
 
     Raises:
-        ConfigError: they are no counts, or do not fit the chunks.
+        ConfigError: a value is not a count, or the number of counts differs from the chunks.
     """
     if not num_chunks:
-        raise ConfigError("There are no chunks. Give at least one module.")
+        raise ConfigError("There are no chunks. Pass at least one module.")
     how = (
-        "Give for each chunk the most microbatches it ever has in flight, or use "
-        "ChunkGraphs.for_schedule, which works that out"
+        "Pass for each chunk the most microbatches it ever has in flight, or use "
+        "ChunkGraphs.for_schedule, which computes it"
     )
-    given = (num_slots,) * num_chunks if is_whole(num_slots) else num_slots
-    if isinstance(given, (str, torch.Tensor)) or not isinstance(given, Iterable):
+    values = (num_slots,) * num_chunks if is_whole(num_slots) else num_slots
+    if isinstance(values, (str, torch.Tensor)) or not isinstance(values, Iterable):
         raise ConfigError(f"num_slots is {shown(num_slots)}, not whole numbers. {how}.")
-    counts = tuple(given)
+    counts = tuple(values)
     if len(counts) != num_chunks:
         raise ConfigError(f"There are {num_chunks} chunks, but {len(counts)} slot counts. {how}.")
     for i, count in enumerate(counts):
@@ -175,36 +175,36 @@ def check_counts(num_chunks: int, num_slots: object) -> tuple[int, ...]:
 
 
 def describe(chunks: Sequence[Chunk], num_slots: Sequence[int], state: str) -> str:
-    """What a rank's graphs are, in one line."""
-    every = ", ".join(
+    """Return one line that describes a rank's graphs."""
+    parts = ", ".join(
         f"{chunk.label} with {count} slot{'s' * (count > 1)}"
         for chunk, count in zip(chunks, num_slots, strict=True)
     )
-    return f"<ChunkGraphs of {every}; {state}>"
+    return f"<ChunkGraphs of {parts}; {state}>"
 
 
 def check_shape_key(key: object) -> None:
-    """Refuse a shape key that is not equal to itself, so that no step would ever fit.
+    """Refuse a shape key that cannot equal that of another step.
 
     Raises:
-        ConfigError: it holds a NaN, or has no hash.
+        ConfigError: the key has a NaN, or is not hashable.
     """
     try:
         hash(key)
     except TypeError:
         raise ConfigError(
-            f"shape_key is {shown(key)}, which has no hash. Give numbers, strings or a tuple."
+            f"shape_key is {shown(key)}, which is not hashable. Pass numbers, strings or a tuple."
         ) from None
     parts = key if isinstance(key, tuple) else (key,)
     if any(isinstance(part, float) and part != part for part in parts):
         raise ConfigError(
-            f"shape_key is {shown(key)}. A NaN is never equal to the key of another step, so that "
-            "every step would run eagerly. Give what fixes the input shapes."
+            f"shape_key is {shown(key)}. A NaN never equals the key of another step, so every "
+            "step would run eagerly. Pass values that determine the input shapes."
         )
 
 
 def default_backend(chunks: Sequence[Chunk], *, memset_kernels: bool = True) -> GraphBackend:
-    """CUDA graphs or the CPU recorder, by where the parameters are."""
+    """Return the backend of the parameters' device: CUDA graphs or the CPU recorder."""
     devices = {p.device for chunk in chunks for p in chunk.parameters}
     if len(devices) != 1:
         raise ValueError(
@@ -218,7 +218,7 @@ def default_backend(chunks: Sequence[Chunk], *, memset_kernels: bool = True) -> 
 
 
 def rank_label(chunks: Sequence[Chunk]) -> str:
-    """The rank's part of the chunks' labels."""
+    """Return the rank's part of the chunks' labels."""
     return chunks[0].label.split(" chunk")[0].rstrip(",")
 
 
@@ -227,13 +227,13 @@ def sample_calls(
     keys: Sequence[Hashable],
     num_chunks: int,
 ) -> dict[Hashable, list[Call]]:
-    """The calls that samples stand for, by bank.
+    """Return the calls of samples, by bank.
 
     Args:
         samples: for each chunk a tuple of arguments, a dict of keyword arguments, or one tensor;
-            with several banks, by key.
-        keys: of the banks.
-        num_chunks: of the rank.
+            with several banks, a mapping by key.
+        keys: keys of the banks.
+        num_chunks: number of chunks of the rank.
     """
     by_bank = samples if isinstance(samples, Mapping) else {keys[0]: samples}
     if by_bank.keys() != set(keys):
@@ -248,7 +248,7 @@ def sample_calls(
 
 
 def _sample_call(sample: Any) -> Call:
-    """A sample as a call: a tuple of arguments, a dict of keyword arguments, or one tensor."""
+    """Return the call of a sample; see `sample_calls`."""
     if isinstance(sample, dict):
         return flatten_call((), sample).sampled()
     return flatten_call(sample if isinstance(sample, tuple) else (sample,), {}).sampled()

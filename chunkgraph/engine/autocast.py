@@ -1,9 +1,8 @@
-"""torch's automatic casting: a graph holds the operators as they were cast in its capture.
+"""torch's autocast: a graph holds the operators as they were cast in its capture.
 
-Inside a block of `torch.autocast` a leaf that trains is cast once: all operators that read it share
-the cast, and its gradients are added up in the lower precision. Captures do the same, each with
-casts of its own: a cast lies in the memory of the graph that made it, and is of the parameters as
-they were at that graph's replay.
+Inside a `torch.autocast` block a trainable leaf is cast once: all operators that read it share the
+cast, and its gradients are summed in the lower precision. Captures do the same, but each capture
+has its own casts: a cast lies in the memory of its graph and is computed in each replay.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ __all__ = ["Autocast"]
 
 @dataclass(frozen=True)
 class Autocast:
-    """What `torch.autocast` is set to on this thread, for one type of device.
+    """The setting of `torch.autocast` on a thread, for one device type.
 
     Attributes:
-        device_type: for example ``cuda``.
-        dtype: what is cast to; None: nothing is.
+        device_type: device type, for example ``cuda``.
+        dtype: dtype of casts; None: autocast is off.
         keeps_casts: whether casts of leaves are shared (``cache_enabled``).
     """
 
@@ -33,7 +32,7 @@ class Autocast:
 
     @staticmethod
     def now(device_type: str) -> Autocast:
-        """As it is set."""
+        """Return the present setting."""
         if not torch.is_autocast_enabled(device_type):
             return Autocast(device_type, None)
         dtype = torch.get_autocast_dtype(device_type)
@@ -41,7 +40,7 @@ class Autocast:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Set it so in this block, which shares no casts with what is outside of it."""
+        """Apply the setting in this block, which shares no casts with code outside."""
         cast = torch.autocast(
             self.device_type,
             dtype=self.dtype,
@@ -56,9 +55,9 @@ class Autocast:
                 torch.clear_autocast_cache()
 
     def is_now(self) -> bool:
-        """Whether it is still set so."""
+        """Return whether this is the present setting."""
         if self.dtype is None:
-            is_any = torch._C._is_any_autocast_enabled()  # sooner answered
+            is_any = torch._C._is_any_autocast_enabled()  # the fastest check
             return not (is_any and torch.is_autocast_enabled(self.device_type))
         return (
             torch.is_autocast_enabled(self.device_type)

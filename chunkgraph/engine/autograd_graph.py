@@ -1,4 +1,4 @@
-"""Walks over autograd's graph: its nodes, and what they keep."""
+"""Walk over autograd's graph: its nodes, and the tensors that they keep."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def nodes_below(outputs: Iterable[torch.Tensor]) -> Iterator[Any]:
 
 
 def nested_among(outputs: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """Return the positions of outputs that others among them are computed from."""
+    """Return the positions of outputs from which other outputs are computed."""
     return tuple(
         i
         for i, output in enumerate(outputs)
@@ -44,28 +44,28 @@ def nested_among(outputs: Sequence[torch.Tensor]) -> tuple[int, ...]:
 
 
 def refuse_hooks_on_nested(label: str, outputs: Iterable[torch.Tensor | None]) -> None:
-    """Refuse hooks on outputs that others are computed from, inside the chunk.
+    """Refuse hooks on outputs from which other outputs are computed inside the chunk.
 
     Args:
-        label: of the chunk or slot, for errors.
-        outputs: the nested ones, as the caller has them; None where the caller dropped one.
+        label: label of the chunk or slot, for errors.
+        outputs: the nested outputs, as the caller has them; None for one that was dropped.
 
     Raises:
         ReplayMismatchError: a hook or ``retain_grad`` waits for a gradient.
     """
     if any(o is not None and (o._backward_hooks or o.retains_grad) for o in outputs):
         raise ReplayMismatchError(
-            f"{label}: a hook or retain_grad() waits for the gradient of an output that "
-            "another output is computed from. It would miss what comes through that one, inside "
+            f"{label}: a hook or retain_grad() waits for the gradient of an output from which "
+            "another output is computed. It would miss the other output's contribution, inside "
             "the graph.\n  To do: ask for an eager step (`step(eager=True)`), or compute the other "
-            "output outside of the chunk."
+            "output outside the chunk."
         )
 
 
 def edges_to_leaves(outputs: Sequence[torch.Tensor]) -> dict[torch.Tensor, int]:
-    """Return the leaves below ``outputs`` and the number of edges that lead to each.
+    """Return the leaves below ``outputs`` and the number of edges to each.
 
-    What is reached only through recomputation does not show before the backward.
+    Leaves that are reached only through recomputation are not seen before the backward.
     """
     counts: dict[torch.Tensor, int] = {}
     for node in nodes_below(outputs):
@@ -80,14 +80,14 @@ def edges_to_leaves(outputs: Sequence[torch.Tensor]) -> dict[torch.Tensor, int]:
 
 
 def kept_by(node: Any) -> list[tuple[str, torch.Tensor]]:
-    """Return the tensors that a node keeps for its backward, by name.
+    """Return (name, tensor) of the tensors that a node keeps for its backward.
 
-    What a custom function keeps in attributes of its own does not show.
+    Tensors that a custom function keeps in its own attributes are not seen.
     """
     kept: list[tuple[str, torch.Tensor]] = []
     kind: type = type(node)
     for name in _names_of_saved(kind):
-        # A tensor that was written since, or a graph that was freed, cannot be read.
+        # Tensors that were written later, and freed graphs, cannot be read.
         with contextlib.suppress(RuntimeError):
             if not _is_plain(getattr(node, f"_raw{name}")):
                 continue
@@ -96,7 +96,7 @@ def kept_by(node: Any) -> list[tuple[str, torch.Tensor]]:
             kept.extend(
                 (name.removeprefix("_saved_"), v) for v in values if isinstance(v, torch.Tensor)
             )
-    # A quantized tensor has no memory of its own; its parts are kept next to it.
+    # A quantized tensor has no memory of its own; the node keeps its parts too.
     return [
         (name, t)
         for name, t in kept
@@ -105,9 +105,9 @@ def kept_by(node: Any) -> list[tuple[str, torch.Tensor]]:
 
 
 def _is_plain(raw: Any) -> bool:
-    """Return whether reading it runs nobody's code: a hook might compute a forward again."""
-    every = raw if isinstance(raw, (tuple, list)) else (raw,)
-    return all(getattr(saved, "unpack_hook", _is_plain) is None for saved in every)
+    """Return whether reading a saved value calls no hook, which might recompute a forward."""
+    values = raw if isinstance(raw, (tuple, list)) else (raw,)
+    return all(getattr(saved, "unpack_hook", _is_plain) is None for saved in values)
 
 
 @functools.cache

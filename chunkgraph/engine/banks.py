@@ -1,7 +1,7 @@
-"""Banks: the slots of every chunk for one key, such as a length of its inputs.
+"""Banks: variants of the slots of every chunk by key, such as the length of the inputs.
 
-A slot holds one microbatch, whatever its bank; so the variants of a slot, one in each bank, are
-never in flight together, and may lie in the same memory.
+A slot holds one microbatch in any bank. So the variants of a slot, one in each bank, are never in
+flight together and share memory.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from chunkgraph.errors import ConfigError, SlotError
 __all__ = ["Bank", "BankSamples", "Banks", "Derive", "StepBanks"]
 
 Derive = Callable[[int, tuple[Any, ...], dict[str, Any], Hashable, Hashable], Any]
-"""``(chunk, args, kwargs, of, wanted)`` -> ``(args, kwargs)``: a call of the bank ``wanted``, made
-from one of the bank ``of``; only the shapes, dtypes and plain values of it matter."""
+"""``(chunk, args, kwargs, source, target)`` -> ``(args, kwargs)``: derives a call of the bank
+``target`` from a call of the bank ``source``. Only shapes, dtypes and plain values matter."""
 
 
 @dataclass(frozen=True)
@@ -30,15 +30,15 @@ class Banks:
     """The banks to capture: every slot has a variant in each. The same on all ranks.
 
     Attributes:
-        keys: of the banks, largest first.
-        derive: makes the call that a bank is captured from out of a call of another bank, if no
-            eager step had a microbatch of it; None: capture waits for one.
-        drops_failed: if one bank cannot be captured on some rank, all ranks go on without it, and
-            steps with a microbatch of it are eager on all of them (`ChunkGraphs.misfit_of`). Ranks
-            then ask each other before every graph.
+        keys: keys of the banks, largest first.
+        derive: derives a call to capture a bank from, if no eager step had a microbatch of this
+            bank; None: the capture waits for one.
+        drops_failed: whether all ranks continue without a bank that some rank cannot capture.
+            Steps with a microbatch of it are then eager on all ranks (`ChunkGraphs.misfit_of`).
+            Ranks communicate before every graph.
 
     Raises:
-        ConfigError: there is no key, or one is there twice.
+        ConfigError: there is no key, or a key is repeated.
     """
 
     keys: Sequence[Hashable] = (None,)
@@ -48,18 +48,18 @@ class Banks:
     def __post_init__(self) -> None:
         if len(set(self.keys)) != len(self.keys) or not self.keys:
             raise ConfigError(
-                f"Banks.keys is {list(self.keys)}; give at least one key, and each key once."
+                f"Banks.keys is {list(self.keys)}; it must have at least one key, and each once."
             )
 
 
 @dataclass(frozen=True)
 class Bank:
-    """What was captured for one key.
+    """The slots captured for one key.
 
     Attributes:
-        key: of the bank.
-        slots: by chunk; slot ``k`` here and slot ``k`` of another bank are one slot.
-        signatures: what each chunk was captured with.
+        key: key of the bank.
+        slots: by chunk; slot ``k`` here and slot ``k`` of another bank are variants of one slot.
+        signatures: the signature with which each chunk was captured.
     """
 
     key: Hashable
@@ -68,15 +68,15 @@ class Bank:
 
 
 class StepBanks:
-    """Which bank each forward of a step belongs to: the n-th of a chunk to microbatch n.
+    """The bank of each forward of a step: the n-th forward of a chunk is of microbatch n.
 
     Args:
-        keys: of all banks, largest first.
-        num_chunks: of the rank.
+        keys: keys of all banks, largest first.
+        num_chunks: number of chunks of the rank.
 
     Attributes:
-        keys: of the banks that are captured, or are going to be.
-        dropped: the others, and why there are none.
+        keys: keys of the banks that are or will be captured.
+        dropped: the reason for each bank that was dropped.
     """
 
     def __init__(self, keys: Sequence[Hashable], num_chunks: int) -> None:
@@ -86,26 +86,26 @@ class StepBanks:
         self._num_forwards = [0] * num_chunks
 
     def begin_step(self, keys: Sequence[Hashable] | None) -> None:
-        """Count microbatches from 0.
+        """Count microbatches from 0 again.
 
         Args:
-            keys: of each microbatch; None: all belong to the first bank.
+            keys: the bank of each microbatch; None: all belong to the first bank.
         """
         self._of_step = None if keys is None else tuple(keys)
         self._num_forwards = [0] * len(self._num_forwards)
 
     def drop(self, key: Hashable, why: str) -> None:
-        """Go on without a bank."""
+        """Continue without a bank."""
         self.dropped[key] = why
         self.keys = tuple(k for k in self._all if k not in self.dropped)
 
     def restore(self) -> None:
-        """All banks are going to be captured again."""
+        """Forget dropped banks, before all are captured again."""
         self.dropped = {}
         self.keys = self._all
 
     def misfit(self, keys: Sequence[Hashable]) -> str:
-        """Why microbatches of these banks cannot all be replayed, or ""."""
+        """Return why microbatches of these banks cannot all be replayed, or ""."""
         for key in keys:
             if key not in self.keys:
                 why = self.dropped.get(key, "they were not asked for")
@@ -113,81 +113,81 @@ class StepBanks:
         return ""
 
     def check(self, keys: Sequence[Hashable] | None, num_microbatches: int | None) -> None:
-        """Make sure that a training step says of every microbatch which bank it belongs to.
+        """Check the banks of a training step's microbatches.
 
         Raises:
-            SlotError: it does not, or names a bank that there is none of.
+            SlotError: their number is wrong, or there is no such bank.
         """
         if keys is None:
             if len(self.keys) > 1:
                 raise SlotError(
-                    f"A training step was begun without the banks of its microbatches; there are "
-                    f"{list(self.keys)}. Say of each which it belongs to: step(banks=[...])."
+                    f"A training step began without the banks of its microbatches; there are "
+                    f"{list(self.keys)}. Pass one for each microbatch: step(banks=[...])."
                 )
             return
         unknown = [key for key in keys if key not in self.keys]
         if unknown:
             raise SlotError(
                 f"Microbatches of the step belong to the banks {unknown}, but there are only "
-                f"{list(self.keys)}. Where no bank fits, tell of a misfit, so that the step runs "
-                "eagerly on all ranks."
+                f"{list(self.keys)}. If no bank fits, pass a misfit, so that the step runs eagerly "
+                "on all ranks."
             )
         if num_microbatches is not None and len(keys) != num_microbatches:
             raise SlotError(
-                f"The step has {num_microbatches} microbatches, but banks of {len(keys)}. Give one "
-                "for each."
+                f"The step has {num_microbatches} microbatches, but {len(keys)} banks. Pass one "
+                "for each microbatch."
             )
 
     def key_of_next(self, c: int) -> Hashable:
-        """The bank of the next forward of chunk ``c``.
+        """Return the bank of the next forward of chunk ``c``.
 
         Raises:
-            SlotError: the chunk was called for more microbatches than the step was begun with.
+            SlotError: the step has no more microbatches.
         """
         if self._of_step is None:
             return self.keys[0]
         number = self._num_forwards[c]
         if number >= len(self._of_step):
             raise SlotError(
-                f"Chunk {c} was called for microbatch {number}, but the step was begun with "
-                f"{len(self._of_step)}."
+                f"Chunk {c} was called for microbatch {number}, but the step has only "
+                f"{len(self._of_step)} microbatches."
             )
         return self._of_step[number]
 
     def advance(self, c: int) -> None:
-        """The next forward of chunk ``c`` has begun."""
+        """Count a forward of chunk ``c``."""
         self._num_forwards[c] += 1
 
 
 class BankSamples:
-    """Calls of eager steps, from which graphs are captured: one for each chunk and bank.
+    """Calls of eager steps from which graphs are captured, one for each chunk and bank.
 
     Args:
-        banks: to be captured.
-        num_chunks: of the rank.
+        banks: the banks to capture.
+        num_chunks: number of chunks of the rank.
 
     Attributes:
-        wanted: banks that are captured; calls of the others may serve to derive theirs.
+        targets: keys of the banks to capture; calls of other banks may serve to derive calls.
     """
 
     def __init__(self, banks: Banks, num_chunks: int) -> None:
-        self._keys = self.wanted = tuple(banks.keys)
+        self._keys = self.targets = tuple(banks.keys)
         self._num_chunks = num_chunks
         self._derive = banks.derive
         self._calls: dict[tuple[int, Hashable], Call] = {}
         self._is_new: set[tuple[int, Hashable]] = set()
 
     def begin_step(self) -> None:
-        """Take the first call of each kind of this step instead of earlier ones."""
+        """Replace earlier calls by the first call of each kind in this step."""
         self._is_new = set()
 
     def record(
         self, c: int, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> BackwardSample | None:
-        """Note a call of a chunk in an eager step.
+        """Record a call of a chunk in an eager step.
 
         Returns:
-            What is to be filled in with the call's backward; None where the call is not kept.
+            A sample to fill in when the call's backward runs; None if the call is not recorded.
         """
         place = (c, key)
         if key not in self._keys or place in self._is_new:
@@ -199,37 +199,37 @@ class BankSamples:
         return None if call.problem else backward
 
     def forget(self) -> None:
-        """Let the calls go."""
+        """Drop the calls."""
         self._calls = {}
 
     @property
     def are_complete(self) -> bool:
-        """Whether there is a call for every chunk and bank, or one to make it from."""
+        """Return whether every chunk and bank has a call, or one to derive it from."""
         return all(
             any((c, key) in self._calls for key in self._keys)
             if self._derive is not None
-            else all((c, key) in self._calls for key in self.wanted)
+            else all((c, key) in self._calls for key in self.targets)
             for c in range(self._num_chunks)
         )
 
     def by_bank(self) -> dict[Hashable, list[Call]]:
-        """For each bank, largest first, a call of each chunk."""
-        return {key: [self._call(c, key) for c in range(self._num_chunks)] for key in self.wanted}
+        """Return a call of each chunk for each bank, largest bank first."""
+        return {key: [self._call(c, key) for c in range(self._num_chunks)] for key in self.targets}
 
     def _call(self, c: int, key: Hashable) -> Call:
-        own = self._calls.get((c, key))
-        if own is not None:
-            return own
+        recorded = self._calls.get((c, key))
+        if recorded is not None:
+            return recorded
         assert self._derive is not None
-        of = next(other for other in self._keys if (c, other) in self._calls)
-        given = self._calls[c, of]
-        args, kwargs = given.arguments()
+        source_key = next(other for other in self._keys if (c, other) in self._calls)
+        source = self._calls[c, source_key]
+        args, kwargs = source.arguments()
         with torch.no_grad():
-            derived = flatten_call(*self._derive(c, args, kwargs, of, key)).sharing_as(given)
+            call = flatten_call(*self._derive(c, args, kwargs, source_key, key))
         return replace(
-            derived,
-            autocast=given.autocast,
-            backward=given.backward,
-            results=given.results,
-            problem=given.problem,
+            call.sharing_as(source),
+            autocast=source.autocast,
+            backward=source.backward,
+            results=source.results,
+            problem=source.problem,
         )

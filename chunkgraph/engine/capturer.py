@@ -93,7 +93,7 @@ class Capturer:
             self._drop_bank(self.banks.keys[result.failed_bank], result)
 
     def _capture_together(self, make_samples: MakeSamples) -> JointCapture:
-        """Capture on this rank, and ask all ranks how theirs went; nothing is raised."""
+        """Capture on this rank, and exchange the outcome with all ranks. Raises nothing."""
         banks = self.banks.keys if self.drops_failed_banks else ()
         lockstep = Lockstep(self.agree) if self.drops_failed_banks else None
         watch = SessionWatch(self.chunks, rank_label(self.chunks))
@@ -112,7 +112,7 @@ class Capturer:
         except StoppedElsewhere as stop:
             forget_frames(stop)
         except Exception as error:  # noqa: BLE001
-            # Whatever it was, the other ranks are about to ask how the session went.
+            # Any error: the other ranks are about to exchange outcomes.
             own_error = watch.explain(error)
             forget_frames(error)
             if lockstep is not None:
@@ -179,7 +179,7 @@ class Capturer:
 
     def _drop_bank(self, key: Hashable, result: JointCapture) -> None:
         self.banks.drop(key, "its capture failed")
-        self.samples.wanted = self.banks.keys
+        self.samples.targets = self.banks.keys
         if result.is_cause:
             warnings.warn(
                 f"{result.error}\nAll ranks go on without graphs of {key}; steps with such a "

@@ -24,10 +24,10 @@ class GradientMarker(Protocol):
     """
 
     def accumulated(self, index: int) -> None:
-        """In the capture: the gradient of ``parameters[index]`` has just been accumulated."""
+        """Handle, in the capture, that the gradient of ``parameters[index]`` is accumulated."""
 
     def replayed(self) -> None:
-        """A replay of the backward has been launched on the current stream."""
+        """Handle that a replay of the backward has been launched on the current stream."""
 
 
 @dataclass(frozen=True)
@@ -96,19 +96,19 @@ class Chunk:
 
     @property
     def is_split(self) -> bool:
-        """Whether its backward is split."""
+        """Return whether the backward is split."""
         return self.backward == "split"
 
     @staticmethod
     def from_module(
         module: nn.Module, label: str, *, backward: Literal["whole", "split"] = "whole"
     ) -> Chunk:
-        """A chunk that calls ``module`` with all of its trainable parameters and its buffers."""
+        """Return a chunk of ``module`` with all trainable parameters and buffers."""
         chunk = Chunk(module, (), label, module, backward=backward, follows_module=True)
         return chunk._of_module()
 
     def now(self) -> Chunk:
-        """The chunk as a capture session that begins now sees it: frozen parameters are left out.
+        """Return the chunk for a capture session that begins now, without frozen parameters.
 
         Raises:
             CaptureError: a parameter has no memory yet, or something waits for gradients of one

@@ -1,4 +1,4 @@
-"""What happened so far, in numbers that tests and tables can rely on."""
+"""Counters of an engine: captures, replays, eager steps and their reasons."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ __all__ = ["Counters"]
 
 @dataclass(repr=False)
 class Counters:
-    """Totals since the engine was made.
+    """Totals since the engine was created.
 
     Attributes:
-        captures: forwards captured, each with its backward.
+        captures: captured forwards, each with its backward.
         capture_sessions: sessions that succeeded.
-        replays: replayed forwards, one a microbatch and chunk.
-        replays_of_bank: of those, by the key of the bank.
-        backward_replays: replayed backwards; of those that are split, the input halves.
+        replays: replayed forwards, one per microbatch and chunk.
+        replays_of_bank: replayed forwards by key of the bank.
+        backward_replays: replayed backwards; for split backwards, their input halves.
         weight_replays: replayed weight halves.
         replayed_steps: steps in which at least one microbatch was replayed.
         fallbacks: eager steps by reason.
-        packing_overflows: of those, the ones whose packed sequences did not fit, by what did not
-            fit on this rank, or ``on another rank``.
-        missing_banks: of the eager steps, those with a microbatch of a bank without graphs, by
-            which and why, or ``on another rank``.
-        overflow_reruns: steps that were run again because something had no room, by what it was.
-        recaptures: why graphs were captured again with more room, each time.
+        packing_overflows: eager steps whose packed sequences did not fit, by the misfit on this
+            rank, or ``on another rank``.
+        missing_banks: eager steps with a microbatch of a bank without graphs, by bank and reason,
+            or ``on another rank``.
+        overflow_reruns: steps that ran again because something had no room, by what it was.
+        recaptures: the reason of each capture with more room.
     """
 
     captures: int = 0
@@ -45,14 +45,14 @@ class Counters:
     recaptures: list[str] = field(default_factory=list)
 
     def __repr__(self) -> str:
-        """What has happened, without what has not."""
-        found = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name)}
-        values = {k: dict(v) if isinstance(v, Counter) else v for k, v in found.items()}
+        """Return the counters that are not zero."""
+        counts = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name)}
+        values = {k: dict(v) if isinstance(v, Counter) else v for k, v in counts.items()}
         return f"Counters({', '.join(f'{name}={value!r}' for name, value in values.items())})"
 
     @property
     def num_fallbacks(self) -> int:
-        """Eager steps, whatever the reason."""
+        """Return the number of eager steps."""
         return self.fallbacks.total()
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""`ChunkGraphs`: the graphs of one rank, called like the modules they stand for."""
+"""`ChunkGraphs`: the graphs of one rank, called like the modules that they replace."""
 
 from __future__ import annotations
 
@@ -39,39 +39,39 @@ _SAMPLED = (EagerReason.CAPTURE_WARMUP, EagerReason.RELEASED, EagerReason.MEMORY
 
 
 class ChunkGraphs:
-    """Captures the model chunks of one rank and replays them inside steps.
+    """Capture the model chunks of one rank and replay them inside steps.
 
     Call ``callables[c]`` where the schedule called chunk ``c``, inside ``with graphs.step(...)``.
     The first ``num_warmup_steps`` steps run eagerly; then all slots are captured at a step
-    boundary, and every later step replays them for any number of microbatches. Alternatively
-    `capture` does it at once from sample inputs.
+    boundary, and every later step replays them for any number of microbatches. Alternatively,
+    `capture` captures at once from sample inputs.
 
     Args:
-        chunks: modules, or `Chunk` values, of this rank by model chunk index; or a single one.
+        chunks: this rank's modules or `Chunk` values, by model chunk index; or a single one.
         num_slots: for each chunk, or one number for all, the most microbatches it ever has in
             flight (see `for_schedule`); with ``options.shared_slots`` the most of all together.
         options: see `CaptureOptions`.
-        backend: default: CUDA graphs or the CPU recorder, by where the parameters are.
-        agree: makes all ranks of the job decide alike; see `decision.Agree`. Needed when there is
-            more than one process.
+        backend: makes the graphs; None: CUDA graphs or the CPU recorder, by the parameters' device.
+        agree: makes all ranks of the job decide alike; see `Agree`. Required with several
+            processes.
         host: the program around the chunks; see `Host`.
-        banks: the variants that every slot has; see `Banks`. Default: one.
-        takes_misfits: every training step states, on every rank, whether its inputs fit (`step`,
-            `announce`); the same on all ranks. ``banks.drops_failed`` needs it.
-        generators: returns the random generators that the chunks draw from, besides the default
-            one and those of ``host``.
+        banks: the variants of every slot; see `Banks`. None: a single one.
+        takes_misfits: whether every training step states on every rank whether its inputs fit
+            (`step`, `announce`); the same on all ranks. ``banks.drops_failed`` needs it.
+        generators: returns the random generators that the chunks draw from, in addition to the
+            default one and those of ``host``.
         progress: called after every captured graph; see `Host.progress`.
 
     Raises:
-        ConfigError: an argument is not what it has to be, or a keyword of an earlier release.
+        ConfigError: an argument is invalid, or a keyword of an earlier release.
 
     Attributes:
-        callables: one for each chunk, called like it.
-        counters: what happened so far.
-        report: of the last capture session, or None.
+        callables: a function for each chunk, called like the chunk.
+        counters: see `Counters`.
+        report: report of the last capture session, or None.
         weights: the weight halves of split backwards (``Chunk.backward``); see `WeightBackwards`.
-        mode: how the callables run at the moment.
-        failed_here: whether it was this rank that could not capture, if the last session failed.
+        mode: how the callables run now.
+        failed_here: whether this rank could not capture, if the last session failed.
     """
 
     def __init__(
@@ -85,12 +85,12 @@ class ChunkGraphs:
         host: Host | None = None,
         banks: Banks | None = None,
         takes_misfits: bool = False,
-        # Two of a host's methods that users without a host of their own need.
+        # Two methods of a host, for users without their own host.
         generators: Callable[[], Sequence[torch.Generator]] | None = None,
         progress: OnCapture | None = None,
-        **earlier: object,
+        **unknown: object,
     ) -> None:
-        arguments.refuse_earlier(earlier)
+        arguments.refuse_unknown_keywords(unknown)
         self.options = arguments.as_options(options)
         self._chunks = arguments.as_chunks(chunks)
         self._num_slots = arguments.check_counts(len(self._chunks), num_slots)
@@ -186,17 +186,17 @@ class ChunkGraphs:
 
     @property
     def report(self) -> CaptureReport | None:
-        """What the last capture session made, or None before it and after `release`."""
+        """Return the report of the last capture session; None before it and after `release`."""
         return self._captured.report if self._captured else None
 
     @property
     def failure(self) -> CaptureError | None:
-        """Why the last capture session failed, if it did."""
+        """Return the error of the last capture session, or None."""
         return self._failure
 
     @property
     def num_warmup_passes(self) -> int:
-        """Eager passes over each chunk and bank in a session, before any graph is captured."""
+        """Return the number of eager passes over each chunk and bank in a session."""
         return self.options.num_passes_on(self._backend.name)
 
     # -- steps ---------------------------------------------------------------------------------
@@ -213,37 +213,36 @@ class ChunkGraphs:
         banks: Sequence[Hashable] | None = None,
         plan_digest: int = 0,
     ) -> Iterator[StepMode]:
-        """One call of the schedule. All ranks enter it together.
+        """Enclose one call of the schedule. All ranks enter it together.
 
-        On entry all ranks agree whether to capture (when warmup is done) and whether this step
-        replays or runs eagerly; nothing in the step changes that.
+        On entry all ranks agree whether to capture (after warmup) and whether this step is replayed
+        or runs eagerly; nothing in the step changes that.
 
         Args:
-            num_microbatches: of this step; only shown in errors.
-            forward_only: an evaluation step; runs eagerly.
-            shape_key: whatever fixes the input shapes, for example (sequence length, microbatch
-                size). A step whose key differs from the captured one runs eagerly as a whole.
-            eager: ask for an eager step.
-            misfit: where ``takes_misfits``: why this rank's inputs do not fit what is
-                captured, "" if they do; may be left out where it was announced. On one rank it
-                makes the step eager on all of them.
-            banks: the bank of each microbatch, in the order of the chunks' forwards; needed in
-                training steps where there are several, unless there is a misfit. Not agreed on:
-                ranks whose collectives inside a chunk meet must be given the same.
-            plan_digest: where ``takes_misfits``: a number of the plan that all ranks follow in
-                this step, 0 without one. What was announced holds.
+            num_microbatches: microbatches of the step; only shown in errors.
+            forward_only: whether this is an evaluation step, which runs eagerly.
+            shape_key: values that determine the input shapes, for example (sequence length,
+                microbatch size). A step with another key than the captured one runs eagerly.
+            eager: run the step eagerly.
+            misfit: with ``takes_misfits``: why this rank's inputs do not fit the graphs, "" if they
+                fit; None if it was announced. On one rank it makes the step eager on all ranks.
+            banks: the bank of each microbatch, in the order of the chunks' forwards; required in
+                training steps if there are several banks, unless there is a misfit. Ranks with
+                common collectives inside a chunk must pass the same; this is not checked.
+            plan_digest: with ``takes_misfits``: a number of the plan that all ranks follow in
+                this step, 0 without one. An announced number takes precedence.
 
         Yields:
             How the step runs.
 
         Raises:
             CaptureError: the session failed and ``on_failure`` is ``raise``.
-            ConfigError: on all ranks: they were given different plans; or the shape key is none.
+            ConfigError: the shape key is invalid, or, on all ranks, plans differ between ranks.
             SlotError: a microbatch was forwarded but not run backward when the step ended.
-            ReplayMismatchError: a call did not fit what was captured.
+            ReplayMismatchError: a call differs from the captured one.
         """
         if self.mode is not StepMode.OUTSIDE:
-            raise SlotError("A step was begun inside a step; end the first one before.")
+            raise SlotError("A step began inside a step; end the first one before.")
         arguments.check_shape_key(shape_key)
         misfit, plan_digest = self._decider.resolve_misfit(
             misfit, plan_digest, forward_only=forward_only
@@ -272,36 +271,36 @@ class ChunkGraphs:
         self._decider.end_step(step)
 
     def announce(self, misfit: str, *, plan_digest: int = 0) -> None:
-        """Say of the next training step whether its inputs fit, so that ranks agree ahead of it.
+        """Announce whether the inputs of the next training step fit, so that ranks agree early.
 
-        While a step runs, it is of the one after it. See also `engine.decide.announcement`.
+        While a step runs, this is the step after it. See `engine.decide.announcement`.
 
         Args:
             misfit: why they do not fit, or "".
             plan_digest: see `step`.
 
         Raises:
-            SlotError: that step was announced already.
+            SlotError: that step has been announced already.
         """
         self._decider.announce(misfit, plan_digest, is_in_step=self.mode is not StepMode.OUTSIDE)
 
     def withdraw(self) -> None:
-        """Take back what `announce` said of the next training step, if it said anything.
+        """Withdraw the announcement of the next training step, if there is one.
 
-        Between the same two steps on all ranks, those too that announced nothing, or on none.
+        All ranks call it between the same two steps, even if they announced nothing.
 
         Raises:
             SlotError: a step is running.
         """
         if self.mode is not StepMode.OUTSIDE:
-            raise SlotError("An announcement was taken back while a step runs; do it between two.")
+            raise SlotError("withdraw() was called inside a step; withdraw between steps.")
         self._decider.withdraw()
 
     def misfit_of(self, banks: Sequence[Hashable]) -> str:
-        """Why a step cannot be replayed because there are no graphs of a bank of it, or "".
+        """Return the misfit of a step with banks that have no graphs, for `step` or `announce`.
 
         Args:
-            banks: of each microbatch. The result is the misfit to call `step` or `announce` with.
+            banks: the bank of each microbatch.
         """
         return self._banks.misfit(banks)
 
@@ -341,21 +340,21 @@ class ChunkGraphs:
             self.mode = StepMode.OUTSIDE
         self.counters.fallbacks[reason.text] += 1
         if wants_samples:
-            # What the optimizer makes next, to keep, would else be cut out of blocks that only this
-            # step needed, and pin the rest of them after the captures.
+            # Otherwise the optimizer's persistent state would be allocated in large blocks of this
+            # step, and keep them from being freed after the captures.
             self._backend.release_cached_memory()
 
     def capture(self, samples: Sequence[Any] | Mapping[Hashable, Sequence[Any]]) -> CaptureReport:
-        """Capture now, from given inputs. All ranks call it together, outside a step.
+        """Capture now from sample inputs. All ranks call it together, outside a step.
 
         Args:
-            samples: for each chunk its arguments: a tuple of positional ones, a dict of keyword
-                ones, or a single tensor. Tensors must have the shapes, dtypes, devices and
-                ``requires_grad`` of real calls; their values are copied. With several banks, by
-                key.
+            samples: the arguments of each chunk: a tuple of positional arguments, a dict of keyword
+                arguments, or a single tensor. Tensors must have the shapes, dtypes, devices and
+                ``requires_grad`` of real calls; their values are copied. With several banks, a
+                mapping by key.
 
         Returns:
-            What was made.
+            The report of the session.
 
         Raises:
             CaptureError: the chunk of this or another rank could not be captured; the callables
@@ -365,10 +364,10 @@ class ChunkGraphs:
             raise SlotError("capture() was called inside a step; capture between steps.")
         if self._captured is not None:
             raise CaptureError(
-                "The chunks are captured already; call release() before capturing again."
+                "The chunks are already captured; call release() before capturing again."
             )
         if self._decider.has_announcement:
-            raise SlotError("A step was announced; capture() comes before the announcement.")
+            raise SlotError("A step is announced; call capture() before announce().")
         calls = arguments.sample_calls(samples, self._banks.keys, len(self._chunks))
         self._failure = None
         self._capture_together(
@@ -402,13 +401,13 @@ class ChunkGraphs:
         if must_raise or self.options.on_failure == "raise":
             raise error
         if result.is_cause:
-            warnings.warn(f"{error}\nTraining goes on eagerly on all ranks.", stacklevel=4)
+            warnings.warn(f"{error}\nTraining continues eagerly on all ranks.", stacklevel=4)
 
     def release(self) -> None:
         """Drop graphs, pools and static buffers; steps run eagerly until the next capture.
 
-        All ranks call it between the same steps; the next steps count as warmup again. Call it
-        before process groups end whose collectives are in the graphs, for which NCCL would wait.
+        All ranks call it between the same steps; warmup begins again. Call it before destroying
+        process groups whose collectives are in the graphs, for which NCCL would wait.
         """
         if self.mode is not StepMode.OUTSIDE:
             raise SlotError("release() was called inside a step; release between steps.")
@@ -418,11 +417,11 @@ class ChunkGraphs:
         self._replayer.drop()
         self._decider.released()
         self._failure = None
-        self._sampler.begin_anew()
+        self._sampler.restart()
         self._banks.restore()
-        self._samples.wanted = self._banks.keys
+        self._samples.targets = self._banks.keys
         if had_graphs:
-            # Or the pools stay reserved, and the eager steps that follow get nothing from them.
+            # Otherwise the pools stay reserved, and eager steps cannot use their memory.
             gc.collect()
             self._backend.release_cached_memory()
 
@@ -434,26 +433,26 @@ class ChunkGraphs:
         self._captured = None
 
     def watch_memory(self, is_replaced: Callable[[], bool], release: Callable[[], None]) -> None:
-        """Capture again when a library has replaced, on any rank, memory that graphs work in.
+        """Capture again after a library has replaced, on any rank, memory that graphs use.
 
         Args:
-            is_replaced: asked at the end of every step, evaluation too. After a step in which it
-                was, the next training step is eager on all ranks, and the first of a new warmup.
-            release: then called on all ranks before that step; calls `release`, and lets go
-                whatever else lived as long as the graphs.
+            is_replaced: called after every step, including evaluation. If it returns True, the
+                next training step is eager on all ranks and begins a new warmup.
+            release: called on all ranks before that step; must call `release` and drop everything
+                else that lives as long as the graphs.
         """
         self._is_replaced, self._release_replaced = is_replaced, release
 
     def name_replays(self, names: Sequence[str]) -> None:
-        """Put every replay into a named range of profiles; without this call it costs nothing.
+        """Put every replay into a named profiler range; costs nothing unless called.
 
         Args:
-            names: what each chunk is called in front of action and microbatch.
+            names: prefix of each chunk's ranges, before action and microbatch.
         """
         self._replayer.name_replays(names)
 
     def call(self, c: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """``callables[c](*args, **kwargs)``, for callers that have them in this form."""
+        """Return ``callables[c](*args, **kwargs)``."""
         if self.mode is StepMode.REPLAY and torch.is_grad_enabled():
             return self._replayer.call(c, args, kwargs)
         if self.mode is StepMode.OUTSIDE and torch.is_grad_enabled():
@@ -469,32 +468,33 @@ class ChunkGraphs:
         return self.weights.watched(c, result)
 
     def reserve_input(self, c: int, index: int = 0, *, num_before: int = 0) -> torch.Tensor | None:
-        """The memory that the next forward of chunk ``c`` reads, to receive into it.
+        """Return the memory that the next forward of chunk ``c`` reads, to receive into it.
 
-        The next call of the chunk takes the same slot; given this tensor it copies nothing.
+        The next call of the chunk takes the same slot, and copies nothing if passed this tensor.
 
         Args:
             c: index of the chunk.
-            index: which of the call's tensors, in order.
-            num_before: forwards that come before that one and have no slot yet; with shared slots
-                as many are left for them.
+            index: number of the tensor among the call's tensors.
+            num_before: forwards of the rank before that one that have no slot yet; with shared
+                slots, this many slots are left for them.
 
         Returns:
-            A leaf on the slot's static input, with the captured shape, dtype and grad flag; None
-            outside a replayed step or when no slot is free (receive elsewhere; it is copied).
+            A leaf on the slot's static input, with the captured shape, dtype and
+            ``requires_grad``; None outside a replayed step or if no slot is free (receive
+            elsewhere; the call copies it).
         """
         return self._replayer.reserve_input(c, index, num_before)
 
     def reserve_output_grad(self, c: int, index: int = 0) -> torch.Tensor | None:
-        """The memory that the next backward of chunk ``c`` reads, to receive into it.
+        """Return the memory that the next backward of chunk ``c`` reads, to receive into it.
 
         Only for schedules that run a chunk's backwards in the order of its forwards.
 
         Args:
             c: index of the chunk.
-            index: which of the chunk's differentiable outputs.
+            index: number of the output among the chunk's differentiable outputs.
 
         Returns:
-            The static gradient; None when no forward of the chunk waits for one.
+            The static gradient; None if no forward of the chunk waits for one.
         """
         return self._replayer.reserve_output_grad(c, index)

@@ -1,4 +1,4 @@
-"""Where a module and its parts keep values: attributes, and lists, dicts and objects in them."""
+"""Find all places where a module keeps values: attributes, and lists, dicts, objects in them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import nn
 __all__ = ["TORCHS_NAMES", "Container", "containers"]
 
 _MAX_DEPTH = 4
-"""How many lists, dicts, tuples and objects lie between a module and a value, at most."""
+"""Most lists, dicts, tuples and objects between a module and a value."""
 
 _MAX_ITEMS = 4096
 """A longer list or dict holds data, not layers."""
@@ -56,7 +56,7 @@ class Container:
     are_attributes: bool = False
 
     def entries(self) -> list[tuple[Any, Any]]:
-        """Keys and values now, without weak proxies, whose object may be gone."""
+        """Yield the present keys and values, without weak proxies, whose object may be gone."""
         values = self.values
         items = values.items() if isinstance(values, dict) else enumerate(values)
         left_out = (
@@ -71,12 +71,12 @@ class Container:
         ]
 
     def name(self, key: Any) -> str:
-        """Where the value of ``key`` is, as a user writes it."""
+        """Return the expression of the value of ``key``, as a user writes it."""
         return f"{self.path}.{key}".lstrip(".") if self.are_attributes else f"{self.path}[{key!r}]"
 
 
 def containers(module: nn.Module, name: str = "") -> list[Container]:
-    """Everything that ``module`` and its parts keep values in, once each.
+    """Return all containers of ``module`` and its parts, each once.
 
     Modules that lie in plain attributes and lists are walked too. Objects of torch and of the
     standard library are not.
@@ -105,7 +105,7 @@ class _Walk:
         self._seen: set[int] = set()
 
     def of_module(self, module: nn.Module, path: str, depth: int) -> Iterator[Container]:
-        """Containers of a module, and, if the root does not know it, of its parts."""
+        """Yield the containers of a module and, if the root does not know it, of its parts."""
         for values in (module._parameters, module._buffers):
             yield Container(module, values, path, are_attributes=True)
         attributes = Container(module, vars(module), path, are_attributes=True)

@@ -1,4 +1,4 @@
-"""How and when to capture."""
+"""The options of a capture."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from chunkgraph.memory import MemoryPlan
 __all__ = ["CaptureOptions", "OnCapture", "VerifyMode", "is_whole"]
 
 OnCapture = Callable[[int, int, int | None], None]
-"""Called after every graph with graphs captured, all graphs, and bytes left (None: unknown)."""
+"""A function called after every graph with the graphs captured, all graphs, and free bytes or None.
+"""
 
 VerifyMode = Literal["none", "poison", "shadow"]
 
 
 def is_whole(value: object) -> TypeGuard[int]:
-    """Whether a value counts something; True and False do not."""
+    """Return whether a value is an integer; booleans are not."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
@@ -33,27 +34,25 @@ class CaptureOptions:
         num_warmup_steps: eager training steps before the capture session.
         num_warmup_passes: eager passes over each chunk on the capture stream, in the session.
             None: 1 on a GPU, 0 on the CPU recorder.
-        memory_plan: which pools the graphs use; see `chunkgraph.memory.pools`.
-        shared_slots: the chunks of a rank share its slots: a slot holds one microbatch of any of
-            them. Interleaved schedules never have as many microbatches in flight as their chunks'
-            slots are together, so it takes less memory, for a pair of graphs for each chunk in
-            each slot.
-        memset_kernels: small memsets inside CUDA graphs run as kernels, which the device does not
-            wait for as long, where torch and its CUDA bindings can do that
-            (`chunkgraph.graphs.memset_nodes`). The numbers stay the same. A backend that is given
-            to the engine has its own setting.
-        verify: how replays are checked (debugging; slow; the numbers stay the same). ``poison``:
-            scratch and freed slots are filled with NaN around every replay. ``shadow``: every
-            replay is compared, bit for bit, with an eager pass on the same inputs and random
-            state; that takes an eager step's activations and a copy of the gradients more.
-            Either way the first slot and layer that differ or show a NaN are named.
-        num_verify_steps: verify only so many replayed steps after a capture; None: no end.
-        verify_every: of those, verify every so many.
-        on_failure: what follows a failed capture once the model is back in order: ``raise`` the
-            error, or train on eagerly (``eager``) after one warning.
+        memory_plan: the pools of the graphs; see `chunkgraph.memory.pools`.
+        shared_slots: share the slots between the chunks of a rank: a slot holds one microbatch of
+            any chunk. Interleaved schedules have fewer microbatches in flight than the chunks have
+            slots in total, so this takes less memory, but every slot has graphs of every chunk.
+        memset_kernels: run small memsets inside CUDA graphs as kernels, for which the device waits
+            less, if torch and its CUDA bindings support it (`chunkgraph.graphs.memset_nodes`).
+            Results stay the same. Ignored if the engine gets a backend.
+        verify: how to check replays (for debugging; slow; results stay the same). ``poison``: fill
+            scratch and freed slots with NaN around every replay. ``shadow``: compare every replay
+            bit for bit with an eager pass on the same inputs and random state, which takes the
+            activations of an eager step and a copy of the gradients. Errors name the first slot and
+            layer that differ or have a NaN.
+        num_verify_steps: number of replayed steps to verify after a capture; None: all.
+        verify_every: verify only every n-th of these.
+        on_failure: after a failed capture: ``raise`` the error, or continue eagerly (``eager``)
+            with one warning.
 
     Raises:
-        ConfigError: an unknown choice, a count that cannot be, or a value of another type.
+        ConfigError: a value is not one of the choices, is out of range, or has a wrong type.
     """
 
     num_warmup_steps: int = 1
@@ -96,12 +95,12 @@ class CaptureOptions:
         raise ConfigError(f"{name} is {shown(value)}; it must be {what}.")
 
     def num_passes_on(self, backend_name: str) -> int:
-        """Eager passes over each chunk in a session on this backend."""
+        """Return the eager passes over each chunk in a session on this backend."""
         if self.num_warmup_passes is not None:
             return self.num_warmup_passes
         return 0 if backend_name == "recorder" else 1
 
     def verifies(self, step: int) -> bool:
-        """Whether replayed step ``step`` after the capture, from 0, is a verified one."""
+        """Return whether to verify replayed step ``step`` after the capture, from 0."""
         is_early = self.num_verify_steps is None or step < self.num_verify_steps
         return is_early and step % self.verify_every == 0

@@ -1,6 +1,6 @@
-"""Arguments that are not tensors, compared by value.
+"""Compare arguments that are not tensors by value.
 
-A replay runs no Python: whatever an argument holds, the graph goes on with what it held in the
+A replay runs no Python: whatever an argument holds, the graph uses what it held in the
 capture. So every value has a key, equal to that of another value exactly if both make the same
 graph. What has no such key cannot be an argument.
 """
@@ -76,12 +76,12 @@ class Uncomparable(Exception):  # noqa: N818
 
 
 def is_immutable(value: object) -> bool:
-    """Whether a value that is the same object is also the same value."""
+    """Return whether the same object always has the same value."""
     return type(value) in _IMMUTABLE or isinstance(value, (Enum, nn.Module))
 
 
 def key_of(value: object) -> Any:
-    """Make the key of a value; it holds a copy of whatever may change.
+    """Return the key of a value; the key holds copies of mutable parts.
 
     Raises:
         Uncomparable: naming the part that has none.
@@ -212,14 +212,14 @@ class _Keys:
 
 
 def _is_function_of_c(value: Any) -> bool:
-    """Whether it is a function of a module or class, bound to nothing that may change."""
+    """Return whether a value is a built-in function that is not bound to a mutable object."""
     return isinstance(value, types.BuiltinFunctionType) and (
         value.__self__ is None or isinstance(value.__self__, (types.ModuleType, type))
     )
 
 
 class _Same:
-    """Equal to the same object only, which it keeps alive so that no other takes its address."""
+    """A key equal only for the same object, which it keeps alive so that its id is not reused."""
 
     __slots__ = ("_value",)
 

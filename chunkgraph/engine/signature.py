@@ -43,12 +43,12 @@ class Call:
     """One call's arguments, flattened.
 
     Attributes:
-        leaves: tensors, each perhaps several times, and plain values.
-        spec: the structure they stand in.
-        autocast: how operators were cast in it; None where that is not known.
-        backward: how its backward ran; None where that is not known.
-        results: numbers of the `tensors` that take a gradient and are no leaves of autograd.
-        problem: why no graph can be captured from it, or "".
+        leaves: tensors, possibly repeated, and plain values.
+        spec: the structure of the arguments.
+        autocast: autocast setting of the call; None if unknown.
+        backward: facts about its backward; None if unknown.
+        results: numbers of the `tensors` that take a gradient and are not leaves of autograd.
+        problem: why no graph can be captured from the call, or "".
     """
 
     leaves: list[Any]
@@ -59,9 +59,9 @@ class Call:
     problem: str = ""
 
     def sampled(self) -> Call:
-        """The same to capture from: cut from autograd, with the automatic casting of this moment.
+        """Return the call as a sample: detached from autograd, with the present autocast setting.
 
-        Tensors keep their memory and grad flags.
+        Tensors keep their memory and ``requires_grad``.
         """
         if problem := _problem(self):
             return replace(self.emptied(), problem=problem)
@@ -77,13 +77,12 @@ class Call:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The different tensors among the leaves, in order."""
-        found = {id(leaf): leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)}
-        return list(found.values())
+        """Return the different tensors among the leaves, in order."""
+        return distinct_tensors(self.leaves)
 
     @property
     def places(self) -> list[int | None]:
-        """For each leaf the number of its tensor; None where it is a plain value."""
+        """Return for each leaf the number of its tensor; None for a plain value."""
         numbers: dict[int, int] = {}
         return [
             numbers.setdefault(id(leaf), len(numbers))
@@ -93,7 +92,7 @@ class Call:
         ]
 
     def filled(self, tensors: Sequence[Any]) -> Call:
-        """The same with these in the places of its `tensors`."""
+        """Return the call with these instead of its `tensors`."""
         leaves = [
             leaf if place is None else tensors[place]
             for leaf, place in zip(self.leaves, self.places, strict=True)
@@ -101,7 +100,7 @@ class Call:
         return replace(self, leaves=leaves)
 
     def sharing_as(self, other: Call) -> Call:
-        """The same, where arguments that are one tensor in ``other`` are one here too."""
+        """Return the call with arguments made identical where they are identical in ``other``."""
         if self.spec != other.spec:
             return self
         first: dict[int, Any] = {}
@@ -112,29 +111,29 @@ class Call:
         return replace(self, leaves=leaves)
 
     def emptied(self) -> Call:
-        """The same without its tensors, to be `filled`."""
+        """Return the call without its tensors, to be `filled`."""
         return self.filled([_Hole() for _ in self.tensors])
 
     def arguments(self) -> Any:
-        """Positional and keyword arguments."""
+        """Return the positional and keyword arguments."""
         return tree_unflatten(self.leaves, self.spec)
 
     def named_leaves(self) -> list[tuple[str, Any]]:
-        """Each leaf with its path, written as the caller would."""
+        """Return each leaf with its path, as the caller would write it."""
         return [(_path(path), leaf) for path, leaf in tree_flatten_with_path(self.arguments())[0]]
 
 
 class _Hole:
-    """Stands for a tensor in a call."""
+    """The placeholder of a tensor in a call."""
 
 
 def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
-    """Leaves and structure of a tree."""
+    """Return the leaves and the structure of a tree."""
     return tree_flatten(tree)
 
 
 def unflatten(leaves: Sequence[Any], spec: TreeSpec) -> Any:
-    """The tree with these leaves."""
+    """Return the tree of this structure with these leaves."""
     return tree_unflatten(leaves, spec)
 
 
@@ -160,9 +159,9 @@ _EXACT = frozenset({bool, int, str, bytes})
 
 
 def _problem(call: Call) -> str:
-    """Why no graph can be captured from a call, or ""."""
+    """Return why no graph can be captured from a call, or ""."""
     if torch._C._are_functorch_transforms_active():
-        return "it was called under torch.func (grad, vmap, jvp), which a replay takes no part in."
+        return "it was called under torch.func (grad, vmap, jvp), which replays do not support."
     for path, leaf in call.named_leaves():
         if not isinstance(leaf, torch.Tensor):
             try:
@@ -170,8 +169,8 @@ def _problem(call: Call) -> str:
             except Uncomparable as error:
                 return (
                     f"{path}{error.where} cannot be compared from call to call: it is {error.why}. "
-                    "A replay goes on with what it held in the capture, whatever it holds by then. "
-                    "Pass tensors, numbers, strings, and tuples, dicts or dataclasses of them."
+                    "A replay uses its value in the capture, whatever the call's value is. Pass "
+                    "tensors, numbers, strings, and tuples, dicts or dataclasses of them."
                 )
         elif leaf.layout is not torch.strided:
             return (
@@ -180,26 +179,25 @@ def _problem(call: Call) -> str:
             )
         elif names := _attributes_of(leaf):
             return (
-                f"{path} is a tensor with attributes ({names}). A graph has its inputs in memory "
-                "of its own, without them. Pass their values as arguments."
+                f"{path} is a tensor with attributes ({names}). A graph copies its inputs without "
+                "attributes. Pass their values as arguments."
             )
     return ""
 
 
 def _attributes_of(tensor: torch.Tensor) -> str:
-    """What somebody else has set on a tensor."""
+    """Return the names of attributes that a program has set on a tensor."""
     return ", ".join(name for name in tensor.__dict__ if not name.startswith("_chunkgraph_"))
 
 
 class Signature:
-    """What a chunk was captured with: structure, tensors' shapes and layouts, and plain values.
+    """The structure, the tensors' shapes and layouts, and the plain values of a captured call.
 
-    A call is compared in one pass over prepared keys; the differences are worked out only when
-    that fails.
+    A call is compared in one pass over prepared keys; differences are computed only if that fails.
 
     Args:
         call: the captured call.
-        label: names the chunk in errors.
+        label: the chunk's name in errors.
     """
 
     def __init__(self, call: Call, label: str) -> None:
@@ -222,15 +220,15 @@ class Signature:
         self._tensors = [
             (t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in call.tensors
         ]
-        # Compares tensors with those of the first accepted call, all at once.
+        # Compares all tensors at once with those of the first accepted call.
         self._fits: Callable[..., bool] | None = None
-        # Casts of leaves are shared by all who read them, see `Autocast`.
+        # Operators share casts of leaves; see `Autocast`.
         self._results: frozenset[int] | None = None
         if call.autocast is not None and call.autocast.keeps_casts:
             self._results = call.results
         args, kwargs = call.arguments()
         values = (*args, *kwargs.values())
-        # Where every argument is a leaf, a call needs no walk over trees.
+        # If every argument is a leaf, a call needs no walk over trees.
         self._is_flat = len(values) == len(call.leaves) and all(map(_is_same, values, call.leaves))
         self._num_args = len(args)
         self._names = tuple(kwargs)
@@ -251,9 +249,9 @@ class Signature:
             if call.spec != self._spec:
                 raise self._mismatch(args, kwargs)
             leaves = call.leaves
-        for i, wanted, key in self._constants:
+        for i, constant, key in self._constants:
             leaf = leaves[i]
-            if leaf is not wanted and not _is_same_constant(leaf, wanted, key):
+            if leaf is not constant and not _is_same_constant(leaf, constant, key):
                 raise self._mismatch(args, kwargs)
         for i, key in self._values:
             if not _has_key(leaves[i], key):
@@ -300,9 +298,9 @@ class Signature:
                 was, now = kinds[number in results], kinds[not tensor.is_leaf]
                 raise ReplayMismatchError(
                     f"{self._label}: {path} was {was} when it was captured, and is {now} in this "
-                    "call. Under autocast a leaf is cast once for all who read it, and its "
-                    "gradients are added up in the lower precision. Capture from a call like those "
-                    "of training (warmup steps do), or use autocast(cache_enabled=False)."
+                    "call. Under autocast, operators share one cast of a leaf, and its gradients "
+                    "are summed in the lower precision. Capture from a call like those of training "
+                    "(warmup steps do), or use autocast(cache_enabled=False)."
                 )
 
     def _mismatch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ReplayMismatchError:
@@ -324,11 +322,11 @@ class Signature:
         )
 
     def _differences(self, call: Call) -> str:
-        given = call.named_leaves()
+        leaves = call.named_leaves()
         if call.spec != self._spec:
-            return self._other_structure(call.spec, [path for path, _ in given])
+            return self._other_structure(call.spec, [path for path, _ in leaves])
         lines: list[str] = []
-        for (path, facts), (_, leaf) in zip(self._named, given, strict=True):
+        for (path, facts), (_, leaf) in zip(self._named, leaves, strict=True):
             lines += [f"  {text}" for text in facts.differences(path, _facts(leaf))]
         pairs = zip(self._named, self._call.places, call.places, strict=True)
         if not lines and any(was != now for _, was, now in pairs):
@@ -339,7 +337,7 @@ class Signature:
         return "\n".join(lines)
 
     def _groups(self, places: Sequence[int | None]) -> str:
-        """Names of arguments that are one tensor."""
+        """Return the names of arguments that are one tensor."""
         by_place: dict[int, list[str]] = {}
         for (path, _), place in zip(self._named, places, strict=True):
             if place is not None:
@@ -365,7 +363,7 @@ class Signature:
 
 @dataclass(frozen=True)
 class _Facts:
-    """What of an argument is compared, and how it looks in a message."""
+    """The facts of an argument that are compared, and its text in messages."""
 
     text: str
     key: Any
@@ -375,28 +373,28 @@ class _Facts:
     attributes: str = ""
 
     def differences(self, path: str, now: _Facts) -> list[str]:
-        """How this argument of the capture differs from that of a call."""
+        """Return the differences between this captured argument and a call's."""
         if self.key != now.key:
             also = ", the same as a text; its contents differ" if self.text == now.text else ""
             return [f"{path}: captured {self.text}, called {now.text}{also}"]
         if not self.is_tensor:
             return []
-        found: list[str] = []
-        every = zip(self.key[1], self.stride, now.stride, strict=True)
-        if any(size > 1 and a != b for size, a, b in every):
-            found.append(
+        lines: list[str] = []
+        dims = zip(self.key[1], self.stride, now.stride, strict=True)
+        if any(size > 1 and a != b for size, a, b in dims):
+            lines.append(
                 f"{path}: captured with strides {self.stride}, called with {now.stride}; operators "
-                "may give other bits in another layout. Give it the captured one (contiguous())"
+                "may give other bits in another layout. Use the captured layout (contiguous())"
             )
         if now.requires_grad and not self.requires_grad:
-            found.append(
+            lines.append(
                 f"tensor {path} ({self.text}) requires grad, but the sample it was captured with "
                 "did not, so its gradient is not in the graph. Capture from a sample that requires "
                 "grad, or detach it"
             )
         if now.attributes:
-            found.append(f"{path}: it has attributes ({now.attributes}); a graph sees none")
-        return found
+            lines.append(f"{path}: it has attributes ({now.attributes}); a graph sees none")
+        return lines
 
 
 def _facts(leaf: Any) -> _Facts:
@@ -412,13 +410,13 @@ def _facts(leaf: Any) -> _Facts:
     return _Facts(text, key, True, leaf.stride(), leaf.requires_grad, _attributes_of(leaf))
 
 
-def _is_same_constant(value: Any, wanted: Any, key: Any) -> bool:
+def _is_same_constant(value: Any, constant: Any, key: Any) -> bool:
     kind = type(value)
-    if kind is not type(wanted):
+    if kind is not type(constant):
         return False
     if kind in _EXACT:
-        return bool(value == wanted)
-    if kind is float and value == wanted != 0.0:  # equal but for the sign of 0.0
+        return bool(value == constant)
+    if kind is float and value == constant != 0.0:  # equal bits; 0.0 and -0.0 differ
         return True
     return _has_key(value, key)
 
@@ -435,7 +433,7 @@ def _is_same(a: object, b: object) -> bool:
 
 
 def _path(path: Sequence[Any]) -> str:
-    """``(args, kwargs)`` indexed by ``path``, written as the caller would."""
+    """Return the text of ``(args, kwargs)`` indexed by ``path``, as the caller would write it."""
     root, *rest = (getattr(p, "idx", getattr(p, "key", getattr(p, "name", p))) for p in path)
     head = f"argument {rest[0]}" if root == 0 else f"argument {rest[0]!r}"
     return head + "".join(f"[{p!r}]" for p in rest[1:])

@@ -115,19 +115,19 @@ class Slot:
 
     @property
     def graphs(self) -> list[Graph]:
-        """The graphs, in the order of their replays."""
-        every = (self.forward_graph, self.backward_graph, self.weight_graph)
-        return [graph for graph in every if graph is not None]
+        """Return the graphs, in the order of their replays."""
+        graphs = (self.forward_graph, self.backward_graph, self.weight_graph)
+        return [graph for graph in graphs if graph is not None]
 
     def load_inputs(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy a call's tensors into the static inputs (those that are not there already).
+        """Copy a call's tensors into the static inputs, except those that are already there.
 
-        There already is what was received into the static input itself, and a constant tensor
-        that this input was last loaded from. Skipping the latter is safe: it is the same object
-        (held, so neither its identity nor its address can be another's by now), nothing was
-        written into it since (its owner promised that torch counts every write), and nothing but
-        this method writes a static input: it lies outside all pools, so neither replays nor poison
-        reach it, and whoever receives into it passes it here, which forgets the source.
+        Already there are tensors received into the static input itself, and a constant tensor from
+        which this input was last loaded. Skipping the latter is safe: it is the same object (the
+        reference keeps its id and its address from being reused), it was not written since (its
+        owner promised that torch counts every write), and only this method writes static inputs:
+        they lie outside all pools, so neither replays nor poison reach them, and a tensor received
+        into one is passed here, which forgets the source.
         """
         sources = self._sources
         statics: list[torch.Tensor] = []
@@ -141,7 +141,7 @@ class Slot:
                 sources[i] = None
             pointer = tensor.data_ptr()
             if pointer != address:
-                # What lies in another static input is read before that one is written.
+                # Read a tensor in another static input before that input is written.
                 copied.append(tensor.clone() if pointer in self._addresses else tensor)
                 statics.append(static)
                 if tensor.__dict__:
@@ -164,24 +164,24 @@ class Slot:
         """Copy the gradients of the outputs.
 
         Raises:
-            ReplayMismatchError: other outputs got a gradient than in the captured backward, or one
-                of another layout.
+            ReplayMismatchError: other outputs than in the captured backward got a gradient, or a
+                gradient has another layout.
         """
         if len(grads) > 1:
             num_gradients = sum(grad is not None for grad in grads)
             if num_gradients != len(self.receiving):
                 raise self._other_gradients(grads)
         for position, address, strides, copy in self._grad_places:
-            given = grads[position]
-            if given is None:
+            grad = grads[position]
+            if grad is None:
                 raise self._other_gradients(grads)
-            if given.stride() == strides:
-                if given.data_ptr() != address:
-                    copy(given)
-            elif not self.has_grad_layouts or same_layout(given.shape, given.stride(), strides):
-                copy(given.clone() if given.data_ptr() == address else given)
+            if grad.stride() == strides:
+                if grad.data_ptr() != address:
+                    copy(grad)
+            elif not self.has_grad_layouts or same_layout(grad.shape, grad.stride(), strides):
+                copy(grad.clone() if grad.data_ptr() == address else grad)
             else:
-                raise self._other_layout(position, given.stride(), strides)
+                raise self._other_layout(position, grad.stride(), strides)
 
     def _other_gradients(self, grads: Sequence[torch.Tensor | None]) -> ReplayMismatchError:
         now = [i for i, grad in enumerate(grads) if grad is not None]
@@ -212,7 +212,7 @@ class Slot:
         return [give(grad) for give, grad in self._hand_out_grads]
 
     def result(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """The chunk's result with ``tensors`` in the places of its tensors."""
+        """Return the chunk's result with ``tensors`` instead of its tensors."""
         leaves = [
             plain if position < 0 else tensors[position]
             for position, plain in zip(self._positions, self.outputs, strict=True)

@@ -1,4 +1,4 @@
-"""Many facts of many tensors compared in one call: torch.compile's guards, where torch has them."""
+"""Compare many facts of many tensors in one call, by torch.compile's guards if torch has them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["new_guard"]
 
 
 def new_guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
-    """Return torch.compile's guard on these tensors, or `_no_guard` if torch has none like it.
+    """Return torch.compile's guard on these tensors; `_no_guard` if torch has no such guard.
 
-    It returns whether its arguments are different tensors and like these, one by one: type, shape,
-    strides, dtype, device, ``requires_grad`` and dispatch keys.
+    The guard returns whether its arguments are different tensors that match these one by one in
+    type, shape, strides, dtype, device, ``requires_grad`` and dispatch keys.
     """
     try:
         make: Any = torch._C._dynamo.guards.TensorGuards
@@ -30,5 +30,5 @@ def new_guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
 
 
 def _no_guard(*_: object) -> bool:
-    """Accept nothing: whoever asks compares the slow way."""
+    """Return False, so that callers compare the slow way."""
     return False

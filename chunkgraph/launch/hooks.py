@@ -235,7 +235,7 @@ class ChunkGraphsInPretrain:
                 return wrapped(**kwargs)
             with warnings.catch_warnings():
                 # Reported below, once for all ranks and past the script's warning filters.
-                warnings.filterwarnings("ignore", message=r"(?s).*Training goes on eagerly")
+                warnings.filterwarnings("ignore", message=r"(?s).*Training continues eagerly")
                 result = wrapped(**kwargs)
             self._report_capture(graphs)
             return result
@@ -288,7 +288,7 @@ class ChunkGraphsInPretrain:
             self._has_reported_failure = True
             if engine.failed_here:
                 sys.stderr.write(
-                    f"WARNING: chunk graphs: {engine.failure}\nTraining goes on eagerly on all "
+                    f"WARNING: chunk graphs: {engine.failure}\nTraining continues eagerly on all "
                     "ranks.\n"
                 )
                 sys.stderr.flush()

@@ -175,7 +175,7 @@ def test_a_block_that_goes_on_after_an_optimizer_is_refused(
         others.step()
         module(x)
         optimizer.step()
-        with pytest.raises(ReplayMismatchError, match="optimizer has stepped inside the block"):
+        with pytest.raises(ReplayMismatchError, match="optimizer has stepped inside"):
             train()
     graphs.release()
     for _ in range(2):
@@ -219,7 +219,9 @@ def test_a_forward_that_updates_what_autocast_keeps_casts_of_is_refused(
     options = CaptureOptions(num_warmup_passes=num_warmup_passes)
     graphs = ChunkGraphs(module, 1, backend=backend, options=options)
     line = Decays.forward.__code__.co_firstlineno + 2
-    refused = rf"layer\.weight in place, of which.*\n  at {__file__}:{line}.*[^$]*cache_enabled"
+    refused = (
+        rf"layer\.weight in place while autocast.*\n  at {__file__}:{line}.*[^$]*cache_enabled"
+    )
     with casting(backend), pytest.raises(CaptureError, match=refused):
         graphs.capture([new_input(backend)])
     assert torch.equal(module.layer.weight, before)

@@ -217,7 +217,7 @@ def test_a_step_says_which_banks_its_microbatches_belong_to(graphs: ChunkGraphs)
     for banks, message in (
         (None, r"without the banks of its microbatches; there are \[12, 6, 3\]"),
         ([12, 5], r"belong to the banks \[5\], but there are only"),
-        ([12], r"has 2 microbatches, but banks of 1"),
+        ([12], r"has 2 microbatches, but 1 banks"),
     ):
         with pytest.raises(SlotError, match=message), graphs.step(2, banks=banks):
             pass
@@ -239,7 +239,7 @@ def test_a_call_of_another_length_than_told_is_named(graphs: ChunkGraphs) -> Non
     ):
         _forward(graphs, 3)
     with (
-        pytest.raises(SlotError, match="called for microbatch 1, but the step was begun with 1"),
+        pytest.raises(SlotError, match="called for microbatch 1, but the step has only 1"),
         graphs.step(banks=[6]),
     ):
         sum(_forward(graphs, 6).sum() for _ in range(2))

@@ -85,7 +85,7 @@ STRUCTURE: dict[str, tuple[Callable[[Stack], object], str]] = {
     "parameter None": (lambda m: setattr(m.layers[0], "bias", None), r"layers\.0\.bias was remov"),
     "transposed in place": (
         lambda m: transpose(m.layers[0].weight),
-        r"layers\.0\.weight was moved .*or has another layout",
+        r"layers\.0\.weight was moved .*or changed its layout",
     ),
 }
 

@@ -45,7 +45,7 @@ def test_the_defaults_and_every_choice_are_accepted() -> None:
 
 
 def test_options_that_are_none_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"options is \{'verify': 'shadow'\}; give Cap"):
+    with pytest.raises(ConfigError, match=r"options is \{'verify': 'shadow'\}; pass Cap"):
         ChunkGraphs(nn.Linear(4, 4), 1, options={"verify": "shadow"})  # type: ignore[arg-type]
 
 
@@ -60,10 +60,10 @@ def test_a_shape_key_that_is_never_equal_is_refused(key: Any) -> None:
 
 @pytest.mark.parametrize("keys", [(), (2, 1, 2)])
 def test_banks_have_different_keys(keys: tuple[int, ...]) -> None:
-    with pytest.raises(ConfigError, match="at least one key, and each key once"):
+    with pytest.raises(ConfigError, match="at least one key, and each once"):
         Banks(keys)
 
 
 def test_keys_alone_are_no_banks() -> None:
-    with pytest.raises(ConfigError, match=r"give Banks\(keys=\.\.\.\)"):
+    with pytest.raises(ConfigError, match=r"pass Banks\(keys=\.\.\.\)"):
         ChunkGraphs(nn.Linear(4, 4), 1, banks=(2, 1))  # type: ignore[arg-type]

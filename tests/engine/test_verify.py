@@ -143,7 +143,7 @@ def test_a_number_of_python_that_changes_after_the_capture(
     assert "output 0: " in message
     # The scale is the last thing in its layer; what the next layer keeps is the first to show it.
     assert "first layer that differs: layers.2.linear" in message
-    assert "the last that is right is kept by layers.1:" in message
+    assert "the last correct tensor is kept by layers.1:" in message
     stack.layers[1].scale = 1.0
     train(graphs, backend, 2)  # nothing of the failed step is left
 
@@ -176,7 +176,7 @@ def test_an_input_overwritten_before_the_backward(
     message = str(caught.value)
     assert "chunk 0 slot 1: the replayed backward of microbatch 1" in message
     assert "layers.0.linear" in message
-    assert "overwritten since" in message
+    assert "overwritten later" in message
 
 
 def test_a_saved_tensor_overwritten_before_the_backward(
@@ -192,7 +192,7 @@ def test_a_saved_tensor_overwritten_before_the_backward(
     # Later layers ran backward before it, rightly.
     assert "the gradient of layers.1.linear." in message
     assert "first layer that differs: layers.1" in message
-    assert "the last that is right is kept by layers.1.linear:" in message
+    assert "the last correct tensor is kept by layers.1.linear:" in message
 
 
 def test_a_gradient_that_is_added_to_by_somebody_else(
@@ -304,7 +304,7 @@ def test_poison_still_finds_dead_memory_after_a_nan_of_the_model(
         stack.zero_grad(set_to_none=True)
     train(graphs, backend)
     inner = slot_of(graphs).pool.poison
-    with pytest.raises(VerifyError, match="memory that was not its own"):
+    with pytest.raises(VerifyError, match="memory that was no longer its own"):
         train_in_flight(graphs, backend, 1, lambda: keeping_output(slot_of(graphs), inner))
 
 
@@ -346,7 +346,7 @@ def test_poison_names_the_layer_that_read_dead_memory(
         train_in_flight(graphs, backend, 1, lambda: keeping_output(slot_of(graphs), inner))
     message = str(caught.value)
     assert "chunk 0 slot 0: the replayed backward of microbatch 0" in message
-    assert "memory that was not its own" in message
+    assert "memory that was no longer its own" in message
     assert "first layer with a NaN: layers.0" in message
 
 

@@ -268,7 +268,7 @@ def test_capture_that_fails_on_one_rank_leaves_all_ranks_eager(
     script.write_text(_FAULTY.format(script=str(SCRIPT)), encoding="utf-8")
     flags = [*STEPS, *CHUNK, "--exit-interval", "3", "--cuda-graph-on-failure", "eager"]
     assert jobs.train("faulty", *flags, script=script) == eager[:3]
-    assert jobs.output.count("Training goes on eagerly on all ranks") == 1
+    assert jobs.output.count("Training continues eagerly on all ranks") == 1
     warning = jobs.output[jobs.output.index("WARNING: chunk graphs: ") :]
     assert "torch.Tensor.item" in warning
     assert "capturing rank 1, pipeline stage 1" in warning

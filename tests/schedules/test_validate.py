@@ -278,5 +278,5 @@ def test_planned_slots_fit_and_one_less_does_not(name):
             fewer[rank][chunk] -= 1
             with pytest.raises(ScheduleError, match=f"all {fewer[rank][chunk]} of chunk {chunk}"):
                 validate(built, slots_per_chunk=fewer)
-    with pytest.raises(ScheduleError, match=r"3 ranks of .* chunk\(s\), but slots are given for"):
+    with pytest.raises(ScheduleError, match=r"3 ranks of .* chunk\(s\), but slots_per_chunk has"):
         validate(built, slots_per_chunk=slots[1:])

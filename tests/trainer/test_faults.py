@@ -98,7 +98,7 @@ def capture_fails(ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["warnings"] == []
     (message,) = ranks[1]["warnings"]
     names_the_cause(message)
-    assert "Training goes on eagerly on all ranks" in message
+    assert "Training continues eagerly on all ranks" in message
     assert "another rank could not" in ranks[0]["failure"]
     names_the_cause(ranks[0]["failure"])
 
@@ -191,4 +191,4 @@ def test_shadow_names_slot_and_layer_of_one_rank(
     assert "rank 1, pipeline stage 1, chunk 0 slot 0: the replayed forward of" in messages[1]
     assert "microbatch 0 in replayed step 1 after the capture" in messages[1]
     assert "first layer that differs: decoder.final_layernorm" in messages[1]
-    assert "the last that is right is kept by decoder.layers.1" in messages[1]
+    assert "the last correct tensor is kept by decoder.layers.1" in messages[1]

@@ -1,9 +1,9 @@
-"""``sink += gradient``, in one pass at the speed of memory.
+"""Add gradients to sinks, ``sink += gradient``, at memory bandwidth.
 
-torch's own kernel for operands of different types converts element by element, and reaches about
-half of the memory's speed: for a bfloat16 gradient into a float32 ``main_grad`` that is a fifth of
-a training step. A float32 sum of the same two values has one right result, so this one is
-equal to the last bit.
+torch's kernel for operands of different dtypes converts element by element and reaches about half
+of the memory bandwidth: adding bfloat16 gradients to a float32 ``main_grad`` then takes a fifth of
+a training step. A float32 sum of the same two values has one correct result, so this kernel equals
+torch's to the last bit.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ import torch
 __all__ = ["Accumulate", "new_accumulate"]
 
 Accumulate = Callable[[torch.Tensor, torch.Tensor], None]
-"""Adds its second argument to the first, in place, on the current stream."""
+"""A function that adds its second argument to the first, in place, on the current stream."""
 
 _HALF = (torch.bfloat16, torch.float16)
 _ALIGNMENT_BYTES = 16
 
 
 def new_accumulate(sinks: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> Accumulate:
-    """What adds gradients of ``dtypes`` to ``sinks``, compiled and loaded.
+    """Return a function that adds gradients to ``sinks``, with its kernels compiled and loaded.
 
-    Nothing may be compiled or loaded during a capture, so this comes before it.
+    Call it before a capture, during which nothing may be compiled or loaded.
 
     Args:
         sinks: float tensors on one device.
-        dtypes: of the gradients, one for each sink.
+        dtypes: the dtype of each sink's gradient.
     """
     pairs = {(sink.dtype, dtype) for sink, dtype in zip(sinks, dtypes, strict=True)}
     mixed = [dtype for sink, dtype in pairs if sink == torch.float32 and dtype in _HALF]

@@ -1,4 +1,4 @@
-"""How the backward of a sampled call ran, so that it is captured as it runs in training."""
+"""Record how the backward of a sampled call ran, so that the capture runs it in the same way."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["BackwardSample", "watched"]
 
 @dataclass
 class BackwardSample:
-    """How one backward ran; filled in when it does.
+    """Facts about one backward, filled in when it runs.
 
     Attributes:
-        strides: for each differentiable output, the strides of its gradient, None where it got no
+        strides: for each differentiable output, the strides of its gradient, or None if it got no
             gradient; None as a whole before the backward has run.
-        autocast: how operators were cast in it.
-        label: of the chunk, for errors.
-        nested: positions of differentiable outputs that others are computed from.
+        autocast: the autocast setting of the backward.
+        label: label of the chunk, for errors.
+        nested: positions of differentiable outputs from which other outputs are computed.
     """
 
     strides: tuple[tuple[int, ...] | None, ...] | None = None
@@ -35,7 +35,7 @@ class BackwardSample:
 
 
 class _Watch(torch.autograd.Function):
-    """Passes tensors on, and notes the gradients that come back."""
+    """Pass tensors through, and record the layout of their gradients."""
 
     @staticmethod
     def forward(ctx: Any, sample: BackwardSample, *outputs: torch.Tensor) -> Any:
@@ -55,9 +55,9 @@ class _Watch(torch.autograd.Function):
 
 
 def watched(result: Any, sample: BackwardSample) -> Any:
-    """Return ``result`` with its differentiable tensors behind a node that fills ``sample``.
+    """Return ``result`` with its differentiable tensors passed through a node, to fill ``sample``.
 
-    A result that holds a parameter is returned as it is: a node would change the order in which the
+    Returns a result that holds a parameter unchanged: a node would change the order in which the
     parameter's gradients are summed, and a capture refuses such a result.
     """
     leaves, spec = flatten(result)

@@ -24,11 +24,11 @@ class CaptureReport:
 
     Attributes:
         num_slots: slots of each chunk.
-        shared_slots: the chunks share these slots.
-        num_graphs: graphs of forwards, of backwards and of their halves together.
+        shared_slots: whether the chunks share these slots.
+        num_graphs: number of graphs of forwards, backwards and halves of backwards.
         slot_bytes: bytes reserved by the slots' own pools.
-        held_bytes: bytes of those in use between a forward and the end of its backward, all slots
-            together, each in its largest bank.
+        held_bytes: bytes of these in use between a forward and the end of its backward, summed over
+            slots, each in its largest bank.
         scratch_bytes: bytes reserved by the pool that all backwards share.
         static_bytes: bytes of inputs and gradients outside the pools.
         duration_ms: wall time of the session on this rank.
@@ -51,10 +51,10 @@ class CapturedRank:
     """The graphs of a session, with the state that replays need.
 
     Attributes:
-        banks: by key, largest first.
-        sinks: by chunk, memory of the gradients.
-        models: by chunk, what the graphs take for granted of its module.
-        pools: memory of all graphs.
+        banks: the banks by key, largest first.
+        sinks: the gradient memory of each chunk.
+        models: the state of each chunk's module that the graphs depend on.
+        pools: the memory of all graphs.
         report: the session in numbers.
         terms: see `BackwardTask`.
     """
@@ -68,12 +68,12 @@ class CapturedRank:
 
     @property
     def slots(self) -> tuple[tuple[Slot, ...], ...]:
-        """Slots of each chunk: those of the first bank, then their variants in the others."""
-        every = zip(*[bank.slots for bank in self.banks.values()], strict=True)
-        return tuple(tuple(slot for slots in of_chunk for slot in slots) for of_chunk in every)
+        """Return the slots of each chunk: those of the first bank, then of the other banks."""
+        by_chunk = zip(*[bank.slots for bank in self.banks.values()], strict=True)
+        return tuple(tuple(slot for slots in of_chunk for slot in slots) for of_chunk in by_chunk)
 
     def names(self) -> dict[nn.Parameter, str]:
-        """Return the parameters that get gradients, with what errors call them."""
+        """Return the parameters that get gradients, with their names in errors."""
         return {
             parameter: f"{model.label}: parameter {model.name_of(parameter)}"
             for model, sinks, terms in zip(self.models, self.sinks, self.terms, strict=True)
@@ -91,7 +91,7 @@ class CapturedRank:
 def gradient_terms(
     chunks: Sequence[Chunk], forwards: Sequence[CapturedForward]
 ) -> tuple[dict[int, int], ...]:
-    """Return what each chunk gives its parameters, the most of any forward; see `BackwardTask`."""
+    """Return, for each chunk, the most gradient terms of each parameter; see `BackwardTask`."""
     terms: list[dict[int, int]] = [{} for _ in chunks]
     for forward in forwards:
         c = forward.place.chunk_index

@@ -1,4 +1,4 @@
-"""A capture session that failed: what is told, and how all ranks come to know one cause."""
+"""Explain a failed capture session, and report one cause on all ranks."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _ADVICE = "\n  To do:"
 
 
 class SessionWatch:
-    """Watches one capture session, to tell where it failed.
+    """Follow one capture session, to report where it failed.
 
     Args:
-        chunks: of the session.
-        label: names the rank.
+        chunks: the chunks of the session.
+        label: the rank's name in errors.
 
     Attributes:
-        label: the same.
+        label: as passed.
     """
 
     def __init__(self, chunks: Sequence[Chunk], label: str) -> None:
@@ -43,29 +43,29 @@ class SessionWatch:
 
     @contextmanager
     def watching(self, settings: SessionSettings) -> Iterator[SessionSettings]:
-        """Gives the settings to capture with in this block."""
+        """Yield the settings to capture with in this block."""
         with self._layers.watching(self._chunks):
             yield replace(settings, progress=self._counting(settings.progress))
 
     def explain(self, error: Exception) -> ChunkGraphError:
-        """The error to report: with the layer, and what was done by then where memory ran out."""
-        own = error
-        if not isinstance(own, ChunkGraphError):
-            own = capture_failure(self.label, error)
-            own.__cause__ = error
-        if not isinstance(own, CaptureError):
-            return own
+        """Return the error to report, with the layer and, out of memory, the graphs captured."""
+        failure = error
+        if not isinstance(failure, ChunkGraphError):
+            failure = capture_failure(self.label, error)
+            failure.__cause__ = error
+        if not isinstance(failure, CaptureError):
+            return failure
         facts = ""
         if self._layers.layer:
             facts += f"\n  in layer {self._layers.layer}"
-        if isinstance(own.__cause__, torch.OutOfMemoryError):
+        if isinstance(failure.__cause__, torch.OutOfMemoryError):
             facts += (
                 f"\n  {self._num_done} of {self._num_graphs or 'all'} graphs were captured by then"
             )
-        what, advice, rest = str(own).partition(_ADVICE)
-        told = type(own)(what + facts + advice + rest)
-        told.__cause__ = own
-        return told
+        what, advice, rest = str(failure).partition(_ADVICE)
+        report = type(failure)(what + facts + advice + rest)
+        report.__cause__ = failure
+        return report
 
     def _counting(self, progress: OnCapture | None) -> OnCapture:
         def count(num_done: int, num_graphs: int, free_bytes: int | None) -> None:
@@ -76,35 +76,36 @@ class SessionWatch:
         return count
 
 
-def agree_on_cause(agree: Agree, own: str) -> tuple[str, bool]:
-    """One cause for all ranks, though they can only agree on the largest of some numbers.
+def agree_on_cause(agree: Agree, cause: str) -> tuple[str, bool]:
+    """Choose one cause for all ranks, although they can only exchange maxima of numbers.
 
     Args:
-        agree: see `Agree`; all ranks come here together.
-        own: why this rank failed; "" if it did not.
+        agree: see `Agree`; all ranks call it together.
+        cause: why this rank failed; "" if it did not.
 
     Returns:
-        Why the session failed ("" if it did on no rank), and whether that is this rank's own.
+        Why the session failed ("" if no rank failed), and whether that is this rank's cause.
     """
-    text = own.encode()
-    number = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big") + 1 if own else 0
+    text = cause.encode()
+    digest = hashlib.blake2b(text, digest_size=7).digest()
+    number = int.from_bytes(digest, "big") + 1 if cause else 0
     (largest,) = agree([number])
     if not largest:
         return "", False
     is_own = number == largest
     (length,) = agree([len(text) if is_own else 0])
     padded = text.ljust(-(-length // _BYTES_IN_A_NUMBER) * _BYTES_IN_A_NUMBER, b"\0")
-    mine = [
+    numbers = [
         int.from_bytes(padded[i : i + _BYTES_IN_A_NUMBER], "big")
         for i in range(0, -(-length // _BYTES_IN_A_NUMBER) * _BYTES_IN_A_NUMBER, _BYTES_IN_A_NUMBER)
     ]
-    told = agree(mine if is_own else [0] * len(mine))
-    data = b"".join(n.to_bytes(_BYTES_IN_A_NUMBER, "big") for n in told)
+    numbers = agree(numbers if is_own else [0] * len(numbers))
+    data = b"".join(n.to_bytes(_BYTES_IN_A_NUMBER, "big") for n in numbers)
     return data[:length].decode(errors="replace"), is_own
 
 
 def forget_frames(error: BaseException | None) -> None:
-    """Drop what the frames of ``error`` and of its causes hold: a failed session's memory."""
+    """Clear the frames of an error and its causes, which hold a failed session's memory."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__

@@ -1,12 +1,12 @@
 """``param.grad`` of parameters without a ``main_grad``, and the memory that graphs add to.
 
-Graphs add to fixed memory, the *sinks*, all in one buffer. A backward that meets no gradient binds
-``param.grad`` to the sink, as eager training would make a new tensor; from then on both are the
-same memory, and nothing is copied. A gradient that somebody else refers to as well, such as a view
-of a flat buffer, stays where it is, and is copied to the sink and back around each backward.
+Graphs add to fixed memory, the *sinks*, all in one buffer. Where eager training would create a new
+``param.grad``, a backward binds it to the sink; from then on both are the same memory, and nothing
+is copied. A gradient with other references, such as a view of a flat buffer, stays where it is, and
+is copied to the sink and back around each backward.
 
-Whatever a caller does with ``param.grad`` between two backwards changes, in general, the number of
-tensors on the buffer. So one comparison tells a backward that all is as it was.
+Anything that a caller does with ``param.grad`` between two backwards generally changes the number
+of tensors on the buffer. So one comparison shows whether all gradients are still bound.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _Reference = Callable[[], torch.Tensor | None]
 
 
 def _nothing() -> None:
-    """A reference to no tensor."""
+    """Return None, as a reference to no tensor."""
 
 
 _grad = attrgetter("grad")
@@ -45,16 +45,16 @@ _NO_PARAMETER = nn.Parameter(torch.empty(0))
 
 @dataclass
 class Binding:
-    """What `GradMemory.bind` did.
+    """The result of `GradMemory.bind`.
 
     Attributes:
-        others: parameters whose gradient others refer to as well, or lies in memory otherwise, with
-            that gradient and the sink: it stays, and is copied to the sink and back around each
-            backward.
-        bound: the other parameters.
-        references: the tensors on the sinks that are their gradients.
-        is_fresh: whether none of the parameters had a gradient before; until the next backward.
-        generation: of the memory, by then.
+        others: parameters whose gradient has other references or another layout, each with its
+            gradient and its sink. The gradient stays, and is copied to the sink and back around
+            each backward.
+        bound: the other parameters, whose gradient is the sink.
+        references: weak references to the gradients of ``bound``.
+        is_fresh: whether none of the parameters had a gradient; False after the next backward.
+        generation: the memory's generation at that time.
     """
 
     others: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor]]
@@ -75,16 +75,16 @@ class Binding:
         )
 
     def num_replaced(self) -> int:
-        """Return how many of the bound parameters have another gradient by now, or none."""
+        """Return how many of the bound parameters have another gradient now, or none."""
         return sum(map(is_not, map(_grad, self.bound), [bound() for bound in self.references]))
 
     def before_backward(self) -> None:
-        """Load the sinks of ``others``."""
+        """Copy the gradients of ``others`` to their sinks."""
         for _, grad, sink in self.others:
             sink.copy_(grad)
 
     def after_backward(self) -> None:
-        """Give the sums back."""
+        """Copy the sums of ``others`` from their sinks back to the gradients."""
         with torch.no_grad():
             for _, grad, sink in self.others:
                 grad.copy_(sink)
@@ -94,14 +94,14 @@ class GradMemory:
     """The sinks of one rank's parameters that have no ``main_grad``.
 
     Args:
-        parameters: each once; all on one device.
+        parameters: each parameter once; all on one device.
 
     Attributes:
-        generation: grows whenever `bind` finds that somebody changed a gradient.
-        address: of the storage of the sinks, for `use_count`.
-        num_expected: the use count of that storage while no gradient was bound, dropped, replaced
-            or viewed since `bind`. A gradient that was dropped and is kept by reference does not
-            show.
+        generation: increases whenever `bind` finds a gradient changed from outside.
+        address: address of the sinks' storage object, for `use_count`.
+        num_expected: the use count of the storage as long as no gradient was bound, dropped,
+            replaced or viewed since `bind`. Does not reveal a gradient that was dropped but is
+            still referenced.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -122,7 +122,7 @@ class GradMemory:
             )
             for p, offset in zip(self._parameters, offsets, strict=True)
         ]
-        # The tensor that `grad` was bound to last. Not held: who else refers to it, must show.
+        # The tensor that `grad` was bound to last. A weak reference, so that others show.
         self._bound: list[_Reference] = [_nothing] * len(self._parameters)
         self.generation = 0
         self._num_own = self._num_tensors()
@@ -137,13 +137,13 @@ class GradMemory:
         return use_count(self.address) != self.num_expected
 
     def bind(self, parameters: Sequence[nn.Parameter]) -> Binding:
-        """Make the gradients of ``parameters`` their sinks, before a backward adds to them.
+        """Bind the gradients of ``parameters`` to their sinks, before a backward adds to them.
 
         Args:
-            parameters: those that the backward gives gradients to.
+            parameters: the parameters that get gradients in the backward.
 
         Raises:
-            ReplayMismatchError: somebody keeps views of a gradient that was dropped.
+            ReplayMismatchError: views of a gradient that was dropped are still in use.
         """
         if self.has_changed():
             self.generation += 1
@@ -157,7 +157,7 @@ class GradMemory:
         for index in unbound:
             parameter, sink = self._parameters[index], self._sinks[index]
             if parameter.grad is None:
-                # The one value x with x + g equal to g in every bit, also where g is -0.0.
+                # The only value x for which x + g equals g in every bit, even if g is -0.0.
                 if not is_filled:
                     sink.fill_(-0.0)
                 num_fresh += 1
@@ -196,7 +196,7 @@ class GradMemory:
         ]
 
     def _is_alias(self, index: int, grad: torch.Tensor) -> bool:
-        """Return whether ``grad`` is the sink by another name, and go on with it if so."""
+        """Return whether ``grad`` is another tensor on the sink, and adopt it if so."""
         sink = self._sinks[index]
         is_alias = grad.data_ptr() == sink.data_ptr() and grad.stride() == sink.stride()
         if is_alias and grad.numel():
@@ -204,7 +204,7 @@ class GradMemory:
         return is_alias
 
     def _leave_to_keepers(self, indices: Sequence[int]) -> None:
-        """Give dropped gradients that somebody keeps memory of their own."""
+        """Move dropped gradients that are still referenced to their own memory."""
         was_bound = False
         for index in indices:
             last, self._bound[index] = self._bound[index], _nothing
@@ -217,8 +217,8 @@ class GradMemory:
         num_bound = sum(bound() is not None for bound in self._bound)
         if self._num_tensors() > self._num_own + num_bound:
             raise ReplayMismatchError(
-                "A .grad was dropped or replaced, but views of such memory are still in use (made "
-                "by detach(), view() or indexing), which replays would overwrite.\n"
+                "A .grad was dropped or replaced, but views of its memory are still in use (from "
+                "detach(), view() or indexing); replays would overwrite them.\n"
                 "  To do: keep copies (`p.grad.clone()`) instead of views, or clear gradients in "
                 "place (`zero_grad(set_to_none=False)`)."
             )

@@ -1,10 +1,10 @@
-"""Gradients: accumulated inside the backward graph, each as soon as it is ready.
+"""Accumulate gradients inside the backward graph, each as soon as it is ready.
 
-A parameter's sink is ``param.main_grad`` where its owner (Megatron's DDP) made one, else memory of
+A parameter's sink is ``param.main_grad`` if its owner (Megatron's DDP) created one, else memory of
 the engine that becomes ``param.grad`` (`chunkgraph.engine.capture.grad_memory`). During the capture
-of a backward a hook takes every gradient out of ``leaf.grad`` as soon as autograd has put it there,
-adds it to the sink and drops it, so that no two weight gradients are alive at once. Activation
-recomputation runs backwards inside the backward; their gradients arrive at the same place.
+of a backward, a hook takes every gradient out of ``leaf.grad`` as soon as autograd has stored it
+there, adds it to the sink and drops it, so that no two weight gradients are alive at once.
+Activation recomputation runs backwards inside the backward; the same hooks take their gradients.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class GradientSinks:
 
     Args:
         parameters: the chunk's trainable parameters.
-        label: names the chunk in errors.
-        memory: of the gradients of the rank's parameters, since chunks may share one; None: of
-            these alone.
+        label: the chunk's name in errors.
+        memory: the gradient memory of the rank, since chunks may share parameters; None: create
+            memory for these parameters alone.
     """
 
     def __init__(
@@ -70,20 +70,20 @@ class GradientSinks:
 
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
-        """The buffers that gradients are added to, one for each parameter."""
+        """Return the sinks, one for each parameter."""
         return tuple(self._sinks)
 
     @contextmanager
     def accumulating(
         self, leaves: Sequence[nn.Parameter], marker: GradientMarker | None = None
     ) -> Iterator[set[int]]:
-        """Inside, a gradient that autograd computes for a leaf is added to its parameter's sink.
+        """Add each gradient that autograd computes for a leaf in this block to its sink.
 
-        ``leaves`` stand for the parameters, in order (see `ParameterAliases`); their ``grad`` is
-        None inside but for the moment when a gradient arrives, and as before afterwards.
+        ``leaves`` stand for the parameters, in order (see `ParameterAliases`). Inside, their
+        ``grad`` is None except while a hook takes a gradient; on exit it is restored.
 
         Yields:
-            The indices of the parameters that got a gradient, by the end of the block.
+            A set to which the indices of the parameters that get a gradient are added.
         """
         trained: set[int] = set()
         hooks = [self._hook(i, marker, trained) for i in range(len(leaves))]
@@ -94,12 +94,12 @@ class GradientSinks:
     def collecting(
         self, leaves: Sequence[nn.Parameter], take: Callable[[int, torch.Tensor], None]
     ) -> Iterator[None]:
-        """Inside, a gradient that autograd computes for a leaf goes to ``take``, with its index."""
+        """Pass each gradient that autograd computes for a leaf in this block to ``take``."""
 
         def hook(index: int) -> _Hook:
             def receive(leaf: torch.Tensor) -> None:
                 gradient, leaf.grad = leaf.grad, None
-                if gradient is not None:  # a function may give none
+                if gradient is not None:  # a custom function may return None
                     take(index, gradient)
 
             return receive
@@ -114,69 +114,69 @@ class GradientSinks:
 
     @contextmanager
     def discarding(self, leaves: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Inside, gradients go nowhere (capture warmup), one at a time.
+        """Discard the gradients of this block (capture warmup), each as soon as it is ready.
 
-        Layers that accumulate in their weight-gradient GEMM write to ``main_grad``. Where all are
-        zero, as at the begin of a step, they are so again afterwards; otherwise a throw-away buffer
-        as large as the largest parameter stands in their place.
+        Layers with fused accumulation write to ``main_grad`` in their weight-gradient GEMM. If all
+        ``main_grad`` are zero, as at the beginning of a step, they are set to zero again on exit;
+        otherwise a temporary buffer as large as the largest parameter replaces them.
         """
-        given = [s for s, has in zip(self._sinks, self._has_main_grad, strict=True) if has]
-        if not any(_has_a_bit(sink) for sink in given):
+        main_grads = [s for s, has in zip(self._sinks, self._has_main_grad, strict=True) if has]
+        if not any(_is_any_bit_set(sink) for sink in main_grads):
             try:
                 with _taking_gradients(leaves, [_discard] * len(leaves)):
                     yield
             finally:
                 with torch.no_grad():
-                    for sink in given:
+                    for sink in main_grads:
                         sink.zero_()
             return
         largest: dict[torch.dtype, int] = {}
         for sink in self._sinks:
             largest[sink.dtype] = max(largest.get(sink.dtype, 0), sink.numel())
-        dumps = {
+        buffers = {
             dtype: torch.empty(size, dtype=dtype, device=self._sinks[0].device)
             for dtype, size in largest.items()
         }
-        kept = [getattr(leaf, "main_grad", None) for leaf in leaves]
+        originals = [getattr(leaf, "main_grad", None) for leaf in leaves]
         try:
-            for leaf, main_grad in zip(leaves, kept, strict=True):
+            for leaf, main_grad in zip(leaves, originals, strict=True):
                 if main_grad is not None:
-                    dump = dumps[main_grad.dtype][: main_grad.numel()]
-                    leaf.main_grad = dump.view(main_grad.shape)  # type: ignore[attr-defined]
+                    buffer = buffers[main_grad.dtype][: main_grad.numel()]
+                    leaf.main_grad = buffer.view(main_grad.shape)  # type: ignore[attr-defined]
             with _taking_gradients(leaves, [_discard] * len(leaves)):
                 yield
         finally:
-            for leaf, main_grad in zip(leaves, kept, strict=True):
+            for leaf, main_grad in zip(leaves, originals, strict=True):
                 if main_grad is not None:
                     leaf.main_grad = main_grad  # type: ignore[attr-defined]
 
     def interned(self, trained: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the one object for equal ``trained``, as `before_backward` takes it."""
+        """Return one object for all equal tuples; `before_backward` compares by identity."""
         return self._trained.setdefault(trained, trained)
 
     def begin_step(self) -> None:
-        """Check addresses and hooks. Once a step, not per microbatch.
+        """Check addresses and hooks, once per step.
 
         Raises:
-            ReplayMismatchError: a parameter or its gradient buffer was replaced since capture, or
-                a hook waits for a gradient.
+            ReplayMismatchError: a parameter or its gradient buffer was replaced since the capture,
+                or a hook waits for a gradient.
         """
         if not self._are_in_place():
             index = self._first_moved()
             raise ReplayMismatchError(
                 f"{self._label}: the main_grad of parameter {index} "
                 f"(shape {tuple(self.parameters[index].shape)}) was moved to other memory after "
-                "capture, or there is none any more; the graphs would use the old one. Update it "
-                "in place (copy_), or release the graphs and capture again."
+                "capture, added or removed; the graphs would use the old memory. Update it in "
+                "place (copy_), or release the graphs and capture again."
             )
         self._refuse_hooks()
         self._bound_for, self._binding = None, _UNBOUND
 
     def _refuse_hooks(self) -> None:
-        """Refuse hooks that wait for gradients: a replay calls none.
+        """Refuse hooks that wait for gradients, since a replay calls none.
 
-        After a hook was registered anywhere, hooks on parameters are looked for at once, and those
-        on autograd's own nodes, which is slow, at a few in each step.
+        A step looks for hooks on parameters only after torch has registered a hook. Looking at
+        autograd's own nodes is slow, so each step then looks at a few in turn.
         """
         own = self._own
         if not own:
@@ -193,20 +193,20 @@ class GradientSinks:
             index = next(i for i, p in enumerate(self.parameters) if p is hooked[0])
             raise ReplayMismatchError(
                 f"{self._label}: a hook waits for the gradient of parameter {index} (shape "
-                f"{tuple(hooked[0].shape)}), and a replay calls none. Remove it, and do its "
+                f"{tuple(hooked[0].shape)}), but a replay calls no hooks. Remove it, and do its "
                 "work after the step or in Chunk.after_backward."
             )
         self._num_hooks = number
         self._num_unseen = max(0, self._num_unseen - _NODES_PER_STEP)
 
     def before_backward(self, trained: tuple[int, ...]) -> Binding:
-        """Make ``param.grad`` the sinks, before a replay adds to them.
+        """Bind ``param.grad`` to the sinks, before a replay adds to them.
 
         Args:
-            trained: indices of the parameters that it adds to, by `interned`.
+            trained: indices of the parameters that get gradients, from `interned`.
 
         Raises:
-            ReplayMismatchError: somebody keeps views of a gradient that was dropped.
+            ReplayMismatchError: views of a gradient that was dropped are still in use.
         """
         binding, memory = self._binding, self._memory
         if not self._owns_any:
@@ -230,26 +230,26 @@ class GradientSinks:
         return binding
 
     def end_step(self) -> None:
-        """Make sure that no gradient was lost in the step.
+        """Check that no gradient was lost in the step.
 
         Raises:
-            ReplayMismatchError: a gradient was dropped while it was kept by reference, and a
-                backward may have been added to it since.
+            ReplayMismatchError: a gradient was dropped but is still referenced, and a later
+                backward may have been added to it.
         """
         if self._bound_for is None or self._memory.has_changed() or not self._binding.is_current():
             return
         if num_replaced := self._binding.num_replaced():
             raise ReplayMismatchError(
                 f"{self._label}: gradients of {num_replaced} parameters were dropped or replaced "
-                "inside the step and are kept by reference, so that later backwards may have been "
-                "added to what was kept.\n"
+                "inside the step but are still referenced, so later backwards may have been added "
+                "to them.\n"
                 "  To do: keep copies (`p.grad.clone()`), or drop gradients between steps."
             )
 
     def _hook(self, index: int, marker: GradientMarker | None, trained: set[int]) -> _Hook:
         def receive(leaf: torch.Tensor) -> None:
             gradient, leaf.grad = leaf.grad, None
-            if gradient is None:  # by a function that gives none
+            if gradient is None:  # a custom function may return None
                 return
             trained.add(index)
             if not getattr(leaf, "grad_added_to_main_grad", False):
@@ -260,7 +260,7 @@ class GradientSinks:
         return receive
 
     def _are_in_place(self) -> bool:
-        """Return whether every ``main_grad`` is where it was, and there is none where none was."""
+        """Return whether every ``main_grad`` is at its old address, and none was added."""
         try:
             now = [*map(torch.Tensor.data_ptr, map(_main_grad, self._given))]
         except (AttributeError, TypeError):  # one was removed
@@ -269,7 +269,7 @@ class GradientSinks:
         return now == self._given_addresses and not any(own)
 
     def _first_moved(self) -> int:
-        """Return the index of the first parameter whose ``main_grad`` is not as it was."""
+        """Return the index of the first parameter whose ``main_grad`` changed."""
         addresses = iter(self._given_addresses)
         for index, (p, has) in enumerate(zip(self.parameters, self._has_main_grad, strict=True)):
             grad = getattr(p, "main_grad", None)
@@ -282,8 +282,8 @@ class GradientSinks:
 _main_grad = attrgetter("main_grad")
 
 
-def _has_a_bit(tensor: torch.Tensor) -> bool:
-    """Whether it is other than zero_() leaves it, -0.0 included. Waits for the device."""
+def _is_any_bit_set(tensor: torch.Tensor) -> bool:
+    """Return whether any bit is set, so that -0.0 is not zero. Waits for the device."""
     return bool(tensor.detach().reshape(-1).view(torch.uint8).any())
 
 
@@ -293,11 +293,11 @@ def _discard(leaf: torch.Tensor) -> None:
 
 @contextmanager
 def _taking_gradients(leaves: Sequence[nn.Parameter], hooks: Sequence[_Hook]) -> Iterator[None]:
-    """Inside, each hook gets its leaf when ``leaf.grad`` holds one more gradient, and nothing else.
+    """Call each leaf's hook when ``leaf.grad`` holds one new gradient; restore ``grad`` on exit.
 
-    Autograd hands a fresh gradient over without a copy only where ``grad`` is None.
+    Autograd stores a new gradient without a copy only if ``grad`` is None.
     """
-    kept = [leaf.grad for leaf in leaves]
+    grads = [leaf.grad for leaf in leaves]
     handles = [
         leaf.register_post_accumulate_grad_hook(hook)
         for leaf, hook in zip(leaves, hooks, strict=True)
@@ -309,5 +309,5 @@ def _taking_gradients(leaves: Sequence[nn.Parameter], hooks: Sequence[_Hook]) ->
     finally:
         for handle in handles:
             handle.remove()
-        for leaf, grad in zip(leaves, kept, strict=True):
+        for leaf, grad in zip(leaves, grads, strict=True):
             leaf.grad = grad

@@ -1,4 +1,4 @@
-"""In which layer of a chunk something happens: forward hooks for as long as they are wanted."""
+"""Locate events in the layers of a chunk, by temporary forward hooks."""
 
 from __future__ import annotations
 
@@ -15,48 +15,49 @@ __all__ = ["LayerWatch", "layer_names", "parameter_names"]
 
 
 def layer_names(chunk: Chunk) -> dict[nn.Module, str]:
-    """The modules of ``chunk`` with their names in the user's model."""
+    """Return the modules of ``chunk`` with their names in the user's model."""
     if chunk.module is None:
         return {}
-    return {module: _named(chunk, path) for path, module in chunk.module.named_modules()}
+    return {module: _layer_name(chunk, path) for path, module in chunk.module.named_modules()}
 
 
 def parameter_names(chunk: Chunk) -> list[str]:
-    """A name for each of the chunk's parameters, in order."""
-    known: dict[int, str] = {}  # by address: in a session other leaves stand for them
+    """Return a name for each of the chunk's parameters, in order."""
+    names: dict[int, str] = {}  # by address, since a session replaces parameters by aliases
     if chunk.module is not None:
         for path, parameter in chunk.module.named_parameters():
-            known[parameter.data_ptr()] = f"{chunk.module_name}.{path}".lstrip(".")
+            names[parameter.data_ptr()] = f"{chunk.module_name}.{path}".lstrip(".")
     return [
-        known.get(p.data_ptr(), f"parameter {i} of shape {tuple(p.shape)}")
+        names.get(p.data_ptr(), f"parameter {i} of shape {tuple(p.shape)}")
         for i, p in enumerate(chunk.parameters)
     ]
 
 
-def _named(chunk: Chunk, path: str) -> str:
+def _layer_name(chunk: Chunk, path: str) -> str:
     name = f"{chunk.module_name}.{path}".strip(".")
     return name or f"{type(chunk.module).__name__} (the chunk itself)"
 
 
 class LayerWatch:
-    """Follows chunks through their layers inside `watching`.
+    """Follow chunks through their layers inside `watching`.
 
-    An exception leaves it at the layer that raised. Layers inside compiled code are not seen, nor
-    evaluated layers of a torch encoder: torch runs them by other kernels where they have hooks.
+    After an exception, `layer` is the layer that raised it. Layers inside compiled code are not
+    seen, nor are layers of a torch encoder in evaluation mode, whose hooks would make torch run
+    other kernels.
     """
 
     def __init__(self) -> None:
         self._running: list[tuple[nn.Module, str, int]] = []
-        # (first, end, name) in autograd's sequence numbers; inner layers before outer ones.
+        # (first, end, name) in autograd's sequence numbers; inner layers before outer layers.
         self._spans: list[tuple[int, int, str]] = []
 
     @property
     def layer(self) -> str:
-        """The innermost layer that runs, or where the last exception was raised; else ""."""
+        """Return the innermost layer that runs or raised the last exception; else ""."""
         return self._running[-1][1] if self._running else ""
 
     def layer_of(self, sequence_number: int) -> str:
-        """The innermost layer whose forward made the autograd node of this number, or ""."""
+        """Return the innermost layer whose forward created this autograd node, or ""."""
         return next((name for a, b, name in self._spans if a <= sequence_number < b), "")
 
     @contextmanager
@@ -68,8 +69,8 @@ class LayerWatch:
         """Follow the forwards of ``chunks`` in this block.
 
         Args:
-            chunks: whose layers are watched.
-            on_output: called with each layer's name and result, inner layers before outer ones.
+            chunks: the chunks to follow.
+            on_output: called with each layer's name and result, inner layers before outer layers.
         """
         with ExitStack() as stack:
             for chunk in chunks:
@@ -98,7 +99,7 @@ class LayerWatch:
         def hook(module: nn.Module, _args: Any, result: Any) -> None:
             if torch.compiler.is_compiling():
                 return
-            # Layers whose exception the model itself caught are still on top.
+            # Layers whose exception the model caught are still on top.
             while self._running and self._running[-1][0] is not module:
                 self._running.pop()
             if not self._running:
@@ -112,7 +113,7 @@ class LayerWatch:
 
 
 def _choosing_by_hooks(modules: Iterable[nn.Module]) -> set[nn.Module]:
-    """Return the modules whose hooks, whatever they do, keep a layer from its fast path."""
+    """Return the modules on which any hook would disable a layer's fast path."""
     return {
         part
         for module in modules

@@ -1,7 +1,8 @@
-"""Tensors that are left in the memory of graphs after a capture session, and lost gradients.
+"""Find tensors left in the memory of graphs after a capture session, and lost gradients.
 
-What still lies in a pool when a session has ended, and is not a slot's own, somebody kept: each
-replay writes over it. Python knows of every tensor that a program can read, wherever it is kept.
+A tensor that lies in a pool after the session, and is not a slot's, is still referenced from
+somewhere, and every replay would overwrite it. Python's garbage collector knows all tensors that a
+program can read.
 """
 
 from __future__ import annotations
@@ -24,38 +25,38 @@ from chunkgraph.graphs import AddressRanges, Pool
 __all__ = ["LeafGradients", "refuse_left_behind"]
 
 _looking = threading.RLock()
-"""Held by who looks at tensors: those of another rank, a thread, would seem to be kept."""
+"""Held while looking at tensors: temporary references of another thread would be reported."""
 
 
 def refuse_left_behind(
     chunks: Sequence[Chunk], pools: Sequence[Pool], slots: Iterable[Slot]
 ) -> None:
-    """Look for tensors in ``pools`` that no slot knows of.
+    """Refuse tensors in ``pools`` that do not belong to a slot.
 
     Args:
-        chunks: whose modules may hold them.
-        pools: of the session, which has ended.
-        slots: what it made.
+        chunks: the chunks whose modules may hold them.
+        pools: the pools of the session, which has ended.
+        slots: the slots of the session.
 
     Raises:
-        CaptureError: naming them.
+        CaptureError: there are such tensors; the message names them.
     """
-    own = {id(t) for slot in slots for t in _tensors_of(slot)}
-    if _left(pools, own):
+    slot_tensors = {id(t) for slot in slots for t in _tensors_of(slot)}
+    if _left_tensors(pools, slot_tensors):
         gc.collect()
-    if left := _left(pools, own):
+    if left := _left_tensors(pools, slot_tensors):
         names = _names(chunks, left)
         label = chunks[0].label if len(chunks) == 1 else chunks[0].label.split(" chunk")[0]
         raise CaptureError(
-            f"{label}: something keeps {len(left)} tensors that the captured work made: "
-            f"{', '.join(names[:3])}{', ...' * (len(names) > 3)}. Their memory is the graphs', and "
-            "every replay writes over it. Return them from the forward as tensors, in tuples, "
-            "lists or dicts; make caches before the capture, in an eager step; drop the rest."
+            f"{label}: {len(left)} tensors that the captured work created are still referenced: "
+            f"{', '.join(names[:3])}{', ...' * (len(names) > 3)}. They lie in the graphs' memory, "
+            "which every replay overwrites. Return them from the forward as tensors, in tuples, "
+            "lists or dicts; create caches before the capture, in an eager step; drop the rest."
         )
 
 
 class LeafGradients:
-    """``.grad`` of every leaf that there is when a session begins."""
+    """The ``.grad`` of every leaf that exists when a session begins."""
 
     def __init__(self) -> None:
         with _looking:
@@ -66,26 +67,27 @@ class LeafGradients:
             }
 
     def refuse_lost(self, label: str, pools: Sequence[Pool], writes: AddressRanges | None) -> None:
-        """Compare, when the session has ended, and take back what leaves were given.
+        """Refuse gradients of unknown leaves after the session, and reset those in its pools.
 
         Args:
-            label: of the rank.
-            pools: of the session.
-            writes: of its backwards; None: unknown.
+            label: the rank's label.
+            pools: the pools of the session.
+            writes: the addresses that its backwards write; None: unknown.
 
         Raises:
-            CaptureError: the captured work gave gradients to a leaf that it does not know of.
+            CaptureError: the captured work computes gradients of a leaf that is neither an argument
+                nor a parameter.
         """
         with _looking:
             lost = self._lost(pools, writes)
         if lost:
             shapes = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in lost[:3])
             raise CaptureError(
-                f"{label}: the captured work gives gradients to {len(lost)} tensors that are "
-                f"neither arguments nor among the chunk's parameters (shapes {shapes}), from a "
-                "backward of recomputation; a replay would lose them. List them in "
-                "Chunk.parameters and keep them in attributes of the module, or pass them as "
-                "arguments to the checkpointed function."
+                f"{label}: the captured work computes gradients of {len(lost)} tensors that are "
+                f"neither arguments nor parameters of the chunk (shapes {shapes}), in a backward "
+                "of recomputation; a replay would lose them. List them in Chunk.parameters and "
+                "keep them in attributes of the module, or pass them as arguments to the "
+                "checkpointed function."
             )
 
     def _lost(self, pools: Sequence[Pool], writes: AddressRanges | None) -> list[torch.Tensor]:
@@ -113,11 +115,11 @@ class LeafGradients:
 
 
 class _Memory:
-    """Memory of pools, and what lies in it.
+    """The memory of pools, to look up tensors in it.
 
     Args:
         pools: the pools.
-        live: whether only blocks that are in use count.
+        live: whether only blocks in use count.
     """
 
     def __init__(self, pools: Sequence[Pool], *, live: bool) -> None:
@@ -127,11 +129,11 @@ class _Memory:
         self._starts = [start for start, _ in self._ranges]
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies there that is not what a graph replays with."""
+        """Return whether a tensor lies in this memory and is not an alias that a graph uses."""
         try:
             storage = tensor.untyped_storage()
             address = storage.data_ptr()
-        except (RuntimeError, NotImplementedError, ValueError):  # it has no memory of its own
+        except (RuntimeError, NotImplementedError, ValueError):  # the tensor has no storage
             return False
         place = bisect.bisect_right(self._starts, address) - 1
         if place < 0 or address >= self._ranges[place][1]:
@@ -139,28 +141,29 @@ class _Memory:
         return not any(pool.is_alias(storage) for pool in self._pools)
 
 
-def _left(pools: Sequence[Pool], own: set[int]) -> list[torch.Tensor]:
-    """Tensors in blocks of pools that are in use, but for slots' own."""
+def _left_tensors(pools: Sequence[Pool], slot_tensors: set[int]) -> list[torch.Tensor]:
+    """Return the tensors in live blocks of pools, except those of slots (by id)."""
     with _looking:
         memory = _Memory(pools, live=True)
         tensors = (ref() for ref in _tensor_refs())
-        return [t for t in tensors if t is not None and id(t) not in own and memory.holds(t)]
+        return [
+            t for t in tensors if t is not None and id(t) not in slot_tensors and memory.holds(t)
+        ]
 
 
 def _tensor_refs() -> list[weakref.ref[torch.Tensor]]:
-    """References to all tensors that Python knows of, which refer to their class.
+    """Return weak references to all tensors that Python knows of, as referrers of their class.
 
-    Not by a list of all objects: what other threads have just begun to build does not stand to be
-    referred to.
+    A list of all objects would include objects that other threads are still constructing.
     """
-    objects = gc.get_referrers(torch.Tensor, *_kinds(torch.Tensor))
+    objects = gc.get_referrers(torch.Tensor, *_subclasses(torch.Tensor))
     return [weakref.ref(o) for o in objects if issubclass(type(o), torch.Tensor)]
 
 
-def _kinds(kind: Any) -> Iterator[type]:
-    for narrower in kind.__subclasses__():
-        yield narrower
-        yield from _kinds(narrower)
+def _subclasses(kind: Any) -> Iterator[type]:
+    for subclass in kind.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)
 
 
 def _leaf(ref: weakref.ref[torch.Tensor]) -> torch.Tensor | None:
@@ -186,7 +189,7 @@ def _tensors_of(slot: Slot) -> Iterator[torch.Tensor]:
 
 
 def _names(chunks: Sequence[Chunk], tensors: Sequence[torch.Tensor]) -> list[str]:
-    """Where they are kept, with their shapes."""
+    """Return the place, shape and dtype of each tensor."""
     paths: dict[int, str] = {}
     for chunk in chunks:
         for container in containers(chunk.module, chunk.module_name) if chunk.module else ():
@@ -197,7 +200,7 @@ def _names(chunks: Sequence[Chunk], tensors: Sequence[torch.Tensor]) -> list[str
 
 
 def _keeper(tensor: torch.Tensor) -> str:
-    """What kind of object keeps a tensor that no attribute of a module does."""
+    """Return the class and attribute that refer to a tensor outside of the modules."""
     keepers: list[Any] = gc.get_referrers(tensor)
     owners = [o for k in keepers if isinstance(k, dict) for o in gc.get_referrers(k)]
     for owner in (*keepers, *owners):

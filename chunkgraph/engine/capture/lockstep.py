@@ -1,8 +1,8 @@
-"""Ranks that capture in step with each other, so that a failure of one stops all of them soon.
+"""Capture on all ranks in lockstep, so that a failure of one rank soon stops all of them.
 
-Without it a rank learns of another's failure only when its own session is over. Where collectives
-run inside a session (in capture warmup, and in every capture of the CPU recorder), it would wait
-for the failed rank before that, in a collective that this one never enters.
+Without it, a rank learns of another's failure only after its own session. If collectives run inside
+the session (in capture warmup, and in every capture of the CPU recorder), it would wait forever in
+a collective that the failed rank never enters.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ __all__ = ["Lockstep", "StoppedElsewhere"]
 
 
 class StoppedElsewhere(Exception):  # noqa: N818
-    """Another rank's session failed; this one's ends too. Never leaves the engine."""
+    """Another rank's session failed, so this rank's ends too. Never leaves the engine."""
 
 
 class Lockstep:
-    """Asks all ranks before each part of a session whether they are still well.
+    """Exchange failures between all ranks before each part of a session.
 
-    Ranks have different numbers of graphs: who has made all of its own goes on answering until
-    nobody has any left. Ranks whose collectives meet make theirs in the same order.
+    Ranks have different numbers of graphs: a rank that has captured all of its graphs keeps
+    answering until every rank has. Ranks with common collectives capture in the same order.
 
     Args:
         agree: element-wise maximum over all ranks.
 
     Attributes:
-        bank: what this rank is making graphs of; None where that is no one bank.
+        bank: the bank whose graphs this rank captures; None if not a single bank.
     """
 
     def __init__(self, agree: Agree) -> None:
@@ -37,7 +37,7 @@ class Lockstep:
         self.bank: Hashable | None = None
 
     def begin(self, bank: Hashable | None) -> None:
-        """This rank goes on with the next part of its session.
+        """Begin the next part of this rank's session.
 
         Raises:
             StoppedElsewhere: another rank failed.
@@ -46,7 +46,7 @@ class Lockstep:
         self.bank = bank
 
     def finish(self) -> None:
-        """This rank has made all of its graphs; wait for the others.
+        """Wait for the other ranks, after this rank has captured all of its graphs.
 
         Raises:
             StoppedElsewhere: another rank failed.
@@ -56,7 +56,7 @@ class Lockstep:
             self._ask(has_failed=False, is_working=False)
 
     def fail(self) -> None:
-        """This rank failed; tell the others."""
+        """Report to the other ranks that this rank failed."""
         if not self._has_ended:
             self._ask(has_failed=True, is_working=False)
 

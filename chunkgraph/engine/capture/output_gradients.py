@@ -1,4 +1,4 @@
-"""Which outputs of a forward get a gradient, and of what layout, in its backward."""
+"""The gradients that the outputs of a forward get in its backward, and their layouts."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["OutputGradients"]
 
 @dataclass(frozen=True)
 class OutputGradients:
-    """The gradients that a backward is given.
+    """The gradients that enter a backward.
 
     Attributes:
-        receiving: positions, among the tensors of the result, of outputs that get one.
-        strides: of each.
-        autocast: how operators are cast in the backward; None: as it is.
-        has_layouts: whether a warmup step had them with these strides.
+        receiving: positions, among the tensors of the result, of outputs that get a gradient.
+        strides: strides of each of these gradients.
+        autocast: autocast setting of the backward; None: the current one.
+        has_layouts: whether the strides were observed in a warmup step.
     """
 
     receiving: tuple[int, ...]
@@ -33,11 +33,11 @@ class OutputGradients:
 
     @staticmethod
     def of(tensors: Sequence[torch.Tensor], sample: Call) -> OutputGradients:
-        """Return those of the backward that ``sample`` had; by default each output gets one.
+        """Return the gradients observed in the sample's backward; by default, one per output.
 
         Args:
-            tensors: of the result, each once.
-            sample: the call.
+            tensors: tensors of the result, each once.
+            sample: the sampled call.
         """
         positions = [i for i, t in enumerate(tensors) if t.requires_grad]
         strides: Sequence[tuple[int, ...] | None] = [dense_strides(tensors[i]) for i in positions]
@@ -51,5 +51,5 @@ class OutputGradients:
         )
 
     def casting(self) -> AbstractContextManager[None]:
-        """Inside, operators are cast as in the backward."""
+        """Apply the backward's autocast setting in this block."""
         return self.autocast.entered() if self.autocast is not None else nullcontext()

@@ -22,27 +22,27 @@ __all__ = ["ParameterAliases"]
 
 
 class ParameterAliases:
-    """Fresh leaves on the memory of ``parameters``.
+    """New leaves on the memory of ``parameters``.
 
-    They take the place of parameters wherever a module and its parts keep them: in modules, in
-    lists, and in plain objects such as Megatron's helper of a Mamba mixer (see `containers`).
+    They replace parameters wherever a module and its parts keep them: in modules, in lists, and in
+    plain objects such as Megatron's helper of a Mamba mixer (see `containers`).
 
     Args:
-        module: whose parameters are replaced; None: the parameters themselves are used.
+        module: the module whose parameters are replaced; None: use the parameters themselves.
         parameters: trainable parameters of ``module``.
-        made: the leaves made so far for the rank's parameters, by identity, since chunks may share
-            parts; those made here are added.
+        leaves: leaves by the id of the rank's parameters, shared by chunks with common parts; new
+            leaves are added to it.
     """
 
     def __init__(
         self,
         module: nn.Module | None,
         parameters: Sequence[nn.Parameter],
-        made: dict[int, nn.Parameter] | None = None,
+        leaves: dict[int, nn.Parameter] | None = None,
     ) -> None:
         self._module = module
         self._parameters = tuple(parameters)
-        self._leaves = {} if made is None else made
+        self._leaves = {} if leaves is None else leaves
         if module is None:
             self.leaves = self._parameters
             return
@@ -53,7 +53,7 @@ class ParameterAliases:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside, the module holds the leaves instead of its parameters."""
+        """Replace the module's parameters by the leaves in this block."""
         if self._module is None:
             yield
             return
@@ -84,19 +84,19 @@ class ParameterAliases:
             if parameter.data_ptr() != leaf.data_ptr() or parameter.shape != leaf.shape:
                 raise CaptureError(
                     f"{label}: its forward moves a parameter of shape {tuple(parameter.shape)} to "
-                    "other memory, where graphs would go on with the present value. Move it before "
+                    "other memory, but graphs would keep using the present memory. Move it before "
                     "the capture (flatten_parameters() of an RNN), or update it in place."
                 )
 
     def _stand_in(self, value: Any) -> Any:
-        """What is to be where ``value`` is; ``value`` itself unless it is or holds a parameter."""
+        """Return the replacement of a value; the value itself unless it is or holds a parameter."""
         kind = type(value)
         if kind in weakref.ProxyTypes:  # whose object may be gone
             return value
         if kind is weakref.ref:  # nn.RNNBase compares them with what its modules hold
-            of = value()
-            leaf = self._stand_in(of) if isinstance(of, nn.Parameter) else of
-            return value if leaf is of else weakref.ref(leaf)
+            target = value()
+            leaf = self._stand_in(target) if isinstance(target, nn.Parameter) else target
+            return value if leaf is target else weakref.ref(leaf)
         if isinstance(value, nn.Parameter):
             return self._leaves.get(id(value), value)
         if isinstance(value, tuple):

@@ -1,4 +1,4 @@
-"""State around capture warmup: what eager passes change is put back."""
+"""Restore the state that eager passes of capture warmup change."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["regions", "tensors_kept"]
 
 @contextmanager
 def tensors_kept(chunk: Chunk) -> Iterator[None]:
-    """Put back, at the end of the block, every tensor of the chunk that an operator writes inside.
+    """Restore, on exit, every tensor of the chunk that an operator writes in this block.
 
-    Memory is copied just before it is first written, so that what nobody writes costs nothing.
-    Kernels that torch does not know are not seen.
+    Memory is copied just before its first write, so tensors without writes cost nothing. Writes by
+    kernels that torch does not know are not seen.
     """
     watch = _WriteWatch(regions(chunk))
     try:
@@ -35,13 +35,13 @@ def tensors_kept(chunk: Chunk) -> Iterator[None]:
 
 
 class _WriteWatch(TorchDispatchMode):
-    """Copies regions before the first operator that writes to their storage.
+    """Copy regions before the first operator that writes to their storage.
 
     Args:
-        regions: pieces of memory.
+        regions: tensors whose memory is watched.
 
     Attributes:
-        saved: each region that may have been written, with its contents before.
+        saved: each region that may have been written, with a copy of its old contents.
     """
 
     def __init__(self, regions: Sequence[torch.Tensor]) -> None:
@@ -54,7 +54,7 @@ class _WriteWatch(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled parts stay compiled."""
+        """Return True, so that compiled parts stay compiled."""
         return True
 
     def __torch_dispatch__(
@@ -74,16 +74,16 @@ class _WriteWatch(TorchDispatchMode):
 
 
 def regions(chunk: Chunk) -> list[torch.Tensor]:
-    """Return the memory of the chunk's tensors, each once, without what an expanded one repeats.
+    """Return the memory of the chunk's tensors, each once, without repeats of expanded tensors.
 
-    Recording modes do not see these operators, which are no part of a graph.
+    Hides these operators from recording modes, since they are not part of a graph.
     """
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         return _regions(_tensors(chunk))
 
 
 def _regions(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    found: dict[tuple[object, ...], torch.Tensor] = {}
+    by_place: dict[tuple[object, ...], torch.Tensor] = {}
     for tensor in tensors:
         if not _has_memory(tensor):
             continue
@@ -91,8 +91,8 @@ def _regions(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         shape = [n if stride else 1 for n, stride in zip(tensor.shape, strides, strict=True)]
         region = tensor.detach().as_strided(shape, [stride or 1 for stride in strides])
         place = (region.data_ptr(), region.shape, region.stride(), region.dtype)
-        found.setdefault(place, region)
-    return list(found.values())
+        by_place.setdefault(place, region)
+    return list(by_place.values())
 
 
 def _tensors(chunk: Chunk) -> Iterable[torch.Tensor]:
@@ -105,7 +105,7 @@ def _tensors(chunk: Chunk) -> Iterable[torch.Tensor]:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """Not so: sparse tensors, and those that wrap others and have nothing of their own."""
+    """Return whether a tensor has its own dense memory, unlike sparse and wrapper tensors."""
     return (
         tensor.layout is torch.strided
         and tensor.device.type != "meta"

@@ -150,8 +150,8 @@ class _Session:
         settings: see there.
         maker: makes the graphs.
         sinks: by chunk, memory of the gradients.
-        models: by chunk, what the graphs take for granted of its module.
-        aliases: by chunk, parameters that its module has during the session.
+        models: the state of each chunk's module that the graphs depend on.
+        aliases: the leaves that replace each chunk's parameters during the session.
         warm_ups: measurements of the eager passes, by bank and chunk.
         splits: how backwards are split, by bank and chunk; None where they are whole.
         pools: pool of each slot.
@@ -177,7 +177,7 @@ class _Session:
 
     @property
     def backend(self) -> GraphBackend:
-        """The backend that makes the graphs."""
+        """Return the backend that makes the graphs."""
         return self.maker.backend
 
     def variants(self) -> list[list[tuple[Hashable, int]]]:
@@ -199,7 +199,7 @@ class _Session:
 
     @property
     def num_graphs(self) -> int:
-        """The number of graphs that the session captures."""
+        """Return the number of graphs that the session captures."""
         return sum(
             count * (3 if split is not None and split.trace is not None else 2)
             for of_bank in self.splits.values()

@@ -133,17 +133,17 @@ class CapturedForward:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The tensors of the result, each once."""
+        """Return the tensors of the result, each once."""
         return distinct_tensors(self.leaves)
 
     @property
     def graphs(self) -> list[Graph]:
-        """The graphs captured so far, in the order of their replays."""
+        """Return the graphs captured so far, in the order of their replays."""
         return [g for g in (self.graph, self.backward, self.weight) if g is not None]
 
     @property
     def differentiable(self) -> tuple[int, ...]:
-        """Indices of the tensors that take a gradient."""
+        """Return the indices of the tensors that take a gradient."""
         return tuple(i for i, t in enumerate(self.tensors) if t.requires_grad)
 
     def release(self) -> None:
@@ -207,7 +207,7 @@ def capture_forward(
 def _describe_outputs(
     forward: CapturedForward, chunk: Chunk, sample: Call, leaves: Sequence[nn.Parameter]
 ) -> None:
-    """Work out how the outputs are handed out, and which of them get a gradient.
+    """Decide how the outputs are handed out, and which of them get a gradient.
 
     Raises:
         CaptureError: none requires grad, or gradients of other tensors would be lost.
@@ -366,7 +366,7 @@ def make_output_grads(forward: CapturedForward) -> list[torch.Tensor]:
 
 
 def take_input_grads(forward: CapturedForward) -> None:
-    """Take what the captured backward has given the inputs."""
+    """Move the gradients of the inputs from the captured backward to ``input_grads``."""
     for tensor in forward.inputs:
         forward.input_grads.append(forward.results_grads.pop(id(tensor), tensor.grad))
         tensor.grad = None
@@ -374,11 +374,11 @@ def take_input_grads(forward: CapturedForward) -> None:
 
 @dataclass
 class _Memory:
-    """What a capture has taken and not given back.
+    """Memory that a capture allocated and did not free.
 
     Attributes:
-        kept: of the slot's pool.
-        in_scratch: of scratch, where the capture was routed.
+        kept: memory of the slot's pool.
+        in_scratch: memory of the scratch pool, if the capture was routed there.
     """
 
     kept: AddressRanges = field(default_factory=AddressRanges)
@@ -387,7 +387,7 @@ class _Memory:
 
 @contextmanager
 def memory_between(place: SlotPlace, router: ScratchRouter | None) -> Iterator[_Memory]:
-    """Note what the captures in the block leave in use; what is freed in it does not count."""
+    """Record the memory that captures in this block allocate and do not free."""
     memory = _Memory()
     before = place.pool.live()
     in_scratch = router.scratch.live() if router is not None else AddressRanges()
@@ -439,6 +439,6 @@ def footprint(forward: CapturedForward, backend: GraphBackend) -> SlotFootprint:
     for tensor in (*forward.inputs, *forward.grads):
         loaded = loaded | backend.raw(tensor)
     writes = {g.label: g.writes() for g in forward.graphs}
-    # What is copied in before a replay is written as much as what the graph writes.
+    # Copies into static inputs before a replay are writes too.
     writes[f"{forward.place.label} (its inputs loaded)"] = loaded
     return SlotFootprint(forward.place.label, forward.live | loaded, writes, forward.place.slot)

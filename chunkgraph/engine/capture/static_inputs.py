@@ -26,32 +26,32 @@ def call_with(
     inputs: Sequence[torch.Tensor],
     results: dict[int, torch.Tensor] | None = None,
 ) -> Any:
-    """Run the chunk with a sample's plain values and casting and these tensors, with gradients.
+    """Run the chunk's forward with a sample's plain values and autocast and with these tensors.
 
     Args:
-        chunk: to run.
-        sample: of the call.
-        inputs: in the places of its tensors.
-        results: is given the gradients of those that were no leaves, by identity, in the backward:
-            in their own layout, which ``.grad`` of a leaf does not keep.
+        chunk: the chunk to run, with gradients enabled.
+        sample: the call.
+        inputs: tensors that replace the call's tensors.
+        results: filled in the backward with the gradients, by id, of inputs that were not leaves
+            for the caller; in their own layout, which ``.grad`` of a leaf does not keep.
 
     Raises:
-        CaptureError: the forward changes what an argument holds, or a parameter whose cast it
+        CaptureError: the forward changes the contents of an argument, or a parameter whose cast it
             shares with other calls.
     """
     autocast = sample.autocast.entered() if sample.autocast is not None else nullcontext()
     with torch.enable_grad(), autocast:
-        given = [
+        tensors = [
             _AsResult.apply(t, results) if i in sample.results else t for i, t in enumerate(inputs)
         ]
-        args, kwargs = sample.filled(given).arguments()
-        before = _contents(args, kwargs)
+        args, kwargs = sample.filled(tensors).arguments()
+        contents = _contents(args, kwargs)
         with _stale_casts_refused(chunk, sample.autocast):
             result = chunk.forward(*args, **kwargs)
-    if _contents(args, kwargs) != before:
+    if _contents(args, kwargs) != contents:
         raise CaptureError(
-            f"{chunk.label}: its forward changes what an argument holds (a list it appends to, an "
-            "attribute it sets). A replay runs no Python and would change nothing. Return the "
+            f"{chunk.label}: its forward changes the contents of an argument (appends to a list, "
+            "sets an attribute). A replay runs no Python and would not change it. Return the "
             "value from the forward."
         )
     return result
@@ -59,13 +59,13 @@ def call_with(
 
 @contextmanager
 def _stale_casts_refused(chunk: Chunk, autocast: Autocast | None) -> Iterator[None]:
-    """Refuse a forward that updates parameters while autocast keeps casts of them.
+    """Refuse a forward that updates parameters while autocast caches casts of them.
 
-    Eager training goes on with such a cast for the whole of an autocast block, which may hold many
-    calls; a replay casts what it finds.
+    Eager training reuses such a cast for the whole autocast block, which may have many calls; a
+    replay casts the current value.
 
     Raises:
-        CaptureError: naming the parameters and the lines.
+        CaptureError: it does; the message names the parameters and the line.
     """
     if autocast is None or not autocast.keeps_casts:
         yield
@@ -77,10 +77,9 @@ def _stale_casts_refused(chunk: Chunk, autocast: Autocast | None) -> Iterator[No
     if written:
         raise CaptureError(
             f"{chunk.label}: its forward updates {', '.join(name for name, _ in written)} in "
-            f"place, of which autocast keeps a cast.\n  at {written[0][1]}\nEager training goes "
-            "on with the old cast until the block of torch.autocast ends; a replay casts the new "
-            "value.\n  To do: use torch.autocast(cache_enabled=False), or update parameters "
-            "between steps."
+            f"place while autocast caches a cast of it.\n  at {written[0][1]}\nEager training uses "
+            "the old cast until the torch.autocast block ends; a replay casts the new value.\n"
+            "  To do: use torch.autocast(cache_enabled=False), or update parameters between steps."
         )
 
 
@@ -91,9 +90,9 @@ def _contents(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
 
 
 class _AsResult(torch.autograd.Function):
-    """Makes a leaf the result of an operator, on the same memory, as it was for the caller.
+    """Turn a leaf into the result of an operator on the same memory, as it was for the caller.
 
-    In-place operators take no leaves, and autocast keeps casts of leaves only.
+    In-place operators refuse leaves, and autocast caches casts only of leaves.
     """
 
     @staticmethod
@@ -108,22 +107,22 @@ class _AsResult(torch.autograd.Function):
         place, results = ctx.place
         if results is None:
             return grad, None
-        results[place] = grad.detach()  # no view, which would keep its base
+        results[place] = grad.detach()  # a view would keep its base alive
         return None, None
 
 
 def static_like(tensor: torch.Tensor) -> torch.Tensor:
-    """A leaf of its own memory with the same values and grad flag."""
+    """Return a new leaf with the same values and ``requires_grad`` in its own memory."""
     static = torch.empty_like(tensor, requires_grad=False)
     static.copy_(tensor.detach())
     return static.requires_grad_(tensor.requires_grad)
 
 
 class SlotStatics:
-    """Memory, outside all pools, of what the variants of one slot read: one bank's at a time.
+    """Memory, outside all pools, that the variants of one slot read, one bank's at a time.
 
-    Activations and gradients are shared. Inputs without a gradient are not: a slot may remember
-    that it holds a constant one, which another variant would write over.
+    Activations and gradients share memory. Inputs without a gradient do not, because a slot may
+    keep a constant input, which another variant would overwrite.
 
     Args:
         is_shared: whether the slot has several variants.
@@ -134,7 +133,7 @@ class SlotStatics:
         self._memory: dict[tuple[str, int], torch.Tensor] = {}
 
     def input_like(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
-        """The static input for argument ``index``, with the values and grad flag of ``tensor``."""
+        """Return the static input of tensor ``index``, with the values of ``tensor``."""
         if not (self._is_shared and tensor.requires_grad):
             return static_like(tensor)
         static = self._place(("input", index), tensor.shape, dense_strides(tensor), tensor)
@@ -146,9 +145,9 @@ class SlotStatics:
         """Return the static gradient, all zero, of differentiable output ``index``.
 
         Args:
-            index: of the output.
-            output: whose gradient it is.
-            strides: of the gradient; None for those of the output.
+            index: number of the output.
+            output: the output.
+            strides: strides of the gradient; None: those of the output.
         """
         strides = dense_strides(output) if strides is None else tuple(strides)
         num_elements = span(output.shape, strides)
@@ -162,7 +161,7 @@ class SlotStatics:
     def _place(
         self, key: tuple[str, int], shape: Sequence[int], strides: Sequence[int], like: torch.Tensor
     ) -> torch.Tensor:
-        """Return a tensor object on the shared memory: variants count their writes apart."""
+        """Return a new tensor on the shared memory, with its own version counter."""
         num_bytes = span(shape, strides) * like.element_size()
         memory = self._memory.get(key)
         if memory is None or memory.numel() < num_bytes or memory.device != like.device:

@@ -1,4 +1,4 @@
-"""Capture warmup by steps: eager training steps, counted, whose calls graphs are captured from."""
+"""Count eager warmup steps, and record their calls as samples for the capture."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ __all__ = ["StepSampler"]
 
 
 class StepSampler:
-    """Remembers calls of eager steps until a session captures from them.
+    """Record calls of eager steps until a session captures from them.
 
     Args:
-        calls: the calls.
-        banks: of the microbatches of each step.
-        num_steps: how many steps have to be seen before a session.
+        calls: the recorded calls.
+        banks: the banks of the microbatches of each step.
+        num_steps: number of eager steps before a session.
 
     Attributes:
-        shape_key: of the steps whose calls are remembered.
+        shape_key: shape key of the steps whose calls are recorded.
     """
 
     def __init__(self, calls: BankSamples, banks: StepBanks, num_steps: int) -> None:
@@ -36,7 +36,7 @@ class StepSampler:
         self._is_recording = False
 
     def is_ready(self, shape_key: Hashable) -> bool:
-        """Whether graphs for steps of this key can be captured now."""
+        """Return whether graphs for steps of this key can be captured now."""
         return (
             self._num_seen >= self._num_steps
             and self._calls.are_complete
@@ -45,7 +45,7 @@ class StepSampler:
 
     @contextmanager
     def step(self, shape_key: Hashable) -> Iterator[None]:
-        """One eager step; only one that ends well is counted."""
+        """Run one eager step in this block; count it if it ends without an exception."""
         if shape_key != self.shape_key:
             self._calls.forget()
         self._calls.begin_step()
@@ -60,10 +60,10 @@ class StepSampler:
     def record(
         self, c: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> BackwardSample | None:
-        """Note a call of chunk ``c``, in whatever step.
+        """Record a call of chunk ``c``, if the step is being recorded.
 
         Returns:
-            What is to be filled in with the call's backward; None where the call is no sample.
+            A sample to fill in when the call's backward runs; None if the call is not recorded.
         """
         if not self._is_recording or not torch.is_grad_enabled():
             return None
@@ -71,6 +71,6 @@ class StepSampler:
         self._banks.advance(c)
         return backward
 
-    def begin_anew(self) -> None:
+    def restart(self) -> None:
         """Count steps from 0 again."""
         self._num_seen = 0

@@ -1,4 +1,4 @@
-"""Capture warmup: eager passes before a session, and what they tell of the memory it needs."""
+"""Run eager passes before a capture session, and measure the memory that it needs."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ __all__ = ["WarmUp", "check_memory", "warm_up"]
 
 @dataclass(frozen=True)
 class WarmUp:
-    """What an eager pass showed of a chunk.
+    """Measurements of a chunk's eager passes.
 
     Attributes:
-        held_bytes: what one forward holds until its backward; 0 without a pass or where nobody
-            counts.
-        kept_bytes: of those, what the backward gave back (all but its inputs and what a first pass
-            allocates for good) in pieces that a reserved block can serve.
-        trace: of the forward's operators, where the memory plan needs it.
+        held_bytes: bytes that one forward holds until its backward; 0 without a pass, or if the
+            backend does not count.
+        kept_bytes: those of ``held_bytes`` that the backward freed in pieces that a reserved block
+            can serve; without inputs and allocations that stay after a first pass.
+        trace: trace of the forward's operators, if the memory plan needs it.
     """
 
     held_bytes: int
@@ -48,18 +48,18 @@ def warm_up(
     num_passes: int,
     traces: bool,
 ) -> WarmUp:
-    """Run eager passes on the capture stream: libraries make handles and choose algorithms there.
+    """Run eager passes on the capture stream, where libraries create handles and tune.
 
-    The chunk's tensors are as before afterwards.
+    Restores the chunk's tensors.
 
     Args:
-        chunk: to run forward and backward.
-        sample: its arguments; their values are copied.
-        sinks: of its gradients, which are discarded.
-        leaves: Aliases of its parameters.
-        backend: whose stream.
-        num_passes: how many.
-        traces: whether the last forward's operators are wanted, for which one pass is run at least.
+        chunk: the chunk to run forward and backward.
+        sample: its arguments; the values are copied.
+        sinks: its gradient sinks; gradients are discarded.
+        leaves: aliases of its parameters.
+        backend: the backend of the capture stream.
+        num_passes: number of passes.
+        traces: whether to trace the operators of the last forward; runs at least one pass.
     """
     held_bytes, kept_bytes, trace = 0, 0, None
     num_passes = max(num_passes, int(traces))
@@ -85,7 +85,7 @@ def warm_up(
             del results, outputs
             for leaf in inputs:
                 leaf.grad = None
-            # What a first pass leaves for good, such as a library's workspace, no slot keeps.
+            # Allocations that stay after a first pass, such as workspaces, belong to no slot.
             kept_bytes = max(0, divisible - backend.divisible_bytes())
     return WarmUp(held_bytes, kept_bytes, trace)
 
@@ -101,27 +101,27 @@ def check_memory(
     """Refuse a session that cannot fit, before its first allocation.
 
     Args:
-        chunks: of the rank.
-        num_slots: of each.
-        held_bytes: what one forward of each holds until its backward.
-        backend: whose memory.
+        chunks: the chunks of the rank.
+        num_slots: number of slots of each chunk.
+        held_bytes: bytes that one forward of each chunk holds until its backward.
+        backend: the backend of the memory.
         are_shared: whether the chunks share the slots.
 
     Raises:
-        CaptureError: with the numbers and the remedies.
+        CaptureError: the slots do not fit; the message has the sizes and the remedies.
     """
-    every = [n * held for n, held in zip(num_slots, held_bytes, strict=True)]
-    needed = max(every) if are_shared else sum(every)
-    free = backend.free_bytes()
-    if free is None or needed <= free:
+    by_chunk = [n * held for n, held in zip(num_slots, held_bytes, strict=True)]
+    required_bytes = max(by_chunk) if are_shared else sum(by_chunk)
+    free_bytes = backend.free_bytes()
+    if free_bytes is None or required_bytes <= free_bytes:
         return
     parts = ", ".join(
         f"{chunk.label}: {n} slots of {held / 2**20:.0f} MiB"
         for chunk, n, held in zip(chunks, num_slots, held_bytes, strict=True)
     )
     raise CaptureError(
-        f"The slots need {needed / 2**20:.0f} MiB ({parts}), but only {free / 2**20:.0f} MiB of "
-        f"{backend.device} are free; nothing was captured.\n"
-        "  To do: a smaller microbatch or sequence, selective recompute, fewer layers on a rank, "
-        "or fewer slots where the number of microbatches is bounded (num_slots)."
+        f"The slots need {required_bytes / 2**20:.0f} MiB ({parts}), but only "
+        f"{free_bytes / 2**20:.0f} MiB of {backend.device} are free; nothing was captured.\n"
+        "  To do: use a smaller microbatch or sequence, selective recompute, fewer layers per "
+        "rank, or fewer slots (num_slots) if steps have few microbatches."
     )

@@ -1,4 +1,4 @@
-"""The verify modes: replays checked against eager passes, and dead memory filled with NaN."""
+"""The verify modes: compare replays with eager passes, and fill dead memory with NaN."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def new_verifier(
     samples: Mapping[Hashable, Sequence[Call]],
     surroundings: Surroundings,
 ) -> Verifier | None:
-    """What verifies the replays of a capture that is about to be made; None for ``none``."""
+    """Return the verifier for the next capture; None for the mode ``none``."""
     kinds: dict[VerifyMode, type[Verifier]] = {"poison": PoisonVerifier, "shadow": ShadowVerifier}
     kind = kinds.get(mode)
     return None if kind is None else kind(chunks, samples, surroundings)

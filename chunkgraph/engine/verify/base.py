@@ -1,4 +1,4 @@
-"""What every verify mode is to the engine, and what they share."""
+"""The interface of verify modes to the engine, and their common parts."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ __all__ = ["Verifier"]
 
 
 class Verifier:
-    """Checks the replays of one rank in the steps that are to be verified.
+    """Check the replays of one rank in verified steps.
 
-    The engine captures `chunks`, tells of the capture by `captured`, and in a verified step calls
+    The engine captures `chunks`, reports the capture by `captured`, and in a verified step calls
     the other methods around every replay, on the stream of the replays.
 
     Args:
-        chunks: of the rank.
-        samples: the calls that are captured, by bank.
-        surroundings: what eager passes run in.
+        chunks: the chunks of the rank.
+        samples: the captured calls, by bank.
+        surroundings: the context of eager passes.
     """
 
     def __init__(
@@ -44,60 +44,60 @@ class Verifier:
         self._around = surroundings
         self._records = SavedRecords()
         self._names = tuple(parameter_names(chunk) for chunk in chunks)
-        self.chunks = tuple(self._records.noting(chunk) for chunk in chunks)
+        self.chunks = tuple(self._records.recording(chunk) for chunk in chunks)
         self._gradients: tuple[tuple[torch.Tensor, ...], ...] = ()
         self._step = 0
-        self._has_told_nan = False
+        self._has_warned_of_nan = False
         self._forget()
 
     def begin_bank(self, bank: Hashable) -> None:
-        """The session goes on with a bank; None: with what is of none or of all."""
+        """Note the bank of the next captures; None: no single bank."""
         self._records.bank = bank
 
     def captured(self, rank: CapturedRank) -> None:
-        """The session has succeeded."""
+        """Take the result of a successful session."""
         self._gradients = tuple(sinks.buffers for sinks in rank.sinks)
 
     def begin_step(self, step: int) -> None:
-        """A verified step begins: replayed step ``step`` after the capture."""
+        """Begin a verified step, replayed step ``step`` after the capture."""
         self._step = step
 
     def end_step(self) -> None:
-        """It has ended, in whatever way: drop what belongs to it."""
+        """Drop the data of the step, after success or failure."""
         self._forget()
 
     def before_forward(self, slot: Slot, tensors: Sequence[torch.Tensor]) -> None:
-        """``slot`` is about to get ``tensors`` and be replayed."""
+        """Prepare for a forward replay of ``slot`` with the arguments ``tensors``."""
 
     def after_forward(self, slot: Slot) -> None:
-        """Its forward has been replayed.
+        """Check a forward replay.
 
         Raises:
-            VerifyError: the replay is not what it must be.
+            VerifyError: the replay is wrong.
         """
 
     def before_backward(self, slot: Slot, grads: Sequence[torch.Tensor | None]) -> None:
-        """``slot`` is about to get output gradients and be replayed."""
+        """Prepare for a backward replay of ``slot`` with these output gradients."""
 
     def after_backward(self, slot: Slot) -> None:
-        """Its backward, or the input half of it, has been replayed; no caller has seen it yet.
+        """Check a backward replay, or its input half, before the caller gets the results.
 
         Raises:
-            VerifyError: the replay is not what it must be.
+            VerifyError: the replay is wrong.
         """
 
     def before_weight(self, slot: Slot) -> None:
-        """The weight half of its split backward is about to be replayed."""
+        """Prepare for a replay of the weight half of a split backward."""
 
     def after_weight(self, slot: Slot) -> None:
-        """The weight half has been replayed; no caller has seen its results yet.
+        """Check a replay of the weight half, before the caller gets the results.
 
         Raises:
-            VerifyError: the replay is not what it must be.
+            VerifyError: the replay is wrong.
         """
 
-    def _count(self, slot: Slot) -> None:
-        """A forward begins; to be called once for each."""
+    def _count_forward(self, slot: Slot) -> None:
+        """Number the microbatch of a forward; called once per forward."""
         self._microbatches[slot] = self._num_forwards[slot.chunk]
         self._num_forwards[slot.chunk] += 1
 
@@ -121,51 +121,51 @@ class Verifier:
     def _replayed(self, slot: Slot, direction: str) -> Replayed:
         return Replayed(slot, direction, self._microbatches[slot], self._step)
 
-    def _tell_nan(self, slot: Slot, direction: str, where: str) -> None:
-        """Once; a replay that goes wrong later is found all the same."""
-        if not self._has_told_nan:
-            self._has_told_nan = True
+    def _warn_of_nan(self, slot: Slot, direction: str, where: str) -> None:
+        """Warn of a NaN that eager training has too, once; later wrong replays still raise."""
+        if not self._has_warned_of_nan:
+            self._has_warned_of_nan = True
             warn_of_nan(self._replayed(slot, direction), where)
 
     def _first_layer_with_nan(
-        self, slot: Slot, tensors: Sequence[torch.Tensor], wants_grad: Sequence[bool]
+        self, slot: Slot, tensors: Sequence[torch.Tensor], with_grad: Sequence[bool]
     ) -> str:
-        """By an eager forward from the present state: where a NaN comes from, or "" if none."""
+        """Run an eager forward from the present state; return the origin of a NaN, or ""."""
         if has_nan(tensors):
             return "it came in with the input"
-        found: list[str] = []
+        layers: list[str] = []
 
         def look(layer: str, result: object) -> None:
-            if not found and has_nan(tensors_in(result)):
-                found.append(layer)
+            if not layers and has_nan(tensors_in(result)):
+                layers.append(layer)
 
-        forward = self._passes_of(slot).forward(tensors, wants_grad, look)
+        forward = self._passes_of(slot).forward(tensors, with_grad, look)
         if not has_nan(forward.tensors):
             return ""
-        return f"the first layer with a NaN is {found[0]}" if found else "it arose in the chunk"
+        return f"the first layer with a NaN is {layers[0]}" if layers else "it arose in the chunk"
 
     def _first_nan_gradient(
         self, c: int, gradients: Sequence[torch.Tensor], order: Sequence[int]
     ) -> str:
-        """The first parameter, in the order of the backward, whose gradient has a NaN, or ""."""
+        """Return the first parameter in backward order whose gradient has a NaN, or ""."""
         for index in order:
             if has_nan([gradients[index]]):
                 return self._names[c][index]
         return ""
 
 
-def wants_grad(slot: Slot, tensors: Sequence[torch.Tensor]) -> list[bool]:
-    """Which inputs of a replay take a gradient."""
+def inputs_with_grad(slot: Slot, tensors: Sequence[torch.Tensor]) -> list[bool]:
+    """Return which inputs of a replay take a gradient."""
     return [
         grad is not None or tensor.requires_grad
         for grad, tensor in zip(slot.input_grads, tensors, strict=True)
     ]
 
 
-def filled(slot: Slot, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-    """Copies of the gradients of the slot's differentiable outputs; a missing one is zero."""
+def copy_output_grads(slot: Slot, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    """Return copies of the output gradients that the backward receives; None becomes zeros."""
     copies: list[torch.Tensor] = []
     for static, position in zip(slot.output_grads, slot.receiving, strict=True):
-        given = grads[position]
-        copies.append(torch.zeros_like(static) if given is None else given.detach().clone())
+        grad = grads[position]
+        copies.append(torch.zeros_like(static) if grad is None else grad.detach().clone())
     return copies

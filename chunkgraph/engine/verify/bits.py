@@ -1,4 +1,4 @@
-"""Tensors compared to the last bit, and the difference in words."""
+"""Compare tensors to the last bit, and describe differences."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["describe_difference", "has_nan", "same_bits", "tensors_in"]
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors hold the same bytes (so NaNs equal themselves, and 0.0 is not -0.0)."""
+    """Return whether two tensors hold the same bytes: NaNs equal themselves, 0.0 is not -0.0."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return torch.equal(_bytes(a), _bytes(b))
 
 
 def describe_difference(replayed: torch.Tensor, eager: torch.Tensor) -> str:
-    """How two tensors that are not `same_bits` differ."""
+    """Describe how two tensors that are not `same_bits` differ. Waits for the device."""
     if replayed.shape != eager.shape or replayed.dtype != eager.dtype:
         return (
             f"{tuple(replayed.shape)} {replayed.dtype} replayed, "
@@ -35,17 +35,17 @@ def describe_difference(replayed: torch.Tensor, eager: torch.Tensor) -> str:
 
 
 def has_nan(tensors: Iterable[torch.Tensor | None]) -> bool:
-    """Whether any floating tensor among ``tensors`` holds a NaN; waits for the device once."""
-    found = [
+    """Return whether any floating-point tensor holds a NaN. Waits for the device once."""
+    flags = [
         t.detach().isnan().any()
         for t in tensors
         if t is not None and (t.is_floating_point() or t.is_complex())
     ]
-    return bool(torch.stack(found).any()) if found else False
+    return bool(torch.stack(flags).any()) if flags else False
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """The tensors in nested tuples, lists and dicts."""
+    """Return the tensors in nested tuples, lists and dicts."""
     if isinstance(tree, torch.Tensor):
         return [tree]
     if isinstance(tree, dict):

@@ -1,7 +1,7 @@
-"""A captured chunk run eagerly next to its replays, without a trace in training.
+"""Run a captured chunk eagerly next to its replays, without side effects on training.
 
-Random state, buffers, gradients and what `Host.preserving` restores are as if the pass had
-not been; stand-in leaves take the parameters' places, so that nobody hears of their gradients.
+Random state, buffers, gradients and the state of `Host.preserving` are restored. Other leaves
+replace the parameters, so that no hook sees their gradients.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ OnOutput = Callable[[str, Any], None]
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What an eager pass runs in.
+    """The context of an eager pass.
 
     Attributes:
-        backend: of the graphs.
+        backend: the backend of the graphs.
         host: the program around the chunks.
     """
 
@@ -45,7 +45,7 @@ class Surroundings:
 
     @contextmanager
     def untouched(self, written: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Inside, a chunk may run that writes these; afterwards all is as before."""
+        """Restore all state on exit, including tensors that the chunk writes in this block."""
         with ExitStack() as stack:
             stack.enter_context(self.host.preserving())
             stack.enter_context(restored(written, self.backend.device, self.host.generators()))
@@ -53,7 +53,7 @@ class Surroundings:
             yield
 
     def state_of(self, chunk: Chunk) -> ChunkState:
-        """Random state and buffers now."""
+        """Return a copy of the random state and the chunk's buffers."""
         return ChunkState.now(chunk.buffers, self.backend.device, self.host.generators())
 
 
@@ -63,10 +63,10 @@ class EagerForward:
 
     Attributes:
         inputs: copies of the inputs of the replay.
-        leaves: of the result.
-        after: random state and buffers right after it.
-        saved: what it keeps for the backward.
-        versions: of what it writes right after it, which that compares with.
+        leaves: leaves of the result.
+        after: random state and buffers right after the forward.
+        saved: tensors that it keeps for the backward.
+        versions: version counters right after the forward, which the backward checks.
     """
 
     inputs: tuple[torch.Tensor, ...]
@@ -77,17 +77,17 @@ class EagerForward:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The tensors among the result's leaves, each once."""
+        """Return the tensors among the result's leaves, each once."""
         return distinct_tensors(self.leaves)
 
 
 @dataclass(frozen=True)
 class EagerBackward:
-    """What an eager backward gives.
+    """The results of an eager backward.
 
     Attributes:
-        input_grads: one for each input; None where there is none.
-        sums: for each parameter, what its gradient buffer must hold afterwards; valid until the
+        input_grads: the gradient of each input, or None.
+        sums: for each parameter, the expected contents of its gradient buffer; valid until the
             next backward of the chunk.
         order: parameters in the order in which their gradients were ready.
     """
@@ -99,7 +99,7 @@ class EagerBackward:
 
 @dataclass
 class _Order:
-    """Notes which gradients were accumulated, in order (a `GradientMarker`)."""
+    """Record the order in which gradients are accumulated (a `GradientMarker`)."""
 
     seen: list[int] = field(default_factory=list)
 
@@ -111,14 +111,14 @@ class _Order:
 
 
 class EagerPasses:
-    """Eager passes of one chunk. Make one for a step and drop it: it holds gradient buffers.
+    """Eager passes of one chunk in one step. Holds gradient buffers: drop it after the step.
 
     Args:
         chunk: the chunk.
-        call: its captured call, without its tensors (`Call.emptied`).
-        gradients: the buffers that its replayed backwards add to, one for each parameter.
-        surroundings: what it runs in.
-        written: what else than its buffers the chunk updates in place.
+        call: its captured call, without tensors (`Call.emptied`).
+        gradients: the buffers that replayed backwards add to, one for each parameter.
+        surroundings: the context of the passes.
+        written: tensors, other than buffers, that the chunk updates in place.
     """
 
     def __init__(
@@ -142,13 +142,13 @@ class EagerPasses:
     def forward(
         self,
         tensors: Sequence[torch.Tensor],
-        wants_grad: Sequence[bool],
+        with_grad: Sequence[bool],
         on_output: OnOutput | None = None,
     ) -> EagerForward:
         """Run the forward on copies of ``tensors``, from the present state."""
         inputs = [t.detach().clone() for t in tensors]
-        for tensor, wanted in zip(inputs, wants_grad, strict=True):
-            tensor.requires_grad_(wanted)
+        for tensor, has_grad in zip(inputs, with_grad, strict=True):
+            tensor.requires_grad_(has_grad)
         watch = LayerWatch()
         with (
             self._around.untouched(self._written),
@@ -173,26 +173,26 @@ class EagerPasses:
         """Run the backward of ``forward``, once.
 
         Args:
-            forward: of these passes, not run backward yet.
-            differentiable: which tensors of its result take a gradient.
-            grads: one for each of those.
-            accumulates: on top of the gradients so far, or on zeros.
+            forward: a forward of these passes whose backward has not run.
+            differentiable: indices of the result's tensors that get a gradient.
+            grads: the gradient of each.
+            accumulates: whether to add to the gradients so far, or to zeros.
         """
         outputs = [forward.tensors[i] for i in differentiable]
         order = _Order()
         with torch.no_grad():
-            for mine, real in zip(self._sums, self._gradients, strict=True):
+            for total, gradient in zip(self._sums, self._gradients, strict=True):
                 if accumulates:
-                    mine.copy_(real)
+                    total.copy_(gradient)
                 else:
-                    mine.zero_()
+                    total.zero_()
         with (
             self._around.untouched(self._written),
             self._aliases.in_place(),
             self._own_sums(),
             self._sinks.accumulating(self._aliases.leaves, order),
         ):
-            forward.versions.__exit__()  # set for the time of the backward
+            forward.versions.__exit__()  # the backward compares with these versions
             # As in a capture: not autograd.grad, which forbids recomputation.
             torch.autograd.backward(outputs, list(grads))
             if self._chunk.is_split:
@@ -203,14 +203,14 @@ class EagerPasses:
 
     @contextmanager
     def _own_sums(self) -> Iterator[None]:
-        """Inside, the leaves have the buffers of these passes as their ``main_grad``."""
+        """Set the buffers of these passes as the leaves' ``main_grad`` in this block."""
         leaves: Sequence[nn.Parameter] = self._aliases.leaves
-        before = [dict(leaf.__dict__) for leaf in leaves]
+        originals = [dict(leaf.__dict__) for leaf in leaves]
         try:
-            for leaf, mine in zip(leaves, self._sums, strict=True):
-                leaf.main_grad = mine  # type: ignore[attr-defined]
+            for leaf, total in zip(leaves, self._sums, strict=True):
+                leaf.main_grad = total  # type: ignore[attr-defined]
             yield
         finally:
-            for leaf, attributes in zip(leaves, before, strict=True):
+            for leaf, attributes in zip(leaves, originals, strict=True):
                 leaf.__dict__.clear()
                 leaf.__dict__.update(attributes)

@@ -1,4 +1,4 @@
-"""What each captured slot keeps for its backward, noted while it is captured."""
+"""Record, during the capture, the tensors that each slot keeps for its backward."""
 
 from __future__ import annotations
 
@@ -20,56 +20,56 @@ __all__ = ["SavedRecords", "memory_of"]
 
 
 class SavedRecords:
-    """By slot, the addresses of what its forward keeps, with the layers that keep it.
+    """The addresses and layers of the tensors that each slot's forward keeps.
 
     Attributes:
-        bank: that is being captured.
+        bank: the bank being captured.
     """
 
     def __init__(self) -> None:
-        # By bank, chunk and the address of the call's first tensor, which is a slot's own.
+        # By bank, chunk and address of the call's first tensor, a static input of the slot.
         self._by_input: dict[tuple[Hashable, str, int], tuple[SavedTensor, ...]] = {}
         self.bank: Hashable = None
         self._written: dict[str, dict[int, torch.Tensor]] = {}
 
-    def noting(self, chunk: Chunk) -> Chunk:
-        """``chunk``, whose forwards are noted here."""
-        return replace(chunk, forward=self._noted(chunk))
+    def recording(self, chunk: Chunk) -> Chunk:
+        """Return ``chunk`` with a forward that is recorded here."""
+        return replace(chunk, forward=self._recorded_forward(chunk))
 
     def of(self, slot: Slot, chunk: Chunk) -> tuple[SavedTensor, ...]:
-        """What ``slot`` keeps; empty if it has no tensor argument."""
+        """Return the tensors that ``slot`` keeps; empty if it has no tensor argument."""
         if not slot.inputs:
             return ()
         return self._by_input.get((slot.bank, chunk.label, slot.inputs[0].data_ptr()), ())
 
     def written(self, chunk: Chunk) -> tuple[torch.Tensor, ...]:
-        """What else than its buffers the chunk's forward has updated in place."""
+        """Return the tensors, other than buffers, that the chunk's forward updated in place."""
         return tuple(self._written.get(chunk.label, {}).values())
 
-    def _noted(self, chunk: Chunk) -> Callable[..., Any]:
+    def _recorded_forward(self, chunk: Chunk) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             watch = LayerWatch()
-            before = [(r, r._version) for r in regions(chunk) if not r.is_inference()]
+            versions = [(r, r._version) for r in regions(chunk) if not r.is_inference()]
             with watch.watching([chunk]):
                 result = chunk.forward(*args, **kwargs)
-            known = {b.data_ptr() for b in chunk.buffers}
+            buffers = {b.data_ptr() for b in chunk.buffers}
             self._written.setdefault(chunk.label, {}).update(
                 (r.data_ptr(), r)
-                for r, version in before
-                if r._version != version and r.data_ptr() not in known
+                for r, version in versions
+                if r._version != version and r.data_ptr() not in buffers
             )
-            given = flatten_call(args, kwargs).tensors
-            if given:
+            inputs = flatten_call(args, kwargs).tensors
+            if inputs:
                 saved = saved_tensors(flatten(result)[0], watch)
-                key = (self.bank, chunk.label, given[0].data_ptr())
-                self._by_input[key] = tuple(s.forgotten() for s in saved)
+                key = (self.bank, chunk.label, inputs[0].data_ptr())
+                self._by_input[key] = tuple(s.without_tensor() for s in saved)
             return result
 
         return forward
 
 
 def memory_of(slot: Slot, backend: GraphBackend) -> AddressRanges:
-    """Addresses that are there as long as the slot: its pool and its inputs."""
+    """Return the memory that exists as long as the slot: its pool and its inputs."""
     memory = slot.pool.reserved()
     for tensor in slot.inputs:
         memory = memory | backend.raw(tensor)

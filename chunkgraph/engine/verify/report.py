@@ -1,4 +1,4 @@
-"""What the verify modes say."""
+"""The errors and warnings of the verify modes."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from chunkgraph.errors import VerifyError
 __all__ = ["Replayed", "difference", "stale_memory", "warn_of_nan"]
 
 _FORWARD_CAUSES = (
-    "  To do: look there for what changes without the graph knowing: a Python number or flag that "
-    "the chunk reads, a tensor that is replaced instead of updated in place, memory that "
-    "somebody else writes. Keep such state in tensors updated in place, or out of the chunk."
+    "  To do: look there for state that changes outside of the graph: a Python number or flag that "
+    "the chunk reads, a tensor that is replaced instead of updated in place, memory that other "
+    "code writes. Keep such state in tensors updated in place, or out of the chunk."
 )
 _BACKWARD_CAUSES = (
-    "  To do: look for what wrote to the slot between its forward and its backward (an input or "
-    "output changed in place, a tensor of the step before that is still used), or for Python "
+    "  To do: look for writes to the slot between its forward and its backward (an input or "
+    "output changed in place, a tensor of the previous step that is still in use), or for Python "
     "state that the backward reads."
 )
 
 
 class Replayed:
-    """Which replay is spoken of.
+    """The description of a replay in messages.
 
     Args:
-        slot: replayed.
+        slot: the slot.
         direction: ``forward`` or ``backward``.
-        microbatch: how many the chunk had before in this step.
-        step: replayed steps since the capture, before this one.
+        microbatch: microbatch of the chunk in this step, from 0.
+        step: replayed step after the capture, from 0.
     """
 
     def __init__(self, slot: Slot, direction: str, microbatch: int, step: int) -> None:
@@ -43,7 +43,7 @@ class Replayed:
 
 
 def difference(replayed: Replayed, what: str, layer: str) -> VerifyError:
-    """A replay that is not what an eager pass on the same inputs gives."""
+    """Return the error for a replay that differs from an eager pass on the same inputs."""
     return VerifyError(
         f"{replayed} differs from an eager one on the same inputs and random state.\n"
         f"  {what}\n  first layer that differs: {layer}\n{replayed.advice}"
@@ -51,17 +51,17 @@ def difference(replayed: Replayed, what: str, layer: str) -> VerifyError:
 
 
 def stale_memory(replayed: Replayed, what: str, layer: str) -> VerifyError:
-    """A NaN in a replay, where an eager pass on the same inputs gives none."""
+    """Return the error for a NaN that a replay has and an eager pass on its inputs has not."""
     return VerifyError(
         f"{replayed} has a NaN where an eager one on the same inputs has none: it read memory "
-        f"that was not its own any more.\n  {what}\n  first layer with a NaN: {layer}\n"
+        f"that was no longer its own.\n  {what}\n  first layer with a NaN: {layer}\n"
         f"{replayed.advice}"
     )
 
 
 def warn_of_nan(replayed: Replayed, where: str) -> None:
-    """A NaN that eager training would have as well."""
+    """Warn of a NaN that eager training would have too."""
     warnings.warn(
-        f"{replayed} has a NaN, as eager training would have: {where}. Later ones are not told.",
+        f"{replayed} has a NaN, as eager training would have: {where}. Later NaNs give no warning.",
         stacklevel=2,
     )

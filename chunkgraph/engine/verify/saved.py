@@ -1,8 +1,8 @@
-"""What a forward keeps for its backward, read from the autograd graph by layer.
+"""Read the tensors that a forward keeps for its backward from the autograd graph, by layer.
 
-A replay leaves nothing behind between a chunk's input and output but these tensors. They are
-remembered by address, as the graph itself remembers them: to hold them would change the memory
-that is to be verified. What a custom function keeps in attributes of its own is not seen.
+They are all that a replay leaves between a chunk's input and output. They are recorded by address,
+because references would change the memory under verification. Tensors that a custom function keeps
+in its own attributes are not seen.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class SavedTensor:
     """One tensor that an operator kept for its backward.
 
     Attributes:
-        layer: whose forward ran the operator; "" where that is unknown.
-        operator: the node of autograd, and what it calls the tensor.
-        address: of its first element; it may be freed by now.
-        tensor: the tensor itself, or None where only the address is remembered.
+        layer: the layer whose forward ran the operator; "" if unknown.
+        operator: the autograd node, and its name of the tensor.
+        address: address of the first element; the memory may be freed.
+        tensor: the tensor, or None if only its address is recorded.
     """
 
     layer: str
@@ -44,8 +44,8 @@ class SavedTensor:
     device: torch.device
     tensor: torch.Tensor | None = None
 
-    def forgotten(self) -> SavedTensor:
-        """The same without the tensor."""
+    def without_tensor(self) -> SavedTensor:
+        """Return the record without a reference to the tensor."""
         return SavedTensor(
             self.layer,
             self.operator,
@@ -57,12 +57,12 @@ class SavedTensor:
         )
 
     def lies_in(self, memory: AddressRanges) -> bool:
-        """Whether all of it lies in ``memory``."""
+        """Return whether the whole tensor lies in ``memory``."""
         start, end = self._span()
         return start < end and (AddressRanges([(start, end)]) & memory).num_bytes == end - start
 
     def read(self) -> torch.Tensor:
-        """A tensor on the address as it is now; whoever calls knows that the memory is there."""
+        """Return a tensor on the present contents; the caller ensures that the memory exists."""
         start, end = self._span()
         data = tensor_at(start, end - start, self.device).view(self.dtype)
         return data.as_strided(self.shape, self.stride, 0)
@@ -76,12 +76,12 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class Place:
-    """Where among the kept tensors something first shows.
+    """The first saved tensor that is wrong.
 
     Attributes:
-        first: the first one that shows it.
-        before: the layer of the last one before it that does not, or "".
-        instead: what an eager pass keeps in its place, where that is something else.
+        first: this tensor.
+        before: the layer of the last correct tensor before it, or "".
+        instead: text about what an eager pass keeps instead, if it is another tensor.
     """
 
     first: SavedTensor
@@ -93,72 +93,71 @@ class Place:
         layer = self.first.layer or "(outside of any layer)"
         if self.before and self.before != self.first.layer:
             return (
-                f"{layer} (it keeps {kept}; the last that is right is kept by {self.before}: the "
+                f"{layer} (it keeps {kept}; the last correct tensor is kept by {self.before}: the "
                 "cause is between the two)"
             )
         return f"{layer} (it keeps {kept})"
 
 
 def saved_tensors(outputs: Sequence[Any], watch: LayerWatch) -> list[SavedTensor]:
-    """What the forward that made ``outputs`` keeps, in the order in which it ran.
+    """Return the tensors that a forward keeps, in the order in which it ran.
 
     Args:
         outputs: results of the forward; the autograd graph must be alive.
-        watch: watched that forward.
+        watch: the watch that followed the forward.
     """
-    # Some are not to be seen by whoever records operators at the moment: numbers instead of
-    # tensors, for example.
+    # Hide these operators from recorders that are active.
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         return _walk(outputs, watch)
 
 
 def _walk(outputs: Sequence[Any], watch: LayerWatch) -> list[SavedTensor]:
-    found: list[tuple[int, str, SavedTensor]] = []
+    entries: list[tuple[int, str, SavedTensor]] = []
     for node in nodes_below(t for t in outputs if isinstance(t, torch.Tensor)):
         number = node._sequence_nr()
         for name, tensor in kept_by(node):
             kind = f"{node.name()}.{name}"
-            found.append((number, kind, _of(tensor, watch.layer_of(number), kind)))
-    found = [entry for entry in found if entry[0] < _NO_NUMBER]
-    return [saved for _, _, saved in sorted(found, key=lambda entry: entry[:2])]
+            entries.append((number, kind, _record(tensor, watch.layer_of(number), kind)))
+    entries = [entry for entry in entries if entry[0] < _NO_NUMBER]
+    return [saved for _, _, saved in sorted(entries, key=lambda entry: entry[:2])]
 
 
 def first_difference(
     replayed: Sequence[SavedTensor], eager: Sequence[SavedTensor], memory: AddressRanges
 ) -> Place | None:
-    """The first kept tensor in ``memory`` whose value now differs from the eager pass's.
+    """Return the first saved tensor in ``memory`` that differs from the eager pass's, or None.
 
-    Also where the eager pass kept something else than the capture did; None if nothing differs.
+    A tensor differs in its present value, or if the eager pass keeps another kind of tensor.
     """
     before = ""
-    for i, mine in enumerate(replayed):
-        if i >= len(eager) or _kind(mine) != _kind(eager[i]):
+    for i, record in enumerate(replayed):
+        if i >= len(eager) or _kind(record) != _kind(eager[i]):
             other = f"{eager[i].operator}, shape {eager[i].shape}" if i < len(eager) else "nothing"
-            return Place(mine, before, f", where the eager pass keeps {other}")
-        theirs = eager[i].tensor
-        if theirs is None or not mine.lies_in(memory):
+            return Place(record, before, f", where the eager pass keeps {other}")
+        expected = eager[i].tensor
+        if expected is None or not record.lies_in(memory):
             continue
-        if theirs.device != mine.device:
+        if expected.device != record.device:
             continue  # attention keeps its seed on the device in a capture, else on the host
-        if not same_bits(mine.read(), theirs):
-            return Place(mine, before)
-        before = mine.layer
+        if not same_bits(record.read(), expected):
+            return Place(record, before)
+        before = record.layer
     return None
 
 
 def first_nan(replayed: Sequence[SavedTensor], memory: AddressRanges) -> Place | None:
-    """The first kept tensor in ``memory`` that holds a NaN now."""
+    """Return the first saved tensor in ``memory`` that holds a NaN now, or None."""
     before = ""
-    for mine in replayed:
-        if not mine.lies_in(memory):
+    for record in replayed:
+        if not record.lies_in(memory):
             continue
-        if has_nan([mine.read()]):
-            return Place(mine, before)
-        before = mine.layer
+        if has_nan([record.read()]):
+            return Place(record, before)
+        before = record.layer
     return None
 
 
-def _of(tensor: torch.Tensor, layer: str, operator: str) -> SavedTensor:
+def _record(tensor: torch.Tensor, layer: str, operator: str) -> SavedTensor:
     return SavedTensor(
         layer=layer,
         operator=operator,

@@ -1,7 +1,7 @@
-"""Shadow mode: every replay is compared with an eager pass on the same inputs, bit for bit.
+"""Shadow mode: compare every replay bit for bit with an eager pass on the same inputs.
 
-The eager forward runs before the replay and its autograd graph is kept until the backward, so
-that what the eager pass keeps shows where a replay went wrong.
+The eager forward runs before the replay, and its autograd graph is kept until the backward, so
+that its saved tensors show where a replay went wrong.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from chunkgraph.engine.slot import Slot
-from chunkgraph.engine.verify.base import Verifier, filled, wants_grad
+from chunkgraph.engine.verify.base import Verifier, copy_output_grads, inputs_with_grad
 from chunkgraph.engine.verify.bits import describe_difference, has_nan, same_bits
 from chunkgraph.engine.verify.eager_pass import EagerBackward, EagerForward
 from chunkgraph.engine.verify.records import memory_of
@@ -22,61 +22,62 @@ __all__ = ["ShadowVerifier"]
 
 
 class ShadowVerifier(Verifier):
-    """Compares outputs, input gradients, parameter gradients, buffers and random state."""
+    """Compare outputs, input gradients, parameter gradients, buffers and random state."""
 
     def _forget(self) -> None:
         super()._forget()
         self._forwards: dict[Slot, EagerForward] = {}
         self._backwards: dict[Slot, EagerBackward] = {}
         self._overwritten: dict[Slot, Place | None] = {}
-        # Of backwards in halves, between the two.
-        self._given: dict[Slot, list[torch.Tensor]] = {}
+        # Between the halves of split backwards.
+        self._output_grads: dict[Slot, list[torch.Tensor]] = {}
         self._input_grads: dict[Slot, tuple[torch.Tensor | None, ...]] = {}
 
     def before_forward(self, slot: Slot, tensors: Sequence[torch.Tensor]) -> None:
         """Run the eager forward."""
-        self._count(slot)
-        wanted = wants_grad(slot, tensors)
-        forward = self._passes_of(slot).forward(tensors, wanted)
+        self._count_forward(slot)
+        with_grad = inputs_with_grad(slot, tensors)
+        forward = self._passes_of(slot).forward(tensors, with_grad)
         self._forwards[slot] = forward
-        if not self._has_told_nan and has_nan(forward.tensors):
-            self._tell_nan(slot, "forward", self._first_layer_with_nan(slot, tensors, wanted))
+        if not self._has_warned_of_nan and has_nan(forward.tensors):
+            layer = self._first_layer_with_nan(slot, tensors, with_grad)
+            self._warn_of_nan(slot, "forward", layer)
 
     def after_forward(self, slot: Slot) -> None:
-        """Compare the replay with it."""
+        """Compare the replay with the eager forward."""
         eager = self._forwards[slot]
         what = self._forward_difference(slot, eager)
         if not what:
             return
         place = self._place(slot, eager)
-        layer = str(place) if place is not None else self._behind_all(slot)
+        layer = str(place) if place is not None else self._after_all(slot)
         raise difference(self._replayed(slot, "forward"), what, layer)
 
     def before_backward(self, slot: Slot, grads: Sequence[torch.Tensor | None]) -> None:
-        """Run the eager backward, and look at what the slot keeps while it is there."""
+        """Run the eager backward, and compare the slot's saved tensors while they exist."""
         eager = self._forwards[slot]
-        given = filled(slot, grads)
+        copies = copy_output_grads(slot, grads)
         self._overwritten[slot] = self._place(slot, eager)
         if slot.weight_graph is not None:
-            self._given[slot] = given
+            self._output_grads[slot] = copies
         else:
-            self._run_backward(slot, eager, given)
+            self._run_backward(slot, eager, copies)
 
-    def _run_backward(self, slot: Slot, eager: EagerForward, given: Sequence[torch.Tensor]) -> None:
-        backward = self._passes_of(slot).backward(eager, slot.receiving, given)
+    def _run_backward(self, slot: Slot, eager: EagerForward, grads: Sequence[torch.Tensor]) -> None:
+        backward = self._passes_of(slot).backward(eager, slot.receiving, grads)
         self._backwards[slot] = backward
-        if self._has_told_nan:
+        if self._has_warned_of_nan:
             return
-        if has_nan(given):
+        if has_nan(grads):
             where = "it came with the gradient of the output, from what follows the chunk"
-            self._tell_nan(slot, "backward", where)
+            self._warn_of_nan(slot, "backward", where)
         elif has_nan([*backward.input_grads, *backward.sums]):
             name = self._first_nan_gradient(slot.chunk, backward.sums, backward.order)
             where = f"the first gradient with a NaN is that of {name or 'an input'}"
-            self._tell_nan(slot, "backward", where)
+            self._warn_of_nan(slot, "backward", where)
 
     def after_backward(self, slot: Slot) -> None:
-        """Compare the replay with it, and let the eager pass go."""
+        """Compare the replay with the eager backward, and drop the eager pass."""
         if slot.weight_graph is not None:
             grads = [None if g is None else g.clone() for g in slot.input_grads]
             self._input_grads[slot] = tuple(grads)
@@ -84,11 +85,11 @@ class ShadowVerifier(Verifier):
             self._compare(slot, slot.input_grads)
 
     def before_weight(self, slot: Slot) -> None:
-        """Run the eager backward, whole, on top of the gradients so far."""
-        self._run_backward(slot, self._forwards[slot], self._given.pop(slot))
+        """Run the whole eager backward, adding to the gradients so far."""
+        self._run_backward(slot, self._forwards[slot], self._output_grads.pop(slot))
 
     def after_weight(self, slot: Slot) -> None:
-        """Compare both halves with it, and let the eager pass go."""
+        """Compare both halves with the eager backward, and drop the eager pass."""
         self._compare(slot, self._input_grads.pop(slot))
 
     def _compare(self, slot: Slot, input_grads: Sequence[torch.Tensor | None]) -> None:
@@ -98,7 +99,7 @@ class ShadowVerifier(Verifier):
         if not what:
             return
         if place is not None:
-            layer = f"{place}; it was right after the forward, and was overwritten since"
+            layer = f"{place}; it was correct after the forward and was overwritten later"
         raise difference(self._replayed(slot, "backward"), what, layer)
 
     def _forward_difference(self, slot: Slot, eager: EagerForward) -> str:
@@ -118,7 +119,7 @@ class ShadowVerifier(Verifier):
     def _backward_difference(
         self, slot: Slot, eager: EagerBackward, input_grads: Sequence[torch.Tensor | None]
     ) -> tuple[str, str]:
-        """What differs and the name of what it belongs to; two empty texts if nothing."""
+        """Return the difference and the name of its layer; two empty strings if there is none."""
         names = self._names[slot.chunk]
         buffers = self._gradients[slot.chunk]
         wrong = [
@@ -148,11 +149,11 @@ class ShadowVerifier(Verifier):
         records = self._records.of(slot, self._chunks[slot.chunk])
         return first_difference(records, eager.saved, memory_of(slot, self._around.backend))
 
-    def _behind_all(self, slot: Slot) -> str:
+    def _after_all(self, slot: Slot) -> str:
         records = self._records.of(slot, self._chunks[slot.chunk])
         if not records:
             return "unknown (the slot keeps nothing that can be compared)"
         return (
-            f"{records[-1].layer or 'the chunk'}, or what follows it in the chunk (all that is "
-            "kept for the backward is right)"
+            f"{records[-1].layer or 'the chunk'}, or what follows it in the chunk (all tensors "
+            "kept for the backward are correct)"
         )

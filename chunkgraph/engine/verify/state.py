@@ -1,4 +1,4 @@
-"""Random state and buffers around a pass: compared, and put back."""
+"""Compare and restore random state and buffers around a pass."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["ChunkState", "restored", "versions"]
 
 @dataclass(frozen=True)
 class ChunkState:
-    """What a forward may change besides its results, at one moment.
+    """A snapshot of the state that a forward may change.
 
     Attributes:
         buffers: copies of the chunk's buffers.
-        random: states of the random generators: of the host, the device's, further ones.
+        random: states of the random generators: the host's, the device's (CUDA), further ones.
     """
 
     buffers: tuple[torch.Tensor, ...]
@@ -40,17 +40,17 @@ class ChunkState:
         return ChunkState(tuple(b.detach().clone() for b in buffers), tuple(random))
 
     def difference(self, eager: ChunkState) -> str:
-        """What differs from the state after an eager pass, or ""."""
+        """Return the difference to the state after an eager pass, or ""."""
         for i, (mine, theirs) in enumerate(zip(self.buffers, eager.buffers, strict=True)):
             if not same_bits(mine, theirs):
                 return f"buffer {i} of the chunk: {describe_difference(mine, theirs)}"
         if not all(same_bits(a, b) for a, b in zip(self.random, eager.random, strict=True)):
-            return "the random state: another number of random values was drawn"
+            return "the random state: a different number of random values was drawn"
         return ""
 
 
 def versions(tensors: Sequence[torch.Tensor]) -> _unsafe_preserve_version_counter:
-    """How often they have been written, as autograd counts; at its exit they are set back."""
+    """Return autograd's version counters of the tensors; its ``__exit__`` restores them."""
     return _unsafe_preserve_version_counter(tuple(t for t in tensors if not t.is_inference()))
 
 
@@ -58,7 +58,7 @@ def versions(tensors: Sequence[torch.Tensor]) -> _unsafe_preserve_version_counte
 def restored(
     buffers: Sequence[torch.Tensor], device: torch.device, generators: Sequence[torch.Generator]
 ) -> Iterator[None]:
-    """Put buffers and random state back at the end of the block, as if nobody had written."""
+    """Restore buffers, their version counters and the random state on exit."""
     state = ChunkState.now(buffers, device, generators)
     try:
         with versions(buffers):

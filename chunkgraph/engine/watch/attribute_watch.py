@@ -1,8 +1,8 @@
-"""Values that a forward leaves in plain attributes of its module, which a replay would not.
+"""Find values that a forward sets in plain attributes of its module, which a replay would not set.
 
-A replay runs no Python. A counter would stand still; a tensor that was left on the module would be
-that of the last capture, in memory that graphs write. What a first call sets and later ones leave
-alone (a cache, a shape) is no such value.
+A replay runs no Python. A counter would stand still, and a tensor on the module would be that of
+the last capture, in memory that graphs overwrite. Values that only a first call sets (a cache, a
+shape) are allowed.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ _Snapshot = list[tuple[Container, Any]]
 
 
 class AttributeWatch:
-    """Watches the attributes of one chunk's module in a capture session.
+    """Watch the attributes of one chunk's module in a capture session.
 
     Args:
-        chunk: the chunk, whose module holds what it holds inside the session.
+        chunk: the chunk, with the module as it is inside the session.
 
     Attributes:
-        chunk: the same, with a forward that is watched.
+        chunk: the chunk with a watched forward.
     """
 
     def __init__(self, chunk: Chunk) -> None:
         self.chunk = replace(chunk, forward=self._watched(chunk.forward))
         self._label = chunk.label
-        every = containers(chunk.module, chunk.module_name) if chunk.module is not None else []
+        holders = containers(chunk.module, chunk.module_name) if chunk.module is not None else []
         self._containers = [
-            c for c in every if not (c.are_attributes and c.values is not vars(c.owner))
+            c for c in holders if not (c.are_attributes and c.values is not vars(c.owner))
         ]
         self._begin = self._now()
         self._num_forwards = 0
@@ -52,26 +52,26 @@ class AttributeWatch:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Around the session: attributes are put back where forwards go on changing them.
+        """Refuse, at the end of the session, attributes that every forward changes; restore them.
 
         Raises:
-            CaptureError: naming them.
+            CaptureError: there are such attributes; the message names them.
         """
         try:
             yield
         except BaseException:
             self._put_back()
             raise
-        if self._num_forwards == 1:  # it would perhaps have changed them again
+        if self._num_forwards == 1:  # a second forward might have changed them again
             self._changed += self._set_first
         if self._changed:
             self._put_back()
             names = ", ".join(dict.fromkeys(self._changed))
             raise CaptureError(
-                f"{self._label}: its forward sets {names}. A replay runs no Python, so that the "
-                "value would stay that of the capture. Return it from the forward, or keep it in a "
-                "buffer that is updated in place (add_, copy_). What only a first call sets is no "
-                "matter once that call was made: run one eager step, or capture with a warmup pass."
+                f"{self._label}: its forward sets {names}. A replay runs no Python, so the value "
+                "would stay that of the capture. Return it from the forward, or keep it in a "
+                "buffer that is updated in place (add_, copy_). If only a first call sets it, run "
+                "one eager step before, or capture with a warmup pass."
             )
 
     def _watched(self, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -89,7 +89,7 @@ class AttributeWatch:
         return [(c, _copy(c.values)) for c in self._containers]
 
     def _differences(self, before: _Snapshot) -> Iterator[str]:
-        """Yield the name of each value that is another one now."""
+        """Yield the name of each value that has changed."""
         for container, old in before:
             for key, then, now in _changes(container, old):
                 if _is_state(now) and _is_state(then) and not _same(then, now):
@@ -115,7 +115,7 @@ def _copy(values: Any) -> Any:
 
 
 def _changes(container: Container, old: Any) -> list[tuple[Any, Any, Any]]:
-    """Key, old and new value of what is not the same object."""
+    """Return (key, old value, new value) of each object that was replaced."""
     values = container.values
     if not isinstance(values, dict):
         now = list(values)
@@ -123,16 +123,16 @@ def _changes(container: Container, old: Any) -> list[tuple[Any, Any, Any]]:
             return []
         longest = range(max(len(old), len(now)))
         return [(i, _at(old, i), _at(now, i)) for i in longest if _at(old, i) is not _at(now, i)]
-    found = [
+    changes = [
         (key, old.get(key, _MISSING), value)
         for key, value in values.items()
         if old.get(key, _MISSING) is not value
     ]
-    if len(values) != len(old) or found:
-        found += [(key, value, _MISSING) for key, value in old.items() if key not in values]
+    if len(values) != len(old) or changes:
+        changes += [(key, value, _MISSING) for key, value in old.items() if key not in values]
     if container.are_attributes:
-        return [change for change in found if change[0] not in TORCHS_NAMES]
-    return found
+        return [change for change in changes if change[0] not in TORCHS_NAMES]
+    return changes
 
 
 def _at(items: Sequence[Any], index: int) -> Any:
@@ -144,8 +144,8 @@ def _same_items(a: Sequence[Any], b: Sequence[Any]) -> bool:
 
 
 def _is_state(value: Any) -> bool:
-    """Whether it is a plain value or a tensor, or holds nothing else."""
-    if type(value) in weakref.ProxyTypes:  # whose object may be gone
+    """Return whether a value is plain or a tensor, or holds only such values."""
+    if type(value) in weakref.ProxyTypes:  # its object may be gone
         return False
     if value is _MISSING or isinstance(value, (*_PLAIN, torch.Tensor)):
         return True
@@ -155,7 +155,7 @@ def _is_state(value: Any) -> bool:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Whether two such values are equal; tensors are if they are one object."""
+    """Return whether two such values are equal; tensors are equal if they are one object."""
     if a is b:
         return True
     if type(a) is not type(b) or isinstance(a, torch.Tensor) or a is _MISSING:

@@ -1,12 +1,12 @@
-"""What graphs take for granted of a module: its parts, their tensors, which train, and its mode.
+"""Check that a module is as it was captured: its parts, tensors, grad flags and modes.
 
-A graph knows addresses. A layer, parameter or buffer that is replaced, added or removed, a
-parameter that is frozen or thawed, a layer that is put into evaluation, changes nothing in it:
-replays would go on as before, without any other sign. Nor do they run what hooks on parameters do
-in a backward, or notice that a parameter was written between a forward and its backward.
+A graph knows only addresses. Replays would silently ignore a layer, parameter or buffer that is
+replaced, added or removed, a parameter that is frozen or unfrozen, and a layer that is put into
+evaluation mode. They do not run hooks on parameters, and do not notice writes to a parameter
+between a forward and its backward.
 
-All of it is compared when a step begins and when it ends. What is changed inside a step and put
-back before its end, calls notice: see `Windows`.
+All of this is compared when a step begins and when it ends. Calls notice changes that are undone
+inside a step: see `Windows`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _values = methodcaller("values")
 
 @dataclass(frozen=True)
 class _Part:
-    """A module, and what it held."""
+    """A module, and its contents at the capture."""
 
     path: str
     module: nn.Module
@@ -72,7 +72,7 @@ class _Part:
         )
 
     def places(self) -> tuple[tuple[dict[str, Any], dict[str, Any]], ...]:
-        """What it held, and what it holds: parts, parameters and buffers."""
+        """Return (captured, present) dicts of submodules, of parameters and of buffers."""
         return (
             (self.parts, self.module._modules),
             (self.parameters, self.module._parameters),
@@ -80,7 +80,7 @@ class _Part:
         )
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Those that it held, with their names in it."""
+        """Yield the captured tensors with their names in the module."""
         for held in (self.parameters, self.buffers):
             for key, tensor in held.items():
                 if tensor is not None:
@@ -90,19 +90,19 @@ class _Part:
 _PLAIN = frozenset({bool, int, float, str, tuple, type(None)})
 _hooks = itemgetter(*HOOK_DICTS)
 _LIBRARIES = frozenset({"chunkgraph", "megatron", "torch", "transformer_engine"})
-"""Their hooks come and go around steps; what they do is known."""
+"""Libraries whose hooks are known, and come and go around steps."""
 
 
 class CapturedModel:
-    """The parts and tensors of one chunk's module as they are now.
+    """The parts and tensors of one chunk's module at the capture.
 
     Args:
-        chunk: about to be captured. Without a module only its parameters are known.
+        chunk: the chunk before its capture. Without a module only its parameters are known.
 
     Attributes:
-        label: of the chunk.
-        parameters: those that train.
-        is_as_captured: a cheap comparison at every call; if it fails, `check_call` says why.
+        label: label of the chunk.
+        parameters: its trainable parameters.
+        is_as_captured: a cheap comparison for every call; if it fails, call `check_call`.
     """
 
     def __init__(self, chunk: Chunk) -> None:
@@ -114,10 +114,10 @@ class CapturedModel:
         self._take()
 
     def _take(self) -> None:
-        """Remember all of it as it is now."""
+        """Record the present state."""
         modules = self._module.named_modules() if self._module is not None else ()
         self._parts = [_Part.now(path, module) for path, module in modules]
-        # The same as plain lists: they are gone through in every step.
+        # The same as plain lists, which every step iterates over.
         self._attributes = [vars(part.module) for part in self._parts]
         self._modes = [part.is_training for part in self._parts]
         self._children = [child for part in self._parts for child in part.parts.values()]
@@ -158,28 +158,28 @@ class CapturedModel:
             if isinstance(part.module, nn.parallel.DistributedDataParallel):
                 raise CaptureError(
                     f"{self.label}: {part.path or 'the chunk'} is a torch "
-                    "DistributedDataParallel, which a replay does not tell of gradients, so that "
-                    "they would never be reduced. Give ChunkGraphs the module in it, without the "
-                    "wrapper, and reduce the gradients after the step."
+                    "DistributedDataParallel, which does not see the gradients of replays and "
+                    "would never reduce them. Pass ChunkGraphs the module without the wrapper, and "
+                    "reduce the gradients after the step."
                 )
         hooked = {id(p) for p in parameters if not hasattr(p, "main_grad") and foreign_hooks(p)}
         if hooked:
             names = [n for t, n in zip(self._known, self._names, strict=True) if id(t) in hooked]
             raise CaptureError(
                 f"{self.label}: hooks wait for the gradients of {len(hooked)} parameters "
-                f"({', '.join(names[:3]) or 'not of its module'}{', ...' * (len(names) > 3)}), and "
-                "a replay calls none. Remove them, and do their work after the step or in "
+                f"({', '.join(names[:3]) or 'not of its module'}{', ...' * (len(names) > 3)}), but "
+                "a replay calls no hooks. Remove them, and do their work after the step or in "
                 "Chunk.after_backward."
             )
 
     def name_of(self, parameter: nn.Parameter) -> str:
-        """Return what errors call one of the parameters."""
+        """Return the name of a parameter in errors."""
         index = next(i for i, tensor in enumerate(self._known) if tensor is parameter)
         return self._names[index]
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Around a capture session: the module holds the same tensors and parts afterwards.
+        """Restore tensors and parts of the module after a capture session.
 
         Raises:
             CaptureError: the forward replaced one of them, which a replay would not.
@@ -197,17 +197,17 @@ class CapturedModel:
         if replaced:
             raise CaptureError(
                 f"{self.label}: its forward replaces {', '.join(replaced)} by another tensor. A "
-                "replay runs no Python, so that all of them would start from the value of the "
+                "replay runs no Python, so every replay would start from the value of the "
                 "capture. Update it in place (add_, copy_), or keep it out of the chunk."
             )
         self._take()
 
     def check_call(self) -> None:
-        """Compare, at a call that ``is_as_captured`` does not find plain.
+        """Compare all facts, at a call for which ``is_as_captured`` is False.
 
         Raises:
-            ReplayMismatchError: the module is not as it was captured, somebody is to be given what
-                autograd saves, or see `check_surroundings`.
+            ReplayMismatchError: the module has changed, hooks for saved tensors are active, or see
+                `check_surroundings`.
         """
         if what := saved_tensors_hooks():
             raise ReplayMismatchError(f"{self.label} is called {what}")
@@ -217,17 +217,17 @@ class CapturedModel:
             raise self._other_mode("", self._module)
 
     def begin_step(self) -> None:
-        """Compare, before a step, and count writes from now on.
+        """Compare before a step, and count writes from now on.
 
         Raises:
-            ReplayMismatchError: the module is not as it was captured.
+            ReplayMismatchError: the module has changed since the capture.
         """
         self.check()
         self._check_settings()
         self.count_writes()
 
     def _take_settings(self) -> None:
-        """Remember the numbers and texts that torch's own layers hold, such as probabilities."""
+        """Record the plain attributes of torch's own layers, such as probabilities."""
         self._set: list[tuple[str, str, Any, dict[str, Any]]] = []
         self._readers: list[Callable[[Any], Any]] = []
         self._read: list[dict[str, Any]] = []
@@ -261,7 +261,7 @@ class CapturedModel:
             )
 
     def _hooks_now(self) -> list[int]:
-        """Return the numbers that torch gave to the hooks of all parts."""
+        """Return torch's numbers of the hooks on all parts."""
         every = map(_hooks, self._attributes)
         return [*chain.from_iterable(chain.from_iterable(every))]
 
@@ -280,14 +280,14 @@ class CapturedModel:
         self._num_hooks, self._hooks = number, now
 
     def count_writes(self) -> None:
-        """What was written by now was written while nothing was in flight."""
+        """Accept all writes so far, since no microbatch was in flight."""
         self._versions = [*map(_version, self._counted)]
 
     def end_step(self) -> None:
-        """Compare, when a step ends.
+        """Compare after a step.
 
         Raises:
-            ReplayMismatchError: the module is not as it was captured, or a parameter was written.
+            ReplayMismatchError: the module has changed, or a parameter was written in the step.
         """
         self.check()
         if [*map(_version, self._counted)] == self._versions:
@@ -301,16 +301,16 @@ class CapturedModel:
         ]
         raise ReplayMismatchError(
             f"{self.label}: {_list(written)} was modified in place inside the step; microbatches "
-            "in flight would mix the old value with the new. Modify it before or after the step, "
-            "or with an optimizer while no microbatch is in flight."
+            "in flight would mix old and new values. Modify it before or after the step, or with "
+            "an optimizer while no microbatch is in flight."
         )
 
     def check(self) -> None:
-        """Compare all of it but for versions.
+        """Compare everything except version counters.
 
         Raises:
             ReplayMismatchError: a part or a tensor was replaced, added, removed, moved, frozen or
-                thawed since, or a part of the module was put into evaluation or back.
+                unfrozen, or a part of the module changed between training and evaluation mode.
         """
         modes = [*map(_training, self._attributes)]
         if modes != self._modes and modes[0] is self._modes[0]:
@@ -332,9 +332,9 @@ class CapturedModel:
             )
             moved = [name for name, captured, now in places if captured != now]
             raise ReplayMismatchError(
-                f"{self.label}: {_list(moved)} was moved to other memory after capture, or has "
-                "another layout there; the graphs would read the old one. Update it in place "
-                "(copy_), or release the graphs and capture again."
+                f"{self.label}: {_list(moved)} was moved to other memory or changed its layout "
+                "after capture; the graphs would read the old memory. Update it in place (copy_), "
+                "or release the graphs and capture again."
             )
 
     def _check_holders(self) -> None:
@@ -355,7 +355,7 @@ class CapturedModel:
         return [*chain.from_iterable(map(_values, holders))]
 
     def _are_alike(self) -> bool:
-        """Return whether all tensors have the shapes, strides and ``requires_grad`` of then."""
+        """Return whether all tensors have the captured shapes, strides and ``requires_grad``."""
         if self._fits is not None and self._fits(*self._known):
             return True
         if [*map(_requires_grad, self._known)] != self._trains:
@@ -380,25 +380,25 @@ class CapturedModel:
 
     def _other_parts(self) -> str:
         for part in self._parts:
-            found = _first_difference(part.parts, part.module._modules, "module")
-            if found is not None:
-                key, what = found
+            difference = _first_difference(part.parts, part.module._modules, "module")
+            if difference is not None:
+                key, what = difference
                 return f"{self._path(part.path, key)} {what}"
-        return "the layers of a module were put into another order after capture"
+        return "the layers of a module were reordered after capture"
 
     def _other_tensors(self) -> str:
-        """What is in another place; empty if nothing is but caches."""
+        """Return the first tensor that was replaced, added or removed; "" if only caches were."""
         for part in self._parts:
             for held, holder in part.places()[1:]:
                 caches = self._caches if held is part.buffers else frozenset[str]()
-                found = _first_difference(held, holder, "tensor", caches)
-                if found is not None:
-                    key, what = found
+                difference = _first_difference(held, holder, "tensor", caches)
+                if difference is not None:
+                    key, what = difference
                     return f"{self._path(part.path, key)} {what}"
         return ""
 
     def _take_caches(self) -> None:
-        """Caches have grown, and the graphs keep the old ones: look for the new from now on."""
+        """Expect the new caches from now on; the graphs keep using the old ones."""
         self._tensors = self._tensors_now()
 
     def _other_grad_flags(self) -> str:
@@ -415,43 +415,41 @@ class CapturedModel:
 
 
 def saved_tensors_hooks() -> str:
-    """What is wrong with the hooks for saved tensors that are active; empty if nothing is.
+    """Return what is wrong with the active hooks for saved tensors; "" if nothing is.
 
-    torch's own give back what they were given: those of checkpoints, and those that save tensors on
-    the CPU.
+    torch's own hooks are harmless: those of checkpointing, and those that save tensors on the CPU.
     """
     hooks = _active_hooks(False)
     if hooks is None or getattr(hooks[0], "__module__", "") in _HARMLESS_HOOKS:
         return ""
     return (
-        f"inside saved_tensors_hooks ({hooks[0]!r}), which a replay gives nothing: what its "
-        "backward needs lies in the graphs. Leave them, or ask for an eager step "
+        f"inside saved_tensors_hooks ({hooks[0]!r}), which a replay does not call: the tensors "
+        "of its backward lie in the graphs. Leave them, or ask for an eager step "
         "(`step(eager=True)`)."
     )
 
 
 def check_surroundings(label: str, parameters: Sequence[nn.Parameter]) -> None:
-    """Refuse a call where an eager one would do what no replay does.
+    """Refuse a call in a context that affects eager operators but not replays.
 
     Args:
-        label: of the chunk, for errors.
-        parameters: of the chunk.
+        label: label of the chunk, for errors.
+        parameters: parameters of the chunk.
 
     Raises:
-        ReplayMismatchError: something else than reverse-mode autograd differentiates or maps it, or
-            autocast has old casts of its parameters.
+        ReplayMismatchError: torch.func or forward-mode autograd is active, or autocast has stale
+            casts of the parameters.
     """
     if forward_ad._current_level >= 0 or _are_transforms_active():
         raise ReplayMismatchError(
             f"{label} is called under torch.func (grad, vmap, jvp) or forward-mode autograd, "
-            "which a replay takes no part in. Call the module itself there, or transform inside of "
-            "it."
+            "which replays do not support. Call the module itself there, or transform inside it."
         )
     if hold_stale_casts(parameters):
         raise ReplayMismatchError(
-            f"{label}: an optimizer has stepped inside the block of torch.autocast that the "
-            "call is in. Eager operators would go on with casts of the old parameters; a replay "
-            "would use the new ones. Enter autocast around each step, or around the calls."
+            f"{label}: an optimizer has stepped inside the torch.autocast block of the call. Eager "
+            "operators would still use casts of the old parameters; a replay would use the new "
+            "parameters. Enter autocast around each step, or around the calls."
         )
 
 
@@ -463,7 +461,7 @@ _HARMLESS_HOOKS = ("torch.utils.checkpoint", "torch.autograd.graph")
 def _first_difference(
     held: dict[str, Any], holder: dict[str, Any], kind: str, caches: frozenset[str] = frozenset()
 ) -> tuple[str, str] | None:
-    """Key and fate of something that ``holder`` holds no more, or only now."""
+    """Return (key, description) of the first value that was removed, replaced or added, or None."""
     for key, value in held.items():
         now = holder.get(key)
         if now is not value and key not in caches:
@@ -475,7 +473,7 @@ def _first_difference(
 
 
 def _is_counted(tensor: torch.Tensor) -> bool:
-    """Whether a write into it between a forward and its backward is certain to be a mistake."""
+    """Return whether a write to a tensor between a forward and its backward must be a mistake."""
     return isinstance(tensor, nn.Parameter) and not tensor.is_inference()
 
 

@@ -1,8 +1,8 @@
-"""Casts that autocast shares for the whole of a block, though an optimizer has stepped in it.
+"""Detect stale casts of autocast after an optimizer step inside an autocast block.
 
-Inside one block of `torch.autocast` eager training goes on with the casts of the parameters as they
-were at first, whatever an optimizer does to them. A replay casts them as they are. So a call in a
-block in which its parameters were stepped is refused.
+Inside one `torch.autocast` block, eager training keeps using the first casts of the parameters,
+even after an optimizer step. A replay casts the current parameters. So a call is refused inside a
+block in which an optimizer has updated its parameters.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["hold_stale_casts", "stepped", "watch_optimizers"]
 
 
 class _Stepped:
-    """Parameters stepped inside of a block, and a leaf whose cast shows whether it has ended."""
+    """Parameters updated inside an autocast block, and a leaf whose cast shows whether it ended."""
 
     def __init__(self) -> None:
         self.parameters = WeakTensorKeyDictionary()
@@ -28,7 +28,7 @@ class _Stepped:
         self._leaf = nn.Parameter(torch.ones(1, 1))
 
     def add(self, optimizer: Optimizer) -> None:
-        """An optimizer has stepped."""
+        """Record an optimizer's step."""
         is_inside = torch.autocast_increment_nesting() > 1
         torch.autocast_decrement_nesting()
         if is_inside:
@@ -38,7 +38,7 @@ class _Stepped:
                 self.parameters.update(dict.fromkeys(group["params"], True))
 
     def has_ended(self) -> bool:
-        """Return whether the casts of that block are gone."""
+        """Return whether the cached casts of that block are gone."""
         if self._cast_of(2.0) == 1.0:
             return False
         self.parameters.clear()
@@ -46,7 +46,7 @@ class _Stepped:
         return True
 
     def _cast_of(self, value: float) -> float:
-        """The value that operators read for the leaf, which holds ``value``."""
+        """Set the leaf to ``value``, and return the value that operators under autocast read."""
         self._leaf.data.fill_(value)
         with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
             return float(torch.mm(self._leaf, torch.ones(1, 1)))
@@ -57,12 +57,12 @@ stepped = _Stepped()
 
 @functools.cache
 def watch_optimizers() -> None:
-    """Follow all optimizers of the process; once."""
+    """Register a hook, once per process, that follows all optimizers."""
     register_optimizer_step_post_hook(_after)
 
 
 def hold_stale_casts(parameters: Sequence[nn.Parameter]) -> bool:
-    """Return whether eager operators would read casts of some of these from before a step."""
+    """Return whether eager operators would read casts of these from before an optimizer step."""
     return bool(
         stepped.are_any
         and torch.is_autocast_cache_enabled()

@@ -1,7 +1,7 @@
-"""Gradients that eager autograd adds to captured parameters.
+"""Observe gradients that eager autograd adds to captured parameters.
 
-A replay adds to a gradient inside its graph, and autograd does not hear of it. So a hook on the
-parameter itself is called for eager work alone, and costs replays nothing.
+A replay adds to gradients inside its graph, unseen by autograd. So a hook on the parameter runs
+only for eager work, and costs replays nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["foreign_hooks", "watch_eager_gradients"]
 
 
 class _Hook:
-    """Calls a method of an object that may be gone."""
+    """Call a method of an object, unless the object is gone."""
 
     def __init__(self, method: Callable[[nn.Parameter], None]) -> None:
         self._method = weakref.WeakMethod(method)
@@ -36,8 +36,8 @@ def watch_eager_gradients(
 
     Args:
         parameters: trainable leaves.
-        owner: of the method; not held. The hooks are removed when it goes.
-        method: gets the parameter.
+        owner: the object of the method, referenced weakly. The hooks are removed with it.
+        method: called with the parameter.
     """
     hook = _Hook(method)
     handles = [p.register_post_accumulate_grad_hook(hook) for p in parameters]
@@ -50,7 +50,7 @@ def _remove(handles: Iterable[RemovableHandle]) -> None:
 
 
 def foreign_hooks(parameter: torch.Tensor) -> list[Any]:
-    """Return the hooks that wait for the gradient of ``parameter``, the engine's left out."""
+    """Return the hooks that wait for the gradient of ``parameter``, except the engine's."""
     after: dict[int, Any] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
     before: dict[int, Any] = parameter._backward_hooks or {}
     return [*before.values(), *(hook for hook in after.values() if type(hook) is not _Hook)]

@@ -1,4 +1,4 @@
-"""The dicts in which torch's modules hold their parts and tensors, compared at once."""
+"""Compare at once the dicts in which torch's modules hold submodules and tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _dicts = itemgetter("_modules", "_parameters", "_buffers")
 
 
 class Holders:
-    """What modules hold now.
+    """The present contents of modules' dicts.
 
     Args:
         attributes: ``vars()`` of each module.
@@ -35,5 +35,5 @@ class Holders:
 
 
 def are_same(now: Sequence[Any], then: Sequence[Any]) -> bool:
-    """Return whether two lists hold the same objects."""
+    """Return whether two sequences hold the same objects."""
     return len(now) == len(then) and all(map(is_, now, then))

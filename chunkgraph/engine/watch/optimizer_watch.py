@@ -1,7 +1,7 @@
-"""Optimizers that step inside a step of chunk graphs: in between microbatches, or too early.
+"""Refuse optimizer steps while microbatches are in flight.
 
-Eager training refuses to run a backward through parameters that were updated after its forward. A
-replayed one reads whatever they hold by then, so it is the optimizer's step that is refused.
+Eager training refuses a backward through parameters that were updated after its forward. A replayed
+backward would read the updated values, so the optimizer's step is refused instead.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ _running: list[_Step] = []
 def optimizers_watched(
     models: Sequence[CapturedModel], num_in_flight: Callable[[], int]
 ) -> Iterator[None]:
-    """Around a step that replays.
+    """Watch all optimizers in this block, a step that replays.
 
     Args:
         models: the captured models.
-        num_in_flight: how many microbatches wait for their backward.
+        num_in_flight: returns the number of microbatches that wait for their backward.
 
     Raises:
-        ReplayMismatchError: from ``optimizer.step()``, if there are any and the optimizer has
-            parameters of a model.
+        ReplayMismatchError: from ``optimizer.step()``, if microbatches are in flight and the
+            optimizer has parameters of a model.
     """
     _register_hooks()
     step = _Step(models, num_in_flight)
@@ -58,7 +58,7 @@ def optimizers_watched(
 
 @functools.cache
 def _register_hooks() -> None:
-    """Once; they are called for every optimizer."""
+    """Register hooks, once per process, that are called for every optimizer."""
     register_optimizer_step_pre_hook(_before)
     register_optimizer_step_post_hook(_after)
 
@@ -66,7 +66,7 @@ def _register_hooks() -> None:
 def _before(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     for step in _running:
         if step.num_in_flight():
-            for model in _of(step, optimizer):
+            for model in _updated_models(step, optimizer):
                 raise ReplayMismatchError(
                     f"{model.label}: an optimizer ({type(optimizer).__name__}) steps while "
                     f"{step.num_in_flight()} microbatches wait for their backward, which would "
@@ -76,11 +76,11 @@ def _before(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
 
 def _after(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     for step in _running:
-        for model in _of(step, optimizer):
+        for model in _updated_models(step, optimizer):
             model.count_writes()
 
 
-def _of(step: _Step, optimizer: Optimizer) -> list[CapturedModel]:
-    """Models with parameters that the optimizer steps."""
+def _updated_models(step: _Step, optimizer: Optimizer) -> list[CapturedModel]:
+    """Return the models with parameters of the optimizer."""
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     return [m for m in step.models if any(id(p) in stepped for p in m.parameters)]

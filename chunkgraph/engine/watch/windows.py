@@ -1,4 +1,4 @@
-"""A few facts about a module for each call: small modules whole, of larger ones a part in turn."""
+"""Check a few facts about a module at each call: all of a small one, or parts in turn."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from chunkgraph.engine.watch.cast_cache import stepped
 __all__ = ["Windows"]
 
 _SMALL = 8
-"""Of as many layers and parameters, every call looks at all; of more it looks at the module itself,
-at its first parameter, and at one layer or one tensor in turn."""
+"""Up to this many layers and parameters, every call checks all of them. Otherwise it checks the
+module itself, its first parameter, and one layer or tensor in turn."""
 
 _are_transforms_active = torch._C._are_functorch_transforms_active
 _saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
@@ -26,11 +26,11 @@ _training = itemgetter("training")
 
 
 class Windows:
-    """What calls look at, one window after the other.
+    """The parts of a module that calls check, one window after the other.
 
     Args:
-        module: as it is captured.
-        caches: buffers of these names are left out.
+        module: the module in the captured state.
+        caches: names of buffers to ignore.
     """
 
     def __init__(self, module: nn.Module, caches: Collection[str] = ()) -> None:
@@ -46,7 +46,7 @@ class Windows:
         parameters = [tensor for _, _, tensor in places if isinstance(tensor, nn.Parameter)]
         tensors = [tensor for _, _, tensor in places] or [torch.empty(0)]
         first, root = tensors[0], attributes[0]
-        # One layer or one tensor in each: what no call looks at otherwise is in no cache.
+        # One layer or tensor per window, since checking cold objects costs cache misses.
         pairs = [(own, first) for own in attributes] + [(root, tensor) for tensor in tensors[1:]]
         windows = [
             (own, own["training"], tensor, tensor.requires_grad, tensor.data_ptr())
@@ -63,7 +63,7 @@ class Windows:
         self._flags = [*map(_requires_grad, self._parameters)]
 
     def next_is_as_captured(self) -> bool:
-        """Return whether what the next window shows is as it was, and the call a plain one."""
+        """Return whether the next window is unchanged, and no hook or transform is active."""
         own, mode, tensor, trains, address = self._next()
         return (
             self._root["training"] is self._mode
