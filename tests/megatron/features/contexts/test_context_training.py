@@ -93,7 +93,6 @@ def _fallbacks(steps: list[dict[str, Any]], captured: set[int]) -> list[dict[str
     return found
 
 
-@pytest.mark.newest
 def test_four_ranks(
     run_equal: Callable[..., Any],
     make_case: Case,
@@ -135,7 +134,6 @@ def test_four_ranks(
     without_a_bank_the_step_is_eager(results["tp2"])
 
 
-@pytest.mark.newest
 def test_groups_that_megatron_made(run_equal: Callable[..., Any], make_case: Case) -> None:
     """Its own hybrid context parallelism makes them, for models without a pipeline."""
     dp4 = {"data_parallel_size": 4, "model": {"num_layers": 1}}
@@ -170,7 +168,6 @@ _EXPERTS = {
 _HAS_LATENT = not metadata.version("megatron-core").startswith("0.16")
 
 
-@pytest.mark.newest
 def test_latent_attention_and_experts(run_equal: Callable[..., Any], make_case: Case) -> None:
     """Routers count the tokens of the ranks that share a microbatch, and tables are as long."""
     spec = "packed_contexts_latent_experts" if _HAS_LATENT else "packed_contexts_experts"
@@ -206,7 +203,6 @@ def test_latent_attention_and_experts(run_equal: Callable[..., Any], make_case: 
     losses_do_not_depend_on_who_shares_what(results["random"], results["smallest"])
 
 
-@pytest.mark.newest
 def test_experts_that_stash_and_steps_run_anew(
     run_cases: Callable[..., Any], make_case: Case
 ) -> None:

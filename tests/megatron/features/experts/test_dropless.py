@@ -79,6 +79,7 @@ def _check(results: dict[str, dict[str, Any]]) -> None:
         assert result["dropped_tokens"] == 0, name
 
 
+@pytest.mark.every_release
 def test_one_rank(
     run_equal: Callable[..., Any], make_config: Callable[..., Any], once: Callable[..., Any]
 ) -> None:
@@ -189,7 +190,6 @@ def test_two_ranks(
     assert results["ep2_stash"]["stash_bytes"][0] > 0
 
 
-@pytest.mark.newest
 def test_four_ranks(run_equal: Callable[..., Any], make_config: Callable[..., Any]) -> None:
     """PP 2 x EP 2; experts on two pairs of ranks, each expert split over a pair."""
     shared = {"data_parallel_size": 2, "expert_model_parallel_size": 2}
@@ -202,7 +202,6 @@ def test_four_ranks(run_equal: Callable[..., Any], make_config: Callable[..., An
     _check(run_equal(cases, 4, timeout_s=180.0))
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
 def test_a_hundred_steps_with_too_little_room_are_equal_to_eager_training(
     run_cases: Callable[..., Any], make_config: Callable[..., Any], dispatcher: str

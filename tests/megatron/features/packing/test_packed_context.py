@@ -109,6 +109,7 @@ def _check(results: dict[str, dict[str, Any]], overflows: dict[str, int] | None 
         assert all(s["replays"] for s in steps[1:] if s not in found), name
 
 
+@pytest.mark.every_release
 @pytest.mark.megatron
 def test_graphs_equal_eager(
     run_equal: Callable[..., Any],
@@ -151,7 +152,6 @@ def test_graphs_equal_eager(
     _check_experts(results["experts"])
 
 
-@pytest.mark.newest
 @pytest.mark.megatron
 def test_a_pipeline(run_equal: Callable[..., Any], make_case: Case) -> None:
     cases = {
@@ -202,7 +202,6 @@ def test_a_pipeline(run_equal: Callable[..., Any], make_case: Case) -> None:
     _check_experts(results["experts_pp2"])
 
 
-@pytest.mark.newest
 @pytest.mark.megatron
 @pytest.mark.timeout(200)
 def test_four_ranks_share_documents_in_a_pipeline(

@@ -66,6 +66,7 @@ def _share(result: dict[str, Any], rank: int = 0) -> float:
     return float(result["stash_bytes"][rank] / result["bytes_without_stash"][rank])
 
 
+@pytest.mark.every_release
 def test_one_rank(
     run_cases: Callable[..., Any], make_config: Callable[..., Any], once: Callable[..., Any]
 ) -> None:
@@ -111,7 +112,6 @@ def test_one_rank(
         assert never["stash_bytes"] == [4096 + 512]
 
 
-@pytest.mark.newest
 def test_four_ranks(run_cases: Callable[..., Any], make_config: Callable[..., Any]) -> None:
     """Both kinds of ranks and two chunks; what comes to a rank differs from step to step."""
     both = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
@@ -246,7 +246,6 @@ def test_an_overflow_is_an_error_where_that_is_asked_for(one_rank: Any, config: 
     run.graphs.detach()
 
 
-@pytest.mark.newest
 def test_the_log_says_why_a_step_is_run_anew_and_detach_leaves_nothing(
     one_rank: Any, config: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -266,7 +265,6 @@ def test_the_log_says_why_a_step_is_run_anew_and_detach_leaves_nothing(
     plain.graphs.detach()
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize(("skips", "stashes"), [(False, True), (True, False)])
 def test_a_chunk_with_one_slot_may_keep_what_it_saves(
     one_rank: Any, config: Any, *, skips: bool, stashes: bool
