@@ -6,6 +6,7 @@ import contextlib
 import faulthandler
 import fcntl
 import gc
+import importlib
 import importlib.util
 import itertools
 import os
@@ -50,7 +51,13 @@ gc.disable()
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
-    """Collect what tests leave behind, not what was there before."""
+    """Collect what tests leave behind, not what was there before.
+
+    A capture also looks at each object that there is. The first backward imports ``torch._dynamo``,
+    the most of them; imported here they are not looked at.
+    """
+    if "torch" in sys.modules:
+        importlib.import_module("torch._dynamo")
     gc.collect()
     gc.freeze()
     gc.enable()
