@@ -113,27 +113,23 @@ def test_one_rank(
 
 
 def test_four_ranks(run_cases: Callable[..., Any], make_config: Callable[..., Any]) -> None:
-    """Both kinds of ranks and two chunks; what comes to a rank differs from step to step."""
+    """Pages run out in two chunks on both kinds of ranks; loads differ from step to step."""
     both = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
     experts = {"num_moe_experts": 8, "moe_layer_freq": [0, 1, 1, 1], "token_drops": "raise"}
-    cases = {
-        name: _case(
-            make_config,
-            [4, 6, 8, 2],
-            model={"num_layers": 4},
-            experts={**experts, "moe_expert_capacity_factor": 4.0},
-            stash={"headroom": headroom},
-            pipeline={**both, "data_parallel_size": 2, "expert_model_parallel_size": 2},
-            train={"overlap_grad_reduce": True, "use_distributed_optimizer": True},
-            capture={"scope": "chunk"},
-        )
-        for name, headroom in (("short", 0.7), ("enough", 1.5))
-    }
-    results = run_cases(cases, 4, timeout_s=150.0)
+    short = _case(
+        make_config,
+        [2, 4, 2, 2],
+        model={"num_layers": 4},
+        experts={**experts, "moe_expert_capacity_factor": 4.0},
+        stash={"headroom": 0.7},
+        pipeline={**both, "data_parallel_size": 2, "expert_model_parallel_size": 2},
+        train={"overlap_grad_reduce": True, "use_distributed_optimizer": True},
+        capture={"scope": "chunk"},
+    )
+    results = run_cases({"short": short}, 4, timeout_s=150.0)
     _check_equal(results)
     assert results["short"]["overflow_reruns"]["stash pages"] >= 1
-    assert results["enough"]["overflow_reruns"] == {}
-    assert all(step["replays"] for step in results["enough"]["steps"][1:])
+    assert results["short"]["steps"][-1]["replays"]
 
 
 def test_two_ranks(
