@@ -43,7 +43,8 @@ help: ## Show this
 train: $(VENV)/.installed ## Train a tiny GPT through a pipeline on this machine's CPU, and compare with eager
 	@$(VENV)/bin/chunkgraph train $(CONFIG)
 
-# What is marked `newest` runs with the newest Megatron alone, and so in the second run.
+# What is marked `megatron` runs with the newest Megatron, in the second run; what is marked
+# `every_release` too runs in both.
 test: ## Lint, types, import contracts, and every test that needs no GPU
 	@# The second environment, some gigabytes, is made while the first is looked through and tested.
 	@$(MAKE) -j2 test-first $(VENV_MCORE)/.installed
@@ -52,7 +53,7 @@ test: ## Lint, types, import contracts, and every test that needs no GPU
 
 test-first: lint $(VENV)/.compiled
 	@echo "== tests (megatron-core of $(VENV))"
-	@$(VENV)/bin/python $(PYTEST) -m "not newest"
+	@$(VENV)/bin/python $(PYTEST) -m "not megatron or every_release"
 
 test-gpu: $(VENV)/.installed ## The tests that need GPUs; fails where there is none
 	@# In order, those first that need most GPUs.

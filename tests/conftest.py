@@ -6,6 +6,7 @@ import contextlib
 import faulthandler
 import fcntl
 import gc
+import importlib
 import importlib.util
 import itertools
 import os
@@ -50,7 +51,13 @@ gc.disable()
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
-    """Collect what tests leave behind, not what was there before."""
+    """Collect what tests leave behind, not what was there before.
+
+    A capture also looks at each object that there is. The first backward imports ``torch._dynamo``,
+    the most of them; imported here they are not looked at.
+    """
+    if "torch" in sys.modules:
+        importlib.import_module("torch._dynamo")
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -187,11 +194,11 @@ def _num_gpus_needed(item: pytest.Item) -> int:
 
 
 def _refuse_unrepeated(items: list[pytest.Item]) -> None:
-    """A test that is left out of the first run, and not marked for the second, would never run."""
-    marked = [item for item in items if item.get_closest_marker("newest")]
-    lost = [item.nodeid for item in marked if not item.get_closest_marker("megatron")]
-    if lost:
-        raise pytest.UsageError(f"marked `newest`, but not `megatron`: {', '.join(lost)}")
+    """Refuse a mark for both runs on a test that the second run does not select."""
+    marked = [item for item in items if item.get_closest_marker("every_release")]
+    wrong = [item.nodeid for item in marked if not item.get_closest_marker("megatron")]
+    if wrong:
+        raise pytest.UsageError(f"marked `every_release`, but not `megatron`: {', '.join(wrong)}")
 
 
 def _takes_long(item: pytest.Item) -> bool:
@@ -236,13 +243,13 @@ def _has_megatron() -> bool:
 
 @pytest.fixture(scope="session")
 def once(pytestconfig: pytest.Config) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Gives the cases that it is given back; none of them in a run of ``-m "not newest"``.
+    """Return the cases it gets; none in a run of ``-m "not megatron or every_release"``.
 
-    All of them then run with the newest release of Megatron, by ``-m megatron``, or without ``-m``.
-    For cases of a test marked ``megatron`` that show nothing about the release which the test's
-    other cases do not; a test whose cases are all of this kind is marked ``newest``.
+    They run with the newest release of Megatron, by ``-m megatron``, or without ``-m``. For cases
+    of a test marked ``every_release`` that show nothing about the release which the test's other
+    cases do not.
     """
-    is_older = pytestconfig.getoption("markexpr") == "not newest"
+    is_older = pytestconfig.getoption("markexpr") == "not megatron or every_release"
     return lambda cases: {} if is_older else cases
 
 

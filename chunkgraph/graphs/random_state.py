@@ -153,6 +153,7 @@ class PrivateDraws(TorchDispatchMode):
         return draw_privately(func, args, kwargs or {})
 
 
+@functools.cache
 def draws(func: OpOverload) -> bool:
     """Return whether ``func`` draws random numbers."""
     return torch.Tag.nondeterministic_seeded in func.tags

@@ -242,7 +242,6 @@ def test_host_times_without_launch_are_taken_call_by_call() -> None:
     }
 
 
-@pytest.mark.newest
 @pytest.mark.megatron
 def test_pages_of_megatrons_stash_that_ran_out_are_an_error(
     one_rank: Any, monkeypatch: pytest.MonkeyPatch

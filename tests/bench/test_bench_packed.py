@@ -99,7 +99,6 @@ def test_in_a_pipeline(run_cases: Callable[..., Any], make_config: Callable[...,
     _check_waste(result, 1, (_TOKENS - 36) * len(short))
 
 
-@pytest.mark.newest
 @pytest.mark.megatron
 def test_where_only_one_of_two_ranks_has_too_many(
     run_cases: Callable[..., Any], make_config: Callable[..., Any]

@@ -19,7 +19,7 @@ from chunkgraph.megatron.features.contexts import ContextGroups
 from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.packing import ContextLimits
 
-pytestmark = pytest.mark.megatron
+pytestmark = [pytest.mark.megatron, pytest.mark.every_release]
 
 LENGTH, ROWS = 12, 8
 LIMITS = ContextLimits(world_size=2, max_tokens_per_rank=ROWS, max_packed_seqs=3)

@@ -299,9 +299,11 @@ def test_sigterm_saves_and_ends_well(
     data = ["--data-cache-path", str(jobs.folder / "cache")]
     process = jobs.start(
         *(*MODEL, "--global-batch-size", "4", "--num-layers", "2", *CHUNK, *data),
+        *("--pipeline-model-parallel-size", "1"),
         *("--exit-signal-handler", "--train-iters", "2000"),
         *("--eval-interval", "100000", "--save", str(save), "--save-interval", "100000"),
         *("--ckpt-format", "torch"),  # starts no process of its own; the other is saved above
+        nproc=1,
     )
     try:
         wait_for_line(process, r"iteration +3/")

@@ -19,7 +19,7 @@ from chunkgraph.launch.sft_data import cut, documents_of
 from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.packing import PackedShape, bucket_shapes
 
-pytestmark = pytest.mark.megatron
+pytestmark = [pytest.mark.megatron, pytest.mark.every_release]
 
 ROWS = 12
 

@@ -25,7 +25,7 @@ from chunkgraph.packing import PackedShape
 from chunkgraph.settings import CaptureConfig, PackingConfig, load_config
 from chunkgraph.trainer.trained_model import capture_options
 
-pytestmark = pytest.mark.megatron
+pytestmark = [pytest.mark.megatron, pytest.mark.every_release]
 
 
 def _graphs(**changes: Any) -> Any:

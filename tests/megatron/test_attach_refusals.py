@@ -15,7 +15,7 @@ from torch import nn
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.refusals import MODEL_RULES
 
-pytestmark = [pytest.mark.megatron, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(60)]
 
 
 def _block(chunks: list[nn.Module]) -> Any:

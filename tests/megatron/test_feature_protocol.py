@@ -19,7 +19,7 @@ from chunkgraph.megatron.features import FEATURES
 from chunkgraph.megatron.step import Shortage, Step, StepPlanner
 from chunkgraph.settings.rule import Rule
 
-pytestmark = [pytest.mark.megatron, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(150)]
 
 
 class Counting(Feature):

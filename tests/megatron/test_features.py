@@ -61,6 +61,7 @@ def _alternately(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     }
 
 
+@pytest.mark.every_release
 def test_one_rank(
     run_equal: Callable[..., Any],
     make_config: Callable[..., Any],
@@ -109,6 +110,7 @@ def test_latent_attention(run_equal: Callable[..., Any], make_config: Callable[.
     _check(run_equal(_alternately(cases), 1))
 
 
+@pytest.mark.every_release
 def test_two_ranks(
     run_equal: Callable[..., Any],
     make_config: Callable[..., Any],
@@ -152,7 +154,6 @@ def test_two_ranks(
     _check(run_equal(in_both_scopes(cases), 2))
 
 
-@pytest.mark.newest
 def test_four_ranks(run_equal: Callable[..., Any], make_config: Callable[..., Any]) -> None:
     """PP 4 with tied embeddings, and PP 2 x TP 2 with sequence parallelism."""
     cases = {

@@ -13,7 +13,7 @@ from torch import nn
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.module_hooks import refuse_hooks
 
-pytestmark = [pytest.mark.megatron, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(60)]
 
 KEPT: list[Any] = []
 

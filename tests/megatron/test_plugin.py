@@ -12,7 +12,7 @@ from torch import nn
 from chunkgraph.errors import ConfigError, SlotError
 from chunkgraph.settings import Config, config_from_mapping
 
-pytestmark = [pytest.mark.megatron, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(60)]
 
 MakeConfig = Callable[..., dict[str, Any]]
 

@@ -147,7 +147,6 @@ def _check_interleaved(ranks: list[dict[str, Any]], *, is_overlapped: bool, leas
                 assert step["copies"] == num_sent + step["copied"]
 
 
-@pytest.mark.newest
 def test_groups_larger_than_the_pipeline(
     run_cases: Callable[..., Any], make_case: Callable[..., Any]
 ) -> None:

@@ -18,7 +18,7 @@ from chunkgraph.megatron.scope_choice import ChosenScope
 from chunkgraph.settings import Config
 from chunkgraph.settings.rule import refusals
 
-pytestmark = [pytest.mark.megatron, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(60)]
 
 MakeConfig = Callable[..., dict[str, Any]]
 LENGTH, BATCH = 16, 2

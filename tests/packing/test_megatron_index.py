@@ -113,6 +113,7 @@ def indexed():
 
 
 @pytest.mark.megatron
+@pytest.mark.every_release
 def test_megatron_and_we_agree_on_files(tmp_path: Path, indexed):
     torch = pytest.importorskip("torch")
     documents = [[5, 2], [1], [7, 3, 3], [4]]

@@ -8,6 +8,8 @@ ranks are forked, one size after the other, from a process that has imported tor
 from __future__ import annotations
 
 import contextlib
+import gc
+import importlib
 import logging
 import os
 import sys
@@ -383,6 +385,10 @@ def main(folder: Path, sizes: list[int]) -> int:
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    # A rank's first backward would import it, and each capture would look at all that is in it.
+    importlib.import_module("torch._dynamo")
+    gc.collect()
+    gc.freeze()
     for size in sizes:
         ranks = []
         for rank in range(size):

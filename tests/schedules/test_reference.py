@@ -60,6 +60,7 @@ def megatron_order(schedules, num_ranks, num_chunks, count, group_size, rank):
 
 
 @pytest.mark.megatron
+@pytest.mark.every_release
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
 @pytest.mark.parametrize("num_chunks", [2, 3, 4])
 def test_interleaved_is_megatrons_order(schedules, num_ranks, num_chunks):
@@ -77,6 +78,7 @@ def test_interleaved_is_megatrons_order(schedules, num_ranks, num_chunks):
 
 
 @pytest.mark.megatron
+@pytest.mark.every_release
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
 def test_1f1b_is_megatrons_order(schedules, num_ranks):
     for count in range(1, 3 * num_ranks + 1):
@@ -92,6 +94,7 @@ class _PassedTheChecks(Exception):  # noqa: N818  (no error: the sign of success
 
 
 @pytest.mark.megatron
+@pytest.mark.every_release
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_the_same_counts_are_refused_as_by_megatron(schedules, num_ranks, monkeypatch):
     torch = pytest.importorskip("torch")

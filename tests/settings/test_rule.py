@@ -121,6 +121,7 @@ def test_the_rules_of_a_file_ask_for_settings_that_there_are() -> None:
 
 
 @pytest.mark.megatron
+@pytest.mark.every_release
 def test_the_rules_of_a_model_ask_for_fields_that_megatron_has() -> None:
     from dataclasses import fields
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-pytestmark = pytest.mark.megatron
+pytestmark = [pytest.mark.megatron, pytest.mark.every_release]
 
 
 def test_no_norm_that_needs_a_gpu_is_built(

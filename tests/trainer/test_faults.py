@@ -158,7 +158,6 @@ def evaluated(ranks: list[dict[str, Any]]) -> None:
         }
 
 
-@pytest.mark.newest
 def test_a_shape_changed_without_a_word(
     run_to_its_end: Callable[..., Any], case: Callable[..., dict[str, Any]]
 ) -> None:
@@ -170,7 +169,6 @@ def test_a_shape_changed_without_a_word(
     assert "another rank ended" in messages[1]
 
 
-@pytest.mark.newest
 def test_a_rank_killed_in_a_replayed_step(
     run_to_its_end: Callable[..., Any], case: Callable[..., dict[str, Any]]
 ) -> None:
@@ -180,7 +178,6 @@ def test_a_rank_killed_in_a_replayed_step(
     assert "Rank 0 stopped because another rank ended" in messages[0]
 
 
-@pytest.mark.newest
 def test_shadow_names_slot_and_layer_of_one_rank(
     run_to_its_end: Callable[..., Any], case: Callable[..., dict[str, Any]]
 ) -> None:

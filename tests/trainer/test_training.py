@@ -75,6 +75,7 @@ def _check(
             assert step["fallbacks"] == fallbacks, f"{name} step {index}"
 
 
+@pytest.mark.every_release
 def test_one_rank(
     run_equal: Callable[..., Any],
     make_config: Callable[..., Any],
@@ -107,6 +108,7 @@ def test_one_rank(
     _check(run_equal(cases, 1), cases, slots)
 
 
+@pytest.mark.every_release
 def test_two_ranks(
     run_equal: Callable[..., Any],
     make_config: Callable[..., Any],
@@ -184,7 +186,6 @@ def test_two_ranks(
     _check(run_equal(cases, 2), cases, slots)
 
 
-@pytest.mark.newest
 def test_four_ranks(
     run_equal: Callable[..., Any],
     make_config: Callable[..., Any],

@@ -47,6 +47,7 @@ def test_results_and_progress(run_worker: RunWorker, make_config: MakeConfig) ->
 
 
 @pytest.mark.megatron
+@pytest.mark.every_release
 def test_layer_that_reads_on_the_host(run_worker: RunWorker, make_config: MakeConfig) -> None:
     """The run fails on every rank with the operator, the file and the line of the user's layer."""
     config = make_config(
@@ -67,6 +68,7 @@ def test_layer_that_reads_on_the_host(run_worker: RunWorker, make_config: MakeCo
 
 
 @pytest.mark.megatron
+@pytest.mark.every_release
 def test_failed_capture_may_train_on_eagerly(
     run_worker: RunWorker, make_config: MakeConfig
 ) -> None:

@@ -36,7 +36,7 @@ def check(program: Program, verdict: Verdict) -> None:
 
 
 @settings(
-    max_examples=60,
+    max_examples=30,
     derandomize=True,
     database=None,
     phases=[Phase.generate],  # what fails is made simpler by `reduced`, which ends sooner
@@ -48,8 +48,8 @@ def test_random_programs_are_equal_or_refused(program: Program) -> None:
 
 
 def test_most_programs_without_exotic_behaviour_are_replayed_and_equal() -> None:
-    plain = [p for p in (sampled(0, number) for number in range(60)) if p.is_plain][:30]
-    assert len(plain) == 30
+    plain = [p for p in (sampled(0, number) for number in range(60)) if p.is_plain][:16]
+    assert len(plain) == 16
     verdicts = [compare(program) for program in plain]
     for program, verdict in zip(plain, verdicts, strict=True):
         check(program, verdict)

@@ -29,7 +29,7 @@ from chunkgraph.megatron.core.data_parallel import (
 )
 from chunkgraph.megatron.features.prediction import feature as token_prediction
 
-pytestmark = [pytest.mark.megatron, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(60)]
 
 
 def test_capture_flag_is_set_inside_only(one_rank: torch.device) -> None:

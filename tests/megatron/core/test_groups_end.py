@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-pytestmark = [pytest.mark.megatron, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(200)]
 
 GONE = {"was_captured": True, "is_captured": False, "has_groups": False}
 

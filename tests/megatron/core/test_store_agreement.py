@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.megatron, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(90)]
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from torch import nn
 
 from chunkgraph.settings import config_from_mapping
 
-pytestmark = [pytest.mark.megatron, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(60)]
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d
 from chunkgraph.graphs import RecorderBackend
 from chunkgraph.megatron.cpu.host import CpuHost, cpu_host
 
-pytestmark = [pytest.mark.megatron, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(60)]
 
 _RANDOM = "megatron.core.tensor_parallel.random"
 

@@ -11,7 +11,7 @@ from chunkgraph.megatron.pipeline.choice import PipelineSchedule
 from chunkgraph.megatron.topology import PipelinePlace
 from chunkgraph.schedules import build_schedule
 
-pytestmark = pytest.mark.megatron
+pytestmark = [pytest.mark.megatron, pytest.mark.every_release]
 
 
 def _place(rank: int, num_chunks: int = 1) -> PipelinePlace:

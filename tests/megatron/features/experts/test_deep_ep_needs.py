@@ -18,7 +18,7 @@ from chunkgraph.megatron.features.experts import deep_ep_needs
 from chunkgraph.megatron.features.experts.deep_ep import refuse_for_deep_ep
 from chunkgraph.megatron.refusals import facts_of_model
 
-pytestmark = [pytest.mark.megatron, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(60)]
 
 
 def machine(

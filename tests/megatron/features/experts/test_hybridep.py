@@ -19,7 +19,7 @@ from chunkgraph.graphs import RecorderBackend
 from chunkgraph.megatron.features.experts.refusals import MOE_RULES, PADDED_ROWS_RULES
 from chunkgraph.megatron.features.rerun.rewind import StepState
 
-pytestmark = [pytest.mark.megatron, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(60)]
 
 RANK_FACTOR = "moe_expert_rank_capacity_factor"
 

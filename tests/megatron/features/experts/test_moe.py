@@ -64,6 +64,7 @@ def _check(results: dict[str, dict[str, Any]], metrics: dict[str, set[str]]) -> 
         assert all(step["replays"] > 0 for step in result["steps"][1:]), name
 
 
+@pytest.mark.every_release
 def test_one_rank(
     run_equal: Callable[..., Any], make_config: Callable[..., Any], once: Callable[..., Any]
 ) -> None:
@@ -139,6 +140,7 @@ def test_one_rank(
         assert drops["recomputed_layers"] > 0
 
 
+@pytest.mark.every_release
 def test_two_ranks(
     run_equal: Callable[..., Any], make_config: Callable[..., Any], once: Callable[..., Any]
 ) -> None:
@@ -188,7 +190,6 @@ def test_two_ranks(
     )
 
 
-@pytest.mark.newest
 def test_four_ranks(run_equal: Callable[..., Any], make_config: Callable[..., Any]) -> None:
     """PP 2 x EP 2 and PP 2 x VPP 2 x EP 2."""
     pipeline = {

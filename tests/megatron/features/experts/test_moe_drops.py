@@ -203,6 +203,7 @@ def test_detach_leaves_the_router_as_it_was(one_rank: Any, make_config: Any) -> 
     assert hooks == [0, 0]
 
 
+@pytest.mark.every_release
 def test_metrics_that_were_replaced_are_told(one_rank: Any, make_config: Any) -> None:
     from chunkgraph.megatron.features.experts.state import forget_expert_metrics
 
@@ -248,6 +249,7 @@ def test_the_scale_of_a_replaced_loss_scaler_reaches_the_graphs(
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.every_release
 def test_without_the_static_dispatch_the_recorder_names_the_read_on_the_host(
     one_rank: Any, make_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

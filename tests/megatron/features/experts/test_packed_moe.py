@@ -185,6 +185,7 @@ def _differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[s
     return [name for name in a if not torch.equal(a[name], b[name])]
 
 
+@pytest.mark.every_release
 @pytest.mark.parametrize(
     ("case", "scope"),
     [

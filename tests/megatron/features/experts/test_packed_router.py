@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-pytestmark = [pytest.mark.megatron, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(60)]
 
 _NUM_TOKENS, _NUM_ROWS = 24, 32
 

@@ -24,7 +24,7 @@ from chunkgraph.megatron.features.experts.counts import LOAD_OF
 from chunkgraph.megatron.features.experts.rank_budget import RankBudget
 from chunkgraph.megatron.features.experts.worst_case_dispatch import WorstCaseManager, rows_within
 
-pytestmark = [pytest.mark.megatron, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(60)]
 
 TOKENS, HIDDEN, EXPERTS, TOP_K = 7, 4, 5, 2
 

@@ -18,7 +18,7 @@ import torch
 
 from chunkgraph.megatron.features.experts.worst_case_dispatch import WorstCaseManager
 
-pytestmark = [pytest.mark.megatron, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(60)]
 
 RANKS, LOCAL, TOP_K, HIDDEN = 2, 3, 2, 4
 TOKENS = (2, 9)

@@ -43,6 +43,7 @@ def _cases(make_config: Callable[..., Any], counts: list[int], **pipeline: int) 
     }
 
 
+@pytest.mark.every_release
 def test_two_ranks(
     run_equal: Callable[..., Any], make_config: Callable[..., Any], once: Callable[..., Any]
 ) -> None:

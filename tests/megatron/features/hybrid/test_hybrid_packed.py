@@ -148,6 +148,7 @@ def _differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[s
     return [name for name in a if not torch.equal(a[name], b[name])]
 
 
+@pytest.mark.every_release
 def test_packings_never_seen_at_capture(flight: Flight) -> None:
     for packings in [*_PACKINGS, _PACKINGS[1]]:
         expected = flight.eager(packings)
@@ -340,6 +341,7 @@ def test_mamba_layers_are_told_of_documents(flight: Flight) -> None:
         flight.step([[4, 5]], [batch])
 
 
+@pytest.mark.every_release
 def test_the_rows_of_earlier_releases_are_the_same_without_the_host(chunks: list[Any]) -> None:
     """Also with empty sequences in the middle and a tail."""
     from types import SimpleNamespace
@@ -361,6 +363,7 @@ def test_the_rows_of_earlier_releases_are_the_same_without_the_host(chunks: list
         assert torch.equal(found, expected)
 
 
+@pytest.mark.every_release
 @pytest.mark.parametrize(
     ("change", "message"),
     [

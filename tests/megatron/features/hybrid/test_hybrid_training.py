@@ -84,6 +84,7 @@ def _check(results: dict[str, dict[str, Any]]) -> None:
         assert len({s["loss_chunk_hex"] for s in steps}) == len(steps), name
 
 
+@pytest.mark.every_release
 def test_one_rank(
     run_equal: Callable[..., Any],
     make_case: Case,
@@ -154,6 +155,7 @@ def test_two_ranks(
     _check(run_equal(cases, 2))
 
 
+@pytest.mark.every_release
 @pytest.mark.skipif(_KNOWS_STAGES, reason="this release can do it")
 @pytest.mark.parametrize(
     ("pattern", "pipeline", "model", "message"),

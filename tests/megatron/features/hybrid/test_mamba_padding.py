@@ -8,7 +8,7 @@ import torch
 
 from chunkgraph.packing import PackedShape, pack
 
-pytestmark = pytest.mark.megatron
+pytestmark = [pytest.mark.megatron, pytest.mark.every_release]
 
 
 def test_which_rows_are_behind_the_documents() -> None:

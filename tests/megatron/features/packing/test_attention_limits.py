@@ -22,7 +22,7 @@ from chunkgraph.megatron.features.packing.attention_limits import (
 )
 from chunkgraph.packing import ContextLimits, PackedShape
 
-pytestmark = pytest.mark.megatron
+pytestmark = [pytest.mark.megatron, pytest.mark.every_release]
 
 _SITE = AttentionSite(capability=(9, 0), is_deterministic=True, has_flash=False, version=(2, 20))
 _LARGE = {"num_seqs": 64, "num_heads": 16, "max_seqlen": 4096}

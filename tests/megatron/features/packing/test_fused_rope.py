@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from chunkgraph.graphs import RecorderBackend
 
-pytestmark = [pytest.mark.megatron, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(120)]
 
 _HEADS, _WIDTH, _TURNED = 2, 12, 8
 

@@ -72,6 +72,7 @@ def graphs(chunks: list[Any], request: Any) -> Iterator[Any]:
         attached.detach()
 
 
+@pytest.mark.every_release
 def test_packings_never_seen_at_capture(chunks: list[Any], graphs: Any) -> None:
     for packings in [*PACKINGS, PACKINGS[1]]:
         expected = run_eager(chunks[0], graphs, packings)

@@ -36,6 +36,7 @@ def _check(results: dict[str, dict[str, Any]]) -> None:
         assert len({s["loss_chunk_hex"] for s in steps}) == len(steps), name
 
 
+@pytest.mark.every_release
 def test_one_rank(run_equal: Callable[..., Any], make: Callable[..., dict[str, Any]]) -> None:
     cases = {
         "block": make("latent", [2, 3, 1], capture={"verify": "poison"}),

@@ -12,7 +12,7 @@ import torch
 from chunkgraph.errors import ConfigError
 from chunkgraph.packing import PackedShape, pack
 
-pytestmark = [pytest.mark.megatron, pytest.mark.timeout(100)]
+pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(100)]
 
 
 def test_pieces_come_together_as_they_were(one_rank: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from chunkgraph.graphs import RecorderBackend
 
-pytestmark = [pytest.mark.megatron, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(60)]
 
 _OFFSETS = {
     "one": [0, 48],

@@ -85,6 +85,7 @@ def _check(
             assert bool(step["replays"]) == (not expected), f"{name}, step {index}"
 
 
+@pytest.mark.every_release
 @pytest.mark.megatron
 def test_one_rank(run_equal: Callable[..., Any], make_case: Case, once: Callable[..., Any]) -> None:
     cases = {
@@ -110,7 +111,6 @@ def test_the_probe_of_host_reads(run_cases: Callable[..., Any], make_case: Case)
     assert len(set(result["losses"])) == 7
 
 
-@pytest.mark.newest
 @pytest.mark.megatron
 def test_two_ranks(run_equal: Callable[..., Any], make_case: Case) -> None:
     """Pipelines, whose ranks have two to four microbatches in flight."""

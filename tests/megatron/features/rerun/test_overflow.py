@@ -126,6 +126,7 @@ def test_a_step_is_run_anew_where_room_for_all_rounds_up(one_rank: Any, make_con
     run.graphs.detach()
 
 
+@pytest.mark.every_release
 @pytest.mark.parametrize("scope", ["block", "chunk"])
 def test_no_metric_counts_a_step_twice(one_rank: Any, make_config: Any, scope: str) -> None:
     """Those of routers and of multi-token prediction; in scope block the latter stays eager."""
@@ -158,7 +159,6 @@ def test_no_metric_counts_a_step_twice(one_rank: Any, make_config: Any, scope: s
         assert seen[1][name] == pytest.approx(values, rel=1e-4), name
 
 
-@pytest.mark.newest
 def test_a_step_that_was_given_up_leaves_no_page_behind(one_rank: Any, make_config: Any) -> None:
     from chunkgraph.memory.stash import StashOptions
 
@@ -185,7 +185,6 @@ def test_a_step_that_was_given_up_leaves_no_page_behind(one_rank: Any, make_conf
     assert losses[0] == losses[1]
 
 
-@pytest.mark.newest
 def test_graphs_and_pages_are_made_anew_where_their_memory_was_replaced(
     one_rank: Any, make_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -413,6 +412,7 @@ def test_a_bias_that_cannot_move_is_told(
     run.graphs.detach()
 
 
+@pytest.mark.every_release
 def test_a_bias_follows_the_loads_of_a_step_once(
     one_rank: Any, make_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

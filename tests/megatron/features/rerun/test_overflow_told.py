@@ -19,7 +19,7 @@ from chunkgraph.megatron.features.rerun.guard import OverflowGuard
 from chunkgraph.megatron.features.stash.feature import ExpertStash
 from chunkgraph.megatron.step import Shortage
 
-pytestmark = pytest.mark.megatron
+pytestmark = [pytest.mark.megatron, pytest.mark.every_release]
 
 
 class _Pages(ExpertStash):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 # Bytes of the stash and of tensors, of which Megatron decides nothing.
-pytestmark = [pytest.mark.megatron, pytest.mark.newest, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.megatron, pytest.mark.timeout(120)]
 
 _SEQUENCE, _ROWS = 384, 2
 
