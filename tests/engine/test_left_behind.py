@@ -99,9 +99,7 @@ def test_tensors_kept_outside_of_the_module_are_refused(backend: GraphBackend) -
     graphs = ChunkGraphs([module], [1], backend=backend)
     x = torch.ones(3, WIDTH, device=backend.device)
     try:
-        with pytest.raises(
-            CaptureError, match=r"1 tensors .* still referenced.*\(3, 8\) torch\.float32"
-        ):
+        with pytest.raises(CaptureError, match=r"1 tensors .* still ref.*\(3, 8\) torch\.float32"):
             graphs.capture([x])
     finally:
         KEPT.clear()
