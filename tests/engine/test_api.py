@@ -215,7 +215,11 @@ def test_generators_and_progress_are_declared_without_a_host() -> None:
 
 @pytest.mark.parametrize(
     ("keyword", "successor"),
-    [("capture_scope", "capturing"), ("derive_sample", "Banks"), ("nonsense", "takes no nonsense")],
+    [
+        ("capture_scope", "capturing"),
+        ("derive_sample", "Banks"),
+        ("nonsense", "has no argument nonsense"),
+    ],
 )
 def test_keywords_of_earlier_releases_name_their_successor(keyword: str, successor: str) -> None:
     with pytest.raises(ConfigError, match=successor):
