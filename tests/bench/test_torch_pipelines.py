@@ -97,7 +97,7 @@ def test_a_stage_is_timed_and_simulated(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     done = _run_alone("--simulate", "--json", str(path))
     assert done.returncode == 0, done.stderr
-    row = json.loads(path.read_text())["stages"][0]
+    row = json.loads(path.read_text())["stages"][-1]
     assert row["layers"] == "torch"
     # Four linear layers in each of two: none is computed twice, or left out.
     assert row["num_gemms"] == {"F": 8, "B": 16, "I": 8, "W": 8}
