@@ -111,6 +111,7 @@ class ChunkGraphsInPretrain:
         self.on_parser: Callable[[argparse.ArgumentParser], None] = lambda _: None
         self._on_cpu = on_cpu
         self._run_dir = run_dir
+        self._schedule = "auto"
         self._driver: ScheduleDriver | None = None
         self._undo_delay: Callable[[], None] = lambda: None
         self._metrics: StepMetrics | None = None
@@ -134,7 +135,8 @@ class ChunkGraphsInPretrain:
         self.flags = settle_arguments(args, on_cpu=self._on_cpu)
         self.was_parsed = True
         self.build_at_once()
-        if splits_backward(schedule_of(args)):
+        self._schedule = schedule_of(args)
+        if splits_backward(self._schedule):
             self._undo_delay = delay_in_new_configs()
         if self.flags is not None:
             self.flags.capture_options()  # raises for wrong options now, before the long setup
@@ -143,11 +145,11 @@ class ChunkGraphsInPretrain:
     def training(self, model: Any) -> Iterator[None]:
         """Attach graphs to the loaded and wrapped model, and detach them on every exit."""
         self.build_at_once()
-        args = pretrain_arguments()
         if self.flags is None:
-            with self._driven(model, schedule_of(args)):
+            with self._driven(model, self._schedule):
                 yield
             return
+        args = pretrain_arguments()
         # The script may have changed arguments after parsing.
         refuse_changed_arguments(args)
         self.flags = flags = resolved_flags(self.flags, args)
