@@ -162,7 +162,8 @@ class GradMemory:
                     sink.fill_(-0.0)
                 num_fresh += 1
             elif (
-                _references(parameter) != _SOLE_REFERENCES
+                parameter.grad.requires_grad  # of backward(create_graph=True)
+                or _references(parameter) != _SOLE_REFERENCES
                 or parameter.grad.stride() != sink.stride()
             ):
                 others.append((parameter, parameter.grad, sink))

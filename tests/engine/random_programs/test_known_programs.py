@@ -48,6 +48,14 @@ PROGRAMS = {
         links="joined",
         loss="tied",
     ),
+    "gradients_that_require_gradients": _of(
+        "linear",
+        steps=(
+            ONCE,
+            Step(kind="eager", inside=(Action(1, "create_graph", 1),)),
+            Step(zero="never"),
+        ),
+    ),
     "a_returned_parameter_that_is_kept_and_frozen": Program(
         chunks=(
             ChunkSpec(("linear",)),
