@@ -43,8 +43,11 @@ def script(_options):
     results.put("there is a server")
     subprocess.Popen(["sleep", "120"])
     print(f"pid {os.getpid()}", flush=True)
+    open(__file__ + os.environ["RANK"], "w").close()
     if os.environ["END"] == "fails" and os.environ["RANK"] == "1":
-        time.sleep(0.5)
+        while os.environ["LOCAL_RANK"] == "1" and not os.path.exists(__file__ + "0"):
+            time.sleep(0.05)
+        time.sleep(0.5)  # until the lines above have been read
         raise ConfigError("no such corpus")
     if os.environ["END"] == "ends well":
         return 0
