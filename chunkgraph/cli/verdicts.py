@@ -29,7 +29,7 @@ class Verdict:
     Attributes:
         name: the use.
         is_ready: whether everything it needs is there.
-        reason: what is missing, or what it would be without.
+        reason: why the machine is not ready, or what limits the use; empty if nothing does.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Data parallelism around a stage's module: torch's DDP and FSDP2 reduce gradients as ever."""
+"""Support torch's DDP and FSDP2 around a stage's module; both reduce gradients after a step."""
 
 from __future__ import annotations
 

@@ -101,6 +101,16 @@ def test_a_hook_that_is_added_to_a_layer_inside_a_step_is_refused(backend: Graph
         train_hooked()
 
 
+def test_a_hook_that_torch_did_not_register_is_refused(backend: GraphBackend) -> None:
+    module = Scaled().to(backend.device)
+    graphs = ChunkGraphs([module], [1], backend=backend)
+    graphs.capture([new_input(backend)])
+    train(graphs, backend)
+    module.linear._forward_hooks[10**9] = lambda *_: None
+    with pytest.raises(ReplayMismatchError, match="hook was added to linear"):
+        train(graphs, backend)
+
+
 @pytest.mark.parametrize("part", ["", "linear"])
 def test_another_mode_than_in_the_capture_is_refused(backend: GraphBackend, part: str) -> None:
     module = Scaled().to(backend.device)

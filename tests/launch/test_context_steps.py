@@ -1,4 +1,4 @@
-"""Documents that are spread over ranks again, without processes: what a script is handed."""
+"""Check the batches that a script reads after documents are redistributed, without processes."""
 
 from __future__ import annotations
 

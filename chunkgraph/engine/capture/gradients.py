@@ -60,13 +60,13 @@ class GradientSinks:
         self._own = [p for p, has in every if not has]
         self._given = [p for p in self.parameters if hasattr(p, "main_grad")]
         self._given_addresses = [p.main_grad.data_ptr() for p in self._given]
-        self._own_attributes = [vars(p) for p in self._own]
         self._owns_any = bool(self._own)
         self._trained: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._bound_for: tuple[int, ...] | None = None
         self._binding = _UNBOUND
-        self._num_hooks = -1  # as counted when parameters were last looked at
-        self._num_unseen = 0  # parameters whose nodes were not looked at since
+        self._num_registered = -1
+        self._hooks: list[int] = []
+        self._num_unchecked = 0  # parameters whose nodes have not been checked since
 
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
@@ -175,20 +175,21 @@ class GradientSinks:
     def _refuse_hooks(self) -> None:
         """Refuse hooks that wait for gradients, since a replay calls none.
 
-        A step looks for hooks on parameters only after torch has registered a hook. Looking at
-        autograd's own nodes is slow, so each step then looks at a few in turn.
+        Checking autograd's own nodes is slow, so after torch has registered any hook, each step
+        checks a few nodes in turn.
         """
         own = self._own
         if not own:
             return
         hooked: list[nn.Parameter] = []
-        number = num_registered_hooks()
-        if number != self._num_hooks:
+        number, hooks = num_registered_hooks(), self._hooks_now()
+        if hooks != self._hooks or number != self._num_registered:
             hooked += filter(foreign_hooks, own)
-            self._num_unseen = len(own)
-        if self._num_unseen:
-            looked_at = own[: self._num_unseen][-_NODES_PER_STEP:]
-            hooked += itertools.compress(looked_at, have_node_hooks(looked_at))
+        if number != self._num_registered:
+            self._num_unchecked = len(own)
+        if self._num_unchecked:
+            candidates = own[: self._num_unchecked][-_NODES_PER_STEP:]
+            hooked += itertools.compress(candidates, have_node_hooks(candidates))
         if hooked:
             index = next(i for i, p in enumerate(self.parameters) if p is hooked[0])
             raise ReplayMismatchError(
@@ -196,8 +197,17 @@ class GradientSinks:
                 f"{tuple(hooked[0].shape)}), but a replay calls no hooks. Remove it, and do its "
                 "work after the step or in Chunk.after_backward."
             )
-        self._num_hooks = number
-        self._num_unseen = max(0, self._num_unseen - _NODES_PER_STEP)
+        self._num_registered, self._hooks = number, hooks
+        self._num_unchecked = max(0, self._num_unchecked - _NODES_PER_STEP)
+
+    def _hooks_now(self) -> list[int]:
+        """Return torch's numbers of the hooks on the parameters themselves."""
+        own = self._own
+        numbers = itertools.chain.from_iterable
+        hooks = [*numbers(filter(None, map(_post_accumulate_hooks, own)))]
+        if any(map(_backward_hooks, own)):
+            hooks += numbers(filter(None, map(_backward_hooks, own)))
+        return hooks
 
     def before_backward(self, trained: tuple[int, ...]) -> Binding:
         """Bind ``param.grad`` to the sinks, before a replay adds to them.
@@ -265,7 +275,7 @@ class GradientSinks:
             now = [*map(torch.Tensor.data_ptr, map(_main_grad, self._given))]
         except (AttributeError, TypeError):  # one was removed
             return False
-        own = map(contains, self._own_attributes, itertools.repeat("main_grad"))
+        own = map(contains, map(vars, self._own), itertools.repeat("main_grad"))
         return now == self._given_addresses and not any(own)
 
     def _first_moved(self) -> int:
@@ -280,6 +290,8 @@ class GradientSinks:
 
 
 _main_grad = attrgetter("main_grad")
+_backward_hooks = attrgetter("_backward_hooks")
+_post_accumulate_hooks = attrgetter("_post_accumulate_grad_hooks")
 
 
 def _is_any_bit_set(tensor: torch.Tensor) -> bool:

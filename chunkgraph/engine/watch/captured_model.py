@@ -142,7 +142,7 @@ class CapturedModel:
         module = self._module if self._module is not None else nn.Module().train()
         self.is_as_captured = Windows(module, self._caches).next_is_as_captured
         self._take_settings()
-        self._num_hooks = num_registered_hooks()
+        self._num_registered = num_registered_hooks()
         self._hooks = self._hooks_now()
         self._holders = Holders(self._attributes)
 
@@ -265,8 +265,12 @@ class CapturedModel:
         every = map(_hooks, self._attributes)
         return [*chain.from_iterable(chain.from_iterable(every))]
 
+    def _num_hooks(self) -> int:
+        """Return the number of hooks on all parts, with those that torch did not register."""
+        return sum(map(len, chain.from_iterable(map(_hooks, self._attributes))))
+
     def _check_hooks(self) -> None:
-        number, now, known = num_registered_hooks(), self._hooks_now(), set(self._hooks)
+        now, known = self._hooks_now(), set(self._hooks)
         for part in self._parts if now != self._hooks else ():
             for name in HOOK_DICTS:
                 for number, hook in vars(part.module)[name].items():
@@ -277,7 +281,7 @@ class CapturedModel:
                             "capture, and a replay runs no Python. Remove it, or release the "
                             "graphs and capture again."
                         )
-        self._num_hooks, self._hooks = number, now
+        self._num_registered, self._hooks = num_registered_hooks(), now
 
     def count_writes(self) -> None:
         """Accept all writes so far, since no microbatch was in flight."""
@@ -318,7 +322,7 @@ class CapturedModel:
             raise self._other_mode(part.path, part.module)
         if not self._holders.are_unchanged():
             self._check_holders()
-        if num_registered_hooks() != self._num_hooks:
+        if num_registered_hooks() != self._num_registered or self._num_hooks() != len(self._hooks):
             self._check_hooks()
         are_alike = self._are_alike()
         if not are_alike and [*map(_requires_grad, self._known)] != self._trains:

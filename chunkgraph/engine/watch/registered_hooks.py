@@ -1,7 +1,7 @@
-"""New hooks, found by torch's count of all hooks that were ever registered.
+"""Notice new hooks by torch's count of all hooks that were ever registered.
 
-Torch numbers every hook on a module, a tensor or a node of autograd. While the count stands still
-there is no new hook anywhere, so that a step compares one number.
+Torch numbers every hook on a module, a tensor or a node of autograd. While the count is unchanged,
+no hook was registered anywhere.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 __all__ = ["have_node_hooks", "num_registered_hooks"]
 
 _probes: list[int] = [0]
-"""How many hooks this module has registered, each for a moment."""
+"""Number of hooks that this module has registered and removed at once."""
 
 
 def num_registered_hooks() -> int:
@@ -25,7 +25,7 @@ def num_registered_hooks() -> int:
 
 
 class _Edges(torch.autograd.Function):
-    """A node of which only the edges are looked at."""
+    """An autograd node created only for its edges."""
 
     @staticmethod
     def forward(_ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:
@@ -36,20 +36,20 @@ class _Edges(torch.autograd.Function):
         raise NotImplementedError
 
 
-# Without `apply`'s support of torch.func, which takes longer than all else here.
+# Bypasses the torch.func support of `apply`, the slowest part.
 _new_edges: Callable[..., Any] = super(torch.autograd.Function, _Edges).apply
 
 
 def have_node_hooks(parameters: Sequence[nn.Parameter]) -> list[bool]:
     """Return whether autograd's node of each parameter has hooks."""
     with torch.enable_grad():
-        output = _new_edges(*parameters)  # the node lives as long as it does
+        output = _new_edges(*parameters)  # keeps the node alive
     edges = output.grad_fn.next_functions
     return [node is not None and _has_hooks(node) for node, _ in edges]
 
 
 def _has_hooks(node: Any) -> bool:
-    """Return whether a node has hooks; torch keeps them in one dict, which a handle refers to."""
+    """Return whether a node has hooks, by torch's dict of hooks that every handle refers to."""
     for register in (node.register_hook, node.register_prehook):
         _probes[0] += 1
         handle = register(_nothing)
@@ -61,4 +61,4 @@ def _has_hooks(node: Any) -> bool:
 
 
 def _nothing(*_: object) -> None:
-    """Wait for nothing."""
+    """Do nothing, as a hook."""
