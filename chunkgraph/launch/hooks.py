@@ -82,7 +82,7 @@ def enable(*, on_cpu: bool = False, run_dir: Path | None = None) -> ChunkGraphsI
     hooks = ChunkGraphsInPretrain(on_cpu=on_cpu, run_dir=run_dir)
     undo = contextlib.ExitStack()
     undo.callback(patch_pretrain(hooks))
-    undo.callback(hooks.build_at_once)
+    undo.callback(hooks.stop_delaying)
     if on_cpu:
         undo.callback(count_documents_on_cpu())
     hooks.disable = undo.close
@@ -118,8 +118,8 @@ class ChunkGraphsInPretrain:
         self._steps: PackedSteps | None = None
         self._has_reported_failure = False
 
-    def build_at_once(self) -> None:
-        """Build layers from now on that compute weight gradients with input gradients."""
+    def stop_delaying(self) -> None:
+        """Stop delaying weight gradients in layers that are built from now on."""
         self._undo_delay()
         self._undo_delay = lambda: None
 
@@ -134,7 +134,7 @@ class ChunkGraphsInPretrain:
         """Check the flags, and turn off Megatron's own graphs."""
         self.flags = settle_arguments(args, on_cpu=self._on_cpu)
         self.was_parsed = True
-        self.build_at_once()
+        self.stop_delaying()
         self._schedule = schedule_of(args)
         if splits_backward(self._schedule):
             self._undo_delay = delay_in_new_configs()
@@ -144,7 +144,7 @@ class ChunkGraphsInPretrain:
     @contextlib.contextmanager
     def training(self, model: Any) -> Iterator[None]:
         """Attach graphs to the loaded and wrapped model, and detach them on every exit."""
-        self.build_at_once()
+        self.stop_delaying()
         if self.flags is None:
             with self._driven(model, self._schedule):
                 yield

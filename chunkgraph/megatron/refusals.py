@@ -56,10 +56,14 @@ def _drives(f: Facts) -> bool:
     return f.schedule not in (None, "auto")
 
 
-def _beside_schedule(text: str, name: str) -> Rule:
+def _next_to_schedule(text: str, name: str) -> Rule:
     return Rule(text, lambda f: _drives(f) and getattr(f, name))
 
 
+_RING_EXCHANGE = _next_to_schedule(
+    "use_ring_exchange_p2p schedule: it has no requests to wait for; leave one of them out",
+    "use_ring_exchange_p2p",
+)
 _OWN_SCHEDULE = "only Megatron's own schedules do it; leave one of them out"
 DELAY_RULES = (
     Rule(
@@ -86,16 +90,16 @@ DELAY_RULES = (
 """Rules of weight gradients that layers delay until the action W."""
 DRIVER_RULES = (
     *(
-        _beside_schedule(f"{name} schedule: {_OWN_SCHEDULE}", name)
+        _next_to_schedule(f"{name} schedule: {_OWN_SCHEDULE}", name)
         for name in (
             "fine_grained_activation_offloading",
             "hybrid_context_parallel",
             "num_microbatches_with_partial_activation_checkpoints",
             "overlap_moe_expert_parallel_comm",
-            "use_ring_exchange_p2p",
             "variable_seq_lengths",
         )
     ),
+    _RING_EXCHANGE,
     Rule(
         "cuda_graph_impl schedule: Megatron's graphs follow its own schedules; leave one of them "
         "out",
@@ -165,10 +169,7 @@ MODEL_RULES = (
             and not f.overlap_p2p_comm
         ),
     ),
-    Rule(
-        "use_ring_exchange_p2p schedule: it has no requests to wait for; leave one of them out",
-        lambda f: f.use_ring_exchange_p2p and _drives(f),
-    ),
+    _RING_EXCHANGE,
     Rule("is_fully_sharded: parameters move, and a graph remembers their addresses"),
     Rule(
         "recompute_granularity: the RNG tracker is not graph-safe, and recomputation would read "
