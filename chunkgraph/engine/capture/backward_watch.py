@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,15 @@ class BackwardSample:
     label: str = ""
     nested: tuple[int, ...] = ()
 
+    def hook(self, device_type: str) -> Callable[[torch.Tensor], None]:
+        """Return a hook of an output that records the autocast setting of the first backward."""
+
+        def record(_grad: torch.Tensor) -> None:
+            if self.autocast is None:
+                self.autocast = Autocast.now(device_type)
+
+        return record
+
 
 class _Watch(torch.autograd.Function):
     """Pass tensors through, and record the layout of their gradients."""
@@ -57,12 +66,17 @@ class _Watch(torch.autograd.Function):
 def watched(result: Any, sample: BackwardSample) -> Any:
     """Return ``result`` with its differentiable tensors passed through a node, to fill ``sample``.
 
-    Returns a result that holds a parameter unchanged: a node would change the order in which the
-    parameter's gradients are summed, and a capture refuses such a result.
+    A result that holds a parameter is returned unchanged, since a node would change the order in
+    which the parameter's gradients are summed; hooks then record the autocast setting alone.
     """
     leaves, spec = flatten(result)
     outputs = differentiable(leaves)
-    if not outputs or any(isinstance(tensor, torch.nn.Parameter) for tensor in outputs):
+    if any(isinstance(tensor, torch.nn.Parameter) for tensor in outputs):
+        for tensor in outputs:
+            if not tensor.is_leaf:
+                tensor.register_hook(sample.hook(tensor.device.type))
+        return result
+    if not outputs:
         return result
     sample.nested = nested_among(outputs)
     passed = dict(zip(map(id, outputs), _Watch.apply(sample, *outputs), strict=True))

@@ -43,8 +43,10 @@ class OutputGradients:
         strides: Sequence[tuple[int, ...] | None] = [dense_strides(tensors[i]) for i in positions]
         backward = sample.backward
         autocast, has_layouts = None, False
+        if backward is not None:
+            autocast = backward.autocast
         if backward is not None and backward.strides is not None:
-            autocast, has_layouts, strides = backward.autocast, True, backward.strides
+            has_layouts, strides = True, backward.strides
         received = [(i, s) for i, s in zip(positions, strides, strict=True) if s is not None]
         return OutputGradients(
             tuple(i for i, _ in received), tuple(s for _, s in received), autocast, has_layouts

@@ -48,6 +48,10 @@ PROGRAMS = {
         links="joined",
         loss="tied",
     ),
+    "a_returned_parameter_under_autocast": Program(
+        chunks=(ChunkSpec(("without_autocast",), form="dict", extras=("parameter!",)),),
+        autocast="step",
+    ),
     "gradients_that_require_gradients": _of(
         "linear",
         steps=(
