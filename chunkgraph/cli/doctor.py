@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _examine() -> list[Finding]:
-    """Look at everything; on a terminal show what is being looked at."""
+    """Return all findings; show the progress on a terminal."""
     from chunkgraph.cli.machine import LOOKS
 
     console = Console(stderr=True)

@@ -1,4 +1,4 @@
-"""What of this machine chunk graphs can use, looked at without changing anything."""
+"""Examine what chunk graphs can use on this machine, without changing anything."""
 
 from __future__ import annotations
 
@@ -268,4 +268,4 @@ LOOKS: Mapping[str, Callable[[], Finding]] = {
     "cuDNN": _cudnn,
     "determinism": _determinism,
 }
-"""What is looked at, each with a name for the progress."""
+"""All checks of a machine, by the name that the progress shows."""

@@ -355,6 +355,9 @@ def test_bars_are_relative_to_eager_and_missing_ones_are_hatched(
     assert set(texts) == {*expected, "0.75   150 ms", "not run"}
     assert sum(bar.get_hatch() is not None for bar in times.patches) == 1
     assert memory.get_xlabel() == "peak reserved memory, eager training = 1"
+    plot.plot_documents([short, result(512, variant("chunk", 3.0))], tmp_path / "x.png")
+    label = "step time, eager training (the largest where it did not run) = 1"
+    assert figures[1].axes[0].get_xlabel() == label
 
 
 def test_traces_of_ranks_become_one(tmp_path: Path) -> None:
