@@ -6,8 +6,9 @@ wait for the weight half. So every operator runs once, in one of the halves, wit
 in the order of the whole backward: the bits are the same, whatever the modules are.
 
 Never deferred are operators with an effect besides their results (random numbers, collectives,
-writes to memory of others), recomputation, and what reads memory that may change in between. An
-operator whose results are views is deferred if what it views is.
+writes to memory of others), recomputation, what reads memory that may change in between, and what
+an autograd function outside of torch gets as its gradient: its kernels are not seen, whatever they
+read has to be there. An operator whose results are views is deferred if what it views is.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -36,6 +39,8 @@ _WITHOUT_CONTENTS = {
     _aten.new_empty.default,
     _aten.new_empty_strided.default,
 }
+
+_WATCHED = "chunkgraph.engine.split"  # a key of the metadata of autograd's nodes
 
 
 @dataclass(frozen=True)
@@ -124,6 +129,8 @@ class BackwardTracer(TorchDispatchMode):
         self._operators: list[_Operator] = []
         self._memory: dict[int, _Memory] = {}
         self._weights: set[int] = set()
+        self._read_unseen: set[int] = set()
+        self._mark = object()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -145,7 +152,14 @@ class BackwardTracer(TorchDispatchMode):
         Raises:
             CaptureError: the input half changes a gradient that waits for the weight half.
         """
-        needed = {i for i, operator in enumerate(self._operators) if operator.must_run}
+        for_weights = set(self._weights)
+        self._add_sources(for_weights)
+        # What serves no weight gradient runs in the input half too: an unseen kernel may read it.
+        needed = {
+            i
+            for i, o in enumerate(self._operators)
+            if o.must_run or not (o.is_view or i in for_weights)
+        } | self._read_unseen
         for gradient in input_grads:
             needed |= self._known(gradient).writers
         while True:
@@ -161,11 +175,9 @@ class BackwardTracer(TorchDispatchMode):
                     "what a parameter got as its gradient. Compute a new tensor there, or capture "
                     "the chunk with backward='whole'."
                 )
-        for_weights = set(self._weights)
-        self._add_sources(for_weights)
         return BackwardTrace(
             tuple(
-                TracedOperator(o.name, i in for_weights - needed, o.is_view, o.results)
+                TracedOperator(o.name, i not in needed, o.is_view, o.results)
                 for i, o in enumerate(self._operators)
             )
         )
@@ -189,10 +201,33 @@ class BackwardTracer(TorchDispatchMode):
         given = [*tensors_in(args), *tensors_in(list(kwargs.values()))]
         written = storages_written(func, args, kwargs)
         node = torch._C._current_autograd_node()
+        if node is not None:
+            self._watch(node)
         has_effect = _has_effect(func, given, node) or torch.is_grad_enabled()
         out = func(*args, **kwargs)
         self._note(func, given, written, list(tensors_in(out)), has_effect=has_effect)
         return out
+
+    def _watch(self, node: Node) -> None:
+        """Note what will arrive at functions outside of torch that come after ``node``.
+
+        Of a graph that a backward itself makes, recomputing, the first operator leads to the rest.
+        """
+        waiting = [node]
+        while waiting:
+            new = waiting.pop()
+            # Nodes are not kept: tensors that they hold would live longer than in other passes.
+            metadata: dict[Any, Any] = new.metadata  # type: ignore[assignment]  # not a method
+            if metadata.get(_WATCHED) is not self._mark:
+                metadata[_WATCHED] = self._mark
+                if _is_outside_of_torch(new):
+                    new.register_prehook(self._arrived)
+                waiting.extend(after for after, _ in new.next_functions if after is not None)
+
+    def _arrived(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        for gradient in gradients:
+            if gradient is not None:
+                self._read_unseen |= self._known(gradient).writers
 
     def _note(
         self,
@@ -242,6 +277,11 @@ class BackwardTracer(TorchDispatchMode):
             memory = _Memory(StorageWeakRef(tensor.untyped_storage()), is_own=False)
             self._memory[address] = memory
         return memory
+
+
+def _is_outside_of_torch(node: Node) -> bool:
+    """Return whether somebody's ``torch.autograd.Function`` made a node, in Python or in C++."""
+    return isinstance(node, BackwardCFunction) or "CppNode" in node.name()
 
 
 def _has_effect(func: OpOverload, given: Sequence[torch.Tensor], node: Any) -> bool:

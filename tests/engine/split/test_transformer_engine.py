@@ -27,6 +27,7 @@ def layers(te: Any, *, delays: bool, is_fused: bool) -> nn.Module:
         nn.GELU(),
         te.Linear(2 * SIZE, SIZE, **settings),
         nn.Linear(SIZE, SIZE, dtype=torch.bfloat16),
+        nn.GELU(),
     ).cuda()
     for parameter in module.parameters() if is_fused else ():
         parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)

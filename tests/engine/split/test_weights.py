@@ -21,6 +21,7 @@ from split_models import (
     run_split,
 )
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from chunkgraph.engine import Chunk, ChunkGraphs
 from chunkgraph.errors import CaptureError, ConfigError, ReplayMismatchError, SlotError
@@ -232,28 +233,87 @@ def test_a_gradient_that_is_changed_after_it_arrived_is_refused() -> None:
 
 
 class _Unseen(torch.autograd.Function):
-    """Reads the gradient of a weight by its address, as a kernel that torch does not know."""
+    """Reads its gradient by its address, and fills new memory: kernels that torch does not know."""
 
     @staticmethod
-    def forward(_ctx: Any, weight: torch.Tensor) -> torch.Tensor:
-        return weight.clone()
+    def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
 
     @staticmethod
     def backward(_ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         assert grad.data_ptr()
-        return grad
+        return torch.ones(grad.shape)
 
 
-class Unseen(nn.Linear):
-    """A layer whose weight passes through it."""
+class UnseenBeforeHead(nn.Module):
+    """A head computes, from its own gradient, the one that a kernel reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(_Unseen.apply(self.first(x))).tanh()
+
+
+class UnseenBeforeBias(UnseenBeforeHead):
+    """A kernel and a bias get the same gradient."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (_Unseen.apply(self.first(x)) + self.head.bias).tanh()
+
+
+class UnseenRecomputed(UnseenBeforeBias):
+    """A graph that the backward itself makes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = checkpoint(super().forward, x, use_reentrant=True)
+        return y.tanh()
+
+
+class UnseenOfWeight(nn.Linear):
+    """A weight alone passes through it."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x @ _Unseen.apply(self.weight).t()
 
 
-def test_a_kernel_that_reads_a_weight_gradient_is_refused() -> None:
+@pytest.mark.parametrize(
+    "model",
+    [
+        UnseenBeforeHead,
+        UnseenBeforeBias,
+        UnseenRecomputed,
+        lambda: UnseenOfWeight(WIDTH, WIDTH, bias=False),
+    ],
+    ids=["head", "bias", "recomputed", "weight"],
+)
+def test_what_an_unseen_kernel_reads_is_not_deferred(model: Callable[[], nn.Module]) -> None:
     backend = RecorderBackend()
-    graphs = as_split(Unseen(WIDTH, WIDTH), backend)
+    modules = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        modules.append(model())
+    eager, module = modules
+    inputs = inputs_of(backend.device, 3)
+    graphs = as_split(module, backend)
+    graphs.capture([inputs[0]])
+    assert_equal(run_split(graphs, inputs, 1), run_eagerly(eager, inputs))
+    assert_equal(gradients(module), gradients(eager))
+
+
+class Hooked(nn.Linear):
+    """A hook reads the gradient of a transposed weight by its address."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight.t()
+        weight.register_hook(lambda gradient: None if gradient.data_ptr() else gradient)
+        return x @ weight
+
+
+def test_a_hook_that_reads_a_weight_gradient_is_refused() -> None:
+    backend = RecorderBackend()
+    graphs = as_split(Hooked(WIDTH, WIDTH), backend)
     with pytest.raises(CaptureError, match=r"weight gradient, .* backward='whole'"):
         graphs.capture([inputs_of(backend.device, 1)[0]])
 
