@@ -192,6 +192,8 @@ class ChunkGraphsInPretrain:
         try:
             yield
         finally:
+            if self._driver is not None:
+                self._driver.close()
             self._driver = None
 
     def _contexts(

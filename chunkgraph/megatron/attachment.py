@@ -149,6 +149,7 @@ def attach(
             driver = ScheduleDriver(
                 site.schedule.build, site.place.pipeline_rank, chunk_graphs.weights.run
             )
+            undo.callback(driver.close)
         receiver = SlotReceiver(
             chunk_graphs,
             site.place,

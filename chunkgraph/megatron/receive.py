@@ -196,7 +196,7 @@ class SlotReceiver:
         if mode is not StepMode.REPLAY:
             if rows is None or self._place.pipeline_size == 1:
                 return keywords
-            return self._with_communicator(keywords, rows)
+            return self._with_buffers(keywords, rows)
         self.off_because = (
             self._obstacle(forward_backward, keywords) if self._zero_copy else "zero_copy=False"
         )
@@ -206,14 +206,14 @@ class SlotReceiver:
         if self.off_because:
             if rows is None or self._place.pipeline_size == 1:
                 return keywords
-            return self._with_communicator(keywords, rows)
+            return self._with_buffers(keywords, rows)
         self._arrived = tuple(deque[bool]() for _ in range(self._place.num_chunks))
         self._num_begun = 0
         self._has_lost_grad_order = set()
         self._is_receiving = True
-        return self._with_communicator(keywords, rows)
+        return self._with_buffers(keywords, rows)
 
-    def _with_communicator(
+    def _with_buffers(
         self, keywords: Mapping[str, Any], rows: Sequence[int] | None
     ) -> Mapping[str, Any]:
         order = self._order(keywords["num_microbatches"])
@@ -223,6 +223,8 @@ class SlotReceiver:
             Direction.FORWARD: _with_rows(order.forward, rows),
             Direction.BACKWARD: _with_rows(order.backward, rows),
         }
+        if self._driver is not None:
+            return {**keywords, "receive_buffers": self}
         communicator, groups = keywords.get("p2p_communicator"), keywords.get("pg_collection")
         if communicator is None:
             groups = default_groups()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -15,33 +14,14 @@ from torch import nn
 from chunkgraph.megatron.core.access import import_megatron, private_names
 from chunkgraph.megatron.core.p2p import default_groups
 
-__all__ = ["MegatronSteps", "megatron_forward_backward", "overlapping_communicator"]
+__all__ = ["MegatronSteps", "megatron_forward_backward"]
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
-_COMMUNICATION = "megatron.core.pipeline_parallel.p2p_communication"
 
 
 def megatron_forward_backward() -> Any:
     """Return the forward-backward function that Megatron runs for this job."""
     return import_megatron("megatron.core.pipeline_parallel").get_forward_backward_func()
-
-
-def overlapping_communicator(communicator: Any, groups: Any, config: Any) -> Any:
-    """Return Megatron's communicator, whose requests its caller waits for.
-
-    Args:
-        communicator: The caller's, or None for Megatron's default.
-        groups: Megatron's process groups; ``pp`` is used.
-        config: Megatron's ModelParallelConfig, which stays as it is.
-    """
-    config = copy.copy(config if communicator is None else communicator.config)
-    config.batch_p2p_comm = False  # a batch has one request for all of its transfers
-    if communicator is None:
-        (plain,) = private_names(_COMMUNICATION, "P2PCommunicator")
-        return plain(groups.pp, config)
-    communicator = copy.copy(communicator)
-    communicator.config = config
-    return communicator
 
 
 class _Functions(NamedTuple):

@@ -9,13 +9,11 @@ from typing import Any
 import torch
 
 from chunkgraph.errors import ConfigError
-from chunkgraph.megatron.core.pipeline_steps import (
-    MegatronSteps,
-    megatron_forward_backward,
-    overlapping_communicator,
-)
-from chunkgraph.megatron.pipeline.exchange import Exchange
+from chunkgraph.megatron.core.p2p import ReceiveBuffers, is_plain_communicator
+from chunkgraph.megatron.core.pipeline_steps import MegatronSteps, megatron_forward_backward
+from chunkgraph.megatron.pipeline.exchange import Exchange, Received
 from chunkgraph.megatron.pipeline.gradient_sync import GradientSync
+from chunkgraph.megatron.pipeline.transfer_groups import TransferGroups
 from chunkgraph.schedules import Action, Op, Schedule, with_transfers
 
 __all__ = ["ScheduleDriver"]
@@ -24,8 +22,8 @@ __all__ = ["ScheduleDriver"]
 class ScheduleDriver:
     """Runs training steps of Megatron by a schedule; call it like Megatron's own functions.
 
-    Forwards, backwards, losses, transfers and the reduction of gradients are Megatron's. Evaluation
-    runs Megatron's own function.
+    Forwards, backwards, losses and the reduction of gradients are Megatron's. Evaluation runs
+    Megatron's own function.
 
     Args:
         build: Returns the schedule for a number of microbatches, the same on all ranks.
@@ -47,9 +45,17 @@ class ScheduleDriver:
         self.rank = rank
         self.run_weights = run_weights
         self.schedule = functools.cache(lambda count: with_transfers(build(count)))
+        self._groups: TransferGroups | None = None
 
-    def __call__(self, **keywords: Any) -> list[Any]:
-        """Run one step; see ``megatron.core.pipeline_parallel.get_forward_backward_func``."""
+    def __call__(
+        self, *, receive_buffers: ReceiveBuffers | None = None, **keywords: Any
+    ) -> list[Any]:
+        """Run one step; see ``megatron.core.pipeline_parallel.get_forward_backward_func``.
+
+        Args:
+            receive_buffers: Memory that the step's receives go to; None: new memory.
+            keywords: As Megatron's functions take them.
+        """
         if keywords.get("forward_only", False):
             return megatron_forward_backward()(**keywords)
         steps = MegatronSteps.of(keywords)
@@ -59,13 +65,36 @@ class ScheduleDriver:
                 "stages exchange tensors of one shape. Leave it out, or train with Megatron's own "
                 "schedule."
             )
+        communicator = keywords.get("p2p_communicator")
+        if communicator is not None and not is_plain_communicator(communicator):
+            raise ConfigError(
+                "A pipeline schedule of chunkgraph exchanges tensors itself, and the "
+                f"p2p_communicator of this step is a {type(communicator).__name__}. Leave it out, "
+                "or train with Megatron's own schedule."
+            )
         schedule = self.schedule(steps.num_microbatches)
         if schedule.num_chunks != len(steps.models):
             raise ConfigError(
                 f"The schedule {schedule.name!r} has {schedule.num_chunks} model chunk(s) a rank, "
                 f"and the model has {len(steps.models)}. Set the virtual pipeline size to match."
             )
-        return _Step(self, steps, schedule, keywords).run()
+        if self._groups is None and schedule.num_ranks > 1:
+            self._groups = TransferGroups(steps.groups.pp)
+        received = Received(
+            steps.received_shape(keywords),
+            steps.config.pipeline_dtype,
+            next(steps.models[0].parameters()).device,
+            receive_buffers,
+        )
+        exchange = Exchange(self._groups, received, steps.free_output)
+        force_all_reduce = bool(keywords.get("force_all_reduce", False))
+        return _Step(self, steps, schedule, exchange, received.device, force_all_reduce).run()
+
+    def close(self) -> None:
+        """Destroy the process groups of the transfers."""
+        if self._groups is not None:
+            self._groups.close()
+            self._groups = None
 
 
 class _Step:
@@ -76,22 +105,18 @@ class _Step:
         driver: ScheduleDriver,
         steps: MegatronSteps,
         schedule: Schedule,
-        keywords: dict[str, Any],
+        exchange: Exchange,
+        device: torch.device,
+        force_all_reduce: bool,
     ) -> None:
         self._driver = driver
         self._megatron = steps
         self._schedule = schedule
         self._is_split = any(action.op is Op.W for _, action in schedule)
-        self._force_all_reduce = bool(keywords.get("force_all_reduce", False))
-        communicator = None
-        if schedule.num_ranks > 1:
-            communicator = overlapping_communicator(
-                keywords.get("p2p_communicator"), steps.groups, steps.config
-            )
-        self._exchange = Exchange(communicator, steps.received_shape(keywords), steps.free_output)
+        self._force_all_reduce = force_all_reduce
+        self._exchange = exchange
         self._sync = GradientSync(steps.config, steps.models, schedule, driver.rank)
         self._in_flight: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
-        device = next(steps.models[0].parameters()).device
         self._num_tokens = torch.zeros([], dtype=torch.int, device=device)
 
     def run(self) -> list[Any]:
