@@ -64,7 +64,7 @@ class Chunk:
         backward: ``whole``, or ``split`` into the input gradients, which ``backward()`` of autograd
             computes, and the weight gradients, which `WeightBackwards` computes when the schedule
             asks for them; the slot is in use until then. ``before_backward`` runs before the first
-            half, ``after_backward`` and ``end_of_backward`` at the end of the second.
+            half, ``end_of_backward`` at its end, ``after_backward`` after the second.
         follows_module: whether ``parameters`` and ``buffers`` are those of ``module``, whatever it
             holds when a capture session begins; see `now`.
     """

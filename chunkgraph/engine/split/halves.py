@@ -7,8 +7,9 @@ eager pass shows, comes from scratch. The weight half works in scratch alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -97,8 +98,11 @@ def plan_split(
         forward = _Forward(chunk, sample)
         deferral = Deferral(trace, chunk.label)
         take = deferral.take
-        with forward.casting(), watch_operators() as watch, _explained(chunk.label), deferral:
-            forward.backward()
+        with forward.casting(), watch_operators() as watch, _explained(chunk.label):
+            with deferral:
+                forward.backward()
+            if chunk.end_of_backward is not None:
+                chunk.end_of_backward()
         grads = forward.input_grads()
         temporaries = watch.trace()
         held_bytes = backend.allocated_bytes() - num_bytes
@@ -206,13 +210,13 @@ def capture_halves(
     pool = maker.pools.backward_pool(place.pool)
     if plan.trace is None:
         with weights.taken(), forward.casting(), maker.capture(label, pool) as graph:
-            _run_backward(forward)
+            _run_backward(forward, chunk, nullcontext())
             weights.finish()
         forward.weight = graph
     else:
         deferral = Deferral(plan.trace, place.label)
         with weights.taken(deferral.take):
-            _capture_input_half(forward, maker, plan, deferral)
+            _capture_input_half(forward, chunk, maker, plan, deferral)
             on_graph()
             with maker.capture(label, pool) as graph:
                 deferral.run(weights.add)
@@ -225,7 +229,7 @@ def capture_halves(
 
 
 def _capture_input_half(
-    forward: CapturedForward, maker: GraphMaker, plan: SplitPlan, deferral: Deferral
+    forward: CapturedForward, chunk: Chunk, maker: GraphMaker, plan: SplitPlan, deferral: Deferral
 ) -> None:
     place = forward.place
     router = maker.pools.input_router(plan.temporaries)
@@ -233,9 +237,8 @@ def _capture_input_half(
         memory_between(place, router) as memory,
         forward.casting(),
         maker.capture(f"{place.label} input gradient", place.pool, router) as graph,
-        deferral,
     ):
-        _run_backward(forward)
+        _run_backward(forward, chunk, deferral)
     forward.backward = graph
     take_input_grads(forward)
     # What the forward keeps is read from then on, too, or was freed for what comes later.
@@ -248,8 +251,13 @@ def _capture_input_half(
         )
 
 
-def _run_backward(forward: CapturedForward) -> None:
-    torch.autograd.backward([forward.tensors[i] for i in forward.receiving], forward.grads)
+def _run_backward(
+    forward: CapturedForward, chunk: Chunk, deferral: AbstractContextManager[Any]
+) -> None:
+    with deferral:
+        torch.autograd.backward([forward.tensors[i] for i in forward.receiving], forward.grads)
+    if chunk.end_of_backward is not None:
+        chunk.end_of_backward()
 
 
 class _Weights:
@@ -267,7 +275,7 @@ class _Weights:
         leaves: Sequence[nn.Parameter],
     ) -> None:
         self.trained: set[int] = set()
-        self._forward, self._chunk, self._sinks, self._leaves = forward, chunk, sinks, leaves
+        self._forward, self._sinks, self._leaves = forward, sinks, leaves
         self._delayed = DelayedModules(chunk.module, chunk.label)
         held = {id(p) for module in self._delayed.modules for p in module.parameters()}
         self._of_delayed = {i for i, leaf in enumerate(leaves) if id(leaf) in held}
@@ -299,12 +307,10 @@ class _Weights:
         self._accumulated(index)
 
     def finish(self) -> None:
-        """Run what modules have delayed, and what the chunk wants at the end of its backward."""
+        """Run what modules have delayed."""
         self._delayed.run(self._leaves, self.add)
         for index in self._announced:
             self._accumulated(index)
-        if self._chunk.end_of_backward is not None:
-            self._chunk.end_of_backward()
 
     def _accumulated(self, index: int) -> None:
         self.trained.add(index)

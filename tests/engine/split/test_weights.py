@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -316,6 +317,25 @@ def test_a_hook_that_reads_a_weight_gradient_is_refused() -> None:
     graphs = as_split(Hooked(WIDTH, WIDTH), backend)
     with pytest.raises(CaptureError, match=r"weight gradient, .* backward='whole'"):
         graphs.capture([inputs_of(backend.device, 1)[0]])
+
+
+def test_the_end_of_a_backward_is_that_of_the_input_half() -> None:
+    backend = RecorderBackend()
+    x, ends = inputs_of(backend.device, 1)[0], torch.zeros(1)
+    chunk = replace(
+        Chunk.from_module(Block(), "rank 0 chunk 0", backward="split"),
+        end_of_backward=lambda: ends.add_(1.0),
+    )
+    graphs = ChunkGraphs([chunk], 2, backend=backend)
+    graphs.capture([x])
+    with graphs.step(2):
+        for number in (1, 2):
+            before = ends.item()
+            backward(graphs, x)
+            assert ends.item() == before + 1, number
+        graphs.weights.run(0)
+        graphs.weights.run(0)
+        assert ends.item() == before + 1
 
 
 def test_gradients_are_added_by_the_weight_half() -> None:
