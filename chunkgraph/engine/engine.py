@@ -28,6 +28,7 @@ from chunkgraph.engine.replay.replayer import Replayer
 from chunkgraph.engine.signature import Call
 from chunkgraph.engine.split.weights import WeightBackwards
 from chunkgraph.engine.verify import Surroundings
+from chunkgraph.engine.watch.cast_cache import note_call_without_gradients
 from chunkgraph.errors import CaptureError, SlotError
 from chunkgraph.graphs import GraphBackend
 from chunkgraph.memory import plan_for_slots
@@ -460,6 +461,8 @@ class ChunkGraphs:
                 f"{self._chunks[c].label} was called outside a step. Wrap the call of the schedule "
                 "in `with graphs.step(num_microbatches):`, or disable gradients to evaluate."
             )
+        if not torch.is_grad_enabled():
+            note_call_without_gradients(self._chunks[c].parameters)
         backward = self._sampler.record(c, args, kwargs)
         result = self._chunks[c].forward(*args, **kwargs)
         if backward is not None:

@@ -5,7 +5,7 @@ The only place that imports torch's pytree.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -198,9 +198,10 @@ class Signature:
     Args:
         call: the captured call.
         label: the chunk's name in errors.
+        deciding: numbers of tensors without which an output would not require grad.
     """
 
-    def __init__(self, call: Call, label: str) -> None:
+    def __init__(self, call: Call, label: str, deciding: Iterable[int] = ()) -> None:
         self._label = label
         self._call = call.emptied()
         self._spec = call.spec
@@ -220,6 +221,10 @@ class Signature:
         self._tensors = [
             (t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in call.tensors
         ]
+        self._deciding = tuple(deciding)
+        for number in self._deciding:
+            path, facts = self._named[firsts[number]]
+            self._named[firsts[number]] = path, replace(facts, decides_grad=True)
         # Compares all tensors at once with those of the first accepted call.
         self._fits: Callable[..., bool] | None = None
         # Operators share casts of leaves; see `Autocast`.
@@ -287,6 +292,8 @@ class Signature:
                 ):
                     return False
         except RuntimeError:  # a sparse tensor has no strides
+            return False
+        if not all(tensors[number].requires_grad for number in self._deciding):
             return False
         return len({*map(id, tensors)}) == len(tensors)
 
@@ -371,6 +378,7 @@ class _Facts:
     stride: tuple[int, ...] = ()
     requires_grad: bool = False
     attributes: str = ""
+    decides_grad: bool = False
 
     def differences(self, path: str, now: _Facts) -> list[str]:
         """Return the differences between this captured argument and a call's."""
@@ -391,6 +399,11 @@ class _Facts:
                 f"tensor {path} ({self.text}) requires grad, but the sample it was captured with "
                 "did not, so its gradient is not in the graph. Capture from a sample that requires "
                 "grad, or detach it"
+            )
+        if self.decides_grad and not now.requires_grad:
+            lines.append(
+                f"tensor {path} ({self.text}) does not require grad, but the sample it was "
+                "captured with did, and an output requires grad only with it. Pass one that does"
             )
         if now.attributes:
             lines.append(f"{path}: it has attributes ({now.attributes}); a graph sees none")

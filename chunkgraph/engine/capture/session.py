@@ -397,8 +397,10 @@ def _prove(session: _Session) -> None:
 def _banks(session: _Session) -> dict[Hashable, Bank]:
     """Return the slots and signatures of every bank."""
     slots: dict[tuple[Hashable, int], list[Slot]] = {}
+    deciding: dict[tuple[Hashable, int], tuple[int, ...]] = {}
     for forward in session.forwards:
         c = forward.place.chunk_index
+        deciding[forward.place.bank, c] = forward.deciding
         slot = new_slot(forward, session.chunks[c], session.backend)
         slots.setdefault((forward.place.bank, c), []).append(slot)
     return {
@@ -406,8 +408,8 @@ def _banks(session: _Session) -> dict[Hashable, Bank]:
             key,
             tuple(tuple(slots[key, c]) for c in range(len(session.chunks))),
             tuple(
-                Signature(call, chunk.label)
-                for call, chunk in zip(calls, session.chunks, strict=True)
+                Signature(call, chunk.label, deciding[key, c])
+                for c, (call, chunk) in enumerate(zip(calls, session.chunks, strict=True))
             ),
         )
         for key, calls in session.samples.items()

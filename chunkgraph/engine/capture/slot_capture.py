@@ -19,7 +19,7 @@ from chunkgraph.engine.autograd_graph import (
 )
 from chunkgraph.engine.capture.gradients import GradientSinks
 from chunkgraph.engine.capture.output_gradients import OutputGradients
-from chunkgraph.engine.capture.static_inputs import SlotStatics, call_with
+from chunkgraph.engine.capture.static_inputs import SlotStatics, call_with, stale_casts_refused
 from chunkgraph.engine.chunk import Chunk, GradientMarker
 from chunkgraph.engine.host import Host
 from chunkgraph.engine.module_tree import containers
@@ -104,6 +104,7 @@ class CapturedForward:
         casting: casts operators as in the backward.
         strides: strides of the gradients of ``receiving``.
         results_grads: see `call_with`.
+        deciding: Numbers of inputs without which an output would not require grad.
         num_terms: Number of gradients that autograd sums for each parameter of the chunk; 0 if
             recomputation hides it, or if other calls share the parameter's cast and its sum.
     """
@@ -122,6 +123,7 @@ class CapturedForward:
     guarded: tuple[int, ...] = ()
     nested: tuple[int, ...] = ()
     trained: tuple[int, ...] = ()
+    deciding: tuple[int, ...] = ()
     num_terms: dict[int, int] = field(default_factory=dict)
     backward_autocast: Autocast | None = None
     grads: list[torch.Tensor] = field(default_factory=list)
@@ -183,6 +185,7 @@ def capture_forward(
         memory_between(place, router) as memory,
         torch.enable_grad(),
         maker.capture(f"{place.label} forward", place.pool, router) as graph,
+        stale_casts_refused(chunk, sample.autocast),
     ):
         result = call_with(chunk, sample, inputs, results_grads)
     if memory.in_scratch:
@@ -222,6 +225,7 @@ def _describe_outputs(
     forward.casting = gradients.casting
     outputs = [forward.tensors[i] for i in forward.receiving]
     _check_outputs(chunk, outputs, [*forward.inputs, *leaves])
+    forward.deciding = _deciding_inputs(forward)
     forward.nested = tuple(forward.receiving[n] for n in nested_among(outputs))
     # Calls of one autocast block share a cast, whose gradients eager training sums before it
     # casts them back.
@@ -234,6 +238,17 @@ def _describe_outputs(
     if forward.copies_outputs:
         others = [*forward.inputs, *leaves, *module_tensors]
         forward.guarded = _guarded_outputs(forward.tensors, others)
+
+
+def _deciding_inputs(forward: CapturedForward) -> tuple[int, ...]:
+    """Return the inputs below outputs that depend on no parameter; see `CapturedForward`."""
+    numbers = {id(tensor): i for i, tensor in enumerate(forward.inputs)}
+    deciding: set[int] = set()
+    for number in forward.differentiable:
+        leaves = [numbers.get(id(leaf)) for leaf in edges_to_leaves([forward.tensors[number]])]
+        if None not in leaves:
+            deciding.update(i for i in leaves if i is not None)
+    return tuple(sorted(deciding))
 
 
 def _check_outputs(

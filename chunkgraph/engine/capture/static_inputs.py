@@ -17,7 +17,7 @@ from chunkgraph.engine.signature import Call, flatten_call
 from chunkgraph.errors import CaptureError
 from chunkgraph.graphs.written_casts import CastWatch
 
-__all__ = ["SlotStatics", "call_with", "static_like"]
+__all__ = ["SlotStatics", "call_with", "stale_casts_refused", "static_like"]
 
 
 def call_with(
@@ -36,8 +36,7 @@ def call_with(
             for the caller; in their own layout, which ``.grad`` of a leaf does not keep.
 
     Raises:
-        CaptureError: the forward changes the contents of an argument, or a parameter whose cast it
-            shares with other calls.
+        CaptureError: the forward changes the contents of an argument.
     """
     autocast = sample.autocast.entered() if sample.autocast is not None else nullcontext()
     with torch.enable_grad(), autocast:
@@ -46,8 +45,7 @@ def call_with(
         ]
         args, kwargs = sample.filled(tensors).arguments()
         contents = _contents(args, kwargs)
-        with _stale_casts_refused(chunk, sample.autocast):
-            result = chunk.forward(*args, **kwargs)
+        result = chunk.forward(*args, **kwargs)
     if _contents(args, kwargs) != contents:
         raise CaptureError(
             f"{chunk.label}: its forward changes the contents of an argument (appends to a list, "
@@ -58,7 +56,7 @@ def call_with(
 
 
 @contextmanager
-def _stale_casts_refused(chunk: Chunk, autocast: Autocast | None) -> Iterator[None]:
+def stale_casts_refused(chunk: Chunk, autocast: Autocast | None) -> Iterator[None]:
     """Refuse a forward that updates parameters while autocast caches casts of them.
 
     Eager training reuses such a cast for the whole autocast block, which may have many calls; a

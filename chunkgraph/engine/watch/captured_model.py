@@ -24,7 +24,7 @@ from torch.autograd import forward_ad
 
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.tensor_guard import new_guard
-from chunkgraph.engine.watch.cast_cache import hold_stale_casts
+from chunkgraph.engine.watch.cast_cache import why_stale
 from chunkgraph.engine.watch.eager_gradients import foreign_hooks
 from chunkgraph.engine.watch.holders import HOOK_DICTS, Holders, are_same
 from chunkgraph.engine.watch.registered_hooks import num_registered_hooks
@@ -449,11 +449,11 @@ def check_surroundings(label: str, parameters: Sequence[nn.Parameter]) -> None:
             f"{label} is called under torch.func (grad, vmap, jvp) or forward-mode autograd, "
             "which replays do not support. Call the module itself there, or transform inside it."
         )
-    if hold_stale_casts(parameters):
+    if why := why_stale(parameters):
         raise ReplayMismatchError(
-            f"{label}: an optimizer has stepped inside the torch.autocast block of the call. Eager "
-            "operators would still use casts of the old parameters; a replay would use the new "
-            "parameters. Enter autocast around each step, or around the calls."
+            f"{label}: {why} inside the torch.autocast block of the call. Eager operators would "
+            "use the casts of the parameters from before; a replay casts the parameters again. "
+            "Enter autocast around each step, or around the calls."
         )
 
 

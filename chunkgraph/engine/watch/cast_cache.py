@@ -1,14 +1,15 @@
-"""Detect stale casts of autocast after an optimizer step inside an autocast block.
+"""Detect casts of autocast that eager operators would share, and a replay does not.
 
-Inside one `torch.autocast` block, eager training keeps using the first casts of the parameters,
-even after an optimizer step. A replay casts the current parameters. So a call is refused inside a
-block in which an optimizer has updated its parameters.
+Inside one `torch.autocast` block, eager training keeps using the first casts of the parameters:
+after an optimizer step, though they are those of the old parameters, and after a call without
+gradients, though nothing reaches the parameters through them. A replay casts the parameters again.
+So a call is refused inside a block in which one of both has happened.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,26 +17,25 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["hold_stale_casts", "stepped", "watch_optimizers"]
+__all__ = ["note_call_without_gradients", "stale_casts", "watch_optimizers", "why_stale"]
 
 
-class _Stepped:
-    """Parameters updated inside an autocast block, and a leaf whose cast shows whether it ended."""
+class _StaleCasts:
+    """Parameters with such casts in an autocast block, and a leaf that shows whether it ended."""
 
     def __init__(self) -> None:
         self.parameters = WeakTensorKeyDictionary()
         self.are_any = False
         self._leaf = nn.Parameter(torch.ones(1, 1))
 
-    def add(self, optimizer: Optimizer) -> None:
-        """Record an optimizer's step."""
+    def add(self, parameters: Iterable[torch.Tensor], why: str) -> None:
+        """Record what makes casts of the parameters stale, if this is inside a block."""
         is_inside = torch.autocast_increment_nesting() > 1
         torch.autocast_decrement_nesting()
         if is_inside:
             self._cast_of(1.0)
             self.are_any = True
-            for group in optimizer.param_groups:
-                self.parameters.update(dict.fromkeys(group["params"], True))
+            self.parameters.update(dict.fromkeys(parameters, why))
 
     def has_ended(self) -> bool:
         """Return whether the cached casts of that block are gone."""
@@ -52,7 +52,7 @@ class _Stepped:
             return float(torch.mm(self._leaf, torch.ones(1, 1)))
 
 
-stepped = _Stepped()
+stale_casts = _StaleCasts()
 
 
 @functools.cache
@@ -61,15 +61,20 @@ def watch_optimizers() -> None:
     register_optimizer_step_post_hook(_after)
 
 
-def hold_stale_casts(parameters: Sequence[nn.Parameter]) -> bool:
-    """Return whether eager operators would read casts of these from before an optimizer step."""
-    return bool(
-        stepped.are_any
-        and torch.is_autocast_cache_enabled()
-        and any(p in stepped.parameters for p in parameters)
-        and not stepped.has_ended()
-    )
+def note_call_without_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    """Note an eager call without gradients, which may leave casts of the parameters."""
+    if torch.is_autocast_cache_enabled():
+        stale_casts.add(parameters, "a call without gradients has run")
+
+
+def why_stale(parameters: Sequence[nn.Parameter]) -> str:
+    """Return why eager operators would read other casts of these than a replay, or ""."""
+    if not stale_casts.are_any or not torch.is_autocast_cache_enabled():
+        return ""
+    why = next((stale_casts.parameters[p] for p in parameters if p in stale_casts.parameters), "")
+    return "" if why and stale_casts.has_ended() else why
 
 
 def _after(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    stepped.add(optimizer)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    stale_casts.add(parameters, "an optimizer has stepped")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-from chunkgraph.engine.watch.cast_cache import stepped
+from chunkgraph.engine.watch.cast_cache import stale_casts
 
 __all__ = ["Windows"]
 
@@ -74,7 +74,7 @@ class Windows:
             and _saved_tensors_hooks(False) is None
             and not _are_transforms_active()
             and forward_ad._current_level < 0
-            and not stepped.are_any
+            and not stale_casts.are_any
             and (
                 not self._all
                 or (

@@ -161,6 +161,49 @@ OPEN = {
     "state_that_is_replaced_where_the_capture_fails": _of("state_replaced", on_failure="eager"),
     "shadow_and_a_parameter_that_the_forward_updates": _of("decay", verify="shadow"),
     "shadow_and_state_in_an_attribute": _of("state", verify="shadow"),
+    "an_input_that_decides_whether_the_output_requires_grad": Program(
+        chunks=(ChunkSpec(("gather",)),),
+        steps=(ONCE, Step(3, inside=(Action(1, "detached_input", 3),))),
+        num_slots=(2,),
+        frozen=(1, 4),
+    ),
+    "an_evaluation_under_the_autocast_of_a_step": Program(
+        chunks=(
+            ChunkSpec(("encoder",)),
+            ChunkSpec(("linear",)),
+            ChunkSpec(("stopped", "batch_norm_eval", "alpha_dropout"), arguments=("mask", "scale")),
+        ),
+        steps=(
+            Step(4, order="wide", seed=81, updates=False),
+            Step(3, seed=29, zero="in place"),
+            Step(order="wide", seed=51, inside=(Action(4, "evaluate", 1),)),
+        ),
+        num_slots=(3, 2, 1),
+        input_grads=False,
+        links="joined",
+        autocast="outside",
+    ),
+    "shadow_and_an_operator_that_watches_take_apart": Program(
+        chunks=(ChunkSpec(("reentrant:max_pool", "linear")),),
+        steps=(ONCE, Step(3)),
+        autocast="step",
+        verify="shadow",
+    ),
+    "gradients_that_are_not_numbers": Program(
+        chunks=(
+            ChunkSpec(("eval:reentrant:encoder", "own_function")),
+            ChunkSpec(("residual:bfloat16",)),
+        ),
+        steps=(
+            Step(2),
+            Step(3),
+            Step(6, order="unordered", seed=13, inside=(Action(16, "scale_grads", 1),)),
+            Step(zero="never", after=("zero_in_place",)),
+            ONCE,
+        ),
+        num_slots=(3, 3),
+        loss="sum",
+    ),
 }
 
 

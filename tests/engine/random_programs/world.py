@@ -47,6 +47,8 @@ def seen(label: str, value: Any, step: int) -> Seen:
     if not isinstance(value, torch.Tensor):
         return Seen(label, value, None, step)
     now = value.detach().clone(memory_format=torch.contiguous_format)
+    if now.is_floating_point():
+        now.masked_fill_(now.isnan(), torch.nan)  # IEEE 754 leaves the other bits of a NaN open
     bits = now.reshape(-1).view(torch.uint8).numpy().tobytes() if now.numel() else b""
     what = str(value.dtype).removeprefix("torch."), tuple(value.shape), value.requires_grad
     return Seen(label, (*what, bits), now, step)
