@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
 from chunkgraph.errors import ConfigError
-from chunkgraph.megatron.core.p2p import ReceiveBuffers, is_plain_communicator
+from chunkgraph.megatron.core.p2p import Direction, ReceiveBuffers, is_plain_communicator
 from chunkgraph.megatron.core.pipeline_steps import MegatronSteps, megatron_forward_backward
 from chunkgraph.megatron.pipeline.exchange import Exchange, Received
-from chunkgraph.megatron.pipeline.gradient_sync import GradientSync
+from chunkgraph.megatron.pipeline.gradient_sync import (
+    GradientSync,
+    LastGradients,
+    last_gradients,
+)
 from chunkgraph.megatron.pipeline.transfer_groups import TransferGroups
-from chunkgraph.schedules import Action, Op, Schedule, with_transfers
+from chunkgraph.schedules import Op, Schedule, with_transfers
 
 __all__ = ["ScheduleDriver"]
 
@@ -45,6 +50,7 @@ class ScheduleDriver:
         self.rank = rank
         self.run_weights = run_weights
         self.schedule = functools.cache(lambda count: with_transfers(build(count)))
+        self._walk = functools.cache(lambda count: _Walk.of(self.schedule(count), rank))
         self._groups: TransferGroups | None = None
 
     def __call__(
@@ -86,9 +92,10 @@ class ScheduleDriver:
             next(steps.models[0].parameters()).device,
             receive_buffers,
         )
-        exchange = Exchange(self._groups, received, steps.free_output)
         force_all_reduce = bool(keywords.get("force_all_reduce", False))
-        return _Step(self, steps, schedule, exchange, received.device, force_all_reduce).run()
+        walk = self._walk(steps.num_microbatches)
+        step = _Step(steps, walk, self._groups, received, self.run_weights)
+        return step.run(force_all_reduce=force_all_reduce)
 
     def close(self) -> None:
         """Destroy the process groups of the transfers."""
@@ -97,50 +104,99 @@ class ScheduleDriver:
             self._groups = None
 
 
+class _Stop(NamedTuple):
+    """One action of a rank, with all that is known of it before the step.
+
+    Attributes:
+        run: Name of the method of `_Step` that runs it.
+        chunk: Index of the stage among the rank's chunks.
+        stage: Its stage.
+        microbatch: Its microbatch.
+        last: The chunk's last gradients, if it adds them.
+    """
+
+    run: str
+    chunk: int
+    stage: int
+    microbatch: int
+    last: LastGradients | None
+
+
+@dataclass(frozen=True)
+class _Walk:
+    """The actions of one rank in a step of some number of microbatches."""
+
+    stops: tuple[_Stop, ...]
+    last_stage: int
+    is_last_rank: bool
+
+    @staticmethod
+    def of(schedule: Schedule, rank: int) -> _Walk:
+        """Return the walk of a rank along a schedule with transfers."""
+        methods = {
+            Op.F: "forward",
+            Op.B: "whole_backward" if schedule.splits_backward else "backward",
+            Op.I: "backward",
+            Op.W: "weights",
+            Op.SEND_F: "send_forward",
+            Op.RECV_F: "receive_forward",
+            Op.SEND_B: "send_backward",
+            Op.RECV_B: "receive_backward",
+        }
+        last = last_gradients(schedule, rank)
+        last_stage = schedule.num_stages - 1
+        return _Walk(
+            tuple(
+                _Stop(methods[a.op], schedule.chunk_of(a.stage), a.stage, a.microbatch, last.get(a))
+                for a in schedule.actions[rank]
+            ),
+            last_stage,
+            schedule.rank_of(last_stage) == rank,
+        )
+
+
 class _Step:
     """One training step on one rank."""
 
     def __init__(
         self,
-        driver: ScheduleDriver,
         steps: MegatronSteps,
-        schedule: Schedule,
-        exchange: Exchange,
-        device: torch.device,
-        force_all_reduce: bool,
+        walk: _Walk,
+        groups: TransferGroups | None,
+        received: Received,
+        run_weights: Callable[[int], None] | None,
     ) -> None:
-        self._driver = driver
         self._megatron = steps
-        self._schedule = schedule
-        self._is_split = any(action.op is Op.W for _, action in schedule)
-        self._force_all_reduce = force_all_reduce
-        self._exchange = exchange
-        self._sync = GradientSync(steps.config, steps.models, schedule, driver.rank)
+        self._walk = walk
+        self._run_weights = run_weights
+        forward, backward = (
+            None if groups is None else groups.route(direction) for direction in Direction
+        )
+        self._forwards = Exchange(Direction.FORWARD, forward, received, steps.free_output)
+        self._backwards = Exchange(Direction.BACKWARD, backward, received)
+        self._sync = GradientSync(steps.config, steps.models)
         self._in_flight: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
-        self._num_tokens = torch.zeros([], dtype=torch.int, device=device)
+        self._num_tokens = torch.zeros([], dtype=torch.int, device=received.device)
 
-    def run(self) -> list[Any]:
+    def run(self, *, force_all_reduce: bool) -> list[Any]:
         """Walk the rank's actions; return what the last stage reports of its losses."""
-        steps, config = self._megatron, self._megatron.config
-        is_last_rank = self._driver.rank == self._schedule.rank_of(self._schedule.num_stages - 1)
-        embedding = steps.begin(is_last_rank=is_last_rank)
+        steps, config, is_last = self._megatron, self._megatron.config, self._walk.is_last_rank
+        embedding = steps.begin(is_last_rank=is_last)
         if config.timers is not None:
             barrier = config.barrier_with_L1_time
             config.timers("forward-backward", log_level=1).start(barrier=barrier)
         self._start_parameter_gathers()
         with self._sync.step():
-            for action in self._schedule.actions[self._driver.rank]:
-                if action.op.is_communication:
-                    self._exchange.run(action)
-                    continue
-                with self._sync.around(action):
-                    self._compute(action)
-            self._exchange.end()
+            for stop in self._walk.stops:
+                if stop.last is None:
+                    getattr(self, stop.run)(stop)
+                else:
+                    with self._sync.around(stop.last):
+                        getattr(self, stop.run)(stop)
+            self._forwards.end()
+            self._backwards.end()
         steps.finish(
-            embedding,
-            self._num_tokens,
-            is_last_rank=is_last_rank,
-            force_all_reduce=self._force_all_reduce,
+            embedding, self._num_tokens, is_last_rank=is_last, force_all_reduce=force_all_reduce
         )
         if config.timers is not None:
             config.timers("forward-backward").stop()
@@ -155,41 +211,54 @@ class _Step:
         for function, model in zip(functions, self._megatron.models, strict=True):
             function(model.parameters())
 
-    def _compute(self, action: Action) -> None:
-        match action.op:
-            case Op.F:
-                self._forward(action)
-            case Op.W:
-                if self._driver.run_weights is not None:
-                    self._driver.run_weights(self._schedule.chunk_of(action.stage))
-            case _:
-                self._backward(action)
+    def send_forward(self, stop: _Stop) -> None:
+        """Post the send of an output."""
+        self._forwards.send(stop.stage, stop.microbatch)
 
-    def _forward(self, action: Action) -> None:
-        stage, microbatch = action.stage, action.microbatch
-        is_last = stage == self._schedule.num_stages - 1
-        received = None
-        if stage > 0:
-            received = self._exchange.take(Op.RECV_F, stage, microbatch)
-        output, num_tokens = self._megatron.forward(
-            self._schedule.chunk_of(stage), microbatch, received, is_last=is_last
-        )
+    def receive_forward(self, stop: _Stop) -> None:
+        """Post the receive of an input."""
+        self._forwards.receive(stop.stage, stop.microbatch)
+
+    def send_backward(self, stop: _Stop) -> None:
+        """Post the send of an input's gradient."""
+        self._backwards.send(stop.stage, stop.microbatch)
+
+    def receive_backward(self, stop: _Stop) -> None:
+        """Post the receive of an output's gradient."""
+        self._backwards.receive(stop.stage, stop.microbatch)
+
+    def forward(self, stop: _Stop) -> None:
+        """Run the forward of a microbatch."""
+        _, chunk, stage, microbatch, _ = stop
+        is_last = stage == self._walk.last_stage
+        received = self._forwards.take(stage, microbatch) if stage else None
+        output, num_tokens = self._megatron.forward(chunk, microbatch, received, is_last=is_last)
         self._num_tokens += num_tokens
         self._in_flight[stage, microbatch] = (received, output)
         if is_last:
             self._megatron.free_output(output)
         else:
-            self._exchange.keep(Op.SEND_F, stage, microbatch, output)
+            self._forwards.keep(stage, microbatch, output)
 
-    def _backward(self, action: Action) -> None:
-        stage, microbatch = action.stage, action.microbatch
+    def backward(self, stop: _Stop) -> None:
+        """Run the backward of a microbatch, or its input gradients."""
+        _, _, stage, microbatch, _ = stop
         received, output = self._in_flight.pop((stage, microbatch))
         output_grad = None
-        if stage < self._schedule.num_stages - 1:
-            output_grad = self._exchange.take(Op.RECV_B, stage, microbatch)
+        if stage < self._walk.last_stage:
+            self._forwards.end_send_of(stage, microbatch)
+            output_grad = self._backwards.take(stage, microbatch)
         input_grad = self._megatron.backward(received, output, output_grad)
-        if action.op is Op.B and self._is_split and self._driver.run_weights is not None:
-            self._driver.run_weights(self._schedule.chunk_of(stage))
-        if stage > 0:
+        if stage:
             assert input_grad is not None
-            self._exchange.keep(Op.SEND_B, stage, microbatch, input_grad)
+            self._backwards.keep(stage, microbatch, input_grad)
+
+    def whole_backward(self, stop: _Stop) -> None:
+        """Run both halves of a backward, one right after the other."""
+        self.backward(stop)
+        self.weights(stop)
+
+    def weights(self, stop: _Stop) -> None:
+        """Add the weight gradients that the oldest backward of a chunk has left out."""
+        if self._run_weights is not None:
+            self._run_weights(stop.chunk)

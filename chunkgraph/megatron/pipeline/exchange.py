@@ -10,23 +10,18 @@ import torch
 import torch.distributed as dist
 
 from chunkgraph.megatron.core.p2p import Direction, ReceiveBuffers
-from chunkgraph.megatron.pipeline.transfer_groups import TransferGroups
-from chunkgraph.schedules import Action, Op
 
 __all__ = ["Exchange", "Received"]
-
-_Microbatch = tuple[int, int]
-"""A stage and a microbatch."""
 
 
 @dataclass(frozen=True)
 class Received:
-    """What every receive of a step makes.
+    """The tensors that the receives of a step return.
 
     Attributes:
-        shape: Of every tensor that stages exchange.
-        dtype: Likewise.
-        device: Likewise.
+        shape: Shape of every tensor that stages exchange.
+        dtype: Their dtype.
+        device: Their device.
         buffers: Memory to receive into; None: new memory.
     """
 
@@ -45,71 +40,69 @@ class Received:
 
 
 class Exchange:
-    """The transfers of one rank in one step.
+    """The transfers of one direction of one rank in one step.
 
-    `run` posts transfers; the stream that takes a received tensor waits for it. A send is waited
-    for when the next one of its direction is posted, so a rank keeps at most two sent tensors.
+    `send` and `receive` post transfers; the stream that takes a received tensor waits for it. A
+    send is waited for when the next one is posted, so a rank keeps at most two sent tensors.
     Neighbouring stages are on different ranks.
 
     Args:
-        groups: Of the transfers; None with one rank.
-        received: What a receive makes.
-        sent: Called with an output once its send has ended for the stream.
+        direction: The direction of the transfers.
+        route: Process group, rank to send to and rank to receive from; None with one rank.
+        received: What a receive returns.
+        sent: Called with a tensor once its send has ended for the stream.
     """
 
     def __init__(
         self,
-        groups: TransferGroups | None,
+        direction: Direction,
+        route: tuple[Any, int, int] | None,
         received: Received,
-        sent: Callable[[torch.Tensor], None],
+        sent: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
-        self._groups = groups
+        self._direction = direction
+        self._group: Any = None
+        if route is not None:
+            self._group, self._target, self._source = route
         self._received = received
         self._sent = sent
-        self._receives: dict[tuple[Op, _Microbatch], tuple[torch.Tensor, Any]] = {}
-        self._sends: dict[Op, tuple[_Microbatch, torch.Tensor, Any]] = {}
-        self._made: dict[tuple[Op, _Microbatch], torch.Tensor] = {}
+        self._receives: dict[tuple[int, int], tuple[torch.Tensor, Any]] = {}
+        self._made: dict[tuple[int, int], torch.Tensor] = {}
+        self._pending: tuple[tuple[int, int], torch.Tensor, Any] | None = None
 
-    def keep(self, op: Op, stage: int, microbatch: int, tensor: torch.Tensor) -> None:
-        """Keep a tensor that an action made until it is sent (``op`` is its send)."""
-        self._made[op, (stage, microbatch)] = tensor
+    def keep(self, stage: int, microbatch: int, tensor: torch.Tensor) -> None:
+        """Keep the tensor of a stage and a microbatch until it is sent."""
+        self._made[stage, microbatch] = tensor
 
-    def take(self, op: Op, stage: int, microbatch: int) -> torch.Tensor:
-        """Return a received tensor (``op`` is its receive); the current stream waits for it."""
-        pending = self._sends.get(Op.SEND_F)
-        if op is Op.RECV_B and pending is not None and pending[0] == (stage, microbatch):
-            self._end_send(Op.SEND_F)  # its receiver has used it
-        tensor, request = self._receives.pop((op, (stage, microbatch)))
+    def send(self, stage: int, microbatch: int) -> None:
+        """Post the send of a kept tensor."""
+        self.end()
+        tensor = self._made.pop((stage, microbatch))
+        request = dist.isend(tensor, self._target, self._group)
+        self._pending = (stage, microbatch), tensor, request
+
+    def receive(self, stage: int, microbatch: int) -> None:
+        """Post a receive."""
+        tensor = self._received.make(self._direction)
+        request = dist.irecv(tensor, self._source, self._group)
+        self._receives[stage, microbatch] = tensor, request
+
+    def take(self, stage: int, microbatch: int) -> torch.Tensor:
+        """Return a received tensor; the current stream waits for it."""
+        tensor, request = self._receives.pop((stage, microbatch))
         request.wait()
         return tensor
 
-    def run(self, action: Action) -> None:
-        """Post a send or a receive."""
-        groups, op, key = self._groups, action.op, (action.stage, action.microbatch)
-        assert groups is not None
-        if op is Op.RECV_F:
-            tensor = self._received.make(Direction.FORWARD)
-            self._receives[op, key] = tensor, dist.irecv(tensor, groups.previous, groups.forward)
-        elif op is Op.RECV_B:
-            tensor = self._received.make(Direction.BACKWARD)
-            self._receives[op, key] = tensor, dist.irecv(tensor, groups.next, groups.backward)
-        else:
-            self._end_send(op)
-            tensor = self._made.pop((op, key))
-            if op is Op.SEND_F:
-                request = dist.isend(tensor, groups.next, groups.forward)
-            else:
-                request = dist.isend(tensor, groups.previous, groups.backward)
-            self._sends[op] = key, tensor, request
+    def end_send_of(self, stage: int, microbatch: int) -> None:
+        """Wait for the latest send if it was that of this tensor, which was received."""
+        if self._pending is not None and self._pending[0] == (stage, microbatch):
+            self.end()
 
     def end(self) -> None:
-        """Wait for the sends that are left."""
-        for op in list(self._sends):
-            self._end_send(op)
-
-    def _end_send(self, op: Op) -> None:
-        if op in self._sends:
-            _, tensor, request = self._sends.pop(op)
+        """Wait for the latest send."""
+        if self._pending is not None:
+            _, tensor, request = self._pending
+            self._pending = None
             request.wait()
-            if op is Op.SEND_F:
+            if self._sent is not None:
                 self._sent(tensor)

@@ -5,13 +5,41 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from chunkgraph.schedules import Action, Op, Schedule
 
-__all__ = ["GradientSync"]
+__all__ = ["GradientSync", "LastGradients", "last_gradients"]
+
+
+class LastGradients(NamedTuple):
+    """The last gradients of a chunk in a step.
+
+    Attributes:
+        chunk: Index of the chunk.
+        are_final: Whether none come later, whether or not the backward is split.
+    """
+
+    chunk: int
+    are_final: bool
+
+
+def last_gradients(schedule: Schedule, rank: int) -> dict[Action, LastGradients]:
+    """Return the actions of a rank that add the last gradients of its chunks.
+
+    An eager backward adds them in I already, so I and W of the last microbatch both count.
+    """
+    last: dict[int, Action] = {}
+    for action in schedule.compute_actions(rank):
+        if action.op.ends_lifetime:
+            last[schedule.chunk_of(action.stage)] = action
+    ends = {action: LastGradients(chunk, True) for chunk, action in last.items()}
+    for chunk, action in last.items():
+        if action.op is Op.W:
+            ends[replace(action, op=Op.I)] = LastGradients(chunk, False)
+    return ends
 
 
 class GradientSync:
@@ -20,13 +48,9 @@ class GradientSync:
     Args:
         config: Megatron's ModelParallelConfig, with its ``no_sync_func`` and ``grad_sync_func``.
         models: Model chunks of the rank.
-        schedule: The schedule of the step.
-        rank: Of the pipeline.
     """
 
-    def __init__(
-        self, config: Any, models: Sequence[nn.Module], schedule: Schedule, rank: int
-    ) -> None:
+    def __init__(self, config: Any, models: Sequence[nn.Module]) -> None:
         functions = config.no_sync_func
         if functions is None:
             functions = ()
@@ -35,19 +59,6 @@ class GradientSync:
         is_list = isinstance(starts, (list, tuple))
         self._starts = list(starts) if is_list else [starts] * len(models)
         self._models = models
-        # The last actions of each chunk that add to its gradients. An eager backward adds them in
-        # I already, so that I and W of the last microbatch both let reductions begin.
-        self._last: dict[Action, int] = {}
-        self._final: set[Action] = set()
-        last: dict[int, Action] = {}
-        for action in schedule.compute_actions(rank):
-            if action.op.ends_lifetime:
-                last[schedule.chunk_of(action.stage)] = action
-        for chunk, action in last.items():
-            self._final.add(action)
-            self._last[action] = chunk
-            if action.op is Op.W:
-                self._last[replace(action, op=Op.I)] = chunk
         self._held: contextlib.ExitStack | None = None
 
     @contextlib.contextmanager
@@ -60,22 +71,18 @@ class GradientSync:
             self._let_go()
 
     @contextlib.contextmanager
-    def around(self, action: Action) -> Iterator[None]:
-        """Reduce the gradients of a chunk whose last ones ``action`` adds."""
-        chunk = self._last.get(action)
-        if chunk is None:
-            yield
-            return
-        start = self._starts[chunk]
+    def around(self, last: LastGradients) -> Iterator[None]:
+        """Reduce the gradients of a chunk, the last of which are added inside."""
+        start = self._starts[last.chunk]
         if start is None:
             self._let_go()
             yield
             self._hold()
             return
         yield
-        if action in self._final:
+        if last.are_final:
             self._let_go()
-            start(self._models[chunk].parameters())
+            start(self._models[last.chunk].parameters())
             self._hold()
 
     def _hold(self) -> None:

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from chunkgraph.megatron.core.p2p import Direction
+
 __all__ = ["TransferGroups"]
 
 _MAX_CTAS = 2
@@ -29,20 +31,26 @@ class TransferGroups:
         own_ranks = dist.get_process_group_ranks(pipeline)
         every: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, own_ranks)
-        self.forward = self.backward = pipeline
+        self._forward = self._backward = pipeline
         for ranks in sorted({tuple(ranks) for ranks in every}):
             pair = [_new_group(ranks, dist.get_backend(pipeline)) for _ in range(2)]
             if list(ranks) == own_ranks:
-                self.forward, self.backward = pair
+                self._forward, self._backward = pair
         place = own_ranks.index(dist.get_rank())
-        self.next = own_ranks[(place + 1) % len(own_ranks)]
-        self.previous = own_ranks[place - 1]
+        self._next = own_ranks[(place + 1) % len(own_ranks)]
+        self._previous = own_ranks[place - 1]
+
+    def route(self, direction: Direction) -> tuple[Any, int, int]:
+        """Return a direction's group, the rank to send to, and the rank to receive from."""
+        if direction is Direction.FORWARD:
+            return self._forward, self._next, self._previous
+        return self._backward, self._previous, self._next
 
     def close(self) -> None:
         """Destroy the groups."""
         if dist.is_initialized():
-            dist.destroy_process_group(self.forward)
-            dist.destroy_process_group(self.backward)
+            dist.destroy_process_group(self._forward)
+            dist.destroy_process_group(self._backward)
 
 
 def _new_group(ranks: tuple[int, ...], backend: str) -> Any:
