@@ -76,7 +76,7 @@ def _named_schedules(config: Config) -> tuple[str, ...]:
 
 
 def _checked(where: str, names: tuple[str, ...], config: Config) -> tuple[str, ...]:
-    """Return variants that exist and that the configuration supports."""
+    """Return ``names``, which must exist and be supported by the configuration."""
     known = (*VARIANTS, *_SCHEDULES)
     for name in names:
         if name not in known:

@@ -23,9 +23,9 @@ def chunk_costs(
     ranks that share a graph's collectives call this together.
 
     Args:
-        engine: the graphs of this rank, outside of a step.
-        device: where they run.
-        num_repeats: number of timed replays.
+        engine: The graphs of this rank, outside of a step.
+        device: Device of the graphs.
+        num_repeats: Number of timed replays.
 
     Returns:
         For each chunk the ms of F and B, or of F, I and W; without I where a chunk's inputs take

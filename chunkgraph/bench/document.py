@@ -29,10 +29,10 @@ class VariantResult:
     """The results of one variant.
 
     Attributes:
-        name: name of the variant.
-        error: reason that the variant did not finish its steps, or None.
-        values: results of rank 0; empty if it wrote none.
-        note: failure after the measured steps, or None.
+        name: Name of the variant.
+        error: Reason that the variant did not finish its steps, or None.
+        values: Results of rank 0; empty if it wrote none.
+        note: Failure after the measured steps, or None.
     """
 
     name: str
@@ -127,7 +127,7 @@ class BenchDocument:
         return self.head["is_deterministic"] is not False or not self.head["num_gpus"]
 
     def equality(self, result: VariantResult) -> tuple[bool | None, str | None]:
-        """Compare a variant with eager to the last bit.
+        """Compare a variant with eager, bit for bit.
 
         Returns:
             Whether it is equal, or None if it is not compared; and the first difference, or None.
@@ -149,12 +149,12 @@ class BenchDocument:
 
     @property
     def costs_ms(self) -> dict[str, float]:
-        """The ms of a chunk's F, B, I and W, as far as variants measured them."""
+        """Return the ms of a chunk's F, B, I and W, as far as variants measured them."""
         return merged_costs(result.get("costs_ms") for result in self.results)
 
     @property
     def simulated_step_ms(self) -> dict[str, dict[str, float]]:
-        """The simulated ms of a step by schedule and pipeline size; empty without costs."""
+        """Return the simulated ms of a step by schedule and pipeline size; empty without costs."""
         return {} if self.config is None else simulated_steps(self.costs_ms, self.config)
 
     def write(self, path: Path) -> None:
@@ -166,7 +166,7 @@ class BenchDocument:
         write_output("--json", path, json.dumps(self.to_mapping(), indent=1) + "\n")
 
     def _loss_difference(self, result: VariantResult) -> float | None:
-        """Return the largest relative difference of a step's loss to eager's; None if one fails."""
+        """Return the largest relative difference of a loss to eager's; None if either failed."""
         eager = self.result("eager")
         if eager is None or result.error is not None:
             return None

@@ -27,12 +27,12 @@ class HostTimes:
     """Host times, in microseconds, one for each call.
 
     Attributes:
-        forward: times of the forward of the transformer block (or the captured part). With graphs
+        forward: Times of the forward of the transformer block (or the captured part). With graphs
             this is the whole replaying call, including the launch.
-        backward: times of its backward. With graphs this is the replaying call, otherwise the time
+        backward: Times of its backward. With graphs this is the replaying call, otherwise the time
             from the block's output gradient to its input gradient.
-        forward_launch: times to launch the forward graph, a part of ``forward``; only with graphs.
-        backward_launch: times to launch the backward graph, a part of ``backward``.
+        forward_launch: Times to launch the forward graph, a part of ``forward``; only with graphs.
+        backward_launch: Times to launch the backward graph, a part of ``backward``.
     """
 
     forward: list[float] = field(default_factory=list)
@@ -68,11 +68,11 @@ class HostTimes:
 
 @contextmanager
 def host_times(chunks: Sequence[nn.Module], engine: ChunkGraphs | None) -> Iterator[HostTimes]:
-    """Measure every call in the block.
+    """Measure every call inside the ``with`` block.
 
     Args:
-        chunks: the model chunks of this rank.
-        engine: the chunk graphs that are attached to them, if any.
+        chunks: The model chunks of this rank.
+        engine: The chunk graphs that are attached to them, if any.
     """
     times = HostTimes()
     with ExitStack() as stack:

@@ -33,7 +33,7 @@ class Step(StepRecord):
     """Results of one step of this rank; ``step`` also counts warmup steps.
 
     Attributes:
-        work: work of its microbatches.
+        work: Work of the step's microbatches.
     """
 
     work: Work
@@ -44,18 +44,18 @@ class Measurement:
     """Measurements of one rank, as plain values for gathering.
 
     Attributes:
-        steps: all steps, warmup first.
-        parameters_sha256: hash of all parameters after the measured steps, in order.
-        reserved_bytes: most memory that the allocator held during the steps; 0 on a CPU.
-        allocated_bytes: most memory in use during the steps; 0 on a CPU.
-        captures: measurements of the captures.
-        matmul_tflops: speed of the rank's GPU after the measured steps; None if not measured.
-        host: host times; None until they are measured.
-        chunk_costs: times of each chunk's graphs in ms; empty until they are measured.
-        kernels: kernel times of all profiled steps; None until they are measured.
-        num_profiled_steps: number of profiled steps.
-        num_profiled_fallbacks: number of profiled steps that ran eagerly instead of replaying.
-        num_steps_run: number of steps of any kind that have run.
+        steps: All steps, warmup first.
+        parameters_sha256: Hash of all parameters after the measured steps, in order.
+        reserved_bytes: Most memory that the allocator held during the steps; 0 on a CPU.
+        allocated_bytes: Most memory in use during the steps; 0 on a CPU.
+        captures: Measurements of the captures.
+        matmul_tflops: Speed of the rank's GPU after the measured steps; None if not measured.
+        host: Host times; None until they are measured.
+        chunk_costs: Times of each chunk's graphs in ms; empty until they are measured.
+        kernels: Kernel times of all profiled steps; None until they are measured.
+        num_profiled_steps: Number of profiled steps.
+        num_profiled_fallbacks: Number of profiled steps that ran eagerly instead of replaying.
+        num_steps_run: Number of steps of any kind that have run.
     """
 
     steps: list[Step] = field(default_factory=list)
@@ -79,10 +79,10 @@ class VariantRun:
     works ahead.
 
     Args:
-        config: the run; model parallel groups must be initialized.
-        device: this rank's device.
-        variant: the variant to run.
-        on_step: callback after every step, with its kind: ``warmup``, ``step``, ``host`` or
+        config: The run's configuration; model parallel groups must be initialized.
+        device: This rank's device.
+        variant: The variant to run.
+        on_step: Callback after every step, with its kind: ``warmup``, ``step``, ``host`` or
             ``profile``.
     """
 
@@ -157,7 +157,7 @@ class VariantRun:
     def measure_costs(self) -> None:
         """Time the graphs of each chunk, outside of steps; gradients and random state change.
 
-        Not with a stash, whose pages only a whole step returns.
+        Do nothing with a stash: only a whole step returns its pages.
         """
         graphs = self._model.graphs
         if graphs is not None and not self._config.stash.enabled:

@@ -20,7 +20,7 @@ def read_traces(folder: Path) -> list[Mapping[str, Any]]:
 
 
 def merge_traces(traces: Sequence[Mapping[str, Any]]) -> str:
-    """Return one trace; the processes of each rank keep their names, with the rank before them."""
+    """Return one trace; prefix the names of each rank's processes with the rank."""
     base_ns = float(traces[0].get("baseTimeNanoseconds", 0))
     events: list[dict[str, Any]] = []
     for rank, trace in enumerate(traces):

@@ -23,9 +23,9 @@ class Work:
     """The work of one step's microbatches, on one data-parallel rank.
 
     Attributes:
-        num_tokens: number of tokens, without padding.
-        num_rows: number of computed rows, including padding.
-        num_misfits: number of packed microbatches that fit no graph.
+        num_tokens: Number of tokens, without padding.
+        num_rows: Number of computed rows, including padding.
+        num_misfits: Number of packed microbatches that fit no graph.
     """
 
     num_tokens: int
@@ -42,10 +42,10 @@ def work_of(
     """Count the work of a step.
 
     Args:
-        config: the run.
-        num_microbatches: number of microbatches of the step.
-        packings: document lengths of each microbatch; None without packing.
-        buckets: rows of each microbatch; None if all have the same.
+        config: The run's configuration.
+        num_microbatches: Number of microbatches of the step.
+        packings: Document lengths of each microbatch; None without packing.
+        buckets: Number of rows of each microbatch; None if all have the same.
     """
     rows = num_microbatches * config.train.micro_batch_size * config.tokens_per_sequence
     shape = packed_shape(config)
@@ -67,9 +67,9 @@ def packed_summary(
     larger than the share of microbatches that do not fit.
 
     Args:
-        config: the run.
-        steps_by_rank: the measured steps (`measure.Step`) of each rank.
-        times_ms: time of each of them, on the slowest rank.
+        config: The run's configuration.
+        steps_by_rank: The measured steps (`measure.Step`) of each rank.
+        times_ms: Time of each step on the slowest rank.
     """
     shape = packed_shape(config)
     if shape is None:
@@ -101,7 +101,7 @@ def packed_summary(
 
 
 def _expected(config: Config, counts: Sequence[int]) -> dict[str, float | None]:
-    """Return the expected shares by the distribution, to compare the sample with."""
+    """Return the shares that the distribution predicts, to compare with the sample."""
     quantiles = config.data.document_counts
     if not quantiles:
         return {"expected_misfit_share": None, "expected_misfit_steps": None}

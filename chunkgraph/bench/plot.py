@@ -49,7 +49,7 @@ _DESCRIPTION = {
     "shared slots": ("capture", "shared_slots", False),
     "gradient fusion": ("train", "gradient_accumulation_fusion", False),
 }
-"""Words that describe a config: section, setting and the value that is not worth a word."""
+"""Words that describe a config: section, setting, and the usual value, which is not mentioned."""
 _ENDINGS = (".png", ".svg", ".pdf")
 
 
@@ -60,7 +60,7 @@ def check_picture(path: Path | None) -> None:
         path: The picture's file; None if no picture is requested.
 
     Raises:
-        ConfigError: The file cannot be written, or its name does not end like a picture's.
+        ConfigError: The file cannot be written, or its name lacks the ending of a picture.
         MissingDependencyError: matplotlib is not installed.
     """
     if path is None:
@@ -143,8 +143,8 @@ class _Group:
     """The results of one config.
 
     Attributes:
-        label: what the config is, in words.
-        ran: results of the variants that finished, by name.
+        label: Description of the config.
+        ran: Results of the variants that finished, by name.
     """
 
     label: str
@@ -169,7 +169,7 @@ def _colour(name: str) -> str:
 
 
 def _labels(documents: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Describe each config by what differs between them; by its name where that is not known."""
+    """Describe each config by its differences from the others, or else by its name."""
     parts = [_parts(document) for document in documents]
     labels = []
     for document, own in zip(documents, parts, strict=True):

@@ -21,9 +21,9 @@ def profile_steps(run_step: Callable[[], object], num_steps: int, trace: Path) -
     """Run steps under the profiler.
 
     Args:
-        run_step: runs a whole step, marked as one, that ends by synchronizing the device.
-        num_steps: number of steps to profile, after one step without the profiler.
-        trace: path of the trace.
+        run_step: Function that runs a whole step, marked as one, and synchronizes the device.
+        num_steps: Number of steps to profile, after one step without the profiler.
+        trace: Path of the trace.
     """
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     run_step()

@@ -29,7 +29,7 @@ _SHORT = {
 def print_bench_report(
     document: BenchDocument, names: Sequence[str], console: Console | None = None
 ) -> list[str]:
-    """Print the tables; return the failures, if any, that fail the command."""
+    """Print the tables and return the failures, which fail the command."""
     console = console or Console(width=REPORT_WIDTH, highlight=False)
     head = document.head
     console.print(f"{head['config']} on {head['num_gpus'] or 'no'} x {head['device']}")
@@ -81,7 +81,7 @@ def _uneven_gpus(document: BenchDocument) -> list[str]:
 
 
 def find_failures(document: BenchDocument, names: Sequence[str]) -> list[str]:
-    """List the failures: eager and chunk must run and be equal."""
+    """List the failures: eager, chunk and schedules must run, be equal, and not capture late."""
     failures = []
     for name in names:
         if name not in PROMISED and schedule_of(name) is None:
@@ -246,7 +246,7 @@ def _simulated_table(document: BenchDocument) -> Table:
 
 
 def _measured_ms(document: BenchDocument, schedule: str) -> float | None:
-    """Return the step of chunk graphs under a schedule, if all steps are of one size."""
+    """Return the step time of chunk graphs under a schedule, if all steps have one size."""
     config = document.config
     if config is None or len(set(config.train.num_microbatches)) > 1:
         return None

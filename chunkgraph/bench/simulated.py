@@ -22,7 +22,7 @@ _SCHEDULES = ("1f1b", "interleaved", "zb-h1", "interleaved-zb")
 
 
 def merged_costs(variants: Iterable[Mapping[str, float] | None]) -> dict[str, float]:
-    """Merge the times of variants; the first that has one counts."""
+    """Merge the times of variants; the first variant with a time counts."""
     merged: dict[str, float] = {}
     for costs in variants:
         merged = {**(costs or {}), **merged}
@@ -33,8 +33,8 @@ def simulated_steps(costs: Mapping[str, float], config: Config) -> dict[str, dic
     """Return the ms of a step by schedule and pipeline size.
 
     Each rank has as many layers as a rank of the run. Embedding, loss, optimizer and messages are
-    not simulated. Schedules that split backwards need I and W; sizes that a schedule cannot run
-    with the run's number of microbatches, the largest, are left out.
+    not simulated. Schedules that split backwards need I and W. Sizes that a schedule cannot run
+    with the run's largest number of microbatches are omitted.
     """
     if "F" not in costs or not ("B" in costs or {"I", "W"} <= costs.keys()):
         return {}
@@ -72,7 +72,7 @@ def simulated_step_ms(
     """Return the ms of a step of a schedule family.
 
     Raises:
-        TopologyError: the schedule cannot run these sizes.
+        TopologyError: The schedule cannot run these sizes.
     """
     schedule = build_schedule(
         name, num_ranks=num_ranks, num_chunks=num_chunks, num_microbatches=num_microbatches

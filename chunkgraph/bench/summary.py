@@ -31,7 +31,7 @@ _KERNEL_KEYS = (
 
 @dataclass(frozen=True)
 class _Rank:
-    """A rank's measurement and its place."""
+    """A rank's measurement and its place in the pipeline."""
 
     measurement: Measurement
     pipeline_rank: int
@@ -104,7 +104,7 @@ def _memory(ranks: Sequence[_Rank]) -> dict[str, Any]:
 
 
 def _captures(config: Config, ranks: Sequence[_Rank]) -> dict[str, Any]:
-    """Summarize captures; a capture in a step takes the step's excess over a measured step."""
+    """Summarize captures; a capture inside a step takes the step's excess over the median."""
     seconds: list[float] = []
     for rank in ranks:
         captures = rank.measurement.captures
@@ -139,7 +139,7 @@ def _host(ranks: Sequence[_Rank]) -> dict[str, Any]:
 
 
 def _costs(ranks: Sequence[_Rank]) -> dict[str, float] | None:
-    """Return the times of the slowest chunk's graphs, of those with most graphs."""
+    """Return the graph times of the slowest chunk among those with the most graphs."""
     chunks = [costs for rank in ranks for costs in rank.measurement.chunk_costs]
     return max(chunks, key=lambda costs: (len(costs), sum(costs.values())), default=None)
 

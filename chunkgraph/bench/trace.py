@@ -41,27 +41,27 @@ class KernelTimes:
     """Device time of one rank, summed over all profiled steps, in ms.
 
     Attributes:
-        total: time of all kernels and copies except sends and receives.
-        forward: time of forwards by chunk.
-        backward: time of backwards by chunk.
-        dispatch: time of DeepEP's kernels, which wait for other ranks, and of all kernels that
+        total: Time of all kernels and copies except sends and receives.
+        forward: Time of forwards by chunk.
+        backward: Time of backwards by chunk.
+        dispatch: Time of DeepEP's kernels, which wait for other ranks, and of all kernels that
             permute rows (by name), anywhere.
-        stash: time of the stash's kernels.
-        send_receive: time of NCCL's sends and receives, of which all-to-all dispatch consists; not
-            part of ``total``.
-        other: time of other kernels (optimizer, zeroing, copies for communication), without
+        stash: Time of the stash's kernels.
+        send_receive: Time of NCCL's sends and receives, which all-to-all dispatch uses; not part
+            of ``total``.
+        other: Time of other kernels (optimizer, zeroing, copies for communication), without
             collectives.
-        graph_busy: time in which any kernel of a graph ran, from its first to its last kernel.
-        graph_span: time from a graph's first to its last kernel, summed over graph launches.
-        idle_at_copies: idle time in graphs right before or after a memset or memcpy of the graph
+        graph_busy: Time in which any kernel of a graph ran, from its first to its last kernel.
+        graph_span: Time from a graph's first to its last kernel, summed over graph launches.
+        idle_at_copies: Idle time in graphs right before or after a memset or memcpy of the graph
             (see `chunkgraph.graphs.memset_nodes`).
-        num_graph_copies: number of these memsets and copies.
-        idle: time of the steps in which only sends and receives ran, by place: ``before_graphs``
-            of the step, ``in_graphs`` from each graph's first kernel to its last,
+        num_graph_copies: Number of these memsets and copies.
+        idle: Time of the steps in which at most sends and receives ran, by place:
+            ``before_graphs`` of the step, ``in_graphs`` from each graph's first kernel to its last,
             ``between_graphs`` and ``behind_graphs``. A step lasts from its call to its end, for
             which the host waits. Empty without graphs.
-        num_graph_launches: number of calls of ``cudaGraphLaunch``.
-        num_kernel_launches: number of launches of single kernels.
+        num_graph_launches: Number of calls of ``cudaGraphLaunch``.
+        num_kernel_launches: Number of launches of single kernels.
     """
 
     total: float = 0.0

@@ -30,11 +30,11 @@ class Captures:
     """Measurements of a variant's captures, as plain values for gathering.
 
     Attributes:
-        duration_s: seconds of the captures, if they are separate from steps.
-        step: the step whose time contains the captures, if they are not separate.
-        pool_bytes: bytes that the graphs reserve, by part; None if unknown.
-        num_after_first: number of captures after the first session.
-        overflow_reruns: number of repeated steps so far, by the feature that had no room.
+        duration_s: Seconds of the captures, if they are separate from steps.
+        step: The step whose time contains the captures, if they are not separate.
+        pool_bytes: Bytes that the graphs reserve, by part; None if unknown.
+        num_after_first: Number of captures after the first session.
+        overflow_reruns: Number of repeated steps so far, by the feature that had no room.
     """
 
     duration_s: float | None = None
@@ -48,10 +48,10 @@ class Variant:
     """The eager variant, and the base class of the others.
 
     Attributes:
-        captures: measurements of its captures so far.
-        has_fragile_end: whether other owners hold its graphs, so that the process should end
+        captures: Measurements of its captures so far.
+        has_fragile_end: Whether other owners hold its graphs, so that the process should end
             without freeing them.
-        is_plain: whether the model runs unmodified.
+        is_plain: Whether the model runs unmodified.
     """
 
     name = "eager"
@@ -179,7 +179,7 @@ class _MegatronVariant(Variant):
             raise ConfigError(msg)
 
     def transformer_options(self) -> dict[str, Any]:
-        """Enable the implementation; it captures whole layers, or what it can of them."""
+        """Enable the implementation; it captures whole layers, or as much of them as it can."""
         module = import_megatron("megatron.core.transformer.transformer_config")
         names = {field.name for field in dataclasses.fields(module.TransformerConfig)}
         if "cuda_graph_impl" not in names:
@@ -277,7 +277,7 @@ class LocalVariant(_MegatronVariant):
     name = "local"
 
     def prepare(self, model: TrainedModel) -> None:
-        """Do nothing: the layers were built with their graph managers."""
+        """Record the capturing step; the layers were built with their graph managers."""
         super().prepare(model)
         self.captures.step = 0
 
@@ -290,7 +290,7 @@ class LocalVariant(_MegatronVariant):
 class FullIterationVariant(_MegatronVariant):
     """One graph for all forwards and backwards of a step, communication included.
 
-    Megatron allows no read of a loss or gradient in between, and fixes the number of microbatches.
+    Megatron forbids reading a loss or gradient in between, and fixes the number of microbatches.
     The optimizer's step stays outside.
     """
 

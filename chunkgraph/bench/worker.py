@@ -26,10 +26,10 @@ class Request:
     """The command's request to the workers.
 
     Attributes:
-        variant: name of the variant.
-        label: name in progress lines; None for ``variant``.
-        num_host_steps: number of additional steps that measure host times.
-        num_profiled_steps: number of additional steps under the profiler.
+        variant: Name of the variant.
+        label: Name in progress lines; None for ``variant``.
+        num_host_steps: Number of additional steps that measure host times.
+        num_profiled_steps: Number of additional steps under the profiler.
     """
 
     variant: str

@@ -1,1 +1,1 @@
-"""The command line: ``chunkgraph plan``, ``train`` and ``bench``."""
+"""The ``chunkgraph`` command line and its subcommands."""

@@ -1,4 +1,4 @@
-"""The ``chunkgraph`` command: parses, runs one subcommand, and turns errors into exit codes.
+"""The ``chunkgraph`` command: parse, run one subcommand, and turn errors into exit codes.
 
 Exit codes: 0 done, 1 the run failed, 2 bad usage or configuration, 130 interrupted.
 """
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        argv: Arguments after the program's name; None takes the process's own.
+        argv: Arguments after the program's name; None for those of the process.
 
     Returns:
         The exit code.
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(sys.argv[1:] if argv is None else list(argv))
     signal.signal(signal.SIGTERM, _exit_on_sigterm)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # names of files may be no text
+        sys.stdout.reconfigure(errors="backslashreplace")  # file names may not be valid text
     try:
         code: int = _command(args.command).run(args)
         _flush()
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted: the run was stopped and its processes ended.", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output left (`chunkgraph plan | head`); it cannot be answered.
+        # The reader closed the pipe (`chunkgraph plan | head`), so nothing can be printed.
         return EXIT_FAILED
     except OSError as error:
         if getattr(args, "debug", False):
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _drop_what_cannot_be_printed() -> None:
-    """Keep the interpreter from trying once more when it ends, which would print a traceback."""
+    """Discard unprintable output, which would print a traceback when the interpreter exits."""
     try:
         _flush()
     except OSError:
@@ -84,7 +84,7 @@ def _command(name: str) -> ModuleType:
 
 
 def build_parser(names: Sequence[str] = _COMMANDS) -> argparse.ArgumentParser:
-    """Return the parser of the command line, with these commands."""
+    """Return the command-line parser with the given commands."""
     parser: argparse.ArgumentParser = Parser(
         prog="chunkgraph",
         description="Pipeline model chunks captured once as graphs, replayed for any number of "
@@ -104,11 +104,11 @@ def commands_of(parser: argparse.ArgumentParser) -> Mapping[str, argparse.Argume
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    # A command imports nothing that only the others need.
+    # Import only what the given command needs.
     names = argv[:1] if argv and argv[0] in _COMMANDS else _COMMANDS
     parser = build_parser(names)
     args, rest = parser.parse_known_args(argv)
-    # argparse takes positionals in one run only; overrides may also stand after an option.
+    # argparse accepts positionals only in one sequence; overrides may also follow an option.
     overrides = [item for item in rest if "=" in item and not item.startswith("-")]
     if hasattr(args, "overrides") and len(overrides) == len(rest):
         args.overrides = [*args.overrides, *rest]
@@ -120,7 +120,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _exit_on_sigterm(signum: int, _frame: object) -> None:
-    """Leave through the ``finally`` blocks, which end the worker processes."""
+    """Exit through the ``finally`` blocks, which end the worker processes."""
     raise SystemExit(128 + signum)
 
 

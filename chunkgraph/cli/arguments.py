@@ -1,4 +1,4 @@
-"""Arguments of the command line: numbers that can be counted with, and errors of few words."""
+"""Command-line arguments: whole numbers of limited size, JSON output and short errors."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _LONG_WORD = re.compile(r"\S{201,}")
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors cut long values."""
+    """A parser that shortens long values in errors."""
 
     def error(self, message: str) -> NoReturn:
-        """Print usage and the message, and leave with exit code 2."""
+        """Print usage and the message, and exit with code 2."""
         message = _LONG_WORD.sub(lambda found: shorten(found[0]), message)
         super().error(message if len(message) <= _MAX_MESSAGE else f"{message[:_MAX_MESSAGE]}...")
 
@@ -39,7 +39,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def _json_file(name: str) -> Path:
-    """Parse the option's FILE, which is no configuration that stands after the option."""
+    """Parse the option's FILE; refuse a configuration that follows the option."""
     if name.endswith((".yaml", ".yml")):
         raise argparse.ArgumentTypeError(
             f"{shown(name)} is a configuration, not a file for JSON. Put it before --json."
@@ -48,7 +48,7 @@ def _json_file(name: str) -> Path:
 
 
 def prints_json(args: argparse.Namespace) -> bool:
-    """True where standard output has nothing but the JSON of `add_json`."""
+    """Return whether standard output contains only the JSON of `add_json`."""
     return args.json is not None and is_stdout(args.json)
 
 

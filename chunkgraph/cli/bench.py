@@ -1,4 +1,4 @@
-"""``chunkgraph bench``: run the same steps by each variant, in new processes, and compare."""
+"""``chunkgraph bench``: run the same steps in each variant, in new processes, and compare."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the subcommand; returns the exit code."""
+    """Run the subcommand and return the exit code."""
     _check_outputs(args)
     if args.plot_only is not None:
         return _plot_only(args)
@@ -197,13 +197,13 @@ class _Bench:
         )
 
     def run(self) -> int:
-        """Run all variants, print the table; returns the exit code."""
+        """Run all variants, print the table, and return the exit code."""
         json_path, plot_path = self._args.json, self._args.plot
         for name in self._names:
             started = time.monotonic()
             result = self._run_variant(name)
             self._document.add(result)
-            # After every variant, so that a bench that is killed leaves what it measured.
+            # Write after every variant, so that a killed bench keeps its measurements.
             if json_path is not None and can_be_rewritten(json_path):
                 self._write_early(json_path)
             duration_s = time.monotonic() - started
@@ -235,7 +235,7 @@ class _Bench:
         write_output("--trace", path, merge_traces(traces))
 
     def _write_early(self, path: Path) -> None:
-        """Write the results so far; a failure is an error once everything is measured."""
+        """Write the results so far; a failure becomes an error only after all measurements."""
         try:
             self._document.write(path)
         except OutputError as error:
@@ -269,7 +269,7 @@ class _Bench:
             num_workers=config.pipeline.world_size,
             stall_timeout_s=config.run.timeout_s + STALL_GRACE_S,
             time_limit_s=limit_s,
-            # The profiler's hooks are not to be taken away while graphs are alive.
+            # The profiler must not remove its hooks while graphs are alive.
             environment={**worker_environment(config), "TEARDOWN_CUPTI": "0"},
             debug=config.run.debug,
         )

@@ -1,4 +1,4 @@
-"""``chunkgraph completion``: completion of the command line for a shell."""
+"""``chunkgraph completion``: print a shell's completion script."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the subcommand; returns the exit code."""
+    """Run the subcommand and return the exit code."""
     from chunkgraph.cli.__main__ import build_parser, commands_of
 
     commands = commands_of(build_parser())

@@ -1,4 +1,4 @@
-"""``chunkgraph config``: a configuration as it is understood, and where each value comes from."""
+"""``chunkgraph config``: print the resolved configuration and the origin of each value."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the subcommand; returns the exit code."""
+    """Run the subcommand and return the exit code."""
     if args.schema or args.markdown:
         if args.config is not None:
             name = "--schema" if args.schema else "--markdown"

@@ -1,4 +1,4 @@
-"""``chunkgraph doctor``: what of this machine chunk graphs can use, and what to install."""
+"""``chunkgraph doctor``: show what chunk graphs can use on this machine, and what to install."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the subcommand; returns the exit code."""
+    """Run the subcommand and return the exit code."""
     check_output("doctor: --json", args.json)
     findings = _examine()
     uses = verdicts(findings)
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         table = Table(box=None, pad_edge=False, show_header=False)
         for finding in findings:
             text = f"{finding.found}; {finding.advice}" if finding.advice else finding.found
-            # Text, not str: brackets in advice are no markup.
+            # Text, not str: brackets in advice are not markup.
             table.add_row(finding.name, Text(finding.state, _STYLES[finding.state]), Text(text))
         console = Console(highlight=False)
         console.print(table)

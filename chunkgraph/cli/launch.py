@@ -1,4 +1,4 @@
-"""``chunkgraph launch``: a pretrain script of Megatron's, unmodified, with chunk graphs."""
+"""``chunkgraph launch``: run an unmodified Megatron pretrain script with chunk graphs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the subcommand; returns the exit code, the script's own where it failed."""
+    """Run the subcommand; return the exit code, which is the script's own if the script fails."""
     options = options_from(args)
     if args.gpu_memory is not None and not args.plan:
         raise ConfigError("--gpu-memory compares the memory of a plan; add --plan.")

@@ -1,4 +1,4 @@
-"""``chunkgraph launch --plan``: slots, graphs and memory of a user's own command line."""
+"""``chunkgraph launch --plan``: print slots, graphs and memory for a user's command line."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 
 
 def print_plan(options: LaunchOptions, gpu_bytes: int | None) -> int:
-    """Plan the command line and print the plan; returns the exit code.
+    """Plan the command line, print the plan, and return the exit code.
 
     Raises:
         ConfigError: The flags cannot be combined, or the script does not parse them.
@@ -96,7 +96,7 @@ def request_of_arguments(
 def _model(
     args: argparse.Namespace, flags: GraphFlags, num_stages: int, notes: list[str]
 ) -> ModelSizes | None:
-    """Return the model's sizes and note what they leave out; None for models without estimate."""
+    """Return the model's sizes and note what they omit; None for a model without an estimate."""
     if any(getattr(args, name, None) for name in _PATTERNS):
         notes.append("Memory is not estimated for hybrid models.")
         return None

@@ -36,11 +36,11 @@ class Finding:
     """One finding about this machine.
 
     Attributes:
-        name: what.
-        state: ``ok``; ``absent``: something optional is not there; ``wrong``: it is there, but
-            chunk graphs cannot work with it.
-        found: the finding in words.
-        advice: an action to take, if any.
+        name: Name of what was examined.
+        state: One of ``ok``, ``absent`` (optional and missing), and ``wrong`` (missing although
+            required, or present but unusable for chunk graphs).
+        found: The finding in words.
+        advice: An action to take, if any.
     """
 
     name: str
@@ -81,7 +81,7 @@ def _gpus() -> Finding:
 
 
 def _capture() -> Finding:
-    """Capture something and replay it on other numbers."""
+    """Capture a small module and replay it on different input."""
     if _version("torch") is None:
         return Finding("capture", "absent", "unknown without torch")
     import torch
@@ -99,7 +99,7 @@ def _capture() -> Finding:
             is_equal = torch.equal(y, module(x))
             y.sum().backward()
         graphs.release()
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is the finding
+    except Exception as error:  # noqa: BLE001 - any error is the finding
         return Finding("capture", "wrong", f"{type(error).__name__}: {str(error).splitlines()[0]}")
     if not is_equal:
         return Finding("capture", "wrong", "a replay differs from eager", "report this machine")
@@ -232,7 +232,7 @@ def _determinism() -> Finding:
 
 
 def _checkout_version() -> str | None:
-    """Read the release of a Megatron-LM checkout on the path, which pip does not know."""
+    """Return the version of a Megatron-LM checkout on the path, which pip does not know."""
     spec = importlib.util.find_spec("megatron")
     for folder in spec.submodule_search_locations or () if spec is not None else ():
         path = Path(folder, "core", "package_info.py")

@@ -1,4 +1,4 @@
-"""``chunkgraph packing``: packed shapes for a dataset's documents; needs no torch."""
+"""``chunkgraph packing``: find packed shapes for a dataset's documents; needs no torch."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ are microbatches with more documents or tokens than that.
 """
 _DEFAULT_CAPACITY = 4096
 _DEFAULT_MICROBATCHES = 8
-# Kernels tile rows in such numbers.
+# Kernels process tiles of this many rows.
 _ROUND_TOKENS = 128
 
 
@@ -175,11 +175,11 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: The arguments or the file are wrong, or the picture cannot be written.
         MissingDependencyError: The picture needs matplotlib.
-        OutputError: The picture could not be written after all.
+        OutputError: Writing the picture failed.
     """
     from chunkgraph.cli import packing_plot, packing_report
 
-    # Found out before a long file is read.
+    # Check before reading a long file.
     check_output("packing: --json", args.json)
     check_picture(args.plot)
     if prints_json(args) and args.plot and is_stdout(args.plot):
@@ -258,7 +258,7 @@ def _study(args: argparse.Namespace) -> PackingStudy:
 
 
 def _share(text: str) -> float:
-    """``1%`` or ``0.01`` as a number below 1."""
+    """Parse ``1%`` or ``0.01`` as a number below 1."""
     is_percent = text.rstrip().endswith("%")
     try:
         value = float(text.rstrip().removesuffix("%")) / (100 if is_percent else 1)
@@ -306,14 +306,14 @@ def _capacity(tokens: int, args: argparse.Namespace) -> PackedShape:
 
 
 def _multiple(args: argparse.Namespace) -> int:
-    """Return the multiple of rows that documents are padded to, for sizes not yet checked."""
+    """Return the multiple of rows that documents are padded to, from unchecked arguments."""
     pieces = 1 if args.context_parallel_size == 1 else 2 * args.context_parallel_size
     return math.lcm(pieces, args.pad_seq_to_mult)
 
 
 def _default_capacity(lengths: DocumentLengths, args: argparse.Namespace) -> int:
     multiple = _multiple(args)
-    # What no offsets could count was asked for by no one: the largest there is will do.
+    # The user set no size, so limit the default to what offsets can count.
     most = MAX_TOKENS // multiple * multiple
     if lengths.microbatch_ends is not None:
         padded = -(-lengths.tokens // multiple) * multiple

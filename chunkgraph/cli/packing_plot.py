@@ -1,4 +1,4 @@
-"""The picture of ``chunkgraph packing``: eager steps against N, and what microbatches hold."""
+"""Draw the picture of ``chunkgraph packing``: eager steps against N, and microbatch contents."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["draw"]
 
 _CHOSEN = "#d1495b"
 _RIGHT_PART = 0.8
-"""Share of the logarithmic axis beyond which labels stand left of their point."""
+"""Share of the logarithmic axis beyond which labels are placed left of their point."""
 _GREYS = ("#b0b0b0", "#8a8a8a", "#606060", "#303030")
 _NUM_POINTS = 160
 
@@ -27,7 +27,7 @@ def draw(study: PackingStudy, path: Path) -> None:
     """Draw the study into a file.
 
     Raises:
-        ConfigError: It cannot be drawn.
+        ConfigError: The study cannot be drawn.
         OutputError: The file cannot be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -114,7 +114,7 @@ def _draw_held(axes: Any, study: PackingStudy) -> None:
 
 
 def _inside(position: float, largest: int, offset: tuple[int, int]) -> dict[str, Any]:
-    """Place a label at a point's right, or at its left where it would leave the axes."""
+    """Place a label right of a point, or left of it if the label would leave the axes."""
     is_left = position > max(largest, 2) ** _RIGHT_PART
     return {"xytext": (-offset[0], offset[1]), "ha": "right"} if is_left else {"xytext": offset}
 

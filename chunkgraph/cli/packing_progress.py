@@ -1,4 +1,4 @@
-"""Progress of reading and packing long files, on standard error."""
+"""Show the progress of reading and packing long files, on standard error."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 class PackingProgress:
-    """A bar on a terminal; elsewhere a line every ten seconds.
+    """A progress bar on a terminal, or a line every ten seconds elsewhere.
 
     Args:
-        console: Console to show it on; None is standard error, so that the report alone is output.
+        console: Console for the progress; None for standard error, apart from the report.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -50,7 +50,7 @@ class PackingProgress:
             self._bar.stop()
 
     def phase(self, name: str) -> Callable[[int, int], None]:
-        """Return a callback that takes the part done and the whole of one phase."""
+        """Return a callback that takes the completed and the total amount of one phase."""
         if self._bar is None:
             return self._lines(name)
         bar, task = self._bar, self._bar.add_task(name, total=None)

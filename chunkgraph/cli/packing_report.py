@@ -1,4 +1,4 @@
-"""What ``chunkgraph packing`` prints: tables for people, or one JSON object."""
+"""Print the results of ``chunkgraph packing``: tables for people, or one JSON object."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ _LONG = {
     LongDocuments.SPLIT: "split",
     LongDocuments.KEEP: "kept: their steps fall back",
 }
-# In the table, rows with more steps than this falling back help no one.
+# The table omits shapes with a larger fallback share than this, unless requested.
 _HOPELESS = 0.95
-# Shorter lengths are worth graphs if they leave out so much of all rows.
+# Shorter lengths are worth their graphs if they save this share of all rows.
 _WORTH = 0.01
 _WIDTH = 80
-# More than these and one are not listed one by one.
+# Lists with more counts than this before the last one are abbreviated.
 _MANY_COUNTS = 2
 
 
 def as_json(study: PackingStudy) -> dict[str, Any]:
-    """Everything, as plain values; shares are 0 to 1."""
+    """Return everything as plain values; shares are from 0 to 1."""
     lengths, sizes, best = study.lengths, study.sizes, study.result.best
     return {
         "path": study.path,
@@ -88,7 +88,7 @@ def _outcome_json(outcome: ShapeOutcome) -> dict[str, Any]:
 
 
 def flags(outcome: ShapeOutcome) -> list[str] | None:
-    """Return the flags of pretrain scripts that choose a shape; None if they cannot."""
+    """Return the flags that select a shape in a pretrain script; None if no flags can."""
     if outcome.shape.pad_seq_to_mult > 1:
         return None
     limit = outcome.shape.max_document_tokens
@@ -159,7 +159,7 @@ def _outcome_table(study: PackingStudy) -> Table:
 
 
 def _shown(study: PackingStudy) -> Sequence[ShapeOutcome]:
-    """Choose the rows: of capacities that can meet the target, each N that changes something."""
+    """Choose the rows: each N that changes something, for capacities that can meet the target."""
     outcomes = study.result.outcomes
     usable = {o.shape.max_packed_tokens for o in outcomes if o.fallback_share <= study.target}
     shown: list[ShapeOutcome] = []
@@ -175,14 +175,14 @@ def _shown(study: PackingStudy) -> Sequence[ShapeOutcome]:
         is_asked_for = outcome.shape.max_packed_seqs in study.extra_seqs
         if (not usable or tokens in usable) and (is_telling or is_asked_for):
             shown.append(outcome)
-    # One row of the least bad informs more than an empty table.
+    # The least bad row is more useful than an empty table.
     return shown or [min(outcomes, key=lambda outcome: outcome.fallback_share)]
 
 
 def _percent(share: float | None) -> str:
     if share is None:
         return "-"
-    # Rounding must not make a rare thing look impossible.
+    # Rounding must not make a rare event look impossible.
     return "<0.01%" if 0 < share < 0.0001 else f"{share:.2%}"
 
 
@@ -247,10 +247,10 @@ def _lines(head: str, parts: Sequence[str]) -> str:
 
 
 def _say_same_cost(study: PackingStudy, best: ShapeOutcome, say: Any) -> None:
-    """Print what the next number costs that attention's kernels are started for, if it helps."""
+    """Print the result of the largest N with the same attention launch, if it is better."""
     same = largest_count_with_same_launch(best.shape)
     shape = replace(best.shape, max_packed_seqs=same)
-    # Looked at for this alone: it may be none of the candidates.
+    # This shape may not be among the candidates.
     other = evaluate(study.sizes, shape, study.microbatches_per_step)
     if other.num_misfits < best.num_misfits:
         say(
@@ -289,7 +289,7 @@ def _say_seq_buckets(study: PackingStudy, best: ShapeOutcome, say: Any) -> None:
 
 
 def _asked(best: ShapeOutcome, flag: str, key: str) -> list[str]:
-    """Join a pretrain script's flag and a key of the configuration, or the key alone."""
+    """Return a pretrain script's flag and the configuration key, or the key alone."""
     return [key] if flags(best) is None else [flag, f"({key})"]
 
 

@@ -1,4 +1,4 @@
-"""``chunkgraph plan``: slots, graphs, memory and the picture of a schedule; needs no torch."""
+"""``chunkgraph plan``: plan slots, graphs and memory of a schedule, and draw it; needs no torch."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _EPILOG = f"""\
 _MAX_PLANNED_CHUNKS = 20_000
 _MAX_DRAWN = 10_000
 _MAX_EXPORTED = 200_000
-"""Actions of a picture, and of a page or trace, which zoom."""
+"""Maximum number of actions in a page or trace, which zoom; ``_MAX_DRAWN``: in a picture."""
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -123,12 +123,12 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the subcommand; returns the exit code.
+    """Run the subcommand and return the exit code.
 
     Raises:
         ConfigError: The arguments, the config or the sizes are wrong, or the picture cannot be
             written.
-        OutputError: The picture could not be written after all.
+        OutputError: Writing the picture failed.
     """
     request = request_of(args)
     if args.compare:
@@ -240,7 +240,7 @@ def _print_all(
     rows: Sequence[RankRow],
     grid: Grid | None,
 ) -> None:
-    # rich is only needed to print for people.
+    # Only printed tables need rich.
     from rich.console import Console
 
     pictures = _pictures(args)

@@ -44,10 +44,10 @@ def add_bank_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def banks_of(args: argparse.Namespace, config: Config) -> tuple[BankSizes, ...]:
-    """Choose the banks to plan; none without sizes or length buckets.
+    """Return the banks to plan; empty without sizes or length buckets.
 
     Raises:
-        ConfigError: Sizes or tokens that cannot be, or lengths that no run would have.
+        ConfigError: Sizes or token counts are impossible, or no run would have the lengths.
     """
     static = config.pipeline.context_parallel_size
     sizes = _sizes_of(args, config)
@@ -67,7 +67,7 @@ def banks_of(args: argparse.Namespace, config: Config) -> tuple[BankSizes, ...]:
             f"plan: --cuda-graph-max-packed-tokens {most} is odd, and ranks that share a "
             "microbatch each hold two pieces of every document. Give an even number."
         )
-    # Buckets are parts of the whole, or tokens of it.
+    # A bucket is a fraction of the whole, or a number of tokens.
     parts = [b if b <= 1 else Fraction(int(b), whole) for b in config.packing.buckets]
     lengths = {most, *(max(1, math.ceil(most * part)) for part in parts)}
     return tuple(
@@ -78,25 +78,25 @@ def banks_of(args: argparse.Namespace, config: Config) -> tuple[BankSizes, ...]:
 
 
 def rows_of_a_rank(config: Config, banks: Sequence[BankSizes]) -> int:
-    """Return the rows that one rank holds of the longest microbatch.
+    """Return the number of rows of the longest microbatch on one rank.
 
     Args:
-        config: the run.
-        banks: its banks, from `banks_of`.
+        config: The run's configuration.
+        banks: The run's banks, from `banks_of`.
     """
     tokens = -(-config.tokens_per_sequence // config.pipeline.context_parallel_size)
     return max((bank.tokens_per_rank for bank in banks), default=tokens)
 
 
 def _sizes_of(args: argparse.Namespace, config: Config) -> Sequence[int]:
-    """Return the context-parallel sizes that microbatches may have; none if all have the same."""
+    """Return the context-parallel sizes that microbatches may have; empty if all have the same."""
     packing = config.packing
     sizes: Sequence[int] = args.cuda_graph_cp_sizes
     return sizes or packing.captured_context_parallel_sizes or packing.context_parallel_sizes
 
 
 def _buckets_of(config: Config) -> tuple[PackedShape, ...]:
-    """Return the lengths that a run captures, largest first; none without shorter ones."""
+    """Return the shapes that a run captures, largest first; empty without shorter ones."""
     packing, pipeline = config.packing, config.pipeline
     if not packing.buckets:
         return ()
@@ -104,7 +104,7 @@ def _buckets_of(config: Config) -> tuple[PackedShape, ...]:
         packing.max_packed_seqs,
         config.tokens_per_sequence,
         pipeline.context_parallel_size,
-        counts_padding=True,  # or not: lengths are the same
+        counts_padding=True,  # the lengths do not depend on this
         pad_seq_to_mult=packing.pad_seq_to_mult,
     )
     tensor_ranks = pipeline.tensor_model_parallel_size if pipeline.sequence_parallel else 1
@@ -119,12 +119,12 @@ def _buckets_of(config: Config) -> tuple[PackedShape, ...]:
 def seq_counts_of(
     args: argparse.Namespace, config: Config, banks: Sequence[BankSizes]
 ) -> tuple[int, ...]:
-    """Return the numbers of packed sequences that are captured; none if there is only one.
+    """Return the numbers of packed sequences that are captured; empty if there is only one.
 
     Args:
-        args: arguments of the command.
-        config: the run.
-        banks: its banks, from `banks_of`.
+        args: Arguments of the command.
+        config: The run's configuration.
+        banks: The run's banks, from `banks_of`.
     """
     most, fewer = config.packing.max_packed_seqs, config.packing.seq_buckets
     if fewer is None and _sizes_of(args, config):

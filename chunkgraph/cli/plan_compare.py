@@ -1,4 +1,4 @@
-"""All schedules of one pipeline next to each other, for ``chunkgraph plan --compare``."""
+"""Compare all schedules of one pipeline, for ``chunkgraph plan --compare``."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ class Compared:
     """One schedule of the comparison.
 
     Attributes:
-        schedule: Its name.
+        schedule: Name of the schedule.
         num_chunks: Model chunks on each rank.
         bubble_ratio: Idle share of every rank.
-        step_ms: Time of the step, in forwards of a rank where no costs are known.
-        num_slots: Slots of the rank with most.
-        memory_bytes: Estimate for the rank that needs most, None without a model.
+        step_ms: Time of the step; in forwards of a rank if no costs are known.
+        num_slots: Number of slots on the rank with the most.
+        memory_bytes: Estimate for the rank that needs the most; None without a model.
     """
 
     schedule: str
@@ -65,12 +65,12 @@ class Compared:
 
     @property
     def held_microbatches(self) -> float:
-        """What the slots hold, in microbatches of all layers of a rank."""
+        """Return what the slots hold, in microbatches of all layers of a rank."""
         return self.num_slots / self.num_chunks
 
     @property
     def runs_in_megatron(self) -> bool:
-        """Whether Megatron has this schedule."""
+        """Return whether Megatron has this schedule."""
         return self.schedule in (megatron_schedule_name(2, chunks) for chunks in (1, 2))
 
 
@@ -79,9 +79,9 @@ class Comparison:
     """The schedules of one pipeline.
 
     Attributes:
-        rows: Those that can run.
-        refused: Why the others, by name, cannot.
-        has_costs: Steps are in ms.
+        rows: Schedules that can run.
+        refused: Reasons why the others cannot run, by name.
+        has_costs: Whether steps are in ms.
     """
 
     rows: tuple[Compared, ...]
@@ -90,11 +90,11 @@ class Comparison:
 
     @property
     def base(self) -> Compared:
-        """1F1B, which others are compared with; it runs wherever one of them does."""
+        """Return 1F1B, the baseline; it runs wherever another schedule does."""
         return next(row for row in self.rows if row.schedule == _BASE)
 
     def best(self, rows: Sequence[Compared]) -> Compared:
-        """The fastest of some rows; of those nearly as fast, the one that holds least."""
+        """Return the row that holds least among the fastest and those nearly as fast."""
         fastest = min(row.step_ms for row in rows)
         near = [row for row in rows if row.step_ms <= _TOLERANCE * fastest]
         return min(near, key=lambda row: row.memory_bytes or row.held_microbatches)
@@ -174,7 +174,7 @@ def compare(request: Request) -> Comparison:
 def comparison_steps(
     request: Request, comparison: Comparison
 ) -> list[tuple[Grid, Sequence[RankRow]]]:
-    """Simulate a step of every schedule of a comparison, with the work of the request's ranks.
+    """Simulate a step of every compared schedule, with as much work per rank as in the request.
 
     Raises:
         ConfigError: A step is too large to simulate.
@@ -222,7 +222,7 @@ def _compared(request: Request, name: str) -> Compared:
 
 
 def _timed(request: Request, name: str, shape: PipelineShape) -> tuple[float, float]:
-    """The bubble ratio and the time of a step whose ranks have the work of the request's."""
+    """Return bubble ratio and time of a step with as much work per rank as in the request."""
     if request.costs is None:
         bubble_ratio = get_family(name).bubble_ratio(shape)
         return bubble_ratio, 3 * shape.num_microbatches / (1 - bubble_ratio)

@@ -1,4 +1,4 @@
-"""What one action costs in ``chunkgraph plan``: from numbers, or measured, out of a JSON file."""
+"""Read the costs of an action for ``chunkgraph plan``, from numbers or from a JSON file."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ one of the "variants" of a bench document, of which `chunk` comes first.
 """
 _NAMES = ("F", "B", "I", "W", "send")
 _MAX_BYTES = 64 * 2**20
-# A picture is as fine as its shortest action.
+# The shortest action determines the resolution of a picture.
 _MAX_RATIO = 50
 
 
 def add_costs_argument(parser: argparse.ArgumentParser) -> None:
-    """Add the option."""
+    """Add the option ``--costs``."""
     parser.add_argument(
         "--costs",
         metavar="FILE|F=MS,...",
@@ -37,10 +37,10 @@ def add_costs_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def costs_of(argument: str | None) -> CostModel | None:
-    """Read the value of ``--costs``; None without one.
+    """Return the costs of ``--costs``; None without the option.
 
     Raises:
-        ConfigError: It has no costs, or none that can be.
+        ConfigError: The value has no costs, or invalid ones.
     """
     if argument is None:
         return None

@@ -1,4 +1,4 @@
-"""A simulated step as a page that zooms (``--html``) and as a trace for Perfetto (``--trace``)."""
+"""Export a simulated step as a zoomable page (``--html``) or a Perfetto trace (``--trace``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The picture of one step for ``chunkgraph plan``: on the terminal and as SVG."""
+"""Draw one step for ``chunkgraph plan``, on the terminal and as SVG."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 __all__ = ["MAX_PANELS", "Grid", "too_large"]
 
 MAX_PANELS = 16
-"""Stretches of time that are printed unless all are asked for."""
+"""Maximum number of printed panels (stretches of time) without ``--full``."""
 
 _MAX_ACTIONS = 10_000
-# Simulating passes over all ranks as many times as there are ranks.
+# A simulation passes over all ranks as often as there are ranks.
 _MAX_RANKS = 256
-# Colours by name, because terminals with few of them turn finer ones into the same.
+# Named colours: a terminal with few colours would merge finer ones.
 _STYLES = {
     Op.F: "white on blue",
     Op.B: "black on green",
@@ -85,7 +85,7 @@ class Grid:
         return draw_svg(self.simulation, slots=self.slots, ranks=self.ranks)
 
     def print(self, console: Console, *, is_full: bool) -> None:
-        """Print the step, all of it or its beginning."""
+        """Print the whole step, or its beginning."""
         from rich.text import Text
 
         panels = text_panels(

@@ -1,4 +1,4 @@
-"""Memory of ``chunkgraph plan``: the table, and whether it fits on a GPU."""
+"""Report memory in ``chunkgraph plan``: a table, and whether it fits on a GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _Estimates = Sequence[tuple[SlotPlan, MemoryEstimate]]
 
 
 def add_gpu_memory(parser: argparse.ArgumentParser) -> None:
-    """Add the option that names the memory of a GPU."""
+    """Add the option that sets the memory of a GPU."""
     parser.add_argument(
         "--gpu-memory",
         type=_byte_count,
@@ -50,7 +50,7 @@ def memory_cells(plan: SlotPlan, memory: MemoryEstimate) -> list[str]:
 
 
 def fits(estimates: _Estimates, gpu_bytes: int) -> bool:
-    """Return whether every rank's sum is within the memory of a GPU."""
+    """Return whether every rank's sum fits in the memory of a GPU."""
     return all(memory.total_bytes <= gpu_bytes for _, memory in estimates)
 
 
@@ -69,7 +69,7 @@ def kept_line(estimates: _Estimates) -> str:
 def fit_lines(
     estimates: _Estimates, model: ModelSizes, gpu_bytes: int, *, shared_slots: bool
 ) -> Iterator[str]:
-    """Yield whether the largest rank fits, and what lowers its memory where it does not."""
+    """Yield whether the largest rank fits and, if it does not, what lowers its memory."""
     plan, memory = max(estimates, key=lambda one: one[1].total_bytes)
     size, total = format_bytes(gpu_bytes), format_bytes(memory.total_bytes)
     if fits(estimates, gpu_bytes):

@@ -1,4 +1,4 @@
-"""The sizes of a model for ``chunkgraph plan``, from a configuration or from Megatron's flags."""
+"""Find a model's sizes for ``chunkgraph plan``, from a configuration or from Megatron's flags."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def sizes_of(
     """Return the sizes that the settings describe.
 
     Args:
-        value: Gets a setting by Megatron's name; None for one that does not exist.
+        value: Function that returns a setting by Megatron's name, or None.
         seq_length: Number of tokens of one sequence on one rank.
         micro_batch_size: Number of sequences in one microbatch.
-        num_copies: Number of ranks that hold the same weights, those of context parallelism
-            included.
+        num_copies: Number of ranks that hold the same weights, including those of context
+            parallelism.
         is_local: Whether the layers are Megatron's own, which save attention scores.
     """
     is_float = value("params_dtype") == "float32"

@@ -1,4 +1,4 @@
-"""What ``chunkgraph plan`` is asked for, by a configuration or by flags."""
+"""The input of ``chunkgraph plan``, from a configuration or from flags."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ class Request:
         schedule: Name of the schedule.
         num_ranks: Pipeline-parallel size.
         num_chunks: Model chunks on each rank.
-        group_size: Microbatch group size, None for the default.
-        num_microbatches: Of the step that is drawn.
-        costs: Of one action on one chunk, None where nothing is measured.
-        model: Sizes to estimate memory with, None without a config.
-        is_largest_of_many: The config has steps of fewer microbatches too.
-        shared_slots: The chunks of a rank share slots.
-        banks: Banks to estimate memory of.
+        group_size: Microbatch group size; None for the default.
+        num_microbatches: Number of microbatches of the drawn step.
+        costs: Costs of one action on one chunk; None if not measured.
+        model: Sizes for the memory estimate; None without a config.
+        is_largest_of_many: Whether the config also has steps of fewer microbatches.
+        shared_slots: Whether the chunks of a rank share slots.
+        banks: Banks for the memory estimate.
         seq_counts: Numbers of packed sequences that are captured.
-        gpu_bytes: Memory of a GPU to compare with, None without one.
-        notes: What the plan leaves out or assumes.
+        gpu_bytes: Memory of a GPU for comparison, or None.
+        notes: Notes on what the plan omits or assumes.
     """
 
     schedule: str
@@ -62,7 +62,7 @@ def request_of(args: argparse.Namespace) -> Request:
     """Read the arguments, and the config if they name one.
 
     Raises:
-        ConfigError: They contradict each other, or a file is wrong.
+        ConfigError: Arguments contradict each other, or a file is wrong.
     """
     if args.config is not None and "=" in args.config and not Path(args.config).exists():
         # Without a config the first override takes its place.
@@ -125,7 +125,7 @@ def _from_config(args: argparse.Namespace, config: Config) -> Request:
         group_size=pipeline.microbatch_group_size_per_vp_stage,
         num_microbatches=max(counts) if args.num_microbatches is None else args.num_microbatches,
         costs=costs_of(args.costs),
-        # What Mamba layers keep is not estimated; without them nothing would be right.
+        # The memory of Mamba layers is not estimated; a sum without them would be wrong.
         model=None
         if model.hybrid_layer_pattern is not None
         else sizes_of(

@@ -1,4 +1,4 @@
-"""The plan of each rank, from a request, and what is printed of it."""
+"""Plan each rank of a request, and print the plans."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def shape_of(request: Request) -> PipelineShape:
 def rows_of(
     request: Request, shape: PipelineShape, ranks: Sequence[int], grid: Grid | None = None
 ) -> list[RankRow]:
-    """Plan the ranks; the bubble is the grid's, if there is one."""
+    """Plan the ranks; take the bubble ratio from the grid, if there is one."""
     return [_row(request, shape, rank, grid) for rank in ranks]
 
 
@@ -83,7 +83,7 @@ def _row(request: Request, shape: PipelineShape, rank: int, grid: Grid | None) -
     )
     return RankRow(
         plan=plan,
-        # Without costs the grid has the same, where there is one.
+        # Without costs, a grid would give the same ratio.
         bubble_ratio=family.bubble_ratio(shape)
         if grid is None
         else grid.simulation.bubble_ratio(rank),

@@ -1,4 +1,4 @@
-"""Each rank's part of ``chunkgraph plan``, as tables and as JSON."""
+"""Format the plan of each rank as tables and as JSON."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def as_json(row: RankRow) -> dict[str, object]:
 
 
 def print_tables(console: Console, rows: Sequence[RankRow]) -> None:
-    """Slots, and with a model memory, by bank where there are any; of the first ranks if many."""
+    """Print slots and, with a model, memory, also by bank; of the first ranks if there are many."""
     num_left_out = len(rows) - _MAX_RANKS
     rows = rows[:_MAX_RANKS]
     planned = [
@@ -75,7 +75,7 @@ def print_tables(console: Console, rows: Sequence[RankRow]) -> None:
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """Lay out right-aligned columns."""
+    """Return a table with right-aligned columns."""
     from rich import box
     from rich.table import Table
 

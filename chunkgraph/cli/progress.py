@@ -1,4 +1,4 @@
-"""What is shown while a run goes on: a bar on a terminal, plain lines elsewhere."""
+"""Show the progress of a run: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _PHASES = {"eager": "eager", "chunk": "chunk graphs"}
 
 
 class TrainProgress:
-    """Shows the progress lines of rank 0 (``progress.jsonl``) and what the workers print.
+    """Shows the progress lines of rank 0 (``progress.jsonl``) and the output of the workers.
 
     Args:
         config: The run's configuration.
-        console: Console to show it on; None is standard error, so that the report alone is output.
+        console: Console for the progress; None for standard error, apart from the report.
     """
 
     def __init__(self, config: Config, console: Console | None = None) -> None:
@@ -66,8 +66,8 @@ class TrainProgress:
             self._bar.stop()
 
     def print(self, line: str) -> None:
-        """Show a line above the bar, as it is."""
-        # Text, not str: brackets in a worker's output are no markup.
+        """Show a line above the bar, unchanged."""
+        # Text, not str: brackets in a worker's output are not markup.
         self._console.print(Text.from_ansi(line), soft_wrap=True, highlight=False)
 
     def update(self, event: Mapping[str, Any]) -> None:

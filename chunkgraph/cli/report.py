@@ -1,4 +1,4 @@
-"""The closing table of a training run, in 80 columns and as JSON."""
+"""Print the closing table of a training run in 80 columns, and write its results as JSON."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _VERIFIED = {
 
 
 def print_report(config: Config, results: RunResults, console: Console | None = None) -> list[str]:
-    """Print the table and what follows from it.
+    """Print the table, the notes and the verdict.
 
     Args:
         config: Configuration of the run.
@@ -33,7 +33,7 @@ def print_report(config: Config, results: RunResults, console: Console | None = 
         console: Console to print to; None is standard output.
 
     Returns:
-        What broke the promise of the run; empty when nothing did.
+        The failures of the run; empty if there are none.
     """
     console = console or Console(width=REPORT_WIDTH, highlight=False)
     failures = find_failures(config, results)
@@ -148,7 +148,7 @@ def _notes(config: Config, results: RunResults) -> list[str]:
 
 
 def _memory(results: RunResults) -> list[str]:
-    """Report the most memory of each rank; none is known on a CPU."""
+    """Report the peak memory of each rank; empty on a CPU, where it is unknown."""
     if not any(results.reserved_bytes):
         return []
     sizes = ", ".join(format_bytes(size) for size in results.reserved_bytes)

@@ -1,4 +1,4 @@
-"""``chunkgraph train``: check everything that can be checked, start the workers, report."""
+"""``chunkgraph train``: check everything that can be checked, start the workers, and report."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the subcommand; returns the exit code."""
+    """Run the subcommand and return the exit code."""
     from chunkgraph.cli.train_rank import StartedRank, train_as_rank
 
     started = StartedRank.from_environment(os.environ)

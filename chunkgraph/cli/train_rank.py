@@ -1,7 +1,7 @@
-"""``chunkgraph train`` as one rank of a job that torchrun, srun or the like has started.
+"""Run ``chunkgraph train`` as one rank of a job that torchrun, srun or the like started.
 
-The process trains in itself instead of starting workers. Rank 0 shows progress and prints the
-report. An error that every rank finds alike is printed once: see ``_wait_for_the_launcher``.
+The process itself trains instead of starting workers. Rank 0 shows progress and prints the
+report. An error that all ranks have in common is printed once; see ``_wait_for_the_launcher``.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ _WAIT_S = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class StartedRank:
-    """This process's place in a job, in the words of torchrun's environment variables."""
+    """This process's place in a job, named as in torchrun's environment variables."""
 
     rank: int
-    """Number of the process in the job."""
+    """Index of the process in the job."""
     world_size: int
-    """Processes of the job."""
+    """Number of processes of the job."""
     local_rank: int
-    """Number of the process on its machine."""
+    """Index of the process on its machine."""
     local_world_size: int
-    """Processes of the job on this machine."""
+    """Number of processes of the job on this machine."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> StartedRank | None:
-        """Read RANK, WORLD_SIZE and the rest; None where nobody has started this process as a rank.
+        """Read RANK, WORLD_SIZE and the rest; return None if this process is not a rank of a job.
 
         Raises:
-            ConfigError: Some are set, but not all that are needed, or not to what they may be.
+            ConfigError: A required variable is missing, or a value is invalid.
         """
         if "RANK" not in environment or "WORLD_SIZE" not in environment:
             return None
@@ -72,16 +72,16 @@ class StartedRank:
 
 
 def train_as_rank(args: argparse.Namespace, started: StartedRank) -> NoReturn:
-    """Train as this rank, and leave the process with the exit code.
+    """Train as this rank, and end the process with the exit code.
 
     Args:
         args: The subcommand's arguments.
-        started: The place in the job.
+        started: This process's place in the job.
     """
     die_with_parent()
     guard_session()
-    # The launcher decides what an interrupt means. A rank has nothing to save, and one that waits
-    # inside a collective would never come to run a handler of Python's.
+    # The launcher handles interrupts. A rank has nothing to save, and a rank that waits inside a
+    # collective would never run a Python handler.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
@@ -98,7 +98,7 @@ def _train(args: argparse.Namespace, started: StartedRank) -> int:
     config = checked_config(args, num_local_ranks=started.local_world_size)
     _check_world_size(config, started)
     for name, value in worker_environment(config).items():
-        # Without a network, only ranks of the same machine reach each other.
+        # The loopback interface only connects ranks of the same machine.
         if name != "GLOO_SOCKET_IFNAME" or started.local_world_size == started.world_size:
             os.environ.setdefault(name, value)
     if not config.run.debug and not sys.warnoptions:
@@ -143,7 +143,7 @@ def _check_world_size(config: Config, started: StartedRank) -> None:
 
 
 def _report_error(args: argparse.Namespace, started: StartedRank, error: Exception) -> int:
-    """Print an error on the rank where the user sees it once; returns the exit code."""
+    """Print an error so that the user sees it once; return the exit code."""
     from chunkgraph.jobs.reports import describe_error, lost_a_peer
 
     is_usage = is_usage_error(error)
@@ -151,7 +151,7 @@ def _report_error(args: argparse.Namespace, started: StartedRank, error: Excepti
         _wait_for_the_launcher()
     if args.debug:
         traceback.print_exception(error)
-    # A wrong setting is no rank's fault.
+    # A wrong setting concerns no particular rank.
     is_shared = is_usage and started.local_rank == 0
     message = str(error) if is_shared else describe_error(error, started.rank)
     print(f"error: {message}", file=sys.stderr)
@@ -159,10 +159,10 @@ def _report_error(args: argparse.Namespace, started: StartedRank, error: Excepti
 
 
 def _wait_for_the_launcher() -> None:
-    """Give way to the rank that explains the failure better.
+    """Wait for the rank that explains the failure better.
 
-    Whoever started the ranks ends them all when the first one fails. If this one is still here
-    afterwards, then the error is its own, or nobody watches, and it is printed after all.
+    The launcher ends all ranks when the first one fails. If this rank is still alive after the
+    wait, the error is its own or no launcher watches, and the caller prints the error.
     """
     time.sleep(_WAIT_S)
 

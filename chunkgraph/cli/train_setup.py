@@ -1,4 +1,4 @@
-"""Checks of ``chunkgraph train`` before it starts, and its report at the end."""
+"""Check a run of ``chunkgraph train`` before it starts, and report it at the end."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ __all__ = [
     "worker_environment",
 ]
 
-# Ranks on a CPU share its cores; more of them than this only fill memory.
+# Ranks on a CPU share its cores; more ranks than this only fill memory.
 _FEWEST_PROCESSES, _PROCESSES_PER_CORE = 64, 8
 
 STALL_GRACE_S = 15.0
-"""A rank's own limit on collectives fires first and explains more than a silence does."""
+"""Extra time for a rank's own limit on collectives, which explains more than a silence."""
 
 
 def checked_config(args: argparse.Namespace, num_local_ranks: int | None = None) -> Config:
@@ -43,11 +43,11 @@ def checked_config(args: argparse.Namespace, num_local_ranks: int | None = None)
 
     Args:
         args: The subcommand's arguments.
-        num_local_ranks: Ranks on this machine; None when all of them are.
+        num_local_ranks: Number of ranks on this machine; None if all ranks are on it.
 
     Raises:
         ConfigError: A setting or option is wrong.
-        MissingDependencyError: A package that is needed is not installed.
+        MissingDependencyError: A required package is not installed.
     """
     overrides = [*args.overrides, "run.debug=true"] if args.debug else args.overrides
     config = resolve_device(load_config(args.config, overrides), num_local_ranks)
@@ -62,7 +62,7 @@ def checked_config(args: argparse.Namespace, num_local_ranks: int | None = None)
 
 
 def report(args: argparse.Namespace, config: Config, results: RunResults) -> int:
-    """Print the closing table and write the files that were asked for; returns the exit code."""
+    """Print the closing table, write the requested files, and return the exit code."""
     from rich.console import Console
 
     from chunkgraph._text import REPORT_WIDTH
@@ -76,11 +76,11 @@ def report(args: argparse.Namespace, config: Config, results: RunResults) -> int
 
 
 def resolve_device(config: Config, num_local_ranks: int | None = None) -> Config:
-    """Decide between CPU and GPU; torch is asked only where the answer is open.
+    """Choose CPU or GPU; import torch unless the configuration sets the CPU.
 
     Args:
-        config: The run.
-        num_local_ranks: Ranks on this machine, each of which needs a GPU; None when all are.
+        config: The run's configuration.
+        num_local_ranks: Number of ranks on this machine, one GPU each; None if all ranks are on it.
     """
     if config.device == "cpu":
         num_gpus = 0
@@ -117,7 +117,7 @@ def resolve_device(config: Config, num_local_ranks: int | None = None) -> Config
 
 
 def check_packages(config: Config) -> None:
-    """Find missing optional packages before any process is started."""
+    """Check for missing optional packages before any process starts."""
     packages = [("megatron.core", "megatron-core", "megatron", "to train")]
     uses_te = config.model.layer_spec == "transformer_engine" or (
         config.model.layer_spec == "auto" and config.device == "cuda"
@@ -143,18 +143,18 @@ def _is_installed(module: str) -> bool:
 
 
 def worker_environment(config: Config) -> dict[str, str]:
-    """Variables that must be set before a worker starts; the user's own take precedence."""
+    """Return variables that must be set before a worker starts; the user's take precedence."""
     environment = {"OMP_NUM_THREADS": "1"}
     if config.device == "cpu":
         environment["GLOO_SOCKET_IFNAME"] = "lo"  # all ranks are on this machine
-        # Megatron's import alone loads torch's compiler for functions that only a GPU run calls:
-        # a third of the time that a rank takes to start.
+        # Importing Megatron loads torch's compiler for functions that only a GPU run calls. This
+        # takes a third of a rank's start time.
         environment["TORCHDYNAMO_DISABLE"] = "1"
     if config.train.deterministic:
         environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         environment["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
     if not config.run.debug:
-        environment["PYTHONWARNINGS"] = "ignore"  # Megatron's import alone prints a page
+        environment["PYTHONWARNINGS"] = "ignore"  # importing Megatron prints a page of them
     return environment
 
 
@@ -174,7 +174,7 @@ def run_folder(path: Path | None) -> Iterator[Path]:
 
 
 def _make_folder(option: str, path: Path) -> bool:
-    """Make a folder where there is none; returns whether there is something in it."""
+    """Create a folder if there is none; return whether it contains anything."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         is_used = any(path.iterdir())

@@ -1,4 +1,4 @@
-"""What a machine can be used for, from the findings of ``chunkgraph doctor``."""
+"""Judge what a machine can be used for, from the findings of ``chunkgraph doctor``."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Verdict:
     """Whether a machine is ready for one use.
 
     Attributes:
-        name: the use.
-        is_ready: whether everything it needs is there.
-        reason: why the machine is not ready, or what limits the use; empty if nothing does.
+        name: Name of the use.
+        is_ready: Whether everything it needs is there.
+        reason: Reason why the machine is not ready, or limit of the use; empty if there is none.
     """
 
     name: str

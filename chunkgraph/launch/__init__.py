@@ -1,1 +1,1 @@
-"""Megatron's own pretrain scripts, unmodified, with chunk graphs."""
+"""Run Megatron's own pretrain scripts, unmodified, with chunk graphs."""

@@ -1,4 +1,4 @@
-"""``python -m chunkgraph.launch SCRIPT ...``: one rank of an unmodified pretrain script.
+"""``python -m chunkgraph.launch SCRIPT ...``: run one rank of an unmodified pretrain script.
 
 For torchrun and srun, for a single process, and for the processes of ``chunkgraph launch``::
 
@@ -56,12 +56,12 @@ def run_as_rank(options: LaunchOptions) -> int:
     folder = os.environ.get(REPORT_FOLDER_VARIABLE)
     rank = _rank_variables()
     if folder is not None or "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with_parent()  # an agent's, which ends all ranks as long as it lives
+        die_with_parent()  # the parent is an agent, which ends all ranks while it is alive
     end_well = guard_session()
     if folder is not None:
         _join_launcher(Path(folder), rank)
     try:
-        if folder is None:  # otherwise the launcher did this
+        if folder is None:  # otherwise the launcher has done this
             _check_processes(options, rank)
         code = run_script(options)
     except Exception as error:  # noqa: BLE001 - the outermost frame: everything is reported
@@ -144,7 +144,7 @@ def _warn_if_unused(options: LaunchOptions, hooks: ChunkGraphsInPretrain) -> Non
 
 
 def _check_processes(options: LaunchOptions, rank: int) -> None:
-    """Check options and print notes, as ``chunkgraph launch`` does, under another launcher."""
+    """Check options and print notes under another launcher, as ``chunkgraph launch`` does."""
     num_processes = int(os.environ["WORLD_SIZE"])
     if options.has_nproc_option:
         raise ConfigError(
@@ -187,7 +187,7 @@ def _join_launcher(folder: Path, rank: int) -> None:
 
 
 def _report(error: Exception, rank: int, folder: Path | None) -> int:
-    """Report an error; through the launcher, if there is one, which prints it once."""
+    """Report an error, through the launcher if there is one, so that it is printed once."""
     if not isinstance(error, ChunkGraphError):
         traceback.print_exception(error)
     if folder is not None:

@@ -91,7 +91,7 @@ class _AsConfig:
             return kinds[0] if kinds else torch.float32
         names = {"num_moe_experts": "num_experts", "gated_linear_unit": "swiglu"}
         value = getattr(self._args, names.get(name, name), None)
-        # As Megatron resolves its flags before it builds the model.
+        # Megatron resolves its flags like this before it builds the model.
         if name == "recompute_granularity" and getattr(self._args, "recompute_activations", False):
             return "selective"
         if name == "recompute_modules" and value is None:
@@ -109,7 +109,7 @@ def settle_arguments(
     Args:
         args: Parsed arguments, not yet validated by Megatron; changed in place.
         on_cpu: Whether the CPU host is active, whose random numbers every graph can repeat.
-        is_plan: Whether the run is on another machine; what is installed here does not matter.
+        is_plan: Whether the run is on another machine, so that installed packages do not matter.
 
     Returns:
         The flags of chunk graphs, or None for granularity ``layer``.
@@ -168,7 +168,7 @@ def _facts(args: argparse.Namespace, flags: GraphFlags, *, on_cpu: bool, is_plan
     """Return the facts that the flags state about a model that is not built yet."""
     implementation = getattr(args, "cuda_graph_impl", None)
     if implementation == "local" and args.cuda_graph_granularity == "chunk":
-        implementation = None  # `settle_arguments` replaces it by `none`
+        implementation = None  # `settle_arguments` replaces it with `none`
     inference_scope = getattr(args, "inference_cuda_graph_scope", None)
     inference_scope = getattr(inference_scope, "name", inference_scope)
     sizes = flags.contexts.every if flags.contexts is not None else ()
@@ -218,7 +218,7 @@ def _refusals(
 
 
 def _num_copies(args: argparse.Namespace) -> int | None:
-    """Return the number of data-parallel ranks, if the number of processes is known and divides."""
+    """Return the number of data-parallel ranks; None if the process count is unknown or wrong."""
     num_processes = int(os.environ.get("WORLD_SIZE", "0"))
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
     tensor_ranks, pipeline_ranks = (getattr(args, name, None) or 1 for name in sizes)

@@ -26,8 +26,8 @@ class Turn:
 
     Attributes:
         num_offsets: Number of offsets that the forward step computes from its data.
-        inputs: Computes keyword arguments of the model from the packed-sequence parameters of the
-            forward step; they replace the forward step's own.
+        inputs: Function that computes keyword arguments of the model from the forward step's
+            packed-sequence parameters; they replace the forward step's own.
     """
 
     num_offsets: int
@@ -42,7 +42,7 @@ class StepData:
         batches: Data for the forward step.
         turns: The microbatches, in order.
         keywords: Additional keywords for the schedule.
-        metrics_scales: See `PackedSteps`.
+        metrics_scales: Factors for metrics; see `PackedSteps`.
     """
 
     batches: Microbatches
@@ -56,8 +56,8 @@ class DocumentSource(ABC):
 
     Args:
         rank: The rank, for errors.
-        share: Broadcasts a value of the first tensor-parallel rank, which reads data, to the
-            others; None without tensor parallelism.
+        share: Function that broadcasts a value of the first tensor-parallel rank, which reads
+            data, to the others; None without tensor parallelism.
     """
 
     def __init__(self, rank: int, share: Share | None = None) -> None:

@@ -149,7 +149,7 @@ def flag_of(path: str) -> str:
 
 
 class _MegatronDefault(int):
-    """Mark Megatron's default for the warmup steps, to detect that the user set no number."""
+    """Megatron's default for the warmup steps, marked to detect that the user set no number."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class ContextSizes:
     Attributes:
         captured: Sizes with graphs.
         eager: Sizes without graphs.
-        schedule: How the size of a microbatch is chosen.
+        schedule: Rule that chooses the size of a microbatch.
     """
 
     captured: tuple[int, ...]
@@ -315,7 +315,7 @@ def _values(parsed_flags: dict[Flag, Any], problems: list[str]) -> dict[str, Any
 
 
 def _is_on(path: str, parsed_flags: dict[Flag, Any]) -> bool:
-    """Return whether a switch turns something on."""
+    """Return whether the parsed flags turn a switch on."""
     switch = _OPTIONS[path]
     parsed = parsed_flags.get(switch)
     return parsed is not None and switch.value_of(parsed) not in (switch.setting.default, ())
@@ -337,7 +337,7 @@ def write_defaults(args: argparse.Namespace, flags: GraphFlags) -> None:
 
 
 def forget_defaults(args: argparse.Namespace) -> None:
-    """Replace the marked warmup default by a plain number if chunk graphs are off."""
+    """Replace the marked warmup default with a plain number if chunk graphs are off."""
     if hasattr(args, "cuda_graph_warmup_steps"):
         args.cuda_graph_warmup_steps = int(args.cuda_graph_warmup_steps)
 

@@ -59,7 +59,7 @@ __all__ = ["ChunkGraphsInPretrain", "enable"]
 
 
 def enable(*, on_cpu: bool = False, run_dir: Path | None = None) -> ChunkGraphsInPretrain:
-    """Add the flags of chunk graphs to Megatron's ``pretrain()``, and the hooks that obey them.
+    """Add the flags of chunk graphs to Megatron's ``pretrain()``, and hooks that implement them.
 
     Call it before Megatron's arguments are parsed. Without ``--cuda-graph-granularity chunk`` among
     them, the hooks do nothing. A second call, for example under ``chunkgraph launch``, returns the
@@ -98,7 +98,7 @@ class ChunkGraphsInPretrain:
         graphs: The graphs that are attached to the model during training, otherwise None.
         was_parsed: Whether Megatron's arguments were parsed.
         has_trained: Whether graphs were ever attached to a model.
-        disable: Removes the hooks from Megatron.
+        disable: Function that removes the hooks from Megatron.
         on_parser: Callback with Megatron's parser after all flags are added.
     """
 
@@ -185,7 +185,7 @@ class ChunkGraphsInPretrain:
 
     @contextlib.contextmanager
     def _driven(self, model: Any, schedule: str) -> Iterator[None]:
-        """Drive the eager model by a schedule inside; ``auto``: Megatron's own."""
+        """Drive the eager model with a schedule; ``auto`` keeps Megatron's own."""
         if schedule != "auto":
             chunks = list(model) if isinstance(model, (list, tuple)) else [model]
             self._driver = eager_driver(chunks, schedule)

@@ -79,7 +79,7 @@ def flag_values(config: Config, *, without_capture: bool) -> list[FlagValue]:
 
     Args:
         config: The contents of the file.
-        without_capture: Omit the sections of graphs.
+        without_capture: Whether to omit the sections of graphs.
 
     Raises:
         ConfigError: A value has no flag in Megatron.

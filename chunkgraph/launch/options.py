@@ -78,7 +78,7 @@ class LaunchOptions:
         line_args: Flags of the script on the command line.
         config: Contents of the configuration file, or None.
         config_path: The configuration file, or None.
-        device: ``cpu`` runs the script on a machine without a GPU.
+        device: Device; ``cpu`` runs the script on a machine without a GPU.
         run_dir: Folder for the resolved settings, or None for Megatron's ``--save`` folder.
         nproc: Number of processes to start.
         has_nproc_option: Whether the command line sets the number of processes.

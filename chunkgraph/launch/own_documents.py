@@ -23,7 +23,7 @@ __all__ = ["OwnDocuments"]
 
 @dataclass(frozen=True)
 class _StepShape:
-    """The amount of data that a step reads, from the schedule's keywords; alike on all ranks."""
+    """The amount of data that a step reads, from the schedule's keywords; equal on all ranks."""
 
     num_microbatches: int
     seq_length: int
@@ -113,7 +113,7 @@ class OwnDocuments(DocumentSource):
         return StepData(read, turns, {**changes, "packings": [d.lengths for d in fitted]})
 
     def _documents(self, read: Microbatches, shape: _StepShape) -> list[Documents] | None:
-        """Return the documents of each microbatch, alike for all chunks; None if not read here."""
+        """Return the documents of each microbatch, equal for all chunks; None if not read here."""
         multiple = next(iter(self._graphs.buckets.values())).document_multiple
         may_be_cut = self._may_be_cut(shape)
         return self._of_chunks(
@@ -126,7 +126,7 @@ class OwnDocuments(DocumentSource):
         return len(shapes) > 1 or next(iter(shapes)) < shape.seq_length * shape.micro_batch_size
 
     def _is_cut(self, documents: Sequence[Documents], shape: _StepShape) -> bool:
-        """Return whether the rows that losses need fit the shapes in every microbatch."""
+        """Return whether to cut: the needed rows of every microbatch fit the longest shape."""
         most = next(iter(self._graphs.buckets))
         return self._may_be_cut(shape) and all(d.num_needed <= most for d in documents)
 

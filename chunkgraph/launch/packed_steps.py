@@ -24,10 +24,10 @@ __all__ = ["PackedSteps"]
 
 
 class PackedSteps:
-    """Reads the microbatches of each step ahead, and passes their documents to the model's calls.
+    """Reads ahead the microbatches of each step, and passes their documents to the model's calls.
 
     Args:
-        source: Determines the documents of each microbatch.
+        source: Source of the documents of each microbatch.
         model_chunks: The schedule's argument ``model``.
         rank: The rank, for errors.
 

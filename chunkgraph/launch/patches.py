@@ -1,8 +1,8 @@
 """Patch ``megatron.training`` so that an unmodified pretrain script calls hooks.
 
-Megatron's ``pretrain()`` has no hook for the schedule, and stock scripts have none for flags. These
-module globals are replaced instead, all of which Megatron looks up at each call: the function that
-adds the flags, ``train``, ``get_forward_backward_func`` and, for the log, ``training_log`` and
+Megatron's ``pretrain()`` has no hook for the schedule, and stock scripts have none for flags.
+Instead, this module replaces globals that Megatron looks up at each call: the function that adds
+the flags, ``train``, ``get_forward_backward_func`` and, for the log, ``training_log`` and
 ``print_rank_last``.
 """
 

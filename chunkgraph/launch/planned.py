@@ -1,4 +1,4 @@
-"""Megatron's arguments of a user's command line, checked but not run."""
+"""Get Megatron's arguments of a user's command line, checked but not run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["planned_arguments"]
 
 
 class _ParsedError(BaseException):
-    """Leaves the script after its arguments; no ``except Exception`` of the script stops it."""
+    """Exits the script after its arguments; ``except Exception`` does not catch it."""
 
     def __init__(self, args: argparse.Namespace, flags: GraphFlags) -> None:
         super().__init__()
@@ -34,20 +34,20 @@ class _ParsedError(BaseException):
 def planned_arguments(
     options: LaunchOptions, num_processes: int | None
 ) -> tuple[argparse.Namespace, GraphFlags]:
-    """Start the script up to its parsed arguments; no model, process group or data is made.
+    """Run the script until it parses its arguments, before it creates model, groups or data.
 
-    The arguments are those on a GPU with Megatron's checks, whatever this machine has.
+    The arguments are those of a GPU run with Megatron's checks, whatever this machine has.
 
     Args:
         options: The command line.
         num_processes: Number of ranks of the job; None for one copy of the model.
 
     Returns:
-        Megatron's arguments as validated, and the flags of chunk graphs.
+        Megatron's validated arguments, and the flags of chunk graphs.
 
     Raises:
-        ConfigError: chunk graphs or Megatron refuse the arguments, or the script parses none.
-        Exception: Any exception of the script before.
+        ConfigError: Megatron or chunk graphs refuse the arguments, or the script parses none.
+        Exception: Any exception that the script raises before.
     """
     args = list(options.script_args)
     if not any(arg.partition("=")[0] == GRANULARITY for arg in args):
@@ -86,7 +86,7 @@ class _PlanHooks:
         explain_in_one_line(parser)
 
     def parsed(self, args: argparse.Namespace) -> Never:
-        """Check the arguments as in a run, and leave the script."""
+        """Check the arguments as in a run, and exit the script."""
         size = self._num_processes or _smallest_world_size(args)
         os.environ["WORLD_SIZE"] = str(size)
         flags = settle_arguments(args, on_cpu=False, is_plan=True)
@@ -98,11 +98,11 @@ class _PlanHooks:
         raise _ParsedError(args, flags)
 
     def training(self, model: Any) -> Never:
-        """Not reached: the script is left before."""
+        """Raise an error; the script exits before this call."""
         raise NotImplementedError
 
     def wrap_schedule(self, forward_backward: Any) -> Never:
-        """Not reached: the script is left before."""
+        """Raise an error; the script exits before this call."""
         raise NotImplementedError
 
     def before_log(self, iteration: int) -> None:

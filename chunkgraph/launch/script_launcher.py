@@ -1,8 +1,8 @@
 """Start the processes of a script, forward signals, and explain in one line why they failed.
 
 Like `chunkgraph.jobs.launcher`, this module does not import torch: the elastic agent runs in a
-child. Unlike there, the script writes to the terminal directly, there is no progress to follow, and
-SIGTERM goes to the script, which may save a checkpoint before it ends.
+child. Unlike that launcher, it lets the script write to the terminal directly, follows no progress,
+and forwards SIGTERM to the script, which may save a checkpoint before it ends.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class ScriptLauncher:
         self._was_terminated = False
 
     def run(self) -> int:
-        """Run the script to its end; no process of it outlives this call.
+        """Run the script to its end; none of its processes outlives this call.
 
         Returns:
             0, or the exit code of the process that failed first.
 
         Raises:
             ConfigError: Flags of the script cannot be combined.
-            KeyboardInterrupt: Ctrl-C; the processes were ended.
+            KeyboardInterrupt: Ctrl-C was pressed; the processes have ended.
         """
         with tempfile.TemporaryDirectory(
             prefix="chunkgraph-", ignore_cleanup_errors=True

@@ -69,7 +69,7 @@ def documents_of(
         batch: Batch from Megatron's data iterator.
         seq_length: Rows of a sample.
         where: Rank and microbatch, for errors.
-        may_be_cut: Also find the rows that losses need; for microbatches of one sample.
+        may_be_cut: Whether to find the rows that losses need; for microbatches of one sample.
         multiple_of: Number of pieces into which context-parallel ranks cut each document.
 
     Raises:

@@ -47,11 +47,11 @@ class SpreadDocuments(DocumentSource):
         banks: Banks of this rank.
         rank: The rank, for errors.
         device: Device of this rank.
-        gather: Exchanges documents between the data-parallel ranks.
+        gather: Function that exchanges documents between the data-parallel ranks.
         share: See `DocumentSource`.
-        schedule: How the context-parallel size of a microbatch is chosen.
-        seed: Returns the seed of random sizes, which differs between steps and is the same on all
-            ranks and in a step's second run.
+        schedule: Rule that chooses the context-parallel size of a microbatch.
+        seed: Function that returns the seed of random sizes, which differs between steps and is
+            the same on all ranks and in a step's second run.
         has_experts: Whether the model has experts, on any rank; the model then receives a mask of
             the padding rows, which are not routed to experts.
     """
