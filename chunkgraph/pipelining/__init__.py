@@ -1,4 +1,4 @@
-"""All schedules of torch.distributed.pipelining on captured stages."""
+"""Captured stages for all schedules of torch.distributed.pipelining."""
 
 from chunkgraph.pipelining.loss import GraphedLoss
 from chunkgraph.pipelining.schedule import GraphedSchedule

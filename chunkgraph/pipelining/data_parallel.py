@@ -18,10 +18,10 @@ __all__ = ["reduce_gradients", "refuse_too_few_steps", "refuse_with_ddp", "unwra
 
 
 def refuse_with_ddp(*, is_split: bool) -> None:
-    """Refuse what stages in torch's DistributedDataParallel cannot go with.
+    """Refuse schedules that stages in torch's DistributedDataParallel do not support.
 
     Raises:
-        ConfigError: naming it.
+        ConfigError: The schedule splits backwards.
     """
     if is_split:
         raise ConfigError(
@@ -32,10 +32,10 @@ def refuse_with_ddp(*, is_split: bool) -> None:
 
 
 def refuse_too_few_steps(module: nn.Module, options: CaptureOptions) -> None:
-    """Refuse a capture before a wrapper is set up.
+    """Refuse a capture before the stage's wrapper is set up.
 
     Raises:
-        ConfigError: it needs more eager steps.
+        ConfigError: The wrapper needs more eager steps.
     """
     needs, why = 0, ""
     if isinstance(module, DistributedDataParallel):
@@ -52,7 +52,7 @@ def unwrapped(module: nn.Module, label: str) -> nn.Module:
     """Return the module whose forward is captured.
 
     Raises:
-        ConfigError: it is in a wrapper that a replay cannot serve.
+        ConfigError: Replays do not support the module's wrapper or a parameter.
     """
     if isinstance(module, DistributedDataParallel):
         for option in ("find_unused_parameters", "static_graph", "mixed_precision"):
@@ -80,11 +80,11 @@ def unwrapped(module: nn.Module, label: str) -> nn.Module:
 def reduce_gradients(wrapper: Any) -> None:
     """Reduce ``.grad`` of all parameters, as DDP does in the last backward of a step.
 
-    DDP's reducer hears of gradients from hooks of autograd on the parameters, which a replay does
-    not reach. Here a backward reaches all of them and adds nothing.
+    Autograd hooks on the parameters tell DDP's reducer about gradients; replays do not run these
+    hooks. This function runs a backward that reaches all parameters and adds nothing.
 
     Args:
-        wrapper: a DistributedDataParallel.
+        wrapper: A DistributedDataParallel.
     """
     wrapper.reducer.prepare_for_backward([])
     parameters = [p for p in wrapper.parameters() if p.requires_grad]
@@ -92,7 +92,7 @@ def reduce_gradients(wrapper: Any) -> None:
 
 
 class _NoGradients(torch.autograd.Function):
-    """Comes to its inputs in the backward, with no gradients."""
+    """Reach the inputs in the backward, without gradients."""
 
     @staticmethod
     def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:

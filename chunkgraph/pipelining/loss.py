@@ -1,4 +1,4 @@
-"""`GraphedLoss`: the loss function as a part of the last stage's graphs."""
+"""`GraphedLoss`: the loss function as part of the last stage's graphs."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ __all__ = ["GraphedLoss"]
 
 
 class GraphedLoss:
-    """Computes the loss of a training step within the last stage's graphs.
+    """Compute the loss of a training step within the last stage's graphs.
 
-    Give it to the schedules as their ``loss_fn``, and to `GraphedSchedule`. In evaluation it calls
+    Pass it to the schedules as their ``loss_fn``, and to `GraphedSchedule`. In evaluation it calls
     the loss function.
 
     Args:
-        loss_fn: called with the last stage's output, the microbatch's target and ``loss_kwargs``.
+        loss_fn: The loss function, called with the last stage's output, the microbatch's target and
+            ``loss_kwargs``.
     """
 
     def __init__(self, loss_fn: Callable[..., torch.Tensor]) -> None:
@@ -27,19 +28,19 @@ class GraphedLoss:
         self._computed: tuple[Any, torch.Tensor] | None = None
 
     def begin_step(self, targets: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Take the targets of the microbatches, and the loss function's keyword arguments."""
+        """Set the targets of the microbatches and the loss function's keyword arguments."""
         self._targets, self._kwargs, self._computed = targets, kwargs, None
 
     def arguments_of(self, microbatch: int) -> tuple[Any, dict[str, Any]]:
-        """Return what the loss of a microbatch is computed from, next to the output."""
+        """Return the target and the keyword arguments for the loss of a microbatch."""
         return self._targets[microbatch], self._kwargs
 
     def computed(self, output: Any, loss: torch.Tensor) -> None:
-        """Note the loss that was computed together with ``output``."""
+        """Record the loss that was computed together with ``output``."""
         self._computed = output, loss
 
     def __call__(self, output: Any, target: Any, **kwargs: Any) -> torch.Tensor:
-        """Return the loss: what was computed with this output, if it was."""
+        """Return the loss that was computed with this output, or compute it."""
         computed, self._computed = self._computed, None
         if computed is not None and computed[0] is output:
             return computed[1]

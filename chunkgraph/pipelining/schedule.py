@@ -1,4 +1,4 @@
-"""`GraphedSchedule`: torch's schedules of any number of microbatches, on one capture."""
+"""`GraphedSchedule`: torch's schedules for any number of microbatches, on one capture."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ __all__ = ["GraphedSchedule"]
 
 @dataclass
 class _Kept:
-    """A schedule object, and when it was run last.
+    """A schedule object, and when it last ran.
 
-    Torch sets up a stage's receive buffers when a schedule object first runs, and not in every
-    release again when the object changes between training and evaluation. The buffers are the
-    stage's, so that those of one object can be out of date after another one has changed.
+    Torch sets up a stage's receive buffers when a schedule object first runs. Not every release
+    sets them up again when the object changes between training and evaluation. The buffers belong
+    to the stage, so a change with one object can leave those of another out of date.
 
     Attributes:
-        schedule: of torch.
-        phase: the number of changes between training and evaluation when it ran last; None before.
+        schedule: The schedule of torch.
+        phase: Number of changes between training and evaluation at its last run; None before it.
     """
 
     schedule: Any
@@ -44,26 +44,27 @@ class _Kept:
 
 
 class GraphedSchedule:
-    """Runs a schedule of torch for any number of microbatches, with the stages' modules captured.
+    """Run a schedule of torch for any number of microbatches, on captured stages.
 
-    All ranks of the pipeline make it together, and call `step` and `eval` together. The first
-    ``options.num_warmup_steps`` steps run eagerly; then the stages are captured, with as many slots
-    as a schedule of any declared count needs, and all later steps replay.
+    All ranks of the pipeline create it together, and call `step` and `eval` together. The first
+    ``options.num_warmup_steps`` steps run eagerly. Then the stages are captured, with enough slots
+    for the schedule of every declared count, and all later steps replay.
 
     Args:
-        stages: of this rank, `GraphedStage`s or any stages of torch, which become graphed ones.
-        make: makes the schedule for a number of microbatches.
-        counts: the numbers of microbatches that steps will have.
-        loss: a `GraphedLoss`, if the schedules have it as their ``loss_fn``.
-        options: see `CaptureOptions`.
-        **settings: further arguments of `ChunkGraphs`.
+        stages: The rank's stages: one or several `GraphedStage` or `PipelineStage` objects; the
+            latter become graphed ones.
+        make: Function that creates the schedule for a number of microbatches.
+        counts: The numbers of microbatches that steps may have.
+        loss: The `GraphedLoss`, if the schedules have it as their ``loss_fn``.
+        options: See `CaptureOptions`.
+        **settings: Further arguments of `ChunkGraphs`.
 
     Raises:
-        ConfigError: something cannot be captured, or an argument is not what it has to be.
+        ConfigError: A stage cannot be captured, or an argument is invalid.
 
     Attributes:
-        graphs: of this rank.
-        slots: of the pipeline.
+        graphs: The rank's chunk graphs.
+        slots: The slots of the pipeline.
 
     Example::
 
@@ -103,18 +104,18 @@ class GraphedSchedule:
         """Run one training step; see ``step`` of torch's schedules.
 
         Args:
-            *args: of the model, on the first rank.
-            num_microbatches: may be left out where one count is declared.
-            **kwargs: of the schedule's ``step``: ``target``, ``losses``, ``return_outputs``, ...,
-                and of the model.
+            *args: Positional arguments of the model, on the first rank.
+            num_microbatches: Number of microbatches; optional if only one count is declared.
+            **kwargs: Keyword arguments of the model and of the schedule's ``step``: ``target``,
+                ``losses``, ``return_outputs``, and so on.
 
         Returns:
-            What the schedule returns.
+            The result of the schedule's ``step``.
 
         Raises:
-            ConfigError: the count needs more slots than were planned.
-            ReplayMismatchError: a microbatch does not fit what was captured.
-            CaptureError: a stage could not be captured.
+            ConfigError: The count is missing, or needs more slots than were planned.
+            ReplayMismatchError: A microbatch does not match the capture.
+            CaptureError: A stage could not be captured.
         """
         count = self._count(num_microbatches)
         schedule = self._schedule(count, is_training=True)
@@ -131,12 +132,12 @@ class GraphedSchedule:
         return result
 
     def eval(self, *args: Any, num_microbatches: int | None = None, **kwargs: Any) -> Any:
-        """Run one evaluation step, eagerly; see ``eval`` of torch's schedules."""
+        """Run one evaluation step eagerly; see ``eval`` of torch's schedules."""
         schedule = self._schedule(self._count(num_microbatches), is_training=False)
         return schedule.eval(*args, **kwargs)
 
     def _count(self, num_microbatches: int | None) -> int:
-        """Return the number of microbatches of a step, whose schedule fits the slots."""
+        """Return the number of microbatches of a step; check that its schedule fits the slots."""
         if num_microbatches is None:
             if len(self._counts) > 1:
                 raise ConfigError(
@@ -160,13 +161,13 @@ class GraphedSchedule:
         return num_microbatches
 
     def _plan(self, count: int) -> ScheduleSlots:
-        """Make the schedule of a count, and count its slots."""
+        """Create the schedule for a count, and return its slots."""
         schedule = self._make(count)
         self._kept[count] = _Kept(schedule)
         return slots_of(schedule, self._stages[0].num_stages, count)
 
     def _schedule(self, count: int, *, is_training: bool) -> Any:
-        """Return the schedule of a count, of which torch sets up the stages where it has to."""
+        """Return the schedule for a count, a new one if torch must set up its stages again."""
         if is_training is not self._is_training:
             self._is_training = is_training
             self._phase += 1
@@ -175,7 +176,7 @@ class GraphedSchedule:
             kept = self._kept[count] = _Kept(self._make(count))
         kept.phase = self._phase
         for stage in self._stages:
-            stage.chunks = max(self._kept)  # which another schedule may have lowered
+            stage.chunks = max(self._kept)  # another schedule may have lowered it
         return kept.schedule
 
     def _new_graphs(self, options: CaptureOptions, settings: dict[str, Any]) -> ChunkGraphs:
@@ -199,10 +200,10 @@ class GraphedSchedule:
 
 
 def _checked(counts: object) -> tuple[int, ...]:
-    """Return the counts, each once.
+    """Return the counts without duplicates.
 
     Raises:
-        ConfigError: they are none.
+        ConfigError: The counts are missing or invalid.
     """
     if not isinstance(counts, Sequence) or not counts:
         raise ConfigError(f"counts is {shown(counts)}; give the numbers of microbatches of steps.")
@@ -222,7 +223,7 @@ def _split(target: torch.Tensor | None, count: int) -> Sequence[torch.Tensor]:
 
 
 def _agree_in(group: dist.ProcessGroup | None) -> Maximum | None:
-    """Make what the ranks of a pipeline agree through; all of them call it together."""
+    """Create the agreement of a pipeline's ranks, None for one rank. All ranks call it together."""
     if dist.get_world_size(group) == 1:
         return None
     ranks = dist.get_process_group_ranks(group)
@@ -231,7 +232,7 @@ def _agree_in(group: dist.ProcessGroup | None) -> Maximum | None:
 
 @contextmanager
 def _own_errors() -> Iterator[None]:
-    """Raise errors of graphs as they are, which torch's stages wrap into others."""
+    """Raise errors of the graphs unwrapped; torch's stages wrap them into others."""
     try:
         yield
     except RuntimeError as error:

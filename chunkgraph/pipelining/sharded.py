@@ -1,8 +1,8 @@
 """FSDP2 (``fully_shard``) around a stage's module.
 
-Graphs work in the unsharded parameters, whose storage torch 2.15 and newer can keep. They are
-gathered at the start of a step and stay so to its end; torch then reduces the gradients as it does
-without graphs.
+Graphs use the unsharded parameters, whose storage torch 2.15 and newer can keep. The parameters are
+gathered at the start of a step and stay gathered until its end. Torch then reduces the gradients as
+it does without graphs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def refuse_unsupported(module: Any, label: str) -> None:
     """Refuse a sharded stage whose parameters cannot be kept in place.
 
     Raises:
-        ConfigError: naming the reason.
+        ConfigError: The stage is refused; the message names the reason.
     """
     missing = [name for name in _METHODS if not hasattr(FSDPModule, name)]
     if missing:
@@ -55,10 +55,10 @@ def refuse_unsupported(module: Any, label: str) -> None:
 
 
 def refuse_inner(module: nn.Module, name: str) -> None:
-    """Refuse a part that is sharded in a stage that is not.
+    """Refuse a sharded part of a stage that is not sharded itself.
 
     Raises:
-        ConfigError: it is.
+        ConfigError: The part is sharded.
     """
     if isinstance(module, FullyShardedDataParallel):
         raise ConfigError(
@@ -75,33 +75,33 @@ def refuse_inner(module: nn.Module, name: str) -> None:
 
 
 def gather(module: Any) -> None:
-    """Gather all parameters, in the memory that graphs know from then on."""
+    """Gather all parameters into memory that stays the same for the graphs."""
     module.set_keep_unsharded_storage(True)
     for part in _sharded_parts(module):
         part.unshard()
 
 
 def hold_gathered(module: Any) -> None:
-    """Have the module hold the parameters that were gathered in this step, without gathering.
+    """Point the module at the parameters gathered in this step, without gathering again.
 
-    Torch reshards a module in a step where it looks for shapes or has reduced gradients.
+    Torch reshards a module in a step in which it infers shapes or has reduced gradients.
     """
     for group in _groups(module):
         group._to_unsharded()
 
 
 def reshard(module: Any) -> None:
-    """Have the module hold its own shards."""
+    """Point the module at its own shards."""
     for part in _sharded_parts(module):
         part.reshard()
 
 
 @contextmanager
 def casting_only(module: Any, label: str) -> Iterator[None]:
-    """Have FSDP's hooks only cast inputs and outputs, as in a recomputed forward.
+    """Limit FSDP's hooks to casts of inputs and outputs, as in a recomputed forward.
 
     Raises:
-        ConfigError: a parameter is a DTensor even when it is gathered.
+        ConfigError: A parameter is a DTensor even after it is gathered.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
@@ -123,7 +123,7 @@ def casting_only(module: Any, label: str) -> Iterator[None]:
 
 
 def finish_backwards(module: Any) -> None:
-    """Mark all gradients as computed; replays reach none of the hooks by which FSDP learns it."""
+    """Mark all gradients as computed, since replays do not run the hooks that tell FSDP."""
     for group in _groups(module):
         group._post_backward_pending = True
 

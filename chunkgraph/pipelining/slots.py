@@ -16,12 +16,12 @@ __all__ = ["ScheduleSlots", "slots_of"]
 
 @dataclass(frozen=True)
 class ScheduleSlots:
-    """The most microbatches in flight, of a whole pipeline.
+    """The largest numbers of microbatches in flight in a pipeline.
 
     Attributes:
-        of_stage: by index of the stage.
-        of_rank: of all stages of a rank together, by rank in the pipeline.
-        is_split: whether a backward is split into input and weight gradients somewhere.
+        of_stage: Number for each stage, by stage index.
+        of_rank: Number for all stages of a rank together, by rank in the pipeline.
+        is_split: Whether any backward is split into input and weight gradients.
     """
 
     of_stage: Mapping[int, int] = field(default_factory=dict)
@@ -29,7 +29,7 @@ class ScheduleSlots:
     is_split: bool = False
 
     def __or__(self, other: ScheduleSlots) -> ScheduleSlots:
-        """Return what both schedules fit into."""
+        """Return the slots that fit both schedules."""
         return ScheduleSlots(
             Counter(self.of_stage) | Counter(other.of_stage),
             Counter(self.of_rank) | Counter(other.of_rank),
@@ -38,21 +38,21 @@ class ScheduleSlots:
 
 
 def slots_of(schedule: Any, num_stages: int, num_microbatches: int) -> ScheduleSlots:
-    """Count a schedule's slots, on all ranks.
+    """Count a schedule's slots on all ranks.
 
-    A microbatch has its slot from its forward to the end of its backward; where that is split, to
-    its weight gradients.
+    A microbatch holds its slot from its forward to the end of its backward or, if that is split,
+    of its weight gradients.
 
     Args:
-        schedule: an object of one of torch's schedule classes.
-        num_stages: of the pipeline.
-        num_microbatches: of the schedule.
+        schedule: An object of one of torch's schedule classes.
+        num_stages: Number of stages of the pipeline.
+        num_microbatches: Number of microbatches of the schedule.
 
     Raises:
-        ConfigError: the schedule does not tell the order of its actions.
+        ConfigError: The schedule does not tell the order of its actions.
     """
     if isinstance(schedule, Schedule1F1B):
-        # Its pipeline_order is not what it runs: on the last rank that begins with microbatch 1.
+        # It does not run in pipeline_order, which on the last rank begins with microbatch 1.
         in_flight = {i: min(num_microbatches, num_stages - i) for i in range(num_stages)}
         return ScheduleSlots(in_flight, in_flight)
     order = getattr(schedule, "pipeline_order_with_comms", None) or schedule.pipeline_order
@@ -73,7 +73,7 @@ def slots_of(schedule: Any, num_stages: int, num_microbatches: int) -> ScheduleS
 
 
 def _peaks(actions: Iterable[Any]) -> tuple[Counter[int], int, bool]:
-    """Return a rank's slots by stage, those of all stages together, and whether it splits."""
+    """Return a rank's slots by stage and in total, and whether a backward is split."""
     in_flight: dict[int, set[int]] = defaultdict(set)
     peaks: Counter[int] = Counter()
     peak, splits = 0, False
@@ -89,7 +89,7 @@ def _peaks(actions: Iterable[Any]) -> tuple[Counter[int], int, bool]:
 
 
 def _computations(actions: Iterable[Any]) -> Iterator[tuple[str, int, int]]:
-    """Yield kind, stage and microbatch, the forwards of combined actions first."""
+    """Yield kind, stage and microbatch of each computation, forwards of a combined action first."""
     for action in actions:
         if action is None:
             continue

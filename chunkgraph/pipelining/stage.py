@@ -1,4 +1,4 @@
-"""`GraphedStage`: a stage of torch.distributed.pipelining whose module is replayed."""
+"""`GraphedStage`: a stage of torch.distributed.pipelining that replays its module."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ _OVERRIDDEN = ("forward_one_chunk", "forward_maybe_with_nosync", "backward_maybe
 class GraphedStage(PipelineStage):
     """A `PipelineStage` that a `GraphedSchedule` captures; it takes the same arguments.
 
-    Without one it is a `PipelineStage`. Evaluation, and what torch runs to learn shapes, call the
-    module.
+    Without a `GraphedSchedule` it behaves like a `PipelineStage`. Evaluation and torch's shape
+    inference call the module.
 
     Attributes:
-        replays: how training steps call the module's graphs, once there is a `GraphedSchedule`.
+        replays: The calls of the module's graphs in training steps; None without a
+            `GraphedSchedule`.
     """
 
     replays: StageReplays | None = None
@@ -50,8 +51,7 @@ class GraphedStage(PipelineStage):
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module, or its graphs in a training step.
 
-        Torch comes here from `forward_one_chunk` alone; where it only looks for shapes, it calls
-        the module.
+        Only `forward_one_chunk` calls this method; to infer shapes, torch calls the module.
         """
         if self.replays is None or not self.has_backward:
             return super().forward_maybe_with_nosync(*args, **kwargs)
@@ -60,7 +60,7 @@ class GraphedStage(PipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
-        """Run a backward; the last of a step reduces gradients."""
+        """Run a backward; the last one of a step also reduces gradients."""
         run = super().backward_maybe_with_nosync
         has_hooks = isinstance(self.submod, DistributedDataParallel)
         if self.replays is None or not (self.replays.is_replayed and has_hooks):
@@ -71,17 +71,17 @@ class GraphedStage(PipelineStage):
         return result
 
     def start_gradient_reduction(self) -> None:
-        """Start FSDP2's reduction of the gradients of a step."""
+        """Start FSDP2's reduction of a step's gradients."""
         if self.replays is not None and self.replays.is_replayed:
             finish_backwards(self.submod)
-        super().start_gradient_reduction()  # type: ignore[misc]  # of torch 2.15
+        super().start_gradient_reduction()  # type: ignore[misc]  # in torch 2.15
 
 
 def graphed(stage: object) -> GraphedStage:
-    """Return a stage as one that can be captured; a `PipelineStage` becomes one.
+    """Return the stage, ready for capture; a `PipelineStage` becomes a `GraphedStage`.
 
     Raises:
-        ConfigError: it is none of the two, or this release of torch has other stages.
+        ConfigError: The object is neither of the two, or this torch release has other stages.
     """
     missing = [name for name in _OVERRIDDEN if not hasattr(PipelineStage, name)]
     if missing:
@@ -101,16 +101,16 @@ def graphed(stage: object) -> GraphedStage:
 
 
 class StageReplays:
-    """How the calls of one stage become those of a chunk.
+    """Turn the calls of one stage into those of a chunk.
 
     Args:
-        stage: of this rank.
-        loss: computed with the last stage's output, if it is part of the graphs.
-        is_split: whether the schedule splits backwards.
+        stage: The rank's stage.
+        loss: The loss to compute with the last stage's output, if the graphs include it.
+        is_split: Whether the schedule splits backwards.
 
     Attributes:
         chunk: The captured chunk.
-        microbatch: number of the one whose forward runs.
+        microbatch: Number of the microbatch whose forward runs.
     """
 
     def __init__(self, stage: GraphedStage, loss: GraphedLoss | None, *, is_split: bool) -> None:
@@ -131,13 +131,13 @@ class StageReplays:
         self.chunk = replace(
             Chunk.from_module(self._module, label, backward="split" if is_split else "whole"),
             forward=self._module if self._is_plain else self._run,
-            # The next stage has received an output when its gradient comes back, and the slot is
-            # not used before that. Outputs of the last stage are the caller's.
+            # When an output's gradient arrives, the next stage has received the output, and the
+            # slot is not reused earlier. Outputs of the last stage belong to the caller.
             copies_outputs=None if stage.is_last else lambda *_args, **_kwargs: False,
         )
 
     def join(self, graphs: ChunkGraphs, index: int) -> None:
-        """Be chunk ``index`` of a rank's graphs from now on."""
+        """Join a rank's graphs as chunk ``index``."""
         self._graphs, self._index = graphs, index
         if self.chunk.is_split:
             if self._stage.dw_builder is not None and self._stage.replays is None:
@@ -150,7 +150,7 @@ class StageReplays:
 
     @property
     def is_replayed(self) -> bool:
-        """Whether backwards are replays, which reach no hook that waits for gradients."""
+        """Return whether backwards are replays, which run no hooks that wait for gradients."""
         assert self._graphs is not None
         return self._graphs.mode is StepMode.REPLAY
 
@@ -160,7 +160,7 @@ class StageReplays:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """One training step, entered on all ranks together."""
+        """Enclose one training step. All ranks enter it together."""
         if self._sharded is None:
             yield
             return
@@ -169,12 +169,12 @@ class StageReplays:
         reshard(self._sharded)
 
     def hold_parameters(self) -> None:
-        """Have the module hold what was captured, wherever torch has taken it away meanwhile."""
+        """Point the module at the captured parameters, where torch has replaced them meanwhile."""
         if self._sharded is not None and self.is_replayed:
             hold_gathered(self._sharded)
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a microbatch's forward of a training step."""
+        """Run the forward of a microbatch in a training step."""
         assert self._graphs is not None
         self.hold_parameters()
         if self._loss is None:
@@ -185,7 +185,7 @@ class StageReplays:
         return output
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module, with its wrapper in an eager step, and compute the loss."""
+        """Call the module, or in an eager step its wrapper, and compute the loss."""
         if self._loss is None:
             return self._call(args, kwargs)
         target, loss_kwargs, *inputs = args

@@ -1,1 +1,1 @@
-"""Replay or eager: decided once for each step, alike on all ranks."""
+"""Decide once for each step, alike on all ranks, whether it replays or runs eagerly."""

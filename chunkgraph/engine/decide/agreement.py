@@ -1,9 +1,9 @@
-"""The job's agreement on a step: asked when the step begins, or ahead of time.
+"""The ranks' agreement on a step: asked for when the step begins, or ahead of time.
 
-A collective on the host takes its time (0.4 to 1 ms between two processes, as measured with gloo),
-in which a device whose queue is empty idles. So the question of the next step is posted when a step
-ends; the answer is there long before that step begins. It is used if the step turns out to be of
-the kind that was assumed; else the ranks ask again.
+A collective on the host takes 0.4 to 1 ms between two processes (measured with gloo), in which a
+device with an empty queue idles. So the question about the next step is posted when a step ends;
+the answer arrives long before that step begins. It is used if the step is of the assumed kind;
+otherwise the ranks ask again.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ __all__ = ["Agreement", "EarlyAgree"]
 class EarlyAgree(Protocol):
     """An `Agree` that can be asked ahead of time.
 
-    Only for callers whose ranks all call `ChunkGraphs.step` with the same arguments, as those of
-    Megatron's schedules do: a rank that asked again alone would wait for the others for ever.
+    Use it only if all ranks call `ChunkGraphs.step` with the same arguments, as Megatron's
+    schedules do: a rank that asked again alone would wait for the others forever.
     """
 
     def __call__(self, values: Sequence[int]) -> list[int]:
-        """Ask and wait."""
+        """Ask and wait for the answer."""
 
     def start(self, values: Sequence[int]) -> Callable[[], list[int]]:
-        """Ask; the result waits for the answer."""
+        """Ask; return a function that waits for the answer."""
 
 
 class Agreement:
-    """Asks all ranks, and remembers what was asked ahead of time.
+    """Ask all ranks, and remember what was asked ahead of time.
 
     Args:
-        agree: element-wise maximum over the ranks.
+        agree: Element-wise maximum over the ranks.
     """
 
     def __init__(self, agree: Agree) -> None:
         self._agree = agree
-        # Known once: to ask whether an object fits a protocol is slow.
+        # Checked once: to check whether an object fits a protocol is slow.
         self._early = agree if isinstance(agree, EarlyAgree) else None
         self._posted: tuple[Hashable, list[int], Callable[[], list[int]]] | None = None
 
     def now(self, values: Sequence[int]) -> list[int]:
-        """The maximum over all ranks of each value."""
+        """Return the maximum over all ranks of each value."""
         self.forget()
         return self._agree(values)
 
     def post(self, kind: Hashable, values: Sequence[int]) -> None:
-        """Ask what ``answer`` will be asked with the same arguments, if that is possible."""
+        """Ask ahead what ``answer`` will ask with the same arguments, if possible."""
         self.forget()
         if self._early is not None:
             self._posted = (kind, list(values), self._early.start(values))
@@ -61,34 +61,34 @@ class Agreement:
         values: Sequence[int],
         is_settled: Callable[[list[int]], bool] = lambda _: True,
     ) -> list[int]:
-        """As ``now``, but without waiting where the same was posted before.
+        """Return the same as ``now``, without waiting if the same question was posted before.
 
         Args:
-            kind: of step.
-            values: what this rank asks.
-            is_settled: whether the answer can be used, the same on all ranks for one answer; if
-                not, all ranks ask once more and take what they then get.
+            kind: Kind of the step.
+            values: This rank's values.
+            is_settled: Function that returns whether an answer can be used, the same on all ranks
+                for one answer. If not, all ranks ask once more and take the new answer.
         """
         posted, self._posted = self._posted, None
         if posted is None:
             agreed, is_same = self._agree(values), True
         else:
             posted_kind, posted_values, wait = posted
-            agreed = wait()  # in any case: collectives of a group end in their order
+            agreed = wait()  # in any case: collectives of a group end in order
             is_same = posted_kind == kind and posted_values == list(values)
         return agreed if is_same and is_settled(agreed) else self._agree(values)
 
     def expire(self) -> None:
-        """Ask again on all ranks: a posted question may not hold any more.
+        """Expire a posted question, which may no longer hold; all ranks then ask again.
 
-        All ranks come here together. Each for itself would ask again only if its own values change.
+        All ranks call this together. Alone, a rank would ask again only if its own values change.
         """
         if self._posted is not None:
             _, values, wait = self._posted
             self._posted = (object(), values, wait)
 
     def forget(self) -> None:
-        """Let a posted question end unused."""
+        """Wait for the answer to a posted question and discard it."""
         if self._posted is not None:
             _, _, wait = self._posted
             self._posted = None

@@ -1,18 +1,18 @@
-"""Whether a step fits what is captured, as each rank says of its own inputs: early or late.
+"""Whether a step fits the captured graphs, as each rank says of its own inputs, early or late.
 
 Ranks have different inputs, so one rank may know that its step does not fit while no other does.
-All of them must hear of it before the step, and none may wait for an answer that nobody sends. So:
+All ranks must know it before the step, and none may wait for an answer that nobody sends. So:
 
-* every rank asks about every training step once: early if the step was announced before the step
-  before it ended (or between the two), otherwise when the step begins. Questions pair up by their
-  number, so ranks that announce and ranks that do not may meet;
-* what was announced is what was asked. A step that is then given something else raises on its rank
-  before anything runs: no rank can leave the agreed way in silence;
-* with each question goes a digest of all that has to be alike on all ranks (whether the step
-  trains, its shapes, whether graphs are there). If the digests differ, a rank asked early assuming
-  a step that did not come, and all ranks see that and ask once more, together;
-* what was announced can be taken back by all ranks together, those too that announced nothing. How
-  often that was is in the digest, so that no answer to an earlier question is taken.
+* every rank asks once about every training step: early if the step was announced before the
+  previous step ended (or between the two), otherwise when the step begins. Questions pair up by
+  their number, so ranks that announce and ranks that do not may meet;
+* the announcement is what was asked. If the step then gets something else, its rank raises before
+  anything runs, so no rank silently departs from the agreement;
+* each question carries a digest of everything that must be equal on all ranks (whether the step
+  trains, its shapes, whether graphs exist). If the digests differ, a rank asked early about a step
+  that did not come; all ranks see that and ask once more, together;
+* all ranks together can withdraw announcements, including ranks that announced nothing. The digest
+  counts the withdrawals, so no answer to an earlier question is used.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ __all__ = ["Announcement", "digest_of", "has_one_digest"]
 
 
 class Announcement:
-    """What this rank said of its next training step, until that step takes it."""
+    """This rank's announcement of its next training step, kept until the step takes it."""
 
     def __init__(self) -> None:
         self._misfit: str | None = None
         self.plan_digest = 0
-        """What `give` was told of the step, or of the one before."""
+        """Plan digest of the last announced step."""
 
     @property
     def misfit(self) -> str | None:
-        """Why the next step does not fit, "" if it does, None if nothing was announced."""
+        """Return why the next step does not fit; "" if it does, None if nothing was announced."""
         return self._misfit
 
     def give(self, misfit: str, plan_digest: int = 0) -> None:
         """Announce the next step.
 
         Args:
-            misfit: why it does not fit, or "".
-            plan_digest: see `StepKind`.
+            misfit: The reason why the step does not fit; "" if it fits.
+            plan_digest: See `StepKind`.
 
         Raises:
-            SlotError: it was announced before.
+            SlotError: The step was announced before.
         """
         if self._misfit is not None:
             raise SlotError(
@@ -55,12 +55,13 @@ class Announcement:
         self._misfit, self.plan_digest = misfit, plan_digest
 
     def word(self, given: str | None) -> str:
-        """What holds for the step that begins now, given what it was called with.
+        """Return the misfit that holds for the step that begins now, given the one of its call.
 
-        It stays until `clear`: after an error it still holds.
+        The announcement stays until `clear`, so it still holds after an error.
 
         Raises:
-            SlotError: nobody said whether the step fits, or it was announced otherwise.
+            SlotError: Neither the call nor an announcement says whether the step fits, or the two
+                disagree.
         """
         announced = self._misfit
         if announced is None and given is None:
@@ -78,16 +79,16 @@ class Announcement:
         return announced if announced is not None else given or ""
 
     def clear(self) -> None:
-        """Forget what was announced: its step begins, or it is taken back."""
+        """Forget the announcement: its step begins, or it is withdrawn."""
         self._misfit = None
 
 
 def digest_of(*facts: object) -> list[int]:
-    """Two numbers whose maxima over all ranks tell whether all ranks have the same facts."""
+    """Return two numbers; their maxima over all ranks show whether all have the same facts."""
     digest = zlib.crc32(repr(facts).encode())
     return [digest, -digest]
 
 
 def has_one_digest(agreed: list[int]) -> bool:
-    """Whether the last two of the agreed values come from the same facts on all ranks."""
+    """Return whether the last two agreed values come from the same facts on all ranks."""
     return agreed[-2] == -agreed[-1]

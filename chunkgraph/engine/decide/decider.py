@@ -1,4 +1,4 @@
-"""What this rank asks the others about each step, and what they decide together."""
+"""Ask the other ranks about each step, and decide together with them."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ SHAPE_UNKNOWN = object()
 
 @dataclass(frozen=True)
 class StepKind:
-    """What a step is called with, the same on all ranks but for the misfit.
+    """The arguments of a step, equal on all ranks except for the misfit.
 
     Attributes:
-        forward_only: an evaluation step.
-        shape_key: whatever fixes the input shapes.
-        is_asked_eager: the caller wants it eager.
-        misfit: why this rank's inputs do not fit the graphs, "" if they do.
-        plan_digest: of a plan that all ranks are to follow together, such as who works on which
-            documents; 0 without one.
+        forward_only: Whether this is an evaluation step.
+        shape_key: Value that determines the input shapes.
+        is_asked_eager: Whether the caller requests an eager step.
+        misfit: The reason why this rank's inputs do not fit the graphs; "" if they fit.
+        plan_digest: Digest of a plan that all ranks follow together, such as which rank works on
+            which documents; 0 without one.
     """
 
     forward_only: bool = False
@@ -38,15 +38,16 @@ class StepKind:
 
 @dataclass(frozen=True)
 class Standing:
-    """What of a rank bears on how its steps run.
+    """The state of a rank that affects how its steps run.
 
     Attributes:
-        is_captured: graphs are there.
-        captured_key: the shape key they were captured with.
-        has_failed: the last session failed.
-        was_released: graphs were there and were released.
-        is_ready: whether graphs could be captured before a step of this shape key.
-        is_replaced: whether something else lies, since the last step, where graphs work.
+        is_captured: Whether graphs exist.
+        captured_key: Shape key of the capture.
+        has_failed: Whether the last session failed.
+        was_released: Whether graphs existed and were released.
+        is_ready: Function that returns whether graphs could be captured before a step of this
+            shape key.
+        is_replaced: Whether memory that graphs use was replaced, as of the end of the last step.
     """
 
     is_captured: bool
@@ -58,15 +59,15 @@ class Standing:
 
 
 class StepDecider:
-    """Decides of every step, with the other ranks, whether it replays.
+    """Decide with the other ranks whether each step replays.
 
     Args:
-        agree: see `Agree`.
-        standing: of this rank, at the moment.
-        takes_misfits: every training step states whether its inputs fit.
+        agree: See `Agree`.
+        standing: Function that returns this rank's present standing.
+        takes_misfits: Whether every training step states whether its inputs fit.
 
     Attributes:
-        agreement: of the ranks.
+        agreement: The agreement of the ranks.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class StepDecider:
         self.agreement = Agreement(agree)
         self._standing = standing
         self._announcement = Announcement() if takes_misfits else None
-        self._usual_key: Hashable = SHAPE_UNKNOWN  # of the last training step that fitted
+        self._usual_key: Hashable = SHAPE_UNKNOWN  # of the last training step that fit
         self._num_withdrawn = 0
 
     @property
@@ -84,10 +85,10 @@ class StepDecider:
         return self._announcement is not None and self._announcement.misfit is not None
 
     def announce(self, misfit: str, plan_digest: int, *, is_in_step: bool) -> None:
-        """Take the word on the next training step; ask about it unless a step is running.
+        """Announce the next training step; ask about it unless a step is running.
 
         Raises:
-            SlotError: that step was announced already.
+            SlotError: The step was announced already.
         """
         if self._announcement is None:
             raise ValueError("takes_misfits is False: steps are not announced")
@@ -96,7 +97,7 @@ class StepDecider:
             self._ask_ahead(self._usual_key)
 
     def withdraw(self) -> None:
-        """Take back the word on the next training step, if there is one; all ranks do."""
+        """Withdraw the next training step's announcement, if any. All ranks call this together."""
         if self._announcement is None:
             raise ValueError("takes_misfits is False: steps are not announced")
         self._announcement.clear()
@@ -105,12 +106,13 @@ class StepDecider:
     def resolve_misfit(
         self, misfit: str | None, plan_digest: int, *, forward_only: bool
     ) -> tuple[str, int]:
-        """Return why this rank's inputs of the step that begins do not fit, or "", and the digest.
+        """Return the misfit of this rank's inputs for the step that begins, and the plan digest.
 
-        Both are as announced, if they were announced. They stay so until the step is decided on.
+        If the step was announced, both are those of the announcement, which stays until the step is
+        decided.
 
         Raises:
-            SlotError: whether they fit is unknown, or the step was announced otherwise.
+            SlotError: It is unknown whether the inputs fit, or the announcement says otherwise.
         """
         if self._announcement is None:
             if misfit is not None or plan_digest:
@@ -135,11 +137,11 @@ class StepDecider:
         """Agree with the other ranks on this step.
 
         Returns:
-            Why it is eager, if it is, and whether graphs are missing on some rank: all of them
-            then capture before a step that replays.
+            The reason why the step is eager, if it is, and whether graphs are missing on some rank;
+            if so, all ranks capture before a step that replays.
 
         Raises:
-            ConfigError: on all ranks: they were given different plans of the step.
+            ConfigError: The ranks were given different plans of the step; all ranks raise.
         """
         if self._announcement is not None and not step.forward_only:
             self._announcement.clear()
@@ -161,13 +163,13 @@ class StepDecider:
         return EagerReason(reason), bool(some_without)
 
     def end_step(self, step: StepKind) -> None:
-        """A step ended well; the next one is most likely like it, so ask about that one now."""
+        """Ask about the next step, which is most likely like this one, after a step ended well."""
         if not (step.forward_only or step.is_asked_eager):
             self._ask_ahead(step.shape_key if self._announcement is None else self._usual_key)
 
     def released(self) -> None:
-        """The graphs are gone on all ranks, and with them what was asked about the next step."""
-        if self._announcement is None:  # else the digests tell
+        """Expire what was asked about the next step: all ranks have released their graphs."""
+        if self._announcement is None:  # otherwise the digests differ
             self.agreement.expire()
 
     def _ask_ahead(self, shape_key: Hashable) -> None:
@@ -182,8 +184,8 @@ class StepDecider:
             self.agreement.post(*self._question(step))
 
     def _question(self, step: StepKind) -> tuple[Hashable, list[int]]:
-        """The kind of a step, and what this rank asks the others about it."""
-        # The shapes of a step that does not fit are its rank's own.
+        """Return the kind of a step, and what this rank asks the others about it."""
+        # The shapes of a step that does not fit are specific to its rank.
         shape_key = self._usual_key if step.misfit else step.shape_key
         standing = self._standing()
         own = EagerReason.NONE

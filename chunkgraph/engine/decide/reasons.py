@@ -1,8 +1,8 @@
-"""Replay or eager: decided once a step, on the host, alike on all ranks.
+"""Reasons why a step runs eagerly, decided once per step on the host, alike on all ranks.
 
 A rank that fell back alone, or in the middle of a step, would leave the others waiting in a
-collective; so only whole steps fall back, and the ranks agree on the largest reason before the
-step starts.
+collective. So only whole steps fall back, and the ranks agree on the largest reason before the step
+starts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Agree = Callable[[Sequence[int]], list[int]]
 
 
 class EagerReason(IntEnum):
-    """Why a step runs eagerly; the largest over the ranks counts for all of them."""
+    """The reason why a step runs eagerly; the largest over the ranks applies to all of them."""
 
     NONE = 0
     CAPTURE_WARMUP = 1
@@ -40,7 +40,7 @@ class EagerReason(IntEnum):
 
     @property
     def text(self) -> str:
-        """The reason as counted and printed, for example ``capture warmup``."""
+        """Return the reason as counted and printed, for example ``capture warmup``."""
         return {
             EagerReason.NONE: "none",
             EagerReason.CAPTURE_WARMUP: "capture warmup",
@@ -56,15 +56,15 @@ class EagerReason(IntEnum):
 
 
 NOTHING_REPLAYED = "nothing replayed"
-"""The reason counted for a step that was to replay, but whose calls asked for no gradient."""
+"""The reason counted for a step that should replay, but no call asked for gradients."""
 
 
 NO_GRAPHS = "no graphs of "
-"""How a misfit begins that tells of a bank without graphs."""
+"""Prefix of a misfit about a bank without graphs."""
 
 
 def reason_of(misfit: str) -> EagerReason:
-    """The reason that a misfit counts for; by its text, which is all that is announced."""
+    """Return the reason that a misfit counts as, by its text: only the text is announced."""
     if not misfit:
         return EagerReason.NONE
     is_missing = misfit.startswith(NO_GRAPHS)
@@ -72,7 +72,7 @@ def reason_of(misfit: str) -> EagerReason:
 
 
 class StepMode(Enum):
-    """How the callables run."""
+    """The mode in which the callables run."""
 
     OUTSIDE = "outside a step"
     EAGER = "eager"
@@ -80,5 +80,5 @@ class StepMode(Enum):
 
 
 def agree_alone(values: Sequence[int]) -> list[int]:
-    """Agreement in a job of one process."""
+    """Return the values: the agreement in a job of one process."""
     return list(values)

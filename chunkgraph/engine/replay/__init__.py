@@ -1,1 +1,1 @@
-"""A replayed microbatch: its slot, its node of autograd, its ranges in a profile."""
+"""Replay microbatches: slots, autograd nodes, and ranges in a profile."""

@@ -1,7 +1,7 @@
 """A replayed microbatch as one node of autograd.
 
-Parameters do not pass through the node: their gradients are accumulated inside the backward
-graph, so that the host cost does not grow with their number.
+Parameters do not pass through the node. The backward graph accumulates their gradients, so the host
+cost does not grow with their number.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["SlotReplay", "SlotRunner", "replay_node"]
 
 
 class SlotRunner(Protocol):
-    """What the node needs of the engine."""
+    """The part of the engine that the node uses."""
 
     def replay_forward(self, slot: Slot, tensors: Sequence[torch.Tensor]) -> None:
         """Load inputs and replay the forward."""
@@ -30,12 +30,12 @@ class SlotRunner(Protocol):
     ) -> None:
         """Load output gradients, replay the backward and free the slot.
 
-        Where the backward is split, its input half is replayed, and the slot stays in use.
+        If the backward is split, replay only its input half; the slot stays in use.
 
         Args:
-            slot: whose.
-            turn: the slot's at the forward that this is the backward of.
-            grads: of the outputs.
+            slot: The slot of the microbatch.
+            turn: The slot's turn at the forward of this backward.
+            grads: Gradients of the outputs.
         """
 
     def replay_weight(self, slot: Slot) -> None:
@@ -43,7 +43,7 @@ class SlotRunner(Protocol):
 
 
 class SlotReplay(torch.autograd.Function):
-    """Forward and backward of one microbatch in one slot."""
+    """The forward and backward of one microbatch in one slot."""
 
     @staticmethod
     def forward(
@@ -56,18 +56,18 @@ class SlotReplay(torch.autograd.Function):
         """Replay the forward.
 
         Args:
-            ctx: carries runner and slot to the backward.
-            runner: the engine.
-            slot: an acquired slot.
-            tensors: the call's tensor arguments.
-            *_differentiable: those of ``slot.differentiable_inputs``, for autograd alone, and one
-                more that requires grad, so that the backward runs.
+            ctx: The context that carries runner and slot to the backward.
+            runner: The engine.
+            slot: An acquired slot.
+            tensors: The call's tensor arguments.
+            *_differentiable: The tensors of ``slot.differentiable_inputs``, for autograd alone, and
+                one more that requires grad, so that the backward runs.
 
         Returns:
-            The output tensors, one alone if it is the whole result: copies, or fresh aliases of the
-            static outputs where the caller is known to be done with them in time. A caller may
-            rebind their ``.data`` (Megatron frees sent outputs so) without touching the static
-            memory.
+            The output tensors, or a single one if it is the whole result. They are copies, or fresh
+            aliases of the static outputs if the caller is known to be done with them in time. A
+            caller may rebind their ``.data`` (Megatron frees sent outputs this way) without
+            touching the static memory.
         """
         runner.replay_forward(slot, tensors)
         ctx.replayed = runner, slot, slot.turn
@@ -90,8 +90,8 @@ class SlotReplay(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         """Replay the backward.
 
-        Input gradients lie where the next backward writes its own. Autograd holds them beyond that
-        where several nodes read one tensor (it adds up what all of them return) and where a leaf
+        The next backward overwrites the memory of the input gradients. Autograd may hold them
+        longer: if several nodes read one tensor (it sums what all of them return), or if a leaf
         keeps them. So they are copied, unless the caller is known to be done with them by then.
         """
         runner, slot, turn = ctx.replayed
@@ -113,7 +113,7 @@ def _refuse_changed_outputs(ctx: Any, slot: Slot) -> None:
     try:
         _ = ctx.saved_tensors
     except RuntimeError as error:
-        if "inplace" not in str(error):  # a second backward: refused by what follows
+        if "inplace" not in str(error):  # a second backward, which is refused later
             return
         raise ReplayMismatchError(
             f"{slot.label}: an output was changed in place. The chunk's backward needs it as it "
@@ -123,4 +123,4 @@ def _refuse_changed_outputs(ctx: Any, slot: Slot) -> None:
 
 
 replay_node: Callable[..., Any] = super(torch.autograd.Function, SlotReplay).apply
-"""`SlotReplay.apply`, without its support of ``torch.func``, which no chunk can be called under."""
+"""`SlotReplay.apply` without support for ``torch.func``, under which no chunk can be called."""

@@ -1,10 +1,10 @@
 """Backward passes that run through several captured microbatches at once.
 
-Eager training adds up what one pass gives a parameter before it adds the sum to the gradient; a
-replay adds what its microbatch gives at once. The bits are the same only if there was no gradient
+Eager training sums all terms that one pass gives a parameter, then adds the sum to the gradient. A
+replay adds those of its microbatch at once. The bits are the same only if there was no gradient
 before and each microbatch gives the parameter one term. The chunks of one pass may belong to
-several engines. Eager work of the pass may use a parameter too: how many terms it gives is not
-known, so that it is refused.
+several engines. Eager work in the pass may use a parameter too; it is refused, since its number of
+terms is unknown.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _Overlaps = dict[tuple[int, int], bool]
 
 
 class BackwardTask:
-    """The backward pass that is running, as one engine sees it.
+    """The running backward pass, as one engine sees it.
 
     Args:
-        terms: for each chunk, by identity of the parameters that it gives gradients, how many of
-            them autograd adds up in one microbatch. Whoever holds this object holds the parameters.
-        names: of these parameters, for errors.
+        terms: For each chunk, how many terms autograd sums in one microbatch, by identity of each
+            parameter that gets a gradient. The owner of this object keeps the parameters alive.
+        names: Names of these parameters, for errors.
     """
 
     def __init__(
@@ -41,9 +41,9 @@ class BackwardTask:
     ) -> None:
         self._terms = terms
         self._overlaps = _overlaps(terms, terms)
-        # Other engines with parameters in common; they and their graphs may go at any time.
+        # Other engines that share parameters; they and their graphs may be freed at any time.
         self._others: list[tuple[weakref.ref[BackwardTask], _Overlaps]] = []
-        # Of this step, by pass: names of the parameters that eager work has added to.
+        # For each pass of this step: names of the parameters that eager work has added to.
         self._eager: dict[int, dict[int, str]] = {}
         self._names = dict(names or {})
         self.begin_step()
@@ -61,19 +61,19 @@ class BackwardTask:
         self._is_in_step = True
 
     def end_step(self) -> None:
-        """Note no eager work from now on."""
+        """Stop recording eager work."""
         self._is_in_step = False
 
     def enter(self, c: int, label: str, *, is_fresh: bool) -> None:
-        """Note that a microbatch of chunk ``c`` is run backward.
+        """Record that a microbatch of chunk ``c`` runs backward.
 
         Args:
-            c: index of the chunk.
-            label: of its slot, for errors.
-            is_fresh: whether the parameters that it trains had no gradient before.
+            c: Index of the chunk.
+            label: Label of the slot, for errors.
+            is_fresh: Whether the parameters that it trains had no gradient before.
 
         Raises:
-            ReplayMismatchError: the pass has added to one of these parameters already, and eager
+            ReplayMismatchError: The pass has already added to one of these parameters, and eager
                 training would add in another order.
         """
         task = _task_id()
@@ -104,7 +104,7 @@ class BackwardTask:
             self._entered += ((c, is_fresh),)
 
     def _note_eager_work(self, parameter: nn.Parameter) -> None:
-        """Note a gradient that eager autograd has added, or refuse it after a replay's."""
+        """Record a gradient that eager autograd has added; refuse it after a replay's."""
         if not self._is_in_step:
             return
         task, place, name = _task_id(), id(parameter), self._names[parameter]
@@ -114,7 +114,7 @@ class BackwardTask:
         self._is_alone = False
 
     def _passes(self) -> Iterator[tuple[_Overlaps, tuple[tuple[int, bool], ...]]]:
-        """Return what the pass has run through, of this engine and of others."""
+        """Yield the chunks that the pass has entered, in this engine and in others."""
         yield self._overlaps, self._entered
         for reference, overlaps in self._others:
             other = reference()
@@ -137,7 +137,7 @@ _introducing = threading.Lock()  # ranks may be threads
 
 
 def _introduce(new: BackwardTask) -> None:
-    """Let engines that have parameters in common know of each other."""
+    """Link engines that share parameters."""
     with _introducing:
         for known in _known:
             known._others = [pair for pair in known._others if pair[0]() is not None]
@@ -150,7 +150,7 @@ def _introduce(new: BackwardTask) -> None:
 
 
 def _overlaps(some: Iterable[_Terms], others: Sequence[_Terms]) -> _Overlaps:
-    """Return which chunks have parameters in common, and whether each gives those one term."""
+    """Return which chunks share parameters, and whether each gives those one term."""
     return {
         (c, d): all(mine[p] == theirs[p] == 1 for p in common)
         for c, mine in enumerate(some)

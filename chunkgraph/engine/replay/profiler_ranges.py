@@ -1,4 +1,4 @@
-"""Named ranges around replays, for profiles: NVTX on a GPU, and ``record_function``."""
+"""Named ranges around replays, for profilers: NVTX on a GPU, and ``record_function``."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["ReplayRanges"]
 
 
 class ReplayRanges:
-    """A `SlotRunner` in front of the engine's own, which names what it passes on.
+    """A `SlotRunner` that wraps the engine's own and names every replay.
 
-    A range is called ``<chunk> forward microbatch 3``; microbatches count from 0 in each step, in
+    A range is called ``<chunk> forward microbatch 3``. Microbatches count from 0 in each step, in
     the order of the chunk's forwards.
 
     Args:
-        runner: replays.
-        names: what each chunk is called.
+        runner: The runner that replays.
+        names: The name of each chunk.
     """
 
     def __init__(self, runner: SlotRunner, names: Sequence[str]) -> None:

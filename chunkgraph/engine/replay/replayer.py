@@ -1,4 +1,4 @@
-"""The steps that replay: slots are handed to microbatches, loaded, replayed and freed."""
+"""Replay steps: assign slots to microbatches, load, replay and free them."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ _will_execute = torch._C._will_engine_execute_node
 
 
 class Replayer:
-    """Replays the slots of one rank (a `SlotRunner`).
+    """Replay the slots of one rank (a `SlotRunner`).
 
     Args:
-        chunks: of the rank.
-        num_slots: of each chunk.
-        banks: of the microbatches of each step.
-        options: say which steps are verified.
-        counters: are told of every replay.
-        device: of the chunks.
+        chunks: The rank's chunks.
+        num_slots: Number of slots of each chunk.
+        banks: The banks of the microbatches of each step.
+        options: Options for shared slots and verification.
+        counters: Counters that every replay updates.
+        device: Device of the chunks.
     """
 
     def __init__(
@@ -60,14 +60,14 @@ class Replayer:
         self._machine = SlotMachine(
             num_slots, label=rank_label(chunks), are_shared=options.shared_slots
         )
-        # An input of every replayed microbatch: a backward that does not come to it is for some
+        # An input of every replayed microbatch. A backward that does not reach it is for some
         # gradients only.
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._anchor_node = torch.autograd.graph.get_gradient_edge(self._anchor).node
         self._task = BackwardTask()
         self._captured: CapturedRank | None = None
         self._verifier: Verifier | None = None
-        self._verifying: Verifier | None = None  # the same, in a step that is verified
+        self._verifying: Verifier | None = None  # the verifier, in a verified step
         self._first_step = 0
         self._is_in_step = False
         self._ranges: ReplayRanges | None = None
@@ -81,7 +81,7 @@ class Replayer:
         self._first_step = self._counters.replayed_steps
 
     def drop(self) -> None:
-        """Let the graphs go, and all that refers to them."""
+        """Drop the graphs and everything that refers to them."""
         self._captured = self._verifier = None
         self._task = BackwardTask()
         self._forget_microbatches()
@@ -92,14 +92,14 @@ class Replayer:
 
     @contextmanager
     def step(self, num_microbatches: int | None) -> Iterator[None]:
-        """One step that replays.
+        """Enclose one replayed step.
 
         Args:
-            num_microbatches: only shown in errors.
+            num_microbatches: Number of microbatches; only shown in errors.
 
         Raises:
-            ReplayMismatchError: the model is not the one that was captured.
-            SlotError: a microbatch was forwarded but not run backward when the step ended.
+            ReplayMismatchError: The model differs from the captured one.
+            SlotError: A microbatch was forwarded but not run backward when the step ended.
         """
         captured, counters = self._captured, self._counters
         assert captured is not None
@@ -123,7 +123,7 @@ class Replayer:
             self._machine.end_step()
             for sinks in captured.sinks:
                 sinks.end_step()
-            # Now, since the device is still at work, and nobody has used the gradients yet.
+            # Check now: the device is still busy, and nobody has used the gradients yet.
             for model in captured.models:
                 model.end_step()
         except BaseException as error:
@@ -142,15 +142,15 @@ class Replayer:
                 self._verifying = None
         if counters.replays > num_replays:
             counters.replayed_steps += 1
-        else:  # gradients were off, or the modules in evaluation: every call ran eagerly
+        else:  # every call ran eagerly: gradients were off, or modules in evaluation
             counters.fallbacks[NOTHING_REPLAYED] += 1
 
     def call(self, c: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The next forward of chunk ``c``, as a node of autograd.
+        """Run the next forward of chunk ``c`` as a node of autograd.
 
         Raises:
-            ReplayMismatchError: the call does not fit what was captured.
-            SlotError: no slot is free.
+            ReplayMismatchError: The call does not match the capture.
+            SlotError: No slot is free.
         """
         captured: CapturedRank = self._captured  # type: ignore[assignment]
         model = captured.models[c]
@@ -193,7 +193,7 @@ class Replayer:
         return waiting.popleft().output_grads[index]
 
     def replay_forward(self, slot: Slot, tensors: Sequence[torch.Tensor]) -> None:
-        """Load inputs and replay. Called by `SlotReplay`."""
+        """Load inputs and replay. `SlotReplay` calls this."""
         before = self._chunks[slot.chunk].before_forward
         if before is not None:
             before()
@@ -209,7 +209,7 @@ class Replayer:
     def replay_backward(
         self, slot: Slot, turn: int, grads: tuple[torch.Tensor | None, ...]
     ) -> None:
-        """Load output gradients, replay, free the slot. Called by `SlotReplay`."""
+        """Load output gradients, replay and free the slot. `SlotReplay` calls this."""
         c = slot.chunk
         self._machine.begin_backward(c, slot.index, turn)
         waiting = self._awaiting_grads[c]
@@ -221,7 +221,7 @@ class Replayer:
         if autocast is not None and not autocast.is_now():
             raise self._other_autocast(slot, autocast)
         assert self._captured is not None
-        # Autograd does not know the parameters, so that it cannot say which gradients are wanted.
+        # Autograd does not know the parameters, so it cannot tell which gradients are wanted.
         if slot.trained and not _will_execute(self._anchor_node):
             raise ReplayMismatchError(
                 f"{slot.label}: autograd.grad() or backward(inputs=...) asks for some gradients "
@@ -230,7 +230,7 @@ class Replayer:
                 "(`step(eager=True)`)."
             )
         binding: Binding | None = None
-        if slot.weight_graph is not None:  # gradients are added by that
+        if slot.weight_graph is not None:  # which adds the gradients
             self._task.enter(c, slot.label, is_fresh=False)
         else:
             binding = self._captured.sinks[c].before_backward(slot.trained)
@@ -257,20 +257,20 @@ class Replayer:
         return self._machine.pending(c)
 
     def run_weight(self, c: int, turn: int | None) -> None:
-        """Replay the weight half that waits longest.
+        """Replay the weight half that has waited longest.
 
         Args:
-            c: index of the chunk.
-            turn: the one that it must be; None: any.
+            c: Index of the chunk.
+            turn: The turn that it must have; None accepts any.
 
         Raises:
-            SlotError: there is none, or it is another one.
+            SlotError: No weight half waits, or another one has waited longest.
         """
         index = self._machine.begin_weight(c, turn)
         self._runner.replay_weight(self._halved.pop((c, index)))
 
     def replay_weight(self, slot: Slot) -> None:
-        """Replay the weight half of a backward, free the slot."""
+        """Replay the weight half of a backward and free the slot."""
         assert self._captured is not None
         assert slot.weight_graph is not None
         binding = self._captured.sinks[slot.chunk].before_backward(slot.trained)
@@ -283,7 +283,7 @@ class Replayer:
         self._end_backward(slot, binding)
 
     def _end_backward(self, slot: Slot, binding: Binding) -> None:
-        """All gradients of a microbatch are added."""
+        """Finish a microbatch once all of its gradients are added."""
         if binding.others:
             binding.after_backward()
         if slot.marker is not None:
@@ -309,11 +309,11 @@ class Replayer:
         return slot
 
     def _forget_microbatches(self) -> None:
-        """Slots for which an input, output gradient or weight half is yet to come.
+        """Reset the slots that wait for an input, an output gradient or a weight half.
 
-        There are none between steps.
+        Between steps there are none.
         """
         self._reserved = tuple(deque[Slot]() for _ in self._chunks)
         self._received: dict[Slot, set[int]] = {}
         self._awaiting_grads = tuple(deque[Slot]() for _ in self._chunks)
-        self._halved: dict[tuple[int, int], Slot] = {}  # by chunk and number, with a weight half
+        self._halved: dict[tuple[int, int], Slot] = {}  # by chunk and slot number

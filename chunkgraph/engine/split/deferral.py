@@ -1,9 +1,9 @@
-"""A backward in two halves: the deferred operators of a trace are noted, and run later.
+"""A backward in two halves: record the deferred operators of a trace, and run them later.
 
-While the input half runs, autograd is given `DeferredTensor` for what a deferred operator would
-compute: a tensor without memory, which knows its shape. The operators are noted in their order
-with their arguments, whose memory they keep. The weight half runs them, lets go of each as soon as
-it has run, and hands the gradients out in the order in which they arrived.
+In the input half, autograd gets a `DeferredTensor` for each result of a deferred operator: a tensor
+that knows its shape but has no memory. The operators are recorded in order with their arguments,
+and keep the arguments' memory. The weight half runs them, drops each as soon as it has run, and
+hands out the gradients in the order in which they arrived.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _keys = torch._C.DispatchKey
 _CASTING = torch._C.DispatchKeySet(_keys.AutocastCPU) | torch._C.DispatchKeySet(_keys.AutocastCUDA)
 
 Receive = Callable[[int, torch.Tensor], None]
-"""Is given the index of a parameter and its gradient."""
+"""Function that takes the index of a parameter and its gradient."""
 
 
 class _Value:
-    """What a deferred operator will compute."""
+    """The future result of a deferred operator."""
 
     __slots__ = ("tensor",)
 
@@ -44,13 +44,13 @@ class _Value:
 
 
 class DeferredTensor(torch.Tensor):
-    """Stands for a tensor that the weight half computes. Reading its memory is an error."""
+    """A placeholder for a tensor that the weight half computes. Reading its memory is an error."""
 
     value: _Value
 
     @staticmethod
     def __new__(cls, geometry: Geometry) -> Self:
-        """Make one of this shape and type."""
+        """Create a tensor of this geometry."""
         made: Self = torch.Tensor._make_wrapper_subclass(
             cls,
             geometry.shape,
@@ -66,12 +66,12 @@ class DeferredTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # as torch calls it
         cls, func: OpOverload, *_: Any
     ) -> Any:
-        """Refuse: whoever defers operators sees them first."""
+        """Refuse the operator: an active `Deferral` sees operators before this method."""
         raise CaptureError(f"{func} reads a weight gradient before the weight half has run")
 
 
 class _Deferred:
-    """An operator to run later, with values in the places of tensors that it computes."""
+    """An operator to run later, with a `_Value` for each tensor that is not computed yet."""
 
     __slots__ = ("args", "func", "kwargs", "results")
 
@@ -90,14 +90,14 @@ class _Deferred:
 
 
 class Deferral(TorchDispatchMode):
-    """Runs the input half of one backward, and later its weight half.
+    """Run the input half of one backward, and later its weight half.
 
-    The input half is the backward inside ``with deferral``, whose gradients of parameters are given
-    to `take`; `run` is the weight half.
+    The input half is the backward inside ``with deferral``; pass its parameter gradients to `take`.
+    The weight half is `run`.
 
     Args:
-        trace: of the same backward.
-        label: names it in errors.
+        trace: Trace of the same backward.
+        label: Label for errors.
     """
 
     def __init__(self, trace: BackwardTrace, label: str) -> None:
@@ -109,21 +109,21 @@ class Deferral(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled parts stay compiled."""
+        """Return True: compiled parts stay compiled."""
         return True
 
     def take(self, index: int, gradient: torch.Tensor) -> None:
-        """Keep a gradient that has arrived, or what will be it, for the weight half."""
+        """Keep a gradient that has arrived, computed or deferred, for the weight half."""
         self._entries.append((index, _value_of(gradient)))
 
     def run(self, receive: Receive) -> None:
         """Run the weight half.
 
         Args:
-            receive: is given the gradients, in the order in which they arrived.
+            receive: Function that takes the gradients, in the order in which they arrived.
 
         Raises:
-            CaptureError: the input half was not the backward that was traced.
+            CaptureError: The input half was not the traced backward.
         """
         if self._next != len(self._trace.operators):
             raise self._other_backward("no further operator")
@@ -196,17 +196,17 @@ class Deferral(TorchDispatchMode):
 
 
 def _value_of(tensor: torch.Tensor) -> Any:
-    """Return what is to be kept of an argument."""
+    """Return what to keep of an argument."""
     if isinstance(tensor, DeferredTensor):
         return tensor.value
     if not tensor.requires_grad:
         return tensor
-    with _disable_current_modes():  # it would keep the graph of a forward, or its own gradient
+    with _disable_current_modes():  # it would keep a forward's graph, or its own gradient
         return tensor.detach()
 
 
 def _in_the_form_of(func: OpOverload, results: list[torch.Tensor]) -> Any:
-    """Return tensors as ``func`` returns them."""
+    """Return tensors in the structure that ``func`` returns."""
     returns = func._schema.returns
     if len(returns) == 1:
         return results[0] if isinstance(returns[0].type, torch.TensorType) else results

@@ -1,7 +1,7 @@
 """Modules that delay weight gradients themselves, as Transformer Engine's and Megatron's do.
 
-With ``delay_wgrad_compute`` their backward computes the input gradient alone, and keeps what their
-method ``backward_dw`` computes the weight gradient from.
+With ``delay_wgrad_compute`` their backward computes only the input gradient, and keeps the data
+from which their method ``backward_dw`` computes the weight gradient.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ __all__ = ["DelayedModules"]
 
 
 class DelayedModules:
-    """Those of a chunk.
+    """The modules of a chunk that delay their weight gradients.
 
     Args:
-        module: the chunk's module; None: it has none.
-        label: names the chunk in errors.
+        module: The chunk's module; None if it has none.
+        label: Name of the chunk in errors.
     """
 
     def __init__(self, module: nn.Module | None, label: str) -> None:
         self._label = label
         delaying = {m for m in module.modules() if _delays(m)} if module is not None else set()
-        # The method of a module that has such parts calls theirs.
+        # A module's method also calls those of its parts.
         self.modules = [
             m
             for m in (module.modules() if delaying and module is not None else ())
@@ -37,11 +37,11 @@ class DelayedModules:
         ]
 
     def run(self, leaves: Sequence[nn.Parameter], receive: Receive | None = None) -> None:
-        """Have them compute the weight gradients of their oldest backward, in backward order.
+        """Compute the weight gradients of the modules' oldest backward, in backward order.
 
         Args:
-            leaves: what they hold as parameters; their ``grad`` is None.
-            receive: is given what they put into ``grad``; None: it stays there.
+            leaves: The tensors that the modules hold as parameters; their ``grad`` is None.
+            receive: Function that takes the gradients out of ``grad``; None leaves them there.
         """
         for module in reversed(self.modules):
             compute: Callable[[], None] = module.backward_dw  # type: ignore[assignment]
@@ -54,10 +54,10 @@ class DelayedModules:
                     receive(index, gradient)
 
     def refuse_left(self) -> None:
-        """Make sure that none waits for another call.
+        """Check that no module waits for another call.
 
         Raises:
-            CaptureError: one does, since it ran twice in the forward.
+            CaptureError: A module waits, since it ran more than once in the forward.
         """
         for module in self.modules:
             waiting = getattr(getattr(module, "wgrad_store", None), "context", None)

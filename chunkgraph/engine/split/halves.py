@@ -1,7 +1,7 @@
 """The two halves of a slot's backward: planned from eager passes, then captured one by one.
 
-What the input half leaves for the weight half lies in the slot's own pool; what it drops, as an
-eager pass shows, comes from scratch. The weight half works in scratch alone.
+Memory that the input half leaves for the weight half lies in the slot's own pool; memory that it
+frees, as an eager pass shows, comes from scratch. The weight half uses scratch alone.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ __all__ = ["SplitPlan", "capture_halves", "plan_split", "refuse_shared_with_spli
 
 @dataclass(frozen=True)
 class SplitPlan:
-    """How the backward of one chunk and bank is split.
+    """The plan for splitting the backward of one chunk and bank.
 
     Attributes:
-        trace: its operators; None where no input takes a gradient, so that all of it is the weight
-            half.
-        temporaries: which operators of the input half make what is dead at its end.
+        trace: Operators of the backward; None if no input takes a gradient, so that all of it is
+            the weight half.
+        temporaries: Operators of the input half, with those whose results are dead at its end.
         held_bytes: Bytes that stay allocated between the two halves; 0 if unknown.
     """
 
@@ -60,19 +60,19 @@ def plan_split(
     leaves: Sequence[nn.Parameter],
     backend: GraphBackend,
 ) -> SplitPlan:
-    """Watch one whole backward, then run another one in halves, and say how to capture them.
+    """Watch one whole backward, run another one in halves, and return how to capture them.
 
-    The chunk's tensors and gradients are as before afterwards.
+    The chunk's tensors and gradients are unchanged afterwards.
 
     Args:
-        chunk: a split one.
-        sample: a call of it; its values are copied.
-        sinks: of its gradients, which are discarded.
-        leaves: Aliases of its parameters.
-        backend: whose stream.
+        chunk: A split chunk.
+        sample: A call of the chunk; its values are copied.
+        sinks: Sinks of the chunk's gradients, which are discarded.
+        leaves: Aliases of the chunk's parameters.
+        backend: The backend whose stream runs the passes.
 
     Raises:
-        CaptureError: the backward cannot be split.
+        CaptureError: The backward cannot be split.
     """
     if not any(t.requires_grad for t in sample.tensors):
         return SplitPlan()
@@ -82,7 +82,7 @@ def plan_split(
     with (
         backend.on_capture_stream(),
         tensors_kept(chunk),
-        # This one first: of two hooks on a leaf the first takes the gradient.
+        # Entered first: of two hooks on a leaf, the first takes the gradient.
         sinks.collecting(leaves, lambda index, gradient: take(index, gradient)),  # noqa: PLW0108
         sinks.discarding(leaves),
     ):
@@ -113,12 +113,12 @@ def plan_split(
 
 
 def refuse_shared_with_split(chunks: Sequence[Chunk]) -> None:
-    """Refuse parameters that a split chunk has in common with another one.
+    """Refuse parameters that a split chunk shares with another one.
 
-    When each adds its gradients is up to the schedule, and with it the order of the sum.
+    The schedule determines when each adds its gradients, and so the order of the sum.
 
     Raises:
-        CaptureError: naming the chunks.
+        CaptureError: There are such parameters; the message names the chunks.
     """
     owners: dict[int, Chunk] = {}
     for chunk in chunks:
@@ -135,7 +135,7 @@ def refuse_shared_with_split(chunks: Sequence[Chunk]) -> None:
 
 @contextmanager
 def _explained(label: str) -> Iterator[None]:
-    """Name the cause of an error in the first half of a backward that has just run as a whole."""
+    """Explain an error in the first half of a backward that has just run as a whole."""
     try:
         yield
     except ChunkGraphError:
@@ -187,20 +187,20 @@ def capture_halves(
     plan: SplitPlan,
     on_graph: Callable[[], None],
 ) -> None:
-    """Capture both halves of the backward of a forward; nothing of it is alive afterwards.
+    """Capture both halves of a forward's backward; nothing of it is alive afterwards.
 
     Args:
-        forward: of the slot.
-        chunk: whose.
-        sinks: of its gradients.
-        leaves: aliases of its parameters.
-        maker: makes the graphs.
-        plan: of the chunk in this bank.
-        on_graph: called after each graph.
+        forward: The slot's captured forward.
+        chunk: The slot's chunk.
+        sinks: Sinks of the chunk's gradients.
+        leaves: Aliases of the chunk's parameters.
+        maker: Maker of the graphs.
+        plan: Plan of the chunk in this bank.
+        on_graph: Function called after each graph.
 
     Raises:
-        CaptureError: a half cannot be captured.
-        MemoryPlanError: the input half keeps memory of scratch.
+        CaptureError: A half cannot be captured.
+        MemoryPlanError: The input half keeps scratch memory.
     """
     place = forward.place
     forward.marker = chunk.new_marker() if chunk.new_marker is not None else None
@@ -241,7 +241,7 @@ def _capture_input_half(
         _run_backward(forward, chunk, deferral)
     forward.backward = graph
     take_input_grads(forward)
-    # What the forward keeps is read from then on, too, or was freed for what comes later.
+    # What the forward keeps is still read later, or was freed for later allocations.
     forward.live = forward.live | memory.kept
     if memory.in_scratch:
         raise MemoryPlanError(
@@ -261,10 +261,10 @@ def _run_backward(
 
 
 class _Weights:
-    """Adds the gradients of one captured backward to their sinks.
+    """Add the gradients of one captured backward to their sinks.
 
     Attributes:
-        trained: indices of the parameters that got one.
+        trained: Indices of the parameters that got a gradient.
     """
 
     def __init__(
@@ -283,13 +283,13 @@ class _Weights:
 
     @contextmanager
     def taken(self, take: Receive | None = None) -> Iterator[None]:
-        """Inside, gradients that autograd computes go to ``take``; None: they are added at once."""
+        """Pass gradients that autograd computes here to ``take``; None adds them at once."""
 
         def receive(index: int, gradient: torch.Tensor) -> None:
             if not getattr(self._leaves[index], "grad_added_to_main_grad", False):
                 (take or self.add)(index, gradient)
             elif index in self._of_delayed or take is None:
-                self._announced.append(index)  # by a gradient without a meaning
+                self._announced.append(index)  # by a dummy gradient
             else:
                 raise CaptureError(
                     f"{self._forward.place.label}: a layer adds the gradient of parameter {index} "
@@ -307,7 +307,7 @@ class _Weights:
         self._accumulated(index)
 
     def finish(self) -> None:
-        """Run what modules have delayed."""
+        """Compute and add the gradients that modules have delayed."""
         self._delayed.run(self._leaves, self.add)
         for index in self._announced:
             self._accumulated(index)
@@ -319,4 +319,4 @@ class _Weights:
 
 
 def _drop(_index: int, _gradient: torch.Tensor) -> None:
-    """Let a gradient go."""
+    """Drop a gradient."""

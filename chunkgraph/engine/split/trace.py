@@ -1,14 +1,15 @@
-"""Which operators of a backward serve weight gradients alone.
+"""Find the operators of a backward that serve weight gradients alone.
 
-An eager backward is watched operator by operator, below autograd. What an input's gradient is
-computed from, belongs to the input half; what only gradients of parameters are computed from, can
-wait for the weight half. So every operator runs once, in one of the halves, with the arguments and
-in the order of the whole backward: the bits are the same, whatever the modules are.
+An eager backward is watched operator by operator, below autograd. Operators from which an input's
+gradient is computed belong to the input half. Operators from which only gradients of parameters are
+computed can wait for the weight half. So every operator runs once, in one of the halves, with the
+arguments and in the order of the whole backward: the bits are the same for all modules.
 
-Never deferred are operators with an effect besides their results (random numbers, collectives,
-writes to memory of others), recomputation, what reads memory that may change in between, and what
-an autograd function outside of torch gets as its gradient: its kernels are not seen, whatever they
-read has to be there. An operator whose results are views is deferred if what it views is.
+Some operators are never deferred: those with an effect besides their results (random numbers,
+collectives, writes to memory of others), recomputation, those that read memory that may change in
+between, and those that compute the incoming gradient of an autograd function outside of torch: its
+kernels are not seen, so all that they read must exist. An operator that returns views is deferred
+if the tensor that it views is.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from chunkgraph.graphs.recording import storages_written, tensors_in
 __all__ = ["BackwardTrace", "BackwardTracer", "Geometry", "TracedOperator"]
 
 _aten = torch.ops.aten
-# They compute nothing; kernels that torch does not know may fill them.
+# They compute nothing; kernels that torch does not know may fill their results.
 _WITHOUT_CONTENTS = {
     _aten.empty.memory_format,
     _aten.empty_like.default,
@@ -40,12 +41,12 @@ _WITHOUT_CONTENTS = {
     _aten.new_empty_strided.default,
 }
 
-_WATCHED = "chunkgraph.engine.split"  # a key of the metadata of autograd's nodes
+_WATCHED = "chunkgraph.engine.split"  # a key in the metadata of autograd's nodes
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """Size, strides, type and device of a tensor."""
+    """Shape, strides, type and device of a tensor."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -54,7 +55,7 @@ class Geometry:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Geometry:
-        """Return those of ``tensor``."""
+        """Return the geometry of ``tensor``."""
         return Geometry(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
 
 
@@ -63,11 +64,11 @@ class TracedOperator:
     """One operator of a backward.
 
     Attributes:
-        name: of the operator.
-        is_deferred: whether it serves weight gradients alone.
-        is_view: whether its results are views of its arguments.
-        results: for each tensor that it returns its geometry, or the number of the argument, among
-            its tensors, that it is.
+        name: Name of the operator.
+        is_deferred: Whether it serves weight gradients alone.
+        is_view: Whether its results are views of its arguments.
+        results: For each tensor that it returns, the geometry; if the tensor is an argument, the
+            argument's number among the tensor arguments.
     """
 
     name: str
@@ -85,7 +86,7 @@ class BackwardTrace:
 
 @dataclass
 class _Memory:
-    """A storage: what has read and written it so far."""
+    """A storage, with the operators that have read and written it so far."""
 
     alive: StorageWeakRef
     is_own: bool
@@ -99,10 +100,10 @@ class _Operator:
     """An operator as it was seen.
 
     Attributes that `TracedOperator` does not have:
-        must_run: whether it may not be deferred.
-        sources: the operators that made what it reads.
-        overwritten: the operators that have read what it writes.
-        changes_gradient: whether it writes to a parameter's gradient that has arrived.
+        must_run: Whether it must not be deferred.
+        sources: The operators that made what it reads.
+        overwritten: The operators that have read what it writes.
+        changes_gradient: Whether it writes to a parameter's gradient that has arrived.
     """
 
     name: str
@@ -115,11 +116,11 @@ class _Operator:
 
 
 class BackwardTracer(TorchDispatchMode):
-    """Watches a backward.
+    """Watch a backward.
 
     Args:
-        label: names the chunk in errors.
-        unstable: tensors that may change between the two halves.
+        label: Name of the chunk in errors.
+        unstable: Tensors that may change between the two halves.
     """
 
     def __init__(self, label: str, unstable: Iterable[torch.Tensor] = ()) -> None:
@@ -134,11 +135,11 @@ class BackwardTracer(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled parts stay compiled."""
+        """Return True: compiled parts stay compiled."""
         return True
 
     def take(self, _index: int, gradient: torch.Tensor) -> None:
-        """Note the gradient of a parameter, which has just arrived."""
+        """Record the gradient of a parameter, which has just arrived."""
         memory = self._known(gradient)
         memory.is_gradient = True
         self._weights |= memory.writers
@@ -147,10 +148,10 @@ class BackwardTracer(TorchDispatchMode):
         """Return the trace, once the backward has run.
 
         Args:
-            input_grads: what the input half has to compute.
+            input_grads: The gradients that the input half must compute.
 
         Raises:
-            CaptureError: the input half changes a gradient that waits for the weight half.
+            CaptureError: The input half changes a gradient that waits for the weight half.
         """
         for_weights = set(self._weights)
         self._add_sources(for_weights)
@@ -183,7 +184,7 @@ class BackwardTracer(TorchDispatchMode):
         )
 
     def _add_sources(self, operators: set[int]) -> None:
-        """Add all that these are computed from."""
+        """Add all operators that these depend on."""
         waiting = list(operators)
         while waiting:
             new = self._operators[waiting.pop()].sources - operators
@@ -209,9 +210,9 @@ class BackwardTracer(TorchDispatchMode):
         return out
 
     def _watch(self, node: Node) -> None:
-        """Note what will arrive at functions outside of torch that come after ``node``.
+        """Record what will arrive at functions outside of torch that follow ``node``.
 
-        Of a graph that a backward itself makes, recomputing, the first operator leads to the rest.
+        If a backward recomputes, the first operator leads to the rest of the graph that it makes.
         """
         waiting = [node]
         while waiting:
@@ -270,7 +271,7 @@ class BackwardTracer(TorchDispatchMode):
             self._memory[_address(tensor)] = made
 
     def _known(self, tensor: torch.Tensor) -> _Memory:
-        """Return what is known of a tensor's memory."""
+        """Return the record of a tensor's memory."""
         address = _address(tensor)
         memory = self._memory.get(address)
         if memory is None or memory.alive.expired():
@@ -280,12 +281,12 @@ class BackwardTracer(TorchDispatchMode):
 
 
 def _is_outside_of_torch(node: Node) -> bool:
-    """Return whether somebody's ``torch.autograd.Function`` made a node, in Python or in C++."""
+    """Return whether a custom autograd function made the node, in Python or in C++."""
     return isinstance(node, BackwardCFunction) or "CppNode" in node.name()
 
 
 def _has_effect(func: OpOverload, given: Sequence[torch.Tensor], node: Any) -> bool:
-    """Return whether an operator does more than to compute its results from its arguments."""
+    """Return whether an operator does more than compute its results from its arguments."""
     return (
         func.namespace == "c10d"
         or torch.Tag.nondeterministic_seeded in func.tags

@@ -20,16 +20,16 @@ __all__ = ["WeightBackwards"]
 
 
 class WeightBackwards:
-    """The weight gradients of the chunks whose backward is split (``Chunk.backward``).
+    """Compute the weight gradients of the chunks with a split backward (``Chunk.backward``).
 
-    ``backward()`` of autograd computes the input gradients of a microbatch alone. Its weight
-    gradients are added to ``param.grad`` or ``main_grad`` by `run`, at any time before the step
-    ends; its slot is in use until then. Within a chunk they are run in the order of the input
-    gradients, so that the sums have the bits of whole backwards.
+    Autograd's ``backward()`` computes only the input gradients of a microbatch. `run` adds its
+    weight gradients to ``param.grad`` or ``main_grad``, at any time before the step ends; its slot
+    is in use until then. Each chunk runs them in the order of the input gradients, so the sums have
+    the bits of whole backwards.
 
-    A schedule calls the same methods in every step, whatever its mode. In an eager step
-    ``backward()`` computes and adds everything that the modules do not delay by themselves
-    (``backward_dw``), and `run` has only the rest to do: the sums are the same.
+    A schedule calls the same methods in every step, whatever its mode. In an eager step,
+    ``backward()`` computes and adds everything that the modules do not delay themselves
+    (``backward_dw``), and `run` does only the rest; the sums are the same.
 
     Example:
         A whole backward (``B``), and the hook of `torch.distributed.pipelining`::
@@ -40,8 +40,8 @@ class WeightBackwards:
             PipelineStage(..., dw_builder=lambda: graphs.weights.runner(c))
 
     Args:
-        chunks: of the rank.
-        replayer: replays them.
+        chunks: The rank's chunks.
+        replayer: The replayer of the chunks.
     """
 
     def __init__(self, chunks: Sequence[Chunk], replayer: Replayer) -> None:
@@ -51,22 +51,22 @@ class WeightBackwards:
         self._eager: _EagerStep | None = None
 
     def run(self, c: int) -> None:
-        """Compute the weight gradients of the microbatch of chunk ``c`` that waits longest.
+        """Compute the weight gradients of the microbatch of chunk ``c`` that has waited longest.
 
         Raises:
-            SlotError: none waits, or the chunk's backward is not split.
+            SlotError: No microbatch waits, or the chunk's backward is not split.
         """
         self._run(c, None)
 
     def runner(self, c: int) -> Callable[[], None]:
-        """Return what computes the weight gradients of the microbatch that has waited shortest.
+        """Return a function that computes the weight gradients of chunk ``c``'s latest microbatch.
 
-        That is the one whose ``backward()`` has just returned. What is returned is called once, in
-        the step, after those of the microbatches before it.
+        That is the one whose ``backward()`` has just returned. Call the function once, in the same
+        step, after the weight gradients of all earlier microbatches.
 
         Raises:
-            SlotError: none waits, or the chunk's backward is not split. The returned function: it
-                is not the turn of its microbatch.
+            SlotError: No microbatch waits, or the chunk's backward is not split. The function
+                raises it if it is not its microbatch's turn.
         """
         self._check_split(c)
         waiting = self._waiting(c)
@@ -81,10 +81,10 @@ class WeightBackwards:
 
     @contextmanager
     def eager_step(self) -> Iterator[None]:
-        """One eager step.
+        """Enclose one eager step.
 
         Raises:
-            SlotError: weight gradients were not run when the step ended.
+            SlotError: Weight gradients were not run when the step ended.
         """
         if not any(chunk.is_split for chunk in self._chunks):
             yield
@@ -97,7 +97,7 @@ class WeightBackwards:
         step.end()
 
     def watched(self, c: int, result: Any) -> Any:
-        """Return the result of an eager call, whose backward makes its microbatch wait."""
+        """Return the result of an eager call; its backward makes the microbatch wait."""
         if self._eager is None or not self._chunks[c].is_split or not torch.is_grad_enabled():
             return result
         return self._eager.watched(c, result)
@@ -140,10 +140,10 @@ class WeightBackwards:
 
 
 class _EagerStep:
-    """Which microbatches wait in an eager step.
+    """The microbatches that wait in an eager step.
 
     Attributes:
-        waiting: by chunk, microbatches whose backward has begun, oldest first.
+        waiting: For each chunk, the microbatches whose backward has begun, oldest first.
     """
 
     def __init__(self, chunks: Sequence[Chunk], delayed: Sequence[DelayedModules | None]) -> None:
@@ -183,7 +183,7 @@ class _EagerStep:
 
 
 class _Begin:
-    """Notes that the backward of a microbatch has begun, once."""
+    """Record once that the backward of a microbatch has begun."""
 
     def __init__(self, waiting: deque[int], microbatch: int) -> None:
         self._waiting = waiting
@@ -197,7 +197,7 @@ class _Begin:
 
 
 class _Passed(torch.autograd.Function):
-    """Passes tensors on, and calls back when a gradient comes."""
+    """Pass tensors on, and call back when a gradient arrives."""
 
     @staticmethod
     def forward(ctx: Any, begin: _Begin, *outputs: torch.Tensor) -> Any:

@@ -1,1 +1,1 @@
-"""Changes of a user's model and optimizer that a replay would not notice."""
+"""Watch for changes of a user's model and optimizer that a replay would not notice."""

@@ -32,10 +32,10 @@ class AttributeWatch:
     """Watch the attributes of one chunk's module in a capture session.
 
     Args:
-        chunk: the chunk, with the module as it is inside the session.
+        chunk: The chunk, with the module as it is inside the session.
 
     Attributes:
-        chunk: the chunk with a watched forward.
+        chunk: The chunk with a watched forward.
     """
 
     def __init__(self, chunk: Chunk) -> None:
@@ -55,7 +55,7 @@ class AttributeWatch:
         """Refuse, at the end of the session, attributes that every forward changes; restore them.
 
         Raises:
-            CaptureError: there are such attributes; the message names them.
+            CaptureError: There are such attributes; the message names them.
         """
         try:
             yield

@@ -90,19 +90,19 @@ class _Part:
 _PLAIN = frozenset({bool, int, float, str, tuple, type(None)})
 _hooks = itemgetter(*HOOK_DICTS)
 _LIBRARIES = frozenset({"chunkgraph", "megatron", "torch", "transformer_engine"})
-"""Libraries whose hooks are known, and come and go around steps."""
+"""Libraries with known hooks, which come and go around steps."""
 
 
 class CapturedModel:
     """The parts and tensors of one chunk's module at the capture.
 
     Args:
-        chunk: the chunk before its capture. Without a module only its parameters are known.
+        chunk: The chunk before its capture. Without a module only its parameters are known.
 
     Attributes:
-        label: label of the chunk.
-        parameters: its trainable parameters.
-        is_as_captured: a cheap comparison for every call; if it fails, call `check_call`.
+        label: Label of the chunk.
+        parameters: Trainable parameters of the chunk.
+        is_as_captured: Cheap comparison for every call; if it fails, call `check_call`.
     """
 
     def __init__(self, chunk: Chunk) -> None:
@@ -147,12 +147,13 @@ class CapturedModel:
         self._holders = Holders(self._attributes)
 
     def refuse_hooks(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Refuse what waits for gradients of ``parameters`` and would not hear of them.
+        """Refuse hooks and wrappers that wait for gradients of ``parameters``; replays run none.
 
-        Whoever gives a parameter a ``main_grad`` takes care of that (see `Chunk.after_backward`).
+        Hooks on a parameter with a ``main_grad`` are exempt: its creator does their work (see
+        `Chunk.after_backward`).
 
         Raises:
-            CaptureError: naming it.
+            CaptureError: There is such a hook or wrapper; the message names it.
         """
         for part in self._parts:
             if isinstance(part.module, nn.parallel.DistributedDataParallel):
@@ -173,7 +174,7 @@ class CapturedModel:
             )
 
     def name_of(self, parameter: nn.Parameter) -> str:
-        """Return the name of a parameter in errors."""
+        """Return the name of a parameter for errors."""
         index = next(i for i, tensor in enumerate(self._known) if tensor is parameter)
         return self._names[index]
 
@@ -182,7 +183,7 @@ class CapturedModel:
         """Restore tensors and parts of the module after a capture session.
 
         Raises:
-            CaptureError: the forward replaced one of them, which a replay would not.
+            CaptureError: The forward replaced one of them, which a replay would not.
         """
         replaced: list[str] = []
         try:
@@ -206,8 +207,8 @@ class CapturedModel:
         """Compare all facts, at a call for which ``is_as_captured`` is False.
 
         Raises:
-            ReplayMismatchError: the module has changed, hooks for saved tensors are active, or see
-                `check_surroundings`.
+            ReplayMismatchError: The module has changed, hooks for saved tensors are active, or
+                `check_surroundings` refuses the call.
         """
         if what := saved_tensors_hooks():
             raise ReplayMismatchError(f"{self.label} is called {what}")
@@ -220,7 +221,7 @@ class CapturedModel:
         """Compare before a step, and count writes from now on.
 
         Raises:
-            ReplayMismatchError: the module has changed since the capture.
+            ReplayMismatchError: The module has changed since the capture.
         """
         self.check()
         self._check_settings()
@@ -266,7 +267,7 @@ class CapturedModel:
         return [*chain.from_iterable(chain.from_iterable(every))]
 
     def _num_hooks(self) -> int:
-        """Return the number of hooks on all parts, with those that torch did not register."""
+        """Return the number of hooks on all parts, including those that torch did not register."""
         return sum(map(len, chain.from_iterable(map(_hooks, self._attributes))))
 
     def _check_hooks(self) -> None:
@@ -291,7 +292,7 @@ class CapturedModel:
         """Compare after a step.
 
         Raises:
-            ReplayMismatchError: the module has changed, or a parameter was written in the step.
+            ReplayMismatchError: The module has changed, or a parameter was written in the step.
         """
         self.check()
         if [*map(_version, self._counted)] == self._versions:
@@ -313,7 +314,7 @@ class CapturedModel:
         """Compare everything except version counters.
 
         Raises:
-            ReplayMismatchError: a part or a tensor was replaced, added, removed, moved, frozen or
+            ReplayMismatchError: A part or a tensor was replaced, added, removed, moved, frozen or
                 unfrozen, or a part of the module changed between training and evaluation mode.
         """
         modes = [*map(_training, self._attributes)]
@@ -437,8 +438,8 @@ def check_surroundings(label: str, parameters: Sequence[nn.Parameter]) -> None:
     """Refuse a call in a context that affects eager operators but not replays.
 
     Args:
-        label: label of the chunk, for errors.
-        parameters: parameters of the chunk.
+        label: Label of the chunk, for errors.
+        parameters: Parameters of the chunk.
 
     Raises:
         ReplayMismatchError: torch.func or forward-mode autograd is active, or autocast has stale

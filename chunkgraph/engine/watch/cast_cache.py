@@ -1,9 +1,9 @@
 """Detect casts of autocast that eager operators would share, and a replay does not.
 
 Inside one `torch.autocast` block, eager training keeps using the first casts of the parameters:
-after an optimizer step, though they are those of the old parameters, and after a call without
-gradients, though nothing reaches the parameters through them. A replay casts the parameters again.
-So a call is refused inside a block in which one of both has happened.
+even after an optimizer step, when they are those of the old parameters, and after a call without
+gradients, when nothing reaches the parameters through them. A replay casts the parameters again.
+So calls are refused inside a block in which either has happened.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["note_call_without_gradients", "stale_casts", "watch_optimizers", "wh
 
 
 class _StaleCasts:
-    """Parameters with such casts in an autocast block, and a leaf that shows whether it ended."""
+    """Parameters with stale casts in an autocast block, and a leaf that shows whether it ended."""
 
     def __init__(self) -> None:
         self.parameters = WeakTensorKeyDictionary()
@@ -29,7 +29,7 @@ class _StaleCasts:
         self._leaf = nn.Parameter(torch.ones(1, 1))
 
     def add(self, parameters: Iterable[torch.Tensor], why: str) -> None:
-        """Record what makes casts of the parameters stale, if this is inside a block."""
+        """Record why casts of the parameters are stale, if called inside a block."""
         is_inside = torch.autocast_increment_nesting() > 1
         torch.autocast_decrement_nesting()
         if is_inside:
@@ -68,7 +68,7 @@ def note_call_without_gradients(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def why_stale(parameters: Sequence[nn.Parameter]) -> str:
-    """Return why eager operators would read other casts of these than a replay, or ""."""
+    """Return why eager operators would read stale casts of these parameters, or ""."""
     if not stale_casts.are_any or not torch.is_autocast_cache_enabled():
         return ""
     why = next((stale_casts.parameters[p] for p in parameters if p in stale_casts.parameters), "")

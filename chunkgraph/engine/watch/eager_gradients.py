@@ -35,9 +35,9 @@ def watch_eager_gradients(
     """Call ``method`` after autograd has added to the gradient of one of ``parameters``.
 
     Args:
-        parameters: trainable leaves.
-        owner: the object of the method, referenced weakly. The hooks are removed with it.
-        method: called with the parameter.
+        parameters: Trainable leaves.
+        owner: The object of the method, referenced weakly. The hooks are removed with it.
+        method: The method, called with the parameter.
     """
     hook = _Hook(method)
     handles = [p.register_post_accumulate_grad_hook(hook) for p in parameters]

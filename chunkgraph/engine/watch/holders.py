@@ -18,7 +18,7 @@ class Holders:
     """The present contents of modules' dicts.
 
     Args:
-        attributes: ``vars()`` of each module.
+        attributes: The ``vars()`` of each module.
     """
 
     def __init__(self, attributes: Sequence[dict[str, Any]]) -> None:

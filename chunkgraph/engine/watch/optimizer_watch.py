@@ -40,12 +40,13 @@ def optimizers_watched(
     """Watch all optimizers in this block, a step that replays.
 
     Args:
-        models: the captured models.
-        num_in_flight: returns the number of microbatches that wait for their backward.
+        models: The captured models.
+        num_in_flight: Function that returns the number of microbatches that wait for their
+            backward.
 
     Raises:
-        ReplayMismatchError: from ``optimizer.step()``, if microbatches are in flight and the
-            optimizer has parameters of a model.
+        ReplayMismatchError: ``optimizer.step()`` was called while microbatches are in flight, and
+            the optimizer has parameters of a model.
     """
     _register_hooks()
     step = _Step(models, num_in_flight)

@@ -29,8 +29,8 @@ class Windows:
     """The parts of a module that calls check, one window after the other.
 
     Args:
-        module: the module in the captured state.
-        caches: names of buffers to ignore.
+        module: The module in the captured state.
+        caches: Names of buffers to ignore.
     """
 
     def __init__(self, module: nn.Module, caches: Collection[str] = ()) -> None:
