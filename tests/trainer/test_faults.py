@@ -44,9 +44,7 @@ def line_of(marker: str) -> int:
     return next(i for i, line in enumerate(text.splitlines(), start=1) if marker in line)
 
 
-def test_faults_of_one_rank(
-    run_cases: RunCases, case: Callable[..., dict[str, Any]], once: Callable[..., Any]
-) -> None:
+def test_faults_of_one_rank(run_cases: RunCases, case: Callable[..., dict[str, Any]]) -> None:
     """A capture that fails on rank 1, out of memory there, SIGTERM there, evaluation, shapes."""
     watchful = {"layer_spec": "user_specs:watchful_where_faulty"}
     eager, shallow = {"on_failure": "eager"}, {"num_layers": 2}
@@ -68,18 +66,13 @@ def test_faults_of_one_rank(
     }
     cases = {
         "fails": case(STEPS, eager, watchful, layer_fails=True),
-        # What all ranks do when one of them cannot go on is the engine's.
-        **once(
-            {
-                "mixed": case(mixed, model=shallow),
-                "raises": case(STEPS, {"on_failure": "raise"}, watchful, layer_fails=True),
-                # One pool serves both graphs: gradients are larger than what the forward frees.
-                "memory": case(STEPS, eager, {**shallow, "hidden_size": 256}, limit_bytes=2**20),
-                "in_capture": case(STEPS, signalled="capture"),
-                "in_replay": case([*STEPS, *STEPS], signalled="replay"),
-                "shadow": case(mixed, {"verify": "shadow", "scope": "chunk"}, shallow),
-            }
-        ),
+        "mixed": case(mixed, model=shallow),
+        "raises": case(STEPS, {"on_failure": "raise"}, watchful, layer_fails=True),
+        # One pool serves both graphs: gradients are larger than what the forward frees.
+        "memory": case(STEPS, eager, {**shallow, "hidden_size": 256}, limit_bytes=2**20),
+        "in_capture": case(STEPS, signalled="capture"),
+        "in_replay": case([*STEPS, *STEPS], signalled="replay"),
+        "shadow": case(mixed, {"verify": "shadow", "scope": "chunk"}, shallow),
     }
     for name, ranks in run_cases(cases, 2).items():
         check[name](ranks)

@@ -150,9 +150,7 @@ def test_experts_that_are_multiplied_at_once(
     _check(run_equal(cases, 1))
 
 
-def test_two_ranks(
-    run_equal: Callable[..., Any], make_config: Callable[..., Any], once: Callable[..., Any]
-) -> None:
+def test_two_ranks(run_equal: Callable[..., Any], make_config: Callable[..., Any]) -> None:
     """Experts on two ranks by both dispatchers, with biases; PP 2 x VPP 2."""
     make = make_config
     shared = {"data_parallel_size": 2, "expert_model_parallel_size": 2}
@@ -169,24 +167,20 @@ def test_two_ranks(
         "ep2_plain": _case(make, _EXPERTS, model={"swiglu": False}, pipeline=shared),
         "tp2": _split(make, _BIASED),
         "tp2_gathered": _split(make, {**_EXPERTS, **_GATHERED}),
-        **once(
-            {
-                "pp2_vpp2": _case(
-                    make,
-                    _BIASED,
-                    counts=(2, 2, 4),
-                    model={"num_layers": 4},
-                    pipeline=interleaved,
-                    train={"overlap_grad_reduce": True},
-                ),
-                "pp2_dense_stage": _case(
-                    make,
-                    {**_EXPERTS, "moe_layer_freq": [0, 1]},
-                    counts=(3, 1, 5),
-                    pipeline={"pipeline_model_parallel_size": 2},
-                    capture={"scope": "chunk"},
-                ),
-            }
+        "pp2_vpp2": _case(
+            make,
+            _BIASED,
+            counts=(2, 2, 4),
+            model={"num_layers": 4},
+            pipeline=interleaved,
+            train={"overlap_grad_reduce": True},
+        ),
+        "pp2_dense_stage": _case(
+            make,
+            {**_EXPERTS, "moe_layer_freq": [0, 1]},
+            counts=(3, 1, 5),
+            pipeline={"pipeline_model_parallel_size": 2},
+            capture={"scope": "chunk"},
         ),
     }
     results = run_equal(cases, 2, timeout_s=180.0)

@@ -129,23 +129,16 @@ def test_one_rank(
     _check(run_equal(cases, 1))
 
 
-def test_two_ranks(
-    run_equal: Callable[..., Any], make_case: Case, once: Callable[..., Any]
-) -> None:
+def test_two_ranks(run_equal: Callable[..., Any], make_case: Case) -> None:
     """Two to four microbatches in flight, each with the documents of its own slot."""
     chunk = {"scope": "chunk"}
     moe = {"num_moe_experts": 4, "moe_expert_capacity_factor": 1.0, "token_drops": "count"}
     swiglu = {"swiglu": True}
     cases = {
         "packed_experts": make_case("ME*E", [3, 2], pp=2, packed=True, moe=moe, model=swiglu),
-        # What Mamba's mixer does there it does on one rank too.
-        **once(
-            {
-                "block": make_case("M-M*", [3, 1], pp=2),
-                "packed_chunk": make_case("M-|M*", [3, 4], pp=2, packed=True, capture=chunk),
-                "tp2": make_case("M*", [2, 1], tensor_model_parallel_size=2),
-            }
-        ),
+        "block": make_case("M-M*", [3, 1], pp=2),
+        "packed_chunk": make_case("M-|M*", [3, 4], pp=2, packed=True, capture=chunk),
+        "tp2": make_case("M*", [2, 1], tensor_model_parallel_size=2),
     }
     if _KNOWS_STAGES:
         cases["uneven"] = make_case("M|*M-", [3, 1], pp=2, capture=chunk)

@@ -257,9 +257,7 @@ _SPARSE = {"layer_spec": "user_specs:packed_experts", "swiglu": True, "num_layer
 
 
 @pytest.mark.megatron
-def test_experts_on_two_ranks(
-    run_equal: Callable[..., Any], make_case: Case, once: Callable[..., Any]
-) -> None:
+def test_experts_on_two_ranks(run_equal: Callable[..., Any], make_case: Case) -> None:
     """Also where only one of the ranks that share the experts has documents that do not fit."""
     biased = {
         **_EXPERTS,
@@ -272,21 +270,14 @@ def test_experts_on_two_ranks(
     recompute = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
     cases = {
         "ep2": make_case([2, 3, 2, 1, 3], moe=biased, model=_SPARSE, seqs=5, **ep2),
-        # Microbatches in flight are the engine's; `test_packed_moe` has either dispatcher.
-        **once(
-            {
-                "pp2_vpp2": make_case(
-                    [2, 4],
-                    pp=2,
-                    vpp=2,
-                    moe=_EXPERTS,
-                    model={**_SPARSE, "num_layers": 4, **recompute},
-                ),
-                "ep2_allgather": make_case(
-                    [2, 1], moe=gathered, model=_SPARSE, scope="block", **ep2
-                ),
-            }
+        "pp2_vpp2": make_case(
+            [2, 4],
+            pp=2,
+            vpp=2,
+            moe=_EXPERTS,
+            model={**_SPARSE, "num_layers": 4, **recompute},
         ),
+        "ep2_allgather": make_case([2, 1], moe=gathered, model=_SPARSE, scope="block", **ep2),
     }
     results = run_equal(cases, 2)
     _check(results, {"ep2": [1]})
@@ -313,23 +304,14 @@ def _check_run_anew(results: dict[str, dict[str, Any]], reruns: dict[str, list[s
 
 
 @pytest.mark.megatron
-def test_experts_that_stash_or_run_anew(
-    run_cases: Callable[..., Any], make_case: Case, once: Callable[..., Any]
-) -> None:
+def test_experts_that_stash_or_run_anew(run_cases: Callable[..., Any], make_case: Case) -> None:
     """A step that is run again has the packings, buckets and misfit that were announced of it."""
     short = {**_STASH, "initial_bytes": 2048}
     drops = {**_EXPERTS, "token_drops": "rerun"}
     cases = {
         "stash": make_case([2, 1, 3], moe=_ROOMY, model=_SPARSE, stash=_STASH, verify="poison"),
         "rerun": make_case([2, 1, 3], moe=drops, model=_SPARSE, scope="block"),
-        # Which graphs are dropped and captured again is the engine's.
-        **once(
-            {
-                "buckets": make_case(
-                    [2, 3, 2], moe=_ROOMY, model=_SPARSE, stash=short, buckets=(0.75,)
-                )
-            }
-        ),
+        "buckets": make_case([2, 3, 2], moe=_ROOMY, model=_SPARSE, stash=short, buckets=(0.75,)),
     }
     results = run_cases(cases, 1, timeout_s=120.0)
     _check_run_anew(results, {"rerun": ["expert capacity"], "buckets": ["stash pages"]})

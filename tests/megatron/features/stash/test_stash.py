@@ -132,35 +132,27 @@ def test_four_ranks(run_cases: Callable[..., Any], make_config: Callable[..., An
     assert results["short"]["steps"][-1]["replays"]
 
 
-def test_two_ranks(
-    run_cases: Callable[..., Any], make_config: Callable[..., Any], once: Callable[..., Any]
-) -> None:
+def test_two_ranks(run_cases: Callable[..., Any], make_config: Callable[..., Any]) -> None:
     """Interleaved; pages run out on one rank alone; experts on two ranks."""
     pp2 = {"pipeline_model_parallel_size": 2}
     overlap = {"overlap_grad_reduce": True, "use_distributed_optimizer": True}
-    # Once, not for each Megatron: what is stashed does not depend on the pipeline.
-    pipelines = once(
-        {
-            "pp2_vpp2": _case(
-                make_config,
-                [2, 6, 2],
-                model={"num_layers": 4},
-                pipeline={**pp2, "virtual_pipeline_model_parallel_size": 2},
-                train={"overlap_grad_reduce": True},
-                capture={"shared_slots": True},
-            ),
-            "one_rank_short": _case(
-                make_config,
-                [3, 1, 5, 4],
-                experts={"moe_layer_freq": [0, 1]},
-                stash={"headroom": 0.6},
-                pipeline=pp2,
-                capture={"scope": "chunk"},
-            ),
-        }
-    )
     cases = {
-        **pipelines,
+        "pp2_vpp2": _case(
+            make_config,
+            [2, 6, 2],
+            model={"num_layers": 4},
+            pipeline={**pp2, "virtual_pipeline_model_parallel_size": 2},
+            train={"overlap_grad_reduce": True},
+            capture={"shared_slots": True},
+        ),
+        "one_rank_short": _case(
+            make_config,
+            [3, 1, 5, 4],
+            experts={"moe_layer_freq": [0, 1]},
+            stash={"headroom": 0.6},
+            pipeline=pp2,
+            capture={"scope": "chunk"},
+        ),
         "ep2": _case(
             make_config,
             [2, 1, 3],
@@ -173,14 +165,13 @@ def test_two_ranks(
     _check_equal(results)
     assert results["ep2"]["overflow_reruns"]["stash pages"] >= 1
     assert results["ep2"]["recaptures"] == []
-    if pipelines:
-        assert results["pp2_vpp2"]["overflow_reruns"] == {}
-        assert all(_share(results["pp2_vpp2"], rank) < 0.7 for rank in range(2))
-        alone = results["one_rank_short"]
-        assert alone["stash_bytes"][0] == alone["bytes_without_stash"][0] == 0
-        assert alone["overflow_reruns"]["stash pages"] >= 1
-        assert alone["recaptures"]
-        assert alone["steps"][-1]["replays"] == 4
+    assert results["pp2_vpp2"]["overflow_reruns"] == {}
+    assert all(_share(results["pp2_vpp2"], rank) < 0.7 for rank in range(2))
+    alone = results["one_rank_short"]
+    assert alone["stash_bytes"][0] == alone["bytes_without_stash"][0] == 0
+    assert alone["overflow_reruns"]["stash pages"] >= 1
+    assert alone["recaptures"]
+    assert alone["steps"][-1]["replays"] == 4
 
 
 class _Run:
