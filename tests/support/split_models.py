@@ -135,6 +135,31 @@ class Own(nn.Module):
         return x + (_Product.apply(x, self.weight) + rows).tanh() @ low_rank
 
 
+class Unseen(torch.autograd.Function):
+    """Reads its gradient by its address, and fills new memory: kernels that torch does not know."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        assert grad.data_ptr()
+        return torch.ones(grad.shape, dtype=grad.dtype, device=grad.device)
+
+
+class UnseenBeforeBias(nn.Module):
+    """A kernel and a bias get the same gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.bias = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head((Unseen.apply(self.first(x)) + self.bias).tanh())
+
+
 def as_split(module: nn.Module, backend: GraphBackend, num_slots: int = 3, **options: Any) -> Any:
     chunk = Chunk.from_module(module, "rank 0 chunk 0", backward="split")
     return ChunkGraphs([chunk], num_slots, backend=backend, options=CaptureOptions(**options))
@@ -149,6 +174,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "frozen": Frozen,
     "convolved": Convolved,
     "own": Own,
+    "unseen": UnseenBeforeBias,
 }
 
 
