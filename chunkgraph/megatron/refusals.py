@@ -60,11 +60,10 @@ def _next_to_schedule(text: str, name: str) -> Rule:
     return Rule(text, lambda f: _drives(f) and getattr(f, name))
 
 
-_RING_EXCHANGE = _next_to_schedule(
-    "use_ring_exchange_p2p schedule: it has no requests to wait for; leave one of them out",
-    "use_ring_exchange_p2p",
-)
 _OWN_SCHEDULE = "only Megatron's own schedules do it; leave one of them out"
+_RING_EXCHANGE = _next_to_schedule(
+    f"use_ring_exchange_p2p schedule: {_OWN_SCHEDULE}", "use_ring_exchange_p2p"
+)
 DELAY_RULES = (
     Rule(
         f"delay_wgrad_compute: {_OUTSIDE}, unless a schedule splits backwards",

@@ -83,7 +83,7 @@ def test_weight_gradients_are_delayed_by_schedules_that_split_backwards(name: st
         ({"pipeline_schedule": "zb-v"}, "--pipeline-schedule zb-v: it places stages in a V"),
         (
             {"pipeline_schedule": "zb-h1", "use_ring_exchange_p2p": True},
-            "--use-ring-exchange-p2p with --pipeline-schedule zb-h1: it has no requests",
+            "--use-ring-exchange-p2p with --pipeline-schedule zb-h1: only Megatron's own",
         ),
     ],
 )
