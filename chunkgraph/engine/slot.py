@@ -50,6 +50,8 @@ class Slot:
             the caller has.
         nested: outputs that other outputs are computed from, by position: inside the graph, the
             gradients of those reach them too, which no hook on them sees.
+        lent: outputs that are parameters, by position: the caller gets their memory, and so sees
+            updates of them as in eager training.
         backward_autocast: how operators were cast in the backward.
         grads_lie_in_pool: whether an input gradient lies there too (a compiled backward may write
             it over a saved tensor).
@@ -77,6 +79,7 @@ class Slot:
     trained: tuple[int, ...] = ()
     guarded: tuple[int, ...] = ()
     nested: tuple[int, ...] = ()
+    lent: tuple[int, ...] = ()
     backward_autocast: Autocast | None = None
     grads_lie_in_pool: bool = False
     marker: GradientMarker | None = None
@@ -98,7 +101,8 @@ class Slot:
         self._sources: list[LoadedSource | None] = [None] * len(self.inputs)
         self.has_frozen_outputs = len(self.differentiable) < len(self.output_tensors)
         self._hand_out = tuple(
-            (duplicate(t) if self.copies_outputs else torch.detach, t) for t in self.output_tensors
+            (duplicate(t) if self.copies_outputs and i not in self.lent else torch.detach, t)
+            for i, t in enumerate(self.output_tensors)
         )
         # One tensor, of which nothing has to be watched while the caller has it.
         is_watched = self.has_frozen_outputs or self.guarded or self.nested

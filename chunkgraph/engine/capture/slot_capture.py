@@ -104,6 +104,7 @@ class CapturedForward:
         casting: casts operators as in the backward.
         strides: strides of the gradients of ``receiving``.
         results_grads: see `call_with`.
+        lent: Positions of outputs that are parameters.
         deciding: Numbers of inputs without which an output would not require grad.
         num_terms: Number of gradients that autograd sums for each parameter of the chunk; 0 if
             recomputation hides it, or if other calls share the parameter's cast and its sum.
@@ -123,6 +124,7 @@ class CapturedForward:
     guarded: tuple[int, ...] = ()
     nested: tuple[int, ...] = ()
     trained: tuple[int, ...] = ()
+    lent: tuple[int, ...] = ()
     deciding: tuple[int, ...] = ()
     num_terms: dict[int, int] = field(default_factory=dict)
     backward_autocast: Autocast | None = None
@@ -226,6 +228,8 @@ def _describe_outputs(
     outputs = [forward.tensors[i] for i in forward.receiving]
     _check_outputs(chunk, outputs, [*forward.inputs, *leaves])
     forward.deciding = _deciding_inputs(forward)
+    storages = {_storage(leaf) for leaf in leaves} - {0}
+    forward.lent = tuple(i for i, t in enumerate(forward.tensors) if _storage(t) in storages)
     forward.nested = tuple(forward.receiving[n] for n in nested_among(outputs))
     # Calls of one autocast block share a cast, whose gradients eager training sums before it
     # casts them back.
@@ -430,6 +434,7 @@ def new_slot(forward: CapturedForward, chunk: Chunk, backend: GraphBackend) -> S
         trained=forward.trained,
         guarded=forward.guarded,
         nested=forward.nested,
+        lent=forward.lent,
         backward_autocast=forward.backward_autocast,
         output_grads=tuple(forward.grads),
         input_grads=tuple(forward.input_grads),

@@ -189,6 +189,10 @@ OPEN = {
         autocast="step",
         verify="shadow",
     ),
+    "a_returned_parameter_that_is_kept_until_it_is_updated": Program(
+        chunks=(ChunkSpec(("linear",), form="named", extras=("parameter!",)),),
+        steps=(ONCE, Step(inside=(Action(1, "keep_view", 1),))),
+    ),
     "gradients_that_are_not_numbers": Program(
         chunks=(
             ChunkSpec(("eval:reentrant:encoder", "own_function")),
