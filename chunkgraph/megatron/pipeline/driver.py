@@ -52,6 +52,7 @@ class ScheduleDriver:
         self.schedule = functools.cache(lambda count: with_transfers(build(count)))
         self._walk = functools.cache(lambda count: _Walk.of(self.schedule(count), rank))
         self._groups: TransferGroups | None = None
+        self._is_in_step = False
 
     def __call__(
         self, *, receive_buffers: ReceiveBuffers | None = None, **keywords: Any
@@ -86,6 +87,7 @@ class ScheduleDriver:
             )
         if self._groups is None and schedule.num_ranks > 1:
             self._groups = TransferGroups(steps.groups.pp)
+        self._is_in_step = True
         received = Received(
             steps.received_shape(keywords),
             steps.config.pipeline_dtype,
@@ -95,13 +97,19 @@ class ScheduleDriver:
         force_all_reduce = bool(keywords.get("force_all_reduce", False))
         walk = self._walk(steps.num_microbatches)
         step = _Step(steps, walk, self._groups, received, self.run_weights)
-        return step.run(force_all_reduce=force_all_reduce)
+        losses = step.run(force_all_reduce=force_all_reduce)
+        self._is_in_step = False
+        return losses
 
     def close(self) -> None:
-        """Destroy the process groups of the transfers."""
-        if self._groups is not None:
+        """Destroy the process groups of the transfers.
+
+        They stay after a step that failed: NCCL would wait for transfers that another rank may
+        never post.
+        """
+        if self._groups is not None and not self._is_in_step:
             self._groups.close()
-            self._groups = None
+        self._groups = None
 
 
 class _Stop(NamedTuple):

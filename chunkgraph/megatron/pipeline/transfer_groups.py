@@ -31,11 +31,11 @@ class TransferGroups:
         own_ranks = dist.get_process_group_ranks(pipeline)
         every: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, own_ranks)
-        self._forward = self._backward = pipeline
-        for ranks in sorted({tuple(ranks) for ranks in every}):
-            pair = [_new_group(ranks, dist.get_backend(pipeline)) for _ in range(2)]
-            if list(ranks) == own_ranks:
-                self._forward, self._backward = pair
+        pairs = {
+            ranks: [_new_group(ranks, dist.get_backend(pipeline)) for _ in range(2)]
+            for ranks in sorted({tuple(ranks) for ranks in every})
+        }
+        self._forward, self._backward = pairs[tuple(own_ranks)]
         place = own_ranks.index(dist.get_rank())
         self._next = own_ranks[(place + 1) % len(own_ranks)]
         self._previous = own_ranks[place - 1]

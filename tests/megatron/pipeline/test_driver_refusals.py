@@ -1,4 +1,4 @@
-"""Steps that a schedule of chunkgraph cannot drive are refused, with what to do instead."""
+"""Steps that a schedule of chunkgraph cannot drive, and what is left of one that fails."""
 
 from __future__ import annotations
 
@@ -48,3 +48,52 @@ def test_a_step_of_another_kind_is_refused(
             pg_collection=SimpleNamespace(),
             **keywords,
         )
+
+
+class Groups:
+    """Process groups that are not closed."""
+
+    num_closed = 0
+
+    def __init__(self, _pipeline: Any) -> None:
+        pass
+
+    def close(self) -> None:
+        Groups.num_closed += 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_groups_with_transfers_that_may_be_pending_are_not_destroyed(
+    monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    monkeypatch.setattr("chunkgraph.megatron.pipeline.driver.TransferGroups", Groups)
+    monkeypatch.setattr(Groups, "num_closed", 0)
+    step = SimpleNamespace(run=lambda **_: 1 / 0 if fails else [])
+    monkeypatch.setattr("chunkgraph.megatron.pipeline.driver._Step", lambda *_: step)
+    monkeypatch.setattr(
+        "chunkgraph.megatron.core.pipeline_steps.MegatronSteps.received_shape", lambda *_: (1,)
+    )
+    model = nn.Linear(2, 2)
+    model.config = SimpleNamespace(  # type: ignore[assignment]
+        pipeline_dtype=None, deallocate_pipeline_outputs=False
+    )
+    driver = ScheduleDriver(
+        lambda count: build_schedule("1f1b", num_ranks=2, num_chunks=1, num_microbatches=count), 0
+    )
+
+    def run() -> None:
+        driver(
+            model=model,
+            data_iterator=iter(()),
+            forward_step_func=max,
+            num_microbatches=2,
+            pg_collection=SimpleNamespace(pp=None),
+        )
+
+    if fails:
+        with pytest.raises(ZeroDivisionError):
+            run()
+    else:
+        run()
+    driver.close()
+    assert Groups.num_closed == int(not fails)
