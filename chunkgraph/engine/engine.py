@@ -454,15 +454,15 @@ class ChunkGraphs:
 
     def call(self, c: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return ``callables[c](*args, **kwargs)``."""
-        if self.mode is StepMode.REPLAY and torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            note_call_without_gradients(self._chunks[c].parameters)
+        elif self.mode is StepMode.REPLAY:
             return self._replayer.call(c, args, kwargs)
-        if self.mode is StepMode.OUTSIDE and torch.is_grad_enabled():
+        elif self.mode is StepMode.OUTSIDE:
             raise SlotError(
                 f"{self._chunks[c].label} was called outside a step. Wrap the call of the schedule "
                 "in `with graphs.step(num_microbatches):`, or disable gradients to evaluate."
             )
-        if not torch.is_grad_enabled():
-            note_call_without_gradients(self._chunks[c].parameters)
         backward = self._sampler.record(c, args, kwargs)
         result = self._chunks[c].forward(*args, **kwargs)
         if backward is not None:

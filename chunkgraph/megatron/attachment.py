@@ -144,12 +144,7 @@ def attach(
         site.find_parts(undo)
         installed = Features.install_on(site, kinds, undo)
         chunk_graphs = _chunk_graphs(site, installed, **engine)
-        driver = None
-        if site.schedule is not None:
-            driver = ScheduleDriver(
-                site.schedule.build, site.place.pipeline_rank, chunk_graphs.weights.run
-            )
-            undo.callback(driver.close)
+        driver = _driver(site, chunk_graphs, undo)
         receiver = SlotReceiver(
             chunk_graphs,
             site.place,
@@ -170,6 +165,15 @@ def attach(
             graphs.guard = OverflowGuard.of(graphs, undo)
         failure.pop_all()
     return graphs
+
+
+def _driver(site: Site, graphs: ChunkGraphs, undo: ExitStack) -> ScheduleDriver | None:
+    """Create what runs the steps of a schedule; None where Megatron's own functions do."""
+    if site.schedule is None:
+        return None
+    driver = ScheduleDriver(site.schedule.build, site.place.pipeline_rank, graphs.weights.run)
+    undo.callback(driver.close)
+    return driver
 
 
 def _chunk_graphs(site: Site, features: Features, **engine: Any) -> ChunkGraphs:

@@ -100,7 +100,9 @@ def waits_for_sends(config: Any) -> bool:
 
 
 class SlotReceiver:
-    """Give Megatron's schedule, in replayed steps, a communicator that receives into slots.
+    """Give the schedule, in replayed steps, what receives into slots.
+
+    Megatron's schedules take a communicator, a `ScheduleDriver` takes the memory itself.
 
     Args:
         engine: The rank's chunk graphs. None without chunk graphs; received tensors then only get
@@ -173,8 +175,8 @@ class SlotReceiver:
                 ``seq_length`` rows, which is the largest possible number.
 
         Returns:
-            ``keywords``; with a communicator if the step receives into slots, or receives several
-            lengths.
+            ``keywords``; with a communicator, or ``receive_buffers`` for the driver, if the step
+            receives into slots or receives several lengths.
 
         Raises:
             ConfigError: There are several lengths, and Megatron's schedule cannot receive them.

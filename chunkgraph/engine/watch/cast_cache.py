@@ -69,10 +69,9 @@ def note_call_without_gradients(parameters: Sequence[nn.Parameter]) -> None:
 
 def why_stale(parameters: Sequence[nn.Parameter]) -> str:
     """Return why eager operators would read stale casts of these parameters, or ""."""
-    if not stale_casts.are_any or not torch.is_autocast_cache_enabled():
+    if not stale_casts.are_any or not torch.is_autocast_cache_enabled() or stale_casts.has_ended():
         return ""
-    why = next((stale_casts.parameters[p] for p in parameters if p in stale_casts.parameters), "")
-    return "" if why and stale_casts.has_ended() else why
+    return next((stale_casts.parameters[p] for p in parameters if p in stale_casts.parameters), "")
 
 
 def _after(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:

@@ -49,7 +49,7 @@ class Exchange:
     Args:
         direction: The direction of the transfers.
         route: Process group, rank to send to and rank to receive from; None with one rank.
-        received: What a receive returns.
+        received: Shape, dtype, device and memory of received tensors.
         sent: Called with a tensor once its send has ended for the stream.
     """
 
