@@ -53,14 +53,12 @@ class ChunkGraphs:
             flight (see `for_schedule`); with ``options.shared_slots`` the most of all together.
         options: see `CaptureOptions`.
         backend: makes the graphs; None: CUDA graphs or the CPU recorder, by the parameters' device.
-        agree: makes all ranks of the job decide alike; see `Agree`. Required with several
-            processes.
+        agree: makes all ranks decide alike; see `Agree`. Required with several processes.
         host: the program around the chunks; see `Host`.
         banks: the variants of every slot; see `Banks`. None: a single one.
         takes_misfits: whether every training step states on every rank whether its inputs fit
             (`step`, `announce`); the same on all ranks. ``banks.drops_failed`` needs it.
-        generators: returns the random generators that the chunks draw from, in addition to the
-            default one and those of ``host``.
+        generators: returns what chunks draw from, next to the default and the host's.
         progress: called after every captured graph; see `Host.progress`.
 
     Raises:
@@ -482,9 +480,8 @@ class ChunkGraphs:
                 slots, this many slots are left for them.
 
         Returns:
-            A leaf on the slot's static input, with the captured shape, dtype and
-            ``requires_grad``; None outside a replayed step or if no slot is free (receive
-            elsewhere; the call copies it).
+            A leaf on the slot's static input, as it was captured; None outside a replayed step or
+            if no slot is free (receive elsewhere; the call copies it).
         """
         return self._replayer.reserve_input(c, index, num_before)
 
