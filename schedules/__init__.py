@@ -18,7 +18,7 @@ from .registry import ScheduleFamily, get_family, list_schedules, megatron_sched
 from .schedule import Schedule
 from .shape import PipelineShape
 from .simulate import CostModel, Simulation, Span, simulate
-from .transfers import with_transfers
+from .transfers import num_ended_sends, with_transfers
 from .validate import validate
 
 __all__ = [
@@ -45,6 +45,7 @@ __all__ = [
     "megatron_schedule",
     "megatron_schedule_name",
     "nearest_legal_counts",
+    "num_ended_sends",
     "rank_of",
     "simulate",
     "stage_of",

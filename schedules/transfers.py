@@ -1,101 +1,117 @@
-"""Order sends and receives so that ranks cannot deadlock.
-
-Transports run the transfers between two ranks one after another, in the order in which each rank
-posts them. So both must post sends and receives in the same order. This is the order of a
-simulation: a transfer is posted when its tensor exists.
-"""
+"""Place the sends and receives of a schedule."""
 
 from __future__ import annotations
 
-import math
+from collections import defaultdict, deque
 from dataclasses import replace
 from typing import NamedTuple
 
 from .action import Action, Op
 from .schedule import Schedule
-from .simulate import CostModel, Span, simulate
 
-__all__ = ["with_transfers"]
+__all__ = ["num_ended_sends", "with_transfers"]
 
 
-def with_transfers(schedule: Schedule, costs: CostModel | None = None) -> Schedule:
-    """Return the schedule with sends and receives in one order for all ranks.
+def with_transfers(schedule: Schedule) -> Schedule:
+    """Return the schedule with sends and receives.
 
-    A send follows the action that produces its tensor. A receive is posted early: before the
-    actions that its rank runs while the tensor is computed. Stages of one rank exchange tensors
-    without a transfer. Existing sends and receives are replaced.
+    A send follows the action that produces its tensor. A receive precedes the action that uses its
+    tensor. What a rank sends to another in one direction, forward or backward, is received in the
+    order in which it is sent: if the tensor was not sent first, the receives of those before it
+    come first. Stages of one rank exchange tensors without a transfer. Existing sends and receives
+    are replaced.
+
+    Ranks that run these actions in order cannot deadlock if a send waits for no transfer but those
+    of its own sender, receiver and direction.
 
     Args:
         schedule: a valid schedule.
-        costs: duration of each action; decides which of two independent transfers comes first.
-
-    Raises:
-        ScheduleError: the schedule is not valid.
     """
-    spans = simulate(schedule, costs).spans
-    rows = [_Row(row) for row in spans]
-    transfers = [
-        transfer
-        for rank, row in enumerate(spans)
-        for span in row
-        if (transfer := _transfer_after(schedule, rank, span)) is not None
-    ]
-    for transfer in sorted(transfers):
-        rows[transfer.sender].run_through(transfer.time_ms)
-        rows[transfer.sender].actions.append(transfer.send)
-        rows[transfer.receiver].run_until(transfer.time_ms)
-        rows[transfer.receiver].actions.append(transfer.receive)
-    for row in rows:
-        row.run_until(math.inf)
-    return replace(schedule, actions=tuple(tuple(row.actions) for row in rows))
+    actions = [schedule.compute_actions(rank) for rank in range(schedule.num_ranks)]
+    links: defaultdict[_Link, deque[Action]] = defaultdict(deque)
+    for row in actions:
+        for action in row:
+            receive = _receive_of(action)
+            link = None if receive is None else _link_into(schedule, receive)
+            if receive is not None and link is not None:
+                links[link].append(receive)
+    return replace(schedule, actions=tuple(tuple(_row(schedule, row, links)) for row in actions))
 
 
-class _Transfer(NamedTuple):
-    time_ms: float
-    stage: int
-    is_backward: bool
-    microbatch: int
+def num_ended_sends(schedule: Schedule, rank: int) -> dict[tuple[bool, int, int], int]:
+    """Return, for each tensor that a rank receives, the number of its sends that have ended.
+
+    They are the sends, in the other direction, that the other rank received before it sent the
+    tensor. So the rank can wait for them without a deadlock.
+
+    Args:
+        schedule: A schedule with transfers.
+        rank: The rank.
+
+    Returns:
+        Keys are whether the tensor is an input, its stage on this rank and its microbatch.
+    """
+    counts: dict[tuple[bool, int, int], int] = {}
+    for row in schedule.actions:
+        num_received = {Op.RECV_F: 0, Op.RECV_B: 0}
+        for action in row:
+            if action.op in num_received:
+                source = action.stage + (-1 if action.op is Op.RECV_F else 1)
+                num_received[action.op] += schedule.rank_of(source) == rank
+            elif action.op is Op.SEND_F and schedule.rank_of(action.stage + 1) == rank:
+                counts[True, action.stage + 1, action.microbatch] = num_received[Op.RECV_B]
+            elif action.op is Op.SEND_B and schedule.rank_of(action.stage - 1) == rank:
+                counts[False, action.stage - 1, action.microbatch] = num_received[Op.RECV_F]
+    return counts
+
+
+class _Link(NamedTuple):
     sender: int
     receiver: int
-
-    @property
-    def send(self) -> Action:
-        return Action(Op.SEND_B if self.is_backward else Op.SEND_F, self.stage, self.microbatch)
-
-    @property
-    def receive(self) -> Action:
-        op, step = (Op.RECV_B, -1) if self.is_backward else (Op.RECV_F, 1)
-        return Action(op, self.stage + step, self.microbatch)
+    is_backward: bool
 
 
-class _Row:
-    """The actions of one rank, in the process of being placed."""
+def _row(
+    schedule: Schedule, actions: tuple[Action, ...], links: dict[_Link, deque[Action]]
+) -> list[Action]:
+    row: list[Action] = []
+    received: set[Action] = set()
+    for action in actions:
+        receive = _receive_before(action)
+        link = None if receive is None else _link_into(schedule, receive)
+        if receive is not None and link is not None:
+            while receive not in received:
+                row.append(links[link].popleft())
+                received.add(row[-1])
+        row.append(action)
+        receive = _receive_of(action)
+        if receive is not None and _link_into(schedule, receive) is not None:
+            op = Op.SEND_F if receive.op is Op.RECV_F else Op.SEND_B
+            row.append(Action(op, action.stage, action.microbatch))
+    return row
 
-    def __init__(self, spans: tuple[Span, ...]) -> None:
-        self.actions: list[Action] = []
-        self._spans = spans
-        self._position = 0
 
-    def run_through(self, time_ms: float) -> None:
-        """Place the actions that end at or before a time."""
-        self.run_until(math.nextafter(time_ms, math.inf))
-
-    def run_until(self, time_ms: float) -> None:
-        """Place the actions that end before a time."""
-        while self._position < len(self._spans) and self._spans[self._position].end_ms < time_ms:
-            self.actions.append(self._spans[self._position].action)
-            self._position += 1
-
-
-def _transfer_after(schedule: Schedule, rank: int, span: Span) -> _Transfer | None:
-    """Return the transfer of an action's tensor; None if no other rank needs it."""
-    action = span.action
+def _receive_before(action: Action) -> Action | None:
+    """Return the receive of the tensor that an action uses."""
     if action.op is Op.W:
         return None
-    is_backward = action.op is not Op.F
-    stage = action.stage - 1 if is_backward else action.stage + 1
-    if not 0 <= stage < schedule.num_stages or schedule.rank_of(stage) == rank:
+    op = Op.RECV_F if action.op is Op.F else Op.RECV_B
+    return Action(op, action.stage, action.microbatch)
+
+
+def _receive_of(action: Action) -> Action | None:
+    """Return the receive of the tensor that an action produces."""
+    if action.op is Op.W:
         return None
-    return _Transfer(
-        span.end_ms, action.stage, is_backward, action.microbatch, rank, schedule.rank_of(stage)
-    )
+    op, step = (Op.RECV_F, 1) if action.op is Op.F else (Op.RECV_B, -1)
+    return Action(op, action.stage + step, action.microbatch)
+
+
+def _link_into(schedule: Schedule, receive: Action) -> _Link | None:
+    """Return the link of a receive; None if no other rank sends its tensor."""
+    is_backward = receive.op is Op.RECV_B
+    source = receive.stage + 1 if is_backward else receive.stage - 1
+    if not (0 <= receive.stage < schedule.num_stages and 0 <= source < schedule.num_stages):
+        return None
+    sender, receiver = schedule.rank_of(source), schedule.rank_of(receive.stage)
+    return None if sender == receiver else _Link(sender, receiver, is_backward)

@@ -19,7 +19,7 @@ from chunkgraph.megatron.pipeline.gradient_sync import (
     last_gradients,
 )
 from chunkgraph.megatron.pipeline.transfer_groups import TransferGroups
-from chunkgraph.schedules import Op, Schedule, with_transfers
+from chunkgraph.schedules import Op, Schedule, num_ended_sends, with_transfers
 
 __all__ = ["ScheduleDriver"]
 
@@ -85,15 +85,15 @@ class ScheduleDriver:
                 f"The schedule {schedule.name!r} has {schedule.num_chunks} model chunk(s) a rank, "
                 f"and the model has {len(steps.models)}. Set the virtual pipeline size to match."
             )
-        if self._groups is None and schedule.num_ranks > 1:
-            self._groups = TransferGroups(steps.groups.pp)
-        self._is_in_step = True
         received = Received(
             steps.received_shape(keywords),
             steps.config.pipeline_dtype,
             next(steps.models[0].parameters()).device,
             receive_buffers,
         )
+        if self._groups is None and schedule.num_ranks > 1:
+            self._groups = TransferGroups(steps.groups.pp, received.message_bytes)
+        self._is_in_step = True
         force_all_reduce = bool(keywords.get("force_all_reduce", False))
         walk = self._walk(steps.num_microbatches)
         step = _Step(steps, walk, self._groups, received, self.run_weights)
@@ -121,6 +121,8 @@ class _Stop(NamedTuple):
         stage: Its stage.
         microbatch: Its microbatch.
         last: The chunk's last gradients, if it adds them.
+        num_ended: Number of sends, in the other direction, that have ended once the tensor that
+            the action uses is received; see `num_ended_sends`.
     """
 
     run: str
@@ -128,6 +130,7 @@ class _Stop(NamedTuple):
     stage: int
     microbatch: int
     last: LastGradients | None
+    num_ended: int
 
 
 @dataclass(frozen=True)
@@ -152,15 +155,20 @@ class _Walk:
             Op.RECV_B: "receive_backward",
         }
         last = last_gradients(schedule, rank)
+        num_ended = num_ended_sends(schedule, rank)
         last_stage = schedule.num_stages - 1
-        return _Walk(
-            tuple(
-                _Stop(methods[a.op], schedule.chunk_of(a.stage), a.stage, a.microbatch, last.get(a))
-                for a in schedule.actions[rank]
-            ),
-            last_stage,
-            schedule.rank_of(last_stage) == rank,
+        stops = tuple(
+            _Stop(
+                methods[action.op],
+                schedule.chunk_of(action.stage),
+                action.stage,
+                action.microbatch,
+                last.get(action),
+                num_ended.get((action.op is Op.F, action.stage, action.microbatch), 0),
+            )
+            for action in schedule.actions[rank]
         )
+        return _Walk(stops, last_stage, schedule.rank_of(last_stage) == rank)
 
 
 class _Step:
@@ -237,9 +245,12 @@ class _Step:
 
     def forward(self, stop: _Stop) -> None:
         """Run the forward of a microbatch."""
-        _, chunk, stage, microbatch, _ = stop
+        _, chunk, stage, microbatch, _, num_ended = stop
         is_last = stage == self._walk.last_stage
-        received = self._forwards.take(stage, microbatch) if stage else None
+        received = None
+        if stage:
+            received = self._forwards.take(stage, microbatch)
+            self._backwards.end(num_ended)
         output, num_tokens = self._megatron.forward(chunk, microbatch, received, is_last=is_last)
         self._num_tokens += num_tokens
         self._in_flight[stage, microbatch] = (received, output)
@@ -250,12 +261,12 @@ class _Step:
 
     def backward(self, stop: _Stop) -> None:
         """Run the backward of a microbatch, or its input gradients."""
-        _, _, stage, microbatch, _ = stop
+        _, _, stage, microbatch, _, num_ended = stop
         received, output = self._in_flight.pop((stage, microbatch))
         output_grad = None
         if stage < self._walk.last_stage:
-            self._forwards.end_send_of(stage, microbatch)
             output_grad = self._backwards.take(stage, microbatch)
+            self._forwards.end(num_ended)
         input_grad = self._megatron.backward(received, output, output_grad)
         if stage:
             assert input_grad is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from chunkgraph.megatron.core.p2p import Direction, ReceiveBuffers
+from chunkgraph.megatron.pipeline.transfer_groups import Route
 
 __all__ = ["Exchange", "Received"]
 
@@ -30,6 +33,11 @@ class Received:
     device: torch.device
     buffers: ReceiveBuffers | None
 
+    @property
+    def message_bytes(self) -> int:
+        """Return the size of a tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
     def make(self, direction: Direction) -> torch.Tensor:
         """Return the memory of the next receive of a direction, which requires grad."""
         if self.buffers is not None:
@@ -42,13 +50,12 @@ class Received:
 class Exchange:
     """The transfers of one direction of one rank in one step.
 
-    `send` and `receive` post transfers; the stream that takes a received tensor waits for it. A
-    send is waited for when the next one is posted, so a rank keeps at most two sent tensors.
-    Neighbouring stages are on different ranks.
+    The stream that takes a received tensor waits for it; no stream waits for a send before it is
+    known to have ended. Neighbouring stages are on different ranks.
 
     Args:
         direction: The direction of the transfers.
-        route: Process group, rank to send to and rank to receive from; None with one rank.
+        route: Where they go; None with one rank.
         received: Shape, dtype, device and memory of received tensors.
         sent: Called with a tensor once its send has ended for the stream.
     """
@@ -56,19 +63,18 @@ class Exchange:
     def __init__(
         self,
         direction: Direction,
-        route: tuple[Any, int, int] | None,
+        route: Route | None,
         received: Received,
         sent: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
         self._direction = direction
-        self._group: Any = None
-        if route is not None:
-            self._group, self._target, self._source = route
+        self._route = route
         self._received = received
         self._sent = sent
         self._receives: dict[tuple[int, int], tuple[torch.Tensor, Any]] = {}
         self._made: dict[tuple[int, int], torch.Tensor] = {}
-        self._pending: tuple[tuple[int, int], torch.Tensor, Any] | None = None
+        self._pending: deque[tuple[torch.Tensor, Any]] = deque()
+        self._num_ended = 0
 
     def keep(self, stage: int, microbatch: int, tensor: torch.Tensor) -> None:
         """Keep the tensor of a stage and a microbatch until it is sent."""
@@ -76,15 +82,16 @@ class Exchange:
 
     def send(self, stage: int, microbatch: int) -> None:
         """Post the send of a kept tensor."""
-        self.end()
+        assert self._route is not None
         tensor = self._made.pop((stage, microbatch))
-        request = dist.isend(tensor, self._target, self._group)
-        self._pending = (stage, microbatch), tensor, request
+        request = dist.isend(tensor, self._route.target, self._route.sends)
+        self._pending.append((tensor, request))
 
     def receive(self, stage: int, microbatch: int) -> None:
         """Post a receive."""
+        assert self._route is not None
         tensor = self._received.make(self._direction)
-        request = dist.irecv(tensor, self._source, self._group)
+        request = dist.irecv(tensor, self._route.source, self._route.receives)
         self._receives[stage, microbatch] = tensor, request
 
     def take(self, stage: int, microbatch: int) -> torch.Tensor:
@@ -93,16 +100,11 @@ class Exchange:
         request.wait()
         return tensor
 
-    def end_send_of(self, stage: int, microbatch: int) -> None:
-        """Wait for the latest send if it was that of this tensor, which was received."""
-        if self._pending is not None and self._pending[0] == (stage, microbatch):
-            self.end()
-
-    def end(self) -> None:
-        """Wait for the latest send."""
-        if self._pending is not None:
-            _, tensor, request = self._pending
-            self._pending = None
+    def end(self, num_sends: float = math.inf) -> None:
+        """Wait until this number of the step's sends have ended, and drop their tensors."""
+        while self._pending and self._num_ended < num_sends:
+            tensor, request = self._pending.popleft()
+            self._num_ended += 1
             request.wait()
             if self._sent is not None:
                 self._sent(tensor)

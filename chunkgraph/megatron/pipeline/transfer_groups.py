@@ -1,61 +1,106 @@
-"""Process groups of the transfers between pipeline stages, one for each direction."""
+"""Process groups of the transfers between pipeline stages."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from chunkgraph.megatron.core.p2p import Direction
 
-__all__ = ["TransferGroups"]
+__all__ = ["Route", "TransferGroups"]
 
-_MAX_CTAS = 2
+# NCCL_BUFFSIZE: what one block of a kernel can send before the receive is posted.
+_BLOCK_BUFFER_BYTES = 4 * 2**20
+
+
+class Route(NamedTuple):
+    """Where the transfers of one direction of one rank go.
+
+    Attributes:
+        sends: Process group of the sends.
+        target: Rank to send to.
+        receives: Process group of the receives.
+        source: Rank to receive from.
+    """
+
+    sends: Any
+    target: int
+    receives: Any
+    source: int
 
 
 class TransferGroups:
-    """Groups of a pipeline's forward and backward transfers.
+    """Groups of a pipeline's transfers.
 
-    A transfer of one direction never waits for one of the other. A schedule posts a receive long
-    before its tensor is sent, and NCCL's kernel then waits on the GPU next to those that compute;
-    with as many blocks as it takes by default it makes them up to a tenth slower. So each kernel
-    of these groups has two blocks.
+    Transfers of one group run one after another. A rank sends and receives each direction in
+    groups of its own, so no transfer waits for one of another link: a sender, a receiver and a
+    direction.
+
+    A kernel of NCCL that waits for the other rank takes multiprocessors from the kernels that
+    compute. A receive does not wait long: it is posted where its tensor is used. A send does not
+    wait if the buffers of its blocks take the whole tensor, so the groups have as many blocks as
+    that needs.
 
     Every process of the job creates them together.
 
     Args:
         pipeline: Megatron's pipeline group of this process.
+        message_bytes: Size of a tensor that stages exchange, the same on all ranks.
     """
 
-    def __init__(self, pipeline: Any) -> None:
+    def __init__(self, pipeline: Any, message_bytes: int) -> None:
         own_ranks = dist.get_process_group_ranks(pipeline)
         every: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, own_ranks)
-        pairs = {
-            ranks: [_new_group(ranks, dist.get_backend(pipeline)) for _ in range(2)]
-            for ranks in sorted({tuple(ranks) for ranks in every})
-        }
-        self._forward, self._backward = pairs[tuple(own_ranks)]
+        backend = dist.get_backend(pipeline)
+        size = len(own_ranks)
+        # A rank and both of its neighbours send in different groups.
+        colors = [place % 2 for place in range(size)]
+        if size % 2:
+            colors[-1] = 2
+        for ranks in sorted({tuple(ranks) for ranks in every}):
+            groups = {
+                (direction, color): _new_group(ranks, backend, message_bytes)
+                for direction in Direction
+                for color in sorted(set(colors))
+            }
+            if ranks == tuple(own_ranks):
+                self._groups = groups
         place = own_ranks.index(dist.get_rank())
-        self._next = own_ranks[(place + 1) % len(own_ranks)]
-        self._previous = own_ranks[place - 1]
+        self._routes = {}
+        for direction, step in ((Direction.FORWARD, 1), (Direction.BACKWARD, -1)):
+            target, source = (place + step) % size, (place - step) % size
+            self._routes[direction] = Route(
+                self._groups[direction, colors[place]],
+                own_ranks[target],
+                self._groups[direction, colors[source]],
+                own_ranks[source],
+            )
 
-    def route(self, direction: Direction) -> tuple[Any, int, int]:
-        """Return a direction's group, the rank to send to, and the rank to receive from."""
-        if direction is Direction.FORWARD:
-            return self._forward, self._next, self._previous
-        return self._backward, self._previous, self._next
+    def route(self, direction: Direction) -> Route:
+        """Return where the transfers of a direction go."""
+        return self._routes[direction]
 
     def close(self) -> None:
         """Destroy the groups."""
         if dist.is_initialized():
-            dist.destroy_process_group(self._forward)
-            dist.destroy_process_group(self._backward)
+            for group in self._groups.values():
+                dist.destroy_process_group(group)
 
 
-def _new_group(ranks: tuple[int, ...], backend: str) -> Any:
+def _new_group(ranks: tuple[int, ...], backend: str, message_bytes: int) -> Any:
     options = None
     if backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
-        options.config.max_ctas = _MAX_CTAS
+        options.config.max_ctas = _num_ctas(message_bytes)
     return dist.new_group(list(ranks), backend=backend, pg_options=options)
+
+
+def _num_ctas(message_bytes: int) -> int:
+    """Return the number of blocks of a communicator whose sends need not wait for the receiver.
+
+    NCCL gives a transfer half of them.
+    """
+    num_buffers = -(-message_bytes // _BLOCK_BUFFER_BYTES)
+    return min(max(2 << (num_buffers - 1).bit_length(), 4), 32)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from chunkgraph.errors import ConfigError
@@ -55,7 +56,7 @@ class Groups:
 
     num_closed = 0
 
-    def __init__(self, _pipeline: Any) -> None:
+    def __init__(self, _pipeline: Any, _message_bytes: int) -> None:
         pass
 
     def close(self) -> None:
@@ -75,7 +76,7 @@ def test_groups_with_transfers_that_may_be_pending_are_not_destroyed(
     )
     model = nn.Linear(2, 2)
     model.config = SimpleNamespace(  # type: ignore[assignment]
-        pipeline_dtype=None, deallocate_pipeline_outputs=False
+        pipeline_dtype=torch.float32, deallocate_pipeline_outputs=False
     )
     driver = ScheduleDriver(
         lambda count: build_schedule("1f1b", num_ranks=2, num_chunks=1, num_microbatches=count), 0
