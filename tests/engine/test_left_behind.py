@@ -161,9 +161,10 @@ def test_a_cache_made_in_a_warmup_pass_is_kept(backend: GraphBackend) -> None:
     assert torch.equal(module.metric, torch.ones(WIDTH, device=backend.device))
 
 
+@pytest.mark.parametrize("num_passes", [0, 1])
 @pytest.mark.parametrize("has_gradient", [False, True])
 def test_gradients_of_unknown_leaves_in_recomputation_are_refused(
-    backend: GraphBackend, has_gradient: bool
+    backend: GraphBackend, has_gradient: bool, num_passes: int
 ) -> None:
     extra = torch.randn(WIDTH, WIDTH, device=backend.device, requires_grad=True)
 
@@ -179,8 +180,30 @@ def test_gradients_of_unknown_leaves_in_recomputation_are_refused(
             return self.linear(hidden)
 
     before = extra.grad = torch.ones_like(extra) if has_gradient else None
-    graphs = ChunkGraphs([Closing().to(backend.device)], [1], backend=backend)
+    options = CaptureOptions(num_warmup_passes=num_passes)
+    graphs = ChunkGraphs([Closing().to(backend.device)], [1], backend=backend, options=options)
     x = torch.ones(3, WIDTH, device=backend.device, requires_grad=True)
-    with pytest.raises(CaptureError, match=r"computes gradients of 1 tensors .*\(8, 8\)"):
+    with pytest.raises(CaptureError, match=r"computes a gradient of a tensor .*\(8, 8\)"):
         graphs.capture([x])
     assert extra.grad is before
+    assert before is None or torch.equal(before, torch.ones_like(extra))
+
+
+@pytest.mark.parametrize("num_passes", [0, 1])
+def test_a_refused_capture_adds_to_no_unknown_leaf(backend: GraphBackend, num_passes: int) -> None:
+    extra = torch.randn(WIDTH, device=backend.device, requires_grad=True)
+
+    class Closing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x * extra)
+
+    extra.grad = torch.ones_like(extra)
+    options = CaptureOptions(num_warmup_passes=num_passes)
+    graphs = ChunkGraphs([Closing().to(backend.device)], [1], backend=backend, options=options)
+    with pytest.raises(CaptureError, match="neither arguments nor among its parameters"):
+        graphs.capture([torch.ones(3, WIDTH, device=backend.device)])
+    assert torch.equal(extra.grad, torch.ones_like(extra))

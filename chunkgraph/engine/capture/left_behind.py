@@ -1,4 +1,4 @@
-"""Find tensors left in the memory of graphs after a capture session, and lost gradients.
+"""Find tensors left in the memory of graphs after a capture session, and refuse lost gradients.
 
 A tensor that lies in a pool after the session, and is not a slot's, is still referenced from
 somewhere, and every replay would overwrite it. Python's garbage collector knows all tensors that a
@@ -12,6 +12,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,10 +20,11 @@ import torch
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.module_tree import containers
 from chunkgraph.engine.slot import Slot
+from chunkgraph.engine.watch.eager_gradients import LeafHook
 from chunkgraph.errors import CaptureError
-from chunkgraph.graphs import AddressRanges, Pool
+from chunkgraph.graphs import Pool
 
-__all__ = ["LeafGradients", "refuse_left_behind"]
+__all__ = ["refuse_left_behind", "unknown_leaves_refused"]
 
 _looking = threading.RLock()
 """Held while looking at tensors: temporary references of another thread would be reported."""
@@ -55,63 +57,45 @@ def refuse_left_behind(
         )
 
 
-class LeafGradients:
-    """The ``.grad`` of every leaf that exists when a session begins."""
+@contextmanager
+def unknown_leaves_refused(chunks: Sequence[Chunk]) -> Iterator[None]:
+    """Refuse, inside, the gradients of leaves that existed before and that chunks do not declare.
 
-    def __init__(self) -> None:
-        with _looking:
-            self._before = {
-                id(leaf): (ref, None if leaf.grad is None else (id(leaf.grad), _version(leaf.grad)))
-                for ref in _tensor_refs()
-                if (leaf := _leaf(ref)) is not None
-            }
+    Arguments are captured as copies, and parameters of a module as aliases, so neither exists yet.
 
-    def refuse_lost(self, label: str, pools: Sequence[Pool], writes: AddressRanges | None) -> None:
-        """Refuse gradients of unknown leaves after the session, and reset those in its pools.
+    Args:
+        chunks: the chunks of the session.
 
-        Args:
-            label: the rank's label.
-            pools: the pools of the session.
-            writes: the addresses that its backwards write; None: unknown.
+    Raises:
+        CaptureError: a backward computes such a gradient, which it then does not add.
+    """
+    declared = {id(p) for chunk in chunks if chunk.module is None for p in chunk.parameters}
+    thread = threading.get_ident()
 
-        Raises:
-            CaptureError: the captured work computes gradients of a leaf that is neither an argument
-                nor a parameter.
-        """
-        with _looking:
-            lost = self._lost(pools, writes)
-        if lost:
-            shapes = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in lost[:3])
-            raise CaptureError(
-                f"{label}: the captured work computes gradients of {len(lost)} tensors that are "
-                f"neither arguments nor parameters of the chunk (shapes {shapes}), in a backward "
-                "of recomputation; a replay would lose them. List them in Chunk.parameters and "
-                "keep them in attributes of the module, or pass them as arguments to the "
-                "checkpointed function."
-            )
+    def refuse(leaf: torch.Tensor) -> None:
+        # Autograd runs a backward on the CPU in the thread that asks for it.
+        if leaf.is_cpu and threading.get_ident() != thread:
+            return
+        raise CaptureError(
+            f"{chunks[0].label}: the captured work computes a gradient of a tensor that is neither "
+            f"an argument nor a parameter of the chunk ({', '.join(_names(chunks, [leaf]))}), in a "
+            "backward of recomputation; a replay would lose it. List it in Chunk.parameters and "
+            "keep it in an attribute of the module, or pass it as an argument to the checkpointed "
+            "function."
+        )
 
-    def _lost(self, pools: Sequence[Pool], writes: AddressRanges | None) -> list[torch.Tensor]:
-        lost: list[torch.Tensor] = []
-        memory = _Memory(pools, live=False)
+    handles = []
+    with _looking:
         for ref in _tensor_refs():
-            leaf = _leaf(ref)
-            if leaf is None or leaf.grad is None:
+            leaf = ref()
+            if leaf is None or id(leaf) in declared or not (leaf.requires_grad and leaf.is_leaf):
                 continue
-            if memory.holds(leaf.grad):
-                leaf.grad = None
-                lost.append(leaf)
-                continue
-            known, before = self._before.get(id(leaf), (None, None))
-            if known is None or known() is not leaf:
-                continue
-            if before == (id(leaf.grad), _version(leaf.grad)):
-                continue
-            is_same = before is not None and before[0] == id(leaf.grad)
-            if (is_same or before is None) and (writes is None or _at(leaf.grad) & writes):
-                if before is None:  # a pass of the session made it, and the capture added to it
-                    leaf.grad = None
-                lost.append(leaf)
-        return lost
+            handles.append(leaf.register_hook(LeafHook(refuse, leaf)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 class _Memory:
@@ -164,22 +148,6 @@ def _subclasses(kind: Any) -> Iterator[type]:
     for subclass in kind.__subclasses__():
         yield subclass
         yield from _subclasses(subclass)
-
-
-def _leaf(ref: weakref.ref[torch.Tensor]) -> torch.Tensor | None:
-    tensor = ref()
-    if tensor is None or not tensor.requires_grad or not tensor.is_leaf:
-        return None
-    return tensor
-
-
-def _version(grad: torch.Tensor) -> int:
-    return 0 if grad.is_inference() else grad._version
-
-
-def _at(tensor: torch.Tensor) -> AddressRanges:
-    start = tensor.data_ptr()
-    return AddressRanges([(start, start + 1)])
 
 
 def _tensors_of(slot: Slot) -> Iterator[torch.Tensor]:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -36,7 +36,7 @@ from chunkgraph.engine.capture.captured_rank import (
 )
 from chunkgraph.engine.capture.grad_memory import GradMemory
 from chunkgraph.engine.capture.gradients import GradientSinks
-from chunkgraph.engine.capture.left_behind import LeafGradients, refuse_left_behind
+from chunkgraph.engine.capture.left_behind import refuse_left_behind, unknown_leaves_refused
 from chunkgraph.engine.capture.parameter_aliases import ParameterAliases
 from chunkgraph.engine.capture.slot_capture import (
     CapturedForward,
@@ -63,7 +63,7 @@ from chunkgraph.engine.split.halves import (
 from chunkgraph.engine.watch.attribute_watch import AttributeWatch
 from chunkgraph.engine.watch.captured_model import CapturedModel, saved_tensors_hooks
 from chunkgraph.errors import CaptureError
-from chunkgraph.graphs import AddressRanges, GraphBackend, Pool
+from chunkgraph.graphs import GraphBackend, Pool
 from chunkgraph.memory import MemoryPlan, PoolPlan, prove_disjoint
 
 __all__ = ["BeforeGraph", "SessionSettings", "capture_session"]
@@ -120,16 +120,15 @@ def capture_session(
     if hooks := saved_tensors_hooks():
         raise CaptureError(f"{chunks[0].label} is captured {hooks}")
     pools = PoolPlan(settings.memory_plan, backend, chunks[0].label.split(" chunk")[0])
-    gradients = LeafGradients()
+    may_leave_values = any(chunk.may_leave_values for chunk in chunks)
     captured: CapturedRank | None = None
     try:
         # When `_run` returns, only slots may hold memory of graphs.
-        captured = _run(
-            chunks, num_slots, samples, settings, GraphMaker(backend, pools, settings.host)
-        )
-        slots = [slot for of_chunk in captured.slots for slot in of_chunk]
-        if not any(chunk.may_leave_values for chunk in chunks):
-            gradients.refuse_lost(chunks[0].label, pools.pools, _writes(slots, backend))
+        maker = GraphMaker(backend, pools, settings.host)
+        with nullcontext() if may_leave_values else unknown_leaves_refused(chunks):
+            captured = _run(chunks, num_slots, samples, settings, maker)
+        if not may_leave_values:
+            slots = [slot for of_chunk in captured.slots for slot in of_chunk]
             refuse_left_behind(chunks, pools.pools, slots)
     except BaseException:
         if captured is not None:
@@ -439,11 +438,3 @@ def _num_bytes(tensors: Sequence[torch.Tensor]) -> int:
     """Return the bytes of the distinct storages of tensors: variants of a slot share them."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
     return sum(storage.nbytes() for storage in storages.values())
-
-
-def _writes(slots: Sequence[Slot], backend: GraphBackend) -> AddressRanges | None:
-    """Return the memory that the backwards write, where the backend knows it exactly."""
-    if backend.device.type == "cuda":
-        return None
-    graphs = [g for slot in slots for g in slot.graphs if g is not slot.forward_graph]
-    return AddressRanges([r for graph in graphs for r in graph.writes()])

@@ -46,6 +46,7 @@ __all__ = [
     "make_output_grads",
     "memory_between",
     "new_slot",
+    "refuse_undeclared",
     "take_input_grads",
 ]
 
@@ -273,7 +274,21 @@ def _check_outputs(
             f"{chunk.label}: no output of its forward requires grad, so there is no backward to "
             "capture. Capture only chunks that train; run the others eagerly."
         )
-    lost = _undeclared_leaves(outputs, declared)
+    refuse_undeclared(chunk, outputs, declared)
+
+
+def refuse_undeclared(
+    chunk: Chunk, outputs: Sequence[torch.Tensor], declared: Iterable[torch.Tensor]
+) -> None:
+    """Refuse leaves below ``outputs`` that take a gradient and are not among ``declared``.
+
+    A leaf reached only through recomputation does not show before its backward.
+
+    Raises:
+        CaptureError: it names them.
+    """
+    known = set(map(id, declared))
+    lost = [leaf for leaf in edges_to_leaves(outputs) if id(leaf) not in known]
     if lost:
         names = ", ".join(_described(chunk, lost))
         raise CaptureError(
@@ -281,17 +296,6 @@ def _check_outputs(
             f"nor among its parameters ({names}); a replay would lose their gradients. List them "
             "in Chunk.parameters, pass them as arguments, or detach them."
         )
-
-
-def _undeclared_leaves(
-    outputs: Sequence[torch.Tensor], declared: Iterable[torch.Tensor]
-) -> list[torch.Tensor]:
-    """Return the leaves below ``outputs`` that take a gradient and are not among ``declared``.
-
-    A leaf reached only through recomputation does not show before its backward.
-    """
-    known = set(map(id, declared))
-    return [leaf for leaf in edges_to_leaves(outputs) if id(leaf) not in known]
 
 
 def _described(chunk: Chunk, tensors: Sequence[torch.Tensor]) -> list[str]:

@@ -11,6 +11,7 @@ from torch import nn
 
 from chunkgraph.engine.capture.gradients import GradientSinks
 from chunkgraph.engine.capture.preserved import tensors_kept
+from chunkgraph.engine.capture.slot_capture import refuse_undeclared
 from chunkgraph.engine.capture.static_inputs import call_with, static_like
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.signature import Call, flatten
@@ -60,6 +61,9 @@ def warm_up(
         backend: the backend of the capture stream.
         num_passes: number of passes.
         traces: whether to trace the operators of the last forward; runs at least one pass.
+
+    Raises:
+        CaptureError: the forward uses tensors whose gradients a replay would lose.
     """
     held_bytes, kept_bytes, trace = 0, 0, None
     num_passes = max(num_passes, int(traces))
@@ -76,6 +80,7 @@ def warm_up(
             divisible = backend.divisible_bytes()
             trace = watch.trace() if watch is not None else None
             outputs = [t for t in results if isinstance(t, torch.Tensor) and t.requires_grad]
+            refuse_undeclared(chunk, outputs, [*inputs, *leaves])
             torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
             if chunk.is_split:
                 delayed = DelayedModules(chunk.module, chunk.label)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["foreign_hooks", "watch_eager_gradients"]
+__all__ = ["LeafHook", "foreign_hooks", "watch_eager_gradients"]
 
 
 class _Hook:
@@ -27,6 +27,20 @@ class _Hook:
         method = self._method()
         if method is not None:
             method(parameter)
+
+
+class LeafHook:
+    """Call a function with a leaf before autograd adds to its gradient."""
+
+    def __init__(self, function: Callable[[torch.Tensor], None], leaf: torch.Tensor) -> None:
+        self._function = function
+        self._leaf = weakref.ref(leaf)
+
+    def __call__(self, _gradient: torch.Tensor) -> None:
+        """Call the function."""
+        leaf = self._leaf()
+        if leaf is not None:
+            self._function(leaf)
 
 
 def watch_eager_gradients(
@@ -53,4 +67,5 @@ def foreign_hooks(parameter: torch.Tensor) -> list[Any]:
     """Return the hooks that wait for the gradient of ``parameter``, except the engine's."""
     after: dict[int, Any] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
     before: dict[int, Any] = parameter._backward_hooks or {}
-    return [*before.values(), *(hook for hook in after.values() if type(hook) is not _Hook)]
+    hooks = (*before.values(), *after.values())
+    return [hook for hook in hooks if type(hook) not in (_Hook, LeafHook)]
