@@ -9,6 +9,7 @@ import torch
 from chunkgraph.engine.capture.captured_rank import CapturedRank
 from chunkgraph.engine.capture.layers import parameter_names
 from chunkgraph.engine.chunk import Chunk
+from chunkgraph.engine.layout import copy_into, duplicate
 from chunkgraph.engine.signature import Call
 from chunkgraph.engine.slot import Slot
 from chunkgraph.engine.verify.bits import has_nan, tensors_in
@@ -163,9 +164,14 @@ def inputs_with_grad(slot: Slot, tensors: Sequence[torch.Tensor]) -> list[bool]:
 
 
 def copy_output_grads(slot: Slot, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-    """Return copies of the output gradients that the backward receives; None becomes zeros."""
+    """Return copies of the output gradients that the backward receives, in the slot's layouts.
+
+    None becomes zeros.
+    """
     copies: list[torch.Tensor] = []
     for static, position in zip(slot.output_grads, slot.receiving, strict=True):
         grad = grads[position]
-        copies.append(torch.zeros_like(static) if grad is None else grad.detach().clone())
+        copy = duplicate(static)(static)
+        copy_into(copy)(torch.zeros_like(static) if grad is None else grad.detach())
+        copies.append(copy)
     return copies

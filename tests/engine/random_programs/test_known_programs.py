@@ -37,6 +37,24 @@ PROGRAMS = {
     "lstm": _of("lstm"),
     "a_constant_of_the_host": _of("host_constant"),
     "shadow_and_running_statistics": _of("batch_norm", verify="shadow"),
+    "shadow_and_an_expanded_gradient": Program(
+        chunks=(ChunkSpec(("group_norm", "batch_norm_eval"), form="list", extras=("norm!",)),),
+        steps=(ONCE, Step(count=1, order="deep", seed=53)),
+        verify="shadow",
+        on_failure="raise",
+        num_warmup_passes=0,
+        loss="sum",
+    ),
+    "a_refused_capture_of_a_parameter_that_was_replaced": Program(
+        chunks=(ChunkSpec(("listed",)),),
+        steps=(
+            Step(1, before=("assign_state_dict",), zero="none"),
+            Step(1, seed=77, zero="in place", updates=True),
+            Step(1, seed=48, zero="in place", updates=True),
+        ),
+        on_failure="eager",
+        num_warmup_passes=1,
+    ),
     "a_parameter_that_is_returned": Program(
         chunks=(
             ChunkSpec(("linear",), form="list", extras=("parameter!",)),
