@@ -7,6 +7,8 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -81,7 +83,7 @@ def training_process(config: Config) -> Iterator[torch.device]:
             "gloo" if device.type == "cpu" else "nccl",
             timeout=timedelta(seconds=config.run.timeout_s),
         )
-        stack.callback(_end_groups)
+        stack.push(partial(_end_groups, device))
         state = import_megatron("megatron.core.parallel_state")
         virtual = config.pipeline.num_model_chunks
         state.initialize_model_parallel(
@@ -98,8 +100,10 @@ def training_process(config: Config) -> Iterator[torch.device]:
         yield device
 
 
-def _end_groups() -> None:
-    dist.destroy_process_group()  # looked up here: attached graphs replace the function
+def _end_groups(device: torch.device, _kind: Any, error: BaseException | None, _: Any) -> None:
+    # NCCL would wait for transfers that the other ranks may never post; the process ends anyway.
+    if error is None or device.type == "cpu":
+        dist.destroy_process_group()  # looked up here: attached graphs replace the function
 
 
 def seed_everything(seed: int, device: torch.device) -> None:

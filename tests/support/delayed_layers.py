@@ -37,10 +37,15 @@ class _Product(torch.autograd.Function):
         if not ctx.layer.wgrad_store.delay_wgrad_compute():
             return None, grad @ weight, rows[0].t() @ rows[1]
         ctx.layer.wgrad_store.context.put(rows)
-        return None, grad @ weight, None
+        if not ctx.layer.adds_to_main_grad:
+            return None, grad @ weight, None
+        weight.grad_added_to_main_grad = True
+        return None, grad @ weight, torch.full_like(weight, torch.nan)
 
 
 class _Delaying:
+    adds_to_main_grad = False
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.wgrad_store = _Store(self.config.delay_wgrad_compute)
@@ -64,7 +69,10 @@ class _Delaying:
         if not self.config.delay_wgrad_compute:
             return
         grad, x = self.wgrad_store.context.get_nowait()
-        self.weight.grad = grad.t() @ x
+        if self.adds_to_main_grad:
+            self.weight.main_grad.add_(grad.t() @ x)
+        else:
+            self.weight.grad = grad.t() @ x
         for hook in self.hooks_after_wgrad:
             hook()
 
@@ -77,15 +85,32 @@ class DelayingRow(_Delaying, RowParallelLinear):
     """A row-parallel layer of one tensor-parallel rank."""
 
 
-def delaying() -> Any:
+class FusingColumn(DelayingColumn):
+    """The same layer, which adds its weight gradient to ``main_grad``."""
+
+    adds_to_main_grad = True
+
+
+class FusingRow(DelayingRow):
+    """The same layer, which adds its weight gradient to ``main_grad``."""
+
+    adds_to_main_grad = True
+
+
+def delaying(column: Any = DelayingColumn, row: Any = DelayingRow) -> Any:
     """The local spec with layers that delay where the config asks for it."""
     spec = get_gpt_layer_local_spec()
     attention = spec.submodules.self_attention.submodules
     mlp = spec.submodules.mlp
     mlp = mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules
-    attention.linear_qkv, attention.linear_proj = DelayingColumn, DelayingRow
-    mlp.linear_fc1, mlp.linear_fc2 = DelayingColumn, DelayingRow
+    attention.linear_qkv, attention.linear_proj = column, row
+    mlp.linear_fc1, mlp.linear_fc2 = column, row
     return spec
+
+
+def fusing() -> Any:
+    """The same with layers that add to ``main_grad``."""
+    return delaying(FusingColumn, FusingRow)
 
 
 delaying_layer = delaying()

@@ -1,4 +1,4 @@
-"""A GPU worker that dies in a replayed step: the command says so, and leaves no process."""
+"""GPU workers that die or fail in a step: the command says so, and leaves no process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _workers(of: int) -> list[int]:
             pid = parents[pid]
         return pid == of
 
-    return sorted(p for p, c in commands.items() if "launch_worker" in c and descends(p))
+    return sorted(p for p, c in commands.items() if "worker_main" in c and descends(p))
 
 
 @pytest.mark.megatron
@@ -61,11 +61,33 @@ def test_a_killed_worker_ends_the_run() -> None:
         workers = _workers(command.pid)
         assert len(workers) == 2
         os.kill(workers[-1], signal.SIGKILL)
-        told, _ = command.communicate(timeout=60)
+        output, _ = command.communicate(timeout=60)
         assert command.returncode == 1
-        assert "was killed by signal 9" in told
+        assert "was killed by signal 9" in output
         time.sleep(1)
         assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
     finally:
         command.kill()
         command.wait()
+
+
+@pytest.mark.megatron
+@pytest.mark.multigpu
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("schedule", ["auto", "zb-h1"])
+def test_an_error_on_one_rank_ends_the_run(schedule: str) -> None:
+    support = Path(__file__).resolve().parents[1] / "support"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "chunkgraph.cli", "train", CONFIG, *SMALL),
+            *("model.layer_spec=user_specs:fails_on_last_rank", "train.compare=none"),
+            *("train.num_microbatches=[4, 4]", f"pipeline.schedule={schedule}"),
+        ],
+        env={**os.environ, "PYTHONPATH": f"{support}:{os.environ.get('PYTHONPATH', '')}"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "told to fail" in done.stdout + done.stderr

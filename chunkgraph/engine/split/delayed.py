@@ -45,6 +45,8 @@ class DelayedModules:
         """
         for module in reversed(self.modules):
             compute: Callable[[], None] = module.backward_dw  # type: ignore[assignment]
+            if receive is None:
+                _announce_gradients(module)
             with torch.no_grad():  # as in a backward
                 compute()
             for index, leaf in enumerate(leaves if receive is not None else ()):
@@ -67,6 +69,17 @@ class DelayedModules:
                     "runs more than once in a forward, and one backward_dw() computes those of one "
                     "run. Set delay_wgrad_compute=False, or capture with backward='whole'."
                 )
+
+
+def _announce_gradients(module: nn.Module) -> None:
+    """Set ``grad`` to zeros where the module adds to ``main_grad`` and ``grad`` is None.
+
+    Such a module announces a gradient by an arbitrary ``grad`` in its backward. DDP expects one for
+    every weight half and drops it there, so after two backwards the second half has none.
+    """
+    for parameter in module.parameters():
+        if parameter.grad is None and getattr(parameter, "grad_added_to_main_grad", False):
+            parameter.grad = parameter.new_zeros(()).expand_as(parameter)
 
 
 def _delays(module: nn.Module) -> bool:

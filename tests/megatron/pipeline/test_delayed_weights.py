@@ -31,6 +31,11 @@ def test_weight_gradients_in_w_equal_those_of_whole_backwards(
         {
             "graphs": case(),
             "overlap": case(train=overlap, capture={"scope": "chunk", "verify": "shadow"}),
+            "fused": case(
+                train=overlap,
+                model={"layer_spec": "delayed_layers:fusing"},
+                capture={"scope": "chunk", "verify": "poison"},
+            ),
             "interleaved": case(
                 "interleaved-zb",
                 pipeline={"virtual_pipeline_model_parallel_size": 2},
@@ -41,11 +46,12 @@ def test_weight_gradients_in_w_equal_those_of_whole_backwards(
     )
 
 
+@pytest.mark.parametrize("spec", ["delaying", "fusing"])
 def test_a_schedule_drives_eager_layers_that_delay(
-    run_cases: Callable[..., Any], make_config: Callable[..., Any]
+    run_cases: Callable[..., Any], make_config: Callable[..., Any], spec: str
 ) -> None:
     config = make_config(
-        model={"layer_spec": "delayed_layers:delaying", "hidden_dropout": 0.1},
+        model={"layer_spec": f"delayed_layers:{spec}", "hidden_dropout": 0.1},
         pipeline={"pipeline_model_parallel_size": 2, "schedule": "zb-h1"},
         train={"num_microbatches": [2, 3, 1, 4], "overlap_grad_reduce": True},
         capture={"enabled": False},
