@@ -43,7 +43,7 @@ def _workers(of: int) -> list[int]:
 def test_a_killed_worker_ends_the_run() -> None:
     if importlib.util.find_spec("transformer_engine") is None:
         pytest.skip("Transformer Engine is not installed")
-    counts = [4] * 20000
+    counts = [4] * 15000
     command = subprocess.Popen(
         [
             *(sys.executable, "-m", "chunkgraph.cli", "train", CONFIG, *SMALL),
