@@ -34,7 +34,9 @@ def _workers(of: int) -> list[int]:
             pid = parents[pid]
         return pid == of
 
-    return sorted(p for p, c in commands.items() if "worker_main" in c and descends(p))
+    # Each worker has a guard, a child with the same command.
+    agents = {p for p, c in commands.items() if "-m\0chunkgraph.jobs.agent" in c and descends(p)}
+    return sorted(p for p in commands if parents.get(p) in agents)
 
 
 @pytest.mark.megatron
