@@ -143,6 +143,7 @@ class BenchDocument:
         return {
             **self.head,
             "costs_ms": self.costs_ms or None,
+            "optimizer_ms": self.optimizer_ms,
             "simulated_step_ms": self.simulated_step_ms,
             "variants": [self._variant(result) for result in self.results],
         }
@@ -153,9 +154,19 @@ class BenchDocument:
         return merged_costs(result.get("costs_ms") for result in self.results)
 
     @property
+    def optimizer_ms(self) -> float | None:
+        """Return the ms of the optimizer that the first variant measured."""
+        times = (result.get("optimizer_ms") for result in self.results)
+        return next((ms for ms in times if ms is not None), None)
+
+    @property
     def simulated_step_ms(self) -> dict[str, dict[str, float]]:
         """Return the simulated ms of a step by schedule and pipeline size; empty without costs."""
-        return {} if self.config is None else simulated_steps(self.costs_ms, self.config)
+        return (
+            {}
+            if self.config is None
+            else simulated_steps(self.costs_ms, self.config, self.optimizer_ms or 0.0)
+        )
 
     def write(self, path: Path) -> None:
         """Write the file.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -39,6 +40,9 @@ class Step(StepRecord):
     work: Work
 
 
+_NUM_OPTIMIZER_STEPS = 5
+
+
 @dataclass
 class Measurement:
     """Measurements of one rank, as plain values for gathering.
@@ -52,6 +56,7 @@ class Measurement:
         matmul_tflops: Speed of the rank's GPU after the measured steps; None if not measured.
         host: Host times; None until they are measured.
         chunk_costs: Times of each chunk's graphs in ms; empty until they are measured.
+        optimizer_ms: Time of the optimizer's step and of zeroing gradients; None until measured.
         kernels: Kernel times of all profiled steps; None until they are measured.
         num_profiled_steps: Number of profiled steps.
         num_profiled_fallbacks: Number of profiled steps that ran eagerly instead of replaying.
@@ -66,6 +71,7 @@ class Measurement:
     matmul_tflops: float | None = None
     host: HostTimes | None = None
     chunk_costs: list[dict[str, float]] = field(default_factory=list)
+    optimizer_ms: float | None = None
     kernels: KernelTimes | None = None
     num_profiled_steps: int = 0
     num_profiled_fallbacks: int = 0
@@ -155,10 +161,14 @@ class VariantRun:
         )
 
     def measure_costs(self) -> None:
-        """Time the graphs of each chunk, outside of steps; gradients and random state change.
+        """Time the graphs of each chunk and the optimizer, outside of steps.
 
-        Do nothing with a stash: only a whole step returns its pages.
+        Parameters, gradients and random state change. With a stash no graphs are timed: only a
+        whole step returns its pages.
         """
+        self.measurement.optimizer_ms = statistics.median(
+            self._model.run_optimizer() for _ in range(_NUM_OPTIMIZER_STEPS)
+        )
         graphs = self._model.graphs
         if graphs is not None and not self._config.stash.enabled:
             self.measurement.chunk_costs = chunk_costs(graphs.engine, self._device)

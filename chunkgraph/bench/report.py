@@ -47,8 +47,9 @@ def print_bench_report(
             console.print(table)
     simulated = _simulated_table(document)
     if simulated.row_count:
-        costs = ", ".join(f"{name} {ms:.2f}" for name, ms in document.costs_ms.items())
-        console.print(f"simulated with a chunk's times in ms: {costs}")
+        times = {**document.costs_ms, "optimizer": document.optimizer_ms}
+        costs = ", ".join(f"{name} {ms:.2f}" for name, ms in times.items() if ms is not None)
+        console.print(f"simulated with these times in ms: {costs}")
         console.print(simulated)
     for line in _uneven_gpus(document):
         console.print(line, markup=False)

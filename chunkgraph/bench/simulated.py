@@ -29,12 +29,14 @@ def merged_costs(variants: Iterable[Mapping[str, float] | None]) -> dict[str, fl
     return {name: merged[name] for name in "FBIW" if name in merged}
 
 
-def simulated_steps(costs: Mapping[str, float], config: Config) -> dict[str, dict[str, float]]:
+def simulated_steps(
+    costs: Mapping[str, float], config: Config, optimizer_ms: float = 0.0
+) -> dict[str, dict[str, float]]:
     """Return the ms of a step by schedule and pipeline size.
 
-    Each rank has as many layers as a rank of the run. Embedding, loss, optimizer and messages are
-    not simulated. Schedules that split backwards need I and W. Sizes that a schedule cannot run
-    with the run's largest number of microbatches are omitted.
+    Each rank has as many layers as a rank of the run, and steps its optimizer in ``optimizer_ms``.
+    Embedding, loss and messages are not simulated. Schedules that split backwards need I and W.
+    Sizes that a schedule cannot run with the run's largest number of microbatches are omitted.
     """
     if "F" not in costs or not ("B" in costs or {"I", "W"} <= costs.keys()):
         return {}
@@ -50,9 +52,10 @@ def simulated_steps(costs: Mapping[str, float], config: Config) -> dict[str, dic
         scaled = model.scaled(config.pipeline.num_model_chunks / num_chunks)
         for size in PIPELINE_SIZES:
             with suppress(TopologyError):
-                steps[name][str(size)] = simulated_step_ms(
+                pipeline_ms = simulated_step_ms(
                     name, scaled, size, num_chunks, max(config.train.num_microbatches)
                 )
+                steps[name][str(size)] = pipeline_ms + optimizer_ms
     return steps
 
 

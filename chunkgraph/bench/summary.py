@@ -56,6 +56,7 @@ def gathered_summary(
         **_host(ranks),
         **_kernels(config, ranks),
         "costs_ms": _costs(ranks),
+        "optimizer_ms": _optimizer_ms(ranks),
         "matmul_tflops_by_rank": [rank.measurement.matmul_tflops for rank in ranks],
         "parameters_sha256": [rank.measurement.parameters_sha256 for rank in ranks],
     }
@@ -142,6 +143,12 @@ def _costs(ranks: Sequence[_Rank]) -> dict[str, float] | None:
     """Return the graph times of the slowest chunk among those with the most graphs."""
     chunks = [costs for rank in ranks for costs in rank.measurement.chunk_costs]
     return max(chunks, key=lambda costs: (len(costs), sum(costs.values())), default=None)
+
+
+def _optimizer_ms(ranks: Sequence[_Rank]) -> float | None:
+    """Return the time of the slowest rank."""
+    times = (rank.measurement.optimizer_ms for rank in ranks)
+    return max((ms for ms in times if ms is not None), default=None)
 
 
 def _kernels(config: Config, ranks: Sequence[_Rank]) -> dict[str, Any]:

@@ -121,6 +121,7 @@ def test_a_split_schedule_is_measured_and_equal(
     assert eager["costs_ms"] is None
     assert chunk["costs_ms"].keys() == {"F", "I", "W"}
     assert chunk["host_us_backward"] > 0
+    assert chunk["optimizer_ms"] > 0
 
 
 # -- simulated steps -------------------------------------------------------------------------------
@@ -166,22 +167,30 @@ def test_the_report_has_simulated_and_measured_steps() -> None:
         ("chunk", 70.0, {"F": 1.61, "B": 4.59}),
         ("chunk_zb-h1", 61.0, {"F": 1.7, "I": 2.37, "W": 2.40}),
     ):
-        values = {"step_ms": step_ms, "costs_ms": costs, "num_gpus": 4, "device": "a GPU"}
+        values = {
+            "step_ms": step_ms,
+            "costs_ms": costs,
+            "optimizer_ms": 2.0,
+            "num_gpus": 4,
+            "device": "a GPU",
+        }
         document.add(VariantResult(name, None, {**values, **equal}))
     assert document.to_mapping()["costs_ms"] == MEASURED
-    assert document.to_mapping()["simulated_step_ms"]["1f1b"]["4"] == pytest.approx(68.2)
+    assert document.to_mapping()["simulated_step_ms"]["1f1b"]["4"] == pytest.approx(70.2)
     console = Console(width=80, file=io.StringIO(), highlight=False)
     names = ["eager", "chunk", "chunk_zb-h1"]
     assert print_bench_report(document, names, console) == []
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert max(map(len, lines)) <= 80
     rows = {line.split()[0]: line.split()[1:] for line in lines if line.split()}
-    assert rows["1f1b"][2:4] == ["68.2", "1.000"]
+    assert rows["1f1b"][2:4] == ["70.2", "1.000"]
     assert rows["1f1b"][-1] == "70.0"
     assert rows["interleaved"][-1] == "-"
-    assert "simulated with a chunk's times in ms: F 1.61, B 4.59, I 2.37, W 2.40" in lines
+    assert (
+        "simulated with these times in ms: F 1.61, B 4.59, I 2.37, W 2.40, optimizer 2.00" in lines
+    )
     simulated = [line.split() for line in lines if line.split()[:1] == ["zb-h1"]]
-    assert simulated[-1][3:5] == ["58.1", "0.853"]
+    assert simulated[-1][3:5] == ["60.1", "0.857"]
     assert simulated[-1][-1] == "61.0"
     failed = VariantResult.failed("chunk_zb-h1", "x")
     document.results[-1] = failed
