@@ -22,6 +22,12 @@ class _Store:
     def delay_wgrad_compute(self) -> bool:
         return self._is_enabled
 
+    def enable_delay_wgrad_compute(self) -> None:
+        self._is_enabled = True
+
+    def disable_delay_wgrad_compute(self) -> None:
+        self._is_enabled = False
+
 
 class _Product(torch.autograd.Function):
     @staticmethod
@@ -35,7 +41,12 @@ class _Product(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         rows = grad.flatten(0, -2), x.flatten(0, -2)
         if not ctx.layer.wgrad_store.delay_wgrad_compute():
-            return None, grad @ weight, rows[0].t() @ rows[1]
+            gradient = rows[0].t() @ rows[1]
+            if ctx.layer.adds_to_main_grad:
+                weight.main_grad.add_(gradient)
+                weight.grad_added_to_main_grad = True
+                gradient.fill_(torch.nan)
+            return None, grad @ weight, gradient
         ctx.layer.wgrad_store.context.put(rows)
         if not ctx.layer.adds_to_main_grad:
             return None, grad @ weight, None
@@ -66,7 +77,7 @@ class _Delaying:
 
     def backward_dw(self) -> None:
         """Compute the weight gradient of the oldest backward."""
-        if not self.config.delay_wgrad_compute:
+        if not self.wgrad_store.delay_wgrad_compute():
             return
         grad, x = self.wgrad_store.context.get_nowait()
         if self.adds_to_main_grad:

@@ -6,7 +6,8 @@ from which their method ``backward_dw`` computes the weight gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -45,15 +46,33 @@ class DelayedModules:
         """
         for module in reversed(self.modules):
             compute: Callable[[], None] = module.backward_dw  # type: ignore[assignment]
-            if receive is None:
-                _announce_gradients(module)
+            announced = _announced_gradients(module) if receive is None else []
             with torch.no_grad():  # as in a backward
                 compute()
+            for parameter, gradient in announced:
+                if parameter.grad is gradient:
+                    parameter.grad = None
             for index, leaf in enumerate(leaves if receive is not None else ()):
                 if leaf.grad is not None:
                     gradient, leaf.grad = leaf.grad, None
                     assert receive is not None
                     receive(index, gradient)
+
+    @contextmanager
+    def computing_at_once(self) -> Iterator[None]:
+        """Compute weight gradients in the backward, inside, where a module's store can switch.
+
+        A whole backward then holds the gradients of one module at a time.
+        """
+        stores: list[Any] = [getattr(module, "wgrad_store", None) for module in self.modules]
+        switching = [s for s in stores if hasattr(s, "disable_delay_wgrad_compute")]
+        for store in switching:
+            store.disable_delay_wgrad_compute()
+        try:
+            yield
+        finally:
+            for store in switching:
+                store.enable_delay_wgrad_compute()
 
     def refuse_left(self) -> None:
         """Check that no module waits for another call.
@@ -71,15 +90,18 @@ class DelayedModules:
                 )
 
 
-def _announce_gradients(module: nn.Module) -> None:
+def _announced_gradients(module: nn.Module) -> list[tuple[nn.Parameter, torch.Tensor]]:
     """Set ``grad`` to zeros where the module adds to ``main_grad`` and ``grad`` is None.
 
     Such a module announces a gradient by an arbitrary ``grad`` in its backward. DDP expects one for
     every weight half and drops it there, so after two backwards the second half has none.
     """
+    announced = []
     for parameter in module.parameters():
         if parameter.grad is None and getattr(parameter, "grad_added_to_main_grad", False):
             parameter.grad = parameter.new_zeros(()).expand_as(parameter)
+            announced.append((parameter, parameter.grad))
+    return announced
 
 
 def _delays(module: nn.Module) -> bool:

@@ -209,7 +209,11 @@ def capture_halves(
     label = f"{place.label} weight gradient"
     pool = maker.pools.backward_pool(place.pool)
     if plan.trace is None:
-        with weights.taken(), forward.casting(), maker.capture(label, pool) as graph:
+        with (
+            weights.whole(),
+            forward.casting(),
+            maker.capture(label, pool) as graph,
+        ):
             _run_backward(forward, chunk, nullcontext())
             weights.finish()
         forward.weight = graph
@@ -299,6 +303,12 @@ class _Weights:
                 )
 
         with self._sinks.collecting(self._leaves, receive):
+            yield
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Add all gradients that a whole backward computes here."""
+        with self.taken(), self._delayed.computing_at_once():
             yield
 
     def add(self, index: int, gradient: torch.Tensor) -> None:

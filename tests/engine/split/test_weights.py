@@ -342,7 +342,14 @@ class _Later(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor, torch.Tensor | None]:
         x, weight = ctx.saved_tensors
-        ctx.layer.wgrad_store.context.put((x.flatten(0, 1), grad.flatten(0, 1)))
+        rows = x.flatten(0, 1), grad.flatten(0, 1)
+        if not ctx.layer.wgrad_store.delay_wgrad_compute():
+            gradient = rows[1].t() @ rows[0]
+            if hasattr(weight, "main_grad"):
+                weight.grad_added_to_main_grad = True
+                weight.main_grad.add_(gradient)
+            return None, grad @ weight, gradient
+        ctx.layer.wgrad_store.context.put(rows)
         dummy = None
         if hasattr(weight, "main_grad"):
             weight.grad_added_to_main_grad = True
@@ -353,9 +360,18 @@ class _Later(torch.autograd.Function):
 class _Store:
     def __init__(self) -> None:
         self.context: queue.Queue[tuple[torch.Tensor, torch.Tensor]] = queue.Queue()
+        self.is_enabled = True
+        self.num_switched_off = 0
 
     def delay_wgrad_compute(self) -> bool:
-        return True
+        return self.is_enabled
+
+    def enable_delay_wgrad_compute(self) -> None:
+        self.is_enabled = True
+
+    def disable_delay_wgrad_compute(self) -> None:
+        self.is_enabled = False
+        self.num_switched_off += 1
 
 
 class Delaying(nn.Linear):
@@ -369,6 +385,8 @@ class Delaying(nn.Linear):
         return _Later.apply(self, x, self.weight)
 
     def backward_dw(self) -> None:
+        if not self.wgrad_store.delay_wgrad_compute():
+            return
         x, grad = self.wgrad_store.context.get_nowait()
         gradient = grad.t() @ x
         if hasattr(self.weight, "main_grad"):
@@ -433,6 +451,8 @@ def test_modules_that_delay_their_weights_have_the_bits_of_those_that_do_not(
         else:
             assert_equal(gradients(module), gradients(eager))
     assert graphs.counters.weight_replays == 8
+    # Where no input takes a gradient, the weight graph is the whole backward.
+    assert bool(module.first.wgrad_store.num_switched_off) is not requires_grad
 
 
 def test_a_delaying_module_that_runs_twice_is_refused() -> None:
