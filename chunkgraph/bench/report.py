@@ -49,7 +49,7 @@ def print_bench_report(
     if simulated.row_count:
         times = {**document.costs_ms, "optimizer": document.optimizer_ms}
         costs = ", ".join(f"{name} {ms:.2f}" for name, ms in times.items() if ms is not None)
-        console.print(f"simulated with these times in ms: {costs}")
+        console.print(f"simulated with {costs} ms")
         console.print(simulated)
     for line in _uneven_gpus(document):
         console.print(line, markup=False)
