@@ -186,9 +186,7 @@ def test_the_report_has_simulated_and_measured_steps() -> None:
     assert rows["1f1b"][2:4] == ["70.2", "1.000"]
     assert rows["1f1b"][-1] == "70.0"
     assert rows["interleaved"][-1] == "-"
-    assert (
-        "simulated with F 1.61, B 4.59, I 2.37, W 2.40, optimizer 2.00 ms" in lines
-    )
+    assert "simulated with F 1.61, B 4.59, I 2.37, W 2.40, optimizer 2.00 ms" in lines
     simulated = [line.split() for line in lines if line.split()[:1] == ["zb-h1"]]
     assert simulated[-1][3:5] == ["60.1", "0.857"]
     assert simulated[-1][-1] == "61.0"
