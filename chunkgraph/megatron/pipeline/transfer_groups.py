@@ -33,9 +33,9 @@ class Route(NamedTuple):
 class TransferGroups:
     """Groups of a pipeline's transfers.
 
-    Transfers of one group run one after another. A rank sends and receives each direction in
-    groups of its own, so no transfer waits for one of another link: a sender, a receiver and a
-    direction.
+    Transfers of one group run one after another. Each link, from one sender to one receiver in one
+    direction, has a group that no other link of either rank uses, so transfers wait only for those
+    of their own link.
 
     A kernel of NCCL that waits for the other rank takes multiprocessors from the kernels that
     compute. A receive does not wait long: it is posted where its tensor is used. A send does not
