@@ -11,11 +11,12 @@ import bisect
 import gc
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.module_tree import containers
@@ -78,19 +79,12 @@ def unknown_leaves_refused(chunks: Sequence[Chunk]) -> Iterator[None]:
             return
         raise CaptureError(
             f"{chunks[0].label}: the captured work computes a gradient of a tensor that is neither "
-            f"an argument nor a parameter of the chunk ({', '.join(_names(chunks, [leaf]))}), in a "
-            "backward of recomputation; a replay would lose it. List it in Chunk.parameters and "
-            "keep it in an attribute of the module, or pass it as an argument to the checkpointed "
-            "function."
+            f"an argument nor a parameter of the chunk ({', '.join(_names(chunks, [leaf]))}); a "
+            "replay would lose it. List it in Chunk.parameters and keep it in an attribute of the "
+            "module, or pass it as an argument, also to a function that is checkpointed."
         )
 
-    handles = []
-    with _looking:
-        for ref in _tensor_refs():
-            leaf = ref()
-            if leaf is None or id(leaf) in declared or not (leaf.requires_grad and leaf.is_leaf):
-                continue
-            handles.append(leaf.register_hook(LeafHook(refuse, leaf)))
+    handles = _hook_leaves(refuse, declared)
     try:
         yield
     finally:
@@ -98,17 +92,30 @@ def unknown_leaves_refused(chunks: Sequence[Chunk]) -> Iterator[None]:
             handle.remove()
 
 
-class _Memory:
-    """The memory of pools, to look up tensors in it.
+def _hook_leaves(
+    function: Callable[[torch.Tensor], None], declared: set[int]
+) -> list[RemovableHandle]:
+    """Call ``function`` before a gradient of any leaf not in ``declared`` (by id) is added.
 
-    Args:
-        pools: the pools.
-        live: whether only blocks in use count.
+    No leaf is referenced afterwards: a session in another thread would report it.
     """
+    handles = []
+    with _looking:
+        for ref in _tensor_refs():
+            leaf = ref()
+            if leaf is None or id(leaf) in declared or not (leaf.requires_grad and leaf.is_leaf):
+                continue
+            handles.append(leaf.register_hook(LeafHook(function, leaf)))
+        leaf = None
+    return handles
 
-    def __init__(self, pools: Sequence[Pool], *, live: bool) -> None:
+
+class _Memory:
+    """The memory of pools that is in use, to look up tensors in it."""
+
+    def __init__(self, pools: Sequence[Pool]) -> None:
         self._pools = tuple(pools)
-        ranges = [r for pool in pools for r in (pool.live() if live else pool.reserved())]
+        ranges = [r for pool in pools for r in pool.live()]
         self._ranges = sorted((r.start, r.end) for r in ranges)
         self._starts = [start for start, _ in self._ranges]
 
@@ -128,7 +135,7 @@ class _Memory:
 def _left_tensors(pools: Sequence[Pool], slot_tensors: set[int]) -> list[torch.Tensor]:
     """Return the tensors in live blocks of pools, except those of slots (by id)."""
     with _looking:
-        memory = _Memory(pools, live=True)
+        memory = _Memory(pools)
         tensors = (ref() for ref in _tensor_refs())
         return [
             t for t in tensors if t is not None and id(t) not in slot_tensors and memory.holds(t)
