@@ -16,7 +16,8 @@ class ChosenRows:
 
     Attributes:
         pairs: Index of the row's (expert, token) pair in the transposed map, experts first, shape
-            [num_rows]; 0 for unused rows.
+            [num_rows]; unused rows name all tokens in turn, as torch's deterministic kernels add
+            the rows of one token one after the other.
         tokens: Index of the row's token, shape [num_rows].
         ends: End of each expert's rows, shape [experts], int32.
         num_chosen: Number of chosen pairs, a scalar tensor.
@@ -44,7 +45,7 @@ class ChosenRows:
         # The first pair up to which so many are chosen.
         numbers = torch.arange(1, num_rows + 1, device=place.device)
         pairs = torch.searchsorted(place, numbers)
-        pairs = pairs.masked_fill(numbers > place[-1], 0)
+        pairs = torch.where(numbers > place[-1], numbers % place.shape[0], pairs)
         all_ends = place.view(num_experts, num_tokens)[:, -1]
         ends = all_ends.clamp(max=num_rows).int()
         return cls(
