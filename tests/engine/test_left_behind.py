@@ -207,3 +207,22 @@ def test_a_refused_capture_adds_to_no_unknown_leaf(backend: GraphBackend, num_pa
     with pytest.raises(CaptureError, match="neither arguments nor among its parameters"):
         graphs.capture([torch.ones(3, WIDTH, device=backend.device)])
     assert torch.equal(extra.grad, torch.ones_like(extra))
+
+
+class Unusable(torch.Tensor):
+    """A tensor of someone else, of which torch's functions can do nothing."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *_args: Any, **_kwargs: Any) -> Any:
+        raise ValueError(f"no {function} here")
+
+
+def test_leaves_of_other_modules_are_no_concern(backend: GraphBackend) -> None:
+    """They are alive during a capture, and are of whatever class."""
+    others = [nn.LazyLinear(WIDTH), torch.ones(WIDTH, requires_grad=True).as_subclass(Unusable)]
+    with torch._C.DisableTorchFunctionSubclass():
+        others.append(torch.ones(WIDTH).as_subclass(Unusable).requires_grad_())
+    module = nn.Linear(WIDTH, WIDTH).to(backend.device)
+    graphs = ChunkGraphs([module], [1], backend=backend)
+    graphs.capture([torch.ones(3, WIDTH, device=backend.device)])
+    assert len(others) == 3

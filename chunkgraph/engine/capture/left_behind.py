@@ -98,9 +98,10 @@ def _hook_leaves(
     """Call ``function`` before a gradient of any leaf not in ``declared`` (by id) is added.
 
     No leaf is referenced afterwards: a session in another thread would report it.
+    Subclasses, such as uninitialized parameters of other modules, may refuse to be asked.
     """
     handles = []
-    with _looking:
+    with _looking, torch._C.DisableTorchFunctionSubclass():
         for ref in _tensor_refs():
             leaf = ref()
             if leaf is None or id(leaf) in declared or not (leaf.requires_grad and leaf.is_leaf):
@@ -134,7 +135,7 @@ class _Memory:
 
 def _left_tensors(pools: Sequence[Pool], slot_tensors: set[int]) -> list[torch.Tensor]:
     """Return the tensors in live blocks of pools, except those of slots (by id)."""
-    with _looking:
+    with _looking, torch._C.DisableTorchFunctionSubclass():
         memory = _Memory(pools)
         tensors = (ref() for ref in _tensor_refs())
         return [
