@@ -32,7 +32,8 @@ def print_bench_report(
     """Print the tables and return the failures, which fail the command."""
     console = console or Console(width=REPORT_WIDTH, highlight=False)
     head = document.head
-    console.print(f"{head['config']} on {head['num_gpus'] or 'no'} x {head['device']}")
+    gpus = f"{head['num_gpus']} x {head['device']}" if head["num_gpus"] else head["device"]
+    console.print(f"{head['config']} on {gpus or 'no device'}")
     console.print(_steps_table(document))
     packed = _packed_table(document)
     if packed.row_count:

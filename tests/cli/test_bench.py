@@ -225,6 +225,13 @@ def printed(found: BenchDocument) -> str:
     return capture.get()
 
 
+def test_the_title_names_what_ran() -> None:
+    assert printed(document()).splitlines()[0].endswith(" on 2 x a GPU")
+    failed = BenchDocument.start(load_config(CONFIG), command="chunkgraph bench", commit=None)
+    failed.add(VariantResult.failed("eager", "no ranks started"))
+    assert printed(failed).splitlines()[0].endswith(" on no device")
+
+
 def test_a_table_of_what_experts_cost() -> None:
     profiled = {
         "kernel_ms_by_rank": [20.0, 40.0],
