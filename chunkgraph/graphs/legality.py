@@ -381,12 +381,9 @@ def _refusing_inductor(callback_from_stance: Callable[[Any], Any]) -> Callable[[
         chosen = backend = callback_from_stance(callback)
         while hasattr(backend, "_torchdynamo_orig_backend"):
             backend = backend._torchdynamo_orig_backend
-        guard = _current_guard()
-        if (
-            guard is not None
-            and getattr(backend, "compiler_name", None) == "inductor"
-            and not torch._dynamo.config.disable
-        ):
+        is_inductor = getattr(backend, "compiler_name", None) == "inductor"
+        guard = _current_guard() if is_inductor and not torch._dynamo.config.disable else None
+        if guard is not None:
             raise illegal_operation(
                 "torch.compile(backend='inductor')",
                 "makes kernels that the CPU recorder cannot record (compile with 'aot_eager' on "

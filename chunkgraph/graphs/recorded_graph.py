@@ -67,7 +67,7 @@ class RecordedGraph:
         writes: list[tuple[int, int]] = []
         steps: list[_Step] = []
         grad_mode = False  # as in `replay`
-        with torch._C.DisableTorchFunction():
+        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
             for entry in log:
                 if isinstance(entry, HostCall):
                     steps.append(entry.call)

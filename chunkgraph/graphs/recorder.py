@@ -320,17 +320,18 @@ class _RecordingMode(TorchDispatchMode):
         """Move fresh results into the pool; return where a replay writes each result."""
         moved: dict[int, torch.UntypedStorage] = {}
         results: list[TensorRef | None] = []
-        for tensor in tensors_in(out):
-            storage = tensor.untyped_storage()
-            start = storage.data_ptr()
-            if storage.nbytes() == 0 or start in input_addresses:
-                results.append(None)
-                continue
-            if start not in moved:
-                moved[start] = pool.allocate(storage.nbytes())
-                moved[start].copy_(storage)
-            tensor.set_(moved[start], tensor.storage_offset(), tensor.size(), tensor.stride())
-            results.append(TensorRef.of(tensor))
+        with torch._C._DisableTorchDispatch():  # every mode would cost more than the work does
+            for tensor in tensors_in(out):
+                storage = tensor.untyped_storage()
+                start = storage.data_ptr()
+                if storage.nbytes() == 0 or start in input_addresses:
+                    results.append(None)
+                    continue
+                if start not in moved:
+                    moved[start] = pool.allocate(storage.nbytes())
+                    moved[start].copy_(storage)
+                tensor.set_(moved[start], tensor.storage_offset(), tensor.size(), tensor.stride())
+                results.append(TensorRef.of(tensor))
         return tuple(results)
 
     def _ref(self, tensor: torch.Tensor) -> TensorRef:
