@@ -6,10 +6,10 @@ computed can wait for the weight half. So every operator runs once, in one of th
 arguments and in the order of the whole backward: the bits are the same for all modules.
 
 Some operators are never deferred: those with an effect besides their results (random numbers,
-collectives, writes to memory of others), recomputation, those that read memory that may change in
-between, and those that compute the incoming gradient of an autograd function outside of torch: its
-kernels are not seen, so all that they read must exist. An operator that returns views is deferred
-if the tensor that it views is.
+collectives, writes to memory of others), recomputation, those that read memory that every forward
+writes, so that it may change in between, and those that compute the incoming gradient of an
+autograd function outside of torch: its kernels are not seen, so all that they read must exist. An
+operator that returns views is deferred if the tensor that it views is.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from chunkgraph.errors import CaptureError
 from chunkgraph.graphs.legality import is_decided_by_node
 from chunkgraph.graphs.recording import storages_written, tensors_in
 
-__all__ = ["BackwardTrace", "BackwardTracer", "Geometry", "TracedOperator"]
+__all__ = ["BackwardTrace", "BackwardTracer", "ForwardWrites", "Geometry", "TracedOperator"]
 
 _aten = torch.ops.aten
 # They compute nothing; kernels that torch does not know may fill their results.
@@ -113,6 +113,47 @@ class _Operator:
     sources: frozenset[int]
     overwritten: frozenset[int]
     changes_gradient: bool
+
+
+class ForwardWrites(TorchDispatchMode):
+    """Watch a forward for writes to memory that existed before.
+
+    The forward of another microbatch, which may run between two halves, writes it too. Writes by
+    kernels that torch does not know are not seen; neither are their reads, which never wait.
+
+    Attributes:
+        tensors: The written tensors.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: list[torch.Tensor] = []
+        self._made: dict[int, StorageWeakRef] = {}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return True: compiled parts stay compiled."""
+        return True
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        for tensor in filter(_is_strided, storages_written(func, args, kwargs)):
+            made = self._made.get(_address(tensor))
+            if made is None or made.expired():
+                self.tensors.append(tensor)
+        given = (*tensors_in(args), *tensors_in(list(kwargs.values())))
+        addresses = {_address(t) for t in filter(_is_strided, given)}
+        out = func(*args, **kwargs)
+        for tensor in filter(_is_strided, tensors_in(out)):
+            if _address(tensor) not in addresses:
+                self._made[_address(tensor)] = StorageWeakRef(tensor.untyped_storage())
+        return out
 
 
 class BackwardTracer(TorchDispatchMode):
@@ -302,6 +343,10 @@ def _result(tensor: torch.Tensor, given: Sequence[torch.Tensor]) -> Geometry | i
         if argument is tensor:
             return number
     return Geometry.of(tensor)
+
+
+def _is_strided(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided
 
 
 def _address(tensor: torch.Tensor) -> int:

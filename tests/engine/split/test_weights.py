@@ -208,6 +208,41 @@ def test_what_is_changed_in_place_is_read_before() -> None:
     assert_equal(gradients(module), gradients(eager))
 
 
+class Stashed(nn.Linear):
+    """Saves its input in memory that all microbatches share."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        store = torch.zeros(2 * 5, WIDTH)
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor | None:
+            if tensor.shape != store.shape:
+                return tensor
+            store.copy_(tensor)
+            return None
+
+        def unpack(packed: torch.Tensor | None) -> torch.Tensor:
+            return store.clone() if packed is None else packed
+
+        self.stashing = lambda: torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with self.stashing():
+            return super().forward(x)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_memory_that_every_forward_writes_is_read_in_the_input_half(lag: int) -> None:
+    backend = RecorderBackend()
+    eager, module = Stashed(), Stashed()
+    module.load_state_dict(eager.state_dict())
+    inputs = inputs_of(backend.device, 3)
+    graphs = as_split(module, backend)
+    graphs.capture([inputs[0]])
+    assert_equal(run_split(graphs, inputs, lag), run_eagerly(eager, inputs))
+    assert_equal(gradients(module), gradients(eager))
+
+
 class _OneMemory(torch.autograd.Function):
     """Gives both of its inputs their gradient in the same memory."""
 

@@ -55,10 +55,11 @@ def test_packed_sequences(
         made["config"]["model"]["num_layers"] = 4
         return made
 
+    buckets = {"buckets": [0.5], "seq_buckets": [4]}
     run_equal(
         {
-            "packed": case("attention", ZB, COUNTS, capture={"scope": "chunk"}),
-            "experts": case("roomy_experts", ZB, COUNTS),
+            "packed": case("attention", ZB, COUNTS, packing=buckets, capture={"scope": "chunk"}),
+            "experts": case("roomy_experts", ZB, COUNTS, packing=buckets),
             "interleaved": case("attention", ZB_VPP, [2, 4, 2], capture={"verify": "poison"}),
         },
         2,
@@ -79,6 +80,37 @@ def test_experts(run_equal: Run, make: Make) -> None:
     for name, result in results.items():
         assert all(step["replays"] > 0 for step in result["steps"][1:]), name
         assert result["dropped_tokens"] == 0, name
+
+
+def test_experts_that_stash(run_cases: Run, make: Make) -> None:
+    """Weight halves run after later forwards have taken the pages of their tensors."""
+
+    def case(pipeline: dict[str, Any], counts: list[int], num_layers: int = 2, **stash: int) -> Any:
+        return make(
+            pipeline,
+            counts,
+            model={**GATED, "num_layers": num_layers},
+            moe={**EXPERTS, **FIXED},
+            stash={"enabled": True, "page_bytes": 512, **stash},
+            train={"micro_batch_size": 3},
+        )
+
+    results = run_cases(
+        {
+            "spilled": case(ZB, COUNTS, initial_bytes=4096, spill_bytes=1 << 20),
+            "short": case(ZB, [*COUNTS, 4], initial_bytes=0),
+            "interleaved": case(ZB_VPP, [2, 4, 2], num_layers=4),
+        },
+        2,
+        timeout_s=240,
+    )
+    for name, result in results.items():
+        for step in result["steps"]:
+            assert step["loss_equal"], (name, step)
+            assert step["grad_norm_equal"], (name, step)
+        assert result["different_parameters"] == {}, name
+        assert min(result["stash_bytes"]) > 0, name
+    assert [bool(result["recaptures"]) for result in results.values()] == [False, True, False]
 
 
 def test_recomputation(run_equal: Run, make: Make) -> None:
