@@ -30,7 +30,7 @@ from chunkgraph.engine.layout import span
 from chunkgraph.engine.signature import Call, distinct_tensors, flatten
 from chunkgraph.engine.split.deferral import Deferral, Receive
 from chunkgraph.engine.split.delayed import DelayedModules
-from chunkgraph.engine.split.trace import BackwardTrace, BackwardTracer, ForwardWrites
+from chunkgraph.engine.split.trace import BackwardTrace, BackwardTracer, ForwardWatch
 from chunkgraph.errors import CaptureError, ChunkGraphError, MemoryPlanError
 from chunkgraph.graphs import GraphBackend, OperatorTrace, watch_operators
 
@@ -77,7 +77,7 @@ def plan_split(
     if not any(t.requires_grad for t in sample.tensors):
         return SplitPlan()
     delayed = DelayedModules(chunk.module, chunk.label)
-    written = ForwardWrites()
+    watched = ForwardWatch()
     take: Receive = _drop
     with (
         backend.on_capture_stream(),
@@ -86,9 +86,9 @@ def plan_split(
         sinks.collecting(leaves, lambda index, gradient: take(index, gradient)),  # noqa: PLW0108
         sinks.discarding(leaves),
     ):
-        with written:
+        with watched:
             before = _Forward(chunk, sample)
-        tracer = BackwardTracer(chunk.label, (*chunk.buffers, *written.tensors))
+        tracer = BackwardTracer(chunk.label, watched, chunk.buffers)
         take = tracer.take
         with before.casting(), tracer:
             before.backward()

@@ -7,9 +7,9 @@ arguments and in the order of the whole backward: the bits are the same for all 
 
 Some operators are never deferred: those with an effect besides their results (random numbers,
 collectives, writes to memory of others), recomputation, those that read memory that every forward
-writes, so that it may change in between, and those that compute the incoming gradient of an
-autograd function outside of torch: its kernels are not seen, so all that they read must exist. An
-operator that returns views is deferred if the tensor that it views is.
+or backward writes, so that it may change in between, and those that compute the incoming gradient
+of an autograd function outside of torch: its kernels are not seen, so all that they read must
+exist. An operator that returns views is deferred if the tensor that it views is.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from chunkgraph.errors import CaptureError
 from chunkgraph.graphs.legality import is_decided_by_node
 from chunkgraph.graphs.recording import storages_written, tensors_in
 
-__all__ = ["BackwardTrace", "BackwardTracer", "ForwardWrites", "Geometry", "TracedOperator"]
+__all__ = ["BackwardTrace", "BackwardTracer", "ForwardWatch", "Geometry", "TracedOperator"]
 
 _aten = torch.ops.aten
 # They compute nothing; kernels that torch does not know may fill their results.
@@ -86,10 +86,20 @@ class BackwardTrace:
 
 @dataclass
 class _Memory:
-    """A storage, with the operators that have read and written it so far."""
+    """A storage, with the operators that have read and written it so far.
+
+    Attributes:
+        alive: Weak reference to the storage.
+        is_own: Whether the backward made it.
+        is_shared: Whether neither forward nor backward made it.
+        is_gradient: Whether a parameter has it as its gradient.
+        writers: The operators that have written it.
+        readers: The operators that have read it.
+    """
 
     alive: StorageWeakRef
     is_own: bool
+    is_shared: bool = False
     is_gradient: bool = False
     writers: set[int] = field(default_factory=set)
     readers: set[int] = field(default_factory=set)
@@ -115,20 +125,26 @@ class _Operator:
     changes_gradient: bool
 
 
-class ForwardWrites(TorchDispatchMode):
-    """Watch a forward for writes to memory that existed before.
+class ForwardWatch(TorchDispatchMode):
+    """Watch a forward, to know which memory is that of one microbatch.
 
-    The forward of another microbatch, which may run between two halves, writes it too. Writes by
-    kernels that torch does not know are not seen; neither are their reads, which never wait.
+    Memory that existed before may be shared: the forward of another microbatch, which may run
+    between two halves, writes it too. Writes by kernels that torch does not know are not seen;
+    neither are their reads, which never wait.
 
     Attributes:
-        tensors: The written tensors.
+        written: Tensors that existed before and that the forward writes.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.tensors: list[torch.Tensor] = []
+        self.written: list[torch.Tensor] = []
         self._made: dict[int, StorageWeakRef] = {}
+
+    def has_made(self, tensor: torch.Tensor) -> bool:
+        """Return whether the forward made the memory of a tensor."""
+        made = self._made.get(_address(tensor))
+        return made is not None and not made.expired()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -144,9 +160,8 @@ class ForwardWrites(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         for tensor in filter(_is_strided, storages_written(func, args, kwargs)):
-            made = self._made.get(_address(tensor))
-            if made is None or made.expired():
-                self.tensors.append(tensor)
+            if not self.has_made(tensor):
+                self.written.append(tensor)
         given = (*tensors_in(args), *tensors_in(list(kwargs.values())))
         addresses = {_address(t) for t in filter(_is_strided, given)}
         out = func(*args, **kwargs)
@@ -161,13 +176,17 @@ class BackwardTracer(TorchDispatchMode):
 
     Args:
         label: Name of the chunk in errors.
-        unstable: Tensors that may change between the two halves.
+        forward: The watch of the forward, which has run.
+        unstable: Further tensors that may change between the two halves.
     """
 
-    def __init__(self, label: str, unstable: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(
+        self, label: str, forward: ForwardWatch, unstable: Iterable[torch.Tensor] = ()
+    ) -> None:
         super().__init__()
         self._label = label
-        self._unstable = {_address(t) for t in unstable}
+        self._forward = forward
+        self._unstable = {_address(t) for t in (*forward.written, *unstable)}
         self._operators: list[_Operator] = []
         self._memory: dict[int, _Memory] = {}
         self._weights: set[int] = set()
@@ -294,6 +313,7 @@ class BackwardTracer(TorchDispatchMode):
                 must_run=has_effect
                 or not results
                 or not all(memory.is_own for memory in changed)
+                or any(memory.is_shared and memory.writers for memory in read)
                 or not addresses.isdisjoint(self._unstable),
                 sources=frozenset().union(*[memory.writers for memory in read]),
                 overwritten=frozenset().union(*[memory.readers for memory in changed]),
@@ -316,7 +336,11 @@ class BackwardTracer(TorchDispatchMode):
         address = _address(tensor)
         memory = self._memory.get(address)
         if memory is None or memory.alive.expired():
-            memory = _Memory(StorageWeakRef(tensor.untyped_storage()), is_own=False)
+            memory = _Memory(
+                StorageWeakRef(tensor.untyped_storage()),
+                is_own=False,
+                is_shared=not self._forward.has_made(tensor),
+            )
             self._memory[address] = memory
         return memory
 

@@ -243,6 +243,48 @@ def test_memory_that_every_forward_writes_is_read_in_the_input_half(lag: int) ->
     assert_equal(gradients(module), gradients(eager))
 
 
+class _Scaled(torch.autograd.Function):
+    """Computes the gradient of the scale from memory that all microbatches share."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, scale: torch.Tensor, scratch: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, scale)
+        ctx.scratch = scratch
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, scale = ctx.saved_tensors
+        ctx.scratch.copy_(grad)
+        return grad * scale, (ctx.scratch * x).sum((0, 1)), None
+
+
+class Scratched(nn.Module):
+    """Its scratch is no state of the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        scratch = torch.zeros(2, 5, WIDTH)
+        self.scaled = lambda x, scale: _Scaled.apply(x, scale, scratch)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scaled: torch.Tensor = self.scaled(x, self.scale)
+        return scaled
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_memory_that_every_backward_writes_is_read_in_the_input_half(lag: int) -> None:
+    backend = RecorderBackend()
+    eager, module, inputs = Scratched(), Scratched(), inputs_of(backend.device, 3)
+    graphs = as_split(module, backend)
+    graphs.capture([inputs[0]])
+    assert_equal(run_split(graphs, inputs, lag), run_eagerly(eager, inputs))
+    assert_equal(gradients(module), gradients(eager))
+
+
 class _OneMemory(torch.autograd.Function):
     """Gives both of its inputs their gradient in the same memory."""
 
