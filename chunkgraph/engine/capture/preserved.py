@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import nn
 from torch._ops import OpOverload
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from chunkgraph.engine.chunk import Chunk
@@ -19,19 +21,41 @@ __all__ = ["regions", "tensors_kept"]
 
 @contextmanager
 def tensors_kept(chunk: Chunk) -> Iterator[None]:
-    """Restore, on exit, every tensor of the chunk that an operator writes in this block.
+    """Restore, on exit, every tensor of the chunk that is written in this block.
 
-    Memory is copied just before its first write, so tensors without writes cost nothing. Writes by
-    kernels that torch does not know are not seen.
+    State, such as buffers, is copied at the start: kernels that torch does not know, among them
+    those of ``torch.compile``, write it unseen. Parameters are large, and a forward hardly writes
+    them: their memory is copied just before the first operator that does.
     """
-    watch = _WriteWatch(regions(chunk))
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        tensors = list(_tensors(chunk))
+        parameters = {_storage(t) for t in tensors if isinstance(t, nn.Parameter)}
+        every = _regions(tensors)
+        state = [(r, r.clone()) for r in every if _storage(r) not in parameters]
+        watch = _WriteWatch([r for r in every if _storage(r) in parameters])
     try:
         with watch:
             yield
     finally:
-        for region, value in watch.saved:
-            with torch.inference_mode(region.is_inference()), torch.no_grad():
+        for region, value in (*state, *watch.saved):
+            with (
+                torch.inference_mode(region.is_inference()),
+                torch.no_grad(),
+                _as_unwritten(region),
+            ):
                 region.copy_(value)
+
+
+def _as_unwritten(region: torch.Tensor) -> AbstractContextManager[None]:
+    """Return a context in which autograd does not count a write that changes nothing."""
+    if region.is_inference():
+        return nullcontext()
+    return _unsafe_preserve_version_counter(region)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Return the identity of a tensor's memory; 0 for those without."""
+    return tensor.untyped_storage()._cdata if _has_memory(tensor) else 0
 
 
 class _WriteWatch(TorchDispatchMode):

@@ -129,8 +129,7 @@ class ForwardWatch(TorchDispatchMode):
     """Watch a forward, to know which memory is that of one microbatch.
 
     Memory that existed before may be shared: the forward of another microbatch, which may run
-    between two halves, writes it too. Writes by kernels that torch does not know are not seen;
-    neither are their reads, which never wait.
+    between two halves, writes it too. Writes by kernels that torch does not know are not seen.
 
     Attributes:
         written: Tensors that existed before and that the forward writes.

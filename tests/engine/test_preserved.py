@@ -1,0 +1,51 @@
+"""Eager passes of a capture change nothing that the chunk holds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from chunkgraph.engine import Chunk
+from chunkgraph.engine.capture.preserved import tensors_kept
+
+
+class Counting(nn.Module):
+    """Counts its calls in a buffer, in an attribute and in a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(3))
+        self.scale = nn.Parameter(torch.ones(3))
+        self.listed = [torch.zeros(3)]
+        self.shifted = self.scale.detach()[1:]
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.get_buffer("calls"), *self.listed, self.scale]
+
+
+def chunk_of(module: Counting) -> Chunk:
+    return Chunk(
+        forward=module,
+        parameters=tuple(module.parameters()),
+        label="counting",
+        module=module,
+        buffers=tuple(module.buffers()),
+    )
+
+
+@pytest.mark.parametrize("is_seen", [True, False], ids=["operator", "unknown kernel"])
+def test_writes_are_undone(is_seen: bool) -> None:
+    """Memory that is not a parameter's is restored whoever writes it."""
+    module = Counting()
+    before = [t.detach().clone() for t in module.tensors()]
+    pending = module.scale * module.get_buffer("calls")  # saves both
+    with tensors_kept(chunk_of(module)), torch.no_grad():
+        for tensor in module.tensors()[: 3 if is_seen else 2]:
+            if is_seen:
+                tensor.add_(1.0)
+            else:
+                tensor.numpy()[...] += 1.0
+    assert all(torch.equal(a, b) for a, b in zip(module.tensors(), before, strict=True))
+    if not is_seen:
+        pending.sum().backward()
