@@ -84,7 +84,7 @@ class ChunkGraphs:
         host: Host | None = None,
         banks: Banks | None = None,
         takes_misfits: bool = False,
-        # Many, as users pass what they need and hosts the rest; these two are methods of a host.
+        # Each setting is optional. These two are methods of a host, for users without their own.
         generators: Callable[[], Sequence[torch.Generator]] | None = None,
         progress: OnCapture | None = None,
         **unknown: object,

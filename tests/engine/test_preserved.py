@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -47,5 +51,18 @@ def test_writes_are_undone(is_seen: bool) -> None:
             else:
                 tensor.numpy()[...] += 1.0
     assert all(torch.equal(a, b) for a, b in zip(module.tensors(), before, strict=True))
-    if not is_seen:
-        pending.sum().backward()
+    pending.sum().backward()  # which autograd would refuse if a tensor that it saved had changed
+
+
+def test_memory_without_writes_is_not_written(tmp_path: Path) -> None:
+    """A read-only file in memory, and memory that its owner has freed."""
+    np.zeros(1000, dtype=np.float32).tofile(tmp_path / "table")
+    module = Counting()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch would rather have memory to write to
+        table = np.memmap(tmp_path / "table", dtype=np.float32, mode="r")
+        module.listed += [torch.from_numpy(table), torch.zeros(3)]
+    module.listed[-1].untyped_storage().resize_(0)
+    with tensors_kept(chunk_of(module)):
+        module.listed[0].add_(1.0)
+    assert not module.listed[0].any()

@@ -98,7 +98,7 @@ def _hook_leaves(
     """Call ``function`` before a gradient of any leaf not in ``declared`` (by id) is added.
 
     No leaf is referenced afterwards: a session in another thread would report it.
-    Subclasses, such as uninitialized parameters of other modules, may refuse to be asked.
+    Functions of subclasses are bypassed: an uninitialized parameter of any module refuses them.
     """
     handles = []
     with _looking, torch._C.DisableTorchFunctionSubclass():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,11 +12,12 @@ from torch._ops import OpOverload
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from chunkgraph.engine.bits import same_bits
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.module_tree import containers
 from chunkgraph.graphs.recording import storages_written
 
-__all__ = ["regions", "tensors_kept"]
+__all__ = ["put_back", "regions", "tensors_kept", "versions"]
 
 
 @contextmanager
@@ -34,23 +35,33 @@ def tensors_kept(chunk: Chunk) -> Iterator[None]:
         state = [(r, r.clone()) for r in every if _storage(r) not in parameters]
         watch = _WriteWatch([r for r in every if _storage(r) in parameters])
     try:
-        with watch:
+        with versions(every), watch:
             yield
     finally:
-        for region, value in (*state, *watch.saved):
+        put_back([*state, *watch.saved])
+
+
+def put_back(copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Write copies of tensors back where bits differ; autograd's version counters stay.
+
+    Memory that is as before is not written: it may be read-only. Waits for the device.
+
+    Args:
+        copies: each tensor, with a copy of its old contents.
+    """
+    for tensor, value in copies:
+        if not same_bits(tensor, value):
             with (
-                torch.inference_mode(region.is_inference()),
+                torch.inference_mode(tensor.is_inference()),
                 torch.no_grad(),
-                _as_unwritten(region),
+                versions([tensor]),
             ):
-                region.copy_(value)
+                tensor.copy_(value)
 
 
-def _as_unwritten(region: torch.Tensor) -> AbstractContextManager[None]:
-    """Return a context in which autograd does not count a write that changes nothing."""
-    if region.is_inference():
-        return nullcontext()
-    return _unsafe_preserve_version_counter(region)
+def versions(tensors: Sequence[torch.Tensor]) -> _unsafe_preserve_version_counter:
+    """Return autograd's version counters of the tensors; its ``__exit__`` restores them."""
+    return _unsafe_preserve_version_counter(tuple(t for t in tensors if not t.is_inference()))
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -137,4 +148,5 @@ def _has_memory(tensor: torch.Tensor) -> bool:
         and not tensor.is_quantized
         and not torch.nn.parameter.is_lazy(tensor)
         and tensor.numel() > 0
+        and tensor.untyped_storage().nbytes() > 0  # 0: its owner has freed it
     )

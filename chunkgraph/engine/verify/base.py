@@ -6,13 +6,13 @@ from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 
+from chunkgraph.engine.bits import has_nan, tensors_in
 from chunkgraph.engine.capture.captured_rank import CapturedRank
 from chunkgraph.engine.capture.layers import parameter_names
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.layout import copy_into, duplicate
 from chunkgraph.engine.signature import Call
 from chunkgraph.engine.slot import Slot
-from chunkgraph.engine.verify.bits import has_nan, tensors_in
 from chunkgraph.engine.verify.eager_pass import EagerPasses, Surroundings
 from chunkgraph.engine.verify.records import SavedRecords
 from chunkgraph.engine.verify.report import Replayed, warn_of_nan

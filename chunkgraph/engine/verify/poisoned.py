@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 import torch
 
+from chunkgraph.engine.bits import has_nan
 from chunkgraph.engine.capture.captured_rank import CapturedRank
 from chunkgraph.engine.slot import Slot
 from chunkgraph.engine.verify.base import Verifier
-from chunkgraph.engine.verify.bits import has_nan
 from chunkgraph.engine.verify.records import memory_of
 from chunkgraph.engine.verify.report import stale_memory
 from chunkgraph.engine.verify.saved import Place, first_nan

@@ -15,8 +15,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from chunkgraph.engine.autograd_graph import kept_by, nodes_below
+from chunkgraph.engine.bits import has_nan, same_bits
 from chunkgraph.engine.capture.layers import LayerWatch
-from chunkgraph.engine.verify.bits import has_nan, same_bits
 from chunkgraph.graphs import AddressRanges, tensor_at
 
 __all__ = ["Place", "SavedTensor", "first_difference", "first_nan", "saved_tensors"]

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
+from chunkgraph.engine.bits import describe_difference, has_nan, same_bits
 from chunkgraph.engine.slot import Slot
 from chunkgraph.engine.verify.base import Verifier, copy_output_grads, inputs_with_grad
-from chunkgraph.engine.verify.bits import describe_difference, has_nan, same_bits
 from chunkgraph.engine.verify.eager_pass import EagerBackward, EagerForward
 from chunkgraph.engine.verify.records import memory_of
 from chunkgraph.engine.verify.report import difference

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from chunkgraph.engine.verify.bits import describe_difference, same_bits
+from chunkgraph.engine.bits import describe_difference, same_bits
+from chunkgraph.engine.capture.preserved import put_back, versions
 
-__all__ = ["ChunkState", "restored", "versions"]
+__all__ = ["ChunkState", "restored"]
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,6 @@ class ChunkState:
         return ""
 
 
-def versions(tensors: Sequence[torch.Tensor]) -> _unsafe_preserve_version_counter:
-    """Return autograd's version counters of the tensors; its ``__exit__`` restores them."""
-    return _unsafe_preserve_version_counter(tuple(t for t in tensors if not t.is_inference()))
-
-
 @contextmanager
 def restored(
     buffers: Sequence[torch.Tensor], device: torch.device, generators: Sequence[torch.Generator]
@@ -64,11 +59,7 @@ def restored(
         with versions(buffers):
             yield
     finally:
-        with torch.no_grad(), versions(buffers):
-            for buffer, value in zip(buffers, state.buffers, strict=True):
-                if not same_bits(buffer, value):
-                    with torch.inference_mode(buffer.is_inference()):
-                        buffer.copy_(value)
+        put_back(zip(buffers, state.buffers, strict=True))
         host, *others = state.random
         torch.set_rng_state(host)
         if device.type == "cuda":
