@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from chunkgraph.engine import Chunk
+from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs
 from chunkgraph.engine.capture.preserved import tensors_kept
 
 
@@ -66,3 +67,47 @@ def test_memory_without_writes_is_not_written(tmp_path: Path) -> None:
     with tensors_kept(chunk_of(module)):
         module.listed[0].add_(1.0)
     assert not module.listed[0].any()
+
+
+class Compiled(nn.Module):
+    """Counts positive values in a compiled kernel, which no operator tells of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("positive", torch.zeros(8, dtype=torch.int64))
+        self.count = torch.compile(self._count, dynamic=False)
+
+    @staticmethod
+    def _count(counts: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        counts += (x > 0).sum(0)
+        return counts / (1 + counts.sum())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linear(x)
+        with torch.no_grad():
+            shares = self.count(self.get_buffer("positive"), y)
+        return y * shares
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("verify", ["none", "shadow"])
+def test_compiled_kernels_write_as_in_eager(verify: str) -> None:
+    def run(module: nn.Module, call: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+        generator = torch.Generator("cuda").manual_seed(1)
+        losses = []
+        for _ in range(4):
+            x = torch.randn(16, 8, device="cuda", generator=generator)
+            loss = call(x).square().mean()
+            loss.backward()
+            losses.append(loss.detach().clone())
+        return [*losses, *(p.grad for p in module.parameters()), *module.buffers()]
+
+    eager, module = Compiled().cuda(), Compiled().cuda()
+    expected = run(eager, eager)
+    graphs = ChunkGraphs([module], [1], options=CaptureOptions(verify=verify))
+    graphs.capture([(torch.randn(16, 8, device="cuda"),)])
+    with graphs.step(4):
+        actual = run(module, graphs.callables[0])
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from split_models import as_split, assert_equal, gradients, run_eagerly, run_split
@@ -11,10 +9,14 @@ from torch import nn
 
 from chunkgraph.graphs import CUDABackend
 
+# Imported before any test runs: a host can have two cuDNN libraries, and Transformer Engine cannot
+# load its own after torch has loaded parts of the other.
+te = pytest.importorskip("transformer_engine.pytorch")
+
 SIZE = 64
 
 
-def layers(te: Any, *, delays: bool, is_fused: bool) -> nn.Module:
+def layers(*, delays: bool, is_fused: bool) -> nn.Module:
     settings = {
         "params_dtype": torch.bfloat16,
         "bias": False,
@@ -48,10 +50,9 @@ def _into_main_grad(parameter: torch.Tensor) -> None:
 def test_delayed_weights_have_the_bits_of_those_that_are_not(
     monkeypatch: pytest.MonkeyPatch, verify: str, is_fused: bool
 ) -> None:
-    te = pytest.importorskip("transformer_engine.pytorch")
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
-    eager = layers(te, delays=False, is_fused=is_fused)
-    module = layers(te, delays=True, is_fused=is_fused)
+    eager = layers(delays=False, is_fused=is_fused)
+    module = layers(delays=True, is_fused=is_fused)
     graphs = as_split(module, CUDABackend(), verify=verify)
     inputs = [
         torch.randn(32, SIZE, device="cuda", dtype=torch.bfloat16, requires_grad=True)
