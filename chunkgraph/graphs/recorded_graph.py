@@ -24,7 +24,7 @@ from chunkgraph.graphs.recording import (
 )
 from chunkgraph.graphs.simulated_pool import SimulatedPool
 
-__all__ = ["RecordedGraph", "wait_for_work"]
+__all__ = ["Binding", "RecordedGraph", "wait_for_work"]
 
 _keys = torch._C.DispatchKey
 # Dispatch keys that precede recording, such as autograd and autocast.
@@ -63,7 +63,7 @@ class RecordedGraph:
         Raises:
             CaptureError: External memory that the capture used is already freed.
         """
-        binding = _Binding(pools)
+        binding = Binding(pools)
         writes: list[tuple[int, int]] = []
         steps: list[_Step] = []
         grad_mode = False  # as in `replay`
@@ -126,7 +126,7 @@ class RecordedGraph:
         self._externals = []
 
 
-class _Binding:
+class Binding:
     """Create tensors on recorded addresses, with one storage for each piece of memory."""
 
     def __init__(self, pools: tuple[SimulatedPool, ...]) -> None:

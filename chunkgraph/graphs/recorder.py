@@ -9,7 +9,7 @@ not model performance, streams, NCCL or the real allocator.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,7 +43,7 @@ from chunkgraph.graphs.random_state import (
     private_generator,
     without_access,
 )
-from chunkgraph.graphs.recorded_graph import RecordedGraph, wait_for_work
+from chunkgraph.graphs.recorded_graph import Binding, RecordedGraph, wait_for_work
 from chunkgraph.graphs.recording import (
     External,
     HostCall,
@@ -240,16 +240,38 @@ class _RecordingMode(TorchDispatchMode):
         }
         # Before the operator runs: it may allocate memory for an empty output argument.
         input_addresses = {t.untyped_storage().data_ptr() for t in inputs}
-        out = draw_privately(func, args, kwargs)
         if func.namespace == "c10d":
-            # Some backends copy results in the caller's wait, which would be logged as well.
-            out = wait_for_work(out)
+            out = self._run_collective(
+                func, args_ref, kwargs_ref, [(refs[id(t)], t) for t in inputs]
+            )
+        else:
+            out = draw_privately(func, args, kwargs)
         results = self._place(out, input_addresses, self._pool_of(func))
         if any(r is not None for r in results) or written or _only_checks(func):
             fresh_only = func._schema.name.startswith(_UNDEFINED_CONTENTS)
             if not fresh_only:
                 self._log(func, args_ref, kwargs_ref, results)
         return out
+
+    def _run_collective(
+        self,
+        func: OpOverload,
+        args: Any,
+        kwargs: dict[str, Any],
+        tensors: Iterable[tuple[TensorRef, torch.Tensor]],
+    ) -> Any:
+        """Run a collective to its end.
+
+        It gets aliases of its tensors: a thread of the process group holds them for a moment after
+        the collective has ended, and would keep memory of the pool in use.
+        """
+        binding = Binding(self.pools)
+        args = replace_leaves(args, TensorRef, binding.bind)
+        kwargs = {k: replace_leaves(v, TensorRef, binding.bind) for k, v in kwargs.items()}
+        originals = {id(binding.bind(ref)): tensor for ref, tensor in tensors}
+        # Some backends copy results in the caller's wait, which would be logged as well.
+        out = wait_for_work(func(*args, **kwargs))
+        return replace_leaves(out, torch.Tensor, lambda t: originals.get(id(t), t))
 
     def _lift(self, func: OpOverload, tensor: torch.Tensor) -> torch.Tensor:
         """Record host numbers, such as those of ``torch.tensor``, as a constant of the graph."""

@@ -133,3 +133,33 @@ def test_results_with_several_tensors_and_shared_storage() -> None:
     assert torch.equal(values, x.max(dim=1).values)
     assert torch.equal(indices, x.max(dim=1).indices)
     assert torch.equal(torch.cat([left, right], 1), x + 1)
+
+
+def test_memory_of_a_collective_is_free_when_the_capture_drops_it() -> None:
+    """A thread of gloo holds tensors for a moment after a collective has ended."""
+    held = []
+
+    def triple_slowly(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        for tensor in tensors:
+            tensor.mul_(3)
+        held.extend(tensors)
+        return tensors
+
+    library = torch.library.Library("c10d", "FRAGMENT")
+    library.define("triple_slowly_(Tensor[] tensors) -> Tensor[]")
+    library.impl("triple_slowly_", triple_slowly, "CPU")
+    collective = torch.ops.c10d.triple_slowly_.default
+    backend = RecorderBackend()
+    pool = backend.new_pool("pool")
+    total = torch.ones(8)
+    with backend.capture("sum", pool) as graph:
+        part = total * 2
+        assert collective([part])[0] is part
+        result = part + 1
+        collective([total])
+        del part
+        assert pool.live().num_bytes == 512  # of the result
+    assert len(held) == 2
+    graph.replay()
+    assert torch.equal(result, torch.full((8,), 7.0))
+    assert torch.equal(total, torch.full((8,), 3.0))
