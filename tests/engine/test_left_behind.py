@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from chunkgraph.engine import CaptureOptions, ChunkGraphs
@@ -226,3 +228,16 @@ def test_leaves_of_other_modules_are_no_concern(backend: GraphBackend) -> None:
     graphs = ChunkGraphs([module], [1], backend=backend)
     graphs.capture([torch.ones(3, WIDTH, device=backend.device)])
     assert len(others) == 3
+
+
+def test_tensors_of_the_compiler_are_not_looked_into() -> None:
+    """``torch.compile`` keeps tensors without memory, whose addresses torch warns of."""
+    with FakeTensorMode():
+        fake = torch.ones(4, 4)
+    module = nn.Linear(4, 4)
+    graphs = ChunkGraphs([module], [1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        graphs.capture([(torch.ones(2, 4),)])
+    assert graphs.counters.captures == 1
+    assert fake.shape == (4, 4)

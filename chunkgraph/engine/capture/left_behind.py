@@ -124,6 +124,8 @@ class _Memory:
         """Return whether a tensor lies in this memory and is not an alias that a graph uses."""
         try:
             storage = tensor.untyped_storage()
+            if storage.device.type == "meta":  # that of a compiler's tensor has no address
+                return False
             address = storage.data_ptr()
         except (RuntimeError, NotImplementedError, ValueError):  # the tensor has no storage
             return False
