@@ -45,17 +45,25 @@ class Surroundings:
     host: Host
 
     @contextmanager
-    def untouched(self, written: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Restore all state on exit, including tensors that the chunk writes in this block."""
+    def untouched(
+        self, written: Sequence[torch.Tensor], begin: ChunkState | None = None
+    ) -> Iterator[None]:
+        """Restore all state on exit, including tensors that the chunk writes in this block.
+
+        Args:
+            written: these tensors.
+            begin: the `state_of` them that the block begins with; None for the present one.
+        """
+        generators = self.host.generators()
         with ExitStack() as stack:
             stack.enter_context(self.host.preserving())
-            stack.enter_context(restored(written, self.backend.device, self.host.generators()))
+            stack.enter_context(restored(written, self.backend.device, generators, begin))
             stack.enter_context(self.host.verifying())
             yield
 
-    def state_of(self, chunk: Chunk) -> ChunkState:
-        """Return a copy of the random state and the chunk's buffers."""
-        return ChunkState.now(chunk.buffers, self.backend.device, self.host.generators())
+    def state_of(self, buffers: Sequence[torch.Tensor]) -> ChunkState:
+        """Return a copy of the random state and the buffers."""
+        return ChunkState.now(buffers, self.backend.device, self.host.generators())
 
 
 @dataclass(frozen=True)
@@ -158,10 +166,14 @@ class EagerPasses:
         ):
             with watch.watching([self._chunk], on_output):
                 results, _ = flatten(call_with(self._chunk, self._call, inputs))
-            after = self._around.state_of(self._chunk)
+            after = self._around.state_of(self._chunk.buffers)
             saved = saved_tensors(results, watch)
             counts = versions(self._written)
         return EagerForward(tuple(inputs), tuple(results), after, tuple(saved), counts)
+
+    def state(self) -> ChunkState:
+        """Copy the present state that these passes restore."""
+        return self._around.state_of(self._written)
 
     def backward(
         self,
@@ -170,6 +182,7 @@ class EagerPasses:
         grads: Sequence[torch.Tensor],
         *,
         accumulates: bool = True,
+        begin: ChunkState | None = None,
     ) -> EagerBackward:
         """Run the backward of ``forward``, once.
 
@@ -178,6 +191,7 @@ class EagerPasses:
             differentiable: indices of the result's tensors that get a gradient.
             grads: the gradient of each.
             accumulates: whether to add to the gradients so far, or to zeros.
+            begin: the `state` that a recomputation reads; None for the present one.
         """
         outputs = [forward.tensors[i] for i in differentiable]
         order = _Order()
@@ -188,7 +202,7 @@ class EagerPasses:
                 else:
                     total.zero_()
         with (
-            self._around.untouched(self._written),
+            self._around.untouched(self._written, begin),
             self._aliases.in_place(),
             self._own_sums(),
             self._sinks.accumulating(self._aliases.leaves, order),

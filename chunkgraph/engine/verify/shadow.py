@@ -17,6 +17,7 @@ from chunkgraph.engine.verify.eager_pass import EagerBackward, EagerForward
 from chunkgraph.engine.verify.records import memory_of
 from chunkgraph.engine.verify.report import difference
 from chunkgraph.engine.verify.saved import Place, first_difference
+from chunkgraph.engine.verify.state import ChunkState
 
 __all__ = ["ShadowVerifier"]
 
@@ -31,6 +32,7 @@ class ShadowVerifier(Verifier):
         self._overwritten: dict[Slot, Place | None] = {}
         # Between the halves of split backwards.
         self._output_grads: dict[Slot, list[torch.Tensor]] = {}
+        self._states: dict[Slot, ChunkState] = {}
         self._input_grads: dict[Slot, tuple[torch.Tensor | None, ...]] = {}
 
     def before_forward(self, slot: Slot, tensors: Sequence[torch.Tensor]) -> None:
@@ -60,11 +62,18 @@ class ShadowVerifier(Verifier):
         self._overwritten[slot] = self._place(slot, eager)
         if slot.weight_graph is not None:
             self._output_grads[slot] = copies
+            self._states[slot] = self._passes_of(slot).state()
         else:
             self._run_backward(slot, eager, copies)
 
-    def _run_backward(self, slot: Slot, eager: EagerForward, grads: Sequence[torch.Tensor]) -> None:
-        backward = self._passes_of(slot).backward(eager, slot.receiving, grads)
+    def _run_backward(
+        self,
+        slot: Slot,
+        eager: EagerForward,
+        grads: Sequence[torch.Tensor],
+        begin: ChunkState | None = None,
+    ) -> None:
+        backward = self._passes_of(slot).backward(eager, slot.receiving, grads, begin=begin)
         self._backwards[slot] = backward
         if self._has_warned_of_nan:
             return
@@ -85,8 +94,12 @@ class ShadowVerifier(Verifier):
             self._compare(slot, slot.input_grads)
 
     def before_weight(self, slot: Slot) -> None:
-        """Run the whole eager backward, adding to the gradients so far."""
-        self._run_backward(slot, self._forwards[slot], self._output_grads.pop(slot))
+        """Run the whole eager backward, adding to the gradients so far.
+
+        It recomputes with the state from before the input half.
+        """
+        grads, state = self._output_grads.pop(slot), self._states.pop(slot)
+        self._run_backward(slot, self._forwards[slot], grads, state)
 
     def after_weight(self, slot: Slot) -> None:
         """Compare both halves with the eager backward, and drop the eager pass."""
@@ -114,7 +127,7 @@ class ShadowVerifier(Verifier):
             ):
                 return f"output {i}: {mine!r} captured, {theirs!r} eager"
         chunk = self._chunks[slot.chunk]
-        return self._around.state_of(chunk).difference(eager.after)
+        return self._around.state_of(chunk.buffers).difference(eager.after)
 
     def _backward_difference(
         self, slot: Slot, eager: EagerBackward, input_grads: Sequence[torch.Tensor | None]

@@ -48,21 +48,42 @@ class ChunkState:
             return "the random state: a different number of random values was drawn"
         return ""
 
-
-@contextmanager
-def restored(
-    buffers: Sequence[torch.Tensor], device: torch.device, generators: Sequence[torch.Generator]
-) -> Iterator[None]:
-    """Restore buffers, their version counters and the random state on exit."""
-    state = ChunkState.now(buffers, device, generators)
-    try:
-        with versions(buffers):
-            yield
-    finally:
-        put_back(zip(buffers, state.buffers, strict=True))
-        host, *others = state.random
+    def put_back(
+        self,
+        buffers: Sequence[torch.Tensor],
+        device: torch.device,
+        generators: Sequence[torch.Generator],
+    ) -> None:
+        """Make this the present state."""
+        put_back(zip(buffers, self.buffers, strict=True))
+        host, *others = self.random
         torch.set_rng_state(host)
         if device.type == "cuda":
             torch.cuda.set_rng_state(others.pop(0), device)
         for generator, value in zip(generators, others, strict=True):
             generator.set_state(value)
+
+
+@contextmanager
+def restored(
+    buffers: Sequence[torch.Tensor],
+    device: torch.device,
+    generators: Sequence[torch.Generator],
+    begin: ChunkState | None = None,
+) -> Iterator[None]:
+    """Restore buffers, their version counters and the random state on exit.
+
+    Args:
+        buffers: the tensors to restore.
+        device: the chunk's device.
+        generators: further random generators.
+        begin: the state that the block begins with; None for the present one.
+    """
+    state = ChunkState.now(buffers, device, generators)
+    try:
+        with versions(buffers):
+            if begin is not None:
+                begin.put_back(buffers, device, generators)
+            yield
+    finally:
+        state.put_back(buffers, device, generators)
