@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import library, nn
 
 from chunkgraph.errors import CaptureError, IllegalOperationError, ReplayMismatchError
 from chunkgraph.graphs import AddressRanges, RecorderBackend, host_call
@@ -145,9 +145,9 @@ def test_memory_of_a_collective_is_free_when_the_capture_drops_it() -> None:
         held.extend(tensors)
         return tensors
 
-    library = torch.library.Library("c10d", "FRAGMENT")
-    library.define("triple_slowly_(Tensor[] tensors) -> Tensor[]")
-    library.impl("triple_slowly_", triple_slowly, "CPU")
+    operators = library.Library("c10d", "FRAGMENT")
+    operators.define("triple_slowly_(Tensor[] tensors) -> Tensor[]")
+    operators.impl("triple_slowly_", triple_slowly, "CPU")
     collective = torch.ops.c10d.triple_slowly_.default
     backend = RecorderBackend()
     pool = backend.new_pool("pool")
