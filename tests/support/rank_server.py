@@ -1,8 +1,8 @@
 """Forks ranks from a process that has imported torch and Megatron: ``rank_server.py FD PATH HOST``.
 
 Importing them takes seconds of every rank's time, and tests start hundreds of ranks. A forked rank
-is otherwise a process like any other: a session, an environment, a log and arguments of its own,
-and it ends as the interpreter ends. FD is a socket that listens at PATH; all processes of a test
+is otherwise a process like any other: a session, an environment, a log and arguments of its own;
+`run` says how it ends. FD is a socket that listens at PATH; all processes of a test
 run connect to it, each while it holds the lock PATH.lock. The server reads one JSON object a line
 and answers with one: ``{"arguments": ..., "environment": ..., "log": ...}`` with ``{"pid": ...}``,
 and ``{"pid": ...}`` with ``{"code": ...}``, null while that rank runs. Ranks end with the
