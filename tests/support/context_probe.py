@@ -240,7 +240,7 @@ def run(case: dict[str, Any]) -> list[dict[str, Any]]:
         for step in range(case["num_steps"]):
             digest, keys = planned(step)
             if step == case.get("other_plan_in"):
-                with pytest.raises(ConfigError, match="different plans of this step") as told:
+                with pytest.raises(ConfigError, match="different plans for this step") as told:
                     graphs.step(keys).__enter__()
                 graphs.release()
                 return gathered({"refused": str(told.value)}, groups, agree)

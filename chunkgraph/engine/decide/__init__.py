@@ -1,1 +1,1 @@
-"""Decide once for each step, alike on all ranks, whether it replays or runs eagerly."""
+"""Decide once per step, together on all ranks, whether it replays or runs eagerly."""

@@ -1,9 +1,9 @@
-"""The ranks' agreement on a step: asked for when the step begins, or ahead of time.
+"""Let the ranks agree on a step when it begins, or ahead of time.
 
-A collective on the host takes 0.4 to 1 ms between two processes (measured with gloo), in which a
-device with an empty queue idles. So the question about the next step is posted when a step ends;
-the answer arrives long before that step begins. It is used if the step is of the assumed kind;
-otherwise the ranks ask again.
+A collective on the host takes 0.4 to 1 ms between two processes (measured with gloo); meanwhile a
+device with an empty queue idles. So the question about the next step is posted when a step ends,
+and the answer arrives long before that step begins. The answer is used if the step is of the
+assumed kind; otherwise the ranks ask again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class EarlyAgree(Protocol):
     """An `Agree` that can be asked ahead of time.
 
     Use it only if all ranks call `ChunkGraphs.step` with the same arguments, as Megatron's
-    schedules do: a rank that asked again alone would wait for the others forever.
+    schedules do: a single rank that asks again waits for the others forever.
     """
 
     def __call__(self, values: Sequence[int]) -> list[int]:
@@ -32,7 +32,7 @@ class EarlyAgree(Protocol):
 
 
 class Agreement:
-    """Ask all ranks, and remember what was asked ahead of time.
+    """Ask all ranks, and keep the question that was posted ahead of time.
 
     Args:
         agree: Element-wise maximum over the ranks.
@@ -50,7 +50,7 @@ class Agreement:
         return self._agree(values)
 
     def post(self, kind: Hashable, values: Sequence[int]) -> None:
-        """Ask ahead what ``answer`` will ask with the same arguments, if possible."""
+        """Post the question of a later ``answer`` with the same arguments, if possible."""
         self.forget()
         if self._early is not None:
             self._posted = (kind, list(values), self._early.start(values))
@@ -79,9 +79,10 @@ class Agreement:
         return agreed if is_same and is_settled(agreed) else self._agree(values)
 
     def expire(self) -> None:
-        """Expire a posted question, which may no longer hold; all ranks then ask again.
+        """Invalidate a posted question, so that `answer` asks again.
 
-        All ranks call this together. Alone, a rank would ask again only if its own values change.
+        All ranks call this together. Without it, each rank asks again only if its own values
+        change.
         """
         if self._posted is not None:
             _, values, wait = self._posted

@@ -1,16 +1,16 @@
-"""Whether a step fits the captured graphs, as each rank says of its own inputs, early or late.
+"""Announce, early or when a step begins, whether this rank's inputs fit the captured graphs.
 
-Ranks have different inputs, so one rank may know that its step does not fit while no other does.
-All ranks must know it before the step, and none may wait for an answer that nobody sends. So:
+Ranks have different inputs, so the inputs of a single rank may not fit. All ranks must know this
+before the step, and none may wait for an answer that no rank sends. So:
 
-* every rank asks once about every training step: early if the step was announced before the
-  previous step ended (or between the two), otherwise when the step begins. Questions pair up by
-  their number, so ranks that announce and ranks that do not may meet;
-* the announcement is what was asked. If the step then gets something else, its rank raises before
-  anything runs, so no rank silently departs from the agreement;
+* each rank asks once about each training step: early if the step was announced before the
+  previous step ended (or between the two), otherwise when the step begins. Questions are matched by
+  their number, so only some of the ranks may announce a step;
+* a question sent early carries the announcement. If the inputs of the step contradict it, the rank
+  raises before anything runs, so no rank silently departs from the agreement;
 * each question carries a digest of everything that must be equal on all ranks (whether the step
-  trains, its shapes, whether graphs exist). If the digests differ, a rank asked early about a step
-  that did not come; all ranks see that and ask once more, together;
+  trains, its shapes, whether graphs exist). If the digests differ, a rank asked early about another
+  step than the one that began; all ranks see this and ask once more, together;
 * all ranks together can withdraw announcements, including ranks that announced nothing. The digest
   counts the withdrawals, so no answer to an earlier question is used.
 """
@@ -25,7 +25,7 @@ __all__ = ["Announcement", "digest_of", "has_one_digest"]
 
 
 class Announcement:
-    """This rank's announcement of its next training step, kept until the step takes it."""
+    """This rank's announcement of its next training step, kept until that step is decided."""
 
     def __init__(self) -> None:
         self._misfit: str | None = None
@@ -37,7 +37,7 @@ class Announcement:
         """Return why the next step does not fit; "" if it does, None if nothing was announced."""
         return self._misfit
 
-    def give(self, misfit: str, plan_digest: int = 0) -> None:
+    def announce(self, misfit: str, plan_digest: int = 0) -> None:
         """Announce the next step.
 
         Args:
@@ -49,34 +49,37 @@ class Announcement:
         """
         if self._misfit is not None:
             raise SlotError(
-                "The next step was announced already. One announcement belongs to each step: give "
-                "it while the step before is running or after it, and only once."
+                "The next step was announced already. Announce each step once, while the previous "
+                "step runs or after it."
             )
         self._misfit, self.plan_digest = misfit, plan_digest
 
-    def word(self, given: str | None) -> str:
-        """Return the misfit that holds for the step that begins now, given the one of its call.
+    def resolve(self, misfit: str | None) -> str:
+        """Return the misfit of the step that begins now: the announced one, else ``misfit``.
 
         The announcement stays until `clear`, so it still holds after an error.
 
+        Args:
+            misfit: The misfit that was passed to the step; "" if it fits, None if it was omitted.
+
         Raises:
-            SlotError: Neither the call nor an announcement says whether the step fits, or the two
-                disagree.
+            SlotError: The misfit was neither announced nor passed, or the two disagree.
         """
         announced = self._misfit
-        if announced is None and given is None:
+        if announced is None and misfit is None:
             raise SlotError(
-                "A training step began without a word on whether its inputs fit the graphs, and "
-                "was not announced either. Say it of every step, on every rank."
+                "A training step began, but it was neither announced nor called with a misfit, so "
+                'it is unknown whether its inputs fit the graphs. Pass misfit=... to step() ("" '
+                "if they fit), or call announce() before, on every rank."
             )
-        if announced is not None and given is not None and bool(announced) != bool(given):
-            said = {True: "does not fit", False: "fits"}
+        if announced is not None and misfit is not None and bool(announced) != bool(misfit):
+            verdicts = {True: "do not fit", False: "fit"}
             raise SlotError(
-                f"The step was announced as one that {said[bool(announced)]}, but its inputs are "
-                f"such that it {said[bool(given)]} ({announced or given}). The other ranks were "
-                "told the former. Announce the inputs that the step is going to have."
+                f"The step was announced with inputs that {verdicts[bool(announced)]} the graphs, "
+                f"but its inputs {verdicts[bool(misfit)]} ({announced or misfit}). The other ranks "
+                "follow the announcement. Announce the inputs that the step will have."
             )
-        return announced if announced is not None else given or ""
+        return announced if announced is not None else misfit or ""
 
     def clear(self) -> None:
         """Forget the announcement: its step begins, or it is withdrawn."""

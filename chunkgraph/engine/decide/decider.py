@@ -23,7 +23,7 @@ class StepKind:
     Attributes:
         forward_only: Whether this is an evaluation step.
         shape_key: Value that determines the input shapes.
-        is_asked_eager: Whether the caller requests an eager step.
+        is_eager_requested: Whether the caller requests an eager step.
         misfit: The reason why this rank's inputs do not fit the graphs; "" if they fit.
         plan_digest: Digest of a plan that all ranks follow together, such as which rank works on
             which documents; 0 without one.
@@ -31,7 +31,7 @@ class StepKind:
 
     forward_only: bool = False
     shape_key: Hashable = None
-    is_asked_eager: bool = False
+    is_eager_requested: bool = False
     misfit: str = ""
     plan_digest: int = 0
 
@@ -92,7 +92,7 @@ class StepDecider:
         """
         if self._announcement is None:
             raise ValueError("takes_misfits is False: steps are not announced")
-        self._announcement.give(misfit, plan_digest)
+        self._announcement.announce(misfit, plan_digest)
         if not is_in_step:
             self._ask_ahead(self._usual_key)
 
@@ -108,11 +108,12 @@ class StepDecider:
     ) -> tuple[str, int]:
         """Return the misfit of this rank's inputs for the step that begins, and the plan digest.
 
-        If the step was announced, both are those of the announcement, which stays until the step is
+        If the step was announced, both come from the announcement, which stays until the step is
         decided.
 
         Raises:
-            SlotError: It is unknown whether the inputs fit, or the announcement says otherwise.
+            SlotError: It is unknown whether the inputs fit, or the announcement contradicts the
+                arguments.
         """
         if self._announcement is None:
             if misfit is not None or plan_digest:
@@ -121,17 +122,16 @@ class StepDecider:
         if forward_only:
             return "", 0
         if not self.has_announcement:
-            return self._announcement.word(misfit), plan_digest
-        announced = self._announcement.plan_digest
-        word = self._announcement.word(misfit)
-        if plan_digest not in (0, announced):
+            return self._announcement.resolve(misfit), plan_digest
+        announced_digest = self._announcement.plan_digest
+        misfit = self._announcement.resolve(misfit)
+        if plan_digest not in (0, announced_digest):
             raise SlotError(
-                f"The step was announced with another plan (digest {announced}) than it was then "
-                f"given ({plan_digest}): of who works on which documents, or in how many "
-                "microbatches. The other ranks follow the former. Announce the plan that the step "
-                "is going to have."
+                f"The step began with another plan (digest {plan_digest}) than the announced one "
+                f"({announced_digest}): documents are assigned to other ranks or microbatches. The "
+                "other ranks follow the announced plan. Announce the plan that the step will have."
             )
-        return word, announced
+        return misfit, announced_digest
 
     def decide(self, step: StepKind) -> tuple[EagerReason, bool]:
         """Agree with the other ranks on this step.
@@ -141,22 +141,22 @@ class StepDecider:
             if so, all ranks capture before a step that replays.
 
         Raises:
-            ConfigError: The ranks were given different plans of the step; all ranks raise.
+            ConfigError: The ranks have different plans for the step; all ranks raise.
         """
         if self._announcement is not None and not step.forward_only:
             self._announcement.clear()
-        kind, asked = self._question(step)
+        kind, values = self._question(step)
         if self._announcement is None:
-            reason, some_without = self.agreement.answer(kind, asked)
+            reason, some_without = self.agreement.answer(kind, values)
         else:
-            reason, some_without, *plans = self.agreement.answer(kind, asked, has_one_digest)
+            reason, some_without, *plans = self.agreement.answer(kind, values, has_one_digest)
             if plans[0] != -plans[1]:
                 raise ConfigError(
-                    "The ranks were given different plans of this step: of who works on which "
-                    "documents, or in how many microbatches "
-                    f"(digests {-plans[1]} to {plans[0]}, this rank's {step.plan_digest}). They "
-                    "would wait for each other for ever, or mix up results. Make the plan of the "
-                    "same documents and limits on every rank, pipeline stages included."
+                    "The ranks have different plans for this step: they assign documents to other "
+                    f"ranks or microbatches (digests {-plans[1]} to {plans[0]}, this rank's "
+                    f"{step.plan_digest}). They would wait for each other forever, or mix up "
+                    "results. Compute the plan from the same documents and limits on every rank, "
+                    "including all pipeline stages."
                 )
         if not (step.forward_only or step.misfit):
             self._usual_key = step.shape_key
@@ -164,11 +164,11 @@ class StepDecider:
 
     def end_step(self, step: StepKind) -> None:
         """Ask about the next step, which is most likely like this one, after a step ended well."""
-        if not (step.forward_only or step.is_asked_eager):
+        if not (step.forward_only or step.is_eager_requested):
             self._ask_ahead(step.shape_key if self._announcement is None else self._usual_key)
 
     def released(self) -> None:
-        """Expire what was asked about the next step: all ranks have released their graphs."""
+        """Invalidate the question about the next step: all ranks have released their graphs."""
         if self._announcement is None:  # otherwise the digests differ
             self.agreement.expire()
 
@@ -184,7 +184,7 @@ class StepDecider:
             self.agreement.post(*self._question(step))
 
     def _question(self, step: StepKind) -> tuple[Hashable, list[int]]:
-        """Return the kind of a step, and what this rank asks the others about it."""
+        """Return the kind of a step, and this rank's values for the agreement on it."""
         # The shapes of a step that does not fit are specific to its rank.
         shape_key = self._usual_key if step.misfit else step.shape_key
         standing = self._standing()
@@ -193,7 +193,7 @@ class StepDecider:
             own = EagerReason.FORWARD_ONLY
         elif standing.has_failed:
             own = EagerReason.CAPTURE_FAILED
-        elif step.is_asked_eager:
+        elif step.is_eager_requested:
             own = EagerReason.REQUESTED
         elif standing.is_replaced:
             own = EagerReason.MEMORY_REPLACED
@@ -202,7 +202,7 @@ class StepDecider:
                 own = EagerReason.SHAPES_DIFFER
         elif not standing.is_ready(shape_key):
             own = EagerReason.RELEASED if standing.was_released else EagerReason.CAPTURE_WARMUP
-        kind = (step.forward_only, shape_key, step.is_asked_eager)
+        kind = (step.forward_only, shape_key, step.is_eager_requested)
         is_without = int(not standing.is_captured)
         if self._announcement is None:
             return kind, [own, is_without]

@@ -1,4 +1,4 @@
-"""Reasons why a step runs eagerly, decided once per step on the host, alike on all ranks.
+"""Reasons why a step runs eagerly; all ranks decide together, once per step, on the host.
 
 A rank that fell back alone, or in the middle of a step, would leave the others waiting in a
 collective. So only whole steps fall back, and the ranks agree on the largest reason before the step
