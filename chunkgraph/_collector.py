@@ -1,4 +1,4 @@
-"""Python's garbage collector, held back for a while."""
+"""Pause Python's garbage collector."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["collector_paused"]
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Nothing is collected inside, unless it is asked for.
+    """Disable automatic garbage collection in this block; `gc.collect` still works.
 
-    For captures, in which a CUDA graph or an event that is collected makes the capture invalid; and
-    for the imports of torch and Megatron, which leave next to nothing to collect, while walking
-    over all modules again and again as they grow takes about a second.
+    A CUDA graph or event that is collected during a capture makes the capture invalid. Imports of
+    torch and Megatron leave next to nothing to collect, but walking over all modules again and
+    again as they grow takes about a second.
     """
     was_enabled = gc.isenabled()
     gc.disable()

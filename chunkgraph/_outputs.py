@@ -1,8 +1,7 @@
-"""Files that results are written to, checked before the run.
+"""Write results to files, which are checked before the run.
 
-A file appears whole or not at all. What is no regular file (a device, a pipe) is written in place,
-and a link stays: nothing but a regular file is ever replaced. ``-`` is standard output, which then
-has nothing but the result.
+A file appears whole or not at all. Only regular files are replaced: devices and pipes are written
+in place, and links stay. ``-`` is standard output, which then receives nothing but the result.
 """
 
 from __future__ import annotations
@@ -29,19 +28,27 @@ __all__ = [
 
 
 def output_file(text: str) -> Path:
-    """The type of an option that names a file to write: argparse refuses what can be none."""
+    """Return the path of a file to write; the argparse ``type`` of such an option.
+
+    Raises:
+        ArgumentTypeError: The text cannot name a file.
+    """
     if not text:
-        raise argparse.ArgumentTypeError("an empty name; give a file, or - for standard output")
+        raise argparse.ArgumentTypeError("the name is empty; give a file, or - for standard output")
     if text.endswith("/"):
         raise argparse.ArgumentTypeError(f"{shorten(text)} is a folder; give a file in it")
     return Path(text)
 
 
 def check_output(option: str, path: Path | None) -> None:
-    """Find out whether a result could be written now; None is an option that was not given.
+    """Check that a result can be written now.
+
+    Args:
+        option: Name of the option, for errors.
+        path: The file; None if the option was not used.
 
     Raises:
-        ConfigError: It could not.
+        ConfigError: The file cannot be written.
     """
     if path is None:
         return
@@ -57,7 +64,7 @@ def write_output(option: str, path: Path, content: str | bytes) -> None:
     """Write a result.
 
     Raises:
-        OutputError: The disk is full, or something else has come in between.
+        OutputError: The file cannot be written any more, for example because the disk is full.
     """
     data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
     try:
@@ -77,30 +84,30 @@ def write_output(option: str, path: Path, content: str | bytes) -> None:
 
 
 def is_stdout(path: Path) -> bool:
-    """Whether it is ``-``, or names standard output's own file or pipe, as ``/dev/stdout`` does."""
+    """Return whether ``path`` is ``-`` or names standard output's file, like ``/dev/stdout``."""
     if str(path) == "-":
         return True
     try:
-        found, own = os.stat(path), os.fstat(sys.stdout.fileno())
-    except (OSError, ValueError, AttributeError):  # nothing there, or standard output is no file
+        target, stdout = os.stat(path), os.fstat(sys.stdout.fileno())
+    except (OSError, ValueError, AttributeError):  # no such file, or standard output is not a file
         return False
-    is_device = stat.S_ISCHR(own.st_mode) or stat.S_ISBLK(own.st_mode)
-    return os.path.samestat(found, own) and not is_device
+    is_device = stat.S_ISCHR(stdout.st_mode) or stat.S_ISBLK(stdout.st_mode)
+    return os.path.samestat(target, stdout) and not is_device
 
 
 def can_be_rewritten(path: Path) -> bool:
-    """Whether a later result may take the place of an earlier one: not in a pipe or device."""
+    """Return whether a later result can replace an earlier one; False for pipes and devices."""
     mode = _mode(path)
     return not is_stdout(path) and (mode is None or stat.S_ISREG(mode))
 
 
 def stream_next_to(*paths: Path | None) -> TextIO:
-    """Where to print for people: standard output, unless one of the results goes there."""
+    """Return the stream for human readers: standard output, unless a result goes there."""
     return sys.stderr if any(path and is_stdout(path) for path in paths) else sys.stdout
 
 
 def _problem(path: Path) -> str:
-    """Why a file cannot be written; empty if it can."""
+    """Return why a file cannot be written; "" if it can."""
     if is_stdout(path):
         return "standard output is closed" if sys.stdout is None else ""
     mode = _mode(path)
@@ -108,7 +115,7 @@ def _problem(path: Path) -> str:
         target = _target(path)
         if not target.parent.is_dir():
             return f"the folder {shorten(str(target.parent))} does not exist"
-        # Nothing else shows for sure that a file can be made in a folder.
+        # Only creating a file shows for sure that the folder is writable.
         descriptor, temporary = _temporary(target)
         os.close(descriptor)
         temporary.unlink()
@@ -159,12 +166,12 @@ def _replace(path: Path, data: bytes) -> None:
 
 
 def _target(path: Path) -> Path:
-    """Where links lead to."""
+    """Return the path with all links resolved."""
     return Path(os.path.realpath(path))
 
 
 def _temporary(target: Path) -> tuple[int, Path]:
-    """A new file next to the target, with the rights that any new file has."""
+    """Create a file next to the target, with default permissions; return descriptor and path."""
     name = f".chunkgraph-{os.getpid()}-{os.urandom(4).hex()}.tmp"
     path = target.with_name(name)
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), path

@@ -1,4 +1,4 @@
-"""Small pieces of text that several rooms share: suggestions, values in errors, byte counts."""
+"""Format text for messages: suggestions, values in errors, byte counts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def nearest(word: str, choices: Iterable[str]) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A question with the nearest known name, or nothing when none is near.
+    """Return a question with the nearest known name, or nothing when none is near.
 
     Returns:
         A string that starts with a space, such as `` Did you mean 'num_layers'?``, or ``""``.
@@ -46,14 +46,14 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def name_list(names: Iterable[str]) -> str:
-    """The names, sorted and separated by commas."""
+    """Return the names, sorted and separated by commas."""
     return ", ".join(sorted(names))
 
 
 def shown(value: object) -> str:
-    """``repr(value)`` for a message, cut at 200 characters.
+    """Return ``repr(value)`` for a message, cut at 200 characters.
 
-    It takes no longer for a value that is large, deep or refers to itself, and never raises.
+    Large, deep and self-referential values take no longer. Never raises.
     """
     text = ""
     for piece in _pieces(value):
@@ -64,12 +64,12 @@ def shown(value: object) -> str:
 
 
 def shorten(text: str) -> str:
-    """Text for a message: cut at 200 characters."""
+    """Return the text of a message, cut at 200 characters."""
     return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
 
 
 def _pieces(value: object) -> Iterator[str]:
-    """The text of a value, in pieces that are short or the last that is needed."""
+    """Yield the text of a value in pieces; only the last one that is needed may be long."""
     brackets = _BRACKETS.get(type(value))
     if brackets is not None:
         yield brackets[0]
@@ -93,12 +93,12 @@ def _pieces(value: object) -> Iterator[str]:
     else:
         try:
             yield repr(value)
-        except Exception as error:  # noqa: BLE001  a message about a value must not fail for it
+        except Exception as error:  # noqa: BLE001  a message must not fail because of a value in it
             yield f"<{type(value).__name__} whose repr raises {type(error).__name__}>"
 
 
 def format_bytes(num_bytes: float) -> str:
-    """A byte count in the largest binary unit that keeps it at 1 or more: ``1.5 MiB``."""
+    """Return a byte count in the largest binary unit that keeps it at 1 or more: ``1.5 MiB``."""
     size = float(num_bytes)
     unit = _BYTE_UNITS[0]
     for unit in _BYTE_UNITS:

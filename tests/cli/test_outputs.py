@@ -182,7 +182,7 @@ def test_standard_output_is_a_dash_and_its_own_file(
 def test_names_of_no_file_are_usage_errors() -> None:
     assert output_file("a/b") == Path("a/b")
     for name, problem in {
-        "": "an empty name",
+        "": "the name is empty",
         "/": "/ is a folder",
         "a/": "a/ is a folder",
     }.items():
