@@ -56,9 +56,9 @@ def refuse_hooks_on_nested(label: str, outputs: Iterable[torch.Tensor | None]) -
     if any(o is not None and (o._backward_hooks or o.retains_grad) for o in outputs):
         raise ReplayMismatchError(
             f"{label}: a hook or retain_grad() waits for the gradient of an output from which "
-            "another output is computed. It would miss the other output's contribution, inside "
-            "the graph.\n  To do: ask for an eager step (`step(eager=True)`), or compute the other "
-            "output outside the chunk."
+            "another output is computed. It would miss the other output's contribution, which is "
+            "added inside the graph.\n  To do: ask for an eager step (`step(eager=True)`), or "
+            "compute the other output outside the chunk."
         )
 
 
@@ -96,7 +96,7 @@ def kept_by(node: Any) -> list[tuple[str, torch.Tensor]]:
             kept.extend(
                 (name.removeprefix("_saved_"), v) for v in values if isinstance(v, torch.Tensor)
             )
-    # A quantized tensor has no memory of its own; the node keeps its parts too.
+    # Skip wrappers without their own memory (quantized tensors); the node keeps their parts too.
     return [
         (name, t)
         for name, t in kept

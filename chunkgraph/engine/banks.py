@@ -108,7 +108,7 @@ class StepBanks:
         """Return why microbatches of these banks cannot all be replayed, or ""."""
         for key in keys:
             if key not in self.keys:
-                why = self.dropped.get(key, "they were not asked for")
+                why = self.dropped.get(key, "they were not requested")
                 return f"{NO_GRAPHS}{key}: {why}"
         return ""
 
@@ -122,7 +122,7 @@ class StepBanks:
             if len(self.keys) > 1:
                 raise SlotError(
                     f"A training step began without the banks of its microbatches; there are "
-                    f"{list(self.keys)}. Pass one for each microbatch: step(banks=[...])."
+                    f"{list(self.keys)}. Pass one bank for each microbatch: step(banks=[...])."
                 )
             return
         unknown = [key for key in keys if key not in self.keys]
@@ -135,7 +135,7 @@ class StepBanks:
         if num_microbatches is not None and len(keys) != num_microbatches:
             raise SlotError(
                 f"The step has {num_microbatches} microbatches, but {len(keys)} banks. Pass one "
-                "for each microbatch."
+                "bank for each microbatch."
             )
 
     def key_of_next(self, c: int) -> Hashable:

@@ -37,10 +37,10 @@ class JointCapture:
 
     Attributes:
         captured: the rank's graphs; None if any rank failed.
-        verifier: verifies them; None if nothing does.
+        verifier: verifies them; None without a verify mode.
         error: if a rank failed, the error to raise here: this rank's own, or one with the cause.
-        failed_here: this rank's own session failed.
-        is_cause: the agreed cause is this rank's, so that it alone warns.
+        failed_here: whether this rank's session failed.
+        is_cause: whether the agreed cause comes from this rank, which alone warns.
         failed_bank: index of the only bank that could not be captured; None for other failures and
             for ranks that were not in lockstep.
     """
@@ -63,8 +63,8 @@ class Capturer:
         settings: settings of every session.
         surroundings: environment of the eager passes of ``verify``; its backend makes the graphs.
         verify: see `CaptureOptions`.
-        banks: loses those that could not be captured.
-        samples: learns which banks remain.
+        banks: the banks; those that cannot be captured are dropped from it.
+        samples: the recorded calls; banks that are dropped are removed from its targets.
         agree: element-wise maximum over all ranks.
         drops_failed_banks: see `Banks`.
     """

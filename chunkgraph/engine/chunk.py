@@ -1,4 +1,4 @@
-"""What the engine captures: one model chunk, seen from outside."""
+"""`Chunk`: what the engine knows of a model chunk that it captures."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Chunk:
     Attributes:
         forward: the eager forward to capture. Arguments and result are trees (tuples, lists,
             dicts) of tensors and plain values.
-        parameters: whose gradients the chunk produces. A gradient goes to ``param.main_grad`` if
-            the parameter has that attribute, else to ``param.grad``.
-        label: names the chunk in errors, for example ``rank 0 chunk 1``.
+        parameters: the parameters whose gradients the chunk produces. A gradient goes to
+            ``param.main_grad`` if the parameter has that attribute, else to ``param.grad``.
+        label: name of the chunk in errors, for example ``rank 0 chunk 1``.
         module: holds the parameters; during a capture it holds aliases of them. None: the forward
             is captured with the parameters themselves, which must not be in a DDP wrapper.
         module_name: name of ``module`` in the user's model, a prefix of layers' names in errors.
@@ -48,25 +48,25 @@ class Chunk:
         before_backward: work before every replayed backward, on the current stream.
         after_backward: host work after every replayed backward.
         end_of_backward: device work at the end of every backward; it is captured with it.
-        new_marker: makes what watches the gradients of one slot's backward; see `GradientMarker`.
+        new_marker: creates the object that follows one slot's backward; see `GradientMarker`.
         keeps_input_grads: whether the caller may still use an input gradient when the next
-            backward of this rank runs. True copies it once on the way out; False hands out the
+            backward of this rank runs. True: the caller gets a copy. False: the caller gets the
             slot's own memory, valid until the next replay of any backward.
-        copies_outputs: given the arguments of the captured call, whether the caller may still use
-            the result when the slot's next forward runs; it is then copied once on the way out.
-            False lends the slot's own memory. None: it is always copied.
-        check_sample: given the arguments of a call that graphs are to be captured from; it raises
-            for what they must not hold, and may read the device.
-        caches: names of buffers that an eager call may replace by larger ones, which say the same
-            and more; graphs keep theirs, whose memory somebody holds.
-        may_leave_values: whether the forward may leave values and tensors on its modules, whose
-            owner knows that replays do not set them again. Otherwise that is refused.
+        copies_outputs: called with the arguments of the captured call; returns whether the caller
+            may still use the result when the slot's next forward runs. True: the caller gets a
+            copy. False: the caller gets the slot's own memory. None: always copy.
+        check_sample: called with the arguments of a call before graphs are captured from it. It
+            raises if graphs must not hold a value among them, and may read the device.
+        caches: names of buffers that an eager call may replace by larger ones with the same
+            values and more. Graphs keep using the old buffers, which their owner keeps alive.
+        may_leave_values: whether the forward may leave values and tensors on its modules; their
+            owner knows that replays do not set them again. False: such a forward is refused.
         backward: ``whole``, or ``split`` into the input gradients, which ``backward()`` of autograd
             computes, and the weight gradients, which `WeightBackwards` computes when the schedule
             asks for them; the slot is in use until then. ``before_backward`` runs before the first
             half, ``end_of_backward`` at its end, ``after_backward`` after the second.
-        follows_module: whether ``parameters`` and ``buffers`` are those of ``module``, whatever it
-            holds when a capture session begins; see `now`.
+        follows_module: whether each capture session reads ``parameters`` and ``buffers`` again from
+            ``module``; see `now`.
     """
 
     forward: Callable[..., Any]
@@ -111,8 +111,8 @@ class Chunk:
         """Return the chunk for a capture session that begins now, without frozen parameters.
 
         Raises:
-            CaptureError: a parameter has no memory yet, or something waits for gradients of one
-                that was frozen.
+            CaptureError: a parameter has no memory yet, or was frozen although data parallelism
+                waits for its gradient.
         """
         chunk = self._of_module() if self.follows_module else self
         trained = tuple(p for p in chunk.parameters if p.requires_grad)
@@ -121,8 +121,8 @@ class Chunk:
             names = ", ".join(chunk._name(p) for p in frozen[:3])
             raise CaptureError(
                 f"{self.label}: {len(frozen)} parameters ({names}{', ...' * (len(frozen) > 3)}) "
-                "were frozen after their gradients had been promised to data parallelism, which "
-                "waits for all of them. Freeze them before the model is wrapped."
+                "were frozen after the model was wrapped for data parallelism, which waits for "
+                "all of their gradients. Freeze them before the model is wrapped."
             )
         lazy = [p for p in trained if nn.parameter.is_lazy(p)]
         if lazy:

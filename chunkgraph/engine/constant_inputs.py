@@ -43,7 +43,7 @@ class LoadedSource:
     Attributes:
         tensor: the tensor; the reference keeps its id and its memory from being reused.
         version: its count of writes.
-        address: of its first element; assigning ``.data`` moves it and counts no write.
+        address: address of its first element; assigning ``.data`` moves it and counts no write.
     """
 
     tensor: torch.Tensor

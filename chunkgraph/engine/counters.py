@@ -27,7 +27,7 @@ class Counters:
             rank, or ``on another rank``.
         missing_banks: eager steps with a microbatch of a bank without graphs, by bank and reason,
             or ``on another rank``.
-        overflow_reruns: steps that ran again because something had no room, by what it was.
+        overflow_reruns: steps that ran again because a limit overflowed, by the name of the limit.
         recaptures: the reason of each capture with more room.
     """
 
@@ -60,7 +60,7 @@ class Counters:
         """Assert how much counters change in the block: ``with counters.expect(captures=0)``.
 
         Raises:
-            AssertionError: naming each counter with its expected and its actual change.
+            AssertionError: a counter changed otherwise; the message has both changes.
         """
         before = {name: getattr(self, name) for name in changes}
         yield

@@ -53,12 +53,12 @@ class ChunkGraphs:
             flight (see `for_schedule`); with ``options.shared_slots`` the most of all together.
         options: see `CaptureOptions`.
         backend: makes the graphs; None: CUDA graphs or the CPU recorder, by the parameters' device.
-        agree: makes all ranks decide alike; see `Agree`. Required with several processes.
+        agree: lets all ranks decide together; see `Agree`. Required with several processes.
         host: the program around the chunks; see `Host`.
         banks: the variants of every slot; see `Banks`. None: a single one.
         takes_misfits: whether every training step states on every rank whether its inputs fit
             (`step`, `announce`); the same on all ranks. ``banks.drops_failed`` needs it.
-        generators: returns what chunks draw from, next to the default and the host's.
+        generators: returns the generators that chunks draw from besides the default and the host's.
         progress: called after every captured graph; see `Host.progress`.
 
     Raises:
@@ -70,7 +70,7 @@ class ChunkGraphs:
         report: report of the last capture session, or None.
         weights: the weight halves of split backwards (``Chunk.backward``); see `WeightBackwards`.
         mode: how the callables run now.
-        failed_here: whether this rank could not capture, if the last session failed.
+        failed_here: whether the last session failed on this rank.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class ChunkGraphs:
         host: Host | None = None,
         banks: Banks | None = None,
         takes_misfits: bool = False,
-        # Each setting is optional. These two are methods of a host, for users without their own.
+        # These two replace methods of a `Host` for users who do not write one.
         generators: Callable[[], Sequence[torch.Generator]] | None = None,
         progress: OnCapture | None = None,
         **unknown: object,
@@ -107,7 +107,7 @@ class ChunkGraphs:
         self._was_released = False
         banks = arguments.as_banks(banks)
         if banks.drops_failed and not takes_misfits:
-            raise ValueError("drops_failed needs takes_misfits: ranks drop microbatches")
+            raise ValueError("Banks(drops_failed=True) needs takes_misfits=True")
         self._banks = StepBanks(banks.keys, len(self._chunks))
         device = self._backend.device
         self._replayer = Replayer(
@@ -152,32 +152,33 @@ class ChunkGraphs:
         max_num_microbatches: int | None = None,
         **settings: Any,
     ) -> ChunkGraphs:
-        """Make the graphs of a pipeline's rank, with the slots that its schedule ever needs.
+        """Create the graphs of a pipeline rank with as many slots as its schedule needs.
 
         Args:
             schedule: a name in `chunkgraph.schedules.list_schedules`, or ``auto`` for the one
                 Megatron would run.
-            chunks: of this rank.
-            rank: of the pipeline, from 0.
-            num_ranks: of the pipeline.
+            chunks: the chunks of this rank.
+            rank: rank in the pipeline, from 0.
+            num_ranks: number of ranks of the pipeline.
             group_size: see `chunkgraph.slots.plan_slots`.
-            max_num_microbatches: likewise.
+            max_num_microbatches: see `chunkgraph.slots.plan_slots`.
             settings: further arguments of `ChunkGraphs`.
 
         Raises:
             ConfigError: the schedule is unknown, or the sizes form no pipeline.
         """
-        given = arguments.as_chunks(chunks)
+        rank_chunks = arguments.as_chunks(chunks)
         plan = plan_slots(
             num_ranks,
-            len(given),
+            len(rank_chunks),
             group_size,
             rank=rank,
             schedule=schedule,
             max_num_microbatches=max_num_microbatches,
         )
         are_shared = arguments.as_options(settings.get("options")).shared_slots
-        return cls(given, plan.peak_in_flight if are_shared else plan.slots_per_chunk, **settings)
+        num_slots = plan.peak_in_flight if are_shared else plan.slots_per_chunk
+        return cls(rank_chunks, num_slots, **settings)
 
     def __repr__(self) -> str:
         state = "capture failed" if self._failure else f"captured: {self._captured is not None}"
@@ -224,12 +225,12 @@ class ChunkGraphs:
                 microbatch size). A step with another key than the captured one runs eagerly.
             eager: run the step eagerly.
             misfit: with ``takes_misfits``: why this rank's inputs do not fit the graphs, "" if they
-                fit; None if it was announced. On one rank it makes the step eager on all ranks.
+                fit; None if it was announced. A misfit on any rank makes the step eager on all.
             banks: the bank of each microbatch, in the order of the chunks' forwards; required in
                 training steps if there are several banks, unless there is a misfit. Ranks with
                 common collectives inside a chunk must pass the same; this is not checked.
-            plan_digest: with ``takes_misfits``: a number of the plan that all ranks follow in
-                this step, 0 without one. An announced number takes precedence.
+            plan_digest: with ``takes_misfits``: a digest of the plan that all ranks follow in
+                this step; 0 without a plan. An announced digest takes precedence.
 
         Yields:
             How the step runs.
@@ -241,7 +242,7 @@ class ChunkGraphs:
             ReplayMismatchError: a call differs from the captured one.
         """
         if self.mode is not StepMode.OUTSIDE:
-            raise SlotError("A step began inside a step; end the first one before.")
+            raise SlotError("A step began inside a step. End the outer step first.")
         arguments.check_shape_key(shape_key)
         misfit, plan_digest = self._decider.resolve_misfit(
             misfit, plan_digest, forward_only=forward_only
@@ -406,7 +407,7 @@ class ChunkGraphs:
         """Drop graphs, pools and static buffers; steps run eagerly until the next capture.
 
         All ranks call it between the same steps; warmup begins again. Call it before destroying
-        process groups whose collectives are in the graphs, for which NCCL would wait.
+        process groups whose collectives are in the graphs; NCCL would wait for these graphs.
         """
         if self.mode is not StepMode.OUTSIDE:
             raise SlotError("release() was called inside a step; release between steps.")

@@ -1,4 +1,4 @@
-"""`Host`: how the program around the chunks takes part in a capture session."""
+"""`Host`: the part that the program around the chunks plays in a capture session."""
 
 from __future__ import annotations
 

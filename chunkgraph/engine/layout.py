@@ -1,4 +1,4 @@
-"""Memory layouts: compared, and kept by copies.
+"""Compare memory layouts, and keep them in copies.
 
 Kernels choose their algorithm by the strides of what they read, so equal bits need equal strides.
 """
@@ -12,13 +12,13 @@ import torch
 __all__ = ["CopyInto", "copy_into", "dense_strides", "duplicate", "same_layout", "span"]
 
 CopyInto = Callable[[torch.Tensor], object]
-"""Copies its argument, which has the layout of the target, into the target."""
+"""A function that copies its argument, which has the layout of the target, into the target."""
 
 
 def same_layout(shape: Sequence[int], a: Sequence[int], b: Sequence[int]) -> bool:
-    """Return whether strides ``a`` and ``b`` of a ``shape`` place elements alike.
+    """Return whether strides ``a`` and ``b`` place the elements of ``shape`` at the same offsets.
 
-    Strides of dimensions with one element at most carry no meaning, nor do those of empty tensors.
+    Strides of dimensions with at most one element have no meaning, nor do those of empty tensors.
     """
     if a == b or 0 in shape:
         return True
@@ -26,7 +26,7 @@ def same_layout(shape: Sequence[int], a: Sequence[int], b: Sequence[int]) -> boo
 
 
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the strides of a copy of ``tensor``: its own where it is dense."""
+    """Return the strides of a copy of ``tensor``: its own strides if it is dense."""
     return torch.empty_like(tensor, device="meta", requires_grad=False).stride()
 
 
@@ -38,7 +38,7 @@ def span(shape: Sequence[int], strides: Sequence[int]) -> int:
 
 
 def copy_into(target: torch.Tensor) -> CopyInto:
-    """Return what copies a tensor of the same layout into ``target``.
+    """Return a function that copies a tensor of the same layout into ``target``.
 
     Expanded dimensions (stride 0) are copied once: torch refuses to write them.
     """
@@ -64,14 +64,14 @@ def copy_into(target: torch.Tensor) -> CopyInto:
 
 
 def duplicate(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return what copies a tensor of this layout, strides included, to memory of its own."""
+    """Return a function that copies a tensor of this layout, strides included, to new memory."""
     shape, strides = tensor.shape, tensor.stride()
     if dense_strides(tensor) == strides:
         return torch.clone
     num_elements = span(shape, strides)
 
-    def copy(given: torch.Tensor) -> torch.Tensor:
+    def copy(source: torch.Tensor) -> torch.Tensor:
         # All elements between the first and the last, so that the strides fit the copy.
-        return given.as_strided((num_elements,), (1,)).clone().as_strided(shape, strides)
+        return source.as_strided((num_elements,), (1,)).clone().as_strided(shape, strides)
 
     return copy

@@ -44,9 +44,9 @@ class Container:
     """A dict, list or deque that values can be replaced in.
 
     Attributes:
-        owner: the object whose attributes they are, or in whose attributes they lie.
-        values: the values.
-        path: of the container, from the root module.
+        owner: the object that has the values, or the list or dict with them, as attributes.
+        values: the dict, list or deque itself.
+        path: path of the container from the root module.
         are_attributes: whether the keys are names of attributes.
     """
 
@@ -56,10 +56,10 @@ class Container:
     are_attributes: bool = False
 
     def entries(self) -> list[tuple[Any, Any]]:
-        """Yield the present keys and values, without weak proxies, whose object may be gone."""
+        """Return the present keys and values, without weak proxies, whose object may be gone."""
         values = self.values
         items = values.items() if isinstance(values, dict) else enumerate(values)
-        left_out = (
+        excluded = (
             TORCHS_NAMES
             if self.are_attributes and isinstance(self.owner, nn.Module)
             else frozenset()
@@ -67,11 +67,11 @@ class Container:
         return [
             (key, value)
             for key, value in items
-            if type(value) not in weakref.ProxyTypes and key not in left_out
+            if type(value) not in weakref.ProxyTypes and key not in excluded
         ]
 
     def name(self, key: Any) -> str:
-        """Return the expression of the value of ``key``, as a user writes it."""
+        """Return the expression for the value of ``key``, as a user writes it."""
         return f"{self.path}.{key}".lstrip(".") if self.are_attributes else f"{self.path}[{key!r}]"
 
 
@@ -83,21 +83,21 @@ def containers(module: nn.Module, name: str = "") -> list[Container]:
 
     Args:
         module: the root.
-        name: of the module, a prefix of paths.
+        name: name of the module, a prefix of paths.
     """
     parts = list(module.named_modules())
     walk = _Walk({id(part) for _, part in parts})
-    found: list[Container] = []
+    every: list[Container] = []
     for path, part in parts:
-        found.extend(walk.of_module(part, ".".join(p for p in (name, path) if p), 0))
-    return found
+        every.extend(walk.of_module(part, ".".join(p for p in (name, path) if p), 0))
+    return every
 
 
 class _Walk:
     """One walk over a module.
 
     Args:
-        registered: identities of the parts that the root knows of; they have their own names.
+        registered: ids of the parts that the root registers; they have their own names.
     """
 
     def __init__(self, registered: set[int]) -> None:
@@ -105,7 +105,7 @@ class _Walk:
         self._seen: set[int] = set()
 
     def of_module(self, module: nn.Module, path: str, depth: int) -> Iterator[Container]:
-        """Yield the containers of a module and, if the root does not know it, of its parts."""
+        """Yield the containers of a module and, if the root does not register it, of its parts."""
         for values in (module._parameters, module._buffers):
             yield Container(module, values, path, are_attributes=True)
         attributes = Container(module, vars(module), path, are_attributes=True)

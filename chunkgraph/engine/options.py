@@ -40,7 +40,7 @@ class CaptureOptions:
             slots in total, so this takes less memory, but every slot has graphs of every chunk.
         memset_kernels: run small memsets inside CUDA graphs as kernels, for which the device waits
             less, if torch and its CUDA bindings support it (`chunkgraph.graphs.memset_nodes`).
-            Results stay the same. Ignored if the engine gets a backend.
+            Results stay the same. Ignored if a backend is passed to the engine.
         verify: how to check replays (for debugging; slow; results stay the same). ``poison``: fill
             scratch and freed slots with NaN around every replay. ``shadow``: compare every replay
             bit for bit with an eager pass on the same inputs and random state, which takes the
@@ -76,8 +76,8 @@ class CaptureOptions:
                 raise ConfigError(f"{name} is {shown(value)}; it must be True or False.")
         self._check_count("num_warmup_steps", 0)
         self._check_count("verify_every", 1)
-        self._check_count("num_warmup_passes", 0, none="None for the backend's own number")
-        self._check_count("num_verify_steps", 0, none="None for no end")
+        self._check_count("num_warmup_passes", 0, none="None for the backend's default")
+        self._check_count("num_verify_steps", 0, none="None for all steps")
 
     def _check_choice(self, name: str, known: Sequence[str]) -> None:
         value = getattr(self, name)

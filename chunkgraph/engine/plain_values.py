@@ -1,8 +1,8 @@
 """Compare arguments that are not tensors by value.
 
-A replay runs no Python: whatever an argument holds, the graph uses what it held in the
-capture. So every value has a key, equal to that of another value exactly if both make the same
-graph. What has no such key cannot be an argument.
+A replay runs no Python: whatever value an argument has, the graph uses the value from the capture.
+So every value gets a key; two keys are equal exactly if both values lead to the same graph. A value
+without such a key cannot be an argument.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def key_of(value: object) -> Any:
     """Return the key of a value; the key holds copies of mutable parts.
 
     Raises:
-        Uncomparable: naming the part that has none.
+        Uncomparable: a part has no key; the message names the part.
     """
     return _Keys().of(value, "")
 

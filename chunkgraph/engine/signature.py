@@ -1,6 +1,6 @@
-"""Trees of arguments, flattened; what must stay equal from capture to replay.
+"""Flatten trees of arguments, and compare calls with the captured one.
 
-The only place that imports torch's pytree.
+The engine uses torch's pytree functions only here.
 """
 
 from __future__ import annotations
@@ -243,7 +243,7 @@ class Signature:
         """Compare a call with the captured one and return its different tensors, in order.
 
         Raises:
-            ReplayMismatchError: listing every difference with its path.
+            ReplayMismatchError: the call differs; the message lists every difference with its path.
         """
         if self._autocast is not None and not self._autocast.is_now():
             raise self._other_autocast(self._autocast)
@@ -323,9 +323,9 @@ class Signature:
     def _other_autocast(self, captured: Autocast) -> ReplayMismatchError:
         return ReplayMismatchError(
             f"{self._label} was captured with autocast {captured}, and is called with "
-            f"{Autocast.now(captured.device_type)}; the graph would cast as it was captured. Call "
-            "it under one autocast, in warmup steps or around capture() as in every later step, or "
-            "release the graphs and capture again."
+            f"{Autocast.now(captured.device_type)}; the graph would cast as in the capture. Use "
+            "the same autocast in the warmup steps (or around capture()) and in every later step, "
+            "or release the graphs and capture again."
         )
 
     def _differences(self, call: Call) -> str:
@@ -383,7 +383,7 @@ class _Facts:
     def differences(self, path: str, now: _Facts) -> list[str]:
         """Return the differences between this captured argument and a call's."""
         if self.key != now.key:
-            also = ", the same as a text; its contents differ" if self.text == now.text else ""
+            also = ", which prints the same but differs" if self.text == now.text else ""
             return [f"{path}: captured {self.text}, called {now.text}{also}"]
         if not self.is_tensor:
             return []
@@ -403,10 +403,11 @@ class _Facts:
         if self.decides_grad and not now.requires_grad:
             lines.append(
                 f"tensor {path} ({self.text}) does not require grad, but the sample it was "
-                "captured with did, and an output requires grad only with it. Pass one that does"
+                "captured with did, and an output requires grad only because of it. Pass a tensor "
+                "that requires grad"
             )
         if now.attributes:
-            lines.append(f"{path}: it has attributes ({now.attributes}); a graph sees none")
+            lines.append(f"{path}: it has attributes ({now.attributes}), which a graph ignores")
         return lines
 
 

@@ -32,33 +32,33 @@ class Slot:
         outputs: leaves of the result. Tensors are valid from this slot's forward replay to its
             next one.
         output_spec: structure of the result.
-        differentiable: which tensors among ``outputs`` require grad, by position among them, each
-            tensor counted once.
-        receiving: which of those get a gradient in the captured backward.
+        differentiable: positions of the outputs that require grad, among the distinct tensors of
+            ``outputs``.
+        receiving: those of them that get a gradient in the captured backward.
         output_grads: static gradients of ``receiving``; the backward replay reads them.
-        has_grad_layouts: whether these have the strides of gradients that a warmup step had; a
-            gradient of other strides is then refused, else copied.
+        has_grad_layouts: whether ``output_grads`` have the strides observed in a warmup step. If
+            so, a gradient with other strides is refused, otherwise copied.
         input_grads: gradients of ``inputs`` (None where there is none); valid until the next
             replay of any backward, or of any graph under the plan ``shared_temporaries``.
-        backward_graph: of the whole backward, or of its input gradients where it is split; None
-            where it is split and no input takes a gradient.
-        weight_graph: of the weight gradients of a backward that is split.
-        pool: where the forward's memory lies.
+        backward_graph: graph of the whole backward, or of the input half of a split one; None for
+            a split one if no input takes a gradient.
+        weight_graph: graph of the weight half of a split backward; None for a whole one.
+        pool: pool that holds the forward's memory.
         trained: indices of the chunk's parameters that get a gradient in the backward.
         guarded: outputs that a caller must not change in place while the slot is in use, by
             position: those that the backward reads, or that share memory with another tensor that
             the caller has.
-        nested: outputs that other outputs are computed from, by position: inside the graph, the
-            gradients of those reach them too, which no hook on them sees.
+        nested: outputs from which other outputs are computed, by position. Inside the graph they
+            also get the gradients of those other outputs, which hooks on them do not see.
         lent: outputs that are parameters, by position: the caller gets their memory, and so sees
             updates of them as in eager training.
-        backward_autocast: how operators were cast in the backward.
-        grads_lie_in_pool: whether an input gradient lies there too (a compiled backward may write
+        backward_autocast: autocast setting of the captured backward.
+        grads_lie_in_pool: whether an input gradient lies in ``pool`` (a compiled backward may write
             it over a saved tensor).
         marker: watches the gradients of the backward, or None.
         keeps_input_grads: see `Chunk`.
-        copies_outputs: whether the result that is handed out has memory of its own.
-        turn: tells the microbatch that took the slot last from all others.
+        copies_outputs: whether the caller gets copies of the outputs.
+        turn: number that identifies the microbatch that took the slot last.
     """
 
     chunk: int
@@ -104,7 +104,7 @@ class Slot:
             (duplicate(t) if self.copies_outputs and i not in self.lent else torch.detach, t)
             for i, t in enumerate(self.output_tensors)
         )
-        # One tensor, of which nothing has to be watched while the caller has it.
+        # The single output, if the caller's tensor need not be watched.
         is_watched = self.has_frozen_outputs or self.guarded or self.nested
         self.plain_output = None if is_watched or not self.is_single else self._hand_out[0]
         self._hand_out_grads = tuple(
@@ -126,12 +126,12 @@ class Slot:
     def load_inputs(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy a call's tensors into the static inputs, except those that are already there.
 
-        Already there are tensors received into the static input itself, and a constant tensor from
-        which this input was last loaded. Skipping the latter is safe: it is the same object (the
-        reference keeps its id and its address from being reused), it was not written since (its
-        owner promised that torch counts every write), and only this method writes static inputs:
-        they lie outside all pools, so neither replays nor poison reach them, and a tensor received
-        into one is passed here, which forgets the source.
+        A tensor is already there if it was received into the static input itself, or if it is the
+        constant tensor from which the input was last loaded. Skipping the latter is safe: it is the
+        same object (the reference keeps its id and its address from being reused), it was not
+        written since (its owner promised that torch counts every write), and only this method
+        writes static inputs. They lie outside all pools, so neither replays nor poison reach them;
+        a tensor received into one is passed here, which forgets the source.
         """
         sources = self._sources
         statics: list[torch.Tensor] = []
@@ -192,7 +192,7 @@ class Slot:
         return ReplayMismatchError(
             f"{self.label}: the backward has gradients of the output tensors {now}, but it was "
             f"captured with gradients of {list(self.receiving)}. Parameters below an output "
-            "without a gradient get none in eager training, which this graph cannot do.\n"
+            "without a gradient get none in eager training, which this graph cannot reproduce.\n"
             "  To do: let every microbatch's loss use the same outputs as the warmup steps, detach "
             "in the chunk what is only logged, or ask for an eager step (`step(eager=True)`)."
         )

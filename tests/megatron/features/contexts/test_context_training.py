@@ -328,5 +328,5 @@ def without_a_bank_the_step_is_eager(result: dict[str, Any]) -> None:
     """Counted, and the first step that could be captured is one of capture warmup."""
     without = [s for s in result["steps"] if s["fallbacks"] == {"no graphs of a bank": 1}]
     assert 0 < len(without) < len(result["steps"]) - 1
-    why = f"no graphs of CP 1 with {_ROWS} tokens a rank: they were not asked for"
+    why = f"no graphs of CP 1 with {_ROWS} tokens a rank: they were not requested"
     assert result["missing_banks"] == [{why: len(without)}] * 4

@@ -139,7 +139,7 @@ def sizes_that_were_not_asked_for_are_eager(ranks: Found) -> None:
         # The first step that could, captures; before it there is one of capture warmup.
         first = rank["modes"].index("replay")
         assert [mode == "eager" for mode in rank["modes"][first:]] == eager[first:]
-        own = "no graphs of CP 2 with 8 tokens a rank: they were not asked for"
+        own = "no graphs of CP 2 with 8 tokens a rank: they were not requested"
         assert rank["missing"].keys() <= {own, "on another rank"}
         assert sum(rank["missing"].values()) == rank["fallbacks"]["no graphs of a bank"]
         assert not any(" 2 with" in bank for bank in rank["replays"])
