@@ -98,8 +98,8 @@ class SlotReplay(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise ReplayMismatchError(
                 f"{slot.label}: backward(create_graph=True) asks for gradients that can be "
-                "differentiated again, which a replay does not give.\n  To do: leave create_graph "
-                "out, or ask for an eager step (`step(eager=True)`)."
+                "differentiated again, which a replay does not compute.\n  To do: leave "
+                "create_graph out, or ask for an eager step (`step(eager=True)`)."
             )
         if slot.guarded:
             _refuse_changed_outputs(ctx, slot)
@@ -116,9 +116,10 @@ def _refuse_changed_outputs(ctx: Any, slot: Slot) -> None:
         if "inplace" not in str(error):  # a second backward, which is refused later
             return
         raise ReplayMismatchError(
-            f"{slot.label}: an output was changed in place. The chunk's backward needs it as it "
-            "was, or it shares memory with an argument, a parameter or another output, which a "
-            "replay does not change with it.\n  To do: clone it, or use another operator."
+            f"{slot.label}: an output was changed in place. The chunk's backward needs the old "
+            "values, or the output shares memory with an argument, a parameter or another output, "
+            "which a replay does not change with it.\n  To do: clone the output first, or use an "
+            "operator that is not in place."
         ) from error
 
 

@@ -1,10 +1,10 @@
 """Backward passes that run through several captured microbatches at once.
 
 Eager training sums all terms that one pass gives a parameter, then adds the sum to the gradient. A
-replay adds those of its microbatch at once. The bits are the same only if there was no gradient
-before and each microbatch gives the parameter one term. The chunks of one pass may belong to
-several engines. Eager work in the pass may use a parameter too; it is refused, since its number of
-terms is unknown.
+replay adds the terms of its microbatch directly. The bits are the same only if there was no
+gradient before and each microbatch gives the parameter one term. The chunks of one pass may belong
+to several engines. Eager work in the pass may use a parameter too; it is refused, since its number
+of terms is unknown.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class BackwardTask:
                     raise ReplayMismatchError(
                         f"{label}: one backward pass runs through several microbatches that add "
                         "to the same parameter. Eager training adds these up before it adds them "
-                        "to the gradient; replays cannot, and the last bits would differ.\n"
+                        "to the gradient; replays cannot, so the last bits would differ.\n"
                         "  To do: call backward() for each microbatch (and each chunk that shares "
                         "a parameter), or ask for an eager step (`step(eager=True)`)."
                     )
@@ -125,7 +125,7 @@ class BackwardTask:
 def _shared_with_eager_work(name: str) -> ReplayMismatchError:
     return ReplayMismatchError(
         f"{name} gets a gradient from a replay and from eager work in one backward pass. Eager "
-        "training adds these up before it adds them to .grad; a replay adds its own at once, and "
+        "training adds these up before it adds them to .grad; a replay adds its part directly, so "
         "the last bits would differ.\n"
         "  To do: call backward() for each of the two, move that work into the chunk, or ask for "
         "an eager step (`step(eager=True)`)."
@@ -150,7 +150,7 @@ def _introduce(new: BackwardTask) -> None:
 
 
 def _overlaps(some: Iterable[_Terms], others: Sequence[_Terms]) -> _Overlaps:
-    """Return which chunks share parameters, and whether each gives those one term."""
+    """Return which chunks share parameters, and whether each adds a single term to them."""
     return {
         (c, d): all(mine[p] == theirs[p] == 1 for p in common)
         for c, mine in enumerate(some)

@@ -60,8 +60,8 @@ class Replayer:
         self._machine = SlotMachine(
             num_slots, label=rank_label(chunks), are_shared=options.shared_slots
         )
-        # An input of every replayed microbatch. A backward that does not reach it is for some
-        # gradients only.
+        # An input of every replayed microbatch. A backward that does not reach it computes only
+        # some of the gradients.
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._anchor_node = torch.autograd.graph.get_gradient_edge(self._anchor).node
         self._task = BackwardTask()
@@ -221,11 +221,11 @@ class Replayer:
         if autocast is not None and not autocast.is_now():
             raise self._other_autocast(slot, autocast)
         assert self._captured is not None
-        # Autograd does not know the parameters, so it cannot tell which gradients are wanted.
+        # Autograd does not know the parameters, so it does not report whether all are requested.
         if slot.trained and not _will_execute(self._anchor_node):
             raise ReplayMismatchError(
-                f"{slot.label}: autograd.grad() or backward(inputs=...) asks for some gradients "
-                "only; a replayed backward adds those of all parameters to .grad.\n"
+                f"{slot.label}: autograd.grad() or backward(inputs=...) asks for only some "
+                "gradients; a replayed backward adds those of all parameters to .grad.\n"
                 "  To do: call backward() without `inputs`, or ask for an eager step "
                 "(`step(eager=True)`)."
             )
@@ -296,9 +296,9 @@ class Replayer:
     def _other_autocast(self, slot: Slot, captured: Autocast) -> ReplayMismatchError:
         return ReplayMismatchError(
             f"{slot.label}: its backward was captured with autocast {captured}, and runs with "
-            f"{captured.now(captured.device_type)}. Call backward() under one autocast in warmup "
-            "steps and in every later step (outside of it, as torch recommends), or release the "
-            "graphs and capture again."
+            f"{captured.now(captured.device_type)}. Call backward() under the same autocast in "
+            "warmup steps and in every later step (torch recommends outside of autocast), or "
+            "release the graphs and capture again."
         )
 
     def _acquire(self, c: int, key: Hashable) -> Slot:

@@ -151,8 +151,8 @@ class Deferral(TorchDispatchMode):
         if number >= len(operators) or operators[number].name != func.name():
             raise self._other_backward(func.name())
         traced = operators[number]
-        given = [*tensors_in(args), *tensors_in(list(kwargs.values()))]
-        reads_deferred = any(isinstance(t, DeferredTensor) for t in given)
+        inputs = [*tensors_in(args), *tensors_in(list(kwargs.values()))]
+        reads_deferred = any(isinstance(t, DeferredTensor) for t in inputs)
         if traced.is_view or not traced.is_deferred:
             if not reads_deferred:
                 return func(*args, **kwargs)
@@ -161,17 +161,17 @@ class Deferral(TorchDispatchMode):
                     f"{self._label}: {func} in its backward reads a weight gradient, which is not "
                     "computed yet. Capture the chunk with backward='whole'."
                 )
-        return self._defer(func, args, kwargs, given, traced.results)
+        return self._defer(func, args, kwargs, inputs, traced.results)
 
     def _defer(
         self,
         func: OpOverload,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        given: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
         results: Sequence[Geometry | int],
     ) -> Any:
-        out = [given[r] if isinstance(r, int) else DeferredTensor(r) for r in results]
+        out = [inputs[r] if isinstance(r, int) else DeferredTensor(r) for r in results]
         values = [
             None if isinstance(r, int) else tensor.value  # type: ignore[attr-defined]
             for r, tensor in zip(results, out, strict=True)
@@ -189,14 +189,14 @@ class Deferral(TorchDispatchMode):
         operators = self._trace.operators
         known = operators[self._next - 1].name if self._next <= len(operators) else "nothing more"
         return CaptureError(
-            f"{self._label}: its backward runs {now} where a pass before ran {known}. A split "
+            f"{self._label}: its backward runs {now} where an earlier pass ran {known}. A split "
             "backward needs the same operators in every pass; capture the chunk with "
             "backward='whole'."
         )
 
 
 def _value_of(tensor: torch.Tensor) -> Any:
-    """Return what to keep of an argument."""
+    """Return the value to keep for an argument: a `_Value`, or the tensor without its graph."""
     if isinstance(tensor, DeferredTensor):
         return tensor.value
     if not tensor.requires_grad:

@@ -78,7 +78,7 @@ class DelayedModules:
         """Check that no module waits for another call.
 
         Raises:
-            CaptureError: A module waits, since it ran more than once in the forward.
+            CaptureError: A module waits because it ran more than once in the forward.
         """
         for module in self.modules:
             waiting = getattr(getattr(module, "wgrad_store", None), "context", None)

@@ -130,9 +130,9 @@ def refuse_shared_with_split(chunks: Sequence[Chunk]) -> None:
             if other is not chunk and (other.is_split or chunk.is_split):
                 raise CaptureError(
                     f"{chunk.label} and {other.label} share a parameter of shape "
-                    f"{tuple(parameter.shape)}, and a backward of theirs is split: in which order "
-                    "their gradients are added would depend on the schedule. Capture both with "
-                    "backward='whole'."
+                    f"{tuple(parameter.shape)}, and at least one of their backwards is split, so "
+                    "the order in which their gradients are added would depend on the schedule. "
+                    "Capture both with backward='whole'."
                 )
 
 
@@ -248,7 +248,7 @@ def _capture_input_half(
         _run_backward(forward, chunk, deferral)
     forward.backward = graph
     take_input_grads(forward)
-    # What the forward keeps is still read later, or was freed for later allocations.
+    # Memory that the forward keeps is read later, or was freed for later allocations.
     forward.live = forward.live | memory.kept
     if memory.in_scratch:
         raise MemoryPlanError(

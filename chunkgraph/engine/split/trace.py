@@ -126,7 +126,7 @@ class _Operator:
 
 
 class ForwardWatch(TorchDispatchMode):
-    """Watch a forward, to know which memory is that of one microbatch.
+    """Watch a forward to find the memory that belongs to one microbatch.
 
     Memory that existed before may be shared: the forward of another microbatch, which may run
     between two halves, writes it too. Writes by kernels that torch does not know are not seen.
@@ -161,8 +161,8 @@ class ForwardWatch(TorchDispatchMode):
         for tensor in filter(_is_strided, storages_written(func, args, kwargs)):
             if not self.has_made(tensor):
                 self.written.append(tensor)
-        given = (*tensors_in(args), *tensors_in(list(kwargs.values())))
-        addresses = {_address(t) for t in filter(_is_strided, given)}
+        inputs = (*tensors_in(args), *tensors_in(list(kwargs.values())))
+        addresses = {_address(t) for t in filter(_is_strided, inputs)}
         out = func(*args, **kwargs)
         for tensor in filter(_is_strided, tensors_in(out)):
             if _address(tensor) not in addresses:
@@ -214,7 +214,8 @@ class BackwardTracer(TorchDispatchMode):
         """
         for_weights = set(self._weights)
         self._add_sources(for_weights)
-        # What serves no weight gradient runs in the input half too: an unseen kernel may read it.
+        # Operators that serve no weight gradient run in the input half too: an unseen kernel may
+        # read their results.
         needed = {
             i
             for i, o in enumerate(self._operators)
@@ -231,9 +232,9 @@ class BackwardTracer(TorchDispatchMode):
         for i in needed:
             if self._operators[i].changes_gradient:
                 raise CaptureError(
-                    f"{self._label}: {self._operators[i].name} in its backward changes, in place, "
-                    "what a parameter got as its gradient. Compute a new tensor there, or capture "
-                    "the chunk with backward='whole'."
+                    f"{self._label}: {self._operators[i].name} in its backward changes a "
+                    "parameter's gradient in place. Compute a new tensor instead, or capture the "
+                    "chunk with backward='whole'."
                 )
         return BackwardTrace(
             tuple(
@@ -258,14 +259,14 @@ class BackwardTracer(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        given = [*tensors_in(args), *tensors_in(list(kwargs.values()))]
+        inputs = [*tensors_in(args), *tensors_in(list(kwargs.values()))]
         written = storages_written(func, args, kwargs)
         node = torch._C._current_autograd_node()
         if node is not None:
             self._watch(node)
-        has_effect = _has_effect(func, given, node) or torch.is_grad_enabled()
+        has_effect = _has_effect(func, inputs, node) or torch.is_grad_enabled()
         out = func(*args, **kwargs)
-        self._note(func, given, written, list(tensors_in(out)), has_effect=has_effect)
+        self._note(func, inputs, written, list(tensors_in(out)), has_effect=has_effect)
         return out
 
     def _watch(self, node: Node) -> None:
@@ -292,23 +293,23 @@ class BackwardTracer(TorchDispatchMode):
     def _note(
         self,
         func: OpOverload,
-        given: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
         written: Sequence[torch.Tensor],
         results: Sequence[torch.Tensor],
         *,
         has_effect: bool,
     ) -> None:
         index = len(self._operators)
-        read = [self._known(t) for t in given]
+        read = [self._known(t) for t in inputs]
         changed = [self._known(t) for t in written]
-        addresses = {_address(t) for t in given}
+        addresses = {_address(t) for t in inputs}
         fresh = [t for t in results if _address(t) not in addresses]
         is_view = bool(results) and not fresh and not written
         self._operators.append(
             _Operator(
                 name=func.name(),
                 is_view=is_view,
-                results=tuple(_result(t, given) for t in results),
+                results=tuple(_result(t, inputs) for t in results),
                 must_run=has_effect
                 or not results
                 or not all(memory.is_own for memory in changed)
@@ -349,20 +350,20 @@ def _is_outside_of_torch(node: Node) -> bool:
     return isinstance(node, BackwardCFunction) or "CppNode" in node.name()
 
 
-def _has_effect(func: OpOverload, given: Sequence[torch.Tensor], node: Any) -> bool:
+def _has_effect(func: OpOverload, inputs: Sequence[torch.Tensor], node: Any) -> bool:
     """Return whether an operator does more than compute its results from its arguments."""
     return (
         func.namespace == "c10d"
         or torch.Tag.nondeterministic_seeded in func.tags
         or func in _WITHOUT_CONTENTS
         or func is _aten.lift_fresh.default
-        or any(t.layout is not torch.strided for t in given)
+        or any(t.layout is not torch.strided for t in inputs)
         or (node is not None and is_decided_by_node(node.name()))
     )
 
 
-def _result(tensor: torch.Tensor, given: Sequence[torch.Tensor]) -> Geometry | int:
-    for number, argument in enumerate(given):
+def _result(tensor: torch.Tensor, inputs: Sequence[torch.Tensor]) -> Geometry | int:
+    for number, argument in enumerate(inputs):
         if argument is tensor:
             return number
     return Geometry.of(tensor)

@@ -117,8 +117,8 @@ class WeightBackwards:
                 else "it has been run already"
             )
             raise SlotError(
-                f"{self._chunks[c].label}: the weight gradient of microbatch {ticket} was asked "
-                f"for, but {problem}. Run each once, in the order of the input gradients."
+                f"{self._chunks[c].label}: the weight gradient of microbatch {ticket} cannot run: "
+                f"{problem}. Run each once, in the order of the input gradients."
             )
         self._eager.run(c)
 
@@ -128,8 +128,9 @@ class WeightBackwards:
     def _check_split(self, c: int) -> None:
         if not self._chunks[c].is_split:
             raise SlotError(
-                f"{self._chunks[c].label}: its backward computes the weight gradients too. Give "
-                "Chunk.from_module(module, label, backward='split') to have them apart."
+                f"{self._chunks[c].label}: its backward is not split and computes the weight "
+                "gradients itself. Pass Chunk.from_module(module, label, backward='split') to run "
+                "them separately."
             )
 
     def _none_waits(self, c: int) -> SlotError:
@@ -178,7 +179,7 @@ class _EagerStep:
         if left:
             raise SlotError(
                 f"The step ended, but {len(left)} weight gradients were not run "
-                f"({', '.join(left)}). Run the weight gradient of every microbatch before."
+                f"({', '.join(left)}). Run those of every microbatch before the step ends."
             )
 
 

@@ -34,8 +34,8 @@ from chunkgraph.errors import CaptureError, ReplayMismatchError
 __all__ = ["CapturedModel", "check_surroundings", "saved_tensors_hooks"]
 
 _REMEDY = (
-    "the graphs would go on as before. Update tensors in place (copy_), or release the graphs and "
-    "capture again."
+    "replays would ignore this. Update tensors in place (copy_), or release the graphs and capture "
+    "again."
 )
 
 _requires_grad = attrgetter("requires_grad")
@@ -117,7 +117,7 @@ class CapturedModel:
         """Record the present state."""
         modules = self._module.named_modules() if self._module is not None else ()
         self._parts = [_Part.now(path, module) for path, module in modules]
-        # The same as plain lists, which every step iterates over.
+        # The same facts as plain lists, which every step iterates over.
         self._attributes = [vars(part.module) for part in self._parts]
         self._modes = [part.is_training for part in self._parts]
         self._children = [child for part in self._parts for child in part.parts.values()]
@@ -256,8 +256,8 @@ class CapturedModel:
         ]
         if changed:
             raise ReplayMismatchError(
-                f"{self.label}: {', '.join(changed)} was changed after capture; the graphs would "
-                "go on as before. Release the graphs and capture again, or ask for an eager step "
+                f"{self.label}: {', '.join(changed)} was changed after capture; replays would "
+                "ignore this. Release the graphs and capture again, or ask for an eager step "
                 "(`step(eager=True)`)."
             )
 
@@ -429,7 +429,7 @@ def saved_tensors_hooks() -> str:
         return ""
     return (
         f"inside saved_tensors_hooks ({hooks[0]!r}), which a replay does not call: the tensors "
-        "of its backward lie in the graphs. Leave them, or ask for an eager step "
+        "of its backward lie in the graphs. Call it outside of the hooks, or ask for an eager step "
         "(`step(eager=True)`)."
     )
 
@@ -453,7 +453,7 @@ def check_surroundings(label: str, parameters: Sequence[nn.Parameter]) -> None:
     if why := why_stale(parameters):
         raise ReplayMismatchError(
             f"{label}: {why} inside the torch.autocast block of the call. Eager operators would "
-            "use the casts of the parameters from before; a replay casts the parameters again. "
+            "reuse the earlier casts of the parameters; a replay casts the parameters again. "
             "Enter autocast around each step, or around the calls."
         )
 

@@ -1,8 +1,8 @@
 """Detect casts of autocast that eager operators would share, and a replay does not.
 
 Inside one `torch.autocast` block, eager training keeps using the first casts of the parameters:
-even after an optimizer step, when they are those of the old parameters, and after a call without
-gradients, when nothing reaches the parameters through them. A replay casts the parameters again.
+even after an optimizer step, when the casts hold old values, and after a call without gradients,
+when the casts have no autograd graph. A replay casts the parameters again.
 So calls are refused inside a block in which either has happened.
 """
 

@@ -307,7 +307,7 @@ class ShiftedInOneMemory(Shifted):
 def test_a_gradient_that_is_changed_after_it_arrived_is_refused() -> None:
     backend = RecorderBackend()
     graphs = as_split(ShiftedInOneMemory(), backend)
-    with pytest.raises(CaptureError, match="changes, in place, what a parameter got"):
+    with pytest.raises(CaptureError, match="changes a parameter's gradient in place"):
         graphs.capture([inputs_of(backend.device, 1)[0]])
 
 
