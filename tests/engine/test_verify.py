@@ -287,7 +287,7 @@ def test_a_nan_from_outside_is_not_blamed_on_a_layer(
         graphs.callables[0](new_input(backend) * float("nan")).sum().backward()
     assert len(caught) == 1
     graphs = attach(verify=verify)
-    with pytest.warns(UserWarning, match="from what follows the chunk") as caught, graphs.step(1):
+    with pytest.warns(UserWarning, match="from work after the chunk") as caught, graphs.step(1):
         (graphs.callables[0](new_input(backend)) * float("nan")).sum().backward()
     assert len(caught) == 1
 

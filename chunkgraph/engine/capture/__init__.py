@@ -1,1 +1,1 @@
-"""A capture session: slots of all chunks, and what is checked before graphs are kept."""
+"""Capture sessions: capture the slots of all chunks, and check them before graphs are kept."""

@@ -122,7 +122,7 @@ class GradMemory:
             )
             for p, offset in zip(self._parameters, offsets, strict=True)
         ]
-        # The tensor that `grad` was bound to last. A weak reference, so that others show.
+        # The last tensor that `grad` was bound to. Weak, so that other references can be counted.
         self._bound: list[_Reference] = [_nothing] * len(self._parameters)
         self.generation = 0
         self._num_own = self._num_tensors()

@@ -58,8 +58,8 @@ class GradientSinks:
         self._accumulate = new_accumulate(self._sinks, [p.dtype for p in self.parameters])
         every = zip(self.parameters, self._has_main_grad, strict=True)
         self._own = [p for p, has in every if not has]
-        self._given = [p for p in self.parameters if hasattr(p, "main_grad")]
-        self._given_addresses = [p.main_grad.data_ptr() for p in self._given]
+        self._with_main_grad = [p for p in self.parameters if hasattr(p, "main_grad")]
+        self._main_grad_addresses = [p.main_grad.data_ptr() for p in self._with_main_grad]
         self._owns_any = bool(self._own)
         self._trained: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._bound_for: tuple[int, ...] | None = None
@@ -272,15 +272,15 @@ class GradientSinks:
     def _are_in_place(self) -> bool:
         """Return whether every ``main_grad`` is at its old address, and none was added."""
         try:
-            now = [*map(torch.Tensor.data_ptr, map(_main_grad, self._given))]
+            now = [*map(torch.Tensor.data_ptr, map(_main_grad, self._with_main_grad))]
         except (AttributeError, TypeError):  # one was removed
             return False
         own = map(contains, map(vars, self._own), itertools.repeat("main_grad"))
-        return now == self._given_addresses and not any(own)
+        return now == self._main_grad_addresses and not any(own)
 
     def _first_moved(self) -> int:
         """Return the index of the first parameter whose ``main_grad`` changed."""
-        addresses = iter(self._given_addresses)
+        addresses = iter(self._main_grad_addresses)
         for index, (p, has) in enumerate(zip(self.parameters, self._has_main_grad, strict=True)):
             grad = getattr(p, "main_grad", None)
             address = next(addresses) if has else None

@@ -60,7 +60,7 @@ def refuse_left_behind(
 
 @contextmanager
 def unknown_leaves_refused(chunks: Sequence[Chunk]) -> Iterator[None]:
-    """Refuse, inside, the gradients of leaves that existed before and that chunks do not declare.
+    """Refuse gradients of leaves that existed before this block and that no chunk declares.
 
     Arguments are captured as copies, and parameters of a module as aliases, so neither exists yet.
 
@@ -74,7 +74,7 @@ def unknown_leaves_refused(chunks: Sequence[Chunk]) -> Iterator[None]:
     thread = threading.get_ident()
 
     def refuse(leaf: torch.Tensor) -> None:
-        # Autograd runs a backward on the CPU in the thread that asks for it.
+        # Autograd runs a backward on the CPU in the calling thread.
         if leaf.is_cpu and threading.get_ident() != thread:
             return
         raise CaptureError(

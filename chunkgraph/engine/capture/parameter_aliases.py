@@ -75,7 +75,7 @@ class ParameterAliases:
         """Make sure that graphs work in the parameters' memory.
 
         Args:
-            label: names the chunk in errors.
+            label: name of the chunk in errors.
 
         Raises:
             CaptureError: the forward has moved a leaf.

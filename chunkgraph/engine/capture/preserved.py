@@ -44,7 +44,7 @@ def tensors_kept(chunk: Chunk) -> Iterator[None]:
 def put_back(copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Write copies of tensors back where bits differ; autograd's version counters stay.
 
-    Memory that is as before is not written: it may be read-only. Waits for the device.
+    Unchanged memory is not written, since it may be read-only. Waits for the device.
 
     Args:
         copies: each tensor, with a copy of its old contents.

@@ -2,14 +2,13 @@
 
 `_run` shows its phases, in the order in which they happen:
 
-1. `_enter`: set the model, random state and memory apart from training.
+1. `_enter`: isolate the model, random state and memory from training.
 2. `_warm_up`: run eager passes on the capture stream.
 3. `_make_room`: refuse a session that cannot fit, and empty the allocator's cache.
-4. `_capture_forward`, every one in its slot's pool; then `_capture_backward`, whole or in halves,
-   which frees the saved tensors of its slot into the slot's pool, where only that slot ever
-   allocates again. With several
-   banks, the largest comes first; the variants of a slot in the next ones take the memory that it
-   left in the slot's pool.
+4. `_capture_forward`: capture every forward in its slot's pool. Then `_capture_backward`: capture
+   every backward, whole or in halves. It frees the saved tensors of its slot into the slot's pool,
+   where only that slot ever allocates again. Banks are captured from the largest to the smallest;
+   the variants of a slot in smaller banks reuse the memory of its pool.
 5. `_prove`: no replay overwrites memory that another slot holds.
 
 Gradients, the modules' tensors and random state are as if the session had not happened. A session
@@ -70,7 +69,7 @@ __all__ = ["BeforeGraph", "SessionSettings", "capture_session"]
 
 
 BeforeGraph = Callable[[Hashable | None], None]
-"""Called before each part of a session with the bank it is for; None: for all of them."""
+"""A function called before each part of a session with the bank of this part; None: all banks."""
 
 
 @dataclass(frozen=True)
@@ -79,10 +78,10 @@ class SessionSettings:
 
     Attributes:
         host: the program around the chunks.
-        memory_plan: see `CaptureOptions`, like the next two.
-        shared_slots: see there.
+        memory_plan: see `CaptureOptions`.
+        shared_slots: see `CaptureOptions`.
         num_passes: eager passes over each chunk and bank.
-        prove: check that slots lie apart; False lets tests see what the verify modes find.
+        prove: check that slots do not overlap; False lets tests see what the verify modes detect.
         progress: called after every captured graph.
         before_graph: see `BeforeGraph`.
     """
@@ -115,7 +114,7 @@ def capture_session(
 
     Raises:
         CaptureError: a chunk cannot be captured; no graph, pool or buffer is left.
-        MemoryPlanError: the proof failed; likewise.
+        MemoryPlanError: the proof failed; no graph, pool or buffer is left.
     """
     if hooks := saved_tensors_hooks():
         raise CaptureError(f"{chunks[0].label} is captured {hooks}")
@@ -144,19 +143,19 @@ class _Session:
     Attributes:
         chunks: the chunks of the rank; `_enter` replaces them by chunks whose attributes are
             watched.
-        num_slots: see `capture_session`, like the next two.
-        samples: see there.
-        settings: see there.
+        num_slots: see `capture_session`.
+        samples: see `capture_session`.
+        settings: see `capture_session`.
         maker: makes the graphs.
-        sinks: by chunk, memory of the gradients.
+        sinks: the gradient memory of each chunk.
         models: the state of each chunk's module that the graphs depend on.
         aliases: the leaves that replace each chunk's parameters during the session.
         warm_ups: measurements of the eager passes, by bank and chunk.
-        splits: how backwards are split, by bank and chunk; None where they are whole.
+        splits: plans of split backwards, by bank and chunk; None for whole backwards.
         pools: pool of each slot.
         statics: memory that each slot's graphs read.
-        forwards: captured so far, in order.
-        num_done: graphs captured so far.
+        forwards: forwards captured so far, in order.
+        num_done: number of graphs captured so far.
     """
 
     chunks: list[Chunk]
@@ -223,7 +222,7 @@ def _run(
             _make_room(session)
             for group in session.variants():
                 num_before = len(session.forwards)
-                # No comprehensions: what they refer to outlives the frames of a failed session.
+                # No comprehensions: their references outlive the frames of a failed session.
                 for key, c in group:
                     for s in range(num_slots[c]):
                         _capture_forward(session, key, c, s)
@@ -266,16 +265,16 @@ def _begin(
 
 
 def _enter(session: _Session, stack: ExitStack) -> None:
-    """Set the model, random state and memory apart from training until ``stack`` is closed."""
+    """Isolate the model, random state and memory from training until ``stack`` is closed."""
     backend, settings = session.backend, session.settings
     for model in session.models:
         stack.enter_context(model.watched())
     stack.enter_context(settings.host.preserving())
     stack.enter_context(backend.preserve_random_state(settings.host.generators()))
     if backend.device.type == "cuda":
-        gc.collect()  # none is started until the last graph is captured
+        gc.collect()  # no other collection starts until the last graph is captured
         stack.enter_context(collector_paused())
-    # All ranks enter the host's context together: stop here if one has failed by now.
+    # All ranks enter the host's context together, so stop here if one has failed.
     settings.before_graph(None)
     # Cached memory serves neither another stream nor a pool. It is released before the host's
     # context, which may allocate, and again once all contexts are entered.
@@ -349,7 +348,7 @@ def _capture_forward(session: _Session, key: Hashable, c: int, s: int) -> None:
 
 
 def _place(session: _Session, key: Hashable, c: int, s: int) -> SlotPlace:
-    """Return the slot to capture into. Its first variant makes the memory for all of them."""
+    """Return the slot to capture into. Its first variant creates the memory of all variants."""
     shared_slots, num_banks = session.settings.shared_slots, len(session.samples)
     label = f"{session.chunks[c].label} slot {s}"
     slot: Hashable = s if shared_slots else (c, s)
@@ -384,7 +383,7 @@ def _capture_backward(session: _Session, forward: CapturedForward) -> None:
 
 
 def _prove(session: _Session) -> None:
-    """Check the parameters' memory, and prove that slots lie apart."""
+    """Check the parameters' memory, and prove that slots do not overlap."""
     session.settings.before_graph(None)
     for aliases, chunk in zip(session.aliases, session.chunks, strict=True):
         aliases.check_memory(chunk.label)

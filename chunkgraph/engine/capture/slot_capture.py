@@ -1,4 +1,4 @@
-"""Capture of one slot: its forward, later its backward, and where both read and write."""
+"""Capture one slot: its forward, later its backward, and the memory that both read and write."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class GraphMaker:
     Attributes:
         backend: captures them.
         pools: their memory.
-        host: names the random generators that chunks draw from.
+        host: provides the random generators that chunks draw from.
     """
 
     backend: GraphBackend
@@ -80,8 +80,8 @@ class SlotPlace:
         chunk_index: index of the chunk.
         index: number of the slot.
         bank: key of the bank.
-        label: names it in errors.
-        slot: equal for all variants of one slot.
+        label: name of the slot in errors.
+        slot: key that all variants of the slot share.
         pool: memory of the slot.
         statics: memory that its graphs read.
     """
@@ -100,9 +100,9 @@ class CapturedForward:
     """A captured forward whose autograd graph is still alive.
 
     Attributes that `Slot` does not have:
-        live: the memory of the slot's pool that it keeps for its backward, and one half of a split
-            backward for the other.
-        casting: casts operators as in the backward.
+        live: the memory of the slot's pool that the forward keeps for its backward, and that the
+            input half of a split backward keeps for the weight half.
+        casting: applies the backward's autocast setting.
         strides: strides of the gradients of ``receiving``.
         results_grads: see `call_with`.
         lent: Positions of outputs that are parameters.
@@ -177,7 +177,7 @@ def capture_forward(
 
     Raises:
         CaptureError: it cannot be captured; no graph is left.
-        MemoryPlanError: it keeps memory of scratch.
+        MemoryPlanError: it keeps scratch memory.
     """
     statics = place.statics
     inputs = [statics.input_like(i, t) for i, t in enumerate(sample.tensors)]
@@ -267,7 +267,8 @@ def _check_outputs(
         declared: inputs and parameters, whose gradients are computed.
 
     Raises:
-        CaptureError: there is no backward, or it would lose gradients; it names the tensors.
+        CaptureError: there is no backward, or it would lose gradients; the message names the
+            tensors.
     """
     if not outputs:
         raise CaptureError(
@@ -285,7 +286,7 @@ def refuse_undeclared(
     A leaf reached only through recomputation does not show before its backward.
 
     Raises:
-        CaptureError: it names them.
+        CaptureError: there are such leaves; the message names them.
     """
     known = set(map(id, declared))
     lost = [leaf for leaf in edges_to_leaves(outputs) if id(leaf) not in known]
@@ -315,7 +316,7 @@ def _guarded_outputs(
     """Return which outputs a caller must not change in place; see `Slot`.
 
     Args:
-        outputs: of the forward.
+        outputs: outputs of the forward.
         others: arguments, parameters and buffers.
     """
     kept = [tensor for node in nodes_below(outputs) for _, tensor in kept_by(node)]
@@ -338,7 +339,7 @@ def _refuse_written(
     """Refuse a chunk that writes into its arguments: a replay writes into copies of them.
 
     Raises:
-        CaptureError: naming them.
+        CaptureError: it writes into arguments; the message names them.
     """
     written = [
         path
@@ -348,8 +349,8 @@ def _refuse_written(
     if written:
         raise CaptureError(
             f"{label}: its forward changes {', '.join(written)} in place. A replay works on a "
-            "copy, so that the caller's tensor would stay as it was. Compute a new tensor and "
-            "return it, or keep the state in a buffer of the module."
+            "copy and would leave the caller's tensor unchanged. Compute a new tensor and return "
+            "it, or keep the state in a buffer of the module."
         )
 
 
@@ -369,7 +370,7 @@ def capture_backward(
         forward.casting(),
         maker.capture(f"{place.label} backward", maker.pools.backward_pool(place.pool)) as graph,
     ):
-        # Not autograd.grad, which forbids the backwards inside a backward of recomputation.
+        # Not autograd.grad, which forbids the inner backwards of recomputation.
         torch.autograd.backward(outputs, forward.grads)
         if chunk.end_of_backward is not None:
             chunk.end_of_backward()

@@ -63,7 +63,7 @@ def stale_casts_refused(chunk: Chunk, autocast: Autocast | None) -> Iterator[Non
     replay casts the current value.
 
     Raises:
-        CaptureError: it does; the message names the parameters and the line.
+        CaptureError: the forward does this; the message names the parameters and the line.
     """
     if autocast is None or not autocast.keeps_casts:
         yield
@@ -117,7 +117,7 @@ def static_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class SlotStatics:
-    """Memory, outside all pools, that the variants of one slot read, one bank's at a time.
+    """Memory outside all pools that the variants of one slot read, one variant at a time.
 
     Activations and gradients share memory. Inputs without a gradient do not, because a slot may
     keep a constant input, which another variant would overwrite.

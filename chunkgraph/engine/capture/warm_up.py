@@ -29,8 +29,8 @@ class WarmUp:
     Attributes:
         held_bytes: bytes that one forward holds until its backward; 0 without a pass, or if the
             backend does not count.
-        kept_bytes: those of ``held_bytes`` that the backward freed in pieces that a reserved block
-            can serve; without inputs and allocations that stay after a first pass.
+        kept_bytes: the part of ``held_bytes`` that the backward freed and that a reserved block can
+            hold. Excludes inputs and allocations that stay after a first pass.
         trace: trace of the forward's operators, if the memory plan needs it.
     """
 

@@ -51,8 +51,9 @@ class Surroundings:
         """Restore all state on exit, including tensors that the chunk writes in this block.
 
         Args:
-            written: these tensors.
-            begin: the `state_of` them that the block begins with; None for the present one.
+            written: the tensors that the chunk writes.
+            begin: the state of ``written`` that the block begins with (see `state_of`); None for
+                the present one.
         """
         generators = self.host.generators()
         with ExitStack() as stack:

@@ -62,30 +62,30 @@ class PoisonVerifier(Verifier):
         raise stale_memory(self._replayed(slot, "forward"), "an output has a NaN", str(layer))
 
     def before_backward(self, slot: Slot, grads: Sequence[torch.Tensor | None]) -> None:
-        """Fill dead memory, and look at the slot's saved tensors while they exist."""
+        """Fill dead memory, and check the slot's saved tensors while they exist."""
         self._poison.before_replay()
         # A NaN of the model itself stays in a gradient, and memory without a gradient yet may hold
         # anything.
         self._had_nan = self._nan_gradients(slot)
         self._kept_nan[slot] = self._place(slot)
         if has_nan(grads):
-            where = "it came with the gradient of the output, from what follows the chunk"
+            where = "it came in with the output gradient, from work after the chunk"
             self._warn_of_nan(slot, "backward", where)
 
     def after_backward(self, slot: Slot) -> None:
-        """Look at the gradients, then fill the slot; of a half, only at the input gradients."""
+        """Check the gradients, then fill the slot; a half only checks the input gradients."""
         if slot.weight_graph is None:
             self._look_at_gradients(slot)
         elif has_nan(slot.input_grads):
             self._explain(slot, [False] * len(self._names[slot.chunk]))
 
     def before_weight(self, slot: Slot) -> None:
-        """Fill dead memory, and look at gradients, which other microbatches have added to."""
+        """Fill dead memory, and note NaNs in the gradients, which other microbatches changed."""
         self._poison.before_replay()
         self._had_nan = self._nan_gradients(slot)
 
     def after_weight(self, slot: Slot) -> None:
-        """Look at the gradients, then fill the slot."""
+        """Check the gradients, then fill the slot."""
         self._look_at_gradients(slot)
 
     def _look_at_gradients(self, slot: Slot) -> None:

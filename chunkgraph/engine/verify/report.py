@@ -51,7 +51,7 @@ def difference(replayed: Replayed, what: str, layer: str) -> VerifyError:
 
 
 def stale_memory(replayed: Replayed, what: str, layer: str) -> VerifyError:
-    """Return the error for a NaN that a replay has and an eager pass on its inputs has not."""
+    """Return the error for a NaN that a replay has but an eager pass on its inputs does not."""
     return VerifyError(
         f"{replayed} has a NaN where an eager one on the same inputs has none: it read memory "
         f"that was no longer its own.\n  {what}\n  first layer with a NaN: {layer}\n"

@@ -1,8 +1,8 @@
 """Read the tensors that a forward keeps for its backward from the autograd graph, by layer.
 
-They are all that a replay leaves between a chunk's input and output. They are recorded by address,
-because references would change the memory under verification. Tensors that a custom function keeps
-in its own attributes are not seen.
+They are the only values between a chunk's input and output that a replay leaves in memory. They are
+recorded by address, because references would change the memory under verification. Tensors that a
+custom function keeps in its own attributes are not seen.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class SavedTensor:
 
     Attributes:
         layer: the layer whose forward ran the operator; "" if unknown.
-        operator: the autograd node, and its name of the tensor.
+        operator: the autograd node, and the name under which it keeps the tensor.
         address: address of the first element; the memory may be freed.
         tensor: the tensor, or None if only its address is recorded.
     """

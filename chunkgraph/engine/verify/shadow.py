@@ -78,7 +78,7 @@ class ShadowVerifier(Verifier):
         if self._has_warned_of_nan:
             return
         if has_nan(grads):
-            where = "it came with the gradient of the output, from what follows the chunk"
+            where = "it came in with the output gradient, from work after the chunk"
             self._warn_of_nan(slot, "backward", where)
         elif has_nan([*backward.input_grads, *backward.sums]):
             name = self._first_nan_gradient(slot.chunk, backward.sums, backward.order)
