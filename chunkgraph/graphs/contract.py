@@ -110,7 +110,7 @@ class GraphBackend(Protocol):
             router: Sends the results of some operators to another pool.
 
         Raises:
-            CaptureError: A graph cannot hold the work. The capture leaves nothing behind.
+            CaptureError: A graph cannot hold the work; the graph and its allocations are freed.
         """
 
     def on_capture_stream(self) -> AbstractContextManager[None]:

@@ -249,7 +249,7 @@ def _saving_states(generator: CapturedGenerator) -> Iterator[None]:
         def get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
             if not torch.cuda.is_current_stream_capturing():
                 return original(*args, **kwargs)
-            # Without numbers: outside of the capture nobody can set it.
+            # An empty state: code outside of the capture cannot set it.
             with _disable_current_modes():
                 return generator.marked(torch.empty(0, dtype=torch.uint8))
 
@@ -369,14 +369,14 @@ class CUDABackend:
             if handle.memsets_kept:
                 self._memset_kernels, self.memsets_kept = None, handle.memsets_kept
                 warnings.warn(
-                    f"Memsets in graphs are not replaced by kernels, from {label} on; each costs "
-                    f"some microseconds: {handle.memsets_kept}. memset_kernels=False silences "
-                    "this.",
+                    f"From {label} on, memsets in graphs are not replaced by kernels, so each "
+                    f"costs some microseconds ({handle.memsets_kept}). memset_kernels=False "
+                    "silences this warning.",
                     stacklevel=3,
                 )
 
     def _abandon(self, handle: CUDAGraphHandle, generators: Sequence[torch.Generator]) -> None:
-        """End a failed capture, without the error that ending it raises.
+        """End a failed capture, and suppress the error that ending it raises.
 
         An invalidated capture leaves the random generators marked as capturing. Only the end of a
         successful capture clears the mark, so a small one follows.

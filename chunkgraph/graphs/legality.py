@@ -87,12 +87,12 @@ _EVENLY_DISTRIBUTED = {"MaxBackward1", "MinBackward1", "MedianBackward0", "Nanme
 
 
 def fills_evenly(node_name: str) -> bool:
-    """Whether a node of autograd distributes a gradient evenly over equal values."""
+    """Return whether a node of autograd distributes a gradient evenly over equal values."""
     return node_name in _EVENLY_DISTRIBUTED
 
 
 def is_decided_by_node(node_name: str) -> bool:
-    """Whether what a capture does with an operator depends on the node that runs it."""
+    """Return whether captures handle the operators of this autograd node in a special way."""
     return node_name in _EVENLY_DISTRIBUTED or node_name in _READING_BACKWARDS
 
 
@@ -112,7 +112,7 @@ def illegal_operation(
     if node is not None:
         place += f"\n  in the backward of {node.name()}"
     return IllegalOperationError(
-        f"{what} {why}, which a graph cannot hold; capturing {label}.{place}\n  To do: {remedy}"
+        f"{what} {why}, so the graph cannot hold it; capturing {label}.{place}\n  To do: {remedy}"
     )
 
 
@@ -122,7 +122,7 @@ def check_operator(
     """Refuse ``func`` if its result or its shape depends on values in device memory.
 
     Raises:
-        IllegalOperationError: It does; the message has operator, reason, file and line.
+        IllegalOperationError: ``func`` does this; the message has operator, reason, file and line.
     """
     if func in _INDEXING:
         indices = cast("Sequence[torch.Tensor | None]", args[1])
@@ -169,7 +169,8 @@ def check_generator(
     """Refuse draws from a generator that was not declared.
 
     Raises:
-        IllegalOperationError: It draws from one; the message has operator, reason, file and line.
+        IllegalOperationError: ``func`` draws from such a generator; the message has operator,
+            reason, file and line.
     """
     if not draws(func):
         return
@@ -219,9 +220,10 @@ def _one_hot_of_device(tensor: torch.Tensor, num_classes: int = -1) -> torch.Ten
 class CapturedGenerator:
     """Replace a device's default generator in a capture.
 
-    A replay draws from where the generator then is. A saved state can be set again, as activation
-    recomputation does, but nothing may be drawn from it: the numbers would differ from the
-    forward's. Other states and seeds are refused, since a replay would not set them.
+    A replay draws from the state that the generator has at that time. The captured work can set a
+    state that it saved, as activation recomputation does, but must not draw from it: the numbers
+    would differ from the forward's. Other states and seeds are refused, since a replay would not
+    set them.
 
     Args:
         label: Name of the graph in errors.
@@ -249,7 +251,7 @@ class CapturedGenerator:
         return thread_generator().set_state(state)
 
     def draw(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Count a draw of ``func``, if it is one of the default generator.
+        """Count a draw of ``func`` if it uses the default generator.
 
         Raises:
             IllegalOperationError: The state was restored before.

@@ -18,7 +18,7 @@ import torch
 __all__ = ["MAX_BYTES", "DamagedGraphError", "MemsetKernels"]
 
 MAX_BYTES = 1 << 16
-"""Size of the largest memset that is replaced; a longer one writes longer than it waits."""
+"""Size of the largest memset that is replaced; in a larger one, writing outlasts the wait."""
 
 _THREADS = 256
 # One element for each thread. sm_50 covers all GPUs that torch supports.

@@ -83,7 +83,7 @@ def host_call(call: Callable[[], None]) -> None:
 
 
 class RecorderBackend:
-    """Capture and replay on the CPU; see the module's text for what is modelled.
+    """Capture and replay on the CPU; the module's docstring lists what is modelled.
 
     Args:
         limit_bytes: Maximum bytes of all pools together, like a device's memory; a capture that
@@ -190,7 +190,7 @@ class RecorderBackend:
 
 
 class _RecordingMode(TorchDispatchMode):
-    """Record every operator below autograd, of forward and backward (both run in this thread)."""
+    """Record every operator of forward and backward below autograd; both run in this thread."""
 
     def __init__(
         self,

@@ -149,7 +149,10 @@ def storages_written(
 
 @functools.cache
 def _written_arguments(func: OpOverload) -> tuple[tuple[int, str], ...]:
-    """Return position and name of each; cached, since torch creates schema objects per access."""
+    """Return the position and name of each written argument.
+
+    Cached, since torch creates schema objects per access.
+    """
     collective = func.namespace == "c10d"
     return tuple(
         (index, argument.name)

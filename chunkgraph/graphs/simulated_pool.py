@@ -2,7 +2,7 @@
 
 Sizes are rounded to 512 bytes. Blocks are cut from segments by best fit. Freed blocks merge with
 free neighbours and serve later allocations. Segments are never freed. These properties make a
-shared pool unsafe, so a plan that corrupts memory on a GPU also does here. Streams, the real
+shared pool unsafe, so a plan that corrupts memory on a GPU does so here, too. Streams, the real
 allocator's size classes and its fragmentation limits are not modelled.
 """
 
@@ -42,8 +42,8 @@ class SimulatedPool:
         self._free: list[tuple[int, int]] = []  # (num_bytes, start), sorted: best fit first
         self._used: dict[int, int] = {}  # start -> num_bytes
         self._aliases: dict[int, StorageWeakRef] = {}
-        # A storage may be freed at any point, by the garbage collector in the middle of a line
-        # here, or in another thread (gloo's). So finalizers only append to this queue.
+        # A storage may be freed at any point: by the garbage collector in the middle of a line of
+        # this class, or in another thread (gloo's). So finalizers only append to this queue.
         self._dead: deque[int] = deque()
 
     @property

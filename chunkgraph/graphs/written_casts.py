@@ -16,7 +16,7 @@ __all__ = ["CastWatch"]
 
 
 class CastWatch(TorchDispatchMode):
-    """Record which of some tensors are cast, and where each is first written.
+    """Record which of ``tensors`` are cast, and where each is first written.
 
     Args:
         tensors: The tensors, which are recognized by their memory.

@@ -11,12 +11,13 @@ pool_per_slot      a pool of slot k            the same pool            yes, the
 one_pool           one pool shared by all      the same pool            no: to test the proof
 ================== =========================== ======================== =========================
 
-The input half of a split backward allocates its temporaries, and the weight half everything, where
-a whole backward allocates. What the input half leaves for the weight half lies in the slot's pool.
+The temporaries of the input half of a split backward, and all memory of the weight half, come from
+the pool of a whole backward. Memory that the input half leaves for the weight half lies in the
+slot's pool.
 
-Under the first two plans a backward allocates nothing in a slot's pool: its capture allocates only
-from scratch, and frees memory of its own slot's pool. Under ``shared_temporaries`` a slot's input
-gradients are valid until the next replay of any graph.
+Under the first two plans the capture of a backward allocates only from scratch; in its slot's pool
+it only frees memory. Under ``shared_temporaries`` a slot's input gradients are valid until the next
+replay of any graph.
 
 A rank with a single slot (no pipeline, or its last stage) has nothing to separate. There both plans
 become ``pool_per_slot``, whose backward reuses memory that the forward frees, like an eager pass.
@@ -89,12 +90,13 @@ class PoolPlan:
         return ScratchRouter(self._scratch(), trace)
 
     def input_router(self, trace: OperatorTrace | None) -> ScratchRouter | None:
-        """What sends temporaries of a split backward's input half to scratch, if there is one.
+        """Return the router of a split backward's input half; None under the last two plans.
 
-        The rest, which the weight half reads, goes to the slot's pool.
+        It sends temporaries to scratch. Other results, which the weight half reads, go to the
+        slot's pool.
 
         Args:
-            trace: of the input half; None where it was not watched.
+            trace: Trace of the input half; None if it was not watched.
         """
         if trace is None or self.plan not in ("shared_temporaries", "shared_backward"):
             return None
