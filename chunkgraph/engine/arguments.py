@@ -184,7 +184,7 @@ def describe(chunks: Sequence[Chunk], num_slots: Sequence[int], state: str) -> s
 
 
 def check_shape_key(key: object) -> None:
-    """Refuse a shape key that cannot equal that of another step.
+    """Refuse a shape key that cannot equal the key of another step.
 
     Raises:
         ConfigError: the key has a NaN, or is not hashable.

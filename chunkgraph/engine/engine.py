@@ -45,7 +45,7 @@ class ChunkGraphs:
     Call ``callables[c]`` where the schedule called chunk ``c``, inside ``with graphs.step(...)``.
     The first ``num_warmup_steps`` steps run eagerly; then all slots are captured at a step
     boundary, and every later step replays them for any number of microbatches. Alternatively,
-    `capture` captures at once from sample inputs.
+    `capture` captures immediately from sample inputs.
 
     Args:
         chunks: this rank's modules or `Chunk` values, by model chunk index; or a single one.

@@ -178,7 +178,7 @@ class _Keys:
         return str(value.dtype), value.shape, value.tobytes()
 
     def _function(self, value: Any, where: str) -> Any:
-        """Return what a function refers to, so that lambdas over equal values are equal."""
+        """Return the key of a function by its variables: lambdas over equal values are equal."""
         cells = []
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             try:

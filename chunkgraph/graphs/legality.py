@@ -266,7 +266,7 @@ class CapturedGenerator:
                 "draws random numbers after the random state was restored (activation "
                 "recomputation with dropout does this)",
                 self._label,
-                "set the dropout of what is recomputed to 0, or do not recompute it.",
+                "set the dropout of the recomputed layers to 0, or do not recompute them.",
             )
         self._num_draws += 1
 

@@ -290,7 +290,7 @@ class _Weights:
 
     @contextmanager
     def taken(self, take: Receive | None = None) -> Iterator[None]:
-        """Pass gradients that autograd computes here to ``take``; None adds them at once."""
+        """Pass gradients that autograd computes here to ``take``; None adds them immediately."""
 
         def receive(index: int, gradient: torch.Tensor) -> None:
             if not getattr(self._leaves[index], "grad_added_to_main_grad", False):

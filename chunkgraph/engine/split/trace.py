@@ -5,11 +5,15 @@ gradient is computed belong to the input half. Operators from which only gradien
 computed can wait for the weight half. So every operator runs once, in one of the halves, with the
 arguments and in the order of the whole backward: the bits are the same for all modules.
 
-Some operators are never deferred: those with an effect besides their results (random numbers,
-collectives, writes to memory of others), recomputation, those that read memory that every forward
-or backward writes, so that it may change in between, and those that compute the incoming gradient
-of an autograd function outside of torch: its kernels are not seen, so all that they read must
-exist. An operator that returns views is deferred if the tensor that it views is.
+Some operators are never deferred:
+
+* operators with an effect besides their results (random numbers, collectives, writes to memory that
+  the backward did not allocate), and recomputation;
+* operators that read memory that every forward or backward writes: it may change in between;
+* operators that compute the incoming gradient of an autograd function outside of torch. The kernels
+  of such a function are not seen, so everything that they read must exist.
+
+An operator that returns views is deferred if the tensor that it views is deferred.
 """
 
 from __future__ import annotations
@@ -111,8 +115,8 @@ class _Operator:
 
     Attributes that `TracedOperator` does not have:
         must_run: Whether it must not be deferred.
-        sources: The operators that made what it reads.
-        overwritten: The operators that have read what it writes.
+        sources: The operators that wrote the memory that it reads.
+        overwritten: The operators that have read the memory that it writes.
         changes_gradient: Whether it writes to a parameter's gradient that has arrived.
     """
 

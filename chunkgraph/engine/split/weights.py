@@ -112,7 +112,7 @@ class WeightBackwards:
             raise self._none_waits(c)
         if ticket is not None and ticket != waiting[0]:
             problem = (
-                f"that of microbatch {waiting[0]} comes first, or the sums would have other bits"
+                f"microbatch {waiting[0]} comes first, since the order affects the bits of the sums"
                 if ticket in waiting
                 else "it has been run already"
             )

@@ -100,7 +100,7 @@ class Place:
 
 
 def saved_tensors(outputs: Sequence[Any], watch: LayerWatch) -> list[SavedTensor]:
-    """Return the tensors that a forward keeps, in the order in which it ran.
+    """Return the tensors that a forward keeps, in the order of its operators.
 
     Args:
         outputs: results of the forward; the autograd graph must be alive.

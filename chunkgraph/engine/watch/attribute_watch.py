@@ -1,8 +1,8 @@
 """Find values that a forward sets in plain attributes of its module, which a replay would not set.
 
-A replay runs no Python. A counter would stand still, and a tensor on the module would be that of
-the last capture, in memory that graphs overwrite. Values that only a first call sets (a cache, a
-shape) are allowed.
+A replay runs no Python. A counter would stand still, and a tensor on the module would stay the one
+from the last capture, in memory that graphs overwrite. Values that only a first call sets (a cache,
+a shape) are allowed.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ class AttributeWatch:
             self._put_back()
             names = ", ".join(dict.fromkeys(self._changed))
             raise CaptureError(
-                f"{self._label}: its forward sets {names}. A replay runs no Python, so the value "
-                "would stay that of the capture. Return it from the forward, or keep it in a "
-                "buffer that is updated in place (add_, copy_). If only a first call sets it, run "
-                "one eager step before, or capture with a warmup pass."
+                f"{self._label}: its forward sets {names}. A replay runs no Python, so it would "
+                "keep the value from the capture. Return the value from the forward, or keep it in "
+                "a buffer that is updated in place (add_, copy_). If only a first call sets it, "
+                "run one eager step before, or capture with a warmup pass."
             )
 
     def _watched(self, forward: Callable[..., Any]) -> Callable[..., Any]:
