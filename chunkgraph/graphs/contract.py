@@ -35,7 +35,8 @@ class Pool(Protocol):
         """Allocate about ``num_bytes`` from the device, in one piece that captures divide.
 
         Captures that allocate many small pieces waste memory at the end of each piece. This is a
-        hint: if ``num_bytes`` is what the graphs keep, the pool becomes no larger than they need.
+        hint: if ``num_bytes`` is the peak of the captured work, the pool becomes no larger than
+        necessary.
         """
 
     def live(self) -> AddressRanges:

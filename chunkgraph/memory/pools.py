@@ -69,7 +69,7 @@ class PoolPlan:
 
         Args:
             slot_label: Name of the slot in errors.
-            num_bytes: Bytes that the forward keeps for its backward, to reserve; 0 if unknown.
+            num_bytes: Bytes to reserve for the forward in one block; 0 if unknown.
         """
         if self.plan == "one_pool":
             assert self.scratch is not None

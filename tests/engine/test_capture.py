@@ -353,24 +353,42 @@ def test_too_little_memory_is_told_before_anything_is_captured() -> None:
     ).capture([(sample(backend),)])
 
 
-def test_slots_reserve_what_their_forward_keeps_and_no_workspace() -> None:
+def test_slots_reserve_the_peak_of_their_forward_and_no_workspace() -> None:
     class Counting(RecorderBackend):
-        """Three MiB more after a forward, of which one, a library's, stays for good."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.num_asked = 0
+        num_mib = 0
 
         def divisible_bytes(self) -> int:
-            self.num_asked += 1
-            return (3 * 2**20, 2**20)[(self.num_asked - 1) % 2]
+            return self.num_mib * 2**20
+
+    class Counted(torch.autograd.Function):
+        """Holds five MiB in the forward, then three; one, a library's, stays for good."""
+
+        @staticmethod
+        def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            backend.num_mib = 5
+            y = x * 2
+            backend.num_mib = 3
+            return y + 1
+
+        @staticmethod
+        def backward(_ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            backend.num_mib = 1
+            return grad * 2
+
+    class Module(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Counted.apply(self.layer(x))
 
     backend = Counting()
-    ChunkGraphs(
-        towers(backend, False), [2], backend=backend, options=CaptureOptions(num_warmup_passes=1)
-    ).capture([(sample(backend),)])
+    options = CaptureOptions(num_warmup_passes=1)
+    graphs = ChunkGraphs([Module()], [2], backend=backend, options=options)
+    graphs.capture([(torch.ones(4, 8),)])
     slots = [pool for pool in backend._pools if "slot" in pool.label]
-    assert [pool.reserved_bytes for pool in slots] == [2 * 2**20] * 2
+    assert [pool.reserved_bytes for pool in slots] == [4 * 2**20] * 2
 
 
 def test_capture_warmup_leaves_no_gradient_anywhere(backend: GraphBackend) -> None:

@@ -293,6 +293,8 @@ def _enter(session: _Session, stack: ExitStack) -> None:
 def _warm_up(session: _Session) -> None:
     """Run eager passes of every chunk in every bank on the capture stream."""
     settings = session.settings
+    if settings.num_passes:  # so that no pass counts a workspace as memory of a slot
+        session.backend.take_workspaces()
     for key, calls in session.samples.items():
         measured = session.warm_ups[key] = []
         splits = session.splits[key] = []
@@ -354,8 +356,8 @@ def _place(session: _Session, key: Hashable, c: int, s: int) -> SlotPlace:
     slot: Hashable = s if shared_slots else (c, s)
     if slot not in session.pools:
         chunks = range(len(session.chunks)) if shared_slots else (c,)
-        kept_bytes = max(w[i].kept_bytes for w in session.warm_ups.values() for i in chunks)
-        session.pools[slot] = session.maker.pools.forward_pool(label, kept_bytes)
+        block_bytes = max(w[i].block_bytes for w in session.warm_ups.values() for i in chunks)
+        session.pools[slot] = session.maker.pools.forward_pool(label, block_bytes)
         has_variants = num_banks > 1 or (shared_slots and len(session.chunks) > 1)
         session.statics[slot] = SlotStatics(is_shared=has_variants)
     return SlotPlace(

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkgraph.engine.capture.gradients import GradientSinks
 from chunkgraph.engine.capture.preserved import tensors_kept
@@ -29,13 +32,14 @@ class WarmUp:
     Attributes:
         held_bytes: bytes that one forward holds until its backward; 0 without a pass, or if the
             backend does not count.
-        kept_bytes: the part of ``held_bytes`` that the backward freed and that a reserved block can
-            hold. Excludes inputs and allocations that stay after a first pass.
+        block_bytes: size of the block that a slot's pool reserves: the most that the forward has
+            in the pool at once, as far as a block can be divided. Excludes inputs and allocations
+            that stay after a first pass.
         trace: trace of the forward's operators, if the memory plan needs it.
     """
 
     held_bytes: int
-    kept_bytes: int
+    block_bytes: int
     trace: OperatorTrace | None
 
 
@@ -65,7 +69,7 @@ def warm_up(
     Raises:
         CaptureError: the forward uses tensors whose gradients a replay would lose.
     """
-    held_bytes, kept_bytes, trace = 0, 0, None
+    held_bytes, block_bytes, trace = 0, 0, None
     num_passes = max(num_passes, int(traces))
     if not num_passes:
         return WarmUp(0, 0, None)
@@ -74,10 +78,14 @@ def warm_up(
             before = backend.allocated_bytes()
             inputs = [static_like(t) for t in sample.tensors]
             is_last = number == num_passes - 1
-            with watch_operators() if traces and is_last else nullcontext() as watch:
+            # The temporaries of a traced forward go to scratch.
+            peak = nullcontext() if traces else _PeakWatch(backend)
+            with peak, watch_operators() if traces and is_last else nullcontext() as watch:
                 results = flatten(call_with(chunk, sample, inputs))[0]
             held_bytes = backend.allocated_bytes() - before
-            divisible = backend.divisible_bytes()
+            peak_bytes = backend.divisible_bytes()
+            if isinstance(peak, _PeakWatch):
+                peak_bytes = max(peak_bytes, peak.num_bytes)
             trace = watch.trace() if watch is not None else None
             outputs = [t for t in results if isinstance(t, torch.Tensor) and t.requires_grad]
             refuse_undeclared(chunk, outputs, [*inputs, *leaves])
@@ -91,8 +99,42 @@ def warm_up(
             for leaf in inputs:
                 leaf.grad = None
             # Allocations that stay after a first pass, such as workspaces, belong to no slot.
-            kept_bytes = max(0, divisible - backend.divisible_bytes())
-    return WarmUp(held_bytes, kept_bytes, trace)
+            block_bytes = max(0, peak_bytes - backend.divisible_bytes())
+    return WarmUp(held_bytes, block_bytes, trace)
+
+
+class _PeakWatch(TorchDispatchMode):
+    """Measure the peak of the bytes in divisible blocks, after each operator.
+
+    The allocator's own peak belongs to the user, who alone resets it.
+
+    Args:
+        backend: Backend whose `divisible_bytes` is measured.
+
+    Attributes:
+        num_bytes: The peak so far.
+    """
+
+    def __init__(self, backend: GraphBackend) -> None:
+        super().__init__()
+        self.num_bytes = 0
+        self._backend = backend
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return True, so that compiled parts stay compiled."""
+        return True
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.num_bytes = max(self.num_bytes, self._backend.divisible_bytes())
+        return result
 
 
 def check_memory(
