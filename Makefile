@@ -1,25 +1,25 @@
-# Both `make train` and `make test` do all set-up: they make .venv, install what is needed and leave
-# a stamp, so that a second run installs nothing and a broken first try is taken up again.
+# `make train` and `make test` do all set-up: they create .venv, install the dependencies and write a
+# stamp file, so that a second run installs nothing and an interrupted first run resumes.
 
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory --no-builtin-rules
-# Where it is set, each of some hundred processes compiles this package anew, and pytest its tests.
+# With this variable each of about a hundred processes would compile this package and its tests again.
 unexport PYTHONDONTWRITEBYTECODE
 
 # Python 3.11 or newer.
 PYTHON ?= python3
-# Of the second environment: Megatron's training program needs 3.12 from 0.18 on. Without one its
-# tests are skipped.
+# For the second environment: from 0.18 on, Megatron's training program needs Python 3.12. Without it
+# the tests of that program are skipped.
 PYTHON_MCORE ?= $(shell for p in python3.12 $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python) $(PYTHON); do \
   $$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$p && exit; \
   done; echo $(PYTHON))
-# What pip is asked for when an environment has no torch yet.
+# The torch requirement that pip installs into an environment without torch.
 TORCH ?= torch==2.13.0
-# The second Megatron-core that the tests marked `megatron` run against.
+# The second Megatron-core release, for the tests marked `megatron`.
 MCORE ?= 0.19.2
-# Processes of the test run, and of that on GPUs, which share the GPUs.
+# Processes of the CPU test run, and of the GPU test run, whose processes share the GPUs.
 JOBS ?= 2
 GPU_JOBS ?= $(shell expr `nproc` / 2)
 CONFIG ?= configs/cpu/gpt_pp2_vpp2_cpu.yaml
@@ -27,9 +27,9 @@ CONFIG ?= configs/cpu/gpt_pp2_vpp2_cpu.yaml
 VENV := .venv
 VENV_MCORE := .venv-mcore-0.19
 PIP_QUIET := -m pip --disable-pip-version-check -qq
-# Python compiles what it imports, a third of what there is, when it first does.
+# Python compiles modules at their first import; only a third of the installed ones are ever imported.
 PIP_INSTALL := $(PIP_QUIET) install --no-compile
-# Who has no more tests takes some of the other's, so that all processes end together.
+# A process without tests takes over some of another's, so that all processes end together.
 PYTEST := -m pytest -q -n $(JOBS) --dist worksteal
 
 .PHONY: help train test test-first test-gpu lint docs pictures dist clean
@@ -43,10 +43,10 @@ help: ## Show this
 train: $(VENV)/.installed ## Train a tiny GPT through a pipeline on this machine's CPU, and compare with eager
 	@$(VENV)/bin/chunkgraph train $(CONFIG)
 
-# What is marked `megatron` runs with the newest Megatron, in the second run; what is marked
-# `every_release` too runs in both.
+# Tests marked `megatron` run with the newest Megatron, in the second run; those also marked
+# `every_release` run in both.
 test: ## Lint, types, import contracts, and every test that needs no GPU
-	@# The second environment, some gigabytes, is made while the first is looked through and tested.
+	@# The second environment, some gigabytes, is created during lint and tests in the first one.
 	@$(MAKE) -j2 test-first $(VENV_MCORE)/.installed
 	@echo "== tests marked megatron (megatron-core $(MCORE))"
 	@$(VENV_MCORE)/bin/python $(PYTEST) -m megatron
@@ -56,7 +56,7 @@ test-first: lint $(VENV)/.compiled
 	@$(VENV)/bin/python $(PYTEST) -m "not megatron or every_release"
 
 test-gpu: $(VENV)/.installed ## The tests that need GPUs; fails where there is none
-	@# In order, those first that need most GPUs.
+	@# In order: the tests that need the most GPUs run first.
 	@CHUNKGRAPH_REQUIRE_GPU=1 $(VENV)/bin/python -m pytest -q -n $(GPU_JOBS) --dist load \
 	  --maxschedchunk 1 --durations 0 -m "gpu or multigpu"
 
@@ -101,7 +101,7 @@ if ! $(1)/bin/python -m pip --version >/dev/null 2>&1; then \
 fi
 if ! $(1)/bin/python -c 'import torch; torch.ones(1)' >/dev/null 2>&1; then \
   echo "== $(1): installing $(TORCH) (about a minute)"; \
-  : "--force-reinstall mends what an interrupted installation left"; \
+  : "--force-reinstall repairs an interrupted installation"; \
   $(1)/bin/python $(PIP_INSTALL) --force-reinstall $(TORCH); \
 fi
 endef
@@ -112,8 +112,8 @@ $(VENV)/.installed: pyproject.toml
 	@$(VENV)/bin/python $(PIP_INSTALL) -e '.[megatron,dev,plot]'
 	@touch $@
 
-# $(call compile,folder,options): once what tests import; processes that start together would each
-# compile all of it. What is wrong with the tests they say themselves.
+# $(call compile,folder,options): compile what tests import once; processes that start together would
+# each compile all of it. Errors are ignored here, since the test run reports them.
 define compile
 echo "== $(1): compiling what tests import"; \
 $(1)/bin/python -m pytest --collect-only -q $(2) >/dev/null 2>&1 || true
@@ -129,7 +129,7 @@ $(VENV_MCORE)/.installed: pyproject.toml
 	@$(VENV_MCORE)/bin/python $(PIP_INSTALL) -e '.[test]'
 	@# Its metadata asks for Python 3.12; megatron.core itself runs on 3.11.
 	@$(VENV_MCORE)/bin/python $(PIP_INSTALL) --no-deps --ignore-requires-python megatron-core==$(MCORE)
-	@# What its training program imports besides, and what it logs to.
+	@# Further imports of its training program, and the logger.
 	@$(VENV_MCORE)/bin/python $(PIP_INSTALL) packaging psutil tensorboard
 	@$(call compile,$(VENV_MCORE),-m megatron)
 	@touch $@

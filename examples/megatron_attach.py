@@ -16,7 +16,7 @@ SEQUENCE, VOCABULARY, COUNTS = 16, 64, (4, 6, 3)
 
 
 def loss_of(losses):
-    """Return the mean over the tokens, and what is logged."""
+    """Return the mean over the tokens, and the values to log."""
     loss = losses.mean()
     return loss, {"loss": loss.detach().clone()}  # Megatron divides the loss in place
 

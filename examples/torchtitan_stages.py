@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/torchtitan_stages.py
 
-Each stage is a copy of a whole debug model without the modules of other stages, in a PipelineStage;
-the schedule's class comes from its name; the loss is a sum over tokens, scaled by their number.
+Each stage is a copy of a whole debug model without the modules of other stages, in a PipelineStage.
+The schedule's class comes from its name. The loss is a sum over tokens, scaled by their number.
 Compares losses with those of the same steps without graphs.
 """
 
@@ -31,7 +31,7 @@ rank, num_ranks = dist.get_rank(), dist.get_world_size()
 
 
 class Model(nn.Module):
-    """A debug model, whose forward runs what is left of it."""
+    """A debug model, whose forward runs the modules that remain in it."""
 
     def __init__(self):
         super().__init__()

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One node: starts the ranks with torchrun. `--help` prints how; docs/cluster.md says more.
+# One node: starts the ranks with torchrun. `--help` prints the usage; see also docs/cluster.md.
 set -euo pipefail
 
 usage() {
@@ -46,7 +46,7 @@ case "${1:-}" in
   *.py) target=(-m chunkgraph.launch) file=$1 ;;
   *) fail "'$1' is neither a .yaml configuration nor a .py script; see --help" ;;
 esac
-# Found here, it is one message; found by the ranks, it is one from each.
+# Checked here, since each rank would print its own message.
 [[ -f $file ]] || fail "there is no file '$file'"
 
 python=${CHUNKGRAPH_PYTHON:-}
@@ -58,7 +58,7 @@ command -v "$python" >/dev/null || fail "CHUNKGRAPH_PYTHON: there is no program 
 
 nproc=${CHUNKGRAPH_NPROC_PER_NODE:-}
 if [[ -z $nproc ]]; then
-  # nvidia-smi may be there without a driver, and then says so on standard output.
+  # Without a driver, nvidia-smi prints its error on standard output.
   nproc=$({ nvidia-smi -L 2>/dev/null || true; } | { grep -c '^GPU' || true; })
   if ((nproc == 0)); then nproc=1; fi
 fi

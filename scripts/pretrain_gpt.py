@@ -5,8 +5,8 @@ It takes Megatron's flags and knows nothing of chunk graphs; run it by itself, o
     chunkgraph launch scripts/pretrain_gpt.py FLAGS --cuda-graph-granularity chunk
 
 ``--exact-log FILE`` (ours) appends each logged loss, gradient norm and loss scale in hexadecimal;
-``--mock-data`` trains on made-up tokens of Megatron's; ``--sft`` on conversations, several end to
-end in a sample and each attended to alone (0.19). Needs megatron-core 0.18 or newer.
+``--mock-data`` trains on Megatron's synthetic tokens; ``--sft`` on conversations, several packed
+into a sample and each attended to alone (0.19). Needs megatron-core 0.18 or newer.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Losses = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """The script's own flags."""
+    """Add the script's own flags."""
     group = parser.add_argument_group("this script")
     group.add_argument("--exact-log", metavar="FILE", help="append losses in hexadecimal to FILE")
     return parser
@@ -100,10 +100,10 @@ def model_provider(
 
 
 def get_batch(data: Iterator[dict[str, torch.Tensor]], vp_stage: int | None) -> dict[str, Any]:
-    """One microbatch, or nothing on a stage between the first and the last.
+    """Return one microbatch, or nothing on a stage between the first and the last.
 
     The first of the tensor-parallel ranks reads it and sends it to the others. With ``--sft`` every
-    stage gets one, since all of them attend to documents.
+    stage gets one, since attention on every stage needs the documents.
     """
     args = get_args()
     if not (args.sft or is_first_or_last_pipeline_stage(vp_stage)):
@@ -148,11 +148,11 @@ def get_batch(data: Iterator[dict[str, torch.Tensor]], vp_stage: int | None) -> 
 
 
 def documents_on_this_cp_rank(batch: dict[str, Any]) -> dict[str, Any]:
-    """The rows of each document that this context-parallel rank of C works on, in place.
+    """Keep the rows of each document that this context-parallel rank of C works on, in place.
 
-    Every document is cut in 2 C pieces, of which rank r has r and 2 C - 1 - r, so that all ranks
-    have the same share of causal attention; the data set pads documents for that. It is the rule
-    of Transformer Engine's ``thd_get_partitioned_indices``, which needs a GPU.
+    Every document is cut into 2 C pieces. Rank r has pieces r and 2 C - 1 - r, so that all ranks have
+    the same share of causal attention; the data set pads documents for that. This is the rule of
+    Transformer Engine's ``thd_get_partitioned_indices``, which needs a GPU.
     """
     size, rank = mpu.get_context_parallel_world_size(), mpu.get_context_parallel_rank()
     if size == 1:
@@ -171,7 +171,7 @@ def documents_on_this_cp_rank(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def packed_seq_params(batch: dict[str, Any]) -> PackedSeqParams | None:
-    """Where the documents of a microbatch begin, for the model; None where they are not packed."""
+    """Return the offsets of a microbatch's documents; None if they are not packed."""
     if "cu_seqlens" not in batch:
         return None
     offsets, longest = batch["cu_seqlens"].squeeze(0), int(batch["max_seqlen"].item())
@@ -185,7 +185,7 @@ def packed_seq_params(batch: dict[str, Any]) -> PackedSeqParams | None:
 
 
 def loss_func(loss_mask: torch.Tensor, losses: torch.Tensor) -> Losses:
-    """Sum of the losses that count, how many they are, and both for the log."""
+    """Return the masked sum of the losses, the number of tokens in it, and both for the log."""
     mask = loss_mask.view(-1).float()
     loss = torch.sum(losses.view(-1).float() * mask)
     num_tokens = mask.sum().detach().to(torch.int)
@@ -196,7 +196,7 @@ def loss_func(loss_mask: torch.Tensor, losses: torch.Tensor) -> Losses:
 def forward_step(
     data: Iterator[dict[str, torch.Tensor]], model: torch.nn.Module
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Losses]]:
-    """One microbatch through one model chunk."""
+    """Run one microbatch through one model chunk."""
     batch = get_batch(data, get_attr_wrapped_model(model, "vp_stage"))
     output = model(
         batch.get("tokens"),
@@ -212,7 +212,7 @@ def forward_step(
 def train_valid_test_datasets_provider(
     num_samples: list[int], vp_stage: int | None = None
 ) -> tuple[Any, Any, Any]:
-    """The three datasets, on the ranks that read them."""
+    """Build the three datasets on the ranks that read them."""
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     config = GPTDatasetConfig(
@@ -250,7 +250,7 @@ train_valid_test_datasets_provider.is_distributed = True  # type: ignore[attr-de
 
 
 def log_exactly(path: str) -> None:
-    """Append what Megatron logs of every step to ``path``, with all its digits."""
+    """Append the values that Megatron logs for every step to ``path``, in full precision."""
     from megatron.training import training
 
     log = training.training_log
