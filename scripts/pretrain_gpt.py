@@ -150,9 +150,9 @@ def get_batch(data: Iterator[dict[str, torch.Tensor]], vp_stage: int | None) -> 
 def documents_on_this_cp_rank(batch: dict[str, Any]) -> dict[str, Any]:
     """Keep the rows of each document that this context-parallel rank of C works on, in place.
 
-    Every document is cut into 2 C pieces. Rank r has pieces r and 2 C - 1 - r, so that all ranks have
-    the same share of causal attention; the data set pads documents for that. This is the rule of
-    Transformer Engine's ``thd_get_partitioned_indices``, which needs a GPU.
+    Every document is cut into 2 C pieces. Rank r has pieces r and 2 C - 1 - r, so that all ranks
+    have the same share of causal attention; the data set pads documents for that. This is the rule
+    of Transformer Engine's ``thd_get_partitioned_indices``, which needs a GPU.
     """
     size, rank = mpu.get_context_parallel_world_size(), mpu.get_context_parallel_rank()
     if size == 1:

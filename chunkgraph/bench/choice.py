@@ -80,7 +80,7 @@ def _checked(where: str, names: tuple[str, ...], config: Config) -> tuple[str, .
     known = (*VARIANTS, *_SCHEDULES)
     for name in names:
         if name not in known:
-            msg = f"{where}: there is no {name!r}; choose from {', '.join(known)}."
+            msg = f"{where}: unknown variant {name!r}; choose from {', '.join(known)}."
             raise ConfigError(msg)
         why = _why_not(name, config)
         if why is not None:

@@ -81,8 +81,8 @@ class Measurement:
 class VariantRun:
     """Run and measure the steps of a model in one variant.
 
-    The microbatches of a step are on the device before its time begins, as with a loader that
-    works ahead.
+    The microbatches of a step are on the device before its timing starts, as with a prefetching
+    loader.
 
     Args:
         config: The run's configuration; model parallel groups must be initialized.

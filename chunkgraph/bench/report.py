@@ -76,7 +76,7 @@ def _uneven_gpus(document: BenchDocument) -> list[str]:
         if speeds and min(speeds) < 0.9 * max(speeds):
             shown = ", ".join(f"{speed:.0f}" for speed in speeds)
             lines.append(
-                f"{result.name}: GPUs are not equally fast, and times are those of the slowest "
+                f"{result.name}: the GPUs differ in speed, and times are those of the slowest "
                 f"(TFLOP/s of bfloat16 products by rank: {shown})"
             )
     return lines

@@ -45,8 +45,8 @@ _GRAPH_RULES = (
         ),
     ),
     Rule(
-        "hidden_dropout attention_dropout: without Transformer Engine no random numbers of "
-        "Megatron's change from replay to replay; install transformer_engine, or set both to 0",
+        "hidden_dropout attention_dropout: without Transformer Engine every replay would repeat "
+        "Megatron's random numbers; install transformer_engine, or set both to 0",
         lambda f: (
             f.on_gpu
             and not f.has_transformer_engine
@@ -57,7 +57,7 @@ _GRAPH_RULES = (
 )
 _PROGRAM_RULES = (
     Rule("perform_rl_step: it changes the model between generation and training"),
-    Rule("inprocess_restart: a restart inside the process would leave graphs of dead groups"),
+    Rule("inprocess_restart: a restart inside the process would keep graphs of destroyed groups"),
     Rule("yaml_cfg=: Megatron reads all its settings from that file, without these flags"),
     Rule(f"use_megatron_fsdp: {_ADDRESSES}"),
     Rule(f"use_torch_fsdp2: {_ADDRESSES}"),
@@ -66,7 +66,7 @@ _PROGRAM_RULES = (
     Rule(f"save_activations_interval=: {_NO_HOOKS}"),
     Rule(f"save_dgrads_interval=: {_NO_HOOKS}"),
     Rule(f"save_tokens_per_expert_interval=: {_NO_HOOKS}"),
-    Rule("modelopt_enabled: its distillation schedules call the model in another way"),
+    Rule("modelopt_enabled: its distillation schedules call the model differently"),
     Rule("export_kd_teacher_load=: distillation keeps outputs of layers by hooks in Python"),
     Rule("flextron: hooks of layers read the budget that Python draws for each microbatch"),
     Rule(f"te_precision_config_file=: {_QUANTIZED}"),

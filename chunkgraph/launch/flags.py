@@ -126,9 +126,9 @@ _GRANULARITY = Flag(
         path="capture.enabled",
         hint=Literal["layer", "chunk"],
         default="layer",
-        help="What one CUDA graph holds: what --cuda-graph-impl says, as without this flag "
-        "(layer), or a whole model chunk, captured once per slot and replayed for any number of "
-        "microbatches (chunk).",
+        help="What one CUDA graph holds: the part that --cuda-graph-impl selects, as without this "
+        "flag (layer), or a whole model chunk, captured once per slot and replayed for any number "
+        "of microbatches (chunk).",
         bounds=ANY,
         flag="--cuda-graph-granularity",
         megatron=None,

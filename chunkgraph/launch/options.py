@@ -33,14 +33,14 @@ __all__ = [
 _DESCRIPTION = """\
 Run a pretrain script of Megatron-LM, unmodified, with chunk graphs.
 
-The script and its flags stand last:
+The script and its flags come last:
 
   chunkgraph launch --nproc-per-node 2 pretrain_gpt.py <Megatron's flags> \\
       --cuda-graph-impl local --cuda-graph-granularity chunk
 
 Flags that chunk graphs add to the script (see chunkgraph config for more):
 {flags}
-Eager steps before the capture are Megatron's --cuda-graph-warmup-steps.
+Megatron's --cuda-graph-warmup-steps sets the eager steps before the capture.
 
 If RANK and WORLD_SIZE are set, as under torchrun, the script runs in this
 process; otherwise chunkgraph starts its processes on this machine.

@@ -144,8 +144,8 @@ class PackedSteps:
                 )
             if params.cu_seqlens_q.numel() != turn.num_offsets:
                 raise ConfigError(
-                    f"{where}: the forward step made {params.cu_seqlens_q.numel()} offsets of a "
-                    f"microbatch whose data have {turn.num_offsets}. It must read one "
+                    f"{where}: the forward step passed {params.cu_seqlens_q.numel()} offsets, but "
+                    f"the data of the microbatch has {turn.num_offsets}. It must read one "
                     "microbatch for each call, in order, and must not change their documents."
                 )
             return args, {**kwargs, **turn.inputs(params)}

@@ -97,14 +97,14 @@ SCRIPT_PACKING_RULES = (
         for source in _SOURCES
     ),
     Rule(
-        "max_packed_seqs: without {sft=true} (or {dataloader_inter_document_masking=true}) a "
-        "microbatch does not say where its documents begin; leave it out",
+        "max_packed_seqs: without {sft=true} (or {dataloader_inter_document_masking=true}) "
+        "microbatches have no offsets of documents; leave it out",
         lambda f: f.max_packed_seqs and not _has_documents(f),
     ),
     _rule(
         "max_packed_seqs context_parallel_size dataloader_inter_document_masking: its documents "
-        "are not padded to what the ranks can share, so that Megatron cuts the whole sample over "
-        "them; use {sft=true}, or {context_parallel_size=1}",
+        "are not padded for the ranks that share them, so Megatron splits the whole sample; use "
+        "{sft=true}, or {context_parallel_size=1}",
         lambda f: (f.context_parallel_size or 1) > 1 and not f.sft,
     ),
     *PACKING_RULES,
@@ -115,11 +115,11 @@ SCRIPT_PACKING_RULES = (
     ),
     _fixed(
         "max_packed_tokens: a microbatch has {rows} rows ({seq_length=} x {micro_batch_size=}), "
-        "all of them in documents; give at most that, or leave it out",
+        "all of them in documents; use at most that, or leave it out",
         lambda f: (f.max_packed_tokens or 0) > _script_rows(f) and {"rows": _script_rows(f)},
     ),
     *_cut(
-        "micro_batch_size: rows that no loss needs lie between its samples; use "
+        "micro_batch_size: the rows to remove lie between its samples; use "
         "{micro_batch_size=1}, or ",
         lambda f: (f.micro_batch_size or 1) > 1,
     ),
@@ -128,19 +128,18 @@ SCRIPT_PACKING_RULES = (
         lambda f: (f.tensor_model_parallel_size or 1) > 1,
     ),
     *_cut(
-        "num_moe_experts: routers count every row, and their losses would be others where rows "
-        "are left out; ",
+        "num_moe_experts: routers count every row, so removed rows would change their losses; ",
         lambda f: f.num_moe_experts,
     ),
     *_cut(
-        "context_parallel_size: each rank divides by the labels of its own rows, which are others "
-        "where rows are left out; add {calculate_per_token_loss=true}, or ",
+        "context_parallel_size: each rank divides by the number of its labels, which changes if "
+        "rows are removed; add {calculate_per_token_loss=true}, or ",
         lambda f: (f.context_parallel_size or 1) > 1 and not f.calculate_per_token_loss,
     ),
     _changing("sft: other data sets do not give whole documents; use it", lambda f: not f.sft),
     _changing(
         "calculate_per_token_loss: a mean over each rank's microbatch would weigh a document by "
-        "how many share it; add it",
+        "the number of ranks that share it; add it",
         lambda f: not f.calculate_per_token_loss,
     ),
     _changing(
@@ -192,8 +191,8 @@ def shape_refusals(flags: GraphFlags, args: argparse.Namespace, facts: Facts) ->
     if table not in {one.max_packed_tokens for one in shapes}:
         return []
     why = (
-        f"{{max_document_tokens}}: Megatron's unfused RoPE would mistake a table of one row more "
-        f"({table}) for the table of a whole microbatch of that many rows; use one less"
+        f"{{max_document_tokens}}: its RoPE table has {table} rows, one more, and Megatron's "
+        "unfused RoPE would take it for the table of a whole microbatch; use one less"
     )
     return [facts.text(why)]
 

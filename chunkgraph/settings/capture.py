@@ -22,7 +22,7 @@ class CaptureConfig:
         "auto",
         help="What a graph holds: the transformer block (block), or the whole forward of a chunk, "
         "including embedding, output layer and loss (chunk). auto takes chunk where it can be "
-        "captured, and block otherwise; the run's first line says which, and why.",
+        "captured, and block otherwise; the run's first line names the choice and the reason.",
         flag="--cuda-graph-chunk-scope",
     )
     num_warmup_steps: int = setting(

@@ -35,8 +35,7 @@ CONTEXT_RULES = (
         lambda f: f.fp8,
     ),
     _rule(
-        "mtp_num_layers: multi-token prediction sees only the rows of its own rank; use one of "
-        "them",
+        "mtp_num_layers: multi-token prediction sees only the rows on its rank; use one of them",
         lambda f: f.mtp_num_layers,
     ),
     _rule(

@@ -147,7 +147,7 @@ def _check_split_sizes(heads: int, groups: int, cp: int) -> None:
         raise TopologyError(msg)
     if groups % cp and cp % groups:
         msg = (
-            f"model.mamba_num_groups is {groups} on a tensor-parallel rank: neither of it and "
+            f"model.mamba_num_groups is {groups} on a tensor-parallel rank: neither this nor "
             f"pipeline.context_parallel_size ({cp}) divides the other. Change one of them."
         )
         raise TopologyError(msg)

@@ -108,8 +108,8 @@ class ModelConfig:
     )
     recompute_modules: tuple[str, ...] = setting(
         ("core_attn",),
-        help="With selective recomputation: core_attn, mlp, layernorm, and whatever else the "
-        "installed Megatron-core offers.",
+        help="With selective recomputation: core_attn, mlp, layernorm, and any other part that "
+        "the installed Megatron-core offers.",
         megatron="--recompute-modules",
     )
     fp8: Literal["hybrid", "e4m3"] | None = setting(

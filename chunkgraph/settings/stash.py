@@ -17,7 +17,7 @@ _PAGE = Bounds(minimum=16, multiple_of=16)
 class _Switch:
     enabled: bool = setting(
         False,
-        help="Store what experts save for the backward in pages, only rows that hold a token.",
+        help="Store activations that experts save in pages, only for rows that hold a token.",
         flag="--cuda-graph-stash",
     )
 
@@ -61,7 +61,7 @@ class StashSettings:
     )
     spill_bytes: int = setting(
         0,
-        help="Bytes of pages in host memory, for rows that find no page on the device.",
+        help="Bytes of pages in host memory, for rows that do not fit on the device.",
         bounds=NOT_NEGATIVE,
         flag="--cuda-graph-stash-spill-bytes",
         needs="stash.enabled",

@@ -84,7 +84,8 @@ def parse_yaml(text: str, where: str) -> object:
         raise ConfigError(msg) from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        msg = f"{where}, line {line}: not valid YAML: has the character #x{error.character:04x}."
+        character = f"#x{error.character:04x}"
+        msg = f"{where}, line {line}: not valid YAML: contains the character {character}."
         raise ConfigError(msg) from None
 
 

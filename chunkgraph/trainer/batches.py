@@ -234,7 +234,7 @@ class PackedBatches:
         self._agree: Maximum | None = None
         self.banks = _banks(config, model_config)
         if self.banks.groups is None and config.pipeline.expert_model_parallel_size > 1:
-            # Of ranks that share experts, microbatches go through a chunk together.
+            # Ranks that share experts run their microbatches through a chunk together.
             self._agree = agree_by_maximum() if len(self.banks.shapes) > 1 else None
         self._documents = _documents(config, self.banks.largest_shape)
         self._steps: dict[tuple[int, int], _Step] = {}
@@ -350,7 +350,7 @@ class PackedBatches:
             "is_counted": is_counted,
         }
         if self._config.moe.num_moe_experts is not None:
-            # Nobody else reads it, and slots would keep copies.
+            # Only experts read it, and slots would keep copies.
             values["padding_mask"] = ~is_counted
         if bank.size > 1:
             rank = _context_parallel_rank() if groups is None else groups.rank % bank.size
@@ -373,7 +373,7 @@ class PackedBatches:
         shape = bank.shape
         if reason_not_to_fit(lengths, shape) is None:
             return shape
-        # Of tokens it never has too many: they were drawn for this shape.
+        # The tokens always fit: they were drawn for this shape.
         seqs = max(shape.max_packed_seqs, len(lengths) + 1)
         return replace(shape, max_packed_seqs=seqs, max_document_tokens=None)
 

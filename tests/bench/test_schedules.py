@@ -56,7 +56,7 @@ def test_schedules_of_a_configuration_are_variants(name: str, size: int) -> None
         (
             "chunk_zb-v",
             (),
-            "--variants: there is no 'chunk_zb-v'; choose from eager, .*chunk_zb-h1",
+            "--variants: unknown variant 'chunk_zb-v'; choose from eager, .*chunk_zb-h1",
         ),
         ("chunk_interleaved-zb", (), "--variants: .*interleaved-zb"),
         (None, ("bench.schedules=[zb]",), "bench.schedules: there is no 'chunk_zb'"),

@@ -240,7 +240,7 @@ def test_the_shape_of_packed_sequences() -> None:
         ),
         (
             {"cuda_graph_max_document_tokens": 15},
-            "tokens 15: Megatron's unfused RoPE would mistake a table of one row more (16)",
+            "tokens 15: its RoPE table has 16 rows, one more, and Megatron's unfused RoPE",
         ),
         (
             {"cuda_graph_max_document_tokens": 17},

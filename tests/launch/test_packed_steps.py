@@ -432,7 +432,7 @@ def _changes_documents(data: Any, model: nn.Module) -> None:
         (_reads_nothing, "left 2 microbatches of its step unread"),
         (_reads_twice, "reads more microbatches than the step has"),
         (_gives_no_params, "microbatch 0, chunk 0: .* without packed_seq_params="),
-        (_changes_documents, "made 2 offsets of a microbatch whose data have 3"),
+        (_changes_documents, "passed 2 offsets, but the data of the microbatch has 3"),
     ],
 )
 def test_forward_steps_that_do_otherwise_are_refused(
