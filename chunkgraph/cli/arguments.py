@@ -57,7 +57,7 @@ def whole_number(text: str) -> int:
     try:
         value = int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{shown(text)} is no whole number") from None
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not a whole number") from None
     if abs(value) > _MAX_INT:
         raise argparse.ArgumentTypeError(f"{shown(value)}: whole numbers end at {_MAX_INT}")
     return value

@@ -55,8 +55,8 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         help="measure chunk graphs against eager and Megatron's own CUDA graphs",
         description="Run the same steps eagerly, with chunk graphs and with each of Megatron's "
         "CUDA graph implementations, one after the other, and compare times, memory and results. "
-        "A variant that fails is recorded with its error. Exit code 1 if eager or chunk, where "
-        "asked for, failed or differ.",
+        "A variant that fails is recorded with its error. Exit code 1 if a requested eager or "
+        "chunk variant failed, or if the two differ.",
     )
     parser.add_argument("config", nargs="?", metavar="CONFIG", help="YAML file, as in configs/")
     parser.add_argument(
@@ -68,11 +68,11 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--variants",
         metavar="NAME,...",
-        help=f"which to run, in order; default {', '.join(VARIANTS)} (on a CPU, and "
-        "of packed documents, eager,chunk; eager_dropless, an all-to-all without a capacity, with "
-        "experts that have one; chunk_capacity, room for an even load, with experts that have "
-        "none; eager_stash, Megatron's own paged stash, with stash.enabled and HybridEP "
-        "alone), and a chunk_NAME for each of bench.schedules",
+        help=f"variants to run, in order; default {', '.join(VARIANTS)}, as far as supported "
+        "(eager,chunk on a CPU and for packed documents), and chunk_NAME for each of "
+        "bench.schedules. eager_dropless: an all-to-all without a capacity, for experts that have "
+        "one. chunk_capacity: room for an even load, for experts without a capacity. eager_stash: "
+        "Megatron's own paged stash, only with stash.enabled and HybridEP",
     )
     add_json(parser)
     parser.add_argument(
@@ -86,12 +86,12 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         nargs="+",
         metavar="FILE.json",
         type=Path,
-        help="run nothing; draw results that were written before (with --plot)",
+        help="run nothing; draw saved results (with --plot)",
     )
     parser.add_argument(
         "--profile",
         action="store_true",
-        help="also profile kernels (GPU): when they run, and when none",
+        help="also profile kernels and the idle time between them (GPU)",
     )
     parser.add_argument(
         "--trace",
@@ -174,7 +174,7 @@ def _plot_only(args: argparse.Namespace) -> int:
         plot_documents(documents, args.plot)
     except (AttributeError, KeyError, TypeError) as error:
         msg = (
-            f"--plot-only: a file is not what --json writes ({type(error).__name__}: "
+            f"--plot-only: a file is not a result of --json ({type(error).__name__}: "
             f"{shorten(str(error))})."
         )
         raise ConfigError(msg) from None
@@ -246,7 +246,7 @@ class _Bench:
         if name in FROZEN and len(counts) > 1:
             return VariantResult.failed(
                 name,
-                "keeps the number of microbatches that it began with, and this run changes it "
+                "needs the same number of microbatches in every step, and this run changes it "
                 f"({min(counts)} to {max(counts)})",
             )
         from chunkgraph.jobs.launcher import Launcher, LaunchSpec

@@ -29,10 +29,10 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the subcommand's arguments."""
     parser = subparsers.add_parser(
         "doctor",
-        help="show what of this machine chunk graphs can use",
-        description="Look at Python, torch, GPUs, Megatron-core, Transformer Engine and what "
-        "mixture of experts needs, and capture and replay a small module. Nothing is changed. "
-        "Exit code 1 if something is there that chunk graphs cannot work with.",
+        help="show what chunk graphs can use on this machine",
+        description="Check Python, torch, GPUs, Megatron-core, Transformer Engine and the "
+        "requirements of mixture of experts, and capture and replay a small module. Nothing is "
+        "changed. Exit code 1 if an installed component does not work with chunk graphs.",
     )
     add_json(parser)
 
@@ -69,7 +69,7 @@ def _examine() -> list[Finding]:
 
     console = Console(stderr=True)
     findings = []
-    with console.status("looking at this machine") as status:
+    with console.status("checking this machine") as status:
         for name, look in LOOKS.items():
             status.update(f"looking at {name}")
             findings.append(look())

@@ -106,8 +106,8 @@ def _capture() -> Finding:
     how = "a CUDA graph" if device == "cuda" else "the CPU recorder"
     advice = ""
     if report.memsets_kept:
-        advice = f"memsets inside graphs, some 6 us each, are no kernels: {report.memsets_kept}"
-    return Finding("capture", "ok", f"{how} replays what eager gives", advice)
+        advice = f"graphs keep memset nodes, about 6 us each: {report.memsets_kept}"
+    return Finding("capture", "ok", f"a replay of {how} equals eager", advice)
 
 
 def _megatron() -> Finding:
@@ -170,14 +170,14 @@ def _deep_ep() -> Finding:
     version, has_hybrid_ep = deep_ep_state()
     if version is None:
         advice = (
-            "mixture of experts then takes all-to-all or all-gather; DeepEP's branch hybrid-ep has "
-            "HybridEP and the dispatch within a node"
+            "without it, mixture of experts uses all-to-all or all-gather; DeepEP's branch "
+            "hybrid-ep has HybridEP and the dispatch within a node"
         )
         return Finding(name, "absent", "not installed", advice)
     if not has_hybrid_ep:
         advice = "this build has no HybridEP; build the hybrid-ep branch"
         if supports_worst_case():
-            return Finding(name, "ok", f"{version}, deepep alone", advice)
+            return Finding(name, "ok", f"{version}, only deepep", advice)
         return Finding(name, "absent", version, advice)
     return Finding(name, "ok", version)
 
@@ -204,7 +204,7 @@ def _grouped_mlp() -> Finding:
         f"DeepEP's dispatch needs {FUSED_GROUPED_MLP}=1, for use_transformer_engine_op_fuser; on "
         "Hopper too"
     )
-    return Finding(name, "absent", "not asked for", advice)
+    return Finding(name, "absent", "not enabled", advice)
 
 
 def _grouped_gemm() -> Finding:
@@ -218,7 +218,7 @@ def _grouped_gemm() -> Finding:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     gemm, text = choose_gemm(device, torch.bfloat16)
     if gemm is None:
-        return Finding(name, "absent", text, "experts then need moe_expert_capacity_factor")
+        return Finding(name, "absent", text, "without it, experts need moe_expert_capacity_factor")
     return Finding(name, "ok", f"{text}, for experts that take all tokens (dropless)")
 
 
@@ -228,7 +228,7 @@ def _determinism() -> Finding:
     if value == "0":
         return Finding(name, "ok", "NVTE_ALLOW_NONDETERMINISTIC_ALGO=0")
     advice = "set NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 to compare runs to the last bit"
-    return Finding(name, "absent", "not asked for", advice)
+    return Finding(name, "absent", "not enabled", advice)
 
 
 def _checkout_version() -> str | None:

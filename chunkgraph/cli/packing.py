@@ -49,11 +49,10 @@ whole step eager.
 _EPILOG = """\
 LENGTHS is a Megatron dataset (its .idx file, or the path before it), JSON
 lines (a length, tokens, text or a conversation under a key), or whole numbers,
-one document a line. Documents are shuffled and packed end to end, each
-microbatch until the next document has no room, as a data path does that knows
-nothing of graphs. Where the lines hold several lengths each, every line is one
-microbatch that was packed already, and is taken as it is. Steps draw
-microbatches in random order.
+one document per line. Documents are shuffled and packed end to end. A
+microbatch ends before the first document that does not fit, as in a data path
+without graphs. If lines hold several lengths each, every line is one packed
+microbatch and is used unchanged. Steps draw microbatches in random order.
 
 N counts the dummy sequence that fills the tail: N - 1 documents fit. Misfits
 are microbatches with more documents or tokens than that.
@@ -84,16 +83,16 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "--max-packed-tokens",
         type=whole_number,
         metavar="T",
-        help="tokens that a microbatch is packed with, over all context-parallel ranks; the most "
-        f"to look at (default: the power of two above the longest document, at least "
-        f"{_DEFAULT_CAPACITY}; of packed microbatches what holds the largest)",
+        help="tokens that a microbatch is packed with, over all context-parallel ranks; also the "
+        "largest T to consider (default: the power of two above the longest document, at least "
+        f"{_DEFAULT_CAPACITY}; for packed microbatches, room for the largest)",
     )
     parser.add_argument(
         "--max-document-tokens",
         type=whole_number,
         metavar="L",
-        help="tokens that a document may have (default: T); longer ones fall back, or are what "
-        "--long-documents says",
+        help="tokens that a document may have (default: T); --long-documents decides what happens "
+        "to longer ones",
     )
     parser.add_argument(
         "--max-packed-seqs",
@@ -101,7 +100,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         metavar="N",
         nargs="+",
         default=[],
-        help="more values of N to look at",
+        help="further values of N to consider",
     )
     parser.add_argument(
         "--num-microbatches",
@@ -140,8 +139,8 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "--long-documents",
         choices=[policy.value for policy in LongDocuments],
         default=LongDocuments.TRUNCATE.value,
-        help="what becomes of documents longer than L, else T: cut to it, split, or kept, to fall "
-        "back (default truncate)",
+        help="what to do with documents longer than L (default: T): truncate or split them, or "
+        "keep them, so that their steps fall back (default truncate)",
     )
     parser.add_argument("--key", metavar="KEY", help="JSON lines: the key that holds the document")
     parser.add_argument(
@@ -155,10 +154,13 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         type=float,
         metavar="B",
         default=4.0,
-        help="JSON lines of text: bytes of a token, to estimate with (default 4)",
+        help="JSON lines of text: bytes per token for the estimate (default 4)",
     )
     parser.add_argument(
-        "--seed", type=whole_number, default=0, help="of the order of the documents (default 0)"
+        "--seed",
+        type=whole_number,
+        default=0,
+        help="seed for the order of the documents (default 0)",
     )
     add_json(parser)
     parser.add_argument(
@@ -266,7 +268,7 @@ def _share(text: str) -> float:
         value = -1.0
     if not 0 <= value < 1:
         msg = (
-            f"packing: --target-fallback {shown(text)} is no share below 1. Write a percentage, "
+            f"packing: --target-fallback {shown(text)} is not a share below 1. Write a percentage, "
             "such as 1%, or a fraction, such as 0.01"
         )
         raise ConfigError(msg)
@@ -284,8 +286,8 @@ def _microbatches_per_step(args: argparse.Namespace) -> int:
     if args.global_batch_size is not None:
         if args.num_microbatches is not None or args.data_parallel_size is not None:
             msg = (
-                "packing: --global-batch-size is the microbatches of all ranks; it does not go "
-                "with --num-microbatches or --data-parallel-size"
+                "packing: --global-batch-size counts the microbatches of all ranks; leave out "
+                "--num-microbatches and --data-parallel-size"
             )
             raise ConfigError(msg)
         return _at_least(1, "--global-batch-size", args.global_batch_size)

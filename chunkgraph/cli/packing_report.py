@@ -105,26 +105,26 @@ def print_study(study: PackingStudy, plot: Path | None) -> None:
 
     console = Console(file=stream_next_to(plot), highlight=False)
 
-    def say(text: str, style: str | None = None) -> None:
+    def write(text: str, style: str | None = None) -> None:
         console.print(text, style=style, markup=False, soft_wrap=True)
 
     lengths = study.lengths
-    say(f"{study.path}: {len(lengths.tokens)} documents ({lengths.source})", "bold")
+    write(f"{study.path}: {len(lengths.tokens)} documents ({lengths.source})", "bold")
     if lengths.num_empty:
-        say(f"{lengths.num_empty} empty documents were left out")
+        write(f"{lengths.num_empty} empty documents were left out")
     capacity = study.capacity.max_packed_tokens
     if study.is_default_capacity and lengths.microbatch_ends is None:
-        say(f"No --max-packed-tokens: microbatches are packed with up to {capacity} tokens")
+        write(f"No --max-packed-tokens: microbatches are packed with up to {capacity} tokens")
     if study.num_long:
-        say(f"{study.num_long} documents of more than {study.capacity.document_limit} tokens: "
+        write(f"{study.num_long} documents of more than {study.capacity.document_limit} tokens: "
             f"{_LONG[study.long_documents]}")  # fmt: skip
-    say(f"{len(study.sizes)} microbatches of up to {capacity} tokens, "
+    write(f"{len(study.sizes)} microbatches of up to {capacity} tokens, "
         f"{study.microbatches_per_step} in a step")  # fmt: skip
     console.print(_spread_table(study))
     console.print(_outcome_table(study))
-    _say_recommendation(study, say)
+    _print_recommendation(study, write)
     if plot is not None:
-        say(f"Drawn in {plot}")
+        write(f"Drawn in {plot}")
 
 
 def _spread_table(study: PackingStudy) -> Table:
@@ -172,8 +172,8 @@ def _shown(study: PackingStudy) -> Sequence[ShapeOutcome]:
             and before.num_misfits == outcome.num_misfits
         )
         is_telling = outcome.fallback_share <= _HOPELESS and not is_more_of_the_same
-        is_asked_for = outcome.shape.max_packed_seqs in study.extra_seqs
-        if (not usable or tokens in usable) and (is_telling or is_asked_for):
+        is_requested = outcome.shape.max_packed_seqs in study.extra_seqs
+        if (not usable or tokens in usable) and (is_telling or is_requested):
             shown.append(outcome)
     # The least bad row is more useful than an empty table.
     return shown or [min(outcomes, key=lambda outcome: outcome.fallback_share)]
@@ -186,13 +186,13 @@ def _percent(share: float | None) -> str:
     return "<0.01%" if 0 < share < 0.0001 else f"{share:.2%}"
 
 
-def _say_recommendation(study: PackingStudy, say: Any) -> None:
+def _print_recommendation(study: PackingStudy, write: Any) -> None:
     best = study.result.best
     target = f"{100 * study.target:.4g}%"
     if best is None:
         limit = study.capacity.max_document_tokens
         raised = "--max-packed-tokens" if limit is None else "--max-document-tokens"
-        say(
+        write(
             f"No shape of up to {study.capacity.max_packed_tokens} tokens keeps eager steps at or\n"
             f"below {target}. Raise {raised}, or the target.",
             "bold",
@@ -206,31 +206,33 @@ def _say_recommendation(study: PackingStudy, say: Any) -> None:
     names = flags(best)
     if names is None:
         keys.append(f"packing.pad_seq_to_mult={best.shape.pad_seq_to_mult}")
-        say(_lines("Recommended for chunkgraph train:", keys), "bold")
-        say("Data of pretrain scripts (--sft) are not padded so: for them leave\n"
-            "--pad-seq-to-mult out")  # fmt: skip
+        write(_lines("Recommended for chunkgraph train:", keys), "bold")
+        write("Pretrain scripts (--sft) do not pad their documents this way: for them\n"
+            "leave out --pad-seq-to-mult")  # fmt: skip
     else:
         pairs = zip(names[::2], names[1::2], strict=True)
-        say(_lines("Recommended:", [f"{n} {v}" for n, v in pairs]), "bold")
-        say(_lines("For chunkgraph train:", keys))
-    say(f"T may be left out where the sequence length is {tokens}, its default")
-    say(f"{_percent(best.fallback_share)} of the steps run eagerly (target {target})")
-    _say_same_cost(study, best, say)
-    say(f"{_percent(best.padding_waste)} of the rows are padding")
+        write(_lines("Recommended:", [f"{n} {v}" for n, v in pairs]), "bold")
+        write(_lines("For chunkgraph train:", keys))
+    write(f"T defaults to the sequence length: leave it out if that is {tokens}")
+    write(f"{_percent(best.fallback_share)} of the steps run eagerly (target {target})")
+    _print_same_cost(study, best, write)
+    write(f"{_percent(best.padding_waste)} of the rows are padding")
     plain, bucketed = best.padding_waste, best.bucketed_waste
     if plain is not None and bucketed is not None and bucketed <= plain - _WORTH:
-        asked = _asked(best, "--cuda-graph-packed-buckets 0.25 0.5", "packing.buckets=[0.25,0.5]")
-        say(f"{_percent(best.bucketed_waste)} with {' '.join(asked)}")
+        options = _flag_and_key(
+            best, "--cuda-graph-packed-buckets 0.25 0.5", "packing.buckets=[0.25,0.5]"
+        )
+        write(f"{_percent(best.bucketed_waste)} with {' '.join(options)}")
         more = sorted(
             {*default_buckets_of_shape(best.shape, (0.25, 0.5))}
             - {*default_buckets_of_shape(best.shape)}
         )
         if more:
-            say(f"By default there are then graphs for {_and(more)} sequences too")
-    _say_seq_buckets(study, best, say)
+            write(f"By default there are then graphs for {_and(more)} sequences too")
+    _print_seq_buckets(study, best, write)
     if study.result.num_allowed_misfits == 0 and study.target > 0:
-        say(
-            f"{len(study.sizes)} microbatches are too few to tell {target} of the steps\n"
+        write(
+            f"{len(study.sizes)} microbatches are too few to distinguish {target} of the steps\n"
             "from none: the shape holds all of them"
         )
 
@@ -246,49 +248,53 @@ def _lines(head: str, parts: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def _say_same_cost(study: PackingStudy, best: ShapeOutcome, say: Any) -> None:
+def _print_same_cost(study: PackingStudy, best: ShapeOutcome, write: Any) -> None:
     """Print the result of the largest N with the same attention launch, if it is better."""
     same = largest_count_with_same_launch(best.shape)
     shape = replace(best.shape, max_packed_seqs=same)
     # This shape may not be among the candidates.
     other = evaluate(study.sizes, shape, study.microbatches_per_step)
     if other.num_misfits < best.num_misfits:
-        say(
+        write(
             f"{_percent(other.fallback_share)} with N = {same}, for which attention's kernels take "
             "as long"
         )
 
 
-def _say_seq_buckets(study: PackingStudy, best: ShapeOutcome, say: Any) -> None:
+def _print_seq_buckets(study: PackingStudy, best: ShapeOutcome, write: Any) -> None:
     default, fewer = (
         default_buckets_of_shape(best.shape),
         recommended_seq_buckets(study.sizes, best.shape),
     )
     if default:
-        say(
+        write(
             f"By default there are graphs for {_and(default)} sequences too, so that few\n"
             "documents do not pay for many"
         )
     elif fewer:
-        say("By default all graphs are for N sequences")
+        write("By default all graphs are for N sequences")
     if fewer == [0]:
-        say(
-            "Hardly any microbatch has so few: spare them their graphs with\n"
-            + " ".join(_asked(best, "--cuda-graph-packed-seq-buckets 0", "packing.seq_buckets=[]")),
+        write(
+            "Hardly any microbatch has so few documents: save these graphs with\n"
+            + " ".join(
+                _flag_and_key(best, "--cuda-graph-packed-seq-buckets 0", "packing.seq_buckets=[]")
+            ),
             "bold",
         )
     elif fewer:
         needed = quantile(study.sizes.num_documents, MOST_MICROBATCHES)
         flag = f"--cuda-graph-packed-seq-buckets {' '.join(map(str, fewer))}"
-        say(
+        write(
             f"{MOST_MICROBATCHES:.0%} of the microbatches have at most {needed} documents. "
             "Cheaper for them:\n"
-            + "\n".join(_asked(best, flag, f"packing.seq_buckets={str(fewer).replace(' ', '')}")),
+            + "\n".join(
+                _flag_and_key(best, flag, f"packing.seq_buckets={str(fewer).replace(' ', '')}")
+            ),
             "bold",
         )
 
 
-def _asked(best: ShapeOutcome, flag: str, key: str) -> list[str]:
+def _flag_and_key(best: ShapeOutcome, flag: str, key: str) -> list[str]:
     """Return a pretrain script's flag and the configuration key, or the key alone."""
     return [key] if flags(best) is None else [flag, f"({key})"]
 

@@ -109,7 +109,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "--html",
         type=output_file,
         metavar="FILE",
-        help="draw it into one page that zooms; with --compare all schedules",
+        help="draw it on a page that zooms; with --compare, all schedules",
     )
     parser.add_argument(
         "--trace",
@@ -155,7 +155,7 @@ def _compare(args: argparse.Namespace, request: Request) -> int:
     wrong = {"--rank": args.rank is not None, "--svg": args.svg is not None, "--full": args.full}
     wrong |= {"--trace": args.trace is not None, "--schedule": args.schedule != "auto"}
     for option in (option for option, is_given in wrong.items() if is_given):
-        raise ConfigError(f"plan: {option} does not go with --compare, which draws no schedule")
+        raise ConfigError(f"plan: {option} has no effect with --compare; leave it out")
     check_output("plan: --json", args.json)
     check_output("plan: --html", args.html)
     _ranks(request, None)

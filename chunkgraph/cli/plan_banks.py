@@ -52,7 +52,7 @@ def banks_of(args: argparse.Namespace, config: Config) -> tuple[BankSizes, ...]:
     static = config.pipeline.context_parallel_size
     sizes = _sizes_of(args, config)
     if args.cuda_graph_max_packed_tokens is not None and not sizes:
-        raise ConfigError("plan: --cuda-graph-max-packed-tokens goes with --cuda-graph-cp-sizes")
+        raise ConfigError("plan: --cuda-graph-max-packed-tokens needs --cuda-graph-cp-sizes")
     whole = config.tokens_per_sequence
     if not sizes:
         return tuple(

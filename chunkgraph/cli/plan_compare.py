@@ -31,12 +31,12 @@ __all__ = ["COMPARE_HELP", "Comparison", "compare", "comparison_steps"]
 
 COMPARE_HELP = """\
 --compare plans every schedule on the same pipeline. Those with several chunks on a rank have as
-many as --vpp, or two, each so much smaller. `Held`: what the slots of the fullest rank hold, in
-microbatches of all layers of a rank. Recommended is the fastest; of those within 1% of it, the one
-that holds least. --json prints a list with one object per schedule:
+many as --vpp, or two, each correspondingly smaller. `Held`: what the slots of the fullest rank
+hold, in microbatches of all layers of a rank. The recommended schedule holds the least among those
+within 1% of the fastest. --json prints a list with one object per schedule:
   schedule, num_chunks, bubble_ratio, step_ms (without --costs in forwards of a rank),
   relative_step (1f1b: 1), num_slots, held_microbatches, memory_bytes (null without a config),
-  runs_in_megatron, is_recommended; or schedule and error, where it cannot run
+  runs_in_megatron, is_recommended; or schedule and error, if it cannot run
 """
 _BASE = "1f1b"
 _TOLERANCE = 1.01
@@ -146,8 +146,8 @@ class Comparison:
         words = best.schedule
         if best is not self.base:
             held = best.held_microbatches / self.base.held_microbatches
-            words += f", {best.step_ms / self.base.step_ms:.3f} of the step of {_BASE}, "
-            words += f"{held:.2f} of what it holds"
+            words += f", {best.step_ms / self.base.step_ms:.3f} of {_BASE}'s step time, "
+            words += f"{held:.2f} of its `Held`"
         console.print(f"Recommended: {words}.", style="bold", soft_wrap=True)
         own = self.best([row for row in self.rows if row.runs_in_megatron])
         console.print(f"* Megatron runs it; the best of these is {own.schedule}.", soft_wrap=True)

@@ -32,7 +32,7 @@ def add_gpu_memory(parser: argparse.ArgumentParser) -> None:
 def _byte_count(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     if match is None or not float(match[1]):
-        raise argparse.ArgumentTypeError(f"{shown(text)} is no size; write it as 80GiB or 80GB")
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not a size; write it as 80GiB or 80GB")
     return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
@@ -79,7 +79,7 @@ def fit_lines(
             "workspaces and fragmentation, which are not estimated."
         )
         return
-    yield f"Does not fit in {size}: rank {plan.rank} needs {total}. What lowers it, each alone:"
+    yield f"Does not fit in {size}: rank {plan.rank} needs {total}. With one change:"
     for name, other in _alternatives(plan, model, shared_slots=shared_slots):
         if other.total_bytes < memory.total_bytes:
             mark = ", fits" if other.total_bytes <= gpu_bytes else ""

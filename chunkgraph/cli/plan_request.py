@@ -73,15 +73,15 @@ def request_of(args: argparse.Namespace) -> Request:
         raise ConfigError(f"plan: give a CONFIG or --pp, for example: {EXAMPLE}")
     if args.config is None:
         if args.cuda_graph_cp_sizes or args.cuda_graph_max_packed_tokens is not None:
-            raise ConfigError("plan: banks need a CONFIG, whose model they are estimated for")
+            raise ConfigError("plan: banks need a CONFIG: their memory depends on its model")
         if args.gpu_memory is not None:
-            raise ConfigError("plan: --gpu-memory needs a CONFIG, whose model is compared with it")
+            raise ConfigError("plan: --gpu-memory needs a CONFIG: the memory depends on its model")
         return _from_flags(args)
     for flag, value in (("--pp", args.pp), ("--vpp", args.vpp), ("--group-size", args.group_size)):
         if value is not None:
             raise ConfigError(
-                f"plan: {flag} does not go with a CONFIG; override the file's own setting instead, "
-                "for example pipeline.pipeline_model_parallel_size=4"
+                f"plan: {flag} cannot be combined with a CONFIG; override the file's own setting "
+                "instead, for example pipeline.pipeline_model_parallel_size=4"
             )
     from chunkgraph.settings import load_config
 
@@ -109,8 +109,8 @@ def _from_config(args: argparse.Namespace, config: Config) -> Request:
     num_chunks = pipeline.virtual_pipeline_model_parallel_size or 1
     if model.hybrid_layer_pattern is not None and args.cuda_graph_cp_sizes:
         raise ConfigError(
-            "plan: --cuda-graph-cp-sizes is about memory, which is not estimated for a hybrid "
-            "model; leave it out, or set model.hybrid_layer_pattern=null"
+            "plan: --cuda-graph-cp-sizes shows memory, which is not estimated for a hybrid model; "
+            "leave it out, or set model.hybrid_layer_pattern=null"
         )
     if model.hybrid_layer_pattern is not None and args.gpu_memory is not None:
         raise ConfigError("plan: --gpu-memory: memory is not estimated for hybrid models")

@@ -121,7 +121,7 @@ def _notes(config: Config, results: RunResults) -> list[str]:
         f"{results.captures_after_first_session} captured later; slots per chunk: {slots}"
     )
     lines += [
-        f"memsets inside graphs are no kernels, which costs some microseconds each: {why}"
+        f"graphs keep memset nodes, which cost some microseconds each: {why}"
         for why in dict.fromkeys(results.memsets_kept)
         if why
     ]

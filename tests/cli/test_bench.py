@@ -56,7 +56,7 @@ def document(**changes_of_chunk: Any) -> BenchDocument:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([CONFIG, "--variants", "eager,fast"], "there is no 'fast'"),
+        ([CONFIG, "--variants", "eager,fast"], "unknown variant 'fast'"),
         ([CONFIG, "--variants", "eager,eager"], "each only once"),
         ([CONFIG, "--variants", ","], "name at least one"),
         ([CONFIG, "bench.num_warmup_steps=1"], "Set bench.num_warmup_steps to 2 or more"),
@@ -305,7 +305,7 @@ def test_a_slow_gpu_is_told() -> None:
     assert "equally fast" not in printed(document(matmul_tflops_by_rank=[None, None]))
     assert "equally fast" not in printed(document(matmul_tflops_by_rank=[700.0, 650.0]))
     text = " ".join(printed(document(matmul_tflops_by_rank=[401.2, 702.9])).split())
-    assert "chunk: GPUs are not equally fast, and times are those of the slowest" in text
+    assert "chunk: the GPUs differ in speed, and times are those of the slowest" in text
     assert "by rank: 401, 703)" in text
 
 

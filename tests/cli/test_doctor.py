@@ -90,7 +90,7 @@ def test_memsets_that_stay_are_told_with_the_reason(
     monkeypatch.setattr(RecorderBackend, "memsets_kept", "no bindings")
     capture = found(capsys, 0)["capture"]
     assert capture["state"] == "ok"
-    assert capture["advice"].endswith("are no kernels: no bindings")
+    assert capture["advice"].endswith("about 6 us each: no bindings")
 
 
 def test_what_is_not_installed_is_absent_with_advice(

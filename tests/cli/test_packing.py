@@ -57,7 +57,7 @@ def test_json_agrees_with_itself(numbers, capsys):
     assert again == (code, out, err)
     other = run(capsys, *arguments, "--global-batch-size", "4", "--seed", "1")
     assert other[0] == 2
-    assert "does not go with --num-microbatches" in other[2]
+    assert "leave out --num-microbatches" in other[2]
 
 
 def test_the_report_fits_80_columns(numbers, capsys):
@@ -67,7 +67,7 @@ def test_the_report_fits_80_columns(numbers, capsys):
     assert "Documents of a microbatch" in out
     assert "Recommended: --cuda-graph-max-packed-seqs" in out
     assert "For chunkgraph train: packing.max_packed_seqs=" in out
-    assert "too few to tell 1%" in out
+    assert "too few to distinguish 1%" in out
     # Asked for, so shown, however bad.
     assert any(line.split()[:2] == ["3", "128"] for line in out.splitlines())
 
@@ -123,11 +123,11 @@ def test_context_parallelism_pads_documents(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--target-fallback", "1"], "--target-fallback '1' is no share below 1"),
-        (["--target-fallback", "100%"], "is no share below 1"),
-        (["--target-fallback=-1%"], "is no share below 1"),
+        (["--target-fallback", "1"], "--target-fallback '1' is not a share below 1"),
+        (["--target-fallback", "100%"], "is not a share below 1"),
+        (["--target-fallback=-1%"], "is not a share below 1"),
         (["--target-fallback", "few"], "Write a percentage, such as 1%"),
-        (["--target-fallback", "nan"], "is no share below 1"),
+        (["--target-fallback", "nan"], "is not a share below 1"),
         (["--max-packed-tokens", "0"], "max_packed_tokens is 0"),
         (["--max-packed-tokens", "10", "--context-parallel-size", "2"], "The next possible value"),
         (["--context-parallel-size", "0"], "context_parallel_size is 0"),
@@ -287,7 +287,7 @@ def test_documents_are_padded(numbers, capsys):
     assert "packing.pad_seq_to_mult=64" in out
     # Of data that are not padded so nothing was said.
     assert "--cuda-graph" not in out
-    assert "for them leave\n--pad-seq-to-mult out" in out
+    assert "for them\nleave out --pad-seq-to-mult" in out
     assert (found["flags"], plain["flags"][0]) == (None, "--cuda-graph-max-packed-seqs")
     assert max(map(len, out.splitlines()[1:])) <= 80
     # The default T holds the longest in blocks.
@@ -386,7 +386,7 @@ def test_a_number_of_sequences_that_costs_the_same_is_told(tmp_path, capsys):
     assert "--cuda-graph-max-packed-seqs 36" in told
     assert "0.00% with N = 64, for which attention's kernels take as long" in told
     (tokens,) = re.findall(r"--cuda-graph-max-packed-tokens (\d+)", told)
-    assert f"T may be left out where the sequence length is {tokens}, its default" in told
+    assert f"T defaults to the sequence length: leave it out if that is {tokens}" in told
 
 
 def test_a_number_that_costs_the_same_is_told_though_it_is_no_candidate(tmp_path, capsys):

@@ -233,7 +233,7 @@ def test_bad_usage(run, arguments, message):
 
 @pytest.mark.parametrize("flag", ["--pp", "--vpp", "--group-size"])
 def test_config_and_sizes_do_not_go_together(run, config, flag):
-    with pytest.raises(ConfigError, match=f"{flag} does not go with a CONFIG"):
+    with pytest.raises(ConfigError, match=f"{flag} cannot be combined with a CONFIG"):
         run(config, flag, 4)
 
 
@@ -350,7 +350,7 @@ def test_memory_by_bank(run, config, tmp_path):
 def test_banks_that_cannot_be_planned(run, config):
     for arguments, message in (
         (("--pp", 2, "--cuda-graph-cp-sizes", 2), "banks need a CONFIG"),
-        ((config, "--cuda-graph-max-packed-tokens", 8), "goes with --cuda-graph-cp-sizes"),
+        ((config, "--cuda-graph-max-packed-tokens", 8), "needs --cuda-graph-cp-sizes"),
         ((config, "--cuda-graph-cp-sizes", 3), "3 is not a power of two"),
         (
             (config, "--cuda-graph-cp-sizes", 1, 2, "--cuda-graph-max-packed-tokens", 0),

@@ -160,7 +160,7 @@ def test_comparison_says_what_cannot_run(run):
     [("--rank", 0), ("--svg", "x.svg"), ("--full",), ("--schedule", "zb-v"), ("--trace", "x")],
 )
 def test_comparison_draws_nothing(run, arguments):
-    with pytest.raises(ConfigError, match=f"{arguments[0]} does not go with --compare"):
+    with pytest.raises(ConfigError, match=f"{arguments[0]} has no effect with --compare"):
         run("--pp", 2, "--compare", *arguments)
 
 

@@ -42,7 +42,7 @@ def printed(memsets_kept: list[str]) -> str:
 def test_memsets_that_stay_are_told_once_for_each_reason() -> None:
     assert "memsets" not in printed(["", ""])
     text = printed(["no bindings", "", "no bindings"])
-    assert text.count("no kernels, which costs some microseconds each: no bindings\n") == 1
+    assert text.count("memset nodes, which cost some microseconds each: no bindings\n") == 1
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
