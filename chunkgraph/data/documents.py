@@ -42,7 +42,7 @@ class Documents:
         documents: the bytes of each document.
         num_tokens: T.
         seed: seed of the order in which documents are drawn.
-        multiple: documents are padded to a multiple of this many rows, which take room too; divides
+        multiple: documents are padded to a multiple of this many rows, which count as well; divides
             T.
 
     Raises:
@@ -61,7 +61,7 @@ class Documents:
             for start in range(0, len(document), num_tokens)
         ]
         if not self._parts:
-            msg = "The text has no document that is not empty. Set data.path to another text."
+            msg = "All documents of the text are empty. Set data.path to another text."
             raise ConfigError(msg)
 
     @classmethod

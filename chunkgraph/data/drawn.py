@@ -25,9 +25,9 @@ class DrawnDocuments:
 
     A microbatch of n documents ends them at n random positions of its row; the rest of the row
     stays empty, about as long as a document. So rows are as full as those of a data path that ends
-    a microbatch before the first document without room. A document's tokens are a stretch of the
-    text from a random position. All is a pure function of seed, step, microbatch and data-parallel
-    rank.
+    a microbatch before the first document that does not fit. A document's tokens are a stretch of
+    the text from a random position. Everything is a pure function of seed, step, microbatch and
+    data-parallel rank.
 
     Args:
         text: the bytes of the text.

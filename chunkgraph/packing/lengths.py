@@ -189,7 +189,7 @@ class _JsonLine:
         if counts.is_microbatch != self.has_microbatches:
             first_number, first = self._first
             msg = (
-                f"{where}: {shown(self._key)} has {_kind(value[self._key])} where line "
+                f"{where}: {shown(self._key)} has {_kind(value[self._key])}, but line "
                 f"{first_number} has {first}. A list is a packed microbatch, anything else one "
                 "document: use one kind on all lines."
             )

@@ -74,8 +74,8 @@ def pack_in_order(
 ) -> NDArray[np.int64]:
     """Fill microbatches with documents in order; each ends before the first that has no room.
 
-    Only the shape's tokens limit a microbatch, not its sequences, as in a data path that knows
-    nothing of graphs. A document with more rows than the capacity gets its own microbatch.
+    Only the shape's tokens limit a microbatch, not its sequences, as in a data path without
+    graphs. A document with more rows than the capacity gets its own microbatch.
 
     Args:
         lengths: tokens of each document, int64 [documents].

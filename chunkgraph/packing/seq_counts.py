@@ -1,4 +1,4 @@
-"""Choose the numbers of sequences, besides the most, for which packed graphs are captured."""
+"""Choose the smaller numbers of sequences for which packed graphs are captured."""
 
 from __future__ import annotations
 

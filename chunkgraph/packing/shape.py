@@ -217,7 +217,7 @@ def _is_number(value: object) -> bool:
 def bucket_multiple(
     context_parallel_size: int, *, sequence_parallel_size: int = 1, in_fp8: bool = False
 ) -> int:
-    """Return the multiple of rows for length buckets, besides `PackedShape.document_multiple`.
+    """Return the multiple of rows for length buckets, in addition to that of documents.
 
     Args:
         context_parallel_size: context-parallel ranks that share the rows.

@@ -44,7 +44,7 @@ def refuse_too_few_steps(module: nn.Module, options: CaptureOptions) -> None:
         needs, why = 1, "sharded by fully_shard (FSDP2), which is set up in the first step"
     if options.num_warmup_steps < needs:
         raise ConfigError(
-            f"A stage is {why}. Give options=CaptureOptions(num_warmup_steps={needs}), or more."
+            f"A stage is {why}. Pass options=CaptureOptions(num_warmup_steps={needs}), or more."
         )
 
 
@@ -59,8 +59,8 @@ def unwrapped(module: nn.Module, label: str) -> nn.Module:
             if getattr(module, option):
                 raise ConfigError(
                     f"{label}: DistributedDataParallel({option}=...) follows the backward's graph "
-                    "of autograd, which a replay does not build. Leave the option out, or give the "
-                    "stage the module in it and reduce the gradients after the step."
+                    "of autograd, which a replay does not build. Leave the option out, or pass the "
+                    "wrapped module itself and reduce the gradients after the step."
                 )
         module = module.module
     if isinstance(module, FSDPModule):
@@ -71,8 +71,8 @@ def unwrapped(module: nn.Module, label: str) -> nn.Module:
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor):
             raise ConfigError(
-                f"{label}: {name} is a DTensor, whose local tensor is made again in every call, so "
-                "that no graph can hold its address. Give the stage a module of plain tensors."
+                f"{label}: {name} is a DTensor, whose local tensor is new in every call, so "
+                "no graph can hold its address. Pass a module of plain tensors."
             )
     return module
 
@@ -80,7 +80,7 @@ def unwrapped(module: nn.Module, label: str) -> nn.Module:
 def reduce_gradients(wrapper: Any) -> None:
     """Reduce ``.grad`` of all parameters, as DDP does in the last backward of a step.
 
-    Autograd hooks on the parameters tell DDP's reducer about gradients; replays do not run these
+    Autograd hooks on the parameters report gradients to DDP's reducer; replays do not run these
     hooks. This function runs a backward that reaches all parameters and adds nothing.
 
     Args:

@@ -141,8 +141,8 @@ class GraphedSchedule:
         if num_microbatches is None:
             if len(self._counts) > 1:
                 raise ConfigError(
-                    f"Steps may have {_listed(self._counts)} microbatches. Say how many this one "
-                    "has: num_microbatches=..."
+                    f"Steps may have {_listed(self._counts)} microbatches. Pass the number of "
+                    "this step: num_microbatches=..."
                 )
             return self._counts[0]
         if num_microbatches not in self._kept:

@@ -123,7 +123,7 @@ def casting_only(module: Any, label: str) -> Iterator[None]:
 
 
 def finish_backwards(module: Any) -> None:
-    """Mark all gradients as computed, since replays do not run the hooks that tell FSDP."""
+    """Mark all gradients as computed, since replays do not run FSDP's hooks."""
     for group in _groups(module):
         group._post_backward_pending = True
 

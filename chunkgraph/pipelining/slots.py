@@ -49,7 +49,7 @@ def slots_of(schedule: Any, num_stages: int, num_microbatches: int) -> ScheduleS
         num_microbatches: Number of microbatches of the schedule.
 
     Raises:
-        ConfigError: The schedule does not tell the order of its actions.
+        ConfigError: The schedule does not list its actions.
     """
     if isinstance(schedule, Schedule1F1B):
         # It does not run in pipeline_order, which on the last rank begins with microbatch 1.
@@ -58,9 +58,9 @@ def slots_of(schedule: Any, num_stages: int, num_microbatches: int) -> ScheduleS
     order = getattr(schedule, "pipeline_order_with_comms", None) or schedule.pipeline_order
     if not order:
         raise ConfigError(
-            f"{type(schedule).__name__} does not tell the order of its actions (its pipeline_order "
-            "is empty), so that the slots cannot be counted. Use a schedule that fills it in, as "
-            "torch's own do; one from a CSV file after the file is loaded."
+            f"{type(schedule).__name__} does not list its actions (its pipeline_order is empty), "
+            "so the slots cannot be counted. Use a schedule that fills it in, as torch's own do; "
+            "load the file of a CSV schedule first."
         )
     of_stage: Counter[int] = Counter()
     of_rank = {}

@@ -86,15 +86,15 @@ def graphed(stage: object) -> GraphedStage:
     missing = [name for name in _OVERRIDDEN if not hasattr(PipelineStage, name)]
     if missing:
         raise ConfigError(
-            f"torch {torch.__version__} runs its stages another way: PipelineStage has no "
+            f"torch {torch.__version__} runs its stages differently: PipelineStage has no "
             f"{missing[0]}, which graphs replace. Use a release from 2.11 to 2.15."
         )
     if type(stage) is PipelineStage:
         stage.__class__ = GraphedStage
     if not isinstance(stage, GraphedStage):
         raise ConfigError(
-            f"A stage is a {type(stage).__name__}. Give GraphedStage(module, stage_index, ...), or "
-            "a class derived from it; of a traced model GraphedStage(pipe.get_stage_module(i), i, "
+            f"A stage is a {type(stage).__name__}. Pass GraphedStage(module, stage_index, ...), or "
+            "a class derived from it; for a traced model GraphedStage(pipe.get_stage_module(i), i, "
             "...)."
         )
     return stage
@@ -126,7 +126,7 @@ class StageReplays:
         self._module = unwrapped(wrapper, label)
         if not any(p.requires_grad for p in self._module.parameters()):
             raise ConfigError(
-                f"{label} has no parameter that is trained. Give its layers to a stage next to it."
+                f"{label} has no trainable parameter. Move its layers to a neighbouring stage."
             )
         self.chunk = replace(
             Chunk.from_module(self._module, label, backward="split" if is_split else "whole"),
@@ -143,8 +143,8 @@ class StageReplays:
             if self._stage.dw_builder is not None and self._stage.replays is None:
                 raise ConfigError(
                     f"{self.chunk.label} has a dw_builder. Leave it out: the weight gradients of a "
-                    "captured stage are a graph of their own. A module that delays them by itself "
-                    "(with a method backward_dw) needs none."
+                    "captured stage have their own graph. A module that delays them itself (with "
+                    "a method backward_dw) needs none."
                 )
             self._stage.dw_builder = lambda: graphs.weights.runner(index)
 

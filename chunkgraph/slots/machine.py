@@ -230,7 +230,7 @@ class SlotMachine:
         self._refuse("backward", chunk, None, slot, problem, advice)
 
     def defer_weight(self, chunk: int, slot: int) -> None:
-        """Mark that the input gradient of what a slot holds is done, and its weight gradient not.
+        """Mark that a slot's input gradient is done and its weight gradient is pending.
 
         Raises:
             SlotError: Outside a step, unknown chunk or slot, or the slot is not in backward.
@@ -251,14 +251,14 @@ class SlotMachine:
 
         Args:
             chunk: Index of the model chunk.
-            turn: Of the forward whose weight gradient it is to be; None: whichever it is.
+            turn: Turn of the forward whose weight gradient starts; None to accept any.
 
         Returns:
             The slot number.
 
         Raises:
-            SlotError: Outside a step, unknown chunk, none waits, or another one waits longer: sums
-                of weight gradients would have other bits.
+            SlotError: Outside a step, unknown chunk, no weight gradient waits, or another one has
+                waited longer: the sums of weight gradients would have other bits.
         """
         self._check_in_step("weight", chunk, None, None)
         self._check_place("weight", chunk, None, None)

@@ -181,7 +181,7 @@ class ModelSizes:
 
     @property
     def num_shared_parameters(self) -> int:
-        """Return those of them that are no experts'."""
+        """Return the parameters outside of the experts."""
         if self.latent is not None:
             attention = self.latent.num_parameters(self.hidden_size, self.num_attention_heads)
         else:

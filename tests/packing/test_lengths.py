@@ -86,10 +86,10 @@ def test_lists_and_numbers_of_json_lines_are_not_mixed(tmp_path: Path, first, ot
     """In neither order: the last line does not decide what the others are."""
     path = tmp_path / "data.jsonl"
     path.write_text(f'{{"lengths": {first}}}\n\n{{"lengths": {other}}}\n')
-    with pytest.raises(ConfigError, match=rf":3: 'lengths' has {kind} where line 1 has a list"):
+    with pytest.raises(ConfigError, match=rf":3: 'lengths' has {kind}, but line 1 has a list"):
         read_lengths(path)
     path.write_text(f'{{"lengths": {other}}}\n{{"lengths": {first}}}\n')
-    with pytest.raises(ConfigError, match=rf":2: 'lengths' has a list where line 1 has {kind}"):
+    with pytest.raises(ConfigError, match=rf":2: 'lengths' has a list, but line 1 has {kind}"):
         read_lengths(path)
 
 

@@ -119,18 +119,18 @@ def test_a_stage_of_another_kind_is_refused(one_rank: None) -> None:
     class Other(PipelineStage):
         pass
 
-    with pytest.raises(ConfigError, match=r"is a Other\. Give GraphedStage"):
+    with pytest.raises(ConfigError, match=r"is a Other\. Pass GraphedStage"):
         graphed(Other(nn.Linear(4, 4), 0, 1, CPU))
 
 
 def test_a_stage_without_parameters_is_refused(pipeline: Make) -> None:
-    with pytest.raises(ConfigError, match="stage 1 has no parameter"):
+    with pytest.raises(ConfigError, match="stage 1 has no trainable parameter"):
         pipeline(nn.Linear(4, 4), nn.Tanh())
 
 
 def test_a_schedule_without_an_order_is_refused(one_rank: None) -> None:
     stage = GraphedStage(nn.Linear(4, 4), 0, 1, CPU)
-    with pytest.raises(ConfigError, match="does not tell the order"):
+    with pytest.raises(ConfigError, match="does not list its actions"):
         GraphedSchedule(stage, lambda n: SimpleNamespace(pipeline_order=None), (2,))
 
 
