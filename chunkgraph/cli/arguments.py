@@ -22,7 +22,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print usage and the message, and exit with code 2."""
-        message = _LONG_WORD.sub(lambda found: shorten(found[0]), message)
+        message = _LONG_WORD.sub(lambda match: shorten(match[0]), message)
         super().error(message if len(message) <= _MAX_MESSAGE else f"{message[:_MAX_MESSAGE]}...")
 
 

@@ -146,5 +146,5 @@ def _from_config(args: argparse.Namespace, config: Config) -> Request:
     )
 
 
-def _schedule_name(wanted: str, num_ranks: int, num_chunks: int) -> str:
-    return megatron_schedule_name(num_ranks, num_chunks) if wanted == "auto" else wanted
+def _schedule_name(requested: str, num_ranks: int, num_chunks: int) -> str:
+    return megatron_schedule_name(num_ranks, num_chunks) if requested == "auto" else requested

@@ -150,7 +150,7 @@ def save_run_record(
     folder = run_dir or (Path(save) if save else None)
     if folder is None:
         return None
-    asked = flags.as_dict()
+    settings = flags.as_dict()
     model = (*_MODEL, *(_EXPERTS if getattr(args, "num_experts", None) else ()))
     record: dict[str, Any] = {
         "chunkgraph": __version__,
@@ -158,10 +158,10 @@ def save_run_record(
         "command": list(sys.argv),
         "world_size": int(os.environ.get("WORLD_SIZE", "1")),
         "model": {name: _plain(getattr(args, name, None)) for name in model},
-        **asked,
+        **settings,
         "pipeline": {
             **{name: _plain(getattr(args, name, None)) for name in _PIPELINE},
-            **asked["pipeline"],
+            **settings["pipeline"],
         },
         "cuda_graph_granularity": "chunk",
         "capture": {**asdict(flags.capture), "scope": graphs.scope.scope},

@@ -93,7 +93,7 @@ class MegatronChunkGraphs:
 
     @property
     def expert_dispatch(self) -> str:
-        """How experts of this rank that take all tokens are captured; "" without any."""
+        """The dispatch of this rank's dropless experts in graphs; "" without such experts."""
         experts = self.features.find(Experts)
         return "" if experts is None else experts.dispatch
 

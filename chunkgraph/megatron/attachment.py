@@ -168,7 +168,7 @@ def attach(
 
 
 def _driver(site: Site, graphs: ChunkGraphs, undo: ExitStack) -> ScheduleDriver | None:
-    """Create what runs the steps of a schedule; None where Megatron's own functions do."""
+    """Create the driver of a schedule's steps; None if Megatron's own functions run them."""
     if site.schedule is None:
         return None
     driver = ScheduleDriver(site.schedule.build, site.place.pipeline_rank, graphs.weights.run)

@@ -137,7 +137,7 @@ class CapturedPart:
             copies_outputs=self._gives_losses,
             check_sample=self._check_sample,
             caches=GROWING_BUFFERS,
-            # Megatron's layers set again the attributes that they leave behind; features handle
+            # Every forward of Megatron's layers sets their attributes again; features handle
             # those that are state.
             may_leave_values=True,
         )

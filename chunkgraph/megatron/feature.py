@@ -53,7 +53,7 @@ class Feature:
 
     @classmethod
     def facts(cls, site: Site) -> Mapping[str, object]:
-        """Return what rules ask of a model that its config does not say."""
+        """Return the facts of a model that rules check and its config lacks."""
         return {}
 
     @classmethod

@@ -60,8 +60,8 @@ def refuse_hooks(inner: Mapping[str, nn.Module], label: str) -> None:
     raise ConfigError(
         f"{label} has hooks on modules inside the captured part, which a replay does not run:\n  - "
         + "\n  - ".join(lines)
-        + "\nRemove them by their handles, do what they do in the module's forward if it is a "
-        "computation on the device, or train without chunk graphs."
+        + "\nRemove them through their handles, move computations on the device into the module's "
+        "forward, or train without chunk graphs."
     )
 
 

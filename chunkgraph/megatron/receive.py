@@ -48,7 +48,7 @@ class ReceiveOrder:
 
     @classmethod
     def of(cls, schedule: Schedule, rank: int) -> ReceiveOrder:
-        """Return the order of a rank's receives in a schedule that spells them out."""
+        """Return the order of a rank's receives in a schedule with transfers."""
         actions = schedule.actions[rank]
         forwards = [(a.stage, a.microbatch) for a in actions if a.op is Op.F]
         received = [a for a in actions if a.op is Op.RECV_F]
@@ -100,7 +100,7 @@ def waits_for_sends(config: Any) -> bool:
 
 
 class SlotReceiver:
-    """Give the schedule, in replayed steps, what receives into slots.
+    """Let the schedule receive into slots in replayed steps.
 
     Megatron's schedules take a communicator, a `ScheduleDriver` takes the memory itself.
 

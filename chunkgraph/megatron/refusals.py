@@ -82,7 +82,7 @@ DELAY_RULES = (
     ),
     Rule(
         "schedule use_transformer_engine_op_fuser: fused operations do not compute their weight "
-        "gradients apart; leave one of them out",
+        "gradients separately; leave one of them out",
         lambda f: f.splits_backward and f.use_transformer_engine_op_fuser,
     ),
 )
@@ -192,13 +192,13 @@ def facts_of_model(
 
     Args:
         config: An object that has all or some fields of TransformerConfig as attributes.
-        others: Facts that the config does not have, or has otherwise.
+        others: Facts that the config lacks, or that replace its own.
         words: How the user writes settings.
     """
     dtype = getattr(config, "params_dtype", None)
     dispatcher = getattr(config, "moe_token_dispatcher_type", None) or "allgather"
     is_flex = dispatcher == "flex"
-    # Without that dispatcher it has Megatron's default, which nobody asked for.
+    # Without that dispatcher it has Megatron's default, which is not the user's choice.
     backend = (
         (getattr(config, "moe_flex_dispatcher_backend", None) or "deepep") if is_flex else None
     )

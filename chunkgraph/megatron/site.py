@@ -101,7 +101,7 @@ class Site:
         return (getattr(self.config, "expert_model_parallel_size", 1) or 1) > 1
 
     def facts(self, others: Iterable[tuple[str, object]] = ()) -> Facts:
-        """Return what rules ask of the model.
+        """Return the facts of the model that rules check.
 
         Args:
             others: further facts, by name.

@@ -59,7 +59,7 @@ def test_schedules_of_a_configuration_are_variants(name: str, size: int) -> None
             "--variants: unknown variant 'chunk_zb-v'; choose from eager, .*chunk_zb-h1",
         ),
         ("chunk_interleaved-zb", (), "--variants: .*interleaved-zb"),
-        (None, ("bench.schedules=[zb]",), "bench.schedules: there is no 'chunk_zb'"),
+        (None, ("bench.schedules=[zb]",), "bench.schedules: unknown variant 'chunk_zb'"),
         (
             None,
             ("pipeline.virtual_pipeline_model_parallel_size=2",),

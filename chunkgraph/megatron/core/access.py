@@ -28,7 +28,7 @@ _MISSING = object()
 
 
 def import_megatron(name: str = "megatron.core") -> ModuleType:
-    """Import a Megatron module; the error says how to install a missing package."""
+    """Import a Megatron module; the error explains how to install a missing package."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

@@ -24,7 +24,7 @@ def global_buffers() -> list[torch.Tensor]:
 
 @contextlib.contextmanager
 def capture_flag() -> Iterator[None]:
-    """Set the flags that tell Megatron and Transformer Engine that a graph is being captured.
+    """Set the flags by which Megatron and Transformer Engine recognize a running capture.
 
     While they are set, DDP's parameter-gather and gradient hooks do nothing; chunkgraph sends
     their signals around every replay instead.

@@ -1,8 +1,8 @@
 """Transformer Engine's layers that leave weight gradients to ``backward_dw`` (the action W).
 
-Layers read ``delay_wgrad_compute`` of Megatron's TransformerConfig when they are built, and DDP
-reads that of its own config. TransformerConfig refuses the field without expert-parallel overlap,
-so it is set on the config after that check.
+Layers read ``delay_wgrad_compute`` from Megatron's TransformerConfig when they are built; DDP reads
+it from its own config. TransformerConfig refuses the field without expert-parallel overlap, so it
+is set on the config after that check.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def delays(module: nn.Module) -> bool:
 
 
 def facts_of_delays(chunks: Iterable[nn.Module]) -> dict[str, object]:
-    """Return what rules ask about the delayed weight gradients of model chunks."""
+    """Return the facts about delayed weight gradients of model chunks that rules check."""
     at_once = ddp_at_once = False
     for chunk in chunks:
         stores = [m for m in chunk.modules() if getattr(m, "wgrad_store", None) is not None]

@@ -45,7 +45,7 @@ def _functions() -> _Functions:
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronSteps:
-    """What one training step of a schedule calls of Megatron.
+    """Megatron's functions and arguments for one training step of a schedule.
 
     Attributes:
         models: Model chunks of this rank, wrappers included.

@@ -34,7 +34,7 @@ class PipelineSchedule:
         """Look a schedule up, or read it.
 
         Raises:
-            ConfigError: There is no such schedule, or it does not go with Megatron's stages.
+            ConfigError: There is no such schedule, or it does not match Megatron's stages.
             ScheduleError: The file holds no valid schedule.
         """
         check(SCHEDULE_RULES, Facts({"schedule": name}.get, PROGRAM), "This schedule cannot run:")
@@ -104,7 +104,7 @@ def _check_stages(schedule: Schedule, place: PipelinePlace) -> None:
     sizes = (schedule.num_ranks, schedule.num_chunks)
     if sizes != (place.pipeline_size, place.num_chunks):
         raise ConfigError(
-            f"{name} has {sizes[0]} ranks of {sizes[1]} chunk(s), and the pipeline has "
+            f"{name} has {sizes[0]} ranks of {sizes[1]} chunk(s), but the pipeline has "
             f"{place.pipeline_size} of {place.num_chunks}."
         )
     if schedule.placement is not Placement.LOOP:

@@ -32,13 +32,13 @@ class ScheduleDriver:
 
     Args:
         build: Returns the schedule for a number of microbatches, the same on all ranks.
-        rank: Of this process in the pipeline.
+        rank: Rank of this process in the pipeline.
         run_weights: Adds the weight gradients that the oldest backward of a chunk has left out; the
             argument is the chunk. None: backwards compute all gradients, and W does nothing.
 
     Raises:
-        ConfigError: (when called) the model or the call asks for what only Megatron's own
-            functions do.
+        ConfigError: (when called) the model or the call needs a feature that only Megatron's own
+            functions have.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class ScheduleDriver:
         communicator = keywords.get("p2p_communicator")
         if communicator is not None and not is_plain_communicator(communicator):
             raise ConfigError(
-                "A pipeline schedule of chunkgraph exchanges tensors itself, and the "
+                "A pipeline schedule of chunkgraph exchanges tensors itself, but the "
                 f"p2p_communicator of this step is a {type(communicator).__name__}. Leave it out, "
                 "or train with Megatron's own schedule."
             )
@@ -83,7 +83,7 @@ class ScheduleDriver:
         if schedule.num_chunks != len(steps.models):
             raise ConfigError(
                 f"The schedule {schedule.name!r} has {schedule.num_chunks} model chunk(s) a rank, "
-                f"and the model has {len(steps.models)}. Set the virtual pipeline size to match."
+                f"but the model has {len(steps.models)}. Set the virtual pipeline size to match."
             )
         received = Received(
             steps.received_shape(keywords),
@@ -113,7 +113,7 @@ class ScheduleDriver:
 
 
 class _Stop(NamedTuple):
-    """One action of a rank, with all that is known of it before the step.
+    """One action of a rank, with its details that are known before the step.
 
     Attributes:
         run: Name of the method of `_Step` that runs it.

@@ -26,7 +26,7 @@ def eager_driver(chunks: Sequence[nn.Module], name: str) -> ScheduleDriver:
         name: As `attach` takes ``schedule``.
 
     Raises:
-        ConfigError: The schedule does not go with the model.
+        ConfigError: The schedule does not match the model.
         ScheduleError: The file holds no valid schedule.
     """
     config = config_of(chunks[0])

@@ -63,7 +63,7 @@ class GradientSync:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Hold reductions back inside, but for those that `around` lets go."""
+        """Hold reductions back inside, except those that `around` runs."""
         self._hold()
         try:
             yield
@@ -72,7 +72,7 @@ class GradientSync:
 
     @contextlib.contextmanager
     def around(self, last: LastGradients) -> Iterator[None]:
-        """Reduce the gradients of a chunk, the last of which are added inside."""
+        """Reduce the gradients of a chunk; the action inside adds the last ones."""
         start = self._starts[last.chunk]
         if start is None:
             self._let_go()

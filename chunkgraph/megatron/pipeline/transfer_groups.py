@@ -34,8 +34,8 @@ class TransferGroups:
     """Groups of a pipeline's transfers.
 
     Transfers of one group run one after another. Each link, from one sender to one receiver in one
-    direction, has a group that no other link of either rank uses, so transfers wait only for those
-    of their own link.
+    direction, has a group that no other link of either rank uses, so transfers wait only for
+    others of the same link.
 
     A kernel of NCCL that waits for the other rank takes multiprocessors from the kernels that
     compute. A receive does not wait long: it is posted where its tensor is used. A send does not

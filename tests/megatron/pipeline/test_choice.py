@@ -48,7 +48,7 @@ def test_files_that_cannot_drive_megatron_are_refused(tmp_path: Path) -> None:
         PipelineSchedule.of(_file(tmp_path, v.to_csv()), _place(0, 2))
     plain = build_schedule("1f1b", num_ranks=2, num_microbatches=4)
     with pytest.raises(
-        ConfigError, match=r"has 2 ranks of 1 chunk\(s\), and the pipeline has 2 of 2"
+        ConfigError, match=r"has 2 ranks of 1 chunk\(s\), but the pipeline has 2 of 2"
     ):
         PipelineSchedule.of(_file(tmp_path, plain.to_csv()), _place(0, 2))
     with pytest.raises(ConfigError, match="of 4 microbatches, and the step has 3"):

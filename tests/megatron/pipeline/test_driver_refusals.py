@@ -26,7 +26,7 @@ class Communicator:
     [
         ({"adjust_tensor_shapes_fn": max}, 1, "with adjust_tensor_shapes_fn"),
         ({"p2p_communicator": Communicator()}, 1, "p2p_communicator of this step is a Communic"),
-        ({}, 2, r"has 2 model chunk\(s\) a rank, and the model has 1"),
+        ({}, 2, r"has 2 model chunk\(s\) a rank, but the model has 1"),
     ],
 )
 def test_a_step_of_another_kind_is_refused(

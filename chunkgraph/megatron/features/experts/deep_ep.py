@@ -33,9 +33,9 @@ def refuse_for_deep_ep(facts: Facts) -> None:
         if others := ranks_of_other_nodes(ranks, here, os.environ):
             raise ConfigError(
                 f"rank {here}: experts are on the ranks {ranks}, of which {others} are on other "
-                "nodes, and DeepEP dispatches within a node in a graph. Make "
-                "expert_model_parallel_size smaller, number the ranks so that those that share "
-                "experts are on one node, or set moe_flex_dispatcher_backend to 'hybridep'."
+                "nodes, but DeepEP dispatches in a graph only within a node. Lower "
+                "expert_model_parallel_size, number the ranks so that those that share experts "
+                "are on one node, or set moe_flex_dispatcher_backend to 'hybridep'."
             )
     if (missing := deep_ep_is_missing(facts)) is not None:
         raise MissingDependencyError(missing)

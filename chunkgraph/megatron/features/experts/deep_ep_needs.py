@@ -106,7 +106,7 @@ def _deep_ep(backend: str) -> str | None:
         if not supports_worst_case():
             return _OLD.format(version)
         if importlib.util.find_spec("pynvml") is None:
-            return "pynvml is not installed, with which deep_ep looks for NVLink"
+            return "pynvml is not installed; deep_ep needs it to detect NVLink"
         return None
     if has_hybrid_ep:
         return None
@@ -136,5 +136,5 @@ def _environment() -> str | None:
         return None
     return (
         f"{FUSED_GROUPED_MLP} is not set to 1; without it, Megatron does not apply "
-        "{{use_transformer_engine_op_fuser=}} to experts, on Hopper either"
+        "{{use_transformer_engine_op_fuser=}} to experts, not even on Hopper"
     )

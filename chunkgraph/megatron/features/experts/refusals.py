@@ -38,15 +38,15 @@ MOE_RULES = (
     _rule("moe_use_legacy_grouped_gemm: its kernels read the token counts on the host"),
     _rule(f"moe_router_padding_for_quantization: {_ROWS}"),
     _rule(f"moe_router_padding_for_fp8: {_ROWS}"),
-    _rule("moe_enable_routing_replay: what it replays is Python state"),
+    _rule("moe_enable_routing_replay: it replays Python state"),
     _rule(
         "moe_router_force_biased: it keeps random numbers drawn in the first forward",
         lambda f: f.moe_router_force_biased is not None,
     ),
-    _rule("moe_paged_stash: it stashes for dispatch without a fixed capacity only"),
+    _rule("moe_paged_stash: it supports only dispatch without a fixed capacity"),
     _rule(f"moe_enable_deepep: the number of rows depends on the tokens; {STATIC}"),
     _rule(
-        f"moe_token_dispatcher_type: not known; {STATIC}",
+        f"moe_token_dispatcher_type: unknown; {STATIC}",
         lambda f: f.moe_token_dispatcher_type not in (*_STATIC_DISPATCHERS, "flex"),
     ),
     _rule(
@@ -60,8 +60,9 @@ MOE_RULES = (
     ),
     _rule(
         "moe_router_load_balancing_type: sinkhorn iterates until a value that it reads on the "
-        "host is small, and a step whose rounds were too few runs again only with experts that "
-        "take all tokens; leave out the capacity and the flexible dispatcher",
+        "host is small; a graph has a fixed number of rounds, and only steps of experts that take "
+        "all tokens run again if it is too small; leave out the capacity and the flexible "
+        "dispatcher",
         lambda f: _balances_by("sinkhorn")(f) and not uses_dropless(f),
     ),
     *EXPERT_RULES,
@@ -96,8 +97,8 @@ PADDED_ROWS_RULES = (
 IDLE_RULES = (
     Rule(
         "moe_router_enable_expert_bias moe_pad_expert_input_to_capacity: Megatron counts the rows "
-        "of each expert after they were filled up, when all have as many, so that the bias stays "
-        "what it is and balances nothing; balance with {moe_aux_loss_coeff=}",
+        "of each expert after padding, when all experts have the same number, so the bias never "
+        "changes and balances nothing; balance with {moe_aux_loss_coeff=}",
         lambda f: (
             f.num_moe_experts
             and f.moe_router_enable_expert_bias

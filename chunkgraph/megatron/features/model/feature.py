@@ -40,7 +40,7 @@ class ModelState(Feature):
 
     @classmethod
     def facts(cls, site: Site) -> Mapping[str, object]:
-        """Return what the wrappers of the model and Megatron's random state say."""
+        """Return the facts about the model's wrappers and Megatron's random state."""
         return {
             "is_fully_sharded": any(map(is_fully_sharded, site.chunks)),
             "is_rng_graph_safe": rng_is_graph_safe(),

@@ -111,8 +111,8 @@ def _derived(c: int, name: str, value: Any, of: PackedBank, wanted: PackedBank) 
     }
     if isinstance(value, torch.Tensor) and changed & set(value.shape):
         raise ConfigError(
-            f"Chunk {c} takes {name} of shape {tuple(value.shape)}, and its shape in "
-            f"the bank of {wanted}, which no step before the capture used, is not known. Use no "
+            f"Chunk {c} takes {name} of shape {tuple(value.shape)}. Its shape in the bank of "
+            f"{wanted} is unknown, since no step before the capture used this bank. Use no "
             "buckets with it, or warm up with microbatches of every bank."
         )
     return value

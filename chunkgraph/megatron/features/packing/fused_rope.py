@@ -3,10 +3,9 @@
 Its kernel for packed sequences launches a block for every entry of the table in every sequence,
 empty or not: with 64 sequences in 1024 rows that takes a fifth of a layer's time. (From release
 2.19 on, it has a kernel with a block for each row, and uses it if that saves 65536 blocks or more.)
-Its
-kernel for plain sequences does the same arithmetic with a table that has an entry for each row and
-is shared by all layers. Without the table it takes less time than either kernel (H200, 4096 rows:
-81 us instead of 105 us in a layer). A test run compares the bits before it is used.
+Its kernel for plain sequences does the same arithmetic with a table that has an entry for each row
+and is shared by all layers. Without the table it takes less time than either kernel (H200, 4096
+rows: 81 us instead of 105 us in a layer). A test run compares the bits before it is used.
 """
 
 from __future__ import annotations

@@ -85,6 +85,6 @@ class OffsetCutter(Feature):
             if int(joined.count_nonzero()) > 1:
                 raise ConfigError(
                     f"{where}: {name} has more than the {num_seqs - 1} documents that graphs of "
-                    f"{num_seqs} sequences support, but the inputs of the step had no more. "
-                    "Pass every document (packings=...), or attach with seq_buckets=()."
+                    f"{num_seqs} sequences support, although the inputs of the step listed no "
+                    "more. Pass every document (packings=...), or attach with seq_buckets=()."
                 )

@@ -69,8 +69,8 @@ def refuse_other_context(shape: PackedShape, config: Any) -> None:
     size = getattr(config, "context_parallel_size", 1) or 1
     if shape.context_parallel_size != size:
         raise ConfigError(
-            f"The packed shape is for context_parallel_size {shape.context_parallel_size}, and the "
-            f"model has {size}. Its documents are padded to a multiple of twice that size: pass "
+            f"The packed shape is for context_parallel_size {shape.context_parallel_size}, but the "
+            f"model has {size}, and documents are padded to a multiple of twice the size: pass "
             f"packing=PackedShape(..., context_parallel_size={size}) to attach()."
         )
 
@@ -108,10 +108,9 @@ def refuse_predictions_over_padding(shape: PackedShape, config: Any) -> None:
     if predicts and shape.context_parallel_size > 1 and not shape.counts_padding:
         raise ConfigError(
             f"mtp_num_layers={predicts} with packed documents that {shape.context_parallel_size} "
-            "context-parallel ranks share: Megatron then takes labels of several documents for "
-            "one's, as there is padding between them. Pass PackedShape(..., "
-            "counts_padding=True) to attach() and pack into that shape, or leave multi-token "
-            "prediction out."
+            "context-parallel ranks share: because of the padding between documents, Megatron "
+            "then mixes labels of different ones. Pass PackedShape(..., counts_padding=True) to "
+            "attach() and pack into that shape, or leave multi-token prediction out."
         )
 
 
@@ -214,11 +213,11 @@ def refuse_rows_after_offsets(
         end = int(offsets[-1])
         if end != num_rows * size:
             raise ConfigError(
-                f"{label}: {ARGUMENT}.{name} ends at {end}, and there are {num_rows * size} rows "
-                f"({num_rows} on each of {size} context-parallel ranks). Rows after it "
+                f"{label}: {ARGUMENT}.{name} ends at {end}, but there are {num_rows * size} rows "
+                f"({num_rows} on each of {size} context-parallel ranks). Rows after the end "
                 "would contain values of an earlier microbatch. Pack with "
-                "chunkgraph.packing.pack(), whose "
-                "last sequence has no token and reaches the last row, or pass such offsets."
+                "chunkgraph.packing.pack(), whose last sequence has no token and reaches the "
+                "last row, or pass such offsets."
             )
 
 
@@ -292,7 +291,7 @@ def fixed_params(params: Any, packed: PackedSequences) -> Any:
     if seq_idx is not None:
         if seq_idx.numel() != rows:
             raise ConfigError(
-                f"{ARGUMENT}.seq_idx has {seq_idx.numel()} rows, and a Mamba layer sees {rows}: "
+                f"{ARGUMENT}.seq_idx has {seq_idx.numel()} rows, but a Mamba layer sees {rows}: "
                 "those of all context-parallel ranks. Set PackedSeqParams.total_tokens to that "
                 "number."
             )

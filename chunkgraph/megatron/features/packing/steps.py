@@ -169,8 +169,8 @@ class StepPlans(StepPlanner):
         self._banks.check(banks)
         if num_microbatches not in (None, len(banks)):
             raise ConfigError(
-                f"rank {self._rank}: the step has {num_microbatches} microbatches, but contexts of "
-                f"{len(banks)}. Give the bank of every microbatch (PackedBanks.of_schedule)."
+                f"rank {self._rank}: the step has {num_microbatches} microbatches, but contexts "
+                f"for {len(banks)}. Pass the bank of every microbatch (PackedBanks.of_schedule)."
             )
         return _Contents(replace(inputs, contexts=banks), inputs.misfit, banks, None, banks)
 
@@ -203,7 +203,7 @@ class StepPlans(StepPlanner):
         if rows is not None and len(rows) != num_microbatches:
             raise ConfigError(
                 f"rank {self._rank}: the step has {num_microbatches} microbatches, but "
-                f"buckets of {len(rows)}. Give the rows of every microbatch."
+                f"buckets for {len(rows)}. Pass the rows of every microbatch."
             )
         longest = self._banks.largest_shape.max_packed_tokens
         banks = [
@@ -251,12 +251,13 @@ class StepPlans(StepPlanner):
             return
         name = self.inputs[0]
         raise ConfigError(
-            f"rank {self._rank}: the step has {num_microbatches} microbatches with {name} "
-            f"{getattr(inputs, name)}, misfit {inputs.misfit!r}; announced were {len(banks)} with "
-            f"{getattr(expected, name)}, misfit {expected.misfit!r}; their schedules must be "
-            "the same. The other ranks follow the announcement, so this rank must follow it too. "
-            "Announce the contents of each step, in the order of the steps; withdraw() on all "
-            "ranks takes back the announcement, which is still in effect."
+            f"rank {self._rank}: the step differs from its announcement. It has "
+            f"{num_microbatches} microbatches with {name} {getattr(inputs, name)}, misfit "
+            f"{inputs.misfit!r}; announced: {len(banks)} with {getattr(expected, name)}, misfit "
+            f"{expected.misfit!r}; their schedules must be the same. The other ranks follow the "
+            "announcement, so this rank must follow it too. Announce the contents of each step, "
+            "in the order of the steps. The announcement stays in effect until all ranks call "
+            "withdraw()."
         )
 
     def _missing(self) -> ConfigError:
@@ -326,12 +327,13 @@ class StepPlans(StepPlanner):
             warnings.warn(
                 f"rank {self._rank}, microbatch {microbatch}: document {document} has "
                 f"{lengths[document]} tokens, and the last of its {shape.document_multiple} pieces "
-                "for the context-parallel ranks has none. Where heads share keys "
-                "(num_query_groups), Transformer Engine's attention may give such documents' keys "
-                "gradients of memory that nobody wrote (its issue 2448), in eager training too; "
-                "then graphs do not equal it. Leave out documents of fewer than "
-                f"{shape.document_multiple**2} tokens, or count their padding as tokens: give "
-                "attach() packing=PackedShape(..., counts_padding=True) and pack into that shape.",
+                "for the context-parallel ranks has none. If heads share keys "
+                "(num_query_groups), Transformer Engine's attention may return uninitialized "
+                "memory as gradients of such documents' keys (its issue 2448), in eager training "
+                "too, so graphs and eager can differ. Leave out documents of fewer than "
+                f"{shape.document_multiple**2} tokens, or count their padding as tokens: pass "
+                "packing=PackedShape(..., counts_padding=True) to attach() and pack into that "
+                "shape.",
                 stacklevel=2,
             )
             return

@@ -113,8 +113,8 @@ class ExpertStash(Feature):
             return
         if stash.skips_single_slots and site.options.shared_slots:
             raise ConfigError(
-                "StashOptions(skips_single_slots=True) with shared slots: no slot belongs to one "
-                "chunk. Turn one of them off."
+                "StashOptions(skips_single_slots=True) with shared slots: no slot belongs to a "
+                "single chunk. Turn one of them off."
             )
 
     @classmethod
@@ -248,8 +248,8 @@ class ExpertStash(Feature):
         text = ""
         if status is not None and short and self.size is not None:
             text = (
-                f"{short} saved tensors found no page of the stash (it has "
-                f"{self.size.total_pages} of {self.size.page_bytes} bytes, "
+                f"{short} saved tensors did not fit in the stash (it has "
+                f"{self.size.total_pages} pages of {self.size.page_bytes} bytes, "
                 f"{status.num_peak_pages} were needed)"
             )
         is_at_limit = status is not None and bool(short) and not self.can_grow(status)
@@ -276,10 +276,10 @@ class ExpertStash(Feature):
             )
         if most_late:
             raise StashError(
-                f"Rank {self._rank}: {late} tensors found no page of the stash in the previous "
-                f"step (on one rank {most_late}) after its last forward, where nothing is stashed: "
-                "its gradients were wrong. Does a custom layer recompute experts in the backward? "
-                "Train without the stash (stash.enabled=false), or without such a layer."
+                f"Rank {self._rank}: {late} tensors did not fit in the stash in the previous step "
+                f"(on one rank {most_late}) after its last forward, when nothing should be "
+                "stashed: its gradients were wrong. If a custom layer recomputes experts in the "
+                "backward, train without the stash (stash.enabled=false), or without this layer."
             )
         if not largest.amount:
             return
@@ -322,7 +322,7 @@ class ExpertStash(Feature):
         short, left = steps[0].num_short_late(), steps[0].num_pages_left()
         if short or left:
             warnings.warn(
-                f"In the last replayed step {short} tensors found no page of the stash after its "
+                f"In the last replayed step {short} tensors did not fit in the stash after its "
                 f"last forward, and {left} pages were not freed: its gradients were wrong, and the "
                 "optimizer may have used them. Train without the stash (stash.enabled=false), and "
                 "please report it.",

@@ -210,10 +210,10 @@ def test_steps_know_the_buckets_of_their_microbatches() -> None:
     assert _announce(plans, [[3]], "", [16]) == ""
     assert begin(None, "", 1) == (None, [16])
     _announce(plans, [[3]])
-    with pytest.raises(ConfigError, match="announced were 1 with"):
+    with pytest.raises(ConfigError, match="announced: 1 with"):
         begin([[3]], "", 1, [16])
     assert begin([[3]], "", 1)[0] is None  # what was announced still holds
-    with pytest.raises(ConfigError, match="has 2 microbatches, but buckets of 1"):
+    with pytest.raises(ConfigError, match="has 2 microbatches, but buckets for 1"):
         begin(None, "a bad day", 2, [16])
 
 

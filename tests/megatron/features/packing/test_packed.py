@@ -270,7 +270,7 @@ def test_steps_must_be_told_their_packings(chunks: list[Any], graphs: Any) -> No
     graphs.announce([[3]])
     with pytest.raises(ChunkGraphError, match="already announced"):
         graphs.announce([[3]])
-    with pytest.raises(ConfigError, match="announced were 1 with"):
+    with pytest.raises(ConfigError, match="announced: 1 with"):
         run(num_microbatches=1, packings=[[4]])
 
 
@@ -325,12 +325,12 @@ def test_rows_behind_the_last_offset_are_refused(
             setattr(params, name, short)
     ends_at = f"{names[0]} ends at 29" if names else "cu_seqlens_q ends at 12"
     given = split_params(params, "chunk")
-    with pytest.raises(ConfigError, match=rf"chunk 0.*{ends_at}, and there are 32 rows"):
+    with pytest.raises(ConfigError, match=rf"chunk 0.*{ends_at}, but there are 32 rows"):
         check(first, input_ids=batch["input_ids"], **given)
     check(first, input_ids=None)  # not packed, and no token numbers
     check(first)
     if is_whole:  # embedded by the caller
-        with pytest.raises(ConfigError, match=rf"{ends_at}, and there are 32 rows"):
+        with pytest.raises(ConfigError, match=rf"{ends_at}, but there are 32 rows"):
             check(first, input_ids=None, decoder_input=torch.zeros(32, 1, 8), **given)
     # A quarter of the rows on each of four ranks that share the microbatch.
     rows = {"input_ids": torch.zeros(1, 8)} if is_whole else {}

@@ -46,7 +46,7 @@ def test_a_shape_for_another_context_parallel_size_is_refused() -> None:
 
     shape = PackedShape(4, 32, context_parallel_size=2)
     alone = SimpleNamespace(context_parallel_size=1)
-    with pytest.raises(ConfigError, match="for context_parallel_size 2, and the model has 1"):
+    with pytest.raises(ConfigError, match="for context_parallel_size 2, but the model has 1"):
         refuse_other_context(shape, alone)
     refuse_other_context(shape, SimpleNamespace(context_parallel_size=2))
 

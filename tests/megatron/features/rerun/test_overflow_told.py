@@ -49,7 +49,7 @@ class _Pages(ExpertStash):
     ("place", "what"),
     [
         (2, r"Rank 1: {} pages .* not freed in the previous step \(on one rank 3\)"),
-        (3, r"Rank 1: {} tensors found no page .* after its last forward"),
+        (3, r"Rank 1: {} tensors did not fit .* after its last forward"),
     ],
 )
 def test_what_a_look_comes_late_for_is_an_error_on_all_ranks(

@@ -228,7 +228,7 @@ def _options(**changes: Any) -> Any:
 def test_an_overflow_is_an_error_where_that_is_asked_for(one_rank: Any, config: Any) -> None:
     run = _Run(one_rank, config, stash=_options(initial_bytes=2048, on_overflow="raise"))
     run.step(0, 2)
-    with pytest.raises(StashError, match=r"(?s)saved tensors found no page .*stash\.headroom"):
+    with pytest.raises(StashError, match=r"(?s)saved tensors did not fit .*stash\.headroom"):
         run.step(1, 2)
     run.graphs.detach()
 
@@ -239,7 +239,7 @@ def test_the_log_says_why_a_step_is_run_anew_and_detach_leaves_nothing(
     run = _Run(one_rank, config, stash=_options(initial_bytes=2048, max_recaptures=1))
     first = [run.step(step, 2) for step in range(3)]
     said = caplog.text
-    assert "found no page of the stash (it has 4 of 512 bytes" in said
+    assert "did not fit in the stash (it has 4 pages of 512 bytes" in said
     assert "captured again with more room (stash pages), 1 of at most 1 times" in said
     assert run.graphs.counters.capture_sessions == 2
     assert run.graphs.stash.status().num_short == 0
