@@ -188,7 +188,7 @@ def _details_table(document: BenchDocument) -> Table:
 
 
 def _experts_table(document: BenchDocument) -> Table:
-    """Show the profiled cost of experts besides their products; no row without experts.
+    """Show the profiled cost of experts without their products; no row without experts.
 
     The times are those of the rank with the longest kernel time, including waits for other ranks.
     """

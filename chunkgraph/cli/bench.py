@@ -210,7 +210,7 @@ class _Bench:
             outcome = (
                 f"failed: {result.error}" if result.error else f"{result.step_ms:.2f} ms a step"
             )
-            self._say(f"{name}: {outcome} ({duration_s:.0f} s in all)")
+            self._print(f"{name}: {outcome} ({duration_s:.0f} s in total)")
         console = Console(
             file=stream_next_to(json_path, plot_path, self._args.trace),
             width=REPORT_WIDTH,
@@ -230,7 +230,7 @@ class _Bench:
     def _write_trace(self, path: Path) -> None:
         traces = read_traces(self._folder / self._names[-1])
         if not traces:
-            self._say(f"--trace {path}: {self._names[-1]} was not profiled; there is no trace")
+            self._print(f"--trace {path}: {self._names[-1]} was not profiled; there is no trace")
             return
         write_output("--trace", path, merge_traces(traces))
 
@@ -239,7 +239,7 @@ class _Bench:
         try:
             self._document.write(path)
         except OutputError as error:
-            self._say(str(error))
+            self._print(str(error))
 
     def _run_variant(self, name: str) -> VariantResult:
         counts = set(self._config.train.num_microbatches)
@@ -280,7 +280,7 @@ class _Bench:
                 log.write(line + "\n")
                 log.flush()
                 if config.run.debug:
-                    self._say(f"{name}| {line}")
+                    self._print(f"{name}| {line}")
 
             try:
                 Launcher(spec, on_progress=self._progress, on_output=on_output).run()
@@ -293,11 +293,11 @@ class _Bench:
             return
         step, num_steps, kind = event["step"] + 1, event["num_steps"], event["kind"]
         where = f"step {step}/{num_steps}" if step <= num_steps else "further step"
-        self._say(
+        self._print(
             f"{event['phase']}: {where}{'' if kind == 'step' else f' ({kind})'}  "
             f"{event['num_microbatches']} microbatches, {event['step_ms']:.2f} ms, "
             f"loss {event['loss']:.6f}"
         )
 
-    def _say(self, line: str) -> None:
+    def _print(self, line: str) -> None:
         self._console.print(Text.from_ansi(line), soft_wrap=True)

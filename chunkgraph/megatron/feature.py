@@ -48,7 +48,7 @@ class Feature:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Return the tensors that a step writes besides model buffers and Megatron's metrics."""
+        """Return the tensors that a step writes, apart from buffers and Megatron's metrics."""
         return ()
 
     @classmethod
@@ -222,7 +222,7 @@ class Features:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Return the tensors that a step writes besides model buffers and Megatron's metrics."""
+        """Return the tensors that a step writes, apart from buffers and Megatron's metrics."""
         return [tensor for feature in self._all for tensor in feature.tensors]
 
     @property

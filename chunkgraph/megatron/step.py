@@ -112,7 +112,7 @@ class StepPlanner:
         keys: Keys of the banks, largest first.
         derive: Function that derives a call for one bank from a call for another; see
             `ChunkGraphs`.
-        inputs: Fields of `StepInputs` that training steps take besides ``misfit``. If empty, steps
+        inputs: Fields of `StepInputs` that training steps take with ``misfit``. If empty, steps
             cannot be announced.
         drops_failed: Whether ranks continue without a bank that one of them cannot capture.
         shapes: Packed shapes with the most sequences, by rows, largest first.

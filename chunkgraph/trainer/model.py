@@ -63,7 +63,7 @@ def build_model(
     _refuse_missing_dispatcher(config, device)
     transformer_config = _transformer_config(config, device, transformer_options or {})
     delays = splits_backward(config.pipeline.schedule)
-    # Megatron's check of the field asks for expert-parallel overlap.
+    # Megatron's check of the field requires expert-parallel overlap.
     transformer_config.delay_wgrad_compute = delays
     ddp_options = {"delay_wgrad_compute": delays, **(ddp_options or {})}
     build = (

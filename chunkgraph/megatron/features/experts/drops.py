@@ -42,7 +42,7 @@ class TokenDrops:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Return the tensors that a captured forward changes, besides a model's buffers."""
+        """Return the tensors that a captured forward changes, in addition to model buffers."""
         return (self.counts.total,)
 
     def install(self, *, marks_padding: bool = False) -> Callable[[], None]:

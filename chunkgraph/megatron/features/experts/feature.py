@@ -313,7 +313,7 @@ class Experts(Feature):
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Return tensors that a step writes besides the model's buffers and Megatron's metrics.
+        """Return tensors that a step writes, apart from model buffers and Megatron's metrics.
 
         They include Megatron's own flags: its training loop would otherwise repeat a step that
         was already repeated here.

@@ -194,7 +194,7 @@ def choose_gemm(device: torch.device, dtype: torch.dtype) -> tuple[GroupedGemm |
 
 @dataclass(frozen=True)
 class _Product:
-    """State that the backward of a product needs besides tensors."""
+    """State that the backward of a product needs in addition to tensors."""
 
     gemm: GroupedGemm
 

@@ -114,7 +114,7 @@ class RankBudget:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Return the tensors that a captured forward changes, besides a model's buffers."""
+        """Return the tensors that a captured forward changes, in addition to model buffers."""
         if not self._is_hybrid:
             return (self.counts.total,)
         return (self.counts.total, *(manager.over_budget for manager in self._managers))

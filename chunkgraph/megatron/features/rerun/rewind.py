@@ -74,7 +74,7 @@ class StepState:
 
     Args:
         model_chunks: The model chunks of this rank.
-        more_tensors: Tensors that the step writes besides the model's buffers.
+        more_tensors: Tensors that the step writes, apart from model buffers.
     """
 
     def __init__(
