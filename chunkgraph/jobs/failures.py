@@ -57,10 +57,10 @@ def first_failure(
         folder: The run folder with the reports of the agent and the ranks.
         num_ranks: Number of ranks in the job.
         agent_exit_code: Exit code of the agent that ran them.
-        last_event: The ranks' last progress in words, if they report any.
+        last_event: Description of the ranks' last progress, if they report any.
     """
     exit_codes = read_exit_codes(folder)
-    last = f"; last, {last_event}" if last_event else ""
+    last = f"; last event: {last_event}" if last_event else ""
     for rank, code in exit_codes.items():
         # The agent ends the other ranks with SIGTERM, which is not the cause.
         if code < 0 and code != -signal.SIGTERM:

@@ -111,7 +111,7 @@ class Launcher:
         self._spec = spec
         self._on_progress = on_progress
         self._on_output = on_output
-        self._last_event = "the processes were starting"
+        self._last_event = "start of the processes"
 
     def run(self) -> None:
         """Start the workers and follow them to the end; none is left running.
@@ -171,12 +171,13 @@ class Launcher:
                 return
             if time.monotonic() > end:
                 msg = (
-                    f"The run was ended after its limit of {limit_s:g} s; last, {self._last_event}."
+                    f"The run was ended after its limit of {limit_s:g} s; last event: "
+                    f"{self._last_event}."
                 )
                 raise WorkerError(msg)
             if time.monotonic() > deadline:
                 raise WorkerError(
-                    f"The workers reported nothing for {allowed_s:g} s and were ended; last, "
+                    f"The workers reported nothing for {allowed_s:g} s and were ended; last event: "
                     f"{self._last_event}. If steps of this model take so long, raise "
                     "run.timeout_s; otherwise a rank hangs: run again with --debug."
                 )
@@ -200,6 +201,6 @@ def _tail(path: Path) -> Iterator[list[str]]:
 
 def _describe(event: Mapping[str, Any]) -> str:
     if "step" in event and "phase" in event:
-        verb = "captured before" if event.get("event") == "capture" else "finished"
-        return f"they {verb} step {event['step'] + 1} of the {event['phase']} run"
-    return "they were starting up"
+        step = f"step {event['step'] + 1} of the {event['phase']} run"
+        return f"capture before {step}" if event.get("event") == "capture" else f"end of {step}"
+    return "start of the workers"

@@ -206,10 +206,10 @@ def _checked(counts: object) -> tuple[int, ...]:
         ConfigError: The counts are missing or invalid.
     """
     if not isinstance(counts, Sequence) or not counts:
-        raise ConfigError(f"counts is {shown(counts)}; give the numbers of microbatches of steps.")
+        raise ConfigError(f"counts is {shown(counts)}; pass the numbers of microbatches of steps.")
     for count in counts:
         if not is_whole(count) or count < 1:
-            raise ConfigError(f"counts has {shown(count)}; give whole numbers, 1 or greater.")
+            raise ConfigError(f"counts has {shown(count)}; pass whole numbers, 1 or greater.")
     return tuple(dict.fromkeys(counts))
 
 

@@ -53,9 +53,9 @@ def test_a_wrong_setting_names_no_rank(tmp_path: Path) -> None:
 
 
 def test_a_silent_exit_and_a_dead_agent_are_reported(tmp_path: Path) -> None:
-    dead = first_failure(tmp_path, 2, -9, last_event="they were starting up")
+    dead = first_failure(tmp_path, 2, -9, last_event="start of the workers")
     assert "agent of the ranks ended with exit code -9" in dead.message
-    assert "last, they were starting up" in dead.message
+    assert "last event: start of the workers" in dead.message
     write_exit_codes(tmp_path, {1: EXIT_USAGE})
     silent = first_failure(tmp_path, 2, EXIT_FAILED)
     assert (silent.exit_code, silent.is_silent) == (EXIT_USAGE, True)

@@ -100,7 +100,7 @@ def test_a_killed_worker_is_named_with_its_signal(launched: Launched) -> None:
         launched.run("be_killed")
     message = str(caught.value)
     assert "Rank 1 was killed by signal 9 (SIGKILL)" in message
-    assert "finished step 1 of the eager run" in message
+    assert "last event: end of step 1 of the eager run" in message
     assert launched.workers_are_gone()
 
 

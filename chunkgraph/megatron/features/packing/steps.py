@@ -357,7 +357,7 @@ def misfit_of(
     if num_microbatches is not None and len(packings) != num_microbatches:
         raise ConfigError(
             f"rank {rank}: the step has {num_microbatches} microbatches, but {len(packings)} "
-            "packings. Give the document lengths of every microbatch of the step."
+            "packings. Pass the document lengths of every microbatch of the step."
         )
     misfit = ""
     for microbatch, lengths in enumerate(packings):
