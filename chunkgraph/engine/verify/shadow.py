@@ -30,9 +30,9 @@ class ShadowVerifier(Verifier):
         self._forwards: dict[Slot, EagerForward] = {}
         self._backwards: dict[Slot, EagerBackward] = {}
         self._overwritten: dict[Slot, Place | None] = {}
-        # Between the halves of split backwards.
-        self._output_grads: dict[Slot, list[torch.Tensor]] = {}
-        self._states: dict[Slot, ChunkState] = {}
+        # Between the halves of split backwards: output gradients and state from before the first,
+        # and the input gradients that it left.
+        self._halved: dict[Slot, tuple[list[torch.Tensor], ChunkState]] = {}
         self._input_grads: dict[Slot, tuple[torch.Tensor | None, ...]] = {}
 
     def before_forward(self, slot: Slot, tensors: Sequence[torch.Tensor]) -> None:
@@ -61,8 +61,7 @@ class ShadowVerifier(Verifier):
         copies = copy_output_grads(slot, grads)
         self._overwritten[slot] = self._place(slot, eager)
         if slot.weight_graph is not None:
-            self._output_grads[slot] = copies
-            self._states[slot] = self._passes_of(slot).state()
+            self._halved[slot] = copies, self._passes_of(slot).state()
         else:
             self._run_backward(slot, eager, copies)
 
@@ -98,8 +97,7 @@ class ShadowVerifier(Verifier):
 
         It recomputes with the state from before the input half.
         """
-        grads, state = self._output_grads.pop(slot), self._states.pop(slot)
-        self._run_backward(slot, self._forwards[slot], grads, state)
+        self._run_backward(slot, self._forwards[slot], *self._halved.pop(slot))
 
     def after_weight(self, slot: Slot) -> None:
         """Compare both halves with the eager backward, and drop the eager pass."""
