@@ -25,7 +25,7 @@ NAMES = ("eager", "chunk", "transformer_engine")
 
 
 def values(**changes: Any) -> dict[str, Any]:
-    """What rank 0 writes, small."""
+    """Return a small version of what rank 0 writes."""
     steps = [8, 4]
     return {
         "phase": "done",
@@ -46,11 +46,11 @@ def values(**changes: Any) -> dict[str, Any]:
 
 
 def document(**changes_of_chunk: Any) -> BenchDocument:
-    found = BenchDocument.start(load_config(CONFIG), command="chunkgraph bench", commit=None)
-    found.add(VariantResult("eager", None, values()))
-    found.add(VariantResult("chunk", None, values(step_ms=40.0, **changes_of_chunk)))
-    found.add(VariantResult.failed("transformer_engine", "RuntimeError: illegal memory access"))
-    return found
+    bench = BenchDocument.start(load_config(CONFIG), command="chunkgraph bench", commit=None)
+    bench.add(VariantResult("eager", None, values()))
+    bench.add(VariantResult("chunk", None, values(step_ms=40.0, **changes_of_chunk)))
+    bench.add(VariantResult.failed("transformer_engine", "RuntimeError: illegal memory access"))
+    return bench
 
 
 @pytest.mark.parametrize(
@@ -91,9 +91,9 @@ def test_variants_of_one_count_are_refused_where_it_changes() -> None:
 
 
 def test_equal_variants_pass_and_another_systems_crash_does_not_fail() -> None:
-    found = document()
-    assert find_failures(found, NAMES) == []
-    chunk = found.to_mapping()["variants"][1]
+    bench = document()
+    assert find_failures(bench, NAMES) == []
+    chunk = bench.to_mapping()["variants"][1]
     assert chunk["equal_to_eager"] is True
     assert chunk["first_difference"] is None
 
@@ -107,25 +107,25 @@ def test_equal_variants_pass_and_another_systems_crash_does_not_fail() -> None:
     ],
 )
 def test_a_difference_fails_and_is_named(changes: dict[str, Any], where: str) -> None:
-    found = document(**changes)
-    assert find_failures(found, NAMES) == ["the variant chunk differs from eager"]
-    chunk = found.to_mapping()["variants"][1]
+    bench = document(**changes)
+    assert find_failures(bench, NAMES) == ["the variant chunk differs from eager"]
+    chunk = bench.to_mapping()["variants"][1]
     assert chunk["equal_to_eager"] is False
     assert where in chunk["first_difference"]
 
 
-def test_a_difference_is_told_and_no_failure_where_kernels_need_not_repeat() -> None:
+def test_a_difference_is_reported_and_no_failure_where_kernels_need_not_repeat() -> None:
     other = [(1.5).hex(), (1.25 * 1.01).hex()]
-    found = document(is_deterministic=False, losses_hex=other)
-    found.head["is_deterministic"] = False
-    assert find_failures(found, NAMES) == []
-    mapping = found.to_mapping()
+    bench = document(is_deterministic=False, losses_hex=other)
+    bench.head["is_deterministic"] = False
+    assert find_failures(bench, NAMES) == []
+    mapping = bench.to_mapping()
     assert mapping["is_deterministic"] is False
     chunk = mapping["variants"][1]
     assert chunk["equal_to_eager"] is False
     assert chunk["largest_loss_difference"] == pytest.approx(0.01)
-    found.head["num_gpus"] = 0  # a CPU repeats in any case
-    assert find_failures(found, NAMES) == ["the variant chunk differs from eager"]
+    bench.head["num_gpus"] = 0  # a CPU repeats in any case
+    assert find_failures(bench, NAMES) == ["the variant chunk differs from eager"]
 
 
 def test_a_capture_in_a_measured_step_fails() -> None:
@@ -163,10 +163,10 @@ def test_experts_are_also_measured_without_a_capacity() -> None:
     packed = ["packing.max_packed_seqs=8", "train.micro_batch_size=1"]
     with pytest.raises(ConfigError, match="eager_dropless is Megatron's own dispatch"):
         chosen_variants("eager,eager_dropless", load_config(EXPERTS_IN_PIPELINE, packed))
-    found = config_of("eager_dropless", experts)
+    config = config_of("eager_dropless", experts)
     assert (experts.moe.moe_token_dispatcher_type, experts.capture.enabled) == ("flex", True)
-    assert (found.moe.moe_token_dispatcher_type, found.capture.enabled) == ("alltoall", False)
-    assert found.moe.moe_expert_capacity_factor is None
+    assert (config.moe.moe_token_dispatcher_type, config.capture.enabled) == ("alltoall", False)
+    assert config.moe.moe_expert_capacity_factor is None
     assert (run_as("eager_dropless"), run_as("local")) == ("eager", "local")
     assert config_of("chunk", experts).moe == experts.moe
 
@@ -183,8 +183,8 @@ def test_dropless_experts_are_also_measured_with_a_capacity() -> None:
         # Megatron's own graphs contain what it can capture of such a layer.
         modules = LocalVariant._modules(SimpleNamespace(config=config))  # type: ignore[arg-type]
         assert modules == ["attn", *mlp, "moe_router", "moe_preprocess"]
-    found = config_of("chunk_capacity", config)
-    assert (found.moe.moe_expert_capacity_factor, found.moe.token_drops) == (1.0, "count")
+    settings = config_of("chunk_capacity", config)
+    assert (settings.moe.moe_expert_capacity_factor, settings.moe.token_drops) == (1.0, "count")
     assert run_as("chunk_capacity") == "chunk"
     for name in ("eager_dropless", "full_iteration"):
         with pytest.raises(ConfigError, match=f"{name} .*moe_expert_capacity_factor is null"):
@@ -209,19 +209,19 @@ def test_the_stash_is_also_compared_with_megatrons() -> None:
 
 
 def test_what_drops_no_token_need_not_equal_what_does() -> None:
-    found = document()
+    bench = document()
     other = values(losses_hex=["0x1.8p+1", "0x1.0p+1"])
-    found.add(VariantResult("eager_dropless", None, other))
-    assert found.equality(found.results[-1]) == (None, None)
-    assert find_failures(found, (*NAMES, "eager_dropless")) == []
-    found.add(VariantResult("local", None, other))
-    assert found.equality(found.results[-1])[0] is False
+    bench.add(VariantResult("eager_dropless", None, other))
+    assert bench.equality(bench.results[-1]) == (None, None)
+    assert find_failures(bench, (*NAMES, "eager_dropless")) == []
+    bench.add(VariantResult("local", None, other))
+    assert bench.equality(bench.results[-1])[0] is False
 
 
-def printed(found: BenchDocument) -> str:
+def printed(bench: BenchDocument) -> str:
     console = Console(width=80, highlight=False)
     with console.capture() as capture:
-        print_bench_report(found, NAMES, console)
+        print_bench_report(bench, NAMES, console)
     return capture.get()
 
 
@@ -257,23 +257,23 @@ def test_a_table_of_where_a_step_is_idle() -> None:
 
 def test_a_table_of_fallbacks_and_padding() -> None:
     shares = {"misfit_share": 0.0625, "expected_misfit_share": 0.0619, "padding_waste": 0.1}
-    found = document(fallback_share=0.4, step_ms_mean=77.7, replayed_step_ms=50.0, **shares)
-    text = printed(found)
+    bench = document(fallback_share=0.4, step_ms_mean=77.7, replayed_step_ms=50.0, **shares)
+    text = printed(bench)
     assert max(map(len, text.splitlines())) <= 80
     for cell in ("40.0%", "6.2%", "10.0%", "77.7", "50.0"):
         assert cell in text
 
 
 def test_a_later_capture_fails() -> None:
-    found = document(num_captures_after_first=2)
-    assert find_failures(found, NAMES) == ["the variant chunk captured after its first session"]
+    bench = document(num_captures_after_first=2)
+    assert find_failures(bench, NAMES) == ["the variant chunk captured after its first session"]
 
 
 def test_a_promised_variant_that_did_not_run_fails() -> None:
-    found = BenchDocument.start(load_config(CONFIG), command="", commit=None)
-    found.add(VariantResult.failed("eager", "no memory"))
-    assert find_failures(found, ("eager",)) == ["the variant eager did not run"]
-    assert find_failures(found, ("local",)) == []
+    bench = BenchDocument.start(load_config(CONFIG), command="", commit=None)
+    bench.add(VariantResult.failed("eager", "no memory"))
+    assert find_failures(bench, ("eager",)) == ["the variant eager did not run"]
+    assert find_failures(bench, ("local",)) == []
 
 
 def test_a_failure_after_the_measured_steps_keeps_them(tmp_path: Path) -> None:
@@ -301,7 +301,7 @@ def test_tables_are_80_wide_and_show_ratios() -> None:
     assert "illegal memory access" in text
 
 
-def test_a_slow_gpu_is_told() -> None:
+def test_a_slow_gpu_is_reported() -> None:
     assert "equally fast" not in printed(document(matmul_tflops_by_rank=[None, None]))
     assert "equally fast" not in printed(document(matmul_tflops_by_rank=[700.0, 650.0]))
     text = " ".join(printed(document(matmul_tflops_by_rank=[401.2, 702.9])).split())
@@ -399,13 +399,13 @@ def test_a_commit_that_is_named_is_recorded(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(bench_document, "_commit", lambda: "of the checkout")
     for named, recorded in (("v1.0", "v1.0"), (None, "of the checkout")):
-        found = BenchDocument.start(load_config(CONFIG), command="", commit=named)
-        assert found.head["commit"] == recorded
+        bench = BenchDocument.start(load_config(CONFIG), command="", commit=named)
+        assert bench.head["commit"] == recorded
 
 
 def test_nothing_to_draw_is_an_error(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    found = BenchDocument.start(load_config(CONFIG), command="", commit=None)
-    found.write(tmp_path / "out.json")
+    bench = BenchDocument.start(load_config(CONFIG), command="", commit=None)
+    bench.write(tmp_path / "out.json")
     arguments = ["--plot-only", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")]
     assert main(["bench", *arguments]) == 2

@@ -27,7 +27,7 @@ def environment() -> dict[str, str]:
 
 
 def chunkgraph(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """The command itself, as a user calls it."""
+    """Run the command as a user does."""
     return subprocess.run(
         [sys.executable, "-m", "chunkgraph.cli", *arguments],
         env=environment(),
@@ -39,7 +39,7 @@ def chunkgraph(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def train(behaviour: str, *arguments: str, alone: bool = False) -> subprocess.CompletedProcess[str]:
-    """``chunkgraph train`` with workers that behave in a given way; see ``driver.py``."""
+    """``chunkgraph train`` with stand-in workers of a chosen behaviour; see ``driver.py``."""
     return subprocess.run(
         [
             *(sys.executable, str(WORKERS / "driver.py")),
@@ -171,7 +171,7 @@ class TestTrain:
         content = json.loads(table.read_text())
         assert content["ok"] is True
         assert content["config"]["run"]["timeout_s"] == 50
-        # As it was resolved.
+        # as resolved
         saved = yaml.safe_load((run_dir / "config.yaml").read_text())
         for config in (saved, content["config"]):
             assert config["model"]["layer_spec"] == "local"
@@ -240,7 +240,7 @@ class TestTrain:
 
 
 def worker_pids(run_dir: Path, within_s: float = 60.0) -> list[int]:
-    """Process ids of both workers, once they have started."""
+    """Wait for both workers to start; return their process ids."""
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
         texts = [path.read_text() for path in run_dir.glob("pid*")]

@@ -1,4 +1,4 @@
-"""Completion scripts do in a shell what they promise."""
+"""Completion scripts work in each shell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``chunkgraph doctor`` finds on this machine, and what it makes of what is not there."""
+"""The findings of ``chunkgraph doctor`` on this machine, and its advice on missing parts."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from chunkgraph.cli.__main__ import main
 from chunkgraph.graphs import RecorderBackend
 
 
-def found(capsys: pytest.CaptureFixture[str], code: int) -> dict[str, dict[str, Any]]:
+def findings_of(capsys: pytest.CaptureFixture[str], code: int) -> dict[str, dict[str, Any]]:
     assert main(["doctor", "--json", "-"]) == code
     return {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}
 
 
 def test_this_machine_can_capture(capsys: pytest.CaptureFixture[str]) -> None:
-    findings = found(capsys, 0)
+    findings = findings_of(capsys, 0)
     assert findings["capture"]["state"] == "ok"
     assert findings["torch"]["found"].startswith(str(torch.__version__))
     assert findings["GPUs"]["state"] == ("ok" if torch.cuda.is_available() else "absent")
@@ -49,7 +49,7 @@ def test_a_megatron_out_of_range_is_wrong(
 ) -> None:
     real = doctor._version
     monkeypatch.setattr(doctor, "_version", lambda d: version if d == "megatron-core" else real(d))
-    findings = found(capsys, int(state == "wrong"))
+    findings = findings_of(capsys, int(state == "wrong"))
     assert (findings["megatron-core"]["state"], findings["megatron-core"]["found"]) == (
         state,
         version,
@@ -59,7 +59,7 @@ def test_a_megatron_out_of_range_is_wrong(
 def test_a_checkout_of_megatron_is_found(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """It is on the path, and no distribution."""
+    """A checkout is on the path without being an installed distribution."""
     info = tmp_path / "core" / "package_info.py"
     info.parent.mkdir()
     info.write_text("MAJOR = 0\nMINOR = 14\nPATCH = 3\n", encoding="utf-8")
@@ -70,25 +70,25 @@ def test_a_checkout_of_megatron_is_found(
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: spec if name == "megatron" else find(name)
     )
-    finding = found(capsys, 1)["megatron-core"]
+    finding = findings_of(capsys, 1)["megatron-core"]
     assert (finding["state"], finding["found"]) == ("wrong", "0.14.3")
     info.write_text("MAJOR = 0\nMINOR = 19\nPATCH = 0\n", encoding="utf-8")
-    assert found(capsys, 0)["megatron-core"]["found"] == "0.19.0"
+    assert findings_of(capsys, 0)["megatron-core"]["found"] == "0.19.0"
 
 
-def test_a_replay_that_differs_is_told(
+def test_a_replay_that_differs_is_reported(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "equal", lambda *_: False)
-    assert found(capsys, 1)["capture"]["found"] == "a replay differs from eager"
+    assert findings_of(capsys, 1)["capture"]["found"] == "a replay differs from eager"
 
 
-def test_memsets_that_stay_are_told_with_the_reason(
+def test_memsets_that_stay_are_reported_with_the_reason(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(RecorderBackend, "memsets_kept", "no bindings")
-    capture = found(capsys, 0)["capture"]
+    capture = findings_of(capsys, 0)["capture"]
     assert capture["state"] == "ok"
     assert capture["advice"].endswith("about 6 us each: no bindings")
 
@@ -104,7 +104,7 @@ def test_what_is_not_installed_is_absent_with_advice(
         importlib.metadata, "version", lambda n: real(n) if n == "torch" else missing(n)
     )
     monkeypatch.setattr(doctor, "_checkout_version", lambda: None)  # nor is there a checkout
-    findings = found(capsys, 0)
+    findings = findings_of(capsys, 0)
     for name in ("megatron-core", "Transformer Engine", "triton"):
         assert findings[name]["state"] == "absent"
         assert findings[name]["advice"]
@@ -114,7 +114,7 @@ def test_what_is_not_installed_is_absent_with_advice(
     ("number", "state", "text"),
     [(91400, "absent", "9.14.0"), (91501, "ok", "9.15.1"), (None, "absent", "not found")],
 )
-def test_a_cudnn_that_captures_some_lengths_only_is_told(
+def test_a_cudnn_that_captures_some_lengths_only_is_reported(
     monkeypatch: pytest.MonkeyPatch, number: int | None, state: str, text: str
 ) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: number)
@@ -129,7 +129,7 @@ def test_what_deep_ep_needs_has_a_line_each(
     monkeypatch.delenv("NVTE_CUTEDSL_FUSED_GROUPED_MLP", raising=False)
     monkeypatch.setattr(doctor, "deep_ep_state", lambda: ("1.1.0", False))
     monkeypatch.setattr(doctor, "cublaslt_version", lambda: 130100)
-    findings = found(capsys, 0)
+    findings = findings_of(capsys, 0)
     names = ("DeepEP", "cuBLASLt", "fused grouped MLP")
     assert [findings[name]["state"] for name in names] == ["absent"] * 3
     assert "hybrid-ep branch" in findings[names[0]]["advice"]
@@ -139,19 +139,19 @@ def test_what_deep_ep_needs_has_a_line_each(
     monkeypatch.setenv("NVTE_CUTEDSL_FUSED_GROUPED_MLP", "1")
     monkeypatch.setattr(doctor, "deep_ep_state", lambda: ("1.2.1", True))
     monkeypatch.setattr(doctor, "cublaslt_version", lambda: 130802)
-    findings = found(capsys, 0)
+    findings = findings_of(capsys, 0)
     assert [findings[name]["state"] for name in names] == ["ok"] * 3
 
 
 def test_the_verdict_goes_by_use(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    uses = found(capsys, 0)
+    uses = findings_of(capsys, 0)
     assert uses["plan"]["is_ready"]
     assert uses["train on a CPU"]["is_ready"]
     monkeypatch.setattr(doctor, "_version", lambda _: None)
     monkeypatch.setattr(doctor, "_checkout_version", lambda: None)
-    uses = found(capsys, 1)
+    uses = findings_of(capsys, 1)
     assert uses["plan"]["is_ready"]
     assert not uses["train on a CPU"]["is_ready"]
     assert uses["train on a CPU"]["reason"].startswith("needs torch, capture, megatron-core")

@@ -1,4 +1,4 @@
-"""Whatever is typed or read: exit code 0, 1 or 2, soon, and never a traceback.
+"""Any command line and file ends soon with exit code 0, 1 or 2, and never in a traceback.
 
 ``CHUNKGRAPH_FUZZ_CASES`` and ``CHUNKGRAPH_FUZZ_SEED`` choose how many random command lines are run
 and which; with ``pytest -s`` a summary is printed. A failure names the seed and the case.
@@ -110,12 +110,12 @@ class _Files:
 
 
 def random_case(rng: random.Random, folder: Path) -> list[str]:
-    """Arguments of one command; makes the files that they name in an empty folder."""
+    """Draw the arguments of one command; make the files that they name in an empty folder."""
     files = _make_files(folder)
     arguments = rng.choice(list(_COMMANDS.values()))(rng, files)
     if rng.random() < 0.05:
         arguments.insert(rng.randrange(len(arguments) + 1), _text(rng))
-    # What no process can be given.
+    # No process can receive this character.
     return [argument.replace("\0", "") for argument in arguments]
 
 
@@ -238,7 +238,7 @@ def _config(rng: random.Random, files: _Files) -> str:
     if rng.random() < 0.15:
         path.write_bytes(rng.choice(_FILES))
         return str(path)
-    # On a machine without a GPU the others are refused for that.
+    # A machine without a GPU refuses the others.
     content = rng.choice(
         [text for name, text in _CONFIGS.items() if rng.random() < 0.3 or "cpu" in name]
     )
@@ -293,7 +293,7 @@ def _lengths(rng: random.Random, files: _Files) -> str:
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The command in this process, where ``train`` ends before workers would start."""
+    """Return the command in this process; ``train`` ends before its workers start."""
     if importlib.util.find_spec("torch") is not None:
         import torch  # noqa: F401  loaded by the first case that asks for GPUs otherwise
     monkeypatch.setattr(train, "_train", lambda *_: 0)
@@ -305,7 +305,7 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def _run(arguments: list[str]) -> tuple[int, str]:
-    """Exit code and standard error; an exception other than SystemExit comes through."""
+    """Return exit code and standard error; let exceptions other than SystemExit pass."""
     out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
     err = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="backslashreplace")
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -341,7 +341,7 @@ def test_no_command_line_ends_in_a_traceback(tmp_path: Path) -> None:
         assert code != 2 or err.strip(), what
         assert "Traceback" not in err, what
         assert max(map(len, err.splitlines()), default=0) < _LONGEST_LINE, what
-        # A machine that does other things at the same time is not the command's fault.
+        # Processor time: other work on this machine does not count.
         assert took_cpu < _LIMIT_S, f"{took_cpu:.1f} s: {what}"
         shutil.rmtree(folder)
     print(

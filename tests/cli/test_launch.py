@@ -1,4 +1,4 @@
-"""``chunkgraph launch`` up to the point where processes would start."""
+"""``chunkgraph launch`` until it starts processes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_help_fits_80_columns_and_names_every_flag(
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "said"),
+    ("before", "after", "message"),
     [
         (["--nproc-per-node", "0"], [], "--nproc-per-node 0: there must be at least one process"),
         ([], ["--cuda-graph-granularity", "chnk"], "chnk: expected one of layer, chunk."),
@@ -54,18 +54,18 @@ def test_help_fits_80_columns_and_names_every_flag(
 def test_mistakes_are_one_line_and_exit_code_2(
     before: list[str],
     after: list[str],
-    said: str,
+    message: str,
     script: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["launch", *before, str(script), *after]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
-    assert said in error
+    assert message in error
     assert error.count("\n") == 1
 
 
-def test_a_missing_script_says_where_flags_belong(
+def test_a_missing_script_is_an_error_that_names_where_flags_belong(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["launch", str(tmp_path / "none.py"), "--num-layers", "2"]) == 2
@@ -120,14 +120,19 @@ def test_fp8_and_split_sequences_have_flags() -> None:
     assert "--sequence-parallel" in flags
 
 
-def test_the_command_line_wins_and_says_what_it_replaced() -> None:
+def test_the_command_line_wins_and_its_replacements_are_reported() -> None:
     config = load_config(CONFIGS / "cpu" / "gpt_pp2_vpp2_cpu.yaml")
     same = str(config.model.hidden_size)
-    given = ["--num-layers=64", "--hidden-size", same, "--num-layers-per-virtual-pipeline-stage=1"]
-    flags, notes = merge_flags(config, given, source="run.yaml")
-    assert flags[-len(given) :] == given
+    overrides = [
+        "--num-layers=64",
+        "--hidden-size",
+        same,
+        "--num-layers-per-virtual-pipeline-stage=1",
+    ]
+    flags, notes = merge_flags(config, overrides, source="run.yaml")
+    assert flags[-len(overrides) :] == overrides
     assert not {"--num-layers", "--hidden-size", "--num-virtual-stages-per-pipeline-rank"} & set(
-        flags[: -len(given)]
+        flags[: -len(overrides)]
     )
     assert notes == [
         "--num-layers 64 on the command line replaces model.num_layers of run.yaml",
@@ -141,14 +146,14 @@ def test_the_command_line_wins_and_says_what_it_replaced() -> None:
 def test_experts_become_flags() -> None:
     config = load_config(CONFIGS / "gpu" / "moe_pp2_ep2.yaml")
     flags, _ = merge_flags(config, [], source="run.yaml")
-    given = dict(itertools.pairwise(flags))
-    assert given["--num-experts"] == "64"
-    assert given["--expert-model-parallel-size"] == "2"
-    assert given["--moe-layer-freq"] == "[0, 1, 1, 1, 1, 1, 1, 1]"
-    assert given["--moe-expert-capacity-factor"] == "2.0"
-    assert given["--moe-pad-expert-input-to-capacity"].startswith("--")  # no value
+    values = dict(itertools.pairwise(flags))
+    assert values["--num-experts"] == "64"
+    assert values["--expert-model-parallel-size"] == "2"
+    assert values["--moe-layer-freq"] == "[0, 1, 1, 1, 1, 1, 1, 1]"
+    assert values["--moe-expert-capacity-factor"] == "2.0"
+    assert values["--moe-pad-expert-input-to-capacity"].startswith("--")  # no value
     assert "--moe-z-loss-coeff" not in flags
-    assert given["--cuda-graph-token-drops"] == "count"
+    assert values["--cuda-graph-token-drops"] == "count"
     dense, _ = merge_flags(load_config(CONFIGS / "cpu" / "gpt_pp2_cpu.yaml"), [], source="run.yaml")
     assert not [flag for flag in dense if "moe" in flag or "expert" in flag or "drops" in flag]
 
@@ -156,14 +161,14 @@ def test_experts_become_flags() -> None:
 def test_experts_through_hybridep_become_flags() -> None:
     config = load_config(CONFIGS / "gpu" / "moe_ep2_hybridep.yaml")
     flags, _ = merge_flags(config, [], source="run.yaml")
-    given = dict(itertools.pairwise(flags))
-    assert given["--moe-token-dispatcher-type"] == "flex"
-    assert given["--moe-flex-dispatcher-backend"] == "hybridep"
-    assert given["--moe-expert-rank-capacity-factor"] == "2.0"
-    assert given["--moe-router-dtype"] == "fp32"
-    assert given["--cuda-graph-token-drops"] == "rerun"
+    values = dict(itertools.pairwise(flags))
+    assert values["--moe-token-dispatcher-type"] == "flex"
+    assert values["--moe-flex-dispatcher-backend"] == "hybridep"
+    assert values["--moe-expert-rank-capacity-factor"] == "2.0"
+    assert values["--moe-router-dtype"] == "fp32"
+    assert values["--cuda-graph-token-drops"] == "rerun"
     assert {"--use-transformer-engine-op-fuser", "--moe-grouped-gemm"} <= set(flags)
-    # The room of each expert is another way.
+    # Each expert's capacity is the other limit.
     assert not {"--moe-pad-expert-input-to-capacity", "--moe-expert-capacity-factor"} & set(flags)
 
 
@@ -226,9 +231,11 @@ def test_flags_as_values() -> None:
 
 
 def test_flags_of_the_stash_as_values() -> None:
-    given = "--cuda-graph-granularity chunk --cuda-graph-token-drops rerun --cuda-graph-stash true"
-    given += " --cuda-graph-stash-headroom 1.25 --cuda-graph-stash-on-overflow raise"
-    flags = flags_from(_parse(*given.split()))
+    arguments = (
+        "--cuda-graph-granularity chunk --cuda-graph-token-drops rerun --cuda-graph-stash true"
+    )
+    arguments += " --cuda-graph-stash-headroom 1.25 --cuda-graph-stash-on-overflow raise"
+    flags = flags_from(_parse(*arguments.split()))
     assert flags is not None
     assert flags.token_drops == "rerun"
     assert flags.stash == StashConfig(enabled=True, headroom=1.25, on_overflow="raise")

@@ -1,4 +1,4 @@
-"""``chunkgraph launch --plan``: the plan of a pretrain script's own command line."""
+"""``chunkgraph launch --plan`` plans the command line of a pretrain script."""
 
 from __future__ import annotations
 

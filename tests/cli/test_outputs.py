@@ -75,7 +75,7 @@ def test_a_pipe_is_written_in_place(tmp_path: Path) -> None:
 
 
 def test_a_device_is_written_in_place(tmp_path: Path) -> None:
-    """A copy of the node, so that a failure of this test harms no one."""
+    """A copy of the device node: a failure of this test leaves the real one alone."""
     null = tmp_path / "null"
     try:
         os.mknod(null, 0o600 | stat.S_IFCHR, os.makedev(1, 3))
@@ -108,17 +108,17 @@ def test_what_cannot_be_written_is_refused_before_the_run(
         "x" * 300: "File name too long",
         "a\0b": "embedded null",
     }.items():
-        with pytest.raises(ConfigError, match=problem) as caught:
+        with pytest.raises(ConfigError, match=problem) as error:
             check_output("--json", tmp_path / name)
-        assert str(caught.value).startswith("--json ")
-        assert "\n" not in str(caught.value)
+        assert str(error.value).startswith("--json ")
+        assert "\n" not in str(error.value)
     assert (tmp_path / "file").read_text() == "old"
 
 
-def test_a_folder_that_takes_no_files_is_found_out_about(
+def test_a_folder_that_takes_no_files_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As for one that may only be read, which the superuser's permissions do not show."""
+    """As for a read-only folder; permissions do not show it to the superuser."""
 
     def refuse(*_: object) -> int:
         raise PermissionError(13, "Permission denied")
@@ -136,7 +136,7 @@ def test_a_folder_that_takes_no_files_is_found_out_about(
 def test_a_file_that_cannot_be_renamed_over_is_written_in_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one that is mounted into a container."""
+    """A file that is mounted into a container is one."""
 
     def busy(*_: object) -> None:
         raise OSError(16, "Device or resource busy")

@@ -36,21 +36,21 @@ def run(capsys, *arguments: str) -> tuple[int, str, str]:
 def test_json_agrees_with_itself(numbers, capsys):
     arguments = (numbers, "--max-packed-tokens", "128", "--num-microbatches", "2", "--json", "-")
     code, out, err = run(capsys, *arguments, "--data-parallel-size", "2", "--target-fallback=10%")
-    found = json.loads(out)
+    report = json.loads(out)
     assert (code, err) == (0, "")
-    assert found["num_documents"] == 1000
-    assert found["microbatches_per_step"] == 4
-    assert found["target_fallback_share"] == 0.1
-    assert found["capacity_tokens"] == 128
-    best = found["recommended"]
-    assert best in found["candidates"]
+    assert report["num_documents"] == 1000
+    assert report["microbatches_per_step"] == 4
+    assert report["target_fallback_share"] == 0.1
+    assert report["capacity_tokens"] == 128
+    best = report["recommended"]
+    assert best in report["candidates"]
     assert best["fallback_share"] <= 0.1
-    assert found["flags"] == [
+    assert report["flags"] == [
         *("--cuda-graph-max-packed-seqs", str(best["max_packed_seqs"])),
         *("--cuda-graph-max-packed-tokens", str(best["max_packed_tokens"])),
     ]
-    for candidate in found["candidates"]:
-        share = candidate["num_misfits"] / found["num_microbatches"]
+    for candidate in report["candidates"]:
+        share = candidate["num_misfits"] / report["num_microbatches"]
         assert candidate["fallback_share"] == pytest.approx(1 - (1 - share) ** 4, abs=0.02)
     # The same file and seed give the same answer.
     again = run(capsys, *arguments, "--data-parallel-size", "2", "--target-fallback", "0.1")
@@ -68,7 +68,7 @@ def test_the_report_fits_80_columns(numbers, capsys):
     assert "Recommended: --cuda-graph-max-packed-seqs" in out
     assert "For chunkgraph train: packing.max_packed_seqs=" in out
     assert "too few to distinguish 1%" in out
-    # Asked for, so shown, however bad.
+    # A requested number is shown, however bad it is.
     assert any(line.split()[:2] == ["3", "128"] for line in out.splitlines())
 
 
@@ -76,23 +76,23 @@ def test_packed_microbatches_are_taken_as_they_are(tmp_path, capsys):
     path = tmp_path / "packs.jsonl"
     path.write_text("\n".join(json.dumps({"lengths": [10] * n}) for n in [1] * 90 + [9] * 10))
     arguments = (str(path), "--num-microbatches", "1", "--json", "-")
-    found = json.loads(run(capsys, *arguments, "--target-fallback", "10%")[1])
-    assert found["num_microbatches"] == 100
-    assert found["documents_per_microbatch"] == {"p50": 1, "p90": 1, "p99": 9, "max": 9}
-    # What holds the largest, rounded to what kernels like.
-    assert found["capacity_tokens"] == 128
-    assert found["recommended"]["max_packed_seqs"] == 2
-    assert found["recommended"]["num_misfits"] == 10
+    report = json.loads(run(capsys, *arguments, "--target-fallback", "10%")[1])
+    assert report["num_microbatches"] == 100
+    assert report["documents_per_microbatch"] == {"p50": 1, "p90": 1, "p99": 9, "max": 9}
+    # The smallest that holds the largest microbatch, rounded as kernels need it.
+    assert report["capacity_tokens"] == 128
+    assert report["recommended"]["max_packed_seqs"] == 2
+    assert report["recommended"]["num_misfits"] == 10
     strict = json.loads(run(capsys, *arguments, "--target-fallback", "9%")[1])
     assert strict["recommended"]["max_packed_seqs"] == 10
-    # Kernels are started for 32 either way.
-    assert (found["seq_buckets"], strict["seq_buckets"]) == ([], [])
+    # Kernels start for 32 either way.
+    assert (report["seq_buckets"], strict["seq_buckets"]) == ([], [])
     code, out, _ = run(capsys, *arguments, "--max-packed-tokens", "8")
     assert code == 1
     assert json.loads(out)["recommended"] is None
 
 
-def test_no_shape_is_told_and_exits_with_1(tmp_path, capsys):
+def test_no_shape_is_reported_and_exits_with_1(tmp_path, capsys):
     path = tmp_path / "lengths.txt"
     path.write_text("100\n" * 10)
     arguments = (str(path), "--max-packed-tokens", "64", "--long-documents")
@@ -179,7 +179,7 @@ def test_paths_without_a_name_end_with_2_and_one_line(capsys, lengths, message):
 
 
 def test_the_default_tokens_are_some_that_offsets_count(tmp_path, capsys):
-    """However long the documents: no T was given that could be wrong."""
+    """Without a T of the user's, the default holds documents of any length."""
     path = tmp_path / "lengths.txt"
     for content, flags, capacity in (
         ("2147483647\n5", (), 2**31 - 1),
@@ -255,53 +255,53 @@ def test_the_help_fits_a_narrow_terminal(
 
 def test_a_limit_on_documents(numbers, capsys):
     limited = (numbers, "--max-packed-tokens", "128", "--max-document-tokens", "40", "--json", "-")
-    found = json.loads(run(capsys, *limited)[1])
-    assert found["max_document_tokens"] == 40
-    assert found["num_documents_above_capacity"] == 200
-    assert found["flags"][-2:] == ["--cuda-graph-max-document-tokens", "40"]
-    assert found["recommended"]["num_misfits"] == 0  # they were cut
+    report = json.loads(run(capsys, *limited)[1])
+    assert report["max_document_tokens"] == 40
+    assert report["num_documents_above_capacity"] == 200
+    assert report["flags"][-2:] == ["--cuda-graph-max-document-tokens", "40"]
+    assert report["recommended"]["num_misfits"] == 0  # they were cut
     kept = json.loads(run(capsys, *limited, "--long-documents", "keep")[1])
     assert kept["candidates"][-1]["num_misfits"] > 0.2 * kept["num_microbatches"]
     code, out, _ = run(capsys, *limited[:-2])
     assert code == 0
     assert "packing.max_document_tokens=40" in out
     assert max(map(len, out.splitlines()[1:])) <= 80
-    for wrong, said in (("0", "is below 1"), ("129", "more than max_packed_tokens 128")):
+    for wrong, message in (("0", "is below 1"), ("129", "more than max_packed_tokens 128")):
         code, _, err = run(capsys, *limited[:3], "--max-document-tokens", wrong)
         assert code == 2
-        assert said in err
+        assert message in err
 
 
 def test_documents_are_padded(numbers, capsys):
-    given = (numbers, "--max-packed-tokens", "512", "--json", "-")
-    plain = json.loads(run(capsys, *given)[1])
-    found = json.loads(run(capsys, *given, "--pad-seq-to-mult", "64")[1])
-    assert (plain["pad_seq_to_mult"], found["pad_seq_to_mult"]) == (1, 64)
+    arguments = (numbers, "--max-packed-tokens", "512", "--json", "-")
+    plain = json.loads(run(capsys, *arguments)[1])
+    report = json.loads(run(capsys, *arguments, "--pad-seq-to-mult", "64")[1])
+    assert (plain["pad_seq_to_mult"], report["pad_seq_to_mult"]) == (1, 64)
     # A microbatch has room for eight of them at most, and none has half a block to spare.
-    assert found["documents_per_microbatch"]["max"] == 8 < plain["documents_per_microbatch"]["max"]
-    assert found["num_microbatches"] > plain["num_microbatches"]
-    assert found["recommended"]["padding_waste"] > plain["recommended"]["padding_waste"] + 0.1
-    code, out, _ = run(capsys, *given[:-2], "--pad-seq-to-mult", "64")
+    assert report["documents_per_microbatch"]["max"] == 8 < plain["documents_per_microbatch"]["max"]
+    assert report["num_microbatches"] > plain["num_microbatches"]
+    assert report["recommended"]["padding_waste"] > plain["recommended"]["padding_waste"] + 0.1
+    code, out, _ = run(capsys, *arguments[:-2], "--pad-seq-to-mult", "64")
     assert code == 0
     assert "Recommended for chunkgraph train: packing.max_packed_seqs=9" in out
     assert "packing.pad_seq_to_mult=64" in out
-    # Of data that are not padded so nothing was said.
+    # There are flags for padded data alone, and nothing states that the user's data are padded.
     assert "--cuda-graph" not in out
     assert "for them\nleave out --pad-seq-to-mult" in out
-    assert (found["flags"], plain["flags"][0]) == (None, "--cuda-graph-max-packed-seqs")
+    assert (report["flags"], plain["flags"][0]) == (None, "--cuda-graph-max-packed-seqs")
     assert max(map(len, out.splitlines()[1:])) <= 80
     # The default T holds the longest in blocks.
     code, out, _ = run(capsys, numbers, "--json", "-", "--pad-seq-to-mult", "100")
     assert json.loads(out)["capacity_tokens"] == 4100
-    for wrong, said in (("0", "is below 1"), ("100", "not a multiple of 100")):
-        code, _, err = run(capsys, *given, "--pad-seq-to-mult", wrong)
+    for wrong, message in (("0", "is below 1"), ("100", "not a multiple of 100")):
+        code, _, err = run(capsys, *arguments, "--pad-seq-to-mult", wrong)
         assert code == 2
-        assert said in err
+        assert message in err
 
 
 @pytest.fixture
 def packed(tmp_path: Path):
-    """Writes a hundred microbatches of short documents, a twentieth with ``most`` of them."""
+    """Return a writer of 100 microbatches, every twentieth with ``most`` short documents."""
 
     def write(most: int, others: int, tokens: int = 1) -> str:
         path = tmp_path / "packed.txt"
@@ -320,7 +320,7 @@ def packed(tmp_path: Path):
         (99, 12, 40, [], [32]),  # there is no default
         (60, 12, 40, [], []),  # all are cheap
         (99, 60, 40, [], []),  # not fewer than half
-        (180, 150, 40, [64], [0]),  # nobody has so few
+        (180, 150, 40, [64], [0]),  # no microbatch has so few
         (3199, 1200, 1, [64, 128, 256, 512, 1024], [1536]),
         (300, 40, 1, [32, 64, 128], []),  # in short rows there are graphs for 32
         (300, 10, 1, [32, 64, 128], []),
@@ -333,28 +333,28 @@ def test_fewer_sequences_are_recommended_where_the_default_does_not_have_them(
     packed, capsys, most, others, tokens, default, fewer
 ):
     arguments = (packed(most, others, tokens), "--target-fallback", "0%")
-    found = json.loads(run(capsys, *arguments, "--json", "-")[1])
-    assert found["recommended"]["max_packed_seqs"] == most + 1
-    assert (found["default_seq_buckets"], found["seq_buckets"]) == (default, fewer)
-    told = run(capsys, *arguments)[1]
-    assert max(map(len, told.splitlines()[1:])) <= 80
-    assert ("--cuda-graph-packed-seq-buckets" in told) == bool(fewer)
+    report = json.loads(run(capsys, *arguments, "--json", "-")[1])
+    assert report["recommended"]["max_packed_seqs"] == most + 1
+    assert (report["default_seq_buckets"], report["seq_buckets"]) == (default, fewer)
+    output = run(capsys, *arguments)[1]
+    assert max(map(len, output.splitlines()[1:])) <= 80
+    assert ("--cuda-graph-packed-seq-buckets" in output) == bool(fewer)
     if default:
-        assert f"By default there are graphs for {default[0]}" in told
+        assert f"By default there are graphs for {default[0]}" in output
     if fewer == [0]:
-        assert "--cuda-graph-packed-seq-buckets 0 (packing.seq_buckets=[])" in told
+        assert "--cuda-graph-packed-seq-buckets 0 (packing.seq_buckets=[])" in output
     elif fewer:
-        assert f"90% of the microbatches have at most {others} documents." in told
-        assert f"packing.seq_buckets={str(fewer).replace(' ', '')}" in told
+        assert f"90% of the microbatches have at most {others} documents." in output
+        assert f"packing.seq_buckets={str(fewer).replace(' ', '')}" in output
 
 
 def test_short_length_buckets_change_the_default(packed, capsys):
     """In rows of 2400 there are no graphs for 32, but with some of 600 there are."""
     arguments = (packed(60, 12, 40), "--target-fallback", "0%")
     assert json.loads(run(capsys, *arguments, "--json", "-")[1])["default_seq_buckets"] == []
-    told = run(capsys, *arguments)[1]
-    assert "--cuda-graph-packed-buckets 0.25 0.5" in told
-    assert "By default there are then graphs for 32 sequences too" in told
+    output = run(capsys, *arguments)[1]
+    assert "--cuda-graph-packed-buckets 0.25 0.5" in output
+    assert "By default there are then graphs for 32 sequences too" in output
     longer = run(capsys, packed(60, 12, 200), *arguments[1:])[1]
     assert "--cuda-graph-packed-buckets 0.25 0.5" in longer
     assert "graphs for 32" not in longer
@@ -369,34 +369,34 @@ def test_rows_of_a_rank_decide_the_default(packed, capsys):
 
 
 def test_dummies_of_a_limit_on_documents_count_as_sequences(packed, capsys):
-    """So the default's 64 are started for as 128, but 64 less the dummies as 64."""
+    """With dummies, kernels for the default's 64 start as for 128, so graphs are for fewer."""
     limited = ("--target-fallback", "0%", "--max-document-tokens", "64", "--json", "-")
-    found = json.loads(run(capsys, packed(500, 40), *limited)[1])
-    assert found["default_seq_buckets"] == [32, 64, 128]
-    assert found["recommended"]["max_packed_tokens"] == 512
-    assert found["seq_buckets"] == [64 - 7, 128 - 7]
-    found = json.loads(run(capsys, packed(500, 20), *limited)[1])
-    assert found["seq_buckets"] == [32 - 7, 64 - 7, 128 - 7]
+    report = json.loads(run(capsys, packed(500, 40), *limited)[1])
+    assert report["default_seq_buckets"] == [32, 64, 128]
+    assert report["recommended"]["max_packed_tokens"] == 512
+    assert report["seq_buckets"] == [64 - 7, 128 - 7]
+    report = json.loads(run(capsys, packed(500, 20), *limited)[1])
+    assert report["seq_buckets"] == [32 - 7, 64 - 7, 128 - 7]
 
 
-def test_a_number_of_sequences_that_costs_the_same_is_told(tmp_path, capsys):
+def test_a_number_of_sequences_that_costs_the_same_is_reported(tmp_path, capsys):
     path = tmp_path / "packed.txt"
     path.write_text("\n".join(["1 " * 40] * 5 + ["3 " * 35] * 95))
-    told = run(capsys, str(path), "--target-fallback", "50%", "--num-microbatches", "1")[1]
-    assert "--cuda-graph-max-packed-seqs 36" in told
-    assert "0.00% with N = 64, for which attention's kernels take as long" in told
-    (tokens,) = re.findall(r"--cuda-graph-max-packed-tokens (\d+)", told)
-    assert f"T defaults to the sequence length: leave it out if that is {tokens}" in told
+    output = run(capsys, str(path), "--target-fallback", "50%", "--num-microbatches", "1")[1]
+    assert "--cuda-graph-max-packed-seqs 36" in output
+    assert "0.00% with N = 64, for which attention's kernels take as long" in output
+    (tokens,) = re.findall(r"--cuda-graph-max-packed-tokens (\d+)", output)
+    assert f"T defaults to the sequence length: leave it out if that is {tokens}" in output
 
 
-def test_a_number_that_costs_the_same_is_told_though_it_is_no_candidate(tmp_path, capsys):
-    """Powers of two end where the most documents have room, here at 16."""
+def test_a_number_that_costs_the_same_is_reported_though_it_is_no_candidate(tmp_path, capsys):
+    """Candidates are powers of two up to the most documents, here 16."""
     path = tmp_path / "lengths.txt"
     path.write_text("\n".join(["90 " * 13] * 2 + ["100 " * 12] * 98))
     arguments = (str(path), "--target-fallback", "5%", "--num-microbatches", "1")
-    told = run(capsys, *arguments)[1]
-    assert "--cuda-graph-max-packed-seqs 13" in told
-    assert "2.00% of the steps run eagerly" in told
-    assert "0.00% with N = 32, for which attention's kernels take as long" in told
-    found = json.loads(run(capsys, *arguments, "--json", "-")[1])
-    assert 32 not in {candidate["max_packed_seqs"] for candidate in found["candidates"]}
+    output = run(capsys, *arguments)[1]
+    assert "--cuda-graph-max-packed-seqs 13" in output
+    assert "2.00% of the steps run eagerly" in output
+    assert "0.00% with N = 32, for which attention's kernels take as long" in output
+    report = json.loads(run(capsys, *arguments, "--json", "-")[1])
+    assert 32 not in {candidate["max_packed_seqs"] for candidate in report["candidates"]}

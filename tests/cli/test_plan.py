@@ -47,7 +47,7 @@ def test_config_adds_memory(run, config):
 
 
 def test_memory_is_of_the_rows_of_a_rank(run, tmp_path):
-    """Also where packed microbatches have a length of their own, and where ranks share them."""
+    """Also for a separate length of packed microbatches, and for ranks that share them."""
     path = tmp_path / "packed.yaml"
     path.write_text(
         CONFIG.rstrip("}\n") + ", micro_batch_size: 1}\npacking: {max_packed_seqs: 4}\n"
@@ -120,7 +120,7 @@ def test_grid_of_one_rank(run):
     assert "rank 0 |" not in out
 
 
-def test_long_grids_are_cut_unless_asked_for(run):
+def test_long_grids_are_cut_without_full(run):
     arguments = ("--pp", 4, "--vpp", 2, "--num-microbatches", 64)
     assert "more panels: --full prints them" in run(*arguments)
     full = run(*arguments, "--full")
@@ -253,7 +253,7 @@ def test_impossible_sizes(run, arguments):
         run(*arguments)
 
 
-def test_json_help_says_it_is_a_list(capsys):
+def test_the_help_of_json_calls_it_a_list(capsys):
     parser = argparse.ArgumentParser()
     plan.add_parser(parser.add_subparsers())
     with pytest.raises(SystemExit):
@@ -306,7 +306,7 @@ def test_memory_by_bank(run, config, tmp_path):
     printed = run(config, *flags)
     assert "Banks, largest first; their variants of a slot share memory" in printed
     assert "banks" not in json.loads(run(config, "--json", "-"))[0]
-    # Length buckets are banks too, with parts of the tokens or numbers of them.
+    # Length buckets are banks too: fractions of the tokens, or numbers of tokens.
     buckets = tmp_path / "buckets.yaml"
     more = ", micro_batch_size: 1}\npacking: {max_packed_seqs: 4, buckets: [0.5, 8]}\n"
     buckets.write_text(CONFIG.rstrip("}\n") + more)
@@ -314,22 +314,22 @@ def test_memory_by_bank(run, config, tmp_path):
     assert [b["tokens_per_rank"] for b in row["banks"]] == [32, 16, 8]
     assert [b["added_bytes"] for b in row["banks"][1:]] == [0, 0]
     assert "packed sequences" not in run(buckets)
-    said = "For 4, 3, 2 packed sequences: 3 times as many graphs, in the same memory"
-    assert said in run(buckets, "packing.seq_buckets=[2,3]")
-    # The shortest of them decide about the default.
+    line = "For 4, 3, 2 packed sequences: 3 times as many graphs, in the same memory"
+    assert line in run(buckets, "packing.seq_buckets=[2,3]")
+    # The shortest bank decides about the default.
     longer = ("packing.max_packed_seqs=100", "model.seq_length=1028")
     assert "For 100, 32 packed sequences: 2 times as many" in run(buckets, *longer)
     assert "packed sequences" not in run(buckets, *longer, "packing.buckets=[1026]")
     shared = (*longer, "packing.buckets=[1026]", "pipeline.context_parallel_size=2")
     assert "For 100, 32 packed sequences" in run(buckets, *shared)
-    # Rounded up as in a run: to what documents are padded to, on all ranks together.
+    # Rounded up as in a run: to the documents' padding, over all ranks together.
     padded = ("packing.pad_seq_to_mult=8", "packing.buckets=[0.3,20]")
     (row, _) = json.loads(run(buckets, *padded, "--json", "-"))
     assert [b["tokens_per_rank"] for b in row["banks"]] == [32, 24, 16]
     on_ranks = ("pipeline.context_parallel_size=2", "packing.buckets=[0.3,20]")
     (row, _) = json.loads(run(buckets, *on_ranks, "--json", "-"))
     assert [b["tokens_per_rank"] for b in row["banks"]] == [16, 10, 6]
-    # So are the sizes of the file.
+    # So are the context-parallel sizes of the file.
     sizes = tmp_path / "sizes.yaml"
     more = ", micro_batch_size: 1}\n"
     more += "packing: {max_packed_seqs: 4, context_parallel_sizes: [1, 4]}\n"
@@ -337,7 +337,7 @@ def test_memory_by_bank(run, config, tmp_path):
     banks = json.loads(run(sizes, "pipeline.data_parallel_size=4", "--json", "-"))[0]["banks"]
     assert [b["context_parallel_size"] for b in banks] == [4, 1]
     assert {b["tokens_per_rank"] for b in banks} == {32}
-    # By default with graphs for fewer sequences, by the rows of a rank.
+    # Whether there are graphs for fewer sequences by default depends on a rank's rows.
     many = ("pipeline.data_parallel_size=4", "packing.max_packed_seqs=100", "model.seq_length=1028")
     assert "packed sequences" not in run(sizes, *many)
     limited = (*many, "--cuda-graph-max-packed-tokens", 1024)

@@ -37,7 +37,7 @@ def test_costs_come_from_a_bench_document(run, tmp_path):
     variants.append({"name": "chunk", "costs_ms": costs})
     path.write_text(json.dumps({"config": "a", "variants": variants}))
     assert run(*arguments, path) == expected
-    # What a worker of the bench measures goes into its variant.
+    # A variant has what its worker of the bench measures.
     document = BenchDocument(dict.fromkeys(("device", "num_gpus", "versions", "is_deterministic")))
     document.add(VariantResult("chunk", None, {"costs_ms": costs}))
     document.write(path)
@@ -141,7 +141,7 @@ def test_comparison_with_a_config_has_memory(run, config):
     )
 
 
-def test_comparison_says_what_cannot_run(run):
+def test_the_comparison_names_what_cannot_run(run):
     arguments = ("--pp", 4, "--num-microbatches", 6, "--compare")
     refused = {row["schedule"]: row.get("error") for row in json.loads(run(*arguments, "--json"))}
     assert [name for name, error in refused.items() if error is not None] == [

@@ -1,4 +1,4 @@
-"""What is shown of a run's progress lines."""
+"""The display of a run's progress lines."""
 
 from __future__ import annotations
 

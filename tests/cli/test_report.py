@@ -1,4 +1,4 @@
-"""What the closing report of a training run says behind its table."""
+"""The closing report of a training run, its table and the lines after it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def printed(memsets_kept: list[str]) -> str:
     return capture.get()
 
 
-def test_memsets_that_stay_are_told_once_for_each_reason() -> None:
+def test_memsets_that_stay_are_reported_once_for_each_reason() -> None:
     assert "memsets" not in printed(["", ""])
     text = printed(["no bindings", "", "no bindings"])
     assert text.count("memset nodes, which cost some microseconds each: no bindings\n") == 1
@@ -94,7 +94,7 @@ def test_memory_is_reported_where_it_is_known() -> None:
     assert "peak memory that torch reserved, by rank: 1.0 GiB, 3.0 GiB" in text
 
 
-def test_verification_says_what_it_saw() -> None:
+def test_verification_reports_what_it_compared() -> None:
     text = report_of("train.compare=none", "capture.verify=shadow")
     assert "capture.verify=shadow: 1 replayed step(s), 4 forwards" in text
     text = report_of("train.compare=none", "capture.verify=shadow", capture_sessions=0)

@@ -1,4 +1,4 @@
-"""No process of a job is left, whatever ends it; the ranks here start what Megatron's do."""
+"""No process of a job outlives it, whatever ends it; its ranks start what Megatron's start."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
 
 
 class Job:
-    """A job, whose processes are known by a variable of their environment."""
+    """A job whose processes are recognised by a variable of their environment."""
 
     def __init__(self, folder: Path) -> None:
         self._script = folder / "rank.py"
@@ -87,7 +87,7 @@ class Job:
         self.first: subprocess.Popen[str] | None = None
 
     def start(self, *command: str, end: str = "", ranks: int = 2, **environment: str) -> list[int]:
-        """Start Python with ``command`` and the script of the ranks; gives the ranks' pids."""
+        """Start Python with ``command`` and the script of the ranks; return the ranks' pids."""
         variable, _, value = self._name.partition("=")
         self.first = subprocess.Popen(
             [sys.executable, *command, str(self._script)],
@@ -106,18 +106,20 @@ class Job:
         return [int(line.split()[1]) for line in lines if line.startswith("pid ")]
 
     def processes(self) -> dict[int, str]:
-        """Those that live, with their command lines."""
-        found = {}
+        """Map the pids of living processes to their command lines."""
+        command_lines = {}
         for path in Path("/proc").glob("[0-9]*"):
             try:
                 if self._name.encode() in (path / "environ").read_bytes():
-                    found[int(path.name)] = (path / "cmdline").read_text().replace("\0", " ")
+                    command_lines[int(path.name)] = (
+                        (path / "cmdline").read_text().replace("\0", " ")
+                    )
             except OSError:
                 continue
-        return found
+        return command_lines
 
     def output_until_all_ended(self) -> str:
-        """What is still printed; a process that held standard output would keep this waiting."""
+        """Return the rest of the output; it ends when no process holds standard output any more."""
         assert self.first is not None
         start = time.monotonic()
         output, _ = self.first.communicate(timeout=WITHIN_S)

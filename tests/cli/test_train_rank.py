@@ -26,7 +26,7 @@ def test_the_place_in_the_job_is_read() -> None:
     local = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     expected = StartedRank(rank=3, world_size=4, local_rank=1, local_world_size=2)
     assert StartedRank.from_environment({**JOB, **local}) == expected
-    # Without them, all ranks are taken to be on one machine.
+    # Without these variables, all ranks count as on one machine.
     expected = StartedRank(rank=3, world_size=4, local_rank=3, local_world_size=4)
     assert StartedRank.from_environment(JOB) == expected
 

@@ -38,7 +38,7 @@ def test_a_row_is_a_function_of_its_place() -> None:
     assert Documents.from_file(None, num_tokens=64, seed=1).lengths(0, 0)
 
 
-def test_padding_behind_a_document_takes_room() -> None:
+def test_padding_after_a_document_takes_room() -> None:
     documents = Documents([b"abcde", b"x"], num_tokens=16, seed=2, multiple=4)
     rows = [[-(-n // 4) * 4 for n in documents.lengths(step, 0)] for step in range(40)]
     assert all(8 < sum(row) <= 16 for row in rows)

@@ -129,7 +129,7 @@ def test_context_parallel_ranks_share_every_sequence(num_ranks: int) -> None:
     parts = [whole.part(rank, num_ranks) for rank in range(num_ranks)]
     assert all(part.tokens.shape == (3, 64 // num_ranks) for part in parts)
     assert sum(part.num_labels for part in parts) == whole.num_labels
-    # The pairs of pieces from the front and from the end, put back in order.
+    # Each rank has a piece from the front and one from the end; put them back in order.
     halves = [np.split(part.tokens, 2, axis=1) for part in parts]
     joined = [front for front, _ in halves] + [back for _, back in reversed(halves)]
     assert np.array_equal(np.concatenate(joined, axis=1), whole.tokens)

@@ -1,4 +1,4 @@
-"""Every file of examples/ runs as it says."""
+"""Every file of examples/ does what its text promises."""
 
 from __future__ import annotations
 

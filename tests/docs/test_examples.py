@@ -1,4 +1,4 @@
-"""The code of the docs runs as it stands and does what it says."""
+"""The code in the docs runs unchanged and does what the docs promise."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "slots.md"
 
 
-def test_the_example_runs_and_counts_as_it_says(tmp_path: Path) -> None:
+def test_the_example_runs_and_its_counts_are_right(tmp_path: Path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     script = tmp_path / "example.py"
     script.write_text(code)

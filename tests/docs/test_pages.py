@@ -74,7 +74,7 @@ def test_commands_parse(page: Path) -> None:
 
 
 def test_sentences_are_short() -> None:
-    """On average; code, tables and headings left out."""
+    """Count the average, without code, tables and headings."""
     lengths = []
     for page in PAGES:
         text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
@@ -103,7 +103,7 @@ def test_pages_stay_short() -> None:
 
 @pytest.mark.parametrize("page", [p for p in PAGES if p.name != "settings.md"], ids=_ids)
 def test_pages_serve_the_reader(page: Path) -> None:
-    """No commits or hosts, and none of the words that a reader stumbles over."""
+    """Pages name no commits or hosts and use none of the words that a reader stumbles over."""
     text = page.read_text()
     assert not re.search(r"\b(?=[0-9a-f]*\d)(?=[0-9a-f]*[a-f])[0-9a-f]{7,40}\b", text)
     assert not re.search(r"\b(anew|besides?|whatever is|in the place of|by hand)\b", text)
