@@ -1,4 +1,4 @@
-"""What every room's tests share: hypothesis without deadlines, skips that give a reason, order."""
+"""Configuration of all tests: hypothesis without deadlines, skips with a reason, order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ import pytest
 # Read when torch is first imported, here and by what tests start. With tensors this small more
 # threads only wait for each other, and with several test processes they also wait for a core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# As what is started on a CPU has it, whose ranks get it from the command: Megatron's import then
+# The command sets this for its ranks on a CPU, so tests on a CPU have it too: Megatron's import
 # loads no compiler. On a GPU its small functions are compiled in tests as they are in training.
 if not any(Path("/dev").glob("nvidia[0-9]*")):
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
@@ -36,7 +36,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Probes, stand-ins and fixtures of whole jobs, which tests of several rooms share.
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 pytest_plugins = ["megatron_jobs"]
-# These rooms import Megatron; `launch` has tests of its own that do not.
+# These rooms import Megatron; some tests of `launch` do not.
 if importlib.util.find_spec("megatron") is None:
     collect_ignore_glob = [f"{room}/*test_*.py" for room in ("bench", "megatron", "trainer")]
 # A shared machine stalls now and then: a deadline would test the machine.
@@ -51,7 +51,7 @@ gc.disable()
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
-    """Collect what tests leave behind, not what was there before.
+    """Collect what tests leave over, not what was there before.
 
     A capture also looks at each object that there is. The first backward imports ``torch._dynamo``,
     the most of them; imported here they are not looked at.
@@ -94,11 +94,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """In a run of several processes, no more tests use a GPU at once than it has seats.
+    """Let at most as many tests of parallel processes use a GPU as it has seats.
 
-    What runs in a test process uses the first GPU, and takes no seat.
+    A test that runs in the test process uses the first GPU and takes no seat.
 
-    Outermost, since a wait for them must not count against the test's time limit.
+    This hook is the outermost one: waiting for GPUs must not count against a test's time limit.
     """
     needed = _num_gpus_needed(item)
     if needed == 0 or item.get_closest_marker("skip"):
@@ -107,7 +107,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     gpus = _visible_gpus()
     if needed > len(gpus):
         needed = -(-needed // _ranks_of_each_gpu())
-    # Of this process itself the first is used, whatever is asked for after CUDA has begun here.
+    # This process itself uses the first one: CUDA has begun here, and ignores a later choice.
     here = None if item.get_closest_marker("multigpu") else item.get_closest_marker("gpu")
     if here is not None and here.kwargs.get("in_process", not item.get_closest_marker("megatron")):
         needed = 0
@@ -127,7 +127,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 @contextlib.contextmanager
 def hard_limit(seconds: float) -> Iterator[None]:
-    """End this process after so long, with the places where its threads are.
+    """End this process at a time limit, with the tracebacks of its threads.
 
     pytest-timeout needs Python to run for that, which it does not where a thread waits for a lock
     without giving other threads a turn. Not in a debugger.
@@ -143,7 +143,7 @@ def hard_limit(seconds: float) -> Iterator[None]:
 
 
 def _limit_s(item: pytest.Item) -> float:
-    """Well beyond the time limit of a test."""
+    """Return a limit well beyond that of the test."""
     marker = item.get_closest_marker("timeout")
     limit = marker.args[0] if marker is not None and marker.args else item.config.getini("timeout")
     return float(limit or 180) + 60.0
@@ -156,18 +156,18 @@ def gpus_held(
     """Wait for ``num`` of these GPUs, which ``seats`` test processes at most then use.
 
     Args:
-        num: of GPUs, the last that are free first; 0: the first one, without a seat. More than
-            there are: nothing is waited for, and the test says what it lacks.
+        num: number of GPUs, taken from the end of the list; 0: the first one, without a seat.
+            More than there are: do not wait; the test reports what it lacks.
         gpus: as CUDA_VISIBLE_DEVICES names them.
-        folder: of the lock files.
-        alone: where ``num`` is 0: together with nobody, with a seat or without.
-        seats: how many that ask for a number may use a GPU at once.
+        folder: where the lock files are.
+        alone: where ``num`` is 0: share the GPU with no test, with a seat or without.
+        seats: how many tests with ``num`` above 0 may use a GPU at once.
     """
     lock = f"chunkgraph-test-gpu-{os.getuid()}-{{}}.lock".format
     seats = max(1, seats)
     held: list[str] = []
     with contextlib.ExitStack() as locks:
-        # One waits at a time: who needs all would wait for ever next to those who need one.
+        # One test waits at a time; otherwise one that needs all GPUs would never get them.
         with contextlib.ExitStack() as queue:
             _lock(queue, folder / lock("queue"), fcntl.LOCK_EX)
             if num == 0 and gpus:
@@ -243,11 +243,11 @@ def _has_megatron() -> bool:
 
 @pytest.fixture(scope="session")
 def once(pytestconfig: pytest.Config) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Return the cases it gets; none in a run of ``-m "not megatron or every_release"``.
+    """Return the cases unchanged; none in a run of ``-m "not megatron or every_release"``.
 
-    They run with the newest release of Megatron, by ``-m megatron``, or without ``-m``. For cases
-    of a test marked ``every_release`` that show nothing about the release which the test's other
-    cases do not.
+    Use it in a test marked ``every_release``, for cases that show nothing more about a release
+    than the test's other cases. They run with the newest release of Megatron alone, by
+    ``-m megatron`` or without ``-m``.
     """
     is_older = pytestconfig.getoption("markexpr") == "not megatron or every_release"
     return lambda cases: {} if is_older else cases
@@ -259,10 +259,10 @@ _FIRST_PORT, _NUM_PORTS, _NUM_BLOCKS = 20000, 250, 40
 
 @pytest.fixture(scope="session")
 def free_port() -> Iterator[Callable[[], int]]:
-    """Gives TCP ports of which no other test process of this machine is given one.
+    """Return TCP ports that no other test process of this machine gets.
 
-    That nobody listens on a port now is not enough: another process may find the same a moment
-    before one of the two jobs begins to listen, and both jobs then meet at one store.
+    A port without a listener is not enough: two processes may pick the same one before either
+    of their jobs listens, and both jobs then meet at one store.
     """
     with contextlib.ExitStack() as held:
         folder = Path(tempfile.gettempdir())
@@ -276,7 +276,7 @@ def free_port() -> Iterator[Callable[[], int]]:
 
 
 def _lock(held: contextlib.ExitStack, path: Path, how: int = fcntl.LOCK_EX | fcntl.LOCK_NB) -> bool:
-    """Whether this process holds the file from now on; it may be another user's."""
+    """Try to lock a file, which may be another user's; return whether this process holds it."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     except PermissionError:
@@ -301,7 +301,7 @@ def _is_free(port: int) -> bool:
 
 @pytest.fixture(params=["recorder", pytest.param("cuda", marks=pytest.mark.gpu)])
 def backend(request: pytest.FixtureRequest) -> object:
-    """Each implementation of the graph contract in turn; CUDA graphs where there is a GPU."""
+    """Return each implementation of the graph contract in turn; CUDA graphs need a GPU."""
     from chunkgraph.graphs import CUDABackend, RecorderBackend
 
     return RecorderBackend() if request.param == "recorder" else CUDABackend()
@@ -309,7 +309,7 @@ def backend(request: pytest.FixtureRequest) -> object:
 
 @pytest.fixture
 def has_ended() -> Callable[[int], bool]:
-    """Whether a process ends within half a minute."""
+    """Return whether a process ends within half a minute."""
     return _has_ended
 
 

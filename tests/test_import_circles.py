@@ -51,7 +51,7 @@ def import_graph(sources: Mapping[str, str], packages: set[str]) -> dict[str, se
         package = module if module in packages else module.rpartition(".")[0]
         graph[module] = set()
         for name in imported_names(source, package):
-            # `from module import name`: the name is a module, or stands in one.
+            # `from module import name`: the name is a module, or one of its attributes.
             target = name if name in sources else name.rpartition(".")[0]
             if target in sources and target != module:
                 graph[module].add(target)

@@ -84,7 +84,7 @@ def _of_call(call: ast.Call, constants: dict[str, object], file: str) -> Iterato
 
 
 def _spread(arguments: list[ast.expr]) -> Iterator[ast.expr]:
-    """The arguments, those of a literal behind a star one by one."""
+    """Yield the arguments; those of a starred literal one by one."""
     for argument in arguments:
         if isinstance(argument, ast.Starred) and isinstance(argument.value, ast.Tuple):
             yield from argument.value.elts
@@ -93,7 +93,7 @@ def _spread(arguments: list[ast.expr]) -> Iterator[ast.expr]:
 
 
 def _text(node: ast.expr, constants: dict[str, object]) -> str:
-    """The string that an argument is, or its source."""
+    """Return a string argument's value, or an argument's source."""
     if isinstance(node, ast.Constant):
         return str(node.value)
     if isinstance(node, ast.Name):
@@ -106,8 +106,8 @@ def _is_outside(module: str) -> bool:
 
 
 @pytest.fixture(scope="module")
-def found() -> list[Access]:
-    """What the whole package reaches."""
+def package_accesses() -> list[Access]:
+    """All accesses of the package."""
     return sorted(
         access
         for path in PACKAGE.rglob("*.py")
@@ -117,30 +117,30 @@ def found() -> list[Access]:
     )
 
 
-def _rooms(found: list[Access], kinds: set[str], rooms: set[str]) -> set[str]:
-    """The rooms of these accesses; a file that is in none of ``rooms`` stands for itself."""
+def _rooms(package: list[Access], kinds: set[str], rooms: set[str]) -> set[str]:
+    """Return the rooms of these accesses; a file outside of ``rooms`` stands for itself."""
     return {
         next((r for r in rooms if a.file == r or a.file.startswith(f"{r}/")), a.file)
-        for a in found
+        for a in package
         if a.kind in kinds
     }
 
 
-def test_nothing_imports_megatron_by_a_statement(found: list[Access]) -> None:
-    """A machine without a GPU is prepared before Megatron is imported."""
-    assert [access for access in found if access.kind == "import"] == []
+def test_nothing_imports_megatron_by_a_statement(package_accesses: list[Access]) -> None:
+    """Imports by name come after the preparation that a machine without a GPU needs."""
+    assert [access for access in package_accesses if access.kind == "import"] == []
 
 
-def test_modules_of_megatron_are_imported_in_listed_rooms(found: list[Access]) -> None:
-    assert _rooms(found, {"module"}, PUBLIC_ROOMS) == PUBLIC_ROOMS
+def test_modules_of_megatron_are_imported_in_listed_rooms(package_accesses: list[Access]) -> None:
+    assert _rooms(package_accesses, {"module"}, PUBLIC_ROOMS) == PUBLIC_ROOMS
 
 
-def test_private_names_and_patches_are_in_listed_rooms(found: list[Access]) -> None:
-    assert _rooms(found, {"private", "patch"}, PRIVATE_ROOMS) == PRIVATE_ROOMS
+def test_private_names_and_patches_are_in_listed_rooms(package_accesses: list[Access]) -> None:
+    assert _rooms(package_accesses, {"private", "patch"}, PRIVATE_ROOMS) == PRIVATE_ROOMS
 
 
-def test_the_table_of_private_names(found: list[Access]) -> None:
-    table = [access for access in found if access.kind in ("private", "patch")]
+def test_the_table_of_private_names(package_accesses: list[Access]) -> None:
+    table = [access for access in package_accesses if access.kind in ("private", "patch")]
     for access in table:
         print(f"{access.kind:8} {access.name:60} {access.file}")
     assert {
@@ -175,6 +175,8 @@ def test_every_way_in_is_seen(line: str, kind: str, name: str) -> None:
     assert list(accesses(others, "engine/slot.py")) == []
 
 
-def test_an_access_elsewhere_is_refused(found: list[Access]) -> None:
+def test_an_access_elsewhere_is_refused(package_accesses: list[Access]) -> None:
     stray = Access("private", "TopKRouter", "engine/slot.py")
-    assert _rooms([*found, stray], {"private"}, PRIVATE_ROOMS) - PRIVATE_ROOMS == {stray.file}
+    assert _rooms([*package_accesses, stray], {"private"}, PRIVATE_ROOMS) - PRIVATE_ROOMS == {
+        stray.file
+    }

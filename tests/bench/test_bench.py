@@ -40,11 +40,11 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-# Once, not for each Megatron: that it measures with either, `test_bench_packed` shows.
+# Not for each release of Megatron: `test_bench_packed` measures with all of them.
 @pytest.mark.slow
 def test_eager_and_chunk_are_measured_and_equal(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
-    # Of several ranks, what is gathered of them is tested in `test_bench_packed`.
+    # `test_bench_packed` tests what is gathered from several ranks.
     result = bench(*ONE_RANK, "--variants", "eager,chunk", "--json", str(path))
     assert result.returncode == 0, result.stderr
     assert max(map(len, result.stdout.splitlines())) <= 80
@@ -91,7 +91,7 @@ def test_a_variant_over_its_time_is_ended_and_fails_the_command(tmp_path: Path) 
     assert "the variant chunk did not run" in result.stdout
 
 
-# -- what a trace says ---------------------------------------------------------------------------
+# -- times from a trace --------------------------------------------------------------------------
 
 
 def host(name: str, ts: float, correlation: int, tid: int = 1) -> dict[str, Any]:
@@ -160,10 +160,10 @@ def test_what_a_graph_waits_for_at_its_copies() -> None:
             host("cudaGraphLaunch", 10, 1),
             host("cudaMemcpyAsync", 11, 2),
             kernel("gemm", 100, 10, 1),
-            kernel("Memset", 112, 1, 1, "gpu_memset"),  # 2 before, 4 behind
+            kernel("Memset", 112, 1, 1, "gpu_memset"),  # 2 before, 4 after
             kernel("gemm", 117, 10, 1),
             kernel("norm", 130, 10, 1),  # 3 between kernels
-            kernel("Memcpy", 135, 10, 1, "gpu_memcpy"),  # begins next to a kernel; 5 behind
+            kernel("Memcpy", 135, 10, 1, "gpu_memcpy"),  # begins next to a kernel; 5 after
             kernel("Memset", 136, 1, 1, "gpu_memset"),  # within another
             kernel("add", 150, 1, 1),
             kernel("Memcpy", 300, 10, 2, "gpu_memcpy"),  # of no graph
@@ -189,10 +189,10 @@ def test_where_a_step_is_idle() -> None:
             kernel("ncclDevKernel_SendRecv", at + 150, 100, first + 3),
             kernel("copy", at + 195, 15, first + 4),  # 5 next to the graph, then 10
             kernel("gemm", at + 300, 100, first + 2),  # 90 of 100 between
-            kernel("adam", at + 450, 50, first + 4),  # 550 of 600 behind
+            kernel("adam", at + 450, 50, first + 4),  # 550 of 600 after
         ]
 
-    # Nothing is of the time between two steps.
+    # The time between two steps does not count.
     times = kernel_times([*step(0, 0), *step(5000, 10)])
     assert times.idle == pytest.approx(
         {
@@ -206,7 +206,7 @@ def test_where_a_step_is_idle() -> None:
     assert kernel_times([mark("step", 0, 10)]).idle == {}
 
 
-def test_kernels_of_dispatch_and_stash_are_told_apart() -> None:
+def test_kernels_of_dispatch_and_stash_are_distinguished() -> None:
     names = {
         "void hybrid_ep::dispatch_kernel<(int)1>(param)": 100,
         "void permute_kernel<short>(args)": 20,

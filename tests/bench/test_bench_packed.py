@@ -1,4 +1,4 @@
-"""Packed documents in a bench: the same ones for every variant, fallbacks and padding counted."""
+"""A bench packs the same documents for every variant, and counts fallbacks and padding."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _case(make_config: Callable[..., Any], **sections: dict[str, Any]) -> dict[s
 
 
 def _documents(num_data_ranks: int) -> list[list[tuple[int, ...]]]:
-    """Of each measured step the documents of all microbatches on all data-parallel ranks."""
+    """Return each measured step's documents: all microbatches of all data-parallel ranks."""
     drawn = DrawnDocuments.from_file(None, _COUNTS, num_tokens=_TOKENS, seed=8)
     return [
         [drawn.lengths(step, m, r) for m in range(2 + step % 2) for r in range(num_data_ranks)]
@@ -79,7 +79,7 @@ def _check(result: dict[str, Any], num_data_ranks: int) -> None:
 
 
 def _check_waste(result: dict[str, Any], num_data_ranks: int, num_saved: int) -> None:
-    """``num_saved``: rows that buckets leave out."""
+    """Check the padding; buckets leave out ``num_saved`` rows."""
     steps = _documents(num_data_ranks)
     num_tokens = sum(sum(lengths) for step in steps for lengths in step)
     num_rows = _TOKENS * sum(map(len, steps)) - num_saved
@@ -88,7 +88,7 @@ def _check_waste(result: dict[str, Any], num_data_ranks: int, num_saved: int) ->
         assert waste == pytest.approx(1 - num_tokens / num_rows), variant
 
 
-# Once, not for each Megatron: what differs between releases is tested with packed training.
+# Not for each release of Megatron: tests of packed training cover their differences.
 def test_in_a_pipeline(run_cases: Callable[..., Any], make_config: Callable[..., Any]) -> None:
     pipeline = {"pipeline_model_parallel_size": 2}
     case = _case(make_config, pipeline=pipeline, packing={"buckets": [36]})
@@ -103,7 +103,7 @@ def test_in_a_pipeline(run_cases: Callable[..., Any], make_config: Callable[...,
 def test_where_only_one_of_two_ranks_has_too_many(
     run_cases: Callable[..., Any], make_config: Callable[..., Any]
 ) -> None:
-    """The step is eager on both, and counted once, by the cause that one of them knows."""
+    """Both run the step eagerly; it counts once, under the cause that one of them knows."""
     case = _case(make_config, pipeline={"data_parallel_size": 2})
     result = run_cases({"dp2": case}, 2)["dp2"]
     _check(result, 2)

@@ -1,4 +1,4 @@
-"""The measurement of empty sequences runs; on a CPU without graphs, so that times mean nothing."""
+"""The measurement of empty sequences runs. On a CPU it has no graphs: the times mean nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 ROOT = Path(__file__).parents[2]
 
 
-# Once, not for each Megatron: it measures with one release.
+# Not for each release of Megatron: it measures with one.
 @pytest.mark.timeout(100)
 def test_the_same_documents_among_more_sequences(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
@@ -46,15 +46,15 @@ def test_the_same_documents_among_more_sequences(tmp_path: Path) -> None:
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    found = json.loads(path.read_text())
-    measured = found["measured"]
+    document = json.loads(path.read_text())
+    measured = document["measured"]
     assert [(len(one["lengths"]), one["num_seqs"]) for one in measured] == [
         *((8, 8), (8, 32), (8, 64), (8, 512)),
         *((20, 20), (20, 32), (20, 64), (20, 512)),
     ]
     assert [one["num_seqs"] for one in measured if one["is_replayed"]] == [32, 32]
     assert [one["ratio"] == 1 for one in measured] == [True, False, False, False] * 2
-    assert found["model"]["num_layers"] == 2
+    assert document["model"]["num_layers"] == 2
     assert all(sum(one["lengths"]) == 64 for one in measured)
     assert all(one["ms"] > 0 and len(one["ms_all"]) == 2 for one in measured)
     assert all(one["same_output"] and one["same_gradient"] for one in measured)
@@ -86,7 +86,7 @@ def test_documents_fill_the_row_and_are_cut_to_their_limit(script: ModuleType) -
 
 
 def test_what_training_would_replay_is_measured(script: ModuleType) -> None:
-    # The dummy is a sequence too.
+    # The dummy document counts as a sequence.
     assert script._sequences(63, [64, 512], 4096) == {63: False, 64: True, 512: False}
     assert script._sequences(64, [64, 512], 4096) == {64: False, 128: True, 512: False}
     assert script._sequences(260, [64, 512], 4096) == {260: False, 512: True}

@@ -1,4 +1,4 @@
-"""The speed of a GPU, which `bench` gives with its times."""
+"""`bench` reports the speed of each GPU next to its times."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_a_cpu_has_none() -> None:
 def test_a_gpu_has_one_and_training_draws_the_same_numbers() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     state = torch.cuda.get_rng_state(device)
-    found = matmul_tflops(device)
-    assert found is not None
-    assert 10 < found < 5000
+    tflops = matmul_tflops(device)
+    assert tflops is not None
+    assert 10 < tflops < 5000
     assert torch.equal(torch.cuda.get_rng_state(device), state)

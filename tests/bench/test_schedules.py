@@ -1,4 +1,4 @@
-"""Schedules in a bench: variants of their own, times of graphs, simulated steps."""
+"""Schedules in a bench: one variant each, times of graphs, simulated steps."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_each_graph_of_a_chunk_is_timed(backward: Any, names: list[str]) -> None
     (costs,) = chunk_costs(graphs, CPU, num_repeats=3)
     assert list(costs) == names
     assert all(ms > 0 for ms in costs.values())
-    assert torch.equal(step(), expected)  # the timing leaves nothing in a later step
+    assert torch.equal(step(), expected)  # the timing does not reach later steps
 
 
 @pytest.mark.timeout(100)
@@ -132,7 +132,7 @@ def test_steps_of_several_sizes_are_simulated() -> None:
     whole, ms = 1.61 + 4.59, pytest.approx
     assert list(steps) == ["1f1b", "interleaved", "zb-h1", "interleaved-zb"]
     assert steps["1f1b"] == {str(p): ms((8 + p - 1) * whole) for p in (2, 4, 8)}
-    # The rank's layers are in two chunks: half of the bubble.
+    # The rank's layers form two chunks: half of the bubble.
     assert steps["interleaved"] == {str(p): ms((8 + (p - 1) / 2) * whole) for p in (2, 4, 8)}
     assert steps["zb-h1"]["4"] / steps["1f1b"]["4"] == ms(0.853, abs=5e-4)
     assert steps["interleaved-zb"]["4"] / steps["1f1b"]["4"] == ms(0.801, abs=5e-4)

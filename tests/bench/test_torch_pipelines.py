@@ -83,7 +83,7 @@ def test_a_schedule_beyond_its_time_limit_leaves_the_earlier_ones(
     done = _run_alone("--schedules", *names, "--num-steps", "2", "--json", str(path))
     assert done.returncode == 0, done.stderr
     rows = json.loads(path.read_text())["schedules"]
-    limit = "0.01"  # of this, not even the first one is done
+    limit = "0.01"  # too short for the first one
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     ended = _run_alone("--schedules", *names, "--time-limit", limit)
     assert ended.returncode == 1
