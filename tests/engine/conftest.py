@@ -1,4 +1,4 @@
-"""A whole pipeline in one process, driven by any schedule, by eager chunks or by graphs."""
+"""A whole pipeline in one process, run by any schedule, with eager chunks or graphs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Stage(nn.Module):
 
 @dataclass
 class Run:
-    """What a training run left: to be compared bit for bit."""
+    """The results of a training run, compared bit for bit."""
 
     losses: list[torch.Tensor] = field(default_factory=list)
     input_grads: list[torch.Tensor] = field(default_factory=list)
@@ -173,17 +173,17 @@ def make_pipeline(backend: GraphBackend) -> Callable[..., Pipeline]:
 
 @pytest.fixture
 def new_backend(backend: GraphBackend) -> Callable[[], GraphBackend]:
-    """Backends of the parametrised kind, one for each pipeline of a property test."""
+    """Make backends of the parametrised kind, one for each pipeline of a property test."""
     return RecorderBackend if backend.name == "recorder" else CUDABackend
 
 
 @pytest.fixture
 def no_collector() -> Iterator[None]:
-    """Python's collector rests.
+    """Disable Python's garbage collector.
 
-    Needed where several threads stand for ranks. torch holds the lock of its default generator
-    while it makes a tensor of the state. A collection that begins there may free tensors, for which
-    torch gives other threads a turn; one that then waits for that lock keeps its turn for ever.
+    Threads that stand for ranks need this. torch holds the lock of its default generator while it
+    makes a tensor of the state. A collection that begins there may free tensors, and torch then
+    lets other threads run; one of them that waits for that lock never gives control back.
     """
     gc.collect()
     gc.disable()

@@ -1,4 +1,4 @@
-"""The accumulation kernel gives what ``add_`` gives, to the last bit."""
+"""The accumulation kernel equals ``add_`` to the last bit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from chunkgraph.engine.capture.accumulate import new_accumulate
 
 
 def _all_halves(dtype: torch.dtype, device: str) -> torch.Tensor:
-    """Every value of a half-precision type, infinities, NaNs and subnormals included."""
+    """Return every value of a half-precision type, with infinities, NaNs and subnormals."""
     return torch.arange(1 << 16, device=device).to(torch.uint16).view(dtype)
 
 
@@ -37,13 +37,13 @@ def _sums(dtype: torch.dtype, device: str) -> list[tuple[torch.Tensor, torch.Ten
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_the_sum_is_that_of_add(device: str, dtype: torch.dtype) -> None:
     for sink, gradient in _sums(dtype, device):
-        wanted = sink.clone()
-        wanted.add_(gradient)
+        expected = sink.clone()
+        expected.add_(gradient)
         new_accumulate([sink], [dtype])(sink, gradient)
-        is_number = ~wanted.isnan()
-        assert torch.equal(sink.isnan(), wanted.isnan())
+        is_number = ~expected.isnan()
+        assert torch.equal(sink.isnan(), expected.isnan())
         assert torch.equal(
-            sink[is_number].view(torch.int32), wanted[is_number].view(torch.int32)
+            sink[is_number].view(torch.int32), expected[is_number].view(torch.int32)
         ), tuple(sink.shape)
 
 

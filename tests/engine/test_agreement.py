@@ -1,4 +1,4 @@
-"""A question posted ahead of time is used where it is the one that is asked, and only there."""
+"""A question posted ahead of time answers the same later question, and no other one."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from chunkgraph.graphs import RecorderBackend
 
 
 class Ranks:
-    """This rank among others that always answer ``others``; counts who was asked when."""
+    """This rank among ranks that always answer ``others``; records its questions."""
 
     def __init__(self, others: Sequence[int] = (0, 0)) -> None:
         self.others = list(others)
-        self.asked: list[list[int]] = []
+        self.questions: list[list[int]] = []
         self.num_waits = 0
 
     def __call__(self, values: Sequence[int]) -> list[int]:
         return self.start(values)()
 
     def start(self, values: Sequence[int]) -> Callable[[], list[int]]:
-        self.asked.append(list(values))
+        self.questions.append(list(values))
         answer = [max(a, b) for a, b in zip(values, self.others, strict=True)]
 
         def wait() -> list[int]:
@@ -40,34 +40,34 @@ def test_the_same_question_is_asked_once() -> None:
     agreement.post("kind", [1, 1])
     assert ranks.num_waits == 0
     assert agreement.answer("kind", [1, 1]) == [3, 1]
-    assert ranks.asked == [[1, 1]]
+    assert ranks.questions == [[1, 1]]
     assert agreement.answer("kind", [1, 1]) == [3, 1]
-    assert len(ranks.asked) == 2
+    assert len(ranks.questions) == 2
 
 
 @pytest.mark.parametrize(("kind", "values"), [("other", [1, 1]), ("kind", [2, 1])])
-def test_another_question_is_asked_anew_and_the_old_one_ends(kind: str, values: list[int]) -> None:
+def test_another_question_is_asked_and_the_old_one_ends(kind: str, values: list[int]) -> None:
     ranks = Ranks(others=(0, 5))
     agreement = Agreement(ranks)
     agreement.post("kind", [1, 1])
     assert agreement.answer(kind, values) == [values[0], 5]
-    assert ranks.asked == [[1, 1], values]
+    assert ranks.questions == [[1, 1], values]
     assert ranks.num_waits == 2
 
 
-def test_an_expired_question_is_asked_anew_though_it_is_the_same_here() -> None:
-    """On another rank it may be another one by now, and that rank asks again."""
+def test_an_expired_question_is_asked_again_though_it_is_the_same_here() -> None:
+    """Another rank may have another question by now, and asks again."""
     ranks = Ranks()
     agreement = Agreement(ranks)
     agreement.post("kind", [1, 1])
     agreement.expire()
     assert agreement.answer("kind", [1, 1]) == [1, 1]
-    assert ranks.asked == [[1, 1], [1, 1]]
+    assert ranks.questions == [[1, 1], [1, 1]]
     assert ranks.num_waits == 2
 
 
-def test_a_release_before_the_capture_has_all_ranks_ask_anew() -> None:
-    """Also those that were not ready to capture, and so ask the same as before."""
+def test_a_release_before_the_capture_has_all_ranks_ask_again() -> None:
+    """Also ranks that were not ready to capture, whose question stays the same."""
     ranks = Ranks()
     graphs = ChunkGraphs(
         [torch.nn.Linear(4, 4)],
@@ -79,23 +79,23 @@ def test_a_release_before_the_capture_has_all_ranks_ask_anew() -> None:
     for _ in range(2):
         with graphs.step(1):
             graphs.callables[0](torch.randn(2, 4)).sum().backward()
-    assert len(ranks.asked) == 3
+    assert len(ranks.questions) == 3
     graphs.release()
     with graphs.step(1):
         pass
-    assert len(ranks.asked) == 5
+    assert len(ranks.questions) == 5
 
 
 def test_a_plain_agreement_is_never_asked_early() -> None:
-    asked: list[Sequence[int]] = []
+    questions: list[Sequence[int]] = []
 
     def agree(values: Sequence[int]) -> list[int]:
-        asked.append(values)
+        questions.append(values)
         return list(values)
 
     agreement = Agreement(agree)
     agreement.post("kind", [1])
-    assert not asked
+    assert not questions
     assert agreement.answer("kind", [1]) == [1]
 
 
@@ -114,21 +114,21 @@ def test_training_steps_ask_ahead_and_another_rank_still_decides() -> None:
             else:
                 graphs.callables[0](torch.ones(2, 4)).sum().backward()
 
-    ranks_asked = lambda: len(ranks.asked)  # noqa: E731
-    step()  # warmup: asks, and posts for the next
-    assert ranks_asked() == 2
+    num_questions = lambda: len(ranks.questions)  # noqa: E731
+    step()  # warmup: asks, and posts the next step's question
+    assert num_questions() == 2
     ranks.others = [0]  # whether the session failed on another rank
     original, ranks.start = ranks.start, lambda values: lambda: [0] * len(values)  # type: ignore[method-assign,assignment]
     step()
     ranks.start = original  # type: ignore[method-assign]
     assert graphs.counters.capture_sessions == 1
     ranks.others = [0, 0]
-    num_asked = ranks_asked()
+    num_before = num_questions()
     step()
     assert graphs.counters.replayed_steps == 2
-    assert ranks_asked() == num_asked + 1  # only for the step after it
+    assert num_questions() == num_before + 1  # only for the step after it
     ranks.others = [EagerReason.REQUESTED, 0]  # another rank wants eager steps
-    step()  # its answer was given before
+    step()  # its answer came before
     assert graphs.counters.replayed_steps == 3
     step()
     assert graphs.counters.fallbacks["requested"] == 1
@@ -138,7 +138,7 @@ def test_training_steps_ask_ahead_and_another_rank_still_decides() -> None:
 
 
 class WithReason(Ranks):
-    """The others have a reason of their own for an eager step, and no word on captures."""
+    """The other ranks have their own reason for an eager step, and no part in captures."""
 
     reason = EagerReason.NONE
 
@@ -149,7 +149,7 @@ class WithReason(Ranks):
 
 
 @pytest.mark.parametrize("is_here", [True, False])
-def test_memory_that_was_replaced_on_one_rank_makes_all_capture_anew(is_here: bool) -> None:
+def test_memory_that_was_replaced_on_one_rank_makes_all_capture_again(is_here: bool) -> None:
     ranks = WithReason()
     module = torch.nn.Linear(4, 4)
     graphs = ChunkGraphs(
@@ -159,7 +159,7 @@ def test_memory_that_was_replaced_on_one_rank_makes_all_capture_anew(is_here: bo
 
     def release() -> None:
         released.append(graphs.mode)
-        ranks.reason = EagerReason.NONE  # they let theirs go as well
+        ranks.reason = EagerReason.NONE  # the other ranks release theirs too
         graphs.release()
 
     graphs.watch_memory(lambda: is_replaced, release)

@@ -1,4 +1,4 @@
-"""Steps that do not fit on one rank: all ranks run them eagerly, whenever each of them says so."""
+"""All ranks run a step eagerly that does not fit on one of them, whenever each announces it."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class Collectives:
 
 class _Rank:
     def __init__(self, group: Collectives, rank: int) -> None:
-        self.group, self.rank, self.num_asked = group, rank, 0
+        self.group, self.rank, self.num_questions = group, rank, 0
 
     def __call__(self, values: Sequence[int]) -> list[int]:
         return self.start(values)()
 
     def start(self, values: Sequence[int]) -> Callable[[], list[int]]:
-        group, number = self.group, self.num_asked
-        self.num_asked += 1
+        group, number = self.group, self.num_questions
+        self.num_questions += 1
         with group.changed:
             while len(group.calls) <= number:
                 group.calls.append({})
@@ -54,17 +54,17 @@ class _Rank:
         return wait
 
 
-# What each rank's step k is: F fits, M does not, E is an evaluation.
+# The steps of each rank: F fits, M does not, E is an evaluation.
 Plan = Sequence[str]
 
 
 def _run(
     plans: Sequence[Plan], announcing: Sequence[str], withdrawing: int | None = None
 ) -> tuple[list[list[str]], list[Any]]:
-    """Modes of every rank's steps; each announces inside the step before, after it, or never.
+    """Return the modes of all ranks' steps, announced inside the step before, after it, or never.
 
-    Step number ``withdrawing`` is announced by the first rank as the opposite of what it is, and by
-    the others as what it is; all take that back.
+    The first rank announces step number ``withdrawing`` as the opposite of what it is, the others
+    as what it is; all withdraw these announcements.
     """
     group = Collectives(len(plans))
     modes: list[list[str]] = [[] for _ in plans]
@@ -89,7 +89,7 @@ def _run(
                 graphs.announce("" if does_fit else "too many")
 
         for k, kind in enumerate(plan):
-            # Else it was announced.
+            # The others were announced.
             is_told = (k in (0, withdrawing) or when == "never") and kind != "E"
             if k == withdrawing:
                 graphs.withdraw()
@@ -148,7 +148,7 @@ def test_evaluations_between_steps(first: str, second: str) -> None:
 
 @pytest.mark.parametrize("when", ["inside", "after", "never"])
 def test_warmup_waits_for_steps_that_fit(when: str) -> None:
-    """A step that does not fit is no sample, on any rank."""
+    """A step that does not fit on one rank is a sample on none."""
     modes, engines = _run(["MFFF", "FMFF"], [when, "never"])
     assert modes == [["eager", "eager", "eager", "replay"]] * 2
     assert all(
@@ -158,40 +158,40 @@ def test_warmup_waits_for_steps_that_fit(when: str) -> None:
 
 def test_a_step_that_nobody_announced_is_asked_once_for_each_rank() -> None:
     _, engines = _run(["FFMF", "FFFF"], ["inside", "inside"])
-    asked = [e._decider.agreement._agree.num_asked for e in engines]
-    assert asked[0] == asked[1] <= 4 + 2  # one for each step, and how the capture went
+    counts = [e._decider.agreement._agree.num_questions for e in engines]
+    assert counts[0] == counts[1] <= 4 + 2  # one for each step, and the outcome of the capture
 
 
 @pytest.mark.parametrize("others", ["after", "inside", "never"])
 @pytest.mark.parametrize("first", ["after", "inside"])
 @pytest.mark.parametrize("second", ["M", "F"])
-def test_what_all_ranks_take_back_is_asked_anew(second: str, first: str, others: str) -> None:
-    """Also where an answer is there that does not hold for the step that comes."""
+def test_what_all_ranks_withdraw_is_asked_again(second: str, first: str, others: str) -> None:
+    """Also after an answer that does not hold for the coming step."""
     plans = ["FF" + second + "F", "FFFF"]
     modes, engines = _run(plans, [first, others], withdrawing=2)
     steps = ["eager", "replay", "eager" if second == "M" else "replay", "replay"]
     assert modes == [steps, steps]
-    asked = [e._decider.agreement._agree.num_asked for e in engines]
-    assert asked[0] == asked[1]
+    counts = [e._decider.agreement._agree.num_questions for e in engines]
+    assert counts[0] == counts[1]
 
 
 def _alone() -> ChunkGraphs:
     return ChunkGraphs([torch.nn.Linear(4, 4)], [1], backend=RecorderBackend(), takes_misfits=True)
 
 
-@pytest.mark.parametrize(("announced", "given"), [("", "too many"), ("too many", "")])
-def test_what_was_announced_binds(announced: str, given: str) -> None:
+@pytest.mark.parametrize(("announced", "misfit"), [("", "too many"), ("too many", "")])
+def test_what_was_announced_binds(announced: str, misfit: str) -> None:
     graphs = _alone()
     graphs.announce(announced)
-    with pytest.raises(SlotError, match="announced with inputs that"), graphs.step(1, misfit=given):
+    with pytest.raises(SlotError, match="announced with inputs that"), graphs.step(1, misfit=misfit):
         pass
 
 
 def test_the_plan_that_was_announced_binds() -> None:
     graphs = _alone()
     graphs.announce("", plan_digest=7)
-    said = r"another plan \(digest 8\) than the announced one \(7\)"
-    with pytest.raises(SlotError, match=said), graphs.step(1, plan_digest=8):
+    message = r"another plan \(digest 8\) than the announced one \(7\)"
+    with pytest.raises(SlotError, match=message), graphs.step(1, plan_digest=8):
         pass
     with graphs.step(1, plan_digest=7):
         pass
@@ -240,7 +240,7 @@ def test_announcements_are_taken_back_between_steps() -> None:
     graphs.withdraw()
     with graphs.step(1, misfit=""), pytest.raises(SlotError, match="withdraw between steps"):
         graphs.withdraw()
-    graphs.announce("")  # there is none left of before
+    graphs.announce("")  # there is no earlier announcement left
     with graphs.step(1):
         pass
     plain = ChunkGraphs([torch.nn.Linear(4, 4)], [1], backend=RecorderBackend())

@@ -1,4 +1,4 @@
-"""What `ChunkGraphs` may be given, and what it says of itself."""
+"""Arguments and public attributes of `ChunkGraphs`."""
 
 from __future__ import annotations
 
@@ -171,8 +171,8 @@ def test_errors_name_what_the_user_can_call() -> None:
     with pytest.raises(SlotError) as late_backward:
         late.backward()
     for error in (open_microbatch, late_backward):
-        said = str(error.value)
-        assert not any(name in said for name in ("abort_step", "begin_step", "end_step"))
+        message = str(error.value)
+        assert not any(name in message for name in ("abort_step", "begin_step", "end_step"))
     assert "graphs.step(" in str(late_backward.value)
 
 

@@ -1,4 +1,4 @@
-"""A call equals the captured one in all that a graph depends on, or its argument is refused."""
+"""Arguments that differ from the captured ones in anything a graph depends on are refused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Settings:
 
 
 class Layer(nn.Module):
-    """Gives any further argument to a function."""
+    """A layer that passes further arguments to a function."""
 
     def __init__(self, use: Callable[..., Any] = lambda _: 1.0) -> None:
         super().__init__()
@@ -42,8 +42,8 @@ class Layer(nn.Module):
         self.linear = nn.Linear(4, 4)
         self.use = use
 
-    def forward(self, x: torch.Tensor, *given: Any) -> torch.Tensor:
-        return self.linear(x) * self.use(*given) if given else self.linear(x)
+    def forward(self, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        return self.linear(x) * self.use(*arguments) if arguments else self.linear(x)
 
 
 def captured(module: nn.Module, *args: Any) -> ChunkGraphs:
@@ -215,31 +215,31 @@ def test_an_embedding_with_sparse_gradients_is_refused(kind: Any) -> None:
 
 def test_another_layout_is_refused_unless_only_sizes_of_one_differ() -> None:
     graphs = captured(Layer(), torch.ones(3, 1, 4))
-    given = torch.ones(3, 1, 4).as_strided((3, 1, 4), (4, 9, 1))
-    call(graphs, given)
+    strided = torch.ones(3, 1, 4).as_strided((3, 1, 4), (4, 9, 1))
+    call(graphs, strided)
     with pytest.raises(ReplayMismatchError, match=r"argument 0: .*strides \(4, 4, 1\).*contiguous"):
         call(graphs, torch.ones(4, 1, 3).permute(2, 1, 0))
 
 
 def test_one_tensor_as_several_arguments_is_one_in_the_graph() -> None:
-    """The module looks at identities, and autograd adds up the gradients of all uses at once."""
+    """The module compares identities, and autograd adds up the gradients of all uses at once."""
     torch.manual_seed(0)
     attention = nn.MultiheadAttention(8, 2, batch_first=True)
     inputs = [torch.randn(2, 3, 8, requires_grad=True) for _ in range(3)]
     graphs = ChunkGraphs(attention, 1, backend=RecorderBackend())
-    found: list[torch.Tensor] = []
-    for given in inputs:
+    results: list[torch.Tensor] = []
+    for tensor in inputs:
         with graphs.step(1):
-            result, _ = graphs.callables[0](given, given, given)
+            result, _ = graphs.callables[0](tensor, tensor, tensor)
             result.square().sum().backward()
-        found += [result.detach().clone(), given.grad.clone()]  # type: ignore[union-attr]
-        given.grad = None
+        results += [result.detach().clone(), tensor.grad.clone()]  # type: ignore[union-attr]
+        tensor.grad = None
     assert graphs.counters.replays == 2
-    for given, result, grad in zip(inputs, found[::2], found[1::2], strict=True):
-        expected, _ = attention(given, given, given)
+    for tensor, result, grad in zip(inputs, results[::2], results[1::2], strict=True):
+        expected, _ = attention(tensor, tensor, tensor)
         expected.square().sum().backward()
         assert torch.equal(result, expected)
-        assert torch.equal(grad, given.grad)  # type: ignore[arg-type]
+        assert torch.equal(grad, tensor.grad)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("were_one", [True, False])
@@ -276,7 +276,7 @@ def test_transforms_of_functions_around_a_callable_are_refused(
         graphs.capture([x()])
     else:
         with graphs.step(1):
-            transform(graphs.callables[0])  # eager steps allow it
+            transform(graphs.callables[0])  # eager steps allow this
     error = ReplayMismatchError if is_captured else CaptureError
     with pytest.raises(error, match=r"under torch\.func"), graphs.step(1):
         transform(graphs.callables[0])
@@ -293,7 +293,7 @@ def test_forward_mode_autograd_is_refused() -> None:
 def test_a_result_of_an_operator_is_one_in_the_capture(
     scope: Callable[[], AbstractContextManager[None]],
 ) -> None:
-    """A forward may look whether it was given a leaf."""
+    """A forward may check whether its input is a leaf."""
     seen: list[bool] = []
 
     class Looks(Layer):
@@ -303,10 +303,10 @@ def test_a_result_of_an_operator_is_one_in_the_capture(
 
     graphs = ChunkGraphs(Looks(), 1, backend=RecorderBackend())
     for _ in range(2):
-        given = x().requires_grad_()
+        tensor = x().requires_grad_()
         with scope():
-            given = given * 2
+            tensor = tensor * 2
         with graphs.step(1):
-            graphs.callables[0](given).sum().backward()
+            graphs.callables[0](tensor).sum().backward()
     assert seen
     assert set(seen) == {scope is torch.no_grad}

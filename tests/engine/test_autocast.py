@@ -34,7 +34,7 @@ def new_input(backend: GraphBackend) -> torch.Tensor:
 def test_steps_are_captured_as_they_are_cast(
     layers: nn.Module, backend: GraphBackend, verify: Any
 ) -> None:
-    """Captures run outside of the caller's autocast; with several slots, and weights that move."""
+    """Captures run outside of the caller's autocast. Several slots, and weights that change."""
     graphs = ChunkGraphs([layers], [2], backend=backend, options=CaptureOptions(verify=verify))
     with graphs.step(1):
         with casting(backend):
@@ -90,11 +90,11 @@ def trained(
     cache: bool = True,
     is_leaf: bool = True,
 ) -> list[torch.Tensor]:
-    """Outputs and gradients of three steps of two microbatches, cast in blocks of this extent."""
+    """Return outputs and gradients of three steps of two microbatches, under autocast blocks."""
     module = Shares().to(backend.device)
     call = make_call(module)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
 
     def cast(extent: str) -> Any:
         device_type = backend.device.type
@@ -114,11 +114,11 @@ def trained(
                         results.append(call(x))
             for result in results:
                 result.float().square().mean().backward()
-        found += [result.detach().clone() for result in results]
-        found += [t.grad.clone() for t in (*leaves, *module.parameters())]
+        tensors += [result.detach().clone() for result in results]
+        tensors += [t.grad.clone() for t in (*leaves, *module.parameters())]
         optimizer.step()
         optimizer.zero_grad()
-    return found
+    return tensors
 
 
 @pytest.mark.parametrize("is_leaf", [True, False])
@@ -127,7 +127,7 @@ def trained(
 def test_casts_of_leaves_are_shared_as_in_eager_training(
     backend: GraphBackend, block: str, cache: bool, is_leaf: bool
 ) -> None:
-    """Their gradients are added up in the lower precision then."""
+    """Gradients of a shared cast are added up in the lower precision."""
     engines: list[ChunkGraphs] = []
 
     def capture(module: nn.Module) -> Callable[..., Any]:
@@ -136,9 +136,9 @@ def test_casts_of_leaves_are_shared_as_in_eager_training(
 
     how: dict[str, Any] = {"block": block, "cache": cache, "is_leaf": is_leaf}
     expected = trained(backend, lambda module: module, **how)
-    found = trained(backend, capture, step=lambda: engines[0].step(2), **how)
+    actual = trained(backend, capture, step=lambda: engines[0].step(2), **how)
     assert engines[0].counters.replays == 4
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 def test_another_sharing_of_casts_than_in_the_capture_is_refused(backend: GraphBackend) -> None:
@@ -157,7 +157,7 @@ def test_another_sharing_of_casts_than_in_the_capture_is_refused(backend: GraphB
 def test_a_block_that_goes_on_after_an_optimizer_is_refused(
     backend: GraphBackend, at_capture: bool
 ) -> None:
-    """Eager operators read casts of the old parameters there."""
+    """In such a block eager operators read casts of the old parameters."""
     module = Shares().to(backend.device)
     graphs = ChunkGraphs(module, 1, backend=backend)
     others = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
@@ -185,16 +185,16 @@ def test_a_block_that_goes_on_after_an_optimizer_is_refused(
 
 
 def test_a_capture_leaves_no_cast_to_its_caller(backend: GraphBackend) -> None:
-    """It would lie in the graphs' memory, and be of the parameters as they were."""
+    """Such a cast would lie in the graphs' memory and hold outdated parameters."""
     module = Shares().to(backend.device)
     graphs = ChunkGraphs(module, 1, backend=backend)
     x = torch.randn(3, 16, device=backend.device)
     with casting(backend):
         graphs.capture([x])
         module.one.weight.data.mul_(2)
-        found = module(x)
+        output = module(x)
     with casting(backend):
-        assert torch.equal(found, module(x))
+        assert torch.equal(output, module(x))
 
 
 class Decays(nn.Module):
@@ -237,7 +237,7 @@ def test_a_forward_may_update_parameters_of_which_no_casts_are_kept(backend: Gra
         graphs.capture([x])
         for _ in range(2):
             with graphs.step(1):
-                found = graphs.callables[0](x)
-                found.float().sum().backward()
-            assert torch.equal(found, eager(x))
+                output = graphs.callables[0](x)
+                output.float().sum().backward()
+            assert torch.equal(output, eager(x))
     assert graphs.counters.replays == 2

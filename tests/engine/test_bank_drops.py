@@ -20,11 +20,11 @@ from chunkgraph.graphs import GraphBackend, RecorderBackend
 WIDTH = 4
 BANKS = ("large", "middle", "small")
 HOST_READ = "(__float__ reads a tensor on the host|not permitted when stream is capturing)"
-ROWS = {"large": 6, "middle": 6, "small": 2}  # two banks differ by an option alone
+ROWS = {"large": 6, "middle": 6, "small": 2}  # two banks differ in an option alone
 
 
 class Mixed(nn.Module):
-    """Reads a number on the host in the banks that cannot be captured."""
+    """Reads a number on the host in ``faulty`` banks, so that their capture fails."""
 
     def __init__(self, faulty: Sequence[str] = ()) -> None:
         super().__init__()
@@ -42,10 +42,10 @@ class Mixed(nn.Module):
         return y
 
 
-def derive(_c: int, args: tuple[Any, ...], kwargs: dict[str, Any], of: Any, wanted: Any) -> Any:
+def derive(_c: int, args: tuple[Any, ...], kwargs: dict[str, Any], source: Any, target: Any) -> Any:
     (x,) = args
-    rows = torch.ones(ROWS[wanted], WIDTH, device=x.device).requires_grad_(x.requires_grad)
-    return (rows,), {**kwargs, "bank": wanted}
+    rows = torch.ones(ROWS[target], WIDTH, device=x.device).requires_grad_(x.requires_grad)
+    return (rows,), {**kwargs, "bank": target}
 
 
 def new_module(device: torch.device, faulty: Sequence[str] = ()) -> Mixed:
@@ -65,7 +65,7 @@ def new_graphs(module: Mixed, backend: GraphBackend, **arguments: Any) -> ChunkG
 
 
 def run(call: Any, module: Mixed, banks: Sequence[str], order: Sequence[int]) -> list[torch.Tensor]:
-    """Outputs and gradients; ``order`` names a microbatch for its forward, then its backward."""
+    """Return outputs and gradients; ``order`` has each microbatch twice: forward, then backward."""
     device = module.inner.weight.device
     flying: dict[int, Any] = {}
     results = []
@@ -88,7 +88,7 @@ def run(call: Any, module: Mixed, banks: Sequence[str], order: Sequence[int]) ->
 
 @st.composite
 def steps(draw: Any) -> tuple[list[str], list[int]]:
-    """Banks of microbatches, and an order in which at most three are in flight."""
+    """Draw banks of microbatches, and an order with at most three in flight."""
     banks = draw(st.lists(st.sampled_from(BANKS), min_size=1, max_size=6))
     order: list[int] = []
     flying: list[int] = []
@@ -107,7 +107,7 @@ def steps(draw: Any) -> tuple[list[str], list[int]]:
 def test_any_interleaving_with_poison_equals_eager(
     training: list[tuple[list[str], list[int]]], faulty: tuple[str, ...]
 ) -> None:
-    """Also when one bank is dropped: what was captured of it is not in the way of the others."""
+    """Also when one bank is dropped: its captured part does not disturb the others."""
     backend = RecorderBackend()
     eager, mine = new_module(backend.device), new_module(backend.device, faulty)
     graphs = new_graphs(mine, backend, options=CaptureOptions(verify="poison"))
@@ -120,11 +120,11 @@ def test_any_interleaving_with_poison_equals_eager(
         lacks = bool(set(banks) & set(faulty))
         if ignore is not None and number == 1:
             with ignore, graphs.step(len(banks), banks=banks, misfit=misfit) as mode:
-                found = run(graphs.callables[0], mine, banks, order)
+                results = run(graphs.callables[0], mine, banks, order)
         else:
             with graphs.step(len(banks), banks=banks, misfit=misfit) as mode:
-                found = run(graphs.callables[0], mine, banks, order)
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+                results = run(graphs.callables[0], mine, banks, order)
+        assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
         assert mode.value == ("eager" if number == 0 or lacks else "replay")
     assert graphs.counters.captures == 3 * (3 - len(faulty))
     graphs.release()
@@ -142,18 +142,18 @@ def test_what_was_dropped_is_tried_again_after_a_release(backend: GraphBackend) 
     ):
         run_one("large")
     assert graphs.misfit_of(["small", "middle"]) == ""
-    told = graphs.misfit_of(["small", "large"])
-    assert told == "no graphs of large: its capture failed"
-    with graphs.step(1, banks=["large"], misfit=told):
+    reason = graphs.misfit_of(["small", "large"])
+    assert reason == "no graphs of large: its capture failed"
+    with graphs.step(1, banks=["large"], misfit=reason):
         run_one("large")
-    assert graphs.counters.missing_banks == {told: 2}
+    assert graphs.counters.missing_banks == {reason: 2}
     assert graphs.counters.fallbacks == {"capture warmup": 1, "no graphs of a bank": 2}
     graphs.release()
     module.faulty.clear()
     for mode in ("eager", "replay"):
-        with graphs.step(1, banks=["large"], misfit="") as found:
+        with graphs.step(1, banks=["large"], misfit="") as mode_of_step:
             run_one("large")
-        assert found.value == mode
+        assert mode_of_step.value == mode
     assert graphs.counters.captures == 6 + 9
 
 
@@ -162,11 +162,11 @@ def test_the_last_bank_fails_the_session(backend: GraphBackend) -> None:
     x = torch.ones(6, WIDTH, device=backend.device, requires_grad=True)
     samples = {key: [derive(0, (x,), {}, key, key)[0] + (key,)] for key in BANKS}
     with (
-        pytest.warns(UserWarning, match="All ranks go on without graphs of") as told,
+        pytest.warns(UserWarning, match="All ranks go on without graphs of") as warnings,
         pytest.raises(CaptureError, match=HOST_READ),
     ):
         graphs.capture(samples)
-    assert len(told) == 2
+    assert len(warnings) == 2
 
 
 def test_dropping_needs_the_word_of_every_step(backend: GraphBackend) -> None:
@@ -180,7 +180,7 @@ def test_dropping_needs_the_word_of_every_step(backend: GraphBackend) -> None:
 
 
 class Ranks:
-    """Element-wise maximum between threads; one that is alone in it breaks the barrier."""
+    """Element-wise maximum between threads; one that waits alone breaks the barrier."""
 
     def __init__(self, num: int) -> None:
         self.values: list[Any] = [None] * num
@@ -190,16 +190,16 @@ class Ranks:
         def ask(values: Sequence[int]) -> list[int]:
             self.values[rank] = list(values)
             self.barrier.wait()
-            found = [max(column) for column in zip(*self.values, strict=True)]
+            maxima = [max(column) for column in zip(*self.values, strict=True)]
             self.barrier.wait()
-            return found
+            return maxima
 
         return ask
 
 
 @pytest.mark.parametrize("fails_at", [None, 0, 2, 5])
 def test_ranks_with_different_numbers_of_graphs_end_together(fails_at: int | None) -> None:
-    """Rank 1 fails after so many graphs of its six; the others have two and nine."""
+    """Rank 1 fails after ``fails_at`` of its six graphs; the others have two and nine."""
     ranks = Ranks(3)
     ended: dict[int, str] = {}
 

@@ -1,4 +1,4 @@
-"""Banks: slots with a variant for each length, replayed in any mixture."""
+"""Banks: slots with one variant for each length, replayed in any mixture."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BANKS = (12, 6, 3)
 
 
 class Rows(nn.Module):
-    """Dropout, a buffer, and much to keep for the backward; takes any number of rows."""
+    """Takes any number of rows; has dropout, a buffer, and large saved tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Rows(nn.Module):
 
 
 def derive(_c: int, args: tuple[Any, ...], kwargs: dict[str, Any], of: Any, key: Any) -> Any:
-    """More or fewer rows, from a call with ``of``."""
+    """Derive a call of another number of rows from one with ``of`` rows."""
     (x,) = args
     rows = torch.cat([x.detach()] * (key // of + 1))[:key].clone().requires_grad_(x.requires_grad)
     return (rows,), {**kwargs, "rows": key}
@@ -48,11 +48,11 @@ def modules(device: torch.device) -> list[Rows]:
 
 
 Order = list[tuple[int, int]]
-"""(chunk, microbatch) of forwards; the backward of a microbatch that is there already."""
+"""Pairs (chunk, microbatch): the first one is the forward, the second one the backward."""
 
 
 def any_order(rng: random.Random, num: int, num_slots: int) -> Order:
-    """Chunk after chunk in the same way: forwards in order, backwards in any."""
+    """Draw an order, the same for each chunk: forwards in order, backwards in any."""
     order: Order = []
     for c in range(2):
         left, flying = list(range(num)), []
@@ -68,7 +68,7 @@ def any_order(rng: random.Random, num: int, num_slots: int) -> Order:
 def run(
     calls: Any, chunks: list[Rows], lengths: list[int], order: Order, device: torch.device
 ) -> list[torch.Tensor]:
-    """Outputs, input gradients, gradients and buffers."""
+    """Return outputs, input gradients, gradients and buffers."""
     results: list[torch.Tensor] = []
     flying: dict[tuple[int, int], Any] = {}
     for place in order:
@@ -107,7 +107,7 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     ],
 )
 def test_any_mixture_equals_eager(backend: GraphBackend, plan: Any, verify: Any) -> None:
-    """Random steps: lengths, numbers of microbatches and orders that the capture never saw."""
+    """Random steps have lengths, numbers of microbatches and orders other than the capture."""
     eager, mine = modules(backend.device), modules(backend.device)
     graphs = ChunkGraphs(
         mine,
@@ -125,8 +125,8 @@ def test_any_mixture_equals_eager(backend: GraphBackend, plan: Any, verify: Any)
         expected = run(eager, eager, lengths, order, backend.device)
         torch.manual_seed(step)
         with graphs.step(len(lengths), banks=lengths):
-            found = run(graphs.callables, mine, lengths, order, backend.device)
-        assert same(found, expected), step
+            results = run(graphs.callables, mine, lengths, order, backend.device)
+        assert same(results, expected), step
     assert graphs.counters.fallbacks == {"capture warmup": 1}
     assert (graphs.counters.capture_sessions, graphs.counters.captures) == (1, 2 * 3 * 3)
     assert set(graphs.counters.replays_of_bank) == set(BANKS)
@@ -134,7 +134,7 @@ def test_any_mixture_equals_eager(backend: GraphBackend, plan: Any, verify: Any)
 
 
 def test_variants_of_a_slot_lie_in_the_same_memory(backend: GraphBackend) -> None:
-    """Three banks take hardly more than the largest alone; each would have its own otherwise."""
+    """Three banks take hardly more memory than the largest alone."""
 
     class Wide(nn.Module):
         def __init__(self) -> None:
@@ -160,13 +160,13 @@ def test_variants_of_a_slot_lie_in_the_same_memory(backend: GraphBackend) -> Non
     assert three.num_graphs == 3 * alone.num_graphs
     assert alone.held_bytes <= three.held_bytes <= alone.held_bytes * 1.01
     assert three.slot_bytes <= alone.slot_bytes * 1.1
-    assert three.static_bytes == alone.static_bytes  # inputs and output gradients too
-    smallest_first = captured((16, 32, 64))  # as it is captured then: each takes new memory
+    assert three.static_bytes == alone.static_bytes  # includes inputs and output gradients
+    smallest_first = captured((16, 32, 64))  # as in such a capture: each takes new memory
     assert smallest_first.num_graphs == three.num_graphs
 
 
 def test_other_slots_are_still_proved_apart(backend: GraphBackend) -> None:
-    """Variants may share memory with their own slot only: one pool for all is caught."""
+    """Variants may share memory within their slot only; one pool for all is refused."""
     from chunkgraph.errors import MemoryPlanError
 
     graphs = ChunkGraphs(
@@ -188,7 +188,7 @@ def test_other_slots_are_still_proved_apart(backend: GraphBackend) -> None:
 
 @pytest.fixture
 def graphs(backend: GraphBackend) -> ChunkGraphs:
-    """Of one chunk; captures once it has seen all lengths."""
+    """Make graphs of one chunk, which capture after they have seen all lengths."""
     return ChunkGraphs(modules(backend.device)[:1], [2], backend=backend, banks=Banks(BANKS))
 
 
@@ -213,7 +213,7 @@ def test_without_derived_samples_capture_waits_for_every_bank(graphs: ChunkGraph
     assert graphs.counters.fallbacks["released"] == 1
 
 
-def test_a_step_says_which_banks_its_microbatches_belong_to(graphs: ChunkGraphs) -> None:
+def test_a_step_names_the_banks_of_its_microbatches(graphs: ChunkGraphs) -> None:
     for banks, message in (
         (None, r"without the banks of its microbatches; there are \[12, 6, 3\]"),
         ([12, 5], r"belong to the banks \[5\], but there are only"),
@@ -228,7 +228,7 @@ def test_a_step_says_which_banks_its_microbatches_belong_to(graphs: ChunkGraphs)
     assert graphs.counters.fallbacks == {"forward only": 1, "requested": 1}
 
 
-def test_a_call_of_another_length_than_told_is_named(graphs: ChunkGraphs) -> None:
+def test_a_call_of_another_length_than_announced_is_named(graphs: ChunkGraphs) -> None:
     for lengths in ([12, 6, 3],) * 2:
         with graphs.step(3, banks=lengths):
             for rows in lengths:
@@ -260,7 +260,7 @@ def test_a_sample_that_cannot_be_derived_fails_the_session(backend: GraphBackend
 
 @pytest.mark.parametrize("bad", [12, 6])
 def test_a_sample_that_a_chunk_refuses_fails_the_session(backend: GraphBackend, bad: int) -> None:
-    """Whether a step had it, or it was derived."""
+    """Both for a sample of a step and for a derived one."""
     module = modules(backend.device)[0]
     seen: list[int] = []
 
@@ -283,7 +283,7 @@ def test_a_sample_that_a_chunk_refuses_fails_the_session(backend: GraphBackend, 
 def test_static_memory_of_two_slots_is_proved_apart(
     backend: GraphBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only variants of one slot may share what they read; one memory for all slots is caught."""
+    """Only variants of one slot may share static inputs; one memory for all slots is refused."""
     from chunkgraph.engine.capture import session
     from chunkgraph.errors import MemoryPlanError
 

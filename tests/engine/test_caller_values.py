@@ -1,4 +1,4 @@
-"""What a caller may keep, drop and replace: outputs and gradients, compared with eager training."""
+"""Outputs and gradients that a caller keeps, drops or replaces, compared with eager training."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Loss(nn.Module):
 
 @pytest.fixture
 def both(backend: GraphBackend) -> Callable[..., None]:
-    """Run a program eagerly and with graphs, and compare all that it returns."""
+    """Run a program eagerly and with graphs; compare the results."""
 
     def run(module: nn.Module, program: Program, num_slots: int = 1, **options: Any) -> None:
         results = []
@@ -259,14 +259,14 @@ def test_a_backward_for_some_gradients_alone_is_refused(backend: GraphBackend, a
     graphs = ChunkGraphs([module], [1], backend=backend)
     x = rows(module, requires_grad=True)
     graphs.capture([x])
-    wanted = [x, module.weight] if "parameter" in asks else [x]
+    inputs = [x, module.weight] if "parameter" in asks else [x]
 
     def ask() -> None:
         with graphs.step(1):
             loss = graphs.callables[0](x).sum()
             if asks == "inputs":
-                loss.backward(inputs=wanted)
-            torch.autograd.grad(loss, wanted, allow_unused=True)
+                loss.backward(inputs=inputs)
+            torch.autograd.grad(loss, inputs, allow_unused=True)
 
     with pytest.raises(ReplayMismatchError, match="only some gradients"):
         ask()
@@ -363,11 +363,11 @@ def test_hooks_added_after_the_capture_are_refused(backend: GraphBackend) -> Non
 
 
 def test_hooks_on_any_node_are_seen_after_many_steps(backend: GraphBackend) -> None:
-    """A step looks at a few nodes only; each gets its turn after a hook was registered."""
+    """Each step checks a few nodes only; a later step reaches every node."""
     module = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6))).to(backend.device)
     graphs = ChunkGraphs([module], [1], backend=backend)
     graphs.capture([rows(module)])
-    for _ in range(5):  # all were looked at once
+    for _ in range(5):  # every node was checked once
         with graphs.step(1):
             graphs.callables[0](rows(module)).sum().backward()
     for parameter in (module[0].weight, module[5].bias):
@@ -381,7 +381,7 @@ def test_hooks_on_any_node_are_seen_after_many_steps(backend: GraphBackend) -> N
 
         with pytest.raises(ReplayMismatchError, match="hook waits"):
             train(3)
-        with pytest.raises(ReplayMismatchError, match="hook waits"):  # until it is gone
+        with pytest.raises(ReplayMismatchError, match="hook waits"):  # until the hook is removed
             train(1)
         handle.remove()
         train(4)

@@ -1,4 +1,4 @@
-"""Capture sessions: nothing changes by them, failures leave a working model, release and again."""
+"""Capture sessions change no state, leave a working model if they fail, and can be repeated."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_session_changes_no_gradient_buffer_or_random_state(backend: GraphBack
     assert calls == [m.num_calls.item() for m in modules]
     after = [p.grad for m in modules for p in m.parameters()]
     assert all(torch.equal(a, b) for a, b in zip(grads, after, strict=True))
-    # Gradients that were there are kept and added to, as autograd does.
+    # Existing gradients stay and are added to, as by autograd.
     with graphs.step(1):
         train_microbatch(graphs.callables[0], x)
     assert not torch.equal(modules[0].linear.weight.grad, grads[0])
@@ -97,9 +97,9 @@ def test_a_session_that_fails_half_way_leaves_a_working_eager_model(backend: Gra
     expected = [train_microbatch(m, x) for m in towers(backend, False, True)]
     states = random_states(backend)
     graphs = ChunkGraphs(modules, [2, 2], backend=backend)
-    with pytest.raises(CaptureError) as raised:
+    with pytest.raises(CaptureError) as error:
         graphs.capture([(x,), (x,)])
-    message = str(raised.value)
+    message = str(error.value)
     assert f"{__file__}:{SYNC_LINE}" in message
     assert "chunk 1 slot 0" in message
     assert graphs.counters.captures == 0
@@ -113,7 +113,7 @@ def test_a_session_that_fails_half_way_leaves_a_working_eager_model(backend: Gra
         got = [train_microbatch(call, x) for call in graphs.callables]
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
     assert dict(graphs.counters.fallbacks) == {"capture failed": 1}
-    modules[1].syncs = False  # mended: capturing works now
+    modules[1].syncs = False  # repaired: capturing works now
     graphs.capture([(x,), (x,)])
     with graphs.step(1) as mode:
         assert mode is StepMode.REPLAY
@@ -127,9 +127,9 @@ def test_on_failure_eager_warns_once_and_trains_on() -> None:
     )
     with graphs.step(1):
         train_microbatch(graphs.callables[0], sample(backend))
-    with pytest.warns(UserWarning, match=rf"(?s)test_capture\.py:{SYNC_LINE}.*eagerly") as caught:
+    with pytest.warns(UserWarning, match=rf"(?s)test_capture\.py:{SYNC_LINE}.*eagerly") as records:
         train_steps(graphs, backend, num_steps=3)
-    assert len(caught) == 1
+    assert len(records) == 1
     assert dict(graphs.counters.fallbacks) == {"capture warmup": 1, "capture failed": 3}
 
 
@@ -150,16 +150,16 @@ def test_release_and_capture_again(
     assert dict(counters.fallbacks) == {"capture warmup": 1, "released": 1}
 
 
-def test_memory_of_the_cache_is_given_back_around_what_takes_more(
+def test_the_cache_is_emptied_around_what_takes_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Before a capture's scope allocates, before pools are filled, and once graphs are gone."""
+    """Before a capture's scope allocates, before pools are filled, and after graphs are freed."""
     backend = RecorderBackend()
-    said: list[str] = []
+    events: list[str] = []
 
     class Noting(Host):
         def capturing(self) -> AbstractContextManager[object]:
-            said.append("scope")
+            events.append("scope")
             return nullcontext()
 
     graphs = ChunkGraphs(towers(backend, False), [2], backend=backend, host=Noting())
@@ -172,24 +172,24 @@ def test_memory_of_the_cache_is_given_back_around_what_takes_more(
         return pool
 
     def given_back() -> None:
-        said.append(f"{sum(pool() is not None for pool in pools)} of {len(pools)}")
+        events.append(f"{sum(pool() is not None for pool in pools)} of {len(pools)}")
 
     monkeypatch.setattr(backend, "new_pool", new_pool)
     monkeypatch.setattr(backend, "release_cached_memory", given_back)
     graphs.capture([(sample(backend),)])
-    assert said[:3] == ["1 of 1", "scope", "1 of 1"]  # scratch's, which is empty yet
+    assert events[:3] == ["1 of 1", "scope", "1 of 1"]  # the pool of scratch, which is still empty
     assert len(pools) > 1
-    said.clear()
+    events.clear()
     graphs.release()
-    assert said == [f"0 of {len(pools)}"]
-    graphs.release()  # there is nothing
-    assert len(said) == 1
+    assert events == [f"0 of {len(pools)}"]
+    graphs.release()  # there are no graphs
+    assert len(events) == 1
 
 
-def test_memory_of_the_cache_is_given_back_after_every_step_before_the_capture(
+def test_the_cache_is_emptied_after_every_step_before_the_capture(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What an optimizer allocates then is not cut out of blocks that only the step needed."""
+    """Otherwise an optimizer would allocate from blocks that only the step needed."""
     backend = RecorderBackend()
     given_back: list[StepMode] = []
     graphs = ChunkGraphs(
@@ -235,7 +235,7 @@ def test_accumulators_that_ddp_keeps_from_another_stream_do_not_disturb(
 
 
 class Together:
-    """Ranks as threads: agreement by a barrier, as the collective would."""
+    """Ranks as threads, which agree through a barrier as through a collective."""
 
     def __init__(self, num_ranks: int) -> None:
         self.barrier = threading.Barrier(num_ranks, timeout=60)
@@ -293,14 +293,14 @@ def test_all_ranks_take_every_decision_alike(failing: int | None) -> None:
         assert modes[0] == [eager, eager, replay, eager, replay]
         assert fallbacks[0] == {"capture warmup": 2, "requested": 1}
     else:
-        assert modes[0] == [eager] * 4  # the step that could not capture raised on both ranks
+        assert modes[0] == [eager] * 4  # the step whose capture failed raised on both ranks
         assert f"{__file__}:{SYNC_LINE}" in errors[failing]
         assert "another rank" in errors[1 - failing]
         assert fallbacks[0] == {"capture warmup": 2, "capture failed": 2}
 
 
-def test_any_exception_in_the_session_is_told_to_all_ranks() -> None:
-    """A warmup pass or a bug of ours may raise anything; the other ranks must hear of it."""
+def test_any_exception_in_the_session_reaches_all_ranks() -> None:
+    """A warmup pass or an internal bug may raise anything; the other ranks must learn of it."""
     agreed: list[Sequence[int]] = []
 
     def agree(values: Sequence[int]) -> list[int]:
@@ -321,22 +321,22 @@ def test_any_exception_in_the_session_is_told_to_all_ranks() -> None:
     )
     with pytest.raises(CaptureError, match=r"KeyError: 'gone'\n.*test_capture\.py"):
         graphs.capture([(sample(backend),)])
-    assert len(agreed[0]) == 1  # how it went, told before anything else
+    assert len(agreed[0]) == 1  # the outcome, agreed on before anything else
     assert agreed[0][0] > 0
 
 
-def test_too_little_memory_is_told_before_anything_is_captured() -> None:
+def test_too_little_memory_is_reported_before_anything_is_captured() -> None:
     class Small(RecorderBackend):
-        """Counts two MiB held by every forward, with three of them free."""
+        """Reports 2 MiB held by every forward, and free memory for three."""
 
         def __init__(self) -> None:
             super().__init__()
-            self.num_asked = 0
+            self.num_calls = 0
 
         def allocated_bytes(self) -> int:
-            self.num_asked += 1
-            # Before a pass, after its forward and when all of that is gone.
-            return (0, 2**21, 0)[(self.num_asked - 1) % 3]
+            self.num_calls += 1
+            # Before a pass, after its forward, and after everything is freed.
+            return (0, 2**21, 0)[(self.num_calls - 1) % 3]
 
         def free_bytes(self) -> int | None:
             return 2**20 * 3
@@ -405,7 +405,7 @@ def test_capture_warmup_leaves_no_gradient_anywhere(backend: GraphBackend) -> No
 
 
 def test_a_session_leaves_layers_the_path_of_eager_training(backend: GraphBackend) -> None:
-    """An evaluated encoder has a fast path, unless something is hooked to one of its parts."""
+    """An encoder in evaluation has a fast path, unless one of its parts has a hook."""
 
     class Guided(nn.Module):
         def __init__(self) -> None:
@@ -434,5 +434,5 @@ def test_a_session_leaves_layers_the_path_of_eager_training(backend: GraphBacken
         graphs.capture([x])
     assert paths
     with graphs.step(1):
-        found = train_microbatch(graphs.callables[0], x)
-    assert torch.equal(found, module(x))
+        output = train_microbatch(graphs.callables[0], x)
+    assert torch.equal(output, module(x))

@@ -1,4 +1,4 @@
-"""Changes of a captured module that its graphs would not notice are refused by name."""
+"""Changes of a captured module that its graphs would miss are refused by name."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_hooks_that_no_replay_would_call_are_refused(backend: GraphBackend, kind
 def test_torchs_data_parallelism_is_refused(
     backend: GraphBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By its type, so no process group is needed here."""
+    """The type is enough, so this needs no process group."""
 
     class Wrapper(nn.Module):
         def __init__(self, module: nn.Module) -> None:
@@ -163,7 +163,7 @@ def test_a_declared_cache_may_grow_in_an_eager_step(backend: GraphBackend) -> No
 
 
 def test_a_forward_that_replaces_a_buffer_is_refused(backend: GraphBackend) -> None:
-    """Every replay would count from the value of the capture."""
+    """Every replay would continue from the captured value."""
     module = Scaled(replaces_buffer=True).to(backend.device)
     buffer = module.num_calls
     graphs = ChunkGraphs([module], [2], backend=backend)
@@ -174,7 +174,7 @@ def test_a_forward_that_replaces_a_buffer_is_refused(backend: GraphBackend) -> N
 
 
 class Helper:
-    """A plain object that keeps a parameter of its module, and what to do with it."""
+    """A plain object that holds a parameter of its module and a function of it."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         self.weight = weight

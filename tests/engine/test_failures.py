@@ -1,4 +1,4 @@
-"""What a failed capture tells, what it leaves behind, and that all ranks come to know one cause."""
+"""A failed capture reports its cause to all ranks, and leaves no memory or state over."""
 
 from __future__ import annotations
 
@@ -67,31 +67,31 @@ def train(graphs: ChunkGraphs) -> torch.Tensor:
     return y.detach().clone()
 
 
-def test_the_layer_is_named_beside_operator_and_line() -> None:
+def test_the_layer_is_named_next_to_operator_and_line() -> None:
     graphs = ChunkGraphs([chunk_of(False, True, True)], [2], backend=RecorderBackend())
-    with pytest.raises(IllegalOperationError) as caught:
+    with pytest.raises(IllegalOperationError) as error:
         graphs.capture([sample()])
-    message = str(caught.value)
+    message = str(error.value)
     assert "torch.Tensor.__float__" in message
     assert "test_failures.py:" in message
     assert "\n  in layer decoder.layers.1\n  To do:" in message
 
 
 @pytest.mark.parametrize("on_failure", ["eager", "raise"])
-def test_out_of_memory_tells_the_numbers_and_gives_all_of_it_back(
+def test_out_of_memory_reports_the_numbers_and_frees_all_of_it(
     on_failure: Any, no_collector: None
 ) -> None:
-    """Without help by the collector, since a GPU's memory would be wanted at once."""
+    """Without the garbage collector, since the GPU's memory is needed at once."""
     backend = RecorderBackend(limit_bytes=3 * 2**20)
     options = CaptureOptions(on_failure=on_failure)
     graphs = ChunkGraphs([chunk_of(False, False)], [5], backend=backend, options=options)
     train(graphs)
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as records:
         warnings.simplefilter("always")
         with pytest.raises(CaptureError) if on_failure == "raise" else nullcontext():
             train(graphs)
     message = str(graphs.failure)
-    assert len(caught) == (on_failure == "eager")
+    assert len(records) == (on_failure == "eager")
     assert "Capturing rank 3 chunk 0 slot 3 forward ran out of memory" in message
     assert "Tried to allocate 1.00 MiB" in message
     assert "of which 0.00 MiB is free" in message
@@ -117,7 +117,7 @@ def test_a_mended_cause_is_captured_after_release() -> None:
 
 
 def together(texts: Sequence[str]) -> list[tuple[str, bool]]:
-    """`agree_on_cause` of ranks as threads."""
+    """Run `agree_on_cause` of ranks as threads."""
     barrier = threading.Barrier(len(texts), timeout=60)
     given_by: list[Sequence[int]] = [()] * len(texts)
     results: list[Any] = [None] * len(texts)

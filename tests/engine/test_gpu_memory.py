@@ -1,4 +1,4 @@
-"""A GPU that is too small for the slots: refused before, or given back after."""
+"""Slots that are too large for the GPU: refused before the capture, or freed after it failed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from chunkgraph.engine import CaptureOptions, ChunkGraphs, StepMode
 from chunkgraph.errors import CaptureError
 
-# All of the GPU's memory is looked at.
+# These tests measure all of the GPU's memory.
 pytestmark = pytest.mark.gpu(alone=True)
 
 ROWS, WIDTH, NUM_LAYERS = 4096, 2048, 6
@@ -19,7 +19,7 @@ ACTIVATION_BYTES = ROWS * WIDTH * 4
 
 
 class Tower(nn.Module):
-    """Autograd keeps an activation of 32 MiB for each layer."""
+    """Autograd saves an activation of 32 MiB for each layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,15 +51,15 @@ def test_slots_that_cannot_fit_are_refused_before_anything_is_captured() -> None
     graphs = ChunkGraphs([module], [num_slots])
     with pytest.raises(
         CaptureError, match=rf"need \d+ MiB.*{num_slots} slots.*MiB of cuda"
-    ) as told:
+    ) as error:
         graphs.capture([(sample(),)])
-    assert "nothing was captured" in str(told.value)
-    needed, left = map(int, re.findall(r"(\d+) MiB", str(told.value))[::2][:2])
+    assert "nothing was captured" in str(error.value)
+    needed, left = map(int, re.findall(r"(\d+) MiB", str(error.value))[::2][:2])
     assert needed > left > 0
 
 
 def test_running_out_in_a_capture_gives_all_of_it_back() -> None:
-    """The limit is the allocator's own, which the check beforehand does not know of."""
+    """The allocator has its own limit, which the check beforehand does not know."""
     module = Tower()
     expected = gradient_of(module, module)
     torch.cuda.empty_cache()
@@ -94,14 +94,14 @@ def test_running_out_in_a_capture_gives_all_of_it_back() -> None:
 
 
 def test_graphs_that_are_gone_leave_no_memory_reserved() -> None:
-    """Eager steps that follow, as those that are run again, have what eager training has."""
+    """Eager steps after them, such as reruns, have the memory of eager training."""
     module = Tower()
     gradient_of(module, module)
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     graphs = ChunkGraphs([module], [4])
     graphs.capture([(sample(),)])
-    # Of each slot what a backward reads: all but the last layer's output, and some of that shared.
+    # A slot holds what its backward reads: all but the last layer's output; slots share some of it.
     assert torch.cuda.memory_reserved() >= before + 4 * (NUM_LAYERS - 2) * ACTIVATION_BYTES
     graphs.release()
     assert torch.cuda.memory_reserved() <= before + ACTIVATION_BYTES

@@ -1,4 +1,4 @@
-"""Where gradients without `main_grad` go: whatever the caller has in ``grad`` by the backward."""
+"""Gradients without `main_grad` go into the ``grad`` that the caller has at the backward."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_chunks_that_share_a_parameter_add_to_one_gradient(
 
 
 def test_warmup_passes_take_no_buffer_where_gradients_are_zero() -> None:
-    """Layers that add to ``main_grad`` themselves may do so: it is zero again afterwards."""
+    """Layers may add to ``main_grad`` themselves: it is zero again afterwards."""
     parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))]
     for parameter in parameters:
         parameter.main_grad = torch.zeros_like(parameter)

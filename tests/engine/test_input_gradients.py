@@ -1,4 +1,4 @@
-"""Input gradients lie where the next backward writes; autograd may hold them for longer."""
+"""Autograd may hold input gradients until after the next backward, which writes to their memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def gradient_of(loss: torch.Tensor, module: nn.Module, x: torch.Tensor) -> torch
 def test_one_tensor_that_two_microbatches_read_gets_both_gradients(
     backend: GraphBackend, plan: Any, is_leaf: bool
 ) -> None:
-    """Autograd adds up what both backwards return before it goes on."""
+    """Autograd adds up both backwards' results before it continues."""
     torch.manual_seed(0)
     layer = nn.Linear(4, 4).to(backend.device)
     graphs = ChunkGraphs([layer], [2], backend=backend, options=CaptureOptions(memory_plan=plan))
@@ -48,7 +48,7 @@ def test_one_tensor_that_two_microbatches_read_gets_both_gradients(
 
 
 def test_a_view_that_becomes_an_input_gradient_is_captured(backend: GraphBackend) -> None:
-    """A layer on many rows gives a view of the gradient of its rows to what came before."""
+    """A layer on several rows returns a view of their gradient as its input gradient."""
     torch.manual_seed(0)
     layers = [nn.Linear(4, 4).to(backend.device) for _ in range(2)]
     graphs = ChunkGraphs(layers, [1, 1], backend=backend)
@@ -60,9 +60,9 @@ def test_a_view_that_becomes_an_input_gradient_is_captured(backend: GraphBackend
     expected = gradient(layers)
     for _ in range(2):
         with graphs.step(1):
-            found = gradient(graphs.callables)
+            actual = gradient(graphs.callables)
     assert graphs.counters.backward_replays == 2
-    assert torch.equal(found, expected)
+    assert torch.equal(actual, expected)
 
 
 def test_one_tensor_that_two_chunks_read_gets_both_gradients(backend: GraphBackend) -> None:
@@ -81,7 +81,7 @@ def test_one_tensor_that_two_chunks_read_gets_both_gradients(backend: GraphBacke
 
 
 def test_a_view_of_received_memory_in_another_layout_is_refused(backend: GraphBackend) -> None:
-    """It begins where the slot's input does, but its elements lie otherwise."""
+    """It begins at the address of the slot's input, but has other strides."""
     layer = nn.Linear(4, 4).to(backend.device)
     graphs = ChunkGraphs([layer], [1], backend=backend)
     graphs.capture([torch.randn(4, 4, device=backend.device)])

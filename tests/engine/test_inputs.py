@@ -1,4 +1,4 @@
-"""Small inputs that do not change are copied into a slot once, and again whenever they do."""
+"""Small inputs are copied into a slot once, and again whenever they change."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def train(backend: GraphBackend) -> Callable[..., None]:
     graphs.capture([(x, torch.full((4,), 7.0, device=backend.device))])
 
     def run(*masks: torch.Tensor | Callable[[], torch.Tensor]) -> None:
-        """Forward of all, then backward of all; a callable makes its mask in its turn."""
+        """Run all forwards, then all backwards; a callable makes its mask before its forward."""
         outputs: list[tuple[torch.Tensor, torch.Tensor]] = []
         with graphs.step(len(masks)):
-            for given in masks:
-                mask = given() if callable(given) else given
+            for source in masks:
+                mask = source() if callable(source) else source
                 expected = twin(x, mask.clone())
                 got = graphs.callables[0](x, mask)
                 assert torch.equal(got, expected)
@@ -62,7 +62,7 @@ def train(backend: GraphBackend) -> Callable[..., None]:
 
 @pytest.fixture
 def num_copies(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Grows by one for every tensor of a mask's shape that is copied outside of replays."""
+    """Count the copies of tensors with a mask's shape outside of replays."""
     copies: list[Any] = []
     copy = torch.Tensor.copy_
 
@@ -96,7 +96,7 @@ def test_an_unchanging_input_is_copied_once_for_each_slot(
 def test_without_the_promise_it_is_copied_every_time(
     train: Callable[..., None], backend: GraphBackend, num_copies: list[Any]
 ) -> None:
-    """No count shows a write through ``.data`` (or by a collective, which is why)."""
+    """Version counters miss writes through ``.data``, and those of collectives."""
     mask = new_mask(backend, 2.0)
     train(mask, mask)
     version = mask._version
@@ -129,8 +129,8 @@ def test_a_write_between_microbatches_is_seen(
         write(mask)
         return mask
 
-    train(mask, written)  # between two forwards whose microbatches are both in flight
-    train(mask, mask)  # the slot that had the old values gets the new ones
+    train(mask, written)  # between the forwards of two microbatches in flight
+    train(mask, mask)  # the slot with the old values gets the new ones
     assert len(num_copies) == 2 * NUM_SLOTS
     train(mask, mask)
     assert len(num_copies) == 2 * NUM_SLOTS
@@ -139,7 +139,7 @@ def test_a_write_between_microbatches_is_seen(
 def test_other_tensors_in_between_are_loaded_and_forgotten(
     train: Callable[..., None], backend: GraphBackend
 ) -> None:
-    """A slot goes back and forth between two masks, promised or not."""
+    """A slot alternates between two masks, with and without the promise."""
     first, second = mark_constant(new_mask(backend, 2.0)), mark_constant(new_mask(backend, 3.0))
     plain = new_mask(backend, 4.0)
     for mask in (first, second, first, plain, first, plain, second):
@@ -149,7 +149,7 @@ def test_other_tensors_in_between_are_loaded_and_forgotten(
 def test_a_new_tensor_at_a_used_address_is_loaded(
     train: Callable[..., None], backend: GraphBackend
 ) -> None:
-    """Another object on the same memory, with the same count of writes and other values."""
+    """Another tensor on the same memory, with the same version and other values."""
     memory = new_mask(backend, 2.0)
 
     def on_the_memory(value: float) -> torch.Tensor:
@@ -179,7 +179,7 @@ def test_memory_moved_under_a_tensor_is_loaded(
 def test_the_source_is_held_until_another_takes_its_place(
     train: Callable[..., None], backend: GraphBackend
 ) -> None:
-    """Its address cannot be given to another tensor while a slot compares with it."""
+    """No other tensor can get its address while a slot compares with it."""
     mask = mark_constant(new_mask(backend, 2.0))
     source = weakref.ref(mask)
     train(mask)
@@ -202,7 +202,7 @@ def test_released_slots_hold_no_source(train: Callable[..., None], backend: Grap
 def test_an_inference_tensor_is_copied_as_ever(
     train: Callable[..., None], backend: GraphBackend, num_copies: list[Any]
 ) -> None:
-    """It has no count of writes, so no promise about it can be checked."""
+    """It has no version counter, so a promise about it cannot be checked."""
     with torch.inference_mode():
         mask = mark_constant(new_mask(backend, 2.0))
     train(mask.clone(), mask.clone())
@@ -217,7 +217,7 @@ def test_an_inference_tensor_is_copied_as_ever(
 def test_receiving_into_the_static_input_forgets_the_source(
     train: Callable[..., None], backend: GraphBackend
 ) -> None:
-    """What lies there now is the received value, not the source's."""
+    """The static input then holds the received value, not the source's."""
     mask = mark_constant(new_mask(backend, 2.0))
     train(mask, mask)
     graphs: ChunkGraphs = train.graphs  # type: ignore[attr-defined]
@@ -243,7 +243,7 @@ def test_variants_of_a_slot_share_what_they_read_one_at_a_time() -> None:
     assert torch.equal(two, small)
     version = one._version
     two.data.add_(1)
-    assert one._version == version  # as if it had memory of its own
+    assert one._version == version  # as with its own memory
     for other in (
         statics.input_like(1, large),
         statics.input_like(0, large.detach()),  # may be marked constant

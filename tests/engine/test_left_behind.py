@@ -1,4 +1,4 @@
-"""What a forward leaves outside of its result, which no replay would, is refused by name."""
+"""Tensors that a forward stores outside of its result, as no replay would, are refused by name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WIDTH = 8
 
 
 class Leaving(nn.Module):
-    """Leaves something somewhere in every forward."""
+    """Stores something outside of its result in every forward."""
 
     def __init__(self, leave: Callable[[Leaving, torch.Tensor], object]) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ def test_tensors_kept_outside_of_the_module_are_refused(backend: GraphBackend) -
 
 
 class Result:
-    """What pytrees do not know."""
+    """A class that pytrees do not know."""
 
     def __init__(self, y: torch.Tensor, hidden: torch.Tensor) -> None:
         self.y = y
@@ -212,7 +212,7 @@ def test_a_refused_capture_adds_to_no_unknown_leaf(backend: GraphBackend, num_pa
 
 
 class Unusable(torch.Tensor):
-    """A tensor of someone else, of which torch's functions can do nothing."""
+    """A foreign tensor class that refuses all functions of torch."""
 
     @classmethod
     def __torch_function__(cls, function: Any, *_args: Any, **_kwargs: Any) -> Any:
@@ -220,7 +220,7 @@ class Unusable(torch.Tensor):
 
 
 def test_leaves_of_other_modules_are_no_concern(backend: GraphBackend) -> None:
-    """They are alive during a capture, and are of whatever class."""
+    """They are alive during a capture, and may have any class."""
     others = [nn.LazyLinear(WIDTH), torch.ones(WIDTH, requires_grad=True).as_subclass(Unusable)]
     with torch._C.DisableTorchFunctionSubclass():
         others.append(torch.ones(WIDTH).as_subclass(Unusable).requires_grad_())
@@ -231,7 +231,7 @@ def test_leaves_of_other_modules_are_no_concern(backend: GraphBackend) -> None:
 
 
 def test_tensors_of_the_compiler_are_not_looked_into() -> None:
-    """``torch.compile`` keeps tensors without memory, whose addresses torch warns of."""
+    """``torch.compile`` keeps tensors without memory; torch warns if their address is read."""
     with FakeTensorMode():
         fake = torch.ones(4, 4)
     module = nn.Linear(4, 4)

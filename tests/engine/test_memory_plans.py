@@ -1,4 +1,4 @@
-"""One pool for everything gives wrong numbers; the proof says so before a replay does."""
+"""One pool for everything gives wrong numbers; the proof refuses it before any replay."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def schedules() -> list[Any]:
 def test_a_rank_with_one_slot_has_one_pool(
     make_pipeline: Callable[..., Any], backend: GraphBackend, plan: str
 ) -> None:
-    """Its backward works in what its forward frees, as in eager training."""
+    """Its backward reuses what its forward frees, as in eager training."""
     pipeline = attached(make_pipeline, backend, memory_plan=plan)
     trained = pipeline.train(schedules(), seed=1)
     assert trained.equals(make_pipeline(2).train(schedules(), seed=1))
@@ -88,12 +88,12 @@ def test_all_backwards_share_one_scratch_pool(
 
 
 def _width(device: torch.device) -> int:
-    """CUDA's allocator takes memory in pieces of 20 MiB; tensors must be of that order there."""
+    """CUDA's allocator reserves pieces of 20 MiB, so tensors must be as large."""
     return 1 << (17 if device.type == "cuda" else 13)
 
 
 class ManyTemporaries(torch.nn.Module):
-    """Autograd saves nothing of the parts and their stack."""
+    """Autograd saves neither the parts nor their stack."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class ManyTemporaries(torch.nn.Module):
 
 
 def test_temporaries_of_forwards_share_scratch_too(backend: GraphBackend) -> None:
-    """12 temporaries at once: a slot pool holds all of them, or none."""
+    """Of 12 simultaneous temporaries a slot's pool holds all or none."""
     width = _width(backend.device)
     samples = [(torch.randn(32, width, device=backend.device, requires_grad=True),)]
     reports, grads = {}, {}
@@ -149,7 +149,7 @@ def test_what_a_forward_keeps_only_when_captured_is_not_left_in_scratch(
 
 
 def test_an_unexpected_operator_ends_the_routing_not_the_capture(backend: GraphBackend) -> None:
-    """What the eager pass did not show is kept in the slot."""
+    """The slot keeps tensors that the eager pass did not show."""
 
     class Changing(ManyTemporaries):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -173,12 +173,12 @@ def test_an_unexpected_operator_ends_the_routing_not_the_capture(backend: GraphB
 def test_poison_shows_an_output_that_is_lent_for_too_short_a_time(
     make_pipeline: Callable[..., Any], backend: GraphBackend
 ) -> None:
-    """Freed slots hold NaN: whoever still reads the output of a finished microbatch sees it."""
+    """Freed slots hold NaN, which a late reader of a finished microbatch's output sees."""
     (module,) = make_pipeline(1).stages
     chunk = dataclasses.replace(
         Chunk.from_module(module, "it"), copies_outputs=lambda *_, **__: False
     )
-    # With one slot in all, its input gradients lie there too.
+    # A single slot also holds its input gradients.
     graphs = ChunkGraphs([chunk], [2], backend=backend, options=CaptureOptions(verify="poison"))
     x = torch.randn(3, 8, device=backend.device, requires_grad=True)
     graphs.capture([x])
@@ -192,7 +192,7 @@ def test_poison_shows_an_output_that_is_lent_for_too_short_a_time(
 
 
 class WritesOverItsSavedTensor(torch.autograd.Function):
-    """As compiled backwards do with donated buffers: the gradient lies where a saved tensor was."""
+    """Writes the gradient into a saved tensor, as compiled backwards with donated buffers do."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -231,10 +231,10 @@ def test_gradients_written_over_saved_tensors(
             for y in outputs:
                 y.square().sum().backward()
     replayed, module.scale.grad = module.scale.grad.clone(), None
-    for given in inputs:
-        leaf = given.detach().requires_grad_()
+    for tensor in inputs:
+        leaf = tensor.detach().requires_grad_()
         module(leaf).square().sum().backward()
-        assert torch.equal(given.grad, leaf.grad)
+        assert torch.equal(tensor.grad, leaf.grad)
     assert torch.equal(replayed, module.scale.grad)
 
 
@@ -257,7 +257,7 @@ def test_shared_slots_hold_no_more_than_is_ever_in_flight(
         reports[shared] = [graphs.report for graphs in pipeline.graphs]
     for own, together, plan in zip(reports[False], reports[True], plans, strict=True):
         assert len(set(together.num_slots)) == 1
-        # Chunks of one size: what is kept goes down with the number of slots.
+        # Chunks of one size: memory shrinks with the number of slots.
         ratio = plan.peak_in_flight / sum(plan.slots_per_chunk)
         assert together.held_bytes == pytest.approx(own.held_bytes * ratio, rel=0.05)
         assert together.slot_bytes < own.slot_bytes

@@ -1,4 +1,4 @@
-"""What callers do to a captured module's tensors between captures and steps: equal to eager."""
+"""Callers change a captured module's tensors between captures and steps, as in eager training."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Loop:
 
     Args:
         modules: called one after the other.
-        backend: of the graphs; None: eager.
+        backend: backend of the graphs; None: eager.
     """
 
     def __init__(
@@ -50,20 +50,20 @@ class Loop:
             yield
 
     def train(self, device: torch.device, *, forgets: bool = True) -> list[torch.Tensor]:
-        """One step of two microbatches and plain SGD; what it left."""
+        """Run one step of two microbatches with plain SGD; return its results."""
         results: list[torch.Tensor] = []
         with self.step():
             for _ in range(2):
-                given = [torch.randn(3, WIDTH, device=device, requires_grad=True)]
+                inputs = [torch.randn(3, WIDTH, device=device, requires_grad=True)]
                 outputs: list[torch.Tensor] = []
-                for call in self.calls:  # as stages of a pipeline: a backward for each
-                    outputs.append(call(given[-1]))
-                    given.append(outputs[-1].detach().clone().requires_grad_())
-                given[-1].square().mean().backward()
-                for x, y in reversed(list(zip(given[1:], outputs, strict=True))):
+                for call in self.calls:  # as stages of a pipeline, with a backward each
+                    outputs.append(call(inputs[-1]))
+                    inputs.append(outputs[-1].detach().clone().requires_grad_())
+                inputs[-1].square().mean().backward()
+                for x, y in reversed(list(zip(inputs[1:], outputs, strict=True))):
                     y.backward(x.grad)
                 results += [x.detach().clone() for x in outputs]
-                results += [x.grad for x in given if x.grad is not None]
+                results += [x.grad for x in inputs if x.grad is not None]
         for parameter in (p for m in self.modules for p in m.parameters()):
             if parameter.grad is not None:
                 results.append(parameter.grad.clone())
@@ -85,7 +85,7 @@ def same(eager: Sequence[torch.Tensor], graphs: Sequence[torch.Tensor]) -> bool:
 def both(
     backend: GraphBackend, program: Callable[[GraphBackend | None], list[torch.Tensor]]
 ) -> None:
-    """Run the program eagerly and with graphs, from one random state."""
+    """Run a program eagerly and with graphs, from one random state."""
     torch.manual_seed(5)
     eager = program(None)
     torch.manual_seed(5)
@@ -253,7 +253,7 @@ def test_one_module_may_be_two_chunks(backend: GraphBackend) -> None:
 
 
 class Kept(nn.Module):
-    """Uses a parameter of its own from another place."""
+    """Uses its own parameter through another reference."""
 
     def __init__(self, way: str) -> None:
         super().__init__()

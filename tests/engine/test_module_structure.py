@@ -1,4 +1,4 @@
-"""A module that is no longer what was captured is refused by name, whenever it is changed."""
+"""A module whose structure changed after the capture is refused by name, at any moment."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def train_changed(
     change: Callable[[Stack], Callable[[], object]],
     num_microbatches: int = 1,
 ) -> None:
-    """A step with a change between its microbatches, undone at its end."""
+    """Run a step with a change between its microbatches; undo it at the end."""
     with graphs.step(1 + num_microbatches):
         graphs.callables[0](new_input(backend)).sum().backward()
         undo = change(module)
@@ -263,15 +263,15 @@ def test_an_optimizer_may_step_between_the_microbatches_of_a_step(backend: Graph
         if replays:
             graphs.capture([new_input(backend)])
         torch.manual_seed(3)
-        found: list[torch.Tensor] = []
+        values: list[torch.Tensor] = []
         with graphs.step(3):
             for _ in range(3):
                 loss = graphs.callables[0](new_input(backend)).square().mean()
                 loss.backward()
-                found.append(loss.detach().clone())
+                values.append(loss.detach().clone())
                 optimizer.step()
         assert graphs.counters.replays == 3 * replays
-        return found
+        return values
 
     assert all(map(torch.equal, losses(replays=False), losses(replays=True)))
 

@@ -1,4 +1,4 @@
-"""Options that cannot be are refused, with what was meant."""
+"""Invalid options are refused with a suggestion."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Eager passes of a capture change nothing that the chunk holds."""
+"""Eager passes of a capture leave the chunk's state as it was."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def chunk_of(module: Counting) -> Chunk:
 
 @pytest.mark.parametrize("is_seen", [True, False], ids=["operator", "unknown kernel"])
 def test_writes_are_undone(is_seen: bool) -> None:
-    """Memory that is not a parameter's is restored whoever writes it."""
+    """Any write to memory other than parameters is undone."""
     module = Counting()
     before = [t.detach().clone() for t in module.tensors()]
     pending = module.scale * module.get_buffer("calls")  # saves both
@@ -52,15 +52,15 @@ def test_writes_are_undone(is_seen: bool) -> None:
             else:
                 tensor.numpy()[...] += 1.0
     assert all(torch.equal(a, b) for a, b in zip(module.tensors(), before, strict=True))
-    pending.sum().backward()  # which autograd would refuse if a tensor that it saved had changed
+    pending.sum().backward()  # autograd would refuse a changed saved tensor
 
 
 def test_memory_without_writes_is_not_written(tmp_path: Path) -> None:
-    """A read-only file in memory, and memory that its owner has freed."""
+    """A mapped read-only file, and memory that its owner has freed."""
     np.zeros(1000, dtype=np.float32).tofile(tmp_path / "table")
     module = Counting()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch would rather have memory to write to
+        warnings.simplefilter("ignore")  # torch warns about read-only memory
         table = np.memmap(tmp_path / "table", dtype=np.float32, mode="r")
         module.listed += [torch.from_numpy(table), torch.zeros(3)]
     module.listed[-1].untyped_storage().resize_(0)
@@ -70,7 +70,7 @@ def test_memory_without_writes_is_not_written(tmp_path: Path) -> None:
 
 
 class Compiled(nn.Module):
-    """Counts positive values in a compiled kernel, which no operator tells of."""
+    """Counts positive values in a compiled kernel, which no operator shows."""
 
     def __init__(self) -> None:
         super().__init__()

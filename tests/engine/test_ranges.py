@@ -1,4 +1,4 @@
-"""Replays with names in profiles."""
+"""Names of replays in profiles."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def _ranges(graphs: ChunkGraphs, count: int) -> list[str]:
     return [event.name for event in events if " microbatch " in event.name]
 
 
-def test_a_range_says_chunk_action_and_microbatch() -> None:
+def test_a_range_names_chunk_action_and_microbatch() -> None:
     graphs = ChunkGraphs([nn.Linear(4, 4)], [2], options=CaptureOptions(num_warmup_steps=1))
     _step(graphs, 2)  # warmup
-    assert _ranges(graphs, 3) == []  # nobody asked for names
+    assert _ranges(graphs, 3) == []  # names are off by default
     graphs.name_replays(["stage 0 chunk 0"])
     expected = [
         *("forward microbatch 0", "forward microbatch 1", "backward microbatch 0"),

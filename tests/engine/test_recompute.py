@@ -18,7 +18,7 @@ WIDTH, ROWS, DEPTH = 32, 64, 3
 
 
 class Deep(nn.Module):
-    """Layers that keep several activations each, kept or computed again; one is used twice."""
+    """Layers with several activations each, saved or computed again; one is used twice."""
 
     def __init__(self, reentrant: bool | None) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Replays: what is refused, what is handed out, and what happens around them."""
+"""Replays: refusals, returned tensors, and evaluation around them."""
 
 from __future__ import annotations
 
@@ -269,7 +269,7 @@ def finish(graphs: ChunkGraphs, flying: list, g: torch.Tensor, grads: list, slot
     buffer = graphs.reserve_output_grad(0)
     buffer.copy_(g)
     y.backward(buffer)
-    # Handed out without a copy: the gradient is the slot's own memory, to be used at once.
+    # Not a copy: the gradient is the slot's own memory, to be used at once.
     assert received.grad.data_ptr() in [s.input_grads[0].data_ptr() for s in slots]
     grads.append(received.grad.clone())
 
@@ -318,10 +318,10 @@ def test_a_step_whose_calls_want_no_gradient_is_counted_as_eager(backend: GraphB
 def test_a_result_outlives_its_slot_where_it_is_copied(
     backend: GraphBackend, *, is_copied: bool
 ) -> None:
-    told: list[Any] = []
+    calls: list[Any] = []
 
     def copies_outputs(*args: Any, **kwargs: Any) -> bool:
-        told.append((args[0].shape, kwargs))
+        calls.append((args[0].shape, kwargs))
         return is_copied
 
     (module,) = tower(backend)
@@ -329,14 +329,14 @@ def test_a_result_outlives_its_slot_where_it_is_copied(
     chunk = dataclasses.replace(Chunk.from_module(module, "it"), copies_outputs=copies_outputs)
     graphs = ChunkGraphs([chunk], [1], backend=backend)
     graphs.capture([(sample(backend), 2.0)])
-    assert told == [((4, 8), {})]
+    assert calls == [((4, 8), {})]
     kept, x = [], sample(backend)
     with graphs.step(2):
         for factor in (1.0, 3.0):
             kept.append(graphs.callables[0](x * factor, 2.0))
             kept[-1].sum().backward()
-    wanted = module(x, 2.0) if is_copied else module(x * 3.0, 2.0)
-    assert torch.equal(kept[0], wanted)
+    expected = module(x, 2.0) if is_copied else module(x * 3.0, 2.0)
+    assert torch.equal(kept[0], expected)
     assert torch.equal(kept[1], module(x * 3.0, 2.0))
     assert (kept[0].data_ptr() == kept[1].data_ptr()) is not is_copied
 
@@ -353,7 +353,7 @@ def test_a_gradient_is_not_differentiated_again(backend: GraphBackend) -> None:
 def test_the_backward_runs_whether_the_input_takes_a_gradient_or_not(
     backend: GraphBackend, *, requires_grad: bool
 ) -> None:
-    """Captured with one that does."""
+    """The captured input takes one."""
     (module,) = tower(backend)
     graphs = ChunkGraphs([module], [1], backend=backend)
     graphs.capture([sample(backend)])

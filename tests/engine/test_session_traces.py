@@ -1,4 +1,4 @@
-"""A capture session leaves a model, its random generators and its samples as they were."""
+"""A capture session changes no model, random generator or sample."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PASSES: list[dict[str, Any]] = [
 
 
 class Updating(nn.Module):
-    """Updates something of itself in every forward."""
+    """Updates its own state in every forward."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class Scaling(nn.Module):
 
 
 def test_calls_without_gradients_are_no_samples(backend: GraphBackend) -> None:
-    """An evaluation, or a teacher, in a warmup step has other arguments."""
+    """An evaluation or a teacher's forward in a warmup step has other arguments."""
     module = nn.Linear(WIDTH, WIDTH).to(backend.device)
     graphs = ChunkGraphs([module], [1], backend=backend)
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Parameters that several engines, microbatches or eager work add gradients to."""
+"""Parameters whose gradients come from several engines, microbatches or eager work."""
 
 from __future__ import annotations
 
@@ -84,12 +84,12 @@ def test_one_backward_over_several_engines_is_equal_or_refused(backend: GraphBac
     assert same_bits(first.weight.grad, eager[0].weight.grad)
     with pytest.raises(ReplayMismatchError, match="one backward pass"):
         replay(x)
-    replay(x, (0, 2))  # these have no parameter in common
+    replay(x, (0, 2))  # these share no parameter
     engines[1].release()
     engines[1].capture([x])
     with pytest.raises(ReplayMismatchError, match="one backward pass"):
         replay(x)
-    # Engines that are gone are forgotten, whoever took their place in memory.
+    # Freed engines do not count, though others may have their addresses.
     del engines[1]
     gc.collect()
     replay(x, (0, 1))
@@ -115,7 +115,7 @@ def test_eager_work_on_a_parameter_in_the_backward_of_a_replay_is_refused(
         return call(work(m, x)).square().sum()
 
     for losses in (after, before):
-        for _ in range(2):  # the refused step leaves nothing behind
+        for _ in range(2):  # the refused step leaves nothing over
             with (
                 pytest.raises(ReplayMismatchError, match=r"parameter weight gets .* eager work"),
                 graphs.step(1),
@@ -157,7 +157,7 @@ def test_captured_parameters_have_no_hook_of_graphs_that_are_gone(backend: Graph
     module = nn.Linear(8, 8).to(backend.device)
     for ends in (ChunkGraphs.release, lambda _: None):
         first, second = (ChunkGraphs([module], [1], backend=backend) for _ in range(2))
-        for graphs in (first, second):  # the hook of one is no hook that the other refuses
+        for graphs in (first, second):  # one engine does not refuse the other's hook
             graphs.capture([rows(module)])
         for graphs in (first, second, first):
             with graphs.step(1):

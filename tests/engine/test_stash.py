@@ -1,4 +1,4 @@
-"""The paged stash in captured chunks: any slots in flight, in any order, bit-equal to eager."""
+"""Captured chunks with the paged stash equal eager ones, in any order of slots in flight."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from chunkgraph.graphs import GraphBackend
 from chunkgraph.memory.stash import ArenaSize, PagedStash, RowsInUse, Saving
 
 TOKENS, WIDTH, EXPERTS = 12, 16, 2
-PAGE_BYTES = 128  # two rows of the input, one of what is inside an expert
+PAGE_BYTES = 128  # two rows of the input, one of an expert's inner tensor
 MOST_PAGES = 7 + 12 + 12  # of one forward
 
 
@@ -86,7 +86,7 @@ class SavingHost(Host):
 
 
 class Captured:
-    """Chunks with a stash in graphs, next to the same chunks without either."""
+    """Captured chunks with a stash, next to the same chunks in eager mode without one."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class Captured:
         self.num_slots = num_slots
 
     def step(self, rng: random.Random, num_forwards: int) -> tuple[int, bool]:
-        """Random forwards and backwards: the most pages wanted, and whether all is equal."""
+        """Run random forwards and backwards; return the peak of pages, and whether all is equal."""
         waiting: list[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]] = []
         equal, left = True, num_forwards
         in_flight = [0] * len(self.num_slots)
@@ -124,7 +124,7 @@ class Captured:
                 free = [c for c, n in enumerate(self.num_slots) if in_flight[c] < n]
                 if left and free and (not waiting or rng.random() < 0.6):
                     c = rng.choice(free)
-                    # A slope in one direction: loads between nothing and all.
+                    # A shift in one direction: loads between no tokens and all of them.
                     x = torch.randn(self.num_tokens, WIDTH, device=self.graphs._backend.device)
                     x += self.eager[c].router.weight[0].detach() * rng.uniform(-9, 9)
                     mine = x.clone().requires_grad_()
@@ -152,7 +152,7 @@ class Captured:
         return self.saving.stash.arena.status().num_peak_pages, equal
 
     def check_pages(self) -> None:
-        """No page is free twice."""
+        """Check that no page is free twice."""
         if self.saving is None:
             return
         assert self.saving.stash is not None
@@ -191,7 +191,7 @@ def test_a_thousand_random_replays_equal_eager_and_conserve_pages(
     num_spill: int,
     prefetches: bool,
 ) -> None:
-    """250 an example; poison fills every slot and scratch that is not in use with NaN."""
+    """250 per example; poison fills every unused slot and scratch with NaN."""
     backend = new_backend()
     if backend.device.type == "cuda":
         num_spill = 0
@@ -208,10 +208,10 @@ def test_a_thousand_random_replays_equal_eager_and_conserve_pages(
     assert (status.num_required_pages, status.num_short) == (0, 0)
 
 
-def test_an_overflow_is_told_once_for_its_step_and_the_next_step_is_right(
+def test_an_overflow_is_reported_once_for_its_step_and_the_next_step_is_right(
     backend: GraphBackend,
 ) -> None:
-    """And the peak tells how many pages would have done."""
+    """The peak is the number of pages that would have been enough."""
     rng = random.Random(1)
     enough = Captured([3], backend, make_saving(200, backend.device))
     peak, equal = enough.step(rng, 9)
@@ -221,22 +221,22 @@ def test_an_overflow_is_told_once_for_its_step_and_the_next_step_is_right(
     assert run.saving.stash is not None
     arena = run.saving.stash.arena
     torch.manual_seed(0)
-    wanted, equal = run.step(random.Random(1), 1)
+    peak_of_step, equal = run.step(random.Random(1), 1)
     assert equal
     assert arena.status().num_short == 0
-    assert wanted < peak
+    assert peak_of_step < peak
     peaks = []
     for step in range(6):
         arena.forget_overflow()
-        wanted, equal = run.step(rng, 12 if step % 2 else 2)
-        peaks.append(wanted)
-        assert equal == (arena.status().num_short == 0) == (wanted <= peak - 1), step
+        peak_of_step, equal = run.step(rng, 12 if step % 2 else 2)
+        peaks.append(peak_of_step)
+        assert equal == (arena.status().num_short == 0) == (peak_of_step <= peak - 1), step
         assert arena.status().num_required_pages == 0
         assert arena.status().num_free_pages == peak - 1
     assert max(peaks) >= peak > min(peaks)
 
 
-def test_shadow_and_warmup_passes_leave_no_page_behind(backend: GraphBackend) -> None:
+def test_shadow_and_warmup_passes_leave_no_page_in_use(backend: GraphBackend) -> None:
     saving = make_saving(200, backend.device)
     run = Captured([2, 1], backend, saving, verify="shadow", num_warmup_passes=2)
     assert run.step(random.Random(0), 12)[1]
@@ -245,7 +245,7 @@ def test_shadow_and_warmup_passes_leave_no_page_behind(backend: GraphBackend) ->
 
 
 def test_memory_follows_the_rows_in_use(backend: GraphBackend) -> None:
-    """Half of the rows are in use: the stash and what slots still hold are less than without."""
+    """With half of the rows in use, stash and slots take less memory than slots without a stash."""
     num_slots, num_tokens = [3], 192
     without = Captured(num_slots, backend, None, num_tokens).graphs.report
     saving = make_saving(num_slots[0] * 16 * MOST_PAGES, backend.device)

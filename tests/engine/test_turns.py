@@ -1,4 +1,4 @@
-"""A backward that comes late finds another microbatch in its slot; it must not be run on that."""
+"""A late backward whose slot holds another microbatch by then is refused."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ def backward_twice(graphs: ChunkGraphs, backend: GraphBackend) -> None:
         first.backward()
 
 
-def abort(graphs: ChunkGraphs, given: torch.Tensor, left: list[torch.Tensor]) -> None:
+def abort(graphs: ChunkGraphs, x: torch.Tensor, left: list[torch.Tensor]) -> None:
     with graphs.step(1):
-        left.append(graphs.callables[0](given))
+        left.append(graphs.callables[0](x))
         raise KeyError
 
 
-def backward_of(graphs: ChunkGraphs, given: torch.Tensor, left: torch.Tensor) -> None:
+def backward_of(graphs: ChunkGraphs, x: torch.Tensor, left: torch.Tensor) -> None:
     with graphs.step(1):
-        graphs.callables[0](given)
+        graphs.callables[0](x)
         left.sum().backward()
 
 
@@ -67,12 +67,12 @@ def test_a_backward_of_an_aborted_step_is_not_run_in_the_next(
         abort(graphs, new_input(backend), left)
     with pytest.raises(SlotError, match="now holds another microbatch"):
         backward_of(graphs, new_input(backend), left[0])
-    with graphs.step(1):  # and nothing is left of either
+    with graphs.step(1):  # neither leaves anything over
         graphs.callables[0](new_input(backend)).sum().backward()
 
 
 def test_nothing_holds_a_slot_that_was_reserved_in_an_aborted_step(graphs: ChunkGraphs) -> None:
-    """Once the graphs are released."""
+    """After the graphs are released."""
     slot = weakref.ref(graphs._captured.slots[0][0])  # type: ignore[union-attr]
     with pytest.raises(KeyError):
         reserve_and_abort(graphs)

@@ -1,4 +1,4 @@
-"""The verify modes: training's numbers stay, and a replay that goes wrong is named by its layer."""
+"""The verify modes keep training's numbers, and name the layer of a wrong replay."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HIDDEN: dict[int, list[tuple[int, int]]] = {}
 
 
 class Layer(nn.Module):
-    """Notes where it keeps its hidden state, so that a test can write there."""
+    """Records its hidden state, so that a test can write to that memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ def train_in_flight(
     meddle: Callable[[], object],
     order: int = 1,
 ) -> None:
-    """All forwards, then `meddle`, then all backwards, in this order or (-1) the other."""
+    """Run all forwards, `meddle`, then all backwards in order, or in reverse with -1."""
     with graphs.step(num_microbatches):
         flying = [graphs.callables[0](new_input(backend)) for _ in range(num_microbatches)]
         meddle()
@@ -107,7 +107,7 @@ def slot_of(graphs: ChunkGraphs, index: int = 0) -> Any:
 
 
 def keeping_output(slot: Any, fill: Callable[[], None]) -> None:
-    """The caller still reads the output, to make the gradient of it."""
+    """Fill a slot, except its output: the caller still reads it to compute its gradient."""
     kept = slot.output_tensors[0].clone()
     fill()
     slot.output_tensors[0].copy_(kept)
@@ -122,7 +122,7 @@ def test_training_is_as_without(
     verify: str,
     main_grad: bool,
 ) -> None:
-    """Dropout, buffers and accumulated gradients, with and without main_grad, step by step."""
+    """With dropout, buffers and accumulated gradients, with and without main_grad, step by step."""
     schedules = [megatron_schedule(2, 2, m, 2) for m in (2, 4, 6, 2)]
     eager, graphed = (make_pipeline(2, 2, main_grad=main_grad) for _ in range(2))
     graphed.attach([(4, 2), (3, 1)], backend, verify=verify)
@@ -136,16 +136,16 @@ def test_a_number_of_python_that_changes_after_the_capture(
     graphs = attach(verify="shadow")
     train(graphs, backend, 3)
     stack.layers[1].scale = 2.0
-    with pytest.raises(VerifyError) as caught:
+    with pytest.raises(VerifyError) as error:
         train(graphs, backend)
-    message = str(caught.value)
+    message = str(error.value)
     assert "chunk 0 slot 0: the replayed forward of microbatch 0 in replayed step 1" in message
     assert "output 0: " in message
-    # The scale is the last thing in its layer; what the next layer keeps is the first to show it.
+    # The scale is the last operation of its layer; a tensor of the next layer shows it first.
     assert "first layer that differs: layers.2.linear" in message
     assert "the last correct tensor is kept by layers.1:" in message
     stack.layers[1].scale = 1.0
-    train(graphs, backend, 2)  # nothing of the failed step is left
+    train(graphs, backend, 2)  # the failed step leaves nothing over
 
 
 def test_a_counter_in_the_chunk_differs_from_its_second_replay_on(backend: GraphBackend) -> None:
@@ -153,7 +153,7 @@ def test_a_counter_in_the_chunk_differs_from_its_second_replay_on(backend: Graph
         def __init__(self) -> None:
             super().__init__()
             self.linear = nn.Linear(WIDTH, WIDTH)
-            self.numbers = itertools.count(1)  # of which a capture session sees nothing
+            self.numbers = itertools.count(1)  # a capture session does not see this
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.linear(x) / next(self.numbers)
@@ -170,10 +170,10 @@ def test_an_input_overwritten_before_the_backward(
     attach: Callable[..., ChunkGraphs], backend: GraphBackend
 ) -> None:
     graphs = attach(verify="shadow")
-    given = slot_of(graphs, 1).inputs[0]
-    with pytest.raises(VerifyError) as caught:
-        train_in_flight(graphs, backend, 2, lambda: given.fill_(7.0))
-    message = str(caught.value)
+    static_input = slot_of(graphs, 1).inputs[0]
+    with pytest.raises(VerifyError) as error:
+        train_in_flight(graphs, backend, 2, lambda: static_input.fill_(7.0))
+    message = str(error.value)
     assert "chunk 0 slot 1: the replayed backward of microbatch 1" in message
     assert "layers.0.linear" in message
     assert "overwritten later" in message
@@ -183,13 +183,13 @@ def test_a_saved_tensor_overwritten_before_the_backward(
     stack: Stack, attach: Callable[..., ChunkGraphs], backend: GraphBackend
 ) -> None:
     graphs = attach(verify="shadow")
-    address, num_elements = HIDDEN[id(stack.layers[1])][-2]  # of the capture of slot 0
+    address, num_elements = HIDDEN[id(stack.layers[1])][-2]  # from the capture of slot 0
     saved = tensor_at(address, 4 * num_elements, backend.device).view(torch.float32)
-    with pytest.raises(VerifyError) as caught:
+    with pytest.raises(VerifyError) as error:
         train_in_flight(graphs, backend, 1, lambda: saved.mul_(1.5))
-    message = str(caught.value)
+    message = str(error.value)
     assert "chunk 0 slot 0: the replayed backward of microbatch 0" in message
-    # Later layers ran backward before it, rightly.
+    # Later layers ran backward before it, correctly.
     assert "the gradient of layers.1.linear." in message
     assert "first layer that differs: layers.1" in message
     assert "the last correct tensor is kept by layers.1.linear:" in message
@@ -269,10 +269,10 @@ def test_a_nan_of_the_model_itself_is_named_once_and_trained_on(
     train(graphs, backend)
     with torch.no_grad():
         stack.layers[1].linear.bias[2] = float("nan")
-    with pytest.warns(UserWarning, match="NaN") as caught:
+    with pytest.warns(UserWarning, match="NaN") as records:
         train(graphs, backend, 3)
-    assert len(caught) == 1
-    message = str(caught[0].message)
+    assert len(records) == 1
+    message = str(records[0].message)
     assert "chunk 0 slot 0: the replayed forward of microbatch 0 in replayed step 1" in message
     assert "first layer with a NaN is layers.1.linear" in message
     assert graphs.counters.replays == 4
@@ -283,20 +283,20 @@ def test_a_nan_from_outside_is_not_blamed_on_a_layer(
     attach: Callable[..., ChunkGraphs], backend: GraphBackend, verify: str
 ) -> None:
     graphs = attach(verify=verify)
-    with pytest.warns(UserWarning, match="came in with the input") as caught, graphs.step(1):
+    with pytest.warns(UserWarning, match="came in with the input") as records, graphs.step(1):
         graphs.callables[0](new_input(backend) * float("nan")).sum().backward()
-    assert len(caught) == 1
+    assert len(records) == 1
     graphs = attach(verify=verify)
-    with pytest.warns(UserWarning, match="from work after the chunk") as caught, graphs.step(1):
+    with pytest.warns(UserWarning, match="from work after the chunk") as records, graphs.step(1):
         (graphs.callables[0](new_input(backend)) * float("nan")).sum().backward()
-    assert len(caught) == 1
+    assert len(records) == 1
 
 
 @pytest.mark.parametrize("drops_gradients", [True, False])
 def test_poison_still_finds_dead_memory_after_a_nan_of_the_model(
     stack: Stack, attach: Callable[..., ChunkGraphs], backend: GraphBackend, drops_gradients: bool
 ) -> None:
-    """Also where the NaN stays in gradients that nobody drops."""
+    """Also where the NaN stays in gradients that are never cleared."""
     graphs = attach(verify="poison")
     with pytest.warns(UserWarning, match="came in with the input"), graphs.step(1):
         graphs.callables[0](new_input(backend) * float("nan")).sum().backward()
@@ -309,7 +309,7 @@ def test_poison_still_finds_dead_memory_after_a_nan_of_the_model(
 
 
 class BadBackward(torch.autograd.Function):
-    """A NaN that arises in the backward."""
+    """Produces a NaN in the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -339,12 +339,12 @@ def test_a_nan_of_the_backward_is_named_by_its_first_gradient(
 def test_poison_names_the_layer_that_read_dead_memory(
     stack: Stack, attach: Callable[..., ChunkGraphs], backend: GraphBackend
 ) -> None:
-    """The slot's pool is freed too early: its backward reads NaN where an eager one has none."""
+    """The slot's pool is freed too early: its backward reads NaN, an eager one does not."""
     graphs = attach(verify="poison")
     inner = slot_of(graphs).pool.poison
-    with pytest.raises(VerifyError) as caught:
+    with pytest.raises(VerifyError) as error:
         train_in_flight(graphs, backend, 1, lambda: keeping_output(slot_of(graphs), inner))
-    message = str(caught.value)
+    message = str(error.value)
     assert "chunk 0 slot 0: the replayed backward of microbatch 0" in message
     assert "memory that was no longer its own" in message
     assert "first layer with a NaN: layers.0" in message
@@ -361,7 +361,7 @@ def test_shadow_finds_what_one_pool_for_all_corrupts(stack: Stack, backend: Grap
 
 
 class Buffers(nn.Module):
-    """Autograd saves its buffers; one is updated in every forward."""
+    """Has buffers that autograd saves; every forward updates one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -389,7 +389,7 @@ class LazyMask(nn.Module):
 
 
 class PartlyTrained(nn.Module):
-    """Has a parameter that no gradient comes to."""
+    """Has a parameter without a gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -421,7 +421,7 @@ def test_nothing_is_found_where_nothing_is_wrong(
 
 
 def test_a_gradient_that_nothing_came_to_is_not_searched(backend: GraphBackend) -> None:
-    """Its memory may hold anything."""
+    """The memory of such a gradient may hold anything."""
     module = PartlyTrained().to(backend.device)
     options = CaptureOptions(verify="poison")
     graphs = ChunkGraphs(module, 1, backend=backend, options=options)
@@ -440,7 +440,7 @@ def test_a_gradient_that_nothing_came_to_is_not_searched(backend: GraphBackend) 
 def test_what_a_forward_updates_in_place_is_put_back_after_the_eager_pass(
     backend: GraphBackend, what: str
 ) -> None:
-    """Not buffers alone: plain attributes, and parameters too."""
+    """Buffers, plain attributes and parameters."""
 
     class Updates(nn.Module):
         def __init__(self) -> None:
@@ -460,7 +460,7 @@ def test_what_a_forward_updates_in_place_is_put_back_after_the_eager_pass(
                 x = x + self.embedding(torch.arange(3, device=x.device))
             return self.linear(x) * (1 + self.state)
 
-    found: list[list[torch.Tensor]] = []
+    states: list[list[torch.Tensor]] = []
     for is_captured in (False, True):
         module = Updates().to(backend.device)
         options = CaptureOptions(verify="shadow")
@@ -468,7 +468,7 @@ def test_what_a_forward_updates_in_place_is_put_back_after_the_eager_pass(
         for _ in range(3):
             with graphs.step(1, eager=not is_captured):
                 graphs.callables[0](torch.ones(3, WIDTH, device=backend.device)).sum().backward()
-        found.append([module.state, *[p.detach() for p in module.parameters()]])
-        found[-1] += [p.grad for p in module.parameters() if p.grad is not None]
+        states.append([module.state, *[p.detach() for p in module.parameters()]])
+        states[-1] += [p.grad for p in module.parameters() if p.grad is not None]
     assert graphs.counters.replays == 2
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))

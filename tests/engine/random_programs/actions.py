@@ -1,4 +1,4 @@
-"""What callers do between and inside the steps of a random program."""
+"""Actions of the caller between and inside the steps of a random program."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .world import InterruptedStepError, World
 
 
 def between(world: World, name: str) -> None:
-    """Between steps; "name+release" captures again afterwards."""
+    """Act between two steps; "name+release" captures again afterwards."""
     name, _, release = name.partition("+")
     _release_if(world, bool(release))
     _between(world, name)
 
 
-def _release_if(world: World, wanted: bool) -> None:
-    if wanted:
+def _release_if(world: World, is_wanted: bool) -> None:
+    if is_wanted:
         for engine in world.engines:
             engine.release()
 
@@ -132,7 +132,7 @@ _OF_THE_NEXT_BACKWARD = {
 
 
 def inside(world: World, action: Action) -> None:
-    """Before an event of a step."""
+    """Act before an event of a step."""
     name = action.name
     if name in _OF_THE_NEXT_CALL:
         world.once.call.add(_OF_THE_NEXT_CALL[name])
@@ -222,10 +222,10 @@ def _anywhere(world: World, action: Action) -> None:
         case "preset_grads" | "preset_transposed_grads":
             for parameter in parameters:
                 if parameter.requires_grad:
-                    given = torch.ones_like(parameter)
-                    if action.name == "preset_transposed_grads" and given.dim() == 2:
-                        given = torch.ones(parameter.shape[::-1], dtype=parameter.dtype).t()
-                    parameter.grad = given
+                    gradient = torch.ones_like(parameter)
+                    if action.name == "preset_transposed_grads" and gradient.dim() == 2:
+                        gradient = torch.ones(parameter.shape[::-1], dtype=parameter.dtype).t()
+                    parameter.grad = gradient
         case "without_gradients":
             with torch.no_grad():
                 x = new_input()

@@ -60,7 +60,7 @@ class Attention(nn.Module):
 
 
 class Embedded(nn.Module):
-    """Adds what an embedding has for integers made of the input."""
+    """Adds an embedding of integers made of the input."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class LazyMask(nn.Module):
 
 
 class Metric(nn.Module):
-    """Leaves a value in an attribute."""
+    """Stores a value in an attribute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class Metric(nn.Module):
 
 
 class State(nn.Module):
-    """Reads what the call before left in an attribute."""
+    """Reads the value that the previous call stored in an attribute."""
 
     def __init__(self, *, in_place: bool) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class State(nn.Module):
 
 
 class Listed(nn.Module):
-    """A parameter that a list refers to also."""
+    """A parameter that a list also holds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -359,7 +359,7 @@ NESTING: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 def make_layer(kind: str) -> nn.Module:
-    """A layer of a kind, which may name one inside another: "residual:checkpoint:linear"."""
+    """Make a layer of a kind, which may name nested ones: "residual:checkpoint:linear"."""
     outer, _, inner = kind.partition(":")
     if inner:
         return NESTING[outer](make_layer(inner))

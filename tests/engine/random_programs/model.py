@@ -13,7 +13,7 @@ from .programs import ChunkSpec, Program, Step
 
 
 class Outputs(NamedTuple):
-    """A named tuple of a user's."""
+    """A named tuple, as a user may define."""
 
     main: torch.Tensor
     extras: tuple[Any, ...]
@@ -103,7 +103,7 @@ def _in_form(form: str, main: torch.Tensor, extras: tuple[Any, ...]) -> Any:
 
 
 def parts_of(form: str, result: Any) -> tuple[torch.Tensor, tuple[Any, ...]]:
-    """The main output and the others."""
+    """Return the main output and the others."""
     match form:
         case "tensor":
             return result, ()
@@ -119,7 +119,7 @@ def parts_of(form: str, result: Any) -> tuple[torch.Tensor, tuple[Any, ...]]:
 
 
 def build(program: Program) -> list[RandomChunk]:
-    """The chunks, from the program's seed."""
+    """Build the chunks from the program's seed."""
     torch.manual_seed(program.seed)
     last = len(program.chunks) - 1
     chunks = [
@@ -135,19 +135,19 @@ def build(program: Program) -> list[RandomChunk]:
 
 
 def parameters_of(chunks: list[RandomChunk]) -> list[nn.Parameter]:
-    """All of them, a tied one once."""
+    """Return all parameters, a tied one once."""
     return list(dict.fromkeys(p for chunk in chunks for p in chunk.parameters()))
 
 
 def new_input(shape: tuple[int, ...] = (BATCH, TIME, WIDTH)) -> torch.Tensor:
-    """A microbatch's."""
+    """Make the input of a microbatch."""
     return torch.randn(shape)
 
 
 def order_of(program: Program, step: Step) -> list[tuple[str, int, int]]:
-    """A legal order of ("F" or "B", chunk, microbatch), within the slots.
+    """Return a legal order of ("F" or "B", chunk, microbatch), within the slots.
 
-    Where backwards run through all chunks, there is one for each microbatch, of the last chunk.
+    Where backwards run through all chunks, each microbatch has one, of the last chunk.
     """
     num, choose = len(program.chunks), random.Random(step.seed)
     joined = program.links == "joined"
@@ -193,7 +193,7 @@ def _has_slot(
 ) -> bool:
     if not program.shared_slots:
         return held[c] < program.num_slots[c]
-    # So many are left that the one ahead of all others gets through.
+    # Keep as many slots free as the microbatch ahead of all others still needs.
     num = len(program.chunks)
     free = program.num_slots[0] - sum(held) - 1
     if c > 0:
@@ -203,7 +203,7 @@ def _has_slot(
 
 
 def _missing(num: int, forwarded: list[int], at: dict[int, int]) -> int:
-    """Forwards that the first microbatch, of those in flight, still needs."""
+    """Count the forwards that the first microbatch in flight still needs."""
     first = min((m for m in at if forwarded[-1] <= m), default=None)
     if first is None:
         return 0

@@ -1,4 +1,4 @@
-"""Random training programs as plain values, whose ``repr`` is what runs them again."""
+"""Random training programs as plain values, whose ``repr`` reproduces them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ChunkSpec:
 
 @dataclass(frozen=True)
 class Action:
-    """What the caller does before event ``at`` of a step (its forwards and backwards, counted)."""
+    """An action of the caller before event ``at`` of a step, counting forwards and backwards."""
 
     at: int
     name: str
@@ -82,7 +82,7 @@ class Program:
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing in it is what a contract may reasonably refuse."""
+        """Whether the program has nothing that a contract may reasonably refuse."""
         kinds = {
             kind for chunk in self.chunks for layer in chunk.layers for kind in layer.split(":")
         }
@@ -211,7 +211,7 @@ EXOTIC_BETWEEN = (
 
 
 def make_program(choose: Choose) -> Program:
-    """A random program, by as many choices."""
+    """Draw a random program."""
     exotic = choose((False, False, True))
     chunks = tuple(_chunk(choose, exotic) for _ in range(choose((1, 1, 2, 3))))
     shared = choose((False, False, True))
@@ -245,7 +245,7 @@ def make_program(choose: Choose) -> Program:
     if program.autocast in ("step", "outside") and any(
         "decay" in layer for chunk in chunks for layer in chunk.layers
     ):
-        # A shadow pass empties the cache of casts, old ones of written parameters among them.
+        # A shadow pass empties the cache of casts, including outdated ones of written parameters.
         return replace(program, verify="none")
     return program
 
@@ -300,7 +300,7 @@ def _step(choose: Choose, exotic: bool) -> Step:
 def reduced(
     program: Program, still_fails: Callable[[Program], bool], max_tries: int = 400
 ) -> Program:
-    """A program as simple as can be found that fails likewise."""
+    """Return the simplest program, of those tried, that fails in the same way."""
     tries = 0
     while True:
         for simpler in _simpler(program):
@@ -315,7 +315,7 @@ def reduced(
 
 
 def _simpler(value: Any) -> Iterator[Any]:
-    """Values that are simpler by one change, those that are much simpler first."""
+    """Yield values that are simpler by one change, the much simpler ones first."""
     if isinstance(value, tuple):
         for i in range(len(value)):
             yield value[:i] + value[i + 1 :]

@@ -1,4 +1,4 @@
-"""Programs that were once different, as small as they could be made."""
+"""Programs that once differed from eager, reduced as far as possible."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ def test_a_program_that_once_differed_is_equal_or_refused(name: str) -> None:
     assert verdict.kind in ("equal", "refused"), verdict.why
 
 
-# What is no misuse and costs nothing to honour.
+# No misuse, and supporting it costs nothing.
 @pytest.mark.parametrize(
     "name",
     [

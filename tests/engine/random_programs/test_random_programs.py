@@ -24,12 +24,12 @@ def programs(draw: st.DrawFn) -> Program:
 
 
 def sampled(seed: int, number: int) -> Program:
-    """A program of a long run."""
+    """Draw a program of a long run."""
     return make_program(random.Random(f"{seed} {number}").choice)
 
 
 def check(program: Program, verdict: Verdict) -> None:
-    """Fail with the simplest program found that differs."""
+    """Fail with the simplest program that differs."""
     if verdict.kind == "different":
         small = reduced(program, lambda p: compare(p).kind == "different", max_tries=60)
         pytest.fail(f"{compare(small).why}\ncompare({small!r})")
@@ -39,7 +39,7 @@ def check(program: Program, verdict: Verdict) -> None:
     max_examples=30,
     derandomize=True,
     database=None,
-    phases=[Phase.generate],  # what fails is made simpler by `reduced`, which ends sooner
+    phases=[Phase.generate],  # no shrinking phase: `reduced` simplifies a failure sooner
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 @given(programs())

@@ -1,4 +1,4 @@
-"""Runs a random program eagerly and with graphs, and says whether they are equal."""
+"""Runs a random program eagerly and with graphs, and compares the results."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .world import World
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a program shows.
+    """The outcome of a comparison.
 
     Attributes:
         kind: "equal"; "refused", by one of chunkgraph's errors; "allowed", where eager refuses
             what graphs do; or "different".
         why: the refusal, or the difference.
-        num_replays: of the run with graphs.
+        num_replays: number of replays in the run with graphs.
     """
 
     kind: str
@@ -41,7 +41,7 @@ def _compare(program: Program) -> Verdict:
     num = graphs.num_replays
     refused = Verdict("refused", f"{type(ours).__name__} at {graphs.where}: {ours}", num)
     if isinstance(ours, (VerifyError, MemoryPlanError)):
-        # Fine where the engine refuses the same by itself.
+        # An expected refusal, where the engine also refuses the program.
         without = replace(program, verify="none")
         if without != program and _compare(without).kind == "refused":
             return refused

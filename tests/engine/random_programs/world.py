@@ -1,4 +1,4 @@
-"""A random program's model, run by eager chunks or by graphs, and all that its caller sees."""
+"""Runs a random program with eager chunks or graphs, and notes all that its caller sees."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class Seen:
 
 
 def seen(label: str, value: Any, step: int) -> Seen:
-    """What there is to see of a value."""
+    """Return the visible properties of a value."""
     if not isinstance(value, torch.Tensor):
         return Seen(label, value, None, step)
     now = value.detach().clone(memory_format=torch.contiguous_format)
     if now.is_floating_point():
-        now.masked_fill_(now.isnan(), torch.nan)  # IEEE 754 leaves the other bits of a NaN open
+        now.masked_fill_(now.isnan(), torch.nan)  # IEEE 754 does not define the other bits of a NaN
     bits = now.reshape(-1).view(torch.uint8).numpy().tobytes() if now.numel() else b""
     what = str(value.dtype).removeprefix("torch."), tuple(value.shape), value.requires_grad
     return Seen(label, (*what, bits), now, step)
@@ -65,7 +65,7 @@ class Flight:
 
 @dataclass
 class Once:
-    """What actions ask of the next forward or backward."""
+    """Requests of actions to the next forward or backward."""
 
     call: set[str] = field(default_factory=set)
     backward: set[str] = field(default_factory=set)
@@ -126,13 +126,13 @@ class World:
 
     @property
     def num_replays(self) -> int:
-        """Of all engines."""
+        """Number of replays of all engines."""
         return sum(engine.counters.replays for engine in self.engines)
 
-    # -- what the caller sees ------------------------------------------------------------------
+    # -- values the caller sees ----------------------------------------------------------------
 
     def see(self, label: str, value: Any) -> None:
-        """Note a value as it is now."""
+        """Note the current bits of a value."""
         self.log.append(seen(f"{self.where}: {label}", value, self.step))
 
     def see_grads(self) -> None:
@@ -141,7 +141,7 @@ class World:
             self.see(f"{name}.grad", parameter.grad)
 
     def see_all(self) -> None:
-        """Note all that a step leaves."""
+        """Note all results of a step."""
         self.see_grads()
         for name, parameter in self.named_parameters():
             self.see(name, parameter)
@@ -155,19 +155,19 @@ class World:
         self.see("random state", torch.get_rng_state())
 
     def see_kept(self) -> None:
-        """Note again what was kept since."""
+        """Note kept tensors again."""
         for label, tensor in self.kept:
             self.see(f"kept {label}", tensor)
         for tensor in self.retained:
             self.see("retained gradient", tensor.grad)
 
     def keep(self, label: str, tensor: torch.Tensor | None) -> None:
-        """Hold on to a tensor, to look at it in the end."""
+        """Keep a tensor, to compare it in the end."""
         if tensor is not None:
             self.kept.append((f"{label} of {self.where}", tensor))
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """By chunk; a tied one under each name."""
+        """Return the parameters by chunk; a tied one under each name."""
         for c, chunk in enumerate(self.chunks):
             for name, parameter in chunk.named_parameters():
                 yield f"chunk {c}.{name}", parameter
@@ -175,7 +175,7 @@ class World:
     # -- steps ---------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """All steps; an error leaves where it happened in ``where``."""
+        """Run all steps; at an error ``where`` holds its place."""
         from .actions import between
 
         for s, step in enumerate(self.program.steps):
@@ -208,7 +208,7 @@ class World:
 
     @contextmanager
     def _step(self, step: Step) -> Iterator[None]:
-        """The engines' steps, and autocast around or inside them."""
+        """Enter the engines' steps, with autocast around or inside them."""
         autocast = torch.autocast("cpu", dtype=torch.bfloat16)
         with ExitStack() as stack:
             if self.program.autocast == "outside":
@@ -289,15 +289,15 @@ class World:
     def _arguments(
         self, c: int, x: torch.Tensor, once: set[str]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        wanted = self.program.chunks[c].arguments
+        names = self.program.chunks[c].arguments
         args: tuple[Any, ...] = (x,)
         kwargs: dict[str, Any] = {}
-        if "second" in wanted:
+        if "second" in names:
             other = torch.randn(x.shape)
             args = (x, x if "same tensor" in once else other)
-        if "ids" in wanted:
+        if "ids" in names:
             kwargs["ids"] = torch.randint(10, x.shape[:2])
-        if "scale" in wanted:
+        if "scale" in names:
             kwargs["scale"] = 0.0 if self.program.seed % 8 == 0 else 1.5
             if "scale" in once:
                 kwargs["scale"] = 2.0
@@ -305,9 +305,9 @@ class World:
                 kwargs["scale"] = -0.0
             if "nan" in once:
                 kwargs["scale"] = float("nan")
-        if "mask" in wanted:
+        if "mask" in names:
             kwargs["mask"] = torch.rand(x.shape) < 0.1
-        if "options" in wanted:
+        if "options" in names:
             bounds = (1.5 if "options" in once else 2.5, "unused")
             kwargs["options"] = {"bounds": bounds, "shift": torch.randn(WIDTH)}
         return args, kwargs
@@ -331,7 +331,7 @@ class World:
                 self.flights.pop((k, m), None)
 
     def _used(self, c: int, flight: Flight, once: set[str]) -> list[torch.Tensor]:
-        """Further outputs that the loss uses."""
+        """Return the further outputs that the loss uses."""
         marks = [kind.endswith("!") for kind in self.program.chunks[c].extras]
         if "skip" in once:
             return []
@@ -377,9 +377,9 @@ class World:
         if "drop" in once:
             pass
         elif step.backward == "grad" and inputs[0].requires_grad:
-            wanted = [*inputs, self.chunks[c].first.weight]
-            wanted = [t for t in wanted if t.requires_grad]
-            for i, grad in enumerate(torch.autograd.grad(loss, wanted, allow_unused=True)):
+            leaves = [*inputs, self.chunks[c].first.weight]
+            leaves = [t for t in leaves if t.requires_grad]
+            for i, grad in enumerate(torch.autograd.grad(loss, leaves, allow_unused=True)):
                 self.see(f"autograd.grad {i}", grad)
                 if i < len(inputs) and grad is not None:
                     inputs[i].grad = grad
@@ -406,7 +406,7 @@ class World:
         self._hand_over(c, m)
 
     def _hand_over(self, c: int, m: int) -> None:
-        """Give the input's gradient to the chunk before."""
+        """Pass the input's gradient to the previous chunk."""
         flight = self.flights.pop((c, m))
         grad = flight.x.grad if flight.x.is_leaf else None
         self.see("input's gradient", grad)
@@ -419,7 +419,7 @@ class World:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """All layers in evaluation, without gradients."""
+        """Set all layers to evaluation, without gradients."""
         modes = [(module, module.training) for chunk in self.chunks for module in chunk.modules()]
         for module, _ in modes:
             module.training = False
@@ -431,7 +431,7 @@ class World:
                 module.training = training
 
     def evaluate(self, step: Step | None) -> None:
-        """One forward through all chunks, in an evaluation step or in none."""
+        """Run one forward through all chunks, inside or outside of an evaluation step."""
         with self.evaluating(), self._step(step) if step is not None else nullcontext():
             for _ in range(step.count if step is not None else 1):
                 x = new_input()

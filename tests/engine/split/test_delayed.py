@@ -1,4 +1,4 @@
-"""Modules that delay their weight gradients themselves."""
+"""Split backwards of modules that delay their weight gradients themselves."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from chunkgraph.graphs import GraphBackend, RecorderBackend
 
 
 class _Later(torch.autograd.Function):
-    """Keeps what the weight gradient is computed from."""
+    """Keeps the inputs of the weight gradient."""
 
     @staticmethod
     def forward(ctx: Any, layer: Delaying, x: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
@@ -69,7 +69,7 @@ class _Store:
 
 
 class Delaying(nn.Linear):
-    """A linear layer that delays its weight gradient, as Transformer Engine's does."""
+    """A linear layer that delays its weight gradient, as Transformer Engine's do."""
 
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH, bias=False)
@@ -92,7 +92,7 @@ class Delaying(nn.Linear):
 
 
 class Delayed(nn.Module):
-    """Layers that delay, among layers that do not."""
+    """Delaying layers among plain ones."""
 
     def __init__(self, kind: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class Delayed(nn.Module):
 
 
 class Transposed(nn.Linear):
-    """The same layer with its weight gradient at once."""
+    """The same layer without delay."""
 
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH, bias=False)

@@ -1,4 +1,4 @@
-"""Backwards in halves: equal to whole eager ones to the last bit, and every operator once."""
+"""Split backwards equal whole eager ones to the last bit, and run every operator once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from chunkgraph.errors import MemoryPlanError
 from chunkgraph.graphs import GraphBackend, RecorderBackend
 
 
-# A reentrant checkpoint gives no gradients where its inputs take none.
+# A reentrant checkpoint computes no gradients where its inputs take none.
 @pytest.mark.parametrize(
     ("name", "requires_grad"),
     [(name, True) for name in MODELS] + [(n, False) for n in MODELS if "reentrant" not in n],
@@ -71,7 +71,7 @@ def test_memory_plans_and_verify_modes(backend: GraphBackend, plan: str, verify:
 
 
 class CountsRecomputations(nn.Module):
-    """A recomputation reads and changes a buffer, as that of a spectral norm does."""
+    """A recomputation reads and changes a buffer, as in a spectral norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ def test_no_operator_runs_twice() -> None:
 
 
 class _Counting:
-    """A capture that counts what runs in it."""
+    """A capture that counts its operators."""
 
     def __init__(self, inner: Any, label: str, logs: dict[str, Counter[str]]) -> None:
         self._inner, self._label, self._logs = inner, label, logs

@@ -21,7 +21,7 @@ from chunkgraph.graphs import GraphBackend
 
 @dataclass(frozen=True)
 class Case:
-    """What is drawn."""
+    """A drawn case."""
 
     models: tuple[str, ...]
     wants_input_grads: tuple[bool, ...]
@@ -47,10 +47,12 @@ def cases(draw: Any) -> Case:
         return tuple(draw(strategy) for _ in range(num_chunks))
 
     models = each(st.sampled_from(sorted(MODELS)))
-    wanted = each(st.booleans())
+    takes_grads = each(st.booleans())
     return Case(
         models=models,
-        wants_input_grads=tuple(w or "reentrant" in m for w, m in zip(wanted, models, strict=True)),
+        wants_input_grads=tuple(
+            w or "reentrant" in m for w, m in zip(takes_grads, models, strict=True)
+        ),
         are_split=each(st.sampled_from([True, True, False])),
         num_slots=tuple(num_slots or each(st.integers(1, 3))),
         counts=tuple(draw(st.lists(st.integers(1, 20), min_size=1, max_size=2))),
@@ -71,7 +73,7 @@ Action = tuple[str, int, int]
 
 
 def random_order(case: Case, count: int, rng: random.Random) -> list[Action]:
-    """Every microbatch of every chunk, in an order that the slots allow."""
+    """Order the microbatches of all chunks as the slots allow."""
     chunks = range(len(case.models))
     done = [0] * len(case.models)
     forwarded: list[list[int]] = [[] for _ in chunks]
@@ -158,7 +160,7 @@ class Rank:
         return [p.grad for p in self.parameters()]
 
     def update(self) -> None:
-        """Train on, and clear the gradients, or go on adding to them."""
+        """Update the parameters and clear the gradients, or keep adding to them."""
         with torch.no_grad():
             for p, gradient in zip(self.parameters(), self.gradients(), strict=True):
                 if gradient is not None:
@@ -176,7 +178,7 @@ def _into_main_grad(parameter: torch.Tensor) -> None:
 
 
 def nothing(_chunk: int) -> None:
-    """An eager backward is whole."""
+    """Do nothing in the weight half: an eager backward is whole."""
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ def backward(graphs: ChunkGraphs, x: torch.Tensor, c: int = 0) -> None:
 
 
 def warmed(graphs: ChunkGraphs, x: torch.Tensor, *, replays: bool) -> ChunkGraphs:
-    """The graphs, whose next step replays, or is an eager one."""
+    """Make graphs whose next step replays or is eager."""
     if replays:
         graphs.capture([x])
     return graphs
@@ -78,7 +78,7 @@ def test_weights_that_were_not_run_end_the_step_with_an_error(replays: bool) -> 
     half, weights = partial(backward, graphs, x), partial(graphs.weights.run, 0)
     with pytest.raises(SlotError, match=r"1 weight gradients were not run \(microbatch 1 of"):
         step(graphs, half, weights, half)
-    step(graphs, half, weights)  # the failed step left nothing
+    step(graphs, half, weights)  # the failed step leaves nothing over
 
 
 @both_modes
@@ -161,7 +161,7 @@ class _Fused(torch.autograd.Function):
 
 
 class Fused(nn.Linear):
-    """A linear layer of it."""
+    """A linear layer that uses `_Fused`."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return _Fused.apply(x, self.weight)
@@ -177,7 +177,7 @@ def test_weight_gradients_that_are_added_too_early_are_refused() -> None:
 
 
 class _InPlace(torch.autograd.Function):
-    """Scales the gradient that it is given, in place: some parameter may have it by then."""
+    """Scales the incoming gradient in place, which a parameter may already hold."""
 
     @staticmethod
     def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -189,7 +189,7 @@ class _InPlace(torch.autograd.Function):
 
 
 class Shifted(nn.Module):
-    """The shift and the input get one and the same gradient."""
+    """The shift and the input get the same gradient tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -262,7 +262,7 @@ class _Scaled(torch.autograd.Function):
 
 
 class Scratched(nn.Module):
-    """Its scratch is no state of the module."""
+    """A layer whose scratch is no state of the module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -286,7 +286,7 @@ def test_memory_that_every_backward_writes_is_read_in_the_input_half(lag: int) -
 
 
 class _OneMemory(torch.autograd.Function):
-    """Gives both of its inputs their gradient in the same memory."""
+    """Returns both inputs' gradients in the same memory."""
 
     @staticmethod
     def forward(_ctx: Any, x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
@@ -312,7 +312,7 @@ def test_a_gradient_that_is_changed_after_it_arrived_is_refused() -> None:
 
 
 class UnseenBeforeHead(nn.Module):
-    """A head computes, from its own gradient, the one that a kernel reads."""
+    """A head computes from its gradient the one that a kernel reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -323,7 +323,7 @@ class UnseenBeforeHead(nn.Module):
 
 
 class UnseenRecomputed(UnseenBeforeBias):
-    """A graph that the backward itself makes."""
+    """The backward itself builds the autograd graph."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = checkpoint(super().forward, x, use_reentrant=True)
@@ -331,7 +331,7 @@ class UnseenRecomputed(UnseenBeforeBias):
 
 
 class UnseenOfWeight(nn.Linear):
-    """A weight alone passes through it."""
+    """Only a weight passes through the unseen kernel."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x @ Unseen.apply(self.weight).t()
