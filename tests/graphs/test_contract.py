@@ -1,4 +1,4 @@
-"""What every graph backend must do; runs against the CPU recorder and, on a GPU, CUDA graphs."""
+"""The contract of graph backends, for the CPU recorder and, on a GPU, CUDA graphs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def make_module(backend: GraphBackend, dropout: float = 0.0) -> nn.Sequential:
         nn.Linear(32, 16),
     ]
     module = nn.Sequential(*layers).to(backend.device)
-    with backend.on_capture_stream():  # libraries make their handles outside the captures
+    with backend.on_capture_stream():  # libraries create their handles outside of captures
         x = torch.randn(4, 16, device=backend.device, requires_grad=True)
         torch.autograd.grad(module(x).sum(), [x, *module.parameters()])
     backend.synchronize()
@@ -123,7 +123,7 @@ def test_a_replay_allocates_nothing(backend: GraphBackend) -> None:
 
 
 def device_allocations(backend: GraphBackend) -> int:
-    """Allocations on the GPU so far; the CPU has no such count (pools count theirs)."""
+    """Return the number of allocations on the GPU so far; on a CPU pools count theirs."""
     if backend.device.type != "cuda":
         return 0
     return int(torch.cuda.memory_stats()["allocation.all.allocated"])
@@ -213,15 +213,15 @@ def branches_on_a_value(x: torch.Tensor) -> torch.Tensor:
 def test_illegal_work_is_refused_with_file_and_line(backend: GraphBackend, illegal) -> None:  # type: ignore[no-untyped-def]
     module, x = make_module(backend, dropout=0.5), new_input(backend)
     with (
-        pytest.raises(CaptureError) as raised,
+        pytest.raises(CaptureError) as error,
         backend.capture("chunk 0 slot 0 forward", backend.new_pool("slot")),
     ):
         illegal(module(x))
-    message = str(raised.value)
+    message = str(error.value)
     line = illegal.__code__.co_firstlineno + 1
     assert f"{__file__}:{line}" in message
     assert "chunk 0 slot 0 forward" in message
-    # What failed leaves nothing behind: eager work, randomness and new captures go on.
+    # A failed capture leaves nothing over: eager work, randomness and new captures go on.
     assert module(x).sum().isfinite()
     with torch.no_grad(), backend.capture("again", backend.new_pool("slot")) as graph:
         y = module(x)
@@ -233,7 +233,7 @@ def test_illegal_work_is_refused_with_file_and_line(backend: GraphBackend, illeg
 
 @pytest.mark.gpu
 def test_what_a_collection_would_free_does_not_spoil_a_capture() -> None:
-    """Graphs of captures that failed hang on tracebacks, whose cycles only a collection ends."""
+    """Tracebacks hold the graphs of failed captures in cycles, which only a collection frees."""
     backend = CUDABackend()
     x = torch.ones(8, device=backend.device)
     with backend.capture("old", backend.new_pool("old")) as old:
@@ -243,7 +243,9 @@ def test_what_a_collection_would_free_does_not_spoil_a_capture() -> None:
     old.graph = None
     del cycle
     with backend.capture("new", backend.new_pool("new")) as new:
-        _ = [[i] for i in range(20 * gc.get_threshold()[0])]  # starts collections of the young
+        _ = [
+            [i] for i in range(20 * gc.get_threshold()[0])
+        ]  # starts collections of the youngest generation
         _ = [[i] for i in range(20 * gc.get_threshold()[0])]
         y = x + 2
     new.replay()
@@ -288,7 +290,7 @@ def test_a_failed_capture_on_a_gpu_keeps_no_memory() -> None:
 
 @pytest.mark.gpu
 def test_what_fails_on_the_capture_stream_is_waited_for() -> None:
-    """Whoever puts state back afterwards writes after what was still running."""
+    """State that is restored afterwards must not be overwritten by work that still runs."""
     backend = CUDABackend()
     buffer = torch.zeros(1 << 20, device=backend.device)
 
@@ -307,11 +309,11 @@ def test_what_fails_on_the_capture_stream_is_waited_for() -> None:
 
 def test_a_user_error_in_the_chunk_is_named_with_its_line(backend: GraphBackend) -> None:
     with (
-        pytest.raises(CaptureError, match=r"RuntimeError.*\n.*test_contract\.py:\d+") as raised,
+        pytest.raises(CaptureError, match=r"RuntimeError.*\n.*test_contract\.py:\d+") as error,
         backend.capture("chunk", backend.new_pool("slot")),
     ):
         torch.ones(2, 3, device=backend.device) @ torch.ones(2, 3, device=backend.device)
-    assert raised.value.__cause__ is not None
+    assert error.value.__cause__ is not None
 
 
 def test_a_released_graph_refuses_to_replay(backend: GraphBackend) -> None:

@@ -1,4 +1,4 @@
-"""Host tensors in a CUDA capture. The device is ``meta`` here, which computes nothing."""
+"""Host tensors in a CUDA capture; ``meta`` stands in for the device, and computes nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from chunkgraph.graphs.host_constants import HostConstants, HostMemory
 
 
 def mode_of(constants: HostConstants) -> _CaptureMode:
-    """The mode of a CUDA capture, for another device."""
+    """Return the dispatch mode of a CUDA capture, for another device."""
     mode = _CaptureMode("chunk", None, HostMemory(is_pinned=False))
     mode.constants = constants
     return mode
@@ -111,7 +111,7 @@ def test_more_constants_than_there_is_memory_for_are_refused() -> None:
 
 
 def test_constants_of_the_host_are_equal_to_eager(backend: GraphBackend) -> None:
-    """Numbers, tables, and what is changed on the host or on the device, replay after replay."""
+    """Numbers and tables, changed on the host or on the device, over several replays."""
     x = torch.ones(3, device=backend.device)
 
     def program() -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Memsets of captured graphs become kernels: on GPUs, and in a stand-in for the driver."""
+"""Memsets of captured graphs become kernels, on GPUs and in a stand-in for the driver."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ OK, WRONG, LOSSY = 0, 1, 2
 
 
 class Node(int):
-    """A handle, as the driver's bindings have them: a new object for the same node each time."""
+    """A handle as in the driver's bindings: a new object for the same node each time."""
 
 
 class FakeDriver(ModuleType):
-    """As much of the CUDA driver's graphs as is used; it runs memsets and fills in their order."""
+    """The used part of the CUDA driver's graph API; runs memsets and fills in order."""
 
     CUresult = SimpleNamespace(CUDA_SUCCESS=OK)
     CUgraphNodeType = SimpleNamespace(
@@ -40,7 +40,9 @@ class FakeDriver(ModuleType):
         super().__init__("cuda.bindings.driver")
         self.has_kinds = bindings != "cuda12.0"
         self.is_reversed = is_reversed
-        if bindings == "cuda12.9":  # the plain ones know no kinds, and are not to be called
+        if (
+            bindings == "cuda12.9"
+        ):  # the plain functions know no kinds of edges; nothing may call them
             self.cuGraphGetEdges_v2, self.cuGraphGetEdges = self.cuGraphGetEdges, None  # type: ignore[method-assign,assignment]
             self.cuGraphAddDependencies_v2, self.cuGraphAddDependencies = (  # type: ignore[method-assign]
                 self.cuGraphAddDependencies,
@@ -58,13 +60,13 @@ class FakeDriver(ModuleType):
         return node
 
     def order(self) -> list[tuple[str, Any]]:
-        """What the nodes do, each behind all that it waits for."""
-        left, done, found = dict(self.nodes), set[int](), []
+        """Return the contents of the nodes, each after all nodes that it waits for."""
+        left, done, contents = dict(self.nodes), set[int](), []
         while left:
             node = min(n for n in left if all(a in done for a, b, _ in self.edges if b == n))
             done.add(node)
-            found.append(left.pop(node))
-        return found
+            contents.append(left.pop(node))
+        return contents
 
     def cuModuleLoadData(self, image: bytes) -> tuple[int, str]:  # noqa: N802
         assert image.endswith(b"\0")
@@ -74,8 +76,8 @@ class FakeDriver(ModuleType):
         return OK, name
 
     def cuGraphGetNodes(self, graph: int, num: int) -> tuple[int, list[Node], int]:  # noqa: N802
-        found = sorted(self.nodes, reverse=self.is_reversed)[:num]
-        return OK, [Node(n) for n in found], len(self.nodes)
+        nodes = sorted(self.nodes, reverse=self.is_reversed)[:num]
+        return OK, [Node(n) for n in nodes], len(self.nodes)
 
     def cuGraphNodeGetType(self, node: Node) -> tuple[int, str]:  # noqa: N802
         return OK, self.nodes[node][0]
@@ -133,7 +135,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch, driver: FakeDriver) -> MemsetKernel
 
 @pytest.fixture(params=["cuda13", "cuda12.9", "cuda12.0", "reversed"])
 def driver(request: pytest.FixtureRequest) -> FakeDriver:
-    """Nodes come in no order that the driver would promise."""
+    """The driver promises no order of nodes."""
     if request.param == "reversed":
         return FakeDriver("cuda13", is_reversed=True)
     return FakeDriver(request.param)
@@ -146,15 +148,15 @@ def test_a_kernel_takes_the_place_of_each_memset(
     one = driver.add("memset", memset(64), first)
     two = driver.add("memset", memset(32, 7, width=1, num=600), one)
     both = driver.add("kernel", "B", two, one)
-    driver.add("memset", memset(96, 5, width=2), both)  # nothing behind it
+    driver.add("memset", memset(96, 5, width=2), both)  # nothing after it
     driver.add("kernel", "C", both)
     before = len(driver.edges)
     assert kernels.replace(1) == 3
     order = driver.order()
     fills = [parameters for what, parameters in order if what == "fill"]
     assert [what for what, _ in order].count("memset") == 0
-    told = [(f.func, f.kernelParams[0], f.gridDimX, f.blockDimX) for f in fills]
-    assert sorted(told) == [
+    launches = [(f.func, f.kernelParams[0], f.gridDimX, f.blockDimX) for f in fills]
+    assert sorted(launches) == [
         (b"chunkgraph_fill_b16", (96, 5, 1), 1, 256),
         (b"chunkgraph_fill_b32", (64, 0, 1), 1, 256),
         (b"chunkgraph_fill_b8", (32, 7, 600), 3, 256),
@@ -198,7 +200,7 @@ def test_edges_of_a_special_kind_are_left_alone(
     third = driver.add("memset", memset(8), second)
     if driver.has_kinds:
         assert kernels.replace(1) == 1
-    else:  # what cannot tell kinds tells no edges at all then
+    else:  # an API without kinds then returns no edges at all
         with pytest.raises(RuntimeError, match="cuGraphGetEdges failed"):
             kernels.replace(1)
     assert {first, second} <= set(driver.nodes)
@@ -218,7 +220,7 @@ def test_an_error_leaves_the_graph_as_it_was(kernels: MemsetKernels, driver: Fak
 
 
 class _Graph:
-    """A graph of torch's, whose instantiation may fail."""
+    """A graph of torch whose instantiation may fail."""
 
     def __init__(self, error: Exception | None) -> None:
         self.done: list[str] = []
@@ -264,7 +266,7 @@ def test_memsets_that_cannot_be_replaced_fail_no_capture(
     assert handle.graph is None
 
 
-def test_a_graph_that_cannot_be_made_is_given_back(
+def test_a_graph_that_cannot_be_made_is_freed(
     monkeypatch: pytest.MonkeyPatch, kernels: MemsetKernels, driver: FakeDriver
 ) -> None:
     driver.add("memset", memset(0))
@@ -277,8 +279,10 @@ def test_a_graph_that_cannot_be_made_is_given_back(
     assert handle.memsets_kept == ""
 
 
-@pytest.mark.parametrize("asked", [True, False])
-def test_the_default_backend_is_made_as_asked(monkeypatch: pytest.MonkeyPatch, asked: bool) -> None:
+@pytest.mark.parametrize("uses_kernels", [True, False])
+def test_the_default_backend_follows_the_options(
+    monkeypatch: pytest.MonkeyPatch, uses_kernels: bool
+) -> None:
     made: list[tuple[str, bool]] = []
 
     def cuda(device: torch.device, *, memset_kernels: bool) -> RecorderBackend:
@@ -288,13 +292,13 @@ def test_the_default_backend_is_made_as_asked(monkeypatch: pytest.MonkeyPatch, a
     monkeypatch.setattr(arguments, "CUDABackend", cuda)
     parameter: Any = SimpleNamespace(device=torch.device("cuda", 3))
     chunk = Chunk(forward=lambda x: x, parameters=(parameter,), label="chunk 0")
-    options = CaptureOptions(memset_kernels=asked)
+    options = CaptureOptions(memset_kernels=uses_kernels)
     with contextlib.suppress(AttributeError):  # it is no parameter
         ChunkGraphs([chunk], [1], options=options)
-    assert made == [("cuda:3", asked)]
+    assert made == [("cuda:3", uses_kernels)]
 
 
-def test_without_bindings_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_bindings_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     with pytest.raises(RuntimeError, match="cuda-bindings cannot be imported"):
         MemsetKernels(torch.zeros(3, dtype=torch.int32))
@@ -305,8 +309,8 @@ def test_replays_write_what_memsets_wrote() -> None:
     from cuda.bindings import runtime
 
     results = []
-    for asked in (True, False):
-        backend = CUDABackend(memset_kernels=asked)
+    for uses_kernels in (True, False):
+        backend = CUDABackend(memset_kernels=uses_kernels)
         assert backend.memsets_kept == ""
         x = torch.ones(4096, dtype=torch.int32, device=backend.device)
         with backend.capture("memsets", backend.new_pool("slot")) as graph:
@@ -317,7 +321,7 @@ def test_replays_write_what_memsets_wrote() -> None:
                 assert status == runtime.cudaError_t.cudaSuccess
                 seen.append(x.clone())
                 x.add_(1)
-        assert graph.num_memset_kernels == (4 if asked else 0)
+        assert graph.num_memset_kernels == (4 if uses_kernels else 0)
         for _ in range(3):
             x.fill_(-1)
             graph.replay()
@@ -329,7 +333,7 @@ def test_replays_write_what_memsets_wrote() -> None:
 
 @pytest.mark.gpu
 def test_a_layer_norm_and_a_matrix_product_stay_equal_to_eager() -> None:
-    """cuBLAS clears counters for its own kernels, where it chooses such."""
+    """cuBLAS clears the counters of some of its kernels."""
     backend = CUDABackend()
     torch.manual_seed(0)
     module = torch.nn.Sequential(torch.nn.LayerNorm(2048), torch.nn.Linear(2048, 6144, bias=False))

@@ -1,4 +1,4 @@
-"""What a recording leaves of the random state that all threads of the process share."""
+"""A recording leaves the random state that all threads of the process share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from chunkgraph.graphs import RecorderBackend
 
 
 def test_what_another_thread_draws_in_a_session_is_drawn_once() -> None:
-    """A session that set the state back would let it draw the same numbers again."""
+    """If a session reset the state, the thread would draw the same numbers again."""
     backend = RecorderBackend()
     layer = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
     x = torch.randn(4, 8)

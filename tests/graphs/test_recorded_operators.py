@@ -20,7 +20,7 @@ Program = Callable[..., torch.Tensor]
 
 
 def bits(tensors: Sequence[torch.Tensor | None]) -> list[bytes | None]:
-    """Every bit of them, the signs of zeros too."""
+    """Return every bit of these tensors, so that signs of zeros count too."""
     return [
         None if t is None else t.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         for t in tensors
@@ -37,10 +37,10 @@ def assert_equal_to_eager(
     """Compare outputs, gradients and random states, replay by replay.
 
     Args:
-        program: of the inputs, whose result is one tensor.
-        make_inputs: by the number of the replay, from 0; the capture is given those of -1.
+        program: maps the inputs to one tensor.
+        make_inputs: makes a replay's inputs from its number, from 0; the capture uses number -1.
         parameters: further tensors that take gradients.
-        num_replays: how many.
+        num_replays: number of replays.
     """
 
     def leaves_of(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -59,8 +59,10 @@ def assert_equal_to_eager(
         inputs = make_inputs(number)
         torch.manual_seed(number)
         expected_out = program(*inputs)
-        wanted = torch.randn_like(expected_out)
-        expected = torch.autograd.grad(expected_out, leaves_of(inputs), wanted, allow_unused=True)
+        grad_output = torch.randn_like(expected_out)
+        expected = torch.autograd.grad(
+            expected_out, leaves_of(inputs), grad_output, allow_unused=True
+        )
         state = torch.get_rng_state()
         with torch.no_grad():
             for target, value in zip(static, inputs, strict=True):
@@ -85,7 +87,7 @@ def one_input(*shape: int) -> Callable[[int], Sequence[torch.Tensor]]:
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_recurrent_layers_are_equal_to_eager(kind: type[nn.RNNBase], dtype: torch.dtype) -> None:
-    """Kernels of oneDNN keep more where gradients are on."""
+    """Kernels of oneDNN save more where gradients are enabled."""
     layer = kind(8, 8, num_layers=2, bidirectional=True).to(dtype)
     assert_equal_to_eager(
         lambda x: layer(x.to(dtype))[0].float(), one_input(3, 2, 8), list(layer.parameters())
@@ -136,7 +138,7 @@ def test_recomputation_next_to_dropout_is_equal_to_eager(reentrant: bool) -> Non
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_dropout_in_what_is_recomputed_is_refused(backend: GraphBackend, reentrant: bool) -> None:
-    """A graph cannot restore the state of the generator from which its forward drew."""
+    """A graph cannot restore the generator state that its forward started from."""
     layer = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)).to(backend.device)
     x = torch.ones(4, 8, device=backend.device, requires_grad=True)
     with backend.on_capture_stream():
@@ -153,7 +155,7 @@ def test_dropout_in_what_is_recomputed_is_refused(backend: GraphBackend, reentra
 def assert_equal_to_eager_backward(
     program: Callable[[torch.Tensor], torch.Tensor], parameters: list[nn.Parameter]
 ) -> None:
-    """As `assert_equal_to_eager`, for what allows no `torch.autograd.grad`."""
+    """As `assert_equal_to_eager`, for programs that allow no `torch.autograd.grad`."""
     x = torch.ones(4, 8, requires_grad=True)
     leaves = [x, *parameters]
 
@@ -217,7 +219,7 @@ def test_a_kernel_sees_which_arguments_are_one_tensor(shares: bool) -> None:
 
 
 def test_the_fast_path_of_attention_is_refused_under_autocast() -> None:
-    """Its kernel casts by itself in eager work, which a recorded one does not."""
+    """Its kernel casts by itself in eager work; a recorded one does not."""
     layer = nn.MultiheadAttention(8, 2, batch_first=True).eval()
     x = torch.randn(2, 4, 8)
     backend = RecorderBackend()
@@ -235,7 +237,7 @@ def test_the_fast_path_of_attention_is_refused_under_autocast() -> None:
 def test_a_pool_without_gradients_has_the_layout_of_eager(
     pool: Callable[..., torch.Tensor], recomputes: bool
 ) -> None:
-    """A CPU has a kernel of its own for it, which torch takes where no mode is active."""
+    """A CPU has a special kernel, which torch takes where no dispatch mode is active."""
 
     def part(x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():

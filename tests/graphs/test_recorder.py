@@ -1,4 +1,4 @@
-"""What only the recorder can show: exact addresses, freed memory, host calls, collectives."""
+"""Checks that only the recorder makes: exact addresses, freed memory, host calls, collectives."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from chunkgraph.graphs.simulated_pool import SimulatedPool
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 200_000)), max_size=40))
-def test_live_blocks_never_overlap_and_everything_is_given_back(
+def test_live_blocks_never_overlap_and_all_are_freed(
     plan: list[tuple[bool, int]],
 ) -> None:
     pool = SimulatedPool("pool")
@@ -50,7 +50,7 @@ def test_a_freed_block_is_reused_and_an_alias_does_not_hold_it() -> None:
 
 
 def test_storages_may_die_in_other_threads() -> None:
-    """As those that gloo's threads hold do: at any line of the pool's own."""
+    """As tensors that gloo's threads hold: they may die at any line of the pool's code."""
     pool = SimulatedPool("pool")
     others: queue.SimpleQueue[torch.UntypedStorage | None] = queue.SimpleQueue()
 

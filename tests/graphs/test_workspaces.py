@@ -1,4 +1,4 @@
-"""What matrix libraries keep to work in is given back, where no graph can hold its address."""
+"""Workspaces of matrix libraries are freed while no graph can hold their addresses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from chunkgraph.graphs.cuda import CUDABackend
 
 @pytest.fixture
 def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the backend does to torch, without a device."""
+    """Record the backend's calls of torch, without a device."""
     done: list[str] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: done.append("wait"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("empty"))
