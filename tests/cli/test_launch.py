@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from flags_given import flags_from
+from launch_flags import flags_from
 
 from chunkgraph.cli.__main__ import main
 from chunkgraph.errors import ConfigError

@@ -8,8 +8,8 @@ import re
 from typing import Any
 
 import pytest
-from flags_given import flags_from
 from launch_arguments import arguments
+from launch_flags import flags_from
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.launch.arguments import settle_arguments
@@ -22,26 +22,26 @@ HAS_TE = importlib.util.find_spec("transformer_engine") is not None
 
 
 @pytest.mark.parametrize("implementation", ["local", "none"])
-def test_megatron_is_told_to_build_no_graphs(implementation: str) -> None:
+def test_megatron_builds_no_graphs(implementation: str) -> None:
     args = arguments(cuda_graph_impl=implementation)
     flags = settle_arguments(args, on_cpu=True)
     assert flags is not None
     assert args.cuda_graph_impl == "none"
     assert args.te_rng_tracker is False
     assert (args.cuda_graph_chunk_scope, args.cuda_graph_verify) == ("auto", "none")
-    # Megatron parses its command line more than once; what is settled stays so.
+    # Megatron parses its command line more than once; the settled values stay.
     assert settle_arguments(args, on_cpu=True) == flags
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({}, "--cuda-graph-stash without --num-experts"),
         ({"num_experts": 4, "fp8": "hybrid"}, "--cuda-graph-stash with --fp8-format hybrid"),
     ],
 )
-def test_what_a_stash_cannot_go_with_is_named(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(said)):
+def test_what_a_stash_cannot_go_with_is_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
         settle_arguments(arguments(cuda_graph_stash="true", **changes), on_cpu=True)
 
 
@@ -53,7 +53,7 @@ def test_layer_leaves_all_arguments_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"cuda_graph_impl": "full_iteration"}, "--cuda-graph-impl full_iteration: "),
         ({"cuda_graph_modules": ["attn"]}, "--cuda-graph-modules: a chunk graph holds all of a"),
@@ -79,21 +79,21 @@ def test_layer_leaves_all_arguments_alone() -> None:
         ({"te_precision_config_file": "x.yaml"}, "--te-precision-config-file: whether a layer"),
     ],
 )
-def test_what_cannot_go_together_is_named(changes: dict[str, Any], said: str) -> None:
+def test_what_cannot_go_together_is_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match="cannot go together with") as error:
         settle_arguments(arguments(**changes, perform_rl_step=True), on_cpu=True)
-    assert said in str(error.value)
-    assert "--perform-rl-step: " in str(error.value)  # all of them at once
+    assert message in str(error.value)
+    assert "--perform-rl-step: " in str(error.value)  # all problems at once
 
 
-def _parsed(*given: str) -> Any:
+def _parsed(*arguments: str) -> Any:
     parser = argparse.ArgumentParser()
     add_flags(parser)
-    return flags_from(parser.parse_args(["--cuda-graph-granularity", "chunk", *given]))
+    return flags_from(parser.parse_args(["--cuda-graph-granularity", "chunk", *arguments]))
 
 
 @pytest.mark.parametrize(
-    ("given", "packing"),
+    ("arguments", "packing"),
     [
         ([], (0, None, (), None)),
         (["--cuda-graph-max-packed-seqs"], (50, None, (), None)),
@@ -116,14 +116,14 @@ def _parsed(*given: str) -> Any:
         ),
     ],
 )
-def test_flags_of_packed_sequences(given: list[str], packing: tuple[Any, ...]) -> None:
-    flags = _parsed(*given)
-    found = (flags.packing.max_packed_seqs, flags.packing.max_packed_tokens, flags.packing.buckets)
-    assert (*found, flags.packing.seq_buckets) == packing
+def test_flags_of_packed_sequences(arguments: list[str], packing: tuple[Any, ...]) -> None:
+    flags = _parsed(*arguments)
+    limits = (flags.packing.max_packed_seqs, flags.packing.max_packed_tokens, flags.packing.buckets)
+    assert (*limits, flags.packing.seq_buckets) == packing
 
 
 @pytest.mark.parametrize(
-    ("given", "found"),
+    ("arguments", "seq_buckets"),
     [
         ([], ()),
         (["--cuda-graph-max-packed-seqs", "512"], (64, 128, 256)),
@@ -136,15 +136,15 @@ def test_flags_of_packed_sequences(given: list[str], packing: tuple[Any, ...]) -
         ),
     ],
 )
-def test_fewer_sequences_by_default(given: list[str], found: tuple[int, ...]) -> None:
+def test_fewer_sequences_by_default(arguments: list[str], seq_buckets: tuple[int, ...]) -> None:
     args = argparse.Namespace(seq_length=2048)
-    flags = resolved_flags(_parsed(*given), args)
-    assert (flags.packing.seq_buckets or ()) == found
-    assert flags.packing.max_packed_tokens == (2048 if given else None)
+    flags = resolved_flags(_parsed(*arguments), args)
+    assert (flags.packing.seq_buckets or ()) == seq_buckets
+    assert flags.packing.max_packed_tokens == (2048 if arguments else None)
 
 
 @pytest.mark.parametrize(
-    ("given", "rows", "ranks", "found"),
+    ("arguments", "rows", "ranks", "seq_buckets"),
     [
         ([], 1024, 1, (32,)),
         ([], 2048, 2, (32,)),
@@ -157,12 +157,12 @@ def test_fewer_sequences_by_default(given: list[str], found: tuple[int, ...]) ->
     ],
 )
 def test_fewer_sequences_in_short_rows(
-    given: list[str], rows: int, ranks: int, found: tuple[int, ...]
+    arguments: list[str], rows: int, ranks: int, seq_buckets: tuple[int, ...]
 ) -> None:
     args = argparse.Namespace(seq_length=rows, context_parallel_size=ranks)
-    flags = resolved_flags(_parsed("--cuda-graph-max-packed-seqs", *given), args)
+    flags = resolved_flags(_parsed("--cuda-graph-max-packed-seqs", *arguments), args)
     assert flags.packing.max_packed_seqs == 50
-    assert flags.packing.seq_buckets == found
+    assert flags.packing.seq_buckets == seq_buckets
 
 
 PACKED = {"sft": True, "seq_length": 16, "micro_batch_size": 1, "cuda_graph_max_packed_seqs": 4}
@@ -197,7 +197,7 @@ def test_the_shape_of_packed_sequences() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         (
             {
@@ -252,14 +252,16 @@ def test_the_shape_of_packed_sequences() -> None:
         ),
     ],
 )
-def test_what_packed_sequences_cannot_go_with_is_named(changes: dict[str, Any], said: str) -> None:
+def test_what_packed_sequences_cannot_go_with_is_named(
+    changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match="cannot go together with") as error:
         settle_arguments(arguments(**{**PACKED, **changes}), on_cpu=True)
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("arguments", "message"),
     [
         (["--cuda-graph-max-packed-seqs", "1"], "use 2 or more"),
         (["--cuda-graph-max-packed-seqs", "-3"], "it must be 0 or greater"),
@@ -282,9 +284,9 @@ def test_what_packed_sequences_cannot_go_with_is_named(changes: dict[str, Any], 
         ),
     ],
 )
-def test_impossible_flags_of_packed_sequences(given: list[str], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        _parsed(*given)
+def test_impossible_flags_of_packed_sequences(arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        _parsed(*arguments)
 
 
 SELECTIVE = {"recompute_granularity": "selective"}
@@ -316,7 +318,7 @@ def test_context_sizes_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"sft": False, "dataloader_inter_document_masking": True}, "1 2 without --sft: "),
         ({"calculate_per_token_loss": False}, "1 2 without --calculate-per-token-loss: "),
@@ -353,12 +355,12 @@ def test_context_sizes_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_changing_context_sizes_cannot_go_with_is_named(
-    changes: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(ConfigError, match="cannot go together with") as error:
         settle_arguments(arguments(**{**CHANGING, **changes}), on_cpu=True)
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 def test_data_parallel_ranks_that_are_no_power_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,7 +370,7 @@ def test_data_parallel_ranks_that_are_no_power_of_two(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("arguments", "message"),
     [
         (["--cuda-graph-cp-sizes", "2"], "sizes 2 has no effect without .*max-packed-seqs"),
         (["--cuda-graph-cp-schedule", "random"], "random has no effect without .*cp-sizes"),
@@ -389,9 +391,9 @@ def test_data_parallel_ranks_that_are_no_power_of_two(monkeypatch: pytest.Monkey
         ),
     ],
 )
-def test_impossible_flags_of_context_sizes(given: list[str], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        _parsed(*given)
+def test_impossible_flags_of_context_sizes(arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        _parsed(*arguments)
 
 
 @pytest.mark.skipif(HAS_TE, reason="Transformer Engine is installed")

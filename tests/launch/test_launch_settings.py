@@ -1,4 +1,4 @@
-"""Every value of a configuration file reaches a pretrain script, or is refused, or is said."""
+"""Every value of a configuration file reaches a pretrain script, or is refused or noted."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flags_given import flags_from
+from launch_flags import flags_from
 
 from chunkgraph.cli.__main__ import main
 from chunkgraph.errors import ConfigError
@@ -19,7 +19,7 @@ from chunkgraph.settings import CaptureConfig, Config, ModelConfig, PipelineConf
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
-# For each key another value, with what has to go with it.
+# Another value for each key, with the settings that it needs.
 CHANGES: dict[str, dict[str, list[str]]] = {
     "model": {
         "num_layers": ["num_layers=8"],
@@ -79,7 +79,7 @@ CHANGES: dict[str, dict[str, list[str]]] = {
 }
 HYBRID = {f"mamba_{what}" for what in ("state_dim", "head_dim", "num_groups", "num_heads")}
 ELSEWHERE = {
-    # The tokenizer's; refused.
+    # The tokenizer sets it; refused.
     "model": {"vocab_size", "hybrid_layer_pattern", *HYBRID},
     "pipeline": {"data_parallel_size", "expert_model_parallel_size"},  # processes; `moe`'s test
     "capture": set[str](),
@@ -88,7 +88,7 @@ SECTIONS = {"model": ModelConfig, "pipeline": PipelineConfig, "capture": Capture
 
 
 def _load(*overrides: str) -> Config:
-    # Counts that an interleaved schedule takes too, in groups of 2 and 3.
+    # Counts that an interleaved schedule also accepts, in groups of 2 and 3.
     return load_config(
         CONFIGS / "gpu" / "gpt_pp2_gpu.yaml", ["train.num_microbatches=[6]", *overrides]
     )
@@ -150,7 +150,7 @@ def test_gated_layers_have_no_biases_as_in_chunkgraph_train() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "key"),
+    ("arguments", "key"),
     [
         (["--fp16"], "model.params_dtype"),
         (["--swiglu"], "model.swiglu"),
@@ -161,24 +161,22 @@ def test_gated_layers_have_no_biases_as_in_chunkgraph_train() -> None:
         (["--cuda-graph-granularity", "chunk"], "capture.enabled"),
     ],
 )
-def test_what_the_file_leaves_out_and_the_command_line_brings_in_is_said(
-    given: list[str], key: str
-) -> None:
+def test_flags_that_the_file_leaves_out_are_noted(arguments: list[str], key: str) -> None:
     config = _load(
         *("capture.enabled=false", "model.params_dtype=float32", "model.swiglu=false"),
     )
-    flags, notes = merge_flags(config, given, source="run.yaml")
-    assert flags[-len(given) :] == given
+    flags, notes = merge_flags(config, arguments, source="run.yaml")
+    assert flags[-len(arguments) :] == arguments
     assert len(notes) == 1
-    assert f"{given[0].partition('=')[0]} " in notes[0]
+    assert f"{arguments[0].partition('=')[0]} " in notes[0]
     assert f"replaces {key}" in notes[0]
 
 
 @pytest.mark.parametrize(
-    "given", [["--context-parallel-size", "1"], ["--cuda-graph-granularity", "layer"]]
+    "arguments", [["--context-parallel-size", "1"], ["--cuda-graph-granularity", "layer"]]
 )
-def test_what_asks_for_nothing_is_not_said(given: list[str]) -> None:
-    assert merge_flags(_load("capture.enabled=false"), given, source="run.yaml")[1] == []
+def test_flags_without_effect_give_no_note(arguments: list[str]) -> None:
+    assert merge_flags(_load("capture.enabled=false"), arguments, source="run.yaml")[1] == []
 
 
 def test_packed_sequences_of_the_file_are_flags() -> None:
@@ -201,7 +199,7 @@ def test_packed_sequences_of_the_file_are_flags() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "given", "key"),
+    ("settings", "arguments", "key"),
     [
         (
             (
@@ -233,16 +231,20 @@ def test_packed_sequences_of_the_file_are_flags() -> None:
     ids=["stash", "packing", "verify"],
 )
 def test_what_the_command_line_turns_off_is_off(
-    settings: tuple[str, ...], given: list[str], key: str
+    settings: tuple[str, ...], arguments: list[str], key: str
 ) -> None:
-    """With all of the file's flags that have no effect without it, which would be refused."""
-    flags, notes = merge_flags(_load(*settings), given, source="run.yaml")
+    """Also all of the file's flags that depend on it, which would be refused without it."""
+    flags, notes = merge_flags(_load(*settings), arguments, source="run.yaml")
     parser = argparse.ArgumentParser()
     add_flags(parser)
-    asked = flags_from(parser.parse_known_args(flags)[0])
-    assert asked is not None
-    assert (asked.stash, asked.packing.max_packed_seqs, asked.capture.verify) == (None, 0, "none")
-    assert notes == [f"{' '.join(given)} on the command line replaces {key} of run.yaml"]
+    graph_flags = flags_from(parser.parse_known_args(flags)[0])
+    assert graph_flags is not None
+    assert (graph_flags.stash, graph_flags.packing.max_packed_seqs, graph_flags.capture.verify) == (
+        None,
+        0,
+        "none",
+    )
+    assert notes == [f"{' '.join(arguments)} on the command line replaces {key} of run.yaml"]
 
 
 def test_sizes_of_microbatches_are_flags() -> None:
@@ -258,14 +260,14 @@ def test_sizes_of_microbatches_are_flags() -> None:
     flags = _flags(_load(*some, "packing.context_parallel_schedule=random"))
     parser = argparse.ArgumentParser()
     add_flags(parser)
-    asked = flags_from(parser.parse_known_args(flags)[0])
-    assert asked is not None
-    assert asked.contexts == ContextSizes((1, 4), (2,), "random")
-    given = ["--cuda-graph-cp-sizes", "2"]
-    _, notes = merge_flags(_load(*packing), given, source="run.yaml")
+    graph_flags = flags_from(parser.parse_known_args(flags)[0])
+    assert graph_flags is not None
+    assert graph_flags.contexts == ContextSizes((1, 4), (2,), "random")
+    arguments = ["--cuda-graph-cp-sizes", "2"]
+    _, notes = merge_flags(_load(*packing), arguments, source="run.yaml")
     (note,) = notes
     assert note.startswith("--cuda-graph-cp-sizes 2 on the command line replaces packing.context_")
-    # Without packing the loss is a mean as ever.
+    # Without packing the loss stays a mean.
     flags, notes = merge_flags(
         _load(*packing), ["--cuda-graph-max-packed-seqs", "0"], source="run.yaml"
     )
@@ -302,14 +304,14 @@ def test_the_device_is_that_of_the_file(script: Path) -> None:
 def test_a_number_of_processes_is_for_what_starts_them(
     script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under torchrun the launcher is one of them, and would ignore it."""
+    """Under torchrun the launcher is one of these processes, and would ignore the number."""
     for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     assert main(["launch", "--nproc-per-node", "2", str(script)]) == 2
     assert "--nproc-per-node 2: this process is already one of 4" in capsys.readouterr().err
 
 
-def test_other_processes_than_the_file_is_for_are_said(script: Path) -> None:
+def test_other_processes_than_the_file_is_for_are_reported(script: Path) -> None:
     config = str(CONFIGS / "cpu" / "gpt_pp2_cpu.yaml")
     options = parse_options(["--config", config, "--nproc-per-node", "4", str(script)], "launch")
     assert options.notes_on_processes(2) == []

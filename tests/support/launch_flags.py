@@ -1,4 +1,4 @@
-"""The flags of a command line, where none of them is wrong."""
+"""Reads the graph flags of a command line for tests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from chunkgraph.launch.flags import GraphFlags, read_flags
 
 
 def flags_from(args: argparse.Namespace) -> GraphFlags | None:
-    """Read the flags; all that is wrong is an error."""
+    """Read the flags; raise one error for all invalid ones."""
     flags, wrong = read_flags(args)
     if wrong:
         raise ConfigError("\n".join(wrong))
