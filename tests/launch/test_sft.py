@@ -43,7 +43,7 @@ STEPS += ["--num-virtual-stages-per-pipeline-rank", "2"]
 
 
 def _sample(generator: random.Random, lengths: Sequence[int]) -> str:
-    """A line of the file: conversations of so many tokens, of which the second half are learned."""
+    """Make a line of the file: conversations of these lengths, with losses in the second halves."""
     messages = []
     for length in lengths:
         numbers = [str(generator.randrange(62)) for _ in range(length)]
@@ -54,7 +54,7 @@ def _sample(generator: random.Random, lengths: Sequence[int]) -> str:
 
 
 def _write(path: Path, most: int, crowded: Sequence[int], seed: int) -> Path:
-    """Samples of 2 to 4 documents of up to ``most`` tokens; those of ``crowded`` have 7."""
+    """Write samples of 2 to 4 documents of up to ``most`` tokens; those of ``crowded`` have 7."""
     generator = random.Random(seed)
     lines = []
     for number in range(80):
@@ -82,16 +82,16 @@ class Runs:
         self._run_ranks = run_ranks
 
     def train(self, name: str, *flags: str, nproc: int = 2, data: Path | None = None) -> list[str]:
-        """The exact log of the last rank."""
+        """Run the script; return the exact log of the last rank."""
         codes = self.end(name, *flags, nproc=nproc, data=data)
         assert codes == [0] * nproc, self.output[-6000:]
         log = self.folder / f"{name}.rank{nproc - 1}"
         return log.read_text(encoding="utf-8").splitlines()
 
     def end(self, name: str, *flags: str, nproc: int = 2, data: Path | None = None) -> list[int]:
-        """The exit codes of all ranks."""
+        """Run the script; return the exit codes of all ranks."""
         arguments = [str(SUPPORT / "sft_stand_ins.py"), str(SCRIPT), *MODEL]
-        if "--step-batch-size-schedule" not in flags:  # Megatron takes one of the two
+        if "--step-batch-size-schedule" not in flags:  # Megatron accepts one of the two
             arguments += ["--global-batch-size", "4"]
         arguments += ["--data-path", str(data or self._data)]
         arguments += ["--exact-log", str(self.folder / name), *flags]
@@ -99,27 +99,27 @@ class Runs:
         return codes
 
     def reads(self, name: str, nproc: int = 2) -> list[dict[str, list[int]]]:
-        """What each rank read of each of its data sets, in order."""
-        found: list[dict[str, list[int]]] = []
+        """Return the indices that each rank read from each of its data sets, in order."""
+        indices: list[dict[str, list[int]]] = []
         for rank in range(nproc):
-            found.append({})
+            indices.append({})
             text = (self.folder / f"{name}.reads.rank{rank}").read_text(encoding="utf-8")
             for line in text.splitlines():
-                of, _, index = line.rpartition(": ")
-                found[-1].setdefault(of, []).append(int(index))
-        return found
+                dataset, _, index = line.rpartition(": ")
+                indices[-1].setdefault(dataset, []).append(int(index))
+        return indices
 
     def words(self, name: str, nproc: int = 2) -> list[list[str]]:
-        """What each rank's engine was told ahead of steps, and how it asked about them."""
+        """Return each rank's announcements of steps and questions about them, in order."""
         paths = [self.folder / f"{name}.rank{rank}" for rank in range(nproc)]
         return [path.read_text(encoding="utf-8").splitlines() for path in paths]
 
     def evaluations(self) -> list[str]:
-        """Their losses in the last run."""
+        """Return the losses of the last run's evaluations."""
         return re.findall(r"validation loss at iteration \d+ .*lm loss value: \S+", self.output)
 
     def replays(self) -> list[int]:
-        """Of each step of the last run."""
+        """Return the number of replays of each step of the last run."""
         return [int(n) for n in re.findall(r"graph replays: +(\d+)", self.output)]
 
 
@@ -148,14 +148,14 @@ SEVEN = ["--cuda-graph-max-packed-seqs", "7"]  # six documents and the rest
 def test_pp2_vpp2_saved_and_resumed_equals_eager(
     runs: Runs, eager: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bit for bit, a step that is run again as well, and with the same reads in the same order."""
+    """Bit for bit, including a step that runs again, and with the same reads in the same order."""
     monkeypatch.setenv("SFT_READS", str(runs.folder / "chunk.reads"))
     monkeypatch.setenv("SFT_WORDS", str(runs.folder / "chunk.words"))
     save = ["--save", str(runs.folder / "checkpoint"), "--save-interval", "100"]
     runs.train("chunk", *STEPS, *CHUNK, *SEVEN, *save, "--exit-interval", "3")
     assert runs.replays() == [0, 8, 8]
-    # Of two chunks; nothing is looked at behind the exit.
-    ahead = ["announced fits", "asked before"]
+    # For two chunks; nothing is read ahead after the last step.
+    ahead = ["announced fits", "posted before"]
     assert runs.words("chunk.words") == [["asks", *ahead, *ahead]] * 2
     record = yaml.safe_load((runs.folder / "checkpoint" / "chunkgraph.yaml").read_text("utf-8"))
     assert record["packing"]["max_packed_tokens"] == ROWS  # by default
@@ -168,7 +168,7 @@ def test_pp2_vpp2_saved_and_resumed_equals_eager(
     load = ["--load", str(runs.folder / "checkpoint")]
     monkeypatch.setenv("SFT_RERUN", "3")
     log = runs.train("chunk", *STEPS, *CHUNK, *SEVEN, *load)
-    # The fourth has a microbatch of seven documents, and Megatron runs the sixth again.
+    # The fourth step has a microbatch of seven documents, and Megatron runs the sixth again.
     assert runs.replays() == [0, 0, 16]
     assert "eager steps (packing overflow): 1" in runs.output
     assert "eager steps (forward only): 1" in runs.output
@@ -176,12 +176,12 @@ def test_pp2_vpp2_saved_and_resumed_equals_eager(
     assert runs.evaluations() == eager[6:]
     reads = runs.reads("chunk")
     assert reads == runs.reads("eager")
-    for of_rank in reads:  # the first two are those of its two chunks
+    for of_rank in reads:  # the first two belong to the two chunks
         assert of_rank["train 0"] == of_rank["train 1"] == list(range(6 * 4))
 
 
 def test_steps_are_announced_before_they_begin(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where their number of microbatches changes, one runs again, and one is skipped."""
+    """Also with changing numbers of microbatches, a step that runs again, and a skipped one."""
     logs = []
     flags = ["--train-samples", "32", "--eval-interval", "2", "--hidden-dropout", "0.1"]
     flags += ["--num-layers", "2", "--iterations-to-skip", "5"]
@@ -196,18 +196,18 @@ def test_steps_are_announced_before_they_begin(runs: Runs, monkeypatch: pytest.M
     assert runs.reads("ahead") == runs.reads("ahead-eager")
     words = [
         *("asks", "announced fits"),
-        *("asked before", "announced too many documents", "asks"),  # and an evaluation
+        *("posted before", "announced too many documents", "asks"),  # and an evaluation
         *("asks", "announced fits"),
-        *("asked before", "asks", "asks"),  # the fourth, once more, and an evaluation
+        *("posted before", "asks", "asks"),  # the fourth, its rerun, and an evaluation
         *("asks", "asks"),  # the sixth and an evaluation; the fifth is skipped
     ]
     assert runs.words("ahead.words") == [words] * 2
 
 
-def test_experts_that_stash_and_run_steps_anew_equal_eager(runs: Runs) -> None:
-    """Routers count every row, as without the flag: documents fill all of them.
+def test_experts_that_stash_and_run_steps_again_equal_eager(runs: Runs) -> None:
+    """Routers count every row, as without the flag: documents fill all rows.
 
-    Pages run out in the first replayed step, which is run again from the same samples.
+    Pages run out in the first replayed step, which runs again on the same samples.
     """
     flags = ["--train-iters", "5", "--eval-interval", "9", "--hidden-dropout", "0.1"]
     flags += ["--num-layers", "2", "--spec", "packed_spec", "experts_layer", "--num-experts", "4"]
@@ -228,7 +228,7 @@ def test_experts_that_stash_and_run_steps_anew_equal_eager(runs: Runs) -> None:
 
 
 def test_tp2_whole_chunks_equal_eager(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the first of the tensor-parallel ranks reads data, and tells the other one ahead."""
+    """Only the first of the tensor-parallel ranks reads data; it informs the other one ahead."""
     flags = ["--train-iters", "4", "--eval-interval", "9", "--hidden-dropout", "0.1"]
     flags += ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "1"]
     flags += ["--num-layers", "2"]
@@ -238,7 +238,7 @@ def test_tp2_whole_chunks_equal_eager(runs: Runs, monkeypatch: pytest.MonkeyPatc
     assert runs.train("tp", *flags, *CHUNK, *SEVEN, *whole) == eager
     assert runs.replays() == [0, 4, 4, 0]
     words = ["fits", "fits", "too many documents"]
-    ahead = [said for word in words for said in (f"announced {word}", "asked before")]
+    ahead = [event for word in words for event in (f"announced {word}", "posted before")]
     assert runs.words("tp.words") == [["asks", *ahead]] * 2
 
 
@@ -250,7 +250,7 @@ def test_cp2_equals_eager(runs: Runs) -> None:
     five = ["--cuda-graph-max-packed-seqs", "5", "--cuda-graph-verify", "poison"]
     eager = runs.train("cp-eager", *flags)
     assert runs.train("cp", *flags, *CHUNK, *five) == eager
-    # The last has the sample of many documents.
+    # The last step has the sample of many documents.
     assert runs.replays() == [0, 4, 4, 0]
     assert "eager steps (packing overflow): 1" in runs.output
 
@@ -258,9 +258,9 @@ def test_cp2_equals_eager(runs: Runs) -> None:
 def test_ranks_share_each_microbatch_as_its_documents_need(
     runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nearly equal to every rank on its own; each replay is compared with eager, bit for bit.
+    """Nearly equal to ranks that share nothing; each replay equals eager, bit for bit.
 
-    A rank has half the rows of a sample; a step that Megatron runs again has the same groups.
+    A rank has half the rows of a sample. A step that Megatron runs again has the same groups.
     """
     flags = ["--train-iters", "4", "--eval-interval", "3", "--hidden-dropout", "0.0"]
     flags += ["--attention-dropout", "0.0", "--num-virtual-stages-per-pipeline-rank", "2"]
@@ -279,7 +279,7 @@ def test_ranks_share_each_microbatch_as_its_documents_need(
         assert runs.reads(name, nproc=4) == runs.reads("own", nproc=4)
     assert len(runs.replays()) == 4
     assert all(runs.replays()[1:])
-    # Of two sizes, each for up to four, two and one documents, in six slots of two chunks.
+    # Graphs of two sizes, each for up to four, two and one documents, in six slots of two chunks.
     assert "captured 72 graphs" in runs.output
     assert len(evaluations["own"]) == len(evaluations["banks"]) == 2
     assert logs["banks"] != logs["own"]
@@ -290,8 +290,8 @@ def test_ranks_share_each_microbatch_as_its_documents_need(
 def test_ranks_share_microbatches_of_experts(runs: Runs, ranks: str) -> None:
     """Bit for bit equal to the same groups without graphs; experts are on two ranks.
 
-    With tensor parallelism routers count over the groups of `RouterGroups`; in the pipeline pages
-    of the stash run out in the first replayed step, which is run again with the same groups.
+    With tensor parallelism routers count over the groups of `RouterGroups`. In the pipeline, pages
+    of the stash run out in the first replayed step, which runs again with the same groups.
     """
     flags = ["--train-iters", "4", "--eval-interval", "3", "--hidden-dropout", "0.1"]
     flags += ["--global-batch-size", "8", "--calculate-per-token-loss"]
@@ -312,23 +312,23 @@ def test_ranks_share_microbatches_of_experts(runs: Runs, ranks: str) -> None:
     sizes = ["--cuda-graph-cp-sizes", "1", "2", "--cuda-graph-cp-schedule", "random"]
     sizes += ["--cuda-graph-max-packed-seqs", "5"]
     never = [*CHUNK[:2], "--cuda-graph-warmup-steps", "99"]
-    found = {}
+    results = {}
     for name, more in {"eager": never, "chunk": chunk}.items():
         log = runs.train(f"{ranks}-{name}", *flags, *more, *sizes, nproc=4)
         balance = re.findall(r"load_balancing_loss: (\S+)", runs.output)
-        found[name] = (log, balance, runs.evaluations())
-        # One of tokens that are spread evenly, whatever the number of microbatches became.
+        results[name] = (log, balance, runs.evaluations())
+        # 1 is a balanced load, for any number of microbatches.
         assert all(0.97 < float(value) < 1.1 for value in balance), balance
         assert [n > 0 for n in runs.replays()] == [False, *[name == "chunk"] * 3]
-    assert found["chunk"] == found["eager"]
+    assert results["chunk"] == results["eager"]
     assert runs.output.count("steps run again (stash pages): 1 |") == (ranks == "pipeline")
 
 
 def test_buckets_leave_out_rows_that_no_loss_needs(runs: Runs) -> None:
     """Bit for bit equal to the same rows without graphs, and nearly so to all rows.
 
-    The first step does not fit, nor does the fourth, which is announced: each has a sample of seven
-    documents.
+    The first and the fourth step do not fit: each has a sample of seven documents. The fourth is
+    announced.
     """
     data = _write(runs.folder / "short.jsonl", 5, [2, 13], 7)
     flags = ["--train-iters", "5", "--eval-interval", "9", "--hidden-dropout", "0.0"]
@@ -338,7 +338,7 @@ def test_buckets_leave_out_rows_that_no_loss_needs(runs: Runs) -> None:
     never = [*CHUNK[:2], "--cuda-graph-warmup-steps", "99"]
     log = runs.train("buckets", *flags, *CHUNK, *tokens, data=data)
     assert runs.replays() == [0, 0, 4, 0, 4]
-    # Of three lengths, each for up to six documents and for up to three.
+    # Graphs of three lengths, each for up to six and up to three documents.
     assert "captured 24 graphs" in runs.output
     assert log == runs.train("cut", *flags, *never, *tokens, data=data)
     assert sum(runs.replays()) == 0

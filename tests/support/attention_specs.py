@@ -13,12 +13,12 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 
 def normalized() -> Any:
-    """The local spec with norms of queries and keys."""
+    """Return the local spec with norms of queries and keys."""
     return get_gpt_layer_local_spec(qk_layernorm=True)
 
 
 def gated_delta() -> Any:
-    """The local spec with Megatron's gated delta net, whose package is replaced."""
+    """Return the local spec with Megatron's gated delta net and a stand-in for its package."""
     source: Any = gated_delta_net
     if not hasattr(source, "torch_chunk_gated_delta_rule") or hasattr(source, "__path__"):
         source = importlib.import_module("megatron.core.ssm.gated_delta_net.common")

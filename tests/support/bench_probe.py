@@ -1,4 +1,4 @@
-"""A case of `run_cases`: variants of a bench, measured one after the other in one process."""
+"""A case of `run_cases` that measures variants of a bench one after the other in one process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from chunkgraph.bench.variants import make_variant
 
 
 def run(config: Any, device: torch.device, case: dict[str, Any]) -> dict[str, Any]:
-    """The summary of each variant, by name."""
+    """Return the summary of each variant by name."""
     summaries = {}
     for name in case["variants"]:
         bench = VariantRun(config, device, make_variant(name, config))

@@ -1,4 +1,4 @@
-"""Steps in which every microbatch has a context-parallel size, next to eager; see `run_cases`."""
+"""A case of `run_cases`: steps with a context-parallel size per microbatch, next to eager."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ WIDTH, ROWS, NUM_CHUNKS = 6, 8, 2
 
 
 class Mixing(nn.Module):
-    """What attention does with a group: queries of this rank, keys and values of all of them.
+    """Mixes rows as attention does: queries of this rank, keys and values of the whole group.
 
     Args:
-        fails_at: sizes whose forward reads a number on the host, after its collectives; a graph
-            cannot hold that.
+        fails_at: sizes whose forward reads a number on the host after its collectives, which no
+            graph can hold.
     """
 
     def __init__(self, fails_at: Sequence[int] = ()) -> None:
@@ -62,7 +62,7 @@ class Mixing(nn.Module):
 
 
 class BankedGraphs(Host):
-    """Chunk graphs of modules that are not Megatron's, planned and surrounded as by `attach`."""
+    """Chunk graphs of modules outside of Megatron, with the plans and wrappers of `attach`."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class BankedGraphs(Host):
 
 
 def order_of(rng: random.Random, num: int, num_slots: int) -> list[tuple[int, int]]:
-    """(chunk, microbatch): its forward, later its backward; backwards in any order."""
+    """Draw an order of (chunk, microbatch): first its forward, then its backward, in any order."""
     order: list[tuple[int, int]] = []
     left = {c: list(range(num)) for c in range(NUM_CHUNKS)}
     flying: list[tuple[int, int]] = []
@@ -151,7 +151,7 @@ def order_of(rng: random.Random, num: int, num_slots: int) -> list[tuple[int, in
 def run_step(
     calls: Any, chunks: Sequence[Mixing], keys: Any, order: Any, step: int
 ) -> list[torch.Tensor]:
-    """Outputs, input gradients, gradients and buffers; then the parameters are moved."""
+    """Run a step and update the parameters; return outputs, gradients and buffers."""
     results: list[torch.Tensor] = []
     flying: dict[tuple[int, int], Any] = {}
     for c, m in order:
@@ -181,7 +181,7 @@ def new_chunks(fails_at: Sequence[int] = ()) -> list[Mixing]:
 
 
 def run(case: dict[str, Any]) -> list[dict[str, Any]]:
-    """What every rank found."""
+    """Run the case; return the results of every rank."""
     if case.get("is_megatron"):
         return groups_of_megatron()
     rank, worlds = dist.get_rank(), case.get("worlds", [[0, 1, 2, 3]])
@@ -207,9 +207,9 @@ def run(case: dict[str, Any]) -> list[dict[str, Any]]:
         limits = replace(limits, max_packed_seqs=5)
         banks = PackedBanks.of_limits(limits, groups)
     if "other_limits_on" in case:
-        with pytest.raises(ConfigError, match="different ones on another rank") as told:
+        with pytest.raises(ConfigError, match="different ones on another rank") as error:
             BankedGraphs(mine, [num_slots] * NUM_CHUNKS, banks, agree=agree)
-        return gathered({"refused": str(told.value)}, groups, agree)
+        return gathered({"refused": str(error.value)}, groups, agree)
     graphs = BankedGraphs(
         mine,
         [num_slots] * NUM_CHUNKS,
@@ -217,7 +217,7 @@ def run(case: dict[str, Any]) -> list[dict[str, Any]]:
         options=CaptureOptions(**case.get("options", {})),
         agree=agree,
     )
-    found: dict[str, Any] = {"equal": [], "modes": [], "sizes": [], "digests": [], "warnings": []}
+    results: dict[str, Any] = {"equal": [], "modes": [], "sizes": [], "digests": [], "warnings": []}
 
     def planned(step: int) -> Any:
         is_other = stage == case.get("other_plan_on") and step == case.get("other_plan_in")
@@ -235,15 +235,15 @@ def run(case: dict[str, Any]) -> list[dict[str, Any]]:
             schedule = schedule_contexts(lengths, limits, SmallestSizes())
         return schedule.digest, banks.of_schedule(schedule, lengths)
 
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as records:
         warnings.simplefilter("always")
         for step in range(case["num_steps"]):
             digest, keys = planned(step)
             if step == case.get("other_plan_in"):
-                with pytest.raises(ConfigError, match="different plans for this step") as told:
+                with pytest.raises(ConfigError, match="different plans for this step") as error:
                     graphs.step(keys).__enter__()
                 graphs.release()
-                return gathered({"refused": str(told.value)}, groups, agree)
+                return gathered({"refused": str(error.value)}, groups, agree)
             order = order_of(random.Random(100 + step), len(keys), num_slots)
             torch.manual_seed(step)
             expected = run_step(eager, eager, keys, order, step)
@@ -252,37 +252,37 @@ def run(case: dict[str, Any]) -> list[dict[str, Any]]:
                 if case.get("announces") and (rank + step) % 3 and step + 1 < case["num_steps"]:
                     graphs.announce(planned(step + 1)[1])
                 result = run_step(graphs.callables, mine, keys, order, step)
-            found["equal"].append(same(result, expected))
-            found["modes"].append(mode.value)
-            found["sizes"].append([key.size for key in keys])
-            found["digests"].append(digest)
-    found["warnings"] = [str(w.message) for w in caught]
+            results["equal"].append(same(result, expected))
+            results["modes"].append(mode.value)
+            results["sizes"].append([key.size for key in keys])
+            results["digests"].append(digest)
+    results["warnings"] = [str(w.message) for w in records]
     counters = graphs.counters
-    found["put_back"] = [chunk.cp_group for chunk in mine]
-    found["fallbacks"] = dict(counters.fallbacks)
-    found["missing"] = dict(counters.missing_banks)
-    found["replays"] = {str(k): n for k, n in counters.replays_of_bank.items()}
-    found["sessions"] = counters.capture_sessions
+    results["put_back"] = [chunk.cp_group for chunk in mine]
+    results["fallbacks"] = dict(counters.fallbacks)
+    results["missing"] = dict(counters.missing_banks)
+    results["replays"] = {str(k): n for k, n in counters.replays_of_bank.items()}
+    results["sessions"] = counters.capture_sessions
     report = graphs.engine.report
-    found["num_slots"] = report.num_slots if report else None
-    found["num_graphs"] = report.num_graphs if report else 0
+    results["num_slots"] = report.num_slots if report else None
+    results["num_graphs"] = report.num_graphs if report else 0
     if case.get("changes_groups"):
-        found["refusals"] = refusals(graphs, banks, limits)
+        results["refusals"] = refusals(graphs, banks, limits)
     graphs.release()
-    return gathered(found, groups, agree)
+    return gathered(results, groups, agree)
 
 
-def gathered(found: dict[str, Any], groups: ContextGroups, agree: Any) -> list[dict[str, Any]]:
-    """What all ranks found; the end of a case."""
+def gathered(results: dict[str, Any], groups: ContextGroups, agree: Any) -> list[dict[str, Any]]:
+    """End a case; return the results of all ranks."""
     agree and agree.close()
     groups.close()
     ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, found)
+    dist.all_gather_object(ranks, results)
     return ranks
 
 
 def groups_of_megatron() -> list[dict[str, Any]]:
-    """Of every rank: who shares a microbatch of two, and whom its routers count over."""
+    """Return each rank's group for a microbatch of size 2, and the group of its routers."""
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
@@ -291,19 +291,19 @@ def groups_of_megatron() -> list[dict[str, Any]]:
     groups = ContextGroups.of_megatron([1, 2], has_experts=True)
     groups.warm_up(torch.device("cpu"))
     shared = groups.of(2)
-    found = {
+    results = {
         "shared": dist.get_process_group_ranks(shared),
         "counted": dist.get_process_group_ranks(groups.of_routers(shared)),
         "without": without.for_routers,
     }
     groups.close()
     ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, found)
+    dist.all_gather_object(ranks, results)
     return ranks
 
 
 def refusals(graphs: BankedGraphs, banks: PackedBanks, limits: ContextLimits) -> list[str]:
-    """Messages where a microbatch has another group than its graphs: told, and not told."""
+    """Return the errors of a microbatch with another group than its graphs, announced and not."""
     others = ContextGroups.create([list(range(dist.get_world_size()))], limits.group_sizes)
     (key,) = (k for k in banks.keys if k.size == 4 and k.num_tokens == ROWS)
     (other,) = (
@@ -312,9 +312,9 @@ def refusals(graphs: BankedGraphs, banks: PackedBanks, limits: ContextLimits) ->
         if k.size == 4 and k.num_tokens == ROWS
     )
     messages = []
-    for told in (other, key):
+    for announced in (other, key):
         try:
-            with graphs.step([told]):
+            with graphs.step([announced]):
                 x = torch.ones(ROWS, WIDTH, requires_grad=True)
                 graphs.callables[0](x, cp_group=other.group, cp_size=4)
         except ReplayMismatchError as error:

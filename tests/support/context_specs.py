@@ -1,4 +1,4 @@
-"""Layers of experts on documents that ranks share, with sequence parallelism; as `user_specs`."""
+"""Layer specs of experts on documents that ranks share, with sequence parallelism."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from user_specs import (
 
 
 class _WithWholeExperts(TransformerLayer):
-    """Makes sure that tensor-parallel ranks hold their experts as the settings say."""
+    """Checks that tensor-parallel ranks hold their experts as configured."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -26,38 +26,38 @@ class _WithWholeExperts(TransformerLayer):
 
 
 def experts() -> Any:
-    """One such layer with `SplitNorm`, for sequence parallelism."""
+    """Return the spec of one layer of experts with `SplitNorm`, for sequence parallelism."""
     spec = packed_contexts_experts()
     spec.module = _WithWholeExperts
     return _split_layer(spec)
 
 
 def latent_experts() -> Any:
-    """That with multi-latent attention."""
+    """Return `experts` with multi-latent attention."""
     return _split_layer(packed_contexts_latent_experts())
 
 
 class StaticContextCore(ContextCore):
-    """`ContextCore` for documents that the model's own context-parallel ranks share."""
+    """`ContextCore` for documents that the model's context-parallel ranks share."""
 
     is_static = True
 
     def group_of(self, packed_seq_params: Any) -> Any:
-        """Megatron's."""
+        """Return Megatron's group."""
         return parallel_state.get_context_parallel_group()
 
 
 def static_experts() -> Any:
-    """`experts` with `StaticContextCore`."""
+    """Return `experts` with `StaticContextCore`."""
     return _split_layer(_with_core(StaticContextCore, num_experts=4))
 
 
 class _WithOwnGroup(TopKRouter):
-    """Wrong on purpose: counts tokens over the group that Megatron gave it, whatever it is told."""
+    """Wrong on purpose: always counts tokens over its group from Megatron."""
 
     @property
     def tp_cp_group(self) -> Any:
-        """Megatron's."""
+        """Return Megatron's group."""
         return parallel_state.get_tensor_and_context_parallel_group()
 
     @tp_cp_group.setter
@@ -73,7 +73,7 @@ class _LayerWithOwnGroup(TransformerLayer):
 
 
 def experts_with_own_group() -> Any:
-    """`experts` with routers that follow no group."""
+    """Return `experts` with routers that ignore the group of the microbatch."""
     spec = packed_contexts_experts()
     spec.module = _LayerWithOwnGroup
     return _split_layer(spec)

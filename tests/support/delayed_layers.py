@@ -109,7 +109,7 @@ class FusingRow(DelayingRow):
 
 
 def delaying(column: Any = DelayingColumn, row: Any = DelayingRow) -> Any:
-    """The local spec with layers that delay where the config asks for it."""
+    """Return the local spec with layers that delay if the config requests it."""
     spec = get_gpt_layer_local_spec()
     attention = spec.submodules.self_attention.submodules
     mlp = spec.submodules.mlp
@@ -120,7 +120,7 @@ def delaying(column: Any = DelayingColumn, row: Any = DelayingRow) -> Any:
 
 
 def fusing() -> Any:
-    """The same with layers that add to ``main_grad``."""
+    """Return the same spec with layers that add to ``main_grad``."""
     return delaying(FusingColumn, FusingRow)
 
 

@@ -1,4 +1,4 @@
-"""Experts on several ranks, whose room is too small in many of a hundred random steps."""
+"""A case of `run_cases`: experts whose room is too small in many of a hundred random steps."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from chunkgraph.trainer.setup import seed_everything
 
 
 def run(config: Any, device: torch.device, case: dict[str, Any]) -> list[dict[str, Any]]:
-    """Train twice, eagerly and with graphs whose room is less than was ever needed.
+    """Train twice, eagerly and with graphs whose room is below the need of every step.
 
     Args:
-        config: the run.
-        device: of the model.
+        config: configuration of the run.
+        device: device of the model.
         case: ``num_steps``.
 
     Returns:
-        By rank: ``differing``: steps and names of what is not equal to the last bit; ``reruns``,
+        By rank: ``differing``: steps and names of unequal values; ``reruns``,
         ``recaptures``, ``replays`` and ``dropped`` tokens.
     """
     eager = _Model(config, device, None)
@@ -54,7 +54,7 @@ def run(config: Any, device: torch.device, case: dict[str, Any]) -> list[dict[st
 
 
 class _Model:
-    """A model whose routers prefer other experts in every step."""
+    """A model whose routers prefer different experts in every step."""
 
     def __init__(self, config: Any, device: torch.device, graphs: dict[str, Any] | None) -> None:
         forget_expert_metrics()
@@ -71,7 +71,7 @@ class _Model:
             self._train = self.graphs.wrap_forward_backward(self._train)
 
     def step(self, step: int) -> dict[str, torch.Tensor]:
-        """Losses, gradients, buffers and metrics of one step, on one rank or another's experts."""
+        """Run a step; return its losses, gradients, buffers and metrics."""
         random = torch.Generator().manual_seed(step)
         for module in (m for chunk in self._chunks for m in chunk.modules()):
             if getattr(module, "expert_bias", None) is not None:
@@ -93,14 +93,14 @@ class _Model:
             micro_batch_size=self._config.train.micro_batch_size,
             forward_only=False,
         )
-        found = {}
+        results = {}
         for index, chunk in enumerate(self._chunks):
             grads = {n: p.main_grad for n, p in chunk.named_parameters()}
             for name, value in {**grads, **dict(chunk.named_buffers())}.items():
-                found[f"chunk {index}: {name}"] = value.clone()
-        found["losses"] = torch.tensor([float(loss["lm loss"]) for loss in losses])
-        found.update({n: torch.tensor(v) for n, v in take_expert_metrics().items()})
-        return found
+                results[f"chunk {index}: {name}"] = value.clone()
+        results["losses"] = torch.tensor([float(loss["lm loss"]) for loss in losses])
+        results.update({n: torch.tensor(v) for n, v in take_expert_metrics().items()})
+        return results
 
     def _preferred(self, step: int, random: torch.Generator) -> torch.Tensor:
         """Return the experts' bias: none, a random one, for one expert, or for one rank's."""
@@ -110,7 +110,9 @@ class _Model:
         one = int(torch.randint(num_experts, (), generator=random))
         if step % 4 == 2:
             bias[one] += 10.0
-        elif step % 4 == 3:  # no other rank gets a row if its experts are enough for all
+        elif (
+            step % 4 == 3
+        ):  # no other rank gets a row if this rank's experts are enough for all tokens
             first = one // num_local * num_local
             bias[first : first + num_local] += 10.0
         return bias

@@ -1,4 +1,4 @@
-"""One job with a fault in it, next to the same job without graphs; run by ``run_cases.py``."""
+"""A case of `run_cases`: a job with a fault, next to the same job without graphs."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ CPU = torch.device("cpu")
 
 
 class Job:
-    """Training and evaluation steps of one model, as a user's own loop would run them.
+    """Training and evaluation steps of one model, as a user's loop runs them.
 
     Args:
-        config: of the model; every step gives its own number of microbatches.
-        backend: of this rank's graphs; None: Megatron alone.
+        config: configuration of the model; steps choose their numbers of microbatches.
+        backend: backend of this rank's graphs; None: Megatron alone.
     """
 
     def __init__(self, config: Config, backend: RecorderBackend | None) -> None:
@@ -60,7 +60,7 @@ class Job:
         self.losses: list[float] = []
 
     def run(self, number: int, step: Step) -> None:
-        """One step: ``num_microbatches``, and whether it only evaluates, or has another length."""
+        """Run a step of ``num_microbatches``, which may be an evaluation or have another length."""
         evaluates = bool(step.get("evaluates"))
         for chunk in self.chunks:
             chunk.train(not evaluates)
@@ -89,7 +89,7 @@ class Job:
 
 
 class Terminated:
-    """A handler of SIGTERM as Megatron's: it sets a flag, which all ranks ask for after a step."""
+    """A handler of SIGTERM like Megatron's: it sets a flag, which all ranks read after a step."""
 
     def __init__(self, state: Callable[[], str]) -> None:
         self.seen_in: list[str] = []
@@ -105,14 +105,14 @@ class Terminated:
 
 
 class SignallingBackend(RecorderBackend):
-    """Sends this process a signal once: in the first capture, or in the first replay.
+    """Sends this process a signal once, in the first capture or the first replay.
 
-    A thread that watched for the moment could miss it on a busy machine.
+    A watching thread could miss the moment on a busy machine.
 
     Args:
-        limit_bytes: as of `RecorderBackend`.
+        limit_bytes: as in `RecorderBackend`.
         when: "capture" or "replay"; None: never.
-        number: of the signal.
+        number: number of the signal.
     """
 
     def __init__(self, limit_bytes: int | None, when: str | None, number: int) -> None:
@@ -123,7 +123,7 @@ class SignallingBackend(RecorderBackend):
 
     @contextmanager
     def capture(self, *args: Any, **kwargs: Any) -> Iterator[RecordedGraph]:
-        """That of `RecorderBackend`; what is captured begins with the signal, if it is time."""
+        """Capture as `RecorderBackend` does; send the signal first, if it is due."""
         with super().capture(*args, **kwargs) as graph:
             host_call(self._send)
             yield graph
@@ -136,7 +136,7 @@ class SignallingBackend(RecorderBackend):
 
 @contextmanager
 def handled(job: Job, backend: SignallingBackend) -> Iterator[Terminated]:
-    """Notes in which state of the job its signal comes."""
+    """Record the state of the job in which its signal arrives."""
     assert job.graphs is not None
     engine = job.graphs.engine
     is_capturing = import_megatron("megatron.core.transformer.cuda_graphs").is_graph_capturing
@@ -154,7 +154,7 @@ def handled(job: Job, backend: SignallingBackend) -> Iterator[Terminated]:
 
 
 def run(config: Config, case: dict[str, Any]) -> list[dict[str, Any]]:
-    """What every rank saw, in order of ranks."""
+    """Run the case; return the results in order of ranks."""
     faulty = dist.get_rank() == dist.get_world_size() - 1
     steps: list[Step] = case["steps"]
     os.environ["FAULTY"] = str(int(faulty)) if case.get("layer_fails") else ""
@@ -165,20 +165,20 @@ def run(config: Config, case: dict[str, Any]) -> list[dict[str, Any]]:
     )
     job = Job(config, backend)
     assert job.graphs is not None
-    error = ""
+    message = ""
     num_done = 0
     with (
-        warnings.catch_warnings(record=True) as caught,
+        warnings.catch_warnings(record=True) as records,
         handled(job, backend) as handler,
     ):
         warnings.simplefilter("always")
         for number, step in enumerate(steps):
             try:
                 job.run(number, step)
-            except ChunkGraphError as raised:
+            except ChunkGraphError as error:
                 if case.get("may_end"):
                     raise
-                error = str(raised)
+                message = str(error)
                 break
             num_done += 1
             if handler.anywhere():
@@ -196,8 +196,8 @@ def run(config: Config, case: dict[str, Any]) -> list[dict[str, Any]]:
         "fallbacks": dict(job.graphs.counters.fallbacks),
         "replays": job.graphs.counters.replays,
         "sessions": job.graphs.counters.capture_sessions,
-        "warnings": [text for w in caught if "slot" in (text := str(w.message))],
-        "error": error,
+        "warnings": [text for w in records if "slot" in (text := str(w.message))],
+        "error": message,
         "failure": str(job.graphs.engine.failure or ""),
         "handler_ran_in": handler.seen_in,
     }

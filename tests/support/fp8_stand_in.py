@@ -1,11 +1,11 @@
 """FP8 without a GPU: layers and process-wide state shaped like Transformer Engine's.
 
-Rounded numbers stand for FP8. As there, a layer keeps its quantized weight, knows by an attribute
-whether to renew it, and in a capture reads a flag on the device instead; scales come from the
-tensor (any recipe but ``delayed``) or from the history of the largest magnitudes seen, which is
-turned into new scales at the end of a chunk's forward and of its backward. The functions
-of layer specs are ``fp8_stand_in:quantized`` and, for packed sequences, ``quantized_packed``; they
-put this module where chunkgraph looks for the real one.
+Rounded numbers stand for FP8. As in Transformer Engine, a layer keeps its quantized weight. An
+attribute decides whether to renew it; in a capture a flag on the device does. Scales come from the
+tensor (any recipe except ``delayed``) or from the history of the largest magnitudes, which becomes
+new scales at the end of a chunk's forward and of its backward. The layer specs are
+``fp8_stand_in:quantized`` and, for packed sequences, ``quantized_packed``. They put this module
+where chunkgraph expects the real one.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _STEPS = 64.0
 
 
 class FP8GlobalStateManager:
-    """The state of the process."""
+    """The process-wide state."""
 
     quantization_state: Any = None
 
     @classmethod
     def reset(cls) -> None:
-        """As at the start of the process."""
+        """Reset the state to that at the start of the process."""
         cls.quantization_state = SimpleNamespace(
             skip_fp8_weight_update_tensor=None,
             global_amax_history_buffer={},
@@ -72,7 +72,7 @@ class QuantizedColumn(ColumnParallelLinear):
         self.histories: dict[str, torch.Tensor] = {}
 
     def forward(self, input_: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The product of the rounded input and the cached weight."""
+        """Return the product of the rounded input and the cached weight."""
         if self.delayed and not self.scales:
             self._register()
         weight = _Weight.apply(self.weight, self)
@@ -89,7 +89,7 @@ class QuantizedColumn(ColumnParallelLinear):
     def quantize(
         self, x: torch.Tensor, key: str, place: int, keep: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """``x`` rounded; its largest magnitude is noted unless ``keep``."""
+        """Round ``x``; record its largest magnitude unless ``keep``."""
         amax = x.abs().max()
         if not self.delayed:
             return _rounded(x, 4.0 / (amax + 1e-6))
@@ -111,7 +111,7 @@ class _Weight(torch.autograd.Function):
         elif in_graph and flag is not None:
             keep = flag[0] != 0
             fresh = layer.quantize(weight.detach(), "forward", 1, keep)
-            # Kernels of its own: autograd counts no write.
+            # Custom kernels: autograd counts no write.
             cache.data.copy_(torch.where(keep, cache, fresh))
         elif layer.is_first_microbatch:
             cache.data.copy_(layer.quantize(weight.detach(), "forward", 1))
@@ -146,10 +146,10 @@ class _EndsBackward(torch.autograd.Function):
 
 
 class QuantizedLayer(TransformerLayer):
-    """Updates scales where the block's autocast would end, and where its backward ends."""
+    """Updates scales at the end of the block's autocast and of its backward."""
 
     def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-        """The layer's output."""
+        """Return the layer's output."""
         chunks = self.config.virtual_pipeline_model_parallel_size or 1
         stages = self.config.pipeline_model_parallel_size * chunks
         num_layers = self.config.num_layers // stages
@@ -162,7 +162,7 @@ class QuantizedLayer(TransformerLayer):
 
 
 def quantized() -> Any:
-    """The local spec with quantized layers."""
+    """Return the local spec with quantized layers."""
     sys.modules[MODULE] = sys.modules[__name__]
     FP8GlobalStateManager.reset()
     spec = get_gpt_layer_local_spec()
@@ -177,7 +177,7 @@ def quantized() -> Any:
 
 
 def quantized_packed() -> Any:
-    """That with attention of packed sequences."""
+    """Return `quantized` with attention of packed sequences."""
     from user_specs import PackedCore
 
     spec = quantized()

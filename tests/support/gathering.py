@@ -1,4 +1,4 @@
-"""What test attentions with a context-parallel group do first: all ranks' rows."""
+"""Gathers the rows of all ranks, for the attention of tests with a context-parallel group."""
 
 from __future__ import annotations
 

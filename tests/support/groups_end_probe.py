@@ -22,7 +22,7 @@ from chunkgraph.trainer.trained_model import capture_options
 
 
 def run(config: Any, device: torch.device, case: dict[str, Any]) -> NoReturn:
-    """Writes what was there before and after, and ends the process."""
+    """Write the state before and after the groups end, and end the process."""
     seed_everything(config.train.seed, device)
     chunks = build_model(config, device)
     graphs = attach(chunks, scope=config.capture.scope, options=capture_options(config))
@@ -40,12 +40,12 @@ def run(config: Any, device: torch.device, case: dict[str, Any]) -> NoReturn:
             forward_only=False,
         )
     engine = graphs.engine
-    found = {"replays": engine.counters.replays, "was_captured": engine.report is not None}
+    report = {"replays": engine.counters.replays, "was_captured": engine.report is not None}
     del graphs, run_step  # as the end of a function does
     gc.collect()
     import_megatron("megatron.core.parallel_state").destroy_model_parallel()
     dist.destroy_process_group()
-    found["is_captured"] = engine.report is not None
-    found["has_groups"] = dist.is_initialized()
-    Path(f"{case['out']}{os.environ['RANK']}.json").write_text(json.dumps(found), encoding="utf-8")
-    os._exit(0)  # what is around this would end the groups once more
+    report["is_captured"] = engine.report is not None
+    report["has_groups"] = dist.is_initialized()
+    Path(f"{case['out']}{os.environ['RANK']}.json").write_text(json.dumps(report), encoding="utf-8")
+    os._exit(0)  # the caller would end the groups once more

@@ -1,4 +1,4 @@
-"""Documents of one row know nothing of each other, nor of what lies behind them; on any device."""
+"""A case of `run_cases`: documents in one row, and rows after them, do not affect each other."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ Results = dict[str, torch.Tensor]
 
 
 def run(config: Any, device: torch.device, case: dict[str, Any]) -> dict[str, Any]:
-    """What changes in the replay of one microbatch when one document, or the tail, is another.
+    """Compare replays of a microbatch with another document, or with another tail.
 
     Args:
-        config: the run; one process.
-        device: of the model.
-        case: ``lengths`` of the documents, ``changed``, which of them; ``one_state``: Mamba layers
-            are told that all rows are of one document.
+        config: configuration of the run, in one process.
+        device: device of the model.
+        case: ``lengths`` of the documents; ``changed``: the index of the changed one;
+            ``one_state``: Mamba layers treat all rows as one document.
 
     Returns:
-        By document, when another text stands in the changed one: ``equal_losses``, whether its
-        losses stay; ``changed_gradients``, how many gradients of its losses change;
-        ``moved_losses`` and ``moved_gradients``, by how much at most, as a share of the largest of
-        them or of the parameter's. ``poisoned``: the names of what is not the same to the last bit,
-        or not finite, when attention and Mamba layers get NaN in the rows behind all documents.
-        ``replays``.
+        By document, with other tokens in the changed one: ``equal_losses``: whether its losses
+        stay; ``changed_gradients``: how many gradients of its losses change; ``moved_losses`` and
+        ``moved_gradients``: the largest changes, as a share of the largest loss or of the
+        parameter's largest gradient. ``poisoned``: the names of values that are not equal to the
+        last bit, or not finite, with NaN in the rows after all documents. ``replays``: their
+        number.
     """
     seed_everything(config.train.seed, device)
     (chunk,) = build_model(config, device, transformer_options=case.get("transformer_options"))
@@ -66,8 +66,8 @@ def run(config: Any, device: torch.device, case: dict[str, Any]) -> dict[str, An
         for own in rows if counted is None else [counted]:
             is_counted[0, own] = True
         wrapped = graphs.wrap_forward_backward(lambda **_: _pass(chunk, batch, is_counted))
-        found: Results = wrapped(num_microbatches=1, packings=[lengths])
-        return found
+        results: Results = wrapped(num_microbatches=1, packings=[lengths])
+        return results
 
     try:
         step()  # eager, before the capture
@@ -76,9 +76,9 @@ def run(config: Any, device: torch.device, case: dict[str, Any]) -> dict[str, An
         whole = step()
         poison.fill_(float("nan"))
         with_poison = step()
-        for found in (whole, with_poison):
-            found["losses"] = found["losses"].clone()
-            found["losses"][0, end:] = 0.0
+        for results in (whole, with_poison):
+            results["losses"] = results["losses"].clone()
+            results["losses"][0, end:] = 0.0
         return {
             "equal_losses": [torch.equal(before[r], after[r]) for r in rows],
             "changed_gradients": [len(_differing(*pair)) for pair in counted],
@@ -100,9 +100,9 @@ def run(config: Any, device: torch.device, case: dict[str, Any]) -> dict[str, An
 def _poison_tails(
     chunk: nn.Module, num_rows: int, poison: torch.Tensor, *, has_states: bool
 ) -> None:
-    """From now on attention gets ``poison`` more in every row behind the documents.
+    """Add ``poison`` to the inputs of attention in every row after the documents.
 
-    Mamba layers and their gradients get it there as it is.
+    Mamba layers and their gradients get it instead of their values.
     """
 
     def poisoned(forward: Any, *args: Any, **kwargs: Any) -> Any:
@@ -112,9 +112,9 @@ def _poison_tails(
             mixed.append(torch.where(is_tail[:, None, None], t + poison.to(t.dtype), t))
         return forward(*mixed, *args[3:], **kwargs)
 
-    found = [m for name, m in chunk.named_modules() if name.endswith(".core_attention")]
-    assert found or has_states
-    for module in found:
+    modules = [m for name, m in chunk.named_modules() if name.endswith(".core_attention")]
+    assert modules or has_states
+    for module in modules:
         module.forward = functools.partial(poisoned, module.forward)
     if has_states:
         Poison(chunk).value = poison
@@ -163,7 +163,7 @@ def _differing(a: Results, b: Results) -> list[str]:
 
 
 def _moved(a: torch.Tensor, b: torch.Tensor) -> float:
-    """The largest difference, as a share of the largest value; 0 of zeros that stay."""
+    """Return the largest difference as a share of the largest value; 0 for unchanged zeros."""
     largest = a.abs().max().item()
     difference = (a - b).abs().max().item()
     return difference / largest if largest else difference

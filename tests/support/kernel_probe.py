@@ -1,4 +1,4 @@
-"""Experts that take all tokens: eager, eager with the products of graphs, and graphs."""
+"""A case of `run_cases`: experts without a capacity, with eager, graphs' and captured products."""
 
 from __future__ import annotations
 

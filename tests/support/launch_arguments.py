@@ -1,4 +1,4 @@
-"""Megatron's arguments with chunk graphs, as parsed, for tests without its training program."""
+"""Parsed arguments of Megatron with chunk graphs, for tests without its training program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What hybrid models need on a GPU."""
+"""Requirements of hybrid models on a GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KERNELS = (
 
 
 def missing_kernels() -> str:
-    """Why Mamba layers cannot be trained here to the last bit; "" if they can."""
+    """Return why Mamba layers cannot repeat to the last bit on this machine; "" if they can."""
     for name in _KERNELS:
         try:
             importlib.import_module(name)

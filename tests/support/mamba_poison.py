@@ -1,4 +1,4 @@
-"""NaN in the padding of Mamba layers, from every side."""
+"""NaN in the padding of Mamba layers, in inputs, outputs and gradients."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class _Poisoned(torch.autograd.Function):
-    """The identity, whose gradient is spoilt in the tail."""
+    """The identity, with a poisoned gradient in the tail."""
 
     @staticmethod
     def forward(
@@ -23,15 +23,15 @@ class _Poisoned(torch.autograd.Function):
 
 
 class Poison:
-    """Spoils what goes into Mamba layers, what their mixers give, and the gradients that come back.
+    """Poisons inputs of Mamba layers, outputs of their mixers, and both gradients.
 
     Attributes:
-        value: in all rows of the tail, a number on the device of the chunk: replays read it again.
+        value: number for all rows of the tail, on the chunk's device, so that replays read it.
     """
 
     def __init__(self, chunk: Any) -> None:
         for hook in (Poison._enter, Poison._mixed, Poison._leave):
-            hook.__module__ = "chunkgraph"  # attach() refuses those that it does not know
+            hook.__module__ = "chunkgraph"  # attach() refuses unknown hooks
         self.value = torch.full((), float("nan"), device=next(chunk.parameters()).device)
         for layer in chunk.modules():
             if type(layer).__name__ == "MambaLayer":
@@ -57,5 +57,5 @@ class Poison:
 
 
 def _filled(rows: torch.Tensor, where: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """``masked_fill`` with a number that the host does not read."""
+    """Fill masked rows with a number that the host does not read."""
     return torch.where(where, value.to(rows.dtype), rows)

@@ -1,13 +1,13 @@
-"""Mamba-2 without mamba-ssm: its recurrence in plain operators, where Megatron looks for kernels.
+"""Mamba-2 without mamba-ssm: plain operators where Megatron expects its kernels.
 
-From the published equations of Mamba-2: with a step ``dt = softplus(dt + bias)`` the state of a
+The published equations of Mamba-2: with a step ``dt = softplus(dt + bias)`` the state of a
 head, [width, state], is ``h(t) = exp(dt A) h(t-1) + dt x(t) B(t)^T``, read out as
 ``y(t) = h(t) C(t) + D x(t)``; x, B and C come through a causal convolution of each channel, and y
 is gated by silu(z). Where ``seq_idx`` changes, the convolution sees zeros and the state begins at
-zero. As the kernels do, the backward reads its inputs again, ``seq_idx`` among them.
+zero. Like that of the kernels, the backward reads its inputs again, ``seq_idx`` among them.
 
-Layer specs are functions of this module, ``mamba_stand_in:local`` and others; each puts the
-recurrence into Megatron's mixer first, once for the process, also where the package is installed.
+Layer specs are functions of this module, ``mamba_stand_in:local`` and others. Each first installs
+the recurrence in Megatron's mixer, once per process, even if the package is installed.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def scanned(
     d: torch.Tensor,
     seq_idx: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The recurrence: x [b, l, heads, width], dt [b, l, heads], B and C [b, l, heads, state].
+    """Run the recurrence: x [b, l, heads, width], dt [b, l, heads], B and C [b, l, heads, state].
 
-    A row alone is only what the next one needs: an operator for each of them takes long to record.
+    Each row only computes what the next one needs: every operator per row takes long to record.
     """
     decay = (dt * a).exp()[..., None, None].unbind(1)
     added = ((dt[..., None] * x)[..., None] * b[:, :, :, None, :]).unbind(1)
@@ -53,7 +53,7 @@ def scanned(
     state = torch.zeros_like(added[0])
     states = []
     for row in range(x.size(1)):
-        if begins is not None:  # not by a factor: 0 times what a tail may hold need not be 0
+        if begins is not None:  # not by a factor: 0 times the tail's value may be NaN
             state = state.masked_fill(begins[row], 0.0)
         state = torch.addcmul(added[row], decay[row], state)
         states.append(state)
@@ -100,11 +100,11 @@ def _mixed(
 
 
 class Switch:
-    """What tests turn on in the recurrence, to see it noticed.
+    """Options of tests for the recurrence.
 
     Attributes:
         shared: all slots read ``seq_idx`` from one buffer, which each forward fills.
-        rooms: where given, gets how much memory each call's ``seq_idx`` has behind its last row.
+        rooms: if a list, gets the memory after the last row of each call's ``seq_idx``.
     """
 
     shared = False
@@ -127,7 +127,7 @@ def split_conv1d_scan(
     norm_before_gate: bool = True,
     seq_idx: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What the mixer calls, with the arguments that it gives; [b, l, heads * width]."""
+    """Stand in for the kernel that the mixer calls; return [b, l, heads * width]."""
     assert chunk_size > 0
     assert activation == "silu"
     assert not norm_before_gate
@@ -142,7 +142,7 @@ def split_conv1d_scan(
         if Switch.shared:
             if Switch.buffer is None:
                 Switch.buffer = seq_idx.clone()
-            Switch.buffer.data.copy_(seq_idx)  # where autograd does not see it, as of a kernel
+            Switch.buffer.data.copy_(seq_idx)  # hidden from autograd, as in a kernel
             seq_idx = Switch.buffer
     inputs = (zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D)
     return _Mixed.apply((headdim, ngroups), seq_idx, *inputs)
@@ -177,7 +177,7 @@ class RMSNorm(nn.Module):
 
 
 def rearrange(t: torch.Tensor, pattern: str) -> torch.Tensor:
-    """What the mixer asks of einops: axes in another order, those of size 1 left out."""
+    """Stand in for einops: reorder axes and drop those of size 1."""
     left, right = (side.split() for side in pattern.split("->"))
     assert "(" not in pattern
     for place in reversed(range(len(left))):
@@ -188,7 +188,7 @@ def rearrange(t: torch.Tensor, pattern: str) -> torch.Tensor:
 
 
 def repeat(t: torch.Tensor, pattern: str, *, g: int, n: int, r: int) -> torch.Tensor:
-    """What the mixer asks of einops where ranks share heads: every group, r times."""
+    """Stand in for einops if ranks share heads: repeat every group r times."""
     assert pattern == "l b (g n) -> l b (g r n)"
     assert t.size(-1) == g * n
     return t.unflatten(-1, (g, 1, n)).expand(*t.shape[:-1], g, r, n).flatten(-3)
@@ -197,12 +197,12 @@ def repeat(t: torch.Tensor, pattern: str, *, g: int, n: int, r: int) -> torch.Te
 def thd_get_partitioned_indices(
     offsets: torch.Tensor, num_rows: int, size: int, rank: int
 ) -> torch.Tensor:
-    """Transformer Engine's operator: the rows of all documents that one of ``size`` ranks has."""
+    """Stand in for Transformer Engine: return the documents' rows on one of ``size`` ranks."""
     return split_specs._places(offsets, num_rows // size, size).chunk(size)[rank]
 
 
 def _modules() -> dict[str, ModuleType]:
-    """What Megatron's mixer imports, by name."""
+    """Return stand-ins for the modules that Megatron's mixer imports, by name."""
     triton = "mamba_ssm.ops.triton"
     contents: dict[str, dict[str, Any]] = {
         "einops": {"rearrange": rearrange, "repeat": repeat},
@@ -217,17 +217,17 @@ def _modules() -> dict[str, ModuleType]:
             "mamba_chunk_scan_combined": _not_here,
         },
     }
-    found = {}
+    modules = {}
     for name, values in contents.items():
-        found[name] = ModuleType(name)
-        found[name].__dict__.update(values)
-    return found
+        modules[name] = ModuleType(name)
+        modules[name].__dict__.update(values)
+    return modules
 
 
 def load_mixer() -> None:
-    """Import Megatron's mixer with the stand-ins, which are then gone from where it found them.
+    """Import Megatron's mixer with the stand-ins, and remove these from `sys.modules` again.
 
-    Where it was imported without them, as ``megatron.training`` does, it is imported again.
+    A mixer that was imported without them, as by ``megatron.training``, is imported again.
     """
     imported = sys.modules.get(_MIXER)
     if getattr(imported, "mamba_split_conv1d_scan_combined", None) is split_conv1d_scan:
@@ -245,7 +245,7 @@ def load_mixer() -> None:
         split: Any = importlib.import_module(_SPLIT)
         split.tex = SimpleNamespace(thd_get_partitioned_indices=thd_get_partitioned_indices)
         split.is_te_min_version = lambda *_: True
-        utils.get_mamba_version()  # each is remembered
+        utils.get_mamba_version()  # Megatron caches each version
         utils.get_causal_conv1d_version()
     finally:
         for name in modules:
@@ -254,24 +254,24 @@ def load_mixer() -> None:
 
 
 def local() -> Any:
-    """Megatron's local layers, whose attention and feed-forward go between those of Mamba."""
+    """Return Megatron's local layers: Mamba, attention and feed-forward."""
     load_mixer()
     return get_gpt_layer_local_spec()
 
 
 def packed() -> Any:
-    """The same with attention of packed sequences."""
+    """Return the same layers with attention of packed sequences."""
     load_mixer()
     return user_specs.packed()
 
 
 def packed_split() -> Any:
-    """The same with attention of documents that context-parallel ranks share."""
+    """Return the same layers with attention of documents that context-parallel ranks share."""
     load_mixer()
     return split_specs.split()
 
 
 def packed_poisoned() -> Any:
-    """The same, with NaN in the tail of attention."""
+    """Return `packed` with NaN in the tail of attention."""
     load_mixer()
     return user_specs.packed_poisoned()

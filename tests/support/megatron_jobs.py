@@ -1,4 +1,4 @@
-"""Helpers of the Megatron tests: whole jobs in processes of their own, and one in this process."""
+"""Helpers of the Megatron tests: whole jobs in other processes, and one in this process."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ ROOT = HERE.parents[1]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Megatron warns of every optional package that is missing and of its own deprecations."""
+    """Silence Megatron's warnings about missing optional packages and deprecations."""
     for module in (r"megatron\..*", r"torch\.jit\..*"):
         config.addinivalue_line("filterwarnings", f"ignore:::{module}")
 
 
 class ForkedRank:
-    """A process that a `RankServer` forked, with what is used of ``subprocess.Popen``."""
+    """A process that a `RankServer` forked, with the used part of ``subprocess.Popen``."""
 
     def __init__(self, server: RankServer, pid: int) -> None:
         self.pid = pid
@@ -41,13 +41,13 @@ class ForkedRank:
         self._code: int | None = None
 
     def poll(self) -> int | None:
-        """Its exit code, or None while it runs."""
+        """Return its exit code, or None while it runs."""
         if self._code is None:
             self._code = self._server.ask(pid=self.pid)["code"]
         return self._code
 
     def wait(self) -> int:
-        """Its exit code, once it has one."""
+        """Wait for its exit code."""
         while (code := self.poll()) is None:
             time.sleep(0.01)
         return code
@@ -57,10 +57,10 @@ class RankServer:
     """A process that has imported torch and Megatron, and forks ranks; see ``rank_server.py``.
 
     Args:
-        path: of its socket. The first test process to come starts the server, and the others of
-            the run find it there; it ends with the last of them.
-        host: what Megatron is imported in.
-        parent: the server of another host that forks this one; None starts an interpreter.
+        path: path of its socket. The first test process of a run starts the server, the others
+            connect to it, and it ends with the last of them.
+        host: name of the host in which Megatron is imported.
+        parent: server of another host that forks this one; None starts an interpreter.
     """
 
     def __init__(self, path: Path, host: str, parent: RankServer | None = None) -> None:
@@ -70,20 +70,20 @@ class RankServer:
         self._stream = self._socket.makefile("rw", encoding="utf-8")
 
     def ask(self, **request: Any) -> dict[str, Any]:
-        """Its answer to one request."""
+        """Send a request and return the answer."""
         self._stream.write(f"{json.dumps(request)}\n")
         self._stream.flush()
         answer = self._stream.readline()
-        assert answer, "the server of ranks ended; what it said is in the output above"
+        assert answer, "the server of ranks ended; its output is above"
         return json.loads(answer)
 
     def start(self, arguments: Sequence[str], environment: dict[str, str], log: Path) -> ForkedRank:
-        """A process as of ``python arguments``."""
+        """Fork a process that runs ``python arguments``."""
         request = {"arguments": arguments, "environment": environment, "log": str(log)}
         return ForkedRank(self, self.ask(**request)["pid"])
 
     def close(self) -> None:
-        """End all ranks that were started here, and the server if nobody else needs it."""
+        """End all ranks started here, and the server if no other process needs it."""
         self._stream.close()
         self._socket.close()
 
@@ -102,11 +102,11 @@ def _start_server(path: Path, host: str, parent: RankServer | None) -> socket.so
     path.unlink(missing_ok=True)
     if parent is not None:
         parent.ask(path=str(path), host=host)
-        return _connected(path) or pytest.fail(f"{path} was given up at once")
+        return _connected(path) or pytest.fail(f"{path} was closed at once")
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         listener.listen()
-        found = _connected(path)  # before there is a server, which ends when nobody is connected
+        connection = _connected(path)  # before the server, which ends without a connection
         arguments = (str(listener.fileno()), str(path), host)
         subprocess.Popen(
             [sys.executable, str(HERE / "rank_server.py"), *arguments],
@@ -115,8 +115,8 @@ def _start_server(path: Path, host: str, parent: RankServer | None) -> socket.so
             start_new_session=True,
             pass_fds=[listener.fileno()],
         )
-    assert found is not None
-    return found
+    assert connection is not None
+    return connection
 
 
 Rank = subprocess.Popen[bytes] | ForkedRank
@@ -124,13 +124,13 @@ StartRanks = Callable[..., list[Rank]]
 
 
 def rank_environment(**more: str) -> dict[str, str]:
-    """Variables of a process that runs ranks."""
+    """Return the environment of a process that runs ranks."""
     path = os.pathsep.join([str(ROOT), str(HERE), os.environ.get("PYTHONPATH", "")])
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **more}
 
 
 def start_fresh(arguments: Sequence[str], environment: dict[str, str], log: Path) -> Rank:
-    """``python arguments`` in an interpreter of its own."""
+    """Start ``python arguments`` in a new interpreter."""
     with log.open("wb") as file:
         return subprocess.Popen(
             [sys.executable, *arguments],
@@ -143,21 +143,20 @@ def start_fresh(arguments: Sequence[str], environment: dict[str, str], log: Path
 
 @pytest.fixture(scope="session")
 def start_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartRanks]:
-    """Start ``python arguments`` once for each rank, as torchrun would; a list of processes.
+    """Return a function that starts ``python arguments`` once per rank, as torchrun would.
 
-    Ranks are forked where nothing depends on how an interpreter starts. Neighbours come from two
-    servers, where strings have different hashes: should ranks have to agree on the order of a set,
-    they do not.
+    Ranks are forked unless a test depends on the start of an interpreter. Neighbours come from two
+    servers with different hashes of strings, so ranks that rely on the order of a set disagree.
 
-    Args (of what it gives):
-        arguments, num_ranks, log_dir, port: of the job.
-        host: of the servers that fork its ranks; None starts an interpreter for each rank.
-        variables: of the ranks' environment.
+    Args (of the returned function):
+        arguments, num_ranks, log_dir, port: those of the job.
+        host: host of the servers that fork the ranks; None starts an interpreter for each rank.
+        variables: added to the ranks' environment.
     """
     servers: dict[str, list[RankServer]] = {}
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent  # of all processes of the run
+        folder = folder.parent  # shared by all processes of the run
 
     def start(
         arguments: Sequence[str],
@@ -191,7 +190,7 @@ def start_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartRanks
 
 
 def wait_for_ranks(processes: Sequence[Rank], timeout_s: float) -> list[int]:
-    """Exit codes of all ranks; whoever is left after the time limit is killed (code -9)."""
+    """Return the exit codes of all ranks; kill those left after the time limit (code -9)."""
     end = time.monotonic() + timeout_s
     try:
         while any(p.poll() is None for p in processes) and time.monotonic() < end:
@@ -207,7 +206,7 @@ def wait_for_ranks(processes: Sequence[Rank], timeout_s: float) -> list[int]:
 def run_ranks(
     start_ranks: StartRanks, free_port: Callable[[], int]
 ) -> Callable[..., tuple[list[int], str]]:
-    """Run a pretrain script in its ranks; exit codes, and what all of them printed."""
+    """Return a runner of a pretrain script in ranks: exit codes and output."""
 
     def run(
         arguments: Sequence[str], num_ranks: int, folder: Path, timeout_s: float = 100.0
@@ -224,7 +223,7 @@ def run_ranks(
 def run_worker(
     tmp_path: Path, start_ranks: StartRanks, free_port: Callable[[], int]
 ) -> Callable[..., tuple[list[int], Path]]:
-    """Run ``chunkgraph.trainer.worker`` on a configuration; exit codes and the run folder."""
+    """Return a runner of ``chunkgraph.trainer.worker``: exit codes and the run folder."""
 
     def run(
         config: dict[str, Any], num_ranks: int, timeout_s: float = 60.0, *, forked: bool = False
@@ -246,7 +245,7 @@ def run_worker(
 def start_cases(
     tmp_path: Path, start_ranks: StartRanks, free_port: Callable[[], int]
 ) -> Callable[..., list[int]]:
-    """Start ``run_cases.py`` on a list of cases, all for the same ranks; their exit codes."""
+    """Return a runner of ``run_cases.py`` on cases for the same ranks: exit codes."""
 
     def start(cases: list[dict[str, Any]], num_ranks: int, timeout_s: float) -> list[int]:
         cases = [{**case, "port": free_port()} for case in cases]
@@ -264,7 +263,7 @@ def start_cases(
 def run_to_its_end(
     tmp_path: Path, start_cases: Callable[..., list[int]]
 ) -> Callable[..., tuple[list[int], list[str]]]:
-    """Run a case that ends its processes; exit codes and each rank's message."""
+    """Return a runner of a case that ends its processes: exit codes and each rank's message."""
 
     def run(
         case: dict[str, Any], num_ranks: int = 2, timeout_s: float = 60.0
@@ -280,7 +279,7 @@ def run_to_its_end(
 def run_cases(
     tmp_path: Path, start_cases: Callable[..., list[int]]
 ) -> Callable[..., dict[str, dict[str, Any]]]:
-    """Run several configurations one after the other in the same processes; results by name."""
+    """Return a runner of several configurations in the same processes: results by name."""
 
     def run(
         cases: dict[str, dict[str, Any]], num_ranks: int, timeout_s: float = 110.0
@@ -298,7 +297,7 @@ def run_cases(
 
 @pytest.fixture
 def run_equal(run_cases: Callable[..., Any]) -> Callable[..., dict[str, dict[str, Any]]]:
-    """`run_cases` of cases that must all equal eager to the last bit and have captured once."""
+    """Return `run_cases` with a check: all cases equal eager to the last bit, with one capture."""
     equal = ("loss_equal", "grad_norm_equal", "expert_metrics_equal")
 
     def run(*args: Any, **options: Any) -> dict[str, dict[str, Any]]:
@@ -318,7 +317,7 @@ def run_equal(run_cases: Callable[..., Any]) -> Callable[..., dict[str, dict[str
 
 @pytest.fixture
 def write_documents(tmp_path: Path) -> Callable[..., Path]:
-    """Write a text of short documents, of one letter more than one of ``lengths`` each."""
+    """Return a writer of short documents, each one letter longer than one of ``lengths``."""
 
     def write(lengths: Sequence[int], num_documents: int = 80, name: str = "text.txt") -> Path:
         letters = random.Random(5)
@@ -335,7 +334,7 @@ def write_documents(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def num_packings() -> Callable[[dict[str, Any]], int]:
-    """How many different offsets the documents of a case's microbatches have."""
+    """Count the different offsets of documents in a case's microbatches."""
 
     def count(case: dict[str, Any]) -> int:
         from chunkgraph.data import Documents
@@ -363,7 +362,7 @@ def num_packings() -> Callable[[dict[str, Any]], int]:
 
 
 def small_config(**sections: dict[str, Any]) -> dict[str, Any]:
-    """A model of a few thousand parameters; ``sections`` update its sections."""
+    """Return the configuration of a model of a few thousand parameters, updated by ``sections``."""
     config: dict[str, dict[str, Any]] = {
         "model": {
             "num_layers": 4,
@@ -383,19 +382,19 @@ def small_config(**sections: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def make_config() -> Callable[..., dict[str, Any]]:
-    """`small_config`, for tests to call."""
+    """Return the function `small_config`."""
     return small_config
 
 
 @pytest.fixture(scope="module")
 def one_rank() -> Iterator[Any]:
-    """This process as the only rank of a job on the CPU; gives the device."""
+    """Make this process the only rank of a job on the CPU; return the device."""
     from chunkgraph.settings import config_from_mapping
     from chunkgraph.trainer.setup import training_process
 
     environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     with pytest.MonkeyPatch.context() as patch:
-        # Any port: nobody else must find it.
+        # Any port: no other process connects.
         for name, value in {**environment, "MASTER_PORT": "0"}.items():
             patch.setenv(name, value)
         with training_process(config_from_mapping(small_config())) as device:
@@ -404,7 +403,7 @@ def one_rank() -> Iterator[Any]:
 
 @pytest.fixture
 def config(make_config: Callable[..., dict[str, Any]]) -> Any:
-    """A small model with dropout, as `chunkgraph.settings.Config`."""
+    """Return the `Config` of a small model with dropout."""
     from chunkgraph.settings import config_from_mapping
 
     return config_from_mapping(make_config(model={"hidden_dropout": 0.1}))
@@ -412,7 +411,7 @@ def config(make_config: Callable[..., dict[str, Any]]) -> Any:
 
 @pytest.fixture
 def chunks(one_rank: Any, config: Any) -> list[Any]:
-    """Its model chunks, built in this process."""
+    """Build the model chunks of `config` in this process."""
     from chunkgraph.trainer.model import build_model
     from chunkgraph.trainer.setup import seed_everything
 
@@ -422,15 +421,15 @@ def chunks(one_rank: Any, config: Any) -> list[Any]:
 
 @pytest.fixture
 def without_sequences() -> Callable[[dict[str, Any]], set[str]]:
-    """Puts replays of banks that differ in nothing but the number of sequences together."""
+    """Return a function that merges replays of banks that differ only in their sequences."""
 
     def join_params(result: dict[str, Any]) -> set[str]:
         names: set[str] = set()
         for rank, replays in enumerate(result["replays_of_bank"]):
-            found: Counter[str] = Counter()
+            merged: Counter[str] = Counter()
             for bank, count in replays.items():
-                found[re.sub(r", \d+ sequences$", "", bank)] += count
-            result["replays_of_bank"][rank] = dict(found)
+                merged[re.sub(r", \d+ sequences$", "", bank)] += count
+            result["replays_of_bank"][rank] = dict(merged)
             names |= replays.keys()
         return names
 
@@ -439,7 +438,7 @@ def without_sequences() -> Callable[[dict[str, Any]], set[str]]:
 
 @pytest.fixture
 def rotated() -> Callable[..., Any]:
-    """Megatron's fused RoPE of packed tokens, by offsets and table, of a context-parallel rank."""
+    """Return Megatron's fused RoPE of packed tokens on a context-parallel rank."""
 
     def rotate(tokens: Any, offsets: Any, freqs: Any, size: int = 1, rank: int = 0) -> Any:
         from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb

@@ -1,7 +1,7 @@
-"""Small models of every kind that packed documents are trained with, on a GPU and on a CPU.
+"""Small models of every kind for packed documents, on a GPU and on a CPU.
 
-On a GPU they are of bfloat16 and Transformer Engine's layers; on a CPU of float32, with Megatron's
-local layers and the plain attention of ``user_specs``.
+On a GPU they have bfloat16 and Transformer Engine's layers; on a CPU float32, Megatron's local
+layers and the plain attention of ``user_specs``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LATENT: dict[str, Any] = {
     "rotary_scaling_factor": 4,
     "q_lora_rank": 64,
     "kv_lora_rank": 64,
-    # Keys as wide as values, so that nothing is filled up for attention.
+    # Keys as wide as values, so that attention needs no padding of heads.
     "qk_head_dim": 32,
     "qk_pos_emb_head_dim": 32,
     "v_head_dim": 64,
@@ -76,9 +76,9 @@ def gpu_case(
     packing: dict[str, Any] | None = None,
     **pipeline: Any,
 ) -> dict[str, Any]:
-    """A case of `run_cases` on documents of 10 to 110 tokens: two to seven in 256.
+    """Make a case of `run_cases` on documents of 10 to 110 tokens: two to seven in 256.
 
-    Each context-parallel rank has 256 rows: cuDNN up to 9.15 is not captured where half of a
+    Each context-parallel rank has 256 rows: cuDNN up to 9.15 cannot be captured if half of a
     rank's part of the longest sequence is no multiple of 128.
     """
     model, own_moe, options = _KINDS[kind]
@@ -164,7 +164,7 @@ def cpu_case(
     capture: dict[str, Any] | None = None,
     **pipeline: Any,
 ) -> dict[str, Any]:
-    """A case of `run_cases` with two layers."""
+    """Make a case of `run_cases` with two layers."""
     model, moe, options = _CPU_KINDS[kind]
     config = make_config(
         model={"num_layers": 2, **model},

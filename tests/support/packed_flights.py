@@ -1,4 +1,4 @@
-"""Microbatches of packed documents, run through one chunk with graphs and without."""
+"""Runs microbatches of packed documents through one chunk, with and without graphs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from chunkgraph.packing import PackedShape, pack
 __all__ = ["PACKINGS", "SHAPE", "differing", "packed_batch", "run_eager", "run_flight", "run_step"]
 
 SHAPE = PackedShape(6, 32)
-# Of two microbatches each; only the first pair is there when graphs are captured.
+# Two microbatches each; graphs are captured with the first pair.
 PACKINGS = [
     [[10, 8, 6], [32]],
     [[5, 5, 5, 5, 5], [1, 30]],
@@ -43,14 +43,14 @@ def packed_batch(lengths: list[int], seed: int = 1, shape: PackedShape = SHAPE) 
 
 
 def run_flight(chunk: nn.Module, batches: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """Forward of all microbatches, then their backwards; losses of rows, and all gradients."""
+    """Run all forwards, then all backwards; return losses of rows and all gradients."""
     for parameter in chunk.parameters():
         parameter.main_grad.zero_()
     results = {}
     outputs = []
     for number, batch in enumerate(batches):
-        given = {name: value for name, value in batch.items() if name != "is_counted"}
-        output = chunk(**given)
+        inputs = {name: value for name, value in batch.items() if name != "is_counted"}
+        output = chunk(**inputs)
         results[f"losses {number}"] = output.detach().clone()
         outputs.append(torch.where(batch["is_counted"], output, 0.0).sum())
     for output in outputs:
@@ -78,7 +78,7 @@ def differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[st
 def run_eager(
     chunk: nn.Module, graphs: Any, packings: list[list[int]], shape: PackedShape = SHAPE
 ) -> dict[str, torch.Tensor]:
-    """The same without graphs."""
+    """Run the same step without graphs."""
     batches = [packed_batch(lengths, seed, shape) for seed, lengths in enumerate(packings)]
     saved = [part.module.__dict__.pop("forward") for part in graphs.site.parts]
     try:

@@ -16,7 +16,7 @@ from chunkgraph.trainer.trained_model import capture_options
 
 
 def run(config: Any, device: torch.device, case: dict[str, Any]) -> dict[str, Any]:
-    """Replays and losses."""
+    """Run the case; return the number of replays and the losses."""
     seed_everything(config.train.seed, device)
     chunks = build_model(config, device, transformer_options=case.get("transformer_options"))
     model_config = config_of(chunks[0])
@@ -35,7 +35,7 @@ def run(config: Any, device: torch.device, case: dict[str, Any]) -> dict[str, An
             if device.type == "cuda" and graphs.engine.report is not None:
                 torch.cuda.set_sync_debug_mode("error")
             try:
-                found = run_step(
+                entries = run_step(
                     forward_step_func=forward_step,
                     data_iterator=[batches.step(step, count) for _ in chunks],
                     model=chunks,
@@ -48,7 +48,7 @@ def run(config: Any, device: torch.device, case: dict[str, Any]) -> dict[str, An
             finally:
                 if device.type == "cuda":
                     torch.cuda.set_sync_debug_mode("default")
-            losses += [float(entry["lm loss"]) for entry in found]
+            losses += [float(entry["lm loss"]) for entry in entries]
         return {"replays": graphs.counters.replays, "losses": losses}
     finally:
         graphs.detach()

@@ -1,4 +1,4 @@
-"""Layers of packed sequences for Megatron's ``--spec``, which takes no functions."""
+"""Layers of packed sequences for Megatron's ``--spec``, which accepts no functions."""
 
 from __future__ import annotations
 

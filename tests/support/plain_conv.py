@@ -1,7 +1,7 @@
 """The causal convolution of a Mamba mixer in plain operators, on any device.
 
-With the functions of the package causal-conv1d that mamba-ssm calls, for a machine without that
-package's extension.
+It has the functions of causal-conv1d that mamba-ssm calls, for machines without the package's
+extension.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from torch.nn import functional
 
 
 def before(t: torch.Tensor, rows: int, fill: float) -> torch.Tensor:
-    """[b, l, ...] as it was ``rows`` earlier."""
+    """Shift [b, l, ...] by ``rows`` rows."""
     return torch.cat([t.new_full((t.size(0), rows, *t.shape[2:]), fill), t], 1)[:, : t.size(1)]
 
 
 def convolved(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, seq_idx: torch.Tensor | None
 ) -> torch.Tensor:
-    """Causal convolution of each channel, then SiLU: [b, l, channels]; weight [channels, taps]."""
+    """Convolve each channel causally and apply SiLU: [b, l, channels]; weight [channels, taps]."""
     taps = weight.size(1)
     out = bias + x * weight[:, taps - 1]
     for back in range(1, min(taps, x.size(1))):
@@ -39,7 +39,7 @@ def causal_conv1d_fwd_function(
     final_states_out: None,
     silu_activation: bool,
 ) -> torch.Tensor:
-    """[b, channels, l], in memory [b, l, channels]."""
+    """Convolve [b, channels, l], in memory [b, l, channels]."""
     assert silu_activation
     assert initial_states is None
     assert final_states_out is None
@@ -60,7 +60,7 @@ def causal_conv1d_bwd_function(
     return_dinitial_states: bool,
     silu_activation: bool,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Gradients of x (put in ``dx``), the weight, the bias, and of no initial states."""
+    """Return the gradients of x (in ``dx``), weight and bias, and None for initial states."""
     assert silu_activation
     assert initial_states is None
     assert dfinal_states is None
@@ -83,6 +83,6 @@ def causal_conv1d_fn(
     seq_idx: torch.Tensor | None = None,
     activation: str = "silu",
 ) -> torch.Tensor:
-    """[b, channels, l], for Megatron's path that keeps everything."""
+    """Convolve [b, channels, l], for Megatron's path that saves everything."""
     assert activation == "silu"
     return convolved(x.transpose(1, 2), weight, bias, seq_idx).transpose(1, 2)

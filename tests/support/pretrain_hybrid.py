@@ -1,7 +1,7 @@
 """``scripts/pretrain_gpt.py`` with a hybrid model.
 
-With ``--transformer-impl transformer_engine`` of Megatron's own layers, else with Mamba's kernels
-stood in for.
+With ``--transformer-impl transformer_engine`` it has Megatron's layers; otherwise a stand-in
+replaces Mamba's kernels.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _stack_spec(implementation: str) -> Any:
 
 
 def packed_seq_params(batch: dict[str, Any]) -> PackedSeqParams:
-    """With the number of rows, from which Megatron computes the document of each."""
+    """Make the parameters with the number of rows, from which Megatron computes their documents."""
     offsets, longest = batch["cu_seqlens"].squeeze(0), int(batch["max_seqlen"].item())
     return PackedSeqParams(
         qkv_format="thd",
@@ -69,7 +69,7 @@ def packed_seq_params(batch: dict[str, Any]) -> PackedSeqParams:
 
 
 def main() -> None:
-    """As the script, with the two functions above instead of its own."""
+    """Run the script's main with the two functions above instead of its own."""
     spec = importlib.util.spec_from_file_location("pretrain_gpt", SCRIPT)
     assert spec is not None
     assert spec.loader is not None

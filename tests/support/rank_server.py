@@ -1,14 +1,18 @@
 """Forks ranks from a process that has imported torch and Megatron: ``rank_server.py FD PATH HOST``.
 
-Importing them takes seconds of every rank's time, and tests start hundreds of ranks. A forked rank
-is otherwise a process like any other: a session, an environment, a log and arguments of its own;
-`run` says how it ends. FD is a socket that listens at PATH; all processes of a test
-run connect to it, each while it holds the lock PATH.lock. The server reads one JSON object a line
-and answers with one: ``{"arguments": ..., "environment": ..., "log": ...}`` with ``{"pid": ...}``,
-and ``{"pid": ...}`` with ``{"code": ...}``, null while that rank runs. Ranks end with the
-connection that asked for them, and the server with the last connection. HOST is what Megatron is
-imported in: ``core`` for `cpu_host`, ``pretrain`` for `cpu_pretrain_host`. The latter's server is
-forked too, from one that has imported the most of it: ``{"host": ..., "path": ...}``.
+Importing them takes seconds of every rank's time, and tests start hundreds of ranks. Otherwise a
+forked rank is an ordinary process, with its own session, environment, log and arguments; `run`
+describes its end.
+
+FD is a socket that listens at PATH; all processes of a test run connect to it, each while it holds
+the lock PATH.lock. The server reads one JSON object per line and answers with one:
+``{"arguments": ..., "environment": ..., "log": ...}`` with ``{"pid": ...}``, and ``{"pid": ...}``
+with ``{"code": ...}``, null while that rank runs. Ranks end with the connection that started them,
+and the server with the last connection.
+
+HOST is the environment of Megatron's import: ``core`` for `cpu_host`, ``pretrain`` for
+`cpu_pretrain_host`. The latter's server is also forked, from one that has imported most of its
+modules: ``{"host": ..., "path": ...}``.
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ MODULES = (
     *("transformer.moe.moe_layer", "transformer.multi_token_prediction"),
 )
 PRETRAIN_MODULES = (
-    "megatron.core.models.mimo",  # which its optimizer imports
+    "megatron.core.models.mimo",  # Megatron's optimizer imports it
     "megatron.training.datasets.sft_dataset",
 )
 
@@ -64,8 +68,8 @@ def remember_docstrings() -> None:
 
 def preload(host: str) -> None:
     """Import what ranks need; none of it may start a thread."""
-    gc.disable()  # a quarter of the time that the imports take
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # as ranks on a CPU have it; torch reads it at once
+    gc.disable()  # collections take a quarter of the imports' time
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # as on ranks on a CPU; torch reads it at once
     import run_cases  # noqa: F401
 
     from chunkgraph.launch.patches import pretrain_hooks
@@ -79,7 +83,7 @@ def preload(host: str) -> None:
         for name in MODULES:
             import_megatron(f"megatron.core.{name}")
         if host == "pretrain":
-            pretrain_hooks()  # of its training program, which this imports
+            pretrain_hooks()  # the training program, with its imports
             for name in PRETRAIN_MODULES:
                 import_megatron(name)
             remember_docstrings()
@@ -91,7 +95,7 @@ def preload(host: str) -> None:
 
 
 class Server:
-    """Answers requests of all connections, in one thread."""
+    """Answers the requests of all connections in one thread."""
 
     def __init__(self, listener: socket.socket, path: Path) -> None:
         self._path = path
@@ -101,7 +105,7 @@ class Server:
         self._running: dict[socket.socket, set[int]] = {}
 
     def serve(self) -> dict[str, Any] | None:
-        """Until the last connection ends; in a forked rank: what it is to do."""
+        """Serve until the last connection ends; in a forked process return its request."""
         while True:
             for key, _ in self._selector.select():
                 connection = key.fileobj
@@ -110,14 +114,14 @@ class Server:
                     self._accept()
                 elif (line := _read_line(connection)) is None:
                     self._forget(connection)
-                elif (asked := self._answer(connection, json.loads(line))) is not None:
+                elif (request := self._answer(connection, json.loads(line))) is not None:
                     self._close()
-                    return asked
+                    return request
             if not self._running and self._is_over():
                 return None
 
     def _is_over(self) -> bool:
-        """Whether nobody connects any more, as nobody can when this returns true."""
+        """Return whether the server is over; after True no process can connect."""
         with self._path.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if self._selector.select(timeout=0):
@@ -167,7 +171,7 @@ class Server:
 
 
 def _read_line(connection: socket.socket) -> bytes | None:
-    """One request, or None at the end; a connection has never more than one under way."""
+    """Read a request, or return None at the end; a connection has at most one in progress."""
     line = b""
     while not line.endswith(b"\n"):
         try:
@@ -181,7 +185,7 @@ def _read_line(connection: socket.socket) -> bytes | None:
 
 
 def become(request: dict[str, Any]) -> None:
-    """Make this process the one that was asked for, up to its own code."""
+    """Give this process the requested session, log and environment."""
     os.setsid()
     die_with_parent()
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -212,18 +216,18 @@ def run(arguments: list[str]) -> None:
 
 
 def serve(listener: int, path: str, host: str) -> dict[str, Any]:
-    """Until nobody is left, or in a forked rank: what it is to do."""
+    """Serve until the last connection ends and exit; in a forked rank return its request."""
     preload(host)
-    asked = Server(socket.socket(fileno=listener), Path(path)).serve()
-    if asked is None:
-        os._exit(0)  # nothing of the server's own is to be put in order
-    if "host" in asked:
-        die_with_parent()  # which ends after all that are connected here
-        return serve(asked["listener"], asked["path"], asked["host"])
-    return asked
+    request = Server(socket.socket(fileno=listener), Path(path)).serve()
+    if request is None:
+        os._exit(0)  # the server has nothing to clean up
+    if "host" in request:
+        die_with_parent()  # the parent ends after all processes that are connected here
+        return serve(request["listener"], request["path"], request["host"])
+    return request
 
 
 if __name__ == "__main__":
-    asked = serve(int(sys.argv[1]), *sys.argv[2:])
-    become(asked)
-    run(asked["arguments"])
+    request = serve(int(sys.argv[1]), *sys.argv[2:])
+    become(request)
+    run(request["arguments"])

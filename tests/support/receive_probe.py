@@ -1,4 +1,4 @@
-"""A job that watches where received tensors land and what is copied, for test_receive.py."""
+"""A job that records where received tensors arrive and what is copied, for test_receive.py."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _COPIES = (
 
 
 class _CountCopies(TorchDispatchMode):
-    """Copies of tensors of one shape, outside of graph replays."""
+    """Counts copies of tensors of one shape, outside of graph replays."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         super().__init__()
         self.shape = shape
-        self.found: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -41,12 +41,12 @@ class _CountCopies(TorchDispatchMode):
         name = func.name().split(".")[0]
         targets = args[0] if name == "aten::_foreach_copy_" else args[:1]
         if name in _COPIES:
-            self.found[name] += sum(tuple(t.shape) == self.shape for t in targets)
+            self.counts[name] += sum(tuple(t.shape) == self.shape for t in targets)
         return func(*args, **(kwargs or {}))
 
 
 class Probe:
-    """Stands around every call of the schedule."""
+    """Wraps every call of the schedule."""
 
     def __init__(self, config: Config, case: dict[str, Any]) -> None:
         self.case = case
@@ -74,9 +74,9 @@ class Probe:
         wrapped = MegatronChunkGraphs.wrap_forward_backward(self.graphs, schedule)
 
         def call(**keywords: Any) -> Any:
-            found: Counter[str] = Counter()
+            inputs: Counter[str] = Counter()
             keywords["forward_step_func"] = partial(
-                self._forward_step, keywords["forward_step_func"], found
+                self._forward_step, keywords["forward_step_func"], inputs
             )
             keywords.update(self._own_communicator(keywords["model"][0].config))
             receiver = self.graphs.receiver
@@ -90,9 +90,9 @@ class Probe:
                     "in_place": receiver.num_received_in_place - before[0],
                     "copied": receiver.num_received_copied - before[1],
                     "off_because": receiver.off_because,
-                    "copies": sum(copies.found.values()),
-                    "inputs_in_slots": found["in slot"],
-                    "inputs_elsewhere": found["elsewhere"],
+                    "copies": sum(copies.counts.values()),
+                    "inputs_in_slots": inputs["in slot"],
+                    "inputs_elsewhere": inputs["elsewhere"],
                 }
             )
             return result
@@ -100,7 +100,7 @@ class Probe:
         return call
 
     def _forward_step(
-        self, forward_step: Callable[..., Any], found: Counter[str], data: Any, chunk: Any
+        self, forward_step: Callable[..., Any], inputs: Counter[str], data: Any, chunk: Any
     ) -> Any:
         module = chunk
         while not hasattr(module, "decoder"):
@@ -113,12 +113,12 @@ class Probe:
             assert received.grad is None
             index = getattr(module, "vp_stage", None) or 0
             static = {slot.inputs[0].data_ptr() for slot in captured.slots[index]}
-            found["in slot" if received.data_ptr() in static else "elsewhere"] += 1
+            inputs["in slot" if received.data_ptr() in static else "elsewhere"] += 1
         return forward_step(data, chunk)
 
     def _own_communicator(self, config: Any) -> dict[str, Any]:
-        wanted = self.case.get("communicator")
-        if wanted is None:
+        kind = self.case.get("communicator")
+        if kind is None:
             return {}
         from megatron.core import parallel_state
         from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -133,7 +133,7 @@ class Probe:
 
         group = parallel_state.get_pipeline_model_parallel_group()
         return {
-            "p2p_communicator": {"own": Own, "plain": P2PCommunicator}[wanted](group, config),
+            "p2p_communicator": {"own": Own, "plain": P2PCommunicator}[kind](group, config),
             "pg_collection": ProcessGroupCollection.use_mpu_process_groups(),
         }
 
@@ -141,9 +141,9 @@ class Probe:
 def run(
     config: Config, device: torch.device, case: dict[str, Any], eager_of: Callable[..., TrainingRun]
 ) -> list[dict[str, Any]]:
-    """What every rank saw; see `Probe` and ``compare_runs``.
+    """Run the case; return each rank's results of `Probe` and ``compare_runs``.
 
-    The eager run is without the case's overlap, so that this is shown to change no number either.
+    The eager run has no overlap, so the comparison also shows that overlap changes no number.
     """
     probe = Probe(config, case)
 

@@ -1,4 +1,4 @@
-"""What rules say of a model that is nothing but some settings of Megatron's."""
+"""Refusals of a model that consists of some settings of Megatron's config."""
 
 from __future__ import annotations
 

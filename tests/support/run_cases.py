@@ -1,6 +1,6 @@
-"""One rank of several jobs, one after the other: ``python run_cases.py CASES.json FOLDER``.
+"""Runs one rank of several jobs, one after the other: ``python run_cases.py CASES.json FOLDER``.
 
-Saves the import of Megatron for every job but the first, and eager runs that others have done.
+Only the first job imports Megatron, and jobs share eager runs.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from chunkgraph.trainer.setup import training_process
 
 
 class EagerRuns:
-    """Runs without graphs of this rank: one for all cases that differ in their graphs alone."""
+    """This rank's runs without graphs, one for all cases that differ only in their graphs."""
 
     def __init__(self) -> None:
         self._done: dict[str, TrainingRun] = {}
 
     def of(self, case: dict[str, Any], run: Callable[[], TrainingRun]) -> TrainingRun:
-        """That of ``case``; made by ``run`` if it is the first of its kind."""
+        """Return the run of ``case``; call ``run`` if it is the first of its kind."""
         of_graphs = ("capture", "stash", "run")
         model = {name: s for name, s in case["config"].items() if name not in of_graphs}
         model["pipeline"] = {**model.get("pipeline", {}), "schedule": "auto"}
@@ -66,7 +66,7 @@ class EagerRuns:
 
 
 def run_case(case: dict[str, Any], eager_runs: EagerRuns) -> Any:
-    """Results of one job."""
+    """Run one job and return its results."""
     os.environ["MASTER_PORT"] = str(case["port"])
     config = config_from_mapping(case["config"])
     with (
@@ -113,12 +113,12 @@ def run_case(case: dict[str, Any], eager_runs: EagerRuns) -> Any:
 
 
 @contextmanager
-def groups_of_megatron(wanted: str | None) -> Iterator[None]:
-    """Where ``wanted`` is "megatron", its context-parallel groups take the place of ours."""
-    if wanted is None:
+def groups_of_megatron(kind: str | None) -> Iterator[None]:
+    """Use Megatron's context-parallel groups instead of ours, if ``kind`` is "megatron"."""
+    if kind is None:
         yield
         return
-    assert wanted == "megatron"
+    assert kind == "megatron"
     from megatron.core import parallel_state
 
     initialize = functools.partial(
@@ -133,7 +133,7 @@ def groups_of_megatron(wanted: str | None) -> Iterator[None]:
 
 @contextmanager
 def experts_split_over(num_ranks: int | None) -> Iterator[None]:
-    """Split each expert over so many ranks, as Megatron does by default with tensor parallelism."""
+    """Split each expert over ``num_ranks`` ranks, Megatron's default with tensor parallelism."""
     if num_ranks is None:
         yield
         return
@@ -149,15 +149,15 @@ def experts_split_over(num_ranks: int | None) -> Iterator[None]:
 
 
 @contextmanager
-def offsets_for(wanted: str | None) -> Iterator[None]:
-    """Where ``wanted`` is "most", offsets are made for the most sequences, as by `attach`'s users.
+def offsets_for(kind: str | None) -> Iterator[None]:
+    """Make offsets for the most sequences, as users of `attach` may, if ``kind`` is "most".
 
     Training makes them for the graphs that a microbatch replays.
     """
-    if wanted is None:
+    if kind is None:
         yield
         return
-    assert wanted == "most"
+    assert kind == "most"
     fewest, num_wider = PackedBatches._shape_for, 0
 
     def most(own: PackedBatches, lengths: Sequence[int], bank: PackedBank) -> PackedShape:

@@ -1,4 +1,4 @@
-"""Training by a schedule of chunkgraph against Megatron's own functions, in one process a rank."""
+"""A case of `run_cases`: training by a schedule of chunkgraph against Megatron's functions."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
 """Runs a pretrain script on ``--sft`` data: ``sft_stand_ins.py SCRIPT FLAGS``.
 
-Megatron's SFTDataset reads its file with the package ``datasets`` and asks the tokenizer for
-conversations, for which it has one of the package ``transformers``. Neither is needed to see how
-documents are packed, so both are stood in for: a message is a list of numbers, its tokens.
+Megatron's SFTDataset reads its file with the package ``datasets`` and tokenizes conversations with
+``transformers``. Packing of documents needs neither, so stand-ins replace both: a message is a list
+of numbers, its tokens.
 
 ``SFT_READS`` names a file that gets a line for each sample that is read, with the number of its
-data set. ``SFT_RERUN`` is the number of a step that Megatron's rerun state machine is to run again.
-``SFT_WORDS`` names a file that gets a line for each announcement of a step and for each question of
-the ranks about one: whether it waited for an answer that was asked for before.
+data set. ``SFT_RERUN`` is the number of a step that Megatron's rerun state machine runs again.
+``SFT_WORDS`` names a file that gets a line for each announcement of a step, and for each question
+about one: whether it was posted before.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 
 
 class NumberTokenizer:
-    """What SFTDataset and Megatron ask of a tokenizer."""
+    """The part of a tokenizer that SFTDataset and Megatron use."""
 
     eod = 62
     pad = 63
@@ -34,7 +34,7 @@ class NumberTokenizer:
     def tokenize_conversation(
         self, conversation: list[dict[str, str]], return_target: bool, **_: Any
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens of all messages, and those of the assistant as targets."""
+        """Return the tokens of all messages, and those of the assistant as targets."""
         assert return_target
         tokens, targets = [], []
         for message in conversation:
@@ -45,14 +45,14 @@ class NumberTokenizer:
 
 
 def load_dataset(_kind: str, *, data_files: str, split: str) -> list[dict[str, Any]]:
-    """All lines of a file."""
+    """Return all lines of a file."""
     assert split == "all"
     text = Path(data_files).read_text(encoding="utf-8")
     return [json.loads(line) for line in text.splitlines()]
 
 
 def main(script: str) -> None:
-    """Put the stand-ins in and run the script as it is."""
+    """Install the stand-ins and run the script unchanged."""
     from megatron.core.tokenizers.utils import build_tokenizer
     from megatron.training.datasets.sft_dataset import SFTDataset
 
@@ -71,7 +71,7 @@ def main(script: str) -> None:
     path = os.environ.get("SFT_READS")
     if path:
         get = SFTDataset.__getitem__
-        numbers: dict[int, int] = {}  # of the data sets, in the order of their first reads
+        numbers: dict[int, int] = {}  # data sets in the order of their first reads
 
         def read(self: Any, index: int) -> Any:
             number = numbers.setdefault(id(self), len(numbers))
@@ -88,28 +88,28 @@ def main(script: str) -> None:
 
 
 def write_words(path: str) -> None:
-    """Write down what the engine is told ahead of steps, and how it asks about them."""
+    """Record announcements of steps to the engine, and its questions about them."""
     from chunkgraph.engine import ChunkGraphs
     from chunkgraph.engine.decide.agreement import Agreement
 
     announce, withdraw, answer = ChunkGraphs.announce, ChunkGraphs.withdraw, Agreement.answer
 
-    def say(word: str) -> None:
+    def write(word: str) -> None:
         with open(path, "a", encoding="utf-8") as file:
             file.write(f"{word}\n")
 
     def announced(self: Any, misfit: str, **kwargs: Any) -> None:
-        say(f"announced {misfit or 'fits'}")
+        write(f"announced {misfit or 'fits'}")
         announce(self, misfit, **kwargs)
 
     def withdrawn(self: Any) -> None:
-        say("withdrawn")
+        write("withdrawn")
         withdraw(self)
 
     def answered(self: Any, kind: Any, values: Any, *args: Any) -> Any:
         posted = self._posted
-        was_asked = posted is not None and posted[:2] == (kind, list(values))
-        say("asked before" if was_asked else "asks")
+        is_posted = posted is not None and posted[:2] == (kind, list(values))
+        write("posted before" if is_posted else "asks")
         return answer(self, kind, values, *args)
 
     ChunkGraphs.announce, ChunkGraphs.withdraw = announced, withdrawn
@@ -117,7 +117,7 @@ def write_words(path: str) -> None:
 
 
 def run_again(number: int) -> None:
-    """Have a step's result doubted, as by a loss that is out of bounds, and found to be right."""
+    """Have Megatron run a step again, as after a suspicious loss, and accept its result."""
     from megatron.core.rerun_state_machine import RerunState, RerunStateMachine
 
     ask = RerunStateMachine.should_run_forward_backward

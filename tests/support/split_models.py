@@ -18,7 +18,7 @@ WIDTH = 16
 
 
 class Block(nn.Module):
-    """A transformer layer of torch's own modules."""
+    """A transformer layer of torch modules."""
 
     def __init__(self, dropout: float = 0.2) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Tied(nn.Module):
 
 
 class Recomputed(nn.Module):
-    """A layer whose forward is computed again in the backward, next to dropout."""
+    """A layer with a recomputed forward, next to dropout."""
 
     def __init__(self, *, use_reentrant: bool) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Recomputed(nn.Module):
 
 
 class RecomputedFirst(nn.Module):
-    """A scale of the chunk's input, whose forward is computed again in the backward."""
+    """A scale of the chunk's input with a recomputed forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Convolved(nn.Module):
 
 
 class _Product(torch.autograd.Function):
-    """A linear layer of somebody's own."""
+    """A user's linear layer."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -121,7 +121,7 @@ class _Product(torch.autograd.Function):
 
 
 class Own(nn.Module):
-    """Functions of its own, rows of a table, and a weight that is computed from two others."""
+    """Has custom functions, rows of a table, and a weight that is computed from two others."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class Own(nn.Module):
 
 
 class Unseen(torch.autograd.Function):
-    """Reads its gradient by its address, and fills new memory: kernels that torch does not know."""
+    """Reads its gradient by address and fills new memory, as kernels outside of torch do."""
 
     @staticmethod
     def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -190,10 +190,10 @@ Result = list[torch.Tensor]
 
 
 def run_eagerly(module: nn.Module, inputs: Sequence[torch.Tensor]) -> Result:
-    """Whole backwards, each right after its forward."""
+    """Run whole backwards, each directly after its forward."""
     results: Result = []
-    for given in inputs:
-        x = given.detach().clone().requires_grad_(given.requires_grad)
+    for source in inputs:
+        x = source.detach().clone().requires_grad_(source.requires_grad)
         y = module(x)
         y.square().sum().backward()
         results += [y.detach().clone(), *([x.grad] if x.grad is not None else [])]
@@ -201,12 +201,12 @@ def run_eagerly(module: nn.Module, inputs: Sequence[torch.Tensor]) -> Result:
 
 
 def run_split(graphs: ChunkGraphs, inputs: Sequence[torch.Tensor], lag: int) -> Result:
-    """Backwards whose weight halves come ``lag`` microbatches later."""
+    """Run backwards whose weight halves follow ``lag`` microbatches later."""
     results: Result = []
     runners: deque[Callable[[], None]] = deque()
     with graphs.step(len(inputs)):
-        for given in inputs:
-            x = given.detach().clone().requires_grad_(given.requires_grad)
+        for source in inputs:
+            x = source.detach().clone().requires_grad_(source.requires_grad)
             y = graphs.callables[0](x)
             y.square().sum().backward()
             results += [y.detach().clone(), *([x.grad] if x.grad is not None else [])]

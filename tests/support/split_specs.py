@@ -12,9 +12,9 @@ from user_specs import PackedCore, _with_core
 
 
 class SplitCore(PackedCore):
-    """`PackedCore` on the rows of all ranks of the context-parallel group; each keeps its own.
+    """`PackedCore` on the rows of all context-parallel ranks; each rank keeps its own.
 
-    Nothing here knows `PackedSequences.rows_of_rank`: a row's place is found from the offsets, row
+    It does not use `PackedSequences.rows_of_rank`: it computes a row's place from the offsets, row
     by row.
     """
 
@@ -27,7 +27,7 @@ class SplitCore(PackedCore):
         packed_seq_params: Any = None,
         **options: Any,
     ) -> torch.Tensor:
-        """[t / C, heads, width] each; gives [t / C, 1, heads * width]."""
+        """Attend with [t / C, heads, width] each; return [t / C, 1, heads * width]."""
         group = parallel_state.get_context_parallel_group()
         padded = packed_seq_params.cu_seqlens_q_padded
         if padded is None:  # documents fill all rows
@@ -41,45 +41,45 @@ class SplitCore(PackedCore):
 
 
 def _places(padded: torch.Tensor, num_rows: int, size: int) -> torch.Tensor:
-    """Where in the packed row each row of rank 0, then of rank 1, ... lies; int64 [size * rows]."""
+    """Return the packed places of the rows of rank 0, then of rank 1, ...; int64 [size * rows]."""
     starts, ends = padded[:-1].long(), padded[1:].long()
     rows = torch.arange(num_rows)
     document = torch.searchsorted(ends // size, rows, right=True).clamp(max=len(starts) - 1)
     within = rows - starts[document] // size
     half = (ends - starts)[document] // (2 * size)
-    found = []
+    places = []
     for rank in range(size):
         from_front = starts[document] + rank * half + within
         from_back = ends[document] - (rank + 1) * half + (within - half)
-        found.append(torch.where(within < half, from_front, from_back))
-    return torch.cat(found)
+        places.append(torch.where(within < half, from_front, from_back))
+    return torch.cat(places)
 
 
 class PoisonedSplitCore(SplitCore):
     """Gets NaN in every row without a token, forward and backward."""
 
     def prepared(self, t: torch.Tensor, is_tail: torch.Tensor) -> torch.Tensor:
-        """As the parent, of a tensor whose padding is poisoned."""
+        """Prepare a tensor with poisoned padding."""
         return super().prepared(t.masked_fill(is_tail[:, None, None], float("nan")), is_tail)
 
 
 def split() -> Any:
-    """The local spec with `SplitCore`."""
+    """Return the local spec with `SplitCore`."""
     return _spec(SplitCore)
 
 
 def split_poisoned() -> Any:
-    """The local spec with `PoisonedSplitCore`."""
+    """Return the local spec with `PoisonedSplitCore`."""
     return _spec(PoisonedSplitCore)
 
 
 def split_latent() -> Any:
-    """The local spec of multi-latent attention with `SplitCore`."""
+    """Return the local spec of multi-latent attention with `SplitCore`."""
     return _with_core(SplitCore, multi_latent_attention=True)
 
 
 def split_experts() -> Any:
-    """The local spec of four experts with `PoisonedSplitCore`."""
+    """Return the local spec of four experts with `PoisonedSplitCore`."""
     return _with_core(PoisonedSplitCore, num_experts=4)
 
 

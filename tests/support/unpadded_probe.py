@@ -1,7 +1,7 @@
-"""A case of `run_cases`: padded graphs next to plain eager training on rows without padding.
+"""A case of `run_cases`: padded graphs against plain eager training on rows without padding.
 
-The same documents from the same parameters in every step. Without padding means: as many rows as
-tokens, as many sequences as documents, and offsets in rows that nobody is told.
+Both have the same documents and begin every step from the same parameters. Without padding there
+are as many rows as tokens and as many sequences as documents, and no separate offsets of rows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclasses.dataclass
 class _Step:
-    """What a step began with, and what came of it; all on the CPU."""
+    """Parameters before a step, and its results, on the CPU."""
 
     parameters: Tensors
     gradients: Tensors
@@ -38,7 +38,7 @@ class _Step:
 
 
 class _Model:
-    """One chunk, of the case's configuration and seed."""
+    """One chunk with the case's configuration and seed."""
 
     def __init__(self, config: Any, device: torch.device, options: Any) -> None:
         seed_everything(config.train.seed, device)
@@ -48,11 +48,11 @@ class _Model:
         schedules = import_megatron("megatron.core.pipeline_parallel")
         self.forward_backward: Callable[..., Any] = schedules.get_forward_backward_func()
 
-    def step(self, batches: Iterator[dict[str, Any]], count: int, **told: Any) -> _Step:
-        """Losses of the microbatches and gradients, before the optimizer."""
+    def step(self, batches: Iterator[dict[str, Any]], count: int, **options: Any) -> _Step:
+        """Run a step; return losses and gradients before the optimizer."""
         zero_gradients(self.chunks, self.optimizer)
         before = self._copied(lambda p: p)
-        found = self.forward_backward(
+        entries = self.forward_backward(
             forward_step_func=forward_step,
             data_iterator=[batches],
             model=self.chunks,
@@ -60,13 +60,13 @@ class _Model:
             seq_length=self.config.tokens_per_sequence,
             micro_batch_size=1,
             forward_only=False,
-            **told,
+            **options,
         )
-        losses = [float(entry["lm loss"]) for entry in found]
+        losses = [float(entry["lm loss"]) for entry in entries]
         return _Step(before, self._copied(lambda p: p.main_grad), losses)
 
     def set(self, parameters: Tensors) -> None:
-        """Begin where another model began."""
+        """Set the parameters to those of another model."""
         with torch.no_grad():
             for name, parameter in self.chunks[0].named_parameters():
                 parameter.copy_(parameters[name])
@@ -79,9 +79,9 @@ class _Model:
 
 
 def run(config: Any, device: torch.device, case: dict[str, Any]) -> dict[str, Any]:
-    """Largest differences over all steps: of losses, and of each parameter's gradient."""
+    """Return the largest differences over all steps, of losses and of each parameter's gradient."""
     options = case.get("transformer_options")
-    # Fewer than there are rows: then even the longest document leaves many.
+    # Fewer tokens than rows, so that even the longest document leaves many rows.
     num_drawn = case.get("num_drawn", config.tokens_per_sequence)
     documents = Documents.from_file(config.data.path, num_tokens=num_drawn, seed=config.train.seed)
     padded = _with_graphs(config, device, options, documents)
@@ -96,12 +96,12 @@ def run(config: Any, device: torch.device, case: dict[str, Any]) -> dict[str, An
         zip(config.train.num_microbatches, padded["steps"], strict=True)
     ):
         model.set(expected.parameters)
-        found = model.step(_without_padding(config, device, documents, number, count), count)
-        assert all((found.parameters[n] == p).all() for n, p in expected.parameters.items())
-        for a, b in zip(found.losses, expected.losses, strict=True):
+        result = model.step(_without_padding(config, device, documents, number, count), count)
+        assert all((result.parameters[n] == p).all() for n, p in expected.parameters.items())
+        for a, b in zip(result.losses, expected.losses, strict=True):
             losses.append(abs(a - b) / abs(a))
             num_equal_losses += a.hex() == b.hex()
-        for name, gradient in found.gradients.items():
+        for name, gradient in result.gradients.items():
             error = _relative(gradient, expected.gradients[name])
             gradients[name] = max(error, gradients.get(name, 0.0))
     return {
@@ -146,10 +146,10 @@ def _with_graphs(
 def _without_padding(
     config: Any, device: torch.device, documents: Documents, step: int, count: int
 ) -> Iterator[dict[str, Any]]:
-    """The step's microbatches on as many rows as they have tokens."""
+    """Yield the step's microbatches with as many rows as tokens."""
     for microbatch in range(count):
         row = documents.row(step, microbatch)
-        # A shape always has a dummy; here it has no rows and is left out.
+        # A shape always has a dummy, which has no rows here; drop it.
         packed = pack(row.lengths, PackedShape(len(row.lengths) + 1, len(row.tokens)))
         packed = dataclasses.replace(
             packed,
@@ -172,9 +172,9 @@ def _without_padding(
         yield {**batch, "packed_seq_params": params}
 
 
-def _relative(expected: torch.Tensor, found: torch.Tensor) -> float:
-    """How far apart, as a part of the gradient's length."""
-    expected, found = expected.double(), found.double()
+def _relative(expected: torch.Tensor, actual: torch.Tensor) -> float:
+    """Return the difference relative to the norm of the expected gradient."""
+    expected, actual = expected.double(), actual.double()
     length = expected.norm().item()
-    apart = (found - expected).norm().item()
+    apart = (actual - expected).norm().item()
     return apart / length if length else apart

@@ -24,10 +24,10 @@ from torch import nn
 
 
 class WatchfulLayer(TransformerLayer):
-    """Looks at its output on the host, which no graph can hold."""
+    """Reads its output on the host, which no graph can hold."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The layer's output, after a look at it."""
+        """Return the layer's output after reading it."""
         hidden, context = super().forward(*args, **kwargs)
         largest = hidden.abs().max().item()  # the line that the error must name
         if largest > 1e6:
@@ -36,7 +36,7 @@ class WatchfulLayer(TransformerLayer):
 
 
 def watchful() -> Any:
-    """The local spec with `WatchfulLayer`."""
+    """Return the local spec with `WatchfulLayer`."""
     spec = get_gpt_layer_local_spec()
     spec.module = WatchfulLayer
     return spec
@@ -46,43 +46,43 @@ class FailsOnce(TransformerLayer):
     """Raises in the last rank's forward."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Fail, or do as the layer does."""
+        """Fail once, otherwise run the layer."""
         if os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1):
-            raise RuntimeError("told to fail")
+            raise RuntimeError("fails on purpose")
         return super().forward(*args, **kwargs)
 
 
 def fails_on_last_rank() -> Any:
-    """The local spec with `FailsOnce`."""
+    """Return the local spec with `FailsOnce`."""
     spec = get_gpt_layer_local_spec()
     spec.module = FailsOnce
     return spec
 
 
 class WatchfulWhereFaulty(TransformerLayer):
-    """Looks at its input on the host, on one rank and from its second layer on."""
+    """Reads its input on the host, on one rank and from its second layer on."""
 
     def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-        """The layer's output, after a look at its input."""
+        """Return the layer's output after reading its input."""
         if os.environ.get("FAULTY") == "1" and self.layer_number > 1:
-            hidden_states.sum().item()  # the line of one rank alone
+            hidden_states.sum().item()  # only one rank runs this line
         return super().forward(hidden_states, *args, **kwargs)
 
 
 def watchful_where_faulty() -> Any:
-    """The local spec with `WatchfulWhereFaulty`."""
+    """Return the local spec with `WatchfulWhereFaulty`."""
     spec = get_gpt_layer_local_spec()
     spec.module = WatchfulWhereFaulty
     return spec
 
 
 class CountingLayer(TransformerLayer):
-    """Uses a number that Python counts, so that a replay is not what an eager pass gives."""
+    """Uses a counter in Python, so that a replay differs from an eager pass."""
 
     num_calls = 0
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The layer's output, scaled from the fourth call of the last rank's last layer on."""
+        """Return the output, scaled from the fourth call of the last rank's last layer on."""
         hidden, context = super().forward(*args, **kwargs)
         self.num_calls += 1
         is_last = self.layer_number == self.config.num_layers
@@ -90,14 +90,14 @@ class CountingLayer(TransformerLayer):
 
 
 def counting() -> Any:
-    """The local spec with `CountingLayer`."""
+    """Return the local spec with `CountingLayer`."""
     spec = get_gpt_layer_local_spec()
     spec.module = CountingLayer
     return spec
 
 
 class LatentCore(nn.Module):
-    """Attention whose values have a width of their own, which Megatron's local one has not."""
+    """Attention with another width of values, which Megatron's local attention lacks."""
 
     def __init__(self, config: Any, *, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class LatentCore(nn.Module):
         attention_mask: torch.Tensor,
         **_: Any,
     ) -> torch.Tensor:
-        """[s, b, heads, width] each; the mask is true where nothing is to be seen."""
+        """Attend with [s, b, heads, width] each; the mask is true at hidden places."""
         scores = torch.einsum("sbnd,tbnd->bnst", query, key) * self.scale
         weights = scores.masked_fill(attention_mask, -10000.0).softmax(-1)
         with get_cuda_rng_tracker().fork():
@@ -121,14 +121,14 @@ class LatentCore(nn.Module):
 
 
 def latent() -> Any:
-    """The local spec of multi-latent attention with `LatentCore`."""
+    """Return the local spec of multi-latent attention with `LatentCore`."""
     spec = get_gpt_layer_local_spec(multi_latent_attention=True)
     spec.submodules.self_attention.submodules.core_attention = LatentCore
     return spec
 
 
 class SplitNorm(nn.LayerNorm):
-    """A normalisation of split sequences: its gradients are summed over tensor-parallel ranks."""
+    """A norm of split sequences, whose gradients are summed over tensor-parallel ranks."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__(hidden_size, eps)
@@ -137,12 +137,12 @@ class SplitNorm(nn.LayerNorm):
 
 
 def split_sequences_4() -> Any:
-    """Four local layers with `SplitNorm`, for sequence parallelism."""
+    """Return four local layers with `SplitNorm`, for sequence parallelism."""
     return _split_sequences(4)
 
 
 def split_sequences_2() -> Any:
-    """Two of them."""
+    """Return two such layers."""
     return _split_sequences(2)
 
 
@@ -154,11 +154,11 @@ def _split_sequences(num_layers: int) -> Any:
 
 
 class PackedCore(nn.Module):
-    """Attention of packed sequences in plain operators: the reference for those of a GPU.
+    """Attention of packed sequences in plain operators, the reference for kernels on a GPU.
 
-    A row sees the rows of its own document up to itself. Rows that belong to none (padding and the
-    tail) are cleared at the entry and at the exit. A mask on the scores would not do: a weight of
-    0 times a NaN is NaN, in the sum over values and in every product of the backward.
+    A row sees the rows of its document up to itself. Rows without a document (padding and the tail)
+    are cleared in the inputs and in the output. A mask on the scores would not be enough: a weight
+    of 0 times NaN is NaN, in the sum over values and in every product of the backward.
     """
 
     def __init__(self, config: Any, *, softmax_scale: float | None = None, **_: Any) -> None:
@@ -167,7 +167,7 @@ class PackedCore(nn.Module):
         self.dropout = nn.Dropout(config.attention_dropout)
 
     def prepared(self, t: torch.Tensor, is_tail: torch.Tensor) -> torch.Tensor:
-        """Query, key or value [t, heads, width] without what its tail holds."""
+        """Return query, key or value [t, heads, width] with a cleared tail."""
         return t.masked_fill(is_tail[:, None, None], 0.0)
 
     def forward(
@@ -179,10 +179,10 @@ class PackedCore(nn.Module):
         packed_seq_params: Any = None,
         **_: Any,
     ) -> torch.Tensor:
-        """[t, heads, width] each; gives [t, 1, heads * width]."""
+        """Attend with [t, heads, width] each; return [t, 1, heads * width]."""
         assert attention_mask is None
         assert packed_seq_params.qkv_format == "thd"
-        # Another table than the queries' would be a defect of whoever made the parameters.
+        # Another table than that of the queries would be an error in the parameters.
         assert packed_seq_params.cu_seqlens_kv is packed_seq_params.cu_seqlens_q
         real = packed_seq_params.cu_seqlens_q.long()
         padded = packed_seq_params.cu_seqlens_q_padded
@@ -202,7 +202,7 @@ class PackedCore(nn.Module):
 
 
 def _of_every_head(t: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """Keys or values [rows, groups, width] for all heads of the queries."""
+    """Repeat keys or values [rows, groups, width] for all heads of the queries."""
     if t.size(1) == query.size(1):
         return t
     return t.repeat_interleave(query.size(1) // t.size(1), 1)
@@ -214,7 +214,7 @@ class PoisonedCore(PackedCore):
     poison = float("nan")
 
     def prepared(self, t: torch.Tensor, is_tail: torch.Tensor) -> torch.Tensor:
-        """As the parent, of a tensor whose tail is poisoned."""
+        """Prepare a tensor with a poisoned tail."""
         tail = is_tail[:, None, None]
         return super().prepared(t.masked_fill(tail, self.poison), is_tail)
 
@@ -226,14 +226,14 @@ class SharedOffsetsCore(PackedCore):
     is_broken = True
 
     def forward(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> torch.Tensor:
-        """As the parent, with what the last forward left."""
+        """Attend with the offsets in the shared buffer."""
         if not self.is_broken:
             return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
         shared = copy.copy(packed_seq_params)
         for name in ("cu_seqlens_q", "cu_seqlens_q_padded"):
             own = getattr(packed_seq_params, name)
             table = self.offsets.setdefault(name, own.clone())
-            if torch._C._current_graph_task_id() < 0:  # not in a backward's recomputation
+            if torch._C._current_graph_task_id() < 0:  # not in a recomputation of the backward
                 table.copy_(own)
             setattr(shared, name, table)
         shared.cu_seqlens_kv = shared.cu_seqlens_q
@@ -241,37 +241,37 @@ class SharedOffsetsCore(PackedCore):
 
 
 def packed_shared_offsets() -> Any:
-    """The local spec with `SharedOffsetsCore`."""
+    """Return the local spec with `SharedOffsetsCore`."""
     return _with_core(SharedOffsetsCore)
 
 
 def packed() -> Any:
-    """The local spec with `PackedCore`."""
+    """Return the local spec with `PackedCore`."""
     return _with_core(PackedCore)
 
 
 def packed_latent() -> Any:
-    """The local spec of multi-latent attention with `PackedCore`."""
+    """Return the local spec of multi-latent attention with `PackedCore`."""
     return _with_core(PackedCore, multi_latent_attention=True)
 
 
 def packed_experts() -> Any:
-    """The local spec of four experts with `PackedCore`."""
+    """Return the local spec of four experts with `PackedCore`."""
     return _with_core(PackedCore, num_experts=4)
 
 
 def packed_experts_split() -> Any:
-    """Such layers with `SplitNorm`, for sequence parallelism."""
+    """Return such layers with `SplitNorm`, for sequence parallelism."""
     return _split_layer(packed_experts())
 
 
 def experts_split() -> Any:
-    """The local spec with experts and `SplitNorm`."""
+    """Return the local spec with experts and `SplitNorm`."""
     return _split_layer(get_gpt_layer_local_spec(num_experts=4))
 
 
 class GroupedLinear(nn.Module):
-    """Replace Transformer Engine's grouped linear layer on a CPU."""
+    """Stands for Transformer Engine's grouped linear layer on a CPU."""
 
     def __init__(
         self,
@@ -299,7 +299,7 @@ class GroupedLinear(nn.Module):
                 values.allreduce = weight.allreduce
 
     def forward(self, rows: torch.Tensor, splits: list[int]) -> tuple[torch.Tensor, Any]:
-        """Rows, sorted by expert, times the weight of their expert."""
+        """Multiply rows, sorted by expert, by the weight of their expert."""
         weights = [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
         pieces = [r @ w.t() for r, w in zip(rows.split(splits), weights, strict=True)]
         if not self.use_bias:
@@ -311,20 +311,20 @@ class GroupedLinear(nn.Module):
 
 
 def grouped_experts() -> Any:
-    """The local spec with experts that are multiplied at once, by `GroupedLinear`."""
+    """Return the local spec with experts that are multiplied at once, by `GroupedLinear`."""
     with mock.patch.object(LocalSpecProvider, "grouped_mlp_modules", _grouped_modules):
         return get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=True)
 
 
 def _grouped_modules(*_: Any, **__: Any) -> Any:
-    if hasattr(experts, "GroupedMLPSubmodules"):  # later releases build them by a function
+    if hasattr(experts, "GroupedMLPSubmodules"):  # later releases build them with a function
         linears = experts.GroupedMLPSubmodules(linear_fc1=GroupedLinear, linear_fc2=GroupedLinear)
         return functools.partial(experts.TEGroupedMLP, submodules=linears)
     return experts.TEGroupedMLP, MLPSubmodules(linear_fc1=GroupedLinear, linear_fc2=GroupedLinear)
 
 
 class FusedExperts(experts.TEGroupedMLP):
-    """Run in Megatron's eager passes where Transformer Engine's fused operations would."""
+    """Stands for Transformer Engine's fused operations in Megatron's eager passes."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -355,7 +355,7 @@ def _split_layer(spec: Any) -> Any:
 
 
 def packed_poisoned() -> Any:
-    """The local spec with `PoisonedCore`."""
+    """Return the local spec with `PoisonedCore`."""
     return _with_core(PoisonedCore)
 
 
@@ -368,14 +368,14 @@ def _with_core(core: type[nn.Module], **options: Any) -> Any:
 class ContextCore(PackedCore):
     """`PackedCore` for documents that the ranks of the parameters' group share.
 
-    Each rank has two of the 2 C pieces of every document; queries are of its own rows, keys and
+    Each rank has two of the 2 C pieces of every document. Queries are those of its rows, keys and
     values those of all ranks.
     """
 
     is_static = False
 
     def group_of(self, packed_seq_params: Any) -> Any:
-        """The ranks that share the microbatch; None: this one alone."""
+        """Return the group that shares the microbatch; None: this rank alone."""
         return packed_seq_params.cp_group
 
     def forward(
@@ -387,10 +387,10 @@ class ContextCore(PackedCore):
         packed_seq_params: Any = None,
         **_: Any,
     ) -> torch.Tensor:
-        """As the parent."""
+        """Attend over the rows of all ranks of the group."""
         group = self.group_of(packed_seq_params)
         size, rank = (1, 0) if group is None else (group.size(), group.rank())
-        # None is said in an evaluation.
+        # An evaluation has no group.
         assert (packed_seq_params.local_cp_size or 1) == size or self.is_static
         real = packed_seq_params.cu_seqlens_q.long()
         padded = packed_seq_params.cu_seqlens_q_padded
@@ -402,7 +402,7 @@ class ContextCore(PackedCore):
         within = own - starts[document]
 
         def place(of: int) -> torch.Tensor:
-            """Of each row of a rank, its place in its document."""
+            """Return the place in its document of each row of a rank."""
             if size == 1:
                 return within
             is_first = within < piece
@@ -427,15 +427,15 @@ class ContextCore(PackedCore):
 
 
 def packed_contexts() -> Any:
-    """The local spec with `ContextCore`."""
+    """Return the local spec with `ContextCore`."""
     return _with_core(ContextCore)
 
 
 def packed_contexts_experts() -> Any:
-    """The local spec of four experts with `ContextCore`."""
+    """Return the local spec of four experts with `ContextCore`."""
     return _with_core(ContextCore, num_experts=4)
 
 
 def packed_contexts_latent_experts() -> Any:
-    """That with multi-latent attention."""
+    """Return `packed_contexts_experts` with multi-latent attention."""
     return _with_core(ContextCore, multi_latent_attention=True, num_experts=4)

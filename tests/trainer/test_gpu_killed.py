@@ -1,4 +1,4 @@
-"""GPU workers that die or fail in a step: the command says so, and leaves no process."""
+"""GPU workers that die or fail in a step: the command reports it and leaves no process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SMALL = ["model.num_layers=4", "model.hidden_size=512", "model.ffn_hidden_size=1
 
 
 def _workers(of: int) -> list[int]:
-    """Processes that run the worker module, among the descendants of a process."""
+    """Return the descendants of a process that run the worker module."""
     parents: dict[int, int] = {}
     commands: dict[int, str] = {}
     for folder in Path("/proc").iterdir():
@@ -92,4 +92,4 @@ def test_an_error_on_one_rank_ends_the_run(schedule: str) -> None:
         check=False,
     )
     assert done.returncode == 1
-    assert "told to fail" in done.stdout + done.stderr
+    assert "fails on purpose" in done.stdout + done.stderr

@@ -21,9 +21,9 @@ def _line_of(marker: str) -> int:
     return next(i for i, line in enumerate(text.splitlines(), start=1) if marker in line)
 
 
-# Once, not for each Megatron: the files are the worker's own.
+# Not for each release of Megatron: the worker writes these files.
 def test_results_and_progress(run_worker: RunWorker, make_config: MakeConfig) -> None:
-    """Rank 0 alone leaves results and progress; nothing temporary stays."""
+    """Only rank 0 writes results and progress; no temporary file stays."""
     config = make_config(pipeline={"pipeline_model_parallel_size": 2})
     codes, folder = run_worker(config, 2, forked=True)
     assert codes == [0, 0], (folder / "log0.txt").read_text()
@@ -72,7 +72,7 @@ def test_layer_that_reads_on_the_host(run_worker: RunWorker, make_config: MakeCo
 def test_failed_capture_may_train_on_eagerly(
     run_worker: RunWorker, make_config: MakeConfig
 ) -> None:
-    """With ``on_failure: eager`` the model goes on, as equal to eager training as ever."""
+    """With ``on_failure: eager`` training continues, equal to eager training."""
     config = make_config(
         model={
             "layer_spec": "user_specs:watchful",
@@ -92,7 +92,7 @@ def test_failed_capture_may_train_on_eagerly(
     assert "user_specs.py" in (folder / "log0.txt").read_text()
 
 
-# Not marked `megatron`: what is refused here is refused before Megatron is asked.
+# No `megatron` marker: these are refused before Megatron is imported.
 @pytest.mark.parametrize(
     ("sections", "num_ranks", "words"),
     [
@@ -117,11 +117,11 @@ def test_bad_usage(
         assert word in message
 
 
-# Not marked `megatron`: one rank's layer fails, and the other's gloo says so.
+# No `megatron` marker: one rank's layer fails, and gloo reports it to the other.
 def test_a_rank_that_fails_ends_the_others(
     run_worker: RunWorker, make_config: MakeConfig, tmp_path: Path
 ) -> None:
-    """A rank whose peer fails ends by itself, and says that it was not the cause."""
+    """A rank whose peer fails ends by itself, and reports that it is not the cause."""
     config = make_config(
         model={"layer_spec": "user_specs:fails_on_last_rank"},
         pipeline={"pipeline_model_parallel_size": 2},
@@ -129,5 +129,5 @@ def test_a_rank_that_fails_ends_the_others(
     )
     codes, folder = run_worker(config, 2, timeout_s=60, forked=True)
     assert codes == [1, 1]
-    assert "told to fail" in (folder / "error_rank1.txt").read_text().partition("\n\n")[0]
+    assert "fails on purpose" in (folder / "error_rank1.txt").read_text().partition("\n\n")[0]
     assert "another rank" in (folder / "error_rank0.txt").read_text().partition("\n\n")[0]

@@ -1,7 +1,7 @@
-"""``chunkgraph`` with a stand-in for the training worker: driver.py TARGET ARGUMENT...
+"""Runs ``chunkgraph`` with a stand-in for the training worker: driver.py TARGET ARGUMENT...
 
-``alone:TARGET`` starts the workers one after the other and without torchrun's agent, whose import
-of torch takes longer than all the rest: for tests of what the command makes of their results.
+``alone:TARGET`` starts the workers one after the other without torchrun's agent, whose import of
+torch takes longest. It is for tests of the command's handling of results.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def _succeed(config_path: str, run_dir: str, **changes: object) -> int:
         }
         steps[-1].update(changes.pop("last_step", {}))  # type: ignore[call-overload]
         (Path(run_dir) / "rank0.json").write_text(json.dumps({**results, **changes}))
-    # In one piece: unbuffered, `print` writes the end of the line apart, and ranks share the pipe.
+    # One write: unbuffered, `print` writes the line's end separately, and ranks share the pipe.
     sys.stdout.write(f"hello from [rank {RANK}]\n")
     return 0
 
