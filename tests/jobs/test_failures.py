@@ -1,4 +1,4 @@
-"""Which failure of a job is explained, and how."""
+"""Explanations of a job's failures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from chunkgraph.jobs.reports import error_path, write_error
 
 
 def failure_of(folder: Path, errors: dict[int, Exception], **killed: int) -> Failure:
-    """The failure of a job whose ranks wrote these errors, in this order."""
+    """Return the failure of a job whose ranks wrote these errors, in this order."""
     codes = {rank: write_error(folder, rank, error) for rank, error in errors.items()}
     for age, rank in enumerate(errors):
         os.utime(error_path(folder, rank), (1000 + age, 1000 + age))

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(90)
 
 
 class Launched:
-    """A run of two stand-in workers, and what it showed."""
+    """A run of two stand-in workers, and its output."""
 
     def __init__(self, run_dir: Path, has_ended: Callable[[int], bool]) -> None:
         self.run_dir = run_dir
@@ -47,10 +47,10 @@ class Launched:
         launcher.run()
 
     def workers_are_gone(self) -> bool:
-        # A worker may be killed between making its file and writing to it.
-        said = [path.read_text() for path in self.run_dir.glob("pid*")]
-        pids = [int(text) for text in said if text]
-        assert said, "no worker said who it was"
+        # A worker may be killed between creating its file and writing to it.
+        texts = [path.read_text() for path in self.run_dir.glob("pid*")]
+        pids = [int(text) for text in texts if text]
+        assert texts, "no worker wrote its process id"
         return all(self.has_ended(pid) for pid in pids)
 
 
@@ -72,7 +72,7 @@ def test_progress_and_output_are_passed_on(launched: Launched) -> None:
 @pytest.mark.parametrize(
     ("behaviour", "error", "message"),
     [
-        # An error of chunkgraph's own: `test_commands.py`.
+        # `test_commands.py` has an error of chunkgraph.
         ("crash", WorkerError, "Rank 1 failed: ZeroDivisionError: one\ntwo"),
         ("refuse", ConfigError, "model.layer_spec: cannot import nowhere."),
         ("exit_silently", WorkerError, "ended with exit code 7 and left no message"),
@@ -82,11 +82,13 @@ def test_progress_and_output_are_passed_on(launched: Launched) -> None:
 def test_a_failing_worker_is_explained_in_one_message(
     launched: Launched, behaviour: str, error: type[Exception], message: str
 ) -> None:
-    with pytest.raises(error) as caught:
+    with pytest.raises(error) as exception:
         launched.run(behaviour)
-    assert message in str(caught.value)
-    assert ("Rank" in str(caught.value)) is (error is WorkerError), "a setting is no rank's fault"
-    assert "Traceback" not in str(caught.value)
+    assert message in str(exception.value)
+    assert ("Rank" in str(exception.value)) is (error is WorkerError), (
+        "a setting is no rank's fault"
+    )
+    assert "Traceback" not in str(exception.value)
     assert launched.lines == []
 
 
@@ -96,9 +98,9 @@ def test_debug_adds_the_traceback(launched: Launched) -> None:
 
 
 def test_a_killed_worker_is_named_with_its_signal(launched: Launched) -> None:
-    with pytest.raises(WorkerError) as caught:
+    with pytest.raises(WorkerError) as error:
         launched.run("be_killed")
-    message = str(caught.value)
+    message = str(error.value)
     assert "Rank 1 was killed by signal 9 (SIGKILL)" in message
     assert "last event: end of step 1 of the eager run" in message
     assert launched.workers_are_gone()

@@ -1,4 +1,4 @@
-"""Which tests of the launcher need Megatron: all but those of its command line and its agent."""
+"""Skips the launcher's tests without Megatron, except those of its command line and agent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Megatron's own command line says of chunk graphs is refused at once, and in its flags."""
+"""Refusals of Megatron's command line list all problems at once, in the names of its flags."""
 
 from __future__ import annotations
 
@@ -35,28 +35,28 @@ EXPERTS = "--num-experts 8 --moe-token-dispatcher-type "
 
 @functools.cache
 def parser() -> argparse.ArgumentParser:
-    """Megatron's, with the flags of chunk graphs."""
+    """Return Megatron's parser with the flags of chunk graphs."""
     with cpu_pretrain_host():
         from megatron.training import arguments
 
         made = argparse.ArgumentParser(allow_abbrev=False)
         arguments.add_megatron_arguments(made)
-    made.add_argument("--export-kd-teacher-load")  # of ModelOpt, which brings it where it is
-    made.add_argument("--flextron", action="store_true")  # of a script in Megatron's repository
+    made.add_argument("--export-kd-teacher-load")  # from ModelOpt, if it is installed
+    made.add_argument("--flextron", action="store_true")  # from a script in Megatron's repository
     add_flags(made)
     return made
 
 
-def refusal(given: str, *, on_cpu: bool = True) -> str:
-    """What is said of these flags."""
-    args = parser().parse_args(f"{CHUNK}{given}".split())
+def refusal(arguments: str, *, on_cpu: bool = True) -> str:
+    """Return the refusal of these flags."""
+    args = parser().parse_args(f"{CHUNK}{arguments}".split())
     with pytest.raises(ConfigError) as error:
         settle_arguments(args, on_cpu=on_cpu)
     return str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("arguments", "message"),
     [
         ("--flextron", "--flextron: hooks of layers read the budget"),
         ("--export-kd-teacher-load DIR", "--export-kd-teacher-load: distillation keeps outputs"),
@@ -81,13 +81,13 @@ def refusal(given: str, *, on_cpu: bool = True) -> str:
     ],
 )
 def test_what_the_arguments_can_tell_is_refused_before_the_model_is_built(
-    given: str, said: str
+    arguments: str, message: str
 ) -> None:
-    assert said in refusal(given)
+    assert message in refusal(arguments)
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("arguments", "message"),
     [
         (
             "--recompute-granularity full --te-rng-tracker",
@@ -104,22 +104,22 @@ def test_what_the_arguments_can_tell_is_refused_before_the_model_is_built(
     ],
 )
 def test_recomputation_that_a_gpu_cannot_capture_is_refused_before_the_model_is_built(
-    given: str, said: str
+    arguments: str, message: str
 ) -> None:
-    assert said in refusal(given, on_cpu=False)
-    args = parser().parse_args(f"{CHUNK}{given}".split())
+    assert message in refusal(arguments, on_cpu=False)
+    args = parser().parse_args(f"{CHUNK}{arguments}".split())
     assert settle_arguments(args, on_cpu=True) is not None
 
 
 def test_wrong_values_stand_in_the_same_message() -> None:
-    """One run shows all that is to be changed."""
-    said = refusal(
+    """One run lists everything that must change."""
+    message = refusal(
         "--cuda-graph-warmup-steps 0 --cuda-graph-num-verify-steps 2 "
         "--num-experts 8 --moe-enable-routing-replay "
         "--cuda-graph-max-packed-tokens 9 --cuda-graph-cp-schedule random "
         "--cuda-graph-stash-max-bytes 9 --cuda-graph-modules attn"
     )
-    assert said.count("\n  - ") == 7
+    assert message.count("\n  - ") == 7
     for start in (
         "--cuda-graph-warmup-steps 0: ",
         "--cuda-graph-num-verify-steps 2 has no effect",
@@ -129,11 +129,11 @@ def test_wrong_values_stand_in_the_same_message() -> None:
         "--cuda-graph-modules: ",
         "--moe-enable-routing-replay: ",
     ):
-        assert f"\n  - {start}" in said
+        assert f"\n  - {start}" in message
 
 
 def test_arguments_that_the_script_changes_later_are_looked_at_again() -> None:
-    """As Megatron's `maybe_enable_modelopt` does, after it has parsed them."""
+    """Megatron's `maybe_enable_modelopt` changes arguments after parsing."""
     args = parser().parse_args(CHUNK.split())
     assert settle_arguments(args, on_cpu=True) is not None
     refuse_changed_arguments(args)
@@ -143,7 +143,7 @@ def test_arguments_that_the_script_changes_later_are_looked_at_again() -> None:
 
 
 @pytest.mark.parametrize(
-    "given",
+    "arguments",
     [
         (
             "--overlap-moe-expert-parallel-comm --delay-wgrad-compute --fp8-param-gather "
@@ -190,22 +190,22 @@ def test_arguments_that_the_script_changes_later_are_looked_at_again() -> None:
         "--fp4-format e2m1 --use-megatron-fsdp --yaml-cfg x --optimizer-cuda-graph",
     ],
 )
-def test_refusals_speak_in_flags_that_can_be_typed(given: str) -> None:
-    said = refusal(given, on_cpu=False)
-    assert said.count("\n  - ") >= 1
-    flags = set(re.findall(r"(?<![\w-])--[\w-]+", said))
+def test_refusals_speak_in_flags_that_can_be_typed(arguments: str) -> None:
+    message = refusal(arguments, on_cpu=False)
+    assert message.count("\n  - ") >= 1
+    flags = set(re.findall(r"(?<![\w-])--[\w-]+", message))
     assert flags - set(parser()._option_string_actions) == set()
-    assert re.findall(r"=(?:True|False|None|')|with without", said) == []
-    assert not [line for line in said.splitlines()[1:] if not line.startswith("  ")]
+    assert re.findall(r"=(?:True|False|None|')|with without", message) == []
+    assert not [line for line in message.splitlines()[1:] if not line.startswith("  ")]
     dests = {action.dest for action in parser()._actions if "_" in action.dest}
     settings = {item.name for item in settings_of(Config) if "_" in item.name}
     settings |= {"gated_linear_unit", "fp8_param", "params_dtype"}
-    assert (dests | settings) & set(re.findall(r"(?<![\w-])\w+", said)) == set()
+    assert (dests | settings) & set(re.findall(r"(?<![\w-])\w+", message)) == set()
 
 
 @pytest.mark.parametrize("strategy", [[], ["--async-strategy", "mcore"]])
 def test_a_checkpoint_worker_that_needs_a_gpu_is_refused_on_a_cpu(strategy: Any) -> None:
-    """It would divide by the number of GPUs and die, and its rank would wait for it for ever."""
+    """It would fail on a division by the number of GPUs, and its rank would wait for ever."""
     both = ["--async-save", "--use-persistent-ckpt-worker", *strategy]
     with pytest.raises(ConfigError, match=r"--use-persistent-ckpt-worker .* needs a GPU"):
         cpu_flags(both)

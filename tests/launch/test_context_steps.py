@@ -1,4 +1,4 @@
-"""Check the batches that a script reads after documents are redistributed, without processes."""
+"""Batches that a script reads after documents are redistributed, without processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LIMITS = ContextLimits(world_size=2, max_tokens_per_rank=ROWS, max_packed_seqs=3
 
 
 def sample(first: int, *ends: int, num_counted: int = LENGTH) -> dict[str, Any]:
-    """Tokens from ``first`` on, in documents that end there, with losses in the first rows."""
+    """Make a sample: tokens from ``first`` on, ends of documents, losses in the first rows."""
     offsets = torch.full((1, LENGTH + 1), LENGTH, dtype=torch.int32)
     offsets[0, 0] = 0
     offsets[0, 1 : len(ends) + 1] = torch.tensor(ends, dtype=torch.int32)
@@ -42,7 +42,7 @@ def sample(first: int, *ends: int, num_counted: int = LENGTH) -> dict[str, Any]:
 
 
 class Model(nn.Module):
-    """Keeps what it is called with."""
+    """Records its arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Model(nn.Module):
 
 
 def forward_step(data: Iterator[dict[str, Any]], model: nn.Module) -> None:
-    """As the script does it."""
+    """Run a forward step as the script does."""
     batch = next(data)
     row = batch["cu_seqlens"][0]
     row = row[: int((row == batch["tokens"].shape[1]).nonzero()[0]) + 1]
@@ -68,7 +68,7 @@ def forward_step(data: Iterator[dict[str, Any]], model: nn.Module) -> None:
 
 
 class OtherRank:
-    """Stands in for the exchange: the other rank has these samples' documents too."""
+    """Stands in for the exchange: the other rank has documents of the same samples."""
 
     def __init__(self, documents: list[dict[str, Any]]) -> None:
         self.documents = documents
@@ -77,12 +77,12 @@ class OtherRank:
         return [mine, self.documents]
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing: there are no resources to free."""
 
 
 @pytest.fixture
 def run(one_rank: Any) -> Callable[..., tuple[dict[str, Any], list[Model]]]:
-    """Run a step of the first of two ranks; what the schedule was given, and its chunks."""
+    """Run a step of the first of two ranks; return the schedule's arguments and the chunks."""
 
     def run(
         *samples: dict[str, Any],
@@ -106,10 +106,10 @@ def run(one_rank: Any) -> Callable[..., tuple[dict[str, Any], list[Model]]]:
             banks, 3, device=torch.device("cpu"), gather=gather, has_experts=has_experts
         )
         steps = PackedSteps(source, models, 3)
-        given: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
 
         def schedule(**kwargs: Any) -> None:
-            given.update(kwargs)
+            arguments.update(kwargs)
             for model, data in zip(models, kwargs["data_iterator"], strict=True):
                 for _ in range(kwargs["num_microbatches"]):
                     each(data, model)
@@ -118,23 +118,23 @@ def run(one_rank: Any) -> Callable[..., tuple[dict[str, Any], list[Model]]]:
         call = {"data_iterator": iterators, "num_microbatches": len(samples)}
         steps.wrap(schedule)(**{**call, "seq_length": LENGTH, "micro_batch_size": 1, **kwargs})
         steps.close()
-        return given, models
+        return arguments, models
 
     return run
 
 
 def test_a_long_document_is_shared_and_short_ones_are_not(run: Any) -> None:
-    """10 tokens need both ranks, which have 8 rows each; then each rank has one of the others."""
-    given, models = run(sample(0, 10, 12), num_chunks=2)
-    assert [key.size for key in given["contexts"]] == [2, 1]
-    assert (given["num_microbatches"], given["seq_length"]) == (2, ROWS)
+    """10 tokens need both ranks of 8 rows each; then each rank has one of the other documents."""
+    arguments, models = run(sample(0, 10, 12), num_chunks=2)
+    assert [key.size for key in arguments["contexts"]] == [2, 1]
+    assert (arguments["num_microbatches"], arguments["seq_length"]) == (2, ROWS)
     for model in models:
         (batch, shared), (_, short) = model.seen
         assert (short.cp_group, short.local_cp_size) == (None, 1)
         assert (shared.cp_group, shared.local_cp_size) == ("of two", 2)
         assert shared.cu_seqlens_q.tolist() == [0, 10, 10, 10]
         assert shared.cu_seqlens_q_padded.tolist() == [0, 12, 16, 16]
-        # Pieces 0 and 3 of a document of 12 rows, two of which hold none of its tokens.
+        # Pieces 0 and 3 of a document of 12 rows; two of the rows hold no token.
         assert batch["tokens"].tolist() == [[0, 1, 2, 9, 0, 0, 0, 0]]
         assert batch["labels"].tolist() == [[1, 2, 3, 10, 0, 0, 0, 0]]
         assert batch["position_ids"].tolist() == [[0, 1, 2, 9, 0, 0, 0, 0]]
@@ -143,20 +143,20 @@ def test_a_long_document_is_shared_and_short_ones_are_not(run: Any) -> None:
         assert {name: batch[name].dtype for name in batch} == {
             name: values.dtype for name, values in sample(0, 12).items()
         }
-    # Each chunk has a dictionary of its own.
+    # Each chunk has its own dictionary.
     assert models[0].seen[0][0] is not models[1].seen[0][0]
 
 
 def test_rows_that_no_loss_needs_are_left_out(run: Any) -> None:
-    given, (model,) = run(sample(0, 4, 12, num_counted=7), lengths=(1,))
-    assert [key.size for key in given["contexts"]] == [1]
+    arguments, (model,) = run(sample(0, 4, 12, num_counted=7), lengths=(1,))
+    assert [key.size for key in arguments["contexts"]] == [1]
     ((batch, params),) = model.seen
     assert params.cu_seqlens_q.tolist() == [0, 4, 7, 7]
     assert batch["tokens"].tolist() == [[0, 1, 2, 3, 4, 5, 6, 0]]
 
 
-def test_experts_are_told_which_rows_are_padding(run: Any) -> None:
-    """On this rank: behind its pieces of documents, and all rows of a filler."""
+def test_experts_know_which_rows_are_padding(run: Any) -> None:
+    """These are the rows after this rank's pieces of documents, and all rows of a filler."""
     _, models = run(sample(0, 10, 12), num_chunks=2, has_experts=True)
     for model in models:
         shared, short = (besides["padding_mask"] for besides in model.besides)
@@ -172,8 +172,8 @@ def test_experts_are_told_which_rows_are_padding(run: Any) -> None:
 
 
 def test_evaluation_is_left_alone(run: Any) -> None:
-    given, (model,) = run(sample(0, 4, 12), forward_only=True)
-    assert "contexts" not in given
+    arguments, (model,) = run(sample(0, 4, 12), forward_only=True)
+    assert "contexts" not in arguments
     assert model.seen[0][1].cu_seqlens_q.tolist() == [0, 4, 12]
 
 

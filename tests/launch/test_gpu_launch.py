@@ -46,8 +46,8 @@ CASES = {
     ],
     "cp2": [
         *("--context-parallel-size", "2", *NO_DROPOUT, *EIGHT),
-        # cuDNN up to 9.15 captures attention over multiples of 128 tokens only, and pieces are
-        # a half of each rank's.
+        # cuDNN up to 9.15 captures attention over multiples of 128 tokens only, and pieces have
+        # half of each rank's tokens.
         *("--seq-length", "512", "--max-position-embeddings", "512"),
     ],
     "dp2-overlap": [
@@ -59,13 +59,13 @@ CASES = {
         *("--kv-lora-rank", "32", "--qk-head-dim", "32", "--qk-pos-emb-head-dim", "16"),
         *("--v-head-dim", "32", "--rope-type", "rope", "--no-rope-fusion"),
     ],
-    # Scales of a step come from the steps before it; weights are cast once a step.
+    # A step's scales come from earlier steps; weights are cast once per step.
     "pp2-fp8-delayed": [
         *(*FP8, *COUNTS, "--fp8-recipe", "delayed"),
         *("--fp8-amax-history-len", "4", "--fp8-amax-compute-algo", "max"),
     ],
     "pp2-fp8-tensorwise": [*FP8, *COUNTS, "--fp8-recipe", "tensorwise"],
-    # Room for all tokens from the start, so that Megatron's own loop runs no step again.
+    # Room for all tokens from the start, so that Megatron's loop runs no step again.
     "ep2-hybridep": [
         *("--expert-model-parallel-size", "2", "--num-experts", "8", "--moe-router-topk", "2"),
         *("--moe-ffn-hidden-size", "384", "--moe-grouped-gemm", "--moe-router-dtype", "fp32"),
@@ -109,7 +109,7 @@ def _train(
             "PYTHONWARNINGS": "ignore",
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
             "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
-            # Of DeepEP's dispatch alone; without it Megatron takes no fused grouped MLP.
+            # For DeepEP's dispatch alone; without it Megatron uses no fused grouped MLP.
             "NVTE_CUTEDSL_FUSED_GROUPED_MLP": "1",
         },
         capture_output=True,
@@ -156,7 +156,7 @@ def _compare(folder: Path, flags: list[str], num_processes: int) -> None:
     ours += ("--cuda-graph-stash", "true")
     plain = [f for f in flags if f not in ours]
     if "deepep" in flags:
-        # Megatron's own run takes no budget with it: the same dispatch, and never a capture.
+        # Megatron's own run has the same dispatch without a budget, and never captures.
         plain = [*flags, *CHUNK, "--cuda-graph-warmup-steps", "99"]
     eager, _ = _train(folder, "eager", plain, num_processes)
     chunk, output = _train(folder, "chunk", [*flags, *CHUNK], num_processes)

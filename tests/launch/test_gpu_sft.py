@@ -1,6 +1,6 @@
 """Megatron's ``pretrain()`` on packed ``--sft`` data over two ranks, on GPUs.
 
-With and without graphs, on the same offsets: kernels may choose otherwise by the longest document.
+With and without graphs, on the same offsets: kernels may depend on the longest document.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ CASES["cp-sizes-experts"] = [*CASES["cp-sizes"], *EXPERTS]
 
 
 def _conversations(path: Path) -> None:
-    """Two to five documents of up to half a sample."""
+    """Draw conversations of two to five documents of up to half a sample."""
     generator = random.Random(5)
     lines = []
     for _ in range(80):

@@ -45,7 +45,7 @@ CHUNK += ["--cuda-graph-max-packed-seqs", "6"]
 def train(
     tmp_path: Path, run_ranks: Callable[..., tuple[list[int], str]]
 ) -> Callable[..., tuple[list[str], str]]:
-    """Run with further flags: the last rank's exact log, and what was printed."""
+    """Run with further flags; return the last rank's exact log and the output."""
     letters = random.Random(5)
     lines = []
     for _ in range(20):

@@ -1,4 +1,4 @@
-"""Megatron's own ``pretrain()`` on CPU processes, with and without chunk graphs, end to end."""
+"""Megatron's ``pretrain()`` on CPU processes, with and without chunk graphs, end to end."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ MODEL = [
     "--mock-data",
     "--num-workers",
     "0",
-    *("--lr", "1e-3", "--lr-decay-style", "constant"),  # else it is 0 from the third step on
+    *("--lr", "1e-3", "--lr-decay-style", "constant"),  # otherwise it is 0 from the third step on
     "--log-interval",
     "1",
     "--eval-iters",
@@ -85,7 +85,7 @@ EIGHT = ["--global-batch-size", "8"]
 
 
 class Jobs:
-    """Runs of the launcher with the folder that they share, and the output of the last one."""
+    """Runs of the launcher in a shared folder, and the output of the last one."""
 
     def __init__(self, folder: Path, run_ranks: Callable[..., tuple[list[int], str]]) -> None:
         self.folder = folder
@@ -122,15 +122,15 @@ class Jobs:
         return process.returncode
 
     def end(self, *flags: str, script: Path = SCRIPT, nproc: int = 2) -> list[int]:
-        """Exit codes of ranks that are started as by torchrun, and forked, which is quicker."""
+        """Return the exit codes of ranks that are forked, which is quicker than torchrun."""
         codes, self.output = self._run_ranks([str(script), *flags], nproc, self.folder)
         return codes
 
     def train(self, name: str, *flags: str, script: Path = SCRIPT, nproc: int = 2) -> list[str]:
-        """The exact log of the last rank, of a run that must succeed."""
-        given = [*MODEL, "--data-cache-path", str(self.folder / "cache")]
-        given += ["--exact-log", str(self.folder / name), *flags]
-        codes = self.end(*given, script=script, nproc=nproc)
+        """Return the exact log of the last rank; the run must succeed."""
+        arguments = [*MODEL, "--data-cache-path", str(self.folder / "cache")]
+        arguments += ["--exact-log", str(self.folder / name), *flags]
+        codes = self.end(*arguments, script=script, nproc=nproc)
         assert codes == [0] * nproc, self.output[-6000:]
         log = self.folder / f"{name}.rank{nproc - 1}"
         return log.read_text(encoding="utf-8").splitlines()
@@ -149,7 +149,7 @@ def eager(jobs: Jobs) -> list[str]:
     assert len(log) == 6
     assert "chunk graphs" not in jobs.output
     scales = [float.fromhex(line.split()[2]) for line in log]
-    assert 2 * min(scales) <= max(scales)  # steps were skipped, and others not
+    assert 2 * min(scales) <= max(scales)  # some steps were skipped
     return [*log, *_evaluations(jobs.output)]
 
 
@@ -210,9 +210,9 @@ def test_dp2_pp2_vpp2_with_overlaps_and_whole_chunks_equals_eager(jobs: Jobs) ->
     eager = jobs.train("vpp-eager", *flags, nproc=4)
     tensorboard = ["--tensorboard-dir", str(jobs.folder / "tb")] if _has_tensorboard() else []
     poisoned = ["--cuda-graph-chunk-scope", "chunk", "--cuda-graph-verify", "poison"]
-    given = [*flags, *CHUNK, *poisoned, *tensorboard, "--nvtx-ranges"]
-    given += ["--disable-gloo-process-groups"]  # ranks agree all the same
-    chunk = jobs.train("vpp-chunk", *given, nproc=4)
+    arguments = [*flags, *CHUNK, *poisoned, *tensorboard, "--nvtx-ranges"]
+    arguments += ["--disable-gloo-process-groups"]  # ranks agree all the same
+    chunk = jobs.train("vpp-chunk", *arguments, nproc=4)
     assert chunk == eager
     assert _replays(jobs.output) == [0, 4, 4]  # 2 microbatches in 2 chunks
     if tensorboard:
@@ -224,7 +224,7 @@ def test_dp2_pp2_vpp2_with_overlaps_and_whole_chunks_equals_eager(jobs: Jobs) ->
             assert before == 0 < min(after)
 
 
-def test_experts_that_stash_and_run_steps_anew_equal_eager(jobs: Jobs) -> None:
+def test_experts_that_stash_and_run_steps_again_equal_eager(jobs: Jobs) -> None:
     """Pages run out in the first replayed step, on the first stage alone."""
     experts = "--num-experts 4 --moe-router-topk 2 --moe-expert-capacity-factor 2.0 "
     experts += "--moe-pad-expert-input-to-capacity --moe-token-dispatcher-type alltoall "
@@ -302,7 +302,7 @@ def test_sigterm_saves_and_ends_well(
         *("--pipeline-model-parallel-size", "1"),
         *("--exit-signal-handler", "--train-iters", "2000"),
         *("--eval-interval", "100000", "--save", str(save), "--save-interval", "100000"),
-        *("--ckpt-format", "torch"),  # starts no process of its own; the other is saved above
+        *("--ckpt-format", "torch"),  # this format starts no process; the other one is saved above
         nproc=1,
     )
     try:
@@ -354,7 +354,7 @@ def test_a_script_that_fails_is_explained_in_the_last_line(jobs: Jobs) -> None:
 
 
 def test_flags_that_cannot_go_together_are_one_message(jobs: Jobs) -> None:
-    """Of ranks as torchrun starts them; the launcher's are told of in the tests of its own."""
+    """On ranks that torchrun starts; tests of the launcher have its refusals."""
     refused = ["--distribute-saved-activations", "--optimizer-cuda-graph"]
     assert jobs.end(*MODEL, *EIGHT, *CHUNK, *refused) == [2, 2]
     message = jobs.output[jobs.output.index("error: ") :]

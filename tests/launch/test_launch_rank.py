@@ -1,4 +1,4 @@
-"""One rank of the launcher, in this process: what it changes of Megatron, and what it says."""
+"""One rank of the launcher in this process: its changes to Megatron, and its messages."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ FLAGS = ["--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "4
 FLAGS += ["--seq-length", "16", "--micro-batch-size", "2", "--global-batch-size", "8"]
 
 
-def _without(flags: Sequence[str]) -> dict[str, object]:
-    """Megatron's arguments with these flags, in this process, without validation."""
+def _parsed(flags: Sequence[str]) -> dict[str, object]:
+    """Parse these flags with Megatron's parser, in this process, without validation."""
     from megatron.training import arguments
 
     old = sys.argv
@@ -46,11 +46,11 @@ def test_layer_changes_nothing_and_chunk_turns_off_megatrons_graphs() -> None:
         own = ["--cuda-graph-impl", "local", "--transformer-impl", "local"]
         names = ("train", "get_forward_backward_func", "training_log", "print_rank_last")
         originals = {name: getattr(training, name) for name in names}
-        before = _without(own)
+        before = _parsed(own)
         hooks = enable(on_cpu=True)
         try:
-            assert enable() is hooks  # a script that calls it, under the launcher
-            layer = _without([*own, "--cuda-graph-granularity", "layer"])
+            assert enable() is hooks  # a script that calls it under the launcher
+            layer = _parsed([*own, "--cuda-graph-granularity", "layer"])
             added = {name for name in layer if name not in before}
             assert {name: layer[name] for name in before} == before
             assert {layer[name] for name in added} == {None, "layer"}
@@ -58,25 +58,25 @@ def test_layer_changes_nothing_and_chunk_turns_off_megatrons_graphs() -> None:
             assert hooks.flags is None
             schedule = object()
             assert hooks.wrap_schedule(schedule) is schedule  # type: ignore[arg-type]
-            with hooks.training(model=object()):  # would fail to attach to it
+            with hooks.training(model=object()):  # attaching to it would fail
                 assert hooks.graphs is None
 
-            chunk = _without([*own, "--cuda-graph-granularity", "chunk"])
+            chunk = _parsed([*own, "--cuda-graph-granularity", "chunk"])
             assert chunk["cuda_graph_impl"] == "none"
             assert hooks.flags is not None
             assert hooks.flags.capture.num_warmup_steps == 1  # as in a configuration
             assert type(chunk["cuda_graph_warmup_steps"]) is int
 
             with pytest.raises(ConfigError, match="no effect with --cuda-graph-granularity layer"):
-                _without([*own, "--cuda-graph-verify", "poison"])
+                _parsed([*own, "--cuda-graph-verify", "poison"])
             with pytest.raises(ConfigError, match="--cuda-graph-impl transformer_engine"):
-                _without(
+                _parsed(
                     ["--cuda-graph-granularity", "chunk", "--cuda-graph-impl", "transformer_engine"]
                 )
         finally:
             hooks.disable()
         assert {name: getattr(training, name) for name in names} == originals
-        assert _without(own) == before
+        assert _parsed(own) == before
 
 
 def test_the_scripts_exit_code_is_the_ranks(tmp_path: Path, monkeypatch: Any) -> None:
@@ -92,17 +92,17 @@ def test_the_scripts_exit_code_is_the_ranks(tmp_path: Path, monkeypatch: Any) ->
         assert run_script(options) == code
 
 
-def test_a_script_that_has_no_use_for_the_flags_is_told(
+def test_a_script_that_has_no_use_for_the_flags_is_reported(
     tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It would train eagerly without a word."""
+    """It would train eagerly without a message."""
     from chunkgraph.launch.__main__ import run_script
     from chunkgraph.launch.options import parse_options
 
     monkeypatch.setattr(sys, "path", list(sys.path))
     chunk = ["--cuda-graph-granularity", "chunk"]
     parses = "from megatron.training import arguments\narguments.parse_args()\n"
-    for text, given, said in (
+    for text, arguments, message in (
         ("pass\n", [], ""),
         ("pass\n", chunk, "own.py never parsed Megatron's arguments"),
         (parses, FLAGS, ""),
@@ -111,7 +111,9 @@ def test_a_script_that_has_no_use_for_the_flags_is_told(
         monkeypatch.setattr(sys, "argv", sys.argv)
         script = tmp_path / "own.py"
         script.write_text(text, encoding="utf-8")
-        assert run_script(parse_options(["--device", "cpu", str(script), *given], "launch")) == 0
+        assert (
+            run_script(parse_options(["--device", "cpu", str(script), *arguments], "launch")) == 0
+        )
         error = capsys.readouterr().err
-        assert ("WARNING: chunk graphs: " in error) == bool(said)
-        assert said in error
+        assert ("WARNING: chunk graphs: " in error) == bool(message)
+        assert message in error

@@ -1,4 +1,4 @@
-"""Recipes with experts in the manner of Megatron-LM's own: taken as they are, or why not."""
+"""Recipes with experts in the style of Megatron-LM run unchanged, or are refused with a reason."""
 
 from __future__ import annotations
 
@@ -125,8 +125,8 @@ def test_recipes_are_taken_as_they_are(recipe: str, more: str) -> None:
     assert settle_arguments(_parsed(recipe, more), on_cpu=False) is not None
 
 
-@pytest.mark.parametrize(("recipe", "more", "said"), _REFUSED)
-def test_recipes_are_refused_with_a_reason(recipe: str, more: str, said: str) -> None:
+@pytest.mark.parametrize(("recipe", "more", "message"), _REFUSED)
+def test_recipes_are_refused_with_a_reason(recipe: str, more: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         settle_arguments(_parsed(recipe, more), on_cpu=False)
-    assert said in str(error.value)
+    assert message in str(error.value)

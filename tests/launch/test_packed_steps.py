@@ -1,4 +1,4 @@
-"""Steps of packed data without processes: what is read, what the model gets, what is refused."""
+"""Steps of packed data without processes: their reads, the model's inputs, refusals."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROWS = 12
 
 
 def batch(*ends: int, num_counted: int = ROWS, **changes: Any) -> dict[str, Any]:
-    """A sample as SFTDataset makes it, with losses in its first rows."""
+    """Make a sample as SFTDataset does, with losses in its first rows."""
     offsets = torch.full((1, ROWS + 1), ROWS, dtype=torch.int32)
     offsets[0, 0] = 0
     offsets[0, 1 : len(ends) + 1] = torch.tensor(ends, dtype=torch.int32)
@@ -42,7 +42,7 @@ def batch(*ends: int, num_counted: int = ROWS, **changes: Any) -> dict[str, Any]
 
 
 class Model(nn.Module):
-    """Keeps what it is called with."""
+    """Records its arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Model(nn.Module):
 
 
 def params_of(data: dict[str, Any]) -> Any:
-    """As pretrain_gpt.py makes them."""
+    """Make the parameters as pretrain_gpt.py does."""
     row = data["cu_seqlens"][0]
     row = row[: int((row == data["tokens"].shape[1]).nonzero()[0]) + 1]
     kind = import_megatron("megatron.core.packed_seq_params").PackedSeqParams
@@ -83,19 +83,19 @@ def models() -> list[Model]:
 
 @pytest.fixture
 def words() -> list[Any]:
-    """What chunk graphs were told ahead of steps."""
+    """Announcements to chunk graphs ahead of steps."""
     return []
 
 
 @pytest.fixture
 def steps() -> list[PackedSteps]:
-    """What was made of them, first to last."""
+    """All `PackedSteps` that were made, first to last."""
     return []
 
 
 @pytest.fixture
 def step(models: list[Model], words: list[Any], steps: list[PackedSteps]) -> Iterator[Step]:
-    """A step with graphs for 4 sequences; gives what the schedule was called with."""
+    """Run a step with graphs for 4 sequences; return the schedule's arguments."""
 
     def run(
         batches: Sequence[dict[str, Any]] | None,
@@ -117,12 +117,12 @@ def step(models: list[Model], words: list[Any], steps: list[PackedSteps]) -> Ite
             announce=lambda packings: words.append([*packings]),
             withdraw=lambda: words.append("withdrawn"),
         )
-        if batches is not None or not steps:  # else a further one of the same run
+        if batches is not None or not steps:  # otherwise a further step of the same run
             steps.append(PackedSteps(OwnDocuments(graphs, 3), models, 3))
-        given: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
 
         def schedule(**kwargs: Any) -> None:
-            given.update(kwargs)
+            arguments.update(kwargs)
             data = kwargs["data_iterator"]
             for c, model in enumerate(models):
                 for _ in range(num_microbatches):
@@ -132,7 +132,7 @@ def step(models: list[Model], words: list[Any], steps: list[PackedSteps]) -> Ite
         call = {"data_iterator": iterator, "num_microbatches": num_microbatches}
         call |= {"seq_length": ROWS, "micro_batch_size": 1, **kwargs}
         steps[-1].wrap(schedule)(**call)
-        return given
+        return arguments
 
     yield run
     for each in steps:
@@ -141,21 +141,21 @@ def step(models: list[Model], words: list[Any], steps: list[PackedSteps]) -> Ite
 
 def test_a_step_reads_its_own_microbatches_and_no_more(step: Step) -> None:
     batches = iter([batch(4, 12), batch(3, 5, 12), batch(12)])
-    given = step(None, iterators=batches)
-    assert given["packings"] == [(4, 8), (3, 2, 7)]
+    arguments = step(None, iterators=batches)
+    assert arguments["packings"] == [(4, 8), (3, 2, 7)]
     assert [next(batches)["max_seqlen"].item()] == [12]
     with pytest.raises(StopIteration):
         step(None, iterators=batches)
 
 
 def of_megatron(batches: Sequence[dict[str, Any]]) -> Any:
-    """A data iterator that plays microbatches again."""
+    """Return Megatron's data iterator that replays microbatches."""
     machine = import_megatron("megatron.core.rerun_state_machine")
     return machine.RerunDataIterator(iter(batches))
 
 
 def test_what_is_looked_at_stays_to_be_read() -> None:
-    """By whoever reads, and by who reads it again."""
+    """Every later reader, and one that rereads, gets it."""
     batches = [batch(n, ROWS) for n in range(1, 5)]
     iterator = of_megatron(batches)
     below = look_ahead(iterator)
@@ -220,9 +220,9 @@ def test_the_next_step_is_announced(step: Step, steps: list[PackedSteps], words:
     step(None, iterators=iterator)
     steps[0].announce_next(3)
     assert words == [[(12,), (1, 11), (2, 10)]]
-    given = step(None, iterators=iterator, num_microbatches=3)
-    assert given["packings"] == words[0]
-    steps[0].announce_next(1)  # there are no data for it
+    arguments = step(None, iterators=iterator, num_microbatches=3)
+    assert arguments["packings"] == words[0]
+    steps[0].announce_next(1)  # it has no data
     assert len(words) == 1
 
 
@@ -233,21 +233,21 @@ def test_what_is_announced_is_cut_as_the_step_cuts_it(
     step(None, iterators=iterator, buckets=(0.5,))
     steps[0].announce_next(2)
     assert words == [[(3, 3), (5, 7)]]
-    given = step(None, iterators=iterator, buckets=(0.5,))
-    assert given["packings"] == words[0]
+    arguments = step(None, iterators=iterator, buckets=(0.5,))
+    assert arguments["packings"] == words[0]
 
 
 @pytest.mark.parametrize("was_announced", [True, False])
 def test_an_announcement_of_another_step_is_taken_back(
     step: Step, steps: list[PackedSteps], words: list[Any], was_announced: bool
 ) -> None:
-    """Also by a rank that had nothing to announce: another one may have had."""
+    """Also on a rank without an announcement: another rank may have made one."""
     iterator = of_megatron([batch(n, 12) for n in range(1, 6)])
     step(None, iterators=iterator)
     steps[0].announce_next(2 if was_announced else 4)
-    given = step(None, iterators=iterator, num_microbatches=3)
+    arguments = step(None, iterators=iterator, num_microbatches=3)
     assert words == [[[(3, 9), (4, 8)]], []][not was_announced] + ["withdrawn"]
-    assert given["packings"] == [(3, 9), (4, 8), (5, 7)]
+    assert arguments["packings"] == [(3, 9), (4, 8), (5, 7)]
 
 
 @pytest.mark.parametrize("other", ["read", "replaced"])
@@ -268,7 +268,7 @@ def test_other_data_than_those_announced_are_an_error(
 def test_tensor_parallel_ranks_hear_of_the_next_step_once(
     step: Step, steps: list[PackedSteps], words: list[Any]
 ) -> None:
-    """One that reads nothing is told what the first of them found, ahead of the step alone."""
+    """A rank that reads nothing learns of the first rank's data only ahead of the step."""
     shared: list[Any] = []
     of_first = of_megatron([batch(n, 12) for n in range(1, 5)])
     step(None, iterators=of_first)
@@ -303,7 +303,7 @@ def test_no_chunk_has_other_documents(
 def test_nothing_is_announced_of_wrong_data_or_other_iterators(
     step: Step, steps: list[PackedSteps], words: list[Any]
 ) -> None:
-    """A step complains of its own data; those of an iterator of one's own are not looked at."""
+    """A step reports its own data's errors; nothing is read ahead from a user's iterator."""
     wrong = batch(4, 12, cu_seqlens=torch.tensor([[0, 5, 3, 12]]))
     iterator = of_megatron([batch(12), batch(12), wrong, batch(12)])
     step(None, iterators=iterator)
@@ -318,7 +318,7 @@ def test_nothing_is_announced_of_wrong_data_or_other_iterators(
 
 
 def test_the_next_step_has_as_many_microbatches_as_megatron_will_count() -> None:
-    """Its own count stays as it is."""
+    """Megatron's own count stays unchanged."""
     counting = import_megatron("megatron.core.num_microbatches_calculator")
     assert num_microbatches_at(7) is None
     if (
@@ -332,11 +332,11 @@ def test_the_next_step_has_as_many_microbatches_as_megatron_will_count() -> None
     counting.init_num_microbatches_calculator(**{**default, **kind})
     try:
         before = counting.get_num_microbatches()
-        found = [num_microbatches_at(samples) for samples in (0, 6, 12)]
+        counts = [num_microbatches_at(samples) for samples in (0, 6, 12)]
         assert counting.get_num_microbatches() == before
     finally:
         counting.destroy_num_microbatches_calculator()
-    assert (before, found) == (2, [2, 3, 4])
+    assert (before, counts) == (2, [2, 3, 4])
 
 
 def test_the_model_gets_offsets_of_fixed_shape(step: Step, models: list[Model]) -> None:
@@ -345,16 +345,16 @@ def test_the_model_gets_offsets_of_fixed_shape(step: Step, models: list[Model]) 
     assert fits.cu_seqlens_q.tolist() == [0, 4, 12, 12, 12]
     assert fits.cu_seqlens_kv is fits.cu_seqlens_q
     assert fits.cu_seqlens_q_padded is None
-    # Not as long as all documents together, which Megatron's RoPE takes for another kind of table.
+    # Not as long as all documents together: Megatron's RoPE would expect another kind of table.
     assert fits.max_seqlen_q == fits.max_seqlen_kv == ROWS + 1
-    assert too_many.cu_seqlens_q.tolist() == [0, 3, 5, 7, 12]  # the script's own
+    assert too_many.cu_seqlens_q.tolist() == [0, 3, 5, 7, 12]  # the script's packing
     assert too_many.max_seqlen_q == ROWS
 
 
 def test_no_document_is_longer_than_allowed(step: Step, models: list[Model]) -> None:
-    """What is left of a sample belongs to its last document."""
-    given = step([batch(5, 10, 12), batch(4, 12)], longest=7)
-    assert given["packings"] == [(5, 5, 2), (4, 8)]
+    """The rest of a sample belongs to its last document."""
+    arguments = step([batch(5, 10, 12), batch(4, 12)], longest=7)
+    assert arguments["packings"] == [(5, 5, 2), (4, 8)]
     (_, fits), (_, too_long) = models[0].seen
     assert fits.cu_seqlens_q.tolist() == [0, 5, 10, 12, 12, 12]
     assert fits.max_seqlen_q == fits.max_seqlen_kv == 8
@@ -363,40 +363,40 @@ def test_no_document_is_longer_than_allowed(step: Step, models: list[Model]) -> 
 
 
 def test_empty_documents_and_several_samples(step: Step) -> None:
-    """A conversation may have no token, and samples are laid end to end."""
+    """A conversation may have no token; samples are concatenated."""
     two = {name: torch.cat([value, batch(6, 12)[name]]) for name, value in batch(4, 4, 12).items()}
     assert documents_of(two, ROWS, "here").offsets == (0, 4, 4, 12, 18, 24)
     assert documents_of(two, ROWS, "here").lengths == (4, 8, 6, 6)
-    given = step([batch(4, 4, 12), batch(12)])
-    assert given["packings"] == [(4, 8), (12,)]
+    arguments = step([batch(4, 4, 12), batch(12)])
+    assert arguments["packings"] == [(4, 8), (12,)]
 
 
 def test_evaluation_is_left_alone(step: Step, models: list[Model]) -> None:
     iterator = iter([batch(4, 12), batch(12)])
-    given = step(None, iterators=iterator, forward_only=True)
-    assert given["data_iterator"] is iterator
-    assert "packings" not in given
+    arguments = step(None, iterators=iterator, forward_only=True)
+    assert arguments["data_iterator"] is iterator
+    assert "packings" not in arguments
     assert models[0].seen[0][1].cu_seqlens_q.tolist() == [0, 4, 12]
 
 
 def test_rows_that_no_loss_needs_are_left_out(step: Step, models: list[Model]) -> None:
-    given = step(
+    arguments = step(
         [batch(2, 4, 12, num_counted=5), batch(3, 12, num_counted=7)], most=8, buckets=(6,)
     )
-    assert given["packings"] == [(2, 2, 2), (3, 5)]
-    assert given["seq_length"] == 8
+    assert arguments["packings"] == [(2, 2, 2), (3, 5)]
+    assert arguments["seq_length"] == 8
     (short, params), (long, _) = models[0].seen
     assert (short.shape, long.shape) == ((1, 6), (1, 8))
     assert params.cu_seqlens_q.tolist() == [0, 2, 4, 6, 6]
-    # Of a step with a microbatch that needs more nothing is left out.
-    given = step([batch(4, 12, num_counted=2), batch(12, num_counted=9)], most=8, buckets=(6,))
-    assert given["packings"] == [(4, 8), (12,)]
-    assert given["seq_length"] == ROWS
-    # One of too many documents has the rows that the engine takes for what does not fit.
-    given = step([batch(1, 2, 3, 12, num_counted=5), batch(12, num_counted=0)], buckets=(6,))
-    assert given["packings"] == [(1, 1, 1, 9), (6,)]
-    given = step([batch(1, 2, 6, 7, 12, num_counted=5), batch(12)], buckets=(6,))
-    assert given["packings"] == [(1, 1, 4), (12,)]  # three documents are left
+    # A step with a microbatch that needs more rows keeps all rows.
+    arguments = step([batch(4, 12, num_counted=2), batch(12, num_counted=9)], most=8, buckets=(6,))
+    assert arguments["packings"] == [(4, 8), (12,)]
+    assert arguments["seq_length"] == ROWS
+    # A microbatch of too many documents has the rows of one that does not fit.
+    arguments = step([batch(1, 2, 3, 12, num_counted=5), batch(12, num_counted=0)], buckets=(6,))
+    assert arguments["packings"] == [(1, 1, 1, 9), (6,)]
+    arguments = step([batch(1, 2, 6, 7, 12, num_counted=5), batch(12)], buckets=(6,))
+    assert arguments["packings"] == [(1, 1, 4), (12,)]  # three documents are left
 
 
 def test_cut_leaves_the_sample_alone() -> None:
@@ -427,7 +427,7 @@ def _changes_documents(data: Any, model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    ("each", "said"),
+    ("each", "message"),
     [
         (_reads_nothing, "left 2 microbatches of its step unread"),
         (_reads_twice, "reads more microbatches than the step has"),
@@ -436,9 +436,9 @@ def _changes_documents(data: Any, model: nn.Module) -> None:
     ],
 )
 def test_forward_steps_that_do_otherwise_are_refused(
-    step: Step, each: Callable[..., None], said: str
+    step: Step, each: Callable[..., None], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=f"rank 3.*{said}"):
+    with pytest.raises(ConfigError, match=f"rank 3.*{message}"):
         step([batch(4, 12), batch(4, 12)], each=each)
 
 
@@ -452,7 +452,7 @@ def test_reading_on_is_refused(step: Step) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "error", "said"),
+    ("data", "error", "message"),
     [
         ({"cu_seqlens": None}, ConfigError, "gives nothing as 'cu_seqlens'"),
         ({"cu_seqlens": torch.empty(1, 3, device="meta")}, ConfigError, "on a device"),
@@ -464,9 +464,9 @@ def test_reading_on_is_refused(step: Step) -> None:
     ],
 )
 def test_data_without_right_offsets_are_named(
-    step: Step, data: dict[str, Any], error: type[Exception], said: str
+    step: Step, data: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    with pytest.raises(error, match=f"rank 3, microbatch 1: .*{said}"):
+    with pytest.raises(error, match=f"rank 3, microbatch 1: .*{message}"):
         step([batch(12), batch(12, **data)])
 
 
@@ -474,13 +474,13 @@ def test_data_without_right_offsets_are_named(
 def test_iterators_of_several_chunks(step: Step, models: list[Model], kind: str) -> None:
     models.append(Model())
     one = iter([batch(12), batch(12)])
-    iterators, said = {
+    iterators, message = {
         "none": ([None, None], "no data iterator"),
         "shared": ([one, one], "read from one data iterator"),
         "other": ([one, iter([batch(4, 12), batch(12)])], "give different documents"),
     }[kind]
-    with pytest.raises(ConfigError, match=f"rank 3: .*{said}"):
+    with pytest.raises(ConfigError, match=f"rank 3: .*{message}"):
         step(None, iterators=iterators)
-    given = step(None, iterators=[iter([batch(12), batch(12)]), iter([batch(12), batch(12)])])
-    assert given["packings"] == [(12,), (12,)]
+    arguments = step(None, iterators=[iter([batch(12), batch(12)]), iter([batch(12), batch(12)])])
+    assert arguments["packings"] == [(12,), (12,)]
     assert [len(model.seen) for model in models] == [2, 2]

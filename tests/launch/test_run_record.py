@@ -1,4 +1,4 @@
-"""What a run says of itself, without Megatron's training program."""
+"""The record and the reports of a run, without Megatron's training program."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def test_the_settings_are_saved_whole(tmp_path: Path) -> None:
     assert record["capture"]["num_warmup_steps"] == 2
     assert record["graphs_of_rank_0"] == {"slots_per_chunk": [4, 2], "num_graphs": 12}
     assert "moe_router_topk" not in record["model"]
-    other = save_run_record(_graphs(), GraphFlags(), args, tmp_path / "given")
-    assert other == tmp_path / "given" / "chunkgraph.yaml"  # --run-dir wins
+    other = save_run_record(_graphs(), GraphFlags(), args, tmp_path / "other")
+    assert other == tmp_path / "other" / "chunkgraph.yaml"  # --run-dir takes precedence
 
 
-def test_memsets_that_stay_are_said() -> None:
+def test_memsets_that_stay_are_reported() -> None:
     numbers = {"num_graphs": 8, "slot_bytes": 1, "held_bytes": 1, "scratch_bytes": 1}
     more = {"shared_slots": False, "static_bytes": 1, "duration_ms": 1.0, **numbers}
     replaced = CaptureReport(num_slots=(4,), **more)  # type: ignore[arg-type]
@@ -68,7 +68,7 @@ def test_memsets_that_stay_are_said() -> None:
 
 
 @pytest.mark.parametrize("value", ["1", "0"])
-def test_the_environment_says_how_memsets_are_captured(
+def test_the_environment_chooses_how_memsets_are_captured(
     value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CHUNKGRAPH_MEMSET_KERNELS", value)
@@ -77,7 +77,7 @@ def test_the_environment_says_how_memsets_are_captured(
     assert GraphFlags().capture_options().memset_kernels == (value == "1")
 
 
-def test_settings_that_are_not_saved_are_said(tmp_path: Path) -> None:
+def test_settings_that_are_not_saved_are_reported(tmp_path: Path) -> None:
     graphs = _graphs()
     assert save_run_record(graphs, GraphFlags(), _arguments(), None) is None
     line = start_line(graphs, GraphFlags(), None)
@@ -92,7 +92,7 @@ def test_settings_that_are_not_saved_are_said(tmp_path: Path) -> None:
     assert "rank 0 (24 graphs)" in start_line(graphs, GraphFlags(), None)
 
 
-def test_why_a_chunk_is_not_captured_whole_is_said_and_saved(tmp_path: Path) -> None:
+def test_the_reason_for_a_partial_capture_is_reported_and_saved(tmp_path: Path) -> None:
     graphs = _graphs(scope=ChosenScope("block", "--cross-entropy-fusion-impl te"))
     line = start_line(graphs, GraphFlags(), None)
     assert "scope block (no whole chunk with --cross-entropy-fusion-impl te), 4 + 2" in line
@@ -100,12 +100,12 @@ def test_why_a_chunk_is_not_captured_whole_is_said_and_saved(tmp_path: Path) -> 
 
 
 def _saved(graphs: Any, flags: GraphFlags, folder: Path, **arguments: Any) -> dict[str, Any]:
-    """What is saved of a run with these flags, as training has them."""
+    """Return the saved record of a run with these flags, as training has them."""
     args = _arguments(**{"seq_length": 1024, "micro_batch_size": 2, **arguments})
     path = save_run_record(graphs, resolved_flags(flags, args), args, folder)
     assert path is not None
-    found: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
-    return found
+    record: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return record
 
 
 def test_context_sizes_are_saved(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_context_sizes_are_saved(tmp_path: Path) -> None:
 
 
 def test_defaults_are_saved_as_they_were_resolved(tmp_path: Path) -> None:
-    """Not as they were given: another release may have other defaults."""
+    """Not as typed: another release may have other defaults."""
     shapes = (PackedShape(200, 2048), PackedShape(64, 2048))
     graphs = _graphs(num_banks=2, packed_shapes=shapes)
     flags = GraphFlags(packing=PackingConfig(max_packed_seqs=200))
@@ -166,7 +166,7 @@ def test_replays_are_named_in_runs_that_are_profiled(flag: str) -> None:
 
 
 def test_reasons_are_zero_again_after_their_step() -> None:
-    """A curve would otherwise stay where it was last."""
+    """Otherwise a curve would keep its last value."""
     counters = Counters()
     graphs: Any = SimpleNamespace(
         counters=counters, dropped_tokens=dict, engine=SimpleNamespace(report=None)

@@ -1,4 +1,4 @@
-"""Megatron's ``pretrain()`` driven by ``--pipeline-schedule``, with graphs and without."""
+"""Megatron's ``pretrain()`` with ``--pipeline-schedule``, with and without graphs."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def train(
     monkeypatch.syspath_prepend(support)
 
     def run(name: str, *flags: str) -> tuple[list[str], str]:
-        given = [*MODEL, "--data-cache-path", str(tmp_path / "cache")]
-        given += ["--exact-log", str(tmp_path / name), *flags]
-        codes, output = run_ranks([str(SCRIPT), *given], 2, tmp_path)
+        arguments = [*MODEL, "--data-cache-path", str(tmp_path / "cache")]
+        arguments += ["--exact-log", str(tmp_path / name), *flags]
+        codes, output = run_ranks([str(SCRIPT), *arguments], 2, tmp_path)
         assert codes == [0, 0], output[-6000:]
         log = (tmp_path / f"{name}.rank1").read_text(encoding="utf-8").splitlines()
         return [*log, *re.findall(r"validation loss at .*lm loss value: \S+", output)], output

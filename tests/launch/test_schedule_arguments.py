@@ -16,12 +16,12 @@ from chunkgraph.schedules import build_schedule
 
 
 class _AttachedError(Exception):
-    """Ends a test where the graphs would be attached."""
+    """Ends a test at the point where graphs would be attached."""
 
 
 @pytest.fixture
 def in_folder_of_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``mine.csv``, whose backwards are split, in the current folder."""
+    """Write ``mine.csv``, a schedule with split backwards, to the current folder."""
     monkeypatch.chdir(tmp_path)
     schedule = build_schedule("zb-h1", num_ranks=2, num_microbatches=4)
     Path("mine.csv").write_text(schedule.to_csv())
@@ -60,7 +60,7 @@ def test_weight_gradients_are_delayed_by_schedules_that_split_backwards(name: st
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         (
             {
@@ -87,6 +87,6 @@ def test_weight_gradients_are_delayed_by_schedules_that_split_backwards(name: st
         ),
     ],
 )
-def test_schedules_that_cannot_run_are_named(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(said)):
+def test_schedules_that_cannot_run_are_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
         settle_arguments(arguments(**changes), on_cpu=True)

@@ -1,4 +1,4 @@
-"""What stands between ``chunkgraph launch`` and its ranks."""
+"""The agent between ``chunkgraph launch`` and its ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytest.importorskip("torch")
 
 @pytest.fixture
 def own_handlers() -> Iterator[None]:
-    """The agent takes over the signals of its process."""
+    """Restore signal handlers: the agent replaces those of its process."""
     old = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
     yield
     for signum, handler in old.items():
@@ -29,7 +29,9 @@ def own_handlers() -> Iterator[None]:
 def test_a_rank_that_begins_after_sigterm_gets_it_once(tmp_path: Path) -> None:
     signals = _Signals(tmp_path)
     os.kill(os.getpid(), signal.SIGTERM)  # while the ranks still import torch
-    count = "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: print('told'))\n"
+    count = (
+        "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: print('terminated'))\n"
+    )
     count += "print('ready', flush=True)\nsys.stdin.read()\n"
     rank = subprocess.Popen(
         [sys.executable, "-u", "-c", count],
@@ -41,9 +43,9 @@ def test_a_rank_that_begins_after_sigterm_gets_it_once(tmp_path: Path) -> None:
         assert rank.stdout is not None
         assert rank.stdout.readline() == "ready\n"
         (tmp_path / "pid_rank0").write_text(str(rank.pid), encoding="utf-8")
-        for _ in range(3):  # as often as the agent looks
+        for _ in range(3):  # the agent's polling interval
             signals.notify_late_ranks()
         output, _ = rank.communicate(timeout=20)
-        assert output == "told\n"
+        assert output == "terminated\n"
     finally:
         rank.kill()
