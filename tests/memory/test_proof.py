@@ -13,8 +13,8 @@ from chunkgraph.memory import SlotFootprint, find_conflicts, prove_disjoint
 ranges = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=3).map(AddressRanges)
 
 
-def members(found: AddressRanges) -> set[int]:
-    return {p for r in found for p in range(r.start, r.end)}
+def members(addresses: AddressRanges) -> set[int]:
+    return {p for r in addresses for p in range(r.start, r.end)}
 
 
 @given(st.lists(st.tuples(ranges, ranges, ranges), min_size=1, max_size=4))
@@ -58,7 +58,7 @@ def test_the_error_names_graph_slot_and_addresses() -> None:
 
 
 def test_variants_of_one_slot_may_share_memory() -> None:
-    """They are never in flight together; with another slot, or unnamed, it is a conflict."""
+    """They are never in flight together; sharing with another slot, or without names, conflicts."""
     own = AddressRanges([(0x1000, 0x1100)])
     variants = [SlotFootprint(f"bank {b}", own, {"forward": own}, (0, 0)) for b in range(2)]
     prove_disjoint(variants)

@@ -1,4 +1,4 @@
-"""Which rows are in use: told in every layer of every microbatch, in few operators."""
+"""Rows in use, computed in every layer of every microbatch with few operators."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from chunkgraph.memory.stash import RowsInUse
 
 @given(st.integers(0, 9), st.integers(0, 7), st.sampled_from([torch.int32, torch.int64]))
 def test_leading_rows_are_the_first_in_use(count: int, num_rows: int, dtype: torch.dtype) -> None:
-    found = RowsInUse.first(torch.tensor([count], dtype=dtype), num_rows)
+    first = RowsInUse.first(torch.tensor([count], dtype=dtype), num_rows)
     like = RowsInUse.of(torch.arange(num_rows) < count)
     expected = [place if place < count else -1 for place in range(num_rows)]
-    for rows in (found, like) if num_rows else (found,):
+    for rows in (first, like) if num_rows else (first,):
         assert rows.places.tolist() == expected
         assert rows.total.tolist() == [min(count, num_rows)]
         assert (rows.places.dtype, rows.total.dtype) == (torch.int32, torch.int64)
@@ -28,7 +28,7 @@ def test_leading_rows_are_the_first_in_use(count: int, num_rows: int, dtype: tor
 @pytest.mark.parametrize(
     ("make", "num_operators"),
     [
-        # Of 32 and of 64 bits: a count is one of the two, and then converted or not.
+        # Counts of 32 and of 64 bits: one of them needs no conversion.
         (lambda count: RowsInUse.first(count, 64), 4),
         (lambda count: RowsInUse.first(count.to(torch.int32), 64), 6),
         (lambda count: RowsInUse.of(count.expand(64) > 0), 5),
@@ -40,6 +40,6 @@ def test_rows_in_use_take_few_operators(
     backend, count = RecorderBackend(), torch.tensor([3])
     with backend.capture("rows", backend.new_pool("slot")) as graph:
         make(count)
-    # What sets the grad mode is a step of the log too, and no operator.
+    # The log also has changes of the grad mode, which are no operators.
     steps = [step for step in graph._steps or () if not isinstance(step, functools.partial)]
     assert len(steps) == num_operators

@@ -1,4 +1,4 @@
-"""The stash by itself: pages are conserved, rows come back, overflow harms nobody."""
+"""The stash alone: pages are conserved, rows come back, an overflow harms no other tensor."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def check_pages(stash: PagedStash, live: list[Stashed]) -> StashStatus:
-    """Every page is free, or in exactly one table."""
+    """Check that every page is free or in exactly one table."""
     arena, status = stash.arena, stash.arena.status()
     free = arena.stack[: status.num_free_pages].tolist()
     if arena.spill_stack is not None:
@@ -77,22 +77,22 @@ def test_pages_are_conserved_and_rows_come_back_in_any_order(
     for _ in range(data.draw(st.integers(1, 12))):
         if live and data.draw(st.booleans()):
             stashed, tensor = live.pop(data.draw(st.integers(0, len(live) - 1)))
-            wanted, here, there = stashed.ticket.taken.tolist()
-            found = stash.reload(stashed)
-            if wanted == here + there:
-                assert same_bits(found, tensor)
+            num_needed, here, there = stashed.ticket.taken.tolist()
+            result = stash.reload(stashed)
+            if num_needed == here + there:
+                assert same_bits(result, tensor)
             else:
                 assert (here, there) == (0, 0)
-                assert not found.view(torch.uint8).any()
+                assert not result.view(torch.uint8).any()
             stash.give_back(stashed)
         else:
             tensor, rows = data.draw(tensors())
             free = stash.arena.status()
             stashed = stash.stash(tensor, rows)
-            wanted, here, there = stashed.ticket.taken.tolist()
-            assert wanted == -(-int(rows.total) // (64 // tensor[0].nbytes))
+            num_needed, here, there = stashed.ticket.taken.tolist()
+            assert num_needed == -(-int(rows.total) // (64 // tensor[0].nbytes))
             room = free.num_free_pages + free.num_free_spill_pages
-            assert here + there == (wanted if wanted <= room else 0)
+            assert here + there == (num_needed if num_needed <= room else 0)
             assert here == min(here + there, free.num_free_pages)  # the device first
             live.append((stashed, expected(tensor, rows)))
         status = check_pages(stash, [s for s, _ in live])
@@ -105,7 +105,7 @@ def test_pages_are_conserved_and_rows_come_back_in_any_order(
     assert check_pages(stash, []).num_required_pages == 0
 
 
-def test_too_few_pages_are_told_until_forgotten_and_harm_nothing_that_is_stashed() -> None:
+def test_too_few_pages_are_reported_until_cleared_and_harm_nothing_that_is_stashed() -> None:
     stash = make_stash(4)
     kept = torch.randn(4, 16)
     first = stash.stash(kept, RowsInUse.first(torch.tensor([4]), 4))
@@ -138,7 +138,7 @@ def test_sizes_that_cannot_be_are_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"page_bytes": 100}, "page_bytes is 100; it must be a multiple of 16"),
         ({"page_bytes": 0}, "page_bytes is 0"),
@@ -151,9 +151,9 @@ def test_sizes_that_cannot_be_are_refused_by_name() -> None:
     ],
 )
 def test_options_of_the_stash_are_checked_where_they_are_given(
-    changes: dict[str, Any], said: str
+    changes: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         StashOptions(**changes)
 
 
@@ -162,7 +162,7 @@ def _expert(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch
 
 
 def test_only_rows_are_stashed_once_each_and_no_weights() -> None:
-    """A weight with as many rows as the tokens stays where it is."""
+    """A weight with as many rows as tokens is not stashed."""
     stash = make_stash(64)
     saving = Saving(64)
     saving.mode, saving.stash = "stash", stash
@@ -176,7 +176,7 @@ def test_only_rows_are_stashed_once_each_and_no_weights() -> None:
         x.requires_grad_()
         rows = RowsInUse.of(x.detach().any(1))
         if is_stashed:
-            # As wide as long, so that shapes cannot tell them from weights.
+            # As wide as long, so that shapes do not distinguish them from weights.
             with saving.scope(rows, [], "experts"):
                 out = _expert(x, first.detach(), second.detach())
             assert stash.arena.status().num_required_pages > 0
@@ -194,7 +194,7 @@ def test_only_rows_are_stashed_once_each_and_no_weights() -> None:
 
 
 class _Flat(torch.autograd.Function):
-    """Saves rows one after the other in one dimension, as fused grouped products do."""
+    """Saves rows flattened to one dimension, as fused grouped products do."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -221,7 +221,7 @@ def test_rows_in_one_dimension_are_stashed() -> None:
     eager, x.grad, weight.grad = (x.grad, weight.grad), None, None
     with saving.scope(RowsInUse.first(torch.tensor([3]), 8), [weight], "experts"):
         out = _Flat.apply(x, weight)
-    # Three rows of 64 bytes; neither the copy of the weight nor the narrow column.
+    # Three rows of 64 bytes; no copy of the weight, and no narrow column.
     assert stash.arena.status().num_required_pages == 3
     out.square().sum().backward()
     assert stash.arena.status().num_required_pages == 0
@@ -232,7 +232,7 @@ def test_rows_in_one_dimension_are_stashed() -> None:
 
 
 def test_a_rank_that_gets_no_row_stashes_nothing() -> None:
-    """What else is saved, such as counts, stays where it is."""
+    """Other saved tensors, such as counts, are not stashed."""
     for mode in ("measure", "stash"):
         saving = Saving(64)
         saving.mode, saving.stash = mode, make_stash(4)  # type: ignore[assignment]
@@ -258,7 +258,7 @@ def test_a_tensor_saved_twice_takes_pages_once_and_parts_are_stashed() -> None:
         y = torch.exp(x * 1)  # saves its result
         z = y.sin() + y.cos()  # both save y
         halves = [half.sin() for half in y.split(4)]
-    # y in whole, and its two parts.
+    # All of y, and its two parts.
     assert stash.arena.status().num_required_pages == 5 + 3 + 2
     (z.sum() + sum(half.sum() for half in halves)).backward()
     assert stash.arena.status().num_required_pages == 0
@@ -268,8 +268,8 @@ def test_a_tensor_saved_twice_takes_pages_once_and_parts_are_stashed() -> None:
 
 
 def test_columns_of_rows_are_stashed_with_all_columns_once() -> None:
-    """A gate and what it gates, split off one product: neither keeps the memory of all rows."""
-    grads, wanted = [], []
+    """A gate and its values, split from one product: neither keeps the memory of all rows."""
+    grads, num_pages = [], []
     for is_stashed in (False, True):
         stash = make_stash(64, page_bytes=256)
         saving = Saving(256)
@@ -287,12 +287,12 @@ def test_columns_of_rows_are_stashed_with_all_columns_once() -> None:
                 gate, value = whole.chunk(2, dim=1)
                 result = gate.sin() * value.cos()  # saves gate and value, and their sine and cosine
             del whole, gate, value
-        wanted.append(stash.arena.status().num_required_pages)
+        num_pages.append(stash.arena.status().num_required_pages)
         result.sum().backward()
         assert stash.arena.status().num_required_pages == 0
         grads.append(x.grad)
     # Rows of 128 bytes, two to a page, and twice rows of 64, four to a page.
-    assert wanted == [0, 3 + 2 * 2]
+    assert num_pages == [0, 3 + 2 * 2]
     assert meter.pages_for([1], 1.0) == 7
     assert torch.equal(grads[0][:5], grads[1][:5])  # cos(0) of the other rows comes back as 0
 
@@ -307,7 +307,7 @@ def test_a_backward_reloads_a_layer_while_the_one_after_it_runs(prefetches: bool
     x = torch.randn(8, 16, requires_grad=True)
     twin = x.detach().clone().requires_grad_()
     rows = RowsInUse.of(torch.ones(8, dtype=torch.bool))
-    for _ in range(2):  # two forwards know nothing of each other
+    for _ in range(2):  # two forwards are independent of each other
         with saving.forward(0):
             h = x
             for layer in range(3):
@@ -343,7 +343,7 @@ def test_what_no_backward_reads_or_reads_twice_is_an_error() -> None:
         kept = y.sin()
     with pytest.raises(StashError, match=r"layer 3.*no backward read"):
         saving.check_all_read()
-    saving.check_all_read()  # told once
+    saving.check_all_read()  # reported once
     kept.sum().backward(retain_graph=True)
     with pytest.raises(StashError, match=r"layer 3.*second time"):
         kept.sum().backward()
@@ -364,7 +364,7 @@ def test_the_meter_counts_what_slots_in_flight_would_take() -> None:
     assert saving.meter.pages_for([2, 1], 1.0) == 2 * 10 + 16
     assert saving.meter.pages_for([2, 1], 1.1) == 40  # of at most 48
     assert saving.meter.pages_for([2, 1], 9.0) == 48
-    # Chunk 1 takes 16 pages and chunk 0 takes 10; no more than so many microbatches of both.
+    # A microbatch takes 16 pages in chunk 1 and 10 in chunk 0; at most ``most`` are in flight.
     assert [saving.meter.pages_for([2, 1], 1.0, most) for most in (1, 2, 3)] == [16, 26, 36]
     assert saving.meter.pages_for([3, 3], 1.0, 3) == 3 * 16  # shared slots
     small = Saving(48)

@@ -1,4 +1,4 @@
-"""Triton's kernels against the reference: the same tables, the same bits, the same counts."""
+"""Triton's kernels give the same tables, bits and counts as the reference."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def test_triton_does_what_the_reference_does(num_pages: int, dtype: torch.dtype)
     for _ in range(60):
         if live and rng.random() < 0.45:
             pair = live.pop(rng.randrange(len(live)))
-            found = [stash.reload(s) for stash, s in zip(stashes, pair, strict=True)]
-            assert torch.equal(*[f.view(torch.uint8) for f in found])
+            results = [stash.reload(s) for stash, s in zip(stashes, pair, strict=True)]
+            assert torch.equal(*[f.view(torch.uint8) for f in results])
             for stash, stashed in zip(stashes, pair, strict=True):
                 stash.give_back(stashed)
         else:
@@ -58,8 +58,8 @@ def test_spilled_pages_come_back_from_pinned_memory() -> None:
     assert (status.num_free_pages, status.num_free_spill_pages) == (10, 200)
 
 
-def test_reloads_ahead_run_beside_the_backward_of_a_graph() -> None:
-    """Captured, replayed with other rows in use: the gradients of the same without a stash."""
+def test_reloads_ahead_run_next_to_the_backward_of_a_graph() -> None:
+    """Replays with other rows in use have the gradients of a run without a stash."""
     torch.manual_seed(0)
     stash = PagedStash(ArenaSize(4096, 2000), torch.device("cuda"), "triton")
     saving = Saving(4096, prefetches=True)

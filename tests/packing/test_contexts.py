@@ -1,4 +1,4 @@
-"""Schedules of microbatches with a context-parallel size each."""
+"""Schedules of microbatches that each have a context-parallel size."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_every_document_once_within_all_limits(case, data):
             assert m.size in limits.group_sizes
             if not m.documents:
                 continue
-            # Packing raises where the documents and the dummy do not fit.
+            # Packing raises if the documents and the dummy do not fit.
             packed = pack([lengths[d] for d in m.documents], limits.shape(m.size))
             assert len(packed.cu_seqlens) == limits.max_packed_seqs + 1
             assert packed.cu_seqlens_padded[-1] == limits.max_tokens_per_rank * m.size
@@ -85,7 +85,7 @@ def test_no_document_takes_more_ranks_unless_some_would_idle(case):
     assert ranks == schedule.num_microbatches * limits.world_size
     for m in microbatches(schedule):
         assert all(limits.smallest_size(lengths[d]) <= m.size for d in m.documents)
-        if not m.documents:  # a filler: nothing is left that could be split to these ranks
+        if not m.documents:  # a filler: no other document can be split over these ranks
             for other in microbatches(schedule):
                 assert len(other.documents) <= 1 or other.size > m.size
     needed = sum(limits.smallest_size(n) for n in lengths)
@@ -104,7 +104,7 @@ def test_long_documents_get_more_ranks_and_idle_ranks_get_work():
             ContextMicrobatch(1, 3, (1, 4)),
         ),
     )
-    # One document that fits a rank: more of them are better than fillers.
+    # A document that fits one rank: several of them are better than fillers.
     assert schedule_contexts([16], LIMITS).rounds == ((ContextMicrobatch(4, 0, (0,)),),)
     alone = schedule_contexts([16], replace(LIMITS, sizes=(1,)))
     assert [m.documents for m in microbatches(alone)] == [(0,), (), (), ()]
@@ -161,6 +161,6 @@ def test_random_sizes_are_of_the_seed_and_each_comes_once_before_one_comes_again
         return [m.size for m in schedule.of_rank(0)]
 
     assert sizes("1 0") == sizes("1 0")
-    found = {tuple(sizes(f"1 {step}")[:3]) for step in range(20)}
-    assert len(found) > 3
-    assert all(sorted(order) == [1, 2, 4] for order in found)
+    orders = {tuple(sizes(f"1 {step}")[:3]) for step in range(20)}
+    assert len(orders) > 3
+    assert all(sorted(order) == [1, 2, 4] for order in orders)

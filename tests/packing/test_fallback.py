@@ -57,7 +57,7 @@ def test_blocks_join_without_a_seam():
     sizes = sizes_of(tokens, ends, PackedShape(2, 8))
     assert sizes.num_tokens.sum() == tokens.sum()
     assert sizes.num_tokens.max() <= 8
-    # Each ended because the next document had no room.
+    # Each microbatch ended because the next document had no room.
     assert (sizes.num_tokens[:-1] + tokens[ends[:-1]] > 8).all()
 
 
@@ -156,7 +156,7 @@ def test_long_documents(lengths, limit):
 
 
 def test_more_parts_than_memory_are_refused():
-    """More than any machine can address, so that nothing is allocated."""
+    """Their number is beyond any address space, so nothing is allocated."""
     with pytest.raises(PackingError, match="parts of at most 1 tokens makes 1125899906842624"):
         fit_long_documents(np.array([2**50]), 1, LongDocuments.SPLIT)
 

@@ -12,11 +12,11 @@ from chunkgraph.errors import ConfigError
 from chunkgraph.packing import DocumentLengths, ReadOptions, ValueKind, read_lengths
 
 
-def groups(found: DocumentLengths) -> list[list[int]]:
-    """The microbatches of a file that has some."""
-    assert found.microbatch_ends is not None
-    ends = found.microbatch_ends.tolist()
-    tokens = found.tokens.tolist()
+def groups(document_lengths: DocumentLengths) -> list[list[int]]:
+    """Return the microbatches of a file that has any."""
+    assert document_lengths.microbatch_ends is not None
+    ends = document_lengths.microbatch_ends.tolist()
+    tokens = document_lengths.tokens.tolist()
     return [tokens[a:b] for a, b in zip([0, *ends], ends, strict=False)]
 
 
@@ -30,13 +30,13 @@ def test_numbers_are_documents_or_microbatches(tmp_path_factory, lines):
         with pytest.raises(ConfigError, match="no document with a token"):
             read_lengths(path)
         return
-    found = read_lengths(path)
-    assert found.tokens.tolist() == tokens
-    assert found.num_empty == sum(map(len, lines)) - len(tokens)
+    document_lengths = read_lengths(path)
+    assert document_lengths.tokens.tolist() == tokens
+    assert document_lengths.num_empty == sum(map(len, lines)) - len(tokens)
     if max(map(len, lines)) > 1:
-        assert groups(found) == [line for line in left if line]
+        assert groups(document_lengths) == [line for line in left if line]
     else:
-        assert found.microbatch_ends is None
+        assert document_lengths.microbatch_ends is None
 
 
 def test_blanks_and_commas_separate(tmp_path: Path):
@@ -62,28 +62,28 @@ def test_blanks_and_commas_separate(tmp_path: Path):
 def test_values_of_json_lines(tmp_path: Path, options, lines, tokens):
     path = tmp_path / "data.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)))
-    found = read_lengths(path, ReadOptions(**options))
-    assert found.tokens.tolist() == tokens
-    assert found.microbatch_ends is None
+    document_lengths = read_lengths(path, ReadOptions(**options))
+    assert document_lengths.tokens.tolist() == tokens
+    assert document_lengths.microbatch_ends is None
     is_text = "length" not in lines[0] and not {"text", "messages"}.isdisjoint(lines[0])
-    assert ("estimated" in found.source) == is_text
+    assert ("estimated" in document_lengths.source) == is_text
 
 
 def test_lengths_of_one_line_are_one_microbatch(tmp_path: Path):
     path = tmp_path / "data.jsonl"
-    # Alone on each line, they are microbatches all the same.
+    # Lists of one number per line are microbatches too.
     path.write_text('{"lengths": [3]}\n{"lengths": []}\n{"lengths": [4]}\n')
     assert groups(read_lengths(path)) == [[3], [4]]
     path.write_text('{"x": [3, 4]}\n{"x": [0]}\n{"x": [0, 5]}\n')
-    found = read_lengths(path, ReadOptions(key="x", kind=ValueKind.LENGTHS))
-    assert groups(found) == [[3, 4], [5]]
-    assert found.num_empty == 2
+    document_lengths = read_lengths(path, ReadOptions(key="x", kind=ValueKind.LENGTHS))
+    assert groups(document_lengths) == [[3, 4], [5]]
+    assert document_lengths.num_empty == 2
 
 
 @pytest.mark.parametrize("first", ["[4]", "[]", "[3, 4]"])
 @pytest.mark.parametrize(("other", "kind"), [("7", "a number"), ('"seven"', "a text")])
 def test_lists_and_numbers_of_json_lines_are_not_mixed(tmp_path: Path, first, other, kind):
-    """In neither order: the last line does not decide what the others are."""
+    """In either order: the last line does not decide the kind of the others."""
     path = tmp_path / "data.jsonl"
     path.write_text(f'{{"lengths": {first}}}\n\n{{"lengths": {other}}}\n')
     with pytest.raises(ConfigError, match=rf":3: 'lengths' has {kind}, but line 1 has a list"):
@@ -93,12 +93,12 @@ def test_lists_and_numbers_of_json_lines_are_not_mixed(tmp_path: Path, first, ot
         read_lengths(path)
 
 
-def test_one_estimate_among_lengths_is_told(tmp_path: Path):
+def test_one_estimate_among_lengths_is_reported(tmp_path: Path):
     path = tmp_path / "data.jsonl"
     path.write_text('{"x": "12345"}\n{"x": 7}\n')
-    found = read_lengths(path, ReadOptions(key="x"))
-    assert found.tokens.tolist() == [2, 7]
-    assert "estimated" in found.source
+    document_lengths = read_lengths(path, ReadOptions(key="x"))
+    assert document_lengths.tokens.tolist() == [2, 7]
+    assert "estimated" in document_lengths.source
 
 
 def test_the_longest_that_offsets_count(tmp_path: Path):
@@ -162,7 +162,7 @@ def test_files_that_cannot_be_read(tmp_path: Path):
         read_lengths(tmp_path / "none.txt")
     with pytest.raises(ConfigError, match="cannot read the lengths: Is a directory"):
         read_lengths(tmp_path)
-    # These have no name that a dataset's ending could follow.
+    # A dataset's suffix cannot follow these names.
     for nameless in (Path(), Path("/")):
         with pytest.raises(ConfigError, match="cannot read the lengths: Is a directory"):
             read_lengths(nameless)
@@ -171,7 +171,7 @@ def test_files_that_cannot_be_read(tmp_path: Path):
 
 
 def test_a_pipe_is_refused(tmp_path: Path):
-    """Of what it holds the beginning would be missing, as in ``--lengths <(...)``."""
+    """The beginning of a pipe's content would be missing, as in ``--lengths <(...)``."""
     reader, writer = os.pipe()
     os.write(writer, b"3\n4\n")
     os.close(writer)

@@ -23,7 +23,7 @@ def index_bytes(
     type_code: int = 4,
     modes: bytes = b"",
 ) -> bytes:
-    """The file, byte by byte as its format is described."""
+    """Return the file, byte by byte as its format is documented."""
     parts = [magic, struct.pack("<Q", version), struct.pack("<B", type_code)]
     parts += [struct.pack("<Q", len(lengths)), struct.pack("<Q", len(boundaries))]
     parts += [struct.pack("<i", length) for length in lengths]
@@ -50,11 +50,11 @@ def test_a_dataset_is_found_by_each_of_its_names(tmp_path: Path):
     (tmp_path / "copied").write_bytes(index_bytes([3, 0, 5], [0, 1, 2, 3]))
     names = ("my.data_document.idx", "my.data_document.bin", "my.data_document", "copied")
     for name in names:
-        found = read_lengths(tmp_path / name)
-        assert found.tokens.tolist() == [3, 5]
-        assert found.num_empty == 1
-        assert found.microbatch_ends is None
-        assert found.source.startswith("Megatron index")
+        document_lengths = read_lengths(tmp_path / name)
+        assert document_lengths.tokens.tolist() == [3, 5]
+        assert document_lengths.num_empty == 1
+        assert document_lengths.microbatch_ends is None
+        assert document_lengths.source.startswith("Megatron index")
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_a_dataset_is_found_by_each_of_its_names(tmp_path: Path):
         (index_bytes([1, 2], [0, 1]), "do not rise from 0 to 2 sequences"),
         (index_bytes([1, 2], [1, 2]), "do not rise from 0 to 2 sequences"),
         (index_bytes([1, -2], [0, 2]), "sequence 1 has a length of -2"),
-        # Counts that no memory could hold.
+        # Counts beyond any memory.
         (b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 4, 2**60, 2**60), "26|34 bytes, but"),
     ],
 )
@@ -125,7 +125,7 @@ def test_megatron_and_we_agree_on_files(tmp_path: Path, indexed):
     expected = [sum(document) for document in documents]
     assert read_lengths(Path(prefix)).tokens.tolist() == expected
 
-    # And theirs reads what this file's tests write.
+    # Megatron's module reads the files of these tests.
     sequences = [length for document in documents for length in document]
     boundaries = np.cumsum([0, *map(len, documents)]).tolist()
     (tmp_path / "ours.idx").write_bytes(index_bytes(sequences, boundaries))

@@ -13,7 +13,7 @@ from chunkgraph.packing import OverflowReason, PackedShape, check_offsets, pack,
 
 @st.composite
 def fitting(draw: st.DrawFn) -> tuple[list[int], PackedShape]:
-    """Documents and a shape that holds them, full or with room."""
+    """Draw documents and a shape that holds them, full or with room."""
     lengths = draw(st.lists(st.integers(1, 30), min_size=1, max_size=12))
     size = draw(st.sampled_from([1, 1, 2, 3, 4]))
     multiple = 1 if size == 1 else 2 * size
@@ -45,8 +45,8 @@ def test_rows_are_what_a_loop_over_documents_gives(drawn):
         cu_padded.append(min(cu_padded[-1] + shape.longest_rows, shape.max_packed_tokens))
     assert packed.cu_seqlens.tolist() == cu_seqlens + [cu_seqlens[-1]] * empty
     assert packed.cu_seqlens_padded.tolist() == cu_padded
-    found = zip(packed.seq_idx, packed.position_ids, packed.padding_mask, strict=True)
-    assert [(int(i), int(p), bool(m)) for i, p, m in found] == rows
+    packed_rows = zip(packed.seq_idx, packed.position_ids, packed.padding_mask, strict=True)
+    assert [(int(i), int(p), bool(m)) for i, p, m in packed_rows] == rows
     assert packed.num_documents == len(lengths)
 
 
@@ -134,7 +134,7 @@ def test_a_worked_example():
         ([4, 3, 2], OverflowReason.TOO_MANY_TOKENS, "9 tokens with padding, of 8"),
     ],
 )
-def test_what_does_not_fit_is_told_and_refused(lengths, reason, detail):
+def test_what_does_not_fit_is_reported_and_refused(lengths, reason, detail):
     shape = PackedShape(4, 8)
     assert reason_not_to_fit(lengths, shape) is reason
     with pytest.raises(PackingError) as error:

@@ -7,18 +7,18 @@ from chunkgraph.settings import config_from_mapping
 
 
 @pytest.mark.parametrize(
-    ("most", "found"),
+    ("most", "expected"),
     [(0, ()), (64, ()), (127, ()), (128, (64,)), (359, (64, 128)), (512, (64, 128, 256))],
 )
-def test_powers_of_two_up_to_half(most: int, found: tuple[int, ...]) -> None:
-    assert default_seq_buckets(most, 1025) == found
+def test_powers_of_two_up_to_half(most: int, expected: tuple[int, ...]) -> None:
+    assert default_seq_buckets(most, 1025) == expected
 
 
 @pytest.mark.parametrize(
-    ("most", "found"), [(0, ()), (32, ()), (33, (32,)), (127, (32,)), (128, (32, 64))]
+    ("most", "expected"), [(0, ()), (32, ()), (33, (32,)), (127, (32,)), (128, (32, 64))]
 )
-def test_short_rows_have_32_too(most: int, found: tuple[int, ...]) -> None:
-    assert default_seq_buckets(most, 1024) == found
+def test_short_rows_have_32_too(most: int, expected: tuple[int, ...]) -> None:
+    assert default_seq_buckets(most, 1024) == expected
 
 
 @pytest.mark.parametrize(
@@ -38,12 +38,12 @@ def test_short_rows_have_32_too(most: int, found: tuple[int, ...]) -> None:
 def test_the_shortest_rows_of_a_rank_decide(
     num_ranks: int, buckets: tuple[float, ...], is_short: bool
 ) -> None:
-    found = default_seq_buckets(127, 4096, num_ranks, buckets)
-    assert found == ((32,) if is_short else ())
+    seq_buckets = default_seq_buckets(127, 4096, num_ranks, buckets)
+    assert seq_buckets == ((32,) if is_short else ())
 
 
 @pytest.mark.parametrize(
-    ("packing", "model", "found"),
+    ("packing", "model", "expected"),
     [
         ({}, {}, (64,)),
         ({"seq_buckets": None}, {}, (64,)),
@@ -61,9 +61,11 @@ def test_the_shortest_rows_of_a_rank_decide(
     ],
 )
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_what_a_run_has(packing: dict, model: dict, found: tuple[int, ...], num_ranks: int) -> None:
-    """The same where context-parallel ranks have as many rows each."""
-    if "context_parallel_sizes" in packing:  # whose rows are those of a rank
+def test_what_a_run_has(
+    packing: dict, model: dict, expected: tuple[int, ...], num_ranks: int
+) -> None:
+    """The same with context-parallel ranks that have as many rows each."""
+    if "context_parallel_sizes" in packing:  # these rows are already per rank
         num_ranks = 1
     if "max_packed_tokens" in packing:
         packing = {**packing, "max_packed_tokens": packing["max_packed_tokens"] * num_ranks}
@@ -85,4 +87,4 @@ def test_what_a_run_has(packing: dict, model: dict, found: tuple[int, ...], num_
             "packing": {"max_packed_seqs": 200, **packing},
         }
     )
-    assert config.seq_buckets == found
+    assert config.seq_buckets == expected

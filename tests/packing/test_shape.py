@@ -45,11 +45,11 @@ def test_impossible_sizes(sizes, message):
 
 def test_sizes_may_be_integers_of_numpy():
     plain = PackedShape(4, 16, 2, 8, True, 4)
-    given_so = PackedShape(
+    converted = PackedShape(
         np.int64(4), np.int32(16), np.uint8(2), np.int64(8), counts_padding=True, pad_seq_to_mult=4
     )
-    assert (given_so, hash(given_so), repr(given_so)) == (plain, hash(plain), repr(plain))
-    assert {type(value) for value in vars(given_so).values()} == {int, bool}
+    assert (converted, hash(converted), repr(converted)) == (plain, hash(plain), repr(plain))
+    assert {type(value) for value in vars(converted).values()} == {int, bool}
     for wrong in (np.bool_(True), np.float64(8), np.int64(1)):
         with pytest.raises(PackingError, match=r"max_packed_seqs is .* whole number"):
             PackedShape(wrong, 8)
@@ -63,7 +63,7 @@ def test_unsigned_lengths_do_not_turn_negative(length):
         with pytest.raises(PackingError, match=message):
             refuse(lengths, shape)
     assert reason_not_to_fit(np.array([1, 7], np.uint64), shape) is None
-    # A length that can be counted with is told apart from one that fits.
+    # A length within int64 gives a reason instead of an error.
     assert reason_not_to_fit([2**63 - 1], shape) is OverflowReason.DOCUMENT_TOO_LONG
 
 
@@ -88,7 +88,7 @@ def test_a_limit_on_documents_alone():
     assert reason_not_to_fit([5, 5], shape) is None
     assert reason_not_to_fit([6], shape) is OverflowReason.DOCUMENT_TOO_LONG
     assert [bucket.max_document_tokens for bucket in shape.buckets()] == [4, 5, 5]
-    # As many documents as without it, and as many dummies as the longest tail needs.
+    # As many documents as without the limit, and dummies for the longest tail.
     assert [(b.longest_rows, b.num_sequences) for b in shape.buckets()] == [(4, 4), (5, 5), (5, 7)]
     assert {b.max_documents for b in shape.buckets()} == {3}
     assert (PackedShape(4, 16).longest_rows, PackedShape(4, 16).num_sequences) == (16, 4)
@@ -105,11 +105,11 @@ def test_the_smallest_bucket_is_chosen(lengths, units, size):
     chosen = smallest_that_fits(lengths, reversed(buckets))
     fitting = [bucket for bucket in buckets if reason_not_to_fit(lengths, bucket) is None]
     assert chosen == (fitting[0] if fitting else None)
-    # So that ranks can agree on the largest of their choices.
+    # All larger buckets fit too, so ranks can agree on the largest of their choices.
     assert fitting == list(buckets[len(buckets) - len(fitting) :])
 
 
-def test_buckets_are_rounded_up_and_told_once():
+def test_buckets_are_rounded_up_and_reported_once():
     assert [b.max_packed_tokens for b in PackedShape(4, 40, 2).buckets()] == [12, 20, 40]
     assert [b.max_packed_tokens for b in PackedShape(4, 4, 2).buckets()] == [4]
     by_eight = PackedShape(4, 48).buckets((0.3, 1), multiple_of=8)
@@ -128,13 +128,13 @@ def test_buckets_are_rounded_up_and_told_once():
 @given(st.integers(1, 4000), st.integers(1, 4000), st.sampled_from([1, 2]), st.integers(1, 16))
 @example(1072, 680, 1, 1)
 def test_buckets_in_tokens_are_of_so_many(units, part, size, multiple):
-    """Not of more, by a division that is not exact; rounded up where they have to be."""
+    """Inexact divisions add no tokens; bounds are rounded up where necessary."""
     whole = math.lcm(1 if size == 1 else 2 * size, multiple)
     tokens = min(part, units) * whole
     shape = PackedShape(4, units * whole, size)
-    for asked in {tokens, tokens - whole + 1} - {1}:
-        (*_, found) = bucket_shapes(shape, [asked], multiple_of=multiple)
-        assert found.max_packed_tokens == tokens
+    for num_tokens in {tokens, tokens - whole + 1} - {1}:
+        (*_, bucket) = bucket_shapes(shape, [num_tokens], multiple_of=multiple)
+        assert bucket.max_packed_tokens == tokens
 
 
 @given(st.lists(st.integers(1, 90), min_size=1, max_size=4), st.sampled_from([1, 2, 4]))
@@ -147,7 +147,7 @@ def test_no_piece_is_empty_where_padding_is_counted(lengths, size):
     assert (counted.cu_seqlens == np.minimum(counted.cu_seqlens_padded, ends)).all()
     if not any(length % shape.document_multiple for length in lengths):
         assert (counted.cu_seqlens == alone.cu_seqlens).all()
-    # Attention alone is told so.
+    # Only attention's offsets count the padding.
     for name in ("cu_seqlens_padded", "position_ids", "padding_mask", "seq_idx"):
         assert (getattr(counted, name) == getattr(alone, name)).all()
     assert counted.num_valid_tokens == alone.num_valid_tokens == sum(lengths)
@@ -160,7 +160,7 @@ def test_no_piece_is_empty_where_padding_is_counted(lengths, size):
     st.none() | st.just(90),
 )
 def test_documents_begin_at_multiples(lengths, size, multiple, longest):
-    """Of what they are padded to; context-parallel ranks have two pieces of each."""
+    """Of the multiple that they are padded to; context-parallel ranks have two pieces of each."""
     whole = math.lcm(1 if size == 1 else 2 * size, multiple)
     shape = PackedShape(5, 8 * whole * 90, size, longest, True, multiple)
     assert shape.document_multiple == whole
@@ -174,7 +174,7 @@ def test_documents_begin_at_multiples(lengths, size, multiple, longest):
     ends = offsets[1 : len(lengths) + 1]
     assert (packed.cu_seqlens == np.minimum(offsets, ends[-1])).all()
     assert ends[-1] == rows
-    # The rows of a document come first in its part; nothing else is a token.
+    # A document's part begins with its tokens; all other rows are padding.
     held = np.zeros(shape.max_packed_tokens, dtype=bool)
     for document, (begin, length) in enumerate(zip([0, *ends], lengths, strict=False)):
         held[begin : begin + length] = True
@@ -198,7 +198,7 @@ def test_documents_begin_at_multiples(lengths, size, multiple, longest):
 @given(st.lists(st.integers(1, 90), min_size=1, max_size=4), st.sampled_from([1, 2, 4]))
 def test_documents_without_a_token_in_some_piece(lengths, size):
     shape = PackedShape(5, 400, context_parallel_size=size)
-    found = shape.first_with_empty_piece(lengths)
+    document = shape.first_with_empty_piece(lengths)
     packed = pack(lengths, shape)
     starts = packed.cu_seqlens_padded
     pieces = [
@@ -206,5 +206,5 @@ def test_documents_without_a_token_in_some_piece(lengths, size):
         for i in range(len(lengths))
     ]
     empty = [i for i, piece in enumerate(pieces) if size > 1 and not piece.any(axis=1).all()]
-    assert found == (empty[0] if empty else None)
-    assert found is None or lengths[found] < 4 * size**2
+    assert document == (empty[0] if empty else None)
+    assert document is None or lengths[document] < 4 * size**2

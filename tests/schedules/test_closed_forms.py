@@ -1,4 +1,4 @@
-"""What a schedule says of itself in closed form is what counting and simulating it gives."""
+"""A schedule's closed forms equal the numbers from counting and simulating."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from chunkgraph.slots import in_flight
 
 @st.composite
 def steps(draw: st.DrawFn) -> tuple[str, PipelineShape]:
-    """A legal step of any schedule."""
+    """Draw a legal step of any schedule."""
     name = draw(st.sampled_from(list_schedules()))
     family = get_family(name)
     num_chunks = family.num_chunks or draw(st.integers(2, 4))
@@ -63,7 +63,7 @@ def test_numbers_in_flight_are_those_counted_in_all_steps(case: tuple[str, Pipel
     sizes = sizes_of(shape)
     family = get_family(name)
     for rank in range(shape.num_ranks):
-        counted = [
+        all_counts = [
             in_flight(
                 family.rank_actions(check_step(name, num_microbatches=count, **sizes), rank),
                 num_ranks=shape.num_ranks,
@@ -72,14 +72,16 @@ def test_numbers_in_flight_are_those_counted_in_all_steps(case: tuple[str, Pipel
             for count in legal_counts(shape.num_microbatches, **sizes, schedule=name)
         ]
         assert family.in_flight(shape, rank) == InFlight(
-            per_chunk=tuple(map(max, zip(*(found.per_chunk for found in counted), strict=True))),
-            together=max(found.together for found in counted),
+            per_chunk=tuple(
+                map(max, zip(*(counts.per_chunk for counts in all_counts), strict=True))
+            ),
+            together=max(counts.together for counts in all_counts),
         )
 
 
 @pytest.mark.parametrize("name", ["interleaved", "interleaved-zb"])
 def test_every_group_size_and_tail_of_a_small_pipeline(name: str) -> None:
-    """Exhaustive where the closed form has most cases, against counting along the table."""
+    """Compare the closed form with the most cases exhaustively with counts from the table."""
     family = get_family(name)
     for num_ranks, num_chunks in ((2, 2), (2, 3), (3, 2), (3, 3)):
         for group_size in range(num_ranks, 2 * num_ranks + 3):
@@ -89,9 +91,9 @@ def test_every_group_size_and_tail_of_a_small_pipeline(name: str) -> None:
                 for count in legal_counts(3 * group_size, **sizes):
                     shape = check_step(name, num_microbatches=count, **sizes)
                     actions = family.rank_actions(shape, rank)
-                    found = in_flight(actions, num_ranks=num_ranks, num_chunks=num_chunks)
-                    most = list(map(max, zip(most, found.per_chunk, strict=True)))
-                    together = max(together, found.together)
+                    counts = in_flight(actions, num_ranks=num_ranks, num_chunks=num_chunks)
+                    most = list(map(max, zip(most, counts.per_chunk, strict=True)))
+                    together = max(together, counts.together)
                     assert family.in_flight(shape, rank) == InFlight(tuple(most), together)
 
 

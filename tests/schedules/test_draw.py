@@ -83,7 +83,7 @@ def test_svg_holds_every_action_inside_the_picture_without_overlap(built):
     boxes.sort()
     for (row, _, end), (next_row, start, _) in itertools.pairwise(boxes):
         assert row != next_row or start >= end - 0.11
-    # And one of each in the legend.
+    # The legend also has one of each.
     num_actions = sum(map(len, built.actions))
     assert len(rects(root, "action")) == num_actions + 1
     large = [text.text for text in root.iter(f"{SVG}text") if text.get("font-size") == "12"]
@@ -124,7 +124,7 @@ def test_slots_and_chunks_have_colours_of_their_own():
 
 
 def test_text_of_measured_costs_keeps_every_label(built):
-    """Whose lengths are no multiples of each other."""
+    """The lengths of these actions are no multiples of each other."""
     costs = CostModel(forward_ms=1.61, backward_ms=4.59, input_grad_ms=2.37, weight_grad_ms=1.43)
     text = draw_text(simulate(built, costs), slots=assign_slots(built), width=100_000)
     for rank, line in enumerate(text.splitlines()[1 : built.num_ranks + 1]):

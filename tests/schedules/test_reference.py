@@ -1,4 +1,4 @@
-"""Our orders against Megatron-core's own functions, and against torch's pipelining."""
+"""Orders equal those of Megatron-core's functions and of torch's pipelining."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def schedules():
 
 
 def megatron_order(schedules, num_ranks, num_chunks, count, group_size, rank):
-    """Forwards and backwards in the order Megatron's schedule functions run them."""
+    """Return forwards and backwards in the order of Megatron's schedule functions."""
     communicator = SimpleNamespace(
         pp_group=SimpleNamespace(size=lambda: num_ranks, rank=lambda: rank),
         virtual_pipeline_model_parallel_size=num_chunks if num_chunks > 1 else None,
@@ -102,10 +102,10 @@ def test_the_same_counts_are_refused_as_by_megatron(schedules, num_ranks, monkey
     def stop(*args, **kwargs):
         raise _PassedTheChecks
 
-    # The first thing Megatron's schedule does once it has checked the counts.
+    # Megatron's schedule does this first, after it has checked the counts.
     monkeypatch.setattr(schedules, "get_pp_rank_microbatches", stop)
     monkeypatch.setattr(schedules, "get_model_type", lambda model: None)
-    # Before that it makes one tensor on the GPU.
+    # Before that it creates one tensor on the GPU.
     no_gpu = SimpleNamespace(nn=torch.nn, int=torch.int, zeros=lambda *args, **kwargs: None)
     monkeypatch.setattr(schedules, "torch", no_gpu)
     pipeline = SimpleNamespace(size=lambda: num_ranks, rank=lambda: 0)
@@ -113,7 +113,7 @@ def test_the_same_counts_are_refused_as_by_megatron(schedules, num_ranks, monkey
     groups = SimpleNamespace(tp=alone, cp=alone, pp=pipeline, embd=None, pos_embd=None, dp_cp=alone)
 
     def megatron_accepts(count, group_size):
-        # What is not listed is off.
+        # Settings that are not listed are off.
         config = defaultdict(
             lambda: None, hidden_size=8, microbatch_group_size_per_vp_stage=group_size
         )
@@ -157,7 +157,7 @@ def test_the_same_counts_are_refused_as_by_megatron(schedules, num_ranks, monkey
 def torch_order(name, num_ranks, count, num_chunks=None):
     visualizer = pytest.importorskip("torch.distributed.pipelining._schedule_visualizer")
     rows = visualizer.get_schedule_ops(name, num_ranks, count, num_chunks)
-    # Apart from bubbles (None) torch also lists what it does to parameters and gradients.
+    # Besides bubbles (None), torch also lists operations on parameters and gradients.
     is_ours = re.compile(r"\d+[FB]\d+").fullmatch
     return tuple(
         tuple(Action.parse(str(action)) for action in row if is_ours(str(action))) for row in rows
@@ -181,7 +181,7 @@ def test_interleaved_is_torchs_order_for_whole_groups(num_ranks, num_chunks):
 
 
 def torch_class_order(name, num_ranks, num_chunks, count):
-    """The whole table of one of torch's split schedules, made without processes."""
+    """Return the whole table of one of torch's split schedules, without processes."""
     torch_schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
     stages = [
         SimpleNamespace(
@@ -195,7 +195,7 @@ def torch_class_order(name, num_ranks, num_chunks, count):
         for chunk in range(num_chunks)
     ]
     made = getattr(torch_schedules, name)(stages, n_microbatches=count)
-    # A forward and a backward that overlap are one action there, which runs one after the other.
+    # torch joins an overlapped forward and backward in one action, but runs them in turn.
     return tuple(
         tuple(
             Action.parse(str(action))
@@ -224,8 +224,8 @@ def test_interleaved_zero_bubble_is_torchs_order(num_ranks, num_chunks):
     name = "zb-h1" if num_chunks == 1 else "interleaved-zb"
     group_sizes = set()
     for count in range(num_ranks, 4 * num_ranks + 2):
-        # torch cuts a step into as many equal groups as there is room for, and refuses the others;
-        # here as in Megatron the size of a group is chosen and its last one may be smaller.
+        # torch cuts a step into equal groups, as many as fit, and refuses other counts. Here and
+        # in Megatron the user chooses the size of a group, and the last one may be smaller.
         num_groups = count // num_ranks
         if count % num_groups:
             continue

@@ -1,4 +1,4 @@
-"""Transfers are posted in an order in which every pair of ranks agrees."""
+"""Every pair of ranks posts its transfers in the same order."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
 
 
 def _posted(schedule: Schedule) -> dict[tuple[int, int, Op], dict[int, list[Action]]]:
-    """Return for each sender, receiver and direction what each of the two posts, as sends."""
+    """Return the posts of both ranks for each sender, receiver and direction, as sends."""
     posted: dict[tuple[int, int, Op], dict[int, list[Action]]] = defaultdict(
         lambda: defaultdict(list)
     )
@@ -48,7 +48,7 @@ def _posted(schedule: Schedule) -> dict[tuple[int, int, Op], dict[int, list[Acti
 
 
 def _run(schedule: Schedule) -> bool:
-    """Run all ranks; a receive waits for its send, a rank for the sends known to have ended.
+    """Run all ranks; a receive waits for its send, a rank for sends that must have ended.
 
     Return whether all actions run. A send ends when it is received.
     """

@@ -1,4 +1,4 @@
-"""Broken schedules are refused, with a picture of the place."""
+"""Broken schedules are refused, with a drawing of the place."""
 
 from __future__ import annotations
 
@@ -171,21 +171,21 @@ def test_error_shows_the_place_with_an_arrow():
         rows[1][0], rows[1][1] = rows[1][1], rows[1][0]
 
     built = edited(build_schedule("1f1b", num_ranks=2, num_microbatches=2), swap)
-    with pytest.raises(ScheduleError) as caught:
+    with pytest.raises(ScheduleError) as error:
         validate(built)
-    text = str(caught.value)
+    text = str(error.value)
     assert "rank 1, position 0: 1B0 runs before 1F0" in text
     assert "rank 0" in text
     assert "-> 1B0" in text
 
 
 def test_deadlock_names_every_waiting_rank():
-    # Each rank alone is in order; together they wait in a ring.
+    # Each rank alone is valid; together they wait in a cycle.
     built = Schedule.from_csv("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n")
-    with pytest.raises(ScheduleError, match="deadlock") as caught:
+    with pytest.raises(ScheduleError, match="deadlock") as error:
         validate(built)
-    assert "rank 0 at 0B0 (position 1) waits for the input grad of stage 1" in str(caught.value)
-    assert "rank 1 at 1F1 (position 0) waits for the output of stage 0" in str(caught.value)
+    assert "rank 0 at 0B0 (position 1) waits for the input grad of stage 1" in str(error.value)
+    assert "rank 1 at 1F1 (position 0) waits for the output of stage 0" in str(error.value)
 
 
 def test_messages_received_out_of_order():
@@ -230,7 +230,7 @@ def test_simulation_refuses_a_broken_schedule():
 
 
 def test_a_file_of_ones_own_is_refused_with_its_row():
-    """One message for each way in which a file can be wrong, with row and arrow."""
+    """Every kind of mistake in a file has one message, with the row and an arrow."""
     rows = build_schedule("zb-v", num_ranks=2, num_chunks=2, num_microbatches=4)
     rows = [line.split(",") for line in rows.with_communication().to_csv().splitlines()]
 
@@ -238,9 +238,9 @@ def test_a_file_of_ones_own_is_refused_with_its_row():
         changed = [list(row) for row in rows]
         edit(changed)
         text = "\n".join(map(",".join, changed))
-        with pytest.raises(ScheduleError, match=match) as caught:
+        with pytest.raises(ScheduleError, match=match) as error:
             validate(Schedule.from_csv(text), **slots)
-        assert "->" in str(caught.value)
+        assert "->" in str(error.value)
 
     def swap(row, one, other):
         def edit(changed):

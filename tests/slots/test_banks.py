@@ -1,4 +1,4 @@
-"""Memory of banks."""
+"""Memory estimates of banks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def sizes(*pairs):
 def test_banks_of_one_length_add_only_their_tables():
     plan = plan_slots(2, 2, rank=0)
     alone = estimate_memory(plan, MODEL)
-    # 64 tokens of one sequence are as many rows as two sequences of 32.
+    # 64 tokens of one sequence are as many rows as two sequences of 32 tokens.
     large, middle, small = estimate_banks(plan, MODEL, sizes((1, 64), (4, 64), (2, 64)))
     assert [b.context_parallel_size for b in (large, middle, small)] == [4, 2, 1]
     assert {b.slot_bytes for b in (large, middle, small)} == {alone.slot_bytes}
@@ -37,12 +37,12 @@ def test_banks_of_one_length_add_only_their_tables():
 
 def test_shorter_lengths_of_a_size_add_nothing():
     plan = plan_slots(1, rank=0)
-    found = estimate_banks(plan, MODEL, sizes((2, 16), (2, 64), (1, 64)))
-    assert [(b.context_parallel_size, b.tokens_per_rank) for b in found] == [
+    estimates = estimate_banks(plan, MODEL, sizes((2, 16), (2, 64), (1, 64)))
+    assert [(b.context_parallel_size, b.tokens_per_rank) for b in estimates] == [
         (2, 64), (2, 16), (1, 64),
     ]  # fmt: skip
-    assert found[1].added_bytes == 0
-    assert found[1].slot_bytes < found[0].slot_bytes
+    assert estimates[1].added_bytes == 0
+    assert estimates[1].slot_bytes < estimates[0].slot_bytes
 
 
 def test_slots_are_no_more_than_the_microbatches_of_a_step():

@@ -71,8 +71,8 @@ def test_embeddings_are_on_the_first_and_last_rank():
     embedding = 2 * 51200 * 12288
     middle = estimate_memory(plan_slots(4, rank=1), GPT3).parameter_bytes
     for rank in (0, 3):
-        found = estimate_memory(plan_slots(4, rank=rank), GPT3).parameter_bytes
-        assert found == middle + embedding
+        parameter_bytes = estimate_memory(plan_slots(4, rank=rank), GPT3).parameter_bytes
+        assert parameter_bytes == middle + embedding
     alone = estimate_memory(plan_slots(1, rank=0), GPT3).parameter_bytes
     assert alone == 4 * middle + 2 * embedding
     tied = dataclasses.replace(GPT3, has_tied_embeddings=True)

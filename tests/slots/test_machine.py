@@ -49,7 +49,7 @@ def test_the_lowest_free_slot_comes_first():
     assert [machine.acquire_forward(0) for _ in range(3)] == [3, 40, 65]
 
 
-def test_microbatches_are_counted_per_chunk_when_not_given(running):
+def test_microbatches_are_counted_per_chunk_by_default(running):
     running.acquire_forward(0)
     running.acquire_forward(1)
     running.acquire_forward(0)
@@ -59,9 +59,9 @@ def test_microbatches_are_counted_per_chunk_when_not_given(running):
 
 
 def refused(call, *parts):
-    with pytest.raises(SlotError) as caught:
+    with pytest.raises(SlotError) as error:
         call()
-    text = str(caught.value)
+    text = str(error.value)
     for part in ("rank 3", "What to do:", "  -> ", *parts):
         assert part in text, text
     return text
@@ -214,7 +214,7 @@ def test_message_shows_the_place_in_the_schedule():
     machine = SlotMachine([1, 1], "rank 3", built, rank=1)
     machine.begin_step()
     machine.acquire_forward(0, 0)
-    # The schedule goes on with microbatch 1 of chunk 0, for which there is no slot.
+    # The schedule continues with microbatch 1 of chunk 0, which has no slot.
     refused(lambda: machine.acquire_forward(0, 1), "'interleaved' of this rank: 1F0 -> 1F1 <- 3F0")
 
 
@@ -231,7 +231,7 @@ def test_message_of_a_long_step_stays_short():
 
 @st.composite
 def steps(draw):
-    """A rank of a family, and microbatch counts of some steps in any order."""
+    """Draw a rank of a schedule family, and microbatch counts of several steps."""
     name = draw(st.sampled_from(list_schedules()))
     family = get_family(name)
     num_chunks = family.num_chunks or draw(st.integers(2, 4))
@@ -244,7 +244,7 @@ def steps(draw):
 
 
 def drive(machine, built, rank):
-    """Run one step; gives the slot of every (stage, microbatch)."""
+    """Run one step; return the slot of every (stage, microbatch)."""
     taken = {}
     machine.begin_step(built)
     for action in built.actions[rank]:
@@ -345,7 +345,7 @@ def test_a_microbatch_costs_little_host_time():
         slot = machine.acquire_forward(0)
         machine.begin_backward(0, slot)
         machine.release(0, slot)
-    # Some microseconds each; the limit leaves room for a busy machine.
+    # Each takes some microseconds; the limit leaves room for a busy machine.
     assert time.perf_counter() - start < 0.1
 
 

@@ -53,7 +53,7 @@ def test_peak_of_all_chunks_together_is_below_the_sum():
 
 
 def brute_force(num_ranks, num_chunks, group_size, counts, rank):
-    """Peaks per chunk and together, counted over whole schedules without the planner's code."""
+    """Count peaks per chunk and together over whole schedules, without the planner's code."""
     peaks, together = [0] * num_chunks, 0
     for count in counts:
         open_now = set()
@@ -69,11 +69,11 @@ def brute_force(num_ranks, num_chunks, group_size, counts, rank):
     return tuple(peaks), together
 
 
-# 5 G is beyond what the planner looks at, and holds every kind of tail several times over.
+# 5 G exceeds the planner's range, and has every kind of tail several times.
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 5, 6])
 def test_interleaved_plan_is_exactly_what_brute_force_needs(num_ranks):
     for num_chunks in (2, 3, 4):
-        # The many schedules of large groups are left to small pipelines, to keep this short.
+        # Only small pipelines have large groups, to keep this short.
         largest = 3 * num_ranks if num_ranks < 4 else num_ranks + 3
         for group_size in {num_ranks, num_ranks + 1, largest}:
             sizes = {"num_ranks": num_ranks, "num_chunks": num_chunks, "group_size": group_size}
@@ -117,7 +117,7 @@ def test_zero_bubble_needs_no_more_than_the_fullest_rank_of_1f1b(num_ranks):
     ],
 )
 def test_known_plans_of_four_ranks_with_two_chunks(schedule, slots, together):
-    """torch's own liveness analyser counts the same along its tables."""
+    """torch's liveness analyser counts the same from its tables."""
     plans = plan_all_ranks(4, 2, schedule=schedule)
     assert [plan.slots_per_chunk for plan in plans] == slots
     assert [plan.peak_in_flight for plan in plans] == together
@@ -198,18 +198,18 @@ def test_no_legal_step_exceeds_the_plan(case):
     slots = assign_slots(built)
     for rank in range(sizes["num_ranks"]):
         plan = plan_slots(**sizes, rank=rank)
-        found = in_flight(
+        counts = in_flight(
             built.actions[rank], num_ranks=sizes["num_ranks"], num_chunks=sizes["num_chunks"]
         )
         used = [0] * sizes["num_chunks"]
         for (stage, _), slot in slots.items():
             if built.rank_of(stage) == rank:
                 used[built.chunk_of(stage)] = max(used[built.chunk_of(stage)], slot + 1)
-        # Lowest-free assignment uses exactly as many slots as are in flight, which the plan has.
-        assert tuple(used) == found.per_chunk
-        assert all(a <= b for a, b in zip(found.per_chunk, plan.slots_per_chunk, strict=True))
-        assert found.together <= plan.peak_in_flight <= plan.num_slots
-        assert found.together == simulate(built).peak_in_flight(rank)
+        # Lowest-free assignment uses as many slots as microbatches in flight; the plan has them.
+        assert tuple(used) == counts.per_chunk
+        assert all(a <= b for a, b in zip(counts.per_chunk, plan.slots_per_chunk, strict=True))
+        assert counts.together <= plan.peak_in_flight <= plan.num_slots
+        assert counts.together == simulate(built).peak_in_flight(rank)
 
 
 def test_lifetimes_end_at_the_weight_gradient():
