@@ -1,4 +1,4 @@
-"""GPUs of tests in several processes: no more share one than may, and who needs all gets all."""
+"""GPU locks of test processes: a GPU has a limited number of users, and no test starves."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def together(*calls: Callable[[], None]) -> None:
 @pytest.mark.parametrize("seats", [1, 2])
 def test_no_gpu_has_too_many_users(hold: Hold, seats: int) -> None:
     users = dict.fromkeys(GPUS, 0)
-    found: list[tuple[int, int]] = []
+    counts: list[tuple[int, int]] = []
     count = threading.Lock()
 
     def use(num: int) -> None:
@@ -54,15 +54,15 @@ def test_no_gpu_has_too_many_users(hold: Hold, seats: int) -> None:
                 with count:
                     for gpu in held:
                         users[gpu] += 1
-                found.append((len(held), max(users.values())))
+                counts.append((len(held), max(users.values())))
                 time.sleep(0.002)
                 with count:
                     for gpu in held:
                         users[gpu] -= 1
 
     together(*(lambda num=num: use(num) for num in (4, 1, 2, 1, 4, 2)))  # type: ignore[misc]
-    assert sorted(num for num, _ in found) == sorted(5 * [4, 1, 2, 1, 4, 2])
-    assert max(most for _, most in found) <= seats
+    assert sorted(num for num, _ in counts) == sorted(5 * [4, 1, 2, 1, 4, 2])
+    assert max(most for _, most in counts) <= seats
 
 
 def test_seats_are_shared_where_no_gpu_is_free(hold: Hold) -> None:
@@ -97,7 +97,7 @@ def test_the_first_is_shared_by_tests_of_this_process_alone(hold: Hold) -> None:
 
 
 @pytest.mark.timeout(90)
-def test_who_is_alone_has_nobody_beside_in_any_seat(hold: Hold) -> None:
+def test_a_test_that_runs_alone_shares_no_seat(hold: Hold) -> None:
     inside: list[str] = []
 
     def be_alone() -> None:

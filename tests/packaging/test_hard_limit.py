@@ -1,4 +1,4 @@
-"""A test that holds Python's lock for ever ends its process, which pytest-timeout cannot."""
+"""A test that holds Python's lock for ever is ended; pytest-timeout cannot do this."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ with conftest.hard_limit(0.5):
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("stays", "code"),
-    # PyDLL calls C without giving the lock back.
+    # PyDLL calls C without releasing the lock.
     [("ctypes.PyDLL(None).sleep(50)", 1), ("ctypes.CDLL(None).sleep(0)", 0)],
     ids=["stuck", "done"],
 )

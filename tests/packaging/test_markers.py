@@ -1,4 +1,4 @@
-"""What `make test` runs of the suite: every test, in one of its two runs or in both."""
+"""`make test` runs every test, in one of its two runs or in both."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Item:
 
 @pytest.fixture
 def refuse(pytestconfig: pytest.Config) -> Callable[..., None]:
-    """The check of the suite's own conftest, of tests with these markers."""
+    """Apply the check of the suite's conftest to tests with these markers."""
     conftest: Any = pytestconfig.pluginmanager.get_plugin(str(ROOT / "tests" / "conftest.py"))
     return lambda *markers: conftest._refuse_unrepeated([_Item(), _Item(*markers)])
 
@@ -39,7 +39,7 @@ def test_what_the_first_run_leaves_out_is_in_the_second(refuse: Callable[..., No
 
 
 def test_the_runs_leave_out_what_the_fixtures_take_for_left_out() -> None:
-    """`once` knows the first run by its very words."""
+    """`once` recognises the first run by its exact marker expression."""
     runs = re.findall(r"\$\(PYTEST\) -m (.+)", (ROOT / "Makefile").read_text(encoding="utf-8"))
     assert runs == ["megatron", '"not megatron or every_release"']
     conftest = (ROOT / "tests" / "conftest.py").read_text(encoding="utf-8")

@@ -14,7 +14,7 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 def python(code: str, cwd: Path, path: Path) -> subprocess.CompletedProcess[str]:
-    """Run code that sees ``path`` and not this repository's own checkout by accident."""
+    """Run code that sees ``path``, and not this repository's checkout by accident."""
     return subprocess.run(
         [sys.executable, "-c", code],
         cwd=cwd,
@@ -27,11 +27,11 @@ def python(code: str, cwd: Path, path: Path) -> subprocess.CompletedProcess[str]
 
 
 def test_every_package_is_listed() -> None:
-    found = {"chunkgraph"}
+    packages = {"chunkgraph"}
     for init in sorted((ROOT / "chunkgraph").rglob("__init__.py")):
-        found.add(".".join(init.parent.relative_to(ROOT).parts))
-    found.add("chunkgraph.schedules")  # rglob follows no links
-    assert set(PYPROJECT["tool"]["setuptools"]["packages"]) == found
+        packages.add(".".join(init.parent.relative_to(ROOT).parts))
+    packages.add("chunkgraph.schedules")  # rglob follows no links
+    assert set(PYPROJECT["tool"]["setuptools"]["packages"]) == packages
 
 
 def test_version_is_stated_once() -> None:
@@ -49,7 +49,7 @@ def test_schedules_is_a_link_into_the_top_level() -> None:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy, because building leaves build/ and *.egg-info."""
+    """Copy the sources, because building creates build/ and *.egg-info."""
     folder = tmp_path_factory.mktemp("source")
     for name in ("chunkgraph", "schedules", "pyproject.toml", "LICENSE"):
         (folder / name).symlink_to(ROOT / name)
@@ -77,7 +77,7 @@ def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_type_checkers_find_an_editable_install(source: Path, tmp_path: Path) -> None:
-    """They read paths in site-packages, but run no import hook."""
+    """They read paths in site-packages, but run no import hooks."""
     with zipfile.ZipFile(build(source, tmp_path, "build_editable")) as editable:
         names = [name for name in editable.namelist() if ".dist-info/" not in name]
         assert [Path(name).suffix for name in names] == [".pth"]
@@ -109,7 +109,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert modules <= names
 
 
-def test_wheel_works_beside_a_users_own_schedules(wheel: Path, tmp_path: Path) -> None:
+def test_the_wheel_works_next_to_a_users_own_schedules(wheel: Path, tmp_path: Path) -> None:
     installed = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(installed)
     (tmp_path / "schedules.py").write_text("mine = True\n")

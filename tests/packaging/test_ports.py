@@ -1,4 +1,4 @@
-"""Ports of jobs: what one test process is given, no other one is."""
+"""Ports of jobs: no two test processes get the same one."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def _defaults() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_shipped_config_says_what_it_is_and_holds_only_what_differs(path: Path) -> None:
+def test_a_shipped_config_has_a_title_and_holds_only_what_differs(path: Path) -> None:
     text = path.read_text()
     assert text.startswith("# ")
     raw = yaml.safe_load(text)
@@ -130,10 +130,12 @@ def test_defaults_and_derived_sizes(small: Path) -> None:
         ("train.lr=[", ["not valid YAML"]),
     ],
 )
-def test_bad_override_says_which_and_why(small: Path, override: str, parts: list[str]) -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_a_bad_override_is_named_with_the_reason(
+    small: Path, override: str, parts: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as error:
         load_config(small, [override])
-    message = str(caught.value)
+    message = str(error.value)
     for part in [f"override {shown(override)}", *parts]:
         assert part in message
 
@@ -383,9 +385,9 @@ def test_bad_override_says_which_and_why(small: Path, override: str, parts: list
 def test_values_that_do_not_go_together(
     small: Path, override: str, error: type[Exception], parts: list[str]
 ) -> None:
-    with pytest.raises(error) as caught:
+    with pytest.raises(error) as exception:
         load_config(small, ["train.use_ddp=false", *override.split("; ")])
-    message = str(caught.value)
+    message = str(exception.value)
     for part in [str(small), *parts]:
         assert part in message
 
@@ -464,9 +466,9 @@ def test_yaml_round_trip(config: Config) -> None:
     assert to_yaml(again) == text
 
 
-def test_what_a_list_holds_is_told(small: Path) -> None:
-    said = r"packing\.buckets: expected a list of numbers, such as \[0\.25, 0\.5\]; got 0\.5"
-    with pytest.raises(ConfigError, match=said):
+def test_the_items_of_a_list_are_named(small: Path) -> None:
+    message = r"packing\.buckets: expected a list of numbers, such as \[0\.25, 0\.5\]; got 0\.5"
+    with pytest.raises(ConfigError, match=message):
         load_config(small, ["packing.buckets=0.5"])
     with pytest.raises(ConfigError, match="expected a list of whole numbers"):
         load_config(small, ["data.document_counts=4"])

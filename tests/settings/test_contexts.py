@@ -1,4 +1,4 @@
-"""Settings of a context-parallel size for each microbatch."""
+"""Settings of context-parallel sizes that change between microbatches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_sizes_that_go_together() -> None:
     assert packing.context_parallel_sizes == (1, 2, 4)
     assert packing.context_parallel_schedule == "smallest"
     assert packing.captured_context_parallel_sizes == (4,)
-    # Nothing of them bears on a run without them.
+    # These settings have no effect on a run without such sizes.
     assert load_config(CONFIG).packing.context_parallel_sizes == ()
 
 

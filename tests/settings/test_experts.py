@@ -46,7 +46,7 @@ def test_experts_take_what_comes_without_a_capacity(pads: bool, captures: bool) 
     assert not expert_settings(config)["moe_pad_expert_input_to_capacity"]
 
 
-def test_experts_are_off_until_their_number_is_given() -> None:
+def test_experts_are_off_until_their_number_is_set() -> None:
     assert _config({"moe_expert_capacity_factor": 0.1}).moe.num_moe_experts is None
     assert _config(_EXPERTS).moe.moe_router_topk == 2
     assert _config({**_EXPERTS, "moe_layer_freq": [0, 1]}).moe.moe_layer_freq == (0, 1)
@@ -58,7 +58,7 @@ def test_experts_are_off_until_their_number_is_given() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"moe_pad_expert_input_to_capacity": False}, "experts would drop tokens and still"),
         ({"moe_expert_capacity_factor": 0.5}, "below 1, tokens are dropped"),
@@ -81,13 +81,13 @@ def test_experts_are_off_until_their_number_is_given() -> None:
         ),
     ],
 )
-def test_settings_that_cannot_be_are_named(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_settings_that_cannot_be_are_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         _config({**_EXPERTS, **changes})
 
 
 @pytest.mark.parametrize(
-    ("moe", "pipeline", "said"),
+    ("moe", "pipeline", "message"),
     [
         ({}, {"expert_model_parallel_size": 2}, "there are no experts to split"),
         (_EXPERTS, {"expert_model_parallel_size": 3}, r"does not divide moe.num_moe_experts=8"),
@@ -96,9 +96,9 @@ def test_settings_that_cannot_be_are_named(changes: dict[str, Any], said: str) -
     ],
 )
 def test_experts_that_cannot_be_shared_out(
-    moe: dict[str, Any], pipeline: dict[str, int], said: str
+    moe: dict[str, Any], pipeline: dict[str, int], message: str
 ) -> None:
-    with pytest.raises(TopologyError, match=said):
+    with pytest.raises(TopologyError, match=message):
         _config(moe, **pipeline)
 
 
@@ -135,16 +135,16 @@ def test_deep_ep_serves_ranks_of_a_node() -> None:
     deepep = {"moe_flex_dispatcher_backend": "deepep"}
     config = _through_hybridep(deepep, **_OF_NODE)
     assert rank_capacity_factor(config) == 1.5
-    # Where nothing is captured, nobody would count what a budget cuts.
+    # Without a capture nothing would count the tokens that a budget drops.
     eager = _through_hybridep(deepep, **_OF_NODE, capture={"enabled": False})
     assert rank_capacity_factor(eager) is None
-    for given, has_budget in ((config, True), (eager, False)):
-        flags = [value.flag for value in flag_values(given, without_capture=False)]
+    for settings, has_budget in ((config, True), (eager, False)):
+        flags = [value.flag for value in flag_values(settings, without_capture=False)]
         assert ("--moe-expert-rank-capacity-factor" in flags) is has_budget
 
 
 @pytest.mark.parametrize(
-    ("moe", "sections", "said"),
+    ("moe", "sections", "message"),
     [
         ({"moe_flex_dispatcher_backend": "deepep"}, {}, "parallel_size is 1 with .*=deepep"),
         (
@@ -170,9 +170,9 @@ def test_deep_ep_serves_ranks_of_a_node() -> None:
     ],
 )
 def test_what_cannot_go_with_hybridep_is_named(
-    moe: dict[str, Any], sections: dict[str, Any], said: str
+    moe: dict[str, Any], sections: dict[str, Any], message: str
 ) -> None:
     assert _through_hybridep({}).moe.moe_flex_dispatcher_backend == "hybridep"
     assert _through_hybridep({}, **_PACKED).packing.max_packed_seqs == 4
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         _through_hybridep(moe, **sections)

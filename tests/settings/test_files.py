@@ -1,4 +1,4 @@
-"""Configuration files: what they extend, and errors with their place."""
+"""Configuration files that extend others, and errors with their place."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def test_a_file_holds_what_differs_from_its_base(tmp_path: Path) -> None:
 )
 def test_a_base_that_cannot_be_used(tmp_path: Path, base: object, parts: list[str]) -> None:
     _write(tmp_path, top={**SMALL, "extends": base}, round={"extends": "top.yaml"}, text="text")
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as error:
         load_config(tmp_path / "top.yaml")
     for part in parts:
-        assert part in str(caught.value)
+        assert part in str(error.value)
 
 
 def test_a_loop_of_links_cannot_be_read(tmp_path: Path) -> None:
@@ -86,10 +86,10 @@ def test_a_loop_of_links_cannot_be_read(tmp_path: Path) -> None:
 def test_bad_file_is_named_with_the_place(tmp_path: Path, text: str, parts: list[str]) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(text)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as error:
         load_config(path)
     for part in [str(path), *parts]:
-        assert part in str(caught.value)
+        assert part in str(error.value)
 
 
 def test_unreadable_files(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The pattern of a hybrid model, and what it cannot be or go together with."""
+"""The pattern of a hybrid model, and its refusals."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_what_cannot_be(
         _config(pattern, **options)
 
 
-def test_the_pattern_says_where_experts_are() -> None:
+def test_the_pattern_chooses_where_experts_are() -> None:
     moe = {"num_moe_experts": 4, "moe_expert_capacity_factor": 2.0}
     assert _config("M-MEM-", moe=moe).moe.num_moe_experts == 4
     with pytest.raises(ConfigError, match=r"num_moe_experts is 4, but .* Add an E to the pattern"):

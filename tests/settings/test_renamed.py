@@ -1,4 +1,4 @@
-"""What replaces a setting that no longer exists is said where it is used."""
+"""The error of a removed setting names its replacement."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ def test_a_key_that_is_gone_names_its_successor(key: str, tmp_path: Path) -> Non
     path = tmp_path / "config.yaml"
     path.write_text(f"extends: {CONFIG}\n{section}: {{{name}: 1}}\n")
     for arguments in ((path,), (CONFIG, [f"{key}=1"])):
-        with pytest.raises(ConfigError) as caught:
+        with pytest.raises(ConfigError) as error:
             load_config(*arguments)  # type: ignore[arg-type]
-        assert f"{key} no longer exists. {SUCCESSORS[key]}." in str(caught.value)
+        assert f"{key} no longer exists. {SUCCESSORS[key]}." in str(error.value)
 
 
 @pytest.mark.parametrize("flag", FLAG_NAMES)
 def test_a_flag_that_is_gone_names_its_successor(flag: str) -> None:
     for arguments in ([flag, "1"], [f"{flag}=1"]):
-        with pytest.raises(ConfigError) as caught:
+        with pytest.raises(ConfigError) as error:
             check_flag_values(arguments)
-        assert str(caught.value) == f"{flag} no longer exists. {SUCCESSORS[flag]}."
+        assert str(error.value) == f"{flag} no longer exists. {SUCCESSORS[flag]}."
 
 
 def test_an_option_of_the_command_that_is_gone_too(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""What is saved with a run: every default that depends on other settings, written out."""
+"""A run's saved settings have the value of every default that depends on other settings."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ def _config(**sections: dict[str, Any]) -> Config:
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_the_same_run_is_read_back(path: Path) -> None:
     config = load_config(path)
-    found = resolved(config)
-    assert config_from_mapping(yaml.safe_load(to_yaml(found))) == found == resolved(found)
+    result = resolved(config)
+    assert config_from_mapping(yaml.safe_load(to_yaml(result))) == result == resolved(result)
     for name in ("seq_buckets", "tokens_per_sequence"):
-        assert getattr(found, name) == getattr(config, name)
+        assert getattr(result, name) == getattr(config, name)
     for name in ("num_model_chunks", "microbatch_group_size", "world_size"):
-        assert getattr(found.pipeline, name) == getattr(config.pipeline, name)
+        assert getattr(result.pipeline, name) == getattr(config.pipeline, name)
 
 
 def test_what_others_decide_is_written_out() -> None:
-    found = resolved(
+    result = resolved(
         _config(
             packing={"max_packed_seqs": 200},
             pipeline={"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
             moe={"num_moe_experts": 4, "moe_expert_capacity_factor": 2.0},
         )
     )
-    assert found.model.layer_spec == "transformer_engine"
-    assert (found.packing.max_packed_tokens, found.packing.seq_buckets) == (512, (32, 64))
-    assert found.packing.max_document_tokens is None  # there is no limit
-    assert found.pipeline.microbatch_group_size_per_vp_stage == 2
-    assert found.moe.moe_ffn_hidden_size == 128
+    assert result.model.layer_spec == "transformer_engine"
+    assert (result.packing.max_packed_tokens, result.packing.seq_buckets) == (512, (32, 64))
+    assert result.packing.max_document_tokens is None  # there is no limit
+    assert result.pipeline.microbatch_group_size_per_vp_stage == 2
+    assert result.moe.moe_ffn_hidden_size == 128
     assert resolved(_config()).pipeline.virtual_pipeline_model_parallel_size == 1
     assert resolved(_config()).packing.max_packed_tokens is None
     assert resolved(_config()).moe.moe_ffn_hidden_size is None
@@ -61,14 +61,17 @@ def test_what_others_decide_is_written_out() -> None:
 
 def test_sizes_that_change_are_all_captured() -> None:
     packing = {"max_packed_seqs": 200, "context_parallel_sizes": [1, 2]}
-    found = resolved(_config(packing=packing, pipeline={"data_parallel_size": 2})).packing
-    assert (found.captured_context_parallel_sizes, found.seq_buckets) == ((1, 2), (32, 64))
+    packing_section = resolved(_config(packing=packing, pipeline={"data_parallel_size": 2})).packing
+    assert (packing_section.captured_context_parallel_sizes, packing_section.seq_buckets) == (
+        (1, 2),
+        (32, 64),
+    )
 
 
 def test_heads_of_hybrid_models_are_written_out() -> None:
     model = {"hybrid_layer_pattern": "M*M-", "mamba_head_dim": 16, "normalization": "RMSNorm"}
-    found = resolved(_config(model=model)).model
-    assert found.mamba_num_heads == 8
+    model_section = resolved(_config(model=model)).model
+    assert model_section.mamba_num_heads == 8
 
 
 def test_layers_that_the_machine_decides_stay_open() -> None:

@@ -1,4 +1,4 @@
-"""A rule, and how a file, a program and a command line hear of it."""
+"""Rules, and their messages for a file, a program and a command line."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ def _facts(words: Words, **values: Any) -> Facts:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "prefix"),
     [
         (FILE, "stash.enabled is true with model.fp8=e4m3: "),
         (PROGRAM, "stash=StashOptions(...) with fp8='e4m3': "),
         (FLAGS, "--cuda-graph-stash with --fp8-format e4m3: "),
     ],
 )
-def test_a_rule_speaks_in_the_words_of_who_asks(words: Words, said: str) -> None:
-    (found,) = refusals(STASH_RULES, _facts(words, **_STASHED))
-    assert found == f"{said}quantized tensors are not stashed; use one of them"
+def test_a_rule_speaks_in_the_words_of_who_asks(words: Words, prefix: str) -> None:
+    (refusal,) = refusals(STASH_RULES, _facts(words, **_STASHED))
+    assert refusal == f"{prefix}quantized tensors are not stashed; use one of them"
     assert refusals(STASH_RULES, _facts(words, **{**_STASHED, "fp8": None})) == []
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "prefix"),
     [
         (
             FILE,
@@ -46,27 +46,27 @@ def test_a_rule_speaks_in_the_words_of_who_asks(words: Words, said: str) -> None
         (FLAGS, "without --fp8-format with --recompute-modules mlp moe: use --swiglu, "),
     ],
 )
-def test_a_text_names_settings_and_values(words: Words, said: str) -> None:
+def test_a_text_names_settings_and_values(words: Words, prefix: str) -> None:
     text = "fp8 recompute_modules: use {swiglu=true}, {tokens} tokens"
     rule = Rule(text, lambda _: {"tokens": 7})
     facts = _facts(words, recompute_modules=("mlp", "moe"))
-    assert rule.refusal(facts) == f"{said}7 tokens"
+    assert rule.refusal(facts) == f"{prefix}7 tokens"
 
 
 def test_a_rule_without_a_condition_is_of_settings_that_are_all_on() -> None:
     rule = Rule("fp8 num_moe_experts=: why")
     assert rule.refusal(_facts(FLAGS, fp8="hybrid")) == ""
-    said = rule.refusal(_facts(FLAGS, fp8="hybrid", num_moe_experts=4))
-    assert said == "--fp8-format hybrid with --num-experts: why"
+    message = rule.refusal(_facts(FLAGS, fp8="hybrid", num_moe_experts=4))
+    assert message == "--fp8-format hybrid with --num-experts: why"
 
 
 def test_all_broken_rules_stand_in_one_message_of_the_special_kind() -> None:
     rules = (Rule("fp8: first"), Rule("swiglu: second", error=TopologyError))
     facts = _facts(FILE, fp8="hybrid", swiglu=True)
-    with pytest.raises(TopologyError) as caught:
+    with pytest.raises(TopologyError) as error:
         check(rules, facts, "no:")
     assert (
-        str(caught.value) == "no:\n  - model.fp8 is hybrid: first\n  - model.swiglu is true: second"
+        str(error.value) == "no:\n  - model.fp8 is hybrid: first\n  - model.swiglu is true: second"
     )
     with pytest.raises(ConfigError, match=r"^model.fp8 is hybrid: first\.$"):
         check(rules[:1], facts, "no:")
@@ -81,8 +81,8 @@ def test_recomputation_of_a_part() -> None:
     assert not recomputes(_facts(FILE, recompute_modules=["moe"]), "moe")
 
 
-def _asked(rules: Iterable[Rule]) -> set[str]:
-    """All names that rules ask for, where every setting has the same value."""
+def _names_read_by(rules: Iterable[Rule]) -> set[str]:
+    """Return all names that rules read, for several values that every setting has in turn."""
     names: set[str] = set()
     for value in (None, 1, 1.0, "flex", "selective", ("moe",)):
 
@@ -93,13 +93,17 @@ def _asked(rules: Iterable[Rule]) -> set[str]:
         for rule in rules:
             try:
                 rule.refusal(Facts(value_of, FILE))
-            except (TypeError, ValueError, AttributeError):  # a word where a number is
+            except (
+                TypeError,
+                ValueError,
+                AttributeError,
+            ):  # the value has another type than the setting
                 continue
     return names
 
 
 def test_each_fact_is_one_setting() -> None:
-    """Of the sections that rules are about, every setting has a name of its own."""
+    """In the sections that rules cover, every setting has a distinct name."""
     sections = {item.path.partition(".")[0] for item in all_settings()}
     every = [s.path for s in settings_of(Config) if s.path.partition(".")[0] in sections]
     assert sorted(item.path for item in all_settings()) == sorted(every)
@@ -115,9 +119,9 @@ def test_the_rules_of_a_file_ask_for_settings_that_there_are() -> None:
         *("expert_tensor_parallel_size", "fp16", "fp4", "moe_latent_size", "moe_permute_fusion"),
         *("moe_permute_fusion_into_hybridep", "moe_router_fusion", "mtp_num_layers"),
     }
-    asked = _asked(file_rules._RULES)
-    assert asked - known - others - megatrons == set()
-    assert len(asked & known) > 40
+    names = _names_read_by(file_rules._RULES)
+    assert names - known - others - megatrons == set()
+    assert len(names & known) > 40
 
 
 @pytest.mark.megatron
@@ -138,7 +142,7 @@ def test_the_rules_of_a_model_ask_for_fields_that_megatron_has() -> None:
         *("on_gpu", "packed", "pads_rows", "splits_backward"),
         *("ddp_at_once", "layers_at_once"),
     }
-    # Of some releases of Megatron, or of some classes of its configs.
+    # Fields of some releases of Megatron, or of some of its config classes.
     some = {
         *("enable_cuda_graph", "external_cuda_graph", "fp8_param_gather", "fp4", "qk_layernorm"),
         *("expert_gtp_weight_remat_size", "gtp_weight_remat_size", "moe_paged_stash"),
@@ -150,4 +154,4 @@ def test_the_rules_of_a_model_ask_for_fields_that_megatron_has() -> None:
         *("cross_entropy_fusion_impl", "te_rng_tracker", "use_mamba_mem_eff_path"),
         *("num_microbatches_with_partial_activation_checkpoints", "quant_recipe", "use_kitchen"),
     }
-    assert _asked(rules) - known - facts - some == set()
+    assert _names_read_by(rules) - known - facts - some == set()

@@ -31,7 +31,7 @@ def _config(stash: dict[str, Any], moe: Any = None, stages: int = 2, **model: An
 
 
 @pytest.mark.parametrize(
-    ("stash", "moe", "model", "said"),
+    ("stash", "moe", "model", "message"),
     [
         ({"page_bytes": 100}, {}, {}, "page_bytes is 100"),
         ({"page_bytes": 0}, {}, {}, "page_bytes is 0"),
@@ -48,9 +48,9 @@ def _config(stash: dict[str, Any], moe: Any = None, stages: int = 2, **model: An
     ],
 )
 def test_settings_that_cannot_be_are_named(
-    stash: dict[str, Any], moe: dict[str, Any], model: dict[str, Any], said: str
+    stash: dict[str, Any], moe: dict[str, Any], model: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         _config(stash, moe, **model)
 
 
@@ -68,12 +68,12 @@ def test_every_key_becomes_a_flag_of_a_pretrain_script() -> None:
         "prefetches": True,
     }
     assert set(changes) | {"enabled"} == {field.name for field in fields(StashConfig)}
-    found = flag_values(_config(changes, {"token_drops": "rerun"}), without_capture=False)
-    given = {setting.key: (setting.flag, *setting.values) for setting in found}
-    assert given["moe.token_drops"] == ("--cuda-graph-token-drops", "rerun")
-    assert given["stash.enabled"] == ("--cuda-graph-stash", "true")
+    flags = flag_values(_config(changes, {"token_drops": "rerun"}), without_capture=False)
+    by_key = {setting.key: (setting.flag, *setting.values) for setting in flags}
+    assert by_key["moe.token_drops"] == ("--cuda-graph-token-drops", "rerun")
+    assert by_key["stash.enabled"] == ("--cuda-graph-stash", "true")
     for key, value in changes.items():
         flag = f"--cuda-graph-stash-{key.replace('_', '-')}"
-        assert given[f"stash.{key}"] == (flag, "true" if value is True else str(value))
+        assert by_key[f"stash.{key}"] == (flag, "true" if value is True else str(value))
     off = flag_values(_config({"enabled": False}), without_capture=False)
     assert not any("stash" in setting.key for setting in off)

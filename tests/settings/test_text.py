@@ -11,7 +11,7 @@ def test_did_you_mean_asks_only_when_something_is_near() -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "found"),
+    ("word", "expected"),
     [
         ("shadwo", "shadow"),
         ("SHADOW", "shadow"),
@@ -22,8 +22,8 @@ def test_did_you_mean_asks_only_when_something_is_near() -> None:
         ("shadow" * 100_000, ""),
     ],
 )
-def test_nearest_finds_a_choice_in_any_case_and_no_far_one(word: str, found: str) -> None:
-    assert nearest(word, ("none", "poison", "shadow")) == found
+def test_nearest_finds_a_choice_in_any_case_and_no_far_one(word: str, expected: str) -> None:
+    assert nearest(word, ("none", "poison", "shadow")) == expected
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""No text makes the reader hang, fill memory or raise anything but a ConfigError."""
+"""No text makes the reader hang, fill memory or raise anything except a ConfigError."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ _BAD = {
 @pytest.mark.parametrize(("text", "part"), _BAD.values(), ids=_BAD.keys())
 def test_text_that_no_configuration_has_is_refused_at_once(text: str, part: str) -> None:
     started = time.monotonic()
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as error:
         parse_yaml(text, "here")
     assert time.monotonic() - started < 3
-    message = str(caught.value)
+    message = str(error.value)
     assert message.startswith("here")
     assert part in message
     assert len(message) < 400
@@ -139,10 +139,10 @@ def test_any_text_is_read_or_refused(text: str) -> None:
 )
 def test_an_override_is_refused_in_few_words(override: str, part: str) -> None:
     config = Path(__file__).parents[2] / "configs" / "cpu" / "gpt_pp2_vpp2_cpu.yaml"
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as error:
         load_config(config, [override])
-    assert part in str(caught.value)
-    assert len(str(caught.value)) < 1400
+    assert part in str(error.value)
+    assert len(str(error.value)) < 1400
 
 
 def test_an_override_below_what_is_no_section_is_refused(tmp_path: Path) -> None:
@@ -165,9 +165,9 @@ def test_what_is_no_file_is_refused_in_time(tmp_path: Path) -> None:
         "x" * 5000: "File name too long",
         str(tmp_path / "config" / "missing.yaml"): "No such file",
     }.items():
-        with pytest.raises(ConfigError, match=part) as caught:
+        with pytest.raises(ConfigError, match=part) as error:
             read_yaml(path)
-        assert len(str(caught.value)) < 400
+        assert len(str(error.value)) < 400
 
 
 def test_a_pipe_is_read() -> None:
