@@ -90,10 +90,10 @@ def _run(
 
         for k, kind in enumerate(plan):
             # The others were announced.
-            is_told = (k in (0, withdrawing) or when == "never") and kind != "E"
+            is_announced = (k in (0, withdrawing) or when == "never") and kind != "E"
             if k == withdrawing:
                 graphs.withdraw()
-            misfit = ("too many" if kind == "M" else "") if is_told else None
+            misfit = ("too many" if kind == "M" else "") if is_announced else None
             rows, shape = (3, "other") if kind == "M" else (2, "usual")
             with (
                 graphs.step(1, shape_key=shape, forward_only=kind == "E", misfit=misfit) as mode,

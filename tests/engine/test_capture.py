@@ -171,11 +171,11 @@ def test_the_cache_is_emptied_around_what_takes_more(
         pools.append(weakref.ref(pool))
         return pool
 
-    def given_back() -> None:
+    def release() -> None:
         events.append(f"{sum(pool() is not None for pool in pools)} of {len(pools)}")
 
     monkeypatch.setattr(backend, "new_pool", new_pool)
-    monkeypatch.setattr(backend, "release_cached_memory", given_back)
+    monkeypatch.setattr(backend, "release_cached_memory", release)
     graphs.capture([(sample(backend),)])
     assert events[:3] == ["1 of 1", "scope", "1 of 1"]  # the pool of scratch, which is still empty
     assert len(pools) > 1
@@ -191,22 +191,22 @@ def test_the_cache_is_emptied_after_every_step_before_the_capture(
 ) -> None:
     """Otherwise an optimizer would allocate from blocks that only the step needed."""
     backend = RecorderBackend()
-    given_back: list[StepMode] = []
+    modes: list[StepMode] = []
     graphs = ChunkGraphs(
         towers(backend, False), [1], backend=backend, options=CaptureOptions(num_warmup_steps=2)
     )
-    monkeypatch.setattr(backend, "release_cached_memory", lambda: given_back.append(graphs.mode))
+    monkeypatch.setattr(backend, "release_cached_memory", lambda: modes.append(graphs.mode))
     for count in (1, 2):
         train_steps(graphs, backend, 1)
-        assert given_back == [StepMode.OUTSIDE] * count
+        assert modes == [StepMode.OUTSIDE] * count
     for _ in range(2):
         with graphs.step(1):
-            given_back.clear()
+            modes.clear()
             train_microbatch(graphs.callables[0], sample(backend))
-        assert given_back == []
+        assert modes == []
     with graphs.step(1, eager=True):
         train_microbatch(graphs.callables[0], sample(backend))
-    assert given_back == []
+    assert modes == []
 
 
 def test_accumulators_that_ddp_keeps_from_another_stream_do_not_disturb(

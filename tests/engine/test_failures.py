@@ -119,14 +119,14 @@ def test_a_mended_cause_is_captured_after_release() -> None:
 def together(texts: Sequence[str]) -> list[tuple[str, bool]]:
     """Run `agree_on_cause` of ranks as threads."""
     barrier = threading.Barrier(len(texts), timeout=60)
-    given_by: list[Sequence[int]] = [()] * len(texts)
+    values_by_rank: list[Sequence[int]] = [()] * len(texts)
     results: list[Any] = [None] * len(texts)
 
     def agree_as(rank: int) -> Callable[[Sequence[int]], list[int]]:
         def agree(values: Sequence[int]) -> list[int]:
-            given_by[rank] = values
+            values_by_rank[rank] = values
             barrier.wait()
-            largest = [max(column) for column in zip(*given_by, strict=True)]
+            largest = [max(column) for column in zip(*values_by_rank, strict=True)]
             barrier.wait()
             return largest
 
