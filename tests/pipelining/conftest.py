@@ -1,4 +1,4 @@
-"""A pipeline of one process, and small stages for it."""
+"""A pipeline in one process, and small stages for it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""All cases of some numbers of ranks: ``rank_program.py FOLDER SIZE...``.
+"""Runs all cases for some numbers of ranks: ``rank_program.py FOLDER SIZE...``.
 
-Every case trains one model of two blocks a rank, cut into the schedule's stages, without graphs and
-with them, and compares the two. What ranks leave in FOLDER is compared between schedules. The
-ranks are forked, one size after the other, from a process that has imported torch.
+Every case trains a model of two blocks per rank, cut into the schedule's stages, with and without
+graphs, and compares the two. The test compares the ranks' files in FOLDER between schedules. Ranks
+are forked, one size after the other, from a process that has imported torch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from chunkgraph.pipelining import GraphedLoss, GraphedSchedule, GraphedStage
 
 WIDTH, ROWS = 8, 2
 COUNTS = (4, 8, 6, 4)
-# Torch cannot evaluate with these: their backwards hand gradients over all the same.
+# Torch cannot evaluate with these: their backwards send gradients in any case.
 V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 
 
@@ -52,7 +52,7 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    """A stage of some blocks, called by their numbers in the whole model."""
+    """A stage of some blocks, named by their numbers in the whole model."""
 
     def __init__(self, indices: range, *, drops: bool = False) -> None:
         super().__init__()
@@ -92,7 +92,13 @@ CASES = {
             has_scale=True,
             drops=True,
             schedule_options={"scale_grads": False},
-            counts=(4, 8, 8, 6, 4),  # the same one before and after an evaluation with another
+            counts=(
+                4,
+                8,
+                8,
+                6,
+                4,
+            ),  # the same schedule before and after an evaluation with another one
         ),
         Case("1f1b loss in the graphs", "Schedule1F1B", graphs_loss=True),
         Case("1f1b static", "Schedule1F1B", is_static=True, stage=pipelining.PipelineStage),
@@ -139,7 +145,7 @@ CASES = {
         ),
     ],
 }
-if torch.__version__.startswith("2.11."):  # it sends to itself, which gloo cannot do
+if torch.__version__.startswith("2.11."):  # a rank sends to itself, which gloo cannot do
     CASES = {n: [case for case in CASES[n] if case.schedule not in V_SHAPED] for n in CASES}
 # Torch releases before 2.15 free unsharded parameters.
 if hasattr(FSDPModule, "set_keep_unsharded_storage"):
@@ -169,7 +175,7 @@ if hasattr(FSDPModule, "set_keep_unsharded_storage"):
 
 @dataclass
 class Place:
-    """This rank's place in a case."""
+    """The position of this rank in a case."""
 
     rank: int
     size: int
@@ -201,7 +207,7 @@ def make_stages(case: Case, place: Place, kind: type) -> list[Any]:
         if case.is_static:
             args |= {"input_args": sample, "output_args": sample}
         if case.sharded is not None and kind is pipelining.PipelineStage:
-            # Torch 2.15 loses gradients of sharded stages where it splits a backward by itself.
+            # Torch 2.15 loses gradients of sharded stages if it splits a backward by itself.
             args["dw_builder"] = lambda: lambda: None
         device = torch.device("cpu")
         stages.append(kind(module, i, num_stages, device, group=place.pipeline, **args))
@@ -224,10 +230,12 @@ def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 def maker(case: Case, stages: list[Any], loss: Any, folder: Path) -> Callable[[int], Any]:
     cls = getattr(pipelining, case.schedule)
-    given = stages[0] if issubclass(cls, pipelining.schedules.PipelineScheduleSingle) else stages
+    stage_or_stages = (
+        stages[0] if issubclass(cls, pipelining.schedules.PipelineScheduleSingle) else stages
+    )
 
     def make(count: int) -> Any:
-        schedule = cls(given, count, loss_fn=loss, **case.schedule_options)
+        schedule = cls(stage_or_stages, count, loss_fn=loss, **case.schedule_options)
         if not case.csv:
             return schedule
         path = folder / f"order{dist.get_rank()}.csv"
@@ -241,7 +249,7 @@ def maker(case: Case, stages: list[Any], loss: Any, folder: Path) -> Callable[[i
 
 @dataclass
 class Run:
-    """What one run gave on this rank."""
+    """The results of one run on this rank."""
 
     values: list[Any]
     parameters: dict[str, torch.Tensor]
@@ -385,7 +393,7 @@ def main(folder: Path, sizes: list[int]) -> int:
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    # A rank's first backward would import it, and each capture would look at all that is in it.
+    # A rank's first backward would import it, and each capture would inspect its objects.
     importlib.import_module("torch._dynamo")
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""What cannot be captured or replayed is one error that says what and why."""
+"""Failed captures and replays raise one error with the cause."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_more_slots_than_planned_are_refused(one_rank: None) -> None:
     with pytest.raises(ConfigError, match="6 microbatches need 6 slots of stage 0, but"):
         schedules.step(torch.ones(12, 4), target=torch.ones(12, 4), num_microbatches=6)
     x = torch.ones(6, 4)
-    for _ in range(2):  # fewer than declared fit
+    for _ in range(2):  # fewer than the declared ones fit
         schedules.step(x, target=x, num_microbatches=3)
     assert schedules.graphs.counters.replays == 3
 
@@ -70,12 +70,12 @@ def test_counts_are_whole_numbers(pipeline: Make, counts: Any, text: str) -> Non
 
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_microbatches_of_another_shape(pipeline: Make, num_stages: int) -> None:
-    """The graphs' own error, not the one that torch's stage wraps it into."""
+    """The error is that of the graphs, not the one that torch's stage wraps it into."""
     one = pipeline(*[nn.Linear(4, 4) for _ in range(num_stages)])
     one.step()
-    with pytest.raises(ReplayMismatchError, match="stage 0") as caught:
+    with pytest.raises(ReplayMismatchError, match="stage 0") as error:
         one.step(rows=3)
-    assert "(3, 4)" in str(caught.value)
+    assert "(3, 4)" in str(error.value)
     one.step()
 
 
@@ -110,9 +110,9 @@ def test_a_split_backward_goes_with_no_other_hook(pipeline: Make) -> None:
 
 def test_steps_outside_of_the_graphed_schedule_are_refused(pipeline: Make) -> None:
     one = pipeline(nn.Linear(4, 4))
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(RuntimeError) as error:
         one.make(2).step(torch.ones(4, 4), target=torch.ones(4, 4))
-    assert isinstance(caught.value.__cause__, SlotError)
+    assert isinstance(error.value.__cause__, SlotError)
 
 
 def test_a_stage_of_another_kind_is_refused(one_rank: None) -> None:
@@ -211,7 +211,7 @@ def test_stages_may_be_captured_again_for_another_shape(pipeline: Make, cls: typ
 
 
 def test_a_schedule_without_loss_calls_the_modules(one_rank: None) -> None:
-    """It has no backward: nothing is captured, nothing waits for one."""
+    """It has no backward: nothing is captured, and nothing waits for a backward."""
     module = nn.Linear(4, 4)
     stage = GraphedStage(module, 0, 1, CPU)
     schedules = GraphedSchedule(stage, lambda n: ScheduleGPipe(stage, n), (2,))
@@ -222,7 +222,7 @@ def test_a_schedule_without_loss_calls_the_modules(one_rank: None) -> None:
 
 
 def test_evaluation_with_another_count_between_steps(one_rank: None) -> None:
-    """Torch's own schedules share the stages' buffers, which each sets up for its own kind."""
+    """Torch's schedules share the stages' buffers, and each prepares them for its own kind."""
     results = []
     for has_graphs in (False, True):
         torch.manual_seed(0)

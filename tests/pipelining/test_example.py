@@ -1,4 +1,4 @@
-"""The examples run as they say."""
+"""The examples run and print the documented results."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def test_the_example_is_equal_to_eager(device: str, free_port: Callable[[], int]
 def test_stages_of_torchtitan_are_equal_to_eager(device: str, free_port: Callable[[], int]) -> None:
     output = _output("torchtitan_stages.py", device, free_port())
     assert output.count("losses equal to eager: True") == 4
-    # By rank, 1F1B has 2 and 1 slots, and ZBV 4 + 1 and 3 + 2; three of four steps replay.
+    # On ranks 0 and 1, 1F1B has 2 and 1 slots, ZBV 4 + 1 and 3 + 2; three of four steps replay.
     for line, captures, replays in [
         ("rank 0: 1F1B", 2, 12),
         ("rank 1: 1F1B", 1, 12),
         ("rank 0: ZBVZeroBubble", 5, 24),
         ("rank 1: ZBVZeroBubble", 5, 24),
     ]:
-        # Lines of two processes may come without the end of a line between them.
+        # Lines of two processes may follow each other without a line break.
         (counters,) = re.findall(f"{line}: (.*?); losses", output)
         assert f"captures={captures}, " in counters
         assert f" replays={replays}, " in counters

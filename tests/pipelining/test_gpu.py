@@ -24,7 +24,7 @@ SCHEDULES = (
 @pytest.mark.multigpu
 @pytest.mark.timeout(150)
 def test_twelve_blocks_under_every_schedule(tmp_path: Path, free_port: Callable[[], int]) -> None:
-    """One start of the processes: bfloat16, deterministic kernels, poisoned scratch."""
+    """One job for all cases: bfloat16, deterministic kernels, poisoned scratch."""
     path = tmp_path / "result.json"
     done = subprocess.run(
         [

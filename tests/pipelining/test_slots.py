@@ -1,4 +1,4 @@
-"""Slots of torch's schedules: those that an order of actions really needs."""
+"""Slots of torch's schedules: as many as the order of actions needs."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def slots(name: str, num_ranks: int, num_local: int, count: int) -> ScheduleSlot
         )
         for i in range(num_local)
     ]
-    given: Any = stages[0] if issubclass(cls, PipelineScheduleSingle) else stages
-    return slots_of(cls(given, count, loss_fn=lambda *_: None), num_stages, count)
+    stage_or_stages: Any = stages[0] if issubclass(cls, PipelineScheduleSingle) else stages
+    return slots_of(cls(stage_or_stages, count, loss_fn=lambda *_: None), num_stages, count)
 
 
 def of_ranks(plan: ScheduleSlots, num_ranks: int) -> list[tuple[int, ...]]:
-    """Return the slots of each rank's stages, for stages that are dealt out in turn."""
+    """Return the slots of each rank's stages, with stages assigned to ranks in turn."""
     return [
         tuple(plan.of_stage[i] for i in range(rank, len(plan.of_stage), num_ranks))
         for rank in range(num_ranks)

@@ -1,4 +1,4 @@
-"""Every schedule class on two and four ranks, with graphs and without: equal to the last bit."""
+"""Every schedule class on two and four ranks: graphs equal eager to the last bit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 PROGRAM = Path(__file__).with_name("rank_program.py")
 SIZES = (2, 4)
-# Microbatches of these run backward in another order, so that sums of gradients round otherwise.
+# These run backwards in another order, so sums of gradients are rounded differently.
 OTHER_ORDER = ("looped bfs",)
 # This trains another model.
 OTHER_MODEL = ("1f1b kwargs",)
@@ -21,7 +21,7 @@ OTHER_MODEL = ("1f1b kwargs",)
 
 @pytest.mark.timeout(300)
 def test_every_schedule_is_equal_to_eager(tmp_path: Path) -> None:
-    """One start of the processes for all cases: most of their time is the import of torch."""
+    """One job for all cases: most of its time is the import of torch."""
     log = tmp_path / "log"
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -62,7 +62,7 @@ def check(name: str, ranks: list[dict[str, Any]]) -> None:
 
 
 def same_training(case: list[dict[str, Any]], reference: list[dict[str, Any]]) -> bool:
-    """Whether all parameters and losses of a pipeline are those of another one."""
+    """Return whether two pipelines have the same parameters and losses."""
     a, b = (
         {name: p for result in ranks for name, p in result["parameters"].items()}
         for ranks in (case, reference)

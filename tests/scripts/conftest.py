@@ -1,4 +1,4 @@
-"""What the tests of scripts/ share: a stand-in for Megatron's launcher, and a look at processes."""
+"""Fixtures of the tests of scripts/: a stand-in for Megatron's launcher, marked processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @pytest.fixture(scope="session")
 def package_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the package in it, whose Megatron launcher only runs the script."""
+    """Make a folder with the package, whose Megatron launcher only runs the script."""
     folder = tmp_path_factory.mktemp("package")
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "chunkgraph", folder / "chunkgraph", ignore=ignored)
@@ -34,10 +34,10 @@ def package_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Marked:
-    """The environment of a test's commands, by which everything they start is found again."""
+    """The environment of a test's commands, which identifies all processes that they start."""
 
     def __init__(self, path: Path) -> None:
-        # To be run in: Python looks for modules there before it looks in PYTHONPATH.
+        # The working directory: Python searches it for modules before PYTHONPATH.
         self.folder = path
         self.mark = uuid.uuid4().hex
         clean = {
@@ -48,20 +48,20 @@ class Marked:
         self.environment = {**clean, MARK: self.mark, "PYTHONPATH": str(path), "COLUMNS": "80"}
 
     def processes(self) -> list[int]:
-        """Processes that carry the mark and have not ended."""
-        wanted, found = f"{MARK}={self.mark}".encode(), []
+        """Return the pids of living processes with the mark."""
+        variable, pids = f"{MARK}={self.mark}".encode(), []
         for folder in Path("/proc").glob("[0-9]*"):
             try:
-                if wanted not in (folder / "environ").read_bytes().split(b"\0"):
+                if variable not in (folder / "environ").read_bytes().split(b"\0"):
                     continue
                 if (folder / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
-                    found.append(int(folder.name))
+                    pids.append(int(folder.name))
             except OSError:  # it ended, or is another user's
                 continue
-        return found
+        return pids
 
     def is_alone(self, within_s: float = 30.0) -> bool:
-        """Whether nothing that the commands started is left."""
+        """Return whether all processes of the commands end in time."""
         end = time.monotonic() + within_s
         while self.processes():
             if time.monotonic() > end:
@@ -72,10 +72,10 @@ class Marked:
 
 @pytest.fixture
 def marked(package_path: Path) -> Iterator[Marked]:
-    """A fresh mark; whatever a failed test leaves with it is ended."""
-    made = Marked(package_path)
-    yield made
-    for pid in made.processes():
+    """Make a new mark; end the marked processes that a failed test leaves."""
+    mark = Marked(package_path)
+    yield mark
+    for pid in mark.processes():
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 

@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.timeout(120),
 ]
 
-# Not marked `megatron`: what is tested is how ranks are started, alike for all of its versions.
+# No `megatron` marker: ranks start in the same way with all of its releases.
 needs_megatron = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed"
 )
@@ -143,10 +143,10 @@ def test_a_script_gets_its_arguments_and_its_exit_code_comes_back(
     script = tmp_path / "pretrain.py"
     script.write_text(
         "import os, pathlib, sys, time\n"
-        # In one write, so that the ranks' lines do not run into each other.
+        # One write, so that the ranks' lines do not mix.
         "line = f\"{os.environ['RANK']} {os.environ['WORLD_SIZE']} {sys.argv[1:]}\\n\"\n"
         "os.write(1, line.encode())\n"
-        # The launcher ends the others when one fails: not before they have written.
+        # When one rank fails, the launcher ends the others, but not before they have written.
         "mark = pathlib.Path(__file__).with_suffix('.written')\n"
         "mark.touch() if os.environ['RANK'] == '0' else None\n"
         "while not mark.exists(): time.sleep(0.05)\n"
@@ -165,7 +165,7 @@ def test_a_script_gets_its_arguments_and_its_exit_code_comes_back(
     [
         ("meek", [signal.SIGINT], 130),
         ("meek", [signal.SIGTERM], 143),
-        # torchrun takes up waiting again after the second, and would leave ranks after the third.
+        # torchrun resumes waiting after the second signal, and would leave ranks after the third.
         ("stubborn", [signal.SIGINT] * 3, 130),
     ],
 )

@@ -1,4 +1,4 @@
-"""What the batch script asks of srun, with stand-ins for Slurm's commands."""
+"""Arguments that the batch script passes to srun, with stand-ins for Slurm's commands."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ JOB = {
 
 
 class Site:
-    """A folder with a configuration in it, and Slurm's stand-ins."""
+    """A folder with a configuration and stand-ins for Slurm's commands."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -54,7 +54,7 @@ class Site:
         )
 
     def command(self, *arguments: str, **variables: str) -> list[str]:
-        """The arguments that srun got, and the line of its environment."""
+        """Return the arguments of srun and the line with its environment."""
         result = self.run(*arguments, **{**JOB, **variables})
         assert result.returncode == 0, result.stderr
         return result.stdout.splitlines()
@@ -76,7 +76,7 @@ def test_torchrun_is_started_once_on_each_node(site: Site) -> None:
         *("--rdzv-backend=c10d", "--rdzv-id=123456", "--rdzv-endpoint=node7:23456"),
     ]
     train = ["-m", "chunkgraph.cli", "train", "run.yaml", "train.lr=0.1", "--json", "a b"]
-    # What the user says comes last.
+    # The user's arguments come last.
     assert command[command.index("task") + 1 : -1] == [*torchrun, *train]
     assert command[-1] == "env:110::"
 
@@ -133,7 +133,7 @@ def test_a_container_sees_this_folder_and_runs_its_own_python(site: Site) -> Non
     (site.folder / ".venv" / "bin" / "python").symlink_to("/bin/true")
     outside = site.command("run.yaml")
     assert outside[outside.index("task") + 1] == f"{site.folder}/.venv/bin/python"
-    # The script may be in the image only.
+    # The script may exist in the image only.
     inside = site.command("/in/the/image.py", CHUNKGRAPH_CONTAINER_IMAGE="image.sqsh")
     assert f"--container-mounts={site.folder}:{site.folder}" in inside
     assert inside[inside.index("task") + 1] == "python3"
@@ -148,11 +148,11 @@ def test_the_exit_code_is_sruns(site: Site) -> None:
     [
         ("exit 0", 0),
         ("exit 5", 5),
-        # srun reports the highest code. Where it ends the tasks next to one that failed, a rank may
-        # have ended by the signal before its task heard of it.
+        # srun reports the highest code. If it ends the other tasks after a failure, the signal may
+        # end a rank before its task notices.
         ("kill -TERM $$", 1),
         ("exit 143", 1),
-        # Of a rank that was killed from outside, for want of memory, the job tells.
+        # The job reports a rank that was killed from outside for lack of memory.
         ("kill -KILL $$", 137),
     ],
 )
@@ -200,7 +200,7 @@ def test_help_names_every_variable_that_is_read(site: Site) -> None:
 
 
 def test_ranks_are_not_waited_for_longer_than_slurm_waits(site: Site) -> None:
-    """Slurm kills the job so many seconds after the signal that the script's header asks for."""
+    """Slurm kills the job that many seconds after the signal that the script's header requests."""
     signal = re.search(r"^#SBATCH --signal=B:TERM@(\d+)$", SCRIPT.read_text(), re.MULTILINE)
     assert signal is not None
     assert int(site.command("run.yaml")[-1].split(":")[1]) < int(signal[1])

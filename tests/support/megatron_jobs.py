@@ -89,13 +89,13 @@ class RankServer:
 
 
 def _connected(path: Path) -> socket.socket | None:
-    made = socket.socket(socket.AF_UNIX)
+    connection = socket.socket(socket.AF_UNIX)
     try:
-        made.connect(str(path))
+        connection.connect(str(path))
     except (FileNotFoundError, ConnectionRefusedError):
-        made.close()
+        connection.close()
         return None
-    return made
+    return connection
 
 
 def _start_server(path: Path, host: str, parent: RankServer | None) -> socket.socket:

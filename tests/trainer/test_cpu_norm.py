@@ -1,4 +1,4 @@
-"""On a CPU next to Transformer Engine, whose norm Megatron would put behind local layers."""
+"""On a CPU with Transformer Engine installed, Megatron would put its norm after local layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults tried with two processes: all ranks decide alike, nothing hangs, the numbers stay."""
+"""Faults in two processes: all ranks decide alike, nothing hangs, the numbers stay."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def line_of(marker: str) -> int:
 
 
 def test_faults_of_one_rank(run_cases: RunCases, case: Callable[..., dict[str, Any]]) -> None:
-    """A capture that fails on rank 1, out of memory there, SIGTERM there, evaluation, shapes."""
+    """On rank 1: a failed capture, lack of memory, SIGTERM; also evaluation and other shapes."""
     watchful = {"layer_spec": "user_specs:watchful_where_faulty"}
     eager, shallow = {"on_failure": "eager"}, {"num_layers": 2}
     mixed = [
@@ -68,7 +68,7 @@ def test_faults_of_one_rank(run_cases: RunCases, case: Callable[..., dict[str, A
         "fails": case(STEPS, eager, watchful, layer_fails=True),
         "mixed": case(mixed, model=shallow),
         "raises": case(STEPS, {"on_failure": "raise"}, watchful, layer_fails=True),
-        # One pool serves both graphs: gradients are larger than what the forward frees.
+        # One pool serves both graphs: gradients are larger than the memory that the forward frees.
         "memory": case(STEPS, eager, {**shallow, "hidden_size": 256}, limit_bytes=2**20),
         "in_capture": case(STEPS, signalled="capture"),
         "in_replay": case([*STEPS, *STEPS], signalled="replay"),
@@ -125,7 +125,7 @@ def memory_runs_out(ranks: list[dict[str, Any]]) -> None:
 
 
 def terminated(ranks: list[dict[str, Any]], when: str, num_done: int) -> None:
-    """The step goes to its end on both ranks, which then stop together, as if to save."""
+    """Both ranks finish the step and then stop together, as if to save."""
     assert ranks[0]["handler_ran_in"] == []
     assert ranks[1]["handler_ran_in"] == [when]
     for rank in ranks:

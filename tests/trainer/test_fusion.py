@@ -1,4 +1,4 @@
-"""Switching Transformer Engine's layers, one by one, to accumulate in their GEMM."""
+"""Transformer Engine's layers switch one by one to accumulation in their GEMM."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from chunkgraph.trainer.fusion import fuse_weight_gradients
 
 
 class Layer(nn.Linear):
-    """Decides for itself when it runs, as Transformer Engine's layers do."""
+    """Decides when it runs, as Transformer Engine's layers do."""
 
     def __init__(self, *, with_main_grad: bool = True) -> None:
         super().__init__(4, 4)

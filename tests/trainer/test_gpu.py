@@ -155,7 +155,7 @@ OVERLAPPED = [
                 "model.recompute_granularity=selective",
                 "model.recompute_modules=[core_attn,mlp]",
                 "model.swiglu=true",
-                # Neither of the two draws it.
+                # Neither recomputed module draws this dropout.
                 "model.hidden_dropout=0.1",
             ],
             [2, 5, 3],

@@ -1,4 +1,4 @@
-"""Which device a rank takes."""
+"""The device of a rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of whole jobs take for equal to eager."""
+"""`run_equal` accepts only jobs that equal eager."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NAN = float("nan")
 
 @pytest.fixture
 def result() -> dict[str, Any]:
-    """Of a job in which all is well."""
+    """Return the result of a job without any difference."""
     equal = {"loss_equal": True, "grad_norm_equal": True, "expert_metrics_equal": True}
     return {
         "steps": [{**equal, "loss_chunk": 1.5, "grad_norm_chunk": 0.25}],
@@ -49,7 +49,7 @@ def test_an_equal_job_passes(run_equal: Callable[..., Any], result: dict[str, An
 def test_anything_else_fails(
     run_equal: Callable[..., Any], result: dict[str, Any], changes: dict[str, Any]
 ) -> None:
-    """NaN on both sides too, which is equal to the last bit."""
+    """Also NaN on both sides, though equal to the last bit."""
     (step,) = result["steps"]
     for key, value in changes.items():
         (step if key in step else result)[key] = value

@@ -1,4 +1,4 @@
-"""Whole jobs: chunk graphs against eager training, to the last bit, in every topology."""
+"""Whole jobs: chunk graphs equal eager training to the last bit, in every topology."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(150)]
 
 _DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
-# Of one layer behind another in a chunk there are other cases.
+# Other cases have several layers in a chunk.
 _SHALLOW = {**_DROPOUT, "num_layers": 2}
 
 
@@ -26,10 +26,10 @@ def _pipeline(pp: int = 1, vpp: int | None = None, **others: int) -> dict[str, A
 
 @pytest.fixture
 def in_both_scopes(once: Callable[..., Any]) -> Callable[..., dict[str, dict[str, Any]]]:
-    """Every case with blocks alone captured, and with what is captured by default: whole chunks.
+    """Return every case in both scopes: with captured blocks, and with whole chunks, the default.
 
-    With an older release every second case with blocks and the others with whole chunks: that both
-    scopes are equal to eager in each way to split a model is shown once.
+    With an older release, every second case has blocks and the others have whole chunks: the newest
+    one covers both scopes for each way to split a model.
     """
 
     def double(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -50,7 +50,7 @@ def _check(
     cases: dict[str, dict[str, Any]],
     slots: dict[str, list[list[int]]],
 ) -> None:
-    """Everything equal, captured once, replayed for every later microbatch."""
+    """Check that all is equal, with one capture and a replay of every later microbatch."""
     slots = {**slots, **{f"{name}_chunk": counts for name, counts in slots.items()}}
     for name, result in results.items():
         config = cases[name]["config"]
@@ -129,7 +129,7 @@ def test_two_ranks(
             "config": make_config(model=_SHALLOW, pipeline=_pipeline(tensor_model_parallel_size=2))
         },
     }
-    # With older releases too: their interleaved schedule, and all of their DDP.
+    # Also with older releases: their interleaved schedule, and all of their DDP.
     in_each = {
         "pp2_vpp2": {
             "config": make_config(
@@ -144,7 +144,7 @@ def test_two_ranks(
                 pipeline=_pipeline(data_parallel_size=2),
                 train={"num_microbatches": [2, 1, 3, 2], **overlap},
             ),
-            # Small buckets: several of them, dispatched while the backward runs.
+            # Small buckets, so that several are dispatched while the backward runs.
             "ddp_options": {"bucket_size": 8000, "overlap_param_gather": True},
         },
     }
@@ -152,7 +152,7 @@ def test_two_ranks(
         "pipeline": _pipeline(2, 2, microbatch_group_size_per_vp_stage=3),
         "train": {"num_microbatches": [5, 3, 8]},
     }
-    # In one scope: slots are no matter of Megatron's.
+    # In one scope: Megatron has no part in slots.
     others = {
         "pp2_no_ddp": {
             "config": make_config(

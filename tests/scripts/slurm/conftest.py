@@ -1,4 +1,4 @@
-"""A Slurm of one node, with daemons, ports and files of its own, as an unprivileged site has it."""
+"""A Slurm of one node for the tests, with its own daemons, ports and files, without root."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-# No accounting, no cgroups, no plugins that want hardware. More CPUs than there are, so that jobs
-# and their ranks fit on any machine; decisions at once, since tests wait for them.
+# No accounting, no cgroups, no hardware plugins. More CPUs than the machine has, so that jobs
+# and their ranks fit on any machine. Immediate decisions, since tests wait for them.
 SLURM_CONF = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -54,8 +54,8 @@ class Slurm:
     """The running daemons.
 
     Args:
-        folder: Short: a socket's path has at most 107 characters.
-        free_port: Gives ports for the daemons.
+        folder: A short path: that of a socket has at most 107 characters.
+        free_port: Returns ports for the daemons.
     """
 
     def __init__(self, folder: Path, free_port: Callable[[], int]) -> None:
@@ -93,7 +93,7 @@ class Slurm:
         self._wait_for(lambda: self.call("sinfo", "--noheader", "--format=%T") == "idle")
 
     def stop(self) -> None:
-        """End the jobs that a failed test has left, and the daemons."""
+        """End the daemons, and jobs that a failed test leaves."""
         try:
             self.call("scancel", "--signal=KILL", "--full", f"--user={getpass.getuser()}")
             self._wait_for(lambda: self.call("squeue", "--noheader") == "")
@@ -101,7 +101,7 @@ class Slurm:
             self._processes.close()
 
     def call(self, *command: str) -> str:
-        """Standard output of a Slurm command."""
+        """Return the standard output of a Slurm command."""
         done = subprocess.run(
             command,
             env={**os.environ, **self.environment},
@@ -113,9 +113,9 @@ class Slurm:
         return done.stdout.strip()
 
     def submit(self, *command: str, environment: Mapping[str, str], folder: Path, log: Path) -> str:
-        """Submit by sbatch's arguments; returns the job's number."""
+        """Submit a job with sbatch's arguments; return its number."""
         done = subprocess.run(
-            # Far from the limit: the script wants a signal when it comes near.
+            # Far from the limit: the script requests a signal near it.
             ["sbatch", "--parsable", "--time=10", f"--output={log}", *command],
             env={**environment, **self.environment},
             cwd=folder,
@@ -128,19 +128,19 @@ class Slurm:
         return done.stdout.strip()
 
     def wait(self, job: str, within_s: float = 90.0) -> tuple[str, int]:
-        """State and exit code of a job that has ended (`sbatch --wait` looks every ten seconds)."""
+        """Wait for a job; return state and exit code (`sbatch --wait` polls every ten seconds)."""
         end = time.monotonic() + within_s
         while True:
             text = self.call("scontrol", "show", "job", "--oneliner", job)
-            found = re.search(r"JobState=(\w+).* ExitCode=(\d+):", text)
-            assert found is not None, text
-            if found[1] not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"):
-                return found[1], int(found[2])
+            match = re.search(r"JobState=(\w+).* ExitCode=(\d+):", text)
+            assert match is not None, text
+            if match[1] not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"):
+                return match[1], int(match[2])
             assert time.monotonic() < end, text
             time.sleep(0.2)
 
     def _cgroup_conf(self) -> str:
-        """Without a file of its own, slurmd would look for the system's cgroups."""
+        """Return a cgroup configuration; without one, slurmd would use the system's cgroups."""
         version = re.search(r"(\d+)\.(\d+)", self.call("sbatch", "--version"))
         assert version is not None
         if (int(version[1]), int(version[2])) >= (23, 11):
@@ -174,7 +174,7 @@ class Slurm:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End a daemon: ask, then kill."""
+    """Terminate a daemon, and kill it if it stays."""
     process.terminate()
     try:
         process.wait(10)

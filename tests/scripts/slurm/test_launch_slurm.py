@@ -14,7 +14,7 @@ SCRIPT = str(ROOT / "scripts" / "launch_slurm.sbatch")
 CONFIG = str(ROOT / "configs" / "cpu" / "gpt_pp2_cpu.yaml")
 SMALL = ("model.num_layers=2", "model.hidden_size=32", "train.num_microbatches=[2,3]")
 
-# What sbatch and the environment say, so that two ranks are started.
+# Arguments of sbatch and variables that start two ranks.
 BY_TORCHRUN: tuple[list[str], dict[str, str]] = ([], {"CHUNKGRAPH_NPROC_PER_NODE": "2"})
 BY_SRUN: tuple[list[str], dict[str, str]] = (["--ntasks-per-node=2"], {})
 BOTH = pytest.mark.parametrize(
@@ -29,13 +29,13 @@ def has_megatron() -> bool:
         return False
 
 
-# No `megatron` marker: Slurm sees no difference between versions.
+# No `megatron` marker: its releases make no difference to Slurm.
 TRAINS = pytest.mark.skipif(not has_megatron(), reason="megatron-core is not installed")
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(150)]
 
 
 class Submitted:
-    """Jobs of one test, and what they print."""
+    """Jobs of one test, and their output."""
 
     def __init__(self, slurm: Any, marked: Any, folder: Path) -> None:
         self.slurm, self.marked = slurm, marked
@@ -47,7 +47,7 @@ class Submitted:
             **self.marked.environment,
             "CHUNKGRAPH_PYTHON": sys.executable,
             "GLOO_SOCKET_IFNAME": "lo",
-            # Each test process has a Slurm of its own, and all of them count jobs from one.
+            # Each test process has its own Slurm, and all of them number jobs from one.
             "CHUNKGRAPH_MASTER_PORT": str(self.slurm.free_port()),
             **variables,
         }
@@ -67,7 +67,7 @@ def jobs(slurm: Any, marked: Any, tmp_path: Path) -> Submitted:
     return Submitted(slurm, marked, tmp_path)
 
 
-# As in `test_launch_local`, but by ranks of Slurm's; by torchrun's those below fail and end.
+# As in `test_launch_local`, with ranks of Slurm; cases with torchrun are below.
 @TRAINS
 def test_a_configuration_trains_on_two_ranks(jobs: Submitted, tmp_path: Path) -> None:
     table = tmp_path / "table.json"
@@ -91,7 +91,7 @@ def test_a_configuration_that_fails_fails_the_job(jobs: Submitted, way: Any) -> 
 
 def test_a_job_whose_script_ends_well_is_completed(jobs: Submitted, tmp_path: Path) -> None:
     script = tmp_path / "pretrain.py"
-    # In one piece: with PYTHONUNBUFFERED, print writes word by word, and ranks into each other.
+    # One write: with PYTHONUNBUFFERED, print writes word by word, and the ranks' words mix.
     script.write_text("import os\nos.write(1, f'rank {os.environ[\"RANK\"]}\\n'.encode())\n")
     ended = jobs.run(BY_TORCHRUN, str(script))
     log = jobs.log.read_text()
@@ -103,7 +103,7 @@ def test_a_job_whose_script_ends_well_is_completed(jobs: Submitted, tmp_path: Pa
 
 @BOTH
 def test_a_scripts_exit_code_is_the_jobs(jobs: Submitted, way: Any, tmp_path: Path) -> None:
-    # The other rank has to be ended, and must not count.
+    # Slurm has to end the other rank, whose exit code must not count.
     script = tmp_path / "pretrain.py"
     script.write_text(
         "import os, sys, time\nos.write(1, f'arguments {sys.argv[1:]}\\n'.encode())\n"
@@ -137,12 +137,12 @@ def test_ranks_may_save_before_the_job_is_ended(
     script.write_text(SAVES)
     job = jobs.submit(way, str(script), str(tmp_path))
     wait_until(lambda: len(list(tmp_path.glob("ready*"))) == 2)
-    # What Slurm does by itself 120 s before the time limit, by `--signal=B:TERM@120`.
+    # Slurm sends this signal 120 s before the time limit, by `--signal=B:TERM@120`.
     slurm.call("scancel", "--batch", "--signal=TERM", job)
     state, code = slurm.wait(job)
     log = jobs.log.read_text()
     assert len(list(tmp_path.glob("saved*"))) == 2, log
     assert "SIGTERM; the ranks get 110 s to save" in log
-    # torchrun counts itself as ended by the signal; ranks that end well count as that.
+    # torchrun's exit code is that of the signal; ranks that end well have 0.
     assert (state, code) == (("FAILED", 143) if way is BY_TORCHRUN else ("COMPLETED", 0)), log
     assert jobs.marked.is_alone()
