@@ -58,9 +58,11 @@ def test_rows_hold_stretches_of_the_text_and_end_each_document() -> None:
 
 
 def test_other_places_and_seeds_draw_otherwise() -> None:
-    made = [DrawnDocuments(b"text", (3, 5, 8, 12), num_tokens=40, seed=seed) for seed in (1, 1, 2)]
+    datasets = [
+        DrawnDocuments(b"text", (3, 5, 8, 12), num_tokens=40, seed=seed) for seed in (1, 1, 2)
+    ]
     places = [(s, m, r) for s in range(3) for m in range(3) for r in range(2)]
-    first, again, other = ([d.lengths(*place) for place in places] for d in made)
+    first, again, other = ([d.lengths(*place) for place in places] for d in datasets)
     assert first == again
     assert first != other
     assert len(set(first)) > 12

@@ -110,8 +110,8 @@ def test_a_session_that_fails_half_way_leaves_a_working_eager_model(backend: Gra
     [nn.Linear(8, 8) for _ in range(2)]  # the draws that `towers` makes before `expected`
     with graphs.step(1) as mode:
         assert mode is StepMode.EAGER
-        got = [train_microbatch(call, x) for call in graphs.callables]
-    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+        outputs = [train_microbatch(call, x) for call in graphs.callables]
+    assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
     assert dict(graphs.counters.fallbacks) == {"capture failed": 1}
     modules[1].syncs = False  # repaired: capturing works now
     graphs.capture([(x,), (x,)])

@@ -75,12 +75,12 @@ def test_running_out_in_a_capture_gives_all_of_it_back() -> None:
         with pytest.warns(UserWarning, match=r"(?s)ran out of memory.*\d+ of 80 graphs") as warned:
             mode = step.__enter__()
         assert mode is StepMode.EAGER
-        got = gradient_of(graphs.callables[0], module)
+        actual = gradient_of(graphs.callables[0], module)
         step.__exit__(None, None, None)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert "memory" in str(warned[0].message)
-    assert torch.equal(got, expected)
+    assert torch.equal(actual, expected)
     assert dict(graphs.counters.fallbacks) == {"capture warmup": 1, "capture failed": 1}
     torch.cuda.synchronize()
     torch.cuda.empty_cache()

@@ -48,11 +48,11 @@ def train(backend: GraphBackend) -> Callable[..., None]:
             for source in masks:
                 mask = source() if callable(source) else source
                 expected = twin(x, mask.clone())
-                got = graphs.callables[0](x, mask)
-                assert torch.equal(got, expected)
-                outputs.append((got, expected))
-            for got, expected in outputs:
-                got.sum().backward()
+                output = graphs.callables[0](x, mask)
+                assert torch.equal(output, expected)
+                outputs.append((output, expected))
+            for output, expected in outputs:
+                output.sum().backward()
                 expected.sum().backward()
         assert torch.equal(module.linear.weight.grad, twin.linear.weight.grad)
 

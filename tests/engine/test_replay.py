@@ -286,11 +286,11 @@ def test_markers_follow_every_gradient_and_every_replay(backend: GraphBackend) -
         def replayed(self) -> None:
             self.num_replays += 1
 
-    made: list[Marker] = []
+    markers: list[Marker] = []
 
     def new_marker() -> Marker:
-        made.append(Marker())
-        return made[-1]
+        markers.append(Marker())
+        return markers[-1]
 
     (module,) = tower(backend)
     chunk = dataclasses.replace(Chunk.from_module(module, "rank 0 chunk 0"), new_marker=new_marker)
@@ -299,8 +299,8 @@ def test_markers_follow_every_gradient_and_every_replay(backend: GraphBackend) -
     with graphs.step(2):
         for _ in range(2):
             train_microbatch(graphs.callables[0], sample(backend))
-    assert [sorted(m.seen) for m in made] == [[0, 1]] * 2
-    assert [m.num_replays for m in made] == [2, 0]  # the lowest free slot serves both
+    assert [sorted(m.seen) for m in markers] == [[0, 1]] * 2
+    assert [m.num_replays for m in markers] == [2, 0]  # the lowest free slot serves both
 
 
 def test_a_step_whose_calls_want_no_gradient_is_counted_as_eager(backend: GraphBackend) -> None:

@@ -90,12 +90,12 @@ def test_capture_leaves_the_random_state_and_replays_draw_like_eager(backend: Gr
     torch.manual_seed(3)
     with torch.no_grad(), backend.capture("dropout", backend.new_pool("slot")) as graph:
         y = module(x)
-    got = []
+    results = []
     for _ in range(3):
         graph.replay()
-        got.append(y.clone())
-    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
-    assert not torch.equal(got[0], got[1])
+        results.append(y.clone())
+    assert all(torch.equal(a, b) for a, b in zip(expected, results, strict=True))
+    assert not torch.equal(results[0], results[1])
 
 
 def test_writes_cover_results_and_stay_inside_pool_and_targets(backend: GraphBackend) -> None:
@@ -265,13 +265,13 @@ def test_filling_by_a_mask_is_legal(backend: GraphBackend) -> None:
         return y, torch.autograd.grad(z, x)[0]
 
     with backend.capture("fill", backend.new_pool("slot")) as graph:
-        got = fill()
+        results = fill()
     with torch.no_grad():
         x.copy_(torch.randn(6, 4))
         rows.logical_not_()
     graph.replay()
-    assert all(torch.equal(a, b) for a, b in zip(got, fill(), strict=True))
-    assert not got[0][rows].any()
+    assert all(torch.equal(a, b) for a, b in zip(results, fill(), strict=True))
+    assert not results[0][rows].any()
 
 
 @pytest.mark.gpu

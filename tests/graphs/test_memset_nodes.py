@@ -283,10 +283,10 @@ def test_a_graph_that_cannot_be_made_is_freed(
 def test_the_default_backend_follows_the_options(
     monkeypatch: pytest.MonkeyPatch, uses_kernels: bool
 ) -> None:
-    made: list[tuple[str, bool]] = []
+    backends: list[tuple[str, bool]] = []
 
     def cuda(device: torch.device, *, memset_kernels: bool) -> RecorderBackend:
-        made.append((str(device), memset_kernels))
+        backends.append((str(device), memset_kernels))
         return RecorderBackend()
 
     monkeypatch.setattr(arguments, "CUDABackend", cuda)
@@ -295,7 +295,7 @@ def test_the_default_backend_follows_the_options(
     options = CaptureOptions(memset_kernels=uses_kernels)
     with contextlib.suppress(AttributeError):  # it is no parameter
         ChunkGraphs([chunk], [1], options=options)
-    assert made == [("cuda:3", uses_kernels)]
+    assert backends == [("cuda:3", uses_kernels)]
 
 
 def test_missing_bindings_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,8 +66,8 @@ def test_declared_generators_are_left_as_they_are_and_drawn_from_in_replays() ->
         torch.rand(4, generator=generator)
         with backend.capture("draw", backend.new_pool("pool"), [generator]) as graph:
             out = torch.rand(4, generator=generator)
-    got = []
+    results = []
     for _ in range(2):
         graph.replay()
-        got.append(out.clone())
-    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+        results.append(out.clone())
+    assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))

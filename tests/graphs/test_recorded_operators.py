@@ -53,7 +53,7 @@ def assert_equal_to_eager(
         out = program(*static)
     gradient = torch.zeros_like(out)
     with backend.capture("backward", backend.new_pool("backward")) as backward:
-        got = torch.autograd.grad(out, leaves_of(static), gradient, allow_unused=True)
+        gradients = torch.autograd.grad(out, leaves_of(static), gradient, allow_unused=True)
     assert torch.equal(torch.get_rng_state(), before)
     for number in range(num_replays):
         inputs = make_inputs(number)
@@ -72,7 +72,7 @@ def assert_equal_to_eager(
         assert bits([out]) == bits([expected_out])
         gradient.copy_(torch.randn_like(gradient))
         backward.replay()
-        assert bits(got) == bits(expected)
+        assert bits(gradients) == bits(expected)
         assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -169,7 +169,7 @@ def assert_equal_to_eager_backward(
     clear()
     with backend.capture("backward", backend.new_pool("backward")) as backward:
         loss.backward()
-    got = [leaf.grad for leaf in leaves]
+    gradients = [leaf.grad for leaf in leaves]
     for seed in range(2):
         clear()
         torch.manual_seed(seed)
@@ -178,7 +178,7 @@ def assert_equal_to_eager_backward(
         torch.manual_seed(seed)
         forward.replay()
         backward.replay()
-        assert bits(got) == bits([leaf.grad for leaf in leaves])
+        assert bits(gradients) == bits([leaf.grad for leaf in leaves])
         assert torch.equal(torch.get_rng_state(), state)
 
 

@@ -39,12 +39,12 @@ def parser() -> argparse.ArgumentParser:
     with cpu_pretrain_host():
         from megatron.training import arguments
 
-        made = argparse.ArgumentParser(allow_abbrev=False)
-        arguments.add_megatron_arguments(made)
-    made.add_argument("--export-kd-teacher-load")  # from ModelOpt, if it is installed
-    made.add_argument("--flextron", action="store_true")  # from a script in Megatron's repository
-    add_flags(made)
-    return made
+        result = argparse.ArgumentParser(allow_abbrev=False)
+        arguments.add_megatron_arguments(result)
+    result.add_argument("--export-kd-teacher-load")  # from ModelOpt, if it is installed
+    result.add_argument("--flextron", action="store_true")  # from a script in Megatron's repository
+    add_flags(result)
+    return result
 
 
 def refusal(arguments: str, *, on_cpu: bool = True) -> str:

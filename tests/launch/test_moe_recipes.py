@@ -110,10 +110,10 @@ def _parser() -> argparse.ArgumentParser:
     with cpu_pretrain_host():
         from megatron.training import arguments
 
-        made = argparse.ArgumentParser(allow_abbrev=False)
-        arguments.add_megatron_arguments(made)
-    add_flags(made)
-    return made
+        result = argparse.ArgumentParser(allow_abbrev=False)
+        arguments.add_megatron_arguments(result)
+    add_flags(result)
+    return result
 
 
 def _parsed(recipe: str, more: str) -> argparse.Namespace:

@@ -30,7 +30,7 @@ def batch(*ends: int, num_counted: int = ROWS, **changes: Any) -> dict[str, Any]
     offsets[0, 0] = 0
     offsets[0, 1 : len(ends) + 1] = torch.tensor(ends, dtype=torch.int32)
     rows = torch.arange(ROWS)[None]
-    made = {
+    sample = {
         "tokens": rows,
         "labels": rows + 1,
         "loss_mask": (rows < num_counted).float(),
@@ -38,7 +38,7 @@ def batch(*ends: int, num_counted: int = ROWS, **changes: Any) -> dict[str, Any]
         "cu_seqlens": offsets,
         "max_seqlen": torch.tensor([max(ends)], dtype=torch.int32),
     }
-    return {**made, **changes}
+    return {**sample, **changes}
 
 
 class Model(nn.Module):
@@ -401,10 +401,10 @@ def test_rows_that_no_loss_needs_are_left_out(step: Step, models: list[Model]) -
 
 def test_cut_leaves_the_sample_alone() -> None:
     whole = batch(2, 9, 12)
-    made = cut(whole, 4, "here")
-    assert made["tokens"].tolist() == [[0, 1, 2, 3]]
-    assert made["max_seqlen"].tolist() == [2]
-    assert documents_of(made, 4, "here").offsets == (0, 2, 4)
+    cut_batch = cut(whole, 4, "here")
+    assert cut_batch["tokens"].tolist() == [[0, 1, 2, 3]]
+    assert cut_batch["max_seqlen"].tolist() == [2]
+    assert documents_of(cut_batch, 4, "here").offsets == (0, 2, 4)
     assert whole["cu_seqlens"][0, :4].tolist() == [0, 2, 9, 12]
     assert whole["tokens"].shape == (1, ROWS)
 

@@ -194,12 +194,12 @@ def torch_class_order(name, num_ranks, num_chunks, count):
         )
         for chunk in range(num_chunks)
     ]
-    made = getattr(torch_schedules, name)(stages, n_microbatches=count)
+    schedule = getattr(torch_schedules, name)(stages, n_microbatches=count)
     # torch joins an overlapped forward and backward in one action, but runs them in turn.
     return tuple(
         tuple(
             Action.parse(str(action))
-            for entry in made.pipeline_order[rank]
+            for entry in schedule.pipeline_order[rank]
             if entry is not None
             for action in (entry.sub_actions or (entry,))
         )

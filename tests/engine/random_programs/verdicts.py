@@ -46,13 +46,13 @@ def _compare(program: Program) -> Verdict:
         if without != program and _compare(without).kind == "refused":
             return refused
         return replace(refused, kind="different")
-    for expected, got in zip(eager.log, graphs.log, strict=False):
-        if expected == got:
+    for expected, actual in zip(eager.log, graphs.log, strict=False):
+        if expected == actual:
             continue
-        if isinstance(ours, ChunkGraphError) and got.step == graphs.step:
+        if isinstance(ours, ChunkGraphError) and actual.step == graphs.step:
             return refused  # at the end of the step that differs
-        labels = dict.fromkeys((expected.label, got.label))
-        shown = f"{' / '.join(labels)}:\n  eager  {expected}\n  graphs {got}"
+        labels = dict.fromkeys((expected.label, actual.label))
+        shown = f"{' / '.join(labels)}:\n  eager  {expected}\n  graphs {actual}"
         return Verdict("different", shown, num)
     if isinstance(ours, ChunkGraphError):
         return refused
