@@ -29,50 +29,50 @@ def test_modules_get_their_groups_back() -> None:
 
 
 def test_a_replayed_step_walks_over_no_modules() -> None:
-    """Those that hold a group are found before a capture session; eager steps look at all."""
+    """Modules with a group are collected before a capture session; eager steps check all."""
     outer = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     outer[0].cp_group = "before"
     held = HeldGroups([outer, outer[0]])
-    with held.put_back(is_replayed=False):  # the warmup: attention gets the attribute
+    with held.put_back(is_replayed=False):  # the warmup, which gives attention the attribute
         outer[0].cp_group = outer[1].cp_group = "of its first call"
     assert (outer[0].cp_group, hasattr(outer[1], "cp_group")) == ("before", False)
     outer[1].cp_group = "the user's"
     held.find_holders()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nn.Module, "named_modules", None)  # what modules() goes through
+        patch.setattr(nn.Module, "named_modules", None)  # the iterator of modules()
         with held.put_back(is_replayed=True):
             outer[0].cp_group = outer[1].cp_group = outer[1].cp_stream = "of the last bank"
     assert (outer[0].cp_group, outer[1].cp_group) == ("before", "the user's")
     assert not hasattr(outer[1], "cp_stream")
 
 
-@pytest.mark.parametrize("may_run_anew", [False, True])
-def test_a_step_is_announced_behind_one_that_may_run_anew(may_run_anew: bool) -> None:
+@pytest.mark.parametrize("may_run_again", [False, True])
+def test_a_step_is_announced_after_one_that_may_run_again(may_run_again: bool) -> None:
     from chunkgraph.engine import StepMode
     from chunkgraph.megatron.attached import MegatronChunkGraphs
 
-    told: list[str] = []
+    announcements: list[str] = []
     graphs: Any = SimpleNamespace(
         features=SimpleNamespace(
             planner=SimpleNamespace(
                 refuse_unknown=lambda _: None, announce=lambda inputs: (inputs.misfit, 0)
             )
         ),
-        guard=object() if may_run_anew else None,
+        guard=object() if may_run_again else None,
         engine=SimpleNamespace(
-            mode=StepMode.REPLAY, announce=lambda misfit, **_: told.append(misfit)
+            mode=StepMode.REPLAY, announce=lambda misfit, **_: announcements.append(misfit)
         ),
     )
-    if may_run_anew:
+    if may_run_again:
         with pytest.raises(SlotError, match=r"may run again.*Announce it after that step"):
             MegatronChunkGraphs.announce(graphs, misfit="inside", contexts=[])
         graphs.engine.mode = StepMode.OUTSIDE
     MegatronChunkGraphs.announce(graphs, misfit="outside", contexts=[])
-    assert told == ["outside"]
+    assert announcements == ["outside"]
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"fp8": "hybrid"}, "fp8='hybrid': scales of ranks"),
         ({"context_parallel_size": 2}, "context_parallel_size=2: the groups are formed"),
@@ -83,7 +83,7 @@ def test_a_step_is_announced_behind_one_that_may_run_anew(may_run_anew: bool) ->
         ),
     ],
 )
-def test_what_sizes_that_change_cannot_go_with(settings: dict[str, Any], said: str) -> None:
-    (found,) = refused(Contexts.rules, settings, context_parallel_sizes=(1, 2))
-    assert found.startswith(f"packing=PackedBanks.of_limits(...) with {said}")
+def test_what_sizes_that_change_cannot_go_with(settings: dict[str, Any], message: str) -> None:
+    (refusal,) = refused(Contexts.rules, settings, context_parallel_sizes=(1, 2))
+    assert refusal.startswith(f"packing=PackedBanks.of_limits(...) with {message}")
     assert refused(Contexts.rules, settings) == []

@@ -1,4 +1,4 @@
-"""Routers that count the tokens of whole microbatches, and the groups that they count over."""
+"""Routers count the tokens of whole microbatches, over the groups that share them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from chunkgraph.megatron.features.contexts import ContextGroups, follow_groups
 from chunkgraph.megatron.features.contexts.attention import refuse_without_groups
 from chunkgraph.megatron.features.contexts.router_groups import RouterGroups
 
-# Not marked `megatron`: whole jobs are in `test_context_training`.
+# No `megatron` marker: `test_context_training` has whole jobs.
 
 
 class _Group:
-    """As far as routers look at it."""
+    """The part of a process group that routers use."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -27,7 +27,7 @@ class _Group:
 
 
 class _Router(nn.Module):
-    """Its losses as Megatron's; remembers what they were and by which group they are reduced."""
+    """Has Megatron's losses; records them and the group that reduces each."""
 
     def __init__(self, num_tensor_ranks: int) -> None:
         super().__init__()
@@ -39,7 +39,9 @@ class _Router(nn.Module):
         self, activation: Any, _coefficient: float, loss: float, name: str, group: Any, **_: Any
     ) -> Any:
         self.seen.append((name, loss, group))
-        assert self.tp_cp_group is self.tp_group  # multiplied by where the loss is per token
+        assert (
+            self.tp_cp_group is self.tp_group
+        )  # Megatron multiplies by its size if the loss is per token
         return activation
 
     def apply_z_loss(self, logits: Any) -> Any:
@@ -89,7 +91,7 @@ def test_a_microbatch_of_several_ranks_weighs_as_much_as_its_rows() -> None:
 
 
 class _Groups:
-    """Of microbatches that two, four and one of the ranks share, on two tensor-parallel ranks."""
+    """Groups of microbatches on one, two and four ranks, with two tensor-parallel ranks."""
 
     def __init__(self, for_routers: Any = "made") -> None:
         self.for_routers = for_routers
@@ -112,7 +114,7 @@ def test_tensor_parallel_ranks_count_their_rows_together() -> None:
     layer()  # an evaluation
     undo()
     assert counted_over == [groups.of_routers(groups.four), own, groups.of_routers(groups.two), own]
-    # As often as the context-parallel ranks, whatever the tensor-parallel ones.
+    # Multiplied by the number of context-parallel ranks, not of tensor-parallel ones.
     losses = [loss for name, loss, group in router.seen if name == "balance" and group is own]
     assert losses == [4.0, 1.0, 2.0, 1.0]
     assert {loss for name, loss, _ in router.seen if name == "z"} == {0.5}
@@ -121,9 +123,9 @@ def test_tensor_parallel_ranks_count_their_rows_together() -> None:
 
 def test_routers_that_would_count_over_others_are_refused() -> None:
     chunks, groups = [nn.Sequential(_Layer(), _Layer(num_tensor_ranks=2))], _Groups()
-    for given in (None, _Groups(for_routers=None)):
+    for wrong_groups in (None, _Groups(for_routers=None)):
         with pytest.raises(ConfigError, match="1 of model chunk 0 has experts on several tensor"):
-            follow_groups(chunks, given)  # type: ignore[arg-type]
+            follow_groups(chunks, wrong_groups)  # type: ignore[arg-type]
     assert not any(layer._forward_pre_hooks for layer in chunks[0])
     undo = follow_groups(chunks, groups)  # type: ignore[arg-type]
     refuse_without_groups(chunks, groups)  # type: ignore[arg-type]

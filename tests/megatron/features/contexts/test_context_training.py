@@ -1,4 +1,4 @@
-"""Whole jobs whose microbatches have context-parallel sizes of their own, against eager."""
+"""Whole jobs with a context-parallel size for each microbatch equal eager."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Case = Callable[..., dict[str, Any]]
 
 @pytest.fixture
 def make_case(make_config: Callable[..., Any], write_documents: Callable[..., Path]) -> Case:
-    """A run on documents of 2 to 40 bytes, where a rank has 12 rows."""
+    """Make a run on documents of 2 to 40 bytes, with 12 rows per rank."""
     path = write_documents([2, 5, 8, 20, 38], num_documents=60)
 
     def make(
@@ -65,7 +65,7 @@ def make_case(make_config: Callable[..., Any], write_documents: Callable[..., Pa
 
 
 def check(result: dict[str, Any], name: str, captured: set[int]) -> None:
-    """Eager once before the capture and where a size was not captured."""
+    """Check that steps are eager only before the capture and for sizes without graphs."""
     steps = result["steps"]
     assert len({s["loss_chunk_hex"] for s in steps}) == len(steps), name
     assert [s["fallbacks"] for s in steps] == _fallbacks(steps, captured), name
@@ -84,13 +84,13 @@ def check(result: dict[str, Any], name: str, captured: set[int]) -> None:
 
 
 def _fallbacks(steps: list[dict[str, Any]], captured: set[int]) -> list[dict[str, int]]:
-    found: list[dict[str, int]] = []
+    fallbacks: list[dict[str, int]] = []
     for step in steps:
         if not {size for rank in step["context_sizes"] for size in rank} <= captured:
-            found.append({"no graphs of a bank": 1})
+            fallbacks.append({"no graphs of a bank": 1})
         else:
-            found.append({} if {"capture warmup": 1} in found else {"capture warmup": 1})
-    return found
+            fallbacks.append({} if {"capture warmup": 1} in fallbacks else {"capture warmup": 1})
+    return fallbacks
 
 
 def test_four_ranks(
@@ -127,11 +127,11 @@ def test_four_ranks(
     fewer = without_sequences(results["pp2_vpp2"])
     assert {bank.partition(", ")[2] for bank in fewer} >= {"2 sequences", "3 sequences"}
     for name, result in results.items():
-        asked = cases[name]["config"]["packing"]
+        packing = cases[name]["config"]["packing"]
         check(
             result,
             name,
-            set(asked["captured_context_parallel_sizes"] or asked["context_parallel_sizes"]),
+            set(packing["captured_context_parallel_sizes"] or packing["context_parallel_sizes"]),
         )
     # Some ranks replay one size while others replay another.
     last = results["smallest"]["steps"][-1]["context_sizes"]
@@ -164,7 +164,7 @@ _HAS_LATENT = not metadata.version("megatron-core").startswith("0.16")
 
 
 def test_latent_attention_and_experts(run_equal: Callable[..., Any], make_case: Case) -> None:
-    """Routers count the tokens of the ranks that share a microbatch, and tables are as long."""
+    """Routers and tables cover the tokens of all ranks that share a microbatch."""
     spec = "packed_contexts_latent_experts" if _HAS_LATENT else "packed_contexts_experts"
     model = {"num_layers": 1, "swiglu": True, "normalization": "LayerNorm"}
     model["layer_spec"] = f"user_specs:{spec}"
@@ -198,10 +198,10 @@ def test_latent_attention_and_experts(run_equal: Callable[..., Any], make_case: 
     losses_do_not_depend_on_who_shares_what(results["random"], results["smallest"])
 
 
-def test_experts_that_stash_and_steps_run_anew(
+def test_experts_that_stash_and_steps_that_run_again(
     run_cases: Callable[..., Any], make_case: Case
 ) -> None:
-    """Slots of all sizes have the same pages; a step run again has the sizes that it had."""
+    """Slots of all sizes share pages; a step that runs again keeps its sizes."""
     model = {"num_layers": 2, "swiglu": True, "normalization": "LayerNorm"}
     model["layer_spec"] = "user_specs:packed_contexts_experts"
     pages = {"enabled": True, "page_bytes": 512}
@@ -246,7 +246,7 @@ def test_experts_that_stash_and_steps_run_anew(
 def test_experts_and_tensor_parallelism(run_equal: Callable[..., Any], make_case: Case) -> None:
     """Routers count tokens over all ranks that have rows of a microbatch.
 
-    One size alone is a static one, which Megatron makes itself of the same documents.
+    A single size equals Megatron's static context parallelism on the same documents.
     """
     latent = {"options": _LATENT} if _HAS_LATENT else {}
     spec = "latent_experts" if _HAS_LATENT else "experts"
@@ -291,19 +291,19 @@ def test_experts_and_tensor_parallelism(run_equal: Callable[..., Any], make_case
     results = run_equal(cases, 4)
     check(results["random"], "random", {1, 2})
     assert all(len(step["expert_metrics"]) == 2 for step in results["random"]["steps"])
-    # Megatron takes the mean over data-parallel ranks; here metrics are their sum.
+    # Megatron averages metrics over data-parallel ranks; here they are sums.
     copies = {"two": 2, "own": 2, "static": 1}
-    found = {name: _numbers(r, copies[name]) for name, r in results.items() if name in copies}
-    if found:
-        assert found["two"] == found["static"]
-        assert found["own"][0][0] == found["static"][0][0]  # before any gradient
-        for step, expected in zip(found["own"], found["static"], strict=True):
+    numbers = {name: _numbers(r, copies[name]) for name, r in results.items() if name in copies}
+    if numbers:
+        assert numbers["two"] == numbers["static"]
+        assert numbers["own"][0][0] == numbers["static"][0][0]  # before any gradient
+        for step, expected in zip(numbers["own"], numbers["static"], strict=True):
             assert step[1:] != expected[1:]
-        assert found["own"][1][0] != found["static"][1][0]
+        assert numbers["own"][1][0] != numbers["static"][1][0]
 
 
 def _numbers(result: dict[str, Any], num_copies: int) -> list[tuple[Any, ...]]:
-    """Of each step loss, gradient norm and the routers' losses, to the last bit."""
+    """Return each step's loss, gradient norm and router losses, to the last bit."""
     return [
         (
             step["loss_chunk_hex"],
@@ -316,7 +316,7 @@ def _numbers(result: dict[str, Any], num_copies: int) -> list[tuple[Any, ...]]:
 
 
 def losses_do_not_depend_on_who_shares_what(one: dict[str, Any], other: dict[str, Any]) -> None:
-    """The same documents in other groups: equal but for the order of sums."""
+    """Check runs with other groups of the same documents: equal up to the order of sums."""
     pairs = list(zip(one["steps"][:2], other["steps"][:2], strict=True))
     assert all(a["context_sizes"] != b["context_sizes"] for a, b in pairs)
     for key in ("loss_chunk", "grad_norm_chunk"):
@@ -325,7 +325,7 @@ def losses_do_not_depend_on_who_shares_what(one: dict[str, Any], other: dict[str
 
 
 def without_a_bank_the_step_is_eager(result: dict[str, Any]) -> None:
-    """Counted, and the first step that could be captured is one of capture warmup."""
+    """Check that such steps are counted, and that capture warmup precedes the first capture."""
     without = [s for s in result["steps"] if s["fallbacks"] == {"no graphs of a bank": 1}]
     assert 0 < len(without) < len(result["steps"]) - 1
     why = f"no graphs of CP 1 with {_ROWS} tokens a rank: they were not requested"

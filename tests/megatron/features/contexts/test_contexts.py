@@ -1,4 +1,4 @@
-"""Banks by context-parallel size, in jobs of four ranks with gloo, and what they are made of."""
+"""Banks by context-parallel size, in jobs of four ranks with gloo, and their parts."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from chunkgraph.megatron.features.packing.steps import StepPlans
 from chunkgraph.megatron.step import StepInputs
 from chunkgraph.packing import ContextLimits, pack, schedule_contexts
 
-# Not marked `megatron`: of Megatron only its process groups are used, alike in all versions.
+# No `megatron` marker: only process groups are Megatron's, the same in all releases.
 
 LIMITS = ContextLimits(world_size=4, max_tokens_per_rank=8, max_packed_seqs=3)
-Found = list[dict[str, Any]]
+RankResults = list[dict[str, Any]]
 
 
 def test_jobs_of_four_ranks(
@@ -68,7 +68,7 @@ def test_jobs_of_four_ranks(
                 "fails_at": [2],
                 "fails_on": 3,
             },
-            # The later stage has other documents in the fourth step, announced before or not.
+            # The later stage has other documents in the fourth step, with and without announcement.
             **{
                 f"plan_{announces}": {
                     **base,
@@ -86,19 +86,19 @@ def test_jobs_of_four_ranks(
         },
         4,
     )
-    # Two tensor-parallel ranks; data-parallel ones are two apart.
+    # Two tensor-parallel ranks; data-parallel neighbours are two ranks apart.
     for number, rank in enumerate(results.pop("megatron")):
         assert rank["shared"] == [number % 2, number % 2 + 2]
         assert (rank["counted"], rank["without"]) == ([0, 1, 2, 3], None)
-    for name in ("plan_False", "plan_True", "limits"):  # on every rank: none is left waiting
+    for name in ("plan_False", "plan_True", "limits"):  # on every rank: no rank waits for ever
         assert [bool(rank["refused"]) for rank in results.pop(name)] == [True] * 4
     for name, ranks in results.items():
         for rank in ranks:
-            # Same groups, same numbers to the last bit, whoever replayed or not.
+            # The same groups have the same bits on replaying and on eager ranks.
             assert rank["equal"] == [True] * len(rank["modes"]), name
             assert rank["put_back"] == ["its own"] * 2, name
             assert rank["modes"] == ranks[0]["modes"], name
-            # Neighbours are of interpreters with different hashes of strings.
+            # Neighbours come from interpreters with different hashes of strings.
             assert rank["digests"] == ranks[0]["digests"], name
             assert rank["fallbacks"] == ranks[0]["fallbacks"], name
     every_size_is_replayed(results["mixed"])
@@ -110,7 +110,7 @@ def test_jobs_of_four_ranks(
     stages_with_different_slots_stop_together(results["stages"])
 
 
-def every_size_is_replayed(ranks: Found) -> None:
+def every_size_is_replayed(ranks: RankResults) -> None:
     for rank in ranks:
         assert rank["modes"] == ["eager"] + ["replay"] * 5
         assert (rank["num_slots"], rank["num_graphs"]) == ([2, 2], 2 * 2 * 2 * 6)
@@ -120,23 +120,23 @@ def every_size_is_replayed(ranks: Found) -> None:
             replayed[int(bank.split()[1])] += count
         assert replayed == {size: 2 * count for size, count in sizes.items()}
         assert sizes.keys() == {1, 2, 4}
-    # In one step some ranks replay one size, and others another one.
+    # In some step, ranks replay different sizes.
     assert any(ranks[0]["sizes"][s] != ranks[3]["sizes"][s] for s in range(1, 6))
 
 
-def other_groups_are_refused(ranks: Found) -> None:
+def other_groups_are_refused(ranks: RankResults) -> None:
     for rank in ranks:
-        told, not_told = rank["refusals"]
-        assert "Microbatch 0 (CP 4 with 8 tokens a rank) has another process group" in told
-        assert "argument 'cp_group': captured" in not_told
+        announced, unannounced = rank["refusals"]
+        assert "Microbatch 0 (CP 4 with 8 tokens a rank) has another process group" in announced
+        assert "argument 'cp_group': captured" in unannounced
 
 
-def sizes_that_were_not_asked_for_are_eager(ranks: Found) -> None:
+def sizes_that_were_not_asked_for_are_eager(ranks: RankResults) -> None:
     steps = list(zip(*[rank["sizes"] for rank in ranks], strict=True))
     eager = [any(2 in sizes for sizes in step) for step in steps]
     assert True in eager
     for rank in ranks:
-        # The first step that could, captures; before it there is one of capture warmup.
+        # Capture warmup precedes the first step with graphs.
         first = rank["modes"].index("replay")
         assert [mode == "eager" for mode in rank["modes"][first:]] == eager[first:]
         own = "no graphs of CP 2 with 8 tokens a rank: they were not requested"
@@ -146,7 +146,7 @@ def sizes_that_were_not_asked_for_are_eager(ranks: Found) -> None:
     assert any("on another rank" in rank["missing"] for rank in ranks)
 
 
-def what_one_rank_cannot_capture_is_dropped(ranks: Found) -> None:
+def what_one_rank_cannot_capture_is_dropped(ranks: RankResults) -> None:
     for rank in ranks:
         needs = [4 in sizes for sizes in rank["sizes"]]
         modes = ["eager" if i == 0 or n else "replay" for i, n in enumerate(needs)]
@@ -161,23 +161,23 @@ def what_one_rank_cannot_capture_is_dropped(ranks: Found) -> None:
     assert "All ranks go on without graphs of CP 4 with 8 tokens a rank" in warning
 
 
-def without_any_bank_all_is_eager(ranks: Found) -> None:
+def without_any_bank_all_is_eager(ranks: RankResults) -> None:
     for rank in ranks:
         assert rank["fallbacks"] == {"capture warmup": 1, "capture failed": 2}
         assert rank["num_graphs"] == 0
     assert [len(rank["warnings"]) for rank in ranks] == [0, 3, 0, 0]
 
 
-def what_fails_before_any_graph_stops_all(ranks: Found) -> None:
-    """The others do not wait for that rank where all communicators are used once."""
+def what_fails_before_any_graph_stops_all(ranks: RankResults) -> None:
+    """The other ranks do not wait for it in the first use of all communicators."""
     for rank in ranks:
         assert rank["fallbacks"] == {"capture warmup": 1, "capture failed": 2}
     assert [len(rank["warnings"]) for rank in ranks] == [0, 1, 0, 0]
     assert "hooks wait for the gradients of 1 parameters" in ranks[1]["warnings"][0]
 
 
-def stages_with_different_slots_stop_together(ranks: Found) -> None:
-    """The larger size fails on the last rank, where a rank has fewer graphs than others."""
+def stages_with_different_slots_stop_together(ranks: RankResults) -> None:
+    """The larger size fails on the last rank, while ranks have different numbers of graphs."""
     assert [rank["num_slots"] for rank in ranks] == [[2, 2], [2, 2], [1, 1], [1, 1]]
     for rank in ranks:
         assert "replay" in rank["modes"]
@@ -186,10 +186,10 @@ def stages_with_different_slots_stop_together(ranks: Found) -> None:
 
 @pytest.fixture
 def groups(one_rank: Any) -> ContextGroups:
-    """Of one rank, with stand-ins for the larger sizes."""
-    made = ContextGroups([0], {1: None})
-    made._groups = {4: object(), 2: object(), 1: None}
-    return made
+    """Make the groups of one rank, with stand-ins for the larger sizes."""
+    result = ContextGroups([0], {1: None})
+    result._groups = {4: object(), 2: object(), 1: None}
+    return result
 
 
 def test_banks_are_of_sizes_and_buckets(groups: ContextGroups) -> None:
@@ -205,7 +205,9 @@ def test_banks_are_of_sizes_and_buckets(groups: ContextGroups) -> None:
     assert [(key.size, key.num_tokens) for key in keys] == [(4, 8), (2, 8)]
     short = schedule_contexts([5, 2, 3, 1], LIMITS)
     keys = banks.of_schedule(short, [5, 2, 3, 1])
-    assert [(key.size, key.num_tokens) for key in keys] == [(2, 4)]  # the longest on two ranks
+    assert [(key.size, key.num_tokens) for key in keys] == [
+        (2, 4)
+    ]  # the longest document is on two ranks
     with pytest.raises(ConfigError, match=r"no bank of 2 ranks holds .* of \[30\] tokens"):
         banks.of_schedule(short, [30, 30, 30, 30])
 
@@ -217,7 +219,7 @@ def test_banks_are_of_numbers_of_sequences(groups: ContextGroups) -> None:
         (size, count) for size in (2, 1) for count in (5, 3, 2)
     ]
     assert repr(banks.keys[2]) == "CP 2 with 8 tokens a rank, 2 sequences"
-    found = {}
+    seq_counts = {}
     for lengths in ([16], [15, 15, 15, 15], [3] * 16, [1] * 16):
         schedule = schedule_contexts(lengths, limits)
         for microbatch, key in zip(
@@ -225,21 +227,21 @@ def test_banks_are_of_numbers_of_sequences(groups: ContextGroups) -> None:
         ):
             num_documents = max(len(microbatch.documents), 1)
             assert key.shape.max_packed_seqs > num_documents
-            found[num_documents] = key.shape.max_packed_seqs
-    assert found == {1: 2, 2: 3, 4: 5}
+            seq_counts[num_documents] = key.shape.max_packed_seqs
+    assert seq_counts == {1: 2, 2: 3, 4: 5}
     for size, count in ((1, 5), (1, 3), (2, 2)):
-        of, wanted = (
+        source, target = (
             banks.keys[0],
             next(k for k in banks.keys if (k.size, k.shape.max_packed_seqs) == (size, count)),
         )
-        packed = pack([3, 2, 4], of.shape)
+        packed = pack([3, 2, 4], source.shape)
         offsets = torch.from_numpy(packed.cu_seqlens_padded)
         name = "packed_seq_params.cu_seqlens_q_padded"
         hidden = torch.ones(8, 1, 4)
-        _, made = derived_call(0, (hidden,), {name: offsets}, of, wanted)
-        assert len(made[name]) == wanted.shape.max_packed_seqs + 1
-        assert made[name][-1] == 8 * size
-    for key in banks.keys:  # of offsets for as many as there may be, and of its own
+        _, kwargs = derived_call(0, (hidden,), {name: offsets}, source, target)
+        assert len(kwargs[name]) == target.shape.max_packed_seqs + 1
+        assert kwargs[name][-1] == 8 * size
+    for key in banks.keys:  # from offsets for the most sequences, and from the bank's own
         own = pack([3], key.shape).cu_seqlens_padded.tolist()
         for shape in (limits.shape(key.size), key.shape):
             offsets = torch.from_numpy(pack([3], shape).cu_seqlens_padded)
@@ -300,28 +302,28 @@ def test_a_call_of_another_bank_is_as_that_bank_would_have_it(groups: ContextGro
         }
 
     every = banks.keys
-    for of in every:
-        for wanted in every:
-            args, kwargs = derived_call(0, *call(of), of, wanted)
-            expected_args, expected = call(wanted)
+    for source in every:
+        for target in every:
+            args, kwargs = derived_call(0, *call(source), source, target)
+            expected_args, expected = call(target)
             assert args[0].shape == expected_args[0].shape
             assert args[0].requires_grad
             offsets = kwargs["packed_seq_params.cu_seqlens_q_padded"]
-            assert offsets[-1] == wanted.shape.max_packed_tokens
-            assert not any(offsets % wanted.shape.document_multiple)
+            assert offsets[-1] == target.shape.max_packed_tokens
+            assert not any(offsets % target.shape.document_multiple)
             for name, value in expected.items():
                 if isinstance(value, torch.Tensor):
                     assert (kwargs[name].shape, kwargs[name].dtype) == (value.shape, value.dtype)
                 elif isinstance(value, tuple):
                     assert [v.shape for v in kwargs[name]] == [v.shape for v in value]
                 else:
-                    assert kwargs[name] is value or kwargs[name] == value, (name, of, wanted)
+                    assert kwargs[name] is value or kwargs[name] == value, (name, source, target)
     with pytest.raises(ConfigError, match="Chunk 0 takes mask of shape"):
         derived_call(0, (torch.ones(8, 1),), {"mask": torch.ones(32, 2)}, every[0], every[2])
 
 
 class _Attention(nn.Module):
-    """As far as Megatron's attention is looked at; remembers the group that it turned with."""
+    """The used part of Megatron's attention; records the group of its RoPE."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -350,7 +352,7 @@ def test_attention_turns_with_the_group_of_the_call() -> None:
     assert own.cp == "the model's"
 
 
-def test_what_a_step_is_told(groups: ContextGroups) -> None:
+def test_the_announcements_of_a_step(groups: ContextGroups) -> None:
     banks = PackedBanks.of_limits(LIMITS, groups, cuda_graph_cp_sizes=[4, 1])
     four, two, one = (PackedBank(LIMITS.shape(size), groups.of(size)) for size in (4, 2, 1))
 
@@ -376,17 +378,17 @@ def test_what_a_step_is_told(groups: ContextGroups) -> None:
     with pytest.raises(SlotError, match="rank 3: the next step is already announced"):
         announce([four])
     assert begin(None, "", 1) == (None, [two])
-    # What is known of a schedule stays with its banks, whatever becomes of them.
-    given = ScheduledBanks([four], 7)
-    announce(given)
-    given.append(two)
+    # A schedule's digest stays with its list of banks, even if that changes.
+    banks_of_step = ScheduledBanks([four], 7)
+    announce(banks_of_step)
+    banks_of_step.append(two)
     assert digest_of_plan(begin(None, "", 1)[1]) == 7
-    assert digest_of_plan(begin(given, "", 2)[1]) == 7
+    assert digest_of_plan(begin(banks_of_step, "", 2)[1]) == 7
     assert digest_of_plan([four]) == digest_of_plan(None) == 0
     assert announce([four, one]) == ""
     with pytest.raises(ConfigError, match=r"rank 3: .*has 2 microbatches.*announced: 2"):
         begin([one, four], "", 2)
-    assert begin([four, one], "", 2) == (None, [four, one])  # what was announced still holds
+    assert begin([four, one], "", 2) == (None, [four, one])  # the announcement still holds
     # Banks of the same sizes for other documents.
     announce(ScheduledBanks([one], 7))
     with pytest.raises(ConfigError, match="their schedules must be the same"):
@@ -405,7 +407,7 @@ def test_what_a_step_is_told(groups: ContextGroups) -> None:
 def test_communicators_are_tried_first_where_no_pass_uses_them(
     num_passes: int | None, one_rank: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sessions that run all banks eagerly before they capture one set up what these use."""
+    """Sessions that run all banks eagerly before the first capture set up the communicators."""
     order: list[str] = []
 
     class Chunk(nn.Linear):
@@ -429,10 +431,10 @@ def test_communicators_are_tried_first_where_no_pass_uses_them(
         pass
     with graphs.step([key], forward_only=True):
         graphs.callables[0](torch.ones(8, 4))
-    with graphs.step([key]):  # what was announced still holds
+    with graphs.step([key]):  # the announcement still holds
         graphs.callables[0](torch.ones(8, 4)).sum().backward()
     graphs.release()
     groups.close()
-    # An eager step, what the session begins with, and a capture.
+    # An eager step, the beginning of the session, and a capture.
     before = ["pass"] * num_passes if num_passes else ["all ways"]
     assert order == ["pass", *before, "pass", "pass"]

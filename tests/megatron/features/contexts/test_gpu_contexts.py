@@ -1,7 +1,7 @@
-"""Context-parallel sizes that change from microbatch to microbatch, on real GPUs; equal to eager.
+"""Context-parallel sizes that change between microbatches, on real GPUs: equal to eager.
 
-Transformer Engine's deterministic attention of packed sequences asks for about 128 bytes for each
-of sequences x heads x length x length in a backward, and refuses 2**30 of them: all are small.
+Transformer Engine's deterministic attention of packed sequences takes about 128 bytes for each of
+sequences x heads x length x length in a backward, and refuses 2**30 of them, so all are small.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _needs_transformer_engine() -> None:
 
 @pytest.fixture
 def make_case(make_config: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
-    """A model of bfloat16 on the shipped text, whose documents need one to four ranks."""
+    """Make a bfloat16 model on the shipped text, whose documents need one to four ranks."""
 
     def make(
         sizes: list[int],
@@ -79,7 +79,7 @@ def make_case(make_config: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
 
 
 def check(results: dict[str, dict[str, Any]], cases: dict[str, dict[str, Any]]) -> None:
-    """Equal to eager; every captured size replayed; eager where a size was not captured."""
+    """Check equality with eager, replays of captured sizes, and eager steps of the others."""
     for name, result in results.items():
         packing = cases[name]["config"]["packing"]
         captured = set(
@@ -115,7 +115,7 @@ def check(results: dict[str, dict[str, Any]], cases: dict[str, dict[str, Any]]) 
         assert len(banks) == len(captured), f"{name}: {banks}"
 
 
-# Keys as wide as values, so that nothing is filled up for attention.
+# Keys as wide as values, so that attention needs no padding of heads.
 _LATENT = {
     "multi_latent_attention": True,
     "q_lora_rank": 64,
@@ -138,7 +138,7 @@ _EXPERTS = {
 def test_a_hundred_steps(
     run_cases: Callable[..., Any], make_case: Callable[..., dict[str, Any]]
 ) -> None:
-    """All finite, and captured once."""
+    """All values are finite, and there is one capture."""
     small = {"model": {"num_layers": 2}, "data_parallel_size": 2, "num_steps": 100}
     cases = {
         "dense": make_case([1, 2], capture={"scope": "chunk"}, **small),
@@ -154,7 +154,7 @@ def test_a_hundred_steps(
 def test_a_hundred_steps_on_four_gpus(
     ranks: str, kind: str, run_cases: Callable[..., Any], make_case: Callable[..., dict[str, Any]]
 ) -> None:
-    """The same with more ranks, and with pipeline and tensor parallelism."""
+    """The same with more ranks, pipeline and tensor parallelism."""
     kinds: dict[str, dict[str, Any]] = {
         "dense": {},
         "latent_experts": {"moe": _EXPERTS, "options": _LATENT},
@@ -182,7 +182,7 @@ def test_a_hundred_steps_on_four_gpus(
 def test_latent_attention_and_experts(
     run_cases: Callable[..., Any], make_case: Callable[..., dict[str, Any]]
 ) -> None:
-    """Experts that the ranks share, both embeddings of positions, and a size without graphs."""
+    """Experts on several ranks, both position embeddings, and a size without graphs."""
     small = {"model": {"num_layers": 2}, "data_parallel_size": 2, "num_steps": 9}
     unfused = {**_LATENT, "apply_rope_fusion": False}
     cases = {
@@ -265,7 +265,7 @@ _LATENT_ON_FOUR: dict[str, tuple[list[int], dict[str, Any]]] = {
 def test_latent_attention_and_experts_on_four_gpus(
     run_cases: Callable[..., Any], make_case: Callable[..., dict[str, Any]], name: str
 ) -> None:
-    """Experts that ranks share while microbatches are shared by one, two and four of them."""
+    """Ranks share experts, while one, two or four of them share each microbatch."""
     sizes, settings = _LATENT_ON_FOUR[name]
     cases = {name: make_case(sizes, **settings)}
     check(run_cases(cases, 4, timeout_s=280.0), cases)

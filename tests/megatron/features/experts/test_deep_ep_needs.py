@@ -1,4 +1,4 @@
-"""What DeepEP needs of the machine, and who says so."""
+"""DeepEP's requirements on the machine, and their errors."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def machine(
 
 
 @pytest.mark.parametrize(
-    ("lacks", "said"),
+    ("lacks", "message"),
     [
         ({"deep_ep": (None, False)}, "deep_ep is not installed; build the branch hybrid-ep"),
         ({"deep_ep": ("1.1.0", False)}, r"deep_ep \(1.1.0\) has no HybridEP"),
@@ -50,23 +50,23 @@ def machine(
         ({"fused": "yes"}, "NVTE_CUTEDSL_FUSED_GROUPED_MLP is not set to 1"),
     ],
 )
-def test_what_the_machine_lacks_is_told_with_another_way(
-    monkeypatch: pytest.MonkeyPatch, lacks: dict[str, Any], said: str
+def test_what_the_machine_lacks_is_reported_with_another_way(
+    monkeypatch: pytest.MonkeyPatch, lacks: dict[str, Any], message: str
 ) -> None:
     machine(monkeypatch)
     config = SimpleNamespace(**HOLDS)
     assert deep_ep_needs.deep_ep_is_missing(facts_of_model(config)) is None
     refuse_for_deep_ep(facts_of_model(config))
     machine(monkeypatch, **lacks)
-    with pytest.raises(MissingDependencyError, match=said) as caught:
+    with pytest.raises(MissingDependencyError, match=message) as error:
         refuse_for_deep_ep(facts_of_model(config))
-    assert "moe_token_dispatcher_type='alltoall'" in str(caught.value)
+    assert "moe_token_dispatcher_type='alltoall'" in str(error.value)
     config.moe_token_dispatcher_type = "alltoall"
-    refuse_for_deep_ep(facts_of_model(config))  # not asked for
+    refuse_for_deep_ep(facts_of_model(config))  # not requested
 
 
 @pytest.mark.parametrize(
-    ("lacks", "said"),
+    ("lacks", "message"),
     [
         ({"deep_ep": (None, False)}, "deep_ep is not installed; build DeepEP for this machine"),
         ({"deep_ep": ("1.1.0", False)}, r"deep_ep \(1.1.0\) cannot size its output"),
@@ -74,14 +74,14 @@ def test_what_the_machine_lacks_is_told_with_another_way(
         ({"has_nvml": None}, "pynvml is not installed"),
     ],
 )
-def test_what_deep_ep_itself_lacks_is_told(
-    monkeypatch: pytest.MonkeyPatch, lacks: dict[str, Any], said: str
+def test_what_deep_ep_itself_lacks_is_reported(
+    monkeypatch: pytest.MonkeyPatch, lacks: dict[str, Any], message: str
 ) -> None:
     config = SimpleNamespace(**{**HOLDS, "moe_flex_dispatcher_backend": "deepep"})
     machine(monkeypatch)
     refuse_for_deep_ep(facts_of_model(config))
     machine(monkeypatch, **lacks)
-    with pytest.raises(MissingDependencyError, match=rf"Dispatch with DeepEP (.|\n)*{said}"):
+    with pytest.raises(MissingDependencyError, match=rf"Dispatch with DeepEP (.|\n)*{message}"):
         refuse_for_deep_ep(facts_of_model(config))
 
 
@@ -92,7 +92,7 @@ def test_what_deep_ep_itself_lacks_is_told(
         ([2, 3, 4, 5], 3, ("3", "4"), [4, 5]),
         ([2, 3, 4, 5], 4, ("0", "4"), [2, 3]),
         ([0, 4], 4, ("0", "4"), [0]),
-        ([0, 4], 4, ("", "4"), []),  # nobody says
+        ([0, 4], 4, ("", "4"), []),  # no setting
         ([0, 4], 4, (None, None), []),
     ],
 )
@@ -113,7 +113,7 @@ def test_experts_of_several_nodes_are_refused_where_deep_ep_stays_within_one(
         if value is not None:
             monkeypatch.setenv(name, value)
     config = SimpleNamespace(**HOLDS)
-    refuse_for_deep_ep(facts_of_model(config))  # HybridEP finds out itself
+    refuse_for_deep_ep(facts_of_model(config))  # HybridEP detects it
     config.moe_flex_dispatcher_backend = "deepep"
     if not others:
         refuse_for_deep_ep(facts_of_model(config))
@@ -142,7 +142,7 @@ def test_launch_names_what_the_machine_lacks(monkeypatch: pytest.MonkeyPatch, ba
     from chunkgraph.launch.flags import FLAGS
 
     flags = dict.fromkeys(flag.dest for flag in FLAGS)
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         **flags,
         **{name: value for name, value in HOLDS.items() if name != "gated_linear_unit"},
         "moe_flex_dispatcher_backend": backend,
@@ -157,17 +157,17 @@ def test_launch_names_what_the_machine_lacks(monkeypatch: pytest.MonkeyPatch, ba
         "attention_dropout": 0.0,
     }
     machine(monkeypatch, deep_ep=(None, False), fused="0")
-    with pytest.raises(ConfigError) as caught:
-        settle_arguments(argparse.Namespace(**given), on_cpu=False)
-    assert f"--moe-flex-dispatcher-backend {backend}: " in str(caught.value)
-    assert "deep_ep is not installed" in str(caught.value)
-    assert "NVTE_CUTEDSL_FUSED_GROUPED_MLP" in str(caught.value)
+    with pytest.raises(ConfigError) as error:
+        settle_arguments(argparse.Namespace(**arguments), on_cpu=False)
+    assert f"--moe-flex-dispatcher-backend {backend}: " in str(error.value)
+    assert "deep_ep is not installed" in str(error.value)
+    assert "NVTE_CUTEDSL_FUSED_GROUPED_MLP" in str(error.value)
     with pytest.raises(ConfigError, match=f"{backend}: it needs GPUs"):
-        settle_arguments(argparse.Namespace(**given), on_cpu=True)
+        settle_arguments(argparse.Namespace(**arguments), on_cpu=True)
     machine(monkeypatch)
-    args = argparse.Namespace(**given)
+    args = argparse.Namespace(**arguments)
     assert settle_arguments(args, on_cpu=False) is not None
-    # Megatron's config refuses a budget with deepep; it is put there later.
+    # Megatron's config refuses a budget with deepep; it is set later.
     later = getattr(args, "cuda_graph_expert_rank_capacity_factor", None)
     kept = (args.moe_expert_rank_capacity_factor, later)
     assert kept == ((1.5, None) if backend == "hybridep" else (None, 1.5))

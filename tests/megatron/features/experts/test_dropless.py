@@ -1,4 +1,4 @@
-"""Experts without a capacity: chunk graphs against Megatron's eager training, to the last bit."""
+"""Experts without a capacity: chunk graphs equal Megatron's eager training to the last bit."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _case(
 def _split(
     make_config: Callable[..., dict[str, Any]], experts: dict[str, Any], **pipeline: int
 ) -> dict[str, Any]:
-    """Each expert split over two ranks, with sequence parallelism."""
+    """Make a case with each expert split over two ranks, with sequence parallelism."""
     case = _case(
         make_config,
         experts,
@@ -194,7 +194,7 @@ def test_four_ranks(run_equal: Callable[..., Any], make_config: Callable[..., An
     pipeline = {**shared, "pipeline_model_parallel_size": 2}
     cases = {
         "pp2_ep2": _case(make_config, _BIASED, pipeline=pipeline, capture={"scope": "chunk"}),
-        # Gloo cannot gather what Megatron's all-to-all dispatcher would here in eager steps.
+        # Gloo lacks the gather of Megatron's all-to-all dispatcher in eager steps.
         "tp2_ep2_gathered": _split(make_config, {**_EXPERTS, **_GATHERED}, **shared),
     }
     _check(run_equal(cases, 4, timeout_s=180.0))
@@ -226,7 +226,7 @@ def test_random_steps_with_too_little_room_are_equal_to_eager_training(
     num_ranks: int,
     names: tuple[str, ...],
 ) -> None:
-    """Loads go to all experts, some, one, those of one rank: steps run again, nothing is lost."""
+    """Loads go to all, some, one or one rank's experts: steps run again, no token is lost."""
     experts = {**_BIASED, "num_moe_experts": 8, "moe_router_topk": 2}
     cases: dict[str, Any] = {}
     for name in names:
@@ -259,16 +259,16 @@ def test_sinkhorn_ends_where_megatrons_does() -> None:
 
     torch.manual_seed(1)
     for spread, is_short in ((0.1, False), (1.0, False), (4.0, True)):
-        told: list[bool] = []
-        bounded = BoundedSinkhorn(lambda flag, told=told: told.append(bool(flag)))  # type: ignore[misc]
+        flags: list[bool] = []
+        bounded = BoundedSinkhorn(lambda flag, flags=flags: flags.append(bool(flag)))  # type: ignore[misc]
         cost = torch.randn(32, 4) * spread
-        found = bounded(cost)
-        assert told == [is_short]
-        assert torch.equal(found, sinkhorn(cost)) is not is_short
+        result = bounded(cost)
+        assert flags == [is_short]
+        assert torch.equal(result, sinkhorn(cost)) is not is_short
         bounded.num_rounds *= 8
         assert torch.equal(bounded(cost), sinkhorn(cost))
-        assert told[1:] == [False]
+        assert flags[1:] == [False]
     bounded.num_rounds = 2
     nan = bounded(torch.full((3, 2), float("nan")))
     assert nan.isnan().all()
-    assert told[-1] is False
+    assert flags[-1] is False

@@ -1,4 +1,4 @@
-"""Where rows go without a capacity, against plain loops; products of experts against theirs."""
+"""Destinations of rows without a capacity equal plain loops, as do products of experts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_tokens_are_sorted_by_expert(num_tokens: int, num_experts: int, data: An
     values = torch.rand(num_tokens, num_experts)
     expected = [float(values[t, e]) for e, t in kept] + [0.0] * (num_rows - len(kept))
     assert rows.take(values).tolist() == expected
-    # Deterministic kernels add the rows of a token one after the other, zeros too.
+    # Deterministic kernels add a token's rows in order, zeros too.
     unused = rows.tokens.tolist()[len(kept) :]
     assert all(unused.count(t) <= -(-len(unused) // num_tokens) for t in range(num_tokens))
 
@@ -53,7 +53,7 @@ def test_tokens_are_sorted_by_expert(num_tokens: int, num_experts: int, data: An
 )
 @settings(deadline=None)
 def test_pieces_of_ranks_meet_by_expert_and_come_back(counts: list[list[int]], piece: int) -> None:
-    """Rows without room in a piece are left out, and come back as zeros."""
+    """Rows without room in a piece are dropped, and come back as zeros."""
     num_experts = len(counts[0])
     sent, arrived = [], []
     for rank, of_rank in enumerate(counts):
@@ -99,7 +99,7 @@ def _loop(
 
 @pytest.mark.parametrize("ends", [(2, 2, 6), (0, 0, 0), (0, 8, 8), (3, 5, 7)])
 def test_products_replay_with_other_ends(ends: tuple[int, ...]) -> None:
-    """Recorded with some ends, replayed with others; rows after them are never read."""
+    """Replays have other ends than the recording; rows after the ends are never read."""
     torch.manual_seed(1)
     weights = _weights()
     biases = [torch.nn.Parameter(torch.randn(_SIZES[2])) for _ in weights]
@@ -113,7 +113,7 @@ def test_products_replay_with_other_ends(ends: tuple[int, ...]) -> None:
     with backend.capture("products", backend.new_pool("all")) as graph:
         out = grouped_linear(gemm, rows, places, weights)
         out = out + add_biases(gemm, rows.shape[0], places, biases)
-        found = torch.autograd.grad(out, leaves, grads)
+        gradients = torch.autograd.grad(out, leaves, grads)
     places.copy_(torch.tensor(ends))
     rows.data[ends[-1] :] = float("nan")
     grads[ends[-1] :] = float("nan")
@@ -121,8 +121,8 @@ def test_products_replay_with_other_ends(ends: tuple[int, ...]) -> None:
     expected = _loop(rows, ends, weights, biases)
     assert torch.equal(out[: ends[-1]], expected)
     of_loop = torch.autograd.grad(expected, leaves, grads[: ends[-1]])
-    assert torch.equal(found[0][: ends[-1]], of_loop[0][: ends[-1]])
-    assert all(map(torch.equal, found[1:], of_loop[1:]))
+    assert torch.equal(gradients[0][: ends[-1]], of_loop[0][: ends[-1]])
+    assert all(map(torch.equal, gradients[1:], of_loop[1:]))
 
 
 def test_weights_that_lie_together_are_seen_as_one() -> None:
@@ -133,7 +133,7 @@ def test_weights_that_lie_together_are_seen_as_one() -> None:
     weights[1].data.zero_()
     assert torch.equal(copied, expected)
     weights[1].data.copy_(expected[1])
-    # An odd number of bytes apart: no product takes that.
+    # An odd stride in bytes, which no product accepts.
     assert lay_together(weights)
     assert torch.equal(as_one(weights), expected)
     assert as_one(weights).data_ptr() != weights[0].data_ptr()
@@ -146,7 +146,7 @@ def test_weights_that_lie_together_are_seen_as_one() -> None:
     assert torch.equal(seen, torch.stack([w.detach() for w in wide]))
     assert lay_together(wide)
     assert as_one(wide).data_ptr() == seen.data_ptr()
-    # Pieces of one buffer stay there.
+    # Pieces of one buffer are not copied.
     buffer = torch.zeros(3 * 32)
     pieces = [torch.nn.Parameter(buffer[i * 32 : (i + 1) * 32].view(4, 8)) for i in (2, 1, 0)]
     assert not lay_together(pieces)

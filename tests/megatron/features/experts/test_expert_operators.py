@@ -1,4 +1,4 @@
-"""What graphs of experts hold that eager training does not run: every kernel of it takes time."""
+"""Operators that graphs of experts add to eager training, since every kernel takes time."""
 
 from __future__ import annotations
 
@@ -30,36 +30,36 @@ _UNDEFINED_CONTENTS = ("aten::empty", "aten::new_empty")
 
 
 class _EagerOperators(TorchDispatchMode):
-    """Counts, by name, operators that make or write memory; views are none, nor are replays.
+    """Counts operators that allocate or write memory, by name; without views and replays.
 
     Attributes:
-        found: how often each ran.
+        counts: how often each operator ran.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        given = tensors_in([*args, *kwargs.values()])
-        known = {tensor.untyped_storage().data_ptr() for tensor in given}
+        inputs = tensors_in([*args, *kwargs.values()])
+        known = {tensor.untyped_storage().data_ptr() for tensor in inputs}
         out = func(*args, **kwargs)
-        made = [t.untyped_storage() for t in tensors_in(out)]
-        is_fresh = any(s.nbytes() and s.data_ptr() not in known for s in made)
+        outputs = [t.untyped_storage() for t in tensors_in(out)]
+        is_fresh = any(s.nbytes() and s.data_ptr() not in known for s in outputs)
         name = func._schema.name
         if name.startswith(_UNDEFINED_CONTENTS):
             return out
         if is_fresh or storages_written(func, args, kwargs):
-            self.found[name.removeprefix("aten::")] += 1
+            self.counts[name.removeprefix("aten::")] += 1
         return out
 
 
 @contextmanager
 def _graph_operators() -> Iterator[dict[str, Counter[str]]]:
-    """Inside, every graph that the recorder captures is noted: its label, and what it holds."""
+    """Record the label and the operators of every graph captured in this context."""
     graphs: dict[str, Counter[str]] = {}
     finish = RecordedGraph.finish
 
@@ -67,7 +67,7 @@ def _graph_operators() -> Iterator[dict[str, Counter[str]]]:
         names = [
             entry.func._schema.name
             for entry in log
-            # Numbers of the host, which eager steps make by `torch.tensor`, are no operators there.
+            # Eager steps make numbers on the host by `torch.tensor`, which is no operator.
             if hasattr(entry, "func") and not any(isinstance(a, torch.Tensor) for a in entry.args)
         ]
         graphs[self.label] = Counter(name.removeprefix("aten::") for name in names)
@@ -84,7 +84,7 @@ def _operators(
     num_layers: int,
     graphs: dict[str, Any] | None,
 ) -> tuple[Counter[str], Counter[str]]:
-    """Of a step of one microbatch: those that graphs hold, and those that run eagerly."""
+    """Return the operators in graphs and in eager code of a step of one microbatch."""
     from chunkgraph.data import PackedText
     from chunkgraph.megatron import attach
     from chunkgraph.megatron.core.access import import_megatron
@@ -128,13 +128,13 @@ def _operators(
     if attached is not None:
         assert attached.counters.replayed_steps == 2
         attached.detach()
-    return sum(captured.values(), Counter()), eager.found
+    return sum(captured.values(), Counter()), eager.counts
 
 
 def _added(
     device: Any, make_config: Any, num_layers: int, **graphs: Any
 ) -> tuple[Counter[str], Counter[str]]:
-    """What graphs add to eager training: all in all, and of that outside of the graphs."""
+    """Return the operators that graphs add to eager training: in all, and outside of graphs."""
     _, plain = _operators(device, make_config, num_layers, None)
     held, eager = _operators(device, make_config, num_layers, {"scope": "chunk", **graphs})
     return held + eager - plain, eager - plain
@@ -144,12 +144,12 @@ def _added(
 def test_a_layer_adds_one_operator_that_counts(
     one_rank: Any, make_config: Any, token_drops: str
 ) -> None:
-    """And their sum is one more for all layers; what a rerun has to know is for reruns."""
+    """All layers together add one sum. Only reruns save states before a step."""
     added, outside = _added(one_rank, make_config, 3, token_drops=token_drops)
-    # Tokens and labels go into the slot, the gradient of the loss too; the loss is copied out.
+    # Tokens, labels and the loss's gradient are copied into the slot, the loss out of it.
     copies = Counter({"_foreach_copy_": 1, "copy_": 1, "clone": 1})
     if token_drops == "rerun":
-        # Before a step: random state, on the host, and all that it counts up, by type.
+        # Before a step: the host's random state, and all counters, by type.
         states = Counter({"clone": 3, "_foreach_copy_": 2})
         assert outside - copies - states == Counter()
         copies += states
@@ -157,10 +157,10 @@ def test_a_layer_adds_one_operator_that_counts(
 
 
 def test_the_stash_looks_at_rows_once(one_rank: Any, make_config: Any) -> None:
-    """Here experts are run one after the other, and each looks at its rows too."""
+    """Here experts run one after the other, and each also counts its rows."""
     from chunkgraph.memory.stash import StashOptions
 
     added, _ = _added(one_rank, make_config, 1, stash=StashOptions(page_bytes=512))
-    # Which tokens found no room, and which rows hold none: one comparison each.
+    # One comparison for tokens without room, and one for rows without a token.
     assert added["gt"] == 2
     assert added["cumsum"] == 1 + 4

@@ -1,4 +1,4 @@
-"""Experts that take all tokens on real GPUs: equal to eager training, run after run."""
+"""Experts that take all tokens on real GPUs equal eager training in every run."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ def _train(settings: list[str], tmp_path: Path) -> dict[str, Any]:
         check=False,
     )
     assert report.exists(), f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
-    found: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
-    return found
+    results: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
+    return results
 
 
-def _check(found: dict[str, Any]) -> None:
-    """Replays are followed to rounding: Megatron's eager experts have kernels of their own."""
-    for step in found["steps"]:
+def _check(results: dict[str, Any]) -> None:
+    """Check replays up to rounding: Megatron's eager experts have other kernels."""
+    for step in results["steps"]:
         assert step["loss_chunk"] == pytest.approx(step["loss_eager"], rel=1e-3)
         assert step["grad_norm_chunk"] == pytest.approx(step["grad_norm_eager"], rel=2e-2)
-    assert all(step["replays"] for step in found["steps"][1:])
-    assert found["dropped_tokens"] == 0
+    assert all(step["replays"] for step in results["steps"][1:])
+    assert results["dropped_tokens"] == 0
 
 
 @pytest.mark.gpu
@@ -71,7 +71,7 @@ def test_one_gpu(settings: list[str], tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_replays_have_the_bits_of_eager_passes_with_the_same_products(tmp_path: Path) -> None:
-    """`verify` ends the run where a bit differs."""
+    """`verify` ends the run if a bit differs."""
     _check(_train([*BIASED, "capture.verify=shadow"], tmp_path))
 
 
@@ -167,7 +167,7 @@ def test_recipes_equal_eager_training_with_the_same_products(
 def test_products_of_graphs_train_eagerly_too(
     run_cases: Callable[..., Any], make_config: Callable[..., Any]
 ) -> None:
-    """On a CPU all three have the same bits."""
+    """On a CPU all three runs have the same bits."""
     config = make_config(
         model={**_MODEL, "num_layers": 2},
         moe={"num_moe_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, **_SIGMOID},
@@ -193,7 +193,7 @@ def test_two_gpus(settings: list[str], tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_products_equal_a_loop_whatever_the_ends() -> None:
-    """Captured once; experts without rows get gradients of zeros, not what memory held."""
+    """One capture; experts without rows get zero gradients instead of old memory."""
     from chunkgraph.megatron.features.experts.grouped_gemm import choose_gemm, grouped_linear
 
     torch.manual_seed(1)
@@ -218,10 +218,10 @@ def test_products_equal_a_loop_whatever_the_ends() -> None:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = run()
+        tensors = run()
     for numbers in ([0, 0, 512, 512], [17, 17, 300, 411], [0, 0, 0, 0]):
         ends.copy_(torch.tensor(numbers))
-        for tensor in found:
+        for tensor in tensors:
             tensor.fill_(float("nan"))
         graph.replay()
         torch.cuda.synchronize()
@@ -229,7 +229,7 @@ def test_products_equal_a_loop_whatever_the_ends() -> None:
         for index, end in enumerate(numbers):
             of_expert, of_rows = grads[begin:end], rows[begin:end].detach()
             weight = weights[index].detach()
-            assert torch.allclose(found[0][begin:end], of_rows @ weight.t(), rtol=2e-2, atol=0.1)
-            assert torch.allclose(found[1][begin:end], of_expert @ weight, rtol=2e-2, atol=0.1)
-            assert torch.allclose(found[2 + index], of_expert.t() @ of_rows, rtol=2e-2, atol=0.1)
+            assert torch.allclose(tensors[0][begin:end], of_rows @ weight.t(), rtol=2e-2, atol=0.1)
+            assert torch.allclose(tensors[1][begin:end], of_expert @ weight, rtol=2e-2, atol=0.1)
+            assert torch.allclose(tensors[2 + index], of_expert.t() @ of_rows, rtol=2e-2, atol=0.1)
             begin = end

@@ -1,4 +1,4 @@
-"""Experts through DeepEP on real GPUs: equal to eager, and no token lost where a rank is full."""
+"""Experts through DeepEP on real GPUs equal eager, and a full rank loses no token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SMALL = [
     *("moe.moe_shared_expert_intermediate_size=384", "moe.moe_layer_freq=[0,1,1,1]"),
     *("model.seq_length=512", "moe.moe_z_loss_coeff=0.001", "moe.token_drops=rerun"),
 ]
-WIDE = "moe.moe_expert_rank_capacity_factor=2.0"  # has room for all on two ranks
+WIDE = "moe.moe_expert_rank_capacity_factor=2.0"  # room for all on two ranks
 EP2_PP1: list[str] = []
 DEEPEP = ["moe.moe_flex_dispatcher_backend=deepep"]
 PP2 = [
@@ -54,10 +54,10 @@ def _trained(settings: list[str], tmp_path: Path) -> dict[str, Any]:
     report = tmp_path / "report.json"
     done = _train(settings, report)
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
-    found: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
-    assert found["parameters_equal"]
-    assert all(step["loss_equal"] and step["grad_norm_equal"] for step in found["steps"])
-    return found
+    results: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
+    assert results["parameters_equal"]
+    assert all(step["loss_equal"] and step["grad_norm_equal"] for step in results["steps"])
+    return results
 
 
 @pytest.mark.parametrize(
@@ -70,13 +70,13 @@ def _trained(settings: list[str], tmp_path: Path) -> dict[str, Any]:
     ],
 )
 def test_replays_equal_eager(settings: list[str], counts: list[int], tmp_path: Path) -> None:
-    found = _trained([*settings, f"train.num_microbatches={counts}"], tmp_path)
-    assert all(step["replays"] for step in found["steps"][1:])
-    assert not any(found["overflow_reruns"].values())
+    results = _trained([*settings, f"train.num_microbatches={counts}"], tmp_path)
+    assert all(step["replays"] for step in results["steps"][1:])
+    assert not any(results["overflow_reruns"].values())
 
 
 def test_deep_ep_computes_what_all_to_all_does(tmp_path: Path) -> None:
-    """To rounding: both runs of a comparison with eager have the same dispatch."""
+    """Up to rounding: both runs of a comparison with eager have the same dispatch."""
     apart = "train.compare=none", "train.num_microbatches=[4,2,3]"
     of_all = [
         *("moe.moe_token_dispatcher_type=alltoall", "moe.moe_flex_dispatcher_backend=null"),
@@ -97,25 +97,25 @@ def test_deep_ep_computes_what_all_to_all_does(tmp_path: Path) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_stashed_rows_equal_eager(backend: list[str], tmp_path: Path) -> None:
     settings = [*backend, WIDE, "stash.enabled=true", "train.num_microbatches=[4,1,2,7]"]
-    found = _trained(settings, tmp_path)
-    assert all(step["replays"] for step in found["steps"][1:])
-    pairs = zip(found["stash_bytes"], found["bytes_without_stash"], strict=True)
+    results = _trained(settings, tmp_path)
+    assert all(step["replays"] for step in results["steps"][1:])
+    pairs = zip(results["stash_bytes"], results["bytes_without_stash"], strict=True)
     # Half of the budget's rows hold a token.
     assert all(0 < pages < 0.75 * without for pages, without in pairs)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_step_over_the_budget_is_run_anew(backend: list[str], tmp_path: Path) -> None:
+def test_a_step_over_the_budget_runs_again(backend: list[str], tmp_path: Path) -> None:
     settings = [
         *backend,
         *("moe.moe_expert_rank_capacity_factor=1.0", "train.num_microbatches=[2,3,1,4,2]"),
     ]
-    found = _trained(settings, tmp_path)
-    assert found["overflow_reruns"]["expert capacity"] >= 1
+    results = _trained(settings, tmp_path)
+    assert results["overflow_reruns"]["expert capacity"] >= 1
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_step_over_the_budget_is_an_error_where_it_may_not_be_run_anew(
+def test_a_step_over_the_budget_is_an_error_where_it_may_not_run_again(
     backend: list[str], tmp_path: Path
 ) -> None:
     settings = [

@@ -1,8 +1,8 @@
-"""A small model in the shape of Moonlight on real GPUs, equal to eager to the last bit.
+"""A small model like Moonlight on real GPUs equals eager to the last bit.
 
-Multi-latent attention, 64 experts of which a token chooses six by sigmoid scores and a bias that
-follows the loads, shared experts, a dense first layer; documents packed, experts through HybridEP,
-what they save in the stash, whole chunks captured.
+It has multi-latent attention, 64 experts, shared experts and a dense first layer. A token chooses
+six experts by sigmoid scores and a bias that follows the loads. Documents are packed, experts run
+through HybridEP and save in the stash, and whole chunks are captured.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LATENT = {
     "v_head_dim": 64,
     "rope_type": "rope",
     "rotary_base": 50000,
-    "apply_rope_fusion": False,  # which takes YARN's tables alone
+    "apply_rope_fusion": False,  # which only accepts YARN's tables
     "moe_router_topk_scaling_factor": 2.446,
 }
 EXPERTS = {
@@ -58,7 +58,7 @@ Case = Callable[..., dict[str, Any]]
 
 @pytest.fixture
 def make_case(make_config: Callable[..., Any], write_documents: Callable[..., Path]) -> Case:
-    """Four layers on documents of ``lengths``."""
+    """Make a case of four layers on documents of ``lengths``."""
 
     def make(
         counts: list[int],
@@ -84,7 +84,7 @@ def make_case(make_config: Callable[..., Any], write_documents: Callable[..., Pa
                 "params_dtype": "bfloat16",
             },
             moe={**EXPERTS, **moe},
-            # Loads shift as routers learn; pages are taken by what the first step needs.
+            # Loads change as routers learn, but the first step decides the number of pages.
             stash={"enabled": True, "headroom": 1.5, **(stash or {})},
             pipeline=pipeline,
             train={"num_microbatches": counts, "micro_batch_size": 1, "lr": 1e-4},
@@ -99,7 +99,7 @@ def make_case(make_config: Callable[..., Any], write_documents: Callable[..., Pa
 
 
 def _check(result: dict[str, Any], most: float) -> None:
-    """Replayed but for the first step, with balance losses; ``most`` of the stash, of all rows."""
+    """Check replays after the first step and balance losses; the stash holds at most ``most``."""
     steps = result["steps"]
     assert [bool(s["replays"]) for s in steps] == [False] + [True] * (len(steps) - 1)
     assert not any(s["fallbacks"] for s in steps[1:])
@@ -117,19 +117,19 @@ def test_experts_on_two_ranks(run_equal: Callable[..., Any], make_case: Case) ->
 
 
 @pytest.mark.multigpu
-def test_rows_behind_the_documents_are_sent_nowhere(
+def test_rows_after_the_documents_are_sent_nowhere(
     run_equal: Callable[..., Any], make_case: Case
 ) -> None:
-    """One document of little more than half of the rows: that many are stashed, and no more."""
+    """A document fills little more than half of the rows; no other rows are stashed."""
     ranks = {"data_parallel_size": 2, "expert_model_parallel_size": 2}
     case = make_case([4, 2, 3, 6], range(520, 600), **ranks)
-    # Of rows for twice all tokens, 0.55 x 1.5 (headroom) / 2; with the other rows it were 0.75.
+    # 0.55 x 1.5 (headroom) / 2 of rows for twice all tokens; with all rows it would be 0.75.
     _check(run_equal({"padding": case}, 2, timeout_s=280.0)["padding"], most=0.6)
 
 
 @pytest.mark.multigpu
 def test_rows_of_several_lengths(run_equal: Callable[..., Any], make_case: Case) -> None:
-    """DeepEP's buffer is made for the longest."""
+    """DeepEP's buffer has the size of the longest."""
     ranks = {"data_parallel_size": 2, "expert_model_parallel_size": 2}
     case = make_case([4, 2, 3, 6, 5, 1], [200, 900], packing={"buckets": [0.5]}, **ranks)
     result = run_equal({"buckets": case}, 2, timeout_s=280.0)["buckets"]
@@ -141,7 +141,7 @@ def test_rows_of_several_lengths(run_equal: Callable[..., Any], make_case: Case)
 def test_context_parallel_sizes_of_their_own(
     run_equal: Callable[..., Any], make_case: Case
 ) -> None:
-    """Each microbatch is one rank's or both ranks', while experts stay on two."""
+    """Each microbatch is on one rank or both, while experts stay on two."""
     ranks = {"data_parallel_size": 2, "expert_model_parallel_size": 2}
     packing = {"context_parallel_sizes": [1, 2], "context_parallel_schedule": "random"}
     case = make_case([4, 2, 3, 6, 5, 1], packing={**packing, "max_packed_tokens": ROWS}, **ranks)
@@ -152,7 +152,7 @@ def test_context_parallel_sizes_of_their_own(
 
 @pytest.mark.multigpu
 def test_two_stages(run_equal: Callable[..., Any], make_case: Case) -> None:
-    """All experts on either rank; the first stage has a layer without."""
+    """Each rank has all experts; the first stage also has a dense layer."""
     case = make_case([4, 6, 8, 3], pipeline_model_parallel_size=2, factor=1.0)
     _check(run_equal({"pp2": case}, 2, timeout_s=280.0)["pp2"], most=1.6)
 

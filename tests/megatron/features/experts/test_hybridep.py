@@ -1,4 +1,4 @@
-"""DeepEP's dispatchers without the package: what is refused, what machines lack, and the budget."""
+"""DeepEP's dispatchers without the package: refusals, missing hardware, and the budget."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RANK_FACTOR = "moe_expert_rank_capacity_factor"
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"moe_flex_dispatcher_backend": "ncclep"}, "ends the process"),
         ({"moe_flex_dispatcher_backend": "other"}, "'other': not known"),
@@ -50,16 +50,18 @@ RANK_FACTOR = "moe_expert_rank_capacity_factor"
     ],
 )
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_what_cannot_go_with_it_is_named(backend: str, changes: dict[str, Any], said: str) -> None:
+def test_what_cannot_go_with_it_is_named(
+    backend: str, changes: dict[str, Any], message: str
+) -> None:
     holds = {**HOLDS, "moe_flex_dispatcher_backend": backend}
     assert refused(MOE_RULES, holds, token_drops="raise") == []
-    found = refused(MOE_RULES, {**holds, **changes}, token_drops="raise")
-    said = said.replace("{name}", backend)
-    assert any(re.search(said, why) for why in found), found
+    reasons = refused(MOE_RULES, {**holds, **changes}, token_drops="raise")
+    message = message.replace("{name}", backend)
+    assert any(re.search(message, why) for why in reasons), reasons
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         (
             {"hidden_size": 8192},
@@ -70,30 +72,32 @@ def test_what_cannot_go_with_it_is_named(backend: str, changes: dict[str, Any], 
         ({"fp16": True}, "fp16=True with moe_flex"),
     ],
 )
-def test_what_deep_eps_own_kernels_cannot_take_is_named(changes: dict[str, Any], said: str) -> None:
+def test_what_deep_eps_own_kernels_cannot_take_is_named(
+    changes: dict[str, Any], message: str
+) -> None:
     small = {**HOLDS, "hidden_size": 64, **changes}
     assert refused(MOE_RULES, small, token_drops="raise") == []
     of_node = {**small, "moe_flex_dispatcher_backend": "deepep"}
-    (found,) = refused(MOE_RULES, of_node, token_drops="raise")
-    assert said in found
+    (reason,) = refused(MOE_RULES, of_node, token_drops="raise")
+    assert message in reason
 
 
 @pytest.mark.parametrize("ranks", [1, 6, 16])
 def test_deep_ep_itself_serves_some_numbers_of_ranks(ranks: int) -> None:
     changes = {"expert_model_parallel_size": ranks, "num_moe_experts": 48}
     assert refused(MOE_RULES, {**HOLDS, **changes}, token_drops="raise") == []
-    # Megatron's own default.
+    # Megatron's default.
     default = {**HOLDS, **changes, "moe_flex_dispatcher_backend": None}
-    (found,) = refused(MOE_RULES, default, token_drops="raise")
-    assert f"size={ranks} with moe_flex_dispatcher_backend='deepep'" in found
+    (reason,) = refused(MOE_RULES, default, token_drops="raise")
+    assert f"size={ranks} with moe_flex_dispatcher_backend='deepep'" in reason
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("token_drops", ["warn", "count"])
 def test_tokens_are_never_dropped_silently(token_drops: str, backend: str) -> None:
     holds = {**HOLDS, "moe_flex_dispatcher_backend": backend}
-    (found,) = refused(MOE_RULES, holds, token_drops=token_drops)
-    assert f"token_drops='{token_drops}' with moe_flex_dispatcher_backend='{backend}'" in found
+    (reason,) = refused(MOE_RULES, holds, token_drops=token_drops)
+    assert f"token_drops='{token_drops}' with moe_flex_dispatcher_backend='{backend}'" in reason
     assert refused(MOE_RULES, holds, token_drops="rerun") == []
 
 
@@ -101,19 +105,19 @@ def test_packed_sequences_go_with_it() -> None:
     assert refused(PADDED_ROWS_RULES, HOLDS, pads_rows=True) == []
     fused = {**HOLDS, "moe_router_fusion": True}
     assert refused(PADDED_ROWS_RULES, fused) == []
-    (found,) = refused(PADDED_ROWS_RULES, fused, pads_rows=True)
-    assert "moe_router_fusion=True" in found
+    (reason,) = refused(PADDED_ROWS_RULES, fused, pads_rows=True)
+    assert "moe_router_fusion=True" in reason
     others = {**HOLDS, "moe_token_dispatcher_type": "alltoall"}
-    assert refused(PADDED_ROWS_RULES, others, pads_rows=True) == []  # they take all tokens
+    assert refused(PADDED_ROWS_RULES, others, pads_rows=True) == []  # experts take all tokens
 
 
 def test_a_capture_without_eager_steps_is_refused() -> None:
-    (found,) = refused(MOE_RULES, HOLDS, token_drops="raise", num_warmup_steps=0)
-    assert "num_warmup_steps=0 with moe_flex_dispatcher_backend='hybridep'" in found
+    (reason,) = refused(MOE_RULES, HOLDS, token_drops="raise", num_warmup_steps=0)
+    assert "num_warmup_steps=0 with moe_flex_dispatcher_backend='hybridep'" in reason
 
 
-def test_flags_of_megatron_are_put_back_with_a_step_that_is_run_anew() -> None:
-    """Else its own training loop would run the step once more."""
+def test_flags_of_megatron_are_put_back_with_a_step_that_runs_again() -> None:
+    """Otherwise Megatron's training loop would run the step once more."""
     from chunkgraph.megatron.features.experts.feature import Experts
 
     counts, flag = torch.zeros(2, dtype=torch.int64), torch.zeros(1, dtype=torch.bool)
@@ -149,8 +153,8 @@ def test_training_on_a_cpu_offers_another_way(one_rank: Any, make_config: Any) -
 NUM_RANKS, TOKENS, LOCAL = 2, 4, 3
 
 
-def _layer(wanted: torch.Tensor) -> Any:
-    """A layer with a dispatcher that stands in for HybridEP's: it wants ``wanted`` rows."""
+def _layer(num_rows: torch.Tensor) -> Any:
+    """Make a layer with a stand-in for HybridEP's dispatcher that needs ``num_rows`` rows."""
     from chunkgraph.megatron.core.access import private_names
 
     (base,) = private_names("megatron.core.transformer.moe.token_dispatcher", "_HybridEPManager")
@@ -169,13 +173,13 @@ def _layer(wanted: torch.Tensor) -> Any:
         def dispatch(self, hidden_states: torch.Tensor) -> torch.Tensor:
             num = NUM_RANKS * TOKENS
             place = torch.arange(num)[:, None] * LOCAL + torch.arange(LOCAL)
-            # As many rows as are wanted, in the first tokens; what lies behind is anything.
-            num_used = (wanted + LOCAL - 1) // LOCAL
-            chosen = torch.where(torch.arange(num)[:, None] < num_used, place < wanted, True)
-            flag = (wanted > (self.num_permuted_tokens or 10**6)).to(torch.int32)
+            # The first tokens fill the needed rows; later rows may hold anything.
+            num_used = (num_rows + LOCAL - 1) // LOCAL
+            chosen = torch.where(torch.arange(num)[:, None] < num_used, place < num_rows, True)
+            flag = (num_rows > (self.num_permuted_tokens or 10**6)).to(torch.int32)
             self.handle = (*(None,) * 3, num_used, chosen, *(None,) * 5, flag)
             if self.num_permuted_tokens is None:
-                return torch.zeros(int(wanted), hidden_states.shape[1])
+                return torch.zeros(int(num_rows), hidden_states.shape[1])
             return hidden_states * 2
 
     manager = Manager()
@@ -190,8 +194,8 @@ def _layer(wanted: torch.Tensor) -> Any:
 def test_what_a_rank_has_no_room_for_is_counted_in_replays(one_rank: Any) -> None:
     from chunkgraph.megatron.features.experts.rank_budget import RankBudget
 
-    wanted = torch.tensor([3])
-    layer = _layer(wanted)
+    num_rows = torch.tensor([3])
+    layer = _layer(num_rows)
     manager = layer.token_dispatcher._comm_manager
     budget = RankBudget([layer])
     undo = budget.install()
@@ -209,7 +213,7 @@ def test_what_a_rank_has_no_room_for_is_counted_in_replays(one_rank: Any) -> Non
     counts = budget.counts.total
     counts.zero_()
     for rows, count in ((4, 0), (7, 1), (5, 2), (0, 2)):
-        wanted.fill_(rows)
+        num_rows.fill_(rows)
         graph.replay()
         assert int(counts) == count
     assert budget.layers == (2,)
@@ -223,11 +227,11 @@ def _num_operators(graph: Any) -> int:
 
 @pytest.mark.parametrize("num_layers", [1, 5])
 def test_counting_adds_three_operators_to_a_chunk(one_rank: Any, num_layers: int) -> None:
-    """Whatever its layers: flags are added up at the end of the forward; one is not stacked."""
+    """For any number of layers: the forward's end adds up flags, without stacking a single one."""
     from chunkgraph.megatron.features.experts.rank_budget import RankBudget
 
-    wanted = [torch.tensor([0]) for _ in range(num_layers)]
-    layers = [_layer(count) for count in wanted]
+    row_counts = [torch.tensor([0]) for _ in range(num_layers)]
+    layers = [_layer(count) for count in row_counts]
     budget = RankBudget(layers)
 
     x = torch.ones(TOKENS, 2)
@@ -243,11 +247,11 @@ def test_counting_adds_three_operators_to_a_chunk(one_rank: Any, num_layers: int
     plain = captured()
     budget.install()
     graph = captured()
-    # What sets the grad mode is a step of the log too, and no operator.
+    # The log also has changes of the grad mode, which are no operators.
     assert _num_operators(graph) - _num_operators(plain) == (3 if num_layers > 1 else 2)
     budget.counts.total.zero_()
     for turn in range(3):
-        for number, count in enumerate(wanted):
+        for number, count in enumerate(row_counts):
             count.fill_(TOKENS + (number + turn) % 2)
         graph.replay()
     over = [sum((number + turn) % 2 for turn in range(3)) for number in range(num_layers)]
@@ -269,8 +273,8 @@ def test_room_is_for_all_where_nobody_would_hear_of_a_flag(one_rank: Any) -> Non
     def rows() -> int | None:
         manager.setup_metadata(x > 0, x)
         manager.dispatch(x)
-        given: int | None = manager.num_permuted_tokens
-        return given
+        num_rows: int | None = manager.num_permuted_tokens
+        return num_rows
 
     assert (rows(), int(counts)) == (4, 1)
     with torch.no_grad():
@@ -279,19 +283,19 @@ def test_room_is_for_all_where_nobody_would_hear_of_a_flag(one_rank: Any) -> Non
     with room.for_all(), budget.load.measure():
         assert (rows(), int(counts)) == (None, 1)
     assert (rows(), int(counts)) == (4, 2)
-    # 9 rows of 4 tokens; what had a budget is not looked at.
+    # 9 rows for 4 tokens; forwards with a budget do not count.
     assert (budget.load.take(), budget.load.take()) == (9 * LOAD_OF // TOKENS, 0)
     of_one = LOAD_OF // TOKENS
-    room.give(10 * of_one)  # of 4 tokens to 2 experts each: 8 rows are a factor of 1
-    assert layer.config.moe_expert_rank_capacity_factor == 1.5  # never less than it was
+    room.give(10 * of_one)  # 4 tokens have 2 experts each: 8 rows are a factor of 1
+    assert layer.config.moe_expert_rank_capacity_factor == 1.5  # never less than before
     room.give(14 * of_one)
     assert layer.config.moe_expert_rank_capacity_factor == pytest.approx(14 / 8 * 1.1)
     room.give(1000 * of_one)
-    assert layer.config.moe_expert_rank_capacity_factor == 2.0  # has room for all
+    assert layer.config.moe_expert_rank_capacity_factor == 2.0  # room for all
     assert manager.moe_expert_rank_capacity_factor == 2.0
 
 
-def test_a_buffer_that_was_made_anew_stops_the_replays(one_rank: Any) -> None:
+def test_a_replaced_buffer_stops_the_replays(one_rank: Any) -> None:
     from chunkgraph.megatron.core.access import import_megatron, patch_attributes
     from chunkgraph.megatron.features.experts.rank_budget import RankBudget
 
@@ -306,7 +310,7 @@ def test_a_buffer_that_was_made_anew_stops_the_replays(one_rank: Any) -> None:
         budget.check_buffer()
         assert not budget.is_buffer_replaced()
         limits.max_num_of_tokens_per_rank = 128
-        assert budget.is_buffer_replaced()  # what a step does is seen at its end
+        assert budget.is_buffer_replaced()  # a step's load is known at its end
         with pytest.raises(ReplayMismatchError, match="a pass had 128 tokens"):
             budget.check_buffer()
     finally:
@@ -326,8 +330,8 @@ def test_another_dispatcher_is_named(one_rank: Any, backend: str) -> None:
         RankBudget([layer])
 
 
-def test_fused_operations_are_built_anew_for_a_capture(one_rank: Any) -> None:
-    """They hold parameters, and a capture has others in their place."""
+def test_fused_operations_are_built_again_for_a_capture(one_rank: Any) -> None:
+    """They hold parameters, which a capture replaces."""
     from chunkgraph.engine import Chunk, ChunkGraphs, Host
     from chunkgraph.megatron.features.experts.fused_operations import rebuilt_fused_operations
 

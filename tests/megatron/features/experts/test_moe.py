@@ -1,4 +1,4 @@
-"""Mixture of experts with a fixed capacity: chunk graphs against eager, to the last bit."""
+"""Mixture of experts with a fixed capacity: chunk graphs equal eager to the last bit."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_two_ranks(
     gathered = {**_EXPERTS, "moe_token_dispatcher_type": "allgather"}
     cases = {
         "ep2": _config(make, _BIASED, [2, 1, 3], pipeline=shared, train=overlap),
-        # Megatron's pipelines know nothing of experts; both dispatchers are above.
+        # Megatron's pipelines do not depend on experts; both dispatchers are above.
         **once(
             {
                 "pp2_vpp2": _config(

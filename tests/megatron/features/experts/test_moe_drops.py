@@ -1,4 +1,4 @@
-"""Loads at the extremes, the tokens that are dropped, and what is refused of experts."""
+"""Extreme loads of experts, their dropped tokens, and refused settings."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class _Run:
     """A model whose routers prefer the first experts, trained for a few steps.
 
     Args:
-        device: of this rank.
-        config: the run.
-        bias: added to the scores of the experts, from the first on.
-        graphs: arguments of `attach`, or None to train eagerly.
+        device: device of this rank.
+        config: configuration of the run.
+        bias: added to the experts' scores, beginning with the first expert.
+        graphs: arguments of `attach`; None trains eagerly.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class _Run:
             self.train = self.graphs.wrap_forward_backward(self.train)
 
     def step(self, step: int, count: int) -> list[float]:
-        """Losses of a step; gradients are left where they are."""
+        """Run a step and return its losses; keep the gradients."""
         from chunkgraph.data import PackedText
         from chunkgraph.trainer.batches import sequence_batches as microbatches
         from chunkgraph.trainer.forward_step import forward_step
@@ -76,7 +76,7 @@ class _Run:
         return [float(loss["lm loss"]) for loss in losses]
 
     def all_steps(self) -> dict[str, Any]:
-        """Everything that can be compared."""
+        """Return everything that can be compared."""
         from megatron.core.transformer.moe.moe_utils import (
             clear_aux_losses_tracker,
             get_moe_layer_wise_logging_tracker,
@@ -119,9 +119,9 @@ def _make(make_config: Callable[..., dict[str, Any]], **experts: Any) -> Any:
 @pytest.mark.parametrize(
     ("top_k", "factor", "dispatcher", "dropped"),
     [
-        (2, 2.0, "alltoall", 0),  # two experts get all, two nothing
+        (2, 2.0, "alltoall", 0),  # two experts get all tokens, two get none
         (2, 1.0, "alltoall", 2 * (_NUM_TOKENS - _NUM_TOKENS // 2)),
-        (1, 1.0, "allgather", _NUM_TOKENS - _NUM_TOKENS // 4),  # one expert gets all
+        (1, 1.0, "allgather", _NUM_TOKENS - _NUM_TOKENS // 4),  # one expert gets all tokens
         (1, 0.5, "alltoall", _NUM_TOKENS - _NUM_TOKENS // 8),
         (2, None, "alltoall", 0),
         (1, None, "alltoall", 0),
@@ -145,8 +145,8 @@ def test_uneven_loads_are_as_in_eager_training_and_every_drop_is_counted(
     run = _Run(one_rank, config, bias, {"token_drops": "count"})
     assert run.graphs is not None
     name = {"alltoall": "all-to-all", "allgather": "all-gather"}[dispatcher]
-    said = "" if factor is not None else f"dispatch {name}, GEMM a loop over experts"
-    assert run.graphs.expert_dispatch.startswith(said)
+    prefix = "" if factor is not None else f"dispatch {name}, GEMM a loop over experts"
+    assert run.graphs.expert_dispatch.startswith(prefix)
     assert bool(run.graphs.expert_dispatch) == (factor is None)
     metrics = StepMetrics(run.graphs)
     with warnings.catch_warnings():
@@ -165,7 +165,7 @@ def test_uneven_loads_are_as_in_eager_training_and_every_drop_is_counted(
     assert different == []
 
 
-def test_drops_are_an_error_where_that_is_asked_for_and_told_once_otherwise(
+def test_drops_are_an_error_where_that_is_asked_for_and_reported_once_otherwise(
     one_rank: Any, make_config: Any
 ) -> None:
     config = _make(make_config, moe_expert_capacity_factor=1.0)
@@ -204,7 +204,7 @@ def test_detach_leaves_the_router_as_it_was(one_rank: Any, make_config: Any) -> 
 
 
 @pytest.mark.every_release
-def test_metrics_that_were_replaced_are_told(one_rank: Any, make_config: Any) -> None:
+def test_metrics_that_were_replaced_are_reported(one_rank: Any, make_config: Any) -> None:
     from chunkgraph.megatron.features.experts.state import forget_expert_metrics
 
     run = _Run(one_rank, _make(make_config, moe_expert_capacity_factor=2.0), [], {})
@@ -253,7 +253,7 @@ def test_the_scale_of_a_replaced_loss_scaler_reaches_the_graphs(
 def test_without_the_static_dispatch_the_recorder_names_the_read_on_the_host(
     one_rank: Any, make_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a CUDA graph could not hold either."""
+    """A CUDA graph could not hold this read either."""
     from contextlib import nullcontext
 
     from chunkgraph.megatron.features.experts import feature
@@ -280,7 +280,7 @@ _HOLDS = {
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         (
             {"moe_expert_capacity_factor": None, "fp8": "hybrid"},
@@ -311,16 +311,16 @@ _HOLDS = {
     ],
 )
 def test_what_a_graph_cannot_hold_of_experts_is_refused_by_name(
-    changes: dict[str, Any], said: str
+    changes: dict[str, Any], message: str
 ) -> None:
     from chunkgraph.megatron.features.experts.refusals import MOE_RULES
 
     assert refused(MOE_RULES, _HOLDS) == []
     dense = {"num_moe_experts": None, "moe_token_dispatcher_type": "flex"}
     assert refused(MOE_RULES, dense) == []
-    (found,) = refused(MOE_RULES, {**_HOLDS, **changes})
+    (refusal,) = refused(MOE_RULES, {**_HOLDS, **changes})
 
-    assert re.search(said, found), found
+    assert re.search(message, refusal), refusal
 
 
 def test_a_small_capacity_is_for_those_who_ask_for_drops(one_rank: Any, make_config: Any) -> None:

@@ -1,4 +1,4 @@
-"""Experts on packed sequences: the rows behind the documents are routed nowhere."""
+"""Experts on packed sequences: rows after the documents are routed nowhere."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from chunkgraph.settings import config_from_mapping
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(100)]
 
 _SHAPE = PackedShape(6, 32)
-# Of two microbatches each; only the first pair is there when graphs are captured.
+# Two microbatches each; graphs are captured with the first pair.
 _PACKINGS = [
     [[10, 8, 6], [32]],
     [[5, 5, 5, 5, 5], [1, 20]],
@@ -48,7 +48,7 @@ _OPTIONS = {"by_position": {"moe_token_drop_policy": "position"}}
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """More threads only slow down tensors this small. Specs lie next to this file."""
+    """Use one thread, since more slow down tensors this small; make the specs importable."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "support"))
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -58,7 +58,7 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def scale(one_rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process's scale of the routers' losses, which no schedule sets here, is put back."""
+    """Restore the process's scale of router losses, which no schedule sets here."""
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
     monkeypatch.setattr(MoEAuxLossAutoScaler, "main_loss_backward_scale", None)
@@ -126,7 +126,7 @@ class _Model:
     def step(
         self, packings: list[list[int]], *, rows: int | None = 32, mask: bool = True
     ) -> dict[str, torch.Tensor]:
-        """Both microbatches in flight: losses of tokens, gradients, metrics and counts."""
+        """Run both microbatches; return losses of tokens, gradients, metrics and counts."""
         from chunkgraph.megatron.features.experts.state import take_expert_metrics
 
         for parameter in self.chunk.parameters():
@@ -225,55 +225,55 @@ def test_packings_never_seen_at_capture(
 def test_padding_does_not_change_the_mathematics(
     one_rank: Any, make_config: Any, case: str
 ) -> None:
-    """Against Megatron as it is, on rows that all hold a token: equal but for rounding.
+    """Equal, up to rounding, to unmodified Megatron on rows that all hold a token.
 
-    Capacities and dropped tokens, losses of routers and their metrics, counts for the expert bias.
+    Compares dropped tokens, router losses and their metrics, and counts for the expert bias.
     """
     plain = _Model(one_rank, make_config, False, case)
     without = [plain.step(packings, rows=None, mask=False) for packings in _PACKINGS]
     model = _Model(one_rank, make_config, {"scope": "chunk"}, case)
     padded = [model.step(packings) for packings in _PACKINGS]
     model.close()
-    for expected, found in zip(without, padded, strict=True):
-        assert expected.keys() == found.keys()
+    for expected, actual in zip(without, padded, strict=True):
+        assert expected.keys() == actual.keys()
         for name, value in expected.items():
             scale = value.abs().max().item()
-            assert torch.allclose(found[name], value, rtol=1e-4, atol=1e-5 * scale), name
+            assert torch.allclose(actual[name], value, rtol=1e-4, atol=1e-5 * scale), name
             if "tokens_per_expert" in name:
-                assert torch.equal(found[name], value), name
+                assert torch.equal(actual[name], value), name
 
 
 def test_megatron_alone_routes_padding(one_rank: Any, make_config: Any) -> None:
-    """What is mended here is there: with its own padding mask alone, padding takes room."""
+    """Unmodified Megatron has the defect: with its own padding mask, padding takes room."""
     plain = _Model(one_rank, make_config, False)
     without = plain.step([[9], [5]], rows=None, mask=False)
     model = _Model(one_rank, make_config, None)
-    mended = model.step([[9], [5]])
+    repaired = model.step([[9], [5]])
     model.close()
     padded = _Model(one_rank, make_config, False).step([[9], [5]])
-    assert torch.allclose(mended["losses 0"], without["losses 0"], rtol=1e-6)
+    assert torch.allclose(repaired["losses 0"], without["losses 0"], rtol=1e-6)
     assert not torch.allclose(padded["losses 0"], without["losses 0"], rtol=1e-5)
 
 
 class _PoisonedGrad(torch.autograd.Function):
-    """The identity, whose gradient is spoilt in padding rows."""
+    """The identity, with a poisoned gradient in padding rows."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, rows: torch.Tensor, poison: float) -> torch.Tensor:
-        """The value."""
+        """Return the value."""
         ctx.save_for_backward(rows)
         ctx.poison = poison
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        """The gradient with poison."""
+        """Return the gradient with poison."""
         (rows,) = ctx.saved_tensors
         return grad.masked_fill(rows, ctx.poison), None, None
 
 
 def _poison(model: _Model, poison: float) -> None:
-    """Padding rows of what goes into the experts, and of the gradient that comes back to them."""
+    """Poison padding rows of the experts' inputs, and of the gradients of their outputs."""
 
     def spoil_input(_: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         hidden = kwargs.pop("hidden_states", args[0] if args else None)
@@ -285,7 +285,7 @@ def _poison(model: _Model, poison: float) -> None:
         return (_PoisonedGrad.apply(result[0], rows, poison), *result[1:])
 
     for hook in (spoil_input, spoil_grad):
-        hook.__module__ = "chunkgraph"  # attach() refuses those that it does not know
+        hook.__module__ = "chunkgraph"  # attach() refuses unknown hooks
     for layer in model.layers:
         layer.register_forward_pre_hook(spoil_input, with_kwargs=True, prepend=True)
         layer.register_forward_hook(spoil_grad, with_kwargs=True)
@@ -293,7 +293,7 @@ def _poison(model: _Model, poison: float) -> None:
 
 @pytest.mark.parametrize("case", ["dropping", "biased", "dropless"])
 def test_a_poisoned_tail_reaches_nothing(one_rank: Any, make_config: Any, case: str) -> None:
-    """NaN in every padding row at the experts: the same losses, gradients, metrics and counts."""
+    """NaN in the experts' padding rows changes no loss, gradient, metric or count."""
     results = []
     for poison in (0.0, math.nan):
         model = _Model(one_rank, make_config, {"scope": "block"}, case)
@@ -307,7 +307,7 @@ def test_a_poisoned_tail_reaches_nothing(one_rank: Any, make_config: Any, case: 
 
 
 def test_no_expert_takes_padding() -> None:
-    """Capacities are those of the tokens, as Megatron computes them for an input of these alone."""
+    """Capacities depend on tokens alone, as Megatron computes them without padding."""
     from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping, get_capacity
 
     from chunkgraph.megatron.features.experts.padded_rows import PaddedRows
@@ -335,12 +335,12 @@ def test_no_expert_takes_padding() -> None:
             probs, chosen, rows, top_k=2, capacity_factor=factor, by_position=True
         )
         for expert in range(4):
-            wanted = chosen[:, expert].nonzero().flatten()[:capacity]
-            assert first[wanted, expert].all()
-            assert (first & chosen)[:, expert].sum() == len(wanted)
+            tokens = chosen[:, expert].nonzero().flatten()[:capacity]
+            assert first[tokens, expert].all()
+            assert (first & chosen)[:, expert].sum() == len(tokens)
 
 
-def test_a_forward_step_without_the_mask_is_told(one_rank: Any, make_config: Any) -> None:
+def test_a_forward_step_without_the_mask_is_reported(one_rank: Any, make_config: Any) -> None:
     model = _Model(one_rank, make_config, {})
     with pytest.raises(ConfigError, match=r"Layer 1 .*without padding_mask.*every pipeline stage"):
         model.step(_PACKINGS[0], mask=False)
@@ -348,7 +348,7 @@ def test_a_forward_step_without_the_mask_is_told(one_rank: Any, make_config: Any
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"moe_permute_fusion": True}, "moe_permute_fusion=True with packed sequences: its kernel"),
         ({"moe_router_fusion": True}, "moe_router_fusion=True with packed sequences: its kernel"),
@@ -356,12 +356,12 @@ def test_a_forward_step_without_the_mask_is_told(one_rank: Any, make_config: Any
         ({"moe_router_load_balancing_type": "sinkhorn"}, "does not support padding"),
     ],
 )
-def test_what_cannot_be_packed_is_refused_by_name(options: dict[str, Any], said: str) -> None:
+def test_what_cannot_be_packed_is_refused_by_name(options: dict[str, Any], message: str) -> None:
     from types import SimpleNamespace
 
     from chunkgraph.megatron import keep_padding_from_experts
 
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         keep_padding_from_experts([], SimpleNamespace(num_moe_experts=4, **options))
 
 
@@ -399,7 +399,7 @@ def test_detach_leaves_everything_as_it_was(one_rank: Any, make_config: Any) -> 
         assert not (type(module).__name__ in ("MoELayer", "TopKRouter") and module._forward_hooks)
 
 
-def test_no_step_is_announced_while_one_runs_that_may_run_anew(
+def test_no_step_is_announced_while_one_runs_that_may_run_again(
     one_rank: Any, make_config: Callable[..., dict[str, Any]]
 ) -> None:
     from chunkgraph.errors import SlotError
@@ -414,16 +414,16 @@ def test_no_step_is_announced_while_one_runs_that_may_run_anew(
     model.close()
 
 
-def test_room_that_is_given_is_enough_for_the_same_documents(
+def test_more_room_is_enough_for_the_same_documents(
     one_rank: Any, make_config: Callable[..., dict[str, Any]]
 ) -> None:
-    """An expert's room is that of the tokens: rows without one must not make loads look even."""
+    """An expert's room depends on tokens: padding rows must not make loads look balanced."""
     model = _Model(one_rank, make_config, {"token_drops": "rerun"})
     for _ in range(5):
         model.step([[5, 4], [1]])
-    # In the first step, which ran eagerly: its graphs are captured with that room.
+    # The first step ran eagerly; the graphs are captured with its room.
     assert model.graphs.counters.overflow_reruns["expert capacity"] == 1
     assert model.graphs.counters.recaptures == []
-    # One token finds room at any factor, and asks for no more.
+    # One token has room at any factor, and needs no more.
     assert model.layers[0].config.moe_expert_capacity_factor < 2.0
     model.close()

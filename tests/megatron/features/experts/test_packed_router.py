@@ -1,4 +1,4 @@
-"""Routers without a capacity, as with HybridEP, choose for tokens alone in packed sequences."""
+"""Routers without a capacity, as with HybridEP, route only tokens of packed sequences."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NUM_TOKENS, _NUM_ROWS = 24, 32
 def make_chunk(
     one_rank: Any, make_config: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[], Any]:
-    """A model with experts, from the same seed every time."""
+    """Make a model with experts, from the same seed every time."""
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
     from chunkgraph.megatron.features.experts.state import forget_expert_metrics
@@ -57,7 +57,7 @@ def make_chunk(
 
 
 def _routed(chunk: Any, *, is_padded: bool) -> dict[str, torch.Tensor]:
-    """What a router gives and leaves behind of the same tokens, with rows behind them or not."""
+    """Return a router's results and counts for the same tokens, with padding after them or not."""
     from chunkgraph.megatron.features.experts.padding import PaddedRouting
     from chunkgraph.megatron.features.experts.state import routers_of, take_expert_metrics
 

@@ -1,4 +1,4 @@
-"""What follows from padding alone is computed once in a forward, and again in every other one."""
+"""Values that depend only on padding are computed once per forward."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _NUM_ROWS, _NUM_EXPERTS = 12, 4
 class _Operators(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
-        self.found: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.found[func._schema.name.removeprefix("aten::")] += 1
+        self.counts[func._schema.name.removeprefix("aten::")] += 1
         return func(*args, **(kwargs or {}))
 
 
 def _kept(padding: torch.Tensor, rows_of: Any, factor: float = 1.0) -> torch.Tensor:
-    """What a layer asks: its experts' rows, where all rows chose the first two experts."""
+    """Return the rows of a layer's experts, if all rows choose the first two experts."""
     from chunkgraph.megatron.features.experts.padding import rows_within_capacity
 
     probs = torch.zeros(_NUM_ROWS, _NUM_EXPERTS)
@@ -55,13 +55,13 @@ def test_layers_of_a_forward_share_it(one_rank: Any) -> None:
         shared = [_kept(padding, rows_of) for _ in range(3)]
         other = _kept(padding, rows_of, factor=2.0)  # layers need not be alike
     assert all(torch.equal(a, b) for a, b in zip(alone, shared, strict=True))
-    assert (apart.found["ceil"], together.found["ceil"]) == (3, 2)
-    assert (apart.found["bitwise_not"], together.found["bitwise_not"]) == (3, 1)
+    assert (apart.counts["ceil"], together.counts["ceil"]) == (3, 2)
+    assert (apart.counts["bitwise_not"], together.counts["bitwise_not"]) == (3, 1)
     assert (int(shared[0].sum()), int(other.sum())) == (_NUM_EXPERTS * 3, _NUM_EXPERTS * 6)
 
 
 def test_nothing_is_known_of_another_padding(one_rank: Any) -> None:
-    """Neither of another tensor, nor of what was written into one, nor of another forward."""
+    """Another tensor, a write to the tensor and another forward compute the values again."""
     from chunkgraph.megatron.features.experts.padded_rows import RowsOfForward
 
     rows_of, padding = RowsOfForward(), _padding(6)
@@ -82,25 +82,25 @@ def test_nothing_is_known_of_another_padding(one_rank: Any) -> None:
         assert [int(kept.sum()) for kept in held] == [_NUM_EXPERTS * num_tokens // 2] * 2
 
 
-def test_a_backward_computes_it_anew(one_rank: Any) -> None:
-    """What a graph of a forward holds is its slot's, and gone where a backward begins."""
+def test_a_backward_computes_it_again(one_rank: Any) -> None:
+    """The values of a forward's graph belong to its slot, and are gone in the backward."""
     from chunkgraph.megatron.features.experts.padded_rows import RowsOfForward
 
     rows_of, padding = RowsOfForward(), _padding(6)
     x = torch.ones(2, requires_grad=True)
-    found = []
+    masks = []
     with rows_of.forward():
-        found.append(rows_of.of(padding))
+        masks.append(rows_of.of(padding))
         y = x * 2
-        y.register_hook(lambda _: found.append(rows_of.of(padding)))
+        y.register_hook(lambda _: masks.append(rows_of.of(padding)))
         y.sum().backward()
-        found.append(rows_of.of(padding))
-    assert found[0] is found[2]
-    assert found[0] is not found[1]
+        masks.append(rows_of.of(padding))
+    assert masks[0] is masks[2]
+    assert masks[0] is not masks[1]
 
 
-def test_padding_that_was_made_in_inference_mode_is_looked_at_anew(one_rank: Any) -> None:
-    """Such a tensor does not tell whether it was written to."""
+def test_padding_that_was_made_in_inference_mode_is_read_again(one_rank: Any) -> None:
+    """Such a tensor has no version counter."""
     from chunkgraph.megatron.features.experts.padded_rows import RowsOfForward
 
     rows_of = RowsOfForward()

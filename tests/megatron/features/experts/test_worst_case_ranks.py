@@ -1,7 +1,7 @@
-"""DeepEP's dispatch of the worst case between two ranks: which expert is whose, and the way back.
+"""DeepEP's dispatch of the worst case between two ranks: to their experts and back.
 
-Ranks are threads, which exchange rows by a stand-in of DeepEP's buffer with its contract: tokens
-arrive by rank and token, experts are counted from 0 on every rank, and what nobody wrote is NaN.
+Ranks are threads. A stand-in for DeepEP's buffer exchanges rows under its contract: tokens arrive
+ordered by rank and token, every rank numbers its experts from 0, and unwritten rows are NaN.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NAN = float("nan")
 
 
 class Node:
-    """What the ranks show each other."""
+    """Exchanges values between the ranks."""
 
     def __init__(self) -> None:
         self._shown: list[Any] = [None] * RANKS
@@ -35,13 +35,13 @@ class Node:
     def all_of(self, rank: int, mine: Any) -> list[Any]:
         self._shown[rank] = mine
         self._meet.wait()
-        found = list(self._shown)
+        values = list(self._shown)
         self._meet.wait()
-        return found
+        return values
 
 
 class Buffer:
-    """As `deep_ep.Buffer` of one rank."""
+    """Stands for `deep_ep.Buffer` of one rank."""
 
     def __init__(self, node: Node, rank: int) -> None:
         self._node, self._rank = node, rank
@@ -52,44 +52,44 @@ class Buffer:
         return None, None, None, torch.stack(is_in, 1), None
 
     def dispatch(
-        self, x: torch.Tensor, handle: Any = None, num_worst_tokens: int = 0, **given: Any
+        self, x: torch.Tensor, handle: Any = None, num_worst_tokens: int = 0, **options: Any
     ) -> tuple[Any, ...]:
         if handle is not None:
             shown = self._node.all_of(self._rank, x)
             rows = [shown[source][token] for source, token in handle[0]]
             return (self._filled(rows, handle[1], (HIDDEN,), NAN), *[None] * 5)
-        mine = (x, given["topk_idx"], given["topk_weights"], given["is_token_in_rank"])
+        mine = (x, options["topk_idx"], options["topk_weights"], options["is_token_in_rank"])
         shown = self._node.all_of(self._rank, mine)
-        came = [
+        arrivals = [
             (source, int(token))
             for source in range(RANKS)
             for token in shown[source][3][:, self._rank].nonzero()
         ]
-        assert len(came) <= num_worst_tokens  # else DeepEP writes behind its memory
-        local = [shown[source][1][token] - self._rank * LOCAL for source, token in came]
+        assert len(arrivals) <= num_worst_tokens  # otherwise DeepEP writes beyond its memory
+        local = [shown[source][1][token] - self._rank * LOCAL for source, token in arrivals]
         is_here = [(place >= 0) & (place < LOCAL) for place in local]
         places = [p.masked_fill(~here, -1) for p, here in zip(local, is_here, strict=True)]
         weights = [
             shown[source][2][token].masked_fill(~here, 0.0)
-            for (source, token), here in zip(came, is_here, strict=True)
+            for (source, token), here in zip(arrivals, is_here, strict=True)
         ]
-        rows = [shown[source][0][token] for source, token in came]
+        rows = [shown[source][0][token] for source, token in arrivals]
         size = num_worst_tokens
         return (
             self._filled(rows, size, (HIDDEN,), NAN),
             self._filled(places, size, (TOP_K,), -1).long(),
             self._filled(weights, size, (TOP_K,), NAN),
             [],
-            (came, size, x.shape[0]),
+            (arrivals, size, x.shape[0]),
             None,
         )
 
     def combine(
         self, x: torch.Tensor, handle: Any, topk_weights: torch.Tensor | None = None
     ) -> tuple[Any, ...]:
-        came, size, num_tokens = handle
+        arrivals, size, num_tokens = handle
         assert x.shape[0] == size
-        shown = self._node.all_of(self._rank, (x, topk_weights, came))
+        shown = self._node.all_of(self._rank, (x, topk_weights, arrivals))
         out = torch.zeros(num_tokens, HIDDEN)
         weights = None if topk_weights is None else torch.zeros(num_tokens, TOP_K)
         for rows, of_rows, theirs in shown:
@@ -122,16 +122,16 @@ def _manager(node: Node, rank: int) -> WorstCaseManager:
         num_experts=RANKS * LOCAL,
         router_topk=TOP_K,
     )
-    made = WorstCaseManager(replaced)
-    made._utils = importlib.import_module("permutation_stand_in").utils()
+    result = WorstCaseManager(replaced)
+    result._utils = importlib.import_module("permutation_stand_in").utils()
     buffer = Buffer(node, rank)
-    made.buffer = lambda _: buffer  # type: ignore[method-assign]
-    made._most_tokens = lambda num: max(node.all_of(rank, num))  # type: ignore[method-assign]
-    return made
+    result.buffer = lambda _: buffer  # type: ignore[method-assign]
+    result._most_tokens = lambda num: max(node.all_of(rank, num))  # type: ignore[method-assign]
+    return result
 
 
 def _of_rank(node: Node, rank: int) -> dict[str, torch.Tensor]:
-    """What comes back on one rank, its gradients, and what should have come."""
+    """Return one rank's results and gradients, each with the expected ones."""
     generator = torch.Generator().manual_seed(rank)
     num = TOKENS[rank]
     scores = torch.rand(num, RANKS * LOCAL, generator=generator)
@@ -149,14 +149,14 @@ def _of_rank(node: Node, rank: int) -> dict[str, torch.Tensor]:
     assert counts is not None
     assert of_rows is not None
     expert = rank * LOCAL + torch.searchsorted(counts.cumsum(0), place, right=True)
-    found = manager.combine(rows * (expert + 1)[:, None] * of_rows[:, None])
-    of_x, of_probs = torch.autograd.grad((found * weight).sum(), (x, probs))
+    result = manager.combine(rows * (expert + 1)[:, None] * of_rows[:, None])
+    of_x, of_probs = torch.autograd.grad((result * weight).sum(), (x, probs))
 
     factors = torch.arange(1, RANKS * LOCAL + 1) * torch.where(chosen, probs, 0.0)
-    wanted = x * factors.sum(1, keepdim=True)
-    by_hand = torch.autograd.grad((wanted * weight).sum(), (x, probs))
+    expected = x * factors.sum(1, keepdim=True)
+    by_hand = torch.autograd.grad((expected * weight).sum(), (x, probs))
     return {
-        "out": torch.stack((found.detach(), wanted.detach())),
+        "out": torch.stack((result.detach(), expected.detach())),
         "of x": torch.stack((of_x, by_hand[0])),
         "of probs": torch.stack((of_probs, by_hand[1])),
     }
@@ -165,12 +165,12 @@ def _of_rank(node: Node, rank: int) -> dict[str, torch.Tensor]:
 def test_tokens_of_two_ranks_meet_their_experts_and_come_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Ranks with different numbers of tokens, more than one of them counts on by itself."""
+    """Ranks have different numbers of tokens, more than one of them would expect by itself."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "support"))
     node = Node()
     with ThreadPoolExecutor(RANKS) as threads:
         results = list(threads.map(lambda rank: _of_rank(node, rank), range(RANKS)))
-    for rank, found in enumerate(results):
-        for what, (got, wanted) in found.items():
+    for rank, pairs in enumerate(results):
+        for what, (actual, expected) in pairs.items():
             where = f"rank {rank}, {what}: "
-            torch.testing.assert_close(got, wanted, msg=where.__add__)
+            torch.testing.assert_close(actual, expected, msg=where.__add__)
