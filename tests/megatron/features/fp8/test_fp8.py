@@ -1,4 +1,4 @@
-"""FP8 with stand-ins for Transformer Engine's layers and state: equal to eager to the last bit."""
+"""FP8 with stand-ins for Transformer Engine's layers and state equals eager to the last bit."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def _cases(make_config: Callable[..., Any], counts: list[int], **pipeline: int) 
 def test_two_ranks(
     run_equal: Callable[..., Any], make_config: Callable[..., Any], once: Callable[..., Any]
 ) -> None:
-    """Every chunk has a first microbatch, which makes the weights of FP8; counts change."""
+    """The first microbatch of every chunk quantizes the weights; numbers of microbatches change."""
     pp2 = {"pipeline_model_parallel_size": 2}
     cases = _cases(make_config, [2, 2, 4], **pp2, virtual_pipeline_model_parallel_size=2)
-    # Of the older release what marks a chunk's first microbatch; FP8 itself is no part of it.
+    # The older release only marks a chunk's first microbatch in another way.
     delayed = {"delayed_block": cases.pop("delayed_block")}
-    # A stage of one chunk is the simpler case.
+    # A stage of one chunk is simpler.
     mixed = _cases(make_config, [4, 1, 5, 2], **pp2)
     others = once({**cases, **{f"{name}_mixed": case for name, case in mixed.items()}})
     _check(run_equal({**delayed, **others}, 2))
@@ -63,12 +63,12 @@ def test_several_graphs_of_a_slot(
     make_config: Callable[..., Any],
     write_documents: Callable[..., Path],
 ) -> None:
-    """Lengths and numbers of sequences: whichever replays goes on from the scales of the last."""
+    """Graphs for lengths and numbers of sequences continue from each other's scales."""
     path = write_documents(range(2, 23))
     packing = {
         "max_packed_seqs": 16,
         "max_packed_tokens": 64,
-        "buckets": [0.55],  # 36 rows, in sixteens
+        "buckets": [0.55],  # 36 rows, rounded up to multiples of 16
         "seq_buckets": [4, 5],
     }
     cases = {
@@ -100,7 +100,7 @@ def test_several_graphs_of_a_slot(
 
 @pytest.fixture
 def stand_in(one_rank: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The stand-in, where chunkgraph looks for Transformer Engine's FP8."""
+    """Install the stand-in where chunkgraph expects Transformer Engine's FP8."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "support"))
     import fp8_stand_in
 
@@ -111,7 +111,7 @@ def stand_in(one_rank: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 def _losses(
     device: Any, config: Any, recipe: str, *, graphs: bool, kinds: str, scope: Any = "block"
 ) -> tuple[list[float], list[torch.Tensor], Any]:
-    """Losses of training (``t``) and evaluation (``e``) steps, parameters, and the counters."""
+    """Run training (``t``) and evaluation (``e``) steps; return losses, parameters and counters."""
     from chunkgraph.data import PackedText
     from chunkgraph.megatron import attach
     from chunkgraph.megatron.core.access import import_megatron
@@ -137,7 +137,7 @@ def _losses(
         zero_gradients(chunks, optimizer)
         count = (3, 1, 4, 2)[step % 4]
         with torch.set_grad_enabled(kind == "t"):
-            found = run(
+            entries = run(
                 forward_step_func=forward_step,
                 data_iterator=[microbatches(config, text, step, count, device)],
                 model=chunks,
@@ -148,7 +148,7 @@ def _losses(
             )
         if kind == "t":
             optimizer.step()
-        losses += [float(entry["lm loss"]) for entry in found]
+        losses += [float(entry["lm loss"]) for entry in entries]
     parameters = [p.detach().clone() for p in chunks[0].parameters()]
     if attached is not None:
         attached.detach()
@@ -190,7 +190,7 @@ def test_a_cache_made_in_a_capture_is_refused(
 def test_a_session_leaves_no_trace(
     one_rank: Any, make_config: Callable[..., Any], stand_in: Any
 ) -> None:
-    """Histories, scales, and what layers know of the microbatch."""
+    """Not in histories, scales, or the layers' flags of the first microbatch."""
     from chunkgraph.megatron import attach
     from chunkgraph.megatron.features.fp8.feature import reset_fp8
     from chunkgraph.trainer.model import build_model

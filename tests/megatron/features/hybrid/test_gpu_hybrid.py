@@ -1,12 +1,12 @@
-"""Hybrid models with Mamba's Triton kernels and Transformer Engine on real GPUs; equal to eager.
+"""Hybrid models with Mamba's Triton kernels and Transformer Engine on real GPUs equal eager.
 
-Needs mamba_ssm and causal_conv1d. Mamba's kernels repeat to the last bit only from release 2.3 on,
-in a deterministic mode: ``MAMBA_DETERMINISTIC=1``, or
-``torch.use_deterministic_algorithms(True)``, which ``train.deterministic`` asks for. The mode
-adds up gradients of the decay and the steps in a fixed order instead of with atomics, and takes one
-configuration of each kernel instead of the one that was fastest this time (or, with Triton 3.4 and
-``TRITON_CACHE_AUTOTUNING=1``, the one that was fastest once). Attention needs
-``NVTE_ALLOW_NONDETERMINISTIC_ALGO=0`` as ever, which the ranks set.
+These tests need mamba_ssm and causal_conv1d. Mamba's kernels repeat to the last bit only from
+release 2.3 on, in a deterministic mode: ``MAMBA_DETERMINISTIC=1``, or
+``torch.use_deterministic_algorithms(True)``, which ``train.deterministic`` sets. The mode adds up
+gradients of the decay and the steps in a fixed order instead of with atomics. It uses one fixed
+configuration of each kernel instead of the fastest one of this run (or, with Triton 3.4 and
+``TRITON_CACHE_AUTOTUNING=1``, of an earlier run). Attention needs
+``NVTE_ALLOW_NONDETERMINISTIC_ALGO=0``, which the ranks set.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import pytest
 
 _CHUNK = {"scope": "chunk"}
 _ROWS = 256
-# Documents that begin where a block of Mamba's kernels does.
+# Documents that begin at a block of Mamba's kernels.
 _APART = {"pad_seq_to_mult": 128, "max_packed_tokens": 512}
 # No multiple of the 64 rows whose documents causal-conv1d reads at once.
 _ODD = {"max_packed_tokens": 250}
@@ -54,7 +54,7 @@ def _case(
     packing: dict[str, Any] | None = None,
     **pipeline: Any,
 ) -> dict[str, Any]:
-    """A model of bfloat16; ``packed`` on documents of 30 to 150 tokens, two to seven in 256."""
+    """Make a bfloat16 model; ``packed`` on documents of 30 to 150 tokens, two to seven in 256."""
     sections: dict[str, Any] = {}
     if packed:
         sections = {
@@ -118,7 +118,7 @@ def test_one_gpu(
 
 @pytest.mark.multigpu
 def test_two_gpus(run_equal: Callable[..., Any], make_case: Case) -> None:
-    """Every microbatch in flight has a ``seq_idx`` of its own."""
+    """Every microbatch in flight has its own ``seq_idx``."""
 
     def case(pattern: str, *args: Any, vpp: int | None = None, **options: Any) -> dict[str, Any]:
         sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": vpp}
@@ -130,7 +130,7 @@ def test_two_gpus(run_equal: Callable[..., Any], make_case: Case) -> None:
         "packed_block": case("M-M|*-M", {}, packed=True),
         "packed_chunk": case("M-M|*-M", _CHUNK, packed=True),
         "packed_interleaved": case("M|-*|M-|M", _CHUNK, vpp=2, packed=True),
-        # Each rank's two pieces of a sequence are ones that cuDNN up to 9.15 is captured with.
+        # A rank's pieces have lengths that can be captured with cuDNN up to 9.15.
         "cp2": make_case(
             "M-M*-M", [2, 3, 1], _CHUNK, context_parallel_size=2, model={"seq_length": 4 * 128}
         ),

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.megatron, pytest.mark.timeout(100)]
 
 _SHAPE = PackedShape(6, 14)
 Packings = Sequence[Sequence[int]]
-# Of two microbatches each; only the first pair is there when graphs are captured.
+# Two microbatches each; graphs are captured with the first pair.
 _PACKINGS: list[Packings] = [
     [[5, 4, 3], [14]],
     [[2, 2, 2, 2, 3], [1, 12]],
@@ -40,7 +40,7 @@ def spec() -> str:
 
 @pytest.fixture
 def chunks(one_rank: Any, make_config: Any, spec: str, pattern: str, monkeypatch: Any) -> list[Any]:
-    """A hybrid model whose backward reads where documents begin, as a GPU's kernels do."""
+    """Make a hybrid model whose backward reads the starts of documents, as kernels on a GPU do."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "support"))
     from chunkgraph.settings import config_from_mapping
     from chunkgraph.trainer.model import build_model
@@ -79,7 +79,7 @@ class Flight:
 
     @staticmethod
     def batch(lengths: Sequence[int], seed: int = 1) -> dict[str, Any]:
-        """A microbatch of random tokens, and which rows count."""
+        """Make a microbatch of random tokens, and a mask of the rows that count."""
         from chunkgraph.megatron.features.packing.params import make_params
 
         packed = pack(list(lengths), _SHAPE)
@@ -98,13 +98,13 @@ class Flight:
         }
 
     def fly(self, batches: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        """Losses of the rows, and all gradients."""
+        """Run the flight; return losses of rows and all gradients."""
         for parameter in self.chunk.parameters():
             parameter.main_grad.zero_()
         results, outputs = {}, []
         for number, batch in enumerate(batches):
-            given = {name: value for name, value in batch.items() if name != "is_counted"}
-            output = self.chunk(**given)
+            inputs = {name: value for name, value in batch.items() if name != "is_counted"}
+            output = self.chunk(**inputs)
             results[f"losses {number}"] = output.detach().clone()
             outputs.append(torch.where(batch["is_counted"], output, 0.0).sum())
         for output in outputs:
@@ -114,13 +114,15 @@ class Flight:
     def step(
         self, packings: Packings, batches: Sequence[dict[str, Any]] | None = None
     ) -> dict[str, torch.Tensor]:
-        """With graphs, once there are any."""
-        made = batches or [self.batch(lengths, seed) for seed, lengths in enumerate(packings)]
-        wrapped = self.graphs.wrap_forward_backward(lambda **_: self.fly(made))
+        """Run a step with graphs, if there are any."""
+        flight_batches = batches or [
+            self.batch(lengths, seed) for seed, lengths in enumerate(packings)
+        ]
+        wrapped = self.graphs.wrap_forward_backward(lambda **_: self.fly(flight_batches))
         return wrapped(num_microbatches=len(packings), packings=packings)
 
     def eager(self, packings: Packings) -> dict[str, torch.Tensor]:
-        """The same without graphs."""
+        """Run the same step without graphs."""
         saved = [part.module.__dict__.pop("forward") for part in self.graphs.site.parts]
         try:
             return self.fly([self.batch(lengths, seed) for seed, lengths in enumerate(packings)])
@@ -131,7 +133,7 @@ class Flight:
 
 @pytest.fixture(params=["block", "chunk"])
 def flight(chunks: list[Any], request: Any) -> Iterator[Flight]:
-    """Graphs of two slots."""
+    """Make graphs of two slots."""
     from chunkgraph.megatron.attachment import attach
 
     attached = attach(chunks, scope=request.param, num_slots=[2], packing=_SHAPE)
@@ -178,7 +180,7 @@ def test_the_document_of_each_row_is_an_input_of_the_slot(flight: Flight) -> Non
 def test_rows_that_slots_share_give_wrong_gradients(
     flight: Flight, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Broken on purpose: what the test above would look like with one ``seq_idx`` for all slots."""
+    """Broken on purpose: with one ``seq_idx`` for all slots the test above fails."""
     from mamba_stand_in import Switch
 
     monkeypatch.setattr(Switch, "buffer", None)
@@ -193,10 +195,10 @@ def test_rows_that_slots_share_give_wrong_gradients(
         assert not any("losses" in name for name in wrong)
 
 
-def test_documents_of_rows_have_room_behind_them(
+def test_documents_of_rows_have_room_after_them(
     flight: Flight, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kernel reads them for 64 rows at once, whatever the number of rows (14 here)."""
+    """A kernel reads them for 64 rows at once, for any number of rows (here 14)."""
     from mamba_stand_in import Switch
 
     eager: list[int] = []
@@ -206,7 +208,7 @@ def test_documents_of_rows_have_room_behind_them(
     monkeypatch.setattr(Switch, "rooms", captured)
     flight.step(_PACKINGS[1])
     assert flight.graphs.counters.replays > 0
-    # Of 0.16's mixers eager steps are Megatron's own.
+    # Eager steps of 0.16's mixers are Megatron's own.
     if hasattr(flight.batch([1])["packed_seq_params"], "seq_idx"):
         assert eager
         assert min(eager) >= 50
@@ -217,7 +219,7 @@ def test_documents_of_rows_have_room_behind_them(
 @only_block
 @pytest.mark.parametrize("pattern", ["MM"])
 def test_documents_know_nothing_of_each_other(flight: Flight) -> None:
-    """Another text in one document: no loss of another changes, nor what it adds to a gradient."""
+    """Other tokens in one document change no loss of another one, and none of its gradients."""
     lengths = [3, 4, 2, 3]
     first = slice(3, 7)
 
@@ -246,7 +248,7 @@ def test_documents_know_nothing_of_each_other(flight: Flight) -> None:
     assert len(_differing(run(False, first), run(True, first))) > 5
     assert flight.graphs.counters.replays > 0
     if hasattr(flight.batch(lengths)["packed_seq_params"], "seq_idx"):
-        # They would, of each other, if the rows were said to be of one document.
+        # They would depend on each other if all rows belonged to one document.
         before, after = (run(change, one_state=True)["losses 0"] for change in (False, True))
         assert not torch.equal(before[0, 7:], after[0, 7:])
         assert torch.equal(before[0, :3], after[0, :3])
@@ -254,7 +256,7 @@ def test_documents_know_nothing_of_each_other(flight: Flight) -> None:
 
 @only_block
 def test_a_document_has_the_losses_that_it_has_alone(flight: Flight) -> None:
-    """Neither other documents nor the rest of the row change the mathematics."""
+    """Other documents and the rest of the row do not change its losses."""
     lengths = [3, 5, 4]
     batch = flight.batch(lengths)
     flight.step([lengths], [batch])
@@ -265,14 +267,14 @@ def test_a_document_has_the_losses_that_it_has_alone(flight: Flight) -> None:
         alone = flight.batch([length])
         for name in ("input_ids", "labels"):
             alone[name][0, :length] = batch[name][0, start : start + length]
-        found = flight.step([[length]], [alone])["losses 0"][0, :length]
-        torch.testing.assert_close(found, together[start : start + length])
+        losses = flight.step([[length]], [alone])["losses 0"][0, :length]
+        torch.testing.assert_close(losses, together[start : start + length])
         start += length
 
 
 @only_block
 def test_what_the_tail_holds_does_not_matter(flight: Flight) -> None:
-    """Other tokens and labels behind the documents: all is equal, the first layer clears them."""
+    """Other tokens and labels after the documents change nothing: the first layer clears them."""
     lengths = [4, 5]
 
     def run(change: bool) -> dict[str, torch.Tensor]:
@@ -289,30 +291,30 @@ def test_what_the_tail_holds_does_not_matter(flight: Flight) -> None:
 
 
 def test_nan_in_the_tail_of_mamba_layers_reaches_nothing(flight: Flight) -> None:
-    """A mixer's kernels add up gradients over all rows, and 0 times NaN is NaN."""
+    """Without clearing it would: mixers add up gradients over all rows, and 0 times NaN is NaN."""
     from mamba_poison import Poison
 
     poison = Poison(flight.chunk)
     for packings in ([[5, 4, 3], [11]], [[3, 1, 1], [8, 2]]):
         poison.value.fill_(float("nan"))
-        found = flight.step(packings)
+        actual = flight.step(packings)
         poison.value.fill_(0.0)
         expected = flight.eager(packings)
-        assert all(value.isfinite().all() for value in found.values())
-        assert _differing(found, expected) == []
+        assert all(value.isfinite().all() for value in actual.values())
+        assert _differing(actual, expected) == []
     assert flight.graphs.counters.replays == 2
 
 
 @only_block
 def test_without_chunk_graphs_nan_in_the_tail_reaches_gradients(flight: Flight) -> None:
-    """What is mended is there; and detached, layers are as Megatron made them."""
+    """Unmodified layers have the defect, and detached layers are Megatron's again."""
     from mamba_poison import Poison
 
     Poison(flight.chunk)
     flight.graphs.detach()
-    found = flight.fly([flight.batch([5, 4, 3])])
-    assert found["losses 0"][0, :12].isfinite().all()
-    assert any(value.isnan().any() for name, value in found.items() if "mixer" in name)
+    actual = flight.fly([flight.batch([5, 4, 3])])
+    assert actual["losses 0"][0, :12].isfinite().all()
+    assert any(value.isnan().any() for name, value in actual.items() if "mixer" in name)
 
 
 @only_block
@@ -321,17 +323,17 @@ def test_nan_in_the_tail_of_attention_reaches_nothing(flight: Flight) -> None:
     from user_specs import PoisonedCore
 
     for packings in ([[6, 5], [5]], [[3, 1, 1], [10, 2]]):
-        found = flight.step(packings)
-        assert all(value.isfinite().all() for value in found.values())
+        actual = flight.step(packings)
+        assert all(value.isfinite().all() for value in actual.values())
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(PoisonedCore, "poison", 0.0)
             expected = flight.eager(packings)
-        assert _differing(found, expected) == []
+        assert _differing(actual, expected) == []
     assert flight.graphs.counters.replays == 2
 
 
 @only_block
-def test_mamba_layers_are_told_of_documents(flight: Flight) -> None:
+def test_mamba_layers_know_the_documents(flight: Flight) -> None:
     batch = flight.batch([4, 5])
     if not hasattr(batch["packed_seq_params"], "seq_idx"):
         pytest.skip("in this release mixers number the rows themselves")
@@ -350,7 +352,7 @@ def test_the_rows_of_earlier_releases_are_the_same_without_the_host(chunks: list
 
     (mixer,) = mamba_mixers_of(chunks[0].modules())[:1]
     if not hasattr(mixer, "_create_packed_seq_idx"):
-        pytest.skip("this release is given the rows")
+        pytest.skip("this release receives the rows")
     for offsets, padded in (([0, 3, 3, 9, 9], None), ([0, 3, 9, 9], [0, 4, 12, 24])):
         params = SimpleNamespace(
             cu_seqlens_q=torch.tensor(offsets, dtype=torch.int32),
@@ -358,9 +360,9 @@ def test_the_rows_of_earlier_releases_are_the_same_without_the_host(chunks: list
         )
         expected = mixer._create_packed_seq_idx(params, 24)
         with packed_mamba_rows():
-            found = mixer._create_packed_seq_idx(params, 24)
-        assert found.dtype == expected.dtype
-        assert torch.equal(found, expected)
+            seq_idx = mixer._create_packed_seq_idx(params, 24)
+        assert seq_idx.dtype == expected.dtype
+        assert torch.equal(seq_idx, expected)
 
 
 @pytest.mark.every_release
@@ -392,14 +394,14 @@ def test_clearing_rows_without_a_token_changes_no_bit_of_the_others(flight: Flig
             if type(module).__name__ == "MambaLayer"
             for hooks in (module._forward_pre_hooks, module._forward_hooks)
         ]
-        kept = [dict(found) for found in hooks]
+        kept = [dict(registry) for registry in hooks]
         assert kept
         assert all(kept)
-        for found in hooks:
-            found.clear()
+        for registry in hooks:
+            registry.clear()
         left = flight.eager(packings)
-        for found, own in zip(hooks, kept, strict=True):
-            found.update(own)
+        for registry, own in zip(hooks, kept, strict=True):
+            registry.update(own)
         for number, lengths in enumerate(packings):
             name = f"losses {number}"
             of_tokens = slice(0, sum(lengths))
@@ -414,6 +416,6 @@ def test_sizes_that_change_are_refused(chunks: list[Any]) -> None:
     facts = Hybrid.facts(SimpleNamespace(chunks=chunks))  # type: ignore[arg-type]
     config = vars(chunks[0].module.config)
     rules = (*Hybrid.rules, *Contexts.rules)
-    (said,) = refused(rules, config, **facts, context_parallel_sizes=(1, 2))
-    assert "packing=PackedBanks.of_limits(...) with hybrid model: a Mamba mixer" in said
+    (refusal,) = refused(rules, config, **facts, context_parallel_sizes=(1, 2))
+    assert "packing=PackedBanks.of_limits(...) with hybrid model: a Mamba mixer" in refusal
     assert refused(rules, {**config, "context_parallel_size": 2}, **facts) == []

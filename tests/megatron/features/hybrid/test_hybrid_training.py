@@ -1,6 +1,6 @@
-"""Hybrid models of Mamba, attention and feed-forward: chunk graphs against eager, to the last bit.
+"""Hybrid models of Mamba, attention and feed-forward: chunk graphs equal eager to the last bit.
 
-Mamba's kernels are stood in for by ``mamba_stand_in``; all else is Megatron's.
+``mamba_stand_in`` stands in for Mamba's kernels; all else is Megatron's.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Case = Callable[..., dict[str, Any]]
 
 @pytest.fixture
 def make_case(make_config: Callable[..., Any], write_documents: Callable[..., Path]) -> Case:
-    """A run of a hybrid model; ``packed`` on documents of 3 to 8 bytes."""
+    """Make a run of a hybrid model; ``packed`` on documents of 3 to 8 bytes."""
     path = write_documents(range(2, 8))
 
     def make(
@@ -111,7 +111,7 @@ def test_one_rank(
             capture={**chunk, "verify": "poison"},
             packing={"buckets": [0.75]},
         ),
-        # Of six rows or twelve, with padding between them.
+        # Documents of six or twelve rows, with padding between them.
         "packed_apart": make_case(
             "M*M",
             [2, 3],
@@ -130,7 +130,7 @@ def test_one_rank(
 
 
 def test_two_ranks(run_equal: Callable[..., Any], make_case: Case) -> None:
-    """Two to four microbatches in flight, each with the documents of its own slot."""
+    """Two to four microbatches are in flight, each with its slot's documents."""
     chunk = {"scope": "chunk"}
     moe = {"num_moe_experts": 4, "moe_expert_capacity_factor": 1.0, "token_drops": "count"}
     swiglu = {"swiglu": True}

@@ -1,4 +1,4 @@
-"""Which rows of packed sequences Mamba layers clear."""
+"""Mamba layers clear the rows after packed documents."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from chunkgraph.packing import PackedShape, pack
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release]
 
 
-def test_which_rows_are_behind_the_documents() -> None:
-    """Padding between documents, and empty ones there, are not."""
+def test_which_rows_are_after_the_documents() -> None:
+    """Padding and empty documents between documents are not cleared."""
     from chunkgraph.megatron.features.hybrid.padding import rows_behind_documents
 
-    def found(offsets: list[int], padded: list[int] | None, first: int, num: int) -> list[int]:
+    def tail_rows(offsets: list[int], padded: list[int] | None, first: int, num: int) -> list[int]:
         rows = None if padded is None else torch.tensor(padded, dtype=torch.int32)
         mask = rows_behind_documents(torch.tensor(offsets, dtype=torch.int32), rows, first, num)
         return (first + mask.nonzero().flatten()).tolist()
 
-    assert found([0, 3, 5, 5, 5], [0, 3, 5, 8, 8], 0, 8) == [5, 6, 7]
-    assert found([0, 3, 5, 5], None, 0, 8) == [5, 6, 7]
-    assert found([0, 3, 3, 8], None, 0, 8) == []
-    assert found([0, 3, 3, 5, 5], [0, 4, 4, 8, 12], 0, 12) == [8, 9, 10, 11]
-    assert found([0, 3, 3, 5, 5], [0, 4, 6, 10, 12], 6, 6) == [10, 11]
-    assert found([0, 0], [0, 8], 0, 4) == [0, 1, 2, 3]
+    assert tail_rows([0, 3, 5, 5, 5], [0, 3, 5, 8, 8], 0, 8) == [5, 6, 7]
+    assert tail_rows([0, 3, 5, 5], None, 0, 8) == [5, 6, 7]
+    assert tail_rows([0, 3, 3, 8], None, 0, 8) == []
+    assert tail_rows([0, 3, 3, 5, 5], [0, 4, 4, 8, 12], 0, 12) == [8, 9, 10, 11]
+    assert tail_rows([0, 3, 3, 5, 5], [0, 4, 6, 10, 12], 6, 6) == [10, 11]
+    assert tail_rows([0, 0], [0, 8], 0, 4) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -38,8 +38,8 @@ def test_they_are_the_tail_of_the_packing_on_every_rank(size: int) -> None:
         offsets, padded = map(torch.from_numpy, (packed.cu_seqlens, packed.cu_seqlens_padded))
         tail = np.arange(64) >= packed.cu_seqlens_padded[len(lengths)]
         for rank in range(size):
-            wanted = tail if size == 1 else tail[packed.rows_of_rank(rank)]
-            found = rows_behind_documents(offsets, padded, 0, 64 // size, size)
-            assert found.tolist() == wanted.tolist(), (lengths, rank)
+            expected = tail if size == 1 else tail[packed.rows_of_rank(rank)]
+            actual = rows_behind_documents(offsets, padded, 0, 64 // size, size)
+            assert actual.tolist() == expected.tolist(), (lengths, rank)
             half = rows_behind_documents(offsets, padded, 32 // size, 32 // size, size)
-            assert half.tolist() == wanted[32 // size :].tolist()
+            assert half.tolist() == expected[32 // size :].tolist()

@@ -1,4 +1,4 @@
-"""What Megatron's attention does in Python next to its kernels, in chunk graphs."""
+"""Python state of Megatron's attention next to its kernels, in chunk graphs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_checks_of_norms_and_gated_delta_nets_equal_eager_training(
 
 
 def _rule() -> Any:
-    """Megatron's deterministic rule and the module that it is looked up in."""
+    """Return Megatron's deterministic rule and the module that provides it."""
     from megatron.core.ssm import gated_delta_net
 
     return gated_delta_net.torch_chunk_gated_delta_rule
@@ -62,7 +62,7 @@ def _inputs(device: str) -> list[torch.Tensor]:
 
 
 def test_the_first_state_is_made_on_the_device() -> None:
-    """No tensor comes from the host, and no bit differs."""
+    """No tensor comes from the host, and all bits are equal."""
     from chunkgraph.megatron.core.gated_delta import _with_state
 
     eager, inputs = _rule(), _inputs("cpu")

@@ -1,4 +1,4 @@
-"""Packed sequences that Transformer Engine has no kernel for are refused before training."""
+"""Packed sequences without a kernel of Transformer Engine are refused before training."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ _LARGE = {"num_seqs": 64, "num_heads": 16, "max_seqlen": 4096}
     ],
 )
 def test_the_limit(num_seqs: int, num_heads: int, max_seqlen: int, is_refused: bool) -> None:
-    found = why_refused(_SITE, num_seqs=num_seqs, num_heads=num_heads, max_seqlen=max_seqlen)
-    assert bool(found) == is_refused
+    reason = why_refused(_SITE, num_seqs=num_seqs, num_heads=num_heads, max_seqlen=max_seqlen)
+    assert bool(reason) == is_refused
 
 
 @pytest.mark.parametrize(
@@ -62,13 +62,13 @@ def test_elsewhere_it_does_not_hold(changes: dict[str, Any]) -> None:
 
 
 def test_the_message_names_what_may_be_changed() -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as error:
         refuse_large_deterministic(_SITE, PackedShape(64, 4096), 16)
     for part in (
         *("packing.max_packed_seqs (64)", "model.seq_length: 4096", "16 heads", "2048 GiB"),
         *("16 times the limit", "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "flash-attn-3", "sm_90"),
     ):
-        assert part in str(caught.value)
+        assert part in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_what_this_process_has(
 
 
 def test_a_model_is_asked_for_its_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heads are counted for each tensor-parallel rank; other layers are let through."""
+    """Heads count per tensor-parallel rank; other layers are accepted."""
     engine = type("DotProductAttention", (nn.Module,), {"__module__": "transformer_engine.x"})
     own = type("TEDotProductAttention", (engine,), {"__module__": "megatron.core.x"})
     monkeypatch.setattr(AttentionSite, "here", classmethod(lambda *_, **__: _SITE))
@@ -128,8 +128,13 @@ def test_a_model_is_asked_for_its_attention(monkeypatch: pytest.MonkeyPatch) -> 
 )
 def test_shared_keys_with_context_parallelism(changes: dict[str, Any], expected: bool) -> None:
     engine = type("DotProductAttention", (nn.Module,), {"__module__": "transformer_engine.x"})
-    found = {"num_attention_heads": 4, "num_query_groups": 2, "context_parallel_size": 2, **changes}
-    config = SimpleNamespace(**found)
+    settings = {
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "context_parallel_size": 2,
+        **changes,
+    }
+    config = SimpleNamespace(**settings)
     assert needs_tokens_in_pieces([nn.Sequential(engine())], config) == expected
     assert not needs_tokens_in_pieces([nn.Linear(2, 2)], config)
 
@@ -155,9 +160,9 @@ def test_shared_keys_with_sizes_that_change(
 
 
 def test_keys_are_shared_by_what_the_model_or_its_arguments_say() -> None:
-    given = {"num_attention_heads": 4, "num_query_groups": 1}
-    assert shares_keys(SimpleNamespace(**given))
-    # Megatron's arguments say 1 group where heads share none.
-    assert not shares_keys(SimpleNamespace(**given, group_query_attention=False))
-    assert shares_keys(SimpleNamespace(**given, group_query_attention=True))
+    heads = {"num_attention_heads": 4, "num_query_groups": 1}
+    assert shares_keys(SimpleNamespace(**heads))
+    # Megatron's arguments have 1 group if heads share no keys.
+    assert not shares_keys(SimpleNamespace(**heads, group_query_attention=False))
+    assert shares_keys(SimpleNamespace(**heads, group_query_attention=True))
     assert not shares_keys(SimpleNamespace(num_attention_heads=4))

@@ -1,4 +1,4 @@
-"""Which bucket a packed microbatch belongs to, and what its calls look like."""
+"""Buckets of packed microbatches, and calls derived for another bucket."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def _buckets() -> PackedBanks:
 
 
 def _bank(banks: PackedBanks, rows: int, seqs: int | None = None) -> PackedBank:
-    """Return the bank of so many rows, by default with the most sequences."""
-    wanted = (rows, seqs or banks.largest_shape.max_packed_seqs)
-    return next(bank for bank in banks.keys if _sizes([bank]) == [wanted])
+    """Return the bank with ``rows`` rows, by default with the most sequences."""
+    size = (rows, seqs or banks.largest_shape.max_packed_seqs)
+    return next(bank for bank in banks.keys if _sizes([bank]) == [size])
 
 
 def _sizes(banks: Iterable[Any]) -> list[Any]:
-    """Return rows and sequences of each bank; None where there is none."""
+    """Return rows and sequences of each bank; None for a missing bank."""
     shapes = [bank and bank.shape for bank in banks]
     return [shape and (shape.max_packed_tokens, shape.max_packed_seqs) for shape in shapes]
 
@@ -72,7 +72,7 @@ def test_sizes_are_parts_or_tokens() -> None:
 
 def test_lengths_are_those_that_ranks_can_share() -> None:
     shape = PackedShape(5, 64, context_parallel_size=2)
-    for settings, found in (
+    for settings, expected in (
         ({}, (64, 20)),
         ({"sequence_parallel": False, "tensor_model_parallel_size": 4}, (64, 20)),
         ({"sequence_parallel": True, "tensor_model_parallel_size": 4}, (64, 24)),
@@ -80,7 +80,7 @@ def test_lengths_are_those_that_ranks_can_share() -> None:
         ({"fp8": "hybrid", "sequence_parallel": True, "tensor_model_parallel_size": 2}, (64,)),
     ):
         banks = PackedBanks.of_model(shape, [0.28], [3], SimpleNamespace(**settings))
-        assert (tuple(banks.by_rows), banks.seq_counts) == (found, (5, 3))
+        assert (tuple(banks.by_rows), banks.seq_counts) == (expected, (5, 3))
     other, fp8 = replace(shape, max_packed_tokens=48), SimpleNamespace(fp8="e4m3")
     with pytest.raises(PackingError, match=r"tokens is 48.* use a multiple of 32"):
         PackedBanks.of_model(other, [0.5], [], fp8)
@@ -98,7 +98,7 @@ def test_each_takes_the_smallest_that_holds_it() -> None:
 
 
 def test_a_call_of_another_bucket_is_as_that_bucket_would_have_it() -> None:
-    """From the largest to the smallest and back: shapes, offsets and constants."""
+    """Shapes, offsets and constants, from the largest to the smallest bucket and back."""
 
     def call(size: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         packed = pack([3, 2], _buckets().by_rows[size])
@@ -114,9 +114,9 @@ def test_a_call_of_another_bucket_is_as_that_bucket_would_have_it() -> None:
         }
 
     banks = _buckets()
-    for of, wanted in ((32, 8), (8, 32), (16, 8)):
-        args, kwargs = derived_call(0, *call(of), _bank(banks, of), _bank(banks, wanted))
-        expected_args, expected = call(wanted)
+    for source, target in ((32, 8), (8, 32), (16, 8)):
+        args, kwargs = derived_call(0, *call(source), _bank(banks, source), _bank(banks, target))
+        expected_args, expected = call(target)
         assert args[0].shape == expected_args[0].shape
         assert args[0].requires_grad
         assert kwargs.keys() == expected.keys()
@@ -133,7 +133,7 @@ def test_a_call_of_another_bucket_is_as_that_bucket_would_have_it() -> None:
 
 
 def test_no_sequence_of_another_bucket_is_longer_than_a_document_may_be() -> None:
-    """Offsets are made again; tables and the longest sequence are those of the wanted bucket."""
+    """Offsets are derived; tables and the longest sequence are those of the target bucket."""
     shape = PackedShape(5, 32, max_document_tokens=10)
     banks = PackedBanks(bucket_shapes(shape, [0.25]), [3])
 
@@ -147,34 +147,36 @@ def test_no_sequence_of_another_bucket_is_longer_than_a_document_may_be() -> Non
             "packed_seq_params.max_seqlen_q": packed.max_seqlen,
         }
 
-    for of, wanted in itertools.permutations(banks.keys, 2):
-        made_of = call(of)
-        _, made = derived_call(0, (torch.ones(of.num_tokens, 1, 2),), made_of, of, wanted)
-        expected = call(wanted)
+    for source, target in itertools.permutations(banks.keys, 2):
+        source_call = call(source)
+        _, kwargs = derived_call(
+            0, (torch.ones(source.num_tokens, 1, 2),), source_call, source, target
+        )
+        expected = call(target)
         for name, value in expected.items():
             if isinstance(value, torch.Tensor):
-                assert (made[name].shape, made[name].dtype) == (value.shape, value.dtype), name
+                assert (kwargs[name].shape, kwargs[name].dtype) == (value.shape, value.dtype), name
             else:
-                assert made[name] == value, name
-        rows = made["packed_seq_params.cu_seqlens_q_padded"]
-        tokens = made["packed_seq_params.cu_seqlens_q"]
-        assert rows[-1] == wanted.num_tokens
+                assert kwargs[name] == value, name
+        rows = kwargs["packed_seq_params.cu_seqlens_q_padded"]
+        tokens = kwargs["packed_seq_params.cu_seqlens_q"]
+        assert rows[-1] == target.num_tokens
         assert rows.diff().max() <= expected["packed_seq_params.max_seqlen_q"]
         assert (tokens.diff() <= rows.diff()).all()
-    # Of a script whose documents fill all rows, and whose table has one row more.
+    # A script's documents may fill all rows, with a table of one row more.
     only = {
         "rotary_pos_emb": torch.ones(11, 1, 1, 2),
         "packed_seq_params.cu_seqlens_q": torch.tensor([0, 9, 18, 27, 32, 32, 32, 32]).int(),
         "packed_seq_params.max_seqlen_q": 11,
     }
     hidden = torch.ones(32, 1, 2)
-    _, made = derived_call(0, (hidden,), only, _bank(banks, 32), _bank(banks, 8, 3))
-    assert made["rotary_pos_emb"].size(0) == made["packed_seq_params.max_seqlen_q"] == 9
-    assert made["packed_seq_params.cu_seqlens_q"].tolist() == [0, 8, 8, 8]
+    _, kwargs = derived_call(0, (hidden,), only, _bank(banks, 32), _bank(banks, 8, 3))
+    assert kwargs["rotary_pos_emb"].size(0) == kwargs["packed_seq_params.max_seqlen_q"] == 9
+    assert kwargs["packed_seq_params.cu_seqlens_q"].tolist() == [0, 8, 8, 8]
 
 
 def test_a_document_that_is_cut_has_no_more_tokens_than_rows() -> None:
-    """Between the ends of rows that documents have with context parallelism and of their tokens."""
+    """The cut may be between a document's last token and its last row (context parallelism)."""
     whole = PackedShape(4, 32, context_parallel_size=2)
     banks = PackedBanks(bucket_shapes(whole, [12]))
     packed = pack([7, 7, 9], whole)
@@ -184,10 +186,10 @@ def test_a_document_that_is_cut_has_no_more_tokens_than_rows() -> None:
         f"{name}_padded": torch.from_numpy(packed.cu_seqlens_padded),
     }
     hidden = torch.ones(16, 1, 2)
-    _, made = derived_call(0, (hidden,), call, _bank(banks, 32), _bank(banks, 12))
-    assert made[f"{name}_padded"].tolist() == [0, 8, 12, 12, 12]
-    assert made[name].tolist() == [0, 7, 11, 11, 11]
-    assert made[name].dtype == torch.int32
+    _, kwargs = derived_call(0, (hidden,), call, _bank(banks, 32), _bank(banks, 12))
+    assert kwargs[f"{name}_padded"].tolist() == [0, 8, 12, 12, 12]
+    assert kwargs[name].tolist() == [0, 7, 11, 11, 11]
+    assert kwargs[name].dtype == torch.int32
 
 
 def test_steps_know_the_buckets_of_their_microbatches() -> None:
@@ -212,26 +214,26 @@ def test_steps_know_the_buckets_of_their_microbatches() -> None:
     _announce(plans, [[3]])
     with pytest.raises(ConfigError, match="announced: 1 with"):
         begin([[3]], "", 1, [16])
-    assert begin([[3]], "", 1)[0] is None  # what was announced still holds
+    assert begin([[3]], "", 1)[0] is None  # the announcement still holds
     with pytest.raises(ConfigError, match="has 2 microbatches, but buckets for 1"):
         begin(None, "a bad day", 2, [16])
 
 
 @pytest.mark.parametrize("is_announced", [False, True])
 def test_rows_of_a_step_that_fits_nothing_are_the_schedules(is_announced: bool) -> None:
-    """Told when it begins or ahead; stages would receive another length than is sent."""
+    """Announced or not; otherwise stages would receive another length than is sent."""
     plans = StepPlans(_buckets(), 0, None)
 
-    def rows(packings: list[list[int]], seq_length: int, *given: Any) -> Any:
+    def rows(packings: list[list[int]], seq_length: int, *buckets: Any) -> Any:
         if is_announced:
-            _announce(plans, packings, "", *given)
-            given = ()
-        own = given[0] if given else None
+            _announce(plans, packings, "", *buckets)
+            buckets = ()
+        own = buckets[0] if buckets else None
         return _begin(plans, packings, "", len(packings), own, seq_length).rows
 
     assert rows([[8], [9]], 32) == [8, 16]
     assert rows([[30, 18], [9]], 48) is None
-    assert rows([[30, 18], [9]], 32) == [32, 16]  # all are of buckets
+    assert rows([[30, 18], [9]], 32) == [32, 16]  # buckets hold all of them
     assert rows([[30, 18], [9]], 48, [48, 16]) == [48, 16]
     assert rows([[8], [9]], 32) == [8, 16]
     _announce(plans, [[30, 18]], "", [48])
@@ -241,13 +243,13 @@ def test_rows_of_a_step_that_fits_nothing_are_the_schedules(is_announced: bool) 
 
 
 def test_offsets_of_what_fits_nothing_are_not_cut() -> None:
-    """Empty sequences may stand before documents there, where cutting would join these."""
+    """Such offsets may have empty sequences before documents, and cutting would join documents."""
     plans = StepPlans(_counted(3), 0, None)
     plan = _begin(plans, [[8], [20, 20], [1] * 9], "", 3)
     assert plan.banks is not None
     assert _sizes(plan.banks) == [(16, 3), (32, 3), (32, 9)]
     assert _sizes(plan.cut_for) == [(16, 3), None, None]
-    assert _sizes(_begin(plans, [[8]], "told", 1).cut_for) == [(16, 3)]
+    assert _sizes(_begin(plans, [[8]], "a bad day", 1).cut_for) == [(16, 3)]
     assert _begin(plans, None, "a bad day", 1, [32]).cut_for == [None]
 
 
@@ -261,12 +263,12 @@ def test_each_takes_the_fewest_sequences_that_hold_it() -> None:
     packings = [[8], [8, 1], [1] * 3, [1] * 4, [1] * 5, [9, 9], [1] * 8, [1] * 9]
     tokens = banks.choose(packings)
     assert tokens == [16, 16, 16, 16, 16, 32, 16, 32]
-    seqs = [3, 3, 5, 5, 9, 3, 9, 9]  # nothing holds the last
-    found = [
+    seqs = [3, 3, 5, 5, 9, 3, 9, 9]  # no bucket holds the last one
+    keys = [
         banks.fewest_sequences(lengths, banks.by_rows[rows])
         for lengths, rows in zip(packings, tokens, strict=True)
     ]
-    assert _sizes(found) == list(zip(tokens, seqs, strict=True))
+    assert _sizes(keys) == list(zip(tokens, seqs, strict=True))
     assert [repr(bank) for bank in _counted().keys] == ["32 tokens", "16 tokens"]
     for wrong in (1, 9, 10, 2.5, True):
         with pytest.raises(
@@ -276,7 +278,7 @@ def test_each_takes_the_fewest_sequences_that_hold_it() -> None:
 
 
 def test_offsets_of_other_numbers_of_sequences() -> None:
-    """From many to few and back; documents that are too many become one with the last."""
+    """From many to few and back; surplus documents are joined with the last one."""
     name = "packed_seq_params.cu_seqlens_q"
 
     def call(packed: Any) -> dict[str, Any]:
@@ -286,15 +288,15 @@ def test_offsets_of_other_numbers_of_sequences() -> None:
         }
 
     def derived(
-        lengths: list[int], of: tuple[int, int], wanted: tuple[int, int]
+        lengths: list[int], source: tuple[int, int], target: tuple[int, int]
     ) -> list[list[int]]:
-        packed = pack(lengths, PackedShape(of[1], of[0]))
-        first = torch.ones(of[0], 1, 2)
+        packed = pack(lengths, PackedShape(source[1], source[0]))
+        first = torch.ones(source[0], 1, 2)
         banks = _counted(3)
-        (made,), kwargs = derived_call(
-            0, (first,), call(packed), _bank(banks, *of), _bank(banks, *wanted)
+        (hidden,), kwargs = derived_call(
+            0, (first,), call(packed), _bank(banks, *source), _bank(banks, *target)
         )
-        assert made.shape == (wanted[0], 1, 2)
+        assert hidden.shape == (target[0], 1, 2)
         assert all(value.dtype == torch.int32 for value in kwargs.values())
         return [kwargs[n].tolist() for n in (name, f"{name}_padded")]
 
@@ -303,7 +305,7 @@ def test_offsets_of_other_numbers_of_sequences() -> None:
     assert derived([1] * 8, (32, 9), (32, 3)) == [[0, 1, 2, 8], [0, 1, 2, 32]]
     assert derived([3] * 8, (32, 9), (16, 3)) == [[0, 3, 6, 16], [0, 3, 6, 16]]
     packed = pack([4], PackedShape(9, 32))
-    only = {name: torch.from_numpy(packed.cu_seqlens_padded)}  # of a script that fills all rows
+    only = {name: torch.from_numpy(packed.cu_seqlens_padded)}  # from a script that fills all rows
     banks, hidden = _counted(3), torch.ones(32, 1, 2)
     _, kwargs = derived_call(0, (hidden,), only, _bank(banks, 32), _bank(banks, 32, 3))
     assert kwargs[name].tolist() == [0, 4, 32, 32]
@@ -319,7 +321,7 @@ def test_offsets_of_other_numbers_of_sequences() -> None:
 def test_cut_offsets_are_those_of_fewer_sequences(
     lengths: list[int], size: int, longest: int | None, parts: list[float], counts: set[int]
 ) -> None:
-    """As if packed for the microbatch's own graphs; others pass as they are."""
+    """Equal to packing for the microbatch's own graphs; other arguments stay unchanged."""
     shape = PackedShape(9, 128, size, longest)
     banks = PackedBanks(bucket_shapes(shape, parts), sorted(counts))
     (rows,) = banks.choose([lengths])
@@ -335,42 +337,42 @@ def test_cut_offsets_are_those_of_fewer_sequences(
         }
 
     expected = call(bank.shape)
-    for given_for in (banks.by_rows[rows], bank.shape):
-        made = banks.with_offsets_of(bank, call(given_for))
-        assert made.keys() == expected.keys()
-        assert all(np.array_equal(made[key], expected[key]) for key in expected)
+    for shape_of_offsets in (banks.by_rows[rows], bank.shape):
+        kwargs = banks.with_offsets_of(bank, call(shape_of_offsets))
+        assert kwargs.keys() == expected.keys()
+        assert all(np.array_equal(kwargs[key], expected[key]) for key in expected)
 
 
 def test_offsets_whose_last_sequence_has_the_rest_keep_it() -> None:
-    """Of a caller who leaves the sequences between empty."""
+    """A caller may leave the sequences before the last one empty."""
     name = "packed_seq_params.cu_seqlens_kv_padded"
-    given_offsets = torch.tensor([0, 4, 7, 7, 7, 7, 7, 7, 7, 32], dtype=torch.int32)
+    offsets = torch.tensor([0, 4, 7, 7, 7, 7, 7, 7, 7, 32], dtype=torch.int32)
     banks = _counted(3)
-    made = banks.with_offsets_of(_bank(banks, 32, 3), {name: given_offsets, "labels": None})
-    assert made[name].tolist() == [0, 4, 7, 32]
+    kwargs = banks.with_offsets_of(_bank(banks, 32, 3), {name: offsets, "labels": None})
+    assert kwargs[name].tolist() == [0, 4, 7, 32]
 
 
 def test_an_argument_that_counts_rows_stays_where_rows_do() -> None:
-    """It need not be known how it looks with fewer sequences: as it does with many."""
+    """With fewer sequences in the same rows, an unknown argument stays unchanged."""
     mask = torch.ones(1, 1, 32, 32)
     hidden = torch.ones(32, 1, 2)
     banks = _counted(3)
     call = ((hidden,), {"attention_mask": mask}, _bank(banks, 32))
-    _, made = derived_call(0, *call, _bank(banks, 32, 3))
-    assert made["attention_mask"] is mask
+    _, kwargs = derived_call(0, *call, _bank(banks, 32, 3))
+    assert kwargs["attention_mask"] is mask
     with pytest.raises(ConfigError, match="attention_mask of shape"):
         derived_call(0, *call, _bank(banks, 16))
 
 
 def test_other_arguments_and_offsets_are_left_as_they_are() -> None:
     name = "packed_seq_params.cu_seqlens_kv_padded"
-    given_offsets = torch.arange(10, dtype=torch.int32)
+    offsets = torch.arange(10, dtype=torch.int32)
     same = "the same tensor as cu_seqlens_q"
-    kwargs = {"packed_seq_params.cu_seqlens_kv": same, name: given_offsets[:4]}
+    kwargs = {"packed_seq_params.cu_seqlens_kv": same, name: offsets[:4]}
     banks = _counted(3)
     assert banks.with_offsets_of(_bank(banks, 32, 3), kwargs) is kwargs
-    for bank in (_bank(banks, 32), None):  # of the most, and of rows that are no bank's
-        assert banks.with_offsets_of(bank, kwargs := {name: given_offsets}) is kwargs
+    for bank in (_bank(banks, 32), None):  # for the most sequences, and for rows without a bank
+        assert banks.with_offsets_of(bank, kwargs := {name: offsets}) is kwargs
 
 
 def test_steps_know_the_banks_of_their_microbatches() -> None:
@@ -400,8 +402,8 @@ def test_ranks_that_share_experts_are_to_agree() -> None:
     assert _begin(alone, [[8]], "", 1).misfit == ""
 
 
-def test_documents_with_a_piece_without_tokens_are_told_once() -> None:
-    """Where heads share keys, Transformer Engine reads what nobody wrote."""
+def test_documents_with_a_piece_without_tokens_are_reported_once() -> None:
+    """With shared keys, Transformer Engine reads unwritten memory for such a piece."""
     shape = PackedShape(9, 256, context_parallel_size=4)
     plans = StepPlans(PackedBanks([shape]), 3, None, needs_tokens=True)
     with warnings.catch_warnings():
@@ -422,7 +424,7 @@ def test_rows_that_were_promised_to_hold_documents_hold_them() -> None:
     plans = StepPlans(PackedBanks([_SHAPE], fills_rows=True), 3, None)
     rows = _SHAPE.max_packed_tokens
     assert _begin(plans, [[rows - 2, 2], [rows]], "", 2).misfit == ""
-    assert _begin(plans, [[2, 2]], "told otherwise", 1).misfit == "told otherwise"
+    assert _begin(plans, [[2, 2]], "a bad day", 1).misfit == "a bad day"
     with pytest.raises(ConfigError, match=rf"rank 3, microbatch 1: .* {rows - 1} of {rows} rows"):
         _begin(plans, [[rows], [rows - 3, 2]], "", 2)
     with pytest.raises(ConfigError, match="have 2 of"):

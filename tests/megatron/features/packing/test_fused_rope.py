@@ -1,4 +1,4 @@
-"""Fused RoPE of packed sequences by row, with stand-ins for Transformer Engine's two kernels."""
+"""Fused RoPE by row for packed sequences, with stand-ins for Transformer Engine's two kernels."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _HEADS, _WIDTH, _TURNED = 2, 12, 8
 
 
 def _turned(t: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
-    """Rows [n, heads, width] by angles [n, turned]."""
+    """Rotate rows [n, heads, width] by angles [n, turned]."""
     angles = freqs[:, None, :]
     part, rest = t[..., :_TURNED].float(), t[..., _TURNED:]
     first, second = part.chunk(2, dim=-1)
@@ -32,7 +32,7 @@ def _turned(t: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
 
 
 class Kernels:
-    """The kernels for packed and for plain sequences, and how often each was called."""
+    """The kernels for packed and for plain sequences, with counts of their calls."""
 
     def __init__(self) -> None:
         self.num_packed = self.num_plain = 0
@@ -46,7 +46,7 @@ class Kernels:
         cp_rank: int = 0,
         interleaved: bool = False,
     ) -> torch.Tensor:
-        """As the kernel has it: for every sequence, and every entry of the table."""
+        """Rotate as the kernel does, over all sequences and all entries of the table."""
         self.num_packed += 1
         rows = []
         for begin, end in itertools.pairwise((cu_seqlens // cp_size).tolist()):
@@ -73,10 +73,10 @@ class Kernels:
 def kernels(one_rank: Any, monkeypatch: pytest.MonkeyPatch) -> Kernels:
     from megatron.core.models.common.embeddings import rope_utils
 
-    found = Kernels()
-    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb_thd", found.packed)
-    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", found.plain)
-    return found
+    kernels = Kernels()
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb_thd", kernels.packed)
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", kernels.plain)
+    return kernels
 
 
 def _drawn(num_rows: int, num_freqs: int, *, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,17 +100,17 @@ def test_rows_are_turned_as_in_their_documents(
     pieces = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=12).filter(any))
     lengths = [2 * cp_size * n for n in pieces]
     rank = data.draw(st.integers(0, cp_size - 1))
-    # As long as all documents together, too, which means something else to the unfused one.
+    # Also as long as all documents together, which the unfused RoPE reads as another kind of table.
     num_freqs = data.draw(st.sampled_from([max(lengths), sum(lengths), sum(lengths) + 3]))
     enough = ((1 << 13) + sum(lengths) // cp_size) // num_freqs + 1
     num_seqs = max(len(lengths), data.draw(st.integers(enough - 2, enough + 2)))
     tokens, freqs = _drawn(sum(lengths) // cp_size, num_freqs)
     offsets = _offsets(lengths, num_seqs)
-    wanted = kernels.packed(tokens, offsets, freqs, cp_size, rank)
+    expected = kernels.packed(tokens, offsets, freqs, cp_size, rank)
     with packed_rope():
         kernels.num_plain = kernels.num_packed = 0
-        found = rotated(tokens, offsets, freqs, cp_size, rank)
-    assert torch.equal(found.view(torch.int16), wanted.view(torch.int16))
+        actual = rotated(tokens, offsets, freqs, cp_size, rank)
+    assert torch.equal(actual.view(torch.int16), expected.view(torch.int16))
     spared = num_seqs * num_freqs - tokens.size(0)
     assert (kernels.num_plain, kernels.num_packed) == ((1, 0) if spared >= 1 << 13 else (0, 1))
 
@@ -149,16 +149,16 @@ def test_one_capture_serves_all_offsets(kernels: Kernels, rotated: Callable[...,
     gradient = torch.randn(tokens.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
     static = _offsets([64], 65)
     with packed_rope(), backend.capture("rope", backend.new_pool("rope"), ()) as graph:
-        found = rotated(tokens, static, freqs)
-        (found_gradient,) = torch.autograd.grad(found, tokens, gradient)
+        actual = rotated(tokens, static, freqs)
+        (gradient_of_actual,) = torch.autograd.grad(actual, tokens, gradient)
     for lengths in ([64], [1] * 64, [5, 0, 40, 19], [0, 0, 64]):
         offsets = _offsets(lengths, 65)
         static.copy_(offsets)
         graph.replay()
-        wanted = kernels.packed(tokens, offsets, freqs)
-        (wanted_gradient,) = torch.autograd.grad(wanted, tokens, gradient)
-        assert torch.equal(found, wanted), lengths
-        assert torch.equal(found_gradient, wanted_gradient), lengths
+        expected = kernels.packed(tokens, offsets, freqs)
+        (gradient_of_expected,) = torch.autograd.grad(expected, tokens, gradient)
+        assert torch.equal(actual, expected), lengths
+        assert torch.equal(gradient_of_actual, gradient_of_expected), lengths
     graph.release()
 
 
@@ -220,9 +220,9 @@ def test_what_gives_other_bits_is_not_used(
     few, many = _offsets([64], 4), _offsets([64], 65)
     with caplog.at_level(logging.WARNING), packed_rope():
         rotated(tokens, few, freqs)
-        assert not caplog.records  # nothing is lost there
-        found = [rotated(tokens, many, freqs) for _ in range(2)]
-    assert all(torch.equal(one, kernels.packed(tokens, many, freqs)) for one in found)
+        assert not caplog.records  # no bit changes there
+        outputs = [rotated(tokens, many, freqs) for _ in range(2)]
+    assert all(torch.equal(one, kernels.packed(tokens, many, freqs)) for one in outputs)
     (record,) = caplog.records
     assert why in record.getMessage()
 
@@ -236,7 +236,7 @@ def test_transformer_engines_kernel_for_each_row_is_tried_too(
     num_seqs: int,
     takes_rows: bool,
 ) -> None:
-    """Which it takes where that spares 65536 blocks or more: it is no matter for fewer."""
+    """It runs if it saves 65536 blocks or more; below that the difference does not matter."""
     from megatron.core.models.common.embeddings import rope_utils
 
     from chunkgraph.megatron.features.packing.rope import packed_rope
@@ -244,9 +244,9 @@ def test_transformer_engines_kernel_for_each_row_is_tried_too(
     def packed(
         t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, **options: Any
     ) -> Any:
-        found = kernels.packed(t, cu_seqlens, freqs, **options)
+        output = kernels.packed(t, cu_seqlens, freqs, **options)
         spared = (cu_seqlens.numel() - 1) * freqs.size(0) - t.size(0)
-        return found if spared < 1 << 16 else found * 1.01
+        return output if spared < 1 << 16 else output * 1.01
 
     monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb_thd", packed)
     tokens, freqs = _drawn(64, 256)
@@ -270,7 +270,7 @@ def test_interleaved_angles_keep_the_packed_kernel(kernels: Kernels) -> None:
     assert (kernels.num_plain, kernels.num_packed) == (0, 1)
 
 
-def test_a_table_for_several_sequences_beside_each_other_keeps_the_packed_kernel(
+def test_a_table_for_several_sequences_next_to_each_other_keeps_the_packed_kernel(
     kernels: Kernels, rotated: Callable[..., Any]
 ) -> None:
     from chunkgraph.megatron.features.packing.rope import packed_rope
@@ -284,26 +284,26 @@ def test_a_table_for_several_sequences_beside_each_other_keeps_the_packed_kernel
 
 @pytest.fixture
 def tables(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[torch.Tensor]]:
-    """The table of every call by row, which it does not keep alive."""
+    """Collect weak references to the table of every call by row."""
     from megatron.core.models.common.embeddings import rope_utils
 
-    found: list[weakref.ref[torch.Tensor]] = []
+    references: list[weakref.ref[torch.Tensor]] = []
 
     def watching(t: torch.Tensor, table: torch.Tensor, **options: Any) -> torch.Tensor:
-        found.append(weakref.ref(table))
+        references.append(weakref.ref(table))
         return kernels.plain(t, table, **options)
 
     monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", watching)
-    return found
+    return references
 
 
-def test_a_call_leaves_no_table_behind(
+def test_a_call_leaves_no_table(
     kernels: Kernels,
     rotated: Callable[..., Any],
     tables: list[weakref.ref[torch.Tensor]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nor do layers computed again, which share one, though each has a tensor of its own for it."""
+    """Recomputed layers share one table, though each has its own tensor of frequencies."""
     from torch.utils.checkpoint import checkpoint
 
     from chunkgraph.megatron.features.packing.rope import forget_rope_rows, packed_rope
@@ -334,21 +334,21 @@ def test_a_call_leaves_no_table_behind(
         forget_rope_rows(params)
         result.float().sum().backward()
         assert num_made == 2
-    # The result still holds its layers, and they the offsets.
+    # The result still holds its layers, which hold the offsets.
     assert len(tables) == 6
     assert all(table() is None for table in tables)
-    wanted = tokens.clone().requires_grad_()
-    result = wanted
+    other_leaf = tokens.clone().requires_grad_()
+    result = other_leaf
     for _ in range(3):
         result = kernels.packed(result, params.cu_seqlens_q, freqs) * 2
-    (expected,) = torch.autograd.grad(result.float().sum(), wanted)
+    (expected,) = torch.autograd.grad(result.float().sum(), other_leaf)
     assert torch.equal(leaf.grad, expected)
 
 
-def test_layers_with_tables_of_their_own_keep_one_at_a_time(
+def test_layers_with_different_tables_keep_one_at_a_time(
     rotated: Callable[..., Any], tables: list[weakref.ref[torch.Tensor]]
 ) -> None:
-    """In a backward, which computes them again one after the other."""
+    """In a backward that recomputes the layers one after the other."""
     from torch.utils.checkpoint import checkpoint
 
     from chunkgraph.megatron.features.packing.rope import forget_rope_rows, packed_rope
@@ -362,9 +362,9 @@ def test_layers_with_tables_of_their_own_keep_one_at_a_time(
             _, freqs = _drawn(64, 256, seed=layer)
 
             def turned(t: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
-                found = rotated(t, params.cu_seqlens_q, freqs) * 2
+                output = rotated(t, params.cu_seqlens_q, freqs) * 2
                 alive.append(sum(table() is not None for table in tables))
-                return found
+                return output
 
             result = checkpoint(turned, result, freqs, use_reentrant=True)
         forget_rope_rows(params)
@@ -383,7 +383,7 @@ def test_layers_with_tables_of_their_own_keep_one_at_a_time(
         ((512, 16, 512), False),
         ((4096, 64, 4096), True),
         ((4096, 2, 4096), False),
-        ((4096, 2, 8192), True),  # of two context-parallel ranks
+        ((4096, 2, 8192), True),  # for two context-parallel ranks
     ],
 )
 def test_where_it_pays(shape: tuple[int, int, int], does: bool) -> None:

@@ -1,11 +1,11 @@
 """Packed documents on real GPUs: every kind of model, context parallelism and pipelines.
 
-Each case has packings in every step that its capture never saw, other numbers of microbatches, and
-Transformer Engine's layers in bfloat16; it equals eager training on the same padded rows to the
-last bit. Attention alone is in `test_packed_gpu`, most of the hybrid models in `test_gpu_hybrid`.
+Every step of a case has other packings and numbers of microbatches than the capture. Layers are
+Transformer Engine's in bfloat16. Each case equals eager training on the same padded rows to the
+last bit. `test_packed_gpu` has attention alone, `test_gpu_hybrid` most of the hybrid models.
 
-Four ranks on two GPUs, eight on four or fewer: `NCCL_MULTI_RANK_GPU_ENABLE=1`, with a release of
-NCCL that knows it.
+Four ranks on two GPUs, or eight on four or fewer, need `NCCL_MULTI_RANK_GPU_ENABLE=1` and a
+release of NCCL that supports it.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ def make(
     num_packings: Callable[..., int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> Make:
-    """A case of one kind of model."""
+    """Return a function that makes a case of one kind of model."""
     if importlib.util.find_spec("transformer_engine") is None:
         pytest.skip("Transformer Engine is not installed")
     monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "support"))
     monkeypatch.setenv("MAMBA_DETERMINISTIC", "1")
-    made = importlib.import_module("packed_cases")
-    # Pieces for four ranks all have a token from 64 tokens on (docs/packed_sequences.md).
+    packed_cases = importlib.import_module("packed_cases")
+    # From 64 tokens on, all pieces for four ranks have a token (docs/packed_sequences.md).
     texts = {
         "short": write_documents(range(9, 110), 200),
         "longer": write_documents(range(64, 110), 200, "longer.txt"),
-        # Of one block or two.
+        # Documents of one block or two.
         "blocks": write_documents(range(9, 250), 200, "blocks.txt"),
     }
 
     def case(
         kind: str, counts: list[int], *options: dict[str, Any], text: str = "short"
     ) -> dict[str, Any]:
-        together = {name: value for given in options for name, value in given.items()}
-        found = made.gpu_case(texts[text], make_config, kind, counts, **together)
-        assert num_packings(found) > 3
-        return found
+        together = {name: value for part in options for name, value in part.items()}
+        result = packed_cases.gpu_case(texts[text], make_config, kind, counts, **together)
+        assert num_packings(result) > 3
+        return result
 
     return case
 
@@ -68,7 +68,7 @@ def _missing_kernels() -> str:
 
 
 def _check(results: dict[str, dict[str, Any]]) -> None:
-    """All steps but the first replay, each on documents of its own."""
+    """Check that all steps after the first replay, each on different documents."""
     for name, result in results.items():
         steps = result["steps"]
         assert [bool(s["replays"]) for s in steps] == [False] + [True] * (len(steps) - 1), name
@@ -126,7 +126,7 @@ def test_two_ranks(run_equal: Callable[..., Any], make: Make) -> None:
 def test_documents_that_share_no_block_on_two_ranks(
     run_equal: Callable[..., Any], make: Make
 ) -> None:
-    """Padding between them counts; Mamba's kernels have blocks of 128 rows."""
+    """Padding between documents counts; Mamba's kernels have blocks of 128 rows."""
     if missing := _missing_kernels():
         pytest.skip(missing)
     apart = {"packing": {"max_packed_tokens": 1024, "pad_seq_to_mult": 128}}
@@ -141,7 +141,7 @@ def test_documents_that_share_no_block_on_two_ranks(
 @pytest.mark.multigpu
 @pytest.mark.usefixtures("make")
 def test_hybrid_models_are_among_them() -> None:
-    """Skipped where they are left out of two and four ranks, to be seen."""
+    """Skipped to show that cases on two and four ranks leave them out."""
     if missing := _missing_kernels():
         pytest.skip(missing)
 
@@ -180,7 +180,7 @@ def test_eight_ranks(run_equal: Callable[..., Any], make: Make) -> None:
 def test_heads_that_share_keys_on_four_ranks(
     run_equal: Callable[..., Any], make: Make, text: str
 ) -> None:
-    """Of short documents they were not equal with CP 4 until padding was counted as theirs."""
+    """Short documents with CP 4 are equal only if their padding counts as tokens."""
     cases = {
         "cp4": make("grouped", _SHARED, _CP4, _CHUNK, text=text),
         "cp2_pp2": make("grouped", _FLYING, _BOTH, _CHUNK, text=text),

@@ -13,7 +13,7 @@ import torch
 pytestmark = [pytest.mark.gpu(in_process=True), pytest.mark.megatron]
 
 
-# With more, Transformer Engine takes its own kernel that is started for each row.
+# With more, Transformer Engine uses its own kernel that starts for each row.
 @pytest.mark.parametrize("num_empty", [24, 200])
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
 def test_the_plain_one_is_used_by_row_and_has_the_same_bits(
@@ -42,21 +42,21 @@ def test_the_plain_one_is_used_by_row_and_has_the_same_bits(
     ends = list(itertools.accumulate(lengths, initial=0))
     offsets = torch.tensor(ends + [ends[-1]] * num_empty, dtype=torch.int32).cuda()
     freqs = drawn(1024, 1, 1, 128) * 100
-    # Queries lie next to keys and values.
+    # Queries are next to keys and values in memory.
     wide, gradient = drawn(rows, 4, 3 * 128).bfloat16(), drawn(rows, 4, 128).bfloat16()
     for rank in range(cp_size):
-        found = []
+        results = []
         for is_ours in (False, True):
-            given = wide.clone().requires_grad_()
+            leaf = wide.clone().requires_grad_()
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(rope_utils, "fused_apply_rotary_pos_emb", counting)
                 with packed_rope() if is_ours else contextlib.nullcontext():
                     num_plain = 0
-                    result = rotated(given[..., :128], offsets, freqs, cp_size, rank)
+                    result = rotated(leaf[..., :128], offsets, freqs, cp_size, rank)
             assert num_plain == int(is_ours)
-            found.append([result, torch.autograd.grad(result, given, gradient)[0]])
+            results.append([result, torch.autograd.grad(result, leaf, gradient)[0]])
         assert all(
             torch.equal(a.view(torch.int16), b.view(torch.int16))
-            for a, b in zip(*found, strict=True)
+            for a, b in zip(*results, strict=True)
         )
     assert rope_utils.fused_apply_rotary_pos_emb_thd is own

@@ -39,7 +39,7 @@ def spec() -> str:
 
 @pytest.fixture
 def chunks(one_rank: Any, make_config: Any, spec: str, monkeypatch: Any) -> list[Any]:
-    """A GPTModel on packed sequences whose backward reads the offsets, as a GPU's kernels do."""
+    """Make a GPTModel on packed sequences whose backward reads the offsets, as on a GPU."""
     from chunkgraph.settings import config_from_mapping
     from chunkgraph.trainer.model import build_model
     from chunkgraph.trainer.setup import seed_everything
@@ -62,7 +62,7 @@ def chunks(one_rank: Any, make_config: Any, spec: str, monkeypatch: Any) -> list
 
 @pytest.fixture(params=["block", "chunk"])
 def graphs(chunks: list[Any], request: Any) -> Iterator[Any]:
-    """Graphs of two slots."""
+    """Make graphs of two slots."""
     from chunkgraph.megatron.attachment import attach
 
     attached = attach(chunks, scope=request.param, num_slots=[2], packing=SHAPE)
@@ -85,7 +85,7 @@ def test_packings_never_seen_at_capture(chunks: list[Any], graphs: Any) -> None:
 def test_no_table_of_rope_outlives_its_forward(
     chunks: list[Any], graphs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which the backward would find in the slot's memory, and the slot's next variant would not."""
+    """A kept table would be in the slot's memory, where the slot's next variant would lose it."""
     module = sys.modules["chunkgraph.megatron.features.packing.rope"]
     own, tables = module._rows, {}
     num_others: list[int] = []
@@ -106,7 +106,7 @@ def test_no_table_of_rope_outlives_its_forward(
 
 @pytest.mark.parametrize("spec", ["packed_shared_offsets"])
 def test_offsets_that_slots_share_give_wrong_gradients(chunks: list[Any], graphs: Any) -> None:
-    """Broken on purpose: what the tests above would look like with one buffer for all slots."""
+    """Broken on purpose: with one buffer for all slots the tests above fail."""
     from user_specs import SharedOffsetsCore
 
     run_step(graphs, chunks[0], PACKINGS[0])
@@ -120,7 +120,7 @@ def test_offsets_that_slots_share_give_wrong_gradients(chunks: list[Any], graphs
 
 
 def test_documents_know_nothing_of_each_other(chunks: list[Any], graphs: Any) -> None:
-    """Another text in one document: no loss of another changes, nor what it adds to a gradient."""
+    """Other tokens in one document change no loss of another one, and none of its gradients."""
     lengths = [7, 9, 4, 8]
     first = slice(7, 16)
 
@@ -149,7 +149,7 @@ def test_documents_know_nothing_of_each_other(chunks: list[Any], graphs: Any) ->
 
 
 def test_what_the_tail_holds_does_not_matter(chunks: list[Any], graphs: Any) -> None:
-    """Other tokens and labels behind the documents: equal losses of documents, equal gradients."""
+    """Other tokens and labels after the documents change no loss of theirs and no gradient."""
     lengths = [7, 9]
 
     def run(change: bool) -> dict[str, torch.Tensor]:
@@ -170,16 +170,16 @@ def test_what_the_tail_holds_does_not_matter(chunks: list[Any], graphs: Any) -> 
 
 @pytest.mark.parametrize("spec", ["packed_poisoned"])
 def test_a_poisoned_tail_reaches_nothing(chunks: list[Any], graphs: Any) -> None:
-    """NaN in every tail row of query, key and value: the same losses and gradients."""
+    """NaN in every tail row of query, key and value changes no loss or gradient."""
     from user_specs import PoisonedCore
 
     for packings in ([[10, 8], [5]], [[3, 1, 1], [20, 2]]):
-        found = run_step(graphs, chunks[0], packings)
-        assert all(value.isfinite().all() for value in found.values())
+        actual = run_step(graphs, chunks[0], packings)
+        assert all(value.isfinite().all() for value in actual.values())
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(PoisonedCore, "poison", 0.0)
             expected = run_eager(chunks[0], graphs, packings)
-        assert differing(found, expected) == []
+        assert differing(actual, expected) == []
     assert graphs.counters.replays == 2
 
 
@@ -190,12 +190,12 @@ def test_a_step_that_does_not_fit_runs_eagerly(chunks: list[Any], graphs: Any) -
     batches = [packed_batch(lengths, seed, larger) for seed, lengths in enumerate(too_many)]
     wrapped = graphs.wrap_forward_backward(lambda **_: run_flight(chunks[0], batches))
     graphs.announce(too_many)
-    found = wrapped(num_microbatches=2)
+    first = wrapped(num_microbatches=2)
     assert graphs.counters.captures == 0
     run_step(graphs, chunks[0], PACKINGS[1])
     assert graphs.counters.capture_sessions == 1
     again = wrapped(num_microbatches=2, packings=too_many)
-    assert differing(found, again) == []
+    assert differing(first, again) == []
     run_step(graphs, chunks[0], PACKINGS[2], misfit="a bad day")
     assert dict(graphs.counters.packing_overflows) == {"too many documents": 2, "a bad day": 1}
     expected = run_eager(chunks[0], graphs, PACKINGS[3])
@@ -205,7 +205,7 @@ def test_a_step_that_does_not_fit_runs_eagerly(chunks: list[Any], graphs: Any) -
 
 
 def test_sequences_no_longer_than_a_document_may_be(chunks: list[Any]) -> None:
-    """The tail is several sequences; as many rows as without the limit, and the same losses."""
+    """The tail has several sequences; rows and losses are as without the limit."""
     from chunkgraph.megatron.attachment import attach
 
     shape = PackedShape(6, 32, max_document_tokens=9)
@@ -219,15 +219,17 @@ def test_sequences_no_longer_than_a_document_may_be(chunks: list[Any]) -> None:
     graphs = attach(chunks, scope="block", num_slots=[2], packing=shape)
     try:
         for pair, one, other in zip(packings, plain, limited, strict=True):
-            made = batches(pair, shape)
-            assert made[0]["packed_seq_params"].max_seqlen_q == 9
-            assert made[0]["packed_seq_params"].cu_seqlens_q.numel() == 10
-            run = graphs.wrap_forward_backward(lambda made=made, **_: run_flight(chunks[0], made))
-            found = run(num_microbatches=2, packings=pair)
-            assert differing(found, other) == []
+            flight = batches(pair, shape)
+            assert flight[0]["packed_seq_params"].max_seqlen_q == 9
+            assert flight[0]["packed_seq_params"].cu_seqlens_q.numel() == 10
+            run = graphs.wrap_forward_backward(
+                lambda flight=flight, **_: run_flight(chunks[0], flight)
+            )
+            actual = run(num_microbatches=2, packings=pair)
+            assert differing(actual, other) == []
             for number, lengths in enumerate(pair):
                 name, end = f"losses {number}", sum(lengths)
-                torch.testing.assert_close(found[name][0, :end], one[name][0, :end])
+                torch.testing.assert_close(actual[name][0, :end], one[name][0, :end])
         assert graphs.counters.replays == 4
         wrapped = graphs.wrap_forward_backward(lambda **_: None)
         wrapped(num_microbatches=1, packings=[[10, 1]])
@@ -258,7 +260,7 @@ def test_what_differs_from_the_capture_is_named(chunks: list[Any], graphs: Any) 
         call(lambda p: setattr(p, "max_seqlen_kv", torch.tensor(32)))
 
 
-def test_steps_must_be_told_their_packings(chunks: list[Any], graphs: Any) -> None:
+def test_steps_must_know_their_packings(chunks: list[Any], graphs: Any) -> None:
     run = graphs.wrap_forward_backward(lambda **_: None)
     with pytest.raises(ConfigError, match="step has no packings"):
         run(num_microbatches=1)
@@ -274,18 +276,18 @@ def test_steps_must_be_told_their_packings(chunks: list[Any], graphs: Any) -> No
         run(num_microbatches=1, packings=[[4]])
 
 
-def test_ranks_of_different_shapes_are_told() -> None:
+def test_ranks_of_different_shapes_are_reported() -> None:
     from chunkgraph.megatron.features.packing.banks import PackedBanks
     from chunkgraph.megatron.features.packing.steps import StepPlans
 
-    asked: list[Any] = []
+    questions: list[Any] = []
 
     def first(values: Any) -> list[int]:
-        asked.append(list(values))
+        questions.append(list(values))
         return list(values)
 
     def second(values: Any) -> list[int]:
-        return [max(pair) for pair in zip(values, asked[0], strict=True)]
+        return [max(pair) for pair in zip(values, questions[0], strict=True)]
 
     StepPlans(PackedBanks([PackedShape(7, 32)]), 0, first)
     StepPlans(PackedBanks([PackedShape(7, 32)]), 1, second)
@@ -303,10 +305,10 @@ def test_ranks_of_different_shapes_are_told() -> None:
         (),
     ],
 )
-def test_rows_behind_the_last_offset_are_refused(
+def test_rows_after_the_last_offset_are_refused(
     chunks: list[Any], graphs: Any, names: tuple[str, ...]
 ) -> None:
-    """Megatron's unfused RoPE cannot take them; its kernel leaves such rows as they were."""
+    """Megatron's unfused RoPE cannot rotate them; its kernel leaves such rows unchanged."""
     from chunkgraph.megatron.features.packing.params import split_params
 
     batch = packed_batch([7, 5])
@@ -321,18 +323,18 @@ def test_rows_behind_the_last_offset_are_refused(
     if names:
         short = params.cu_seqlens_q_padded.clone()
         short[-1] -= 3
-        for name in names:  # one tensor in all of them
+        for name in names:  # one tensor in all fields
             setattr(params, name, short)
     ends_at = f"{names[0]} ends at 29" if names else "cu_seqlens_q ends at 12"
-    given = split_params(params, "chunk")
+    arguments = split_params(params, "chunk")
     with pytest.raises(ConfigError, match=rf"chunk 0.*{ends_at}, but there are 32 rows"):
-        check(first, input_ids=batch["input_ids"], **given)
+        check(first, input_ids=batch["input_ids"], **arguments)
     check(first, input_ids=None)  # not packed, and no token numbers
     check(first)
-    if is_whole:  # embedded by the caller
+    if is_whole:  # the caller embeds tokens
         with pytest.raises(ConfigError, match=rf"{ends_at}, but there are 32 rows"):
-            check(first, input_ids=None, decoder_input=torch.zeros(32, 1, 8), **given)
-    # A quarter of the rows on each of four ranks that share the microbatch.
+            check(first, input_ids=None, decoder_input=torch.zeros(32, 1, 8), **arguments)
+    # Each of four ranks that share the microbatch has a quarter of the rows.
     rows = {"input_ids": torch.zeros(1, 8)} if is_whole else {}
     part = torch.zeros(8, 1, 8) if first is not None else None
     whole = split_params(packed_batch([7, 5])["packed_seq_params"], "chunk")
@@ -342,7 +344,7 @@ def test_rows_behind_the_last_offset_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("packing", "found"),
+    ("packing", "seq_counts"),
     [
         (PackedShape(127, 2048), [127]),
         (PackedShape(256, 2048), [256, 128, 64]),
@@ -352,17 +354,17 @@ def test_rows_behind_the_last_offset_are_refused(
         (PackingOptions(PackedShape(256, 32), seq_buckets=(9,)), [256, 9]),
     ],
 )
-def test_graphs_for_fewer_sequences(chunks: list[Any], packing: Any, found: list[int]) -> None:
+def test_graphs_for_fewer_sequences(chunks: list[Any], packing: Any, seq_counts: list[int]) -> None:
     from chunkgraph.megatron.attachment import attach
 
     attached = attach(chunks, packing=packing)
-    assert [one.max_packed_seqs for one in attached.packed_shapes] == found
+    assert [one.max_packed_seqs for one in attached.packed_shapes] == seq_counts
     attached.detach()
 
 
 @pytest.fixture
 def seen(chunks: list[Any], monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many sequences attention was given, each time that it ran."""
+    """Record the number of sequences at each run of attention."""
     from user_specs import PackedCore
 
     seen: list[int] = []
@@ -381,7 +383,7 @@ def seen(chunks: list[Any], monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_offsets_of_the_most_sequences_are_cut(
     chunks: list[Any], seen: list[int], scope: Any, longest: int | None
 ) -> None:
-    """For graphs of fewer, and in eager steps; a microbatch may have its own number at once."""
+    """For graphs of fewer sequences and in eager steps; offsets may also have the final number."""
     from chunkgraph.megatron.attachment import attach
 
     shape = PackedShape(6, 32, max_document_tokens=longest)
@@ -403,8 +405,8 @@ def test_offsets_of_the_most_sequences_are_cut(
     }
     of_graphs = attached.counters.replays
     seen.clear()
-    run_step(attached, chunks[0], [[5, 5, 5, 5, 5], [7]], shape, misfit="told")
-    # Of two layers, and again where a backward computes them again.
+    run_step(attached, chunks[0], [[5, 5, 5, 5, 5], [7]], shape, misfit="a bad day")
+    # Two layers, and once more in a recomputing backward.
     assert seen == ([6 + extra] * 2 + [2 + extra] * 2) * 2
     expected = run_eager(chunks[0], attached, [[7], [20]], few)
     assert differing(run_step(attached, chunks[0], [[7], [20]], few), expected) == []
@@ -413,7 +415,7 @@ def test_offsets_of_the_most_sequences_are_cut(
 
 
 def test_another_length_of_the_decoder_is_refused(chunks: list[Any]) -> None:
-    """By it Megatron's stages receive, and others send as many rows as are packed."""
+    """Megatron's stages receive that many rows, while others send as many as are packed."""
     from chunkgraph.megatron.attachment import attach
 
     attached = attach(chunks, num_slots=[1], packing=SHAPE)
@@ -426,18 +428,18 @@ def test_another_length_of_the_decoder_is_refused(chunks: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("lengths", [[7, 5, 20], [4, 4, 4], [7, 5, 4, 3, 2]])
-def test_documents_that_a_step_was_not_told_are_not_lost(
+def test_documents_that_were_not_announced_are_not_lost(
     chunks: list[Any], lengths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where they fill the rows, and where they do not; a step is told one of them."""
+    """Documents that fill the rows or not; only one of them is announced."""
     from chunkgraph.megatron.attachment import attach
     from chunkgraph.megatron.features.packing.offset_cutter import OffsetCutter
 
     attached = attach(chunks, num_slots=[2], packing=PackingOptions(SHAPE, seq_buckets=(2,)))
     batch = packed_batch(lengths)
     run = attached.wrap_forward_backward(lambda **_: run_flight(chunks[0], [batch]))
-    said = r"chunk 0.*, microbatch 0: packed_seq_params.cu_seqlens_q.* has more than the 1 docum"
-    with pytest.raises(ConfigError, match=said):
+    message = r"chunk 0.*, microbatch 0: packed_seq_params.cu_seqlens_q.* has more than the 1 docum"
+    with pytest.raises(ConfigError, match=message):
         run(num_microbatches=1, packings=[[32]])
     run(num_microbatches=1, packings=[lengths])
     monkeypatch.setattr(OffsetCutter, "_refuse_lost", lambda *_: pytest.fail("the host waits"))

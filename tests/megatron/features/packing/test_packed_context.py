@@ -45,7 +45,7 @@ Case = Callable[..., dict[str, Any]]
 
 @pytest.fixture
 def text(write_documents: Callable[..., Path]) -> Path:
-    """Short documents, 3 to 23 bytes each."""
+    """Write short documents of 3 to 23 bytes."""
     return write_documents(range(2, 23))
 
 
@@ -57,13 +57,13 @@ def _drawn(text: Path, seed: int, size: int) -> list[tuple[int, ...]]:
 
 
 def _seed_of_equal_draws(text: Path) -> int:
-    """One with which padding keeps no document out, so that all sizes train on the same ones."""
+    """Return a seed whose documents all fit with padding, so that all sizes train on the same."""
     return next(s for s in range(10000) if _drawn(text, s, 1) == _drawn(text, s, _SIZE))
 
 
 @pytest.fixture
 def make_case(make_config: Callable[..., Any], text: Path) -> Case:
-    """A run on these documents."""
+    """Return a function that makes a run on these documents."""
 
     def make(
         counts: list[int],
@@ -104,9 +104,9 @@ def _check(results: dict[str, dict[str, Any]], overflows: dict[str, int] | None 
     for name, result in results.items():
         steps = result["steps"]
         assert len({s["loss_chunk_hex"] for s in steps}) == len(steps), name
-        found = [s for s in steps[1:] if s["fallbacks"] == {"packing overflow": 1}]
-        assert len(found) == (overflows or {}).get(name, 0), name
-        assert all(s["replays"] for s in steps[1:] if s not in found), name
+        overflow_steps = [s for s in steps[1:] if s["fallbacks"] == {"packing overflow": 1}]
+        assert len(overflow_steps) == (overflows or {}).get(name, 0), name
+        assert all(s["replays"] for s in steps[1:] if s not in overflow_steps), name
 
 
 @pytest.mark.every_release
@@ -126,7 +126,7 @@ def test_graphs_equal_eager(
     ]
     assert sorted(set(is_too_long[1:])) == [False, True]
     cases = {
-        # Attention of these rows is also part of the others.
+        # The other cases have attention of these rows too.
         **once(
             {
                 "chunk": make_case([2, 3], model={"hidden_dropout": 0.1}, verify="shadow"),
@@ -134,7 +134,7 @@ def test_graphs_equal_eager(
                     [2, 3, 1], spec="split_specs:split_poisoned", scope="block", verify="poison"
                 ),
                 "overflow": make_case([2, 3, 1, 2, 3, 1], seqs=4, **_ONE_LAYER),
-                # Padding between documents counts there; behind them all is NaN.
+                # Padding between documents counts; NaN fills the rows after them.
                 "grouped": {
                     **make_case([2, 3], spec="split_specs:split_poisoned", verify="poison"),
                     "transformer_options": {"num_query_groups": 2},
@@ -143,7 +143,7 @@ def test_graphs_equal_eager(
         ),
         "experts": make_case([2, 3], moe=_EXPERTS, verify="poison", **_WITH_EXPERTS),
         "hybrid": make_case([2, 3], verify="poison", **_HYBRID),
-        # Of a multiple of 12 rows each, with padding that counts.
+        # Documents have multiples of 12 rows, with padding that counts.
         "apart": make_case([2, 3], verify="poison", multiple=6, **_HYBRID),
     }
     assert num_packings(cases["apart"]) > 2
@@ -161,9 +161,9 @@ def test_a_pipeline(run_equal: Callable[..., Any], make_case: Case) -> None:
             pipeline_model_parallel_size=2,
             virtual_pipeline_model_parallel_size=2,
         ),
-        # Lengths are the packings', and stages receive them as without context parallelism.
+        # Buckets have lengths of packings, which stages receive as without context parallelism.
         "pp2_buckets": make_case([2, 1, 3], buckets=(0.5, 40), pipeline_model_parallel_size=2),
-        # Ranks that share a group of heads, which all of them then have.
+        # Ranks share a group of heads, so each of them has it.
         "hybrid_pp2": make_case(
             [3, 1],
             pipeline_model_parallel_size=2,
@@ -186,7 +186,7 @@ def test_a_pipeline(run_equal: Callable[..., Any], make_case: Case) -> None:
         ),
         "cp4": make_case([2, 3], size=4, **_ONE_LAYER),
         "hybrid_cp4": make_case([2, 3], size=4, verify="poison", **_HYBRID),
-        # Shared by data-parallel ranks, each of which shares its documents with another rank.
+        # Data-parallel ranks share experts, and each shares its documents with another rank.
         "ep2": make_case(
             [2, 3],
             moe={**_EXPERTS, "moe_router_load_balancing_type": "seq_aux_loss"},
@@ -207,18 +207,18 @@ def test_a_pipeline(run_equal: Callable[..., Any], make_case: Case) -> None:
 def test_four_ranks_share_documents_in_a_pipeline(
     run_equal: Callable[..., Any], make_case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Eight ranks; experts share documents in a pipeline of four, in `test_a_pipeline`."""
+    """Eight ranks. `test_a_pipeline` has experts in a pipeline of four."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "support"))
-    made = importlib.import_module("packed_cases")
+    packed_cases = importlib.import_module("packed_cases")
     shape = {"size": 4, "pipeline_model_parallel_size": 2}
     pattern = {"hybrid_layer_pattern": "M*-M", "num_layers": 4}
     hybrid = {**_HYBRID, "model": {**_HYBRID["model"], **pattern}}
-    latent = make_case([2, 1], spec="split_specs:split_latent", model=made.NORMS, **shape)
+    latent = make_case([2, 1], spec="split_specs:split_latent", model=packed_cases.NORMS, **shape)
     cases = {
         "hybrid": make_case([2, 1], **hybrid, **shape),
     }
-    if made.HAS_LATENT:
-        cases["latent"] = {**latent, "transformer_options": made.SMALL_LATENT}
+    if packed_cases.HAS_LATENT:
+        cases["latent"] = {**latent, "transformer_options": packed_cases.SMALL_LATENT}
     _check(run_equal(cases, 8, timeout_s=180.0))
 
 
@@ -240,11 +240,11 @@ def _check_experts(result: dict[str, Any]) -> None:
         assert len(step["expert_metrics"]) == 2
 
 
-# Once, not for each Megatron: which rows a rank has is not Megatron's choice.
+# Not for each release: Megatron does not choose the rows of a rank.
 def test_sharing_documents_changes_rounding_alone(
     run_equal: Callable[..., Any], make_case: Case, text: Path
 ) -> None:
-    """The same documents on one rank, without padding between them."""
+    """Compare with the same documents on one rank, without padding between them."""
     seed = _seed_of_equal_draws(text)
     assert any(length % 4 for lengths in _drawn(text, seed, 1) for length in lengths)
     moe = {**_EXPERTS, "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None}

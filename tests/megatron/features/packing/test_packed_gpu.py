@@ -1,8 +1,8 @@
-"""Packed documents through Transformer Engine's layers on real GPUs; equal to eager.
+"""Packed documents through Transformer Engine's layers on real GPUs equal eager.
 
 Sequences are short and few: under `NVTE_ALLOW_NONDETERMINISTIC_ALGO=0` Transformer Engine has no
-attention on Hopper for `sequences * heads * longest**2` of 2**30 or more, and what it has takes
-some hundred bytes of workspace for each.
+attention on Hopper for `sequences * heads * longest**2` of 2**30 or more, and its kernels take some
+hundred bytes of workspace for each.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 Case = Callable[..., dict[str, Any]]
 
 _UNFUSED = {"apply_rope_fusion": False}
-# So many that the fused kernel is started by row; `test_gpu_rope` shows that it is.
+# Enough for the fused kernel to start by row, as `test_gpu_rope` shows.
 _MANY = {"max_packed_seqs": 80, "seq_buckets": []}
 _CASES = {
     "fused_rope_block": ({}, {"scope": "block", "verify": "poison"}, {}),
@@ -42,7 +42,7 @@ _CASES = {
             "recompute_num_layers": 1,
         },
     ),
-    # Eager training then has Transformer Engine's own kernel for each row.
+    # Eager training then uses Transformer Engine's own kernel by row.
     "rope_by_row_of_300": (
         {"max_packed_seqs": 300, "seq_buckets": []},
         {"scope": "chunk", "verify": "poison"},
@@ -78,7 +78,7 @@ def _case(
     options: dict[str, Any],
     **pipeline: Any,
 ) -> dict[str, Any]:
-    """A model of bfloat16 on documents of 30 to 150 tokens: two to seven in 256."""
+    """Make a bfloat16 model on documents of 30 to 150 tokens: two to seven in 256."""
     config = make_config(
         model={
             "layer_spec": "transformer_engine",
@@ -105,16 +105,16 @@ def make_case(make_config: Callable[..., Any], write_documents: Callable[..., Pa
 
 
 def _shared(size: int) -> dict[str, Any]:
-    """Sizes for documents on several ranks.
+    """Return sizes for documents on several ranks.
 
-    cuDNN up to 9.15 is not captured where half of a rank's part of the longest sequence is no
+    cuDNN up to 9.15 cannot be captured if half of a rank's part of the longest sequence is no
     multiple of 128.
     """
     return {"max_packed_seqs": 16, "max_packed_tokens": 256 * size}
 
 
 def _has_own_kernel(num_seqs: int, num_tokens: int) -> bool:
-    """Whether Transformer Engine starts RoPE for each row, on a rank that has 256 of them."""
+    """Return whether Transformer Engine starts RoPE by row on a rank with 256 rows."""
     from chunkgraph.megatron.features.packing.fused_rope import blocks_spared
 
     return blocks_spared(256, num_seqs, num_tokens + 1) >= 1 << 16
@@ -142,7 +142,7 @@ def test_one_gpu(run_equal: Callable[..., Any], make_case: Case) -> None:
 @pytest.mark.megatron
 @pytest.mark.timeout(300)
 def test_sliding_window(run_equal: Callable[..., Any], make_case: Case) -> None:
-    """Narrower than most documents: tokens see the 40 before them."""
+    """The window is narrower than most documents: tokens see the 40 before them."""
     options = {"window_size": [40, 0]}
     cases = {
         "block": make_case([2, 3, 1, 4], {}, {"scope": "block", "verify": "poison"}, options),
@@ -160,7 +160,7 @@ def test_sliding_window(run_equal: Callable[..., Any], make_case: Case) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
 def test_fp8(run_equal: Callable[..., Any], make_case: Case, recipe: str) -> None:
-    """Several graphs of a slot go on from each other's scales; cached weights are theirs all."""
+    """A slot's graphs continue from each other's scales and share cached weights."""
     options = {"fp8": "hybrid", "fp8_recipe": recipe}
     packing = {"buckets": [0.5], "seq_buckets": [3, 5]}
     cases = {
@@ -180,8 +180,8 @@ def test_fp8(run_equal: Callable[..., Any], make_case: Case, recipe: str) -> Non
 def test_offsets_for_the_most_sequences_are_cut(
     run_equal: Callable[..., Any], make_case: Case, write_documents: Callable[..., Path]
 ) -> None:
-    """Eager training has them as they are, with 80 sequences; graphs with 32, or 3 and 5 and 80."""
-    made = {
+    """Eager training keeps them, for 80 sequences; graphs have 32, or 3, 5 and 80."""
+    cases_of_kinds = {
         "by_default": make_case([2, 3, 1, 4], {"max_packed_seqs": 80}, {"scope": "chunk"}, {}),
         "several": make_case(
             [2, 3, 1, 4],
@@ -190,7 +190,7 @@ def test_offsets_for_the_most_sequences_are_cut(
             {},
         ),
         "unfused": make_case([2, 3, 1, 4], {"max_packed_seqs": 80}, {"scope": "chunk"}, _UNFUSED),
-        # What is behind the documents is in several without a token, none longer than that.
+        # The rows after the documents form several sequences without a token, none above the limit.
         "limited": make_case(
             [2, 3, 1, 4],
             {"max_packed_seqs": 80, "max_document_tokens": 128},
@@ -199,8 +199,8 @@ def test_offsets_for_the_most_sequences_are_cut(
         ),
     }
     shorter = write_documents(range(29, 120), 200, "shorter.txt")
-    made["limited"]["config"]["data"]["path"] = str(shorter)
-    cases = {name: {**case, "offsets": "most"} for name, case in made.items()}
+    cases_of_kinds["limited"]["config"]["data"]["path"] = str(shorter)
+    cases = {name: {**case, "offsets": "most"} for name, case in cases_of_kinds.items()}
     results = run_equal(cases, 1, timeout_s=280.0)
     _check(results)
     for name in ("by_default", "unfused", "limited"):
@@ -213,7 +213,7 @@ def test_offsets_for_the_most_sequences_are_cut(
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("vpp", [None, 2])
 def test_two_gpus(run_equal: Callable[..., Any], make_case: Case, vpp: int | None) -> None:
-    """Every microbatch in flight has offsets of its own: with a shared buffer gradients differ."""
+    """Every microbatch in flight has its own offsets: with a shared buffer gradients differ."""
     cases = {
         name: make_case(
             [4, 2, 6],
@@ -230,7 +230,7 @@ def test_two_gpus(run_equal: Callable[..., Any], make_case: Case, vpp: int | Non
 @pytest.mark.megatron
 @pytest.mark.timeout(300)
 def test_two_gpus_share_documents(run_equal: Callable[..., Any], make_case: Case) -> None:
-    """Padding between documents, whose lengths are no multiples of four."""
+    """There is padding between documents, whose lengths are no multiples of four."""
     cases = {
         name: make_case(
             [2, 3, 1],
@@ -240,7 +240,7 @@ def test_two_gpus_share_documents(run_equal: Callable[..., Any], make_case: Case
         )
         for name in ("fused_rope_block", "fused_rope_chunk", "unfused_rope_chunk")
     }
-    # With the more of them eager training has Transformer Engine's own kernel for each row.
+    # With the larger number eager training uses Transformer Engine's own kernel by row.
     assert _has_own_kernel(140, _shared(2)["max_packed_tokens"])
     for num_seqs in (48, 140):
         many = {**_shared(2), "max_packed_seqs": num_seqs, "seq_buckets": []}
@@ -275,10 +275,10 @@ def test_four_gpus_share_documents(run_equal: Callable[..., Any], make_case: Cas
 
 @pytest.mark.gpu
 def test_ranks_hold_the_rows_that_transformer_engine_gives_them() -> None:
-    """Its kernels take for granted which rows of a document a rank has."""
+    """Its kernels assume which rows of a document a rank has."""
     import torch
 
-    importlib.import_module("transformer_engine.pytorch")  # which finds the library
+    importlib.import_module("transformer_engine.pytorch")  # the import finds the library
     tex = importlib.import_module("transformer_engine_torch")
     from chunkgraph.packing import PackedShape, pack
 

@@ -20,13 +20,15 @@ def make(
     write_documents: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[..., dict[str, Any]]:
-    """A run of two layers on documents of 3 to 23 bytes."""
+    """Return a function that makes a run of two layers on documents of 3 to 23 bytes."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "support"))
-    made = importlib.import_module("packed_cases")
-    if not made.HAS_LATENT:
+    packed_cases = importlib.import_module("packed_cases")
+    if not packed_cases.HAS_LATENT:
         pytest.skip("this release's multi-latent attention cannot be built on a CPU")
     text = write_documents(range(2, 23))
-    return lambda kind, counts, **more: made.cpu_case(text, make_config, kind, counts, **more)
+    return lambda kind, counts, **more: packed_cases.cpu_case(
+        text, make_config, kind, counts, **more
+    )
 
 
 def _check(results: dict[str, dict[str, Any]]) -> None:
@@ -48,7 +50,7 @@ def test_one_rank(run_equal: Callable[..., Any], make: Callable[..., dict[str, A
 
 
 def test_two_ranks(run_equal: Callable[..., Any], make: Callable[..., dict[str, Any]]) -> None:
-    """Two stages; and two ranks that share every document."""
+    """Two stages, and two ranks that share every document."""
     chunk = {"capture": {"scope": "chunk"}}
     cases = {
         "pp2": make("latent", [3, 1, 2], **chunk, **_PP2),

@@ -1,4 +1,4 @@
-"""Megatron's parameters of packed sequences, without a model: in pieces, made, and refused."""
+"""Megatron's parameters of packed sequences without a model: split, joined, made, refused."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def test_pieces_come_together_as_they_were(one_rank: Any) -> None:
     offsets = torch.tensor([0, 3, 8], dtype=torch.int32)
     params = PackedSeqParams("thd", offsets, offsets, None, offsets.clone(), 8, 8)
     params.more = "more"
-    given = split_params(params, "rank 0")
-    assert sum(isinstance(value, torch.Tensor) for value in given.values()) == 2
-    given["other"] = 1
-    join_params(given)
-    again = given.pop("packed_seq_params")
-    assert given == {"other": 1}
+    arguments = split_params(params, "rank 0")
+    assert sum(isinstance(value, torch.Tensor) for value in arguments.values()) == 2
+    arguments["other"] = 1
+    join_params(arguments)
+    again = arguments.pop("packed_seq_params")
+    assert arguments == {"other": 1}
     assert type(again) is PackedSeqParams
     assert again.cu_seqlens_q is again.cu_seqlens_kv
     assert again.cu_seqlens_q.data_ptr() == offsets.data_ptr()
@@ -52,7 +52,7 @@ def test_a_shape_for_another_context_parallel_size_is_refused() -> None:
 
 
 def test_labels_of_other_documents_are_refused() -> None:
-    """Megatron rolls labels by the offsets of tokens, as if they were those of rows."""
+    """Megatron rolls labels by the offsets of tokens as if they were offsets of rows."""
     from chunkgraph.megatron.features.packing.params import refuse_predictions_over_padding
 
     predicts = SimpleNamespace(mtp_num_layers=1)
@@ -66,7 +66,7 @@ def test_labels_of_other_documents_are_refused() -> None:
 
 
 @pytest.mark.parametrize("counts_padding", [False, True])
-def test_attention_is_told_of_tokens_rows_and_padding(counts_padding: bool) -> None:
+def test_attention_gets_tokens_rows_and_padding(counts_padding: bool) -> None:
     from chunkgraph.megatron.features.packing.params import make_params
 
     shape = PackedShape(4, 32, context_parallel_size=2, counts_padding=counts_padding)

@@ -1,4 +1,4 @@
-"""Packed rotary embedding on the device against Megatron's own, which reads offsets on the host."""
+"""Packed rotary embedding on the device equals Megatron's, which reads offsets on the host."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _group(size: int, rank: int) -> Any:
 
 
 def _inputs(num_freqs: int, num_rows: int = 48) -> list[torch.Tensor]:
-    """Tokens, frequencies, and the gradient of the result."""
+    """Draw tokens, frequencies, and the gradient of the result."""
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randn(num_rows, 2, 12, generator=generator).requires_grad_()
     freqs = torch.randn(num_freqs, 1, 1, 8, generator=generator)
@@ -35,7 +35,7 @@ def _inputs(num_freqs: int, num_rows: int = 48) -> list[torch.Tensor]:
 def _rotated(
     inputs: list[torch.Tensor], offsets: torch.Tensor, group: Any, **options: Any
 ) -> list[torch.Tensor]:
-    """Megatron's ``apply_rotary_pos_emb``: the result and the gradient of the tokens."""
+    """Run Megatron's ``apply_rotary_pos_emb``; return the result and the tokens' gradient."""
     from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 
     tokens, freqs, gradient = inputs
@@ -50,7 +50,7 @@ def _rotated(
 
 
 @pytest.mark.parametrize("offsets", _OFFSETS.values(), ids=_OFFSETS)
-@pytest.mark.parametrize("num_freqs", [48, 64], ids=["whole-pack", "each-anew"])
+@pytest.mark.parametrize("num_freqs", [48, 64], ids=["whole-pack", "each-document"])
 @pytest.mark.parametrize(("size", "rank"), [(1, 0), (2, 0), (2, 1)])
 @pytest.mark.parametrize(
     "options",
@@ -70,12 +70,12 @@ def test_equal_to_megatrons_own(
     inputs = _inputs(num_freqs, 48 // size)
     try:
         expected = _rotated(inputs, table, group, **options)
-    except RuntimeError as error:  # 0.19 turns no document of no rows, interleaved
+    except RuntimeError as error:  # 0.19 cannot rotate a document without rows, interleaved
         assert "interleaved" in str(options) and "0 elements" in str(error)  # noqa: PT018, PT017
         return
     with packed_rope():
-        found = _rotated(inputs, table, group, **options)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        actual = _rotated(inputs, table, group, **options)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
     assert expected[1].any()
 
 
@@ -88,13 +88,13 @@ def test_one_capture_serves_all_offsets(one_rank: Any) -> None:
     static = torch.tensor(padded["one"], dtype=torch.int32)
     inputs, group = _inputs(48), _group(1, 0)
     with packed_rope(), backend.capture("rope", pool, ()) as graph:
-        found = _rotated(inputs, static, group)
+        actual = _rotated(inputs, static, group)
     for name, offsets in padded.items():
         static.copy_(torch.tensor(offsets, dtype=torch.int32))
         graph.replay()
-        # Megatron's own must not find what the capture left with its offsets.
+        # Megatron's embedding must not see the table that the capture kept with its offsets.
         expected = _rotated(inputs, static.clone(), group)
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), name
+        assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True)), name
     graph.release()
 
 

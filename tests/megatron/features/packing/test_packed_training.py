@@ -1,4 +1,4 @@
-"""Whole jobs on packed documents: chunk graphs against eager training, to the last bit."""
+"""Whole jobs on packed documents: chunk graphs equal eager training to the last bit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Case = Callable[..., dict[str, Any]]
 
 @pytest.fixture
 def make_case(make_config: Callable[..., Any], write_documents: Callable[..., Path]) -> Case:
-    """A run on a text of short documents, 3 to 24 bytes each: two to seven in a microbatch."""
+    """Make a run on documents of 3 to 24 bytes, two to seven in a microbatch."""
     path = write_documents(range(2, 23))
 
     def make(
@@ -70,7 +70,7 @@ def make_case(make_config: Callable[..., Any], write_documents: Callable[..., Pa
 def _check(
     results: dict[str, dict[str, Any]], overflows: dict[str, list[int]] | None = None
 ) -> None:
-    """Eager in the first step and where told; all others replay."""
+    """Check that the first step and those of ``overflows`` are eager, and all others replay."""
     for name, result in results.items():
         steps = result["steps"]
         assert len({s["loss_chunk_hex"] for s in steps}) == len(steps), name
@@ -89,7 +89,7 @@ def _check(
 @pytest.mark.megatron
 def test_one_rank(run_equal: Callable[..., Any], make_case: Case, once: Callable[..., Any]) -> None:
     cases = {
-        # The same layers, but for what is between them.
+        # The same layers, without the parts of a chunk between them.
         **once({"block": make_case([2, 3, 1, 4], scope="block", verify="poison")}),
         "chunk": make_case([2, 3, 1, 4], model={"hidden_dropout": 0.1}, verify="shadow"),
         "positions": make_case(
@@ -99,12 +99,12 @@ def test_one_rank(run_equal: Callable[..., Any], make_case: Case, once: Callable
     _check(run_equal(cases, 1))
 
 
-# From here on tests that are not marked `megatron` run once: what they show is the engine's and the
-# packings' own, and Megatron's part in it is that of the marked ones.
+# The following tests without a `megatron` marker run once: they cover the engine and packings, and
+# the marked tests cover Megatron's part.
 
 
 def test_the_probe_of_host_reads(run_cases: Callable[..., Any], make_case: Case) -> None:
-    """What `test_packed_gpu` watches; the recorder itself refuses host reads in captures."""
+    """`test_packed_gpu` uses this probe; on a CPU the recorder refuses host reads in captures."""
     case = {**make_case([2, 3, 2]), "probe": "packed"}
     result = run_cases({"probe": case}, 1)["probe"]
     assert result["replays"] == 5
@@ -113,7 +113,7 @@ def test_the_probe_of_host_reads(run_cases: Callable[..., Any], make_case: Case)
 
 @pytest.mark.megatron
 def test_two_ranks(run_equal: Callable[..., Any], make_case: Case) -> None:
-    """Pipelines, whose ranks have two to four microbatches in flight."""
+    """Pipelines whose ranks have two to four microbatches in flight."""
     recompute = {"recompute_granularity": "selective"}
     cases = {
         "pp2_block": make_case([3, 1, 5], scope="block", pp=2),
@@ -125,7 +125,7 @@ def test_two_ranks(run_equal: Callable[..., Any], make_case: Case) -> None:
 
 
 def test_overflow_on_one_of_two_pipelines(run_equal: Callable[..., Any], make_case: Case) -> None:
-    """Documents that do not fit come to one data-parallel rank in the middle of the run."""
+    """One data-parallel rank gets documents that do not fit in the middle of the run."""
     from chunkgraph.data import Documents
     from chunkgraph.settings import config_from_mapping
 
@@ -137,18 +137,18 @@ def test_overflow_on_one_of_two_pipelines(run_equal: Callable[..., Any], make_ca
         [any(len(documents.lengths(step, m, rank)) > 4 for m in range(count)) for rank in (0, 1)]
         for step, count in enumerate(counts)
     ]
-    # Once before the capture, which then waits, and once after it.
+    # One before the capture, which then waits, and one after it.
     assert [ranks for ranks in too_many if any(ranks)] == [[False, True]] * 2
     overflows = [step for step, ranks in enumerate(too_many) if any(ranks)]
     assert overflows == [1, 5]
     _check(run_equal(cases, 4), {"dp2_pp2": overflows})
 
 
-_BUCKETS = (12, 0.75, 42)  # of 48 tokens: 12 is never enough, and captured all the same
+_BUCKETS = (12, 0.75, 42)  # in rows of 48 tokens: 12 is never enough, but captured
 
 
 def _lengths(case: dict[str, Any]) -> set[int]:
-    """Which of the buckets the microbatches of a run belong to."""
+    """Return the buckets of a run's microbatches."""
     from chunkgraph.data import Documents
     from chunkgraph.megatron.features.packing.banks import PackedBanks
     from chunkgraph.settings import config_from_mapping
@@ -187,7 +187,7 @@ def test_length_buckets(run_equal: Callable[..., Any], make_case: Case) -> None:
     assert _lengths(cases["block"]) == {36, 42, 48}
     results = run_equal(cases, 1)
     _check(results)
-    # One slot, in as many banks.
+    # One slot with as many banks.
     captures = {name: result["steps"][1]["captures"] for name, result in results.items()}
     assert captures == {"block": 4, "chunk": 4, "sequences": 6, "cut": 6}
     assert results["cut"]["replays_of_bank"] == results["sequences"]["replays_of_bank"]
@@ -198,7 +198,7 @@ def test_length_buckets(run_equal: Callable[..., Any], make_case: Case) -> None:
 
 
 def test_documents_that_are_too_long(run_equal: Callable[..., Any], make_case: Case) -> None:
-    """Their steps are eager; the others have graphs of sequences no longer than allowed."""
+    """Their steps are eager; graphs have sequences within the limit."""
     from chunkgraph.data import Documents
 
     counts, longest = [2, 3, 1, 4, 2, 3, 1], 22
@@ -224,7 +224,7 @@ def test_documents_that_are_too_long(run_equal: Callable[..., Any], make_case: C
 
 
 def test_length_buckets_on_two_ranks(run_equal: Callable[..., Any], make_case: Case) -> None:
-    """Stages receive tensors of several lengths, into slots and elsewhere; experts are shared."""
+    """Stages receive tensors of several lengths, into slots and elsewhere; ranks share experts."""
     cases = {
         "pp2": make_case(
             [3, 1, 5], pp=2, model={"num_layers": 2}, buckets=(0.75, 42), seq_buckets=(4,)
@@ -258,7 +258,7 @@ _SPARSE = {"layer_spec": "user_specs:packed_experts", "swiglu": True, "num_layer
 
 @pytest.mark.megatron
 def test_experts_on_two_ranks(run_equal: Callable[..., Any], make_case: Case) -> None:
-    """Also where only one of the ranks that share the experts has documents that do not fit."""
+    """Also if only one of the ranks that share experts has documents that do not fit."""
     biased = {
         **_EXPERTS,
         "moe_expert_capacity_factor": 2.0,
@@ -290,8 +290,8 @@ _ROOMY = {**_EXPERTS, "moe_expert_capacity_factor": 2.0}
 _STASH = {"enabled": True, "page_bytes": 512}
 
 
-def _check_run_anew(results: dict[str, dict[str, Any]], reruns: dict[str, list[str]]) -> None:
-    """Everything equal; steps were run again for these reasons; the last step replays."""
+def _check_reruns(results: dict[str, dict[str, Any]], reruns: dict[str, list[str]]) -> None:
+    """Check equality, the reasons of reruns, and that the last step replays."""
     for name, result in results.items():
         equal = ("loss_equal", "grad_norm_equal", "expert_metrics_equal")
         wrong = [s for s in result["steps"] if not all(s[key] for key in equal)]
@@ -304,8 +304,8 @@ def _check_run_anew(results: dict[str, dict[str, Any]], reruns: dict[str, list[s
 
 
 @pytest.mark.megatron
-def test_experts_that_stash_or_run_anew(run_cases: Callable[..., Any], make_case: Case) -> None:
-    """A step that is run again has the packings, buckets and misfit that were announced of it."""
+def test_experts_that_stash_or_run_again(run_cases: Callable[..., Any], make_case: Case) -> None:
+    """A step that runs again keeps the announced packings, buckets and misfit."""
     short = {**_STASH, "initial_bytes": 2048}
     drops = {**_EXPERTS, "token_drops": "rerun"}
     cases = {
@@ -314,12 +314,12 @@ def test_experts_that_stash_or_run_anew(run_cases: Callable[..., Any], make_case
         "buckets": make_case([2, 3, 2], moe=_ROOMY, model=_SPARSE, stash=short, buckets=(0.75,)),
     }
     results = run_cases(cases, 1, timeout_s=120.0)
-    _check_run_anew(results, {"rerun": ["expert capacity"], "buckets": ["stash pages"]})
+    _check_reruns(results, {"rerun": ["expert capacity"], "buckets": ["stash pages"]})
     assert results["stash"]["stash_bytes"] < results["stash"]["bytes_without_stash"]
 
 
 def test_experts_that_stash_on_two_ranks(run_cases: Callable[..., Any], make_case: Case) -> None:
-    """Packings that do not fit, on one rank, among steps whose pages run out, on one rank."""
+    """On one rank packings do not fit in some steps, and pages run out in others."""
     few = {**_STASH, "initial_bytes": 2048, "max_recaptures": 1}
     deep = {**_SPARSE, "num_layers": 4}
     cases = {
@@ -335,7 +335,7 @@ def test_experts_that_stash_on_two_ranks(run_cases: Callable[..., Any], make_cas
         ),
     }
     results = run_cases(cases, 2, timeout_s=120.0)
-    _check_run_anew(results, {"ep2": ["stash pages"]})
+    _check_reruns(results, {"ep2": ["stash pages"]})
     assert results["ep2"]["steps"][1]["fallbacks"] == {"packing overflow": 1}
 
 
@@ -343,7 +343,7 @@ def test_experts_that_stash_on_two_ranks(run_cases: Callable[..., Any], make_cas
 def test_experts_of_split_sequences_in_a_pipeline(
     run_equal: Callable[..., Any], make_case: Case
 ) -> None:
-    """PP 2 x TP 2: every tensor-parallel rank has its part of the padding, on both stages."""
+    """PP 2 x TP 2: every tensor-parallel rank has its part of the padding on both stages."""
     case = make_case(
         [2, 1],
         pp=2,

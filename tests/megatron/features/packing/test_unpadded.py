@@ -1,10 +1,10 @@
-"""Padding does not change the mathematics: graphs on padded rows next to plain eager training.
+"""Padding does not change the mathematics: graphs on padded rows against plain eager training.
 
-Plain means Megatron as it is, on rows without padding and offsets of the documents alone. Both
-begin every step from the same parameters. The rows of a matrix product differ, so that kernels may
-add up in another order: equal but for rounding, by how much is said here. Experts have room for
-all tokens: these texts have many equal ones, and which of them is dropped is nobody's promise
-(`test_packed_moe` has dropped tokens, of texts without equal ones).
+Plain means unmodified Megatron, on rows without padding and with the documents' offsets. Both begin
+every step from the same parameters. Matrix products have other numbers of rows, so kernels may add
+up in another order: results are equal up to the limits of rounding below. Experts have room for all
+tokens: these texts have many equal ones, and nothing defines which of them is dropped.
+`test_packed_moe` has dropped tokens, in texts without equal ones.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import pytest
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(300)]
 
-# Of a loss, and of a gradient as a part of its length. On a CPU in float32.
+# Limits for a loss, and for a gradient relative to its norm. On a CPU in float32.
 _CPU_LOSS, _CPU_GRADIENT = 1e-6, 1e-5
-# bfloat16 has 8 bits: a product that is rounded otherwise differs by 2^-8, a gradient adds up many.
-# And a token whose second and third expert score nearly the same may go to the other.
+# bfloat16 has 8 bits: another rounding of a product differs by 2^-8; a gradient adds up many.
+# Also, a token whose second and third expert score nearly the same may change its expert.
 _GPU_LOSS, _GPU_GRADIENT, _GPU_GRADIENT_OF_EXPERTS = 2e-4, 2e-2, 2e-2
 
 
@@ -57,23 +57,30 @@ def test_on_a_cpu(
     make_config: Callable[..., Any],
     write_documents: Callable[..., Path],
 ) -> None:
-    made = importlib.import_module("packed_cases")
+    packed_cases = importlib.import_module("packed_cases")
     text = write_documents(range(2, 23))
-    kinds = ["attention", "grouped", "roomy_experts", *(["latent"] if made.HAS_LATENT else [])]
+    kinds = [
+        "attention",
+        "grouped",
+        "roomy_experts",
+        *(["latent"] if packed_cases.HAS_LATENT else []),
+    ]
     chunk = {"capture": {"scope": "chunk"}}
-    cases = {k: made.cpu_case(text, make_config, k, [2, 1, 2], **chunk) for k in kinds}
+    cases = {k: packed_cases.cpu_case(text, make_config, k, [2, 1, 2], **chunk) for k in kinds}
     short = {"packing": {"max_packed_tokens": 24}}
-    cases["hybrid"] = made.cpu_case(text, make_config, "hybrid", [2, 1, 2], **short, **chunk)
-    # The tail takes three sequences, since none may have more rows than a document.
+    cases["hybrid"] = packed_cases.cpu_case(
+        text, make_config, "hybrid", [2, 1, 2], **short, **chunk
+    )
+    # The tail needs three sequences, since none may have more rows than a document.
     limited = {"packing": {"max_packed_tokens": 80, "max_document_tokens": 24}}
     cases["limited"] = {
-        **made.cpu_case(text, make_config, "attention", [2, 1, 2], **limited, **chunk),
+        **packed_cases.cpu_case(text, make_config, "attention", [2, 1, 2], **limited, **chunk),
         "num_drawn": 24,
     }
     # At most eight documents of three tokens or more, in eight rows each.
     apart = {"packing": {"max_packed_tokens": 80, "pad_seq_to_mult": 8}}
     for kind in ("attention", "roomy_experts", "hybrid"):
-        case = made.cpu_case(text, make_config, kind, [2, 1, 2], **apart, **chunk)
+        case = packed_cases.cpu_case(text, make_config, kind, [2, 1, 2], **apart, **chunk)
         cases[f"apart_{kind}"] = {**case, "num_drawn": 24}
     results = run_cases({n: {**c, "probe": "unpadded"} for n, c in cases.items()}, 1)
     _check(results, 3, loss=_CPU_LOSS, gradient=_CPU_GRADIENT, of_experts=_CPU_GRADIENT)
@@ -88,22 +95,24 @@ def test_on_a_gpu(
 ) -> None:
     if importlib.util.find_spec("transformer_engine") is None:
         pytest.skip("Transformer Engine is not installed")
-    made = importlib.import_module("packed_cases")
+    packed_cases = importlib.import_module("packed_cases")
     monkeypatch.setenv("MAMBA_DETERMINISTIC", "1")
     text = write_documents(range(9, 110), 200)
     kinds = ["attention", "grouped", "unfused", "latent", "roomy_experts"]
     if not importlib.import_module("mamba_needs").missing_kernels():
         kinds.append("hybrid")
     chunk = {"capture": {"scope": "chunk"}}
-    cases = {k: made.gpu_case(text, make_config, k, [2, 3, 1, 2, 4], **chunk) for k in kinds}
+    cases = {
+        k: packed_cases.gpu_case(text, make_config, k, [2, 3, 1, 2, 4], **chunk) for k in kinds
+    }
     limited = {"packing": {"max_packed_tokens": 512, "max_document_tokens": 128}}
     for kind in ("attention", "unfused", "latent"):
-        case = made.gpu_case(text, make_config, kind, [2, 3, 1, 2, 4], **limited, **chunk)
+        case = packed_cases.gpu_case(text, make_config, kind, [2, 3, 1, 2, 4], **limited, **chunk)
         cases[f"limited_{kind}"] = {**case, "num_drawn": 200}
     # At most ten documents of ten tokens or more, in 64 rows each.
     apart = {"packing": {"max_packed_tokens": 768, "pad_seq_to_mult": 64}}
     for kind in (k for k in kinds if k not in ("unfused", "latent")):
-        case = made.gpu_case(text, make_config, kind, [2, 3, 1, 2, 4], **apart, **chunk)
+        case = packed_cases.gpu_case(text, make_config, kind, [2, 3, 1, 2, 4], **apart, **chunk)
         cases[f"apart_{kind}"] = {**case, "num_drawn": 110}
     probes = {n: {**c, "probe": "unpadded"} for n, c in cases.items()}
     _check(
@@ -117,7 +126,7 @@ def test_on_a_gpu(
 
 @pytest.mark.gpu
 def test_hybrid_models_are_among_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skipped where they are left out above, to be seen."""
+    """Skipped to show that the cases above leave them out."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "support"))
     if missing := importlib.import_module("mamba_needs").missing_kernels():
         pytest.skip(missing)
