@@ -1,4 +1,4 @@
-"""What `attach` refuses, by name, before it changes the model."""
+"""`attach` refuses models and settings by name, before it changes the model."""
 
 from __future__ import annotations
 
@@ -81,16 +81,16 @@ def test_what_does_not_go_with_fp8_is_refused(
     config.fp8, config.fp8_recipe = "e4m3", "tensorwise"
     assert refused(rules, vars(config), **facts) == []
     setattr(config, name, value)
-    (found,) = refused(rules, vars(config), **facts)
-    assert found.startswith(message)
+    (refusal,) = refused(rules, vars(config), **facts)
+    assert refusal.startswith(message)
 
 
 def test_only_one_update_of_delayed_scales_fits_in_a_backward() -> None:
     from chunkgraph.megatron.scope_choice import SCOPE_RULES
 
     settings = {"fp8": "e4m3", "fp8_recipe": "delayed", "mtp_num_layers": 1}
-    (found,) = refused(SCOPE_RULES, settings, scope="chunk")
-    assert found.startswith("scope='chunk' with fp8_recipe='delayed' and mtp_num_layers: ")
+    (refusal,) = refused(SCOPE_RULES, settings, scope="chunk")
+    assert refusal.startswith("scope='chunk' with fp8_recipe='delayed' and mtp_num_layers: ")
     assert refused(SCOPE_RULES, settings, scope="block") == []
     assert refused(SCOPE_RULES, {**settings, "fp8_recipe": "tensorwise"}, scope="chunk") == []
 
@@ -107,7 +107,7 @@ def test_fp8_needs_transformer_engine(chunks: list[nn.Module]) -> None:
         attach(chunks)
 
 
-def test_several_refusals_are_told_at_once(chunks: list[nn.Module]) -> None:
+def test_several_refusals_are_reported_at_once(chunks: list[nn.Module]) -> None:
     from chunkgraph.megatron.attachment import attach
 
     chunks[0].config.cpu_offloading = True
@@ -120,7 +120,7 @@ def test_several_refusals_are_told_at_once(chunks: list[nn.Module]) -> None:
 def test_rows_of_several_lengths_of_contexts_are_refused(
     chunks: list[nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stages would receive all microbatches with the rows of the longest, and so would experts."""
+    """Stages and experts would receive all microbatches with the rows of the longest one."""
     from chunkgraph.megatron import attach
     from chunkgraph.megatron.features.contexts import ContextGroups, follow_groups
     from chunkgraph.megatron.features.packing.banks import PackedBanks
@@ -147,10 +147,10 @@ def test_rows_of_several_lengths_of_contexts_are_refused(
         attach(chunks, packing=PackedBanks.of_limits(limits, banks.groups))
 
 
-def test_padding_that_is_not_counted_is_told_where_sizes_change(
+def test_padding_that_is_not_counted_is_reported_where_sizes_change(
     chunks: list[nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where heads share keys; `test_attention_limits` says which these are."""
+    """This concerns heads that share keys; `test_attention_limits` defines them."""
     from chunkgraph.megatron import attach
     from chunkgraph.megatron.features.contexts import ContextGroups, feature, follow_groups
     from chunkgraph.megatron.features.packing.banks import PackedBanks
@@ -163,11 +163,13 @@ def test_padding_that_is_not_counted_is_told_where_sizes_change(
     )
     limits = ContextLimits(world_size=1, max_tokens_per_rank=8, max_packed_seqs=3)
     undo = follow_groups(chunks)
-    with pytest.warns(UserWarning, match=r"rank 0: heads share keys.*counts_padding=True") as told:
+    with pytest.warns(
+        UserWarning, match=r"rank 0: heads share keys.*counts_padding=True"
+    ) as records:
         attach(
             chunks, packing=PackedBanks.of_limits(limits, ContextGroups([0], {1: None}))
         ).detach()
-    assert told[0].filename == __file__
+    assert records[0].filename == __file__
     banks = PackedBanks.of_limits(
         replace(limits, counts_padding=True), ContextGroups([0], {1: None})
     )

@@ -1,4 +1,4 @@
-"""A feature from outside of the package: every method is called, and without it nothing is left."""
+"""A feature from outside of the package: each method is called, and detaching removes it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeo
 
 
 class Counting(Feature):
-    """Counts what it is asked, and doubles the output of every chunk."""
+    """Counts its calls, and doubles the output of every chunk."""
 
     repeats_steps = True
     rules = (Rule("init_method_std: too much", lambda f: f.init_method_std > f.most_std),)
@@ -142,7 +142,7 @@ def _from_nothing() -> None:
 
 
 def _outputs(chunks: list[nn.Module], features: Any, num_forwards: int = 1) -> list[torch.Tensor]:
-    """Outputs of an eager step, two replayed ones and one that may run again."""
+    """Return the outputs of an eager step, two replayed ones and one that may run again."""
     from chunkgraph.megatron import attach
 
     block: Any = next(m for m in chunks[0].modules() if hasattr(m, "input_tensor"))
@@ -183,13 +183,13 @@ def test_every_method_of_a_feature_is_called(chunks: list[nn.Module]) -> None:
     assert names - set(calls) == set()
     assert calls["capturing"] == 1
     assert calls["step REPLAY"] == 4
-    assert calls["step EAGER"] == 2  # the last one is the first once more
+    assert calls["step EAGER"] == 2  # the last one equals the first
     assert calls["end_step"] == calls["forwards_done"] == calls["forwards_resumed"] == 5
     assert calls["abandon_step"] == calls["drop_step"] == calls["undone"] == 1
     assert calls["shortage"] == calls["answer"] == 4
     assert calls["having_room"] == calls["make_room"] == 1
     assert calls["forwards of chunk 0"] == 10
-    assert calls["preserving"] == 1 + calls["verifying"] > 1  # around eager passes of verify too
+    assert calls["preserving"] == 1 + calls["verifying"] > 1  # also around eager passes of `verify`
 
     calls.clear()
     plain = _outputs(chunks, FEATURES)

@@ -1,4 +1,4 @@
-"""Model features: chunk graphs against eager training, to the last bit."""
+"""Model features: chunk graphs equal eager training to the last bit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _in_scope(scope: str, case: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture
 def in_both_scopes(once: Callable[..., Any]) -> Callable[..., dict[str, dict[str, Any]]]:
-    """Every case in both scopes; with an older release of Megatron in one of them."""
+    """Return every case in both scopes; with an older release of Megatron in one of them."""
 
     def double(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         in_scopes = [
@@ -54,7 +54,7 @@ def in_both_scopes(once: Callable[..., Any]) -> Callable[..., dict[str, dict[str
 
 
 def _alternately(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Every case in one of the two scopes: what differs between cases lies inside the blocks."""
+    """Return every case in one of the scopes, in turn: cases differ inside the blocks."""
     return {
         name: _in_scope(("chunk", "block")[index % 2], case)
         for index, (name, case) in enumerate(cases.items())
@@ -179,7 +179,7 @@ def test_four_ranks(run_equal: Callable[..., Any], make_config: Callable[..., An
 def _prediction_metrics(
     device: Any, config: Any, scope: str | None, verify: Any = "none"
 ) -> list[dict[str, Any]]:
-    """Megatron's metrics of multi-token prediction after each of three steps, then zeroed."""
+    """Return Megatron's metrics of multi-token prediction after each of three steps."""
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     from chunkgraph.data import PackedText
@@ -229,5 +229,5 @@ def test_metrics_of_token_prediction_go_on(one_rank: Any, config: Any) -> None:
     assert all(any(isinstance(v, list) and v[0] > 0 for v in step.values()) for step in eager)
     assert _prediction_metrics(one_rank, config, "chunk") == eager
     assert _prediction_metrics(one_rank, config, "block") == eager
-    # The eager passes next to replays are not counted.
+    # Eager passes next to replays do not count.
     assert _prediction_metrics(one_rank, config, "chunk", "shadow") == eager

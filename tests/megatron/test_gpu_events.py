@@ -1,4 +1,4 @@
-"""Graphs and streams of communication that wait for each other, where what is awaited is late."""
+"""Graphs and communication streams wait for each other, even if the other one is late."""
 
 from __future__ import annotations
 

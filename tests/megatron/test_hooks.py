@@ -1,4 +1,4 @@
-"""Hooks on modules inside a captured part: refused with their names and places."""
+"""Hooks on modules inside a captured part are refused with their names and places."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def test_a_hook_inside_the_block_is_refused_with_its_place(chunks: list[Any]) ->
     handle = _norm(chunks[0]).register_forward_hook(keep)
     with pytest.raises(ConfigError) as error:
         attach(chunks, scope="block")
-    said = str(error.value)
-    assert "rank 0, pipeline stage 0, chunk 0 has hooks" in said
-    assert "forward hook of decoder.final_layernorm: " in said
+    message = str(error.value)
+    assert "rank 0, pipeline stage 0, chunk 0 has hooks" in message
+    assert "forward hook of decoder.final_layernorm: " in message
     line = keep.__code__.co_firstlineno
-    assert f".keep at {__file__}:{line}" in said
+    assert f".keep at {__file__}:{line}" in message
     handle.remove()
     attach(chunks, scope="block").detach()
 
@@ -97,7 +97,7 @@ def test_every_kind_of_hook_is_named(register: Callable[..., Any], kind: str) ->
 
 
 def test_hooks_of_weight_norms_and_parameter_gathers_stay() -> None:
-    normed = nn.utils.spectral_norm(nn.Linear(2, 2))  # a hook of torch's, all on the device
+    normed = nn.utils.spectral_norm(nn.Linear(2, 2))  # a hook of torch, which stays on the device
 
     def gather(*_: Any) -> None:
         pass

@@ -1,4 +1,4 @@
-"""Attaching to a model in this process: what is refused, what is put back, when it stays eager."""
+"""Attaching to a model in this process: refusals, detaching, and eager steps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _inputs(requires_grad: bool = True) -> dict[str, Any]:
 
 
 def _of_the_model(chunk: nn.Module) -> list[Any]:
-    """What attaching changes of it."""
+    """Return the parts of the model that attaching changes."""
     objects: list[Any] = []
     for module in chunk.modules():
         objects += [module, getattr(module, "token_dispatcher", None)]
@@ -96,7 +96,7 @@ def test_groups_are_not_closed_under_their_graphs(
     banks = PackedBanks.of_limits(limits, ContextGroups([0], {1: None}))
     undo = follow_groups(chunks)
     graphs = attach(chunks, packing=banks)
-    banks.groups.close()  # there are none yet
+    banks.groups.close()  # there are no graphs yet
     with monkeypatch.context() as patch:
         patch.setattr(ChunkGraphs, "report", "there are graphs")
         with pytest.raises(ConfigError, match=r"NCCL would wait forever.*detach\(\)"):
@@ -153,7 +153,7 @@ def test_evaluation_and_no_grad_run_eagerly_anywhere(chunks: list[nn.Module]) ->
 def _reductions(
     config: Config, device: torch.device, *, use_graphs: bool
 ) -> list[tuple[int, int, int]]:
-    """For each step: ready signals of last microbatches, reductions that they started, all."""
+    """Return each step's ready signals of last microbatches, their reductions, and all of these."""
     from megatron.core.distributed import param_and_grad_buffer
 
     from chunkgraph.trainer.loop import run_training
@@ -203,7 +203,7 @@ def test_gradient_ready_signals_are_those_of_eager_training(
 
 
 def test_a_schedule_is_wrapped_with_its_keywords(chunks: list[nn.Module]) -> None:
-    """Evaluation steps are counted as such, and the schedule's result comes back."""
+    """Evaluation steps count as such, and the schedule's result is returned."""
     from chunkgraph.megatron.attachment import attach
 
     graphs = attach(chunks)
@@ -225,7 +225,7 @@ def test_a_schedule_is_wrapped_with_its_keywords(chunks: list[nn.Module]) -> Non
 def test_another_sequence_length_runs_eagerly_and_equal(
     one_rank: torch.device, config: Config, chunks: list[nn.Module]
 ) -> None:
-    """A step of other shapes between replayed ones falls back as a whole."""
+    """A step of other shapes between replayed ones runs eagerly as a whole."""
     from chunkgraph.megatron.attachment import attach
 
     block = _block(chunks)
@@ -246,8 +246,8 @@ def test_another_sequence_length_runs_eagerly_and_equal(
     try:
         torch.set_rng_state(state)
         wrapped = graphs.wrap_forward_backward(schedule)
-        got = [wrapped(**k) for k in keywords]
-        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+        results = [wrapped(**k) for k in keywords]
+        assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
         assert graphs.counters.fallbacks == {"capture warmup": 1, "input shapes differ": 1}
         assert graphs.counters.replays == 2
         with graphs.counters.expect(captures=0, capture_sessions=0):
@@ -257,19 +257,19 @@ def test_another_sequence_length_runs_eagerly_and_equal(
 
 
 def test_a_later_stage_reads_its_input_and_keeps_it(chunks: list[nn.Module]) -> None:
-    """Neither capture nor replay leaves a static buffer in the block."""
+    """Neither capture nor replay leaves a static buffer as the block's input."""
     from chunkgraph.megatron.attachment import attach
 
-    given = _inputs()
+    inputs = _inputs()
     block = _block(chunks)
     block.pre_process = False
     graphs = attach(chunks, scope="block")
 
     def schedule(**_: Any) -> torch.Tensor:
         torch.manual_seed(5)  # the same dropout in every step
-        received = given["hidden_states"].detach().clone().requires_grad_()
+        received = inputs["hidden_states"].detach().clone().requires_grad_()
         block.set_input_tensor(received)
-        out = block(hidden_states=None, attention_mask=given["attention_mask"])
+        out = block(hidden_states=None, attention_mask=inputs["attention_mask"])
         out.sum().backward()
         assert block.input_tensor is received
         assert received.grad is not None

@@ -1,4 +1,4 @@
-"""Receives that land in slots: nothing is copied on a middle stage, and no number changes."""
+"""Receives directly into slots: a middle stage copies nothing, and no number changes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def make_case(make_config: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
 
 
 def _replayed(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """All steps but the eager one, in which everything is Megatron's."""
+    """Return all steps except the eager one, where all receives are Megatron's."""
     eager, *steps = result["steps"]
     assert result["equal"]
     assert eager["replays"] == eager["in_place"] == eager["copied"] == 0
@@ -88,13 +88,13 @@ def test_three_ranks(run_cases: Callable[..., Any], make_case: Callable[..., Any
         _check_interleaved(
             results[name],
             is_overlapped=name not in ("interleaved", "shared"),
-            # As many slots as are ever in flight: none is free for a receive far ahead.
+            # With as many slots as microbatches in flight, no slot is free for an early receive.
             least=0 if name == "shared_overlap" else 0.5,
         )
 
 
 def _check_1f1b(ranks: list[dict[str, Any]], *, is_whole_chunk: bool) -> None:
-    """All receives in place, also with fewer microbatches than slots."""
+    """Check that all receives are in place, also with fewer microbatches than slots."""
     for rank, result in enumerate(ranks):
         steps = _replayed(result)
         assert result["communicators"] == []
@@ -114,11 +114,13 @@ def _check_off(ranks: list[dict[str, Any]], reason: str, communicators: Sequence
             assert step["off_because"].startswith(reason)
             assert step["in_place"] == step["inputs_in_slots"] == 0
             if rank == 1:
-                assert step["copies"] == 3 * count  # input, its gradient, the output's
+                assert (
+                    step["copies"] == 3 * count
+                )  # the input, its gradient, and that of the output
 
 
 def _check_interleaved(ranks: list[dict[str, Any]], *, is_overlapped: bool, least: float) -> None:
-    """In place for every chunk; overlapped sends are copied, some receives come too early."""
+    """Check receives in place for every chunk; overlapped sends and early receives are copied."""
     for rank, result in enumerate(ranks):
         steps = list(zip(_replayed(result), _INTERLEAVED_COUNTS[1:], strict=True))
         for step, count in steps:
@@ -137,7 +139,7 @@ def _check_interleaved(ranks: list[dict[str, Any]], *, is_overlapped: bool, leas
 def test_groups_larger_than_the_pipeline(
     run_cases: Callable[..., Any], make_case: Callable[..., Any]
 ) -> None:
-    """The first rank then receives well before it forwards, and the last group is smaller."""
+    """The first rank receives long before its forward, and the last group is smaller."""
     counts = [5, 3, 8]
     cases = {
         "overlap": make_case(2, 2, counts, group_size=3, megatron=_OVERLAP),
@@ -173,7 +175,7 @@ def test_which_sends_are_waited_for() -> None:
 
 
 class _Engine:
-    """One slot buffer after another, while there are any."""
+    """Returns one slot buffer after another until there are none."""
 
     def __init__(self) -> None:
         self.free: list[torch.Tensor] = []
@@ -191,7 +193,7 @@ class _Engine:
 
 @pytest.fixture
 def middle(one_rank: torch.device, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The receiver of the middle one of three ranks, in a replayed step of 9 microbatches."""
+    """Make the receiver of the middle rank of three, in a replayed step of 9 microbatches."""
     from megatron.core.pipeline_parallel import schedules
 
     from chunkgraph.megatron import receive
@@ -202,19 +204,19 @@ def middle(one_rank: torch.device, monkeypatch: pytest.MonkeyPatch) -> Any:
     place = PipelinePlace(1, 1, 3, 1, 3)
     receiver = SlotReceiver(engine, place, config, zero_copy=True, lends_input_grads=[True])  # type: ignore[arg-type]
     schedule = schedules.forward_backward_pipelining_without_interleaving
-    given = {"num_microbatches": 9, "model": [torch.nn.Identity()]}
-    assert receiver.begin_step(StepMode.EAGER, schedule, given) is given
+    keywords = {"num_microbatches": 9, "model": [torch.nn.Identity()]}
+    assert receiver.begin_step(StepMode.EAGER, schedule, keywords) is keywords
     assert receiver.take(Direction.FORWARD, (2,), torch.float32) is None
-    got = receiver.begin_step(StepMode.REPLAY, schedule, given)
-    assert got["p2p_communicator"] == "a communicator"
-    assert got["pg_collection"].pp.size() == 1
+    result = receiver.begin_step(StepMode.REPLAY, schedule, keywords)
+    assert result["p2p_communicator"] == "a communicator"
+    assert result["pg_collection"].pp.size() == 1
     return SimpleNamespace(
         engine=engine, receiver=receiver, call=lambda hidden: receiver.call(0, (hidden,), {})
     )
 
 
 def test_no_slot_is_reserved_past_a_microbatch_that_has_none(middle: Any) -> None:
-    """A slot freed in between would be given to the wrong forward."""
+    """A slot that is freed in between would go to the wrong forward."""
     receiver, buffers = middle.receiver, [torch.zeros(2) for _ in range(3)]
 
     def receive() -> torch.Tensor | None:
@@ -224,7 +226,7 @@ def test_no_slot_is_reserved_past_a_microbatch_that_has_none(middle: Any) -> Non
     middle.engine.free = list(buffers)
     assert receive() is None
     middle.call(torch.ones(2))
-    assert receive() is None  # one of the two still waits
+    assert receive() is None  # one of the two is still waiting
     middle.call(torch.ones(2))
     middle.call(torch.ones(2))
     assert receive() is buffers[0]
@@ -236,7 +238,7 @@ def test_no_slot_is_reserved_past_a_microbatch_that_has_none(middle: Any) -> Non
     ("shape", "dtype"), [((3,), torch.float32), ((2,), torch.bfloat16), (None, None)]
 )
 def test_only_what_megatron_would_allocate(middle: Any, shape: Any, dtype: Any) -> None:
-    """Another shape is copied, into the slot that stays reserved for this microbatch."""
+    """Another shape is copied into the slot that stays reserved for its microbatch."""
     receiver, buffers = middle.receiver, [torch.zeros(2) for _ in range(2)]
     middle.engine.free = list(buffers)
     middle.engine.grads = [torch.zeros(2)]
@@ -258,12 +260,12 @@ def test_gradients_that_lose_their_order_are_copied(middle: Any) -> None:
     assert received.requires_grad
     assert len(grads) == 1
     grads.clear()
-    assert receive() is None  # no forward waits for one
+    assert receive() is None  # no forward is waiting for one
     grads.append(torch.zeros(2))
     assert receive() is None
 
 
 def test_receives_beyond_the_schedule_are_megatrons(middle: Any) -> None:
     middle.engine.free = [torch.zeros(2) for _ in range(20)]
-    got = [middle.receiver.take(Direction.FORWARD, (2,), torch.float32) for _ in range(11)]
-    assert [buffer is not None for buffer in got] == [True] * 9 + [False] * 2
+    buffers = [middle.receiver.take(Direction.FORWARD, (2,), torch.float32) for _ in range(11)]
+    assert [buffer is not None for buffer in buffers] == [True] * 9 + [False] * 2

@@ -1,4 +1,4 @@
-"""Capturing whole chunks: what is in the graph, what is refused, what is put back."""
+"""Capturing whole chunks: contents of the graph, refusals, and detaching."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LENGTH, BATCH = 16, 2
 
 @pytest.fixture
 def middle_stage(chunks: list[nn.Module], config: Config) -> Any:
-    """A GPTModel of a stage that is neither first nor last."""
+    """Make a GPTModel of a stage that is neither first nor last."""
     from megatron.core.models.gpt import GPTModel
 
     from chunkgraph.trainer.model import layer_spec
@@ -60,7 +60,7 @@ def _batch(seed: int = 1) -> dict[str, torch.Tensor]:
 def _runs(
     graphs: Any, call: Callable[[int], torch.Tensor], num_steps: int = 3
 ) -> list[torch.Tensor]:
-    """Outputs of steps of one microbatch; the same random numbers in each."""
+    """Return outputs of steps of one microbatch, each with the same random numbers."""
 
     def schedule(**kwargs: Any) -> torch.Tensor:
         torch.manual_seed(5)
@@ -73,7 +73,7 @@ def _runs(
 
 
 class _Operators(TorchDispatchMode):
-    """Counts operators that run eagerly; those of a replay are not seen."""
+    """Counts operators that run eagerly; it does not see those of a replay."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class _Operators(TorchDispatchMode):
 def test_a_replayed_chunk_runs_nothing_but_the_copies_of_its_inputs(
     chunks: list[nn.Module],
 ) -> None:
-    """Tokens, labels and mask; neither embedding nor loss, nor ids that the model does not read."""
+    """It copies tokens, labels and mask, but no unread ids, and runs neither embedding nor loss."""
     from chunkgraph.megatron.attachment import attach
 
     model, batch = _model(chunks[0]), _batch()
@@ -114,7 +114,7 @@ def test_a_replayed_chunk_runs_nothing_but_the_copies_of_its_inputs(
         assert first.shape == (BATCH, LENGTH)
         assert operators.seen == {
             "copied tensors": 3,
-            "aten.clone.default": 1,  # losses are the caller's to keep
+            "aten.clone.default": 1,  # the caller may keep losses
         }
         assert "forward" in model.__dict__
         assert "forward" not in model.decoder.__dict__
@@ -154,7 +154,7 @@ def test_without_labels_the_logits_come_out(chunks: list[nn.Module]) -> None:
         first, *others = _runs(graphs, lambda _: chunks[0](**batch))
         assert first.shape == (BATCH, LENGTH, 264)
         assert all(torch.equal(output, first) for output in others)
-        # Positional arguments and defaults that are spelled out mean the same call.
+        # Positional arguments and explicit defaults make the same call.
         (output,) = _runs(
             graphs,
             lambda _: chunks[0](*batch.values(), labels=None, loss_mask=None),
@@ -166,7 +166,7 @@ def test_without_labels_the_logits_come_out(chunks: list[nn.Module]) -> None:
 
 
 def test_a_middle_stage_reads_the_received_tensor_alone(middle_stage: Any) -> None:
-    """The mask and what was received are loaded; received in place, only the mask."""
+    """The step loads the mask and the received tensor; with a receive in place, the mask alone."""
     from chunkgraph.megatron.attachment import attach
 
     generator = torch.Generator().manual_seed(2)
@@ -207,7 +207,7 @@ def test_a_middle_stage_reads_the_received_tensor_alone(middle_stage: Any) -> No
 
 
 def test_a_subclass_gets_every_argument(middle_stage: Any) -> None:
-    """What Megatron's own model leaves alone, a user's model may read."""
+    """A user's model may read arguments that Megatron's ignores."""
     from chunkgraph.megatron.attachment import attach
 
     parent = type(middle_stage)
@@ -236,8 +236,8 @@ def test_a_subclass_gets_every_argument(middle_stage: Any) -> None:
         graphs.detach()
 
 
-def test_losses_are_the_callers_to_keep(chunks: list[nn.Module]) -> None:
-    """A loss function may store what it is given, as in eager training."""
+def test_a_caller_may_keep_losses(chunks: list[nn.Module]) -> None:
+    """A loss function may store its input, as in eager training."""
     from chunkgraph.megatron.attachment import attach
 
     batches = [_batch(seed) for seed in (1, 2, 3)]
@@ -289,16 +289,20 @@ def test_arguments_that_a_graph_cannot_hold_are_refused(
 
     graphs = attach(chunks, scope=scope)
     module = _model(chunks[0]) if scope == "chunk" else _model(chunks[0]).decoder
-    given = {**_batch(), "hidden_states": torch.ones(LENGTH, BATCH, 32), name: SimpleNamespace()}
+    arguments = {
+        **_batch(),
+        "hidden_states": torch.ones(LENGTH, BATCH, 32),
+        name: SimpleNamespace(),
+    }
     try:
         with pytest.raises(ConfigError, match=rf"pipeline stage 0.*{name}"):
-            module.forward(**given)
+            module.forward(**arguments)
     finally:
         graphs.detach()
 
 
 @pytest.mark.parametrize(
-    ("settings", "told", "flag"),
+    ("settings", "message", "flag"),
     [
         (
             {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"},
@@ -313,12 +317,12 @@ def test_arguments_that_a_graph_cannot_hold_are_refused(
     ],
 )
 def test_settings_of_output_layer_and_loss_keep_the_block_and_are_refused_for_chunks(
-    chunks: list[nn.Module], settings: dict[str, Any], told: str, flag: str
+    chunks: list[nn.Module], settings: dict[str, Any], message: str, flag: str
 ) -> None:
     from chunkgraph.megatron.attachment import attach
 
     vars(chunks[0].config).update(settings)
-    with pytest.raises(ConfigError, match=rf"scope='chunk' with {told}"):
+    with pytest.raises(ConfigError, match=rf"scope='chunk' with {message}"):
         attach(chunks, scope="chunk")
     attach(chunks, scope="block").detach()
     graphs = attach(chunks)
@@ -345,13 +349,13 @@ def test_predicting_layers_are_captured_where_their_state_can_be(
         *(["--mtp-num-layers with packed sequences"] if is_packed else []),
     ]
     assert chosen == ChosenScope("block" if expected else "chunk", ", ".join(expected))
-    found = refusals(SCOPE_RULES, facts)
-    assert len(found) == len(expected)
-    assert all("mtp_num_layers" in text for text in found)
+    texts = refusals(SCOPE_RULES, facts)
+    assert len(texts) == len(expected)
+    assert all("mtp_num_layers" in text for text in texts)
 
 
 def test_all_ranks_capture_the_same(chunks: list[nn.Module]) -> None:
-    """A session runs the collectives of what it captures."""
+    """A session runs the collectives of the captured parts."""
     from chunkgraph.megatron.scope_choice import choose_scope
 
     config = chunks[0].config
@@ -359,14 +363,14 @@ def test_all_ranks_capture_the_same(chunks: list[nn.Module]) -> None:
     assert choose_scope("auto", facts, chunks, agree=lambda _: [1]) == (
         ChosenScope("block", "the model on another rank")
     )
-    asked: list[int] = []
+    values: list[int] = []
     chunks[0].config.defer_embedding_wgrad_compute = True
-    choose_scope("auto", facts, chunks, agree=lambda x: asked.extend(x) or [1])
-    assert asked == [1]
+    choose_scope("auto", facts, chunks, agree=lambda x: values.extend(x) or [1])
+    assert values == [1]
 
 
 def test_a_forward_or_hook_of_the_users_is_left_alone(chunks: list[nn.Module]) -> None:
-    """Python around the block goes on as it did; what Megatron and the layers do is captured."""
+    """Python around the block still runs; the work of Megatron and its layers is captured."""
     from chunkgraph.megatron.attachment import attach
 
     model, batch, seen = _model(chunks[0]), _batch(), []

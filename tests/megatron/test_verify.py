@@ -1,4 +1,4 @@
-"""Shadow mode next to Megatron's own training: every replay is compared, and no number changes."""
+"""Shadow mode next to Megatron's training compares every replay and changes no number."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class Arguments:
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Say what attention ran last, as Transformer Engine notes it."""
+    """Record the attention that ran last, as Transformer Engine does."""
     noted: dict[str, Any] = {"attention_params": None}
     monkeypatch.setitem(sys.modules, _MODULE, SimpleNamespace(_attention_backends=noted))
 
@@ -46,7 +46,7 @@ def test_another_attention_in_a_capture_is_refused(ran: Any) -> None:
 def test_the_same_attention_and_one_of_other_arguments_are_not(
     ran: Any, length: int, kind: str
 ) -> None:
-    """The last eager attention may have been of an evaluation step, say."""
+    """The last eager attention may belong to an evaluation step, for example."""
     ran(96, "fused", captured=False)
     with same_attention():
         ran(length, kind, captured=True)

@@ -1,4 +1,4 @@
-"""The one module of private names, against the installed Megatron."""
+"""The adapters to private names work with the installed Megatron."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ def test_capture_flag_is_set_inside_only(one_rank: torch.device) -> None:
     assert not is_graph_capturing()
 
 
-def test_only_the_hooks_of_ddp_are_called_and_the_list_is_read_anew(one_rank: torch.device) -> None:
+def test_only_the_hooks_of_ddp_are_called_and_the_list_is_read_again(
+    one_rank: torch.device,
+) -> None:
     called: list[str] = []
     module = nn.Linear(2, 2)
 
@@ -70,7 +72,7 @@ def test_only_the_hooks_of_ddp_are_called_and_the_list_is_read_anew(one_rank: to
 
 
 def test_the_hooks_of_this_release_are_recognised(one_rank: torch.device) -> None:
-    """DDP's own pre-hook comes from the module the plug-in looks for."""
+    """DDP's pre-hook comes from the module that the plug-in expects."""
     from megatron.core.distributed import DistributedDataParallel
 
     hook = DistributedDataParallel._make_forward_pre_hook(SimpleNamespace())
@@ -122,7 +124,7 @@ def test_no_signal_without_overlap_and_a_clear_error_without_buckets() -> None:
         gradient_marker(nn.Module(), [])
 
 
-def test_a_name_that_a_release_moved_is_told(one_rank: torch.device) -> None:
+def test_a_name_that_a_release_moved_is_reported(one_rank: torch.device) -> None:
     with pytest.raises(ConfigError, match="no_such_name"):
         private_names("megatron.core.transformer.cuda_graphs", "no_such_name")
     with pytest.raises(MissingDependencyError, match="no_such_room"):
@@ -154,7 +156,7 @@ def test_other_releases_are_refused(
 def test_the_number_of_predicted_tokens_stays_on_the_device(
     one_rank: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a release that asks on the host whether there are any."""
+    """For releases that check on the host whether there are any."""
     from megatron.core.transformer import multi_token_prediction as module
 
     def process_mtp_loss(mask: torch.Tensor) -> torch.Tensor:
@@ -168,13 +170,13 @@ def test_the_number_of_predicted_tokens_stays_on_the_device(
     undo = token_prediction._count_on_the_device()
     on_device = [process_mtp_loss(torch.full((4,), value)) for value in (1.0, 0.0)]
     _, count = module.roll_tensor(torch.zeros(4), -1, -1)
-    assert bool(count > 0)  # nothing was read
+    assert bool(count > 0)  # no read on the host
     assert all(type(mean) is torch.Tensor for mean in on_device)
     undo()
     assert module.roll_tensor is roll
     on_host = [process_mtp_loss(torch.full((4,), value)) for value in (1.0, 0.0)]
     assert on_device == on_host == [2.0, 3.0]
-    monkeypatch.setattr(module, "process_mtp_loss", roll)  # a release that does not ask
+    monkeypatch.setattr(module, "process_mtp_loss", roll)  # a release without this check
     token_prediction._count_on_the_device()()
     assert module.roll_tensor is roll
 
@@ -187,7 +189,7 @@ def test_the_group_of_the_agreement_goes_with_detach(one_rank: torch.device) -> 
     for _ in range(2):
         agree = Maximum(dist.new_group(backend="gloo"))
         assert agree([1, 5]) == [1, 5]
-        agree.start([2])  # as every step asks ahead of the next
+        agree.start([2])  # as every step asks about the next one
         assert len(groups) == before + 1
         agree.close()
         agree.close()
@@ -203,7 +205,7 @@ def test_patches_are_undone_in_full() -> None:
 
 
 def test_the_schedules_import_without_triton() -> None:
-    """Nothing is stubbed for torch or any other module."""
+    """Neither torch nor any other module is replaced by a stub."""
     code = """
 import importlib.util, sys
 from chunkgraph.megatron.cpu.host import cpu_host
@@ -221,7 +223,7 @@ print("ok")
 
 
 def test_versions_are_those_of_the_distributions(one_rank: torch.device) -> None:
-    found = versions()
-    assert found["torch"] == torch.__version__
-    assert "+" not in found["megatron_core"]
-    assert found["megatron_core"][0].isdigit()
+    releases = versions()
+    assert releases["torch"] == torch.__version__
+    assert "+" not in releases["megatron_core"]
+    assert releases["megatron_core"][0].isdigit()

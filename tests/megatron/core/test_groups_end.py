@@ -1,4 +1,4 @@
-"""Process groups that end while chunk graphs are attached, which NCCL would wait for for ever."""
+"""Process groups that end while chunk graphs are attached; NCCL would wait for them for ever."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GONE = {"was_captured": True, "is_captured": False, "has_groups": False}
 
 @pytest.fixture
 def ended(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """What torch's own function would have ended."""
+    """Record the groups that torch's function would end."""
     calls: list[Any] = []
 
     def destroy_process_group(group: Any = None) -> None:
@@ -46,7 +46,7 @@ def test_graphs_are_detached_before_the_groups_end(chunks: list[Any], ended: lis
     seen: list[bool] = []
     graphs.engine.release = lambda: seen.append(None in ended)  # type: ignore[method-assign]
     dist.destroy_process_group()
-    assert seen == [False]  # released, and no group had ended then
+    assert seen == [False]  # released before any group ended
     assert ended[-1] is None
     assert not any("forward" in module.__dict__ for module in diverted)
     graphs.detach()
@@ -76,7 +76,7 @@ def test_a_detach_that_fails_leaves_the_groups_and_is_tried_again(
 
 
 def test_graphs_that_nobody_holds_are_detached_too(chunks: list[Any], ended: list[Any]) -> None:
-    """The model holds them, and lets them go with itself."""
+    """The model holds them, and frees them with itself."""
     from chunkgraph.megatron.attachment import attach
 
     graphs = attach(chunks)
@@ -91,22 +91,22 @@ def test_graphs_that_nobody_holds_are_detached_too(chunks: list[Any], ended: lis
 
 
 class Graphs:
-    """Is told."""
+    """Records the end of the groups."""
 
-    def __init__(self, told: list[str], name: str) -> None:
-        self.told, self.name = told, name
+    def __init__(self, events: list[str], name: str) -> None:
+        self.events, self.name = events, name
 
     def end(self) -> None:
-        """The groups do."""
-        self.told.append(self.name)
+        """Record the event."""
+        self.events.append(self.name)
 
 
 def test_several_end_in_any_order_and_are_not_kept_alive(ended: list[Any]) -> None:
     from chunkgraph.megatron.core.process_groups import before_groups_end
 
     before = dist.destroy_process_group
-    told: list[str] = []
-    first, second, third = (Graphs(told, name) for name in ("first", "second", "third"))
+    events: list[str] = []
+    first, second, third = (Graphs(events, name) for name in ("first", "second", "third"))
     undo, _, _ = [before_groups_end(one.end) for one in (first, second, third)]
     undo()
     undo()
@@ -115,25 +115,25 @@ def test_several_end_in_any_order_and_are_not_kept_alive(ended: list[Any]) -> No
     gc.collect()
     assert gone() is None
     dist.destroy_process_group()
-    assert told == ["second"]
+    assert events == ["second"]
     assert ended == [None]
     assert dist.destroy_process_group is not before
-    del second  # and nothing is left behind, as `ended` sees
+    del second  # nothing is left over, which `ended` checks
 
 
 def test_who_stands_before_it_is_called(ended: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     from chunkgraph.megatron.core.process_groups import before_groups_end
 
-    told: list[str] = []
-    graphs = Graphs(told, "graphs")
+    events: list[str] = []
+    graphs = Graphs(events, "graphs")
     with monkeypatch.context() as patch:
-        patch.setattr(dist, "destroy_process_group", lambda group=None: told.append("other"))
+        patch.setattr(dist, "destroy_process_group", lambda group=None: events.append("other"))
         others = dist.destroy_process_group
         undo = before_groups_end(graphs.end)
         dist.destroy_process_group()
-        assert told == ["graphs", "other"]
+        assert events == ["graphs", "other"]
         dist.distributed_c10d.destroy_process_group()
-        assert told == ["graphs", "other", "graphs"]
+        assert events == ["graphs", "other", "graphs"]
         assert ended == [None]
         undo()
         assert dist.destroy_process_group is others
@@ -154,8 +154,8 @@ def test_a_script_that_forgets_to_detach_ends(
     config = make_config(
         pipeline={"tensor_model_parallel_size": 2}, train={"num_microbatches": [2, 2, 1]}
     )
-    found = _ends(start_cases, {**config, "device": "cpu"}, tmp_path, 60.0)
-    assert found == [{"replays": 3, **GONE}] * 2
+    results = _ends(start_cases, {**config, "device": "cpu"}, tmp_path, 60.0)
+    assert results == [{"replays": 3, **GONE}] * 2
 
 
 @pytest.mark.multigpu
@@ -169,5 +169,5 @@ def test_graphs_with_collectives_of_nccl_do_not_hold_the_end_up(
         pipeline={"tensor_model_parallel_size": 2},
         train={"num_microbatches": [2, 2, 1]},
     )
-    found = _ends(start_cases, {**config, "device": "cuda"}, tmp_path, 150.0)
-    assert found == [{"replays": 3, **GONE}] * 2
+    results = _ends(start_cases, {**config, "device": "cuda"}, tmp_path, 150.0)
+    assert results == [{"replays": 3, **GONE}] * 2

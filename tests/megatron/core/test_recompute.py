@@ -35,7 +35,7 @@ def _assert_replayed(results: dict[str, dict[str, Any]]) -> None:
 def test_one_rank(
     run_equal: Callable[..., Any], make_config: Callable[..., Any], once: Callable[..., Any]
 ) -> None:
-    """Every way of recomputing gives the very bits of keeping all activations, with dropout."""
+    """Every kind of recomputation has the bits of saved activations, with dropout."""
     ways: dict[str, dict[str, Any]] = {
         "kept": {},
         "uniform": _UNIFORM,
@@ -53,7 +53,7 @@ def test_one_rank(
     }
     plan = {"scope": "chunk", "memory_plan": "pool_per_slot"}
     model = {**_DROPOUT, **_UNIFORM}
-    # Where tensors lie is not Megatron's; chunks as a whole recompute with two ranks too.
+    # Not for each release: Megatron has no part in memory plans, and two ranks have chunks too.
     cases |= once({"uniform_chunk": {"config": make_config(model=model, capture=plan)}})
     cases |= once(
         {
@@ -73,12 +73,12 @@ def test_one_rank(
     results = run_equal(cases, 1)
     _assert_replayed(results)
     kept = results.pop("kept")
-    del results["mlp"]  # a model of its own
+    del results["mlp"]  # a different model
     for name, result in results.items():
-        for step, wanted in zip(result["steps"], kept["steps"], strict=True):
-            assert step["loss_chunk_hex"] == wanted["loss_chunk_hex"], name
+        for step, expected in zip(result["steps"], kept["steps"], strict=True):
+            assert step["loss_chunk_hex"] == expected["loss_chunk_hex"], name
             if name != "uniform_no_ddp":
-                assert step["grad_norm_chunk_hex"] == wanted["grad_norm_chunk_hex"], name
+                assert step["grad_norm_chunk_hex"] == expected["grad_norm_chunk_hex"], name
 
 
 def test_two_ranks(run_equal: Callable[..., Any], make_config: Callable[..., Any]) -> None:
@@ -184,12 +184,12 @@ def test_slots_hold_only_the_inputs_of_layers(
 def test_a_graph_on_a_gpu_cannot_draw_a_mask_again(
     settings: dict[str, Any], graph_safe: bool, refused: str | None
 ) -> None:
-    found = refused_settings(MODEL_RULES, settings, on_gpu=True, is_rng_graph_safe=graph_safe)
+    reasons = refused_settings(MODEL_RULES, settings, on_gpu=True, is_rng_graph_safe=graph_safe)
     if refused is None:
-        assert found == []
+        assert reasons == []
         return
-    assert re.search(r"recompute_granularity=.*" + refused, "\n".join(found))
+    assert re.search(r"recompute_granularity=.*" + refused, "\n".join(reasons))
     if "core_attn" in settings.get("recompute_modules", ()):
-        assert "hidden_dropout" not in "".join(found)
+        assert "hidden_dropout" not in "".join(reasons)
     on_cpu = {"on_gpu": False, "is_rng_graph_safe": graph_safe}
     assert refused_settings(MODEL_RULES, settings, **on_cpu) == []

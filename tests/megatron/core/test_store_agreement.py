@@ -1,4 +1,4 @@
-"""Ranks that agree without gloo: through the store of the job."""
+"""Ranks that agree without gloo, through the store of the job."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeo
 def run_script(
     start_ranks: Any, free_port: Callable[[], int], tmp_path: Path
 ) -> Callable[..., tuple[list[int], str]]:
-    """Run a text as ranks; exit codes, and what all of them printed."""
+    """Run a script as ranks; return the exit codes and the output of all."""
 
     def run(text: str, num_ranks: int) -> tuple[list[int], str]:
         script = tmp_path / "probe.py"
@@ -54,7 +54,7 @@ for step in range(20):
     if rank == step % size:
         time.sleep(0.01)
     assert another([step, -step]) == [step, -step]
-    assert maximum([rank]) == [size - 1]  # asked while the other answer is still to come
+    assert maximum([rank]) == [size - 1]  # asks before the other answer arrives
     assert ahead() == ahead() == [step * (size - 1), 0, step]
     assert gather((rank, step)) == [(r, step) for r in range(size)]
     assert share({"of": rank, "step": step}) == {"of": 0, "step": step}
@@ -69,7 +69,7 @@ try:
 except WorkerError as error:
     assert "another rank ended or did not answer in time" in str(error), error
     assert time.monotonic() - begun < 20
-    print("told of the rank that ended", flush=True)
+    print("noticed the rank that ended", flush=True)
 os._exit(0)
 """
 
@@ -79,7 +79,7 @@ def test_agreement_through_the_store_and_the_end_of_a_rank(
 ) -> None:
     codes, output = run_script(PROBE, 3)
     assert codes == [0, 0, 0], output[-3000:]
-    assert output.count("told of the rank that ended") == 2
+    assert output.count("noticed the rank that ended") == 2
 
 
 WITHOUT_GLOO = """
@@ -88,11 +88,11 @@ import torch.distributed as dist, megatron.core.parallel_state as state
 from chunkgraph.megatron.core import collectives
 
 dist.init_process_group("gloo")
-asked = []
+backends = []
 new_group = dist.new_group
 
 def counted(*args, backend=None, **kwargs):
-    asked.append(backend)
+    backends.append(backend)
     return new_group(*args, backend=backend, **kwargs)
 
 dist.new_group = counted
@@ -101,7 +101,7 @@ for create, kinds in ((True, {"gloo"}), (False, set())):
         tensor_model_parallel_size=2, create_gloo_process_groups=create
     )
     assert collectives.uses_gloo() == create
-    asked.clear()
+    backends.clear()
     maximum, share = collectives.agree_by_maximum(), collectives.share_in_tensor_group()
     assert maximum([dist.get_rank()]) == [1]
     assert share(f"of rank {dist.get_rank()}") == "of rank 0"
@@ -109,7 +109,7 @@ for create, kinds in ((True, {"gloo"}), (False, set())):
     state.initialize_model_parallel(create_gloo_process_groups=create)
     gather = collectives.gather_from_data_ranks()
     assert gather(dist.get_rank()) == [0, 1]
-    assert "gloo" in asked if create else asked.count("gloo") == 0
+    assert "gloo" in backends if create else backends.count("gloo") == 0
     for one in (maximum, share, gather):
         one.close()
     state.destroy_model_parallel()

@@ -1,4 +1,4 @@
-"""Memory of Megatron's own that graphs use stays theirs when Megatron lets it go."""
+"""Graphs keep Megatron's memory that they use after Megatron frees it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def chunks(one_rank: torch.device, make_config: Callable[..., dict[str, Any]]) -
 
 
 def _losses(graphs: Any, chunk: nn.Module, num_steps: int) -> list[torch.Tensor]:
-    """Losses of steps of one microbatch, always the same one."""
+    """Return the losses of steps of one microbatch, always the same one."""
     tokens = torch.arange(32).reshape(2, 16)
     mask = torch.ones(1, 1, 16, 16, dtype=torch.bool).triu(1)
 
@@ -78,7 +78,7 @@ def test_tables_outlive_the_cache_they_came_from(chunks: list[nn.Module], scope:
 
 @pytest.mark.parametrize("scope", ["block", "chunk"])
 def test_global_buffers_outlive_their_replacement(chunks: list[nn.Module], scope: Any) -> None:
-    """Megatron makes a larger one for a longer sequence and forgets the one in the graphs."""
+    """Megatron makes a larger one for a longer sequence and drops the one in the graphs."""
     from megatron.core.parallel_state import get_global_memory_buffer
 
     from chunkgraph.megatron.attachment import attach
@@ -103,7 +103,7 @@ def test_global_buffers_outlive_their_replacement(chunks: list[nn.Module], scope
 
 
 class _LatentTables(nn.Module):
-    """As the positions of multi-latent attention: the longest tables so far take the places."""
+    """As the positions of multi-latent attention: a longer table replaces the previous one."""
 
     length = 0
 
@@ -121,7 +121,7 @@ class _LatentTables(nn.Module):
 
 
 def test_tables_outlive_longer_ones() -> None:
-    """What was handed out while graphs were captured stays; a longer table comes later."""
+    """Tables from the time of the capture stay; a longer one comes later."""
     from chunkgraph.megatron.core.cached_tables import CachedTables
 
     module = _LatentTables()

@@ -1,4 +1,4 @@
-"""The CPU host: what it maps, that it undoes all of it, and random numbers that graphs repeat."""
+"""The CPU host: its replacements and their undoing, and random numbers that graphs repeat."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_cuda_means_cpu(host: CpuHost) -> None:
 
 @pytest.mark.usefixtures("host")
 def test_a_library_that_asks_for_the_gpu_hears_of_none() -> None:
-    """As Transformer Engine does in its import, with NVTE_CUTEDSL_FUSED_GROUPED_MLP=1."""
+    """Transformer Engine does so in its import, with NVTE_CUTEDSL_FUSED_GROUPED_MLP=1."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     assert (properties.major, properties.minor) == torch.cuda.get_device_capability() == (0, 0)
 
@@ -79,24 +79,24 @@ def test_everything_is_undone() -> None:
 def test_groups_share_their_network_threads(
     host: CpuHost, monkeypatch: pytest.MonkeyPatch, interfaces: str, num_devices: int
 ) -> None:
-    """One of each group's own would wake a hundred times a second."""
+    """A separate thread for each group would wake a hundred times a second."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", interfaces)
     store = dist.HashStore()
-    made = [
+    groups = [
         distributed_c10d.ProcessGroupGloo(
             dist.PrefixStore(str(index), store), 0, 1, timeout=timedelta(seconds=5)
         )
         for index in range(3)
     ]
-    devices = [group.options._devices for group in made]  # held: of none the id is used again
+    devices = [group.options._devices for group in groups]  # held, so that no id is reused
     first, *others = ([id(device) for device in of_group] for of_group in devices)
     assert len(set(first)) == num_devices
     assert others == [first, first]
-    assert all(isinstance(group, dist.ProcessGroupGloo) for group in made)
-    assert all(isinstance(group, distributed_c10d.ProcessGroupGloo) for group in made)
+    assert all(isinstance(group, dist.ProcessGroupGloo) for group in groups)
+    assert all(isinstance(group, distributed_c10d.ProcessGroupGloo) for group in groups)
     assert not isinstance(store, distributed_c10d.ProcessGroupGloo)
-    assert made[0].options._timeout == timedelta(seconds=5)
-    assert made[0].options._threads == 2 * num_devices
+    assert groups[0].options._timeout == timedelta(seconds=5)
+    assert groups[0].options._threads == 2 * num_devices
 
 
 def test_an_interface_that_is_not_there_is_named(
@@ -132,14 +132,14 @@ def test_an_error_inside_is_undone_too(host: CpuHost) -> None:
 def test_forks_draw_from_their_own_sequence(tracker) -> None:  # type: ignore[no-untyped-def]
     expected = torch.rand(6, generator=torch.Generator().manual_seed(22))
     outer = torch.rand(4, generator=torch.Generator().manual_seed(11))
-    got, around = [], [torch.rand(2)]
+    draws, around = [], [torch.rand(2)]
     for _ in range(3):
         with tracker.fork():
-            got.append(torch.rand(2))
+            draws.append(torch.rand(2))
             with tracker.fork("other"):
                 torch.rand(5)
     around.append(torch.rand(2))
-    assert torch.equal(torch.cat(got), expected)
+    assert torch.equal(torch.cat(draws), expected)
     assert torch.equal(torch.cat(around), outer)
     with pytest.raises(KeyError, match="missing"), tracker.fork("missing"):
         pass
@@ -167,7 +167,7 @@ def test_states_can_be_read_and_set_live_or_not(host: CpuHost) -> None:
 
 
 def _noisy(tracker, x: torch.Tensor) -> torch.Tensor:  # type: ignore[no-untyped-def]
-    """Dropout from three sequences, as a transformer layer has it."""
+    """A chunk with dropout from three sequences, as in a transformer layer."""
     with tracker.fork():
         x = torch.dropout(x, 0.5, train=True)
     x = torch.dropout(x, 0.5, train=True) + 1
@@ -186,12 +186,12 @@ def test_replays_draw_what_eager_calls_would(host: CpuHost, tracker) -> None:  #
     pool = backend.new_pool("p")
     with preserve_rng(), backend.capture("noisy", pool) as graph:
         out = _noisy(tracker, x)
-    got = [_noisy(tracker, x)]
+    draws = [_noisy(tracker, x)]
     for _ in range(4):
         graph.replay()
-        got.append(out.clone())
-    got.append(_noisy(tracker, x))  # eager and replayed draws mix
-    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+        draws.append(out.clone())
+    draws.append(_noisy(tracker, x))  # eager and replayed draws alternate
+    assert all(torch.equal(a, b) for a, b in zip(draws, expected, strict=True))
 
 
 def test_preserving_random_state_covers_every_sequence(tracker) -> None:  # type: ignore[no-untyped-def]

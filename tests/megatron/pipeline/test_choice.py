@@ -1,4 +1,4 @@
-"""Schedules for Megatron's pipeline: by name, and from a CSV file."""
+"""Schedules for Megatron's pipeline, by name and from a CSV file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers that delay their weight gradients: computed in W, with the bits of Megatron's 1F1B."""
+"""Layers that delay weight gradients compute them in W, with the bits of Megatron's 1F1B."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_schedule_drives_eager_layers_that_delay(
     assert result["different_parameters"] == {}
 
 
-def test_every_new_config_delays_once_asked_for() -> None:
+def test_every_new_config_delays_after_the_request() -> None:
     from dataclasses import replace
 
     from megatron.core.distributed import DistributedDataParallelConfig
@@ -80,7 +80,7 @@ def test_every_new_config_delays_once_asked_for() -> None:
 
 
 class _Layer(nn.Module):
-    """A layer of Transformer Engine, as far as its store of weight gradients is asked."""
+    """The part of a Transformer Engine layer that its store of weight gradients needs."""
 
     def __init__(self, *, delays: bool) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class _Layer(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("facts", "said"),
+    ("facts", "message"),
     [
         ({"splits_backward": True, "layers_at_once": True}, "layers of Transformer Engine would"),
         ({"splits_backward": True, "ddp_at_once": True}, "DDP would take weight gradients before"),
@@ -101,14 +101,14 @@ class _Layer(nn.Module):
     ],
 )
 def test_what_would_compute_no_weight_gradients_is_refused(
-    facts: dict[str, Any], said: str
+    facts: dict[str, Any], message: str
 ) -> None:
     every = {"schedule": "zb-h1", **dict.fromkeys(("layers_at_once", "ddp_at_once"), False)}
     (text,) = refused(DELAY_RULES, {**every, **facts})
-    assert said in text
+    assert message in text
 
 
 def test_layers_that_were_built_without_it_are_seen() -> None:
-    found = facts_of_delays([nn.Sequential(_Layer(delays=True), _Layer(delays=False))])
-    assert found == {"layers_at_once": True, "ddp_at_once": False}
+    facts = facts_of_delays([nn.Sequential(_Layer(delays=True), _Layer(delays=False))])
+    assert facts == {"layers_at_once": True, "ddp_at_once": False}
     assert not any(facts_of_delays([_Layer(delays=True), nn.Linear(2, 2)]).values())

@@ -1,4 +1,4 @@
-"""Megatron's training, driven by the actions of a schedule, equals Megatron's own functions."""
+"""Megatron's training by the actions of a schedule equals Megatron's schedule functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps that a schedule of chunkgraph cannot drive, and what is left of one that fails."""
+"""Steps that a schedule of chunkgraph cannot run, and the state after a failed step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.megatron]
 
 
 class Communicator:
-    """A pipeline communicator of somebody's own."""
+    """A user's pipeline communicator."""
 
 
 @pytest.mark.every_release
@@ -52,7 +52,7 @@ def test_a_step_of_another_kind_is_refused(
 
 
 class Groups:
-    """Process groups that are not closed."""
+    """Stands for the transfer groups; counts the calls of `close`."""
 
     num_closed = 0
 

@@ -55,7 +55,7 @@ def test_faults_of_one_rank(
         assert rank["fallbacks"] == {"capture warmup": 1, "capture failed": 2}
         assert rank["replays"] == 0
     for name in ("in_capture", "in_replay"):
-        # The step goes to its end on both ranks, which then stop together.
+        # Both ranks finish the step, and then stop together.
         assert [rank["num_done"] for rank in results[name]] == [2, 2]
         assert [rank["replays"] for rank in results[name]] == [3, 3]
     for rank in results["mixed"]:

@@ -1,4 +1,4 @@
-"""Zero-bubble schedules on graphs with every kind of model: equal to Megatron's eager 1F1B."""
+"""Zero-bubble schedules on graphs equal Megatron's eager 1F1B, with every kind of model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Make = Callable[..., Any]
 
 @pytest.fixture
 def make(make_config: Callable[..., Any]) -> Make:
-    """A case of `run_cases`."""
+    """Return a function that makes a case of `run_cases`."""
 
     def case(
         pipeline: dict[str, Any], counts: list[int] | None = None, **sections: Any
@@ -51,9 +51,9 @@ def test_packed_sequences(
     text = write_documents((3, 5, 8, 13, 20))
 
     def case(kind: str, pipeline: dict[str, Any], counts: list[int], **options: Any) -> Any:
-        made = packed_cases.cpu_case(text, make_config, kind, counts, **options, **pipeline)
-        made["config"]["model"]["num_layers"] = 4
-        return made
+        result = packed_cases.cpu_case(text, make_config, kind, counts, **options, **pipeline)
+        result["config"]["model"]["num_layers"] = 4
+        return result
 
     buckets = {"buckets": [0.5], "seq_buckets": [4]}
     run_equal(
@@ -83,7 +83,7 @@ def test_experts(run_equal: Run, make: Make) -> None:
 
 
 def test_experts_that_stash(run_cases: Run, make: Make) -> None:
-    """Weight halves run after later forwards have taken the pages of their tensors."""
+    """Weight halves run after later forwards have reused their tensors' pages."""
 
     def case(pipeline: dict[str, Any], counts: list[int], num_layers: int = 2, **stash: int) -> Any:
         return make(

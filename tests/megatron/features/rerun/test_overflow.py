@@ -1,4 +1,4 @@
-"""Steps that are run again, or given up: what they must leave as it was, on every rank."""
+"""Steps that run again or are aborted restore their state on every rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _BIASED = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bia
 
 
 class _Run:
-    """A model in this process, trained step by step; ``fails_at`` is a forward that raises."""
+    """A model in this process, trained step by step; the forward ``fails_at`` raises."""
 
     def __init__(
         self,
@@ -115,8 +115,8 @@ def test_room_for_all_is_no_row_more_than_there_are_tokens() -> None:
     assert some_is_too_much
 
 
-def test_a_step_is_run_anew_where_room_for_all_rounds_up(one_rank: Any, make_config: Any) -> None:
-    """48 tokens, 7 experts, 3 of them chosen: 7 / 3 makes room for 49."""
+def test_a_step_runs_again_where_room_for_all_rounds_up(one_rank: Any, make_config: Any) -> None:
+    """48 tokens choose 3 of 7 experts: a factor of 7 / 3 makes room for 49."""
     experts = {"num_moe_experts": 7, "moe_router_topk": 3, "moe_expert_capacity_factor": 1.0}
     run = _Run(one_rank, make_config, experts, {"token_drops": "rerun"})
     for step in range(3):
@@ -129,7 +129,7 @@ def test_a_step_is_run_anew_where_room_for_all_rounds_up(one_rank: Any, make_con
 @pytest.mark.every_release
 @pytest.mark.parametrize("scope", ["block", "chunk"])
 def test_no_metric_counts_a_step_twice(one_rank: Any, make_config: Any, scope: str) -> None:
-    """Those of routers and of multi-token prediction; in scope block the latter stays eager."""
+    """Metrics of routers and of multi-token prediction; in scope block the latter stays eager."""
     from chunkgraph.megatron.features.experts.capacity import factor_for_all
     from chunkgraph.megatron.features.rerun.running_metrics import running_metrics
 
@@ -159,7 +159,7 @@ def test_no_metric_counts_a_step_twice(one_rank: Any, make_config: Any, scope: s
         assert seen[1][name] == pytest.approx(values, rel=1e-4), name
 
 
-def test_a_step_that_was_given_up_leaves_no_page_behind(one_rank: Any, make_config: Any) -> None:
+def test_an_aborted_step_leaves_no_page_in_use(one_rank: Any, make_config: Any) -> None:
     from chunkgraph.memory.stash import StashOptions
 
     losses = []
@@ -170,7 +170,7 @@ def test_a_step_that_was_given_up_leaves_no_page_behind(one_rank: Any, make_conf
         run.step(1, 2)
         if fails:
             with pytest.raises(KeyError):
-                run.step(2, 3, fails_at=0)  # pages are taken, and nothing is run backward
+                run.step(2, 3, fails_at=0)  # takes pages without a backward
         losses.append([run.step(2, 3), run.step(3, 1)])
         assert run.graphs.stash is not None
         status = run.graphs.stash.status()
@@ -178,17 +178,17 @@ def test_a_step_that_was_given_up_leaves_no_page_behind(one_rank: Any, make_conf
         assert status.num_short == 0
         assert run.graphs.stash.num_pages_left(steps_ago=0) == 0
         assert run.graphs.stash.size is not None
-        # As of the last forward: one microbatch's pages are out.
+        # These numbers are of the last forward, when one microbatch has pages.
         pages = status.num_free_pages + status.num_required_pages
         assert pages == run.graphs.stash.size.num_pages
         run.graphs.detach()
     assert losses[0] == losses[1]
 
 
-def test_graphs_and_pages_are_made_anew_where_their_memory_was_replaced(
+def test_graphs_and_pages_are_made_again_where_their_memory_was_replaced(
     one_rank: Any, make_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As DeepEP does with its buffer when a pass has more tokens than those before."""
+    """DeepEP replaces its buffer when a pass has more tokens than earlier ones."""
     from chunkgraph.megatron.features.experts.feature import Experts
     from chunkgraph.memory.stash import StashOptions
 
@@ -196,18 +196,18 @@ def test_graphs_and_pages_are_made_anew_where_their_memory_was_replaced(
     monkeypatch.setattr(Experts, "is_memory_replaced", lambda _: now)
     for is_replaced in (False, True):
         run = _Run(one_rank, make_config, {}, {"stash": StashOptions(), "token_drops": "rerun"})
-        found = [run.step(step, 2) for step in range(3)]
+        losses_of_run = [run.step(step, 2) for step in range(3)]
         now = is_replaced
-        found.append(run.step(3, 3))  # is seen at its end
+        losses_of_run.append(run.step(3, 3))  # noticed at its end
         now = False
-        found += [run.step(step, 2) for step in (4, 5)]
+        losses_of_run += [run.step(step, 2) for step in (4, 5)]
         fallbacks = {"capture warmup": 1}
         if is_replaced:
             fallbacks["memory of the graphs was replaced"] = 1
         assert run.graphs.counters.fallbacks == fallbacks
         assert run.graphs.counters.capture_sessions == 1 + is_replaced
         assert run.graphs.counters.replayed_steps == 5 - is_replaced
-        losses.append(found)
+        losses.append(losses_of_run)
         run.graphs.detach()
     assert losses[0] == losses[1]
 
@@ -216,7 +216,7 @@ def test_graphs_and_pages_are_made_anew_where_their_memory_was_replaced(
 def test_what_forwards_decide_is_sent_before_the_last_backward(
     one_rank: Any, make_config: Any, is_recomputed: bool
 ) -> None:
-    """Experts that are computed again are counted in backwards: then behind those."""
+    """Recomputed experts are counted in backwards, so their counts are sent after those."""
     from chunkgraph.megatron.features.experts.drop_report import DropReport
     from chunkgraph.memory.stash import StashOptions, StashReadout
 
@@ -245,14 +245,14 @@ def test_what_forwards_decide_is_sent_before_the_last_backward(
     if is_recomputed:
         assert events == ["backward"] * 3 + ["DropReport"]
     else:
-        # The stash's counts are sent once more, of which pages came back.
+        # The stash also sends its counts at the end, after all pages are freed.
         sent = ["DropReport", "StashReadout"]
         assert events == ["backward"] * 2 + sent + ["backward", "StashReadout"]
     run.graphs.detach()
 
 
 def _recompute_experts(patch: pytest.MonkeyPatch) -> None:
-    """As a layer of one's own may, of which the configuration says nothing."""
+    """Recompute experts as a user's layer may, without a setting in the configuration."""
     from megatron.core.tensor_parallel import checkpoint
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
@@ -267,7 +267,7 @@ def _recompute_experts(patch: pytest.MonkeyPatch) -> None:
 
 
 def _recompute_experts_alone(chunks: Sequence[Any]) -> None:
-    """The same without their router, whose tokens are then counted in the forward."""
+    """Recompute experts without their router, whose tokens are counted in the forward."""
     from megatron.core.tensor_parallel import checkpoint
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
@@ -283,7 +283,7 @@ def _recompute_experts_alone(chunks: Sequence[Any]) -> None:
 
 
 @pytest.mark.parametrize("what", ["drops", "pages", "pages of experts alone"])
-def test_experts_that_are_recomputed_unsaid_are_looked_at_behind_backwards(
+def test_experts_that_are_recomputed_without_a_setting_are_checked_after_backwards(
     one_rank: Any, make_config: Any, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     from chunkgraph.memory.stash import StashOptions
@@ -299,7 +299,7 @@ def test_experts_that_are_recomputed_unsaid_are_looked_at_behind_backwards(
         _recompute_experts_alone(run.chunks)
     reruns = run.graphs.counters.overflow_reruns
     name = "expert capacity" if what == "drops" else "stash pages"
-    first = 0 if what == "drops" else 1  # pages are there from the first replay on
+    first = 0 if what == "drops" else 1  # there are pages from the first replay on
     for step in range(first + 1):
         assert reruns[name] == 0
         run.step(step, 1)
@@ -307,22 +307,22 @@ def test_experts_that_are_recomputed_unsaid_are_looked_at_behind_backwards(
     run.graphs.detach()
 
 
-@pytest.mark.parametrize("is_behind", [False, True])
+@pytest.mark.parametrize("is_after", [False, True])
 def test_tokens_of_a_step_that_failed_are_not_the_next_ones(
-    one_rank: Any, make_config: Any, monkeypatch: pytest.MonkeyPatch, is_behind: bool
+    one_rank: Any, make_config: Any, monkeypatch: pytest.MonkeyPatch, is_after: bool
 ) -> None:
-    """Be it in its schedule or in what the engine finds behind it."""
+    """The step fails in its schedule, or in the engine's checks after it."""
     from chunkgraph.megatron.features.experts.feature import Experts
     from chunkgraph.slots import SlotMachine
 
     run = _Run(one_rank, make_config, {}, {"token_drops": "raise"})
     run.step(0, 2)
     experts: Any = run.graphs.features.find(Experts)
-    experts._drops.counts.total[0] += 5  # as if its forwards had dropped some
-    if is_behind:
+    experts._drops.counts.total[0] += 5  # as if its forwards had dropped tokens
+    if is_after:
         with monkeypatch.context() as patch:
             patch.setattr(SlotMachine, "end_step", _fail)
-            with pytest.raises(SlotError, match="told to fail"):
+            with pytest.raises(SlotError, match="failure of the test"):
                 run.step(1, 2)
     else:
         with pytest.raises(KeyError):
@@ -332,21 +332,21 @@ def test_tokens_of_a_step_that_failed_are_not_the_next_ones(
 
 
 def _fail(_: Any) -> None:
-    raise SlotError("told to fail")
+    raise SlotError("failure of the test")
 
 
 def test_ranks_agree_on_buckets_apart_from_steps(
     one_rank: Any, make_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank that announces asks about a step before one that does not: on a group of both, their
-    questions would meet others."""
+    """An announcing rank asks about a step earlier than other ranks. In a common group its question
+    would meet another kind."""
     from chunkgraph.megatron import attach, site
     from chunkgraph.megatron.features.packing.options import PackingOptions
     from chunkgraph.packing import PackedShape
     from chunkgraph.settings import config_from_mapping
     from chunkgraph.trainer.model import build_model
 
-    asked: list[tuple[int, int]] = []
+    questions: list[tuple[int, int]] = []
     closed = []
 
     class Group:
@@ -354,7 +354,7 @@ def test_ranks_agree_on_buckets_apart_from_steps(
             groups.append(self)
 
         def __call__(self, values: Sequence[int]) -> list[int]:
-            asked.append((groups.index(self), len(values)))
+            questions.append((groups.index(self), len(values)))
             return list(values)
 
         def close(self) -> None:
@@ -366,10 +366,10 @@ def test_ranks_agree_on_buckets_apart_from_steps(
     graphs = attach(
         build_model(config, one_rank), packing=PackingOptions(PackedShape(4, 16), (0.5,))
     )
-    asked.clear()
+    questions.clear()
     assert graphs.agree_on_buckets([[3], [4, 4], [9]]) == [8, 8, 16]
-    ((of_buckets, _),) = asked
-    assert groups[of_buckets] is not graphs.site.agree  # through which steps are asked about
+    ((of_buckets, _),) = questions
+    assert groups[of_buckets] is not graphs.site.agree  # the group for questions about steps
     graphs.detach()
     assert sorted(closed) == list(range(len(groups)))
 
@@ -377,10 +377,10 @@ def test_ranks_agree_on_buckets_apart_from_steps(
 def test_a_row_that_no_page_holds_is_refused_before_training(
     one_rank: Any, make_config: Any
 ) -> None:
-    """In training only ranks with experts would find out, and alone."""
+    """In training only the ranks with experts would raise the error."""
     from chunkgraph.memory.stash import StashOptions
 
-    # Two halves of 32, of 4 bytes each.
+    # Two halves of 32 elements of 4 bytes.
     with pytest.raises(ConfigError, match=r"page_bytes=240: .* rows of 256 bytes.* 256 or more"):
         _Run(one_rank, make_config, {}, {"stash": StashOptions(page_bytes=240)})
     _Run(one_rank, make_config, {}, {"stash": StashOptions(page_bytes=256)}).graphs.detach()
@@ -394,21 +394,21 @@ def test_what_is_done_about_drops_is_checked(one_rank: Any, make_config: Any) ->
     holds = {**_EXPERTS, "moe_pad_expert_input_to_capacity": True, "fp8": "hybrid"}
     holds["moe_token_dispatcher_type"] = "alltoall"
     assert refused(MOE_RULES, holds, token_drops="raise") == []
-    (found,) = refused(MOE_RULES, holds, token_drops="rerun")
-    assert "token_drops='rerun' with fp8='hybrid'" in found
+    (refusal,) = refused(MOE_RULES, holds, token_drops="rerun")
+    assert "token_drops='rerun' with fp8='hybrid'" in refusal
 
 
-def test_a_bias_that_cannot_move_is_told(
+def test_a_bias_that_cannot_move_is_reported(
     one_rank: Any, make_config: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Megatron counts the rows of experts that were filled up, as many of each: see the message."""
+    """Megatron counts the rows of padded experts, which are equally many; see the message."""
     _Run(one_rank, make_config, {}, {}).graphs.detach()
     assert "expert_bias" not in caplog.text
     run = _Run(one_rank, make_config, _BIASED, {})
     assert "moe_router_enable_expert_bias=True" in caplog.text
     for step in range(2):
         run.step(step, 2)
-    assert _biases(run) == [[0.0] * 4] * 2  # or else the message is wrong by now
+    assert _biases(run) == [[0.0] * 4] * 2  # otherwise the message is outdated
     run.graphs.detach()
 
 
@@ -416,15 +416,15 @@ def test_a_bias_that_cannot_move_is_told(
 def test_a_bias_follows_the_loads_of_a_step_once(
     one_rank: Any, make_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With loads counted as they were chosen, before experts were filled up, so that it moves."""
+    """Count loads before experts are padded, so that the bias moves."""
     from megatron.core.transformer.moe import router
 
     choose, chosen = router.topk_routing_with_score_function, []
 
     def choosing(*args: Any, **kwargs: Any) -> Any:
-        found = choose(*args, **kwargs)
-        chosen[:] = [found[1]]
-        return found
+        choice = choose(*args, **kwargs)
+        chosen[:] = [choice[1]]
+        return choice
 
     def count(self: Any, *_: Any, **__: Any) -> None:
         if torch.is_grad_enabled():

@@ -1,4 +1,4 @@
-"""What ranks are told of steps without room: who waits for what, and what is an error on all."""
+"""Reports of steps without room: who waits for them, and which are errors on all ranks."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ class _Pages(ExpertStash):
         (3, r"Rank 1: {} tensors did not fit .* after its last forward"),
     ],
 )
-def test_what_a_look_comes_late_for_is_an_error_on_all_ranks(
+def test_a_shortage_after_the_check_is_an_error_on_all_ranks(
     mine: int, place: int, what: str
 ) -> None:
-    """A rank that raised alone would leave the others in the agreement."""
-    asked = []
+    """If one rank raised alone, the others would wait in the agreement."""
+    questions = []
 
     def agree(values: Sequence[int]) -> list[int]:
-        asked.append(list(values))
+        questions.append(list(values))
         others = [3 * (index == place) for index in range(4)]
         return [max(value, other) for value, other in zip(values, others, strict=True)]
 
@@ -77,7 +77,7 @@ def test_what_a_look_comes_late_for_is_an_error_on_all_ranks(
     )
     with pytest.raises(StashError, match=what.format(mine)):
         guard.run(lambda _kwargs, _eager: (None, StepMode.REPLAY), {"data_iterator": None})
-    assert asked == [[mine * (index == place) for index in range(4)]]
+    assert questions == [[mine * (index == place) for index in range(4)]]
     assert pages.was_dropped
 
 
@@ -117,7 +117,7 @@ def test_an_eager_step_gives_room_where_no_graph_has_less(has_graphs: bool) -> N
 
 
 class _Event:
-    """Stands for a CUDA event: a copy arrives when somebody waits for it."""
+    """Stands for a CUDA event: a copy arrives when something waits for it."""
 
     def __init__(self, copies: list[Callable[[], Any]]) -> None:
         self.copies = copies
@@ -132,8 +132,8 @@ class _Event:
             self.copies.pop(0)()
 
 
-def test_who_waits_for_dropped_tokens_sees_those_of_the_last_step() -> None:
-    """Also where the copy of that step was left out, since the one before was under way."""
+def test_waiting_for_dropped_tokens_gives_those_of_the_last_step() -> None:
+    """Also if that step was not copied, because the previous copy was still running."""
     from chunkgraph.megatron.features.experts.drop_report import DropReport
 
     counts = torch.zeros(2, dtype=torch.int64)
@@ -143,9 +143,9 @@ def test_who_waits_for_dropped_tokens_sees_those_of_the_last_step() -> None:
     class Host:
         values = torch.zeros_like(counts)
 
-        def copy_(self, given: torch.Tensor, *, non_blocking: bool) -> None:
+        def copy_(self, source: torch.Tensor, *, non_blocking: bool) -> None:
             assert non_blocking
-            copies.append(partial(self.values.copy_, given.clone()))
+            copies.append(partial(self.values.copy_, source.clone()))
 
         def tolist(self) -> list[int]:
             return self.values.tolist()
@@ -154,23 +154,23 @@ def test_who_waits_for_dropped_tokens_sees_those_of_the_last_step() -> None:
     for _ in range(3):
         counts += 1
         report.end_step()
-    assert report.by_layer() == {1: 0, 2: 0}  # nobody waited
+    assert report.by_layer() == {1: 0, 2: 0}  # without waiting
     assert report.by_layer(wait=True) == {1: 3, 2: 3}
     counts += 1
     report.end_step()
     assert report.by_layer(wait=True) == {1: 4, 2: 4}
 
 
-def test_a_forward_more_takes_back_what_was_told() -> None:
+def test_a_further_forward_withdraws_the_report() -> None:
     from chunkgraph.megatron.features.rerun.last_forward import notify_after_last_forward
 
-    told: list[str] = []
-    kwargs = {"forward_step_func": lambda *_: told.append("forward"), "num_microbatches": 2}
-    given = notify_after_last_forward(
-        kwargs, 2, lambda: told.append("told"), lambda: told.append("back")
+    events: list[str] = []
+    kwargs = {"forward_step_func": lambda *_: events.append("forward"), "num_microbatches": 2}
+    wrapped = notify_after_last_forward(
+        kwargs, 2, lambda: events.append("notify"), lambda: events.append("back")
     )
     for _ in range(6):
-        given["forward_step_func"]("data", "model")
-    assert told == [*["forward"] * 4, "told", "forward", "back", "forward"]
-    assert kwargs["forward_step_func"] is not given["forward_step_func"]
+        wrapped["forward_step_func"]("data", "model")
+    assert events == [*["forward"] * 4, "notify", "forward", "back", "forward"]
+    assert kwargs["forward_step_func"] is not wrapped["forward_step_func"]
     assert notify_after_last_forward({}, 1, lambda: None, lambda: None) == {}

@@ -1,4 +1,4 @@
-"""The stash of Transformer Engine's experts on real GPUs: equal to eager, and smaller."""
+"""The stash of Transformer Engine's experts on real GPUs equals eager, and takes less memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SMALL = [
     *("pipeline.data_parallel_size=1", "train.deterministic=true", "run.timeout_s=360"),
 ]
 PP1 = ["pipeline.pipeline_model_parallel_size=1"]
-# What comes to a rank differs from step to step, and a step that runs out of pages is run again.
+# A rank's tokens differ from step to step, and a step that runs out of pages runs again.
 OF_TWO = [
     *("pipeline.data_parallel_size=2", "pipeline.expert_model_parallel_size=2"),
     "stash.headroom=1.5",
@@ -59,15 +59,17 @@ def test_stashed_experts_equal_eager(
         check=False,
     )
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
-    found = json.loads(report.read_text(encoding="utf-8"))
-    assert found["parameters_equal"]
-    assert all(step["loss_equal"] and step["grad_norm_equal"] for step in found["steps"])
+    results = json.loads(report.read_text(encoding="utf-8"))
+    assert results["parameters_equal"]
+    assert all(step["loss_equal"] and step["grad_norm_equal"] for step in results["steps"])
     if num_reruns:
-        assert found["overflow_reruns"]["stash pages"] >= num_reruns
+        assert results["overflow_reruns"]["stash pages"] >= num_reruns
         return
-    assert all(step["replays"] for step in found["steps"][1:]), found["overflow_reruns"]
+    assert all(step["replays"] for step in results["steps"][1:]), results["overflow_reruns"]
     shares = [
         pages / without
-        for pages, without in zip(found["stash_bytes"], found["bytes_without_stash"], strict=True)
+        for pages, without in zip(
+            results["stash_bytes"], results["bytes_without_stash"], strict=True
+        )
     ]
     assert all(0 < share < 0.5 for share in shares), shares

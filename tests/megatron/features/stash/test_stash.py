@@ -1,4 +1,4 @@
-"""The stash of Megatron's experts, and steps that are run again, against eager to the last bit."""
+"""The stash of Megatron's experts and steps that run again equal eager to the last bit."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _check_equal(results: dict[str, dict[str, Any]]) -> None:
 
 
 def _share(result: dict[str, Any], rank: int = 0) -> float:
-    """Bytes of the stash by those of all rows, used or not."""
+    """Return the stash's bytes as a share of those of all rows, used or not."""
     assert result["bytes_without_stash"][rank] > 0
     return float(result["stash_bytes"][rank] / result["bytes_without_stash"][rank])
 
@@ -80,9 +80,8 @@ def test_one_rank(
             stash={"enabled": False},
         ),
     }
-    # Every step runs out of pages but the one before the capture. Once, not for each Megatron: what
-    # runs again and where pages lie is the engine's; "no_drops" runs again with either, and so do
-    # jobs of two ranks.
+    # Every step after the capture runs out of pages. Not for each release: the engine has the
+    # reruns and pages. "no_drops" and jobs of two ranks have reruns with all releases.
     without = {"initial_bytes": 0, "max_bytes": 4096}
     cases |= once(
         {
@@ -99,7 +98,7 @@ def test_one_rank(
     )
     results = run_cases(cases, 1, timeout_s=180.0)
     _check_equal(results)
-    # Half of the rows are in use, and there is headroom of a tenth.
+    # Half of the rows are in use, with a headroom of a tenth.
     assert 0.4 < _share(results["poison"]) < 0.7
     for name in results.keys() & {"poison", "allgather_spilled"}:
         assert results[name]["overflow_reruns"] == {}, name
@@ -113,7 +112,7 @@ def test_one_rank(
 
 
 def test_four_ranks(run_cases: Callable[..., Any], make_config: Callable[..., Any]) -> None:
-    """Pages run out in two chunks on both kinds of ranks; loads differ from step to step."""
+    """Pages run out in two chunks on both pipeline ranks; loads differ from step to step."""
     both = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
     experts = {"num_moe_experts": 8, "moe_layer_freq": [0, 1, 1, 1], "token_drops": "raise"}
     short = _case(
@@ -133,7 +132,7 @@ def test_four_ranks(run_cases: Callable[..., Any], make_config: Callable[..., An
 
 
 def test_two_ranks(run_cases: Callable[..., Any], make_config: Callable[..., Any]) -> None:
-    """Interleaved; pages run out on one rank alone; experts on two ranks."""
+    """Interleaved, with pages that run out on one rank; and experts on two ranks."""
     pp2 = {"pipeline_model_parallel_size": 2}
     overlap = {"overlap_grad_reduce": True, "use_distributed_optimizer": True}
     cases = {
@@ -233,14 +232,14 @@ def test_an_overflow_is_an_error_where_that_is_asked_for(one_rank: Any, config: 
     run.graphs.detach()
 
 
-def test_the_log_says_why_a_step_is_run_anew_and_detach_leaves_nothing(
+def test_the_log_has_the_reason_of_a_rerun_and_detach_leaves_nothing(
     one_rank: Any, config: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = _Run(one_rank, config, stash=_options(initial_bytes=2048, max_recaptures=1))
     first = [run.step(step, 2) for step in range(3)]
-    said = caplog.text
-    assert "did not fit in the stash (it has 4 pages of 512 bytes" in said
-    assert "captured again with more room (stash pages), 1 of at most 1 times" in said
+    log = caplog.text
+    assert "did not fit in the stash (it has 4 pages of 512 bytes" in log
+    assert "captured again with more room (stash pages), 1 of at most 1 times" in log
     assert run.graphs.counters.capture_sessions == 2
     assert run.graphs.stash.status().num_short == 0
     modules = list(run.chunks[0].modules())
@@ -269,7 +268,7 @@ def test_a_chunk_with_one_slot_may_keep_what_it_saves(
     plain.graphs.detach()
 
 
-def test_without_a_measured_step_the_capture_says_what_is_missing(
+def test_without_a_measured_step_the_capture_names_what_is_missing(
     one_rank: Any, config: Any
 ) -> None:
     run = _Run(one_rank, config, stash=_options())
@@ -282,7 +281,7 @@ def test_without_a_measured_step_the_capture_says_what_is_missing(
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"num_moe_experts": None}, "only experts stash"),
         ({"recompute_granularity": "full"}, "recomputed instead of saved"),
@@ -294,27 +293,27 @@ def test_without_a_measured_step_the_capture_says_what_is_missing(
         ({"moe_permute_fusion": True}, "moe_permute_fusion"),
     ],
 )
-def test_what_cannot_stash_is_refused_by_name(changes: dict[str, Any], said: str) -> None:
+def test_what_cannot_stash_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
     holds = {"num_moe_experts": 4, "recompute_granularity": "selective", "recompute_modules": []}
     assert refused(STASH_RULES, holds, stash=True) == []
-    (found,) = refused(STASH_RULES, {**holds, **changes}, stash=True)
-    with pytest.raises(ConfigError, match=said):
-        raise ConfigError(found)
+    (refusal,) = refused(STASH_RULES, {**holds, **changes}, stash=True)
+    with pytest.raises(ConfigError, match=message):
+        raise ConfigError(refusal)
 
 
-def _wanted(pages: int) -> Any:
+def _shortage(pages: int) -> Any:
     from chunkgraph.memory.stash import StashStatus
 
     return StashStatus(0, 0, 0, num_peak_pages=pages, num_short=1)
 
 
 def _stash(num_pages: int, **options: Any) -> Any:
-    """Of a rank that captured with so many pages on the device and ten on the host."""
+    """Make the stash of a rank with ``num_pages`` pages on the device and ten on the host."""
     from chunkgraph.megatron.features.stash.feature import ExpertStash
     from chunkgraph.memory.stash import StashOptions
 
-    given = {"initial_bytes": num_pages * 65536, "spill_bytes": 10 * 65536, **options}
-    stash = ExpertStash([], (2,), StashOptions(page_bytes=65536, **given), torch.device("cpu"))
+    settings = {"initial_bytes": num_pages * 65536, "spill_bytes": 10 * 65536, **options}
+    stash = ExpertStash([], (2,), StashOptions(page_bytes=65536, **settings), torch.device("cpu"))
     _capture(stash)
     assert stash.size.num_pages == num_pages
     return stash
@@ -328,18 +327,18 @@ def _capture(stash: Any) -> None:
 
 def test_every_time_more_pages_are_taken_with_twice_the_margin() -> None:
     stash = _stash(90, headroom=1.25)
-    for _ in range(2000):  # of steps that are run again alone
-        assert stash.can_grow(_wanted(80))
-        stash.grow(_wanted(80))
+    for _ in range(2000):  # only of steps that run again
+        assert stash.can_grow(_shortage(80))
+        stash.grow(_shortage(80))
     _capture(stash)
-    assert stash.size.num_pages == 110  # 80 and a half of it, ten of them on the host
+    assert stash.size.num_pages == 110  # 80 and half of it, ten of them on the host
     _capture(stash)
     assert stash.size.num_pages == 110
-    assert not stash.can_grow(_wanted(60))
-    stash.grow(_wanted(61))
+    assert not stash.can_grow(_shortage(60))
+    stash.grow(_shortage(61))
     _capture(stash)
     assert stash.size.num_pages == 112  # 61 and all of it
-    stash.grow(_wanted(100))
+    stash.grow(_shortage(100))
     _capture(stash)
     assert stash.size.num_pages == 290
 
@@ -347,8 +346,8 @@ def test_every_time_more_pages_are_taken_with_twice_the_margin() -> None:
 @pytest.mark.parametrize("headroom", [0.5, 1.0])
 def test_without_a_margin_there_is_none_later(headroom: float) -> None:
     stash = _stash(20, headroom=headroom)
-    assert not stash.can_grow(_wanted(30))
-    stash.grow(_wanted(31))
+    assert not stash.can_grow(_shortage(30))
+    stash.grow(_shortage(31))
     _capture(stash)
     assert stash.size.num_pages == 21
 
@@ -362,18 +361,18 @@ def test_no_more_pages_are_taken_than_can_be_used_or_are_allowed() -> None:
         for _ in range(20):
             meter.add(rows, RowLayout(64, 1024, 65536))
     assert meter.most_pages((2,)) == 40
-    stash.grow(_wanted(39))
+    stash.grow(_shortage(39))
     _capture(stash)
     assert stash.size.num_pages == 30
     limited = _stash(20, headroom=1.5, max_bytes=25 * 65536)
-    limited.grow(_wanted(100))
+    limited.grow(_shortage(100))
     _capture(limited)
     assert limited.size.num_pages == 25
-    assert not limited.can_grow(_wanted(100))
+    assert not limited.can_grow(_shortage(100))
 
 
 @pytest.mark.parametrize(("short", "left"), [(2, 0), (0, 3)])
-def test_what_the_last_step_left_is_told_when_pages_are_released(
+def test_what_the_last_step_left_is_reported_when_pages_are_released(
     short: int, left: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stash = _stash(20)
@@ -382,4 +381,4 @@ def test_what_the_last_step_left_is_told_when_pages_are_released(
     monkeypatch.setattr(last, "num_pages_left", lambda: left)
     with pytest.warns(UserWarning, match=f"step {short} tensors .* and {left} pages"):
         stash.release()
-    stash.release()  # told once
+    stash.release()  # reported once

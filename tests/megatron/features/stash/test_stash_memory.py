@@ -1,4 +1,4 @@
-"""What the stash takes, against what the experts of dropless eager training save."""
+"""Memory of the stash, compared with what experts of dropless eager training save."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-# Bytes of the stash and of tensors, of which Megatron decides nothing.
+# Not for each release: Megatron has no part in the bytes of stash and tensors.
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(120)]
 
 _SEQUENCE, _ROWS = 384, 2
@@ -72,7 +72,7 @@ def _built(config: Any, device: Any) -> Any:
 
 
 def _saved_without_drops(config: Any, device: Any) -> int:
-    """Bytes that autograd saves inside the experts of one microbatch, when none has a capacity."""
+    """Return the bytes that autograd saves inside one microbatch's experts without a capacity."""
     from chunkgraph.megatron.attachment import config_of
 
     chunks = _built(config, device)
@@ -116,7 +116,7 @@ def _saved_without_drops(config: Any, device: Any) -> int:
 def test_the_stash_takes_little_more_than_dropless_training_saves(
     one_rank: Any, make_config: Callable[..., dict[str, Any]]
 ) -> None:
-    """The same tokens, with an expert's room of 2.5 times its share: 15% at most."""
+    """At most 15% more for the same tokens, with room for 2.5 times an expert's share."""
     from chunkgraph.megatron import attach
     from chunkgraph.memory.stash import StashOptions
 
@@ -132,7 +132,7 @@ def test_the_stash_takes_little_more_than_dropless_training_saves(
         size = graphs.stash.size
         assert size is not None
         assert sum(graphs.dropped_tokens(wait=True).values()) == 0
-        # Less, and it would not hold all that they save.
+        # Otherwise it could not hold all saved tensors.
         assert dropless < size.device_bytes <= 1.15 * dropless
         assert graphs.stash.full_bytes() > 1.6 * dropless
     finally:
