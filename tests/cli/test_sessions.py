@@ -1,4 +1,4 @@
-"""No process of a job outlives it, whatever ends it; its ranks start what Megatron's start."""
+"""No process of a job outlives it, however it ends; its ranks start what Megatron's start."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def test_a_closure_is_compared_by_what_it_refers_to() -> None:
 
 
 class Opaque:
-    """Holds what nobody can compare."""
+    """An object without a comparison."""
 
 
 @pytest.mark.parametrize(

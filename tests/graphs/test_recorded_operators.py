@@ -1,4 +1,4 @@
-"""Replays have the bits of eager work, whatever the capture saw and the caller has set."""
+"""Replays have the bits of eager work, for any captured values and any settings of the caller."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class WatchfulWhereFaulty(TransformerLayer):
     def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the layer's output after reading its input."""
         if os.environ.get("FAULTY") == "1" and self.layer_number > 1:
-            hidden_states.sum().item()  # only one rank runs this line
+            hidden_states.sum().item()  # the line of one rank alone
         return super().forward(hidden_states, *args, **kwargs)
 
 
