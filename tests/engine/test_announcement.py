@@ -183,7 +183,10 @@ def _alone() -> ChunkGraphs:
 def test_what_was_announced_binds(announced: str, misfit: str) -> None:
     graphs = _alone()
     graphs.announce(announced)
-    with pytest.raises(SlotError, match="announced with inputs that"), graphs.step(1, misfit=misfit):
+    with (
+        pytest.raises(SlotError, match="announced with inputs that"),
+        graphs.step(1, misfit=misfit),
+    ):
         pass
 
 
