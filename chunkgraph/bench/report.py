@@ -218,9 +218,9 @@ def _idle_table(document: BenchDocument) -> Table:
     """
     table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
     table.add_column("variant", no_wrap=True, min_width=10)
-    places = ("before_graphs", "in_graphs", "between_graphs", "behind_graphs")
+    places = ("before_graphs", "in_graphs", "between_graphs", "after_graphs")
     for place in places:
-        label = place.replace("_", " ").replace("behind", "after")
+        label = place.replace("_", " ")
         table.add_column(f"idle ms\n{label}", justify="right", no_wrap=True)
     for result in document.results:
         kernel_ms, idle = result.get("kernel_ms_by_rank"), result.get("idle_ms_by_rank")

@@ -58,7 +58,7 @@ class KernelTimes:
         num_graph_copies: Number of these memsets and copies.
         idle: Time of the steps in which at most sends and receives ran, by place:
             ``before_graphs`` of the step, ``in_graphs`` from each graph's first kernel to its last,
-            ``between_graphs`` and ``behind_graphs``. A step lasts from its call to its end, for
+            ``between_graphs`` and ``after_graphs``. A step lasts from its call to its end, for
             which the host waits. Empty without graphs.
         num_graph_launches: Number of calls of ``cudaGraphLaunch``.
         num_kernel_launches: Number of launches of single kernels.
@@ -162,7 +162,7 @@ def _idle_by_place(
         idle["before_graphs"] += first - step[0] - _covered(computing, (step[0], first))
         idle["in_graphs"] += _covered(inside) - _covered_both(inside, computing)
         idle["between_graphs"] += last - first - _covered(busy, (first, last))
-        idle["behind_graphs"] += step[1] - last - _covered(computing, (last, step[1]))
+        idle["after_graphs"] += step[1] - last - _covered(computing, (last, step[1]))
     return idle
 
 

@@ -199,7 +199,7 @@ def test_where_a_step_is_idle() -> None:
             "before_graphs": 2 * 0.080,
             "in_graphs": 2 * 0.010,
             "between_graphs": 2 * 0.090,
-            "behind_graphs": 2 * 0.550,
+            "after_graphs": 2 * 0.550,
         }
     )
     assert sum(times.idle.values()) == pytest.approx(2 * (1.0 - 0.27))

@@ -245,7 +245,7 @@ def test_a_table_of_what_experts_cost() -> None:
 
 
 def test_a_table_of_where_a_step_is_idle() -> None:
-    places = ("before_graphs", "in_graphs", "between_graphs", "behind_graphs")
+    places = ("before_graphs", "in_graphs", "between_graphs", "after_graphs")
     idle = [dict(zip(places, (rank + 0.25, 2.5, 3.0, 4.126), strict=True)) for rank in (0, 1)]
     shown = printed(document(kernel_ms_by_rank=[20.0, 40.0], idle_ms_by_rank=idle))
     assert max(map(len, shown.splitlines())) <= 80

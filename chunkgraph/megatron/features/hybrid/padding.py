@@ -21,7 +21,7 @@ from torch import nn
 
 from chunkgraph.megatron.core.access import import_megatron
 
-__all__ = ["clear_mamba_padding", "rows_behind_documents"]
+__all__ = ["clear_mamba_padding", "rows_after_documents"]
 
 _LAYER = "megatron.core.ssm.mamba_layer"
 _PARAMS = "packed_seq_params"
@@ -50,7 +50,7 @@ def clear_mamba_padding(modules: Iterable[nn.Module]) -> Callable[[], None]:
     return undo.close
 
 
-def rows_behind_documents(
+def rows_after_documents(
     offsets: torch.Tensor, padded: torch.Tensor | None, first: int, num_rows: int, size: int = 1
 ) -> torch.Tensor:
     """Mark the rows after the last document that has a token.
@@ -108,7 +108,7 @@ def _padding_of(layer: Any, kwargs: dict[str, Any], num_rows: int) -> torch.Tens
     if layer.config.sequence_parallel:
         state = import_megatron("megatron.core.parallel_state")
         first = state.get_tensor_model_parallel_rank() * num_rows
-    padding = rows_behind_documents(
+    padding = rows_after_documents(
         params.cu_seqlens_q, params.cu_seqlens_q_padded, first, num_rows, layer.mixer.cp.cp_size
     )
     return padding[:, None, None]

@@ -13,11 +13,11 @@ pytestmark = [pytest.mark.megatron, pytest.mark.every_release]
 
 def test_which_rows_are_after_the_documents() -> None:
     """Padding and empty documents between documents are not cleared."""
-    from chunkgraph.megatron.features.hybrid.padding import rows_behind_documents
+    from chunkgraph.megatron.features.hybrid.padding import rows_after_documents
 
     def tail_rows(offsets: list[int], padded: list[int] | None, first: int, num: int) -> list[int]:
         rows = None if padded is None else torch.tensor(padded, dtype=torch.int32)
-        mask = rows_behind_documents(torch.tensor(offsets, dtype=torch.int32), rows, first, num)
+        mask = rows_after_documents(torch.tensor(offsets, dtype=torch.int32), rows, first, num)
         return (first + mask.nonzero().flatten()).tolist()
 
     assert tail_rows([0, 3, 5, 5, 5], [0, 3, 5, 8, 8], 0, 8) == [5, 6, 7]
@@ -30,7 +30,7 @@ def test_which_rows_are_after_the_documents() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_they_are_the_tail_of_the_packing_on_every_rank(size: int) -> None:
-    from chunkgraph.megatron.features.hybrid.padding import rows_behind_documents
+    from chunkgraph.megatron.features.hybrid.padding import rows_after_documents
 
     shape = PackedShape(6, 64, context_parallel_size=size)
     for lengths in ([5, 11, 3], [1], [16, 16, 16, 16], [9, 1, 1, 1, 20]):
@@ -39,7 +39,7 @@ def test_they_are_the_tail_of_the_packing_on_every_rank(size: int) -> None:
         tail = np.arange(64) >= packed.cu_seqlens_padded[len(lengths)]
         for rank in range(size):
             expected = tail if size == 1 else tail[packed.rows_of_rank(rank)]
-            actual = rows_behind_documents(offsets, padded, 0, 64 // size, size)
+            actual = rows_after_documents(offsets, padded, 0, 64 // size, size)
             assert actual.tolist() == expected.tolist(), (lengths, rank)
-            half = rows_behind_documents(offsets, padded, 32 // size, 32 // size, size)
+            half = rows_after_documents(offsets, padded, 32 // size, 32 // size, size)
             assert half.tolist() == expected[32 // size :].tolist()
