@@ -183,5 +183,5 @@ def test_forward_steps_that_make_other_documents_are_refused(run: Any) -> None:
         batch["cu_seqlens"] = torch.tensor([[0, 3, ROWS]], dtype=torch.int32)
         forward_step(iter([batch]), model)
 
-    with pytest.raises(ConfigError, match=r"rank 3, microbatch 0, chunk 0: .* made 3 offsets"):
+    with pytest.raises(ConfigError, match=r"rank 3, microbatch 0, chunk 0: .* passed 3 offsets"):
         run(sample(0, 12), each=changes_documents)
