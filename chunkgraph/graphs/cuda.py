@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from chunkgraph._collector import collector_paused
 from chunkgraph.errors import CaptureError, ChunkGraphError
@@ -27,6 +27,7 @@ from chunkgraph.graphs.failure import capture_failure
 from chunkgraph.graphs.host_constants import HostConstants, HostMemory
 from chunkgraph.graphs.legality import CapturedGenerator, check_backward
 from chunkgraph.graphs.memset_nodes import DamagedGraphError, MemsetKernels
+from chunkgraph.graphs.operator_mode import OperatorMode
 from chunkgraph.graphs.random_state import patched, preserve_states, private_generator
 
 __all__ = ["CUDABackend"]
@@ -197,7 +198,7 @@ class CUDAGraphHandle:
             self.graph = self._constants = None
 
 
-class _CaptureMode(TorchDispatchMode):
+class _CaptureMode(OperatorMode):
     """Intercept the operators of a capture: choose their pools and handle their host tensors.
 
     Args:
@@ -218,24 +219,14 @@ class _CaptureMode(TorchDispatchMode):
         self._label = label
         self._router = router
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Return True: compiled parts stay compiled and allocate from the capture's pool."""
-        return True
-
-    def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def run_operator(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `OperatorMode`."""
         check_backward(func, args, self._label)
-        self.generator.draw(func, args, kwargs or {})
+        self.generator.draw(func, args, kwargs)
         if self.scratch is None or self._router is None or not self._router.goes_to_scratch(func):
-            return self.constants.run(func, args, kwargs or {})
+            return self.constants.run(func, args, kwargs)
         with self.scratch.serving_this_thread():
-            return self.constants.run(func, args, kwargs or {})
+            return self.constants.run(func, args, kwargs)
 
 
 @contextmanager

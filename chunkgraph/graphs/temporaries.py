@@ -10,7 +10,7 @@ the other direction is detected: after the capture nothing in scratch may be ali
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from chunkgraph.graphs.contract import Pool
+from chunkgraph.graphs.operator_mode import OperatorMode
 
 __all__ = ["OperatorTrace", "ScratchRouter", "watch_operators"]
 
@@ -40,25 +40,14 @@ class OperatorTrace:
     are_temporary: tuple[bool, ...]
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(OperatorMode):
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
         self.fresh: list[list[StorageWeakRef]] = []
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Return True: compiled parts of the forward stay compiled."""
-        return True
-
-    def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
+    def run_operator(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `OperatorMode`."""
         inputs = {_address(t) for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)}
         out = func(*args, **kwargs)
         self.names.append(func.name())

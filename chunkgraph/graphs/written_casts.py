@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkgraph.graphs.location import current_location
+from chunkgraph.graphs.operator_mode import OperatorMode
 from chunkgraph.graphs.recording import storages_written, tensors_in
 
 __all__ = ["CastWatch"]
 
 
-class CastWatch(TorchDispatchMode):
+class CastWatch(OperatorMode):
     """Record which of ``tensors`` are cast, and where each is first written.
 
     Args:
@@ -28,19 +28,8 @@ class CastWatch(TorchDispatchMode):
         self._cast: set[int] = set()
         self._written: dict[int, str] = {}
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Return True: compiled parts stay compiled; they share no casts."""
-        return True
-
-    def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
+    def run_operator(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `OperatorMode`."""
         if func is torch.ops.aten._to_copy.default:
             self._cast.update(map(_storage, tensors_in(args)))
         for tensor in storages_written(func, args, kwargs):

@@ -10,11 +10,12 @@ import torch
 from torch import nn
 from torch._ops import OpOverload
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from chunkgraph.engine.bits import same_bits
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.module_tree import containers
+from chunkgraph.graphs.operator_mode import OperatorMode
 from chunkgraph.graphs.recording import storages_written
 
 __all__ = ["put_back", "regions", "tensors_kept", "versions"]
@@ -69,7 +70,7 @@ def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata if _has_memory(tensor) else 0
 
 
-class _WriteWatch(TorchDispatchMode):
+class _WriteWatch(OperatorMode):
     """Copy regions before the first operator that writes to their storage.
 
     Args:
@@ -87,19 +88,8 @@ class _WriteWatch(TorchDispatchMode):
             storage = region.untyped_storage().data_ptr()
             self._regions.setdefault(storage, []).append(region)
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Return True, so that compiled parts stay compiled."""
-        return True
-
-    def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
+    def run_operator(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `OperatorMode`."""
         for tensor in storages_written(func, args, kwargs):
             if self._regions and tensor.layout is torch.strided:
                 storage = tensor.untyped_storage().data_ptr()

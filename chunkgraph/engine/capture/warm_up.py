@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkgraph.engine.capture.gradients import GradientSinks
 from chunkgraph.engine.capture.preserved import tensors_kept
@@ -21,6 +20,7 @@ from chunkgraph.engine.signature import Call, flatten
 from chunkgraph.engine.split.delayed import DelayedModules
 from chunkgraph.errors import CaptureError
 from chunkgraph.graphs import GraphBackend, OperatorTrace, watch_operators
+from chunkgraph.graphs.operator_mode import OperatorMode
 
 __all__ = ["WarmUp", "check_memory", "warm_up"]
 
@@ -103,7 +103,7 @@ def warm_up(
     return WarmUp(held_bytes, block_bytes, trace)
 
 
-class _PeakWatch(TorchDispatchMode):
+class _PeakWatch(OperatorMode):
     """Measure the peak of the bytes in divisible blocks, after each operator.
 
     The allocator's own peak belongs to the user, who alone resets it.
@@ -120,19 +120,9 @@ class _PeakWatch(TorchDispatchMode):
         self.num_bytes = 0
         self._backend = backend
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Return True, so that compiled parts stay compiled."""
-        return True
-
-    def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
+    def run_operator(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `OperatorMode`."""
+        result = func(*args, **kwargs)
         self.num_bytes = max(self.num_bytes, self._backend.divisible_bytes())
         return result
 

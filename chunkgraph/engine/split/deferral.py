@@ -14,10 +14,11 @@ from typing import Any, Self
 
 import torch
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from chunkgraph.engine.split.trace import BackwardTrace, Geometry
 from chunkgraph.errors import CaptureError
+from chunkgraph.graphs.operator_mode import OperatorMode
 from chunkgraph.graphs.recording import replace_leaves, tensors_in
 
 __all__ = ["Deferral", "DeferredTensor"]
@@ -89,7 +90,7 @@ class _Deferred:
                 value.tensor = tensor
 
 
-class Deferral(TorchDispatchMode):
+class Deferral(OperatorMode):
     """Run the input half of one backward, and later its weight half.
 
     The input half is the backward inside ``with deferral``; pass its parameter gradients to `take`.
@@ -106,11 +107,6 @@ class Deferral(TorchDispatchMode):
         self._label = label
         self._next = 0
         self._entries: deque[_Deferred | tuple[int, _Value | torch.Tensor]] = deque()
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Return True: compiled parts stay compiled."""
-        return True
 
     def take(self, index: int, gradient: torch.Tensor) -> None:
         """Keep a gradient that has arrived, computed or deferred, for the weight half."""
@@ -138,14 +134,8 @@ class Deferral(TorchDispatchMode):
                 receive(index, gradient.get() if isinstance(gradient, _Value) else gradient)
                 del gradient
 
-    def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
+    def run_operator(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `OperatorMode`."""
         number, self._next = self._next, self._next + 1
         operators = self._trace.operators
         if number >= len(operators) or operators[number].name != func.name():

@@ -27,10 +27,10 @@ from torch._ops import OpOverload
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkgraph.errors import CaptureError
 from chunkgraph.graphs.legality import is_decided_by_node
+from chunkgraph.graphs.operator_mode import OperatorMode
 from chunkgraph.graphs.recording import storages_written, tensors_in
 
 __all__ = ["BackwardTrace", "BackwardTracer", "ForwardWatch", "Geometry", "TracedOperator"]
@@ -129,7 +129,7 @@ class _Operator:
     changes_gradient: bool
 
 
-class ForwardWatch(TorchDispatchMode):
+class ForwardWatch(OperatorMode):
     """Watch a forward to find the memory that belongs to one microbatch.
 
     Memory that existed before may be shared: the forward of another microbatch, which may run
@@ -149,19 +149,8 @@ class ForwardWatch(TorchDispatchMode):
         made = self._made.get(_address(tensor))
         return made is not None and not made.expired()
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Return True: compiled parts stay compiled."""
-        return True
-
-    def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
+    def run_operator(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `OperatorMode`."""
         for tensor in filter(_is_strided, storages_written(func, args, kwargs)):
             if not self.has_made(tensor):
                 self.written.append(tensor)
@@ -174,7 +163,7 @@ class ForwardWatch(TorchDispatchMode):
         return out
 
 
-class BackwardTracer(TorchDispatchMode):
+class BackwardTracer(OperatorMode):
     """Watch a backward.
 
     Args:
@@ -195,11 +184,6 @@ class BackwardTracer(TorchDispatchMode):
         self._weights: set[int] = set()
         self._read_unseen: set[int] = set()
         self._mark = object()
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Return True: compiled parts stay compiled."""
-        return True
 
     def take(self, _index: int, gradient: torch.Tensor) -> None:
         """Record the gradient of a parameter, which has just arrived."""
@@ -255,14 +239,8 @@ class BackwardTracer(TorchDispatchMode):
             operators |= new
             waiting.extend(new)
 
-    def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
+    def run_operator(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `OperatorMode`."""
         inputs = [*tensors_in(args), *tensors_in(list(kwargs.values()))]
         written = storages_written(func, args, kwargs)
         node = torch._C._current_autograd_node()
