@@ -4,9 +4,9 @@
 
 The same eight documents fill a row each time (`--documents` for others); what changes is how many
 sequences the offsets are for: as many as documents, 64 and 512, and the number that training for up
-to 512 would replay by default, of which the rest have no row. `--max-document-tokens` L tells
-kernels that no sequence is longer, and cuts the documents to that, which makes more of them. Also
-told is whether the output, and the input's gradient, are to the last bit those without empty
+to 512 would replay by default; the others are empty. `--max-document-tokens` L sets the maximum
+sequence length of the kernels and cuts the documents to it, which makes more of them. The report
+also states whether the output and the input's gradient equal, to the last bit, those without empty
 sequences; the latter with NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 alone, for which sequences x heads x
 tokens^2 have to stay below 2^30 (`--tokens 512 --sequences 32 64 128`). RoPE is what chunk graphs
 capture; all that the layers of a chunk share of it is counted, for one layer or for `--num-layers`.
