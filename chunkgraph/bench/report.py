@@ -220,8 +220,7 @@ def _idle_table(document: BenchDocument) -> Table:
     table.add_column("variant", no_wrap=True, min_width=10)
     places = ("before_graphs", "in_graphs", "between_graphs", "after_graphs")
     for place in places:
-        label = place.replace("_", " ")
-        table.add_column(f"idle ms\n{label}", justify="right", no_wrap=True)
+        table.add_column(f"idle ms\n{place.replace('_', ' ')}", justify="right", no_wrap=True)
     for result in document.results:
         kernel_ms, idle = result.get("kernel_ms_by_rank"), result.get("idle_ms_by_rank")
         if result.error is None and kernel_ms and idle and any(idle):

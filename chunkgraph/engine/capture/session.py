@@ -293,8 +293,7 @@ def _enter(session: _Session, stack: ExitStack) -> None:
 def _warm_up(session: _Session) -> None:
     """Run eager passes of every chunk in every bank on the capture stream."""
     settings = session.settings
-    if settings.num_passes:  # so that no pass counts a workspace as memory of a slot
-        session.backend.take_workspaces()
+    session.backend.take_workspaces()  # else a pass counts them as memory of a slot
     for key, calls in session.samples.items():
         measured = session.warm_ups[key] = []
         splits = session.splits[key] = []

@@ -78,14 +78,15 @@ def warm_up(
             before = backend.allocated_bytes()
             inputs = [static_like(t) for t in sample.tensors]
             is_last = number == num_passes - 1
-            # The temporaries of a traced forward go to scratch.
-            peak = nullcontext() if traces else _PeakWatch(backend)
-            with peak, watch_operators() if traces and is_last else nullcontext() as watch:
+            peak = _PeakWatch(backend)
+            # Temporaries go to scratch if the plan needs a trace, and do not count.
+            with (
+                nullcontext() if traces else peak,
+                watch_operators() if traces and is_last else nullcontext() as watch,
+            ):
                 results = flatten(call_with(chunk, sample, inputs))[0]
             held_bytes = backend.allocated_bytes() - before
-            peak_bytes = backend.divisible_bytes()
-            if isinstance(peak, _PeakWatch):
-                peak_bytes = max(peak_bytes, peak.num_bytes)
+            peak_bytes = max(peak.num_bytes, backend.divisible_bytes())
             trace = watch.trace() if watch is not None else None
             outputs = [t for t in results if isinstance(t, torch.Tensor) and t.requires_grad]
             refuse_undeclared(chunk, outputs, [*inputs, *leaves])
