@@ -16,7 +16,11 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode_temporarily,
+)
 
 __all__ = [
     "PrivateDraws",
@@ -29,6 +33,7 @@ __all__ = [
     "private_generator",
     "thread_generator",
     "without_access",
+    "without_private_draws",
 ]
 
 
@@ -151,6 +156,17 @@ class PrivateDraws(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         return draw_privately(func, args, kwargs or {})
+
+
+@contextmanager
+def without_private_draws() -> Iterator[None]:
+    """Suspend the innermost mode if it is `PrivateDraws`, for work that draws privately itself."""
+    modes = _get_current_dispatch_mode_stack()
+    if not modes or not isinstance(modes[-1], PrivateDraws):
+        yield
+        return
+    with _pop_mode_temporarily():
+        yield
 
 
 @functools.cache

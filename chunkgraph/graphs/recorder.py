@@ -42,6 +42,7 @@ from chunkgraph.graphs.random_state import (
     preserve_states,
     private_generator,
     without_access,
+    without_private_draws,
 )
 from chunkgraph.graphs.recorded_graph import Binding, RecordedGraph, wait_for_work
 from chunkgraph.graphs.recording import (
@@ -123,6 +124,7 @@ class RecorderBackend:
                 as_without_modes(),
                 as_without_guard(),
                 HostReadGuard(label),
+                without_private_draws(),  # a second mode would cost as much as the operator
                 mode,
             ):
                 yield graph
