@@ -8,6 +8,7 @@ not model performance, streams, NCCL or the real allocator.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -235,32 +236,27 @@ class _RecordingMode(TorchDispatchMode):
             self._register(tensor, func)
         for tensor in written:
             self._save(tensor)
-        refs = {id(t): self._ref(t) for t in inputs}
-        args_ref = replace_leaves(args, torch.Tensor, lambda t: refs[id(t)])
-        kwargs_ref = {
-            k: replace_leaves(v, torch.Tensor, lambda t: refs[id(t)]) for k, v in kwargs.items()
-        }
+        # An operator that writes may change the geometry of its arguments.
+        refs = self._refs(inputs) if written else {}
         # Before the operator runs: it may allocate memory for an empty output argument.
         input_addresses = {t.untyped_storage().data_ptr() for t in inputs}
-        if func.namespace == "c10d":
-            out = self._run_collective(
-                func, args_ref, kwargs_ref, [(refs[id(t)], t) for t in inputs]
-            )
+        if _is_collective(func):
+            out = self._run_collective(func, args, kwargs, refs, inputs)
         else:
             out = draw_privately(func, args, kwargs)
         results = self._place(out, input_addresses, self._pool_of(func))
-        if any(r is not None for r in results) or written or _only_checks(func):
-            fresh_only = func._schema.name.startswith(_UNDEFINED_CONTENTS)
-            if not fresh_only:
-                self._log(func, args_ref, kwargs_ref, results)
+        has_effect = any(r is not None for r in results) or written or _only_checks(func)
+        if has_effect and not _has_undefined_contents(func):
+            self._log(func, args, kwargs, refs or self._refs(inputs), results)
         return out
 
     def _run_collective(
         self,
         func: OpOverload,
-        args: Any,
+        args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        tensors: Iterable[tuple[TensorRef, torch.Tensor]],
+        refs: dict[int, TensorRef],
+        tensors: Iterable[torch.Tensor],
     ) -> Any:
         """Run a collective to its end.
 
@@ -268,9 +264,9 @@ class _RecordingMode(TorchDispatchMode):
         the collective has ended, and would keep memory of the pool in use.
         """
         binding = Binding(self.pools)
-        args = replace_leaves(args, TensorRef, binding.bind)
-        kwargs = {k: replace_leaves(v, TensorRef, binding.bind) for k, v in kwargs.items()}
-        originals = {id(binding.bind(ref)): tensor for ref, tensor in tensors}
+        aliases = {id(t): binding.bind(refs[id(t)]) for t in tensors}
+        args, kwargs = _replaced(args, kwargs, aliases)
+        originals = {id(aliases[id(t)]): t for t in tensors}
         # Some backends copy results in the caller's wait, which would be logged as well.
         out = wait_for_work(func(*args, **kwargs))
         return replace_leaves(out, torch.Tensor, lambda t: originals.get(id(t), t))
@@ -279,10 +275,18 @@ class _RecordingMode(TorchDispatchMode):
         """Record host numbers, such as those of ``torch.tensor``, as a constant of the graph."""
         constant = tensor.clone()
         results = self._place(tensor, set(), self._pool_of(func))
-        self._log(_aten.clone.default, (constant,), {}, results)
+        self._log(_aten.clone.default, (constant,), {}, {id(constant): constant}, results)
         return tensor
 
-    def _log(self, func: OpOverload, args: Any, kwargs: dict[str, Any], results: Any) -> None:
+    def _log(
+        self,
+        func: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        leaves: dict[int, Any],
+        results: tuple[TensorRef | None, ...],
+    ) -> None:
+        args, kwargs = _replaced(args, kwargs, leaves)
         grad_mode = torch.is_grad_enabled()
         self.log.append(Operation(func, args, kwargs, results, current_location(), grad_mode))
 
@@ -358,10 +362,37 @@ class _RecordingMode(TorchDispatchMode):
                 results.append(TensorRef.of(tensor))
         return tuple(results)
 
-    def _ref(self, tensor: torch.Tensor) -> TensorRef:
-        return TensorRef.of(tensor, self._current.get(tensor.untyped_storage().data_ptr()))
+    def _refs(self, tensors: Iterable[torch.Tensor]) -> dict[int, TensorRef]:
+        addresses = {id(t): (t, t.untyped_storage().data_ptr()) for t in tensors}
+        return {i: TensorRef.of(t, self._current.get(a)) for i, (t, a) in addresses.items()}
 
 
+def _replaced(
+    args: tuple[Any, ...], kwargs: dict[str, Any], leaves: dict[int, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return an operator's arguments with its tensors replaced, by their ids."""
+
+    def replace(tensor: torch.Tensor) -> Any:
+        return leaves[id(tensor)]
+
+    return (
+        replace_leaves(args, torch.Tensor, replace),
+        {name: replace_leaves(value, torch.Tensor, replace) for name, value in kwargs.items()},
+    )
+
+
+# Cached, since torch creates schema objects per access.
+@functools.cache
+def _is_collective(func: OpOverload) -> bool:
+    return func.namespace == "c10d"
+
+
+@functools.cache
+def _has_undefined_contents(func: OpOverload) -> bool:
+    return func._schema.name.startswith(_UNDEFINED_CONTENTS)
+
+
+@functools.cache
 def _only_checks(func: OpOverload) -> bool:
     """Return whether an operator returns nothing, such as ``torch._assert_async``."""
     return func.namespace == "aten" and not func._schema.returns
