@@ -1,4 +1,4 @@
-"""A case of `run_cases`: experts whose room is too small in many of a hundred random steps."""
+"""A case of `run_cases`: experts whose room is too small in many of its random steps."""
 
 from __future__ import annotations
 

@@ -204,13 +204,13 @@ _SPREAD = {"data_parallel_size": 2, "expert_model_parallel_size": 2}
 _SPREAD_4 = {"data_parallel_size": 4, "expert_model_parallel_size": 4}
 _PIPELINE = {**_SPREAD, "pipeline_model_parallel_size": 2}
 _INTERLEAVED = {**_PIPELINE, "virtual_pipeline_model_parallel_size": 2}
-# Dispatcher, sizes, layers, steps.
+# Dispatcher, sizes, layers, steps. The kinds of loads repeat every four steps.
 _RANDOM = {
-    "ep2": ("alltoall", _SPREAD, 1, 100),
-    "ep2-gathered": ("allgather", _SPREAD, 1, 30),
-    "ep4": ("alltoall", _SPREAD_4, 1, 30),
-    "ep4-gathered": ("allgather", _SPREAD_4, 1, 20),
-    "pp2-ep2": ("alltoall", _PIPELINE, 2, 20),
+    "ep2": ("alltoall", _SPREAD, 1, 40),
+    "ep2-gathered": ("allgather", _SPREAD, 1, 16),
+    "ep4": ("alltoall", _SPREAD_4, 1, 16),
+    "ep4-gathered": ("allgather", _SPREAD_4, 1, 12),
+    "pp2-ep2": ("alltoall", _PIPELINE, 2, 12),
     "pp2-vpp2-ep2": ("alltoall", _INTERLEAVED, 4, 8),
 }
 

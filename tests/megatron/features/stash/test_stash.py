@@ -114,12 +114,12 @@ def test_one_rank(
 def test_four_ranks(run_cases: Callable[..., Any], make_config: Callable[..., Any]) -> None:
     """Pages run out in two chunks on both pipeline ranks; loads differ from step to step."""
     both = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
-    experts = {"num_moe_experts": 8, "moe_layer_freq": [0, 1, 1, 1], "token_drops": "raise"}
+    experts = {"moe_layer_freq": [0, 1, 1, 1], "token_drops": "raise"}
     short = _case(
         make_config,
         [2, 4, 2, 2],
         model={"num_layers": 4},
-        experts={**experts, "moe_expert_capacity_factor": 4.0},
+        experts=experts,
         stash={"headroom": 0.7},
         pipeline={**both, "data_parallel_size": 2, "expert_model_parallel_size": 2},
         train={"overlap_grad_reduce": True, "use_distributed_optimizer": True},
