@@ -182,7 +182,7 @@ def shape_refusals(flags: GraphFlags, args: argparse.Namespace, facts: Facts) ->
     try:
         options = packing_options(flags, args)
         assert options is not None
-        shapes = PackedBanks.of_model(options.shape, options.buckets, (), args).shapes
+        shapes = PackedBanks.of_model(replace(options, seq_buckets=()), args).shapes
     except PackingError as error:
         text = _SIZES.sub(lambda match: facts.name(match[1]), str(error))
         text = text.replace("context_parallel_size", facts.name("context_parallel_size"))

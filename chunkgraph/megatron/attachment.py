@@ -32,7 +32,7 @@ from chunkgraph.megatron.feature import Feature, Features
 from chunkgraph.megatron.features import FEATURES
 from chunkgraph.megatron.features.experts.feature import TokenDrops
 from chunkgraph.megatron.features.packing.banks import PackedBanks
-from chunkgraph.megatron.features.packing.options import PackingOptions, packed_banks
+from chunkgraph.megatron.features.packing.options import PackingOptions
 from chunkgraph.megatron.features.rerun.guard import OverflowGuard
 from chunkgraph.megatron.pipeline.driver import ScheduleDriver
 from chunkgraph.megatron.receive import SlotReceiver
@@ -134,7 +134,9 @@ def attach(
         requested_slots=engine.pop("num_slots", None),
         requested_schedule=schedule,
     )
-    site.packing = packed_banks(packing, site.config)
+    if packing is not None and not isinstance(packing, PackedBanks):
+        packing = PackedBanks.of_model(packing, site.config)
+    site.packing = packing
     facts = site.facts(fact for kind in kinds for fact in kind.facts(site).items())
     refuse_model([text for kind in kinds for text in refusals(kind.rules, facts)])
     for kind in kinds:

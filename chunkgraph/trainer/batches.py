@@ -19,6 +19,7 @@ from chunkgraph.megatron.features.contexts import ContextGroups
 from chunkgraph.megatron.features.packing.attention_limits import shares_keys
 from chunkgraph.megatron.features.packing.bank import PackedBank
 from chunkgraph.megatron.features.packing.banks import PackedBanks
+from chunkgraph.megatron.features.packing.options import PackingOptions
 from chunkgraph.megatron.features.packing.params import make_params, to_device
 from chunkgraph.packing import (
     ContextLimits,
@@ -94,14 +95,15 @@ def _banks(config: Config, model_config: Any) -> PackedBanks:
     packing = config.packing
     shape = packed_shape(config, model_config)
     if shape is not None:
-        return PackedBanks.of_model(shape, packing.buckets, config.seq_buckets, model_config)
+        options = PackingOptions(shape, packing.buckets, packing.seq_buckets)
+        return PackedBanks.of_model(options, model_config)
     limits = context_limits(config, model_config)
     has_experts = config.moe.num_moe_experts is not None
     return PackedBanks.of_limits(
         limits,
         ContextGroups.of_data_parallel(limits.group_sizes, has_experts=has_experts),
         cuda_graph_cp_sizes=packing.captured_context_parallel_sizes,
-        seq_buckets=config.seq_buckets,
+        seq_buckets=packing.seq_buckets,
     )
 
 

@@ -16,6 +16,7 @@ from chunkgraph.engine import Agree
 from chunkgraph.errors import ConfigError, PackingError, ReplayMismatchError
 from chunkgraph.megatron.features.packing.bank import PackedBank, ScheduledBanks
 from chunkgraph.megatron.features.packing.derived_calls import with_cut_offsets
+from chunkgraph.megatron.features.packing.options import PackingOptions
 from chunkgraph.packing import (
     ContextLimits,
     ContextSchedule,
@@ -24,7 +25,7 @@ from chunkgraph.packing import (
     bucket_shapes,
     smallest_that_fits,
 )
-from chunkgraph.packing.seq_counts import default_seq_buckets
+from chunkgraph.packing.seq_counts import default_buckets_of_shape, default_seq_buckets
 
 if TYPE_CHECKING:
     from chunkgraph.megatron.features.contexts.groups import ContextGroups
@@ -105,31 +106,25 @@ class PackedBanks:
         ]
 
     @classmethod
-    def of_model(
-        cls,
-        shape: PackedShape,
-        sizes: Sequence[float],
-        seq_counts: Sequence[int],
-        config: Any,
-        *,
-        fills_rows: bool = False,
-    ) -> PackedBanks:
+    def of_model(cls, packing: PackedShape | PackingOptions, config: Any) -> PackedBanks:
         """Create the banks of one context-parallel size, with lengths that the ranks can share.
 
         With FP8, lengths are multiples of 16 rows on each rank.
 
         Args:
-            shape: The largest shape.
-            sizes: Sizes of the shorter lengths; see `bucket_shapes`.
-            seq_counts: Smaller numbers of sequences that have graphs too.
+            packing: The largest shape, alone or with shorter lengths and fewer sequences.
             config: Megatron's TransformerConfig, or its arguments.
-            fills_rows: See `PackedBanks`.
 
         Raises:
             PackingError: The ranks cannot share the largest or a shorter length.
             ConfigError: A number of sequences is not at least 2 and below that of the shape.
         """
-        in_fp8 = bool(sizes and getattr(config, "fp8", None))
+        options = PackingOptions(packing) if isinstance(packing, PackedShape) else packing
+        shape, buckets, seq_counts = options.shape, options.buckets, options.seq_buckets
+        if seq_counts is None:
+            # Of the lengths as requested: rounding them must not change the default.
+            seq_counts = default_buckets_of_shape(shape, buckets)
+        in_fp8 = bool(buckets and getattr(config, "fp8", None))
         is_shared = getattr(config, "sequence_parallel", False)
         tensor_ranks = getattr(config, "tensor_model_parallel_size", None) or 1
         multiple = bucket_multiple(
@@ -143,8 +138,8 @@ class PackedBanks:
                 "Transformer Engine needs multiples of 16 rows on each rank: use a multiple of "
                 f"{multiple}, or no shorter ones."
             )
-        shapes = bucket_shapes(shape, sizes, multiple_of=multiple)
-        return cls(shapes, seq_counts, fills_rows=fills_rows)
+        shapes = bucket_shapes(shape, buckets, multiple_of=multiple)
+        return cls(shapes, seq_counts, fills_rows=options.fills_rows)
 
     @classmethod
     def of_limits(

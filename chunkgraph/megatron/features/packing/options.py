@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.packing import PackedShape
-from chunkgraph.packing.seq_counts import default_seq_buckets
 
-__all__ = ["PackingOptions", "packed_banks"]
+__all__ = ["PackingOptions"]
 
 
 @dataclass(frozen=True)
@@ -37,41 +34,3 @@ class PackingOptions:
     buckets: Sequence[float] = ()
     seq_buckets: Sequence[int] | None = None
     fills_rows: bool = False
-
-    @property
-    def seq_counts(self) -> Sequence[int]:
-        """Return the numbers of sequences in ``seq_buckets``, or the default ones."""
-        if self.seq_buckets is not None:
-            return self.seq_buckets
-        shape = self.shape
-        return default_seq_buckets(
-            shape.max_packed_seqs,
-            shape.max_packed_tokens,
-            shape.context_parallel_size,
-            self.buckets,
-        )
-
-
-def packed_banks(
-    packing: PackedShape | PackingOptions | PackedBanks | None, config: Any
-) -> PackedBanks | None:
-    """Create the banks for the argument ``packing`` of `attach`; None without packed sequences.
-
-    Args:
-        packing: See `attach`.
-        config: Megatron's TransformerConfig.
-
-    Raises:
-        ConfigError: A number of sequences is out of range.
-        PackingError: A length is not possible.
-    """
-    if packing is None or isinstance(packing, PackedBanks):
-        return packing
-    options = PackingOptions(packing) if isinstance(packing, PackedShape) else packing
-    return PackedBanks.of_model(
-        options.shape,
-        options.buckets,
-        options.seq_counts,
-        config,
-        fills_rows=options.fills_rows,
-    )

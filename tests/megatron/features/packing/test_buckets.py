@@ -19,6 +19,7 @@ from chunkgraph.errors import ConfigError, PackingError
 from chunkgraph.megatron.features.packing.bank import PackedBank
 from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.megatron.features.packing.derived_calls import derived_call
+from chunkgraph.megatron.features.packing.options import PackingOptions
 from chunkgraph.megatron.features.packing.steps import StepPlans
 from chunkgraph.megatron.step import StepInputs, StepPlan
 from chunkgraph.packing import PackedShape, bucket_shapes, pack
@@ -79,12 +80,13 @@ def test_lengths_are_those_that_ranks_can_share() -> None:
         ({"fp8": "hybrid"}, (64, 32)),
         ({"fp8": "hybrid", "sequence_parallel": True, "tensor_model_parallel_size": 2}, (64,)),
     ):
-        banks = PackedBanks.of_model(shape, [0.28], [3], SimpleNamespace(**settings))
+        options = PackingOptions(shape, [0.28], [3])
+        banks = PackedBanks.of_model(options, SimpleNamespace(**settings))
         assert (tuple(banks.by_rows), banks.seq_counts) == (expected, (5, 3))
     other, fp8 = replace(shape, max_packed_tokens=48), SimpleNamespace(fp8="e4m3")
     with pytest.raises(PackingError, match=r"tokens is 48.* use a multiple of 32"):
-        PackedBanks.of_model(other, [0.5], [], fp8)
-    assert list(PackedBanks.of_model(other, [], [], fp8).by_rows) == [48]
+        PackedBanks.of_model(PackingOptions(other, [0.5]), fp8)
+    assert list(PackedBanks.of_model(other, fp8).by_rows) == [48]
 
 
 def test_each_takes_the_smallest_that_holds_it() -> None:

@@ -151,13 +151,15 @@ def _lengths(case: dict[str, Any]) -> set[int]:
     """Return the buckets of a run's microbatches."""
     from chunkgraph.data import Documents
     from chunkgraph.megatron.features.packing.banks import PackedBanks
+    from chunkgraph.megatron.features.packing.options import PackingOptions
     from chunkgraph.settings import config_from_mapping
     from chunkgraph.trainer.batches import packed_shape
 
     config = config_from_mapping(case["config"])
     shape = packed_shape(config)
     assert shape is not None
-    banks = PackedBanks.of_model(shape, config.packing.buckets, config.seq_buckets, config.pipeline)
+    options = PackingOptions(shape, config.packing.buckets, config.packing.seq_buckets)
+    banks = PackedBanks.of_model(options, config.pipeline)
     documents = Documents.from_file(config.data.path, num_tokens=_TOKENS, seed=config.train.seed)
     return {
         key
