@@ -29,7 +29,7 @@ from chunkgraph.launch.flags import GraphFlags, add_flags
 from chunkgraph.launch.look_ahead import num_microbatches_at
 from chunkgraph.launch.own_documents import OwnDocuments
 from chunkgraph.launch.packed_steps import PackedSteps
-from chunkgraph.launch.packing_rules import changing_limits, packing_options, resolved_flags
+from chunkgraph.launch.packing_rules import changing_limits, packing_options
 from chunkgraph.launch.patches import (
     count_documents_on_cpu,
     patch_pretrain,
@@ -93,8 +93,7 @@ class ChunkGraphsInPretrain:
     """The hooks of chunk graphs in Megatron's pretrain program; see `PretrainHooks`.
 
     Attributes:
-        flags: The parsed flags, with every default resolved during training; None before parsing
-            and for granularity ``layer``.
+        flags: The parsed flags; None before parsing and for granularity ``layer``.
         graphs: The graphs that are attached to the model during training, otherwise None.
         was_parsed: Whether Megatron's arguments were parsed.
         has_trained: Whether graphs were ever attached to a model.
@@ -145,14 +144,14 @@ class ChunkGraphsInPretrain:
     def training(self, model: Any) -> Iterator[None]:
         """Attach graphs to the loaded and wrapped model, and detach them on every exit."""
         self.stop_delaying()
-        if self.flags is None:
+        flags = self.flags
+        if flags is None:
             with self._driven(model, self._schedule):
                 yield
             return
         args = pretrain_arguments()
         # The script may have changed arguments after parsing.
         refuse_changed_arguments(args)
-        self.flags = flags = resolved_flags(self.flags, args)
         chunks = list(model) if isinstance(model, (list, tuple)) else [model]
         # Graphs hold memory of communicators: detach them before the process groups are destroyed.
         with contextlib.ExitStack() as undo:

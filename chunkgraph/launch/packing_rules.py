@@ -1,4 +1,4 @@
-"""Packed sequences of a pretrain script: the rules of its flags, and the resolved shapes."""
+"""Packed sequences of a pretrain script: the rules of its flags, and its shapes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from chunkgraph.megatron.features.packing.attention_limits import shares_keys
 from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.megatron.features.packing.options import PackingOptions
 from chunkgraph.packing import ContextLimits, PackedShape
-from chunkgraph.packing.seq_counts import default_seq_buckets
 from chunkgraph.settings.contexts import RANK_RULES
 from chunkgraph.settings.packing import PACKING_RULES
 from chunkgraph.settings.rule import Facts, Rule
@@ -22,7 +21,6 @@ __all__ = [
     "SCRIPT_PACKING_RULES",
     "changing_limits",
     "packing_options",
-    "resolved_flags",
     "shape_refusals",
 ]
 
@@ -217,27 +215,7 @@ def packing_options(flags: GraphFlags, args: argparse.Namespace) -> PackingOptio
         packing.max_document_tokens,
         counts_padding=size > 1,
     )
-    return PackingOptions(shape, packing.buckets, packing.seq_buckets or (), fills_rows=True)
-
-
-def resolved_flags(flags: GraphFlags, args: argparse.Namespace) -> GraphFlags:
-    """Return the flags with every default of packed sequences resolved.
-
-    Args:
-        flags: Flags of chunk graphs, as parsed.
-        args: Megatron's arguments.
-    """
-    if not flags.packing.max_packed_seqs:
-        return flags
-    rows = flags.packing.max_packed_tokens or _rows(args)
-    counts = flags.packing.seq_buckets
-    if counts is None:
-        # With changing sizes, rows are per rank, and this size is 1.
-        size = _number(args, "context_parallel_size", 1)
-        packing = flags.packing
-        counts = default_seq_buckets(packing.max_packed_seqs, rows, size, packing.buckets)
-    packing = replace(flags.packing, max_packed_tokens=rows, seq_buckets=counts)
-    return replace(flags, packing=packing)
+    return PackingOptions(shape, packing.buckets, packing.seq_buckets, fills_rows=True)
 
 
 def changing_limits(

@@ -18,6 +18,7 @@ from chunkgraph.errors import ConfigError
 from chunkgraph.launch.flags import GraphFlags
 from chunkgraph.megatron.attachment import MegatronChunkGraphs
 from chunkgraph.megatron.core.access import versions
+from chunkgraph.megatron.features.packing.banks import PackedBanks
 
 __all__ = ["RECORD_NAME", "capture_line", "save_run_record", "start_line"]
 
@@ -136,7 +137,7 @@ def save_run_record(
 
     Args:
         graphs: The attached graphs.
-        flags: Flags of chunk graphs, with every default resolved.
+        flags: Flags of chunk graphs.
         args: Megatron's arguments, validated and completed by it.
         run_dir: The folder; None for Megatron's ``--save`` folder.
 
@@ -164,6 +165,7 @@ def save_run_record(
             **settings["pipeline"],
         },
         "cuda_graph_granularity": "chunk",
+        "packing": {**settings["packing"], **_resolved_packing(graphs.site.packing)},
         "capture": {**asdict(flags.capture), "scope": graphs.scope.scope},
         "graphs_of_rank_0": _graphs(graphs),
     }
@@ -176,6 +178,17 @@ def save_run_record(
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror or error}.") from None
     return path
+
+
+def _resolved_packing(banks: PackedBanks | None) -> dict[str, Any]:
+    """Return the settings whose defaults the banks have resolved."""
+    if banks is None:
+        return {}
+    shape, limits = banks.largest_shape, banks.limits
+    return {
+        "max_packed_tokens": limits.max_tokens_per_rank if limits else shape.max_packed_tokens,
+        "seq_buckets": sorted(banks.seq_counts)[:-1],
+    }
 
 
 def _graphs(graphs: MegatronChunkGraphs) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from launch_flags import flags_from
 from chunkgraph.errors import ConfigError
 from chunkgraph.launch.arguments import settle_arguments
 from chunkgraph.launch.flags import ContextSizes, GraphFlags, add_flags
-from chunkgraph.launch.packing_rules import changing_limits, packing_options, resolved_flags
+from chunkgraph.launch.packing_rules import changing_limits, packing_options
 from chunkgraph.megatron.cpu.pretrain import cpu_flags
+from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.packing import PackedShape
 
 HAS_TE = importlib.util.find_spec("transformer_engine") is not None
@@ -122,10 +124,25 @@ def test_flags_of_packed_sequences(arguments: list[str], packing: tuple[Any, ...
     assert (*limits, flags.packing.seq_buckets) == packing
 
 
+def _fewer_sequences(arguments: list[str], rows: int, ranks: int = 1) -> tuple[int, ...]:
+    """Return the smaller numbers of sequences of a run with these flags."""
+    flags, args = _parsed(*arguments), argparse.Namespace(seq_length=rows)
+    args.context_parallel_size, args.num_query_groups = ranks, None
+    options = packing_options(flags, args)
+    if options is None:
+        groups: Any = SimpleNamespace(of=lambda size: None)
+        limits = changing_limits(flags, args, world_size=1, group_size=1)
+        banks = PackedBanks.of_limits(limits, groups, seq_buckets=flags.packing.seq_buckets)
+    else:
+        banks = PackedBanks.of_model(options, args)
+    assert banks.largest_shape.max_packed_tokens == rows
+    assert banks.seq_counts[0] == flags.packing.max_packed_seqs
+    return tuple(sorted(banks.seq_counts)[:-1])
+
+
 @pytest.mark.parametrize(
     ("arguments", "seq_buckets"),
     [
-        ([], ()),
         (["--cuda-graph-max-packed-seqs", "512"], (64, 128, 256)),
         (["--cuda-graph-max-packed-seqs", "512", "--cuda-graph-cp-sizes", "1"], (64, 128, 256)),
         (["--cuda-graph-max-packed-seqs"], ()),
@@ -137,10 +154,7 @@ def test_flags_of_packed_sequences(arguments: list[str], packing: tuple[Any, ...
     ],
 )
 def test_fewer_sequences_by_default(arguments: list[str], seq_buckets: tuple[int, ...]) -> None:
-    args = argparse.Namespace(seq_length=2048)
-    flags = resolved_flags(_parsed(*arguments), args)
-    assert (flags.packing.seq_buckets or ()) == seq_buckets
-    assert flags.packing.max_packed_tokens == (2048 if arguments else None)
+    assert _fewer_sequences(arguments, 2048) == seq_buckets
 
 
 @pytest.mark.parametrize(
@@ -159,10 +173,8 @@ def test_fewer_sequences_by_default(arguments: list[str], seq_buckets: tuple[int
 def test_fewer_sequences_in_short_rows(
     arguments: list[str], rows: int, ranks: int, seq_buckets: tuple[int, ...]
 ) -> None:
-    args = argparse.Namespace(seq_length=rows, context_parallel_size=ranks)
-    flags = resolved_flags(_parsed("--cuda-graph-max-packed-seqs", *arguments), args)
-    assert flags.packing.max_packed_seqs == 50
-    assert flags.packing.seq_buckets == seq_buckets
+    arguments = ["--cuda-graph-max-packed-seqs", *arguments]
+    assert _fewer_sequences(arguments, rows, ranks) == seq_buckets
 
 
 PACKED = {"sft": True, "seq_length": 16, "micro_batch_size": 1, "cuda_graph_max_packed_seqs": 4}

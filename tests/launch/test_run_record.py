@@ -16,12 +16,11 @@ from chunkgraph.engine.counters import Counters
 from chunkgraph.errors import ConfigError
 from chunkgraph.launch.flags import GraphFlags
 from chunkgraph.launch.hooks import _is_profiled
-from chunkgraph.launch.packing_rules import resolved_flags
 from chunkgraph.launch.run_record import capture_line, save_run_record, start_line
 from chunkgraph.launch.step_metrics import StepMetrics
-from chunkgraph.megatron.features.packing.bank import PackedBank
+from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.megatron.scope_choice import ChosenScope
-from chunkgraph.packing import PackedShape
+from chunkgraph.packing import ContextLimits, PackedShape
 from chunkgraph.settings import CaptureConfig, PackingConfig, load_config
 from chunkgraph.trainer.trained_model import capture_options
 
@@ -31,6 +30,7 @@ pytestmark = [pytest.mark.megatron, pytest.mark.every_release]
 def _graphs(**changes: Any) -> Any:
     values = {"num_slots": (4, 2), "num_banks": 1, "packed_shapes": (), "context_banks": ()}
     values |= {"scope": ChosenScope("chunk"), "expert_dispatch": ""}
+    values["site"] = SimpleNamespace(packing=None)
     return SimpleNamespace(**{**values, **changes})
 
 
@@ -100,9 +100,8 @@ def test_the_reason_for_a_partial_capture_is_reported_and_saved(tmp_path: Path) 
 
 
 def _saved(graphs: Any, flags: GraphFlags, folder: Path, **arguments: Any) -> dict[str, Any]:
-    """Return the saved record of a run with these flags, as training has them."""
-    args = _arguments(**{"seq_length": 1024, "micro_batch_size": 2, **arguments})
-    path = save_run_record(graphs, resolved_flags(flags, args), args, folder)
+    """Return the saved record of a run with these flags."""
+    path = save_run_record(graphs, flags, _arguments(**arguments), folder)
     assert path is not None
     record: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
     return record
@@ -116,10 +115,12 @@ def test_context_sizes_are_saved(tmp_path: Path) -> None:
         context_parallel_schedule="random",
     )
     flags = GraphFlags(packing=packing)
-    banks = [
-        PackedBank(PackedShape(count, 1024 * size, size)) for size in (2, 1) for count in (512, 64)
-    ]
-    record = _saved(_graphs(num_banks=4, context_banks=banks), flags, tmp_path, micro_batch_size=1)
+    sizes = {"world_size": 4, "max_tokens_per_rank": 1024, "max_packed_seqs": 512}
+    limits = ContextLimits(**sizes, sizes=(1, 2, 4))
+    groups: Any = SimpleNamespace(of=lambda size: None)
+    banks = PackedBanks.of_limits(limits, groups, cuda_graph_cp_sizes=(1, 2))
+    graphs = _graphs(context_banks=banks.keys, site=SimpleNamespace(packing=banks))
+    record = _saved(graphs, flags, tmp_path)
     saved = record["packing"]
     assert saved["context_parallel_sizes"] == [1, 2, 4]
     assert saved["captured_context_parallel_sizes"] == [1, 2]
@@ -128,14 +129,16 @@ def test_context_sizes_are_saved(tmp_path: Path) -> None:
     assert record["graphs_of_rank_0"]["context_banks"] == [
         {"context_parallel_size": size, "tokens_per_rank": 1024, "max_packed_seqs": count}
         for size in (2, 1)
-        for count in (512, 64)
+        for count in (512, 256, 128, 64, 32)
     ]
 
 
 def test_defaults_are_saved_as_they_were_resolved(tmp_path: Path) -> None:
     """Not as typed: another release may have other defaults."""
-    shapes = (PackedShape(200, 2048), PackedShape(64, 2048))
-    graphs = _graphs(num_banks=2, packed_shapes=shapes)
+    banks = PackedBanks.of_model(PackedShape(200, 2048), None)
+    shapes = [bank.shape for bank in banks.keys]
+    site = SimpleNamespace(packing=banks)
+    graphs = _graphs(num_banks=2, packed_shapes=shapes, site=site)
     flags = GraphFlags(packing=PackingConfig(max_packed_seqs=200))
     record = _saved(graphs, flags, tmp_path, num_experts=8, moe_router_topk=2)
     assert record["packing"]["max_packed_tokens"] == 2048
