@@ -12,7 +12,7 @@ import torch
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.launch.flags import GraphFlags, forget_defaults, read_flags, write_defaults
-from chunkgraph.launch.packing_rules import SCRIPT_PACKING_RULES, shape_refusals
+from chunkgraph.launch.packing_rules import SCRIPT_PACKING_RULES
 from chunkgraph.megatron.features import FEATURES
 from chunkgraph.megatron.features.experts.deep_ep_needs import BACKEND_NAMES, deep_ep_is_missing
 from chunkgraph.megatron.refusals import DELAY_RULES, DRIVER_RULES, facts_of_model
@@ -78,6 +78,23 @@ _PROGRAM_RULES = (
 """Rules for arguments that a script may still change after parsing."""
 
 
+def _missing_needs(f: Facts) -> object:
+    """Return what a dispatcher lacks on this machine."""
+    if f.is_plan or not f.num_moe_experts or f.moe_flex_dispatcher_backend not in BACKEND_NAMES:
+        return False
+    missing = deep_ep_is_missing(f) if f.on_gpu else "it needs GPUs"
+    return missing and {"missing": missing}
+
+
+_FLAG_RULES = (
+    *_GRAPH_RULES,
+    *_PROGRAM_RULES,
+    *SCRIPT_PACKING_RULES,
+    *SCHEDULE_RULES,
+    Rule("moe_flex_dispatcher_backend: {missing}", _missing_needs),
+)
+
+
 class _AsConfig:
     """Parsed arguments under the names of TransformerConfig's fields."""
 
@@ -128,7 +145,8 @@ def settle_arguments(
         forget_defaults(args)
         return None
     facts = _facts(args, flags, on_cpu=on_cpu, is_plan=is_plan)
-    broken = _refusals(args, flags, facts, is_plan=is_plan)
+    of_features = (rule for kind in FEATURES for rule in kind.rules)
+    broken = refusals((*_FLAG_RULES, *of_features), facts)
     if problems and not broken:
         raise ConfigError("\n".join(problems))
     _refuse([*(text.rstrip(".") for text in problems), *broken])
@@ -182,12 +200,14 @@ def _facts(args: argparse.Namespace, flags: GraphFlags, *, on_cpu: bool, is_plan
         or importlib.util.find_spec("transformer_engine") is not None,
         "hybrid_layer_pattern": next((p for n in patterns if (p := getattr(args, n, None))), None),
         "inference_cuda_graph_scope": None if inference_scope == "none" else inference_scope,
+        "is_plan": is_plan,
         "is_rng_graph_safe": on_cpu
         or _wants_te_rng(args, on_cpu)
         or getattr(args, "te_rng_tracker", False),
         "num_warmup_steps": flags.capture.num_warmup_steps,
         "on_gpu": not on_cpu,
         "packed": flags.packing.max_packed_seqs > 0,
+        "packing": flags.packing,
         "pads_rows": bool(sizes),
         "page_bytes": None if flags.stash is None else flags.stash.page_bytes,
         "schedule": flags.schedule,
@@ -197,24 +217,6 @@ def _facts(args: argparse.Namespace, flags: GraphFlags, *, on_cpu: bool, is_plan
         "token_drops": flags.token_drops,
     }
     return facts_of_model(_AsConfig(args), values, FLAGS)
-
-
-def _refusals(
-    args: argparse.Namespace, flags: GraphFlags, facts: Facts, *, is_plan: bool
-) -> list[str]:
-    """List the arguments that chunk graphs do not support, in terms of flags."""
-    of_features = [rule for kind in FEATURES for rule in kind.rules]
-    of_flags = (*_GRAPH_RULES, *_PROGRAM_RULES, *SCRIPT_PACKING_RULES, *SCHEDULE_RULES)
-    broken = [
-        *refusals((*of_flags, *of_features), facts),
-        *shape_refusals(flags, args, facts),
-    ]
-    has_dispatcher = facts.num_moe_experts and facts.moe_flex_dispatcher_backend in BACKEND_NAMES
-    if has_dispatcher and not is_plan:
-        missing = deep_ep_is_missing(facts) if facts.on_gpu else "it needs GPUs"
-        if missing:
-            broken.append(f"{facts.spell('moe_flex_dispatcher_backend')}: {missing}")
-    return broken
 
 
 def _num_copies(args: argparse.Namespace) -> int | None:

@@ -163,7 +163,7 @@ class ChunkGraphsInPretrain:
                 scope=flags.capture.scope,
                 options=flags.capture_options(),
                 token_drops=flags.token_drops,
-                packing=contexts or packing_options(flags, args),
+                packing=contexts or packing_options(flags.packing, args),
                 stash=stash_options(flags.stash),
                 schedule=flags.schedule,
             )
@@ -204,7 +204,7 @@ class ChunkGraphsInPretrain:
         state = import_megatron("megatron.core.parallel_state")
         place = PipelinePlace.current(len(chunks), config_of(chunks[0]))
         limits = changing_limits(
-            flags,
+            flags.packing,
             args,
             world_size=state.get_data_parallel_world_size(with_context_parallel=True),
             group_size=place.group_size if len(chunks) > 1 else 1,

@@ -6,27 +6,28 @@ import argparse
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from chunkgraph.errors import PackingError
-from chunkgraph.launch.flags import GraphFlags
 from chunkgraph.megatron.features.packing.attention_limits import shares_keys
 from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.megatron.features.packing.options import PackingOptions
 from chunkgraph.packing import ContextLimits, PackedShape
 from chunkgraph.settings.contexts import RANK_RULES
-from chunkgraph.settings.packing import PACKING_RULES
+from chunkgraph.settings.packing import PACKING_RULES, PackingConfig
 from chunkgraph.settings.rule import Facts, Rule
 
 __all__ = [
     "SCRIPT_PACKING_RULES",
     "changing_limits",
     "packing_options",
-    "shape_refusals",
 ]
 
 _SOURCES = ("sft", "dataloader_inter_document_masking")
 """Megatron's flags with which data sets report where documents begin."""
-_SIZES = re.compile(r"\b(max_packed_seqs|max_packed_tokens|max_document_tokens)\b")
+_SIZES = re.compile(
+    r"\b(max_packed_seqs|max_packed_tokens|max_document_tokens|context_parallel_size)\b"
+)
 _OTHER_RANKS = "the script's other tensor-parallel ranks receive rows of {seq_length}"
 
 
@@ -85,6 +86,31 @@ def _is_unpacked(source: str) -> Callable[[Facts], object]:
     return lambda f: getattr(f, source) and not f.max_packed_seqs
 
 
+def _shapes(f: Facts) -> tuple[PackedShape, ...]:
+    """Return the shapes of all lengths, largest first."""
+    options = packing_options(f.packing, f)
+    assert options is not None
+    # Other rules check the numbers of sequences.
+    return PackedBanks.of_model(replace(options, seq_buckets=()), f).shapes
+
+
+def _wrong_shape(f: Facts) -> object:
+    """Return why the ranks cannot share the shapes."""
+    try:
+        _shapes(f)
+    except PackingError as error:
+        return {"why": _SIZES.sub(r"{\1=}", str(error))}
+    return False
+
+
+def _ambiguous_table(f: Facts) -> object:
+    if _wrong_shape(f):
+        return False
+    shapes = _shapes(f)
+    table = shapes[0].longest_rows + 1  # as in `params.fixed_params`
+    return table in {one.max_packed_tokens for one in shapes} and {"table": table}
+
+
 SCRIPT_PACKING_RULES = (
     *(
         Rule(
@@ -134,6 +160,12 @@ SCRIPT_PACKING_RULES = (
         "rows are removed; add {calculate_per_token_loss=true}, or ",
         lambda f: (f.context_parallel_size or 1) > 1 and not f.calculate_per_token_loss,
     ),
+    _fixed("max_packed_seqs: {why}", _wrong_shape),
+    _fixed(
+        "max_document_tokens: its RoPE table has {table} rows, one more, and Megatron's unfused "
+        "RoPE would take it for the table of a whole microbatch; use one less",
+        _ambiguous_table,
+    ),
     _changing("sft: other data sets do not give whole documents; use it", lambda f: not f.sft),
     _changing(
         "calculate_per_token_loss: a mean over each rank's microbatch would weigh a document by "
@@ -167,50 +199,25 @@ SCRIPT_PACKING_RULES = (
 """Rules for packed sequences whose documents come from a script's data set."""
 
 
-def shape_refusals(flags: GraphFlags, args: argparse.Namespace, facts: Facts) -> list[str]:
-    """List errors in the shapes that the flags select.
-
-    Args:
-        flags: Flags of chunk graphs.
-        args: Megatron's arguments, parsed but not yet validated or completed by it.
-        facts: The facts that both state.
-    """
-    if not _has_documents(facts) or facts.context_parallel_sizes:
-        return []
-    try:
-        options = packing_options(flags, args)
-        assert options is not None
-        shapes = PackedBanks.of_model(replace(options, seq_buckets=()), args).shapes
-    except PackingError as error:
-        text = _SIZES.sub(lambda match: facts.name(match[1]), str(error))
-        text = text.replace("context_parallel_size", facts.name("context_parallel_size"))
-        return [f"{facts.spell('max_packed_seqs')}: {text}"]
-    table = options.shape.longest_rows + 1  # as in `params.fixed_params`
-    if table not in {one.max_packed_tokens for one in shapes}:
-        return []
-    why = (
-        f"{{max_document_tokens}}: its RoPE table has {table} rows, one more, and Megatron's "
-        "unfused RoPE would take it for the table of a whole microbatch; use one less"
-    )
-    return [facts.text(why)]
-
-
-def packing_options(flags: GraphFlags, args: argparse.Namespace) -> PackingOptions | None:
+def packing_options(packing: PackingConfig, args: Any) -> PackingOptions | None:
     """Return the options for the captured shapes, which a script's documents fill.
 
     Return None without packed sequences, or if context-parallel sizes change.
 
+    Args:
+        packing: The section that the flags select.
+        args: Megatron's arguments, or the facts that they state.
+
     Raises:
         PackingError: There is no such shape.
     """
-    packing = flags.packing
-    if not packing.max_packed_seqs or flags.contexts is not None:
+    if not packing.max_packed_seqs or packing.context_parallel_sizes:
         return None
-    size = _number(args, "context_parallel_size", 1)
+    size = args.context_parallel_size or 1
     # The data set already counts padding as tokens: the offsets are the same.
     shape = PackedShape(
         packing.max_packed_seqs,
-        packing.max_packed_tokens or _rows(args),
+        packing.max_packed_tokens or _script_rows(args),
         size,
         packing.max_document_tokens,
         counts_padding=size > 1,
@@ -219,12 +226,12 @@ def packing_options(flags: GraphFlags, args: argparse.Namespace) -> PackingOptio
 
 
 def changing_limits(
-    flags: GraphFlags, args: argparse.Namespace, world_size: int, group_size: int
+    packing: PackingConfig, args: argparse.Namespace, world_size: int, group_size: int
 ) -> ContextLimits:
     """Return the limits of every step's schedule.
 
     Args:
-        flags: Flags of chunk graphs, with context-parallel sizes.
+        packing: The section that the flags select, with context-parallel sizes.
         args: Megatron's arguments.
         world_size: Number of data-parallel ranks.
         group_size: Divisor of the number of microbatches.
@@ -232,21 +239,11 @@ def changing_limits(
     Raises:
         PackingError: There are no such groups.
     """
-    assert flags.contexts is not None
     return ContextLimits(
         world_size=world_size,
-        max_tokens_per_rank=flags.packing.max_packed_tokens or args.seq_length,
-        max_packed_seqs=flags.packing.max_packed_seqs,
-        sizes=flags.contexts.every,
+        max_tokens_per_rank=packing.max_packed_tokens or args.seq_length,
+        max_packed_seqs=packing.max_packed_seqs,
+        sizes=packing.context_parallel_sizes,
         multiple_of=group_size,
         counts_padding=shares_keys(args),
     )
-
-
-def _rows(args: argparse.Namespace) -> int:
-    return _number(args, "seq_length", 1) * _number(args, "micro_batch_size", 1)
-
-
-def _number(args: argparse.Namespace, name: str, default: int) -> int:
-    """Return an optional number; Megatron later refuses a missing one that it requires."""
-    return getattr(args, name, None) or default

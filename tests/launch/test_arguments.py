@@ -124,14 +124,14 @@ def test_flags_of_packed_sequences(arguments: list[str], packing: tuple[Any, ...
     assert (*limits, flags.packing.seq_buckets) == packing
 
 
-def _fewer_sequences(arguments: list[str], rows: int, ranks: int = 1) -> tuple[int, ...]:
+def _fewer_sequences(flags_of_run: list[str], rows: int, ranks: int = 1) -> tuple[int, ...]:
     """Return the smaller numbers of sequences of a run with these flags."""
-    flags, args = _parsed(*arguments), argparse.Namespace(seq_length=rows)
-    args.context_parallel_size, args.num_query_groups = ranks, None
-    options = packing_options(flags, args)
+    flags = _parsed(*flags_of_run)
+    args = arguments(seq_length=rows, context_parallel_size=ranks)
+    options = packing_options(flags.packing, args)
     if options is None:
         groups: Any = SimpleNamespace(of=lambda size: None)
-        limits = changing_limits(flags, args, world_size=1, group_size=1)
+        limits = changing_limits(flags.packing, args, world_size=1, group_size=1)
         banks = PackedBanks.of_limits(limits, groups, seq_buckets=flags.packing.seq_buckets)
     else:
         banks = PackedBanks.of_model(options, args)
@@ -181,7 +181,7 @@ PACKED = {"sft": True, "seq_length": 16, "micro_batch_size": 1, "cuda_graph_max_
 
 
 def packed_shape(flags: GraphFlags, args: argparse.Namespace) -> PackedShape | None:
-    options = packing_options(flags, args)
+    options = packing_options(flags.packing, args)
     return None if options is None else options.shape
 
 
@@ -317,7 +317,7 @@ def test_context_sizes_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
     assert flags is not None
     assert flags.contexts == ContextSizes((1, 2), (4,), "smallest")
     assert packed_shape(flags, args) is None
-    limits = changing_limits(flags, args, world_size=4, group_size=2)
+    limits = changing_limits(flags.packing, args, world_size=4, group_size=2)
     experts = {"num_experts": 4, "moe_token_dispatcher_type": "alltoall"}
     experts |= {"moe_expert_capacity_factor": 2.0, "moe_pad_expert_input_to_capacity": True}
     assert settle_arguments(arguments(**{**vars(args), **experts}), on_cpu=True) == flags
@@ -326,7 +326,7 @@ def test_context_sizes_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (limits.group_sizes, limits.max_tokens_per_rank, limits.multiple_of) == ((4, 2, 1), 4, 2)
     assert not limits.counts_padding
     args.group_query_attention, args.num_query_groups, args.num_attention_heads = True, 2, 4
-    assert changing_limits(flags, args, world_size=4, group_size=2).counts_padding
+    assert changing_limits(flags.packing, args, world_size=4, group_size=2).counts_padding
 
 
 @pytest.mark.parametrize(

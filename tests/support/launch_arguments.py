@@ -18,6 +18,8 @@ def arguments(**changes: Any) -> argparse.Namespace:
         "cuda_graph_modules": [],
         "inference_cuda_graph_scope": None,
         "transformer_impl": "local",
+        "micro_batch_size": 1,
+        "context_parallel_size": 1,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "te_rng_tracker": False,
