@@ -189,7 +189,7 @@ def _facts(args: argparse.Namespace, flags: GraphFlags, *, on_cpu: bool, is_plan
         implementation = None  # `settle_arguments` replaces it with `none`
     inference_scope = getattr(args, "inference_cuda_graph_scope", None)
     inference_scope = getattr(inference_scope, "name", inference_scope)
-    sizes = flags.contexts.every if flags.contexts is not None else ()
+    sizes = tuple(sorted(set(flags.packing.context_parallel_sizes)))
     patterns = ("hybrid_layer_pattern", "hybrid_override_pattern")
     values = {
         **asdict(flags.packing),

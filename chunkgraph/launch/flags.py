@@ -7,8 +7,9 @@ module does not import torch: the launcher checks flags before it starts any pro
 from __future__ import annotations
 
 import argparse
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from chunkgraph.errors import ConfigError
@@ -19,7 +20,6 @@ from chunkgraph.settings.renamed import successor
 from chunkgraph.settings.rule import Facts
 from chunkgraph.settings.setting import ANY, Setting
 from chunkgraph.settings.words import FLAGS as FLAG_WORDS
-from chunkgraph.settings.words import fact_of
 
 if TYPE_CHECKING:
     from chunkgraph.engine import CaptureOptions
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 __all__ = [
     "FLAGS",
     "GRANULARITY",
-    "ContextSizes",
     "Flag",
     "GraphFlags",
     "add_flags",
@@ -86,12 +85,9 @@ class Flag:
             return () if self.setting.is_optional and parsed == [0] else tuple(parsed)
         return parsed
 
-    def format(self, parsed: Any) -> str:
-        """Format the flag with a parsed argument, for messages."""
-        values = parsed if isinstance(parsed, (list, tuple)) else [parsed]
-        return " ".join(
-            [self.name, *(f"{v:g}" if isinstance(v, float) else str(v) for v in values)]
-        )
+    def format(self, value: Any) -> str:
+        """Format the flag with a value of the setting, for messages."""
+        return " ".join([self.name, *self.text_of(value)])
 
     def add_to(self, group: Any) -> None:
         """Add the flag to a group of Megatron's parser, with default None."""
@@ -152,26 +148,6 @@ class _MegatronDefault(int):
     """Megatron's default for the warmup steps, marked to detect that the user set no number."""
 
 
-@dataclass(frozen=True)
-class ContextSizes:
-    """Context-parallel sizes of packed microbatches.
-
-    Attributes:
-        captured: Sizes with graphs.
-        eager: Sizes without graphs.
-        schedule: Rule that chooses the size of a microbatch.
-    """
-
-    captured: tuple[int, ...]
-    eager: tuple[int, ...] = ()
-    schedule: Literal["smallest", "random"] = "smallest"
-
-    @property
-    def every(self) -> tuple[int, ...]:
-        """Return all sizes that a microbatch may have, smallest first."""
-        return tuple(sorted({*self.captured, *self.eager}))
-
-
 @dataclass(frozen=True, kw_only=True)
 class GraphFlags:
     """The settings that the flags select with granularity ``chunk``.
@@ -189,19 +165,6 @@ class GraphFlags:
     token_drops: Literal["warn", "count", "raise", "rerun"] = "warn"
     stash: StashConfig | None = None
     schedule: str = "auto"
-
-    @property
-    def contexts(self) -> ContextSizes | None:
-        """Return the context-parallel sizes of packed microbatches; None if the size is fixed."""
-        sizes = self.packing.context_parallel_sizes
-        if not sizes:
-            return None
-        captured = set(self.packing.captured_context_parallel_sizes or sizes)
-        return ContextSizes(
-            tuple(sorted(captured)),
-            tuple(sorted(set(sizes) - captured)),
-            self.packing.context_parallel_schedule,
-        )
 
     def capture_options(self) -> CaptureOptions:
         """Return the capture options for the engine."""
@@ -253,16 +216,16 @@ def read_flags(args: argparse.Namespace) -> tuple[GraphFlags | None, list[str]]:
     Args:
         args: The namespace from Megatron's parser, with the flags of `add_flags`.
     """
-    parsed_flags = {
-        flag: parsed
+    given = {
+        flag: flag.value_of(parsed)
         for flag in _OPTIONS.values()
         if (parsed := getattr(args, flag.dest)) is not None
     }
     if args.cuda_graph_granularity == "layer":
-        parsed_flags.pop(_OPTIONS["pipeline.schedule"], None)  # it drives eager steps too
-        if not parsed_flags:
+        given.pop(_OPTIONS["pipeline.schedule"], None)  # it drives eager steps too
+        if not given:
             return None, []
-        idle = ", ".join(flag.format(parsed) for flag, parsed in parsed_flags.items())
+        idle = ", ".join(flag.format(value) for flag, value in given.items())
         problem = f"{idle} has no effect with {GRANULARITY} layer."
         return None, [f"{problem} Add {GRANULARITY} chunk, or leave it out."]
     problems: list[str] = []
@@ -275,55 +238,44 @@ def read_flags(args: argparse.Namespace) -> tuple[GraphFlags | None, list[str]]:
             f"{_WARMUP} {num_warmup_steps}: chunks are captured from the inputs of "
             "an eager step, so at least one eager step must come first. Use 1 or more."
         )
-    values = _values(parsed_flags, problems)
-    facts = {fact_of(path): value for path, value in values.items()}
+    values = _values(given, problems)
+    packing = values["packing"]
     for rule in (NUM_SEQS_RULE, *SIZE_RULES):
-        if text := rule.refusal(Facts(facts.get, FLAG_WORDS)):
+        if text := rule.refusal(Facts(packing.get, FLAG_WORDS)):
             problems.append(f"{text}.")
-            del values[f"packing.{rule.settings[0]}"]
-    capture = _section(CaptureConfig, "capture", values)
+            del packing[rule.settings[0]]
     return GraphFlags(
-        capture=replace(capture, num_warmup_steps=max(num_warmup_steps, 1)),
-        packing=_section(PackingConfig, "packing", values),
-        token_drops=values.get("moe.token_drops", "warn"),
-        stash=_section(StashConfig, "stash", values) if values.get("stash.enabled") else None,
-        schedule=values.get("pipeline.schedule", "auto"),
+        capture=CaptureConfig(num_warmup_steps=max(num_warmup_steps, 1), **values["capture"]),
+        packing=PackingConfig(**packing),
+        stash=StashConfig(**values["stash"]) if values["stash"].get("enabled") else None,
+        **values["moe"],
+        **values["pipeline"],
     ), problems
 
 
-def _values(parsed_flags: dict[Flag, Any], problems: list[str]) -> dict[str, Any]:
-    """Check each flag; return the valid values by path and append errors to ``problems``."""
-    values: dict[str, Any] = {}
-    idle: dict[str, list[str]] = {}
-    for flag, parsed in parsed_flags.items():
-        value, bounds = flag.value_of(parsed), flag.setting.bounds
-        if flag.setting.needs in _OPTIONS and not _is_on(flag.setting.needs, parsed_flags):
-            idle.setdefault(flag.setting.needs, []).append(flag.format(parsed))
-        elif bounds is not ANY and any(n not in bounds for _, n in flag.setting.numbers(value)):
-            each = "each number" if flag.setting.is_list else "it"
-            problems.append(f"{flag.format(parsed)}: {each} must be {bounds}.")
+def _values(given: dict[Flag, Any], problems: list[str]) -> defaultdict[str, dict[str, Any]]:
+    """Check each flag; return the valid values by section and append errors to ``problems``."""
+    values: defaultdict[str, dict[str, Any]] = defaultdict(dict)
+    idle: dict[Flag, list[str]] = {}
+    for flag, value in given.items():
+        setting, switch = flag.setting, _OPTIONS.get(flag.setting.needs or "")
+        if switch is not None and given.get(switch) in (None, switch.setting.default, ()):
+            idle.setdefault(switch, []).append(flag.format(value))
+        elif setting.bounds is not ANY and any(
+            n not in setting.bounds for _, n in setting.numbers(value)
+        ):
+            each = "each number" if setting.is_list else "it"
+            problems.append(f"{flag.format(value)}: {each} must be {setting.bounds}.")
         else:
-            values[flag.path] = value
-    for path, texts in idle.items():
-        switch = _OPTIONS[path]
+            section, _, name = setting.path.partition(".")
+            values[section][name] = value
+    for switch, texts in idle.items():
         on = " or ".join(word for word in switch.choices if word not in ("false", "none"))
         problems.append(
             f"{', '.join(texts)} has no effect without {f'{switch.name} {on}'.rstrip()}; add it, "
             "or leave this out."
         )
     return values
-
-
-def _is_on(path: str, parsed_flags: dict[Flag, Any]) -> bool:
-    """Return whether the parsed flags turn a switch on."""
-    switch = _OPTIONS[path]
-    parsed = parsed_flags.get(switch)
-    return parsed is not None and switch.value_of(parsed) not in (switch.setting.default, ())
-
-
-def _section(kind: type[Any], name: str, values: dict[str, Any]) -> Any:
-    prefix = f"{name}."
-    return kind(**{p.removeprefix(prefix): v for p, v in values.items() if p.startswith(prefix)})
 
 
 def write_defaults(args: argparse.Namespace, flags: GraphFlags) -> None:

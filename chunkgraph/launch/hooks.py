@@ -199,7 +199,7 @@ class ChunkGraphsInPretrain:
         self, flags: GraphFlags, args: Any, chunks: Sequence[Any], undo: contextlib.ExitStack
     ) -> PackedBanks | None:
         """Return the banks for changing context-parallel sizes; None if the size is fixed."""
-        if flags.contexts is None:
+        if not flags.packing.context_parallel_sizes:
             return None
         state = import_megatron("megatron.core.parallel_state")
         place = PipelinePlace.current(len(chunks), config_of(chunks[0]))
@@ -216,7 +216,7 @@ class ChunkGraphsInPretrain:
         return PackedBanks.of_limits(
             limits,
             groups,
-            cuda_graph_cp_sizes=flags.contexts.captured,
+            cuda_graph_cp_sizes=flags.packing.captured_context_parallel_sizes,
             seq_buckets=flags.packing.seq_buckets,
         )
 
@@ -319,14 +319,13 @@ def _document_source(
     """Create the source of each microbatch's documents; all ranks must call this together."""
     if contexts is None:
         return OwnDocuments(graphs, _rank(), share_in_tensor_group())
-    assert flags.contexts is not None
     return SpreadDocuments(
         contexts,
         _rank(),
         device=graphs.site.device,
         gather=gather_from_data_ranks(),
         share=share_in_tensor_group(),
-        schedule=flags.contexts.schedule,
+        schedule=flags.packing.context_parallel_schedule,
         seed=lambda: f"{args.seed} {args.curr_iteration}",
         has_experts=_has_experts(args),
     )

@@ -14,7 +14,7 @@ from launch_flags import flags_from
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.launch.arguments import settle_arguments
-from chunkgraph.launch.flags import ContextSizes, GraphFlags, add_flags
+from chunkgraph.launch.flags import GraphFlags, add_flags
 from chunkgraph.launch.packing_rules import changing_limits, packing_options
 from chunkgraph.megatron.cpu.pretrain import cpu_flags
 from chunkgraph.megatron.features.packing.banks import PackedBanks
@@ -315,7 +315,8 @@ def test_context_sizes_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     flags = settle_arguments(args, on_cpu=True)
     assert flags is not None
-    assert flags.contexts == ContextSizes((1, 2), (4,), "smallest")
+    assert flags.packing.context_parallel_sizes == (4, 2, 1)
+    assert flags.packing.captured_context_parallel_sizes == (2, 1)
     assert packed_shape(flags, args) is None
     limits = changing_limits(flags.packing, args, world_size=4, group_size=2)
     experts = {"num_experts": 4, "moe_token_dispatcher_type": "alltoall"}

@@ -13,7 +13,7 @@ from launch_flags import flags_from
 from chunkgraph.cli.__main__ import main
 from chunkgraph.errors import ConfigError
 from chunkgraph.launch.config_flags import merge_flags
-from chunkgraph.launch.flags import ContextSizes, add_flags
+from chunkgraph.launch.flags import add_flags
 from chunkgraph.launch.options import parse_options
 from chunkgraph.settings import CaptureConfig, Config, ModelConfig, PipelineConfig, load_config
 
@@ -262,7 +262,9 @@ def test_sizes_of_microbatches_are_flags() -> None:
     add_flags(parser)
     graph_flags = flags_from(parser.parse_known_args(flags)[0])
     assert graph_flags is not None
-    assert graph_flags.contexts == ContextSizes((1, 4), (2,), "random")
+    read = graph_flags.packing
+    assert (read.context_parallel_sizes, read.context_parallel_schedule) == ((1, 2, 4), "random")
+    assert read.captured_context_parallel_sizes == (4, 1)
     arguments = ["--cuda-graph-cp-sizes", "2"]
     _, notes = merge_flags(_load(*packing), arguments, source="run.yaml")
     (note,) = notes
