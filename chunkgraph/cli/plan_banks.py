@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from chunkgraph._text import format_bytes
 from chunkgraph.cli.arguments import whole_number
 from chunkgraph.errors import ConfigError
-from chunkgraph.packing import PackedShape, bucket_multiple, bucket_shapes
+from chunkgraph.packing import PackedShape, bucket_multiple
 from chunkgraph.packing.seq_counts import default_seq_buckets
 from chunkgraph.slots import BankEstimate, BankSizes
 
@@ -113,7 +113,7 @@ def _buckets_of(config: Config) -> tuple[PackedShape, ...]:
         sequence_parallel_size=tensor_ranks,
         in_fp8=config.model.fp8 is not None,
     )
-    return bucket_shapes(shape, packing.buckets, multiple_of=multiple)
+    return shape.buckets(packing.buckets, multiple_of=multiple)
 
 
 def seq_counts_of(

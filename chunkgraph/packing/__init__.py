@@ -42,7 +42,6 @@ from chunkgraph.packing.shape import (
     OverflowReason,
     PackedShape,
     bucket_multiple,
-    bucket_shapes,
     reason_not_to_fit,
     smallest_that_fits,
 )
@@ -67,7 +66,6 @@ __all__ = [
     "ValueKind",
     "allowed_misfits",
     "bucket_multiple",
-    "bucket_shapes",
     "check_offsets",
     "evaluate",
     "fallback_share",

@@ -19,7 +19,6 @@ __all__ = [
     "OverflowReason",
     "PackedShape",
     "bucket_multiple",
-    "bucket_shapes",
     "reason_not_to_fit",
     "smallest_that_fits",
 ]
@@ -174,44 +173,45 @@ class PackedShape:
         return int(indices[0]) if indices.size else None
 
     def buckets(
-        self, fractions: Sequence[float | Fraction] = (1 / 4, 1 / 2, 1), *, multiple_of: int = 1
+        self, sizes: Sequence[float] = (1 / 4, 1 / 2), *, multiple_of: int = 1
     ) -> tuple[PackedShape, ...]:
-        """Return shapes with fractions of T and the same N, smallest first.
+        """Return this shape and shorter ones with the same N, largest first.
 
         A microbatch replays the graphs of the smallest shape that it fits. All have the same N, so
         the choice depends on tokens alone and ranks can agree on the largest of their choices.
 
         Args:
-            fractions: fractions of T, above 0 and at most 1.
+            sizes: the shorter sizes, as fractions of T up to 1, or as tokens above 1.
             multiple_of: each T is rounded up to a multiple of this and of `document_multiple`; see
                 `bucket_multiple`.
 
         Raises:
-            PackingError: a fraction is out of range, or T is not a multiple of ``multiple_of``.
+            PackingError: a size is neither a fraction of T nor a whole number of tokens up to T, or
+                T is not a multiple of ``multiple_of``.
         """
+        most, limit = self.max_packed_tokens, self.max_document_tokens
         multiple = math.lcm(self.document_multiple, multiple_of)
-        if not fractions or any(not (_is_number(f) and 0 < f <= 1) for f in fractions):
-            msg = f"Bucket fractions must be above 0 and at most 1, not {list(fractions)}."
+        for size in sizes:
+            is_number = isinstance(size, Real)  # as NumPy's are
+            if not is_number or not 0 < size <= most or (size > 1 and size != int(size)):
+                msg = (
+                    f"A bucket of {size}: a bucket is a fraction of the {most} tokens, above 0 and "
+                    f"at most 1, or a whole number of tokens up to {most}."
+                )
+                raise PackingError(msg)
+        if most % multiple:
+            msg = f"max_packed_tokens {most} is not a multiple of {multiple}."
             raise PackingError(msg)
-        if self.max_packed_tokens % multiple:
-            msg = f"max_packed_tokens {self.max_packed_tokens} is not a multiple of {multiple}."
-            raise PackingError(msg)
-        units = self.max_packed_tokens // multiple
-        sizes = {max(1, math.ceil(units * fraction)) * multiple for fraction in fractions}
-        limit = self.max_document_tokens
+        parts = (size if size <= 1 else Fraction(int(size), most) for size in (*sizes, most))
+        lengths = {max(1, math.ceil(most // multiple * part)) * multiple for part in parts}
         return tuple(
             replace(
                 self,
-                max_packed_tokens=size,
-                max_document_tokens=None if limit is None else min(limit, size),
+                max_packed_tokens=length,
+                max_document_tokens=None if limit is None else min(limit, length),
             )
-            for size in sorted(sizes)
+            for length in sorted(lengths, reverse=True)
         )
-
-
-def _is_number(value: object) -> bool:
-    """Return whether a value can be compared with sizes, as NumPy numbers can."""
-    return isinstance(value, Real)
 
 
 def bucket_multiple(
@@ -225,32 +225,6 @@ def bucket_multiple(
         in_fp8: whether GEMMs run in FP8, which needs a multiple of 16 rows on each rank.
     """
     return context_parallel_size * sequence_parallel_size * (_FP8_ROWS if in_fp8 else 1)
-
-
-def bucket_shapes(
-    shape: PackedShape, sizes: Sequence[float], *, multiple_of: int = 1
-) -> tuple[PackedShape, ...]:
-    """Return a shape and the shapes of its length buckets, largest first.
-
-    Args:
-        shape: the largest shape.
-        sizes: the bucket sizes, as fractions of T up to 1, or as tokens above 1.
-        multiple_of: see `PackedShape.buckets`.
-
-    Raises:
-        PackingError: a size is neither a fraction of T nor a whole number of tokens up to T.
-    """
-    most = shape.max_packed_tokens
-    for size in sizes:
-        is_in_range = _is_number(size) and 0 < size <= most
-        if not is_in_range or (size > 1 and size != int(size)):
-            msg = (
-                f"A bucket of {size}: a bucket is a fraction of the {most} tokens, above 0 and at "
-                f"most 1, or a whole number of tokens up to {most}."
-            )
-            raise PackingError(msg)
-    parts = [size if size <= 1 else Fraction(int(size), most) for size in sizes]
-    return tuple(reversed(shape.buckets([*parts, 1], multiple_of=multiple_of)))
 
 
 def reason_not_to_fit(lengths: Lengths, shape: PackedShape) -> OverflowReason | None:

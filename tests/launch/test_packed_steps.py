@@ -17,7 +17,7 @@ from chunkgraph.launch.own_documents import OwnDocuments
 from chunkgraph.launch.packed_steps import PackedSteps
 from chunkgraph.launch.sft_data import cut, documents_of
 from chunkgraph.megatron.core.access import import_megatron
-from chunkgraph.packing import PackedShape, bucket_shapes
+from chunkgraph.packing import PackedShape
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release]
 
@@ -109,7 +109,7 @@ def step(models: list[Model], words: list[Any], steps: list[PackedSteps]) -> Ite
         **kwargs: Any,
     ) -> dict[str, Any]:
         shape = PackedShape(4, most, max_document_tokens=longest)
-        shapes = bucket_shapes(shape, buckets)
+        shapes = shape.buckets(buckets)
         by_rows = {s.max_packed_tokens: s for s in shapes}
         graphs: Any = SimpleNamespace(
             buckets=by_rows,

@@ -12,7 +12,6 @@ from chunkgraph.errors import PackingError
 from chunkgraph.packing import (
     OverflowReason,
     PackedShape,
-    bucket_shapes,
     pack,
     reason_not_to_fit,
     smallest_that_fits,
@@ -87,9 +86,9 @@ def test_a_limit_on_documents_alone():
     shape = PackedShape(4, 16, 1, max_document_tokens=5)
     assert reason_not_to_fit([5, 5], shape) is None
     assert reason_not_to_fit([6], shape) is OverflowReason.DOCUMENT_TOO_LONG
-    assert [bucket.max_document_tokens for bucket in shape.buckets()] == [4, 5, 5]
+    assert [bucket.max_document_tokens for bucket in shape.buckets()] == [5, 5, 4]
     # As many documents as without the limit, and dummies for the longest tail.
-    assert [(b.longest_rows, b.num_sequences) for b in shape.buckets()] == [(4, 4), (5, 5), (5, 7)]
+    assert [(b.longest_rows, b.num_sequences) for b in shape.buckets()] == [(5, 7), (5, 5), (4, 4)]
     assert {b.max_documents for b in shape.buckets()} == {3}
     assert (PackedShape(4, 16).longest_rows, PackedShape(4, 16).num_sequences) == (16, 4)
     split = PackedShape(4, 16, 2, max_document_tokens=5)
@@ -100,29 +99,25 @@ def test_a_limit_on_documents_alone():
 def test_the_smallest_bucket_is_chosen(lengths, units, size):
     shape = PackedShape(6, 16 * units, size)
     buckets = shape.buckets()
-    assert [bucket.max_packed_tokens for bucket in buckets] == [4 * units, 8 * units, 16 * units]
+    assert [bucket.max_packed_tokens for bucket in buckets] == [16 * units, 8 * units, 4 * units]
     assert {bucket.max_packed_seqs for bucket in buckets} == {6}
-    chosen = smallest_that_fits(lengths, reversed(buckets))
+    chosen = smallest_that_fits(lengths, buckets)
     fitting = [bucket for bucket in buckets if reason_not_to_fit(lengths, bucket) is None]
-    assert chosen == (fitting[0] if fitting else None)
+    assert chosen == (fitting[-1] if fitting else None)
     # All larger buckets fit too, so ranks can agree on the largest of their choices.
-    assert fitting == list(buckets[len(buckets) - len(fitting) :])
+    assert fitting == list(buckets[: len(fitting)])
 
 
 def test_buckets_are_rounded_up_and_reported_once():
-    assert [b.max_packed_tokens for b in PackedShape(4, 40, 2).buckets()] == [12, 20, 40]
+    assert [b.max_packed_tokens for b in PackedShape(4, 40, 2).buckets()] == [40, 20, 12]
     assert [b.max_packed_tokens for b in PackedShape(4, 4, 2).buckets()] == [4]
-    by_eight = PackedShape(4, 48).buckets((0.3, 1), multiple_of=8)
-    assert [b.max_packed_tokens for b in by_eight] == [16, 48]
-    for fractions in ((), (0, 1), (1.5,)):
-        with pytest.raises(PackingError, match="above 0 and at most 1"):
-            PackedShape(4, 8).buckets(fractions)
+    by_eight = PackedShape(4, 48).buckets((0.3,), multiple_of=8)
+    assert [b.max_packed_tokens for b in by_eight] == [48, 16]
+    for wrong in (0, 1.5, 9, "a"):
+        with pytest.raises(PackingError, match=f"A bucket of {wrong}: a bucket is a fraction"):
+            PackedShape(4, 8).buckets((wrong,))
     with pytest.raises(PackingError, match="not a multiple of 16"):
         PackedShape(4, 40).buckets(multiple_of=16)
-    with pytest.raises(PackingError, match="A bucket of a: a bucket is a fraction"):
-        bucket_shapes(PackedShape(4, 8), ("a",))
-    with pytest.raises(PackingError, match=r"at most 1, not \['a'\]"):
-        PackedShape(4, 8).buckets(("a",))
 
 
 @given(st.integers(1, 4000), st.integers(1, 4000), st.sampled_from([1, 2]), st.integers(1, 16))
@@ -133,7 +128,7 @@ def test_buckets_in_tokens_are_of_so_many(units, part, size, multiple):
     tokens = min(part, units) * whole
     shape = PackedShape(4, units * whole, size)
     for num_tokens in {tokens, tokens - whole + 1} - {1}:
-        (*_, bucket) = bucket_shapes(shape, [num_tokens], multiple_of=multiple)
+        (*_, bucket) = shape.buckets([num_tokens], multiple_of=multiple)
         assert bucket.max_packed_tokens == tokens
 
 
@@ -192,7 +187,7 @@ def test_documents_begin_at_multiples(lengths, size, multiple, longest):
             held = [p * piece + np.arange(piece) for p in (rank, 2 * size - 1 - rank)]
             assert np.array_equal(place, np.concatenate(held))
     assert all(b.pad_seq_to_mult == multiple for b in shape.buckets())
-    assert not any(b.max_packed_tokens % whole for b in shape.buckets((0.013, 0.3, 1)))
+    assert not any(b.max_packed_tokens % whole for b in shape.buckets((0.013, 0.3)))
 
 
 @given(st.lists(st.integers(1, 90), min_size=1, max_size=4), st.sampled_from([1, 2, 4]))

@@ -22,7 +22,6 @@ from chunkgraph.packing import (
     ContextSchedule,
     PackedShape,
     bucket_multiple,
-    bucket_shapes,
     smallest_that_fits,
 )
 from chunkgraph.packing.seq_counts import default_buckets_of_shape, default_seq_buckets
@@ -138,7 +137,7 @@ class PackedBanks:
                 "Transformer Engine needs multiples of 16 rows on each rank: use a multiple of "
                 f"{multiple}, or no shorter ones."
             )
-        shapes = bucket_shapes(shape, buckets, multiple_of=multiple)
+        shapes = shape.buckets(buckets, multiple_of=multiple)
         return cls(shapes, seq_counts, fills_rows=options.fills_rows)
 
     @classmethod

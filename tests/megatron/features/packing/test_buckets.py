@@ -22,13 +22,13 @@ from chunkgraph.megatron.features.packing.derived_calls import derived_call
 from chunkgraph.megatron.features.packing.options import PackingOptions
 from chunkgraph.megatron.features.packing.steps import StepPlans
 from chunkgraph.megatron.step import StepInputs, StepPlan
-from chunkgraph.packing import PackedShape, bucket_shapes, pack
+from chunkgraph.packing import PackedShape, pack
 
 _SHAPE = PackedShape(5, 32)
 
 
 def _buckets() -> PackedBanks:
-    return PackedBanks(bucket_shapes(_SHAPE, [0.25, 16]))
+    return PackedBanks(_SHAPE.buckets([0.25, 16]))
 
 
 def _bank(banks: PackedBanks, rows: int, seqs: int | None = None) -> PackedBank:
@@ -63,12 +63,12 @@ def _announce(
 
 def test_sizes_are_parts_or_tokens() -> None:
     assert list(_buckets().by_rows) == [32, 16, 8]
-    assert list(PackedBanks(bucket_shapes(_SHAPE, [0.3], multiple_of=4)).by_rows) == [32, 12]
-    assert list(PackedBanks(bucket_shapes(_SHAPE, [1, 32])).by_rows) == [32]
+    assert list(PackedBanks(_SHAPE.buckets([0.3], multiple_of=4)).by_rows) == [32, 12]
+    assert list(PackedBanks(_SHAPE.buckets([1, 32])).by_rows) == [32]
     assert [s.max_packed_seqs for s in _buckets().shapes] == [5, 5, 5]
     for bad in (0, -0.5, 1.5, 33):
         with pytest.raises(PackingError, match="A bucket of"):
-            bucket_shapes(_SHAPE, [bad])
+            _SHAPE.buckets([bad])
 
 
 def test_lengths_are_those_that_ranks_can_share() -> None:
@@ -137,7 +137,7 @@ def test_a_call_of_another_bucket_is_as_that_bucket_would_have_it() -> None:
 def test_no_sequence_of_another_bucket_is_longer_than_a_document_may_be() -> None:
     """Offsets are derived; tables and the longest sequence are those of the target bucket."""
     shape = PackedShape(5, 32, max_document_tokens=10)
-    banks = PackedBanks(bucket_shapes(shape, [0.25]), [3])
+    banks = PackedBanks(shape.buckets([0.25]), [3])
 
     def call(bank: PackedBank) -> dict[str, Any]:
         packed = pack([3, 2], bank.shape)
@@ -180,7 +180,7 @@ def test_no_sequence_of_another_bucket_is_longer_than_a_document_may_be() -> Non
 def test_a_document_that_is_cut_has_no_more_tokens_than_rows() -> None:
     """The cut may be between a document's last token and its last row (context parallelism)."""
     whole = PackedShape(4, 32, context_parallel_size=2)
-    banks = PackedBanks(bucket_shapes(whole, [12]))
+    banks = PackedBanks(whole.buckets([12]))
     packed = pack([7, 7, 9], whole)
     name = "packed_seq_params.cu_seqlens_q"
     call = {
@@ -256,7 +256,7 @@ def test_offsets_of_what_fits_nothing_are_not_cut() -> None:
 
 
 def _counted(*counts: int) -> PackedBanks:
-    return PackedBanks(bucket_shapes(PackedShape(9, 32), [0.5]), counts)
+    return PackedBanks(PackedShape(9, 32).buckets([0.5]), counts)
 
 
 def test_each_takes_the_fewest_sequences_that_hold_it() -> None:
@@ -325,7 +325,7 @@ def test_cut_offsets_are_those_of_fewer_sequences(
 ) -> None:
     """Equal to packing for the microbatch's own graphs; other arguments stay unchanged."""
     shape = PackedShape(9, 128, size, longest)
-    banks = PackedBanks(bucket_shapes(shape, parts), sorted(counts))
+    banks = PackedBanks(shape.buckets(parts), sorted(counts))
     (rows,) = banks.choose([lengths])
     bank = banks.fewest_sequences(lengths, banks.by_rows[rows])
     name = "packed_seq_params.cu_seqlens_q"
