@@ -6,17 +6,14 @@ import argparse
 import math
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING
 
 from chunkgraph._text import format_bytes
 from chunkgraph.cli.arguments import whole_number
 from chunkgraph.errors import ConfigError
 from chunkgraph.packing import PackedShape, bucket_multiple
 from chunkgraph.packing.seq_counts import default_seq_buckets
+from chunkgraph.settings import Config, resolved
 from chunkgraph.slots import BankEstimate, BankSizes
-
-if TYPE_CHECKING:
-    from chunkgraph.settings import Config
 
 __all__ = ["BANK_HEADINGS", "add_bank_arguments", "bank_rows", "banks_of", "seq_counts_of"]
 
@@ -130,7 +127,7 @@ def seq_counts_of(
     if fewer is None and _sizes_of(args, config):
         fewer = default_seq_buckets(most, min(bank.tokens_per_rank for bank in banks))
     elif fewer is None:
-        fewer = config.seq_buckets
+        fewer = resolved(config).packing.seq_buckets
     return tuple(sorted({most, *fewer}, reverse=True)) if fewer else ()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from chunkgraph.packing.seq_counts import default_seq_buckets
 from chunkgraph.settings.capture import CaptureConfig
 from chunkgraph.settings.experts import ExpertConfig
 from chunkgraph.settings.model import ModelConfig
@@ -58,20 +57,6 @@ class Config:
         from chunkgraph.settings.rules import check_config
 
         check_config(self)
-
-    @property
-    def seq_buckets(self) -> tuple[int, ...]:
-        """Return ``packing.seq_buckets``, with the default applied."""
-        packing = self.packing
-        if packing.seq_buckets is not None:
-            return packing.seq_buckets
-        # With context_parallel_sizes, tokens are those of a rank, and this size is 1.
-        return default_seq_buckets(
-            packing.max_packed_seqs,
-            self.tokens_per_sequence,
-            self.pipeline.context_parallel_size,
-            packing.buckets,
-        )
 
     @property
     def tokens_per_sequence(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from chunkgraph.packing.seq_counts import default_seq_buckets
 from chunkgraph.settings.config import (
     Config,
     ExpertConfig,
@@ -59,10 +60,15 @@ def _packing(config: Config) -> PackingConfig:
     packing = config.packing
     if not packing.max_packed_seqs:
         return packing
+    rows, seq_buckets = config.tokens_per_sequence, packing.seq_buckets
+    if seq_buckets is None:
+        # With context_parallel_sizes, rows are those of a rank, and this size is 1.
+        size = config.pipeline.context_parallel_size
+        seq_buckets = default_seq_buckets(packing.max_packed_seqs, rows, size, packing.buckets)
     return replace(
         packing,
-        max_packed_tokens=config.tokens_per_sequence,
-        seq_buckets=config.seq_buckets,
+        max_packed_tokens=rows,
+        seq_buckets=seq_buckets,
         captured_context_parallel_sizes=packing.captured_context_parallel_sizes
         or packing.context_parallel_sizes,
     )

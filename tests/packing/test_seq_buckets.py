@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from chunkgraph.packing.seq_counts import default_seq_buckets
-from chunkgraph.settings import config_from_mapping
+from chunkgraph.settings import config_from_mapping, resolved
 
 
 @pytest.mark.parametrize(
@@ -87,4 +87,4 @@ def test_what_a_run_has(
             "packing": {"max_packed_seqs": 200, **packing},
         }
     )
-    assert config.seq_buckets == expected
+    assert resolved(config).packing.seq_buckets == expected

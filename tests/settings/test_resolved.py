@@ -35,8 +35,7 @@ def test_the_same_run_is_read_back(path: Path) -> None:
     config = load_config(path)
     result = resolved(config)
     assert config_from_mapping(yaml.safe_load(to_yaml(result))) == result == resolved(result)
-    for name in ("seq_buckets", "tokens_per_sequence"):
-        assert getattr(result, name) == getattr(config, name)
+    assert result.tokens_per_sequence == config.tokens_per_sequence
     for name in ("num_model_chunks", "microbatch_group_size", "world_size"):
         assert getattr(result.pipeline, name) == getattr(config.pipeline, name)
 

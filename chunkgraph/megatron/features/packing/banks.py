@@ -74,7 +74,12 @@ class PackedBanks:
         if len(set(self.shapes)) != len(shapes) or not shapes:
             raise ValueError(f"banks must have different shapes, got {list(shapes)}")
         most = self.largest_shape.max_packed_seqs
-        _check_seq_counts(seq_counts, most)
+        for count in seq_counts:
+            if isinstance(count, bool) or not isinstance(count, int) or not 2 <= count < most:
+                raise ConfigError(
+                    f"seq_buckets contains {count!r}; entries must be whole numbers from 2 and "
+                    f"below max_packed_seqs ({most})."
+                )
         self.seq_counts = tuple(sorted({*seq_counts, most}, reverse=True))
         self.fills_rows = fills_rows
         self.limits = limits
@@ -311,17 +316,3 @@ class PackedBanks:
 
 def _name_of_size(shape: PackedShape) -> str:
     return f"CP {shape.context_parallel_size} with {shape.tokens_per_rank} tokens a rank"
-
-
-def _check_seq_counts(seq_counts: Sequence[int], most: int) -> None:
-    """Refuse numbers of sequences that are not at least 2 and below ``most``.
-
-    Raises:
-        ConfigError: A number is out of this range.
-    """
-    for count in seq_counts:
-        if isinstance(count, bool) or not isinstance(count, int) or not 2 <= count < most:
-            raise ConfigError(
-                f"seq_buckets contains {count!r}; entries must be whole numbers from 2 and below "
-                f"max_packed_seqs ({most})."
-            )
