@@ -41,7 +41,7 @@ class PackedBanks:
 
     Args:
         shapes: Shapes of different lengths or sizes, with the most sequences; at least one.
-        seq_counts: Smaller numbers of sequences that have graphs too.
+        seq_buckets: Smaller numbers of sequences that have graphs too.
         fills_rows: Whether documents fill all rows of every microbatch.
         limits: Limits of the scheduler, if the context-parallel size changes.
         groups: This rank's groups of all sizes; None if there is one size with the model's group.
@@ -61,7 +61,7 @@ class PackedBanks:
     def __init__(
         self,
         shapes: Sequence[PackedShape],
-        seq_counts: Sequence[int] = (),
+        seq_buckets: Sequence[int] = (),
         *,
         fills_rows: bool = False,
         limits: ContextLimits | None = None,
@@ -74,13 +74,13 @@ class PackedBanks:
         if len(set(self.shapes)) != len(shapes) or not shapes:
             raise ValueError(f"banks must have different shapes, got {list(shapes)}")
         most = self.largest_shape.max_packed_seqs
-        for count in seq_counts:
+        for count in seq_buckets:
             if isinstance(count, bool) or not isinstance(count, int) or not 2 <= count < most:
                 raise ConfigError(
                     f"seq_buckets contains {count!r}; entries must be whole numbers from 2 and "
                     f"below max_packed_seqs ({most})."
                 )
-        self.seq_counts = tuple(sorted({*seq_counts, most}, reverse=True))
+        self.seq_counts = tuple(sorted({*seq_buckets, most}, reverse=True))
         self.fills_rows = fills_rows
         self.limits = limits
         self.groups = groups
@@ -124,10 +124,10 @@ class PackedBanks:
             ConfigError: A number of sequences is not at least 2 and below that of the shape.
         """
         options = PackingOptions(packing) if isinstance(packing, PackedShape) else packing
-        shape, buckets, seq_counts = options.shape, options.buckets, options.seq_buckets
-        if seq_counts is None:
+        shape, buckets, seq_buckets = options.shape, options.buckets, options.seq_buckets
+        if seq_buckets is None:
             # Of the lengths as requested: rounding them must not change the default.
-            seq_counts = default_buckets_of_shape(shape, buckets)
+            seq_buckets = default_buckets_of_shape(shape, buckets)
         in_fp8 = bool(buckets and getattr(config, "fp8", None))
         is_shared = getattr(config, "sequence_parallel", False)
         tensor_ranks = getattr(config, "tensor_model_parallel_size", None) or 1
@@ -143,7 +143,7 @@ class PackedBanks:
                 f"{multiple}, or no shorter ones."
             )
         shapes = shape.buckets(buckets, multiple_of=multiple)
-        return cls(shapes, seq_counts, fills_rows=options.fills_rows)
+        return cls(shapes, seq_buckets, fills_rows=options.fills_rows)
 
     @classmethod
     def of_limits(
