@@ -1,8 +1,10 @@
 """Capture and replay of one callable: CUDA graphs, and a CPU recorder with the same contract."""
 
 from chunkgraph.graphs.addresses import AddressRange, AddressRanges, tensor_at
+from chunkgraph.graphs.captured_generator import DrawOffsets
 from chunkgraph.graphs.contract import Graph, GraphBackend, Pool, Router
 from chunkgraph.graphs.cuda import CUDABackend
+from chunkgraph.graphs.cuda_draws import resumed_generators
 from chunkgraph.graphs.failure import capture_failure
 from chunkgraph.graphs.location import SourceLocation, location_of
 from chunkgraph.graphs.recorder import RecorderBackend, host_call
@@ -12,6 +14,7 @@ __all__ = [
     "AddressRange",
     "AddressRanges",
     "CUDABackend",
+    "DrawOffsets",
     "Graph",
     "GraphBackend",
     "OperatorTrace",
@@ -23,6 +26,7 @@ __all__ = [
     "capture_failure",
     "host_call",
     "location_of",
+    "resumed_generators",
     "tensor_at",
     "watch_operators",
 ]

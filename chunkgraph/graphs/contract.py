@@ -14,6 +14,7 @@ import torch
 from torch._ops import OpOverload
 
 from chunkgraph.graphs.addresses import AddressRanges
+from chunkgraph.graphs.captured_generator import DrawOffsets
 
 __all__ = ["Graph", "GraphBackend", "Pool", "Router"]
 
@@ -97,6 +98,9 @@ class GraphBackend(Protocol):
         pool: Pool,
         generators: Sequence[torch.Generator] = (),
         router: Router | None = None,
+        *,
+        offsets: DrawOffsets | None = None,
+        resumed: Graph | None = None,
     ) -> AbstractContextManager[Graph]:
         """Capture the work inside the ``with`` block; allocations inside come from ``pool``.
 
@@ -109,10 +113,18 @@ class GraphBackend(Protocol):
             pool: Pool of the allocations.
             generators: Random generators, besides the device's default, that the work draws from.
             router: Sends the results of some operators to another pool.
+            offsets: `measure_draws` of an eager pass over the same work.
+            resumed: Graph whose saved random states the work sets, to draw the same numbers again.
+                It replays before each replay of this graph.
 
         Raises:
             CaptureError: A graph cannot hold the work; the graph and its allocations are freed.
         """
+
+    def measure_draws(
+        self, generators: Sequence[torch.Generator] = ()
+    ) -> AbstractContextManager[DrawOffsets]:
+        """Measure where an eager pass saves random states, so that graphs can resume them."""
 
     def on_capture_stream(self) -> AbstractContextManager[None]:
         """Run eager work on the stream that captures use (capture warmup)."""

@@ -11,24 +11,31 @@ import gc
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import _disable_current_modes
 
 from chunkgraph._collector import collector_paused
 from chunkgraph.errors import CaptureError, ChunkGraphError
 from chunkgraph.graphs.addresses import AddressRanges, tensor_at
-from chunkgraph.graphs.contract import Pool, Router
+from chunkgraph.graphs.captured_generator import CapturedGenerator, DrawOffsets
+from chunkgraph.graphs.contract import Graph, Pool, Router
+from chunkgraph.graphs.cuda_draws import (
+    CudaGenerator,
+    GraphDraws,
+    Sequences,
+    measured_draws,
+    saving_states,
+)
 from chunkgraph.graphs.failure import capture_failure
 from chunkgraph.graphs.host_constants import HostConstants, HostMemory
-from chunkgraph.graphs.legality import CapturedGenerator, check_backward
+from chunkgraph.graphs.legality import check_backward
 from chunkgraph.graphs.memset_nodes import DamagedGraphError, MemsetKernels
 from chunkgraph.graphs.operator_mode import OperatorMode
-from chunkgraph.graphs.random_state import patched, preserve_states, private_generator
+from chunkgraph.graphs.random_state import preserve_states, private_generator
 
 __all__ = ["CUDABackend"]
 
@@ -136,12 +143,16 @@ class CUDAGraphHandle:
         scratch: CUDAPool | None = None,
         constants: HostConstants | None = None,
         *,
+        draws: GraphDraws,
+        resumed: GraphDraws | None = None,
         memset_kernels: MemsetKernels | None = None,
     ) -> None:
         self.label = label
         self.pool = pool
         self.scratch = scratch
         self._constants = constants  # keeps the host memory that the graph copies from
+        self.draws = draws
+        self._resumed = resumed
         self._memset_kernels = memset_kernels
         self.graph: torch.cuda.CUDAGraph | None = (
             torch.cuda.CUDAGraph(keep_graph=True) if memset_kernels else torch.cuda.CUDAGraph()
@@ -184,7 +195,14 @@ class CUDAGraphHandle:
         if self._constants is not None:
             for tensor in self._constants.outside:
                 tensor.check(self.label)
+        if self._resumed is not None:
+            self._resumed.load()
+        if not self.draws.is_resumed:
+            self.graph.replay()
+            return
+        self.draws.begin_replay()
         self.graph.replay()
+        self.draws.end_replay()
 
     def writes(self) -> AddressRanges:
         """Return all memory of its pools; a CUDA graph does not expose what its kernels write."""
@@ -205,9 +223,16 @@ class _CaptureMode(OperatorMode):
         label: Name of the graph in errors.
         router: Chooses the pools; None for a single pool.
         memory: Host memory of the constants.
+        generator: Replaces the device's default generator.
     """
 
-    def __init__(self, label: str, router: Router | None, memory: HostMemory) -> None:
+    def __init__(
+        self,
+        label: str,
+        router: Router | None,
+        memory: HostMemory,
+        generator: CapturedGenerator,
+    ) -> None:
         super().__init__()
         self.scratch: CUDAPool | None = None
         if router is not None:
@@ -215,7 +240,7 @@ class _CaptureMode(OperatorMode):
             router.scratch.hold()
             self.scratch = router.scratch
         self.constants = HostConstants(label, memory)
-        self.generator = CapturedGenerator(label)
+        self.generator = generator
         self._label = label
         self._router = router
 
@@ -227,38 +252,6 @@ class _CaptureMode(OperatorMode):
             return self.constants.run(func, args, kwargs)
         with self.scratch.serving_this_thread():
             return self.constants.run(func, args, kwargs)
-
-
-@contextmanager
-def _saving_states(generator: CapturedGenerator) -> Iterator[None]:
-    """Make `torch.cuda.get_rng_state` and ``set_rng_state`` use ``generator`` in a capture.
-
-    Recomputation calls them in the backward, which runs in a thread of autograd.
-    """
-
-    def saving(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
-            if not torch.cuda.is_current_stream_capturing():
-                return original(*args, **kwargs)
-            # An empty state: code outside of the capture cannot set it.
-            with _disable_current_modes():
-                return generator.marked(torch.empty(0, dtype=torch.uint8))
-
-        return get_rng_state
-
-    def restoring(original: Callable[..., None]) -> Callable[..., None]:
-        def set_rng_state(new_state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-            if not torch.cuda.is_current_stream_capturing():
-                return original(new_state, *args, **kwargs)
-            return generator.accept(new_state)
-
-        return set_rng_state
-
-    with (
-        patched(torch.cuda, "get_rng_state", saving),
-        patched(torch.cuda, "set_rng_state", restoring),
-    ):
-        yield
 
 
 @contextmanager
@@ -299,6 +292,7 @@ class CUDABackend:
         self.device = device or torch.device("cuda", torch.cuda.current_device())
         self.stream = torch.cuda.Stream(self.device)
         self._token = torch.zeros(1, device=self.device)
+        self._sequences = Sequences(self.device)
         self._host_memory: HostMemory | None = None
         self._memset_kernels: MemsetKernels | None = None
         self.memsets_kept = ""
@@ -321,31 +315,46 @@ class CUDABackend:
         pool: Pool,
         generators: Sequence[torch.Generator] = (),
         router: Router | None = None,
+        *,
+        offsets: DrawOffsets | None = None,
+        resumed: Graph | None = None,
     ) -> Iterator[CUDAGraphHandle]:
         """Stream-capture the block. See `GraphBackend.capture`."""
         assert isinstance(pool, CUDAPool)
         if self._host_memory is None:
             self._host_memory = HostMemory(is_pinned=True)
-        mode = _CaptureMode(label, router, self._host_memory)
+        draws = GraphDraws(label, self._own(generators), offsets, self._sequences)
+        assert resumed is None or isinstance(resumed, CUDAGraphHandle)
+        earlier = resumed.draws if resumed is not None else None
+        if earlier is not None:
+            generators = (*generators, *earlier.prepare())
+        generator = CudaGenerator(label, draws, earlier, self._default)
+        mode = _CaptureMode(label, router, self._host_memory, generator)
         handle = CUDAGraphHandle(
-            label, pool, mode.scratch, mode.constants, memset_kernels=self._memset_kernels
+            label,
+            pool,
+            mode.scratch,
+            mode.constants,
+            draws=draws,
+            resumed=earlier,
+            memset_kernels=self._memset_kernels,
         )
         graph = handle.graph
         assert graph is not None
-        for generator in generators:
-            graph.register_generator_state(generator)
+        for registered in generators:
+            graph.register_generator_state(registered)
         self.synchronize()
         with collector_paused(), torch.cuda.stream(self.stream):
             graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
             try:
                 with (
                     private_generator(CapturedGenerator(label)),
-                    _saving_states(mode.generator),
+                    saving_states(generator),
                     _lifting_from_host(),
                     mode,
                 ):
                     yield handle
-                mode.generator.finish()
+                generator.finish()
             except BaseException as error:
                 self._abandon(handle, generators)
                 if isinstance(error, ChunkGraphError) or not isinstance(error, Exception):
@@ -390,6 +399,20 @@ class CUDABackend:
         cleanup.capture_end()
         cleanup.reset()
 
+    @property
+    def _default(self) -> torch.Generator:
+        return torch.cuda.default_generators[self.device.index]
+
+    def _own(self, generators: Sequence[torch.Generator]) -> tuple[torch.Generator, ...]:
+        """Return the default generator's present sequence and ``generators``."""
+        return (self._default.graphsafe_get_state(), *generators)
+
+    @contextmanager
+    def measure_draws(self, generators: Sequence[torch.Generator] = ()) -> Iterator[DrawOffsets]:
+        """See `GraphBackend.measure_draws`."""
+        with measured_draws(self._own(generators), self._default) as offsets:
+            yield offsets
+
     @contextmanager
     def on_capture_stream(self) -> Iterator[None]:
         """Run on the capture stream, ordered with the current stream's work before and after."""
@@ -404,8 +427,7 @@ class CUDABackend:
     @contextmanager
     def preserve_random_state(self, generators: Sequence[torch.Generator] = ()) -> Iterator[None]:
         """Restore the states of the device's default generator and of ``generators`` on exit."""
-        default = torch.cuda.default_generators[self.device.index]
-        with preserve_states((default, *generators)):
+        with preserve_states((self._default, *generators)):
             yield
 
     def release_cached_memory(self) -> None:

@@ -30,11 +30,9 @@ from chunkgraph.graphs.random_state import (
     draws,
     explicit_generator,
     patched,
-    thread_generator,
 )
 
 __all__ = [
-    "CapturedGenerator",
     "HostReadGuard",
     "as_without_guard",
     "as_without_modes",
@@ -69,7 +67,6 @@ _HOST_READS: dict[Any, str] = {
     torch.Tensor.__array__: "gives a tensor to NumPy, which reads it on the host",
     torch.Tensor.__dlpack__: "gives a tensor to another library, which may read it on the host",
 }
-_SAVED_STATE = "_chunkgraph_saved_in_capture"
 _SPLITS = {torch.tensor_split, torch.Tensor.tensor_split}
 _CASTING_INSIDE = {torch._transformer_encoder_layer_fwd, torch._native_multi_head_attention}
 _max_pool1d = torch.max_pool1d
@@ -215,111 +212,6 @@ def _one_hot_of_device(tensor: torch.Tensor, num_classes: int = -1) -> torch.Ten
     if num_classes <= 0 or tensor.dtype != torch.int64:
         return _one_hot(tensor, num_classes)
     return tensor.new_zeros(*tensor.shape, num_classes).scatter_(-1, tensor.unsqueeze(-1), 1)
-
-
-class CapturedGenerator:
-    """Replace a device's default generator in a capture.
-
-    A replay draws from the state that the generator has at that time. The captured work can set a
-    state that it saved, as activation recomputation does, but must not draw from it: the numbers
-    would differ from the forward's. Other states and seeds are refused, since a replay would not
-    set them.
-
-    Args:
-        label: Name of the graph in errors.
-    """
-
-    def __init__(self, label: str) -> None:
-        self._label = label
-        self._num_draws = 0
-        self._is_restored = False
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(thread_generator(), name)
-
-    def get_state(self) -> torch.Tensor:
-        """Return the state, which `set_state` accepts in this and other captures."""
-        return self.marked(thread_generator().get_state())
-
-    def set_state(self, state: torch.Tensor) -> torch.Generator:
-        """Continue from a state that `get_state` returned.
-
-        Raises:
-            IllegalOperationError: The state comes from elsewhere.
-        """
-        self.accept(state)
-        return thread_generator().set_state(state)
-
-    def draw(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Count a draw of ``func`` if it uses the default generator.
-
-        Raises:
-            IllegalOperationError: The state was restored before.
-        """
-        if not draws(func) or explicit_generator(args, kwargs) is not None:
-            return
-        if _draws_nothing(func, args, kwargs):
-            return
-        if self._is_restored:
-            raise illegal_operation(
-                str(func),
-                "draws random numbers after the random state was restored (activation "
-                "recomputation with dropout does this)",
-                self._label,
-                "set the dropout of the recomputed layers to 0, or do not recompute them.",
-            )
-        self._num_draws += 1
-
-    def finish(self) -> None:
-        """Check the end of the captured work.
-
-        Raises:
-            IllegalOperationError: A restored state is still set.
-        """
-        if self._is_restored:
-            raise self._refused("torch.set_rng_state")
-
-    def marked(self, state: torch.Tensor) -> torch.Tensor:
-        """Return ``state``, marked as the current one."""
-        setattr(state, _SAVED_STATE, (self, self._num_draws))
-        return state
-
-    def accept(self, state: torch.Tensor) -> None:
-        """Note that ``state`` is set.
-
-        Raises:
-            IllegalOperationError: It is not `marked`.
-        """
-        origin = getattr(state, _SAVED_STATE, None)
-        if origin is None:
-            raise self._refused("torch.set_rng_state")
-        self._is_restored = origin != (self, self._num_draws)
-
-    def manual_seed(self, _seed: int) -> torch.Generator:
-        """Raise IllegalOperationError."""
-        raise self._refused("torch.manual_seed")
-
-    def seed(self) -> int:
-        """Raise IllegalOperationError."""
-        raise self._refused("torch.seed")
-
-    def _refused(self, what: str) -> IllegalOperationError:
-        return illegal_operation(
-            what,
-            "sets the random state, which a replay would not repeat (only a state that the "
-            "captured work itself saved can be set)",
-            self._label,
-        )
-
-
-def _draws_nothing(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Return whether ``func`` is attention or dropout with a probability of 0, or in evaluation."""
-    arguments = func._schema.arguments
-    values = {a.name: a.default_value for a in arguments}
-    values |= {a.name: v for a, v in zip(arguments, args, strict=False)} | kwargs
-    if func is _aten.native_dropout.default:
-        return values["train"] is False
-    return values.get("dropout_p") == 0.0
 
 
 @contextmanager

@@ -43,11 +43,15 @@ class RecordedGraph:
     Args:
         label: Name of the graph in errors.
         pool: Pool of the graph, kept alive by it.
+
+    Attributes:
+        states: Identifies the graph in the random states that it saves.
     """
 
     def __init__(self, label: str, pool: SimulatedPool) -> None:
         self.label = label
         self.pool = pool
+        self.states = object()
         self._steps: list[_Step] | None = None
         self._externals: list[External] = []
         self._writes = AddressRanges()

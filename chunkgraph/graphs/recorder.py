@@ -25,10 +25,10 @@ from torch.utils._python_dispatch import (
 
 from chunkgraph.errors import CaptureError, ChunkGraphError
 from chunkgraph.graphs.addresses import AddressRanges
-from chunkgraph.graphs.contract import Pool, Router
+from chunkgraph.graphs.captured_generator import CapturedGenerator, DrawOffsets, SavedState
+from chunkgraph.graphs.contract import Graph, Pool, Router
 from chunkgraph.graphs.failure import capture_failure
 from chunkgraph.graphs.legality import (
-    CapturedGenerator,
     HostReadGuard,
     as_without_guard,
     as_without_modes,
@@ -42,6 +42,7 @@ from chunkgraph.graphs.random_state import (
     draw_privately,
     preserve_states,
     private_generator,
+    thread_generator,
     without_access,
     without_private_draws,
 )
@@ -81,7 +82,14 @@ def host_call(call: Callable[[], None]) -> None:
         with _disable_current_modes():
             call()
     else:
-        recording.host_call(call)
+        _run_logged(call, recording.log)
+
+
+def _run_logged(call: Callable[[], None], log: list[Operation | HostCall]) -> None:
+    """Run ``call`` now and, at this point of ``log``, in every replay."""
+    log.append(HostCall(call))
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), without_access():
+        call()
 
 
 class RecorderBackend:
@@ -113,11 +121,15 @@ class RecorderBackend:
         pool: Pool,
         generators: Sequence[torch.Generator] = (),
         router: Router | None = None,
+        *,
+        offsets: DrawOffsets | None = None,  # noqa: ARG002 - states are saved by value
+        resumed: Graph | None = None,
     ) -> Iterator[RecordedGraph]:
         """Log the operators inside the block. See `GraphBackend.capture`."""
         assert isinstance(pool, SimulatedPool)
         graph = RecordedGraph(label, pool)
-        mode = _RecordingMode(label, pool, tuple(self._pools), tuple(generators), router)
+        assert resumed is None or isinstance(resumed, RecordedGraph)
+        mode = _RecordingMode(graph, resumed, tuple(self._pools), tuple(generators), router)
         try:
             with (
                 preserve_states(generators),
@@ -137,6 +149,11 @@ class RecorderBackend:
             raise capture_failure(label, error) from error
         finally:
             mode.restore()
+
+    @contextmanager
+    def measure_draws(self, _generators: Sequence[torch.Generator] = ()) -> Iterator[DrawOffsets]:
+        """Measure nothing: graphs save random states by value."""
+        yield DrawOffsets()
 
     @contextmanager
     def on_capture_stream(self) -> Iterator[None]:
@@ -192,25 +209,61 @@ class RecorderBackend:
         return AddressRanges([(storage.data_ptr(), storage.data_ptr() + storage.nbytes())])
 
 
+class _RecordedGenerator(CapturedGenerator):
+    """Save and set random states by value, in replays as well.
+
+    Args:
+        label: Name of the graph in errors.
+        log: Log of the graph.
+        owner: Identifies the graph.
+        resumed: Identifies the graph whose states it resumes.
+    """
+
+    def __init__(
+        self, label: str, log: list[Operation | HostCall], owner: object, resumed: object
+    ) -> None:
+        super().__init__(label, owner)
+        self._log = log
+        self._resumable = (owner, resumed)
+
+    def save(self, saved: SavedState, /) -> None:
+        """See `CapturedGenerator`."""
+
+        def save() -> None:
+            saved.value = thread_generator().get_state()
+
+        _run_logged(save, self._log)
+
+    def switch_to(self, saved: SavedState, /) -> bool:
+        """See `CapturedGenerator`."""
+
+        def restore() -> None:
+            thread_generator().set_state(saved.value)
+
+        _run_logged(restore, self._log)
+        return saved.owner in self._resumable
+
+
 class _RecordingMode(TorchDispatchMode):
     """Record every operator of forward and backward below autograd; both run in this thread."""
 
     def __init__(
         self,
-        label: str,
-        pool: SimulatedPool,
+        graph: RecordedGraph,
+        resumed: RecordedGraph | None,
         pools: tuple[SimulatedPool, ...],
         generators: tuple[torch.Generator, ...],
         router: Router | None,
     ) -> None:
         super().__init__()
-        self.label = label
-        self.pool = pool
+        self.label = graph.label
+        self.pool = graph.pool
         self.router = router
         self.pools = pools
         self.generators = generators
-        self.generator = CapturedGenerator(label)
         self.log: list[Operation | HostCall] = []
+        states = resumed.states if resumed is not None else None
+        self.generator = _RecordedGenerator(self.label, self.log, graph.states, states)
         self.externals: list[External] = []
         # The current external memory at each address; an address can serve several in turn.
         self._current: dict[int, External] = {}
@@ -289,11 +342,6 @@ class _RecordingMode(TorchDispatchMode):
         args, kwargs = _replaced(args, kwargs, leaves)
         grad_mode = torch.is_grad_enabled()
         self.log.append(Operation(func, args, kwargs, results, current_location(), grad_mode))
-
-    def host_call(self, call: Callable[[], None]) -> None:
-        self.log.append(HostCall(call))
-        with _disable_current_modes(), torch._C.DisableTorchFunction(), without_access():
-            call()
 
     def restore(self) -> None:
         """Restore the bytes of external memory from before the capture."""

@@ -304,6 +304,7 @@ def _warm_up(session: _Session) -> None:
                 chunk,
                 call,
                 *around,
+                settings.host.generators(),
                 num_passes=settings.num_passes,
                 traces=settings.memory_plan == "shared_temporaries",
             )
@@ -342,6 +343,7 @@ def _capture_forward(session: _Session, key: Hashable, c: int, s: int) -> None:
         session.samples[key][c],
         session.aliases[c].leaves,
         session.warm_ups[key][c].trace,
+        session.warm_ups[key][c].offsets,
         session.maker,
     )
     session.forwards.append(forward)

@@ -28,6 +28,7 @@ from chunkgraph.engine.slot import Slot
 from chunkgraph.errors import CaptureError, MemoryPlanError
 from chunkgraph.graphs import (
     AddressRanges,
+    DrawOffsets,
     Graph,
     GraphBackend,
     OperatorTrace,
@@ -66,10 +67,18 @@ class GraphMaker:
     host: Host
 
     def capture(
-        self, label: str, pool: Pool, router: ScratchRouter | None = None
+        self,
+        label: str,
+        pool: Pool,
+        router: ScratchRouter | None = None,
+        *,
+        offsets: DrawOffsets | None = None,
+        resumed: Graph | None = None,
     ) -> AbstractContextManager[Graph]:
-        """Capture the operators of the block into one graph."""
-        return self.backend.capture(label, pool, self.host.generators(), router)
+        """Capture the operators of the block into one graph. See `GraphBackend.capture`."""
+        return self.backend.capture(
+            label, pool, self.host.generators(), router, offsets=offsets, resumed=resumed
+        )
 
 
 @dataclass(frozen=True)
@@ -163,6 +172,7 @@ def capture_forward(
     sample: Call,
     leaves: Sequence[nn.Parameter],
     trace: OperatorTrace | None,
+    offsets: DrawOffsets | None,
     maker: GraphMaker,
 ) -> CapturedForward:
     """Capture the forward of one slot in one bank.
@@ -173,6 +183,7 @@ def capture_forward(
         sample: arguments of the call.
         leaves: aliases of the chunk's parameters.
         trace: operators of the forward, where the memory plan needs them.
+        offsets: where an eager forward saved random states; None if there was none.
         maker: makes the graph.
 
     Raises:
@@ -187,7 +198,7 @@ def capture_forward(
     with (
         memory_between(place, router) as memory,
         torch.enable_grad(),
-        maker.capture(f"{place.label} forward", place.pool, router) as graph,
+        maker.capture(f"{place.label} forward", place.pool, router, offsets=offsets) as graph,
         stale_casts_refused(chunk, sample.autocast),
     ):
         result = call_with(chunk, sample, inputs, results_grads)
@@ -365,10 +376,11 @@ def capture_backward(
     place = forward.place
     forward.marker = chunk.new_marker() if chunk.new_marker is not None else None
     outputs = make_output_grads(forward)
+    pool = maker.pools.backward_pool(place.pool)
     with (
         sinks.accumulating(leaves, forward.marker) as trained,
         forward.casting(),
-        maker.capture(f"{place.label} backward", maker.pools.backward_pool(place.pool)) as graph,
+        maker.capture(f"{place.label} backward", pool, resumed=forward.graph) as graph,
     ):
         # Not autograd.grad, which forbids the inner backwards of recomputation.
         torch.autograd.backward(outputs, forward.grads)

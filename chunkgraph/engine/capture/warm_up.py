@@ -19,7 +19,7 @@ from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.signature import Call, flatten
 from chunkgraph.engine.split.delayed import DelayedModules
 from chunkgraph.errors import CaptureError
-from chunkgraph.graphs import GraphBackend, OperatorTrace, watch_operators
+from chunkgraph.graphs import DrawOffsets, GraphBackend, OperatorTrace, watch_operators
 from chunkgraph.graphs.operator_mode import OperatorMode
 
 __all__ = ["WarmUp", "check_memory", "warm_up"]
@@ -36,11 +36,13 @@ class WarmUp:
             in the pool at once, as far as a block can be divided. Excludes inputs and allocations
             that stay after a first pass.
         trace: trace of the forward's operators, if the memory plan needs it.
+        offsets: where the forward saved random states; None without a pass.
     """
 
     held_bytes: int
     block_bytes: int
     trace: OperatorTrace | None
+    offsets: DrawOffsets | None
 
 
 def warm_up(
@@ -49,6 +51,7 @@ def warm_up(
     sinks: GradientSinks,
     leaves: Sequence[nn.Parameter],
     backend: GraphBackend,
+    generators: Sequence[torch.Generator],
     *,
     num_passes: int,
     traces: bool,
@@ -63,16 +66,17 @@ def warm_up(
         sinks: its gradient sinks; gradients are discarded.
         leaves: aliases of its parameters.
         backend: the backend of the capture stream.
+        generators: random generators that it draws from, besides the device's default.
         num_passes: number of passes.
         traces: whether to trace the operators of the last forward; runs at least one pass.
 
     Raises:
         CaptureError: the forward uses tensors whose gradients a replay would lose.
     """
-    held_bytes, block_bytes, trace = 0, 0, None
+    held_bytes, block_bytes, trace, offsets = 0, 0, None, None
     num_passes = max(num_passes, int(traces))
     if not num_passes:
-        return WarmUp(0, 0, None)
+        return WarmUp(0, 0, None, None)
     with backend.on_capture_stream(), tensors_kept(chunk), sinks.discarding(leaves):
         for number in range(num_passes):
             before = backend.allocated_bytes()
@@ -83,6 +87,7 @@ def warm_up(
             with (
                 nullcontext() if traces else peak,
                 watch_operators() if traces and is_last else nullcontext() as watch,
+                backend.measure_draws(generators) as offsets,
             ):
                 results = flatten(call_with(chunk, sample, inputs))[0]
             held_bytes = backend.allocated_bytes() - before
@@ -101,7 +106,7 @@ def warm_up(
                 leaf.grad = None
             # Allocations that stay after a first pass, such as workspaces, belong to no slot.
             block_bytes = max(0, peak_bytes - backend.divisible_bytes())
-    return WarmUp(held_bytes, block_bytes, trace)
+    return WarmUp(held_bytes, block_bytes, trace, offsets)
 
 
 class _PeakWatch(OperatorMode):

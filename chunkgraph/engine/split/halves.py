@@ -215,7 +215,7 @@ def capture_halves(
         with (
             weights.whole(),
             forward.casting(),
-            maker.capture(label, pool) as graph,
+            maker.capture(label, pool, resumed=forward.graph) as graph,
         ):
             _run_backward(forward, chunk, nullcontext())
             weights.finish()
@@ -225,7 +225,7 @@ def capture_halves(
         with weights.taken(deferral.take):
             _capture_input_half(forward, chunk, maker, plan, deferral)
             on_graph()
-            with maker.capture(label, pool) as graph:
+            with maker.capture(label, pool, resumed=forward.graph) as graph:
                 deferral.run(weights.add)
                 weights.finish()
         forward.weight = graph
@@ -239,11 +239,12 @@ def _capture_input_half(
     forward: CapturedForward, chunk: Chunk, maker: GraphMaker, plan: SplitPlan, deferral: Deferral
 ) -> None:
     place = forward.place
+    label = f"{place.label} input gradient"
     router = maker.pools.input_router(plan.temporaries)
     with (
         memory_between(place, router) as memory,
         forward.casting(),
-        maker.capture(f"{place.label} input gradient", place.pool, router) as graph,
+        maker.capture(label, place.pool, router, resumed=forward.graph) as graph,
     ):
         _run_backward(forward, chunk, deferral)
     forward.backward = graph

@@ -148,8 +148,8 @@ def test_no_operator_runs_twice() -> None:
     logs: dict[str, Counter[str]] = {}
     capture = backend.capture
 
-    def counted(label: str, *args: Any) -> Any:
-        return _Counting(capture(label, *args), label, logs)
+    def counted(label: str, *args: Any, **keywords: Any) -> Any:
+        return _Counting(capture(label, *args, **keywords), label, logs)
 
     backend.capture = counted  # type: ignore[method-assign, assignment]
     graphs.capture([x])
