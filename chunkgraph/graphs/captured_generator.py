@@ -52,7 +52,7 @@ class SavedState:
         value: What the backend needs to set the state.
     """
 
-    owner: object
+    owner: Any
     index: int
     resumed: SavedState | None
     num_draws: int

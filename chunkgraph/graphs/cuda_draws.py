@@ -86,12 +86,14 @@ class GraphDraws:
             CaptureError: The eager pass saved the random state at other times.
         """
         self.is_captured = True
-        offsets = self._offsets
-        if offsets is not None and any(offsets.at_end) and len(offsets.at_saves) != num_saves:
+        if self._offsets is None or not self.draws_numbers:
+            return
+        num_measured = len(self._offsets.at_saves)
+        if num_measured != num_saves:
             raise CaptureError(
                 f"{self._label} saves the random state {num_saves} times, but its eager pass did "
-                f"{len(offsets.at_saves)} times, so a recomputation could not repeat the random "
-                "numbers. Use as many checkpoints in every call."
+                f"{num_measured} times, so a recomputation could not repeat the random numbers. "
+                "Use as many checkpoints in every call."
             )
 
     def prepare(self) -> list[torch.Generator]:
@@ -110,11 +112,11 @@ class GraphDraws:
 
         Those that draw nothing after the save are the graph's own. None if the offsets are unknown.
         """
+        if not self.draws_numbers:
+            return self._generators
         if self._offsets is None:
             return None
         at_end = self._offsets.at_end
-        if not any(at_end):
-            return self._generators
         at_save = self._offsets.at_saves[save]
         if at_save is None:
             return None
@@ -122,6 +124,11 @@ class GraphDraws:
             self._sequences.at(save, number) if at_end[number] > offset else own
             for number, (own, offset) in enumerate(zip(self._generators, at_save, strict=True))
         )
+
+    @property
+    def draws_numbers(self) -> bool:
+        """Return whether the eager pass drew random numbers; True if there was none."""
+        return self._offsets is None or any(self._offsets.at_end)
 
     @property
     def is_resumed(self) -> bool:
@@ -227,10 +234,12 @@ def resumed_generators(state: torch.Tensor) -> tuple[torch.Generator, ...] | Non
     saved = SavedState.of(state)
     assert saved is not None
     assert isinstance(saved.owner, GraphDraws)
-    if not saved.owner.is_captured:
+    # Only a checkpoint in another one sets a state that a recomputation saved.
+    is_nested = saved.resumed is not None and saved.resumed.owner.draws_numbers
+    if not (saved.owner.is_captured or is_nested):
         return None
-    generators = saved.owner.generators_at(saved.index)
-    if generators is None or saved.resumed is not None:
+    generators = None if is_nested else saved.owner.generators_at(saved.index)
+    if generators is None:
         raise CaptureError(
             "A recomputation cannot repeat its random numbers, since no eager pass measured them. "
             "Use num_warmup_passes of 1 or more, and no nested checkpoints."

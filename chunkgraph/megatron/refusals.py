@@ -20,23 +20,6 @@ def _dropout(f: Facts) -> float:
     return max(f.hidden_dropout or 0.0, f.attention_dropout or 0.0)
 
 
-def _cannot_repeat(setting: str, *parts: str) -> Rule:
-    """Return the rule of dropout in what a layer recomputes."""
-
-    def is_broken(f: Facts) -> bool:
-        how, modules = f.recompute_granularity, f.recompute_modules or ()
-        recomputed = how == "full" or (how == "selective" and not set(parts).isdisjoint(modules))
-        return bool(f.on_gpu and f.is_rng_graph_safe and recomputed and getattr(f, setting))
-
-    return Rule(
-        f"recompute_granularity {setting}: the recomputation must draw the mask of the forward "
-        "again, but a graph cannot reset the states of graph-safe generators (Megatron's eager "
-        "recomputation does not reset them either: its masks differ); set it to 0 or recompute "
-        "modules without dropout ({recompute_modules=})",
-        is_broken,
-    )
-
-
 _GATHERED_WEIGHTS = "Python hooks gather the weights for every use, and a replay does not run hooks"
 _QUANTIZED_WEIGHTS = (
     "Python state decides whether to update the cached quantized weights, and a replay freezes it"
@@ -175,8 +158,6 @@ MODEL_RULES = (
         f"the random state in a capture; {_SAFE_RNG}",
         lambda f: f.recompute_granularity and f.on_gpu and not f.is_rng_graph_safe,
     ),
-    _cannot_repeat("attention_dropout", "core_attn"),
-    _cannot_repeat("hidden_dropout"),
     Rule(
         "hidden_dropout attention_dropout: the RNG tracker is not graph-safe, and every replay "
         f"would draw the same mask; {_SAFE_RNG}",

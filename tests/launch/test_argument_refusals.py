@@ -90,14 +90,6 @@ def test_what_the_arguments_can_tell_is_refused_before_the_model_is_built(
     ("arguments", "message"),
     [
         (
-            "--recompute-granularity full --te-rng-tracker",
-            "--recompute-granularity full with --hidden-dropout 0.1: ",
-        ),
-        (
-            "--recompute-activations --te-rng-tracker",
-            "--recompute-granularity selective with --attention-dropout 0.1: ",
-        ),
-        (
             f"{NO_DROPOUT}--recompute-granularity full",
             "would read the random state in a capture; use --te-rng-tracker",
         ),

@@ -75,9 +75,15 @@ CASES = {
         *(*NO_DROPOUT, *COUNTS, "--cuda-graph-chunk-scope", "chunk"),
         *("--cuda-graph-token-drops", "rerun"),
     ],
-    "pp2-full-recompute": [
-        *("--pipeline-model-parallel-size", "2", *NO_DROPOUT, *COUNTS),
+    # Megatron's default dropout of 0.1. The run without the flag has Megatron's ordinary tracker.
+    "pp2-full-recompute-dropout": [
+        *("--pipeline-model-parallel-size", "2", *COUNTS),
         *("--recompute-granularity", "full", "--recompute-method", "uniform"),
+        *("--recompute-num-layers", "1"),
+    ],
+    "pp2-block-recompute-dropout": [
+        *("--pipeline-model-parallel-size", "2", *COUNTS, "--cuda-graph-chunk-scope", "chunk"),
+        *("--recompute-granularity", "full", "--recompute-method", "block"),
         *("--recompute-num-layers", "1"),
     ],
 }

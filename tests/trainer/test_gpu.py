@@ -12,6 +12,7 @@ import pytest
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "gpu" / "gpt_pp2_gpu.yaml"
 SMALL = ["model.num_layers=8", "model.hidden_size=512", "model.ffn_hidden_size=1024"]
+DROPOUT = ["model.hidden_dropout=0.1", "model.attention_dropout=0.1"]
 FULL_RECOMPUTE = [
     "model.recompute_granularity=full",
     "model.recompute_method=uniform",
@@ -139,6 +140,34 @@ OVERLAPPED = [
             id="pp1-full-recompute",
         ),
         pytest.param(
+            [*PP1, *FULL_RECOMPUTE, *DROPOUT, "capture.verify=shadow"],
+            [3, 1, 5],
+            marks=ONE,
+            id="pp1-full-recompute-dropout-shadow",
+        ),
+        pytest.param(
+            [
+                *(*PP1, *FULL_RECOMPUTE, *DROPOUT),
+                *("model.recompute_method=block", "model.recompute_num_layers=3"),
+                *("capture.scope=chunk", "capture.memory_plan=shared_temporaries"),
+            ],
+            [3, 1, 5],
+            marks=ONE,
+            id="pp1-block-recompute-dropout-whole-chunk-shared-temporaries",
+        ),
+        pytest.param(
+            [*FULL_RECOMPUTE, *DROPOUT, "capture.verify=poison"],
+            [2, 5, 3],
+            marks=TWO,
+            id="pp2-full-recompute-dropout-poison",
+        ),
+        pytest.param(
+            [*PP1, *TP2_SEQUENCE, *FULL_RECOMPUTE, *DROPOUT],
+            [2, 5, 3],
+            marks=TWO,
+            id="tp2-sequence-full-recompute-dropout",
+        ),
+        pytest.param(
             [
                 *FULL_RECOMPUTE,
                 "capture.scope=chunk",
@@ -155,8 +184,7 @@ OVERLAPPED = [
                 "model.recompute_granularity=selective",
                 "model.recompute_modules=[core_attn,mlp]",
                 "model.swiglu=true",
-                # Neither recomputed module draws this dropout.
-                "model.hidden_dropout=0.1",
+                *DROPOUT,
             ],
             [2, 5, 3],
             marks=TWO,
@@ -183,7 +211,7 @@ OVERLAPPED = [
             id="pp1-fp8-tensorwise-shared-temporaries",
         ),
         pytest.param(
-            [*PP1, *DELAYED, "model.recompute_granularity=selective"],
+            [*PP1, *DELAYED, "model.recompute_granularity=selective", *DROPOUT],
             [3, 1, 5],
             marks=ONE,
             id="pp1-fp8-delayed-recomputed-core-attention",
@@ -273,7 +301,12 @@ OVERLAPPED = [
             marks=TWO,
             id="pp2-zb-fused-overlap-whole-chunk-poison",
         ),
-        pytest.param([*ZB, *FULL_RECOMPUTE], [2, 5, 3], marks=TWO, id="pp2-zb-full-recompute"),
+        pytest.param(
+            [*ZB, *FULL_RECOMPUTE, *DROPOUT],
+            [2, 5, 3],
+            marks=TWO,
+            id="pp2-zb-full-recompute-dropout",
+        ),
         pytest.param([*ZB, *TENSORWISE], [4, 1, 2, 7], marks=TWO, id="pp2-zb-fp8-tensorwise"),
         pytest.param([*ZB, *DELAYED], [4, 1, 2, 7], marks=TWO, id="pp2-zb-fp8-delayed"),
         pytest.param(ZB_VPP2, [4, 2, 12, 6], marks=TWO, id="pp2-vpp2-zb"),

@@ -10,12 +10,14 @@ from typing import Any, Protocol
 
 import torch
 
+from chunkgraph.graphs import resumed_generators
 from chunkgraph.megatron.core.access import import_megatron, patch_attributes, private_names
 
 __all__ = [
     "HostGenerator",
     "RandomStates",
     "graph_safe_generators",
+    "masks_repeated",
     "patch_rng",
     "preserve_rng",
     "rng_is_graph_safe",
@@ -164,35 +166,77 @@ def rng_is_graph_safe() -> bool:
 
 
 def graph_safe_generators() -> list[torch.Generator]:
-    """Return the tracker's generators, to register with every CUDA graph; none on a CPU host."""
+    """Return the generators to register with every CUDA graph, the tracker's first.
+
+    There are none on a CPU host.
+    """
     (get_all,) = private_names(_RANDOM, "get_all_rng_states")
-    states = get_all() or {}
+    states = _tracker().get_states()
+    states |= {name: state for name, state in (get_all() or {}).items() if name not in states}
     return [state for state in states.values() if isinstance(state, torch.Generator)]
 
 
 class RandomStates:
-    """Save the default generators and every state of Megatron's tracker, by value."""
+    """Save the default generators and every state of Megatron's tracker, by value.
+
+    In a capture on a GPU, states are saved and restored as a replay does it (`chunkgraph.graphs`):
+    the tracker's states are the generators that are declared first.
+    """
 
     def __init__(self) -> None:
         tracker = _tracker()
         self._states = tracker.get_states() if tracker.is_initialized() else {}
-        self._saved = {
-            name: state.clone() if isinstance(state, torch.Tensor) else state.get_state()
-            for name, state in self._states.items()
-        }
         self._host = torch.get_rng_state()
         self._device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+        self._saved: dict[str, Any] | None = None
+        if not _is_capturing():
+            self._saved = {
+                name: state.clone() if isinstance(state, torch.Tensor) else state.get_state()
+                for name, state in self._states.items()
+            }
 
     def restore(self) -> None:
-        """Restore all saved states, by value."""
-        for name, state in self._states.items():
-            if not isinstance(state, torch.Tensor):
-                state.set_state(self._saved[name])
-        if self._states and all(isinstance(s, torch.Tensor) for s in self._states.values()):
-            _tracker().set_states(self._saved)
+        """Restore all saved states."""
+        if self._saved is not None:
+            for name, state in self._states.items():
+                if not isinstance(state, torch.Tensor):
+                    state.set_state(self._saved[name])
+            if self._states and all(isinstance(s, torch.Tensor) for s in self._states.values()):
+                _tracker().set_states(self._saved)
         torch.set_rng_state(self._host)
-        if self._device is not None:
-            torch.cuda.set_rng_state(self._device)
+        if self._device is None:
+            return
+        torch.cuda.set_rng_state(self._device)
+        if self._saved is None:
+            resumed = resumed_generators(self._device)
+            states = self._states.values() if resumed is None else resumed[1:]
+            _tracker().set_states(dict(zip(self._states, states, strict=False)))
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+@contextlib.contextmanager
+def masks_repeated() -> Iterator[None]:
+    """Make Megatron's recomputation draw the forward's numbers again on a GPU.
+
+    Megatron saves references to the states of a graph-safe tracker, which have advanced by the time
+    of the recomputation, so its masks would differ. An ordinary tracker's states are values.
+    """
+    module = import_megatron(_RANDOM)
+    private_names(_RANDOM, "_get_all_rng_states", "_set_all_rng_states")
+    undo = patch_attributes(
+        module,
+        {
+            "_get_all_rng_states": lambda: (RandomStates(),),
+            "_set_all_rng_states": RandomStates.restore,
+        },
+    )
+    try:
+        yield
+    finally:
+        undo()
 
 
 @contextlib.contextmanager

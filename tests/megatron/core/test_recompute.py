@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -55,6 +54,8 @@ def test_one_rank(
     model = {**_DROPOUT, **_UNIFORM}
     # Not for each release: Megatron has no part in memory plans, and two ranks have chunks too.
     cases |= once({"uniform_chunk": {"config": make_config(model=model, capture=plan)}})
+    shadow = {"verify": "shadow"}
+    cases |= once({"uniform_shadow": {"config": make_config(model=model, capture=shadow)}})
     cases |= once(
         {
             "uniform_no_ddp": {
@@ -165,31 +166,13 @@ def test_slots_hold_only_the_inputs_of_layers(
     assert kept > 8 * recomputed
 
 
-@pytest.mark.parametrize(
-    ("settings", "graph_safe", "refused"),
-    [
-        ({"recompute_granularity": "full", "hidden_dropout": 0.1}, True, "hidden_dropout=0.1"),
-        ({"recompute_granularity": "full", "attention_dropout": 0.1}, True, "attention_dropout"),
-        (
-            {**_selective("core_attn"), "attention_dropout": 0.1, "hidden_dropout": 0.1},
-            True,
-            "attention_dropout",
-        ),
-        ({**_selective("mlp"), "attention_dropout": 0.1, "hidden_dropout": 0.1}, True, None),
-        ({"recompute_granularity": "full"}, True, None),
-        ({"recompute_granularity": "full"}, False, "RNG tracker"),
-        ({"attention_dropout": 0.1}, True, None),
-    ],
-)
-def test_a_graph_on_a_gpu_cannot_draw_a_mask_again(
-    settings: dict[str, Any], graph_safe: bool, refused: str | None
-) -> None:
-    reasons = refused_settings(MODEL_RULES, settings, on_gpu=True, is_rng_graph_safe=graph_safe)
-    if refused is None:
-        assert reasons == []
-        return
-    assert re.search(r"recompute_granularity=.*" + refused, "\n".join(reasons))
-    if "core_attn" in settings.get("recompute_modules", ()):
-        assert "hidden_dropout" not in "".join(reasons)
-    on_cpu = {"on_gpu": False, "is_rng_graph_safe": graph_safe}
-    assert refused_settings(MODEL_RULES, settings, **on_cpu) == []
+@pytest.mark.parametrize("granularity", ["full", "selective"])
+def test_recomputation_on_a_gpu_needs_a_graph_safe_tracker(granularity: str) -> None:
+    settings = {**_DROPOUT, "recompute_granularity": granularity}
+    for on_gpu, graph_safe in ((True, False), (True, True), (False, True)):
+        facts = {"on_gpu": on_gpu, "is_rng_graph_safe": graph_safe}
+        reasons = "\n".join(refused_settings(MODEL_RULES, settings, **facts))
+        if graph_safe:
+            assert reasons == ""
+        else:
+            assert f"recompute_granularity='{granularity}'" in reasons
