@@ -29,14 +29,16 @@ _ATTRIBUTE = "_chunkgraph_saved_in_capture"
 class DrawOffsets:
     """Where an eager pass stood in the sequences of its random generators, relative to its start.
 
+    The generators are the device's default one and those that are declared; each has a sequence.
+
     Attributes:
-        at_saves: Offsets of the device's default generator and of the declared ones, for each time
-            that the pass saved the random state; None if the default generator was switched to
-            another sequence then.
-        at_end: Offsets at the end of the pass.
+        at_saves: For each time that the pass saved the random state, by generator: the number of
+            the sequence from which it drew then, and the offset in it. None if the default
+            generator was switched to a sequence of no declared generator.
+        at_end: The offset in each sequence at the end of the pass.
     """
 
-    at_saves: list[tuple[int, ...] | None] = field(default_factory=list)
+    at_saves: list[tuple[tuple[int, int], ...] | None] = field(default_factory=list)
     at_end: tuple[int, ...] = ()
 
 

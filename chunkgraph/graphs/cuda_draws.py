@@ -10,6 +10,7 @@ generators that a graph draws from, torch writes seed and offset to the device b
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -44,7 +45,7 @@ class Sequences:
         self._generators: dict[tuple[int, int], torch.Generator] = {}
 
     def at(self, save: int, number: int) -> torch.Generator:
-        """Return the generator that continues generator ``number`` from a save of its graph."""
+        """Return the generator that replaces generator ``number`` after a save of its graph."""
         key = (save, number)
         if key not in self._generators:
             self._generators[key] = torch.Generator(self._device)
@@ -76,7 +77,7 @@ class GraphDraws:
         self._is_checked = False
         # Where the last replay began: seed and offset of each generator.
         self._starts: list[tuple[int, int]] = []
-        # The generator that continues another one, this one's number, and the offset of the save.
+        # A generator that draws again, the number of its sequence, and the offset of the save.
         self._resumed: list[tuple[torch.Generator, int, int]] = []
 
     def finish(self, num_saves: int) -> None:
@@ -97,18 +98,18 @@ class GraphDraws:
             )
 
     def prepare(self) -> list[torch.Generator]:
-        """Return the generators that continue from saved states, to be registered with a graph."""
+        """Return the generators that draw again from saved states, for a graph's registration."""
         if self._offsets is not None and not self._resumed:
             for save, at_save in enumerate(self._offsets.at_saves):
                 self._resumed += [
-                    (self._sequences.at(save, number), number, offset)
-                    for number, offset in enumerate(at_save or ())
-                    if self._offsets.at_end[number] > offset
+                    (self._sequences.at(save, number), sequence, offset)
+                    for number, (sequence, offset) in enumerate(at_save or ())
+                    if self._offsets.at_end[sequence] > offset
                 ]
         return [generator for generator, _, _ in self._resumed]
 
     def generators_at(self, save: int) -> tuple[torch.Generator, ...] | None:
-        """Return the generators that continue from a save, in the order of the graph's own.
+        """Return the generators that draw again from a save, in the order of the graph's own.
 
         Those that draw nothing after the save are the graph's own. None if the offsets are unknown.
         """
@@ -121,8 +122,10 @@ class GraphDraws:
         if at_save is None:
             return None
         return tuple(
-            self._sequences.at(save, number) if at_end[number] > offset else own
-            for number, (own, offset) in enumerate(zip(self._generators, at_save, strict=True))
+            self._sequences.at(save, number)
+            if at_end[sequence] > offset
+            else self._generators[sequence]
+            for number, (sequence, offset) in enumerate(at_save)
         )
 
     @property
@@ -159,9 +162,9 @@ class GraphDraws:
         self._is_checked = True
 
     def load(self) -> None:
-        """Set the generators that continue from saved states, as of the last replay."""
-        for generator, number, offset in self._resumed:
-            seed, start = self._starts[number]
+        """Set the generators that draw again from saved states, as of the last replay."""
+        for generator, sequence, offset in self._resumed:
+            seed, start = self._starts[sequence]
             if generator.initial_seed() != seed:
                 generator.manual_seed(seed)
             generator.set_offset(start + offset)
@@ -297,13 +300,9 @@ def measured_draws(
     def noting(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
             if threading.get_ident() == thread:
-                own = generators[0]
-                is_own = (default.initial_seed(), default.get_offset()) == (
-                    own.initial_seed(),
-                    own.get_offset(),
-                )
-                offsets = _differences(_offsets_of(generators), starts)
-                measured.at_saves.append(offsets if is_own else None)
+                own = tuple(enumerate(_differences(_offsets_of(generators), starts)))
+                current = _number_of(default, generators)
+                measured.at_saves.append(None if current is None else (own[current], *own[1:]))
             return original(*args, **kwargs)
 
         return get_rng_state
@@ -311,6 +310,21 @@ def measured_draws(
     with patched(torch.cuda, "get_rng_state", noting):
         yield measured
     measured.at_end = _differences(_offsets_of(generators), starts)
+
+
+def _number_of(default: torch.Generator, generators: Sequence[torch.Generator]) -> int | None:
+    """Return the number of the sequence that the default generator has now; None if it is none.
+
+    Generators with the same sequence are different objects, but have one offset.
+    """
+    offset, before = default.get_offset(), _offsets_of(generators)
+    default.set_offset(offset + 4)
+    try:
+        after = _offsets_of(generators)
+    finally:
+        default.set_offset(offset)
+    moved = map(operator.ne, before, after)
+    return next((number for number, is_moved in enumerate(moved) if is_moved), None)
 
 
 def _offsets_of(generators: Sequence[torch.Generator]) -> list[int]:

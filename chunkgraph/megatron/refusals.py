@@ -20,6 +20,13 @@ def _dropout(f: Facts) -> float:
     return max(f.hidden_dropout or 0.0, f.attention_dropout or 0.0)
 
 
+def _recomputes_attention(f: Facts) -> bool:
+    is_selective = f.recompute_granularity == "selective"
+    return f.recompute_granularity == "full" or (
+        is_selective and "core_attn" in (f.recompute_modules or ())
+    )
+
+
 _GATHERED_WEIGHTS = "Python hooks gather the weights for every use, and a replay does not run hooks"
 _QUANTIZED_WEIGHTS = (
     "Python state decides whether to update the cached quantized weights, and a replay freezes it"
@@ -157,6 +164,14 @@ MODEL_RULES = (
         "recompute_granularity: the RNG tracker is not graph-safe, and recomputation would read "
         f"the random state in a capture; {_SAFE_RNG}",
         lambda f: f.recompute_granularity and f.on_gpu and not f.is_rng_graph_safe,
+    ),
+    Rule(
+        "recompute_granularity attention_dropout sequence_parallel: Megatron's recomputation "
+        "starts from an outdated state of its RNG tracker, so its masks differ from the first "
+        "ones in a way that depends on the tracker; set {attention_dropout=0}",
+        lambda f: (
+            f.attention_dropout and f.on_gpu and f.sequence_parallel and _recomputes_attention(f)
+        ),
     ),
     Rule(
         "hidden_dropout attention_dropout: the RNG tracker is not graph-safe, and every replay "

@@ -233,13 +233,39 @@ def test_a_graph_that_saves_at_other_times_fails(device: Device) -> None:
         device.capture(Checkpoints(device).forward, device.measure(once))
 
 
-def test_a_state_of_a_switched_generator_is_not_drawn_from(device: Device) -> None:
+def test_a_state_that_is_saved_while_the_default_generator_is_switched(device: Device) -> None:
+    """Megatron's block does so with sequence parallelism."""
+
     def forward() -> None:
         own = device.default.graphsafe_get_state()
+        device.draw(4)
         device.default.graphsafe_set_state(device.tracked)
+        device.draw(8)
         states.append(torch.cuda.get_rng_state())
         device.draw(4)
         device.default.graphsafe_set_state(own)
+
+    def backward() -> None:
+        outer = torch.cuda.get_rng_state()
+        torch.cuda.set_rng_state(states[-1])
+        device.draw(4)
+        torch.cuda.set_rng_state(outer)
+
+    states: list[torch.Tensor] = []
+    draws, replay = device.capture(forward, device.measure(forward))
+    _, replay_backward = device.capture(backward, resumed=draws)
+    for _ in range(2):
+        drawn = replay()
+        assert replay_backward() == drawn[2:]
+
+
+def test_a_state_of_an_unknown_generator_is_not_drawn_from(device: Device) -> None:
+    def forward() -> None:
+        own = device.default.graphsafe_get_state()
+        device.default.graphsafe_set_state(Generator(Sequence(8)))
+        states.append(torch.cuda.get_rng_state())
+        device.default.graphsafe_set_state(own)
+        device.draw(4)
 
     states: list[torch.Tensor] = []
     draws, _ = device.capture(forward, device.measure(forward))

@@ -162,7 +162,7 @@ OVERLAPPED = [
             id="pp2-full-recompute-dropout-poison",
         ),
         pytest.param(
-            [*PP1, *TP2_SEQUENCE, *FULL_RECOMPUTE, *DROPOUT],
+            [*PP1, *TP2_SEQUENCE, *FULL_RECOMPUTE, "model.hidden_dropout=0.1"],
             [2, 5, 3],
             marks=TWO,
             id="tp2-sequence-full-recompute-dropout",

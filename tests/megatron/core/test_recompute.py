@@ -176,3 +176,26 @@ def test_recomputation_on_a_gpu_needs_a_graph_safe_tracker(granularity: str) -> 
             assert reasons == ""
         else:
             assert f"recompute_granularity='{granularity}'" in reasons
+
+
+@pytest.mark.parametrize(
+    ("settings", "refused"),
+    [
+        ({"recompute_granularity": "full"}, True),
+        (_selective("core_attn"), True),
+        (_selective("mlp"), False),
+        ({"recompute_granularity": "full", "attention_dropout": 0.0}, False),
+        ({}, False),
+    ],
+)
+def test_masks_that_depend_on_the_kind_of_tracker_are_refused(
+    settings: dict[str, Any], refused: bool
+) -> None:
+    reasons = refused_settings(
+        MODEL_RULES,
+        {**_DROPOUT, "sequence_parallel": True, **settings},
+        on_gpu=True,
+        is_rng_graph_safe=True,
+    )
+    assert len(reasons) == refused
+    assert all("outdated state" in reason for reason in reasons)
