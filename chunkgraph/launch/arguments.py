@@ -15,6 +15,7 @@ from chunkgraph.launch.flags import GraphFlags, forget_defaults, read_flags, wri
 from chunkgraph.launch.packing_rules import SCRIPT_PACKING_RULES
 from chunkgraph.megatron.features import FEATURES
 from chunkgraph.megatron.features.experts.deep_ep_needs import BACKEND_NAMES, deep_ep_is_missing
+from chunkgraph.megatron.features.fp8.primary_weights import keeps_transposes
 from chunkgraph.megatron.refusals import DELAY_RULES, DRIVER_RULES, facts_of_model
 from chunkgraph.settings.pipeline import SCHEDULE_RULES, splits_backward
 from chunkgraph.settings.rule import Facts, Rule, refusals
@@ -204,6 +205,9 @@ def _facts(args: argparse.Namespace, flags: GraphFlags, *, on_cpu: bool, is_plan
         "is_rng_graph_safe": on_cpu
         or _wants_te_rng(args, on_cpu)
         or getattr(args, "te_rng_tracker", False),
+        "keeps_transposes": is_plan
+        or not getattr(args, "fp8_param_gather", False)
+        or keeps_transposes(),
         "num_warmup_steps": flags.capture.num_warmup_steps,
         "on_gpu": not on_cpu,
         "packed": flags.packing.max_packed_seqs > 0,

@@ -31,10 +31,6 @@ _GATHERED_WEIGHTS = "Python hooks gather the weights for every use, and a replay
 _QUANTIZED_WEIGHTS = (
     "Python state decides whether to update the cached quantized weights, and a replay freezes it"
 )
-_PRIMARY_WEIGHTS = (
-    "the optimizer writes FP8 weights, and Python code updates their outdated transposes, which a "
-    "replay does not do"
-)
 _FP8_ATTENTION = "Python code copies and sets the scales of its FP8 tensors in every call"
 _QUEUES = "its queues are Python state that a replay does not advance"
 _OUTSIDE = "weight gradients would be computed outside the graph"
@@ -100,8 +96,6 @@ MODEL_RULES = (
     Rule(f"fp4: {_QUANTIZED_WEIGHTS}"),
     Rule(f"use_kitchen: {_QUANTIZED_WEIGHTS}"),
     Rule(f"quant_recipe: {_QUANTIZED_WEIGHTS}"),
-    Rule(f"fp8_param: {_PRIMARY_WEIGHTS}"),
-    Rule(f"fp8_param_gather: {_PRIMARY_WEIGHTS}"),
     Rule(f"fp8_dot_product_attention: {_FP8_ATTENTION}"),
     Rule(f"fp8_multi_head_attention: {_FP8_ATTENTION}"),
     Rule(

@@ -35,6 +35,10 @@ CHUNK = shlex.split(
 
 FP8 = ["--pipeline-model-parallel-size", "2", *NO_DROPOUT, "--fp8-format", "hybrid"]
 
+FP8_WEIGHTS = [
+    *("--fp8-format", "hybrid", "--fp8-param-gather", "--use-distributed-optimizer", *NO_DROPOUT)
+]
+
 CASES = {
     "pp2-dropout-counts": ["--pipeline-model-parallel-size", "2", *COUNTS],
     "pp2-vpp2-whole-chunk": [
@@ -65,6 +69,17 @@ CASES = {
         *("--fp8-amax-history-len", "4", "--fp8-amax-compute-algo", "max"),
     ],
     "pp2-fp8-tensorwise": [*FP8, *COUNTS, "--fp8-recipe", "tensorwise"],
+    # The optimizer writes the FP8 weights, and gathers them with and without overlap.
+    "dp2-fp8-weights-delayed": [
+        *(*FP8_WEIGHTS, *COUNTS, "--fp8-recipe", "delayed"),
+        *("--fp8-amax-history-len", "4", "--fp8-amax-compute-algo", "max"),
+        *("--overlap-grad-reduce", "--overlap-param-gather"),
+    ],
+    "dp2-fp8-weights-tensorwise": [*FP8_WEIGHTS, *COUNTS, "--fp8-recipe", "tensorwise"],
+    "dp2-fp8-weights-blockwise": [
+        *("--fp8-format", "e4m3", "--fp8-recipe", "blockwise", "--fp8-param-gather"),
+        *(*NO_DROPOUT, "--use-distributed-optimizer", *COUNTS, "--cuda-graph-chunk-scope", "chunk"),
+    ],
     # Room for all tokens from the start, so that Megatron's loop runs no step again.
     "ep2-hybridep": [
         *("--expert-model-parallel-size", "2", "--num-experts", "8", "--moe-router-topk", "2"),
@@ -137,6 +152,25 @@ def _train(
 def test_pretrain_equals_the_run_without_the_flag(case: str, tmp_path: Path) -> None:
     _skip_without_packages(case)
     _compare(tmp_path, CASES[case], num_processes=2)
+
+
+@pytest.mark.megatron
+@pytest.mark.gpu
+@pytest.mark.timeout(360)
+@pytest.mark.parametrize("case", [name for name in CASES if name.startswith("dp2-fp8-weights")])
+def test_fp8_weights_of_one_rank(case: str, tmp_path: Path) -> None:
+    _skip_without_packages(case)
+    _compare(tmp_path, CASES[case], num_processes=1)
+
+
+@pytest.mark.megatron
+@pytest.mark.gpu
+@pytest.mark.timeout(360)
+@pytest.mark.parametrize("case", ["pp2-full-recompute-dropout", "pp2-block-recompute-dropout"])
+def test_recomputed_dropout_of_one_rank(case: str, tmp_path: Path) -> None:
+    _skip_without_packages(case)
+    flags = [*CASES[case], "--pipeline-model-parallel-size", "1"]
+    _compare(tmp_path, flags, num_processes=1)
 
 
 @pytest.mark.megatron

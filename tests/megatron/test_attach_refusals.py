@@ -59,7 +59,7 @@ def test_unsupported_settings_are_refused_by_name(
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("fp8_param", True, "fp8_param=True: the optimizer writes FP8 weights"),
+        ("fp8_param", True, "fp8_param=True: the installed Transformer Engine renews"),
         ("fp8_dot_product_attention", True, "fp8_dot_product_attention=True"),
         ("fp8_recipe", "mxfp8", "fp8_recipe='mxfp8': its quantizers are untested"),
         (

@@ -139,7 +139,7 @@ def test_the_rules_of_a_model_ask_for_fields_that_megatron_has() -> None:
     facts = {
         *("bf16", "element_bytes", "has_transformer_engine", "is_attached", "is_fully_sharded"),
         *("is_rng_graph_safe", "lengths_in_pipeline", "lengths_of_experts", "num_model_chunks"),
-        *("on_gpu", "packed", "pads_rows", "splits_backward"),
+        *("keeps_transposes", "on_gpu", "packed", "pads_rows", "splits_backward"),
         *("ddp_at_once", "layers_at_once"),
     }
     # Fields of some releases of Megatron, or of some of its config classes.

@@ -14,7 +14,8 @@ in the backward, where layers omit it during a capture, by `Fp8State` at the end
 microbatches in flight then update the scales in the order of the replays, which is the order of
 the eager run. A slot holds what its backward needs of its forward's scales.
 
-Current and blockwise scaling keep no state between microbatches.
+Current and blockwise scaling keep no state between microbatches. For weights that are FP8
+themselves see `primary_weights`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,13 @@ from chunkgraph.errors import CaptureError, ConfigError, MissingDependencyError
 from chunkgraph.megatron.captured_part import CapturedPart
 from chunkgraph.megatron.core.fp8_recipe import fp8_recipe
 from chunkgraph.megatron.feature import Feature
+from chunkgraph.megatron.features.fp8.primary_weights import (
+    PrimaryWeights,
+    keeps_transposes,
+    memory_of,
+)
 from chunkgraph.megatron.site import Site
+from chunkgraph.megatron.step import Step
 from chunkgraph.settings.model import FP8_RULES
 from chunkgraph.settings.rule import Rule
 
@@ -63,8 +70,32 @@ def reset_fp8() -> None:
         _manager().reset()
 
 
+def _weight_rules(name: str) -> tuple[Rule, ...]:
+    """Return the rules of FP8 weights; Megatron's configs have two names for the setting."""
+    return (
+        Rule(
+            f"{name}: the installed Transformer Engine renews the transposes of FP8 weights in the "
+            "backward, which a replay does not do; install a release with "
+            "post_all_gather_processing",
+            lambda f: (
+                getattr(f, name)
+                and f.fp8_recipe
+                and f.has_transformer_engine
+                and not f.keeps_transposes
+            ),
+        ),
+        Rule(
+            f"{name} num_moe_experts: FP8 weights of experts are untested in chunk graphs; leave "
+            "one of them out",
+            lambda f: getattr(f, name) and f.num_moe_experts,
+        ),
+    )
+
+
 _RULES = (
     *FP8_RULES,
+    *_weight_rules("fp8_param"),
+    *_weight_rules("fp8_param_gather"),
     Rule(
         "fp8: it needs Transformer Engine, which cannot be imported; install chunkgraph[te]",
         lambda f: f.fp8_recipe and not f.has_transformer_engine,
@@ -126,11 +157,16 @@ class Fp8State(Feature):
         self._is_first = False
         self._is_capturing = False
         self._references: list[torch.Tensor] = []
+        self._weights = PrimaryWeights(self._parts, self._labels)
 
     @classmethod
     def facts(cls, site: Site) -> Mapping[str, object]:
-        """Return whether a model that needs Transformer Engine has it."""
-        return {"has_transformer_engine": not fp8_recipe(site.config) or fp8_is_installed()}
+        """Return what a model in FP8 finds in the installed Transformer Engine."""
+        is_fp8 = bool(fp8_recipe(site.config))
+        return {
+            "has_transformer_engine": not is_fp8 or fp8_is_installed(),
+            "keeps_transposes": is_fp8 and keeps_transposes(),
+        }
 
     @classmethod
     def of(cls, site: Site) -> Self | None:
@@ -161,6 +197,7 @@ class Fp8State(Feature):
             result = run(*args, **kwargs)
             if self._is_in_graph():
                 self._check_caches(index, caches)
+                self._weights.check_captured(index)
             return result
 
         return replace(
@@ -177,6 +214,7 @@ class Fp8State(Feature):
         Raises:
             CaptureError: A layer allocated a new cache, which would lie in the memory of one slot.
         """
+        self._weights.prepare()
         fields, self._is_capturing = self._fields(), True
         previous = fields.skip_fp8_weight_update_tensor
         self._skip.fill_(1.0)
@@ -192,6 +230,7 @@ class Fp8State(Feature):
             yield
         finally:
             fields.skip_fp8_weight_update_tensor, self._is_capturing = previous, False
+        self._weights.hold()
         self._references = [
             tensor
             for index in range(len(self._parts))
@@ -229,9 +268,18 @@ class Fp8State(Feature):
             _set_first(layers, self._is_first)
         yield
 
+    @contextmanager
+    def step(self, step: Step) -> Iterator[None]:
+        """Check before replays that graphs read the weights where they are."""
+        if step.is_replayed:
+            self._weights.prepare()
+            self._weights.check()
+        yield
+
     def release(self) -> None:
         """Drop the references to the caches; no graph may use them afterwards."""
         self._references.clear()
+        self._weights.release()
 
     def _begin_forward(self, index: int) -> None:
         """Write the tensor that the next replay reads, if it must change.
@@ -267,11 +315,11 @@ class Fp8State(Feature):
                 )
 
     def _caches(self, index: int) -> dict[str, tuple[torch.Tensor, ...]]:
-        """Return the tensors of every cached weight of a chunk, by layer and weight name."""
+        """Return the memory of every cached weight of a chunk, by layer and weight name."""
         return {
-            f"layer {number} ({type(module).__name__}), {name}": _memory_of(cache)
+            f"layer {number} ({type(module).__name__}), {name}": memory_of(weight)
             for number, module in enumerate(self._parts[index])
-            for name, cache in getattr(module, "_fp8_workspaces", {}).items()
+            for name, weight in getattr(module, "_fp8_workspaces", {}).items()
         }
 
     def _fields(self) -> Any:
@@ -302,12 +350,6 @@ def _manager() -> Any:
 
 def _flattened(buffers: dict[str, list[torch.Tensor]]) -> list[torch.Tensor]:
     return [tensor for tensors in buffers.values() for tensor in tensors]
-
-
-def _memory_of(cache: Any) -> tuple[torch.Tensor, ...]:
-    """Return the plain tensors inside a quantized tensor, or a plain tensor itself."""
-    inner = tuple(v for v in vars(cache).values() if isinstance(v, torch.Tensor))
-    return inner if inner or not isinstance(cache, torch.Tensor) else (cache,)
 
 
 def _addresses(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
