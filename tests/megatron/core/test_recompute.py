@@ -96,6 +96,14 @@ def test_two_ranks(run_equal: Callable[..., Any], make_config: Callable[..., Any
                 capture={"verify": "poison", "scope": "chunk"},
             )
         },
+        "pp2_block": {
+            "config": make_config(
+                model={**_DROPOUT, **_BLOCK, "recompute_num_layers": 1},
+                pipeline={"pipeline_model_parallel_size": 2},
+                train={"num_microbatches": [4, 1, 5]},
+                capture={"verify": "shadow"},
+            )
+        },
         "tp2": {
             "config": make_config(
                 model={**_DROPOUT, **_BLOCK, "recompute_num_layers": 2},
