@@ -126,7 +126,7 @@ def _notes(config: Config, results: RunResults) -> list[str]:
         if why
     ]
     if config.moe.num_moe_experts is not None and config.capture.enabled:
-        has_budget = config.moe.moe_token_dispatcher_type == "flex"
+        has_budget = config.moe.moe_expert_rank_capacity_factor is not None
         what = (
             "dispatches over the ranks' budget"
             if has_budget

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 from chunkgraph.settings.rule import Facts, Rule, recomputes
 
-__all__ = ["DEEPEP_RANKS", "DEEPEP_RULES", "STATIC"]
+__all__ = ["DEEPEP_RANKS", "DEEPEP_RULES", "STATIC", "measures_budget"]
 
 DEEPEP_RANKS = (2, 4, 8)
 """Numbers of ranks of a node for which DeepEP has kernels that can be captured."""
@@ -19,11 +20,25 @@ STATIC = (
 _BACKENDS = ("hybridep", "deepep")
 _MOST_HIDDEN, _HIDDEN_MULTIPLE, _MOST_TOPK = 8176, 16, 32
 _HYBRIDEP = "use {moe_flex_dispatcher_backend=hybridep}"
+_UNTRIED = f"the two are not supported together; leave one out, or {STATIC}"
 _GROUPED = "only this grouped GEMM reads the token counts of experts on the device"
 
 
 def _uses_flex(f: Facts) -> bool:
     return bool(f.num_moe_experts) and f.moe_token_dispatcher_type == "flex"
+
+
+def measures_budget(model: Any) -> bool:
+    """Return whether the rows of a rank's experts get room by the loads of eager steps.
+
+    Args:
+        model: `Facts`, or a TransformerConfig.
+    """
+    return (
+        getattr(model, "moe_token_dispatcher_type", None) == "flex"
+        and getattr(model, "moe_flex_dispatcher_backend", None) == "hybridep"
+        and getattr(model, "moe_expert_rank_capacity_factor", None) is None
+    )
 
 
 def _with_flex(text: str, when: Callable[[Facts], object], *backends: str) -> Rule:
@@ -34,6 +49,11 @@ def _with_flex(text: str, when: Callable[[Facts], object], *backends: str) -> Ru
         f"{settings} moe_flex_dispatcher_backend: {why}",
         lambda f: _uses_flex(f) and f.moe_flex_dispatcher_backend in allowed and when(f),
     )
+
+
+def _with_budget(text: str, when: Callable[[Facts], object]) -> Rule:
+    """Return a rule of the flex dispatcher with the user's budget."""
+    return _with_flex(text, lambda f: not measures_budget(f) and when(f))
 
 
 def _is_off(name: str) -> Callable[[Facts], object]:
@@ -59,7 +79,7 @@ def _unknown_backend(f: Facts) -> object:
 
 def _has_no_budget(f: Facts) -> object:
     factor = f.moe_expert_rank_capacity_factor
-    if factor is not None and math.isfinite(factor):
+    if (factor is not None and math.isfinite(factor)) or measures_budget(f):
         return False
     # Only a program gets this far: Megatron's config refuses the setting for this backend.
     is_late = f.is_attached and f.moe_flex_dispatcher_backend == "deepep"
@@ -81,9 +101,7 @@ def _has_capacity(f: Facts) -> bool:
 
 
 def _untried(setting: str, when: Callable[[Facts], object]) -> Rule:
-    return _with_flex(
-        f"{setting}: the two are not supported together; leave one out, or {STATIC}", when
-    )
+    return _with_flex(f"{setting}: {_UNTRIED}", when)
 
 
 DEEPEP_RULES = (
@@ -146,13 +164,13 @@ DEEPEP_RULES = (
         "{moe_pad_expert_input_to_capacity=} out; {moe_expert_rank_capacity_factor=} sets the room",
         _has_capacity,
     ),
-    _with_flex(
+    _with_budget(
         "token_drops: it reports only that a rank had no room; use {token_drops=rerun}, "
         "which runs such a step again, or {token_drops=raise}",
         lambda f: f.token_drops not in ("raise", "rerun"),
     ),
     *(
-        _with_flex(f"{name}: {_GROUPED}; turn it on, or {STATIC}", _is_off(name))
+        _with_budget(f"{name}: {_GROUPED}; turn it on, or {STATIC}", _is_off(name))
         for name in ("use_transformer_engine_op_fuser", "moe_grouped_gemm", "swiglu")
     ),
     _with_flex(
@@ -169,8 +187,8 @@ DEEPEP_RULES = (
         "expert_tensor_parallel_size: the grouped GEMM cannot be split; make it 1",
         lambda f: (f.expert_tensor_parallel_size or 1) > 1,
     ),
-    _untried("fp8", lambda f: f.fp8),
-    _untried("fp4", lambda f: f.fp4),
+    _with_budget(f"fp8: {_UNTRIED}", lambda f: f.fp8),
+    _with_budget(f"fp4: {_UNTRIED}", lambda f: f.fp4),
     _untried("recompute_granularity", lambda f: recomputes(f, "moe", "moe_act")),
     _untried("moe_shared_expert_overlap", lambda f: f.moe_shared_expert_overlap),
     _untried("moe_permute_fusion_into_hybridep", lambda f: f.moe_permute_fusion_into_hybridep),

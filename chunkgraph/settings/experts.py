@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from chunkgraph.errors import TopologyError
-from chunkgraph.settings.deep_ep import DEEPEP_RULES, STATIC
+from chunkgraph.settings.deep_ep import DEEPEP_RULES, STATIC, measures_budget
 from chunkgraph.settings.rule import Facts, Rule
 from chunkgraph.settings.setting import NOT_NEGATIVE, POSITIVE, setting
 
@@ -70,7 +70,8 @@ class ExpertConfig:
     moe_expert_rank_capacity_factor: float | None = setting(
         None,
         help="With flex, rows that the experts of a rank have room for together, as a multiple of "
-        "the tokens of a microbatch times moe_router_topk.",
+        "the tokens of a microbatch times moe_router_topk. Null, with hybridep only: by the loads "
+        "of eager steps.",
         megatron="--moe-expert-rank-capacity-factor",
         needs="moe.num_moe_experts",
     )
@@ -158,7 +159,7 @@ class ExpertConfig:
     use_transformer_engine_op_fuser: bool = setting(
         False,
         help="Run the experts as one Transformer Engine operation that reads the token counts on "
-        "the device; flex needs it.",
+        "the device; a rank budget needs it.",
         megatron="--use-transformer-engine-op-fuser",
         needs="moe.num_moe_experts",
     )
@@ -167,7 +168,8 @@ class ExpertConfig:
         help="What to do about tokens that an expert (with flex, a rank) has no room for, which "
         "Megatron drops: count them and warn once, and refuse capacity factors below 1 (warn); "
         "only count them (count); raise an error (raise); or rerun the step eagerly with room for "
-        "all tokens and recapture with more room (rerun). flex supports raise and rerun only.",
+        "all tokens and recapture with more room (rerun). A rank budget supports raise and rerun "
+        "only.",
         flag="--cuda-graph-token-drops",
         needs="moe.num_moe_experts",
     )
@@ -179,7 +181,7 @@ def _enough(f: Facts) -> float:
 
 
 def uses_dropless(model: Any) -> bool:
-    """Return whether experts take all tokens, by a dispatcher of Megatron's own.
+    """Return whether experts take all tokens, without a capacity or a budget.
 
     Args:
         model: `Facts`, or a TransformerConfig.
@@ -188,7 +190,7 @@ def uses_dropless(model: Any) -> bool:
     return bool(
         getattr(model, "num_moe_experts", None)
         and (factor is None or factor < 0)
-        and getattr(model, "moe_token_dispatcher_type", None) != "flex"
+        and (getattr(model, "moe_token_dispatcher_type", None) != "flex" or measures_budget(model))
     )
 
 

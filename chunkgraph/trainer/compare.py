@@ -16,6 +16,7 @@ from chunkgraph.megatron.core.access import versions
 from chunkgraph.megatron.features.experts.capacity import factor_for_all
 from chunkgraph.megatron.features.experts.rank_budget import rank_factor_for_all
 from chunkgraph.settings import Config
+from chunkgraph.settings.experts import uses_dropless
 from chunkgraph.trainer.loop import RankTotals, TrainingRun, run_training
 from chunkgraph.trainer.results import RunResults, StepResult
 from chunkgraph.trainer.trained_model import StepRecord
@@ -137,12 +138,12 @@ def _with_room_for_all(config: Config) -> Config:
     moe = config.moe
     if moe.num_moe_experts is None or moe.token_drops != "rerun":
         return config
+    if uses_dropless(moe):  # all tokens have room
+        return config
     if moe.moe_token_dispatcher_type == "flex":
         ranks = config.pipeline.expert_model_parallel_size
         factor = rank_factor_for_all(moe.num_moe_experts, moe.moe_router_topk, ranks)
         return replace(config, moe=replace(moe, moe_expert_rank_capacity_factor=factor))
-    if moe.moe_expert_capacity_factor is None:  # all tokens have room
-        return config
     factor = factor_for_all(moe.num_moe_experts, moe.moe_router_topk)
     return replace(config, moe=replace(moe, moe_expert_capacity_factor=factor))
 

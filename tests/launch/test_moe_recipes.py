@@ -53,6 +53,10 @@ _QWEN = (
 )
 _ALL_TO_ALL = "--moe-token-dispatcher-type alltoall"
 _ALL_GATHER = "--moe-token-dispatcher-type allgather"
+_HYBRIDEP = (
+    "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep --moe-router-dtype "
+    "fp32 --moe-permute-fusion"
+)
 _ROOM = "--moe-expert-capacity-factor 2 --moe-pad-expert-input-to-capacity"
 _EP2 = "--expert-model-parallel-size 2"
 _TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
@@ -77,6 +81,8 @@ _TAKEN = (
     (_DEEPSEEK, f"{_ALL_TO_ALL} --mtp-num-layers 1"),
     (_DEEPSEEK, f"{_ALL_GATHER} {_TP2}"),
     (_DEEPSEEK, f"{_ALL_TO_ALL} {_EP2} --moe-shared-expert-overlap"),
+    (_DEEPSEEK, f"{_HYBRIDEP} {_EP2} {_TP2} --expert-tensor-parallel-size 1 --mtp-num-layers 1"),
+    (_DEEPSEEK, f"{_HYBRIDEP} --expert-model-parallel-size 16 {_PP2}"),
     (_QWEN, f"{_ALL_TO_ALL} {_EP2}"),
     (_QWEN, f"{_ALL_GATHER} {_EP2}"),
     (_QWEN, f"{_ALL_GATHER} --use-transformer-engine-op-fuser"),
@@ -114,6 +120,12 @@ def _parser() -> argparse.ArgumentParser:
         arguments.add_megatron_arguments(result)
     add_flags(result)
     return result
+
+
+@pytest.fixture(autouse=True)
+def of_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recipes run where DeepEP is installed."""
+    monkeypatch.setattr("chunkgraph.launch.arguments.deep_ep_is_missing", lambda _: None)
 
 
 def _parsed(recipe: str, more: str) -> argparse.Namespace:

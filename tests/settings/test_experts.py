@@ -153,7 +153,11 @@ def test_deep_ep_serves_ranks_of_a_node() -> None:
             "hidden_size is 8192 with .*=deepep.*=hybridep",
         ),
         ({"moe_flex_dispatcher_backend": "ncclep"}, {}, "hybridep, deepep"),
-        ({"moe_expert_rank_capacity_factor": None}, {}, "rank_capacity_factor is null"),
+        (
+            {"moe_flex_dispatcher_backend": "deepep", "moe_expert_rank_capacity_factor": None},
+            _OF_NODE,
+            "rank_capacity_factor is null",
+        ),
         ({"moe_expert_rank_capacity_factor": 0.9}, {}, "below 1, ranks drop tokens"),
         ({"moe_expert_capacity_factor": 2.0}, {}, "moe_expert_capacity_factor is 2.0 with .*=hy"),
         ({"token_drops": "count"}, {}, "token_drops is count with .*=hybridep"),
@@ -173,6 +177,7 @@ def test_what_cannot_go_with_hybridep_is_named(
     moe: dict[str, Any], sections: dict[str, Any], message: str
 ) -> None:
     assert _through_hybridep({}).moe.moe_flex_dispatcher_backend == "hybridep"
+    assert _through_hybridep({"moe_expert_rank_capacity_factor": None, "token_drops": "warn"})
     assert _through_hybridep({}, **_PACKED).packing.max_packed_seqs == 4
     with pytest.raises(ConfigError, match=message):
         _through_hybridep(moe, **sections)

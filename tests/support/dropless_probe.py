@@ -7,6 +7,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from hybrid_ep_stand_in import hybrid_ep
 
 from chunkgraph.data import PackedText
 from chunkgraph.megatron import attach
@@ -25,12 +26,17 @@ def run(config: Any, device: torch.device, case: dict[str, Any]) -> list[dict[st
     Args:
         config: configuration of the run.
         device: device of the model.
-        case: ``num_steps``.
+        case: ``num_steps``; the dispatcher ``flex`` is HybridEP's stand-in.
 
     Returns:
         By rank: ``differing``: steps and names of unequal values; ``reruns``,
         ``recaptures``, ``replays`` and ``dropped`` tokens.
     """
+    with hybrid_ep(is_on=config.moe.moe_token_dispatcher_type == "flex"):
+        return _trained(config, device, case)
+
+
+def _trained(config: Any, device: torch.device, case: dict[str, Any]) -> list[dict[str, Any]]:
     eager = _Model(config, device, None)
     alone = {"num_slots": [1]} if config.pipeline.pipeline_model_parallel_size == 1 else {}
     graphs = _Model(config, device, alone)

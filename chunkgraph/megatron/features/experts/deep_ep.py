@@ -8,8 +8,10 @@ from collections.abc import Mapping, Sequence
 import torch.distributed as dist
 
 from chunkgraph.errors import ConfigError, MissingDependencyError
-from chunkgraph.megatron.core.access import import_megatron
+from chunkgraph.megatron.core.access import import_megatron, versions
 from chunkgraph.megatron.features.experts.deep_ep_needs import BACKEND_NAMES, deep_ep_is_missing
+from chunkgraph.megatron.features.experts.rank_budget import knows_rank_budget
+from chunkgraph.settings.deep_ep import measures_budget
 from chunkgraph.settings.rule import Facts
 
 __all__ = ["expert_ranks", "ranks_of_other_nodes", "refuse_for_deep_ep"]
@@ -37,6 +39,11 @@ def refuse_for_deep_ep(facts: Facts) -> None:
                 "expert_model_parallel_size, number the ranks so that those that share experts "
                 "are on one node, or set moe_flex_dispatcher_backend to 'hybridep'."
             )
+    if measures_budget(facts) and not knows_rank_budget():
+        raise ConfigError(
+            f"HybridEP of megatron-core {versions()['megatron_core']} does not report rows without "
+            "room. Use 0.18 or later, or set moe_token_dispatcher_type to 'alltoall'."
+        )
     if (missing := deep_ep_is_missing(facts)) is not None:
         raise MissingDependencyError(missing)
 

@@ -9,7 +9,7 @@ import importlib.util
 import os
 from pathlib import Path
 
-from chunkgraph.settings.deep_ep import STATIC
+from chunkgraph.settings.deep_ep import STATIC, measures_budget
 from chunkgraph.settings.rule import Facts
 
 __all__ = [
@@ -45,7 +45,10 @@ def deep_ep_is_missing(facts: Facts) -> str | None:
         facts: Facts of a model whose dispatcher is one of `BACKEND_NAMES`.
     """
     backend = facts.moe_flex_dispatcher_backend
-    problems = [text for text in (_deep_ep(backend), _cublaslt(), _environment()) if text]
+    needs = [_deep_ep(backend)]
+    if not measures_budget(facts):  # requirements of the fused grouped MLP
+        needs += [_cublaslt(), _environment()]
+    problems = [text for text in needs if text]
     if not problems:
         return None
     listed = "\n  - ".join(problems)

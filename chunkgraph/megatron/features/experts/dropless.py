@@ -8,6 +8,7 @@ step with a heavier load runs again eagerly, and the next capture has more room.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -17,19 +18,26 @@ import torch
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.core.access import private_names
 from chunkgraph.megatron.features.experts.counts import LOAD_OF, DropCounts, HeaviestLoad
-from chunkgraph.megatron.features.experts.dropless_dispatch import Dispatch, RowRoom, dispatch_of
+from chunkgraph.megatron.features.experts.dropless_dispatch import (
+    AllGatherRows,
+    AllToAllRows,
+    Dispatch,
+    RowRoom,
+)
 from chunkgraph.megatron.features.experts.dropless_experts import (
     expert_linears,
     experts_on_device,
 )
 from chunkgraph.megatron.features.experts.grouped_gemm import choose_gemm
 from chunkgraph.megatron.features.experts.grouped_weights import lay_together
+from chunkgraph.megatron.features.experts.hybrid_ep import HybridEPRows, manager_of
 from chunkgraph.megatron.features.experts.room import RoomWords
 from chunkgraph.megatron.features.experts.sinkhorn import BoundedSinkhorn, uses_sinkhorn
 from chunkgraph.settings.experts import uses_dropless
 
 __all__ = ["Dropless", "DroplessRoom", "is_bounded", "may_lack_room"]
 
+_DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
 _EXPERTS = "megatron.core.transformer.moe.experts"
 _MARGIN = 0.2
 """Additional room, as a share of the heaviest load so far."""
@@ -90,7 +98,7 @@ class Dropless:
         self._gemm_name = self._check_gemm(device)
         self._bounded = is_bounded(layers[0].config)
         self._dispatches: list[tuple[Any, Dispatch]] = [
-            (dispatcher := layer.token_dispatcher, self._dispatch(index, dispatcher))
+            (layer.token_dispatcher, self._dispatch(index, layer))
             for index, layer in enumerate(layers)
         ]
 
@@ -107,7 +115,8 @@ class Dropless:
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """Return the tensors that a captured forward changes, in addition to model buffers."""
-        return (self.counts.total,)
+        flags = (tensor for _, dispatch in self._dispatches for tensor in dispatch.tensors)
+        return (self.counts.total, *flags)
 
     def install(self, *, marks_padding: bool = False) -> Callable[[], None]:
         """Start to measure loads in eager passes; return the undo function.
@@ -132,7 +141,7 @@ class Dropless:
         """Make passes read nothing on the host and use the room of graphs."""
         doubled = 2 ** min(self._num_widened, _MOST_DOUBLED)
         factor = self._most_load / LOAD_OF * (1 + _MARGIN * doubled)
-        room, self.room.factor = self.room.factor, factor or None
+        room, self.room.factor = self.room.factor, factor or math.inf
         try:
             with self.on_device():
                 yield
@@ -166,9 +175,17 @@ class Dropless:
                 stack.callback(_replace(dispatcher, methods))
             yield
 
-    def _dispatch(self, index: int, dispatcher: Any) -> Dispatch:
-        return dispatch_of(
-            dispatcher,
+    def _dispatch(self, index: int, layer: Any) -> Dispatch:
+        """Return the replacement for a layer's dispatcher."""
+        (gathering,) = private_names(_DISPATCHER, "MoEAllGatherTokenDispatcher")
+        kind: type[Dispatch] = AllToAllRows
+        if layer.config.moe_token_dispatcher_type == "flex":
+            manager_of(layer)
+            kind = HybridEPRows
+        elif isinstance(layer.token_dispatcher, gathering):
+            kind = AllGatherRows
+        return kind(
+            layer.token_dispatcher,
             self.room,
             lambda is_over: self.counts.add(index, is_over),
             has_padding=self._has_padding,

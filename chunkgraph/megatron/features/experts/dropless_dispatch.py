@@ -25,7 +25,7 @@ from chunkgraph.megatron.features.experts.dropless_rows import (
     pieces_of,
 )
 
-__all__ = ["AllGatherRows", "AllToAllRows", "Dispatch", "RowRoom", "dispatch_of"]
+__all__ = ["AllGatherRows", "AllToAllRows", "Dispatch", "RowRoom"]
 
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
 _ALIGNED_ROWS = 8
@@ -39,7 +39,7 @@ class RowRoom:
     """Room for rows in a piece or in a rank's experts; the same on all ranks.
 
     Attributes:
-        factor: Rows per token; None for the maximum.
+        factor: Rows per token, infinite for the maximum; None outside of captures.
     """
 
     factor: float | None = None
@@ -48,7 +48,7 @@ class RowRoom:
         """Return the room for a microbatch of ``num_tokens``, at most ``most`` rows."""
         if self.factor is None:
             return most
-        rows = int(num_tokens * self.factor) + 1
+        rows = int(min(num_tokens * self.factor, most)) + 1
         return min(most, rows + -rows % _ALIGNED_ROWS)
 
 
@@ -79,6 +79,11 @@ class Dispatch:
         indices = dispatcher.local_expert_indices
         self._local = slice(indices[0], indices[-1] + 1)
         self._chosen: ChosenRows | None = None
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Return the tensors that a captured forward changes, in addition to the notes."""
+        return ()
 
     def load(self, *args: Any) -> tuple[int, torch.Tensor]:
         """Return the tokens of a microbatch and the rows that need room, in an eager pass.
@@ -288,10 +293,3 @@ def _wait(shared_experts: Any) -> None:
     """Make the stream of overlapped shared experts wait, in releases whose dispatcher does."""
     if hasattr(shared_experts, "wait_current_stream"):
         shared_experts.wait_current_stream()
-
-
-def dispatch_of(dispatcher: Any, room: RowRoom, note: Note, *, has_padding: bool) -> Dispatch:
-    """Return the replacement for Megatron's ``dispatcher``."""
-    gathers = isinstance(dispatcher, import_megatron(_DISPATCHER).MoEAllGatherTokenDispatcher)
-    kind = AllGatherRows if gathers else AllToAllRows
-    return kind(dispatcher, room, note, has_padding=has_padding)

@@ -24,6 +24,8 @@ from chunkgraph.megatron.captured_part import CapturedPart
 from chunkgraph.megatron.core.collectives import agree_by_maximum
 from chunkgraph.megatron.feature import Feature, chained
 from chunkgraph.megatron.features.experts.deep_ep import refuse_for_deep_ep
+from chunkgraph.megatron.features.experts.deep_ep_buffer import DeepEPBuffer
+from chunkgraph.megatron.features.experts.deep_ep_needs import BACKEND_NAMES
 from chunkgraph.megatron.features.experts.dispatch import static_dispatch
 from chunkgraph.megatron.features.experts.drop_report import DropReport
 from chunkgraph.megatron.features.experts.dropless import (
@@ -35,7 +37,11 @@ from chunkgraph.megatron.features.experts.dropless import (
 from chunkgraph.megatron.features.experts.drops import TokenDrops as DroppedTokens
 from chunkgraph.megatron.features.experts.fused_operations import rebuilt_fused_operations
 from chunkgraph.megatron.features.experts.packed_padding import padded_routing
-from chunkgraph.megatron.features.experts.rank_budget import RankBudget, uses_rank_budget
+from chunkgraph.megatron.features.experts.rank_budget import (
+    RankBudget,
+    flex_backend,
+    uses_rank_budget,
+)
 from chunkgraph.megatron.features.experts.refusals import (
     IDLE_RULES,
     MOE_RULES,
@@ -92,7 +98,7 @@ class Experts(Feature):
             token_drops == "rerun" and not uses_dropless(config)
         )
         self._layers = moe_layers_of([m for c in model_chunks for m in c.modules()])
-        self._budget: RankBudget | None = None
+        self._buffer: DeepEPBuffer | None = None
         self._undo = contextlib.ExitStack()
         self._padding = padded_routing(model_chunks, config) if keeps_padding else None
         routers = routers_of([m for chunk in model_chunks for m in chunk.modules()])
@@ -109,10 +115,9 @@ class Experts(Feature):
         elif uses_dropless(config):
             self.words = DroplessRoom.words
         if self._layers and uses_rank_budget(self._layers[0].config):
-            self._budget = RankBudget(self._layers)
-            self._undo.callback(self._budget.restore_managers)
-            self._drops = self._budget
-            self.room = RankRoom(self._budget, self._layers[0].config)
+            self._drops = budget = RankBudget(self._layers)
+            self._undo.callback(budget.restore_managers)
+            self.room = RankRoom(budget, self._layers[0].config)
         elif uses_dropless(config):
             if self._layers:
                 self._dropless = Dropless(self._layers, has_padding=keeps_padding)
@@ -120,6 +125,8 @@ class Experts(Feature):
             self.room = DroplessRoom(self._dropless)
         elif routers:
             self._drops = DroppedTokens(routers)
+        if self._layers and (backend := flex_backend(self._layers[0].config)) in BACKEND_NAMES:
+            self._buffer = DeepEPBuffer(is_hybrid=backend == "hybridep")
         self._report: DropReport | None = None
         if self._drops is not None:
             self._report = DropReport(self._drops.counts.total, self._drops.layers)
@@ -217,8 +224,8 @@ class Experts(Feature):
             if self._state is not None:
                 stack.enter_context(self._state.capturing())
             yield
-        if self._budget is not None:
-            self._budget.remember_buffer()
+        if self._buffer is not None:
+            self._buffer.remember()
 
     def verifying(self) -> contextlib.AbstractContextManager[None]:
         """Make eager passes compute the same bits as replays, for comparisons."""
@@ -233,7 +240,7 @@ class Experts(Feature):
 
     def is_memory_replaced(self) -> bool:
         """Return whether DeepEP has replaced a buffer that graphs write to."""
-        return self._budget is not None and self._budget.is_buffer_replaced()
+        return self._buffer is not None and self._buffer.is_replaced()
 
     @contextlib.contextmanager
     def step(self, step: Step) -> Iterator[None]:
@@ -249,8 +256,8 @@ class Experts(Feature):
         if step.is_replayed:
             if self._state is not None:
                 self._state.check()
-            if self._budget is not None:
-                self._budget.check_buffer()
+            if self._buffer is not None:
+                self._buffer.check()
         yield
 
     def forwards_done(self, _step: Step) -> None:

@@ -132,7 +132,9 @@ class PaddedRouting:
             "get_tokens_per_expert_and_token_count": at_least_one,
         }
         undo.callback(patch_attributes(module, patched))
-        if self._layers and uses_dropless(self._layers[0].config):
+        config: Any = self._layers[0].config if self._layers else None
+        # HybridEP itself takes tokens without an expert.
+        if uses_dropless(config) and config.moe_token_dispatcher_type != "flex":
             undo.enter_context(Dropless(self._layers, has_padding=True).on_device())
         else:
             undo.callback(gather_fixed_rows())

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from chunkgraph.errors import ConfigError, ReplayMismatchError
-from chunkgraph.megatron.core.access import import_megatron, private_names, versions
+from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.megatron.features.experts.counts import DropCounts, HeaviestLoad
+from chunkgraph.megatron.features.experts.hybrid_ep import manager_of, overflow_of
 from chunkgraph.megatron.features.experts.worst_case_dispatch import (
     WorstCaseManager,
     use_worst_case_dispatch,
@@ -29,14 +29,9 @@ __all__ = [
     "uses_rank_budget",
 ]
 
-_DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
-_FUSED = "megatron.core.transformer.moe.fused_a2a"
 _CONFIG = "megatron.core.transformer.transformer_config"
 _FACTOR = "moe_expert_rank_capacity_factor"
 _BACKENDS = ("hybridep", "deepep")
-_HANDLE_LENGTH = 11
-"""Length of the tuple that HybridEP's dispatch returns, in which `_OVERFLOW` is an index."""
-_OVERFLOW = 10
 
 
 def knows_rank_budget() -> bool:
@@ -88,29 +83,15 @@ class RankBudget:
     """
 
     def __init__(self, layers: Sequence[Any]) -> None:
-        self._fused = import_megatron(_FUSED)
         self._is_hybrid = layers[0].config.moe_flex_dispatcher_backend == "hybridep"
-        private_names(_FUSED, "_hybrid_ep_buffer" if self._is_hybrid else "_buffer")
         self.restore_managers: Callable[[], None] = lambda: None
-        if self._is_hybrid:
-            (manager,) = private_names(_DISPATCHER, "_HybridEPManager")
-        else:
-            manager = WorstCaseManager
+        if not self._is_hybrid:
             self.restore_managers = use_worst_case_dispatch(layers)
-        self._managers: list[Any] = [
-            getattr(layer.token_dispatcher, "_comm_manager", None) for layer in layers
-        ]
-        for layer, actual in zip(layers, self._managers, strict=True):
-            if not isinstance(actual, manager):
-                raise ConfigError(
-                    f"Layer {layer.layer_number} dispatches its tokens by {type(actual).__name__}, "
-                    f"not by {manager.__name__} of megatron-core {versions()['megatron_core']}. "
-                    "Give all layers one dispatcher."
-                )
+        kind = None if self._is_hybrid else WorstCaseManager
+        self._managers: list[Any] = [manager_of(layer, kind) for layer in layers]
         self.counts = DropCounts(len(layers), next(layers[0].parameters()).device)
         self.load = HeaviestLoad()
         self.layers = tuple(int(layer.layer_number or 0) for layer in layers)
-        self._captured: tuple[Any, int] | None = None
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -153,48 +134,6 @@ class RankBudget:
         for config in {id(m.config): m.config for m in self._managers}.values():
             setattr(config, _FACTOR, factor)
 
-    def remember_buffer(self) -> None:
-        """Remember the current buffer of DeepEP, with which graphs were captured."""
-        self._captured = self._buffer()
-
-    def is_buffer_replaced(self) -> bool:
-        """Return whether DeepEP has replaced its buffer since the last capture."""
-        if self._captured is None:
-            return False
-        (captured, before), (now, tokens) = self._captured, self._buffer()
-        return now is not captured or tokens != before
-
-    def check_buffer(self) -> None:
-        """Check DeepEP's buffer before a replay.
-
-        Raises:
-            ReplayMismatchError: DeepEP has replaced its buffer since the capture.
-        """
-        if self.is_buffer_replaced():
-            assert self._captured is not None
-            (_, before), (_, tokens) = self._captured, self._buffer()
-            if not self._is_hybrid:
-                raise ReplayMismatchError(
-                    "DeepEP replaced its buffer outside of all steps since the graphs were "
-                    "captured, for other ranks or wider rows, and the graphs write to the old "
-                    "one. Give the other dispatch in this process a separate buffer, or "
-                    "release() the graphs before it."
-                )
-            raise ReplayMismatchError(
-                "DeepEP replaced its buffer outside of all steps since the graphs were "
-                f"captured: a pass had {tokens} tokens on this rank, and the graphs write to the "
-                f"buffer of {before}. Run such passes through the wrapped schedule (forward_only), "
-                "after which all ranks capture again, or release() the graphs before them."
-            )
-
-    def _buffer(self) -> tuple[Any, int]:
-        if not self._is_hybrid:  # its size does not depend on the tokens
-            return self._fused._buffer, 0
-        buffer = self._fused._hybrid_ep_buffer
-        if buffer is None:
-            return None, 0
-        return buffer, int(buffer.configurer.buffer_config.max_num_of_tokens_per_rank)
-
     def _set(self, factors: Sequence[float | None]) -> None:
         for manager, factor in zip(self._managers, factors, strict=True):
             manager.moe_expert_rank_capacity_factor = factor
@@ -229,13 +168,7 @@ class RankBudget:
                     self.load.add(hidden_states.shape[0], manager.num_rows_sent)
                 return rows
             if has_budget:
-                handle = manager.handle
-                if len(handle) != _HANDLE_LENGTH:
-                    raise ConfigError(
-                        f"DeepEP returns {len(handle)} values from a dispatch, expected "
-                        f"{_HANDLE_LENGTH}. Use the hybrid-ep branch of 1.2.1."
-                    )
-                self.counts.add(index, handle[_OVERFLOW])
+                self.counts.add(index, overflow_of(manager))
             elif self.load.is_measured:
                 # Without a budget the host knows the number of received rows.
                 self.load.add(hidden_states.shape[0], torch.tensor(rows.shape[0]))

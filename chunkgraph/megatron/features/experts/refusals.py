@@ -1,8 +1,8 @@
 """Rules for mixture-of-experts settings of Megatron that chunk graphs do not support.
 
 A graph needs shapes that are known before the tokens: a fixed, padded capacity of every expert with
-a dispatcher that then reads nothing from the device, or DeepEP with a fixed budget for every rank.
-The rules of these two are in the section ``moe``.
+a dispatcher that then reads nothing from the device, or a budget of rows for every rank. The rules
+of these two are in the section ``moe``.
 """
 
 from __future__ import annotations

@@ -204,12 +204,22 @@ _SPREAD = {"data_parallel_size": 2, "expert_model_parallel_size": 2}
 _SPREAD_4 = {"data_parallel_size": 4, "expert_model_parallel_size": 4}
 _PIPELINE = {**_SPREAD, "pipeline_model_parallel_size": 2}
 _INTERLEAVED = {**_PIPELINE, "virtual_pipeline_model_parallel_size": 2}
+_DISPATCHERS = {
+    **{name: {"moe_token_dispatcher_type": name} for name in ("alltoall", "allgather")},
+    "flex": {
+        "moe_token_dispatcher_type": "flex",
+        "moe_flex_dispatcher_backend": "hybridep",
+        "moe_router_dtype": "fp32",
+    },
+}
 # Dispatcher, sizes, layers, steps. The kinds of loads repeat every four steps.
 _RANDOM = {
-    "ep2": ("alltoall", _SPREAD, 1, 40),
+    "ep2": ("alltoall", _SPREAD, 1, 100),
     "ep2-gathered": ("allgather", _SPREAD, 1, 16),
+    "ep2-hybridep": ("flex", _SPREAD, 1, 16),
     "ep4": ("alltoall", _SPREAD_4, 1, 16),
     "ep4-gathered": ("allgather", _SPREAD_4, 1, 12),
+    "ep4-hybridep": ("flex", _SPREAD_4, 1, 12),
     "pp2-ep2": ("alltoall", _PIPELINE, 2, 12),
     "pp2-vpp2-ep2": ("alltoall", _INTERLEAVED, 4, 8),
 }
@@ -218,7 +228,10 @@ _RANDOM = {
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("num_ranks", "names"),
-    [(2, ("ep2", "ep2-gathered")), (4, ("ep4", "ep4-gathered", "pp2-ep2", "pp2-vpp2-ep2"))],
+    [
+        (2, ("ep2", "ep2-gathered", "ep2-hybridep")),
+        (4, ("ep4", "ep4-gathered", "ep4-hybridep", "pp2-ep2", "pp2-vpp2-ep2")),
+    ],
 )
 def test_random_steps_with_too_little_room_are_equal_to_eager_training(
     run_cases: Callable[..., Any],
@@ -233,9 +246,12 @@ def test_random_steps_with_too_little_room_are_equal_to_eager_training(
         dispatcher, pipeline, num_layers, num_steps = _RANDOM[name]
         case = _case(
             make_config,
-            {**experts, "moe_token_dispatcher_type": dispatcher},
-            # No dropout: both models draw from one generator.
-            model={"num_layers": num_layers, "hidden_dropout": 0.0},
+            {**experts, **_DISPATCHERS[dispatcher]},
+            model={
+                "num_layers": num_layers,
+                "hidden_dropout": 0.0,  # both models draw from one generator
+                "params_dtype": "bfloat16" if dispatcher == "flex" else "float32",
+            },
             counts=(2,),
             pipeline=pipeline,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -25,6 +26,10 @@ BIASED = [
 ]
 EP2 = ["pipeline.data_parallel_size=2", "pipeline.expert_model_parallel_size=2"]
 GATHERED = ["moe.moe_token_dispatcher_type=allgather"]
+HYBRIDEP = [
+    *("moe.moe_token_dispatcher_type=flex", "moe.moe_flex_dispatcher_backend=hybridep"),
+    *("moe.moe_router_dtype=fp32", "run.timeout_s=280"),
+]
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(300)]
 
@@ -189,6 +194,16 @@ def test_products_of_graphs_train_eagerly_too(
 )
 def test_two_gpus(settings: list[str], tmp_path: Path) -> None:
     _check(_train([*EP2, *settings], tmp_path))
+
+
+@pytest.mark.multigpu
+@pytest.mark.skipif(
+    importlib.util.find_spec("hybrid_ep_cpp") is None, reason="DeepEP's hybrid-ep is not installed"
+)
+@pytest.mark.parametrize("more", [[], ["capture.verify=shadow"]], ids=["equal", "shadow"])
+def test_two_gpus_through_hybrid_ep(more: list[str], tmp_path: Path) -> None:
+    """`verify` ends the run if a bit differs."""
+    _check(_train([*EP2, *HYBRIDEP, *BIASED, *more], tmp_path))
 
 
 @pytest.mark.gpu

@@ -29,7 +29,7 @@ RANK_FACTOR = "moe_expert_rank_capacity_factor"
     [
         ({"moe_flex_dispatcher_backend": "ncclep"}, "ends the process"),
         ({"moe_flex_dispatcher_backend": "other"}, "'other': not known"),
-        ({RANK_FACTOR: None}, "moe_expert_rank_capacity_factor=None with .*fixed shapes"),
+        ({RANK_FACTOR: float("inf")}, f"{RANK_FACTOR}=inf with .*fixed shapes"),
         ({RANK_FACTOR: 0.5}, f"{RANK_FACTOR}=0.5 with .*: below 1"),
         ({"moe_expert_capacity_factor": 2.0}, "moe_expert_capacity_factor=2.0 with .*{name}"),
         ({"moe_pad_expert_input_to_capacity": True}, "leave it and moe_pad_expert"),
@@ -99,6 +99,33 @@ def test_tokens_are_never_dropped_silently(token_drops: str, backend: str) -> No
     (reason,) = refused(MOE_RULES, holds, token_drops=token_drops)
     assert f"token_drops='{token_drops}' with moe_flex_dispatcher_backend='{backend}'" in reason
     assert refused(MOE_RULES, holds, token_drops="rerun") == []
+
+
+_MEASURED = {**HOLDS, RANK_FACTOR: None, "use_transformer_engine_op_fuser": False}
+
+
+def test_hybrid_ep_needs_no_budget_and_no_setting_of_one() -> None:
+    plain = {**_MEASURED, "moe_grouped_gemm": False, "gated_linear_unit": False}
+    for token_drops in ("warn", "count", "raise", "rerun"):
+        assert refused(MOE_RULES, plain, token_drops=token_drops) == []
+    of_node = {**_MEASURED, "moe_flex_dispatcher_backend": "deepep"}
+    reasons = refused(MOE_RULES, of_node, token_drops="raise")
+    assert any(re.search(f"{RANK_FACTOR}=None with .*fixed shapes", why) for why in reasons)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"fp8": "hybrid"}, "fp8='hybrid' with moe_expert_capacity_factor=None: grouped GEMMs"),
+        ({"moe_expert_capacity_factor": 2.0}, "experts of a rank share its room"),
+        ({"moe_shared_expert_overlap": True}, "moe_shared_expert_overlap=True with .*supported"),
+        ({"moe_router_dtype": None}, "moe_router_dtype=None.*'fp32'"),
+        ({"expert_tensor_parallel_size": 2}, "expert_tensor_parallel_size=2"),
+    ],
+)
+def test_what_cannot_go_without_a_budget_is_named(changes: dict[str, Any], message: str) -> None:
+    (reason,) = refused(MOE_RULES, {**_MEASURED, **changes}, token_drops="raise")
+    assert re.search(message, reason), reason
 
 
 def test_packed_sequences_go_with_it() -> None:
@@ -297,22 +324,22 @@ def test_room_is_for_all_where_nobody_would_hear_of_a_flag(one_rank: Any) -> Non
 
 def test_a_replaced_buffer_stops_the_replays(one_rank: Any) -> None:
     from chunkgraph.megatron.core.access import import_megatron, patch_attributes
-    from chunkgraph.megatron.features.experts.rank_budget import RankBudget
+    from chunkgraph.megatron.features.experts.deep_ep_buffer import DeepEPBuffer
 
-    budget = RankBudget([_layer(torch.tensor([1]))])
+    watched = DeepEPBuffer(is_hybrid=True)
     limits = SimpleNamespace(max_num_of_tokens_per_rank=64)
     buffer = SimpleNamespace(configurer=SimpleNamespace(buffer_config=limits))
     module = import_megatron("megatron.core.transformer.moe.fused_a2a")
     undo = patch_attributes(module, {"_hybrid_ep_buffer": buffer})
     try:
-        budget.check_buffer()  # nothing is captured
-        budget.remember_buffer()
-        budget.check_buffer()
-        assert not budget.is_buffer_replaced()
+        watched.check()  # nothing is captured
+        watched.remember()
+        watched.check()
+        assert not watched.is_replaced()
         limits.max_num_of_tokens_per_rank = 128
-        assert budget.is_buffer_replaced()  # a step's load is known at its end
+        assert watched.is_replaced()  # a step's load is known at its end
         with pytest.raises(ReplayMismatchError, match="a pass had 128 tokens"):
-            budget.check_buffer()
+            watched.check()
     finally:
         undo()
 
