@@ -23,7 +23,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from chunkgraph.launch.arguments import refuse_changed_arguments, schedule_of, settle_arguments
+from chunkgraph.launch.arguments import (
+    refuse_changed_arguments,
+    schedule_of,
+    settle_arguments,
+    turn_off_overlap,
+)
 from chunkgraph.launch.document_source import DocumentSource
 from chunkgraph.launch.flags import GraphFlags, add_flags
 from chunkgraph.launch.look_ahead import num_microbatches_at
@@ -158,6 +163,8 @@ class ChunkGraphsInPretrain:
             undo.callback(self._forget)
             contexts = self._contexts(flags, args, chunks, undo)
             _set_rank_budget(args, chunks)
+            if line := turn_off_overlap(module for chunk in chunks for module in chunk.modules()):
+                _print_on_rank_0(line)
             self.graphs = graphs = attach(
                 model,
                 scope=flags.capture.scope,

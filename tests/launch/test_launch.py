@@ -247,6 +247,20 @@ def test_experts_that_stash_and_run_steps_again_equal_eager(jobs: Jobs) -> None:
     assert _replays(jobs.output)[-1] == 4
 
 
+def test_overlapped_transfers_of_experts_are_off_and_named(jobs: Jobs) -> None:
+    experts = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --bf16 "
+    experts += "--expert-model-parallel-size 2 --pipeline-model-parallel-size 1 --num-layers 2 "
+    experts += "--untie-embeddings-and-output-weights --disable-bias-linear --swiglu "
+    experts += "--train-iters 3 --eval-interval 2"
+    flags = [*experts.split(), *EIGHT]
+    eager = jobs.train("transfers-eager", *flags)
+    chunk = jobs.train("transfers-chunk", *flags, *CHUNK, "--overlap-moe-expert-parallel-comm")
+    assert chunk == eager
+    line = "chunk graphs: training runs without --overlap-moe-expert-parallel-comm, with the same"
+    assert jobs.output.count(line) == 1
+    assert _replays(jobs.output)[-1] > 0
+
+
 def _has_tensorboard() -> bool:
     return importlib.util.find_spec("tensorboard") is not None
 

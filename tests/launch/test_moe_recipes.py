@@ -60,6 +60,7 @@ _HYBRIDEP = (
 _ROOM = "--moe-expert-capacity-factor 2 --moe-pad-expert-input-to-capacity"
 _EP2 = "--expert-model-parallel-size 2"
 _TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+_OVERLAP = "--overlap-moe-expert-parallel-comm"
 _PP2 = "--pipeline-model-parallel-size 2"
 
 _TAKEN = (
@@ -83,6 +84,8 @@ _TAKEN = (
     (_DEEPSEEK, f"{_ALL_TO_ALL} {_EP2} --moe-shared-expert-overlap"),
     (_DEEPSEEK, f"{_HYBRIDEP} {_EP2} {_TP2} --expert-tensor-parallel-size 1 --mtp-num-layers 1"),
     (_DEEPSEEK, f"{_HYBRIDEP} --expert-model-parallel-size 16 {_PP2}"),
+    (_DEEPSEEK, f"{_ALL_TO_ALL} {_EP2} {_OVERLAP}"),
+    (_DEEPSEEK, f"{_ALL_TO_ALL} {_EP2} {_PP2} {_OVERLAP} --mtp-num-layers 1"),
     (_QWEN, f"{_ALL_TO_ALL} {_EP2}"),
     (_QWEN, f"{_ALL_GATHER} {_EP2}"),
     (_QWEN, f"{_ALL_GATHER} --use-transformer-engine-op-fuser"),
@@ -95,6 +98,11 @@ _REFUSED = (
         _MIXTRAL,
         f"{_ALL_TO_ALL} {_ROOM} --moe-router-load-balancing-type sinkhorn",
         "sinkhorn: sinkhorn iterates until a value that it reads on the host is small",
+    ),
+    (
+        _DEEPSEEK,
+        f"{_ALL_TO_ALL} {_EP2} {_OVERLAP} --mtp-num-layers 1",
+        f"{_OVERLAP}: graphs train without it",
     ),
     (_MIXTRAL, f"{_ALL_TO_ALL} --fp8-format hybrid", "--fp8-format hybrid without --moe-expert-"),
     (_MIXTRAL, f"{_ALL_TO_ALL} --moe-expert-capacity-factor 1", "--moe-pad-expert-input-to-"),

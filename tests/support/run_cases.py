@@ -25,6 +25,7 @@ import fault_probe
 import groups_end_probe
 import isolation_probe
 import kernel_probe
+import overlap_probe
 import packed_probe
 import receive_probe
 import schedule_probe
@@ -91,6 +92,8 @@ def run_case(case: dict[str, Any], eager_runs: EagerRuns) -> Any:
             return dropless_probe.run(config, device, case)
         if case.get("probe") == "kernels":
             return kernel_probe.run(config, device, case)
+        if case.get("probe") == "overlap":
+            return overlap_probe.run(config, device, case)
         if case.get("probe") == "context":
             return context_probe.run(case)
         if case.get("probe") == "groups_end":

@@ -267,6 +267,44 @@ def test_random_steps_with_too_little_room_are_equal_to_eager_training(
             assert rank["dropped"] == 0
 
 
+def test_megatrons_overlap_changes_bits_only_of_an_embedding_that_is_used_twice(
+    run_cases: Callable[..., Any], make_config: Callable[..., Any]
+) -> None:
+    """The launcher turns it off, and refuses it for such an embedding."""
+    make, half = make_config, {"params_dtype": "bfloat16"}
+    tied = {**half, "untie_embeddings_and_output_weights": False}
+    predicting = {"mtp_num_layers": 1}
+    once = {"ep2": _case(make, _BIASED, model=half, pipeline=_SPREAD)}
+    twice = {
+        "tied": _case(make, _BIASED, model=tied, pipeline=_SPREAD),
+        "predicting": _case(make, _BIASED, model=half, pipeline=_SPREAD, options=predicting),
+    }
+    spread = {"counts": (2,), "pipeline": _INTERLEAVED}
+    staged = {
+        "tied": _case(make, _BIASED, model={**tied, "num_layers": 4}, **spread),
+        "predicting": _case(
+            make, _BIASED, model={**half, "num_layers": 4}, options=predicting, **spread
+        ),
+    }
+    stages = _overlapped(run_cases, staged, 4)
+    assert stages == {name: [[]] * 4 for name in staged}
+    results = _overlapped(run_cases, {**once, **twice}, 2)
+    assert results["ep2"] == [[], []]
+    embedding = "chunk 0: module.module.embedding.word_embeddings.weight"
+    for name in twice:
+        assert all(
+            rank == [f"step {step}: {embedding}" for step in range(3)] for rank in results[name]
+        )
+
+
+def _overlapped(
+    run_cases: Callable[..., Any], cases: dict[str, Any], num_ranks: int
+) -> dict[str, list[list[str]]]:
+    probed = {name: {**case, "probe": "overlap"} for name, case in cases.items()}
+    results: dict[str, list[list[str]]] = run_cases(probed, num_ranks)
+    return results
+
+
 def test_sinkhorn_ends_where_megatrons_does() -> None:
     """Few and many rounds; a lack of rounds is reported."""
     from megatron.core.transformer.moe.moe_utils import sinkhorn

@@ -1,0 +1,90 @@
+"""A case of `run_cases`: Megatron's overlap of the transfers of experts, on and off."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from chunkgraph.data import PackedText
+from chunkgraph.megatron.core.access import import_megatron
+from chunkgraph.megatron.features.experts.state import forget_expert_metrics, take_expert_metrics
+from chunkgraph.trainer import forward_step as plain
+from chunkgraph.trainer.batches import sequence_batches
+from chunkgraph.trainer.model import build_model
+from chunkgraph.trainer.setup import seed_everything
+
+_OVERLAP = "overlap_moe_expert_parallel_comm"
+
+
+def run(config: Any, device: torch.device, case: dict[str, Any]) -> list[list[str]]:
+    """Run steps of two models that are built with the overlap; only the first one uses it.
+
+    Args:
+        config: Configuration of the run.
+        device: Device of the models.
+        case: ``transformer_options``.
+
+    Returns:
+        By rank, the names of unequal losses, gradients and metrics.
+    """
+    with mock.patch.object(torch.Tensor, "record_stream", return_value=None):
+        return _compared(config, device, case)
+
+
+def _compared(config: Any, device: torch.device, case: dict[str, Any]) -> list[list[str]]:
+    options = {**(case.get("transformer_options") or {}), _OVERLAP: True}
+    results = []
+    for overlaps in (True, False):
+        forget_expert_metrics()
+        seed_everything(config.train.seed, device)
+        chunks: Any = build_model(config, device, transformer_options=options)
+        for module in (m for chunk in chunks for m in chunk.modules() if hasattr(m, "config")):
+            setattr(module.config, _OVERLAP, overlaps)
+        results.append([_step(config, device, chunks, step) for step in range(3)])
+    mine = [
+        f"step {step}: {name}"
+        for step, (overlapped, alone) in enumerate(zip(*results, strict=True))
+        for name, value in overlapped.items()
+        if not torch.equal(value, alone[name])
+    ]
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, mine)
+    return ranks
+
+
+def _step(config: Any, device: torch.device, chunks: Any, step: int) -> dict[str, torch.Tensor]:
+    text = PackedText.from_file(None, seq_length=config.model.seq_length, seed=1)
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    count = 4
+    data = [sequence_batches(config, text, step, count, device) for _ in chunks]
+    schedule = import_megatron("megatron.core.pipeline_parallel").get_forward_backward_func()
+    losses = schedule(
+        forward_step_func=_forward_step,
+        data_iterator=data if len(chunks) > 1 else data[0],
+        model=chunks if len(chunks) > 1 else chunks[0],
+        num_microbatches=count,
+        seq_length=config.model.seq_length,
+        micro_batch_size=config.train.micro_batch_size,
+        forward_only=False,
+    )
+    results = {
+        f"chunk {index}: {name}": parameter.main_grad.clone()
+        for index, chunk in enumerate(chunks)
+        for name, parameter in chunk.named_parameters()
+    }
+    results["losses"] = torch.tensor([float(loss["lm loss"]) for loss in losses])
+    results.update({n: torch.tensor(v) for n, v in take_expert_metrics().items()})
+    return results
+
+
+def _forward_step(
+    data: Iterator[dict[str, Any]], chunk: Any, return_schedule_plan: bool = False
+) -> Any:
+    if not return_schedule_plan:
+        return plain.forward_step(data, chunk)
+    return plain.forward_step(data, chunk.build_schedule_plan)
