@@ -127,11 +127,6 @@ MODEL_RULES = (
         f"expert_gtp_weight_remat_size: {_GATHERED_WEIGHTS}",
         lambda f: (f.expert_gtp_weight_remat_size or 1) > 1,
     ),
-    Rule(
-        "experimental_attention_variant: every microbatch sets the scale of its indexer's loss to "
-        "another tensor",
-        lambda f: f.experimental_attention_variant == "dsa",
-    ),
     Rule(f"overlap_dispatch_backward_with_experts_wgrad: {_OUTSIDE}"),
     Rule("moe_hybridep_pad_uneven_dispatch_inputs: it reads token counts on the host"),
     Rule(

@@ -62,6 +62,10 @@ def refusal(arguments: str, *, on_cpu: bool = True) -> str:
             "--overlap-moe-expert-parallel-comm",  # with tied embeddings on one stage
             "--overlap-moe-expert-parallel-comm: graphs train without it",
         ),
+        (
+            "--experimental-attention-variant dsa --dsa-kernel-backend tilelang",
+            "--dsa-kernel-backend tilelang: its kernels are untested",
+        ),
         ("--flextron", "--flextron: hooks of layers read the budget"),
         ("--export-kd-teacher-load DIR", "--export-kd-teacher-load: distillation keeps outputs"),
         (f"{WHOLE}--defer-embedding-wgrad-compute", "chunk with --defer-embedding-wgrad-compute: "),

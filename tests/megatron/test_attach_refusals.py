@@ -39,7 +39,6 @@ def _block(chunks: list[nn.Module]) -> Any:
         ("num_microbatches_with_partial_activation_checkpoints", 1),
         ("gtp_weight_remat_size", 2),
         ("expert_gtp_weight_remat_size", 2),
-        ("experimental_attention_variant", "dsa"),
         ("overlap_dispatch_backward_with_experts_wgrad", True),
         ("use_transformer_engine_op_fuser", True),
         ("cuda_graph_impl", "local"),

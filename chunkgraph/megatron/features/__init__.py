@@ -11,6 +11,7 @@ from chunkgraph.megatron.features.model.feature import ModelState
 from chunkgraph.megatron.features.packing.calls import PackedCalls
 from chunkgraph.megatron.features.packing.feature import Packing
 from chunkgraph.megatron.features.prediction.feature import TokenPrediction
+from chunkgraph.megatron.features.sparse.feature import SparseAttention
 from chunkgraph.megatron.features.stash.feature import ExpertStash
 
 __all__ = ["FEATURES"]
@@ -25,5 +26,6 @@ FEATURES: tuple[type[Feature], ...] = (
     ExpertStash,
     Fp8State,
     TokenPrediction,
+    SparseAttention,
 )
 """The features in order: the first one wraps the model innermost."""

@@ -1,9 +1,7 @@
 """Support multi-token prediction, whose loss scale and metrics are state in Python.
 
-Megatron sets the scale of the loss to another tensor in every microbatch, and keeps the metrics in
-process-wide tensors. A captured backward reads the scale from a fixed tensor, and a captured
-forward adds to the metrics in place. Megatron 0.17 also checks on the host whether any token
-counts, before it divides by their number; a captured forward checks on the device.
+Megatron 0.17 also checks on the host whether any token counts, before it divides by their number; a
+captured forward checks on the device.
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -19,24 +16,22 @@ import torch
 from chunkgraph.engine import Chunk
 from chunkgraph.megatron.captured_part import CapturedPart
 from chunkgraph.megatron.core.access import import_megatron, patch_attributes, private_names
-from chunkgraph.megatron.feature import Feature, chained
+from chunkgraph.megatron.feature import Feature
 from chunkgraph.megatron.site import Site
+from chunkgraph.megatron.tracked_loss import TrackedLoss
 
 __all__ = ["TokenPrediction"]
 
 _MODULE = "megatron.core.transformer.multi_token_prediction"
-_GROUPS = ("reduce_group", "avg_group")
 
 
 class TokenPrediction(Feature):
     """Keep the loss scale and the metrics of multi-token prediction right in one rank's graphs."""
 
     def __init__(self) -> None:
-        self._scaler, self._log = private_names(
-            _MODULE, "MTPLossAutoScaler", "MTPLossLoggingHelper"
+        self._loss = TrackedLoss(
+            *private_names(_MODULE, "MTPLossAutoScaler", "MTPLossLoggingHelper")
         )
-        self._scale: torch.Tensor | None = None
-        self._groups: dict[str, Any] = {}
 
     @classmethod
     def of(cls, site: Site) -> Self | None:
@@ -45,51 +40,21 @@ class TokenPrediction(Feature):
 
     def wrap(self, part: CapturedPart, chunk: Chunk) -> Chunk:
         """Handle the scale and the metrics of a part that predicts several tokens."""
-        if not part.predicts_tokens:
-            return chunk
-        return replace(
-            chunk,
-            before_forward=chained(chunk.before_forward, self.before_forward),
-            before_backward=chained(chunk.before_backward, self.before_backward),
-        )
+        return self._loss.wrap(chunk) if part.predicts_tokens else chunk
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
-        """Set Megatron's scale to the tensor that the graphs read; restore the metrics on exit."""
-        current = self._scaler.main_loss_backward_scale
-        self._scale = current.detach().clone()
-        tracker = self._log.tracker
-        self._scaler.main_loss_backward_scale = self._scale
+        """Let graphs read the scale from a fixed tensor, and count tokens on the device."""
         unpatch = _count_on_the_device()
         try:
-            with self.verifying():
+            with self._loss.capturing():
                 yield
-                self._groups = {name: tracker[name] for name in _GROUPS if name in tracker}
         finally:
             unpatch()
-            self._scaler.main_loss_backward_scale = current
 
-    @contextlib.contextmanager
-    def verifying(self) -> Iterator[None]:
+    def verifying(self) -> contextlib.AbstractContextManager[None]:
         """Enclose forwards that are not part of the training; restore the metrics on exit."""
-        tracker = self._log.tracker
-        saved = {name: v.clone() for name, v in tracker.items() if isinstance(v, torch.Tensor)}
-        groups = {name: tracker[name] for name in _GROUPS if name in tracker}
-        try:
-            yield
-        finally:
-            tracker.update(groups)
-            for name, value in saved.items():
-                tracker[name].copy_(value)
-
-    def before_forward(self) -> None:
-        """Set the groups over which metrics are reduced, as an eager forward does."""
-        self._log.tracker.update(self._groups)
-
-    def before_backward(self) -> None:
-        """Copy Megatron's current scale into the tensor that the graphs read."""
-        assert self._scale is not None
-        self._scale.copy_(self._scaler.main_loss_backward_scale)
+        return self._loss.verifying()
 
 
 class _Count(torch.Tensor):
