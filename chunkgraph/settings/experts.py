@@ -197,8 +197,9 @@ def uses_dropless(model: Any) -> bool:
 def _without_capacity(name: str) -> Rule:
     """Return the rule of a setting that captured dropless experts do not support."""
     return Rule(
-        f"{name} moe_expert_capacity_factor: grouped GEMMs with sizes on the device multiply only "
-        f"bfloat16; train without {name.upper()}, or {STATIC}",
+        f"{name} moe_expert_capacity_factor: the grouped GEMM of graphs multiplies bfloat16, and "
+        "Megatron pads quantized rows to counts that it reads on the host; train without "
+        f"{name.upper()}, or {STATIC}",
         lambda f: f.captures and uses_dropless(f) and getattr(f, name),
     )
 

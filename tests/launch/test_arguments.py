@@ -65,7 +65,7 @@ def test_layer_leaves_all_arguments_alone() -> None:
         ({"optimizer_cuda_graph": True}, "--optimizer-cuda-graph: "),
         (
             {"num_experts": 8, "fp8": "hybrid"},
-            "--fp8-format hybrid without --moe-expert-capacity-factor: grouped GEMMs",
+            "--fp8-format hybrid without --moe-expert-capacity-factor: the grouped GEMM",
         ),
         ({"fp4": "e2m1"}, "--fp4-format e2m1: "),
         ({"sft": True}, "--sft: packed sequences change their offsets"),
