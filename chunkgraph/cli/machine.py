@@ -189,8 +189,8 @@ def _cublaslt() -> Finding:
         return Finding(name, "absent", "not found")
     if number < CUBLASLT_NEEDED:
         advice = (
-            f"DeepEP's dispatch needs {version_text(CUBLASLT_NEEDED)}: a grouped MLP whose token "
-            "counts stay on the device"
+            f"a rank budget with DeepEP needs {version_text(CUBLASLT_NEEDED)}: a grouped MLP whose "
+            "token counts stay on the device"
         )
         return Finding(name, "absent", version_text(number), advice)
     return Finding(name, "ok", version_text(number))
@@ -201,8 +201,8 @@ def _grouped_mlp() -> Finding:
     if wants_fused_grouped_mlp():
         return Finding(name, "ok", f"{FUSED_GROUPED_MLP}=1")
     advice = (
-        f"DeepEP's dispatch needs {FUSED_GROUPED_MLP}=1, for use_transformer_engine_op_fuser; on "
-        "Hopper too"
+        f"a rank budget with DeepEP needs {FUSED_GROUPED_MLP}=1, for "
+        "use_transformer_engine_op_fuser; on Hopper too"
     )
     return Finding(name, "absent", "not enabled", advice)
 
