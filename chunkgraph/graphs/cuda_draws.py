@@ -11,6 +11,7 @@ generators that a graph draws from, torch writes seed and offset to the device b
 from __future__ import annotations
 
 import operator
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -299,7 +300,9 @@ def measured_draws(
 
     def noting(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
-            if threading.get_ident() == thread:
+            # A first call of compiled code compiles it, which saves the state too.
+            is_compiler = sys._getframe(1).f_globals["__name__"].startswith("torch._dynamo")
+            if threading.get_ident() == thread and not is_compiler:
                 own = tuple(enumerate(_differences(_offsets_of(generators), starts)))
                 current = _number_of(default, generators)
                 measured.at_saves.append(None if current is None else (own[current], *own[1:]))
