@@ -65,11 +65,6 @@ def _trained(settings: list[str], tmp_path: Path) -> dict[str, Any]:
     [
         pytest.param([*EP2_PP1, WIDE], [4, 1, 2, 7], id="ep2"),
         pytest.param([*PP2, "moe.moe_expert_rank_capacity_factor=1.0"], [4, 1, 2, 7], id="pp2"),
-        pytest.param(
-            [*PP2, "moe.moe_expert_rank_capacity_factor=1.0", "pipeline.schedule=zb-h1"],
-            [4, 2, 7],
-            id="pp2-zb-h1",
-        ),
         pytest.param([*DEEPEP, WIDE], [4, 1, 2, 7], id="deepep"),
         pytest.param([*DEEPEP, WIDE, "capture.verify=poison"], [2, 3, 1], id="deepep-poison"),
     ],
