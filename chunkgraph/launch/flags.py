@@ -216,16 +216,16 @@ def read_flags(args: argparse.Namespace) -> tuple[GraphFlags | None, list[str]]:
     Args:
         args: The namespace from Megatron's parser, with the flags of `add_flags`.
     """
-    given = {
+    flag_values = {
         flag: flag.value_of(parsed)
         for flag in _OPTIONS.values()
         if (parsed := getattr(args, flag.dest)) is not None
     }
     if args.cuda_graph_granularity == "layer":
-        given.pop(_OPTIONS["pipeline.schedule"], None)  # it drives eager steps too
-        if not given:
+        flag_values.pop(_OPTIONS["pipeline.schedule"], None)  # it drives eager steps too
+        if not flag_values:
             return None, []
-        idle = ", ".join(flag.format(value) for flag, value in given.items())
+        idle = ", ".join(flag.format(value) for flag, value in flag_values.items())
         problem = f"{idle} has no effect with {GRANULARITY} layer."
         return None, [f"{problem} Add {GRANULARITY} chunk, or leave it out."]
     problems: list[str] = []
@@ -238,7 +238,7 @@ def read_flags(args: argparse.Namespace) -> tuple[GraphFlags | None, list[str]]:
             f"{_WARMUP} {num_warmup_steps}: chunks are captured from the inputs of "
             "an eager step, so at least one eager step must come first. Use 1 or more."
         )
-    values = _values(given, problems)
+    values = _values(flag_values, problems)
     packing = values["packing"]
     for rule in (NUM_SEQS_RULE, *SIZE_RULES):
         if text := rule.refusal(Facts(packing.get, FLAG_WORDS)):
@@ -253,13 +253,13 @@ def read_flags(args: argparse.Namespace) -> tuple[GraphFlags | None, list[str]]:
     ), problems
 
 
-def _values(given: dict[Flag, Any], problems: list[str]) -> defaultdict[str, dict[str, Any]]:
+def _values(flag_values: dict[Flag, Any], problems: list[str]) -> defaultdict[str, dict[str, Any]]:
     """Check each flag; return the valid values by section and append errors to ``problems``."""
     values: defaultdict[str, dict[str, Any]] = defaultdict(dict)
     idle: dict[Flag, list[str]] = {}
-    for flag, value in given.items():
+    for flag, value in flag_values.items():
         setting, switch = flag.setting, _OPTIONS.get(flag.setting.needs or "")
-        if switch is not None and given.get(switch) in (None, switch.setting.default, ()):
+        if switch is not None and flag_values.get(switch) in (None, switch.setting.default, ()):
             idle.setdefault(switch, []).append(flag.format(value))
         elif setting.bounds is not ANY and any(
             n not in setting.bounds for _, n in setting.numbers(value)
