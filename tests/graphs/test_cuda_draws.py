@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -201,6 +202,23 @@ def test_without_a_measurement_nothing_is_drawn_again(device: Device) -> None:
     draws, _ = device.capture(chunk.forward)
     with pytest.raises(CaptureError, match="num_warmup_passes"):
         device.capture(chunk.backward, resumed=draws)
+
+
+def test_states_that_a_compilation_saves_do_not_count(device: Device) -> None:
+    """Dynamo saves the state when it compiles a function, which the eager pass calls first."""
+    chunk = Checkpoints(device)
+    names = {"__name__": "torch._dynamo.convert_frame", "torch": torch}
+
+    def save() -> torch.Tensor:
+        return torch.cuda.get_rng_state()
+
+    compile_function = FunctionType(save.__code__, names)
+
+    def first_forward() -> None:
+        compile_function()
+        chunk.forward()
+
+    assert device.measure(first_forward) == device.measure(chunk.forward)
 
 
 def test_a_graph_without_draws_needs_no_further_generators(device: Device) -> None:
