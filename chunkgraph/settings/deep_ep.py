@@ -184,6 +184,11 @@ DEEPEP_RULES = (
         lambda f: f.captures and f.num_warmup_steps is not None and f.num_warmup_steps < 1,
     ),
     _with_flex(
+        "schedule: its kernels would read weight gradients that are not computed yet; use a "
+        "schedule that does not split backwards, or {moe_token_dispatcher_type=alltoall}",
+        lambda f: f.captures and f.splits_backward and measures_budget(f),
+    ),
+    _with_flex(
         "expert_tensor_parallel_size: the grouped GEMM cannot be split; make it 1",
         lambda f: (f.expert_tensor_parallel_size or 1) > 1,
     ),

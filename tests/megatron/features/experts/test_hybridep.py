@@ -121,6 +121,7 @@ def test_hybrid_ep_needs_no_budget_and_no_setting_of_one() -> None:
         ({"moe_shared_expert_overlap": True}, "moe_shared_expert_overlap=True with .*supported"),
         ({"moe_router_dtype": None}, "moe_router_dtype=None.*'fp32'"),
         ({"expert_tensor_parallel_size": 2}, "expert_tensor_parallel_size=2"),
+        ({"schedule": "zb-h1", "splits_backward": True}, "schedule='zb-h1' with .*not computed"),
     ],
 )
 def test_what_cannot_go_without_a_budget_is_named(changes: dict[str, Any], message: str) -> None:
