@@ -43,9 +43,8 @@ class ChunkGraphs:
     """Capture the model chunks of one rank and replay them inside steps.
 
     Call ``callables[c]`` where the schedule called chunk ``c``, inside ``with graphs.step(...)``.
-    The first ``num_warmup_steps`` steps run eagerly; then all slots are captured at a step
-    boundary, and every later step replays them for any number of microbatches. Alternatively,
-    `capture` captures immediately from sample inputs.
+    The first ``num_warmup_steps`` steps run eagerly. A step boundary then captures all slots; later
+    steps replay them for any number of microbatches. `capture` captures now, from sample inputs.
 
     Args:
         chunks: this rank's modules or `Chunk` values, by model chunk index; or a single one.
