@@ -37,6 +37,16 @@ ZB_VPP2 = [
     "pipeline.virtual_pipeline_model_parallel_size=2",
     "pipeline.schedule=interleaved-zb",
 ]
+TIED = ["model.untie_embeddings_and_output_weights=false"]
+PACKED = [
+    *("packing.max_packed_seqs=8", "packing.max_packed_tokens=1024"),
+    *("packing.buckets=[0.5]", "packing.seq_buckets=[4]"),
+]
+DROPLESS = [
+    *("moe.num_moe_experts=8", "moe.moe_router_topk=2", "moe.moe_ffn_hidden_size=256"),
+    *("moe.moe_pad_expert_input_to_capacity=false", "moe.moe_grouped_gemm=true"),
+    *("moe.moe_token_dispatcher_type=alltoall", "moe.moe_router_dtype=fp32"),
+]
 OVERLAPPED = [
     "train.overlap_grad_reduce=true",
     "train.use_distributed_optimizer=true",
@@ -322,6 +332,29 @@ OVERLAPPED = [
             marks=FOUR,
             id="pp2-dp2-zb-overlap",
         ),
+        pytest.param([*ZB, *TIED, *DROPOUT], [4, 1, 2, 7], marks=TWO, id="pp2-zb-tied-dropout"),
+        pytest.param([*ZB_VPP2, *TIED], [4, 2, 12, 6], marks=TWO, id="pp2-vpp2-zb-tied"),
+        pytest.param([*ZB, *PACKED], [4, 1, 2, 7], marks=TWO, id="pp2-zb-packed"),
+        pytest.param([*ZB, *DROPLESS], [4, 1, 2, 7], marks=TWO, id="pp2-zb-dropless-experts"),
+        pytest.param(
+            [
+                *ZB,
+                *DROPLESS,
+                "pipeline.data_parallel_size=2",
+                "pipeline.expert_model_parallel_size=2",
+            ],
+            [4, 1, 2, 7],
+            marks=FOUR,
+            id="pp2-ep2-zb-dropless-experts",
+        ),
+        pytest.param([*ZB, *TP2_SEQUENCE], [4, 1, 2, 7], marks=FOUR, id="pp2-tp2-zb-sequence"),
+        pytest.param(
+            [*ZB, *PP4, "train.overlap_grad_reduce=true", "capture.verify=poison"],
+            [8, 3, 4, 13],
+            marks=FOUR,
+            id="pp4-zb-overlap-poison",
+        ),
+        pytest.param([*ZB_VPP2, *PP4], [4, 12, 8], marks=FOUR, id="pp4-vpp2-zb"),
     ],
 )
 def test_training_on_gpus_equals_eager(
