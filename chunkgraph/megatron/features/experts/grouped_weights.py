@@ -7,6 +7,7 @@ import importlib.util
 from collections.abc import Sequence
 
 import torch
+from torch import library
 
 __all__ = ["as_one", "lay_together", "zero_empty"]
 
@@ -50,14 +51,26 @@ def lay_together(weights: Sequence[torch.nn.Parameter]) -> bool:
 def zero_empty(grads: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Write zeros to ``grads`` [experts, out, in] of experts without rows, and return them.
 
-    A grouped product does not write the gradients of these experts.
+    A grouped product does not write the gradients of these experts. This is one operator of torch
+    on each device: a split backward sees that it reads and writes weight gradients.
     """
+    torch.ops.chunkgraph.zero_empty(grads, ends)
+    return grads
+
+
+def _zero_empty(grads: torch.Tensor, ends: torch.Tensor) -> None:
     if grads.is_cuda and importlib.util.find_spec("triton") is not None:
         kernel = importlib.import_module("chunkgraph.megatron.features.experts.empty_kernel")
         kernel.zero_empty(grads, ends)
-        return grads
+        return
     begins = torch.nn.functional.pad(ends[:-1], (1, 0))
-    return grads.masked_fill_((ends == begins)[:, None, None], 0)
+    grads.masked_fill_((ends == begins)[:, None, None], 0)
+
+
+_LIBRARY = library.Library("chunkgraph", "FRAGMENT")
+_LIBRARY.define("zero_empty(Tensor(a!) grads, Tensor ends) -> ()")
+for _device in ("CPU", "CUDA"):
+    _LIBRARY.impl("zero_empty", _zero_empty, _device)
 
 
 def _even_step_bytes(weights: Sequence[torch.Tensor]) -> int | None:
