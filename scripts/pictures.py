@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-_RUNS = {"256": "dense_pp2_s256", "1024": "dense_pp2", "4096": "dense_pp2_s4096"}
+_RUNS = {"256": "speed_s256", "1024": "speed_s1024", "4096": "speed_s4096"}
 """Bench documents by sequence length."""
 _VARIANTS = {
     "eager": ("eager", "#9a9a9a"),
