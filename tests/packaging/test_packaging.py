@@ -8,6 +8,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -38,7 +39,10 @@ def test_version_is_stated_once() -> None:
     import chunkgraph
 
     assert chunkgraph.__version__ == PYPROJECT["project"]["version"]
-    assert f"## [{chunkgraph.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == chunkgraph.__version__
+    heading = f"## [{chunkgraph.__version__}] - {citation['date-released']}"
+    assert heading in (ROOT / "CHANGELOG.md").read_text().splitlines()
 
 
 def test_schedules_is_a_link_into_the_top_level() -> None:
