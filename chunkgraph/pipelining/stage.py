@@ -16,6 +16,7 @@ from chunkgraph.engine import Chunk, ChunkGraphs, StepMode
 from chunkgraph.errors import ConfigError
 from chunkgraph.pipelining.data_parallel import reduce_gradients, unwrapped
 from chunkgraph.pipelining.loss import GraphedLoss
+from chunkgraph.pipelining.receives import ReceivingStage
 from chunkgraph.pipelining.sharded import (
     casting_only,
     finish_backwards,
@@ -29,7 +30,7 @@ __all__ = ["GraphedStage", "StageReplays", "graphed"]
 _OVERRIDDEN = ("forward_one_chunk", "forward_maybe_with_nosync", "backward_maybe_with_nosync")
 
 
-class GraphedStage(PipelineStage):
+class GraphedStage(ReceivingStage):
     """A `PipelineStage` that a `GraphedSchedule` captures; it takes the same arguments.
 
     Without a `GraphedSchedule` it behaves like a `PipelineStage`. Evaluation and torch's shape

@@ -254,6 +254,7 @@ class Run:
     values: list[Any]
     parameters: dict[str, torch.Tensor]
     graphs: GraphedSchedule | None
+    stages: list[Any]
 
 
 def train(case: Case, place: Place, folder: Path, *, has_graphs: bool) -> Run:
@@ -300,7 +301,19 @@ def train(case: Case, place: Place, folder: Path, *, has_graphs: bool) -> Run:
                 values.append(call(runner.eval, 50 + step, case.counts[0]))
             modules.train()
     parameters = {name: local(p.detach()).clone() for name, p in named.items()}
-    return Run(values, parameters, runner if has_graphs else None)
+    return Run(values, parameters, runner if has_graphs else None, stages)
+
+
+def num_receive_buffers(stages: list[Any]) -> int:
+    """Return the number of buffers that hold memory between steps."""
+    infos = [
+        info
+        for stage in stages
+        for of_microbatch in (*stage.args_recv_info.values(), *stage.grad_recv_info.values())
+        for info in of_microbatch
+    ]
+    buffers = [getattr(info, "buffer", None) for info in infos]
+    return sum(buffer is not None and not buffer.is_meta for buffer in buffers)
 
 
 class Eager:
@@ -346,6 +359,7 @@ def compare(case: Case, place: Place, folder: Path) -> dict[str, Any]:
             if shared
             else sum(slots.of_stage[i] for i in indices)
         ),
+        "receive buffers": [num_receive_buffers(r.stages) for r in (eager, run)],
         "num warmup": case.options.get("num_warmup_steps", 1),
         "num replays": len(indices) * sum(case.counts[case.options.get("num_warmup_steps", 1) :]),
     }
