@@ -14,8 +14,8 @@ __all__ = ["ReceivingStage"]
 class ReceivingStage(PipelineStage):
     """A `PipelineStage` that allocates a receive buffer when it posts the receive.
 
-    Torch up to 2.15 keeps a buffer for every microbatch, and on it the input gradient of the last
-    step. Here a tensor on the meta device takes the place of a buffer that is not in use.
+    Torch keeps a buffer for every microbatch, and on it the input gradient of the last step. Here a
+    tensor on the meta device takes the place of a buffer that is not in use.
     """
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:

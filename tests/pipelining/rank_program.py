@@ -110,6 +110,12 @@ CASES = {
         Case("zero bubble", "ScheduleInterleavedZeroBubble"),
         Case("interleaved zero bubble", "ScheduleInterleavedZeroBubble", 2, graphs_loss=True),
         Case("zero bubble v", "ScheduleZBVZeroBubble", 2),
+        Case(
+            "zero bubble v shared",
+            "ScheduleZBVZeroBubble",
+            2,
+            options={"shared_slots": True, "verify": "poison"},
+        ),
         Case("dual pipe v", "ScheduleDualPipeV", 2),
         Case(
             "zero bubble shadow",

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
+from operator import mul
 
 import torch
 from torch import nn
@@ -80,6 +81,7 @@ class SessionSettings:
         host: the program around the chunks.
         memory_plan: see `CaptureOptions`.
         shared_slots: see `CaptureOptions`.
+        num_together: see `ChunkGraphs`.
         num_passes: eager passes over each chunk and bank.
         prove: check that slots do not overlap; False lets tests see what the verify modes detect.
         progress: called after every captured graph.
@@ -89,6 +91,7 @@ class SessionSettings:
     host: Host
     memory_plan: MemoryPlan = "shared_backward"
     shared_slots: bool = False
+    num_together: int | None = None
     num_passes: int = 1
     prove: bool = True
     progress: OnCapture | None = None
@@ -143,9 +146,9 @@ class _Session:
     Attributes:
         chunks: the chunks of the rank; `_enter` replaces them by chunks whose attributes are
             watched.
-        num_slots: see `capture_session`.
+        num_slots: see `capture_session`; `_choose_slots` may change it.
         samples: see `capture_session`.
-        settings: see `capture_session`.
+        settings: see `capture_session`; so is this.
         maker: makes the graphs.
         sinks: the gradient memory of each chunk.
         models: the state of each chunk's module that the graphs depend on.
@@ -196,6 +199,12 @@ class _Session:
             self.settings.progress(self.num_done, self.num_graphs, self.backend.free_bytes())
 
     @property
+    def held_bytes(self) -> list[int]:
+        """Return the bytes that a forward of each chunk holds, in its largest bank."""
+        by_chunk = zip(*self.warm_ups.values(), strict=True)
+        return [max(warm.held_bytes for warm in of_chunk) for of_chunk in by_chunk]
+
+    @property
     def num_graphs(self) -> int:
         """Return the number of graphs that the session captures."""
         return sum(
@@ -219,12 +228,13 @@ def _run(
         with ExitStack() as stack:
             _enter(session, stack)
             _warm_up(session)
+            _choose_slots(session)
             _make_room(session)
             for group in session.variants():
                 num_before = len(session.forwards)
                 # No comprehensions: their references outlive the frames of a failed session.
                 for key, c in group:
-                    for s in range(num_slots[c]):
+                    for s in range(session.num_slots[c]):
                         _capture_forward(session, key, c, s)
                 for forward in session.forwards[num_before:]:
                     _capture_backward(session, forward)
@@ -316,15 +326,24 @@ def _warm_up(session: _Session) -> None:
     settings.before_graph(None)
 
 
+def _choose_slots(session: _Session) -> None:
+    """Let the chunks share their slots if that takes less memory."""
+    num_together, held_bytes = session.settings.num_together, session.held_bytes
+    if num_together is None or session.settings.shared_slots:
+        return
+    separate_bytes = sum(map(mul, session.num_slots, held_bytes))
+    if num_together * max(held_bytes) < separate_bytes:
+        session.num_slots = (num_together,) * len(session.chunks)
+        session.settings = replace(session.settings, shared_slots=True)
+
+
 def _make_room(session: _Session) -> None:
     """Refuse a session that cannot fit, and give the allocator's cache back to the device."""
     backend = session.backend
-    by_chunk = zip(*session.warm_ups.values(), strict=True)
-    held_bytes = [max(warm.held_bytes for warm in of_chunk) for of_chunk in by_chunk]
     check_memory(
         session.chunks,
         session.num_slots,
-        held_bytes,
+        session.held_bytes,
         backend,
         are_shared=session.settings.shared_slots,
     )
