@@ -14,6 +14,7 @@ import torch
 from torch._ops import OpOverload
 
 from chunkgraph.graphs.addresses import AddressRanges
+from chunkgraph.graphs.allocations import AllocationLog
 from chunkgraph.graphs.captured_generator import DrawOffsets
 
 __all__ = ["Graph", "GraphBackend", "Pool", "Router"]
@@ -149,8 +150,8 @@ class GraphBackend(Protocol):
     def allocated_bytes(self) -> int:
         """Return the bytes of live tensors on the device; 0 if they are not counted."""
 
-    def divisible_bytes(self) -> int:
-        """Return the bytes of live tensors that could lie in a block of `Pool.reserve`."""
+    def observe_allocations(self) -> AbstractContextManager[AllocationLog]:
+        """Observe the allocations of eager work on the capture stream."""
 
     def free_bytes(self) -> int | None:
         """Return the bytes free for allocations, including cached ones; None if unknown."""

@@ -316,11 +316,13 @@ def _warm_up(session: _Session) -> None:
                 *around,
                 settings.host.generators(),
                 num_passes=settings.num_passes,
-                traces=settings.memory_plan == "shared_temporaries",
+                plan=settings.memory_plan,
             )
             split = plan_split(chunk, call, *around) if chunk.is_split else None
             if split is not None:
                 warm = replace(warm, held_bytes=max(warm.held_bytes, split.held_bytes))
+                if split.trace is not None:
+                    warm = replace(warm, scratch_bytes=split.scratch_bytes)
             measured.append(warm)
             splits.append(split)
     settings.before_graph(None)
@@ -351,6 +353,8 @@ def _make_room(session: _Session) -> None:
     backend.release_cached_memory()
     if backend.allocated_bytes() < allocated_bytes:
         backend.take_workspaces()
+    warm_ups = [warm for of_bank in session.warm_ups.values() for warm in of_bank]
+    session.maker.pools.reserve_scratch(max(warm.scratch_bytes for warm in warm_ups))
 
 
 def _capture_forward(session: _Session, key: Hashable, c: int, s: int) -> None:
@@ -376,8 +380,8 @@ def _place(session: _Session, key: Hashable, c: int, s: int) -> SlotPlace:
     slot: Hashable = s if shared_slots else (c, s)
     if slot not in session.pools:
         chunks = range(len(session.chunks)) if shared_slots else (c,)
-        block_bytes = max(w[i].block_bytes for w in session.warm_ups.values() for i in chunks)
-        session.pools[slot] = session.maker.pools.forward_pool(label, block_bytes)
+        slot_bytes = max(w[i].slot_bytes for w in session.warm_ups.values() for i in chunks)
+        session.pools[slot] = session.maker.pools.forward_pool(label, slot_bytes)
         has_variants = num_banks > 1 or (shared_slots and len(session.chunks) > 1)
         session.statics[slot] = SlotStatics(is_shared=has_variants)
     return SlotPlace(
