@@ -47,6 +47,9 @@ class Pool(Protocol):
     def reserved(self) -> AddressRanges:
         """Return the addresses of all memory of the pool."""
 
+    def alias(self, start: int, num_bytes: int) -> torch.UntypedStorage:
+        """Return a storage on the pool's memory that keeps no block in use."""
+
     def is_alias(self, storage: torch.UntypedStorage) -> bool:
         """Return whether a graph replays on this storage, which keeps no block in use."""
 

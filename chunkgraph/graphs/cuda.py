@@ -71,6 +71,10 @@ class CUDAPool:
             torch._C._cuda_endAllocateToPool(index, self.handle)
             torch._C._cuda_releasePool(index, self.handle)
 
+    def alias(self, start: int, num_bytes: int) -> torch.UntypedStorage:
+        """Return a storage on the pool's memory that keeps no block in use."""
+        return tensor_at(start, num_bytes, self.device).untyped_storage()
+
     def is_alias(self, _storage: torch.UntypedStorage) -> bool:
         """Return False: a CUDA graph holds addresses, not storages."""
         return False

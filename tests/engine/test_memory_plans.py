@@ -301,3 +301,19 @@ def test_chunks_share_slots_where_the_sizes_say_that_it_saves(
     report = pipeline.graphs[0].report
     assert report.num_slots == num_slots
     assert report.shared_slots == (num_slots == (5, 5))
+
+
+@pytest.mark.parametrize("backward", ["whole", "split"])
+def test_outputs_and_input_gradients_keep_no_block(backward: str, backend: GraphBackend) -> None:
+    """Chunks that share slots, and backwards that share scratch, use the same memory for them."""
+    chunks = [
+        Chunk.from_module(nn.Linear(8, 8, device=backend.device), f"chunk {c}", backward=backward)
+        for c in range(2)
+    ]
+    options = CaptureOptions(shared_slots=True)
+    graphs = ChunkGraphs(chunks, [2, 2], backend=backend, options=options)
+    graphs.capture([(torch.ones(3, 8, device=backend.device, requires_grad=True),)] * 2)
+    assert graphs._captured is not None
+    pools = graphs._captured.pools.pools
+    assert len(pools) == 3
+    assert not any(pool.live() for pool in pools)

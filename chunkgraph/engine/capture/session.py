@@ -403,9 +403,10 @@ def _capture_backward(session: _Session, forward: CapturedForward) -> None:
     split = session.splits[key][c]
     if split is not None:
         capture_halves(forward, *around, split, session.graph_done)
-        return
-    capture_backward(forward, *around)
-    session.graph_done()
+    else:
+        capture_backward(forward, *around)
+        session.graph_done()
+    forward.let_go(session.maker.pools.pools)
 
 
 def _prove(session: _Session) -> None:
