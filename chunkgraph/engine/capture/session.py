@@ -406,7 +406,7 @@ def _capture_backward(session: _Session, forward: CapturedForward) -> None:
     else:
         capture_backward(forward, *around)
         session.graph_done()
-    forward.let_go(session.maker.pools.pools)
+    forward.let_go(session.maker.pools.scratch)
 
 
 def _prove(session: _Session) -> None:

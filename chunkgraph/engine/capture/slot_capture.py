@@ -157,8 +157,9 @@ class CapturedForward:
         """Return the graphs captured so far, in the order of their replays."""
         return [g for g in (self.graph, self.backward, self.weight) if g is not None]
 
-    def let_go(self, pools: Sequence[Pool]) -> None:
-        """Free the results' memory in these pools for later captures; replays alone write it."""
+    def let_go(self, scratch: Pool | None) -> None:
+        """Free the results' memory in pools for later captures; replays alone write it."""
+        pools = [self.place.pool, *([scratch] if scratch else [])]
         every = [(pool, pool.reserved()) for pool in pools]
 
         def alias(tensor: torch.Tensor) -> torch.Tensor:
