@@ -65,6 +65,22 @@ class Blocks(nn.Module):
         return self.drop(x)
 
 
+class WatchedStage(GraphedStage):
+    """Counts received inputs that are kept for the backward outside of the slots, in replays."""
+
+    num_elsewhere = 0
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        result = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        own = self.replays
+        if own is not None and own.is_replayed and self.has_backward and not self.is_first:
+            slots = own._graphs._captured.slots[own._index]
+            places = {t.data_ptr() for slot in slots for t in slot.inputs}
+            received = self.fwd_cache[fwd_chunk_id][1][: len(self.args_recv_info[fwd_chunk_id])]
+            self.num_elsewhere += sum(t.data_ptr() not in places for t in received)
+        return result
+
+
 @dataclass(frozen=True)
 class Case:
     name: str
@@ -72,7 +88,7 @@ class Case:
     num_local: int = 1
     counts: tuple[int, ...] = COUNTS
     options: dict[str, Any] = field(default_factory=dict)
-    stage: type = GraphedStage
+    stage: type = WatchedStage
     schedule_options: dict[str, Any] = field(default_factory=dict)
     has_scale: bool = False
     drops: bool = False
@@ -365,6 +381,7 @@ def compare(case: Case, place: Place, folder: Path) -> dict[str, Any]:
             if shared
             else sum(slots.of_stage[i] for i in indices)
         ),
+        "inputs elsewhere": [getattr(s, "num_elsewhere", 0) for s in run.stages],
         "receive buffers": [num_receive_buffers(r.stages) for r in (eager, run)],
         "num warmup": case.options.get("num_warmup_steps", 1),
         "num replays": len(indices) * sum(case.counts[case.options.get("num_warmup_steps", 1) :]),
