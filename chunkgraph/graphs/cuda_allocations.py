@@ -47,7 +47,7 @@ class CudaAllocations:
             address = event["addr"]
             if event["action"] == "alloc" and event["stream"] == self._stream.cuda_stream:
                 begun[address] = event["size"], number
-            elif event["action"] == "free_completed" and address in begun:
+            elif event["action"] == "free_requested" and address in begun:
                 allocations.append(Allocation(*begun.pop(address), number))
         return allocations + [Allocation(*place, None) for place in begun.values()]
 
