@@ -50,6 +50,7 @@ class ChunkGraphs:
         chunks: this rank's modules or `Chunk` values, by model chunk index; or a single one.
         num_slots: for each chunk, or one number for all, the most microbatches it ever has in
             flight (see `for_schedule`); with ``options.shared_slots`` the most of all together.
+        num_together: the latter; a session lets chunks share slots if it measures that this saves.
         options: see `CaptureOptions`.
         backend: makes the graphs; None: CUDA graphs or the CPU recorder, by the parameters' device.
         agree: lets all ranks decide together; see `Agree`. Required with several processes.
@@ -77,6 +78,7 @@ class ChunkGraphs:
         chunks: nn.Module | Chunk | Sequence[nn.Module | Chunk],
         num_slots: int | Sequence[int],
         *,
+        num_together: int | None = None,
         options: CaptureOptions | None = None,
         backend: GraphBackend | None = None,
         agree: Agree | None = None,
@@ -108,10 +110,8 @@ class ChunkGraphs:
         if banks.drops_failed and not takes_misfits:
             raise ValueError("Banks(drops_failed=True) needs takes_misfits=True")
         self._banks = StepBanks(banks.keys, len(self._chunks))
-        device = self._backend.device
-        self._replayer = Replayer(
-            self._chunks, self._num_slots, self._banks, self.options, self.counters, device
-        )
+        around = self._banks, self.options, self.counters, self._backend.device
+        self._replayer = Replayer(self._chunks, self._num_slots, *around)
         self.weights = WeightBackwards(self._chunks, self._replayer)
         host = with_user_hooks(host or Host(), generators, progress)
         self._samples = BankSamples(banks, len(self._chunks))
@@ -121,6 +121,7 @@ class ChunkGraphs:
             settings=SessionSettings(
                 memory_plan=plan_for_slots(self.options.memory_plan, sum(self._num_slots)),
                 shared_slots=self.options.shared_slots,
+                num_together=num_together,
                 num_passes=self.num_warmup_passes,
                 host=host,
                 progress=host.progress,
@@ -339,8 +340,7 @@ class ChunkGraphs:
             self.mode = StepMode.OUTSIDE
         self.counters.fallbacks[reason.text] += 1
         if wants_samples:
-            # Otherwise the optimizer's persistent state would be allocated in large blocks of this
-            # step, and keep them from being freed after the captures.
+            # Else the optimizer's state would lie in large blocks of this step, and keep them.
             self._backend.release_cached_memory()
 
     def capture(self, samples: Sequence[Any] | Mapping[Hashable, Sequence[Any]]) -> CaptureReport:

@@ -1,6 +1,7 @@
 """Capture and replay of one callable: CUDA graphs, and a CPU recorder with the same contract."""
 
 from chunkgraph.graphs.addresses import AddressRange, AddressRanges, tensor_at
+from chunkgraph.graphs.allocations import Allocation, AllocationLog, block_bytes
 from chunkgraph.graphs.captured_generator import DrawOffsets
 from chunkgraph.graphs.contract import Graph, GraphBackend, Pool, Router
 from chunkgraph.graphs.cuda import CUDABackend
@@ -13,6 +14,8 @@ from chunkgraph.graphs.temporaries import OperatorTrace, ScratchRouter, watch_op
 __all__ = [
     "AddressRange",
     "AddressRanges",
+    "Allocation",
+    "AllocationLog",
     "CUDABackend",
     "DrawOffsets",
     "Graph",
@@ -23,6 +26,7 @@ __all__ = [
     "Router",
     "ScratchRouter",
     "SourceLocation",
+    "block_bytes",
     "capture_failure",
     "host_call",
     "location_of",

@@ -14,6 +14,7 @@ import torch
 from torch._ops import OpOverload
 
 from chunkgraph.graphs.addresses import AddressRanges
+from chunkgraph.graphs.allocations import AllocationLog
 from chunkgraph.graphs.captured_generator import DrawOffsets
 
 __all__ = ["Graph", "GraphBackend", "Pool", "Router"]
@@ -45,6 +46,9 @@ class Pool(Protocol):
 
     def reserved(self) -> AddressRanges:
         """Return the addresses of all memory of the pool."""
+
+    def alias(self, start: int, num_bytes: int) -> torch.UntypedStorage:
+        """Return a storage on the pool's memory that keeps no block in use."""
 
     def is_alias(self, storage: torch.UntypedStorage) -> bool:
         """Return whether a graph replays on this storage, which keeps no block in use."""
@@ -149,8 +153,8 @@ class GraphBackend(Protocol):
     def allocated_bytes(self) -> int:
         """Return the bytes of live tensors on the device; 0 if they are not counted."""
 
-    def divisible_bytes(self) -> int:
-        """Return the bytes of live tensors that could lie in a block of `Pool.reserve`."""
+    def observe_allocations(self) -> AbstractContextManager[AllocationLog]:
+        """Observe the allocations of eager work on the capture stream."""
 
     def free_bytes(self) -> int | None:
         """Return the bytes free for allocations, including cached ones; None if unknown."""

@@ -23,6 +23,7 @@ from chunkgraph.errors import CaptureError, ChunkGraphError
 from chunkgraph.graphs.addresses import AddressRanges, tensor_at
 from chunkgraph.graphs.captured_generator import CapturedGenerator, DrawOffsets
 from chunkgraph.graphs.contract import Graph, Pool, Router
+from chunkgraph.graphs.cuda_allocations import CudaAllocations
 from chunkgraph.graphs.cuda_draws import (
     CudaGenerator,
     GraphDraws,
@@ -69,6 +70,10 @@ class CUDAPool:
         finally:
             torch._C._cuda_endAllocateToPool(index, self.handle)
             torch._C._cuda_releasePool(index, self.handle)
+
+    def alias(self, start: int, num_bytes: int) -> torch.UntypedStorage:
+        """Return a storage on the pool's memory that keeps no block in use."""
+        return tensor_at(start, num_bytes, self.device).untyped_storage()
 
     def is_alias(self, _storage: torch.UntypedStorage) -> bool:
         """Return False: a CUDA graph holds addresses, not storages."""
@@ -456,10 +461,9 @@ class CUDABackend:
         """Return the bytes of live tensors on the device."""
         return torch.cuda.memory_allocated(self.device)
 
-    def divisible_bytes(self) -> int:
-        """Return the bytes in large blocks; the allocator puts small ones in other segments."""
-        stats = torch.cuda.memory_stats(self.device)
-        return stats.get("allocated_bytes.large_pool.current", 0)
+    def observe_allocations(self) -> CudaAllocations:
+        """Observe the allocations of eager work on the capture stream."""
+        return CudaAllocations(self.stream)
 
     def free_bytes(self) -> int | None:
         """Return the free bytes of the device plus those that the allocator caches."""

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import (
 
 from chunkgraph.errors import CaptureError, ChunkGraphError
 from chunkgraph.graphs.addresses import AddressRanges
+from chunkgraph.graphs.allocations import AllocationLog, NoAllocations
 from chunkgraph.graphs.captured_generator import CapturedGenerator, DrawOffsets, SavedState
 from chunkgraph.graphs.contract import Graph, Pool, Router
 from chunkgraph.graphs.failure import capture_failure
@@ -181,9 +182,10 @@ class RecorderBackend:
         """Return 0: host memory is not counted."""
         return 0
 
-    def divisible_bytes(self) -> int:
-        """Return 0: host memory is not counted."""
-        return 0
+    @contextmanager
+    def observe_allocations(self) -> Iterator[AllocationLog]:
+        """Observe nothing: host memory is not counted."""
+        yield NoAllocations()
 
     def free_bytes(self) -> int | None:
         """Return the rest of the limit; None without a limit."""

@@ -79,6 +79,11 @@ class PoolPlan:
         self.slot_pools.append(pool)
         return pool
 
+    def reserve_scratch(self, num_bytes: int) -> None:
+        """Reserve the pool that all backwards share, if there is one, in one block."""
+        if self.scratch is not None:
+            self.scratch.reserve(num_bytes)
+
     def router(self, trace: OperatorTrace | None) -> ScratchRouter | None:
         """Return the router of a forward's temporaries to scratch; None under other plans.
 

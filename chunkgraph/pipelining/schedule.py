@@ -185,10 +185,12 @@ class GraphedSchedule:
             refuse_with_ddp(is_split=self.slots.is_split)
         for stage in self._stages:
             refuse_too_few_steps(stage.submod, options)
+        num_together = self.slots.of_rank[first.group_rank]
         of_stages = [self.slots.of_stage[stage.stage_index] for stage in self._stages]
         graphs = ChunkGraphs(
             [own.chunk for own in self._replays],
-            self.slots.of_rank[first.group_rank] if options.shared_slots else of_stages,
+            num_together if options.shared_slots else of_stages,
+            num_together=num_together,
             options=options,
             agree=_agree_in(first.group),
             **settings,

@@ -16,6 +16,7 @@ from chunkgraph.engine import Chunk, ChunkGraphs, StepMode
 from chunkgraph.errors import ConfigError
 from chunkgraph.pipelining.data_parallel import reduce_gradients, unwrapped
 from chunkgraph.pipelining.loss import GraphedLoss
+from chunkgraph.pipelining.receives import ReceivingStage
 from chunkgraph.pipelining.sharded import (
     casting_only,
     finish_backwards,
@@ -29,7 +30,7 @@ __all__ = ["GraphedStage", "StageReplays", "graphed"]
 _OVERRIDDEN = ("forward_one_chunk", "forward_maybe_with_nosync", "backward_maybe_with_nosync")
 
 
-class GraphedStage(PipelineStage):
+class GraphedStage(ReceivingStage):
     """A `PipelineStage` that a `GraphedSchedule` captures; it takes the same arguments.
 
     Without a `GraphedSchedule` it behaves like a `PipelineStage`. Evaluation and torch's shape
@@ -47,6 +48,10 @@ class GraphedStage(PipelineStage):
         if self.replays is not None:
             self.replays.microbatch = fwd_chunk_id
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:
+        received = super()._retrieve_recv_activations(fwd_chunk_id)
+        return received if self.replays is None else self.replays.landed(received)
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module, or its graphs in a training step.
@@ -173,6 +178,22 @@ class StageReplays:
         if self._sharded is not None and self.is_replayed:
             hold_gathered(self._sharded)
 
+    def landed(self, received: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """Copy received inputs to where the next forward reads them.
+
+        Torch keeps the inputs until the backward. Returned are those on the slot's memory, so that
+        the others can be freed; in an eager step, the received ones.
+        """
+        return tuple(self._landed(index, tensor) for index, tensor in enumerate(received))
+
+    def _landed(self, index: int, received: torch.Tensor) -> torch.Tensor:
+        assert self._graphs is not None
+        static = self._graphs.reserve_input(self._index, index)
+        if static is None or (static.shape, static.dtype) != (received.shape, received.dtype):
+            return received  # the call refuses another shape
+        with torch.no_grad():
+            return static.copy_(received)
+
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the forward of a microbatch in a training step."""
         assert self._graphs is not None
@@ -180,7 +201,7 @@ class StageReplays:
         if self._loss is None:
             return self._graphs.call(self._index, args, kwargs)
         target, loss_kwargs = self._loss.arguments_of(self.microbatch)
-        output, loss = self._graphs.call(self._index, (target, loss_kwargs, *args), kwargs)
+        output, loss = self._graphs.call(self._index, (*args, target, loss_kwargs), kwargs)
         self._loss.computed(output, loss)
         return output
 
@@ -188,7 +209,7 @@ class StageReplays:
         """Call the module, or in an eager step its wrapper, and compute the loss."""
         if self._loss is None:
             return self._call(args, kwargs)
-        target, loss_kwargs, *inputs = args
+        *inputs, target, loss_kwargs = args
         output = self._call(tuple(inputs), kwargs)
         return output, self._loss.loss_fn(output, target, **loss_kwargs)
 

@@ -74,12 +74,20 @@ class Pipeline:
         self.calls: list[Callable[..., Any]] = list(self.stages)
 
     def attach(
-        self, num_slots: Sequence[Sequence[int]], backend: GraphBackend, **options: Any
+        self,
+        num_slots: Sequence[Sequence[int]],
+        backend: GraphBackend,
+        num_together: Sequence[int | None] | None = None,
+        **options: Any,
     ) -> None:
         for rank in range(self.num_ranks):
             chunks = [self.stages[c * self.num_ranks + rank] for c in range(self.num_chunks)]
             graphs = ChunkGraphs(
-                chunks, num_slots[rank], backend=backend, options=CaptureOptions(**options)
+                chunks,
+                num_slots[rank],
+                num_together=num_together[rank] if num_together else None,
+                backend=backend,
+                options=CaptureOptions(**options),
             )
             self.graphs.append(graphs)
             for c, call in enumerate(graphs.callables):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -14,7 +14,8 @@ from torch import nn
 
 from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs, Host, StepMode
 from chunkgraph.errors import CaptureError
-from chunkgraph.graphs import GraphBackend, RecorderBackend
+from chunkgraph.graphs import Allocation, GraphBackend, RecorderBackend
+from chunkgraph.memory import MemoryPlan
 from chunkgraph.schedules import megatron_schedule
 
 
@@ -353,42 +354,47 @@ def test_too_little_memory_is_reported_before_anything_is_captured() -> None:
     ).capture([(sample(backend),)])
 
 
-def test_slots_reserve_the_peak_of_their_forward_and_no_workspace() -> None:
-    class Counting(RecorderBackend):
-        num_mib = 0
+@pytest.mark.parametrize(
+    ("plan", "num_slots", "sizes"),
+    [
+        ("shared_backward", 2, {"slot": 7, "scratch": 6}),
+        ("shared_temporaries", 2, {"slot": 4, "scratch": 6}),
+        ("pool_per_slot", 2, {"slot": 4 + 3 + 6}),  # with a gap of three
+        ("shared_backward", 1, {"slot": 4 + 3 + 6}),
+    ],
+)
+def test_pools_reserve_what_a_pass_allocates(
+    plan: MemoryPlan, num_slots: int, sizes: dict[str, int]
+) -> None:
+    """Four MiB are kept for the backward, a workspace of 32 for good."""
 
-        def divisible_bytes(self) -> int:
-            return self.num_mib * 2**20
+    class Log:
+        """Events 0 to 3 are the forward's, 4 makes the output's gradient, 5 to 9 the backward's."""
 
-    class Counted(torch.autograd.Function):
-        """Holds five MiB in the forward, then three; one, a library's, stays for good."""
-
-        @staticmethod
-        def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            backend.num_mib = 5
-            y = x * 2
-            backend.num_mib = 3
-            return y + 1
-
-        @staticmethod
-        def backward(_ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-            backend.num_mib = 1
-            return grad * 2
-
-    class Module(nn.Module):
         def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(8, 8)
+            self.num_calls = 0
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return Counted.apply(self.layer(x))
+        def num_events(self) -> int:
+            self.num_calls += 1
+            return (4, 5)[self.num_calls - 1]
 
-    backend = Counting()
-    options = CaptureOptions(num_warmup_passes=1)
-    graphs = ChunkGraphs([Module()], [2], backend=backend, options=options)
-    graphs.capture([(torch.ones(4, 8),)])
-    slots = [pool for pool in backend._pools if "slot" in pool.label]
-    assert [pool.reserved_bytes for pool in slots] == [4 * 2**20] * 2
+        def allocations(self) -> list[Allocation]:
+            every = [(32, 0, None), (3, 1, 3), (4, 2, 8), (9, 4, 10), (6, 5, 6), (4, 7, 9)]
+            return [Allocation(size * 2**20, begin, end) for size, begin, end in every]
+
+    class Observing(RecorderBackend):
+        @contextmanager
+        def observe_allocations(self) -> Iterator[Any]:
+            yield Log()
+
+    backend = Observing()
+    options = CaptureOptions(num_warmup_passes=1, memory_plan=plan)
+    graphs = ChunkGraphs([nn.Linear(8, 8)], [num_slots], backend=backend, options=options)
+    graphs.capture([(torch.ones(4, 8, requires_grad=True),)])
+    for pool in backend._pools:
+        kind = "slot" if "slot" in pool.label else "scratch"
+        step = 2 * 2**20
+        assert pool.reserved_bytes == -(-sizes[kind] * 2**20 // step) * step, pool.label
 
 
 def test_capture_warmup_leaves_no_gradient_anywhere(backend: GraphBackend) -> None:

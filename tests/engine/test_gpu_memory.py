@@ -10,6 +10,7 @@ from torch import nn
 
 from chunkgraph.engine import CaptureOptions, ChunkGraphs, StepMode
 from chunkgraph.errors import CaptureError
+from chunkgraph.graphs.cuda import CUDAPool
 
 # These tests measure all of the GPU's memory.
 pytestmark = pytest.mark.gpu(alone=True)
@@ -105,3 +106,20 @@ def test_graphs_that_are_gone_leave_no_memory_reserved() -> None:
     assert torch.cuda.memory_reserved() >= before + 4 * (NUM_LAYERS - 2) * ACTIVATION_BYTES
     graphs.release()
     assert torch.cuda.memory_reserved() <= before + ACTIVATION_BYTES
+
+
+def test_scratch_is_one_block_for_all_backwards() -> None:
+    module = Tower()
+    graphs = ChunkGraphs([module], [3])
+    graphs.capture([(sample(),)])
+    assert graphs._captured is not None
+    scratch = graphs._captured.pools.scratch
+    assert isinstance(scratch, CUDAPool)
+    large = [s for s in scratch._segments() if s["segment_type"] == "large"]
+    assert len(large) == 1
+    # The gradients before and after an operator, its own temporaries, and a scale's gradient.
+    assert 2 * ACTIVATION_BYTES <= large[0]["total_size"] <= 5 * ACTIVATION_BYTES
+    with graphs.step(1):
+        actual = gradient_of(graphs.callables[0], module)
+    assert torch.equal(actual, gradient_of(module, module))
+    graphs.release()

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs
+from chunkgraph.engine.capture import session
+from chunkgraph.engine.capture.warm_up import warm_up
 from chunkgraph.errors import MemoryPlanError, SlotError
 from chunkgraph.graphs import GraphBackend
 from chunkgraph.schedules import megatron_schedule
@@ -267,3 +269,51 @@ def test_shared_slots_of_different_numbers_are_refused() -> None:
     chunks = [nn.Linear(2, 2), nn.Linear(2, 2)]
     with pytest.raises(SlotError, match="pass equal ones"):
         ChunkGraphs(chunks, [2, 1], options=CaptureOptions(shared_slots=True))
+
+
+@pytest.mark.parametrize(
+    ("held_bytes", "num_slots"),
+    [((10, 10), (5, 5)), ((10, 2), (4, 2)), ((10, 5), (4, 2)), ((9, 6), (5, 5)), ((0, 0), (4, 2))],
+)
+def test_chunks_share_slots_where_the_sizes_say_that_it_saves(
+    held_bytes: tuple[int, int],
+    num_slots: tuple[int, int],
+    make_pipeline: Callable[..., Any],
+    backend: GraphBackend,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """4 + 2 slots of their sizes, or 5 of the larger one."""
+    if backend.name != "recorder":
+        pytest.skip("the sizes are replaced")
+    sizes = {f"chunk {c}": size for c, size in enumerate(held_bytes)}
+
+    def measured(chunk: Chunk, *args: Any, **kwargs: Any) -> Any:
+        return dataclasses.replace(warm_up(chunk, *args, **kwargs), held_bytes=sizes[chunk.label])
+
+    monkeypatch.setattr(session, "warm_up", measured)
+    plans = plan_all_ranks(2, 2, 2)
+    schedules = [megatron_schedule(2, 2, m, 2) for m in (4, 6)]
+    pipeline = make_pipeline(2, 2)
+    together = [p.peak_in_flight for p in plans]
+    pipeline.attach([p.slots_per_chunk for p in plans], backend, together, verify="poison")
+    trained = pipeline.train(schedules, seed=3)
+    assert trained.equals(make_pipeline(2, 2).train(schedules, seed=3))
+    report = pipeline.graphs[0].report
+    assert report.num_slots == num_slots
+    assert report.shared_slots == (num_slots == (5, 5))
+
+
+@pytest.mark.parametrize("backward", ["whole", "split"])
+def test_outputs_and_input_gradients_keep_no_block(backward: str, backend: GraphBackend) -> None:
+    """Chunks that share slots, and backwards that share scratch, use the same memory for them."""
+    chunks = [
+        Chunk.from_module(nn.Linear(8, 8, device=backend.device), f"chunk {c}", backward=backward)
+        for c in range(2)
+    ]
+    options = CaptureOptions(shared_slots=True)
+    graphs = ChunkGraphs(chunks, [2, 2], backend=backend, options=options)
+    graphs.capture([(torch.ones(3, 8, device=backend.device, requires_grad=True),)] * 2)
+    assert graphs._captured is not None
+    pools = graphs._captured.pools.pools
+    assert len(pools) == 3
+    assert not any(pool.live() for pool in pools)

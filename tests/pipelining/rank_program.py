@@ -65,6 +65,22 @@ class Blocks(nn.Module):
         return self.drop(x)
 
 
+class WatchedStage(GraphedStage):
+    """Counts received inputs that are kept for the backward outside of the slots, in replays."""
+
+    num_elsewhere = 0
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        result = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        own = self.replays
+        if own is not None and own.is_replayed and self.has_backward and not self.is_first:
+            slots = own._graphs._captured.slots[own._index]
+            places = {t.data_ptr() for slot in slots for t in slot.inputs}
+            received = self.fwd_cache[fwd_chunk_id][1][: len(self.args_recv_info[fwd_chunk_id])]
+            self.num_elsewhere += sum(t.data_ptr() not in places for t in received)
+        return result
+
+
 @dataclass(frozen=True)
 class Case:
     name: str
@@ -72,7 +88,7 @@ class Case:
     num_local: int = 1
     counts: tuple[int, ...] = COUNTS
     options: dict[str, Any] = field(default_factory=dict)
-    stage: type = GraphedStage
+    stage: type = WatchedStage
     schedule_options: dict[str, Any] = field(default_factory=dict)
     has_scale: bool = False
     drops: bool = False
@@ -110,6 +126,12 @@ CASES = {
         Case("zero bubble", "ScheduleInterleavedZeroBubble"),
         Case("interleaved zero bubble", "ScheduleInterleavedZeroBubble", 2, graphs_loss=True),
         Case("zero bubble v", "ScheduleZBVZeroBubble", 2),
+        Case(
+            "zero bubble v shared",
+            "ScheduleZBVZeroBubble",
+            2,
+            options={"shared_slots": True, "verify": "poison"},
+        ),
         Case("dual pipe v", "ScheduleDualPipeV", 2),
         Case(
             "zero bubble shadow",
@@ -254,6 +276,7 @@ class Run:
     values: list[Any]
     parameters: dict[str, torch.Tensor]
     graphs: GraphedSchedule | None
+    stages: list[Any]
 
 
 def train(case: Case, place: Place, folder: Path, *, has_graphs: bool) -> Run:
@@ -300,7 +323,19 @@ def train(case: Case, place: Place, folder: Path, *, has_graphs: bool) -> Run:
                 values.append(call(runner.eval, 50 + step, case.counts[0]))
             modules.train()
     parameters = {name: local(p.detach()).clone() for name, p in named.items()}
-    return Run(values, parameters, runner if has_graphs else None)
+    return Run(values, parameters, runner if has_graphs else None, stages)
+
+
+def num_receive_buffers(stages: list[Any]) -> int:
+    """Return the number of buffers that hold memory between steps."""
+    infos = [
+        info
+        for stage in stages
+        for of_microbatch in (*stage.args_recv_info.values(), *stage.grad_recv_info.values())
+        for info in of_microbatch
+    ]
+    buffers = [getattr(info, "buffer", None) for info in infos]
+    return sum(buffer is not None and not buffer.is_meta for buffer in buffers)
 
 
 class Eager:
@@ -346,6 +381,8 @@ def compare(case: Case, place: Place, folder: Path) -> dict[str, Any]:
             if shared
             else sum(slots.of_stage[i] for i in indices)
         ),
+        "inputs elsewhere": [getattr(s, "num_elsewhere", 0) for s in run.stages],
+        "receive buffers": [num_receive_buffers(r.stages) for r in (eager, run)],
         "num warmup": case.options.get("num_warmup_steps", 1),
         "num replays": len(indices) * sum(case.counts[case.options.get("num_warmup_steps", 1) :]),
     }

@@ -52,6 +52,9 @@ def check(name: str, ranks: list[dict[str, Any]]) -> None:
         where = f"{name}, rank {rank}"
         assert all(result["equal"]), f"{where}: {result['equal']}"
         assert result["parameters equal"], where
+        assert not any(result["inputs elsewhere"]), where
+        of_torch, ours = result["receive buffers"]
+        assert ours == 0 < of_torch, where
         counters = result["counters"]
         assert counters.capture_sessions == 1, where
         assert counters.captures == result["pairs"], where

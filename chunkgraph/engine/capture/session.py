@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
+from operator import mul
 
 import torch
 from torch import nn
@@ -80,6 +81,7 @@ class SessionSettings:
         host: the program around the chunks.
         memory_plan: see `CaptureOptions`.
         shared_slots: see `CaptureOptions`.
+        num_together: see `ChunkGraphs`.
         num_passes: eager passes over each chunk and bank.
         prove: check that slots do not overlap; False lets tests see what the verify modes detect.
         progress: called after every captured graph.
@@ -89,6 +91,7 @@ class SessionSettings:
     host: Host
     memory_plan: MemoryPlan = "shared_backward"
     shared_slots: bool = False
+    num_together: int | None = None
     num_passes: int = 1
     prove: bool = True
     progress: OnCapture | None = None
@@ -143,9 +146,9 @@ class _Session:
     Attributes:
         chunks: the chunks of the rank; `_enter` replaces them by chunks whose attributes are
             watched.
-        num_slots: see `capture_session`.
+        num_slots: see `capture_session`; `_choose_slots` may change it.
         samples: see `capture_session`.
-        settings: see `capture_session`.
+        settings: see `capture_session`; so is this.
         maker: makes the graphs.
         sinks: the gradient memory of each chunk.
         models: the state of each chunk's module that the graphs depend on.
@@ -196,6 +199,12 @@ class _Session:
             self.settings.progress(self.num_done, self.num_graphs, self.backend.free_bytes())
 
     @property
+    def held_bytes(self) -> list[int]:
+        """Return the bytes that a forward of each chunk holds, in its largest bank."""
+        by_chunk = zip(*self.warm_ups.values(), strict=True)
+        return [max(warm.held_bytes for warm in of_chunk) for of_chunk in by_chunk]
+
+    @property
     def num_graphs(self) -> int:
         """Return the number of graphs that the session captures."""
         return sum(
@@ -219,12 +228,13 @@ def _run(
         with ExitStack() as stack:
             _enter(session, stack)
             _warm_up(session)
+            _choose_slots(session)
             _make_room(session)
             for group in session.variants():
                 num_before = len(session.forwards)
                 # No comprehensions: their references outlive the frames of a failed session.
                 for key, c in group:
-                    for s in range(num_slots[c]):
+                    for s in range(session.num_slots[c]):
                         _capture_forward(session, key, c, s)
                 for forward in session.forwards[num_before:]:
                     _capture_backward(session, forward)
@@ -306,25 +316,36 @@ def _warm_up(session: _Session) -> None:
                 *around,
                 settings.host.generators(),
                 num_passes=settings.num_passes,
-                traces=settings.memory_plan == "shared_temporaries",
+                plan=settings.memory_plan,
             )
             split = plan_split(chunk, call, *around) if chunk.is_split else None
             if split is not None:
                 warm = replace(warm, held_bytes=max(warm.held_bytes, split.held_bytes))
+                if split.trace is not None:
+                    warm = replace(warm, scratch_bytes=split.scratch_bytes)
             measured.append(warm)
             splits.append(split)
     settings.before_graph(None)
 
 
+def _choose_slots(session: _Session) -> None:
+    """Let the chunks share their slots if that takes less memory."""
+    num_together, held_bytes = session.settings.num_together, session.held_bytes
+    if num_together is None or session.settings.shared_slots:
+        return
+    separate_bytes = sum(map(mul, session.num_slots, held_bytes))
+    if num_together * max(held_bytes) < separate_bytes:
+        session.num_slots = (num_together,) * len(session.chunks)
+        session.settings = replace(session.settings, shared_slots=True)
+
+
 def _make_room(session: _Session) -> None:
     """Refuse a session that cannot fit, and give the allocator's cache back to the device."""
     backend = session.backend
-    by_chunk = zip(*session.warm_ups.values(), strict=True)
-    held_bytes = [max(warm.held_bytes for warm in of_chunk) for of_chunk in by_chunk]
     check_memory(
         session.chunks,
         session.num_slots,
-        held_bytes,
+        session.held_bytes,
         backend,
         are_shared=session.settings.shared_slots,
     )
@@ -332,6 +353,8 @@ def _make_room(session: _Session) -> None:
     backend.release_cached_memory()
     if backend.allocated_bytes() < allocated_bytes:
         backend.take_workspaces()
+    warm_ups = [warm for of_bank in session.warm_ups.values() for warm in of_bank]
+    session.maker.pools.reserve_scratch(max(warm.scratch_bytes for warm in warm_ups))
 
 
 def _capture_forward(session: _Session, key: Hashable, c: int, s: int) -> None:
@@ -357,8 +380,8 @@ def _place(session: _Session, key: Hashable, c: int, s: int) -> SlotPlace:
     slot: Hashable = s if shared_slots else (c, s)
     if slot not in session.pools:
         chunks = range(len(session.chunks)) if shared_slots else (c,)
-        block_bytes = max(w[i].block_bytes for w in session.warm_ups.values() for i in chunks)
-        session.pools[slot] = session.maker.pools.forward_pool(label, block_bytes)
+        slot_bytes = max(w[i].slot_bytes for w in session.warm_ups.values() for i in chunks)
+        session.pools[slot] = session.maker.pools.forward_pool(label, slot_bytes)
         has_variants = num_banks > 1 or (shared_slots and len(session.chunks) > 1)
         session.statics[slot] = SlotStatics(is_shared=has_variants)
     return SlotPlace(
@@ -380,9 +403,10 @@ def _capture_backward(session: _Session, forward: CapturedForward) -> None:
     split = session.splits[key][c]
     if split is not None:
         capture_halves(forward, *around, split, session.graph_done)
-        return
-    capture_backward(forward, *around)
-    session.graph_done()
+    else:
+        capture_backward(forward, *around)
+        session.graph_done()
+    forward.let_go(session.maker.pools.scratch)
 
 
 def _prove(session: _Session) -> None:

@@ -115,6 +115,7 @@ class CapturedForward:
         strides: strides of the gradients of ``receiving``.
         results_grads: see `call_with`.
         lent: Positions of outputs that are parameters.
+        differentiable: Indices of the tensors that take a gradient.
         deciding: Numbers of inputs without which an output would not require grad.
         num_terms: Number of gradients that autograd sums for each parameter of the chunk; 0 if
             recomputation hides it, or if other calls share the parameter's cast and its sum.
@@ -128,6 +129,7 @@ class CapturedForward:
     live: AddressRanges
     results_grads: dict[int, torch.Tensor]
     copies_outputs: bool = True
+    differentiable: tuple[int, ...] = ()
     receiving: tuple[int, ...] = ()
     strides: tuple[tuple[int, ...], ...] = ()
     has_grad_layouts: bool = False
@@ -155,10 +157,24 @@ class CapturedForward:
         """Return the graphs captured so far, in the order of their replays."""
         return [g for g in (self.graph, self.backward, self.weight) if g is not None]
 
-    @property
-    def differentiable(self) -> tuple[int, ...]:
-        """Return the indices of the tensors that take a gradient."""
-        return tuple(i for i, t in enumerate(self.tensors) if t.requires_grad)
+    def let_go(self, scratch: Pool | None) -> None:
+        """Free the results' memory in pools for later captures; replays alone write it."""
+        pools = [self.place.pool, *([scratch] if scratch else [])]
+        every = [(pool, pool.reserved()) for pool in pools]
+
+        def alias(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            place = AddressRanges([(storage.data_ptr(), storage.data_ptr() + storage.nbytes())])
+            pool = next((pool for pool, reserved in every if place & reserved), None)
+            if pool is None or type(tensor) is not torch.Tensor or tensor.is_conj():
+                return tensor
+            shape = tensor.storage_offset(), tensor.shape, tensor.stride()
+            free = pool.alias(storage.data_ptr(), storage.nbytes())
+            return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(free, *shape)
+
+        aliases = {id(t): alias(t.detach()) for t in self.tensors}
+        self.leaves = [aliases.get(id(leaf), leaf) for leaf in self.leaves]
+        self.input_grads = [None if g is None else alias(g) for g in self.input_grads]
 
     def release(self) -> None:
         """Release the graphs captured so far."""
@@ -232,6 +248,7 @@ def _describe_outputs(
     if chunk.copies_outputs is not None:
         args, kwargs = sample.arguments()
         forward.copies_outputs = chunk.copies_outputs(*args, **kwargs)
+    forward.differentiable = tuple(i for i, t in enumerate(forward.tensors) if t.requires_grad)
     gradients = OutputGradients.of(forward.tensors, sample)
     forward.backward_autocast = gradients.autocast
     forward.has_grad_layouts = gradients.has_layouts

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
-from torch._ops import OpOverload
 
 from chunkgraph.engine.capture.gradients import GradientSinks
 from chunkgraph.engine.capture.preserved import tensors_kept
@@ -19,8 +17,15 @@ from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.signature import Call, flatten
 from chunkgraph.engine.split.delayed import DelayedModules
 from chunkgraph.errors import CaptureError
-from chunkgraph.graphs import DrawOffsets, GraphBackend, OperatorTrace, watch_operators
-from chunkgraph.graphs.operator_mode import OperatorMode
+from chunkgraph.graphs import (
+    Allocation,
+    DrawOffsets,
+    GraphBackend,
+    OperatorTrace,
+    block_bytes,
+    watch_operators,
+)
+from chunkgraph.memory import MemoryPlan
 
 __all__ = ["WarmUp", "check_memory", "warm_up"]
 
@@ -32,15 +37,15 @@ class WarmUp:
     Attributes:
         held_bytes: bytes that one forward holds until its backward; 0 without a pass, or if the
             backend does not count.
-        block_bytes: size of the block that a slot's pool reserves: the most that the forward has
-            in the pool at once, as far as a block can be divided. Excludes inputs and allocations
-            that stay after a first pass.
+        slot_bytes: `block_bytes` of what the pass allocates in a slot's pool.
+        scratch_bytes: `block_bytes` of what it allocates in the pool that all backwards share.
         trace: trace of the forward's operators, if the memory plan needs it.
         offsets: where the forward saved random states; None without a pass.
     """
 
     held_bytes: int
-    block_bytes: int
+    slot_bytes: int
+    scratch_bytes: int
     trace: OperatorTrace | None
     offsets: DrawOffsets | None
 
@@ -54,7 +59,7 @@ def warm_up(
     generators: Sequence[torch.Generator],
     *,
     num_passes: int,
-    traces: bool,
+    plan: MemoryPlan,
 ) -> WarmUp:
     """Run eager passes on the capture stream, where libraries create handles and tune.
 
@@ -68,69 +73,69 @@ def warm_up(
         backend: the backend of the capture stream.
         generators: random generators that it draws from, besides the device's default.
         num_passes: number of passes.
-        traces: whether to trace the operators of the last forward; runs at least one pass.
+        plan: memory plan; ``shared_temporaries`` needs a trace, and so at least one pass.
 
     Raises:
         CaptureError: the forward uses tensors whose gradients a replay would lose.
     """
-    held_bytes, block_bytes, trace, offsets = 0, 0, None, None
+    held_bytes, sizes, trace, offsets = 0, (0, 0), None, None
+    traces = plan == "shared_temporaries"
     num_passes = max(num_passes, int(traces))
     if not num_passes:
-        return WarmUp(0, 0, None, None)
+        return WarmUp(0, 0, 0, None, None)
     with backend.on_capture_stream(), tensors_kept(chunk), sinks.discarding(leaves):
         for number in range(num_passes):
             before = backend.allocated_bytes()
             inputs = [static_like(t) for t in sample.tensors]
             is_last = number == num_passes - 1
-            peak = _PeakWatch(backend)
-            # Temporaries go to scratch if the plan needs a trace, and do not count.
-            with (
-                nullcontext() if traces else peak,
-                watch_operators() if traces and is_last else nullcontext() as watch,
-                backend.measure_draws(generators) as offsets,
-            ):
-                results = flatten(call_with(chunk, sample, inputs))[0]
-            held_bytes = backend.allocated_bytes() - before
-            peak_bytes = max(peak.num_bytes, backend.divisible_bytes())
-            trace = watch.trace() if watch is not None else None
-            outputs = [t for t in results if isinstance(t, torch.Tensor) and t.requires_grad]
-            refuse_undeclared(chunk, outputs, [*inputs, *leaves])
-            torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
-            if chunk.is_split:
-                delayed = DelayedModules(chunk.module, chunk.label)
-                delayed.run(leaves, lambda _index, _gradient: None)
-            if chunk.end_of_backward is not None:
-                chunk.end_of_backward()
-            del results, outputs
-            for leaf in inputs:
-                leaf.grad = None
-            # Allocations that stay after a first pass, such as workspaces, belong to no slot.
-            block_bytes = max(0, peak_bytes - backend.divisible_bytes())
-    return WarmUp(held_bytes, block_bytes, trace, offsets)
+            with backend.observe_allocations() as log:
+                with (
+                    watch_operators() if traces and is_last else nullcontext() as watch,
+                    backend.measure_draws(generators) as offsets,
+                ):
+                    results = flatten(call_with(chunk, sample, inputs))[0]
+                held_bytes = backend.allocated_bytes() - before
+                num_forward = log.num_events()
+                trace = watch.trace() if watch is not None else None
+                outputs = [t for t in results if isinstance(t, torch.Tensor) and t.requires_grad]
+                refuse_undeclared(chunk, outputs, [*inputs, *leaves])
+                grads = [torch.ones_like(t) for t in outputs]
+                num_before = log.num_events()
+                torch.autograd.backward(outputs, grads)
+                if chunk.is_split:
+                    delayed = DelayedModules(chunk.module, chunk.label)
+                    delayed.run(leaves, lambda _index, _gradient: None)
+                if chunk.end_of_backward is not None:
+                    chunk.end_of_backward()
+                del results, outputs, grads
+                for leaf in inputs:
+                    leaf.grad = None
+                sizes = _blocks(log.allocations(), num_forward, num_before, plan)
+    return WarmUp(held_bytes, *sizes, trace, offsets)
 
 
-class _PeakWatch(OperatorMode):
-    """Measure the peak of the bytes in divisible blocks, after each operator.
-
-    The allocator's own peak belongs to the user, who alone resets it.
+def _blocks(
+    allocations: Sequence[Allocation], num_forward: int, num_before: int, plan: MemoryPlan
+) -> tuple[int, int]:
+    """Return the blocks of a pass in the slot's pool and in scratch.
 
     Args:
-        backend: Backend whose `divisible_bytes` is measured.
-
-    Attributes:
-        num_bytes: The peak so far.
+        allocations: those of one pass. What stays in use after it, such as workspaces that a first
+            pass creates, belongs to no slot.
+        num_forward: number of events of the forward.
+        num_before: number of events before the backward.
+        plan: see `chunkgraph.memory.pools`.
     """
-
-    def __init__(self, backend: GraphBackend) -> None:
-        super().__init__()
-        self.num_bytes = 0
-        self._backend = backend
-
-    def run_operator(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See `OperatorMode`."""
-        result = func(*args, **kwargs)
-        self.num_bytes = max(self.num_bytes, self._backend.divisible_bytes())
-        return result
+    freed = [(a, a.end) for a in allocations if a.end is not None]
+    forward = [(a, end) for a, end in freed if a.begin < num_forward]
+    backward = [a for a, _ in freed if a.begin >= num_before]
+    if plan in ("pool_per_slot", "one_pool"):
+        return block_bytes([a for a, _ in forward] + backward), 0
+    if plan == "shared_backward":
+        return block_bytes(a for a, _ in forward), block_bytes(backward)
+    kept = block_bytes(a for a, end in forward if end >= num_forward)
+    temporary = block_bytes(a for a, end in forward if end < num_forward)
+    return kept, max(temporary, block_bytes(backward))
 
 
 def check_memory(

@@ -57,9 +57,8 @@ class Replayer:
         self._banks = banks
         self._options = options
         self._counters = counters
-        self._machine = SlotMachine(
-            num_slots, label=rank_label(chunks), are_shared=options.shared_slots
-        )
+        self._label = rank_label(chunks)
+        self._machine = SlotMachine(num_slots, self._label, are_shared=options.shared_slots)
         # An input of every replayed microbatch. A backward that does not reach it computes only
         # some of the gradients.
         self._anchor = torch.zeros((), device=device, requires_grad=True)
@@ -77,6 +76,8 @@ class Replayer:
     def take(self, captured: CapturedRank, verifier: Verifier | None) -> None:
         """Replay these graphs from now on."""
         self._captured, self._verifier = captured, verifier
+        report = captured.report
+        self._machine = SlotMachine(report.num_slots, self._label, are_shared=report.shared_slots)
         self._task = BackwardTask(captured.terms, captured.names())
         self._first_step = self._counters.replayed_steps
 
@@ -175,7 +176,8 @@ class Replayer:
             return None
         slot = next((s for s in self._reserved[c] if index not in self._received[s]), None)
         if slot is None:
-            num_others = num_before if self._options.shared_slots else 0
+            assert self._captured is not None
+            num_others = num_before if self._captured.report.shared_slots else 0
             if self._machine.num_free(c) <= num_others:
                 return None
             slot = self._acquire(c, self._banks.key_of_next(c))

@@ -32,7 +32,13 @@ from chunkgraph.engine.split.deferral import Deferral, Receive
 from chunkgraph.engine.split.delayed import DelayedModules
 from chunkgraph.engine.split.trace import BackwardTrace, BackwardTracer, ForwardWatch
 from chunkgraph.errors import CaptureError, ChunkGraphError, MemoryPlanError
-from chunkgraph.graphs import GraphBackend, OperatorTrace, watch_operators
+from chunkgraph.graphs import (
+    Allocation,
+    GraphBackend,
+    OperatorTrace,
+    block_bytes,
+    watch_operators,
+)
 
 __all__ = ["SplitPlan", "capture_halves", "plan_split", "refuse_shared_with_split"]
 
@@ -46,11 +52,13 @@ class SplitPlan:
             the weight half.
         temporaries: Operators of the input half, with those whose results are dead at its end.
         held_bytes: Bytes that stay allocated between the two halves; 0 if unknown.
+        scratch_bytes: `block_bytes` of what the halves allocate from scratch.
     """
 
     trace: BackwardTrace | None = None
     temporaries: OperatorTrace | None = None
     held_bytes: int = 0
+    scratch_bytes: int = 0
 
 
 def plan_split(
@@ -101,18 +109,28 @@ def plan_split(
         forward = _Forward(chunk, sample)
         deferral = Deferral(trace, chunk.label)
         take = deferral.take
-        with forward.casting(), watch_operators() as watch, _explained(chunk.label):
-            with deferral:
-                forward.backward()
-            if chunk.end_of_backward is not None:
-                chunk.end_of_backward()
-        grads = forward.input_grads()
-        temporaries = watch.trace()
-        held_bytes = backend.allocated_bytes() - num_bytes
-        del grads, forward
-        deferral.run(_drop)
-        delayed.run(leaves, _drop)
-    return SplitPlan(trace, temporaries, max(0, held_bytes))
+        with backend.observe_allocations() as log:
+            with forward.casting(), watch_operators() as watch, _explained(chunk.label):
+                with deferral:
+                    forward.backward()
+                if chunk.end_of_backward is not None:
+                    chunk.end_of_backward()
+            grads = forward.input_grads()
+            temporaries = watch.trace()
+            held_bytes = backend.allocated_bytes() - num_bytes
+            num_input = log.num_events()
+            del grads, forward
+            deferral.run(_drop)
+            delayed.run(leaves, _drop)
+            scratch_bytes = _scratch_bytes(log.allocations(), num_input)
+    return SplitPlan(trace, temporaries, max(0, held_bytes), scratch_bytes)
+
+
+def _scratch_bytes(allocations: Sequence[Allocation], num_input: int) -> int:
+    """Return the block of what the halves free; the input half has ``num_input`` events."""
+    freed = [(a, a.end) for a in allocations if a.end is not None]
+    of_input = block_bytes(a for a, end in freed if end < num_input)
+    return max(of_input, block_bytes(a for a, _ in freed if a.begin >= num_input))
 
 
 def refuse_shared_with_split(chunks: Sequence[Chunk]) -> None:

@@ -1,0 +1,108 @@
+"""Allocations of an eager pass, and the block that a pool needs to serve the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+__all__ = ["Allocation", "AllocationLog", "NoAllocations", "block_bytes"]
+
+_ROUND_BYTES = 512
+_STEP_BYTES = 2 << 20
+_SMALL_BYTES = 1 << 20
+"""Size up to which the CUDA allocator takes memory, and leaves a remainder, in other segments."""
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """One allocation.
+
+    Attributes:
+        num_bytes: Its size.
+        begin: Number of the event that allocated it.
+        end: Number of the event that freed it; None if it is in use.
+    """
+
+    num_bytes: int
+    begin: int
+    end: int | None
+
+
+class AllocationLog(Protocol):
+    """The allocations of eager work on the capture stream since the log was entered."""
+
+    def num_events(self) -> int:
+        """Return the number of events so far."""
+
+    def allocations(self) -> Sequence[Allocation]:
+        """Return the allocations so far; none if the backend cannot observe them."""
+
+
+class NoAllocations:
+    """The log of a backend that observes nothing."""
+
+    def num_events(self) -> int:
+        """Return 0."""
+        return 0
+
+    def allocations(self) -> Sequence[Allocation]:
+        """Return nothing."""
+        return ()
+
+
+def block_bytes(allocations: Iterable[Allocation]) -> int:
+    """Return the size of one block in which the CUDA allocator places these allocations.
+
+    The allocator takes the smallest free piece, which may leave gaps, so this can exceed the most
+    bytes in use at once.
+    """
+    events: list[tuple[int, int, int]] = []  # number, allocation, bytes or 0 to free
+    for i, allocation in enumerate(allocations):
+        size = -(-allocation.num_bytes // _ROUND_BYTES) * _ROUND_BYTES
+        if size > _SMALL_BYTES:
+            events.append((allocation.begin, i, size))
+            if allocation.end is not None:
+                events.append((allocation.end, i, 0))
+    events.sort()
+    size = _peak_bytes(events)
+    step = max(_STEP_BYTES, size // 64 // _STEP_BYTES * _STEP_BYTES)
+    while not _fits(events, size):
+        size += step
+    return size
+
+
+def _peak_bytes(events: Iterable[tuple[int, int, int]]) -> int:
+    sizes: dict[int, int] = {}
+    now = peak = 0
+    for _, i, size in events:
+        now += size - sizes.pop(i, 0)
+        if size:
+            sizes[i] = size
+        peak = max(peak, now)
+    return -(-peak // _STEP_BYTES) * _STEP_BYTES
+
+
+def _fits(events: Iterable[tuple[int, int, int]], num_bytes: int) -> bool:
+    """Return whether a best-fit allocator serves the events from one block."""
+    free = {0: num_bytes}  # start -> bytes
+    used: dict[int, tuple[int, int]] = {}
+    for _, i, size in events:
+        if not size:
+            start, length = used.pop(i)
+            length += free.pop(start + length, 0)
+            before = next((s for s, n in free.items() if s + n == start), None)
+            if before is not None:
+                start, length = before, length + free.pop(before)
+            free[start] = length
+            continue
+        place = min(((n, s) for s, n in free.items() if n >= size), default=None)
+        if place is None:
+            return False
+        length, start = place
+        del free[start]
+        if length - size > _SMALL_BYTES:
+            free[start + size] = length - size
+            length = size
+        used[i] = start, length
+    return True

@@ -1,0 +1,74 @@
+"""`ReceivingStage`: a stage whose receive buffers exist only from a receive to its use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.distributed.pipelining import PipelineStage
+
+__all__ = ["ReceivingStage"]
+
+
+class ReceivingStage(PipelineStage):
+    """A `PipelineStage` that allocates a receive buffer when it posts the receive.
+
+    Torch keeps a buffer for every microbatch, and on it the input gradient of the last step. Here a
+    tensor on the meta device takes the place of a buffer that is not in use.
+    """
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
+        """Return the receives of a microbatch's inputs."""
+        _allocate(self.args_recv_info[fwd_chunk_id], self.device)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
+        """Return the receives of a microbatch's output gradients."""
+        if self.has_backward:
+            _allocate(self.grad_recv_info[bwd_chunk_id], self.device)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def set_local_bwd_input(
+        self, next_stage_bwd_outputs: tuple[torch.Tensor | None, ...], mb_index: int
+    ) -> None:
+        """Take a microbatch's output gradients from the next stage, which is on this rank."""
+        if any(grad is None for grad in next_stage_bwd_outputs):
+            _allocate(self.grad_recv_info[mb_index], self.device)  # torch sets them to zero
+        super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        result = super()._prepare_backward_infra(*args, **kwargs)
+        for infos in (*self.args_recv_info.values(), *self.grad_recv_info.values()):
+            _free(infos)
+        return result
+
+    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:
+        received = super()._retrieve_recv_activations(fwd_chunk_id)
+        _free(self.args_recv_info[fwd_chunk_id])
+        return received
+
+    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> Any:
+        received = super()._retrieve_recv_grads(bwd_chunk_id)
+        _free(self.grad_recv_info[bwd_chunk_id])
+        return received
+
+
+def _allocate(infos: Iterable[Any], device: torch.device) -> None:
+    """Allocate the buffers that are not in use."""
+    for info in infos:
+        buffer = getattr(info, "buffer", None)  # the first stage's inputs have none
+        if buffer is not None and buffer.is_meta:
+            info.buffer = _like(buffer, device)
+
+
+def _free(infos: Iterable[Any]) -> None:
+    """Drop the buffers; their users keep them."""
+    for info in infos:
+        buffer = getattr(info, "buffer", None)
+        if buffer is not None and not buffer.is_meta:
+            info.buffer = _like(buffer, torch.device("meta"))
+
+
+def _like(buffer: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty_like(buffer, device=device, requires_grad=buffer.requires_grad)
