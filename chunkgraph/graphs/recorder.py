@@ -52,6 +52,7 @@ from chunkgraph.graphs.recording import (
     HostCall,
     Operation,
     TensorRef,
+    is_collective,
     owner_of,
     replace_leaves,
     storages_written,
@@ -284,7 +285,7 @@ class _RecordingMode(TorchDispatchMode):
             return self._lift(func, args[0])
         func, args = _as_recorded(func, args)
         written = storages_written(func, args, kwargs)
-        inputs = [*tensors_in(args), *tensors_in(list(kwargs.values()))]
+        inputs = tensors_in(*args, *kwargs.values())
         for tensor in inputs:
             self._register(tensor, func)
         for tensor in written:
@@ -293,7 +294,7 @@ class _RecordingMode(TorchDispatchMode):
         refs = self._refs(inputs) if written else {}
         # Before the operator runs: it may allocate memory for an empty output argument.
         input_addresses = {t.untyped_storage().data_ptr() for t in inputs}
-        if _is_collective(func):
+        if is_collective(func):
             out = self._run_collective(func, args, kwargs, refs, inputs)
         else:
             out = draw_privately(func, args, kwargs)
@@ -430,11 +431,6 @@ def _replaced(
 
 
 # Cached, since torch creates schema objects per access.
-@functools.cache
-def _is_collective(func: OpOverload) -> bool:
-    return func.namespace == "c10d"
-
-
 @functools.cache
 def _has_undefined_contents(func: OpOverload) -> bool:
     return func._schema.name.startswith(_UNDEFINED_CONTENTS)
