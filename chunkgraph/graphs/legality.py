@@ -273,6 +273,8 @@ def _unguarded(has_torch_function: Callable[[Any], bool]) -> Callable[[Any], boo
 def _refusing_inductor(callback_from_stance: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def callback_of(callback: Any) -> Any:
         chosen = backend = callback_from_stance(callback)
+        if not chosen:
+            return chosen
         while hasattr(backend, "_torchdynamo_orig_backend"):
             backend = backend._torchdynamo_orig_backend
         is_inductor = getattr(backend, "compiler_name", None) == "inductor"

@@ -84,7 +84,7 @@ class TensorRef(NamedTuple):
         return TensorRef(
             storage.data_ptr(),
             storage.nbytes(),
-            tensor.storage_offset(),
+            int(tensor.storage_offset()),
             tensor.shape,
             tensor.stride(),
             tensor.dtype,

@@ -27,21 +27,12 @@ PAGE_BYTES = 4096
 
 
 class _Block(weakref.ref[np.ndarray]):
-    """A weak reference to the owner of a block in use; ``freed`` is called with it."""
+    """A block in use: a weak reference to its owner, whose callback gets it when it is free."""
 
     __slots__ = ("num_bytes", "start")
 
-    def __new__(
-        cls, owner: np.ndarray, freed: Callable[[_Block], None], _start: int, _num_bytes: int
-    ) -> _Block:
-        return super().__new__(cls, owner, freed)
-
-    def __init__(
-        self, owner: np.ndarray, freed: Callable[[_Block], None], start: int, num_bytes: int
-    ) -> None:
-        super().__init__(owner, freed)
-        self.start = start
-        self.num_bytes = num_bytes
+    start: int
+    num_bytes: int
 
 
 class SimulatedPool:
@@ -89,7 +80,8 @@ class SimulatedPool:
         owner = self._bytes_at(start, num_bytes)
         storage = torch.frombuffer(owner, dtype=torch.uint8).untyped_storage()
         # The storage keeps `owner` alive, so both are freed together.
-        self._used[start] = _Block(owner, self._dead.append, start, size)
+        block = self._used[start] = _Block(owner, self._dead.append)
+        block.start, block.num_bytes = start, size
         return storage
 
     def alias(self, start: int, num_bytes: int) -> torch.UntypedStorage:
