@@ -33,6 +33,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from collector import collect_new_objects
+
 from chunkgraph.jobs.processes import die_with_parent
 
 MODULES = (
@@ -89,9 +91,7 @@ def preload(host: str) -> None:
             remember_docstrings()
     num_threads = len(list(Path("/proc/self/task").iterdir()))
     assert num_threads == 1, f"{num_threads} threads: a fork would lose all but one"
-    gc.collect()
-    gc.freeze()  # so that a rank's collections do not copy all of these pages
-    gc.enable()
+    collect_new_objects()  # a rank's collections would copy all of these pages
 
 
 class Server:
