@@ -70,7 +70,10 @@ def _left_by_tests() -> Iterator[None]:
 
 
 # What starts the processes of whole jobs, for the most part; such tests take longest.
-_JOB_FIXTURES = {"run_cases", "run_worker", "run_to_its_end", "run_ranks", "launched", "marked"}
+_JOB_FIXTURES = {
+    *("run_cases", "run_worker", "run_to_its_end", "run_ranks", "run_script"),
+    *("launched", "marked"),
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

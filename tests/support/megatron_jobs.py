@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import importlib.util
 import itertools
 import json
 import math
@@ -213,8 +214,29 @@ def run_ranks(
     ) -> tuple[list[int], str]:
         arguments = ["-m", "chunkgraph.launch", "--device", "cpu", *arguments]
         ranks = start_ranks(arguments, num_ranks, folder, free_port(), "pretrain")
-        codes = wait_for_ranks(ranks, timeout_s)
-        return codes, "".join((folder / f"log{r}.txt").read_text() for r in range(num_ranks))
+        return wait_for_ranks(ranks, timeout_s), _logs(folder, num_ranks)
+
+    return run
+
+
+def _logs(folder: Path, num_ranks: int) -> str:
+    return "".join((folder / f"log{rank}.txt").read_text() for rank in range(num_ranks))
+
+
+@pytest.fixture
+def run_script(
+    tmp_path: Path, start_ranks: StartRanks, free_port: Callable[[], int]
+) -> Callable[..., tuple[list[int], str]]:
+    """Return a runner of ``python arguments`` in ranks on a CPU: exit codes and output."""
+    host = "core" if importlib.util.find_spec("megatron") is not None else None
+
+    def run(
+        *arguments: str | Path, num_ranks: int = 2, timeout_s: float = 150.0
+    ) -> tuple[list[int], str]:
+        command = list(map(str, arguments))
+        hidden = {"CUDA_VISIBLE_DEVICES": ""}
+        ranks = start_ranks(command, num_ranks, tmp_path, free_port(), host, **hidden)
+        return wait_for_ranks(ranks, timeout_s), _logs(tmp_path, num_ranks)
 
     return run
 

@@ -21,6 +21,7 @@ import argparse
 import atexit
 import fcntl
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -84,6 +85,7 @@ def preload(host: str) -> None:
         warnings.simplefilter("ignore")
         for name in MODULES:
             import_megatron(f"megatron.core.{name}")
+        importlib.import_module("chunkgraph.pipelining")
         if host == "pretrain":
             pretrain_hooks()  # the training program, with its imports
             for name in PRETRAIN_MODULES:
@@ -207,6 +209,7 @@ def run(arguments: list[str]) -> None:
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = arguments
+        sys.path.insert(0, str(Path(arguments[0]).parent))  # as Python does for a script
         runpy.run_path(arguments[0], run_name="__main__")
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
