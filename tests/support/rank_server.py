@@ -22,6 +22,7 @@ import atexit
 import fcntl
 import gc
 import importlib
+import importlib.util
 import json
 import os
 import runpy
@@ -31,6 +32,7 @@ import socket
 import sys
 import threading
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +45,14 @@ MODULES = (
     *("models.gpt", "models.gpt.gpt_layer_specs"),
     *("transformer.moe.moe_layer", "transformer.multi_token_prediction"),
 )
+# Imported by functions of other modules.
+OPTIONAL_MODULES = ("megatron.core.models.mimo",)
 PRETRAIN_MODULES = (
-    "megatron.core.models.mimo",  # Megatron's optimizer imports it
     "megatron.training.datasets.sft_dataset",
+    "megatron.core.datasets.blended_megatron_dataset_builder",
+    "megatron.core.tokenizers.text",
+    "chunkgraph.launch.__main__",
+    "chunkgraph.launch.hooks",
 )
 
 
@@ -86,12 +93,17 @@ def preload(host: str) -> None:
         for name in MODULES:
             import_megatron(f"megatron.core.{name}")
         importlib.import_module("chunkgraph.pipelining")
+        importlib.import_module("chunkgraph.settings.rules")
+        for name in filter(importlib.util.find_spec, OPTIONAL_MODULES):
+            importlib.import_module(name)
         if host == "pretrain":
             pretrain_hooks()  # the training program, with its imports
             for name in PRETRAIN_MODULES:
-                import_megatron(name)
+                importlib.import_module(name)
             remember_docstrings()
     num_threads = len(list(Path("/proc/self/task").iterdir()))
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False  # a rank ends without freeing these modules
     assert num_threads == 1, f"{num_threads} threads: a fork would lose all but one"
     collect_new_objects()  # a rank's collections would copy all of these pages
 
