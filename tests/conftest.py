@@ -35,6 +35,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # Probes, stand-ins and fixtures of whole jobs, which tests of several rooms share.
 sys.path.insert(0, str(Path(__file__).parent / "support"))
+from collector import collect_new_objects
+
 pytest_plugins = ["megatron_jobs"]
 # These rooms import Megatron; some tests of `launch` do not.
 if importlib.util.find_spec("megatron") is None:
@@ -53,18 +55,25 @@ gc.disable()
 def pytest_collection_finish() -> None:
     """Collect what tests leave over, not what was there before.
 
-    A capture also looks at each object that there is. The first backward imports ``torch._dynamo``,
-    the most of them; imported here they are not looked at.
+    The first backward imports ``torch._dynamo``, most of all objects.
     """
     if "torch" in sys.modules:
         importlib.import_module("torch._dynamo")
-    gc.collect()
-    gc.freeze()
-    gc.enable()
+    collect_new_objects()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _left_by_tests() -> Iterator[None]:
+    """Leave what a module's tests left, such as their reports, out of later collections too."""
+    yield
+    collect_new_objects()
 
 
 # What starts the processes of whole jobs, for the most part; such tests take longest.
-_JOB_FIXTURES = {"run_cases", "run_worker", "run_to_its_end", "run_ranks", "launched", "marked"}
+_JOB_FIXTURES = {
+    *("run_cases", "run_worker", "run_to_its_end", "run_ranks", "run_script"),
+    *("launched", "marked"),
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

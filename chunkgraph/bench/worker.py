@@ -53,8 +53,8 @@ def main(config_path: str, run_dir: str) -> int:
 
     if not config.run.debug:
         keep_quiet()
+    variant = make_variant(request.variant, config)  # refuses before it imports Megatron
     with training_process(config) as device:
-        variant = make_variant(request.variant, config)
         try:
             _measure(config, request, device, variant, folder)
         except Exception as error:  # noqa: BLE001 - everything is reported

@@ -113,7 +113,7 @@ class HostConstants:
         Raises:
             IllegalOperationError: A replay would not repeat the host work of ``func``.
         """
-        inputs = [*tensors_in(args), *tensors_in(list(kwargs.values()))]
+        inputs = tensors_in(*args, *kwargs.values())
         on_host = [t for t in inputs if t.device.type == "cpu"]
         written = storages_written(func, args, kwargs)
         if len(on_host) < len(inputs):

@@ -12,7 +12,7 @@ import functools
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
@@ -121,15 +121,8 @@ def check_operator(
     Raises:
         IllegalOperationError: ``func`` does this; the message has operator, reason, file and line.
     """
-    if func in _INDEXING:
-        indices = cast("Sequence[torch.Tensor | None]", args[1])
-        if any(_is_mask(i) for i in indices) and not _fills_where_masked(func, args, kwargs):
-            raise illegal_operation(str(func), _BY_MASK, label)
-        return
-    if func is _aten.repeat_interleave.Tensor and kwargs.get("output_size") is not None:
-        return
-    why = _why_never(func)
-    if why is not None:
+    why = _why_not(func)
+    if why is not None and not _is_static(func, args, kwargs):
         raise illegal_operation(str(func), why, label)
     if func is _aten.lift_fresh.default and not args[0].untyped_storage().resizable():
         raise illegal_operation(
@@ -182,13 +175,24 @@ def check_generator(
 
 
 @functools.cache
-def _why_never(func: OpOverload) -> str | None:
+def _why_not(func: OpOverload) -> str | None:
     """Return why no graph can hold ``func``, by its tags; None if one can."""
+    if func in _INDEXING:
+        return _BY_MASK
     if torch.Tag.data_dependent_output in func.tags:
         return "reads device values on the host"
     if torch.Tag.dynamic_output_shape in func.tags:
         return "has an output shape that depends on values"
     return None
+
+
+def _is_static(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Return whether a graph can hold ``func`` with these arguments, against its tags."""
+    if func is _aten.repeat_interleave.Tensor:
+        return kwargs.get("output_size") is not None
+    if func not in _INDEXING:
+        return False
+    return not any(map(_is_mask, args[1])) or _fills_where_masked(func, args, kwargs)
 
 
 def _fills_where_masked(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -273,6 +277,8 @@ def _unguarded(has_torch_function: Callable[[Any], bool]) -> Callable[[Any], boo
 def _refusing_inductor(callback_from_stance: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def callback_of(callback: Any) -> Any:
         chosen = backend = callback_from_stance(callback)
+        if not chosen:
+            return chosen
         while hasattr(backend, "_torchdynamo_orig_backend"):
             backend = backend._torchdynamo_orig_backend
         is_inductor = getattr(backend, "compiler_name", None) == "inductor"

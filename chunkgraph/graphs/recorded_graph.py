@@ -16,6 +16,7 @@ from chunkgraph.graphs.recording import (
     HostCall,
     Operation,
     TensorRef,
+    is_collective,
     owner_of,
     replace_leaves,
     span,
@@ -176,7 +177,7 @@ def _operation_step(
     entry: Operation, args: Any, kwargs: Any, results: Sequence[torch.Tensor | None], label: str
 ) -> _Step:
     func = entry.func
-    if func.namespace == "c10d":
+    if is_collective(func):
 
         def run_collective() -> None:
             wait_for_work(func(*args, **kwargs))

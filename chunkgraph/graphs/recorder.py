@@ -41,6 +41,7 @@ from chunkgraph.graphs.location import current_location
 from chunkgraph.graphs.random_state import (
     PrivateDraws,
     draw_privately,
+    draws,
     preserve_states,
     private_generator,
     thread_generator,
@@ -53,6 +54,7 @@ from chunkgraph.graphs.recording import (
     HostCall,
     Operation,
     TensorRef,
+    is_collective,
     owner_of,
     replace_leaves,
     storages_written,
@@ -280,26 +282,30 @@ class _RecordingMode(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         check_operator(func, args, kwargs, self.label)
-        check_generator(func, args, kwargs, self.generators, self.label)
-        self.generator.draw(func, args, kwargs)
+        if draws(func):
+            check_generator(func, args, kwargs, self.generators, self.label)
+            self.generator.draw(func, args, kwargs)
         if func is _aten.lift_fresh.default:
             return self._lift(func, args[0])
         func, args = _as_recorded(func, args)
-        written = storages_written(func, args, kwargs)
-        inputs = [*tensors_in(args), *tensors_in(list(kwargs.values()))]
+        pool = self._pool_of(func)
+        inputs = tensors_in(*args, *kwargs.values())
         for tensor in inputs:
             self._register(tensor, func)
+        if _is_view(func):  # half of all operators: without memory, so a replay needs none of them
+            return func(*args, **kwargs)
+        written = storages_written(func, args, kwargs)
         for tensor in written:
             self._save(tensor)
         # An operator that writes may change the geometry of its arguments.
         refs = self._refs(inputs) if written else {}
         # Before the operator runs: it may allocate memory for an empty output argument.
         input_addresses = {t.untyped_storage().data_ptr() for t in inputs}
-        if _is_collective(func):
+        if is_collective(func):
             out = self._run_collective(func, args, kwargs, refs, inputs)
         else:
             out = draw_privately(func, args, kwargs)
-        results = self._place(out, input_addresses, self._pool_of(func))
+        results = self._place(out, input_addresses, pool)
         has_effect = any(r is not None for r in results) or written or _only_checks(func)
         if has_effect and not _has_undefined_contents(func):
             self._log(func, args, kwargs, refs or self._refs(inputs), results)
@@ -433,8 +439,14 @@ def _replaced(
 
 # Cached, since torch creates schema objects per access.
 @functools.cache
-def _is_collective(func: OpOverload) -> bool:
-    return func.namespace == "c10d"
+def _is_view(func: OpOverload) -> bool:
+    """Return whether every result is a view of an argument; composite operators may copy."""
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd
+    return (
+        func.is_view
+        and all(result.alias_info is not None for result in func._schema.returns)
+        and not func.has_kernel_for_dispatch_key(composite)
+    )
 
 
 @functools.cache

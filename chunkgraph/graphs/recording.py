@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ __all__ = [
     "HostCall",
     "Operation",
     "TensorRef",
+    "is_collective",
     "owner_of",
     "replace_leaves",
     "span",
@@ -81,14 +82,14 @@ class TensorRef(NamedTuple):
         """Return a reference to the current memory of ``tensor``."""
         storage = tensor.untyped_storage()
         return TensorRef(
-            start=storage.data_ptr(),
-            num_bytes=storage.nbytes(),
-            offset=int(tensor.storage_offset()),
-            shape=tuple(tensor.shape),
-            stride=tuple(tensor.stride()),
-            dtype=tensor.dtype,
-            flags=(tensor.is_conj(), tensor.is_neg()),
-            external=external,
+            storage.data_ptr(),
+            storage.nbytes(),
+            int(tensor.storage_offset()),
+            tensor.shape,
+            tensor.stride(),
+            tensor.dtype,
+            (tensor.is_conj(), tensor.is_neg()),
+            external,
         )
 
     def tensor(self, storage: torch.UntypedStorage) -> torch.Tensor:
@@ -147,17 +148,20 @@ def storages_written(
     return written
 
 
+# Cached, since torch creates schema objects per access.
+@functools.cache
+def is_collective(func: OpOverload) -> bool:
+    """Return whether ``func`` is a collective of a process group."""
+    return func.namespace == "c10d"
+
+
 @functools.cache
 def _written_arguments(func: OpOverload) -> tuple[tuple[int, str], ...]:
-    """Return the position and name of each written argument.
-
-    Cached, since torch creates schema objects per access.
-    """
-    collective = func.namespace == "c10d"
+    """Return the position and name of each written argument."""
     return tuple(
         (index, argument.name)
         for index, argument in enumerate(func._schema.arguments)
-        if collective
+        if is_collective(func)
         or (argument.alias_info is not None and argument.alias_info.is_write)
         or argument.name in ("running_mean", "running_var")
     )
@@ -179,13 +183,15 @@ def span(tensor: torch.Tensor | TensorRef) -> tuple[int, int]:
     return first, first + (last + 1) * item
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of an operator's arguments or result, nested in lists and tuples."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
+def tensors_in(*values: Any) -> list[torch.Tensor]:
+    """Return the tensors of an operator's arguments or result, nested in lists and tuples."""
+    tensors: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+        elif isinstance(value, (list, tuple)):
+            tensors.extend(tensors_in(*value))
+    return tensors
 
 
 def replace_leaves(value: Any, kind: type, replace: Callable[[Any], Any]) -> Any:

@@ -26,6 +26,15 @@ SEGMENT_BYTES = 1 << 20
 PAGE_BYTES = 4096
 
 
+class _Block(weakref.ref[np.ndarray]):
+    """A block in use: a weak reference to its owner, whose callback gets it when it is free."""
+
+    __slots__ = ("num_bytes", "start")
+
+    start: int
+    num_bytes: int
+
+
 class SimulatedPool:
     """One pool of segments with a best-fit free list.
 
@@ -40,11 +49,11 @@ class SimulatedPool:
         self.num_allocations = 0
         self._segments: list[tuple[int, np.ndarray]] = []
         self._free: list[tuple[int, int]] = []  # (num_bytes, start), sorted: best fit first
-        self._used: dict[int, int] = {}  # start -> num_bytes
+        self._used: dict[int, _Block] = {}  # by start
         self._aliases: dict[int, StorageWeakRef] = {}
         # A storage may be freed at any point: by the garbage collector in the middle of a line of
         # this class, or in another thread (gloo's). So finalizers only append to this queue.
-        self._dead: deque[int] = deque()
+        self._dead: deque[_Block] = deque()
 
     @property
     def reserved_bytes(self) -> int:
@@ -71,7 +80,8 @@ class SimulatedPool:
         owner = self._bytes_at(start, num_bytes)
         storage = torch.frombuffer(owner, dtype=torch.uint8).untyped_storage()
         # The storage keeps `owner` alive, so both are freed together.
-        weakref.finalize(owner, self._dead.append, start).atexit = False
+        block = self._used[start] = _Block(owner, self._dead.append)
+        block.start, block.num_bytes = start, size
         return storage
 
     def alias(self, start: int, num_bytes: int) -> torch.UntypedStorage:
@@ -97,7 +107,7 @@ class SimulatedPool:
     def live(self) -> AddressRanges:
         """Return the addresses of the blocks in use (rounded sizes)."""
         self._release_dead()
-        return AddressRanges((start, start + size) for start, size in self._used.items())
+        return AddressRanges((b.start, b.start + b.num_bytes) for b in self._used.values())
 
     def reserved(self) -> AddressRanges:
         """Return the addresses of all segments."""
@@ -121,7 +131,6 @@ class SimulatedPool:
         free_size, start = self._new_segment(size) if index is None else self._free.pop(index)
         if free_size > size:
             insort(self._free, (free_size - size, start + size))
-        self._used[start] = size
         return start
 
     def _new_segment(self, size: int) -> tuple[int, int]:
@@ -139,11 +148,12 @@ class SimulatedPool:
         while self._dead:
             self._release(self._dead.popleft())
 
-    def _release(self, start: int) -> None:
-        size = self._used.pop(start)
+    def _release(self, block: _Block) -> None:
+        start = block.start
+        del self._used[start]
         base, segment = self._segment_of(start)
         end_of_segment = base + segment.nbytes
-        end = start + size
+        end = start + block.num_bytes
         for free_size, free_start in list(self._free):
             if free_start + free_size == start and free_start >= base:
                 self._free.remove((free_size, free_start))

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_iter
 
 from chunkgraph.graphs.contract import Pool
 from chunkgraph.graphs.operator_mode import OperatorMode
+from chunkgraph.graphs.recording import tensors_in
 
 __all__ = ["OperatorTrace", "ScratchRouter", "watch_operators"]
 
@@ -48,14 +48,14 @@ class _Watch(OperatorMode):
 
     def run_operator(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `OperatorMode`."""
-        inputs = {_address(t) for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)}
+        inputs = set(map(_address, tensors_in(*args, *kwargs.values())))
         out = func(*args, **kwargs)
         self.names.append(func.name())
         self.fresh.append(
             [
                 StorageWeakRef(tensor.untyped_storage())
-                for tensor in tree_iter(out)
-                if isinstance(tensor, torch.Tensor) and _address(tensor) not in inputs
+                for tensor in tensors_in(out)
+                if _address(tensor) not in inputs
             ]
         )
         return out

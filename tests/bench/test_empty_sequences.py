@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,11 +13,14 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
+PROGRAM = ROOT / "benchmarks" / "empty_sequences.py"
 
 
 # Not for each release of Megatron: it measures with one.
 @pytest.mark.timeout(100)
-def test_the_same_documents_among_more_sequences(tmp_path: Path) -> None:
+def test_the_same_documents_among_more_sequences(
+    tmp_path: Path, run_script: Callable[..., tuple[list[int], str]]
+) -> None:
     path = tmp_path / "out.json"
     arguments = {
         "--device": "cpu",
@@ -32,20 +33,9 @@ def test_the_same_documents_among_more_sequences(tmp_path: Path) -> None:
         "--num-layers": "2",
         "--documents": "8",
     }
-    result = subprocess.run(
-        [
-            sys.executable,
-            str(ROOT / "benchmarks" / "empty_sequences.py"),
-            *(part for item in arguments.items() for part in item),
-            "20",
-        ],
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/tests/support"},
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
+    parts = [part for item in arguments.items() for part in item]
+    codes, output = run_script(PROGRAM, *parts, "20", num_ranks=1)
+    assert codes == [0], output
     document = json.loads(path.read_text())
     measured = document["measured"]
     assert [(len(one["lengths"]), one["num_seqs"]) for one in measured] == [
@@ -58,16 +48,15 @@ def test_the_same_documents_among_more_sequences(tmp_path: Path) -> None:
     assert all(sum(one["lengths"]) == 64 for one in measured)
     assert all(one["ms"] > 0 and len(one["ms_all"]) == 2 for one in measured)
     assert all(one["same_output"] and one["same_gradient"] for one in measured)
-    assert result.stdout.count("bits of output same, gradient same") == 8
-    assert result.stdout.count(" ms, ") == 8
-    assert result.stdout.count("replayed by default") == 2
+    assert output.count("bits of output same, gradient same") == 8
+    assert output.count(" ms, ") == 8
+    assert output.count("replayed by default") == 2
     assert all(one["error"] is None for one in measured)
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    path = ROOT / "benchmarks" / "empty_sequences.py"
-    spec = importlib.util.spec_from_file_location("empty_sequences", path)
+    spec = importlib.util.spec_from_file_location("empty_sequences", PROGRAM)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -93,17 +82,12 @@ def test_what_training_would_replay_is_measured(script: ModuleType) -> None:
     assert script._sequences(8, [64], 1024) == {8: False, 32: True, 64: False}
 
 
-def test_there_is_a_layer_to_measure() -> None:
-    result = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "empty_sequences.py"), "--num-layers", "0"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-    )
-    assert result.returncode == 2
-    assert "--num-layers is 1 or more" in result.stderr
+def test_there_is_a_layer_to_measure(
+    run_script: Callable[..., tuple[list[int], str]],
+) -> None:
+    codes, output = run_script(PROGRAM, "--num-layers", "0", num_ranks=1)
+    assert codes == [2]
+    assert "--num-layers is 1 or more" in output
 
 
 def test_all_layers_are_measured(

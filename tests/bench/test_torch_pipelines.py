@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+PROGRAM = ROOT / "benchmarks" / "torch_pipelines.py"
 _SIZES = {
     "cpu": ("--layers-per-rank", "2", "--width", "32", "--num-heads", "2", "--sequence", "16"),
     "cuda": ("--layers-per-rank", "2", "--width", "512", "--num-heads", "4", "--sequence", "256"),
@@ -21,26 +22,32 @@ _SIZES = {
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.multigpu)])
 def test_schedules_with_graphs_are_measured_and_equal(
-    device: str, tmp_path: Path, free_port: Callable[[], int]
+    device: str,
+    tmp_path: Path,
+    free_port: Callable[[], int],
+    run_script: Callable[..., tuple[list[int], str]],
 ) -> None:
     path = tmp_path / "result.json"
-    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     names = ["Schedule1F1B", "ScheduleZBVZeroBubble"]
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
-            *("--master-port", str(free_port()), "benchmarks/torch_pipelines.py"),
-            *("--schedules", *names, "--num-microbatches", "4", "--num-steps", "2"),
-            *(*_SIZES[device], "--json", str(path)),
-        ],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **hidden},
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    command = [
+        *(PROGRAM, "--schedules", *names, "--num-microbatches", "4", "--num-steps", "2"),
+        *(*_SIZES[device], "--json", str(path)),
+    ]
+    if device == "cpu":
+        codes, output = run_script(*command)
+        assert codes == [0, 0], output
+    else:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+        done = subprocess.run(
+            [*torchrun, "--master-port", str(free_port()), *command],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=180,
+            check=False,
+        )
+        output = done.stdout
+        assert done.returncode == 0, done.stderr
     document = json.loads(path.read_text())
     assert document["num_ranks"] == 2
     assert [row["schedule"] for row in document["schedules"]] == names
@@ -56,47 +63,47 @@ def test_schedules_with_graphs_are_measured_and_equal(
             assert counters["replays"] == counters["backward_replays"] == 16 * num_stages
             assert counters["weight_replays"] == (32 if num_stages == 2 else 0)
         assert row["eager"]["counters_by_rank"] == [{}, {}]
-        assert row["schedule"] in done.stdout
+        assert row["schedule"] in output
         assert ("reserved_of_eager" in row) is (device == "cuda")
 
 
-def _run_alone(*arguments: str) -> subprocess.CompletedProcess[str]:
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(
-        [sys.executable, "benchmarks/torch_pipelines.py", *_SIZES["cpu"], *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **alone},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+@pytest.fixture
+def run_alone(
+    run_script: Callable[..., tuple[list[int], str]],
+) -> Callable[..., tuple[int, str]]:
+    """Return a runner of the benchmark in one rank on a CPU: exit code and output."""
+
+    def run(*arguments: str) -> tuple[int, str]:
+        (code,), output = run_script(PROGRAM, *_SIZES["cpu"], *arguments, num_ranks=1)
+        return code, output
+
+    return run
 
 
 @pytest.mark.timeout(120)
 def test_a_schedule_beyond_its_time_limit_leaves_the_earlier_ones(
-    tmp_path: Path, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, run_alone: Callable[..., tuple[int, str]]
 ) -> None:
-    monkeypatch.setenv("MASTER_PORT", str(free_port()))
     path = tmp_path / "result.json"
     names = ("Schedule1F1B", "ScheduleGPipe")
-    done = _run_alone("--schedules", *names, "--num-steps", "2", "--json", str(path))
-    assert done.returncode == 0, done.stderr
+    code, output = run_alone("--schedules", *names, "--num-steps", "2", "--json", str(path))
+    assert code == 0, output
     rows = json.loads(path.read_text())["schedules"]
     limit = "0.01"  # too short for the first one
-    monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    ended = _run_alone("--schedules", *names, "--time-limit", limit)
-    assert ended.returncode == 1
-    assert "Timeout" in ended.stderr
-    assert "in _compare" in ended.stderr  # where it was
+    code, output = run_alone("--schedules", *names, "--time-limit", limit)
+    assert code == 1
+    assert "Timeout" in output
+    assert "in _compare" in output  # where it was
     assert [row["schedule"] for row in rows] == list(names)
 
 
 @pytest.mark.timeout(120)
-def test_a_stage_is_timed_and_simulated(tmp_path: Path) -> None:
+def test_a_stage_is_timed_and_simulated(
+    tmp_path: Path, run_alone: Callable[..., tuple[int, str]]
+) -> None:
     path = tmp_path / "result.json"
-    done = _run_alone("--simulate", "--json", str(path))
-    assert done.returncode == 0, done.stderr
+    code, output = run_alone("--simulate", "--json", str(path))
+    assert code == 0, output
     row = json.loads(path.read_text())["stages"][-1]
     assert row["layers"] == "torch"
     # Four linear layers in each of two: none is computed twice, or left out.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import shlex
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -110,17 +110,23 @@ def test_gpu_memory_needs_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert "add --plan" in capsys.readouterr().err
 
 
-def plan(*args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "chunkgraph.cli", "launch", "--plan", *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+@pytest.fixture
+def plan(run_script: Callable[..., tuple[list[int], str]]) -> Callable[..., tuple[int, str]]:
+    """Return a runner of ``chunkgraph launch --plan``: exit code and output."""
+
+    def plan(*args: str) -> tuple[int, str]:
+        command = ("-m", "chunkgraph.cli", "launch", "--plan", *args)
+        (code,), output = run_script(*command, num_ranks=0, host="pretrain")
+        return code, output
+
+    return plan
 
 
 @pytest.mark.megatron
 @pytest.mark.skipif(not HAS_TRAINING, reason="needs megatron.training and Python 3.12")
-def test_a_command_line_is_planned_without_a_gpu(tmp_path: Path) -> None:
-    done = plan("--nproc-per-node", "64", "--gpu-memory", "80GiB", str(SCRIPT), *MIXTRAL)
-    assert done.returncode == 0, done.stderr
-    out = done.stdout
+def test_a_command_line_is_planned_without_a_gpu(plan: Callable[..., tuple[int, str]]) -> None:
+    code, out = plan("--nproc-per-node", "64", "--gpu-memory", "80GiB", str(SCRIPT), *MIXTRAL)
+    assert code == 0, out
     assert "on 64 process(es) (data 16, pipeline 4, expert 8)" in out
     assert "interleaved: slots for any legal number of microbatches" in out
     assert " 8 4 " in out  # rank 0
@@ -129,17 +135,17 @@ def test_a_command_line_is_planned_without_a_gpu(tmp_path: Path) -> None:
 
 @pytest.mark.megatron
 @pytest.mark.skipif(not HAS_TRAINING, reason="needs megatron.training and Python 3.12")
-def test_refusals_are_those_of_the_run() -> None:
-    done = plan(str(SCRIPT), *MIXTRAL, "--use-torch-fsdp2", "--rl-training-cuda-graphs")
-    assert done.returncode == 2
-    assert "--use-torch-fsdp2: parameters move" in done.stderr
-    assert "--rl-training-cuda-graphs: " in done.stderr
-    assert "Traceback" not in done.stderr
+def test_refusals_are_those_of_the_run(plan: Callable[..., tuple[int, str]]) -> None:
+    code, out = plan(str(SCRIPT), *MIXTRAL, "--use-torch-fsdp2", "--rl-training-cuda-graphs")
+    assert code == 2
+    assert "--use-torch-fsdp2: parameters move" in out
+    assert "--rl-training-cuda-graphs: " in out
+    assert "Traceback" not in out
 
 
 @pytest.mark.megatron
 @pytest.mark.skipif(not HAS_TRAINING, reason="needs megatron.training and Python 3.12")
-def test_megatrons_own_refusal_is_one_line() -> None:
-    done = plan(str(SCRIPT), *MIXTRAL, "--min-lr", "1.0")
-    assert done.returncode == 2
-    assert "error: Megatron refuses these arguments: " in done.stderr
+def test_megatrons_own_refusal_is_one_line(plan: Callable[..., tuple[int, str]]) -> None:
+    code, out = plan(str(SCRIPT), *MIXTRAL, "--min-lr", "1.0")
+    assert code == 2
+    assert "error: Megatron refuses these arguments: " in out

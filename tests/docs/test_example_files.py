@@ -48,9 +48,10 @@ def test_own_loop_is_equal_to_eager(free_port: Callable[[], int]) -> None:
 
 @pytest.mark.megatron
 @pytest.mark.timeout(300)
-def test_attach_trains(free_port: Callable[[], int]) -> None:
+def test_attach_trains(run_script: Callable[..., tuple[list[int], str]]) -> None:
     pytest.importorskip("megatron")
-    out = torchrun("megatron_attach.py", free_port())
+    codes, out = run_script(EXAMPLES / "megatron_attach.py")
+    assert codes == [0, 0], out
     assert out.count("loss ") == 3
     assert out.count(" replays=9,") == 2
 

@@ -15,25 +15,36 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.multigpu)]
 
 
-def _output(name: str, device: str, port: int) -> str:
-    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*torchrun, "--master-port", str(port), EXAMPLES / name],
-        env={**os.environ, "PYTHONPATH": str(EXAMPLES.parent), **hidden},
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture
+def output_of(
+    run_script: Callable[..., tuple[list[int], str]], free_port: Callable[[], int]
+) -> Callable[[str, str], str]:
+    """Return the output of an example on two CPU ranks, or two GPUs by torchrun."""
+
+    def output_of(name: str, device: str) -> str:
+        if device == "cpu":
+            codes, output = run_script(EXAMPLES / name)
+            assert codes == [0, 0], output
+            return output
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+        done = subprocess.run(
+            [*torchrun, "--master-port", str(free_port()), EXAMPLES / name],
+            env={**os.environ, "PYTHONPATH": str(EXAMPLES.parent)},
+            capture_output=True,
+            text=True,
+            timeout=180,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return output_of
 
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_example_is_equal_to_eager(device: str, free_port: Callable[[], int]) -> None:
-    output = _output("torch_pipelining.py", device, free_port())
+def test_the_example_is_equal_to_eager(device: str, output_of: Callable[[str, str], str]) -> None:
+    output = output_of("torch_pipelining.py", device)
     assert output.count("losses equal to eager: True") == 2
     assert "captures=2," in output
     assert "captures=1," in output
@@ -43,8 +54,10 @@ def test_the_example_is_equal_to_eager(device: str, free_port: Callable[[], int]
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("device", DEVICES)
-def test_stages_of_torchtitan_are_equal_to_eager(device: str, free_port: Callable[[], int]) -> None:
-    output = _output("torchtitan_stages.py", device, free_port())
+def test_stages_of_torchtitan_are_equal_to_eager(
+    device: str, output_of: Callable[[str, str], str]
+) -> None:
+    output = output_of("torchtitan_stages.py", device)
     assert output.count("losses equal to eager: True") == 4
     # On ranks 0 and 1, 1F1B has 2 and 1 slots, ZBV 4 + 1 and 3 + 2; three of four steps replay.
     for line, captures, replays in [

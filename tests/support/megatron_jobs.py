@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import importlib.util
 import itertools
 import json
 import math
@@ -149,7 +150,7 @@ def start_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartRanks
     servers with different hashes of strings, so ranks that rely on the order of a set disagree.
 
     Args (of the returned function):
-        arguments, num_ranks, log_dir, port: those of the job.
+        arguments, num_ranks, log_dir, port: those of the job; 0 ranks: one process that is none.
         host: host of the servers that fork the ranks; None starts an interpreter for each rank.
         variables: added to the ranks' environment.
     """
@@ -171,15 +172,15 @@ def start_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartRanks
                 of = servers.get("core", [None, None])
                 servers[name] = [RankServer(folder / f"{name}{i}", name, of[i]) for i in range(2)]
         ranks = []
-        for rank in range(num_ranks):
-            environment = rank_environment(
-                **variables,
-                RANK=str(rank),
-                LOCAL_RANK=str(rank),
-                WORLD_SIZE=str(num_ranks),
-                MASTER_ADDR="127.0.0.1",
-                MASTER_PORT=str(port),
-            )
+        for rank in range(num_ranks or 1):
+            of_rank = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(num_ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            }
+            environment = rank_environment(**variables, **(of_rank if num_ranks else {}))
             begin = servers[host][rank % 2].start if host is not None else start_fresh
             ranks.append(begin(arguments, environment, log_dir / f"log{rank}.txt"))
         return ranks
@@ -213,8 +214,34 @@ def run_ranks(
     ) -> tuple[list[int], str]:
         arguments = ["-m", "chunkgraph.launch", "--device", "cpu", *arguments]
         ranks = start_ranks(arguments, num_ranks, folder, free_port(), "pretrain")
-        codes = wait_for_ranks(ranks, timeout_s)
-        return codes, "".join((folder / f"log{r}.txt").read_text() for r in range(num_ranks))
+        return wait_for_ranks(ranks, timeout_s), _logs(folder, num_ranks)
+
+    return run
+
+
+def _logs(folder: Path, num_ranks: int) -> str:
+    return "".join((folder / f"log{rank}.txt").read_text() for rank in range(num_ranks))
+
+
+@pytest.fixture
+def run_script(
+    tmp_path: Path, start_ranks: StartRanks, free_port: Callable[[], int]
+) -> Callable[..., tuple[list[int], str]]:
+    """Return a runner of ``python arguments`` in ranks on a CPU: exit codes and output."""
+    has_megatron = importlib.util.find_spec("megatron") is not None
+
+    def run(
+        *arguments: str | Path, num_ranks: int = 2, host: str = "core", timeout_s: float = 150.0
+    ) -> tuple[list[int], str]:
+        ranks = start_ranks(
+            list(map(str, arguments)),
+            num_ranks,
+            tmp_path,
+            free_port(),
+            host if has_megatron else None,
+            CUDA_VISIBLE_DEVICES="",
+        )
+        return wait_for_ranks(ranks, timeout_s), _logs(tmp_path, len(ranks))
 
     return run
 

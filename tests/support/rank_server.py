@@ -21,6 +21,8 @@ import argparse
 import atexit
 import fcntl
 import gc
+import importlib
+import importlib.util
 import json
 import os
 import runpy
@@ -30,8 +32,11 @@ import socket
 import sys
 import threading
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
+
+from collector import collect_new_objects
 
 from chunkgraph.jobs.processes import die_with_parent
 
@@ -40,9 +45,14 @@ MODULES = (
     *("models.gpt", "models.gpt.gpt_layer_specs"),
     *("transformer.moe.moe_layer", "transformer.multi_token_prediction"),
 )
+# Imported by functions of other modules.
+OPTIONAL_MODULES = ("megatron.core.models.mimo",)
 PRETRAIN_MODULES = (
-    "megatron.core.models.mimo",  # Megatron's optimizer imports it
     "megatron.training.datasets.sft_dataset",
+    "megatron.core.datasets.blended_megatron_dataset_builder",
+    "megatron.core.tokenizers.text",
+    "chunkgraph.launch.__main__",
+    "chunkgraph.launch.hooks",
 )
 
 
@@ -82,16 +92,20 @@ def preload(host: str) -> None:
         warnings.simplefilter("ignore")
         for name in MODULES:
             import_megatron(f"megatron.core.{name}")
+        importlib.import_module("chunkgraph.pipelining")
+        importlib.import_module("chunkgraph.settings.rules")
+        for name in filter(importlib.util.find_spec, OPTIONAL_MODULES):
+            importlib.import_module(name)
         if host == "pretrain":
             pretrain_hooks()  # the training program, with its imports
             for name in PRETRAIN_MODULES:
-                import_megatron(name)
+                importlib.import_module(name)
             remember_docstrings()
     num_threads = len(list(Path("/proc/self/task").iterdir()))
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False  # a rank ends without freeing these modules
     assert num_threads == 1, f"{num_threads} threads: a fork would lose all but one"
-    gc.collect()
-    gc.freeze()  # so that a rank's collections do not copy all of these pages
-    gc.enable()
+    collect_new_objects()  # a rank's collections would copy all of these pages
 
 
 class Server:
@@ -207,6 +221,7 @@ def run(arguments: list[str]) -> None:
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = arguments
+        sys.path.insert(0, str(Path(arguments[0]).parent))  # as Python does for a script
         runpy.run_path(arguments[0], run_name="__main__")
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()

@@ -141,7 +141,7 @@ class Deferral(OperatorMode):
         if number >= len(operators) or operators[number].name != func.name():
             raise self._other_backward(func.name())
         traced = operators[number]
-        inputs = [*tensors_in(args), *tensors_in(list(kwargs.values()))]
+        inputs = tensors_in(*args, *kwargs.values())
         reads_deferred = any(isinstance(t, DeferredTensor) for t in inputs)
         if traced.is_view or not traced.is_deferred:
             if not reads_deferred:

@@ -154,7 +154,7 @@ class ForwardWatch(OperatorMode):
         for tensor in filter(_is_strided, storages_written(func, args, kwargs)):
             if not self.has_made(tensor):
                 self.written.append(tensor)
-        inputs = (*tensors_in(args), *tensors_in(list(kwargs.values())))
+        inputs = tensors_in(*args, *kwargs.values())
         addresses = {_address(t) for t in filter(_is_strided, inputs)}
         out = func(*args, **kwargs)
         for tensor in filter(_is_strided, tensors_in(out)):
@@ -241,14 +241,14 @@ class BackwardTracer(OperatorMode):
 
     def run_operator(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `OperatorMode`."""
-        inputs = [*tensors_in(args), *tensors_in(list(kwargs.values()))]
+        inputs = tensors_in(*args, *kwargs.values())
         written = storages_written(func, args, kwargs)
         node = torch._C._current_autograd_node()
         if node is not None:
             self._watch(node)
         has_effect = _has_effect(func, inputs, node) or torch.is_grad_enabled()
         out = func(*args, **kwargs)
-        self._note(func, inputs, written, list(tensors_in(out)), has_effect=has_effect)
+        self._note(func, inputs, written, tensors_in(out), has_effect=has_effect)
         return out
 
     def _watch(self, node: Node) -> None:
