@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
-from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -16,13 +15,14 @@ from chunkgraph.launch.flags import GraphFlags, forget_defaults, read_flags, wri
 from chunkgraph.launch.packing_rules import SCRIPT_PACKING_RULES
 from chunkgraph.megatron.features import FEATURES
 from chunkgraph.megatron.features.experts.deep_ep_needs import BACKEND_NAMES, deep_ep_is_missing
+from chunkgraph.megatron.features.experts.overlap import OVERLAP_RULES
 from chunkgraph.megatron.features.fp8.primary_weights import keeps_transposes
 from chunkgraph.megatron.refusals import DELAY_RULES, DRIVER_RULES, facts_of_model
 from chunkgraph.settings.pipeline import SCHEDULE_RULES, splits_backward
 from chunkgraph.settings.rule import Facts, Rule, refusals
 from chunkgraph.settings.words import FLAGS
 
-__all__ = ["refuse_changed_arguments", "schedule_of", "settle_arguments", "turn_off_overlap"]
+__all__ = ["refuse_changed_arguments", "schedule_of", "settle_arguments"]
 
 _NO_HOOKS = "its hooks run in Python, which a replay does not"
 _ALL_OF_A_LAYER = "a chunk graph holds all of a layer"
@@ -57,24 +57,6 @@ _GRAPH_RULES = (
         ),
     ),
 )
-_OVERLAP = "overlap_moe_expert_parallel_comm"
-
-
-def _uses_embedding_twice(f: Facts) -> bool:
-    """Return whether a pipeline stage has several uses of the embedding's weight."""
-    is_tied = not f.untie_embeddings_and_output_weights
-    is_one_stage = (f.pipeline_model_parallel_size or 1) == 1
-    return is_tied + bool(f.mtp_num_layers) + is_one_stage > 1
-
-
-_OVERLAP_RULES = (
-    Rule(
-        f"{_OVERLAP}: graphs train without it, which adds up the gradients of an embedding that a "
-        "stage uses twice with other roundings; leave it out",
-        lambda f: getattr(f, _OVERLAP) and _uses_embedding_twice(f),
-    ),
-)
-"""Rules of the overlap, which `turn_off_overlap` turns off."""
 _PROGRAM_RULES = (
     Rule("perform_rl_step: it changes the model between generation and training"),
     Rule("inprocess_restart: a restart inside the process would keep graphs of destroyed groups"),
@@ -108,7 +90,7 @@ def _missing_needs(f: Facts) -> object:
 
 _FLAG_RULES = (
     *_GRAPH_RULES,
-    *_OVERLAP_RULES,
+    *OVERLAP_RULES,
     *_PROGRAM_RULES,
     *SCRIPT_PACKING_RULES,
     *SCHEDULE_RULES,
@@ -190,27 +172,6 @@ def refuse_changed_arguments(args: argparse.Namespace) -> None:
         ConfigError: Flags cannot be combined with ``chunk``; the error lists all of them.
     """
     _refuse(refusals(_PROGRAM_RULES, Facts(lambda name: getattr(args, name, None), FLAGS)))
-
-
-def turn_off_overlap(modules: Iterable[Any]) -> str | None:
-    """Train without Megatron's overlap of the transfers of experts, which changes no result.
-
-    Megatron checks the environment of a run with it, so arguments keep it.
-
-    Returns:
-        A line about it; None if it was off.
-    """
-    configs = {id(m.config): m.config for m in modules if getattr(m, "config", None) is not None}
-    overlapped = [config for config in configs.values() if getattr(config, _OVERLAP, False)]
-    for config in overlapped:
-        setattr(config, _OVERLAP, False)
-    if not overlapped:
-        return None
-    return (
-        f"chunk graphs: training runs without --{_OVERLAP.replace('_', '-')}, with the same "
-        "results: it mixes the forward of a microbatch with the backward of another, and a graph "
-        "holds one."
-    )
 
 
 def schedule_of(args: argparse.Namespace) -> str:

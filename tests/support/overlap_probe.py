@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from chunkgraph.data import PackedText
 from chunkgraph.megatron.core.access import import_megatron
+from chunkgraph.megatron.features.experts.overlap import turn_off_overlap
 from chunkgraph.megatron.features.experts.state import forget_expert_metrics, take_expert_metrics
 from chunkgraph.trainer import forward_step as plain
 from chunkgraph.trainer.batches import sequence_batches
@@ -21,7 +23,7 @@ _OVERLAP = "overlap_moe_expert_parallel_comm"
 
 
 def run(config: Any, device: torch.device, case: dict[str, Any]) -> list[list[str]]:
-    """Run steps of two models that are built with the overlap; only the first one uses it.
+    """Run steps of two models that are built with the overlap; the second one turns it off.
 
     Args:
         config: Configuration of the run.
@@ -42,9 +44,10 @@ def _compared(config: Any, device: torch.device, case: dict[str, Any]) -> list[l
         forget_expert_metrics()
         seed_everything(config.train.seed, device)
         chunks: Any = build_model(config, device, transformer_options=options)
-        for module in (m for chunk in chunks for m in chunk.modules() if hasattr(m, "config")):
-            setattr(module.config, _OVERLAP, overlaps)
-        results.append([_step(config, device, chunks, step) for step in range(3)])
+        with contextlib.ExitStack() as undo:
+            if not overlaps:
+                turn_off_overlap([m for chunk in chunks for m in chunk.modules()], undo)
+            results.append([_step(config, device, chunks, step) for step in range(3)])
     mine = [
         f"step {step}: {name}"
         for step, (overlapped, alone) in enumerate(zip(*results, strict=True))
