@@ -61,7 +61,6 @@ _PROGRAM_RULES = (
     Rule("perform_rl_step: it changes the model between generation and training"),
     Rule("inprocess_restart: a restart inside the process would keep graphs of destroyed groups"),
     Rule("yaml_cfg=: Megatron reads all its settings from that file, without these flags"),
-    Rule(f"use_megatron_fsdp: {_ADDRESSES}"),
     Rule(f"use_torch_fsdp2: {_ADDRESSES}"),
     Rule(f"logits_save_dir=: {_NO_HOOKS}"),
     Rule(f"logits_load_dir=: {_NO_HOOKS}"),

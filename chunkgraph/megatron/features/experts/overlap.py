@@ -90,7 +90,7 @@ class _Separate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Any) -> torch.Tensor:
         ctx.weight = weight
-        return weight.view_as(weight)  # type: ignore[no-any-return]
+        return weight.view_as(weight)
 
     @staticmethod
     @once_differentiable
