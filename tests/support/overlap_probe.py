@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -35,11 +34,6 @@ def run(config: Any, device: torch.device, case: dict[str, Any]) -> list[list[st
     Returns:
         By rank, the names of losses, gradients and metrics unlike those of the first model.
     """
-    with mock.patch.object(torch.Tensor, "record_stream", return_value=None):
-        return _compared(config, device, case)
-
-
-def _compared(config: Any, device: torch.device, case: dict[str, Any]) -> list[list[str]]:
     options = {**(case.get("transformer_options") or {}), _OVERLAP: True}
     results: list[list[dict[str, torch.Tensor]]] = []
     for kind in ("overlap", "eager", "graphs"):

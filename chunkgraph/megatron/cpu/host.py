@@ -289,6 +289,7 @@ class CpuHost:
             return self
         with ExitStack() as stack:
             stack.callback(patch_attributes(torch.cuda, _cuda_stubs()))
+            stack.callback(patch_attributes(torch.Tensor, {"record_stream": lambda *_: None}))
             stack.callback(TritonStubFinder.install())
             stack.callback(share_gloo_device())
             stack.enter_context(_CudaMeansCpu())

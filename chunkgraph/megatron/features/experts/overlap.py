@@ -27,7 +27,7 @@ def _rounds_otherwise(f: Facts) -> bool:
     is_tied = not f.untie_embeddings_and_output_weights
     is_one_stage = (f.pipeline_model_parallel_size or 1) == 1
     if is_tied and is_one_stage and not f.mtp_num_layers:
-        return bool(f.gradient_accumulation_fusion)
+        return bool(f.gradient_accumulation_fusion or f.use_megatron_fsdp)
     return is_tied + bool(f.mtp_num_layers) + is_one_stage > 1
 
 

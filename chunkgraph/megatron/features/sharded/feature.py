@@ -11,17 +11,13 @@ from chunkgraph.megatron.feature import Feature
 from chunkgraph.megatron.features.sharded.shards import Shards
 from chunkgraph.megatron.site import Site
 from chunkgraph.megatron.step import Step
-from chunkgraph.settings.rule import Facts, Rule
+from chunkgraph.settings.rule import Rule
 
 __all__ = ["Sharding"]
 
 _POOL = "its pool of two buffers moves parameters"
 _UNTESTED = "untested in chunk graphs; leave one of them out"
 _OF_DDP = ("fsdp_double_buffer", "nccl_ub")
-
-
-def _reruns(f: Facts) -> bool:
-    return bool(f.stash or f.token_drops == "rerun")
 
 
 class Sharding(Feature):
@@ -49,10 +45,10 @@ class Sharding(Feature):
             f"use_megatron_fsdp pipeline_model_parallel_size: {_UNTESTED}",
             lambda f: f.use_megatron_fsdp and (f.pipeline_model_parallel_size or 1) > 1,
         ),
+        Rule(f"use_megatron_fsdp stash: {_UNTESTED}"),
         Rule(
-            "use_megatron_fsdp: steps that run again, as with a stash or token_drops rerun, are "
-            "untested with it; leave one of them out",
-            lambda f: f.use_megatron_fsdp and _reruns(f),
+            f"use_megatron_fsdp token_drops: {_UNTESTED}",
+            lambda f: f.use_megatron_fsdp and f.token_drops == "rerun",
         ),
     )
 
