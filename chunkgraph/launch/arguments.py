@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -30,6 +31,12 @@ _LEAVE_OUT = "leave it out"
 _QUANTIZED = "whether a layer renews its quantized weights is Python state, frozen in a replay"
 _LOGITS = "it reads the largest attention logits of each microbatch in Python"
 _ADDRESSES = "parameters move, and a graph remembers their addresses"
+_TURNED_OFF = {
+    "delay_wgrad_compute": "a backward graph computes weight gradients too",
+    "fine_grained_activation_offloading": (
+        "activations are in the graphs' memory on the GPU, which must hold those of all slots"
+    ),
+}
 _REFUSED = "--cuda-graph-granularity chunk cannot go together with"
 _REFUSED_SCHEDULE = "--pipeline-schedule cannot go together with"
 _GRAPH_RULES = (
@@ -161,7 +168,7 @@ def settle_arguments(
     if _wants_te_rng(args, on_cpu):
         args.te_rng_tracker = True
     write_defaults(args, flags)
-    return flags
+    return replace(flags, turned_off=tuple(_turn_off(args, flags.schedule)))
 
 
 def refuse_changed_arguments(args: argparse.Namespace) -> None:
@@ -171,6 +178,20 @@ def refuse_changed_arguments(args: argparse.Namespace) -> None:
         ConfigError: Flags cannot be combined with ``chunk``; the error lists all of them.
     """
     _refuse(refusals(_PROGRAM_RULES, Facts(lambda name: getattr(args, name, None), FLAGS)))
+
+
+def _turn_off(args: argparse.Namespace, schedule: str) -> Iterator[str]:
+    """Turn off flags that change no result and that a graph cannot hold; yield a line on each."""
+    names = ["fine_grained_activation_offloading"]
+    if not splits_backward(schedule):
+        names.append("delay_wgrad_compute")  # next to overlapped transfers; others are refused
+    for name in names:
+        if getattr(args, name, False):
+            setattr(args, name, False)
+            yield (
+                f"chunk graphs: training runs without --{name.replace('_', '-')}, with the same "
+                f"results: {_TURNED_OFF[name]}."
+            )
 
 
 def schedule_of(args: argparse.Namespace) -> str:

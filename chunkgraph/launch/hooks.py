@@ -164,8 +164,9 @@ class ChunkGraphsInPretrain:
             contexts = self._contexts(flags, args, chunks, undo)
             _set_rank_budget(args, chunks)
             modules = (module for chunk in chunks for module in chunk.modules())
-            if line := turn_off_overlap(modules, undo):
-                _print_on_rank_0(line)
+            for line in (*flags.turned_off, turn_off_overlap(modules, undo)):
+                if line:
+                    _print_on_rank_0(line)
             self.graphs = graphs = attach(
                 model,
                 scope=flags.capture.scope,
