@@ -194,11 +194,16 @@ def loss_func(loss_mask: torch.Tensor, losses: torch.Tensor) -> Losses:
 
 
 def forward_step(
-    data: Iterator[dict[str, torch.Tensor]], model: torch.nn.Module
+    data: Iterator[dict[str, torch.Tensor]],
+    model: torch.nn.Module,
+    return_schedule_plan: bool = False,
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Losses]]:
-    """Run one microbatch through one model chunk."""
+    """Run one microbatch through one model chunk, or plan that for overlapped transfers."""
     batch = get_batch(data, get_attr_wrapped_model(model, "vp_stage"))
-    output = model(
+    run: Any = model
+    if return_schedule_plan:
+        run = get_attr_wrapped_model(model, "build_schedule_plan")
+    output = run(
         batch.get("tokens"),
         batch.get("position_ids"),
         batch.get("attention_mask"),

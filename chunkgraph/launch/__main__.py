@@ -32,7 +32,12 @@ from chunkgraph.jobs.processes import (
 )
 from chunkgraph.jobs.reports import write_error, write_whole
 from chunkgraph.launch.flags import GRANULARITY
-from chunkgraph.launch.options import LaunchOptions, explain_in_one_line, parse_options
+from chunkgraph.launch.options import (
+    LaunchOptions,
+    explain_in_one_line,
+    parse_options,
+    set_max_connections,
+)
 
 if TYPE_CHECKING:
     from chunkgraph.launch.hooks import ChunkGraphsInPretrain
@@ -92,8 +97,7 @@ def run_script(options: LaunchOptions) -> int:
     if options.device == "cpu":
         # Megatron compiles small functions for a GPU; torch reads the variable at import.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-        # Megatron requires it with tensor parallelism; on GPUs the user sets it.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        set_max_connections(script_args)  # on GPUs the user does
     # As Python does for a script; in a checkout, `megatron` is next to the script.
     sys.path.insert(0, str(options.script.resolve().parent))
     with contextlib.ExitStack() as stack:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
-from collections.abc import Iterable
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -16,13 +16,14 @@ from chunkgraph.launch.flags import GraphFlags, forget_defaults, read_flags, wri
 from chunkgraph.launch.packing_rules import SCRIPT_PACKING_RULES
 from chunkgraph.megatron.features import FEATURES
 from chunkgraph.megatron.features.experts.deep_ep_needs import BACKEND_NAMES, deep_ep_is_missing
+from chunkgraph.megatron.features.experts.overlap import OVERLAP_RULES
 from chunkgraph.megatron.features.fp8.primary_weights import keeps_transposes
 from chunkgraph.megatron.refusals import DELAY_RULES, DRIVER_RULES, facts_of_model
 from chunkgraph.settings.pipeline import SCHEDULE_RULES, splits_backward
 from chunkgraph.settings.rule import Facts, Rule, refusals
 from chunkgraph.settings.words import FLAGS
 
-__all__ = ["refuse_changed_arguments", "schedule_of", "settle_arguments", "turn_off_overlap"]
+__all__ = ["refuse_changed_arguments", "schedule_of", "settle_arguments"]
 
 _NO_HOOKS = "its hooks run in Python, which a replay does not"
 _ALL_OF_A_LAYER = "a chunk graph holds all of a layer"
@@ -30,6 +31,12 @@ _LEAVE_OUT = "leave it out"
 _QUANTIZED = "whether a layer renews its quantized weights is Python state, frozen in a replay"
 _LOGITS = "it reads the largest attention logits of each microbatch in Python"
 _ADDRESSES = "parameters move, and a graph remembers their addresses"
+_TURNED_OFF = {
+    "delay_wgrad_compute": "a backward graph computes weight gradients too",
+    "fine_grained_activation_offloading": (
+        "activations are in the graphs' memory on the GPU, which must hold those of all slots"
+    ),
+}
 _REFUSED = "--cuda-graph-granularity chunk cannot go together with"
 _REFUSED_SCHEDULE = "--pipeline-schedule cannot go together with"
 _GRAPH_RULES = (
@@ -57,29 +64,10 @@ _GRAPH_RULES = (
         ),
     ),
 )
-_OVERLAP = "overlap_moe_expert_parallel_comm"
-
-
-def _uses_embedding_twice(f: Facts) -> bool:
-    """Return whether a pipeline stage has several uses of the embedding's weight."""
-    is_tied = not f.untie_embeddings_and_output_weights
-    is_one_stage = (f.pipeline_model_parallel_size or 1) == 1
-    return is_tied + bool(f.mtp_num_layers) + is_one_stage > 1
-
-
-_OVERLAP_RULES = (
-    Rule(
-        f"{_OVERLAP}: graphs train without it, which adds up the gradients of an embedding that a "
-        "stage uses twice with other roundings; leave it out",
-        lambda f: getattr(f, _OVERLAP) and _uses_embedding_twice(f),
-    ),
-)
-"""Rules of the overlap, which `turn_off_overlap` turns off."""
 _PROGRAM_RULES = (
     Rule("perform_rl_step: it changes the model between generation and training"),
     Rule("inprocess_restart: a restart inside the process would keep graphs of destroyed groups"),
     Rule("yaml_cfg=: Megatron reads all its settings from that file, without these flags"),
-    Rule(f"use_megatron_fsdp: {_ADDRESSES}"),
     Rule(f"use_torch_fsdp2: {_ADDRESSES}"),
     Rule(f"logits_save_dir=: {_NO_HOOKS}"),
     Rule(f"logits_load_dir=: {_NO_HOOKS}"),
@@ -108,7 +96,7 @@ def _missing_needs(f: Facts) -> object:
 
 _FLAG_RULES = (
     *_GRAPH_RULES,
-    *_OVERLAP_RULES,
+    *OVERLAP_RULES,
     *_PROGRAM_RULES,
     *SCRIPT_PACKING_RULES,
     *SCHEDULE_RULES,
@@ -180,7 +168,7 @@ def settle_arguments(
     if _wants_te_rng(args, on_cpu):
         args.te_rng_tracker = True
     write_defaults(args, flags)
-    return flags
+    return replace(flags, turned_off=tuple(_turn_off(args, flags.schedule)))
 
 
 def refuse_changed_arguments(args: argparse.Namespace) -> None:
@@ -192,25 +180,18 @@ def refuse_changed_arguments(args: argparse.Namespace) -> None:
     _refuse(refusals(_PROGRAM_RULES, Facts(lambda name: getattr(args, name, None), FLAGS)))
 
 
-def turn_off_overlap(modules: Iterable[Any]) -> str | None:
-    """Train without Megatron's overlap of the transfers of experts, which changes no result.
-
-    Megatron checks the environment of a run with it, so arguments keep it.
-
-    Returns:
-        A line about it; None if it was off.
-    """
-    configs = {id(m.config): m.config for m in modules if getattr(m, "config", None) is not None}
-    overlapped = [config for config in configs.values() if getattr(config, _OVERLAP, False)]
-    for config in overlapped:
-        setattr(config, _OVERLAP, False)
-    if not overlapped:
-        return None
-    return (
-        f"chunk graphs: training runs without --{_OVERLAP.replace('_', '-')}, with the same "
-        "results: it mixes the forward of a microbatch with the backward of another, and a graph "
-        "holds one."
-    )
+def _turn_off(args: argparse.Namespace, schedule: str) -> Iterator[str]:
+    """Turn off flags that change no result and that a graph cannot hold; yield a line on each."""
+    names = ["fine_grained_activation_offloading"]
+    if not splits_backward(schedule):
+        names.append("delay_wgrad_compute")  # next to overlapped transfers; others are refused
+    for name in names:
+        if getattr(args, name, False):
+            setattr(args, name, False)
+            yield (
+                f"chunk graphs: training runs without --{name.replace('_', '-')}, with the same "
+                f"results: {_TURNED_OFF[name]}."
+            )
 
 
 def schedule_of(args: argparse.Namespace) -> str:

@@ -158,6 +158,7 @@ class GraphFlags:
         token_drops: Reaction to tokens that an expert has no room for.
         stash: Settings of the stash for activations of experts; None without a stash.
         schedule: Schedule of training steps.
+        turned_off: Lines about Megatron's flags that training runs without.
     """
 
     capture: CaptureConfig = field(default_factory=CaptureConfig)
@@ -165,6 +166,7 @@ class GraphFlags:
     token_drops: Literal["warn", "count", "raise", "rerun"] = "warn"
     stash: StashConfig | None = None
     schedule: str = "auto"
+    turned_off: tuple[str, ...] = ()
 
     def capture_options(self) -> CaptureOptions:
         """Return the capture options for the engine."""

@@ -27,7 +27,6 @@ from chunkgraph.launch.arguments import (
     refuse_changed_arguments,
     schedule_of,
     settle_arguments,
-    turn_off_overlap,
 )
 from chunkgraph.launch.document_source import DocumentSource
 from chunkgraph.launch.flags import GraphFlags, add_flags
@@ -50,6 +49,7 @@ from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.megatron.core.collectives import gather_from_data_ranks, share_in_tensor_group
 from chunkgraph.megatron.core.delayed_weights import delay_in_new_configs
 from chunkgraph.megatron.features.contexts import ContextGroups, follow_groups
+from chunkgraph.megatron.features.experts.overlap import turn_off_overlap
 from chunkgraph.megatron.features.experts.rows_in_use import moe_layers_of
 from chunkgraph.megatron.features.experts.state import scale_expert_metrics
 from chunkgraph.megatron.features.experts.worst_case_dispatch import use_worst_case_dispatch
@@ -163,8 +163,10 @@ class ChunkGraphsInPretrain:
             undo.callback(self._forget)
             contexts = self._contexts(flags, args, chunks, undo)
             _set_rank_budget(args, chunks)
-            if line := turn_off_overlap(module for chunk in chunks for module in chunk.modules()):
-                _print_on_rank_0(line)
+            modules = (module for chunk in chunks for module in chunk.modules())
+            for line in (*flags.turned_off, turn_off_overlap(modules, undo)):
+                if line:
+                    _print_on_rank_0(line)
             self.graphs = graphs = attach(
                 model,
                 scope=flags.capture.scope,

@@ -7,6 +7,7 @@ process.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 import textwrap
@@ -28,6 +29,7 @@ __all__ = [
     "explain_in_one_line",
     "options_from",
     "parse_options",
+    "set_max_connections",
 ]
 
 _DESCRIPTION = """\
@@ -210,6 +212,15 @@ def parse_options(argv: Sequence[str], prog: str) -> LaunchOptions:
     )
     add_options(parser)
     return options_from(parser.parse_args(list(argv)))
+
+
+def set_max_connections(script_args: Sequence[str]) -> None:
+    """Set CUDA_DEVICE_MAX_CONNECTIONS, unless it is set, where Megatron requires 1.
+
+    Megatron requires 1 with tensor parallelism on some GPUs, and another value with FSDP.
+    """
+    if not {"--use-megatron-fsdp", "--use-torch-fsdp2"} & set(script_args):
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 def explain_in_one_line(parser: argparse.ArgumentParser) -> None:

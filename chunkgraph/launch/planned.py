@@ -15,7 +15,7 @@ from typing import Any, Never
 from chunkgraph.errors import ConfigError
 from chunkgraph.launch.arguments import settle_arguments
 from chunkgraph.launch.flags import GRANULARITY, GraphFlags, add_flags
-from chunkgraph.launch.options import LaunchOptions, explain_in_one_line
+from chunkgraph.launch.options import LaunchOptions, explain_in_one_line, set_max_connections
 from chunkgraph.launch.patches import patch_pretrain, validate_arguments
 from chunkgraph.megatron.cpu.pretrain import cpu_pretrain_host
 
@@ -53,8 +53,7 @@ def planned_arguments(
     if not any(arg.partition("=")[0] == GRANULARITY for arg in args):
         args += [GRANULARITY, "chunk"]
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    # Megatron requires it with tensor parallelism on some GPUs.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    set_max_connections(args)
     os.environ.update(RANK="0", WORLD_SIZE=str(num_processes or 1), LOCAL_RANK="0")
     sys.path.insert(0, str(options.script.resolve().parent))
     sys.argv = [str(options.script), *args]

@@ -158,6 +158,7 @@ class MegatronChunkGraphs:
         """Call the schedule once; return its result, and how it ran."""
         features = self.features
         is_training = not kwargs.get("forward_only", False)
+        features.begin_run()
         with (
             self._abandoning(is_training=is_training),
             self.engine.step(

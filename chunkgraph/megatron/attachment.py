@@ -143,6 +143,8 @@ def attach(
         kind.check(site)
     with ExitStack() as failure:
         undo = failure.enter_context(ExitStack())
+        for kind in kinds:
+            kind.prepare(site, undo)
         site.find_parts(undo)
         installed = Features.install_on(site, kinds, undo)
         chunk_graphs = _chunk_graphs(site, installed, **engine)

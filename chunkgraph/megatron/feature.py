@@ -65,6 +65,10 @@ class Feature:
         """
 
     @classmethod
+    def prepare(cls, site: Site, undo: ExitStack) -> None:
+        """Change the model before its captured parts are found."""
+
+    @classmethod
     def of(cls, site: Site) -> Self | None:
         """Create the feature for this model; return None if it does not apply."""
         return cls()
@@ -98,6 +102,9 @@ class Feature:
     def verifying(self) -> Context:
         """Enclose an eager pass of ``verify``, inside `preserving`."""
         return nullcontext()
+
+    def begin_run(self) -> None:
+        """Act before one run of a schedule, ahead of the engine's checks and captures."""
 
     def step(self, step: Step) -> Context:
         """Enclose one run of a schedule."""
@@ -210,6 +217,11 @@ class Features:
     def verifying(self) -> Context:
         """Enclose an eager pass of ``verify``."""
         return _all_of(f.verifying() for f in self._overriding["verifying"])
+
+    def begin_run(self) -> None:
+        """Begin a run in every feature."""
+        for feature in self._overriding["begin_run"]:
+            feature.begin_run()
 
     def step(self, step: Step) -> Context:
         """Enclose one run of a schedule."""

@@ -52,8 +52,13 @@ _RING_EXCHANGE = _next_to_schedule(
 )
 DELAY_RULES = (
     Rule(
+        # The launcher trains without it where Megatron allows it: next to overlapped transfers.
         f"delay_wgrad_compute: {_OUTSIDE}, unless a schedule splits backwards",
-        lambda f: f.delay_wgrad_compute and not f.splits_backward,
+        lambda f: (
+            f.delay_wgrad_compute
+            and not f.splits_backward
+            and (f.is_attached or not f.overlap_moe_expert_parallel_comm)
+        ),
     ),
     Rule(
         "schedule delay_wgrad_compute: layers of Transformer Engine would compute their weight "
@@ -103,9 +108,12 @@ MODEL_RULES = (
         "rank's part of it"
     ),
     Rule(f"cpu_offloading: {_QUEUES}"),
-    Rule(f"fine_grained_activation_offloading: {_QUEUES}"),
+    # The launcher trains without the next two.
     Rule(
-        # The launcher trains without it.
+        f"fine_grained_activation_offloading: {_QUEUES}",
+        lambda f: f.is_attached and f.fine_grained_activation_offloading,
+    ),
+    Rule(
         "overlap_moe_expert_parallel_comm: its schedule does not call the block's forward",
         lambda f: f.is_attached and f.overlap_moe_expert_parallel_comm,
     ),

@@ -38,6 +38,7 @@ _MEGATRON_FLAGS = {
     "bf16": "--bf16",
     "fp4": "--fp4-format",
     "fp8_param": "--fp8-param-gather",
+    "nccl_ub": "--use-nccl-ub",
     "cuda_graph_scope_deprecated": "--cuda-graph-scope",
 }
 _WITHOUT_VALUES = {

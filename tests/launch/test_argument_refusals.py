@@ -59,7 +59,7 @@ def refusal(arguments: str, *, on_cpu: bool = True) -> str:
     ("arguments", "message"),
     [
         (
-            "--overlap-moe-expert-parallel-comm",  # with tied embeddings on one stage
+            "--overlap-moe-expert-parallel-comm",  # tied embeddings, fused accumulation
             "--overlap-moe-expert-parallel-comm: graphs train without it",
         ),
         (

@@ -145,6 +145,12 @@ def test_recipes_are_taken_as_they_are(recipe: str, more: str) -> None:
     assert settle_arguments(_parsed(recipe, more), on_cpu=False) is not None
 
 
+def test_a_tied_embedding_is_taken_without_overlapped_transfers() -> None:
+    args = _parsed(_MIXTRAL, f"{_ALL_TO_ALL} {_EP2} {_OVERLAP}")
+    args.untie_embeddings_and_output_weights = False
+    assert settle_arguments(args, on_cpu=False) is not None
+
+
 @pytest.mark.parametrize(("recipe", "more", "message"), _REFUSED)
 def test_recipes_are_refused_with_a_reason(recipe: str, more: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:

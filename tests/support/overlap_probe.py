@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from chunkgraph.data import PackedText
+from chunkgraph.engine import CaptureOptions
+from chunkgraph.megatron import attach
 from chunkgraph.megatron.core.access import import_megatron
+from chunkgraph.megatron.features.experts.overlap import turn_off_overlap
 from chunkgraph.megatron.features.experts.state import forget_expert_metrics, take_expert_metrics
 from chunkgraph.trainer import forward_step as plain
 from chunkgraph.trainer.batches import sequence_batches
@@ -21,7 +24,7 @@ _OVERLAP = "overlap_moe_expert_parallel_comm"
 
 
 def run(config: Any, device: torch.device, case: dict[str, Any]) -> list[list[str]]:
-    """Run steps of two models that are built with the overlap; only the first one uses it.
+    """Run steps of three equal models: with the overlap, without it, and with graphs.
 
     Args:
         config: Configuration of the run.
@@ -29,40 +32,45 @@ def run(config: Any, device: torch.device, case: dict[str, Any]) -> list[list[st
         case: ``transformer_options``.
 
     Returns:
-        By rank, the names of unequal losses, gradients and metrics.
+        By rank, the names of losses, gradients and metrics unlike those of the first model.
     """
-    with mock.patch.object(torch.Tensor, "record_stream", return_value=None):
-        return _compared(config, device, case)
-
-
-def _compared(config: Any, device: torch.device, case: dict[str, Any]) -> list[list[str]]:
     options = {**(case.get("transformer_options") or {}), _OVERLAP: True}
-    results = []
-    for overlaps in (True, False):
+    results: list[list[dict[str, torch.Tensor]]] = []
+    for kind in ("overlap", "eager", "graphs"):
         forget_expert_metrics()
         seed_everything(config.train.seed, device)
         chunks: Any = build_model(config, device, transformer_options=options)
-        for module in (m for chunk in chunks for m in chunk.modules() if hasattr(m, "config")):
-            setattr(module.config, _OVERLAP, overlaps)
-        results.append([_step(config, device, chunks, step) for step in range(3)])
+        schedule = import_megatron("megatron.core.pipeline_parallel").get_forward_backward_func()
+        with contextlib.ExitStack() as undo:
+            if kind != "overlap":
+                turn_off_overlap([m for chunk in chunks for m in chunk.modules()], undo)
+            graphs = None
+            if kind == "graphs":
+                graphs = attach(chunks, options=CaptureOptions(num_warmup_steps=1))
+                undo.callback(graphs.detach)
+                schedule = graphs.wrap_forward_backward(schedule)
+            results.append([_step(config, device, chunks, step, schedule) for step in range(3)])
+            assert graphs is None or graphs.counters.replays > 0
     mine = [
-        f"step {step}: {name}"
-        for step, (overlapped, alone) in enumerate(zip(*results, strict=True))
-        for name, value in overlapped.items()
-        if not torch.equal(value, alone[name])
+        f"{kind}, step {step}: {name}"
+        for kind, steps in zip(("eager", "graphs"), results[1:], strict=True)
+        for step, (expected, values) in enumerate(zip(results[0], steps, strict=True))
+        for name, value in expected.items()
+        if not torch.equal(value, values[name])
     ]
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, mine)
     return ranks
 
 
-def _step(config: Any, device: torch.device, chunks: Any, step: int) -> dict[str, torch.Tensor]:
+def _step(
+    config: Any, device: torch.device, chunks: Any, step: int, schedule: Any
+) -> dict[str, torch.Tensor]:
     text = PackedText.from_file(None, seq_length=config.model.seq_length, seed=1)
     for chunk in chunks:
         chunk.zero_grad_buffer()
     count = 4
     data = [sequence_batches(config, text, step, count, device) for _ in chunks]
-    schedule = import_megatron("megatron.core.pipeline_parallel").get_forward_backward_func()
     losses = schedule(
         forward_step_func=_forward_step,
         data_iterator=data if len(chunks) > 1 else data[0],

@@ -48,6 +48,8 @@ _NAMING_DEVICES = {
 def _is_cuda(device: object) -> bool:
     if isinstance(device, str):
         return device.split(":")[0] == "cuda"
+    if isinstance(device, int):
+        return True
     return isinstance(device, torch.device) and device.type == "cuda"
 
 
@@ -244,7 +246,7 @@ def _cuda_stubs() -> dict[str, Any]:
     return {
         "is_available": lambda: False,
         "device_count": lambda: 0,
-        "current_device": lambda: _CPU,
+        "current_device": lambda: 0,
         # Transformer Engine may call this while it is imported, even next to a GPU.
         "get_device_capability": lambda *_: (0, 0),
         "get_device_properties": lambda *_: SimpleNamespace(
@@ -287,6 +289,7 @@ class CpuHost:
             return self
         with ExitStack() as stack:
             stack.callback(patch_attributes(torch.cuda, _cuda_stubs()))
+            stack.callback(patch_attributes(torch.Tensor, {"record_stream": lambda *_: None}))
             stack.callback(TritonStubFinder.install())
             stack.callback(share_gloo_device())
             stack.enter_context(_CudaMeansCpu())

@@ -11,6 +11,7 @@ from chunkgraph.megatron.features.model.feature import ModelState
 from chunkgraph.megatron.features.packing.calls import PackedCalls
 from chunkgraph.megatron.features.packing.feature import Packing
 from chunkgraph.megatron.features.prediction.feature import TokenPrediction
+from chunkgraph.megatron.features.sharded.feature import Sharding
 from chunkgraph.megatron.features.sparse.feature import SparseAttention
 from chunkgraph.megatron.features.stash.feature import ExpertStash
 
@@ -18,6 +19,7 @@ __all__ = ["FEATURES"]
 
 FEATURES: tuple[type[Feature], ...] = (
     ModelState,
+    Sharding,
     Hybrid,
     PackedCalls,
     Packing,

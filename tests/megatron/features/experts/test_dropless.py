@@ -267,16 +267,18 @@ def test_random_steps_with_too_little_room_are_equal_to_eager_training(
             assert rank["dropped"] == 0
 
 
-def test_megatrons_overlap_changes_bits_only_of_an_embedding_that_is_used_twice(
+def test_without_megatrons_overlap_bits_change_only_of_an_embedding_used_for_prediction(
     run_cases: Callable[..., Any], make_config: Callable[..., Any]
 ) -> None:
     """The launcher turns it off, and refuses it for such an embedding."""
     make, half = make_config, {"params_dtype": "bfloat16"}
     tied = {**half, "untie_embeddings_and_output_weights": False}
     predicting = {"mtp_num_layers": 1}
-    once = {"ep2": _case(make, _BIASED, model=half, pipeline=_SPREAD)}
-    twice = {
+    same = {
+        "ep2": _case(make, _BIASED, model=half, pipeline=_SPREAD),
         "tied": _case(make, _BIASED, model=tied, pipeline=_SPREAD),
+    }
+    other = {
         "predicting": _case(make, _BIASED, model=half, pipeline=_SPREAD, options=predicting),
     }
     spread = {"counts": (2,), "pipeline": _INTERLEAVED}
@@ -288,12 +290,14 @@ def test_megatrons_overlap_changes_bits_only_of_an_embedding_that_is_used_twice(
     }
     stages = _overlapped(run_cases, staged, 4)
     assert stages == {name: [[]] * 4 for name in staged}
-    results = _overlapped(run_cases, {**once, **twice}, 2)
-    assert results["ep2"] == [[], []]
+    results = _overlapped(run_cases, {**same, **other}, 2)
+    assert [results[name] for name in same] == [[[], []]] * 2
+    kinds = ("eager", "graphs")
     embedding = "chunk 0: module.module.embedding.word_embeddings.weight"
-    for name in twice:
+    for name in other:
         assert all(
-            rank == [f"step {step}: {embedding}" for step in range(3)] for rank in results[name]
+            rank == [f"{kind}, step {step}: {embedding}" for kind in kinds for step in range(3)]
+            for rank in results[name]
         )
 
 

@@ -1,0 +1,1 @@
+"""Support parameters that Megatron-FSDP shards."""
