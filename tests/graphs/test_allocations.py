@@ -62,7 +62,7 @@ def test_allocations_on_the_capture_stream_are_observed() -> None:
     backend = CUDABackend()
     with backend.on_capture_stream(), backend.observe_allocations() as log:
         kept = torch.empty(4 * MIB, dtype=torch.uint8, device=backend.device)
-        assert log.num_events() == 1
+        assert log.num_events() > 0
         x = torch.empty(2 * MIB, dtype=torch.uint8, device=backend.device)
         del x
         sizes = [(a.num_bytes, a.end is None) for a in log.allocations()]
