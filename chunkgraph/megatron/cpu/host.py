@@ -27,6 +27,7 @@ from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from chunkgraph.graphs import host_call
@@ -271,6 +272,14 @@ def _cuda_stubs() -> dict[str, Any]:
     }
 
 
+_mesh_from_group = DeviceMesh.from_group
+
+
+def _mesh_of_cpus(group: Any, *_: Any, **kwargs: Any) -> DeviceMesh:
+    """Return a mesh of CPUs, whatever type of device is asked for."""
+    return _mesh_from_group(group, **{**kwargs, "device_type": "cpu"})
+
+
 class CpuHost:
     """Make this thread a CPU host for Megatron, from `install` to `remove`."""
 
@@ -290,6 +299,7 @@ class CpuHost:
         with ExitStack() as stack:
             stack.callback(patch_attributes(torch.cuda, _cuda_stubs()))
             stack.callback(patch_attributes(torch.Tensor, {"record_stream": lambda *_: None}))
+            stack.callback(patch_attributes(DeviceMesh, {"from_group": _mesh_of_cpus}))
             stack.callback(TritonStubFinder.install())
             stack.callback(share_gloo_device())
             stack.enter_context(_CudaMeansCpu())
