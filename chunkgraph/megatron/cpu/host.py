@@ -49,9 +49,19 @@ _NAMING_DEVICES = {
 def _is_cuda(device: object) -> bool:
     if isinstance(device, str):
         return device.split(":")[0] == "cuda"
-    if isinstance(device, int):
-        return True
     return isinstance(device, torch.device) and device.type == "cuda"
+
+
+class _Device(str):
+    """The CPU as a device; its number is 0 in names such as ``cuda:0``."""
+
+    __slots__ = ()
+
+    def __new__(cls) -> Self:
+        return super().__new__(cls, "cpu")
+
+    def __format__(self, _: str) -> str:
+        return "0"
 
 
 class _CudaMeansCpu(TorchFunctionMode):
@@ -247,7 +257,7 @@ def _cuda_stubs() -> dict[str, Any]:
     return {
         "is_available": lambda: False,
         "device_count": lambda: 0,
-        "current_device": lambda: 0,
+        "current_device": _Device,
         # Transformer Engine may call this while it is imported, even next to a GPU.
         "get_device_capability": lambda *_: (0, 0),
         "get_device_properties": lambda *_: SimpleNamespace(

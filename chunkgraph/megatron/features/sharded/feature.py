@@ -36,8 +36,9 @@ def _rules(flag: str) -> tuple[Rule, ...]:
 
     return (
         Rule(
-            f"{flag} gradient_accumulation_fusion: kernels would add gradients to buffers that "
-            "move; use --no-gradient-accumulation-fusion"
+            f"{flag}: fused kernels would add gradients to buffers that move; use "
+            "--no-gradient-accumulation-fusion",
+            lambda f: is_sharded(f) and f.gradient_accumulation_fusion,
         ),
         Rule(f"{flag} fp8=: {_UNTESTED}"),
         Rule(f"{flag} fp8_param_gather: {_UNTESTED}"),
