@@ -7,11 +7,13 @@ which surrounds the captured part.
 
 from __future__ import annotations
 
+import inspect
 from contextlib import ExitStack
 from typing import Any, Self
 
 from torch import nn
 
+from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.core.access import private_names
 from chunkgraph.megatron.features.sharded.shards import Shards, wrapper_of
 
@@ -49,8 +51,17 @@ class MegatronShards(Shards):
         return {**super().facts(), **{name: getattr(config, name, None) for name in _OPTIONS}}
 
     def keep_in_place(self, undo: ExitStack) -> None:
-        """Let the buckets of parameters keep their memory."""
+        """Let the buckets of parameters keep their memory.
+
+        Raises:
+            ConfigError: This release of Megatron-FSDP has other buckets.
+        """
         pipeline = self._wrapper.all_gather_pipeline
+        if "preserve_non_fsdp_units" not in inspect.signature(pipeline.reset).parameters:
+            raise ConfigError(
+                "Megatron-FSDP of this megatron-core releases its buckets in another way than that "
+                "of 0.19. Use megatron-core 0.19, or train without FSDP."
+            )
         pipeline.reset(preserve_non_fsdp_units=False)
         (temporary,) = private_names(
             f"{_PACKAGE}.param_and_grad_buffer", "TemporaryBucketAllocator"

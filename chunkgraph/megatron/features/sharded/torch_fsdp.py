@@ -9,9 +9,11 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Any, Self
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.features.sharded.shards import Shards, wrapper_of
 
 __all__ = ["TorchShards"]
@@ -40,7 +42,16 @@ class TorchShards(Shards):
         return None if wrapper is None else cls(wrapper)
 
     def keep_in_place(self, undo: ExitStack) -> None:
-        """Stop torch from freeing gathered parameters."""
+        """Stop torch from freeing gathered parameters.
+
+        Raises:
+            ConfigError: This release of torch keeps them elsewhere.
+        """
+        if not hasattr(self._parts[0]._get_fsdp_state(), "_fsdp_param_groups"):
+            raise ConfigError(
+                f"FSDP2 of torch {torch.__version__} keeps its parameters elsewhere than that of "
+                "2.13. Use torch 2.13, or train without FSDP2."
+            )
         for group in self._groups():
             for parameter in group.fsdp_params:
                 parameter.free_unsharded_param = _keep
