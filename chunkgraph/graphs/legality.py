@@ -333,7 +333,8 @@ class HostReadGuard(TorchFunctionMode):
                 "  To do: call torch.backends.mha.set_fastpath_enabled(False), or disable autocast "
                 "around the layer."
             )
-        # Only the literal: a `torch.device` is often the device of another tensor in the chunk.
+        # Only the literal: a `torch.device`, or a subclass of str that stands for one, is often the
+        # device of another tensor in the chunk.
         if func is torch.Tensor.to and "cpu" in _names(args[1:], kwargs):
             raise illegal_operation(
                 "torch.Tensor.to('cpu')", "copies a tensor to the host", self.label
@@ -342,4 +343,4 @@ class HostReadGuard(TorchFunctionMode):
 
 
 def _names(args: Sequence[Any], kwargs: dict[str, Any] | None) -> list[str]:
-    return [a for a in (*args, *(kwargs or {}).values()) if isinstance(a, str)]
+    return [a for a in (*args, *(kwargs or {}).values()) if type(a) is str]

@@ -30,7 +30,6 @@ _ALL_OF_A_LAYER = "a chunk graph holds all of a layer"
 _LEAVE_OUT = "leave it out"
 _QUANTIZED = "whether a layer renews its quantized weights is Python state, frozen in a replay"
 _LOGITS = "it reads the largest attention logits of each microbatch in Python"
-_ADDRESSES = "parameters move, and a graph remembers their addresses"
 _TURNED_OFF = {
     "delay_wgrad_compute": "a backward graph computes weight gradients too",
     "fine_grained_activation_offloading": (
@@ -68,7 +67,6 @@ _PROGRAM_RULES = (
     Rule("perform_rl_step: it changes the model between generation and training"),
     Rule("inprocess_restart: a restart inside the process would keep graphs of destroyed groups"),
     Rule("yaml_cfg=: Megatron reads all its settings from that file, without these flags"),
-    Rule(f"use_torch_fsdp2: {_ADDRESSES}"),
     Rule(f"logits_save_dir=: {_NO_HOOKS}"),
     Rule(f"logits_load_dir=: {_NO_HOOKS}"),
     Rule(f"save_activations_interval=: {_NO_HOOKS}"),

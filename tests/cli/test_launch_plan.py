@@ -138,7 +138,7 @@ def test_a_command_line_is_planned_without_a_gpu(plan: Callable[..., tuple[int, 
 def test_refusals_are_those_of_the_run(plan: Callable[..., tuple[int, str]]) -> None:
     code, out = plan(str(SCRIPT), *MIXTRAL, "--use-torch-fsdp2", "--rl-training-cuda-graphs")
     assert code == 2
-    assert "--use-torch-fsdp2: parameters move" in out
+    assert "--use-torch-fsdp2: fused kernels" in out
     assert "--rl-training-cuda-graphs: " in out
     assert "Traceback" not in out
 

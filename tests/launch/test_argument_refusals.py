@@ -203,6 +203,25 @@ def test_refusals_speak_in_flags_that_can_be_typed(arguments: str) -> None:
     assert (dests | settings) & set(re.findall(r"(?<![\w-])\w+", message)) == set()
 
 
+def test_flags_that_change_no_result_are_turned_off_and_named() -> None:
+    names = ("fine-grained-activation-offloading", "delay-wgrad-compute")
+    flags = " ".join(f"--{name}" for name in names)
+    untied = "--untie-embeddings-and-output-weights --pipeline-model-parallel-size 2"
+    transfers = "--overlap-moe-expert-parallel-comm"
+    args = parser().parse_args(f"{CHUNK}{flags} {untied} {transfers}".split())
+    settled = settle_arguments(args, on_cpu=True)
+    assert settled is not None
+    assert not args.fine_grained_activation_offloading
+    assert not args.delay_wgrad_compute
+    for line, name in zip(settled.turned_off, names, strict=True):
+        assert line.startswith(f"chunk graphs: training runs without --{name}, with the same")
+    assert "--delay-wgrad-compute: weight" in refusal(f"{flags} {untied}")
+    plain = parser().parse_args(f"--cuda-graph-granularity layer {flags} {transfers}".split())
+    assert settle_arguments(plain, on_cpu=True) is None
+    assert plain.fine_grained_activation_offloading
+    assert plain.delay_wgrad_compute
+
+
 @pytest.mark.parametrize("strategy", [[], ["--async-strategy", "mcore"]])
 def test_a_checkpoint_worker_that_needs_a_gpu_is_refused_on_a_cpu(strategy: Any) -> None:
     """It would fail on a division by the number of GPUs, and its rank would wait for ever."""

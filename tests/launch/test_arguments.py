@@ -74,7 +74,14 @@ def test_layer_leaves_all_arguments_alone() -> None:
             "--dataloader-inter-document-masking: packed",
         ),
         ({"cuda_graph_max_packed_seqs": 9}, "--cuda-graph-max-packed-seqs 9: without --sft"),
-        ({"use_torch_fsdp2": True}, "--use-torch-fsdp2: "),
+        (
+            {"use_torch_fsdp2": True, "gradient_accumulation_fusion": True},
+            "--use-torch-fsdp2: fused kernels",
+        ),
+        (
+            {"use_megatron_fsdp": True, "pipeline_model_parallel_size": 2},
+            "--use-megatron-fsdp with --pipeline-model-parallel-size 2: untested",
+        ),
         ({"yaml_cfg": "x.yaml"}, "--yaml-cfg: "),
         ({"save_dgrads_interval": 5}, "--save-dgrads-interval: "),
         ({"kitchen_recipe_number": 0}, "--kitchen-recipe-number: whether a layer renews its"),

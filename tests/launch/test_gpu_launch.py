@@ -102,9 +102,47 @@ CASES = {
         *("--recompute-num-layers", "1"),
     ],
 }
+EXPERTS = [
+    *("--num-experts", "8", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "384"),
+    *("--moe-grouped-gemm", "--moe-token-dispatcher-type", "alltoall"),
+    *("--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", "1e-2"),
+    *("--expert-model-parallel-size", "2", *NO_DROPOUT, *COUNTS),
+]
+TRANSFERS = [*EXPERTS, "--overlap-moe-expert-parallel-comm"]
+FSDP = [
+    *("--use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim_grads_params"),
+    *("--use-distributed-optimizer", "--ckpt-format", "fsdp_dtensor"),
+    "--calculate-per-token-loss",
+]
+FSDP2 = ["--use-torch-fsdp2", "--ckpt-format", "torch_dist", *NO_DROPOUT, *COUNTS]
+UNTIED = ["--untie-embeddings-and-output-weights"]
+# Flags that training with graphs runs without, or that shard parameters.
+RECIPES = {
+    "ep2-overlapped-transfers-tied": TRANSFERS,
+    "ep2-overlapped-transfers-delayed": [*TRANSFERS, *UNTIED, "--delay-wgrad-compute"],
+    "ep2-offloading": [
+        *(*EXPERTS, *UNTIED, "--fine-grained-activation-offloading", "--offload-modules"),
+        *("expert_fc1", "moe_act", "attn_norm", "mlp_norm", "qkv_linear", "core_attn", "attn_proj"),
+        *("--min-offloaded-tensor-size", "1"),
+    ],
+    "dp2-megatron-fsdp": [*FSDP, *NO_DROPOUT, *COUNTS],
+    "dp2-megatron-fsdp-whole-chunk": [
+        *(*FSDP, *NO_DROPOUT, *EIGHT, "--cuda-graph-chunk-scope", "chunk"),
+    ],
+    "ep2-megatron-fsdp": [*FSDP, *EXPERTS],
+    "ep2-megatron-fsdp-overlapped-transfers": [
+        *(*FSDP, *TRANSFERS, *UNTIED, "--delay-wgrad-compute"),
+    ],
+    "dp2-torch-fsdp2": [*FSDP2, *UNTIED],
+}
+CASES |= RECIPES
 CASES["ep2-hybridep-stash"] = [*CASES["ep2-hybridep"], "--cuda-graph-stash", "true"]
 CASES["ep2-deepep"] = ["deepep" if flag == "hybridep" else flag for flag in CASES["ep2-hybridep"]]
 HYBRIDEP = ("ep2-hybridep", "ep2-hybridep-stash")
+
+
+def _needs_connections(flags: list[str]) -> bool:
+    return any("fsdp" in flag or "overlap-moe" in flag for flag in flags)
 
 
 def _train(
@@ -128,7 +166,9 @@ def _train(
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
             "PYTHONWARNINGS": "ignore",
-            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+            "CUDA_DEVICE_MAX_CONNECTIONS": "8" if _needs_connections(flags) else "1",
+            # Megatron requires it next to offloading, so that weights stay on the GPU.
+            "NVTE_CPU_OFFLOAD_V1": str(int("--fine-grained-activation-offloading" in flags)),
             "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
             # For DeepEP's dispatch alone; without it Megatron uses no fused grouped MLP.
             "NVTE_CUTEDSL_FUSED_GROUPED_MLP": "1",
@@ -187,6 +227,8 @@ def _skip_without_packages(case: str) -> None:
     for needed in ("transformer_engine", "megatron.training"):
         if importlib.util.find_spec(needed) is None:
             pytest.skip(f"{needed} is not installed")
+    if "megatron-fsdp" in case and importlib.util.find_spec("einops") is None:
+        pytest.skip("Megatron-FSDP needs einops")
     if case in (*HYBRIDEP, "ep2-deepep") and importlib.util.find_spec("deep_ep") is None:
         pytest.skip("DeepEP is not installed")
 

@@ -49,6 +49,12 @@ class Counting(Feature):
         assert not site.parts
 
     @classmethod
+    def prepare(cls, site: Any, undo: ExitStack) -> None:
+        cls.calls["prepare"] += 1
+        assert not site.parts
+        undo.callback(lambda: cls.calls.update(["unprepared"]))
+
+    @classmethod
     def of(cls, site: Any) -> Counting:
         cls.calls["of"] += 1
         assert [part.index for part in site.parts] == [0]
@@ -88,6 +94,10 @@ class Counting(Feature):
 
     def verifying(self) -> Any:
         return self._around("verifying")
+
+    def begin_run(self) -> None:
+        self.calls["begin_run"] += 1
+        assert "step" not in self.now_around
 
     def step(self, step: Step) -> Any:
         self.calls[f"step {step.mode.name}"] += 1
@@ -185,7 +195,8 @@ def test_every_method_of_a_feature_is_called(chunks: list[nn.Module]) -> None:
     assert calls["step REPLAY"] == 4
     assert calls["step EAGER"] == 2  # the last one equals the first
     assert calls["end_step"] == calls["forwards_done"] == calls["forwards_resumed"] == 5
-    assert calls["abandon_step"] == calls["drop_step"] == calls["undone"] == 1
+    assert calls["abandon_step"] == calls["drop_step"] == 1
+    assert calls["undone"] == calls["unprepared"] == 1
     assert calls["shortage"] == calls["answer"] == 4
     assert calls["having_room"] == calls["make_room"] == 1
     assert calls["forwards of chunk 0"] == 10

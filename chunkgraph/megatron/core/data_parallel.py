@@ -17,20 +17,16 @@ from chunkgraph.megatron.core.releases import RANGE
 
 __all__ = [
     "DDP_MODULE",
-    "FSDP_PACKAGE",
     "call_parameter_gather_hooks",
     "gathers_parameters",
     "gradient_marker",
     "has_parameter_gather_hook",
     "is_fully_sharded",
-    "megatron_fsdp",
     "unwrap_ddp",
 ]
 
 DDP_MODULE = "megatron.core.distributed.distributed_data_parallel"
 """Name of the module that defines DDP's forward pre-hooks."""
-FSDP_PACKAGE = "megatron.core.distributed.fsdp.src.megatron_fsdp"
-"""Name of the package of Megatron-FSDP."""
 
 
 def unwrap_ddp(chunk: nn.Module) -> nn.Module | None:
@@ -45,26 +41,15 @@ def unwrap_ddp(chunk: nn.Module) -> nn.Module | None:
 
 
 def is_fully_sharded(chunk: nn.Module) -> bool:
-    """Return whether a wrapper of ``chunk`` shards its parameters, unless it is Megatron-FSDP."""
+    """Return whether any wrapper of ``chunk`` shards its parameters (any flavour of FSDP)."""
     module: Any = chunk
     while isinstance(module, nn.Module):
         kind = type(module)
         where = f"{kind.__module__}.{kind.__name__}".lower()
         if "fsdp" in where or "fullysharded" in where or "fully_sharded" in where:
-            return megatron_fsdp(chunk) is None
+            return True
         module = getattr(module, "module", None)
     return False
-
-
-def megatron_fsdp(chunk: nn.Module) -> Any:
-    """Return the wrapper of Megatron-FSDP among those of ``chunk``, or None."""
-    module: Any = chunk
-    while isinstance(module, nn.Module):
-        kind = type(module)
-        if kind.__name__ == "MegatronFSDP" and kind.__module__.startswith(FSDP_PACKAGE):
-            return module
-        module = getattr(module, "module", None)
-    return None
 
 
 def gathers_parameters(ddp: nn.Module) -> bool:

@@ -12,7 +12,7 @@ __all__ = ["HostTorch", "has_gpu", "host_full"]
 
 def has_gpu() -> bool:
     """Return whether there is a real GPU; a CPU host makes torch report one without a GPU."""
-    return torch.cuda.is_available() and not isinstance(torch.cuda.current_device(), torch.device)
+    return torch.cuda.is_available() and issubclass(torch.cuda.Stream, torch.Stream)
 
 
 class _HostTensor(torch.Tensor):

@@ -27,6 +27,7 @@ from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from chunkgraph.graphs import host_call
@@ -48,9 +49,19 @@ _NAMING_DEVICES = {
 def _is_cuda(device: object) -> bool:
     if isinstance(device, str):
         return device.split(":")[0] == "cuda"
-    if isinstance(device, int):
-        return True
     return isinstance(device, torch.device) and device.type == "cuda"
+
+
+class _Device(str):
+    """The CPU as a device; its number is 0 in names such as ``cuda:0``."""
+
+    __slots__ = ()
+
+    def __new__(cls) -> Self:
+        return super().__new__(cls, "cpu")
+
+    def __format__(self, _: str) -> str:
+        return "0"
 
 
 class _CudaMeansCpu(TorchFunctionMode):
@@ -246,7 +257,7 @@ def _cuda_stubs() -> dict[str, Any]:
     return {
         "is_available": lambda: False,
         "device_count": lambda: 0,
-        "current_device": lambda: 0,
+        "current_device": _Device,
         # Transformer Engine may call this while it is imported, even next to a GPU.
         "get_device_capability": lambda *_: (0, 0),
         "get_device_properties": lambda *_: SimpleNamespace(
@@ -271,6 +282,14 @@ def _cuda_stubs() -> dict[str, Any]:
     }
 
 
+_mesh_from_group = DeviceMesh.from_group
+
+
+def _mesh_of_cpus(group: Any, *_: Any, **kwargs: Any) -> DeviceMesh:
+    """Return a mesh of CPUs, whatever type of device is asked for."""
+    return _mesh_from_group(group, **{**kwargs, "device_type": "cpu"})
+
+
 class CpuHost:
     """Make this thread a CPU host for Megatron, from `install` to `remove`."""
 
@@ -290,6 +309,7 @@ class CpuHost:
         with ExitStack() as stack:
             stack.callback(patch_attributes(torch.cuda, _cuda_stubs()))
             stack.callback(patch_attributes(torch.Tensor, {"record_stream": lambda *_: None}))
+            stack.callback(patch_attributes(DeviceMesh, {"from_group": _mesh_of_cpus}))
             stack.callback(TritonStubFinder.install())
             stack.callback(share_gloo_device())
             stack.enter_context(_CudaMeansCpu())

@@ -1,14 +1,21 @@
-"""Support models in Megatron-FSDP."""
+"""Support models whose parameters Megatron-FSDP or torch's FSDP2 shards.
+
+A replay runs no hooks of layers and parameters, and reads parameters where they were. So gathered
+parameters keep their memory, and all of them are gathered before a run of a schedule. The hooks
+around the captured part reduce the gradients after every backward, as without graphs.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Self
+from typing import Any, Self
 
-from chunkgraph.megatron.core.data_parallel import megatron_fsdp
+from chunkgraph.megatron.captured_part import Call, CapturedPart
 from chunkgraph.megatron.feature import Feature
-from chunkgraph.megatron.features.sharded.shards import Shards
+from chunkgraph.megatron.features.sharded.megatron_fsdp import MegatronShards
+from chunkgraph.megatron.features.sharded.shards import remove_hooks
+from chunkgraph.megatron.features.sharded.torch_fsdp import TorchShards
 from chunkgraph.megatron.site import Site
 from chunkgraph.megatron.step import Step
 from chunkgraph.settings.rule import Rule
@@ -17,57 +24,62 @@ __all__ = ["Sharding"]
 
 _POOL = "its pool of two buffers moves parameters"
 _UNTESTED = "untested in chunk graphs; leave one of them out"
-_OF_DDP = ("fsdp_double_buffer", "nccl_ub")
+_KINDS = (MegatronShards, TorchShards)
+_AnyShards = MegatronShards | TorchShards
+
+
+def _rules(flag: str) -> tuple[Rule, ...]:
+    """Return the rules of both kinds of sharding."""
+
+    def is_sharded(f: Any) -> bool:
+        return bool(getattr(f, flag))
+
+    return (
+        Rule(
+            f"{flag}: fused kernels would add gradients to buffers that move; use "
+            "--no-gradient-accumulation-fusion",
+            lambda f: is_sharded(f) and f.gradient_accumulation_fusion,
+        ),
+        Rule(f"{flag} fp8=: {_UNTESTED}"),
+        Rule(f"{flag} fp8_param_gather: {_UNTESTED}"),
+        Rule(f"{flag} stash: {_UNTESTED}"),
+        Rule(
+            f"{flag} pipeline_model_parallel_size: {_UNTESTED}",
+            lambda f: is_sharded(f) and (f.pipeline_model_parallel_size or 1) > 1,
+        ),
+        Rule(
+            f"{flag} token_drops: {_UNTESTED}",
+            lambda f: is_sharded(f) and f.token_drops == "rerun",
+        ),
+    )
 
 
 class Sharding(Feature):
-    """Gather sharded parameters before each run, and leave the reduction to Megatron-FSDP.
+    """Gather sharded parameters before each run, and leave the reduction to their wrapper.
 
     Args:
         shards: The shards of each chunk.
-        inner: The modules of each chunk that hooks are removed from.
+        parts: The captured part of each chunk.
     """
 
     rules = (
-        Rule(
-            "use_megatron_fsdp gradient_accumulation_fusion: kernels would add gradients to "
-            "buffers that move; use --no-gradient-accumulation-fusion"
-        ),
+        *(rule for kind in _KINDS for rule in _rules(kind.flag)),
         Rule(f"use_megatron_fsdp fsdp_double_buffer: {_POOL}; leave it out"),
         Rule(f"use_megatron_fsdp nccl_ub: {_POOL}; leave it out"),
-        Rule(f"use_megatron_fsdp fp8=: {_UNTESTED}"),
-        Rule(f"use_megatron_fsdp fp8_param_gather: {_UNTESTED}"),
         Rule(
             f"use_megatron_fsdp num_distributed_optimizer_instances: {_UNTESTED}",
             lambda f: f.use_megatron_fsdp and (f.num_distributed_optimizer_instances or 1) > 1,
         ),
-        Rule(
-            f"use_megatron_fsdp pipeline_model_parallel_size: {_UNTESTED}",
-            lambda f: f.use_megatron_fsdp and (f.pipeline_model_parallel_size or 1) > 1,
-        ),
-        Rule(f"use_megatron_fsdp stash: {_UNTESTED}"),
-        Rule(
-            f"use_megatron_fsdp token_drops: {_UNTESTED}",
-            lambda f: f.use_megatron_fsdp and f.token_drops == "rerun",
-        ),
     )
 
-    def __init__(self, shards: Sequence[Shards], site: Site) -> None:
+    def __init__(self, shards: Sequence[_AnyShards], parts: Sequence[CapturedPart]) -> None:
         self._shards = shards
-        self._parts = site.parts
+        self._parts = parts
 
     @classmethod
     def facts(cls, site: Site) -> Mapping[str, object]:
-        """Return the facts of Megatron-FSDP's wrapper."""
-        wrappers = [w for chunk in site.chunks if (w := megatron_fsdp(chunk)) is not None]
-        if not wrappers:
-            return {}
-        config = wrappers[0].ddp_config
-        return {
-            "use_megatron_fsdp": True,
-            **{name: getattr(config, name, False) for name in _OF_DDP},
-            "num_distributed_optimizer_instances": config.num_distributed_optimizer_instances,
-        }
+        """Return the facts of the wrapper; they replace the one that FSDP is unsupported."""
+        return {name: fact for shards in _shards_of(site) for name, fact in shards.facts().items()}
 
     @classmethod
     def prepare(cls, site: Site, undo: ExitStack) -> None:
@@ -77,14 +89,24 @@ class Sharding(Feature):
 
     @classmethod
     def of(cls, site: Site) -> Self | None:
-        """Apply if Megatron-FSDP wraps the model."""
+        """Apply if a wrapper shards the model."""
         shards = _shards_of(site)
-        return cls(shards, site) if shards else None
+        return cls(shards, site.parts) if shards else None
 
     def install(self, undo: ExitStack) -> None:
-        """Remove the hooks that a replay cannot run; those around captured parts do their work."""
+        """Remove the hooks that a replay does not run; those around captured parts remain."""
         for shards, part in zip(self._shards, self._parts, strict=True):
-            shards.remove_hooks(part.inner_modules.values(), undo)
+            remove_hooks(shards.package, part.inner_modules.values(), shards.parameters, undo)
+
+    def call(self, part: CapturedPart, call: Call) -> Call:
+        """Point the modules at gathered parameters before each forward."""
+        shards = self._shards[part.index]
+
+        def gathered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            shards.show_gathered()
+            return call(args, kwargs)
+
+        return gathered
 
     def begin_run(self) -> None:
         """Gather the parameters that the last step has changed."""
@@ -93,17 +115,16 @@ class Sharding(Feature):
 
     @contextmanager
     def step(self, _: Step) -> Iterator[None]:
-        """Point the modules at gathered parameters again, which the engine checks after a step."""
+        """Point the modules at gathered parameters at the end, where the engine checks them."""
         yield
         for shards in self._shards:
             shards.show_gathered()
 
     def end_step(self, _: Step) -> None:
-        """Point the modules at shards again, if Megatron-FSDP did."""
+        """Point the modules at shards, as without graphs."""
         for shards in self._shards:
             shards.show_shards()
 
 
-def _shards_of(site: Site) -> list[Shards]:
-    wrappers = map(megatron_fsdp, site.chunks)
-    return [Shards(wrapper) for wrapper in wrappers if wrapper is not None]
+def _shards_of(site: Site) -> list[_AnyShards]:
+    return [s for chunk in site.chunks for kind in _KINDS if (s := kind.of(chunk)) is not None]
