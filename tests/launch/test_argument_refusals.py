@@ -59,6 +59,21 @@ def refusal(arguments: str, *, on_cpu: bool = True) -> str:
     ("arguments", "message"),
     [
         (
+            (
+                "--overlap-moe-expert-parallel-comm --no-gradient-accumulation-fusion "
+                "--use-megatron-fsdp"
+            ),
+            "--overlap-moe-expert-parallel-comm: graphs train without it",
+        ),
+        (
+            "--use-megatron-fsdp",
+            "--use-megatron-fsdp: fused kernels would add gradients to buffers that move",
+        ),
+        (
+            "--use-megatron-fsdp --fsdp-double-buffer",
+            "--use-megatron-fsdp with --fsdp-double-buffer: its pool",
+        ),
+        (
             "--overlap-moe-expert-parallel-comm",  # tied embeddings, fused accumulation
             "--overlap-moe-expert-parallel-comm: graphs train without it",
         ),

@@ -140,8 +140,10 @@ def test_the_rules_of_a_model_ask_for_fields_that_megatron_has() -> None:
         *("bf16", "element_bytes", "has_transformer_engine", "is_attached", "is_fully_sharded"),
         *("is_rng_graph_safe", "lengths_in_pipeline", "lengths_of_experts", "num_model_chunks"),
         *("keeps_transposes", "on_gpu", "packed", "pads_rows", "splits_backward"),
-        *("ddp_at_once", "layers_at_once"),
+        *("ddp_at_once", "layers_at_once", "use_megatron_fsdp", "use_torch_fsdp2"),
     }
+    # Of Megatron's DistributedDataParallelConfig.
+    facts |= {"fsdp_double_buffer", "nccl_ub", "num_distributed_optimizer_instances"}
     # Fields of some releases of Megatron, or of some of its config classes.
     some = {
         *("enable_cuda_graph", "external_cuda_graph", "fp8_param_gather", "fp4", "qk_layernorm"),

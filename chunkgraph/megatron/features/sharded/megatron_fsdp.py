@@ -21,6 +21,8 @@ __all__ = ["MegatronShards"]
 
 _PACKAGE = "megatron.core.distributed.fsdp.src.megatron_fsdp"
 _OPTIONS = ("fsdp_double_buffer", "nccl_ub", "num_distributed_optimizer_instances")
+_GUARDS = {"cpu", "to"}
+"""Methods of parameters that guard against freed memory; stand-ins would inherit them."""
 _WEIGHTS = ("model_weight_buffer", "transpose_weight_buffer")
 
 
@@ -76,6 +78,9 @@ class MegatronShards(Shards):
                     undo.callback(setattr, buffer, "temporary_bucket_allocator", previous)
                     buffer.temporary_bucket_allocator = lasting
         undo.callback(pipeline.reset, preserve_non_fsdp_units=False)
+        for parameter in self.parameters:
+            for name in _GUARDS & vars(parameter).keys():
+                undo.callback(setattr, parameter, name, vars(parameter).pop(name))
         self.gather()
 
     def gather(self) -> None:
