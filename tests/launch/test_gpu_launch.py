@@ -5,6 +5,7 @@ Run in one process for each rank under torchrun's agent, as ``chunkgraph launch`
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -141,6 +142,10 @@ CASES["ep2-deepep"] = ["deepep" if flag == "hybridep" else flag for flag in CASE
 HYBRIDEP = ("ep2-hybridep", "ep2-hybridep-stash")
 
 
+def _release(package: str) -> tuple[int, ...]:
+    return tuple(map(int, importlib.metadata.version(package).split(".")[:2]))
+
+
 def _needs_connections(flags: list[str]) -> bool:
     return any("fsdp" in flag or "overlap-moe" in flag for flag in flags)
 
@@ -229,6 +234,8 @@ def _skip_without_packages(case: str) -> None:
             pytest.skip(f"{needed} is not installed")
     if "megatron-fsdp" in case and importlib.util.find_spec("einops") is None:
         pytest.skip("Megatron-FSDP needs einops")
+    if "fsdp2" in case and _release("torch") < (2, 13):
+        pytest.skip("FSDP2 of this torch is refused")
     if case in (*HYBRIDEP, "ep2-deepep") and importlib.util.find_spec("deep_ep") is None:
         pytest.skip("DeepEP is not installed")
 
