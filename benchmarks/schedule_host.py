@@ -5,7 +5,7 @@
 Both run the same schedule on the same stages, which do next to nothing, in alternating rounds. The
 time is the processor time of each rank's main thread. Transfers transfer nothing: what gloo takes
 for one depends on which rank posts first, and a rank that has slept for it is slower afterwards.
-Runs on a CPU.
+Runs on GPUs where there are any, otherwise on a CPU.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _forward_step(data: Iterator[torch.Tensor], model: nn.Module, *_: Any) -> tu
     return model(next(data)), loss
 
 
-def _stages(num_chunks: int, num_ranks: int) -> list[nn.Module]:
+def _stages(num_chunks: int, num_ranks: int, device: torch.device) -> list[nn.Module]:
     transformer = import_megatron("megatron.core.transformer.transformer_config")
     enums = import_megatron("megatron.core.enums")
     config = transformer.TransformerConfig(
@@ -81,7 +81,7 @@ def _stages(num_chunks: int, num_ranks: int) -> list[nn.Module]:
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
     )
-    stages: list[nn.Module] = [_Stage(config) for _ in range(num_chunks)]
+    stages: list[nn.Module] = [_Stage(config).to(device) for _ in range(num_chunks)]
     for index, stage in enumerate(stages):
         stage.model_type = enums.ModelType.encoder_or_decoder
         stage.vp_stage = index
@@ -108,7 +108,8 @@ def _without_transfers() -> Iterator[None]:
 
 def _step_us(run: Callable[..., Any], stages: list[nn.Module], count: int) -> float:
     """Run one step; return the processor time per microbatch in microseconds."""
-    data = [iter([torch.ones(_ROWS, 1, _WIDTH)] * count) for _ in stages]
+    ones = torch.ones(_ROWS, 1, _WIDTH, device=next(stages[0].parameters()).device)
+    data = [iter([ones] * count) for _ in stages]
     dist.barrier()
     start = time.thread_time()
     run(
@@ -123,8 +124,10 @@ def _step_us(run: Callable[..., Any], stages: list[nn.Module], count: int) -> fl
     return (time.thread_time() - start) * 1e6 / count
 
 
-def _measure(name: str, num_microbatches: int, num_rounds: int) -> dict[str, Any]:
-    stages = _stages(_CHUNKS[name], dist.get_world_size())
+def _measure(
+    name: str, num_microbatches: int, num_rounds: int, device: torch.device
+) -> dict[str, Any]:
+    stages = _stages(_CHUNKS[name], dist.get_world_size(), device)
     runs = {
         "megatron": import_megatron("megatron.core.pipeline_parallel").get_forward_backward_func(),
         "chunkgraph": eager_driver(stages, name),
@@ -143,6 +146,7 @@ def _measure(name: str, num_microbatches: int, num_rounds: int) -> dict[str, Any
     dist.all_gather_object(everyone, medians)
     return {
         "schedule": name,
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
         "us_per_microbatch": everyone,
         "ratio": [rank["chunkgraph"] / rank["megatron"] for rank in everyone],
     }
@@ -159,7 +163,7 @@ def main() -> None:
     num_chunks = _CHUNKS[options.schedule]
     config = config_from_mapping(
         {
-            "device": "cpu",
+            "device": "auto",
             "model": {
                 "num_layers": 2 * num_chunks,
                 "hidden_size": _WIDTH,
@@ -174,8 +178,9 @@ def main() -> None:
             "train": {"num_microbatches": [options.num_microbatches]},
         }
     )
-    with training_process(config):
-        result = _measure(options.schedule, options.num_microbatches, options.num_rounds)
+    with training_process(config) as device:
+        counts = options.num_microbatches, options.num_rounds
+        result = _measure(options.schedule, *counts, device)
         if dist.get_rank() > 0:
             return
         for rank, times in enumerate(result["us_per_microbatch"]):
