@@ -10,6 +10,8 @@ from torch.distributed.pipelining import PipelineStage
 
 __all__ = ["ReceivingStage"]
 
+_META = torch.device("meta")
+
 
 class ReceivingStage(PipelineStage):
     """A `PipelineStage` that allocates a receive buffer when it posts the receive.
@@ -37,21 +39,33 @@ class ReceivingStage(PipelineStage):
             _allocate(self.grad_recv_info[mb_index], self.device)  # torch sets them to zero
         super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
-    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        result = super()._prepare_backward_infra(*args, **kwargs)
-        for infos in (*self.args_recv_info.values(), *self.grad_recv_info.values()):
-            _free(infos)
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward of a microbatch, which takes its inputs from the buffers."""
+        infos: list[Any] = [] if self.is_first else self.args_recv_info[fwd_chunk_id]
+        unused = [_like(info.buffer, _META) for info in infos]
+        try:
+            for index, info in enumerate(infos):
+                info.buffer = self.landed(index, info.buffer)
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        finally:
+            for info, buffer in zip(infos, unused, strict=True):
+                info.buffer = buffer
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Run the backward of a microbatch, which takes its output gradients from the buffers."""
+        result = super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        _free(self.grad_recv_info.get(bwd_chunk_id, ()))
         return result
 
-    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:
-        received = super()._retrieve_recv_activations(fwd_chunk_id)
-        _free(self.args_recv_info[fwd_chunk_id])
+    def landed(self, index: int, received: torch.Tensor) -> torch.Tensor:
+        """Return the memory that the forward reads input ``index`` from: what was received."""
+        del index
         return received
 
-    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> Any:
-        received = super()._retrieve_recv_grads(bwd_chunk_id)
-        _free(self.grad_recv_info[bwd_chunk_id])
-        return received
+    def free_buffers(self) -> None:
+        """Drop all buffers: torch allocates those of a new schedule before its first step."""
+        for infos in (*self.args_recv_info.values(), *self.grad_recv_info.values()):
+            _free(infos)
 
 
 def _allocate(infos: Iterable[Any], device: torch.device) -> None:
@@ -67,7 +81,7 @@ def _free(infos: Iterable[Any]) -> None:
     for info in infos:
         buffer = getattr(info, "buffer", None)
         if buffer is not None and not buffer.is_meta:
-            info.buffer = _like(buffer, torch.device("meta"))
+            info.buffer = _like(buffer, _META)
 
 
 def _like(buffer: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -49,9 +49,9 @@ class GraphedStage(ReceivingStage):
             self.replays.microbatch = fwd_chunk_id
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
-    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:
-        received = super()._retrieve_recv_activations(fwd_chunk_id)
-        return received if self.replays is None else self.replays.landed(received)
+    def landed(self, index: int, received: torch.Tensor) -> torch.Tensor:
+        """Return the memory that the forward reads input ``index`` from, a slot's in a replay."""
+        return received if self.replays is None else self.replays.landed(index, received)
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module, or its graphs in a training step.
@@ -166,27 +166,24 @@ class StageReplays:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Enclose one training step. All ranks enter it together."""
-        if self._sharded is None:
-            yield
-            return
-        gather(self._sharded)
+        if self._sharded is not None:
+            gather(self._sharded)
         yield
-        reshard(self._sharded)
+        if self._sharded is not None:
+            reshard(self._sharded)
+        self._stage.free_buffers()
 
     def hold_parameters(self) -> None:
         """Point the module at the captured parameters, where torch has replaced them meanwhile."""
         if self._sharded is not None and self.is_replayed:
             hold_gathered(self._sharded)
 
-    def landed(self, received: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """Copy received inputs to where the next forward reads them.
+    def landed(self, index: int, received: torch.Tensor) -> torch.Tensor:
+        """Copy a received input to where the next forward reads it.
 
-        Torch keeps the inputs until the backward. Returned are those on the slot's memory, so that
-        the others can be freed; in an eager step, the received ones.
+        Torch keeps the inputs until the backward. Returned is the one on the slot's memory, so that
+        the other can be freed; in an eager step, the received one.
         """
-        return tuple(self._landed(index, tensor) for index, tensor in enumerate(received))
-
-    def _landed(self, index: int, received: torch.Tensor) -> torch.Tensor:
         assert self._graphs is not None
         static = self._graphs.reserve_input(self._index, index)
         if static is None or (static.shape, static.dtype) != (received.shape, received.dtype):
