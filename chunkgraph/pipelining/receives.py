@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ class ReceivingStage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of a microbatch, which takes its inputs from the buffers."""
-        infos: list[Any] = [] if self.is_first else self.args_recv_info[fwd_chunk_id]
+        infos: Sequence[Any] = () if self.is_first else self.args_recv_info[fwd_chunk_id]
         unused = [_like(info.buffer, _META) for info in infos]
         try:
             for index, info in enumerate(infos):
