@@ -13,24 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from training_needs import NEEDS_TRAINING
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "pretrain_gpt.py"
 
-
-def _why_not() -> str:
-    if importlib.util.find_spec("megatron.training") is None:
-        return "this megatron-core has no megatron.training"
-    if sys.version_info < (3, 12):
-        return "megatron.training of megatron-core 0.18 and newer needs Python 3.12"
-    if importlib.util.find_spec("psutil") is None:
-        return "Megatron's checkpoints need psutil"
-    return ""
-
-
 pytestmark = [
     pytest.mark.megatron,
-    pytest.mark.skipif(bool(_why_not()), reason=_why_not() or "-"),
+    NEEDS_TRAINING,
 ]
 
 MODEL = [

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from training_needs import NEEDS_TRAINING
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "pretrain_gpt.py"
 
 pytestmark = [
     pytest.mark.megatron,
     pytest.mark.timeout(360),
-    pytest.mark.skipif(
-        sys.version_info < (3, 12)
-        or importlib.util.find_spec("megatron.training") is None
-        or importlib.util.find_spec("psutil") is None,
-        reason="megatron.training of megatron-core 0.18 or newer, which needs Python 3.12",
-    ),
+    NEEDS_TRAINING,
 ]
 
 MODEL = [

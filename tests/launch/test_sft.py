@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
 import re
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import yaml
+from training_needs import NEEDS_TRAINING
 
 SUPPORT = Path(__file__).parents[1] / "support"
 SCRIPT = SUPPORT.parents[1] / "scripts" / "pretrain_gpt.py"
 
 pytestmark = [
     pytest.mark.megatron,
-    pytest.mark.skipif(
-        sys.version_info < (3, 12)
-        or importlib.util.find_spec("megatron.training") is None
-        or importlib.util.find_spec("psutil") is None,
-        reason="megatron.training of megatron-core 0.19, which needs Python 3.12 and psutil",
-    ),
+    NEEDS_TRAINING,
 ]
 
 ROWS = 24

@@ -1,0 +1,23 @@
+"""What tests of Megatron's pretrain scripts need."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+import pytest
+
+__all__ = ["NEEDS_TRAINING"]
+
+
+def _why_not() -> str:
+    if sys.version_info < (3, 12):
+        return "megatron.training of megatron-core 0.18 and newer needs Python 3.12"
+    if not all(map(importlib.util.find_spec, ("megatron", "megatron.training"))):
+        return "there is no megatron.training"
+    if importlib.util.find_spec("psutil") is None:
+        return "Megatron's checkpoints need psutil"
+    return ""
+
+
+NEEDS_TRAINING = pytest.mark.skipif(bool(_why_not()), reason=_why_not() or "-")
