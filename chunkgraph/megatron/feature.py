@@ -66,7 +66,7 @@ class Feature:
 
     @classmethod
     def prepare(cls, site: Site, undo: ExitStack) -> None:
-        """Change the model before its captured parts are found."""
+        """Change the model before its captured parts are chosen."""
 
     @classmethod
     def of(cls, site: Site) -> Self | None:

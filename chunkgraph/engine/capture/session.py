@@ -148,7 +148,7 @@ class _Session:
             watched.
         num_slots: see `capture_session`; `_choose_slots` may change it.
         samples: see `capture_session`.
-        settings: see `capture_session`; so is this.
+        settings: see `capture_session`; `_choose_slots` may change them.
         maker: makes the graphs.
         sinks: the gradient memory of each chunk.
         models: the state of each chunk's module that the graphs depend on.
