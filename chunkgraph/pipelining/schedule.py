@@ -20,6 +20,7 @@ from chunkgraph.engine.options import is_whole
 from chunkgraph.errors import ChunkGraphError, ConfigError
 from chunkgraph.pipelining.data_parallel import refuse_too_few_steps, refuse_with_ddp
 from chunkgraph.pipelining.loss import GraphedLoss
+from chunkgraph.pipelining.receives import ReceiveMemory
 from chunkgraph.pipelining.slots import ScheduleSlots, slots_of
 from chunkgraph.pipelining.stage import StageReplays, graphed
 
@@ -65,6 +66,7 @@ class GraphedSchedule:
     Attributes:
         graphs: The rank's chunk graphs.
         slots: The slots of the pipeline.
+        receive_memory: Memory of the receives in replayed steps.
 
     Example::
 
@@ -93,8 +95,10 @@ class GraphedSchedule:
         self._kept: dict[int, _Kept] = {}
         self._counts = _checked(counts)
         self.slots = reduce(or_, map(self._plan, self._counts))
+        self.receive_memory = ReceiveMemory()
         self._replays = [
-            StageReplays(stage, loss, is_split=self.slots.is_split) for stage in self._stages
+            StageReplays(stage, loss, self.receive_memory, is_split=self.slots.is_split)
+            for stage in self._stages
         ]
         self.graphs = self._new_graphs(as_options(options), settings)
 

@@ -16,7 +16,7 @@ from chunkgraph.engine import Chunk, ChunkGraphs, StepMode
 from chunkgraph.errors import ConfigError
 from chunkgraph.pipelining.data_parallel import reduce_gradients, unwrapped
 from chunkgraph.pipelining.loss import GraphedLoss
-from chunkgraph.pipelining.receives import ReceivingStage
+from chunkgraph.pipelining.receives import ReceiveMemory, ReceivingStage
 from chunkgraph.pipelining.sharded import (
     casting_only,
     finish_backwards,
@@ -48,6 +48,11 @@ class GraphedStage(ReceivingStage):
         if self.replays is not None:
             self.replays.microbatch = fwd_chunk_id
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def new_buffer(self, unused: torch.Tensor) -> torch.Tensor:
+        """Return memory for a receive, in a replayed step that of an earlier receive."""
+        reused = None if self.replays is None else self.replays.new_buffer(unused)
+        return super().new_buffer(unused) if reused is None else reused
 
     def landed(self, index: int, received: torch.Tensor) -> torch.Tensor:
         """Return the memory that the forward reads input ``index`` from, a slot's in a replay."""
@@ -111,6 +116,7 @@ class StageReplays:
     Args:
         stage: The rank's stage.
         loss: The loss to compute with the last stage's output, if the graphs include it.
+        memory: Memory of the rank's receives in replayed steps.
         is_split: Whether the schedule splits backwards.
 
     Attributes:
@@ -118,8 +124,16 @@ class StageReplays:
         microbatch: Number of the microbatch whose forward runs.
     """
 
-    def __init__(self, stage: GraphedStage, loss: GraphedLoss | None, *, is_split: bool) -> None:
+    def __init__(
+        self,
+        stage: GraphedStage,
+        loss: GraphedLoss | None,
+        memory: ReceiveMemory,
+        *,
+        is_split: bool,
+    ) -> None:
         self._stage = stage
+        self._memory = memory
         self._loss = loss if stage.is_last else None
         wrapper = stage.submod
         self.is_wrapped = isinstance(wrapper, DistributedDataParallel)
@@ -168,15 +182,31 @@ class StageReplays:
         """Enclose one training step. All ranks enter it together."""
         if self._sharded is not None:
             gather(self._sharded)
-        yield
+        try:
+            yield
+        except BaseException:
+            self._memory.clear()  # receives may not have ended
+            raise
         if self._sharded is not None:
             reshard(self._sharded)
         self._stage.free_buffers()
+        self._memory.leave_used()
 
     def hold_parameters(self) -> None:
         """Point the module at the captured parameters, where torch has replaced them meanwhile."""
         if self._sharded is not None and self.is_replayed:
             hold_gathered(self._sharded)
+
+    def new_buffer(self, unused: torch.Tensor) -> torch.Tensor | None:
+        """Return memory for a receive in place of an unused buffer; None in an eager step.
+
+        In a replay only copies into slots read a buffer, on the stream of the receives. An eager
+        step keeps buffers for its backwards, and user code may read them on other streams.
+        """
+        if self.is_replayed:
+            return self._memory.empty_like(unused, self._stage.device)
+        self._memory.clear()
+        return None
 
     def landed(self, index: int, received: torch.Tensor) -> torch.Tensor:
         """Copy a received input to where the next forward reads it.

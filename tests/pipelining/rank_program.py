@@ -81,6 +81,33 @@ class WatchedStage(GraphedStage):
         return result
 
 
+class KeepingStage(WatchedStage):
+    """Keeps every third tensor that it receives, each with a copy."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._places: list[int] = []
+
+    def new_buffer(self, unused: torch.Tensor) -> torch.Tensor:
+        buffer = super().new_buffer(unused)
+        self._places.append(buffer.data_ptr())
+        return buffer
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self._keep(self.args_recv_info[fwd_chunk_id])
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self._keep(self.grad_recv_info.get(bwd_chunk_id, ()))
+        return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def _keep(self, infos: Any) -> None:
+        for buffer in (getattr(info, "buffer", None) for info in infos):
+            if buffer is not None and buffer.data_ptr() in self._places[::3]:
+                self.kept.append((buffer.detach(), buffer.detach().clone()))
+
+
 @dataclass(frozen=True)
 class Case:
     name: str
@@ -133,6 +160,8 @@ CASES = {
             options={"shared_slots": True, "verify": "poison"},
         ),
         Case("dual pipe v", "ScheduleDualPipeV", 2),
+        Case("dual pipe v repeated", "ScheduleDualPipeV", 2, counts=(4, 4, 4)),
+        Case("dual pipe v kept", "ScheduleDualPipeV", 2, counts=(4, 4, 4), stage=KeepingStage),
         Case(
             "zero bubble shadow",
             "ScheduleZBVZeroBubble",
@@ -277,6 +306,7 @@ class Run:
     parameters: dict[str, torch.Tensor]
     graphs: GraphedSchedule | None
     stages: list[Any]
+    receive_memory: list[int]
 
 
 def train(case: Case, place: Place, folder: Path, *, has_graphs: bool) -> Run:
@@ -311,19 +341,22 @@ def train(case: Case, place: Place, folder: Path, *, has_graphs: bool) -> Run:
         return output, [loss.detach() for loss in losses]
 
     values: list[Any] = []
+    receive_memory: list[int] = []
     torch.manual_seed(100 + place.rank)
     for step, count in enumerate(case.counts):
         optimizer.zero_grad()
         results = call(runner.step, step, count, return_outputs=step % 2 == 0)
         values.append((*results, {name: local(p.grad).clone() for name, p in named.items()}))
         optimizer.step()
+        if has_graphs:
+            receive_memory.append(runner.receive_memory.num_buffers)
         if step in (1, 3) and case.schedule not in V_SHAPED:
             modules.eval()
             with torch.no_grad():
                 values.append(call(runner.eval, 50 + step, case.counts[0]))
             modules.train()
     parameters = {name: local(p.detach()).clone() for name, p in named.items()}
-    return Run(values, parameters, runner if has_graphs else None, stages)
+    return Run(values, parameters, runner if has_graphs else None, stages, receive_memory)
 
 
 def num_receive_buffers(stages: list[Any]) -> int:
@@ -383,6 +416,8 @@ def compare(case: Case, place: Place, folder: Path) -> dict[str, Any]:
         ),
         "inputs elsewhere": [getattr(s, "num_elsewhere", 0) for s in run.stages],
         "receive buffers": [num_receive_buffers(r.stages) for r in (eager, run)],
+        "kept": [torch.equal(*pair) for s in run.stages for pair in getattr(s, "kept", ())],
+        "receive memory": run.receive_memory,
         "num warmup": case.options.get("num_warmup_steps", 1),
         "num replays": len(indices) * sum(case.counts[case.options.get("num_warmup_steps", 1) :]),
     }

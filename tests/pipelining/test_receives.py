@@ -10,7 +10,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+from chunkgraph.errors import ReplayMismatchError
 from chunkgraph.pipelining.receives import ReceiveMemory
 
 CPU = torch.device("cpu")
@@ -101,3 +103,17 @@ def test_what_is_held_at_the_end_of_a_step_is_left_to_its_holder() -> None:
     del first
     assert memory.empty_like(META, CPU).data_ptr() == address
     assert memory.num_buffers == 1
+
+
+def test_a_failed_step_leaves_its_buffers(pipeline: Callable[..., Any]) -> None:
+    """A receive may still write to them."""
+    one = pipeline(nn.Linear(4, 4))
+    for _ in range(2):
+        one.step()
+    memory = one.schedules.receive_memory
+    memory.empty_like(META, CPU)
+    one.step()
+    assert memory.num_buffers == 1
+    with pytest.raises(ReplayMismatchError):
+        one.step(rows=3)
+    assert memory.num_buffers == 0

@@ -57,6 +57,7 @@ def check(name: str, ranks: list[dict[str, Any]]) -> None:
         of_torch, ours = result["receive buffers"]
         assert ours == 0, where
         assert of_torch or hasattr(_RecvInfo, "allocate_buffer"), "torch frees them, too"
+        check_receive_memory(name, where, result)
         counters = result["counters"]
         assert counters.capture_sessions == 1, where
         assert counters.captures == result["pairs"], where
@@ -64,6 +65,17 @@ def check(name: str, ranks: list[dict[str, Any]]) -> None:
         assert counters.replays == counters.backward_replays == result["num replays"], where
         splits = any(word in name for word in ("zero bubble", "dual pipe"))
         assert counters.weight_replays == splits * result["num replays"], where
+
+
+def check_receive_memory(name: str, where: str, result: dict[str, Any]) -> None:
+    """Check reuse, which begins once torch has set up the stages for the step's count."""
+    num_buffers = result["receive memory"]
+    assert num_buffers[0] == 0, f"{where}: in an eager step"
+    assert all(result["kept"]), f"{where}: a kept tensor changed"
+    if name.startswith("dual pipe v repeated"):
+        assert num_buffers[1:] == [2, 2], f"{where}: for the 8 receives of a step"
+    if name.startswith("dual pipe v kept"):
+        assert result["kept"], where
 
 
 def same_training(case: list[dict[str, Any]], reference: list[dict[str, Any]]) -> bool:
