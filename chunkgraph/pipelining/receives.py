@@ -111,7 +111,7 @@ class ReceivingStage(PipelineStage):
         return result
 
     def new_buffer(self, unused: torch.Tensor) -> torch.Tensor:
-        """Return memory for a receive, in place of an unused buffer."""
+        """Return memory for a receive, like an unused buffer."""
         return _like(unused, self.device)
 
     def landed(self, index: int, received: torch.Tensor) -> torch.Tensor:

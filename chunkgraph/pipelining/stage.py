@@ -198,7 +198,7 @@ class StageReplays:
             hold_gathered(self._sharded)
 
     def new_buffer(self, unused: torch.Tensor) -> torch.Tensor | None:
-        """Return memory for a receive in place of an unused buffer; None in an eager step.
+        """Return memory for a receive like an unused buffer; None in an eager step.
 
         In a replay only copies into slots read a buffer, on the stream of the receives. An eager
         step keeps buffers for its backwards, and user code may read them on other streams.
