@@ -263,9 +263,7 @@ def _values(flag_values: dict[Flag, Any], problems: list[str]) -> defaultdict[st
         setting, switch = flag.setting, _OPTIONS.get(flag.setting.needs or "")
         if switch is not None and flag_values.get(switch) in (None, switch.setting.default, ()):
             idle.setdefault(switch, []).append(flag.format(value))
-        elif setting.bounds is not ANY and any(
-            n not in setting.bounds for _, n in setting.numbers(value)
-        ):
+        elif any(setting.out_of_bounds(value)):
             each = "each number" if setting.is_list else "it"
             problems.append(f"{flag.format(value)}: {each} must be {setting.bounds}.")
         else:

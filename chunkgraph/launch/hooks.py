@@ -185,7 +185,7 @@ class ChunkGraphsInPretrain:
             if _rank() == 0:
                 record = save_run_record(graphs, flags, args, self._run_dir)
                 _print_on_rank_0(start_line(graphs, flags, record))
-            if flags.packing.max_packed_seqs:
+            if graphs.site.packing is not None:
                 source = _document_source(flags, args, graphs, contexts)
                 self._steps = PackedSteps(source, chunks, _rank())
                 undo.callback(self._steps.close)

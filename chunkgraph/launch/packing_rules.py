@@ -32,7 +32,7 @@ _OTHER_RANKS = "the script's other tensor-parallel ranks receive rows of {seq_le
 
 
 def _has_documents(f: Facts) -> bool:
-    return bool(f.max_packed_seqs and any(getattr(f, name) for name in _SOURCES))
+    return bool(f.packed and any(getattr(f, name) for name in _SOURCES))
 
 
 def _rule(text: str, when: Callable[[Facts], object]) -> Rule:
@@ -83,7 +83,7 @@ def _held_rows(f: Facts) -> object:
 
 
 def _is_unpacked(source: str) -> Callable[[Facts], object]:
-    return lambda f: getattr(f, source) and not f.max_packed_seqs
+    return lambda f: getattr(f, source) and not f.packed
 
 
 def _shapes(f: Facts) -> tuple[PackedShape, ...]:
@@ -123,7 +123,7 @@ SCRIPT_PACKING_RULES = (
     Rule(
         "max_packed_seqs: without {sft=true} (or {dataloader_inter_document_masking=true}) "
         "microbatches have no offsets of documents; leave it out",
-        lambda f: f.max_packed_seqs and not _has_documents(f),
+        lambda f: f.packed and not _has_documents(f),
     ),
     _rule(
         "max_packed_seqs context_parallel_size dataloader_inter_document_masking: its documents "

@@ -15,7 +15,6 @@ __all__ = [
     "check_lengths",
     "check_offsets",
     "located",
-    "whole_number",
 ]
 
 MAX_TOKENS = 2**31 - 1
@@ -28,13 +27,6 @@ Lengths = Sequence[int] | NDArray[np.integer]
 def located(where: str) -> str:
     """Return the beginning of an error message, such as ``rank 3, microbatch 7: ``."""
     return f"{where}: " if where else ""
-
-
-def whole_number(value: object) -> int | None:
-    """Return an integer, NumPy's included, as a Python integer; None for anything else."""
-    if isinstance(value, int | np.integer) and not isinstance(value, bool):
-        return int(value)
-    return None
 
 
 def check_lengths(lengths: Lengths, where: str = "") -> NDArray[np.int64]:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chunkgraph.errors import PackingError
-from chunkgraph.packing.offsets import MAX_TOKENS, Lengths, check_lengths, whole_number
+from chunkgraph.packing.offsets import MAX_TOKENS, Lengths, check_lengths
 
 __all__ = [
     "OverflowReason",
@@ -81,13 +81,12 @@ class PackedShape:
         ):
             if value is None and name == "max_document_tokens":
                 continue
-            number = whole_number(value)
-            if number is None or number < least:
+            if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < least:
                 why = " (one document and the dummy)" if name == "max_packed_seqs" else ""
                 msg = f"{name} is {value!r}; it must be a whole number of at least {least}{why}."
                 raise PackingError(msg)
             # NumPy integers would overflow in sums, and JSON cannot serialize them.
-            object.__setattr__(self, name, number)
+            object.__setattr__(self, name, int(value))
         if self.max_packed_tokens > MAX_TOKENS:
             msg = (
                 f"max_packed_tokens is {self.max_packed_tokens}; offsets are int32 and end at "

@@ -102,7 +102,7 @@ def _rule(
     text: str, when: Callable[[Facts], object], error: type[ConfigError] = ConfigError
 ) -> Rule:
     """Return a rule that applies only to packed documents."""
-    return Rule(text, lambda f: f.max_packed_seqs and when(f), error)
+    return Rule(text, lambda f: f.packed and when(f), error)
 
 
 def _wrong_counts(f: Facts) -> object:

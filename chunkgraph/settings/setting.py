@@ -168,14 +168,14 @@ class Setting:
         """Return the possible words; empty for a number, a list or free text."""
         return get_args(self.value_hint) if get_origin(self.value_hint) is Literal else ()
 
-    def numbers(self, value: object) -> Iterator[tuple[str, float]]:
-        """Yield the numbers in a value, each with its dotted path."""
-        if isinstance(value, tuple):
-            for i, item in enumerate(value):
-                if isinstance(item, (int, float)):
-                    yield f"{self.path}[{i}]", item
-        elif isinstance(value, (int, float)) and not isinstance(value, bool):
-            yield self.path, value
+    def out_of_bounds(self, value: object) -> Iterator[tuple[str, float]]:
+        """Yield the numbers in a value that are out of bounds, each with its dotted path."""
+        if self.bounds is ANY or isinstance(value, bool):
+            return
+        items = enumerate(value) if isinstance(value, tuple) else [(None, value)]
+        for i, item in items:
+            if isinstance(item, (int, float)) and item not in self.bounds:
+                yield self.path if i is None else f"{self.path}[{i}]", item
 
 
 def settings_of(section: type[Any], prefix: str = "") -> Iterator[Setting]:
@@ -208,6 +208,5 @@ def check_bounds(section: Any, prefix: str = "", kind: type[Any] | None = None) 
         if item.choices and value is not None and value not in item.choices:
             choices = ", ".join(map(repr, item.choices))
             raise ConfigError(f"{item.path} is {value!r}; it must be one of {choices}.")
-        for path, number in item.numbers(value):
-            if item.bounds is not ANY and number not in item.bounds:
-                raise ConfigError(f"{path} is {number}; it must be {item.bounds}.")
+        for path, number in item.out_of_bounds(value):
+            raise ConfigError(f"{path} is {number}; it must be {item.bounds}.")
