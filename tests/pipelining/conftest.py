@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
+from torch_release import HAS_LOCAL_STAGES
 
 from chunkgraph.pipelining import GraphedSchedule, GraphedStage
 
@@ -45,6 +46,8 @@ class Pipeline:
         return self._cls(stages, count, loss_fn=nn.functional.mse_loss)
 
     def step(self, count: int = 2, *, rows: int = 2, **kwargs: Any) -> Any:
+        if len(self.stages) > 1 and not HAS_LOCAL_STAGES:
+            pytest.skip("torch 2.11 lets a rank send to itself, which gloo cannot")
         x = torch.ones(rows * count, 4)
         options = {"target": x, "num_microbatches": count, **kwargs}
         return self.schedules.step(x, **options)
