@@ -69,8 +69,9 @@ _ALONE = _references([torch.UntypedStorage(0, device="cpu")])[0]
 class ReceivingStage(PipelineStage):
     """A `PipelineStage` that allocates a receive buffer when it posts the receive.
 
-    Torch keeps a buffer for every microbatch, and on it the input gradient of the last step. Here a
-    tensor on the meta device takes the place of a buffer that is not in use.
+    Torch before 2.15 keeps a buffer for every microbatch, and on it the input gradient of the last
+    step. Here a tensor on the meta device takes the place of a buffer that is not in use. Torch
+    2.15 allocates and drops buffers itself; it has None there.
     """
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
@@ -102,7 +103,8 @@ class ReceivingStage(PipelineStage):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         finally:
             for info, buffer in zip(infos, unused, strict=True):
-                info.buffer = buffer
+                if info.buffer is not None:  # torch 2.15 has taken it
+                    info.buffer = buffer
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run the backward of a microbatch, which takes its output gradients from the buffers."""

@@ -76,7 +76,11 @@ class WatchedStage(GraphedStage):
         if own is not None and own.is_replayed and self.has_backward and not self.is_first:
             slots = own._graphs._captured.slots[own._index]
             places = {t.data_ptr() for slot in slots for t in slot.inputs}
-            received = self.fwd_cache[fwd_chunk_id][1][: len(self.args_recv_info[fwd_chunk_id])]
+            if hasattr(self, "fwd_cache"):
+                inputs = self.fwd_cache[fwd_chunk_id][1]
+            else:  # torch 2.15
+                inputs = self._forward_chunk_states[fwd_chunk_id].input_values
+            received = inputs[: len(self.args_recv_info[fwd_chunk_id])]
             self.num_elsewhere += sum(t.data_ptr() not in places for t in received)
         return result
 

@@ -14,6 +14,7 @@ from torch.distributed.pipelining.stage import _RecvInfo
 
 PROGRAM = Path(__file__).with_name("rank_program.py")
 SIZES = (2, 4)
+TORCH_FREES_RECEIVES = hasattr(_RecvInfo, "allocate_buffer")  # torch 2.15
 # These run backwards in another order, so sums of gradients are rounded differently.
 OTHER_ORDER = ("looped bfs",)
 # This trains another model.
@@ -56,7 +57,7 @@ def check(name: str, ranks: list[dict[str, Any]]) -> None:
         assert not any(result["inputs elsewhere"]), where
         of_torch, ours = result["receive buffers"]
         assert ours == 0, where
-        assert of_torch or hasattr(_RecvInfo, "allocate_buffer"), "torch frees them, too"
+        assert of_torch or TORCH_FREES_RECEIVES, "torch frees them, too"
         check_receive_memory(name, where, result)
         counters = result["counters"]
         assert counters.capture_sessions == 1, where
@@ -72,6 +73,9 @@ def check_receive_memory(name: str, where: str, result: dict[str, Any]) -> None:
     num_buffers = result["receive memory"]
     assert num_buffers[0] == 0, f"{where}: in an eager step"
     assert all(result["kept"]), f"{where}: a kept tensor changed"
+    if TORCH_FREES_RECEIVES:
+        assert not any(num_buffers), where
+        return
     if name.startswith("dual pipe v repeated"):
         assert num_buffers[1:] == [2, 2], f"{where}: for the 8 receives of a step"
     if name.startswith("dual pipe v kept"):
