@@ -13,6 +13,7 @@ import torch
 from torch.distributed.pipelining.stage import _RecvInfo
 
 PROGRAM = Path(__file__).with_name("rank_program.py")
+PYTHON_PATH = os.pathsep.join(map(str, [PROGRAM.parents[2], PROGRAM.parents[1] / "support"]))
 SIZES = (2, 4)
 TORCH_FREES_RECEIVES = hasattr(_RecvInfo, "allocate_buffer")  # torch 2.15
 # These run backwards in another order, so sums of gradients are rounded differently.
@@ -28,7 +29,7 @@ def test_every_schedule_is_equal_to_eager(tmp_path: Path) -> None:
     with log.open("w") as output:
         process = subprocess.Popen(
             [sys.executable, PROGRAM, tmp_path, *map(str, SIZES)],
-            env={**os.environ, "PYTHONPATH": str(PROGRAM.parents[2]), "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1"},
             stdout=output,
             stderr=output,
         )
