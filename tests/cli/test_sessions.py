@@ -42,7 +42,8 @@ def script(_options):
     results = multiprocessing.get_context("fork").Manager().Queue()
     results.put("there is a server")
     subprocess.Popen(["sleep", "120"])
-    print(f"pid {os.getpid()}", flush=True)
+    # One write: ranks run with -u, where print writes the line break by itself.
+    os.write(1, f"pid {os.getpid()}\\n".encode())
     open(__file__ + os.environ["RANK"], "w").close()
     if os.environ["END"] == "fails" and os.environ["RANK"] == "1":
         while os.environ["LOCAL_RANK"] == "1" and not os.path.exists(__file__ + "0"):
