@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -79,7 +80,7 @@ def test_microbatches_of_another_shape(pipeline: Make, num_stages: int) -> None:
     one.step()
     with pytest.raises(ShapeError, match=r"[sS]tage 0") as error:
         one.step(rows=3)
-    assert "3, 4" in str(error.value)
+    assert re.search(r"[(\[]3, 4[)\]]", str(error.value))
     one.step()
 
 

@@ -54,11 +54,12 @@ def test_the_example_is_equal_to_eager(device: str, output_of: Callable[[str, st
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.skipif(not HAS_LOCAL_STAGES, reason="torch 2.11 has no V shapes on gloo")
 @pytest.mark.parametrize("device", DEVICES)
 def test_stages_of_torchtitan_are_equal_to_eager(
     device: str, output_of: Callable[[str, str], str]
 ) -> None:
+    if device == "cpu" and not HAS_LOCAL_STAGES:
+        pytest.skip("torch 2.11 has no V shapes on gloo")
     output = output_of("torchtitan_stages.py", device)
     assert output.count("losses equal to eager: True") == 4
     # On ranks 0 and 1, 1F1B has 2 and 1 slots, ZBV 4 + 1 and 3 + 2; three of four steps replay.
