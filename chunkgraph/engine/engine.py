@@ -50,7 +50,7 @@ class ChunkGraphs:
         chunks: this rank's modules or `Chunk` values, by model chunk index; or a single one.
         num_slots: for each chunk, or one number for all, the most microbatches it ever has in
             flight (see `for_schedule`); with ``options.shared_slots`` the most of all together.
-        num_together: the latter; a session lets chunks share slots if it measures that this saves.
+        num_together: the most in flight in all chunks; if set, they share slots where that saves.
         options: see `CaptureOptions`.
         backend: makes the graphs; None: CUDA graphs or the CPU recorder, by the parameters' device.
         agree: lets all ranks decide together; see `Agree`. Required with several processes.
@@ -340,7 +340,7 @@ class ChunkGraphs:
             self.mode = StepMode.OUTSIDE
         self.counters.fallbacks[reason.text] += 1
         if wants_samples:
-            # Else the optimizer's state would lie in large blocks of this step, and keep them.
+            # Otherwise the optimizer's state lies in large blocks of this step and keeps them.
             self._backend.release_cached_memory()
 
     def capture(self, samples: Sequence[Any] | Mapping[Hashable, Sequence[Any]]) -> CaptureReport:
