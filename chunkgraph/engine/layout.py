@@ -42,23 +42,14 @@ def copy_into(target: torch.Tensor) -> CopyInto:
 
     Expanded dimensions (stride 0) are copied once: torch refuses to write them.
     """
-    expanded = [
-        dim
-        for dim, (n, stride) in enumerate(zip(target.shape, target.stride(), strict=True))
-        if n > 1 and stride == 0
-    ]
-    if not expanded:
+    strides = target.stride()
+    shape = [min(n, 1) if d == 0 else n for n, d in zip(target.shape, strides, strict=True)]
+    if target.shape == tuple(shape):
         return target.copy_
-
-    def once(tensor: torch.Tensor) -> torch.Tensor:
-        for dim in expanded:
-            tensor = tensor.narrow(dim, 0, 1)
-        return tensor
-
-    narrow = once(target)
+    once = target.as_strided(shape, strides)
 
     def copy(tensor: torch.Tensor) -> None:
-        narrow.copy_(once(tensor))
+        once.copy_(tensor.as_strided(shape, strides))
 
     return copy
 
