@@ -4,6 +4,9 @@ torch's kernel for operands of different dtypes converts element by element and 
 of the memory bandwidth: adding bfloat16 gradients to a float32 ``main_grad`` then takes a fifth of
 a training step. A float32 sum of the same two values has one correct result, so this kernel equals
 torch's to the last bit.
+
+Gradients that are parts of one tensor, such as those of grouped experts, are added by one kernel:
+one for each of them would take twice as long, as most of it is too short to fill the GPU.
 """
 
 from __future__ import annotations
@@ -11,17 +14,72 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
-__all__ = ["Accumulate", "new_accumulate"]
+from chunkgraph.engine.chunk import GradientMarker
 
-Accumulate = Callable[[torch.Tensor, torch.Tensor], None]
-"""A function that adds its second argument to the first, in place, on the current stream."""
+__all__ = ["Accumulate", "Accumulation", "new_accumulate"]
 
+Accumulate = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
+"""A function that adds each gradient to its sink, in place, on the current stream."""
+
+_Pair = tuple[torch.Tensor, torch.Tensor]
 _HALF = (torch.bfloat16, torch.float16)
 _ALIGNMENT_BYTES = 16
+_DIVISOR = 16
+
+
+class Accumulation:
+    """The gradients of one backward pass, added to sinks.
+
+    A gradient that is a part of a larger tensor waits for the other parts: until all of the tensor
+    is there, another tensor's gradient arrives, or `finish`.
+
+    Args:
+        accumulate: See `new_accumulate`.
+        sinks: Sink of each parameter.
+        marker: Observer of the sums; None: there is none.
+
+    Attributes:
+        trained: Indices of the parameters that got a gradient.
+    """
+
+    def __init__(
+        self,
+        accumulate: Accumulate,
+        sinks: Sequence[torch.Tensor],
+        marker: GradientMarker | None = None,
+    ) -> None:
+        self.trained: set[int] = set()
+        self._accumulate, self._sinks, self._marker = accumulate, sinks, marker
+        self._parts: dict[int, torch.Tensor] = {}
+
+    def add(self, index: int, gradient: torch.Tensor) -> None:
+        """Add a gradient to the sink of parameter ``index``, perhaps together with later ones."""
+        if self._parts:
+            first = next(iter(self._parts.values()))
+            if index in self._parts or _storage(first) != _storage(gradient):
+                self.finish()
+        self._parts[index] = gradient
+        size_bytes = sum(part.numel() * part.element_size() for part in self._parts.values())
+        if size_bytes >= gradient.untyped_storage().nbytes():
+            self.finish()
+
+    def finish(self) -> None:
+        """Add the gradients that wait."""
+        parts, self._parts = self._parts, {}
+        if parts:
+            with torch.no_grad():
+                self._accumulate([self._sinks[index] for index in parts], list(parts.values()))
+        for index in parts:
+            self.note(index)
+
+    def note(self, index: int) -> None:
+        """Record that the gradient of parameter ``index`` is in its sink."""
+        self.trained.add(index)
+        if self._marker is not None:
+            self._marker.accumulated(index)
 
 
 def new_accumulate(sinks: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> Accumulate:
@@ -30,19 +88,61 @@ def new_accumulate(sinks: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype])
     Call it before a capture, during which nothing may be compiled or loaded.
 
     Args:
-        sinks: float tensors on one device.
-        dtypes: the dtype of each sink's gradient.
+        sinks: Float tensors on one device.
+        dtypes: The dtype of each sink's gradient.
     """
     pairs = {(sink.dtype, dtype) for sink, dtype in zip(sinks, dtypes, strict=True)}
     mixed = [dtype for sink, dtype in pairs if sink == torch.float32 and dtype in _HALF]
     if not mixed or not sinks[0].is_cuda or importlib.util.find_spec("triton") is None:
         return _add
-    launch: Callable[[torch.Tensor, torch.Tensor], None]
+    launch: Callable[..., None]
     launch = importlib.import_module("chunkgraph.engine.capture.accumulate_kernel").add_mixed
     for dtype in mixed:
         sample = torch.zeros(1024, device=sinks[0].device)
         launch(sample, sample.to(dtype))
-    return lambda sink, gradient: (launch if _fits(sink, gradient) else _add)(sink, gradient)
+
+    def add(sinks: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+        for run in _runs(sinks, gradients):
+            if _fits(*run[0]):
+                launch(*run[0], len(run), *(_steps(run[0], run[1]) if len(run) > 1 else (0, 0)))
+            else:
+                _add(*zip(*run, strict=True))
+
+    return add
+
+
+def _runs(sinks: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> list[list[_Pair]]:
+    """Return the pairs in runs of one shape whose sinks and gradients lie at even distances."""
+    runs: list[list[_Pair]] = []
+    pairs = zip(sinks, gradients, strict=True)
+    for pair in sorted(pairs, key=lambda pair: pair[1].data_ptr()):
+        if runs and _continues(runs[-1], pair):
+            runs[-1].append(pair)
+        else:
+            runs.append([pair])
+    return runs
+
+
+def _continues(run: Sequence[_Pair], pair: _Pair) -> bool:
+    sink, gradient = run[-1]
+    if not (_fits(sink, gradient) and _fits(*pair)):
+        return False
+    if sink.shape != pair[0].shape or gradient.dtype != pair[1].dtype:
+        return False
+    steps = _steps(run[-1], pair)
+    if len(run) > 1:
+        return steps == _steps(run[0], run[1])
+    # Triton compiles the kernel for steps of this divisibility.
+    return all(step % _DIVISOR == 0 and abs(step) >= sink.numel() for step in steps)
+
+
+def _steps(first: _Pair, second: _Pair) -> tuple[int, int]:
+    """Return the number of elements from one sink to the next, and between the gradients."""
+    sink, gradient = (
+        (b.data_ptr() - a.data_ptr()) // a.element_size()
+        for a, b in zip(first, second, strict=True)
+    )
+    return sink, gradient
 
 
 def _fits(sink: torch.Tensor, gradient: torch.Tensor) -> bool:
@@ -56,5 +156,10 @@ def _fits(sink: torch.Tensor, gradient: torch.Tensor) -> bool:
     )
 
 
-def _add(sink: Any, gradient: torch.Tensor) -> None:
-    sink.add_(gradient)
+def _add(sinks: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+    for sink, gradient in zip(sinks, gradients, strict=True):
+        sink.add_(gradient)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -3,7 +3,7 @@
 A parameter's sink is ``param.main_grad`` if its owner (Megatron's DDP) created one, else memory of
 the engine that becomes ``param.grad`` (`chunkgraph.engine.capture.grad_memory`). During the capture
 of a backward, a hook takes every gradient out of ``leaf.grad`` as soon as autograd has stored it
-there, adds it to the sink and drops it, so that no two weight gradients are alive at once.
+there, adds it to the sink and drops it, so that few weight gradients are alive at once.
 Activation recomputation runs backwards inside the backward; the same hooks take their gradients.
 """
 
@@ -17,7 +17,7 @@ from operator import attrgetter, contains
 import torch
 from torch import nn
 
-from chunkgraph.engine.capture.accumulate import new_accumulate
+from chunkgraph.engine.capture.accumulate import Accumulation, new_accumulate
 from chunkgraph.engine.capture.grad_memory import Binding, GradMemory, use_count
 from chunkgraph.engine.chunk import GradientMarker
 from chunkgraph.engine.watch.eager_gradients import foreign_hooks
@@ -73,22 +73,40 @@ class GradientSinks:
         """Return the sinks, one for each parameter."""
         return tuple(self._sinks)
 
+    def accumulation(self, marker: GradientMarker | None = None) -> Accumulation:
+        """Return what adds the gradients of one backward to the sinks."""
+        return Accumulation(self._accumulate, self._sinks, marker)
+
+    def discarded(self) -> Accumulation:
+        """Return what drops the gradients of one backward when `accumulation` would."""
+        return Accumulation(_discard, self._sinks)
+
     @contextmanager
     def accumulating(
         self, leaves: Sequence[nn.Parameter], marker: GradientMarker | None = None
-    ) -> Iterator[set[int]]:
+    ) -> Iterator[Accumulation]:
         """Add each gradient that autograd computes for a leaf in this block to its sink.
 
         ``leaves`` stand for the parameters, in order (see `ParameterAliases`). Inside, their
         ``grad`` is None except while a hook takes a gradient; on exit it is restored.
 
         Yields:
-            A set to which the indices of the parameters that get a gradient are added.
+            The gradients; call its ``finish`` after the backward.
         """
-        trained: set[int] = set()
-        hooks = [self._hook(i, marker, trained) for i in range(len(leaves))]
-        with _taking_gradients(leaves, hooks):
-            yield trained
+        sums = self.accumulation(marker)
+        with self._passing(leaves, sums):
+            yield sums
+
+    @contextmanager
+    def _passing(self, leaves: Sequence[nn.Parameter], sums: Accumulation) -> Iterator[None]:
+        def receive(index: int, gradient: torch.Tensor) -> None:
+            if getattr(leaves[index], "grad_added_to_main_grad", False):
+                sums.note(index)  # by a dummy gradient
+            else:
+                sums.add(index, gradient)
+
+        with self.collecting(leaves, receive):
+            yield
 
     @contextmanager
     def collecting(
@@ -107,14 +125,9 @@ class GradientSinks:
         with _taking_gradients(leaves, [hook(i) for i in range(len(leaves))]):
             yield
 
-    def add(self, index: int, gradient: torch.Tensor) -> None:
-        """Add a gradient to the sink of parameter ``index``."""
-        with torch.no_grad():
-            self._accumulate(self._sinks[index], gradient)
-
     @contextmanager
     def discarding(self, leaves: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Discard the gradients of this block (capture warmup), each as soon as it is ready.
+        """Discard the gradients of this block (capture warmup), each when a capture drops it.
 
         Layers with fused accumulation write to ``main_grad`` in their weight-gradient GEMM. If all
         ``main_grad`` are zero, as at the beginning of a step, they are set to zero again on exit;
@@ -123,7 +136,7 @@ class GradientSinks:
         main_grads = [s for s, has in zip(self._sinks, self._has_main_grad, strict=True) if has]
         if not any(_is_any_bit_set(sink) for sink in main_grads):
             try:
-                with _taking_gradients(leaves, [_discard] * len(leaves)):
+                with self._passing(leaves, self.discarded()):
                     yield
             finally:
                 with torch.no_grad():
@@ -143,7 +156,7 @@ class GradientSinks:
                 if main_grad is not None:
                     buffer = buffers[main_grad.dtype][: main_grad.numel()]
                     leaf.main_grad = buffer.view(main_grad.shape)  # type: ignore[attr-defined]
-            with _taking_gradients(leaves, [_discard] * len(leaves)):
+            with self._passing(leaves, self.discarded()):
                 yield
         finally:
             for leaf, main_grad in zip(leaves, originals, strict=True):
@@ -256,19 +269,6 @@ class GradientSinks:
                 "  To do: keep copies (`p.grad.clone()`), or drop gradients between steps."
             )
 
-    def _hook(self, index: int, marker: GradientMarker | None, trained: set[int]) -> _Hook:
-        def receive(leaf: torch.Tensor) -> None:
-            gradient, leaf.grad = leaf.grad, None
-            if gradient is None:  # a custom function may return None
-                return
-            trained.add(index)
-            if not getattr(leaf, "grad_added_to_main_grad", False):
-                self.add(index, gradient)
-            if marker is not None:
-                marker.accumulated(index)
-
-        return receive
-
     def _are_in_place(self) -> bool:
         """Return whether every ``main_grad`` is at its old address, and none was added."""
         try:
@@ -299,8 +299,8 @@ def _is_any_bit_set(tensor: torch.Tensor) -> bool:
     return bool(tensor.detach().reshape(-1).view(torch.uint8).any())
 
 
-def _discard(leaf: torch.Tensor) -> None:
-    leaf.grad = None
+def _discard(_sinks: Sequence[torch.Tensor], _gradients: Sequence[torch.Tensor]) -> None:
+    """Add nothing."""
 
 
 @contextmanager

@@ -395,16 +395,17 @@ def capture_backward(
     outputs = make_output_grads(forward)
     pool = maker.pools.backward_pool(place.pool)
     with (
-        sinks.accumulating(leaves, forward.marker) as trained,
+        sinks.accumulating(leaves, forward.marker) as sums,
         forward.casting(),
         maker.capture(f"{place.label} backward", pool, resumed=forward.graph) as graph,
     ):
         # Not autograd.grad, which forbids the inner backwards of recomputation.
         torch.autograd.backward(outputs, forward.grads)
+        sums.finish()
         if chunk.end_of_backward is not None:
             chunk.end_of_backward()
     forward.backward = graph
-    forward.trained = sinks.interned(tuple(sorted(trained)))
+    forward.trained = sinks.interned(tuple(sorted(sums.trained)))
     take_input_grads(forward)
 
 

@@ -120,8 +120,10 @@ def plan_split(
             held_bytes = backend.allocated_bytes() - num_bytes
             num_input = log.num_events()
             del grads, forward
-            deferral.run(_drop)
-            delayed.run(leaves, _drop)
+            dropped = sinks.discarded()
+            deferral.run(dropped.add)
+            delayed.run(leaves, dropped.add)
+            dropped.finish()
             scratch_bytes = _scratch_bytes(log.allocations(), num_input)
     return SplitPlan(trace, temporaries, max(0, held_bytes), scratch_bytes)
 
@@ -244,11 +246,11 @@ def capture_halves(
             _capture_input_half(forward, chunk, maker, plan, deferral)
             on_graph()
             with maker.capture(label, pool, resumed=forward.graph) as graph:
-                deferral.run(weights.add)
+                deferral.run(weights.sums.add)
                 weights.finish()
         forward.weight = graph
     on_graph()
-    forward.trained = sinks.interned(tuple(sorted(weights.trained)))
+    forward.trained = sinks.interned(tuple(sorted(weights.sums.trained)))
     if plan.trace is None:
         take_input_grads(forward)
 
@@ -290,7 +292,7 @@ class _Weights:
     """Add the gradients of one captured backward to their sinks.
 
     Attributes:
-        trained: Indices of the parameters that got a gradient.
+        sums: The gradients that are added.
     """
 
     def __init__(
@@ -300,7 +302,7 @@ class _Weights:
         sinks: GradientSinks,
         leaves: Sequence[nn.Parameter],
     ) -> None:
-        self.trained: set[int] = set()
+        self.sums = sinks.accumulation(forward.marker)
         self._forward, self._sinks, self._leaves = forward, sinks, leaves
         self._delayed = DelayedModules(chunk.module, chunk.label)
         held = {id(p) for module in self._delayed.modules for p in module.parameters()}
@@ -313,7 +315,7 @@ class _Weights:
 
         def receive(index: int, gradient: torch.Tensor) -> None:
             if not getattr(self._leaves[index], "grad_added_to_main_grad", False):
-                (take or self.add)(index, gradient)
+                (take or self.sums.add)(index, gradient)
             elif index in self._of_delayed or take is None:
                 self._announced.append(index)  # by a dummy gradient
             else:
@@ -333,21 +335,12 @@ class _Weights:
         with self.taken(), self._delayed.computing_at_once():
             yield
 
-    def add(self, index: int, gradient: torch.Tensor) -> None:
-        """Add a gradient to the sink of parameter ``index``."""
-        self._sinks.add(index, gradient)
-        self._accumulated(index)
-
     def finish(self) -> None:
-        """Compute and add the gradients that modules have delayed."""
-        self._delayed.run(self._leaves, self.add)
+        """Compute the gradients that modules have delayed, and add all that wait."""
+        self._delayed.run(self._leaves, self.sums.add)
+        self.sums.finish()
         for index in self._announced:
-            self._accumulated(index)
-
-    def _accumulated(self, index: int) -> None:
-        self.trained.add(index)
-        if self._forward.marker is not None:
-            self._forward.marker.accumulated(index)
+            self.sums.note(index)
 
 
 def _drop(_index: int, _gradient: torch.Tensor) -> None:

@@ -206,14 +206,15 @@ class EagerPasses:
             self._around.untouched(self._written, begin),
             self._aliases.in_place(),
             self._own_sums(),
-            self._sinks.accumulating(self._aliases.leaves, order),
+            self._sinks.accumulating(self._aliases.leaves, order) as sums,
         ):
             forward.versions.__exit__()  # the backward compares with these versions
             # As in a capture: not autograd.grad, which forbids recomputation.
             torch.autograd.backward(outputs, list(grads))
             if self._chunk.is_split:
                 delayed = DelayedModules(self._chunk.module, self._chunk.label)
-                delayed.run(self._aliases.leaves, self._sinks.add)
+                delayed.run(self._aliases.leaves, sums.add)
+            sums.finish()
         input_grads = tuple(t.grad for t in forward.inputs)
         return EagerBackward(input_grads, tuple(self._sums), tuple(order.seen))
 
