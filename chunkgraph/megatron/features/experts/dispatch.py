@@ -17,10 +17,11 @@ import torch
 from chunkgraph.megatron.core.access import import_megatron, patch_attributes, private_names
 from chunkgraph.megatron.core.host_tensors import HostTorch, has_gpu, host_full
 
-__all__ = ["gather_fixed_rows", "patch_router", "static_dispatch"]
+__all__ = ["gather_fixed_rows", "patch_router", "scattered_routes", "static_dispatch"]
 
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
 _ROUTER = "megatron.core.transformer.moe.router"
+_ROUTING = "topk_routing_with_score_function"
 _UTILS = "megatron.core.transformer.moe.moe_utils"
 
 
@@ -29,10 +30,39 @@ def static_dispatch() -> Iterator[None]:
     """Make dispatch with a fixed capacity read nothing from the device."""
     module = import_megatron(_DISPATCHER)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(scattered_routes())
         stack.callback(gather_fixed_rows())
         if not has_gpu():
             stack.callback(patch_attributes(module, {"torch": HostTorch()}))
         yield
+
+
+@contextlib.contextmanager
+def scattered_routes() -> Iterator[None]:
+    """Let routers scatter the chosen probabilities, with deterministic algorithms too.
+
+    No token chooses an expert twice, so a scatter has one result. The index_put_ that Megatron's
+    deterministic routing uses instead checks and sorts its indices, in 30 kernels.
+    """
+    private_names(_ROUTER, _ROUTING)
+    router = import_megatron(_ROUTER)
+    eager = getattr(router, _ROUTING)
+
+    def routing(*args: Any, **kwargs: Any) -> Any:
+        if not torch.are_deterministic_algorithms_enabled():
+            return eager(*args, **kwargs)
+        warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
+        torch.use_deterministic_algorithms(False)
+        try:
+            return eager(*args, **kwargs)
+        finally:
+            torch.use_deterministic_algorithms(True, warn_only=warns_only)
+
+    undo = patch_attributes(router, {_ROUTING: routing})
+    try:
+        yield
+    finally:
+        undo()
 
 
 def gather_fixed_rows() -> Callable[[], None]:

@@ -18,6 +18,7 @@ import torch
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.core.access import private_names
 from chunkgraph.megatron.features.experts.counts import LOAD_OF, DropCounts, HeaviestLoad
+from chunkgraph.megatron.features.experts.dispatch import scattered_routes
 from chunkgraph.megatron.features.experts.dropless_dispatch import (
     AllGatherRows,
     AllToAllRows,
@@ -167,6 +168,7 @@ class Dropless:
     def on_device(self) -> Iterator[None]:
         """Make passes read nothing on the host, with room for all rows outside of captures."""
         with ExitStack() as stack:
+            stack.enter_context(scattered_routes())
             stack.enter_context(experts_on_device())
             if self._sinkhorn is not None:
                 stack.enter_context(self._sinkhorn.installed())

@@ -23,6 +23,8 @@ from chunkgraph.megatron.features.experts.dropless_rows import (
     PairedRows,
     Shuffle,
     pieces_of,
+    sum_rows,
+    take_rows,
 )
 
 __all__ = ["AllGatherRows", "AllToAllRows", "Dispatch", "RowRoom"]
@@ -96,6 +98,23 @@ class Dispatch:
     def _most_rows(self, num_tokens: int) -> int:
         return num_tokens * min(self._top_k, self._num_local)
 
+    def _summed(
+        self,
+        rows: torch.Tensor,
+        places: torch.Tensor,
+        *,
+        is_fused: bool,
+        routing_map: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the sum of each token's rows."""
+        shape = self._megatrons.hidden_shape_before_permute
+        if not is_fused:
+            return sum_rows(rows, places, shape[0])
+        summed: torch.Tensor = self._module.unpermute(
+            rows, places, restore_shape=shape, routing_map=routing_map, fused=True
+        )
+        return summed
+
     def _bounded(self, num_tokens: int, demand: torch.Tensor) -> int:
         """Return the room in rows; record whether ``demand`` exceeds it."""
         most = self._most_rows(num_tokens)
@@ -153,7 +172,7 @@ class AllToAllRows(Dispatch):
         self._chosen = ChosenRows.of(chosen, num_rows, are_exact=not self._has_padding)
         self._places, self._ends = self._chosen.tokens, self._chosen.ends
         self._counts = torch.diff(self._ends, prepend=self._ends.new_zeros(1)).long()
-        rows = self._chosen.clear(hidden.index_select(0, self._places))
+        rows = self._chosen.clear(take_rows(hidden, self._places))
         return rows, self._chosen.take(probs)
 
     def token_dispatch(
@@ -220,14 +239,10 @@ class AllToAllRows(Dispatch):
     def combine_postprocess(self, rows: torch.Tensor) -> torch.Tensor:
         """Add up the results of each token."""
         megatrons = self._megatrons
+        assert self._places is not None
         if self._chosen is not None:
             rows = self._chosen.clear(rows)
-        output: torch.Tensor = self._module.unpermute(
-            rows,
-            self._places,
-            restore_shape=megatrons.hidden_shape_before_permute,
-            fused=self._is_fused,
-        )
+        output = self._summed(rows, self._places, is_fused=self._is_fused)
         self._chosen = self._pairs = self._cut = None
         self._places = self._ends = self._counts = megatrons.probs = None
         output = output.view(megatrons.hidden_shape)
@@ -266,7 +281,7 @@ class AllGatherRows(Dispatch):
                 hidden, chosen, num_out_tokens=num_rows, fused=True
             )
         else:
-            rows = self._chosen.clear(hidden.index_select(0, places))
+            rows = self._chosen.clear(take_rows(hidden, places))
         megatrons.local_map = chosen
         megatrons.reversed_local_input_permutation_mapping = places
         megatrons.routing_map = None
@@ -277,12 +292,11 @@ class AllGatherRows(Dispatch):
         """Add up the local results of each token."""
         megatrons, chosen = self._megatrons, self._chosen
         assert chosen is not None
-        output: torch.Tensor = self._module.unpermute(
+        output = self._summed(
             chosen.clear(rows),
             megatrons.reversed_local_input_permutation_mapping,
-            restore_shape=megatrons.hidden_shape_before_permute,
+            is_fused=self._is_fused and chosen.unused is None,
             routing_map=megatrons.local_map,
-            fused=self._is_fused and chosen.unused is None,
         )
         self._chosen = megatrons.local_map = None
         megatrons.reversed_local_input_permutation_mapping = None

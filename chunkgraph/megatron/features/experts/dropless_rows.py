@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["ChosenRows", "PairedRows", "Shuffle", "pieces_of"]
+__all__ = ["ChosenRows", "PairedRows", "Shuffle", "pieces_of", "sum_rows", "take_rows"]
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class ChosenRows:
 
     def take(self, values: torch.Tensor) -> torch.Tensor:
         """Return the value of each row's pair, from ``values`` [tokens, experts]."""
-        return self.clear(values.t().contiguous().view(-1).index_select(0, self.pairs))
+        return self.clear(take_rows(values.t().contiguous().view(-1), self.pairs))
 
     def clear(self, rows: torch.Tensor) -> torch.Tensor:
         """Return ``rows`` with zeros in unused rows, also for gradients in the backward."""
@@ -66,6 +66,60 @@ class ChosenRows:
             return rows
         unused = self.unused if rows.dim() == 1 else self.unused[:, None]
         return rows.masked_fill(unused, 0)
+
+
+def take_rows(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Return ``rows`` at ``places``, which are all inside, with gradients."""
+    taken: torch.Tensor = _Taken.apply(rows, places)
+    return taken
+
+
+def sum_rows(rows: torch.Tensor, places: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Return ``num_rows`` rows, each the sum of those that name it, with gradients.
+
+    Args:
+        rows: Rows, shape [n, ...].
+        places: Index of the sum to which a row is added, shape [n], all inside.
+        num_rows: Number of sums.
+    """
+    summed: torch.Tensor = _Summed.apply(rows, places, num_rows)
+    return summed
+
+
+class _Taken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(places)
+        ctx.num_rows = rows.shape[0]
+        return rows.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (places,) = ctx.saved_tensors
+        return _sums(grads, places, ctx.num_rows), None
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, places: torch.Tensor, num_rows: int) -> torch.Tensor:
+        ctx.save_for_backward(places)
+        return _sums(rows, places, num_rows)
+
+    @staticmethod
+    def backward(ctx: Any, grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (places,) = ctx.saved_tensors
+        return grads.index_select(0, places), None, None
+
+
+def _sums(rows: torch.Tensor, places: torch.Tensor, num_rows: int) -> torch.Tensor:
+    sums = rows.new_zeros(num_rows, *rows.shape[1:])
+    if rows.is_cuda and torch.are_deterministic_algorithms_enabled():
+        # The kernel of a deterministic index_add_, without its copy of the rows and its checks of
+        # the indices, which are seven kernels.
+        unsafe: Any = torch.ops.aten._index_put_impl_
+        unsafe(sums, [places], rows, accumulate=True, unsafe=True)
+        return sums
+    return sums.index_add_(0, places, rows)
 
 
 class Shuffle:

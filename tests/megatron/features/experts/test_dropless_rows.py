@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkgraph.graphs import RecorderBackend
 from chunkgraph.megatron.features.experts.dropless_dispatch import RowRoom
-from chunkgraph.megatron.features.experts.dropless_rows import ChosenRows, PairedRows, pieces_of
+from chunkgraph.megatron.features.experts.dropless_rows import (
+    ChosenRows,
+    PairedRows,
+    pieces_of,
+    sum_rows,
+    take_rows,
+)
 from chunkgraph.megatron.features.experts.grouped_gemm import (
     add_biases,
     choose_gemm,
@@ -174,3 +180,34 @@ def test_experts_without_rows_get_no_gradient() -> None:
     # A split backward defers it with the gradients that it writes.
     assert operators.names == ["chunkgraph::zero_empty"]
     assert [bool(g.any()) for g in grads] == [False, True, False, True]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("shape", [(512,), (512, 24)])
+def test_rows_are_summed_and_taken_like_deterministic_index_add(
+    device: str, shape: tuple[int, ...], deterministic: None
+) -> None:
+    torch.manual_seed(5)
+    rows = torch.randn(shape, device=device).bfloat16().requires_grad_()
+    places = torch.randint(0, 40, (512,), device=device)
+    grads = torch.randn(40, *shape[1:], device=device).bfloat16()
+    sums = torch.zeros_like(grads).index_add(0, places, rows)
+    (expected,) = torch.autograd.grad(sums, rows, grads)
+    own = sum_rows(rows, places, 40)
+    assert torch.equal(own, sums)
+    assert torch.equal(torch.autograd.grad(own, rows, grads)[0], expected)
+
+    few = grads.clone().requires_grad_()
+    taken = few.index_select(0, places)
+    (expected,) = torch.autograd.grad(taken, few, rows)
+    own = take_rows(few, places)
+    assert torch.equal(own, taken)
+    assert torch.equal(torch.autograd.grad(own, few, rows)[0], expected)
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """Run a test with torch's deterministic algorithms."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
