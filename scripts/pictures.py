@@ -55,7 +55,7 @@ def draw_schedule(path: Path) -> None:
 
 def draw_dense(path: Path) -> None:
     """Draw all measurements of the dense model."""
-    documents = sorted(map(str, (ROOT / "benchmarks").glob("dense_*.json")))
+    documents = sorted(map(str, (ROOT / "benchmarks").glob("dense_pp[24]*.json")))
     command = [sys.executable, "-m", "chunkgraph.cli", "bench", "--plot-only", *documents]
     subprocess.run([*command, "--plot", str(path)], check=True, stdout=subprocess.DEVNULL)
 
