@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import shlex
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -93,6 +94,11 @@ def test_sharded_models_equal_eager(
         arguments += ["--data-cache-path", str(tmp_path / "cache")]
         arguments += ["--exact-log", str(tmp_path / name)]
         codes, output = run_ranks(arguments, num_ranks, tmp_path)
+        if name == "eager" and -signal.SIGABRT in codes:
+            # Megatron-FSDP's own training on gloo corrupts its heap in about one of 100 runs.
+            for log in tmp_path.glob(f"{name}.rank*"):
+                log.unlink()
+            codes, output = run_ranks(arguments, num_ranks, tmp_path)
         assert codes == [0] * num_ranks, output[-6000:]
         logs = [
             (tmp_path / f"{name}.rank{rank}").read_text(encoding="utf-8").splitlines()
