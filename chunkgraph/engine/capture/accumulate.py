@@ -6,7 +6,7 @@ a training step. A float32 sum of the same two values has one correct result, so
 torch's to the last bit.
 
 Gradients that are parts of one tensor, such as those of grouped experts, are added by one kernel:
-one for each of them would take twice as long, as most of it is too short to fill the GPU.
+most of them are too small to fill the GPU, and each kernel starts after a gap.
 """
 
 from __future__ import annotations
@@ -124,6 +124,7 @@ def _runs(sinks: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> l
 
 
 def _continues(run: Sequence[_Pair], pair: _Pair) -> bool:
+    """Return whether ``pair`` lies as far from the last pair as that one from the one before."""
     sink, gradient = run[-1]
     if not (_fits(sink, gradient) and _fits(*pair)):
         return False
