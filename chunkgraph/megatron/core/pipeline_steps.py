@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from chunkgraph.megatron.core.access import import_megatron, private_names
-from chunkgraph.megatron.core.p2p import default_groups
 
 __all__ = ["MegatronSteps", "megatron_forward_backward"]
 
@@ -70,14 +69,14 @@ class MegatronSteps:
     functions: _Functions
 
     @classmethod
-    def of(cls, keywords: dict[str, Any]) -> MegatronSteps:
-        """Take over the keywords of a forward-backward function."""
+    def of(cls, keywords: dict[str, Any], groups: Any) -> MegatronSteps:
+        """Take over the keywords of a forward-backward function, with its process groups."""
         models, data = _as_list(keywords["model"]), _as_list(keywords["data_iterator"])
         (config_of,) = private_names(_SCHEDULES, "get_model_config")
         return cls(
             models=models,
             config=config_of(models[0]),
-            groups=keywords.get("pg_collection") or default_groups(),
+            groups=groups,
             data=data if len(data) == len(models) else [*data] * len(models),
             forward_step_func=keywords["forward_step_func"],
             num_microbatches=keywords["num_microbatches"],

@@ -10,7 +10,12 @@ from typing import Any, NamedTuple
 import torch
 
 from chunkgraph.errors import ConfigError
-from chunkgraph.megatron.core.p2p import Direction, ReceiveBuffers, is_plain_communicator
+from chunkgraph.megatron.core.p2p import (
+    Direction,
+    ReceiveBuffers,
+    default_groups,
+    is_plain_communicator,
+)
 from chunkgraph.megatron.core.pipeline_steps import MegatronSteps, megatron_forward_backward
 from chunkgraph.megatron.pipeline.exchange import Exchange, Received
 from chunkgraph.megatron.pipeline.gradient_sync import (
@@ -51,6 +56,7 @@ class ScheduleDriver:
         self.run_weights = run_weights
         self.schedule = functools.cache(lambda count: with_transfers(build(count)))
         self._walk = functools.cache(lambda count: _Walk.of(self.schedule(count), rank))
+        self._default_groups = functools.cache(default_groups)
         self._groups: TransferGroups | None = None
         self._is_in_step = False
 
@@ -65,7 +71,8 @@ class ScheduleDriver:
         """
         if keywords.get("forward_only", False):
             return megatron_forward_backward()(**keywords)
-        steps = MegatronSteps.of(keywords)
+        groups = keywords.get("pg_collection") or self._default_groups()
+        steps = MegatronSteps.of(keywords, groups)
         if keywords.get("adjust_tensor_shapes_fn") is not None:
             raise ConfigError(
                 "A pipeline schedule of chunkgraph cannot run with adjust_tensor_shapes_fn: all "
@@ -110,13 +117,14 @@ class ScheduleDriver:
         if self._groups is not None and not self._is_in_step:
             self._groups.close()
         self._groups = None
+        self._default_groups.cache_clear()
 
 
 class _Stop(NamedTuple):
     """One action of a rank, with its details that are known before the step.
 
     Attributes:
-        run: Name of the method of `_Step` that runs it.
+        run: The method of `_Step` that runs it.
         chunk: Index of the stage among the rank's chunks.
         stage: Its stage.
         microbatch: Its microbatch.
@@ -125,7 +133,7 @@ class _Stop(NamedTuple):
             the action uses is received; see `num_ended_sends`.
     """
 
-    run: str
+    run: Callable[[_Step, _Stop], None]
     chunk: int
     stage: int
     microbatch: int
@@ -145,14 +153,14 @@ class _Walk:
     def of(schedule: Schedule, rank: int) -> _Walk:
         """Return the walk of a rank along a schedule with transfers."""
         methods = {
-            Op.F: "forward",
-            Op.B: "whole_backward" if schedule.splits_backward else "backward",
-            Op.I: "backward",
-            Op.W: "weights",
-            Op.SEND_F: "send_forward",
-            Op.RECV_F: "receive_forward",
-            Op.SEND_B: "send_backward",
-            Op.RECV_B: "receive_backward",
+            Op.F: _Step.forward,
+            Op.B: _Step.whole_backward if schedule.splits_backward else _Step.backward,
+            Op.I: _Step.backward,
+            Op.W: _Step.weights,
+            Op.SEND_F: _Step.send_forward,
+            Op.RECV_F: _Step.receive_forward,
+            Op.SEND_B: _Step.send_backward,
+            Op.RECV_B: _Step.receive_backward,
         }
         last = last_gradients(schedule, rank)
         num_ended = num_ended_sends(schedule, rank)
@@ -205,10 +213,10 @@ class _Step:
         with self._sync.step():
             for stop in self._walk.stops:
                 if stop.last is None:
-                    getattr(self, stop.run)(stop)
+                    stop.run(self, stop)
                 else:
                     with self._sync.around(stop.last):
-                        getattr(self, stop.run)(stop)
+                        stop.run(self, stop)
             self._forwards.end()
             self._backwards.end()
         steps.finish(

@@ -69,8 +69,10 @@ def test_groups_with_transfers_that_may_be_pending_are_not_destroyed(
 ) -> None:
     monkeypatch.setattr("chunkgraph.megatron.pipeline.driver.TransferGroups", Groups)
     monkeypatch.setattr(Groups, "num_closed", 0)
-    step = SimpleNamespace(run=lambda **_: 1 / 0 if fails else [])
-    monkeypatch.setattr("chunkgraph.megatron.pipeline.driver._Step", lambda *_: step)
+    monkeypatch.setattr("chunkgraph.megatron.pipeline.driver._Step.__init__", lambda *_: None)
+    monkeypatch.setattr(
+        "chunkgraph.megatron.pipeline.driver._Step.run", lambda *_, **__: 1 / 0 if fails else []
+    )
     monkeypatch.setattr(
         "chunkgraph.megatron.core.pipeline_steps.MegatronSteps.received_shape", lambda *_: (1,)
     )
