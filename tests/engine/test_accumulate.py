@@ -117,6 +117,24 @@ def test_parts_wait_for_no_other_tensor() -> None:
 
 
 @pytest.mark.gpu
+def test_on_a_gpu_parts_are_added_on_the_stream_that_computed_them() -> None:
+    sinks = [torch.zeros(4, 64, device="cuda") for _ in range(3)]
+    accumulate = new_accumulate(sinks, [torch.bfloat16] * 3)
+    parts = torch.zeros(3, 4, 64, device="cuda", dtype=torch.bfloat16)
+    side = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    sums = Accumulation(accumulate, sinks)
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(100_000_000)  # cycles: the parts are not there yet
+        parts.fill_(1)
+        sums.add(0, parts[0])
+        sums.add(1, parts[1])
+    sums.add(2, torch.ones(4, 64, device="cuda", dtype=torch.bfloat16))
+    torch.cuda.synchronize()
+    assert all(torch.equal(sink, torch.ones_like(sink)) for sink in sinks)
+
+
+@pytest.mark.gpu
 def test_on_a_gpu_one_kernel_adds_all_parts_of_a_tensor() -> None:
     sinks = list(torch.zeros(32, 64, 64, device="cuda").unbind())[::-1]
     accumulate = new_accumulate(sinks, [torch.bfloat16] * 32)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 
@@ -54,20 +55,28 @@ class Accumulation:
         self.trained: set[int] = set()
         self._accumulate, self._sinks, self._marker = accumulate, sinks, marker
         self._parts: dict[int, torch.Tensor] = {}
+        # Address of the tensor whose parts wait, and the stream that computed them.
+        self._source: tuple[int, torch.cuda.Stream | None] = (0, None)
+        self._missing_bytes = 0
 
     def add(self, index: int, gradient: torch.Tensor) -> None:
         """Add a gradient to the sink of parameter ``index``, perhaps together with later ones."""
-        if self._parts:
-            first = next(iter(self._parts.values()))
-            if index in self._parts or _storage(first) != _storage(gradient):
+        storage = gradient.untyped_storage()
+        stream = torch.cuda.current_stream(gradient.device) if gradient.is_cuda else None
+        source = storage.data_ptr(), stream
+        if self._parts and (index in self._parts or source != self._source):
+            own = self._source[1]
+            with nullcontext() if own is None else torch.cuda.stream(own):
                 self.finish()
+        if not self._parts:
+            self._source, self._missing_bytes = source, storage.nbytes()
         self._parts[index] = gradient
-        size_bytes = sum(part.numel() * part.element_size() for part in self._parts.values())
-        if size_bytes >= gradient.untyped_storage().nbytes():
+        self._missing_bytes -= gradient.numel() * gradient.element_size()
+        if self._missing_bytes <= 0:
             self.finish()
 
     def finish(self) -> None:
-        """Add the gradients that wait."""
+        """Add the gradients that wait, on the current stream."""
         parts, self._parts = self._parts, {}
         if parts:
             with torch.no_grad():
@@ -160,7 +169,3 @@ def _fits(sink: torch.Tensor, gradient: torch.Tensor) -> bool:
 def _add(sinks: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
     for sink, gradient in zip(sinks, gradients, strict=True):
         sink.add_(gradient)
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
