@@ -144,7 +144,7 @@ def _measured(
     leaf = parts.timed("floor: a leaf with a hook", _leaf_with_hook)
     copy = parts.timed("floor: a copy of labels", torch.Tensor.copy_)
     clone = parts.timed("floor: a clone of losses", torch.clone)
-    rest = torch.empty(max(1, cold_mib) << 20, dtype=torch.uint8)
+    rest = torch.ones(max(1, cold_mib) << 17, dtype=torch.int64)
     out, static = torch.zeros(_ROWS, device=device), labels[0].clone()
     for step in range(num_steps + 20):
         if step == 20:
