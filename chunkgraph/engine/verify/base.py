@@ -166,12 +166,13 @@ def inputs_with_grad(slot: Slot, tensors: Sequence[torch.Tensor]) -> list[bool]:
 def copy_output_grads(slot: Slot, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
     """Return copies of the output gradients that the backward receives, in the slot's layouts.
 
-    None becomes zeros.
+    Where one is missing, which the replay refuses next, the copy has the last one's values.
     """
     copies: list[torch.Tensor] = []
     for static, position in zip(slot.output_grads, slot.receiving, strict=True):
         grad = grads[position]
         copy = duplicate(static)(static)
-        copy_into(copy)(torch.zeros_like(static) if grad is None else grad.detach())
+        if grad is not None:
+            copy_into(copy)(grad.detach())
         copies.append(copy)
     return copies
