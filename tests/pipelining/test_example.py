@@ -63,13 +63,16 @@ def test_stages_of_torchtitan_are_equal_to_eager(
     output = output_of("torchtitan_stages.py", device)
     assert output.count("losses equal to eager: True") == 4
     # On ranks 0 and 1, 1F1B has 2 and 1 slots, ZBV 4 + 1 and 3 + 2; three of four steps replay.
+    # ZBV has at most 4 microbatches in flight, so on a GPU, where memory is measured, both stages
+    # may have 4 slots that share memory.
+    of_zbv = (5,) if device == "cpu" else (5, 8)
     for line, captures, replays in [
-        ("rank 0: 1F1B", 2, 12),
-        ("rank 1: 1F1B", 1, 12),
-        ("rank 0: ZBVZeroBubble", 5, 24),
-        ("rank 1: ZBVZeroBubble", 5, 24),
+        ("rank 0: 1F1B", (2,), 12),
+        ("rank 1: 1F1B", (1,), 12),
+        ("rank 0: ZBVZeroBubble", of_zbv, 24),
+        ("rank 1: ZBVZeroBubble", of_zbv, 24),
     ]:
         # Lines of two processes may follow each other without a line break.
         (counters,) = re.findall(f"{line}: (.*?); losses", output)
-        assert f"captures={captures}, " in counters
+        assert any(f"captures={n}, " in counters for n in captures), counters
         assert f" replays={replays}, " in counters
