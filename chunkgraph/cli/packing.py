@@ -135,6 +135,14 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         help="pads each document to a multiple of K rows (default 1; 128 keeps documents apart to "
         "the last bit in Mamba layers)",
     )
+    _add_document_options(parser)
+    add_json(parser)
+    parser.add_argument(
+        "--plot", type=output_file, metavar="FILE", help="draw the choice (.png, .svg or .pdf)"
+    )
+
+
+def _add_document_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--long-documents",
         choices=[policy.value for policy in LongDocuments],
@@ -161,10 +169,6 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         type=whole_number,
         default=0,
         help="seed for the order of the documents (default 0)",
-    )
-    add_json(parser)
-    parser.add_argument(
-        "--plot", type=output_file, metavar="FILE", help="draw the choice (.png, .svg or .pdf)"
     )
 
 

@@ -85,7 +85,7 @@ class ChunkGraphs:
         host: Host | None = None,
         banks: Banks | None = None,
         takes_misfits: bool = False,
-        # These two replace methods of a `Host` for users who do not write one.
+        # Many, since options hold no such objects; these two spare users a `Host` of their own.
         generators: Callable[[], Sequence[torch.Generator]] | None = None,
         progress: OnCapture | None = None,
         **unknown: object,

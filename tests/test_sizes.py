@@ -1,0 +1,45 @@
+"""Files and functions of the package stay short, and functions take few parameters."""
+
+from __future__ import annotations
+
+import ast
+import io
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FILES = sorted(p for folder in ("chunkgraph", "schedules") for p in (ROOT / folder).rglob("*.py"))
+
+
+def oversized(source: str) -> Iterator[str]:
+    """Yield what is too long in a file, and who takes many parameters without a reason."""
+    if (num_lines := source.count("\n")) > 500:
+        yield f"{num_lines} lines"
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    comments = {token.start[0] for token in tokens if token.type == tokenize.COMMENT}
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        body = node.body[0].lineno
+        if (num_lines := (node.end_lineno or 0) - node.lineno + 1) > 100:
+            yield f"{node.name}: {num_lines} lines"
+        names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+        num_parameters = len([name for name in names if name not in ("self", "cls")])
+        if num_parameters > 8 and comments.isdisjoint(range(node.lineno, body)):
+            yield f"{node.name}: {num_parameters} parameters, and no comment says why"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_no_file_or_function_is_oversized(path: Path) -> None:
+    assert not [*oversized(path.read_text(encoding="utf-8"))]
+
+
+def test_the_limits_are_those_of_lines_and_parameters() -> None:
+    names = ", ".join("abcdefghi")
+    source = f"def f({names}):\n    pass\n\n\ndef g(  # why\n    {names}\n):\n    pass\n"
+    assert [*oversized(source)] == ["f: 9 parameters, and no comment says why"]
+    assert [*oversized("def f():\n" + "    a = 1\n" * 100)] == ["f: 101 lines"]
+    assert [*oversized("a = 1\n" * 501)] == ["501 lines"]
