@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from chunkgraph.engine import ChunkGraphs
+from chunkgraph.engine import CaptureOptions, ChunkGraphs
 from chunkgraph.engine.capture.gradients import GradientSinks
 from chunkgraph.errors import ReplayMismatchError
 from chunkgraph.graphs import GraphBackend, RecorderBackend
@@ -138,3 +138,39 @@ def test_a_main_grad_that_is_not_as_it_was_is_refused_by_number(change: str) -> 
     message = rf"the main_grad of parameter {index} "
     with pytest.raises(ReplayMismatchError, match=message), graphs.step(1):
         pass
+
+
+class Gapped(torch.autograd.Function):
+    """Its gradient is expanded, with gaps between its rows."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.sum()
+
+    @staticmethod
+    def backward(_ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad.new_ones(4, 4 * 8)[:, :1].expand(4, 8)
+
+
+class TwoOutputs(nn.Linear):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        return super().forward(x), 2 * x
+
+
+@pytest.mark.parametrize("verify", ["none", "poison", "shadow"])
+def test_a_missing_output_gradient_is_refused_as_without(
+    backend: GraphBackend, verify: Any
+) -> None:
+    x = torch.randn(4, 8, device=backend.device, requires_grad=True)
+    module = TwoOutputs(8, 8).to(backend.device)
+    graphs = ChunkGraphs(module, 1, options=CaptureOptions(verify=verify), backend=backend)
+    for _ in range(2):
+        with graphs.step(1):
+            y, z = graphs.callables[0](x)
+            (Gapped.apply(y) + z.sum()).backward()
+    assert graphs.counters.replays == 1
+    with (
+        pytest.raises(ReplayMismatchError, match="gradients of the output tensors"),
+        graphs.step(1),
+    ):
+        graphs.callables[0](x)[1].sum().backward()
