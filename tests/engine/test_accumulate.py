@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from chunkgraph.engine.capture.accumulate import Accumulation, new_accumulate
+from chunkgraph.engine.capture.accumulate import Accumulation, add_together, new_accumulate
 
 
 def _all_halves(dtype: torch.dtype, device: str) -> torch.Tensor:
@@ -71,6 +71,7 @@ def _sinks_of_experts(layout: str, device: str) -> list[torch.Tensor]:
 def test_parts_of_a_tensor_are_added_like_single_gradients(device: str, layout: str) -> None:
     sinks = _sinks_of_experts(layout, device)
     gradients = torch.randn(12, 24, 16, device=device).bfloat16()
+    add_together(gradients)
     expected = [sink + gradient for sink, gradient in zip(sinks, gradients, strict=True)]
     seen: list[int] = []
 
@@ -101,6 +102,7 @@ def test_parts_wait_for_no_other_tensor() -> None:
 
     sums = Accumulation(accumulate, sinks)
     parts = torch.tensor([[0.0, 0], [1, 0], [2, 0]])
+    add_together(parts)
     sums.add(0, parts[0])
     sums.add(1, parts[1])
     sums.add(3, torch.tensor([3.0, 0]))  # of another tensor: the parts do not wait for the third
@@ -110,10 +112,23 @@ def test_parts_wait_for_no_other_tensor() -> None:
     assert calls[2:] == [[2.0]]
     sums.finish()
     assert calls[3:] == [[1.0]]
-    sums.add(0, torch.zeros(1).expand(2))  # larger than its memory
+    larger = torch.zeros(1).expand(2)  # than its memory
+    add_together(larger)
+    sums.add(0, larger)
     assert calls[4:] == [[0.0]]
     sums.finish()
     assert len(calls) == 5
+
+
+def test_parts_of_another_tensor_do_not_wait() -> None:
+    """A workspace, for example, which the next function writes to."""
+    sinks = [torch.zeros(2) for _ in range(2)]
+    sums = Accumulation(new_accumulate(sinks, [torch.float32] * 2), sinks)
+    workspace = torch.zeros(3, 2)
+    for index in range(2):
+        workspace[0].fill_(index + 1.0)
+        sums.add(index, workspace[0])
+    assert [sink.tolist() for sink in sinks] == [[1.0, 1.0], [2.0, 2.0]]
 
 
 @pytest.mark.gpu
@@ -121,6 +136,7 @@ def test_on_a_gpu_parts_are_added_on_the_stream_that_computed_them() -> None:
     sinks = [torch.zeros(4, 64, device="cuda") for _ in range(3)]
     accumulate = new_accumulate(sinks, [torch.bfloat16] * 3)
     parts = torch.zeros(3, 4, 64, device="cuda", dtype=torch.bfloat16)
+    add_together(parts)
     side = torch.cuda.Stream()
     torch.cuda.synchronize()
     sums = Accumulation(accumulate, sinks)

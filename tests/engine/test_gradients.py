@@ -174,3 +174,66 @@ def test_a_missing_output_gradient_is_refused_as_without(
         graphs.step(1),
     ):
         graphs.callables[0](x)[1].sum().backward()
+
+
+class OnWorkspace(torch.autograd.Function):
+    """Its gradient of the weight is a part of a workspace that all layers share."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, workspace: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.workspace = workspace
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        x, weight = ctx.saved_tensors
+        part = ctx.workspace.data[1]
+        torch.mm(x.t(), grad, out=part)
+        return grad @ weight.t(), part, None
+
+
+class Workspaces(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(4, 4)) for _ in range(3))
+        self.register_buffer("workspace", torch.zeros(4, 4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in self.weights:
+            x = torch.tanh(OnWorkspace.apply(x, weight, self.workspace))
+        return x
+
+
+def test_gradients_in_a_workspace_are_added_before_it_is_written_again(
+    backend: GraphBackend,
+) -> None:
+    def train(*, has_graphs: bool) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        module = Workspaces().to(backend.device)
+        for parameter in module.parameters():
+            parameter.main_grad = torch.zeros_like(parameter)  # type: ignore[attr-defined]
+
+        def add(parameter: Any) -> None:  # as Megatron's DDP does
+            parameter.main_grad.add_(parameter.grad)
+            parameter.grad = None
+
+        x = torch.randn(3, 4, device=backend.device, requires_grad=True)
+        if has_graphs:
+            graphs = ChunkGraphs(module, 1, backend=backend)
+            graphs.capture([x])
+            for _ in range(2):
+                with graphs.step(1):
+                    graphs.callables[0](x).sum().backward()
+            assert graphs.counters.replays == 2
+        else:
+            for parameter in module.parameters():
+                parameter.register_post_accumulate_grad_hook(add)
+            for _ in range(2):
+                module(x).sum().backward()
+        return [parameter.main_grad for parameter in module.parameters()]  # type: ignore[misc]
+
+    eager, graphed = (train(has_graphs=has_graphs) for has_graphs in (False, True))
+    assert all(map(torch.equal, graphed, eager))

@@ -5,8 +5,8 @@ of the memory bandwidth: adding bfloat16 gradients to a float32 ``main_grad`` th
 a training step. A float32 sum of the same two values has one correct result, so this kernel equals
 torch's to the last bit.
 
-Gradients that are parts of one tensor, such as those of grouped experts, are added by one kernel:
-most of them are too small to fill the GPU, and each kernel starts after a gap.
+Gradients of grouped experts, which are parts of one tensor, are added by one kernel: most of them
+are too small to fill the GPU, and each kernel starts after a gap.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 from chunkgraph.engine.chunk import GradientMarker
 
-__all__ = ["Accumulate", "Accumulation", "new_accumulate"]
+__all__ = ["Accumulate", "Accumulation", "add_together", "new_accumulate"]
 
 Accumulate = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
 """A function that adds each gradient to its sink, in place, on the current stream."""
@@ -29,13 +29,24 @@ _Pair = tuple[torch.Tensor, torch.Tensor]
 _HALF = (torch.bfloat16, torch.float16)
 _ALIGNMENT_BYTES = 16
 _DIVISOR = 16
+_MARK = "_chunkgraph_adds_together"
+
+
+def add_together(tensor: torch.Tensor) -> None:
+    """Let gradients that are parts of ``tensor`` be added together.
+
+    For the code that computes the tensor, which promises that nothing writes to it from now on.
+    Other custom functions may return parts of a workspace that the next one writes to.
+    """
+    setattr(tensor.untyped_storage(), _MARK, True)
 
 
 class Accumulation:
     """The gradients of one backward pass, added to sinks.
 
-    A gradient that is a part of a larger tensor waits for the other parts: until all of the tensor
-    is there, another tensor's gradient arrives, or `finish`.
+    A gradient is added as soon as autograd has it. One that is a part of a tensor of `add_together`
+    waits for the other parts: until all of them are there, another tensor's gradient arrives, or
+    `finish`.
 
     Args:
         accumulate: See `new_accumulate`.
@@ -69,7 +80,8 @@ class Accumulation:
             with nullcontext() if own is None else torch.cuda.stream(own):
                 self.finish()
         if not self._parts:
-            self._source, self._missing_bytes = source, storage.nbytes()
+            waits = getattr(storage, _MARK, False)
+            self._source, self._missing_bytes = source, storage.nbytes() if waits else 0
         self._parts[index] = gradient
         self._missing_bytes -= gradient.numel() * gradient.element_size()
         if self._missing_bytes <= 0:

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import library
 
+from chunkgraph.engine.capture.accumulate import add_together
 from chunkgraph.megatron.features.experts.grouped_weights import as_one, zero_empty
 
 __all__ = ["GroupedGemm", "add_biases", "choose_gemm", "grouped_linear"]
@@ -223,6 +224,7 @@ class _GroupedLinear(torch.autograd.Function):
         of_weights: list[torch.Tensor | None] = [None] * len(weights)
         if any(needs_grad):
             by_expert = gemm.weight_grads(grads, rows, ends)
+            add_together(by_expert[0])
             of_weights = [
                 g if is_needed else None for g, is_needed in zip(by_expert, needs_grad, strict=True)
             ]

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from chunkgraph.engine.capture.accumulate import Accumulation
 from chunkgraph.graphs import RecorderBackend
 from chunkgraph.megatron.features.experts.dropless_dispatch import RowRoom
 from chunkgraph.megatron.features.experts.dropless_rows import (
@@ -21,6 +22,7 @@ from chunkgraph.megatron.features.experts.dropless_rows import (
     take_rows,
 )
 from chunkgraph.megatron.features.experts.grouped_gemm import (
+    TorchGemm,
     add_biases,
     choose_gemm,
     grouped_linear,
@@ -211,3 +213,23 @@ def deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+def test_the_gradients_of_one_product_are_added_together() -> None:
+    weights = [torch.randn(16, 8).bfloat16().requires_grad_() for _ in range(4)]
+    num_added: list[int] = []
+    sums = Accumulation(
+        lambda sinks, gradients: num_added.append(len(gradients)),
+        [torch.zeros(16, 8) for _ in weights],
+    )
+    for index, weight in enumerate(weights):
+
+        def receive(leaf: torch.Tensor, index: int = index) -> None:
+            gradient, leaf.grad = leaf.grad, None
+            assert gradient is not None
+            sums.add(index, gradient)
+
+        weight.register_post_accumulate_grad_hook(receive)
+    ends = torch.tensor([3, 3, 11, 20], dtype=torch.int32)
+    grouped_linear(TorchGemm(), torch.randn(20, 8).bfloat16(), ends, weights).sum().backward()
+    assert num_added == [4]
