@@ -50,6 +50,7 @@ class Slot:
             the caller has.
         nested: outputs from which other outputs are computed, by position. Inside the graph they
             also get the gradients of those other outputs, which hooks on them do not see.
+        summed: inputs that the forward reads several times, by number: their gradients are sums.
         lent: outputs that are parameters, by position: the caller gets their memory, and so sees
             updates of them as in eager training.
         backward_autocast: autocast setting of the captured backward.
@@ -79,6 +80,7 @@ class Slot:
     trained: tuple[int, ...] = ()
     guarded: tuple[int, ...] = ()
     nested: tuple[int, ...] = ()
+    summed: tuple[int, ...] = ()
     lent: tuple[int, ...] = ()
     backward_autocast: Autocast | None = None
     grads_lie_in_pool: bool = False
@@ -95,6 +97,12 @@ class Slot:
         self._positions = [positions.get(id(leaf), -1) for leaf in self.outputs]
         self.differentiable_inputs = tuple(
             i for i, grad in enumerate(self.input_grads) if grad is not None
+        )
+        # Those of them whose gradient is a sum, and the place of that gradient among theirs.
+        self.input_sums = tuple(
+            (i, n)
+            for n, i in enumerate(self.differentiable_inputs)
+            if i in self.summed and self.keeps_input_grads
         )
         self._places = [(i, t.data_ptr(), t.stride(), t) for i, t in enumerate(self.inputs)]
         self._addresses = {t.data_ptr() for t in self.inputs}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -94,3 +95,71 @@ def test_a_view_of_received_memory_in_another_layout_is_refused(backend: GraphBa
 
     with pytest.raises(ReplayMismatchError, match="strides"):
         receive_transposed()
+
+
+class Residual(nn.Linear):
+    """Reads its input twice; `Once` reads it once."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(super().forward(x))
+
+
+class Once(nn.Linear):
+    pass
+
+
+class Returned(nn.Linear):
+    """Reads its input once and returns it."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x), x
+
+
+def _train_with_another_reader(
+    backend: GraphBackend | None, device: Any, last: type[nn.Linear], where: str, hooks: bool
+) -> list[torch.Tensor]:
+    """Train two chunks in one backward; another operator reads the tensor between them."""
+    torch.manual_seed(1)
+    chunks = [Residual(8, 8).to(device), last(8, 8).to(device)]
+    calls: list[Any] = [*chunks]
+    graphs = ChunkGraphs(chunks, [1, 1], backend=backend) if backend is not None else None
+    if graphs is not None:
+        calls = list(graphs.callables)
+    gradients: list[torch.Tensor] = []
+    for seed in range(4):
+        torch.manual_seed(seed)
+        leaf = torch.randn(16, 8, device=device, requires_grad=True)
+        with nullcontext() if graphs is None else graphs.step(1):
+            other = (leaf.sin() * 3.0).sum() if where == "before leaf" else 0.0
+            hidden = calls[0](leaf)
+            if hooks:
+                hidden.register_hook(lambda gradient: gradient * 2.0)
+            if where == "before":
+                other = (hidden.sin() * 3.0).sum()
+            results = calls[1](hidden)
+            if where.startswith("after"):
+                other = ((leaf if where == "after leaf" else hidden).sin() * 3.0).sum()
+            every = results if isinstance(results, tuple) else (results,)
+            (sum(result.square().sum() for result in every) + other).backward()
+        assert leaf.grad is not None
+        assert not leaf._backward_hooks
+        gradients += [leaf.grad, *[p.grad.clone() for p in chunks[0].parameters()]]  # type: ignore[union-attr]
+        for chunk in chunks:
+            chunk.zero_grad()
+    return gradients
+
+
+@pytest.mark.parametrize("hooks", [False, True])
+@pytest.mark.parametrize("where", ["nowhere", "before", "after", "before leaf", "after leaf"])
+@pytest.mark.parametrize("last", [Residual, Once, Returned])
+def test_a_sum_of_input_gradients_is_added_as_eagerly_or_refused(
+    backend: GraphBackend, last: type[nn.Linear], where: str, hooks: bool
+) -> None:
+    arguments = backend.device, last, where, hooks
+    eager = _train_with_another_reader(None, *arguments)
+    if where == "after leaf" or (where == "after" and last is not Once):
+        with pytest.raises(ReplayMismatchError, match="another operator reads its input tensor 0"):
+            _train_with_another_reader(backend, *arguments)
+    else:
+        graphed = _train_with_another_reader(backend, *arguments)
+        assert all(map(torch.equal, graphed, eager))

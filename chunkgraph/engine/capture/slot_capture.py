@@ -19,7 +19,13 @@ from chunkgraph.engine.autograd_graph import (
 )
 from chunkgraph.engine.capture.gradients import GradientSinks
 from chunkgraph.engine.capture.output_gradients import OutputGradients
-from chunkgraph.engine.capture.static_inputs import SlotStatics, call_with, stale_casts_refused
+from chunkgraph.engine.capture.static_inputs import (
+    SlotStatics,
+    call_with,
+    deciding_inputs,
+    stale_casts_refused,
+    summed_inputs,
+)
 from chunkgraph.engine.chunk import Chunk, GradientMarker
 from chunkgraph.engine.host import Host
 from chunkgraph.engine.module_tree import containers
@@ -116,7 +122,7 @@ class CapturedForward:
         results_grads: see `call_with`.
         lent: Positions of outputs that are parameters.
         differentiable: Indices of the tensors that take a gradient.
-        deciding: Numbers of inputs without which an output would not require grad.
+        deciding: See `deciding_inputs`.
         num_terms: Number of gradients that autograd sums for each parameter of the chunk; 0 if
             recomputation hides it, or if other calls share the parameter's cast and its sum.
     """
@@ -139,6 +145,7 @@ class CapturedForward:
     lent: tuple[int, ...] = ()
     deciding: tuple[int, ...] = ()
     num_terms: dict[int, int] = field(default_factory=dict)
+    summed: tuple[int, ...] = ()
     backward_autocast: Autocast | None = None
     grads: list[torch.Tensor] = field(default_factory=list)
     input_grads: list[torch.Tensor | None] = field(default_factory=list)
@@ -256,7 +263,8 @@ def _describe_outputs(
     forward.casting = gradients.casting
     outputs = [forward.tensors[i] for i in forward.receiving]
     _check_outputs(chunk, outputs, [*forward.inputs, *leaves])
-    forward.deciding = _deciding_inputs(forward)
+    every = [forward.tensors[i] for i in forward.differentiable]
+    forward.deciding = deciding_inputs(every, forward.inputs)
     storages = {_storage(leaf) for leaf in leaves} - {0}
     forward.lent = tuple(i for i, t in enumerate(forward.tensors) if _storage(t) in storages)
     forward.nested = tuple(forward.receiving[n] for n in nested_among(outputs))
@@ -265,23 +273,13 @@ def _describe_outputs(
     shares_casts = sample.autocast is not None and sample.autocast.keeps_casts
     edges = {} if shares_casts else edges_to_leaves(outputs)
     forward.num_terms = {i: edges.get(leaf, 0) for i, leaf in enumerate(leaves)}
+    forward.summed = summed_inputs(outputs, forward.inputs)
     module_tensors = (
         [*chunk.module.parameters(), *chunk.module.buffers()] if chunk.module is not None else []
     )
     if forward.copies_outputs:
         others = [*forward.inputs, *leaves, *module_tensors]
         forward.guarded = _guarded_outputs(forward.tensors, others)
-
-
-def _deciding_inputs(forward: CapturedForward) -> tuple[int, ...]:
-    """Return the inputs below outputs that depend on no parameter; see `CapturedForward`."""
-    numbers = {id(tensor): i for i, tensor in enumerate(forward.inputs)}
-    deciding: set[int] = set()
-    for number in forward.differentiable:
-        leaves = [numbers.get(id(leaf)) for leaf in edges_to_leaves([forward.tensors[number]])]
-        if None not in leaves:
-            deciding.update(i for i in leaves if i is not None)
-    return tuple(sorted(deciding))
 
 
 def _check_outputs(
@@ -469,6 +467,7 @@ def new_slot(forward: CapturedForward, chunk: Chunk, backend: GraphBackend) -> S
         trained=forward.trained,
         guarded=forward.guarded,
         nested=forward.nested,
+        summed=forward.summed,
         lent=forward.lent,
         backward_autocast=forward.backward_autocast,
         output_grads=tuple(forward.grads),

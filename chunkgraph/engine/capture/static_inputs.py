@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from chunkgraph.engine.autocast import Autocast
+from chunkgraph.engine.autograd_graph import edges_to_leaves, nodes_below
 from chunkgraph.engine.capture.layers import parameter_names
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.layout import dense_strides, span
@@ -17,7 +19,14 @@ from chunkgraph.engine.signature import Call, flatten_call
 from chunkgraph.errors import CaptureError
 from chunkgraph.graphs.written_casts import CastWatch
 
-__all__ = ["SlotStatics", "call_with", "stale_casts_refused", "static_like"]
+__all__ = [
+    "SlotStatics",
+    "call_with",
+    "deciding_inputs",
+    "stale_casts_refused",
+    "static_like",
+    "summed_inputs",
+]
 
 
 def call_with(
@@ -85,6 +94,43 @@ def _contents(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     call = flatten_call(args, kwargs)
     values = [id(v) if isinstance(v, torch.Tensor) else key_of(v) for v in call.leaves]
     return call.spec, values
+
+
+def deciding_inputs(
+    outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> tuple[int, ...]:
+    """Return the numbers of the inputs without which an output would not require grad.
+
+    Args:
+        outputs: results of the forward that require grad.
+        inputs: see `call_with`.
+    """
+    numbers = {id(tensor): i for i, tensor in enumerate(inputs)}
+    deciding: set[int] = set()
+    for output in outputs:
+        leaves = [numbers.get(id(leaf)) for leaf in edges_to_leaves([output])]
+        if None not in leaves:  # it depends on no parameter
+            deciding.update(i for i in leaves if i is not None)
+    return tuple(sorted(deciding))
+
+
+def summed_inputs(
+    outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> tuple[int, ...]:
+    """Return the numbers of the inputs that a forward reads several times.
+
+    Args:
+        outputs: results of the forward that get a gradient; one may be an input itself.
+        inputs: see `call_with`.
+    """
+    reads = Counter(parent for node in nodes_below(outputs) for parent, _ in node.next_functions)
+    reads.update(torch.autograd.graph.get_gradient_edge(tensor).node for tensor in outputs)
+    num_reads: Counter[int] = Counter()
+    for node, num in reads.items():
+        is_result = isinstance(node, _AsResult._backward_cls)
+        leaf = getattr(node.next_functions[0][0] if is_result else node, "variable", None)
+        num_reads[id(leaf)] = max(num_reads[id(leaf)], num)
+    return tuple(i for i, tensor in enumerate(inputs) if num_reads[id(tensor)] > 1)
 
 
 class _AsResult(torch.autograd.Function):

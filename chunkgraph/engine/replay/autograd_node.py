@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from chunkgraph.engine.autograd_graph import refuse_hooks_on_nested
+from chunkgraph.engine.replay.input_sum import InputSum
 from chunkgraph.engine.slot import Slot
 from chunkgraph.errors import ReplayMismatchError
 
@@ -72,6 +73,8 @@ class SlotReplay(torch.autograd.Function):
         runner.replay_forward(slot, tensors)
         ctx.replayed = runner, slot, slot.turn
         ctx.set_materialize_grads(False)
+        if slot.input_sums:
+            ctx.sums = [InputSum(slot.label, i, tensors[i]) for i, _ in slot.input_sums]
         if slot.plain_output is not None:
             hand_out, output = slot.plain_output
             return hand_out(output)
@@ -106,7 +109,10 @@ class SlotReplay(torch.autograd.Function):
         if slot.nested:
             refuse_hooks_on_nested(slot.label, [reference() for reference in ctx.nested])
         runner.replay_backward(slot, turn, grads)
-        return (None, None, None, *slot.hand_out_input_grads(), None)
+        input_grads = slot.hand_out_input_grads()
+        for n, (_, place) in enumerate(slot.input_sums):
+            ctx.sums[n].address = input_grads[place].data_ptr()
+        return (None, None, None, *input_grads, None)
 
 
 def _refuse_changed_outputs(ctx: Any, slot: Slot) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["have_node_hooks", "num_registered_hooks"]
+__all__ = ["have_node_hooks", "num_registered_hooks", "register_first"]
 
 _probes: list[int] = [0]
 """Number of hooks that this module has registered and removed at once."""
@@ -22,6 +22,16 @@ _probes: list[int] = [0]
 def num_registered_hooks() -> int:
     """Return how many hooks were registered in this process, without those of this module."""
     return RemovableHandle.next_id - _probes[0]
+
+
+def register_first(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
+    """Register a hook that runs before those that ``tensor`` has; it is not counted."""
+    _probes[0] += 1
+    handle = tensor.register_hook(hook)
+    hooks: dict[int, Any] = tensor._backward_hooks  # type: ignore[assignment]
+    for key in [*hooks][:-1]:  # torch calls them in the order in which they were inserted
+        hooks[key] = hooks.pop(key)
+    return handle
 
 
 class _Edges(torch.autograd.Function):

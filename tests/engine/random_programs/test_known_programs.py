@@ -98,6 +98,15 @@ PROGRAMS = {
         links="joined",
         autocast="step",
     ),
+    "a_sum_of_input_gradients_and_another_reader": Program(
+        chunks=(
+            ChunkSpec(("linear",), form="tuple", extras=("twice!",)),
+            ChunkSpec(("linear",), form="dict", extras=("identity!",)),
+        ),
+        num_slots=(1, 1),
+        steps=(ONCE, ONCE),
+        links="joined",
+    ),
     "outputs_that_are_kept": _inside("keep_output", SEVERAL),
     "views_that_are_kept": _inside("keep_view", SEVERAL),
     "losses_that_are_kept": _of("linear", loss="inside", steps=(ONCE, Step(4), ONCE)),
