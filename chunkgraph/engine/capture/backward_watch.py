@@ -15,6 +15,8 @@ from chunkgraph.engine.signature import flatten, unflatten
 
 __all__ = ["BackwardSample", "watched"]
 
+_task_id = torch._C._current_graph_task_id
+
 
 @dataclass
 class BackwardSample:
@@ -26,12 +28,23 @@ class BackwardSample:
         autocast: the autocast setting of the backward.
         label: label of the chunk, for errors.
         nested: positions of differentiable outputs from which other outputs are computed.
+        references: weak references to these outputs, as the caller has them.
     """
 
     strides: tuple[tuple[int, ...] | None, ...] | None = None
     autocast: Autocast | None = None
     label: str = ""
     nested: tuple[int, ...] = ()
+    references: Sequence[weakref.ref[torch.Tensor]] = ()
+    _task: int = -1  # torch's number of the first backward pass
+
+    def note(self, place: int, num_outputs: int, grad: torch.Tensor) -> None:
+        """Record the gradient of output ``place``, unless another pass was the first."""
+        if self.strides is None:
+            self.strides, self._task = (None,) * num_outputs, _task_id()
+            self.autocast = Autocast.now(grad.device.type)
+        if self._task == _task_id():
+            self.strides = (*self.strides[:place], grad.stride(), *self.strides[place + 1 :])
 
     def hook(self, device_type: str) -> Callable[[torch.Tensor], None]:
         """Return a hook of an output that records the autocast setting of the first backward."""
@@ -44,27 +57,29 @@ class BackwardSample:
 
 
 class _Watch(torch.autograd.Function):
-    """Pass tensors through, and record the layout of their gradients."""
+    """Pass one output through, and record the layout of its gradient.
+
+    An output has its own node: eager training does not run what is below one that the loss skips.
+    """
 
     @staticmethod
-    def forward(ctx: Any, sample: BackwardSample, *outputs: torch.Tensor) -> Any:
+    def forward(
+        ctx: Any, sample: BackwardSample, place: tuple[int, int], output: torch.Tensor
+    ) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        ctx.sample, ctx.device_type = sample, outputs[0].device.type
-        passed = tuple([tensor.detach() for tensor in outputs])
-        ctx.nested = [weakref.ref(passed[i]) for i in sample.nested]
-        return passed
+        ctx.sample, ctx.place = sample, place
+        return output.detach()
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        refuse_hooks_on_nested(ctx.sample.label, [reference() for reference in ctx.nested])
-        if ctx.sample.strides is None:
-            ctx.sample.strides = tuple(None if g is None else g.stride() for g in grads)
-            ctx.sample.autocast = Autocast.now(ctx.device_type)
-        return (None, *grads)
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[None, None, torch.Tensor | None]:
+        refuse_hooks_on_nested(ctx.sample.label, [nested() for nested in ctx.sample.references])
+        if grad is not None:
+            ctx.sample.note(*ctx.place, grad)
+        return None, None, grad
 
 
 def watched(result: Any, sample: BackwardSample) -> Any:
-    """Return ``result`` with its differentiable tensors passed through a node, to fill ``sample``.
+    """Return ``result`` with its differentiable tensors passed through nodes, to fill ``sample``.
 
     A result that holds a parameter is returned unchanged, since a node would change the order in
     which the parameter's gradients are summed; hooks then record the autocast setting alone.
@@ -79,7 +94,9 @@ def watched(result: Any, sample: BackwardSample) -> Any:
     if not outputs:
         return result
     sample.nested = nested_among(outputs)
-    passed = dict(zip(map(id, outputs), _Watch.apply(sample, *outputs), strict=True))
+    num = len(outputs)
+    passed = {id(t): _Watch.apply(sample, (i, num), t) for i, t in enumerate(outputs)}
+    sample.references = [weakref.ref(passed[id(outputs[i])]) for i in sample.nested]
     return unflatten([passed.get(id(leaf), leaf) for leaf in leaves], spec)
 
 

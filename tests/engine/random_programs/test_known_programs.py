@@ -115,6 +115,10 @@ PROGRAMS = {
     "gradients_that_are_replaced": _inside("replace_grads", SEVERAL, at=3),
     "gradients_that_are_dropped": _inside("zero_to_none", SEVERAL, at=3),
     "an_output_that_is_changed": _inside("change_output", SEVERAL),
+    "an_output_that_is_changed_below_one_that_the_loss_skips": Program(
+        chunks=(ChunkSpec(("linear",), form="dict", extras=("head",)),),
+        steps=(Step(inside=(Action(1, "change_output"),)),),
+    ),
     "an_output_that_the_loss_skips_once": _inside("skip_extras", SEVERAL),
     "autocast_in_the_backward": _inside("autocast_backward", SEVERAL),
     "other_strides": _inside("other_strides", SEVERAL),
