@@ -163,3 +163,22 @@ def test_a_sum_of_input_gradients_is_added_as_eagerly_or_refused(
     else:
         graphed = _train_with_another_reader(backend, *arguments)
         assert all(map(torch.equal, graphed, eager))
+
+
+def test_a_sum_of_input_gradients_is_checked_in_its_own_backward(backend: GraphBackend) -> None:
+    layer = Residual(8, 8).to(backend.device)
+    x = torch.randn(4, 8, device=backend.device, requires_grad=True)
+    graphs = ChunkGraphs(layer, 2, backend=backend)
+    graphs.capture([x])
+
+    def train(*, reads: bool) -> None:
+        with graphs.step(2):
+            first, second = (graphs.callables[0](x).sum() for _ in range(2))
+            other = x.sin().sum() if reads else 0.0
+            first.backward()
+            (second + other).backward()
+
+    train(reads=False)
+    assert not x._backward_hooks
+    with pytest.raises(ReplayMismatchError, match="another operator reads its input tensor 0"):
+        train(reads=True)

@@ -42,8 +42,10 @@ class InputSum:
         Raises:
             ReplayMismatchError: Another gradient came before that of the replay.
         """
+        if not self.address:  # in the backward of another reader
+            return
         self._handle.remove()
-        if self.address and gradient.data_ptr() != self.address:
+        if gradient.data_ptr() != self.address:
             raise ReplayMismatchError(
                 f"{self._label}: another operator reads its input tensor {self._index} too, and "
                 "its gradient comes first. The chunk reads that tensor several times (a residual "
