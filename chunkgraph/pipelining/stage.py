@@ -150,6 +150,7 @@ class StageReplays:
         self.chunk = replace(
             Chunk.from_module(self._module, label, backward="split" if is_split else "whole"),
             forward=self._module if self._is_plain else self._run,
+            shares_inputs=stage.is_first,  # later stages read receive buffers of their own
             # When an output's gradient arrives, the next stage has received the output, and the
             # slot is not reused earlier. Outputs of the last stage belong to the caller.
             copies_outputs=None if stage.is_last else lambda *_args, **_kwargs: False,

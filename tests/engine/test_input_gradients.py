@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from chunkgraph.engine import CaptureOptions, ChunkGraphs
+from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs
 from chunkgraph.errors import ReplayMismatchError
 from chunkgraph.graphs import GraphBackend
 
@@ -182,3 +183,18 @@ def test_a_sum_of_input_gradients_is_checked_in_its_own_backward(backend: GraphB
     assert not x._backward_hooks
     with pytest.raises(ReplayMismatchError, match="another operator reads its input tensor 0"):
         train(reads=True)
+
+
+@pytest.mark.parametrize("shares_inputs", [True, False])
+def test_inputs_are_watched_where_others_may_read_them(
+    backend: GraphBackend, shares_inputs: bool
+) -> None:
+    module = Residual(8, 8).to(backend.device)
+    chunk = replace(Chunk.from_module(module, "chunk"), shares_inputs=shares_inputs)
+    graphs = ChunkGraphs(chunk, 1, backend=backend)
+    x = torch.randn(4, 8, device=backend.device, requires_grad=True)
+    graphs.capture([x])
+    with graphs.step(1):
+        y = graphs.callables[0](x)
+        assert bool(x._backward_hooks) is shares_inputs
+        y.sum().backward()

@@ -273,7 +273,8 @@ def _describe_outputs(
     shares_casts = sample.autocast is not None and sample.autocast.keeps_casts
     edges = {} if shares_casts else edges_to_leaves(outputs)
     forward.num_terms = {i: edges.get(leaf, 0) for i, leaf in enumerate(leaves)}
-    forward.summed = summed_inputs(outputs, forward.inputs)
+    if chunk.shares_inputs:
+        forward.summed = summed_inputs(outputs, forward.inputs)
     module_tensors = (
         [*chunk.module.parameters(), *chunk.module.buffers()] if chunk.module is not None else []
     )
