@@ -14,10 +14,12 @@ from chunkgraph.errors import ReplayMismatchError
 
 __all__ = [
     "edges_to_leaves",
+    "guarded_outputs",
     "kept_by",
     "nested_among",
     "nodes_below",
     "refuse_hooks_on_nested",
+    "storage_address",
 ]
 
 
@@ -115,3 +117,27 @@ def _names_of_saved(kind: type) -> tuple[str, ...]:
     raw = [n.removeprefix("_raw") for n in dir(kind) if n.startswith("_raw_saved_")]
     known = dir(kind)
     return tuple(n for n in raw if n in known or n == "_saved_tensors")
+
+
+def guarded_outputs(
+    outputs: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
+) -> tuple[int, ...]:
+    """Return which outputs a caller must not change in place; see `Slot`.
+
+    Args:
+        outputs: outputs of the forward.
+        others: arguments, parameters and buffers.
+    """
+    kept = [tensor for node in nodes_below(outputs) for _, tensor in kept_by(node)]
+    storages = {storage_address(tensor) for tensor in (*kept, *others)}
+    of_outputs = [storage_address(tensor) for tensor in outputs]
+    return tuple(
+        i
+        for i, storage in enumerate(of_outputs)
+        if storage and (storage in storages or of_outputs.count(storage) > 1)
+    )
+
+
+def storage_address(tensor: torch.Tensor) -> int:
+    """Return the address of the tensor's storage; 0 if it has no memory."""
+    return tensor.untyped_storage().data_ptr()

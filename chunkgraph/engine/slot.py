@@ -48,6 +48,8 @@ class Slot:
         guarded: outputs that a caller must not change in place while the slot is in use, by
             position: those that the backward reads, or that share memory with another tensor that
             the caller has.
+        returned: inputs that share memory with an output, by number; a caller must not change them
+            in place while the slot is in use.
         nested: outputs from which other outputs are computed, by position. Inside the graph they
             also get the gradients of those other outputs, which hooks on them do not see.
         summed: inputs that the forward reads several times, by number: their gradients are sums.
@@ -79,6 +81,7 @@ class Slot:
     has_grad_layouts: bool = False
     trained: tuple[int, ...] = ()
     guarded: tuple[int, ...] = ()
+    returned: tuple[int, ...] = ()
     nested: tuple[int, ...] = ()
     summed: tuple[int, ...] = ()
     lent: tuple[int, ...] = ()

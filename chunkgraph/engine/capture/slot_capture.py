@@ -13,9 +13,9 @@ from torch import nn
 from chunkgraph.engine.autocast import Autocast
 from chunkgraph.engine.autograd_graph import (
     edges_to_leaves,
-    kept_by,
+    guarded_outputs,
     nested_among,
-    nodes_below,
+    storage_address,
 )
 from chunkgraph.engine.capture.gradients import GradientSinks
 from chunkgraph.engine.capture.output_gradients import OutputGradients
@@ -146,6 +146,7 @@ class CapturedForward:
     deciding: tuple[int, ...] = ()
     num_terms: dict[int, int] = field(default_factory=dict)
     summed: tuple[int, ...] = ()
+    returned: tuple[int, ...] = ()
     backward_autocast: Autocast | None = None
     grads: list[torch.Tensor] = field(default_factory=list)
     input_grads: list[torch.Tensor | None] = field(default_factory=list)
@@ -265,8 +266,8 @@ def _describe_outputs(
     _check_outputs(chunk, outputs, [*forward.inputs, *leaves])
     every = [forward.tensors[i] for i in forward.differentiable]
     forward.deciding = deciding_inputs(every, forward.inputs)
-    storages = {_storage(leaf) for leaf in leaves} - {0}
-    forward.lent = tuple(i for i, t in enumerate(forward.tensors) if _storage(t) in storages)
+    storages = {storage_address(leaf) for leaf in leaves} - {0}
+    forward.lent = tuple(i for i, t in enumerate(forward.tensors) if storage_address(t) in storages)
     forward.nested = tuple(forward.receiving[n] for n in nested_among(outputs))
     # Calls of one autocast block share a cast, whose gradients eager training sums before it
     # casts them back.
@@ -280,7 +281,11 @@ def _describe_outputs(
     )
     if forward.copies_outputs:
         others = [*forward.inputs, *leaves, *module_tensors]
-        forward.guarded = _guarded_outputs(forward.tensors, others)
+        forward.guarded = guarded_outputs(forward.tensors, others)
+        returned = set(map(storage_address, forward.tensors)) - {0}
+        forward.returned = tuple(
+            i for i, t in enumerate(forward.inputs) if storage_address(t) in returned
+        )
 
 
 def _check_outputs(
@@ -335,29 +340,6 @@ def _described(chunk: Chunk, tensors: Sequence[torch.Tensor]) -> list[str]:
             if id(value) in ids:
                 names.setdefault(id(value), f"{container.name(key)}: ")
     return [f"{names.get(id(t), '')}{tuple(t.shape)} {t.dtype}" for t in tensors]
-
-
-def _guarded_outputs(
-    outputs: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
-) -> tuple[int, ...]:
-    """Return which outputs a caller must not change in place; see `Slot`.
-
-    Args:
-        outputs: outputs of the forward.
-        others: arguments, parameters and buffers.
-    """
-    kept = [tensor for node in nodes_below(outputs) for _, tensor in kept_by(node)]
-    storages = {_storage(tensor) for tensor in (*kept, *others)}
-    of_outputs = [_storage(tensor) for tensor in outputs]
-    return tuple(
-        i
-        for i, storage in enumerate(of_outputs)
-        if storage and (storage in storages or of_outputs.count(storage) > 1)
-    )
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _refuse_written(
@@ -467,6 +449,7 @@ def new_slot(forward: CapturedForward, chunk: Chunk, backend: GraphBackend) -> S
         has_grad_layouts=forward.has_grad_layouts,
         trained=forward.trained,
         guarded=forward.guarded,
+        returned=forward.returned,
         nested=forward.nested,
         summed=forward.summed,
         lent=forward.lent,

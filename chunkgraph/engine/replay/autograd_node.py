@@ -80,7 +80,9 @@ class SlotReplay(torch.autograd.Function):
             return hand_out(output)
         outputs = tuple(slot.hand_out())
         if slot.guarded:
-            ctx.save_for_backward(*[outputs[i] for i in slot.guarded])
+            ctx.save_for_backward(
+                *[outputs[i] for i in slot.guarded], *[tensors[i] for i in slot.returned]
+            )
         if slot.nested:
             ctx.nested = [weakref.ref(outputs[i]) for i in slot.nested]
         if slot.is_single and not slot.has_frozen_outputs:
@@ -122,10 +124,10 @@ def _refuse_changed_outputs(ctx: Any, slot: Slot) -> None:
         if "inplace" not in str(error):  # a second backward, which is refused later
             return
         raise ReplayMismatchError(
-            f"{slot.label}: an output was changed in place. The chunk's backward needs the old "
-            "values, or the output shares memory with an argument, a parameter or another output, "
-            "which a replay does not change with it.\n  To do: clone the output first, or use an "
-            "operator that is not in place."
+            f"{slot.label}: an output or an argument that the chunk returns was changed in place. "
+            "The chunk's backward needs the old values, or the output shares memory with an "
+            "argument, a parameter or another output, which a replay does not change with it.\n"
+            "  To do: clone the tensor first, or use an operator that is not in place."
         ) from error
 
 

@@ -119,6 +119,10 @@ PROGRAMS = {
         chunks=(ChunkSpec(("linear",), form="dict", extras=("head",)),),
         steps=(Step(inside=(Action(1, "change_output"),)),),
     ),
+    "an_input_that_is_returned_and_changed": Program(
+        chunks=(ChunkSpec(("linear",), form="named", extras=("identity!",)),),
+        steps=(ONCE, Step(inside=(Action(1, "write_input", 3),))),
+    ),
     "an_output_that_the_loss_skips_once": _inside("skip_extras", SEVERAL),
     "autocast_in_the_backward": _inside("autocast_backward", SEVERAL),
     "other_strides": _inside("other_strides", SEVERAL),
