@@ -103,9 +103,7 @@ class Slot:
         )
         # Those of them whose gradient is a sum, and the place of that gradient among theirs.
         self.input_sums = tuple(
-            (i, n)
-            for n, i in enumerate(self.differentiable_inputs)
-            if i in self.summed and self.keeps_input_grads
+            (i, n) for n, i in enumerate(self.differentiable_inputs) if i in self.summed
         )
         self._places = [(i, t.data_ptr(), t.stride(), t) for i, t in enumerate(self.inputs)]
         self._addresses = {t.data_ptr() for t in self.inputs}

@@ -198,3 +198,14 @@ def test_inputs_are_watched_where_others_may_read_them(
         y = graphs.callables[0](x)
         assert bool(x._backward_hooks) is shares_inputs
         y.sum().backward()
+
+
+def test_no_hook_is_left_on_an_empty_input(backend: GraphBackend) -> None:
+    layer = Residual(8, 8).to(backend.device)
+    x = torch.randn(0, 8, device=backend.device, requires_grad=True)
+    graphs = ChunkGraphs(layer, 1, backend=backend)
+    graphs.capture([x])
+    for _ in range(2):
+        with graphs.step(1):
+            graphs.callables[0](x).sum().backward()
+    assert not x._backward_hooks

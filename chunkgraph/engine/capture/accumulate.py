@@ -35,8 +35,8 @@ _MARK = "_chunkgraph_adds_together"
 def add_together(tensor: torch.Tensor) -> None:
     """Let gradients that are parts of ``tensor`` be added together.
 
-    For the code that computes the tensor, which promises that nothing writes to it from now on.
-    Other custom functions may return parts of a workspace that the next one writes to.
+    Call this where the tensor is computed, if nothing writes to it afterwards. Other gradients are
+    added at once: a custom function may return parts of a workspace that the next one writes to.
     """
     setattr(tensor.untyped_storage(), _MARK, True)
 

@@ -24,14 +24,14 @@ class InputSum:
         tensor: The caller's tensor, which requires grad.
 
     Attributes:
-        address: Address of the gradient that the replay returned; 0 before that.
+        address: Address of the gradient that the replay returned; None before that.
     """
 
     __slots__ = ("_handle", "_index", "_label", "address")
 
     def __init__(self, label: str, index: int, tensor: torch.Tensor) -> None:
         self._label, self._index = label, index
-        self.address = 0
+        self.address: int | None = None
         self._handle = register_first(tensor, self._check)
 
     def _check(self, gradient: torch.Tensor) -> None:
@@ -42,7 +42,7 @@ class InputSum:
         Raises:
             ReplayMismatchError: Another gradient came before that of the replay.
         """
-        if not self.address:  # in the backward of another reader
+        if self.address is None:  # in the backward of another reader
             return
         self._handle.remove()
         if gradient.data_ptr() != self.address:

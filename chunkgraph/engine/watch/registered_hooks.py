@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 __all__ = ["have_node_hooks", "num_registered_hooks", "register_first"]
 
 _probes: list[int] = [0]
-"""Number of hooks that this module has registered and removed at once."""
+"""Number of hooks that this module has registered."""
 
 
 def num_registered_hooks() -> int:
