@@ -132,6 +132,32 @@ def test_an_output_that_the_backward_needs_is_not_changed_in_place(backend: Grap
         graphs.callables[0](rows(module)).mul_(3).sum().backward()
 
 
+class ReturnsItsArgument(nn.Linear):
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> Any:
+        return super().forward(x) * scale.sum(), scale
+
+
+def test_an_argument_that_is_returned_is_not_changed_in_place(backend: GraphBackend) -> None:
+    """Eager training changes the output with it, a replay's copy would not change."""
+    module = ReturnsItsArgument(8, 8).to(backend.device)
+    scale = torch.ones(2, device=backend.device)
+    graphs = ChunkGraphs([module], [1], backend=backend)
+    graphs.capture([(rows(module), scale)])
+
+    def train(factor: float) -> None:
+        with graphs.step(1):
+            y, returned = graphs.callables[0](rows(module), scale)
+            if factor != 1.0:
+                scale.mul_(factor)
+            (y * returned.sum()).sum().backward()
+
+    train(1.0)
+    scale.mul_(2.0)  # between steps
+    train(1.0)
+    with pytest.raises(ReplayMismatchError, match="changed in place"):
+        train(2.0)
+
+
 def test_parameters_below_an_unused_output_get_no_gradient(both: Callable[..., None]) -> None:
     def program(module: Any, call: Callable[..., Any], step: Any) -> list[Any]:
         optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
