@@ -9,7 +9,17 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-__all__ = ["CopyInto", "copy_into", "dense_strides", "duplicate", "same_layout", "span"]
+from chunkgraph.graphs import AddressRange
+
+__all__ = [
+    "CopyInto",
+    "copy_into",
+    "dense_strides",
+    "duplicate",
+    "memory_of",
+    "same_layout",
+    "span",
+]
 
 CopyInto = Callable[[torch.Tensor], object]
 """A function that copies its argument, which has the layout of the target, into the target."""
@@ -35,6 +45,12 @@ def span(shape: Sequence[int], strides: Sequence[int]) -> int:
     if 0 in shape:
         return 0
     return 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+
+
+def memory_of(tensor: torch.Tensor) -> AddressRange:
+    """Return the addresses from the first to the last element of ``tensor``."""
+    start = tensor.data_ptr()
+    return AddressRange(start, start + span(tensor.shape, tensor.stride()) * tensor.element_size())
 
 
 def copy_into(target: torch.Tensor) -> CopyInto:

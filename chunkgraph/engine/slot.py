@@ -15,7 +15,7 @@ from chunkgraph.engine.constant_inputs import LoadedSource
 from chunkgraph.engine.layout import copy_into, duplicate, same_layout
 from chunkgraph.engine.signature import distinct_tensors, unflatten
 from chunkgraph.errors import ReplayMismatchError
-from chunkgraph.graphs import Graph, Pool
+from chunkgraph.graphs import CopyNode, Graph, Pool
 
 __all__ = ["Slot"]
 
@@ -38,6 +38,8 @@ class Slot:
         output_grads: static gradients of ``receiving``; the backward replay reads them.
         has_grad_layouts: whether ``output_grads`` have the strides observed in a warmup step. If
             so, a gradient with other strides is refused, otherwise copied.
+        grad_nodes: copies to ``output_grads`` with which ``backward_graph`` begins; None where the
+            host starts the copy. Empty: none of them.
         input_grads: gradients of ``inputs`` (None where there is none); valid until the next
             replay of any backward, or of any graph under the plan ``shared_temporaries``.
         backward_graph: graph of the whole backward, or of the input half of a split one; None for
@@ -78,6 +80,7 @@ class Slot:
     backward_graph: Graph | None
     weight_graph: Graph | None
     pool: Pool
+    grad_nodes: tuple[CopyNode | None, ...] = ()
     has_grad_layouts: bool = False
     trained: tuple[int, ...] = ()
     guarded: tuple[int, ...] = ()
@@ -121,9 +124,10 @@ class Slot:
             for g in self.input_grads
             if g is not None
         )
+        nodes = self.grad_nodes or [None] * len(self.output_grads)
         self._grad_places = [
-            (i, static.data_ptr(), static.stride(), copy_into(static))
-            for i, static in zip(self.receiving, self.output_grads, strict=True)
+            (i, static.data_ptr(), static.stride(), copy_into(static), node)
+            for i, static, node in zip(self.receiving, self.output_grads, nodes, strict=True)
         ]
 
     @property
@@ -184,17 +188,24 @@ class Slot:
             num_gradients = sum(grad is not None for grad in grads)
             if num_gradients != len(self.receiving):
                 raise self._other_gradients(grads)
-        for position, address, strides, copy in self._grad_places:
+        for position, address, strides, copy, node in self._grad_places:
             grad = grads[position]
             if grad is None:
                 raise self._other_gradients(grads)
+            pointer = grad.data_ptr()
             if grad.stride() == strides:
-                if grad.data_ptr() != address:
+                # Memory of a lazy negation or conjugation holds other values than the tensor.
+                if node is not None and pointer and not (grad.is_neg() or grad.is_conj()):
+                    node.read(pointer)
+                    continue
+                if pointer != address:
                     copy(grad)
             elif not self.has_grad_layouts or same_layout(grad.shape, grad.stride(), strides):
-                copy(grad.clone() if grad.data_ptr() == address else grad)
+                copy(grad.clone() if pointer == address else grad)
             else:
                 raise self._other_layout(position, grad.stride(), strides)
+            if node is not None:
+                node.read(address)
 
     def _other_gradients(self, grads: Sequence[torch.Tensor | None]) -> ReplayMismatchError:
         now = [i for i, grad in enumerate(grads) if grad is not None]

@@ -3,7 +3,7 @@
 from chunkgraph.graphs.addresses import AddressRange, AddressRanges, tensor_at
 from chunkgraph.graphs.allocations import Allocation, AllocationLog, block_bytes
 from chunkgraph.graphs.captured_generator import DrawOffsets
-from chunkgraph.graphs.contract import Graph, GraphBackend, Pool, Router
+from chunkgraph.graphs.contract import CopyNode, Graph, GraphBackend, Pool, Router
 from chunkgraph.graphs.cuda import CUDABackend
 from chunkgraph.graphs.cuda_draws import resumed_generators
 from chunkgraph.graphs.failure import capture_failure
@@ -17,6 +17,7 @@ __all__ = [
     "Allocation",
     "AllocationLog",
     "CUDABackend",
+    "CopyNode",
     "DrawOffsets",
     "Graph",
     "GraphBackend",

@@ -13,11 +13,11 @@ from typing import Protocol
 import torch
 from torch._ops import OpOverload
 
-from chunkgraph.graphs.addresses import AddressRanges
+from chunkgraph.graphs.addresses import AddressRange, AddressRanges
 from chunkgraph.graphs.allocations import AllocationLog
 from chunkgraph.graphs.captured_generator import DrawOffsets
 
-__all__ = ["Graph", "GraphBackend", "Pool", "Router"]
+__all__ = ["CopyNode", "Graph", "GraphBackend", "Pool", "Router"]
 
 
 class Pool(Protocol):
@@ -57,10 +57,31 @@ class Pool(Protocol):
         """Fill the whole pool with 0xFF bytes (a NaN in every floating dtype), in stream order."""
 
 
+class CopyNode(Protocol):
+    """A copy at the start of each replay, to a fixed place; nothing is copied at first."""
+
+    def read(self, address: int) -> None:
+        """Copy from ``address`` in all further replays; from the target itself, copy nothing.
+
+        The memory must be in use until the replay is launched, on the stream that used it last.
+        """
+
+
 class Graph(Protocol):
-    """A captured callable: every replay does the same work on the same addresses."""
+    """A captured callable: every replay does the same work on the same addresses.
+
+    Attributes:
+        label: Name of the graph in errors.
+    """
 
     label: str
+
+    @property
+    def copy_nodes(self) -> Sequence[CopyNode | None]:
+        """Return a copy to each of the capture's ``targets``.
+
+        None where there is no target, or if the graph cannot contain copies.
+        """
 
     def replay(self) -> None:
         """Run the captured work again on the current stream.
@@ -105,6 +126,7 @@ class GraphBackend(Protocol):
         *,
         offsets: DrawOffsets | None = None,
         resumed: Graph | None = None,
+        targets: Sequence[AddressRange | None] = (),
     ) -> AbstractContextManager[Graph]:
         """Capture the work inside the ``with`` block; allocations inside come from ``pool``.
 
@@ -120,6 +142,8 @@ class GraphBackend(Protocol):
             offsets: `measure_draws` of an eager pass over the same work.
             resumed: Graph whose saved random states the work sets, to draw the same numbers again.
                 It replays before each replay of this graph.
+            targets: Memory outside of all pools to which each replay first copies, from where
+                `Graph.copy_nodes` read.
 
         Raises:
             CaptureError: A graph cannot hold the work; the graph and its allocations are freed.

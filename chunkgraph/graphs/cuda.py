@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import warnings
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,9 +19,10 @@ from torch._ops import OpOverload
 
 from chunkgraph._collector import collector_paused
 from chunkgraph.errors import CaptureError, ChunkGraphError
-from chunkgraph.graphs.addresses import AddressRanges, tensor_at
+from chunkgraph.graphs.addresses import AddressRange, AddressRanges
 from chunkgraph.graphs.captured_generator import CapturedGenerator, DrawOffsets
 from chunkgraph.graphs.contract import Graph, Pool, Router
+from chunkgraph.graphs.copy_nodes import CopyNodes, CudaCopyNode
 from chunkgraph.graphs.cuda_allocations import CudaAllocations
 from chunkgraph.graphs.cuda_draws import (
     CudaGenerator,
@@ -31,7 +31,9 @@ from chunkgraph.graphs.cuda_draws import (
     measured_draws,
     saving_states,
 )
+from chunkgraph.graphs.cuda_pool import CUDAPool
 from chunkgraph.graphs.failure import capture_failure
+from chunkgraph.graphs.graph_driver import GraphDriver
 from chunkgraph.graphs.host_constants import HostConstants, HostMemory
 from chunkgraph.graphs.legality import check_backward
 from chunkgraph.graphs.memset_nodes import DamagedGraphError, MemsetKernels
@@ -41,101 +43,21 @@ from chunkgraph.graphs.random_state import preserve_states, private_generator
 __all__ = ["CUDABackend"]
 
 
-class CUDAPool:
-    """A private pool of the caching allocator."""
-
-    def __init__(self, label: str, device: torch.device, stream: torch.cuda.Stream) -> None:
-        self.label = label
-        self.device = device
-        self._stream = stream  # the capture stream: a freed block serves only its own stream
-        self.handle = torch.cuda.graph_pool_handle()
-        self._is_held = False
-
-    def hold(self) -> None:
-        """Create the pool and keep it while this object lives, not only while its graphs do."""
-        if not self._is_held:
-            self._is_held = True
-            index = self.device.index
-            torch._C._cuda_beginAllocateCurrentThreadToPool(index, self.handle)
-            torch._C._cuda_endAllocateToPool(index, self.handle)
-            weakref.finalize(self, torch._C._cuda_releasePool, index, self.handle).atexit = False
-
-    @contextmanager
-    def serving_this_thread(self) -> Iterator[None]:
-        """Serve this thread's allocations from this pool, also inside another pool's capture."""
-        index = self.device.index
-        torch._C._cuda_beginAllocateCurrentThreadToPool(index, self.handle)
-        try:
-            yield
-        finally:
-            torch._C._cuda_endAllocateToPool(index, self.handle)
-            torch._C._cuda_releasePool(index, self.handle)
-
-    def alias(self, start: int, num_bytes: int) -> torch.UntypedStorage:
-        """Return a storage on the pool's memory that keeps no block in use."""
-        return tensor_at(start, num_bytes, self.device).untyped_storage()
-
-    def is_alias(self, _storage: torch.UntypedStorage) -> bool:
-        """Return False: a CUDA graph holds addresses, not storages."""
-        return False
-
-    def reserve(self, num_bytes: int) -> None:
-        """Allocate and free one segment of this size for later captures; not during a capture.
-
-        Do nothing if the allocator is configured not to split large blocks: captures could not use
-        the segment.
-        """
-        if num_bytes > 0 and not _keeps_large_blocks_whole():
-            self.hold()
-            with torch.cuda.stream(self._stream), self.serving_this_thread():
-                torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-
-    @property
-    def reserved_bytes(self) -> int:
-        """Return the bytes of the pool's segments."""
-        return self.reserved().num_bytes
-
-    @property
-    def num_allocations(self) -> int:
-        """Return the number of segments that the pool allocated from the device so far."""
-        return len(self._segments())
-
-    def live(self) -> AddressRanges:
-        """Return the addresses of allocated blocks, from the allocator's snapshot."""
-        blocks: list[tuple[int, int]] = []
-        for segment in self._segments():
-            address = segment["address"]
-            for block in segment["blocks"]:
-                if block["state"] != "inactive":
-                    blocks.append((address, address + block["size"]))
-                address += block["size"]
-        return AddressRanges(blocks)
-
-    def reserved(self) -> AddressRanges:
-        """Return the addresses of the pool's segments, from the allocator's snapshot."""
-        return AddressRanges(
-            (s["address"], s["address"] + s["total_size"]) for s in self._segments()
-        )
-
-    def poison(self) -> None:
-        """Fill all segments with 0xFF bytes on the current stream."""
-        for area in self.reserved():
-            tensor_at(area.start, area.end - area.start, self.device).fill_(0xFF)
-
-    def _segments(self) -> list[dict]:
-        pool_id = tuple(self.handle)
-        return [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == pool_id]
-
-
 def _graphs_exist() -> bool:
     """Return whether the process has a CUDA graph, finished or not."""
     kinds = set(map(type, gc.get_objects()))
     return any(issubclass(kind, torch.cuda.CUDAGraph) for kind in kinds)
 
 
-def _keeps_large_blocks_whole() -> bool:
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    return any("max_split_size_mb" in os.environ.get(name, "") for name in names)
+@dataclass(frozen=True)
+class GraphChanges:
+    """What a graph is changed with before it is instantiated."""
+
+    memset_kernels: MemsetKernels | None = None
+    copies: CopyNodes | None = None
+
+
+UNCHANGED = GraphChanges()
 
 
 class CUDAGraphHandle:
@@ -150,7 +72,8 @@ class CUDAGraphHandle:
         *,
         draws: GraphDraws,
         resumed: GraphDraws | None = None,
-        memset_kernels: MemsetKernels | None = None,
+        changes: GraphChanges = UNCHANGED,
+        targets: Sequence[AddressRange | None] = (),
     ) -> None:
         self.label = label
         self.pool = pool
@@ -158,34 +81,47 @@ class CUDAGraphHandle:
         self._constants = constants  # keeps the host memory that the graph copies from
         self.draws = draws
         self._resumed = resumed
-        self._memset_kernels = memset_kernels
+        self._changes = changes
+        self._targets = targets
+        self.copy_nodes: tuple[CudaCopyNode | None, ...] = (None,) * len(targets)
         self.graph: torch.cuda.CUDAGraph | None = (
-            torch.cuda.CUDAGraph(keep_graph=True) if memset_kernels else torch.cuda.CUDAGraph()
+            torch.cuda.CUDAGraph()
+            if changes == UNCHANGED
+            else torch.cuda.CUDAGraph(keep_graph=True)
         )
         self.num_memset_kernels = 0
         self.memsets_kept = ""
 
     def finish(self) -> None:
-        """End the capture, replace memsets and instantiate the graph.
+        """End the capture, replace memsets, add copies and instantiate the graph.
 
         If memsets cannot be replaced, the graph keeps them and ``memsets_kept`` holds the reason.
         """
         graph = self.graph
         assert graph is not None
         graph.capture_end()
-        if self._memset_kernels is None:
+        if self._changes == UNCHANGED:
             return
         try:
-            try:
-                self.num_memset_kernels = self._memset_kernels.replace(graph.raw_cuda_graph())
-            except DamagedGraphError:
-                raise
-            except Exception as error:  # noqa: BLE001 - after any error the graph is unchanged
-                self.memsets_kept = str(error) or type(error).__name__
+            if self._changes.memset_kernels is not None:
+                self._replace_memsets(self._changes.memset_kernels, graph.raw_cuda_graph())
+            if self._changes.copies is not None:
+                self.copy_nodes = self._changes.copies.add(graph.raw_cuda_graph(), self._targets)
             graph.instantiate()
+            for node in self.copy_nodes:
+                if node is not None:
+                    node.begin(graph.raw_cuda_graph_exec())
         except BaseException:
             self.release()
             raise
+
+    def _replace_memsets(self, kernels: MemsetKernels, graph: int) -> None:
+        try:
+            self.num_memset_kernels = kernels.replace(graph)
+        except DamagedGraphError:
+            raise
+        except Exception as error:  # noqa: BLE001 - after any error the graph is unchanged
+            self.memsets_kept = str(error) or type(error).__name__
 
     def replay(self) -> None:
         """Launch on the current stream; the host does not wait.
@@ -217,6 +153,9 @@ class CUDAGraphHandle:
     def release(self) -> None:
         """Destroy the graph; its pool is freed with its last graph."""
         if self.graph is not None:
+            for node in self.copy_nodes:
+                if node is not None:
+                    node.end()
             self.graph.reset()
             self.graph = self._constants = None
 
@@ -288,8 +227,9 @@ class CUDABackend:
 
     Args:
         device: The device; default the current one.
-        memset_kernels: Whether to replace small memsets in graphs by kernels. If this torch and
-            its CUDA bindings cannot, ``memsets_kept`` holds the reason.
+        memset_kernels: Whether to change captured graphs: kernels replace small memsets, and
+            graphs begin with the copies to ``targets``. If this torch and its CUDA bindings cannot
+            replace memsets, ``memsets_kept`` holds the reason.
     """
 
     name = "cuda"
@@ -300,15 +240,22 @@ class CUDABackend:
         self._token = torch.zeros(1, device=self.device)
         self._sequences = Sequences(self.device)
         self._host_memory: HostMemory | None = None
-        self._memset_kernels: MemsetKernels | None = None
+        self._changes = UNCHANGED
         self.memsets_kept = ""
         if memset_kernels:
-            words = torch.zeros(3, dtype=torch.int32, device=self.device)
-            try:
-                with torch.cuda.device(self.device):
-                    self._memset_kernels = MemsetKernels(words)
-            except Exception as error:  # noqa: BLE001 - graphs work without the kernels
-                self.memsets_kept = str(error) or type(error).__name__
+            with torch.cuda.device(self.device):
+                self._prepare_changes()
+
+    def _prepare_changes(self) -> None:
+        words = torch.zeros(3, dtype=torch.int32, device=self.device)
+        try:
+            driver = GraphDriver()
+            self._changes = GraphChanges(MemsetKernels(driver, words))
+        except Exception as error:  # noqa: BLE001 - graphs work without the kernels
+            self.memsets_kept = str(error) or type(error).__name__
+            return
+        with contextlib.suppress(RuntimeError):  # the engine then starts the copies itself
+            self._changes = replace(self._changes, copies=CopyNodes(driver, words))
 
     def new_pool(self, label: str) -> CUDAPool:
         """Return a new private pool."""
@@ -324,6 +271,7 @@ class CUDABackend:
         *,
         offsets: DrawOffsets | None = None,
         resumed: Graph | None = None,
+        targets: Sequence[AddressRange | None] = (),
     ) -> Iterator[CUDAGraphHandle]:
         """Stream-capture the block. See `GraphBackend.capture`."""
         assert isinstance(pool, CUDAPool)
@@ -343,7 +291,8 @@ class CUDABackend:
             mode.constants,
             draws=draws,
             resumed=earlier,
-            memset_kernels=self._memset_kernels,
+            changes=self._changes,
+            targets=targets,
         )
         graph = handle.graph
         assert graph is not None
@@ -373,7 +322,8 @@ class CUDABackend:
                     self._abandon(handle, generators)
                 raise capture_failure(label, error) from error
             if handle.memsets_kept:
-                self._memset_kernels, self.memsets_kept = None, handle.memsets_kept
+                self._changes = replace(self._changes, memset_kernels=None)
+                self.memsets_kept = handle.memsets_kept
                 warnings.warn(
                     f"From {label} on, memsets in graphs are not replaced by kernels, so each "
                     f"costs some microseconds ({handle.memsets_kept}). memset_kernels=False "

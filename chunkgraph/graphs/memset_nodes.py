@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from chunkgraph.graphs.graph_driver import GraphDriver
+
 __all__ = ["MAX_BYTES", "DamagedGraphError", "MemsetKernels"]
 
 MAX_BYTES = 1 << 16
@@ -63,29 +65,17 @@ class MemsetKernels:
     The kernels stay loaded until the process ends, since changed graphs need them.
 
     Args:
+        driver: Functions of the driver.
         words: Int32 tensor [3] on the device, which a test graph writes.
 
     Raises:
-        RuntimeError: This torch, or its CUDA bindings with this driver, cannot change graphs; the
-            message names what is missing.
+        RuntimeError: The driver cannot change graphs.
     """
 
-    def __init__(self, words: torch.Tensor) -> None:
-        try:
-            from cuda.bindings import driver
-        except ImportError as error:
-            raise RuntimeError(
-                f"cuda-bindings cannot be imported ({error}); pip install cuda-bindings"
-            ) from error
-        try:
-            torch.cuda.CUDAGraph(keep_graph=True)
-        except TypeError as error:
-            raise RuntimeError(f"torch {torch.__version__} has no keep_graph=True") from error
-        self._driver: Any = driver
-        # Bindings of CUDA 12 have a second pair of functions, which supports all kinds of edges.
-        latest = "_v2" if hasattr(driver, "cuGraphGetEdges_v2") else ""
-        self._get_edges = getattr(driver, f"cuGraphGetEdges{latest}")
-        self._add_edges = f"cuGraphAddDependencies{latest}"
+    def __init__(self, driver: GraphDriver, words: torch.Tensor) -> None:
+        self._driver = driver.bindings
+        self._call = driver.call
+        self._graphs = driver
         module = self._call("cuModuleLoadData", _PTX.encode() + b"\0")
         self._functions = {
             width: self._call(
@@ -93,7 +83,6 @@ class MemsetKernels:
             )
             for width in (1, 2, 4)
         }
-        self._names_kinds = False
         self._try(words)
 
     def replace(self, graph: int) -> int:
@@ -140,17 +129,11 @@ class MemsetKernels:
         before: dict[int, list[Any]] = defaultdict(list)
         after: dict[int, list[Any]] = defaultdict(list)
         special: set[int] = set()
-        result = self._get_edges(graph, 0)
-        if result[0] == self._driver.CUresult.CUDA_SUCCESS and result[-1]:
-            result = self._get_edges(graph, result[-1])
-        # Before CUDA 12.3 edges have no kind, and the call fails if one of them is special.
-        self._check("cuGraphGetEdges", result[0])
-        sources, targets, *kinds, _ = result[1:]
-        self._names_kinds = bool(kinds)
+        sources, targets, kinds = self._graphs.edges(graph)
         for i, (source, target) in enumerate(zip(sources, targets, strict=True)):
             before[int(target)].append(source)
             after[int(source)].append(target)
-            if kinds and any((kinds[0][i].from_port, kinds[0][i].to_port, int(kinds[0][i].type))):
+            if kinds and any((kinds[i].from_port, kinds[i].to_port, int(kinds[i].type))):
                 special |= {int(source), int(target)}
         return before, after, special
 
@@ -180,10 +163,7 @@ class MemsetKernels:
         """
         kernel = self._call("cuGraphAddKernelNode", graph, before, len(before), parameters)
         try:
-            if after:
-                kinds = (None,) if self._names_kinds else ()
-                edges = ([kernel] * len(after), after, *kinds, len(after))
-                self._call(self._add_edges, graph, *edges)
+            self._graphs.add_edges(graph, [kernel] * len(after), after)
         except BaseException as error:
             try:
                 self._call("cuGraphDestroyNode", kernel)
@@ -219,13 +199,3 @@ class MemsetKernels:
             self._call("cuGraphDestroy", graph)
         if num_replaced != 3 or values != [0x01010101, 0x00020002, 3]:
             raise RuntimeError(f"a test graph with {num_replaced} of 3 replaced wrote {values}")
-
-    def _call(self, name: str, *args: Any) -> Any:
-        """Call a function of the driver; return its results without the status."""
-        status, *values = getattr(self._driver, name)(*args)
-        self._check(name, status)
-        return values[0] if len(values) == 1 else tuple(values)
-
-    def _check(self, name: str, status: Any) -> None:
-        if status != self._driver.CUresult.CUDA_SUCCESS:
-            raise RuntimeError(f"{name} failed: {status!r}")

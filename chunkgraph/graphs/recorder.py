@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import (
 )
 
 from chunkgraph.errors import CaptureError, ChunkGraphError
-from chunkgraph.graphs.addresses import AddressRanges
+from chunkgraph.graphs.addresses import AddressRange, AddressRanges
 from chunkgraph.graphs.allocations import AllocationLog, NoAllocations
 from chunkgraph.graphs.captured_generator import CapturedGenerator, DrawOffsets, SavedState
 from chunkgraph.graphs.contract import Graph, Pool, Router
@@ -127,10 +127,11 @@ class RecorderBackend:
         *,
         offsets: DrawOffsets | None = None,  # noqa: ARG002 - states are saved by value
         resumed: Graph | None = None,
+        targets: Sequence[AddressRange | None] = (),
     ) -> Iterator[RecordedGraph]:
         """Log the operators inside the block. See `GraphBackend.capture`."""
         assert isinstance(pool, SimulatedPool)
-        graph = RecordedGraph(label, pool)
+        graph = RecordedGraph(label, pool, targets)
         assert resumed is None or isinstance(resumed, RecordedGraph)
         mode = _RecordingMode(graph, resumed, tuple(self._pools), tuple(generators), router)
         try:

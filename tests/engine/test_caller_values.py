@@ -106,6 +106,40 @@ def test_outputs_keep_their_strides(both: Callable[..., None]) -> None:
     both(Sliced(8, 8), program)
 
 
+@pytest.mark.parametrize("kind", ["new", "same memory", "negated", "expanded", "offset"])
+def test_output_gradients_come_from_any_memory(both: Callable[..., None], kind: str) -> None:
+    """Copies of graphs read memory: a lazy negation there has other values than the tensor."""
+    buffers: dict[torch.device, torch.Tensor] = {}
+
+    class Gradient(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, y: torch.Tensor, factor: float) -> torch.Tensor:
+            ctx.factor = factor
+            return y.sum()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+            values = torch.arange(32.0, device=grad.device).view(4, 8) * ctx.factor
+            if kind == "negated":
+                return torch._neg_view(values), None
+            if kind == "expanded":
+                return values[0, 3].expand(4, 8), None
+            if kind == "offset":
+                return torch.cat([values, values])[3:7], None
+            if kind == "same memory":
+                return buffers.setdefault(grad.device, values.clone()).copy_(values), None
+            return values, None
+
+    def program(module: nn.Module, call: Callable[..., Any], step: Any) -> list[Any]:
+        for s in range(3):
+            with step(3):
+                for i in range(3):
+                    Gradient.apply(call(rows(module)), 1.0 + s + 0.3 * i).backward()
+        return [p.grad for p in module.parameters()]
+
+    both(nn.Linear(8, 8), program)
+
+
 def test_one_output_that_is_returned_twice_is_one_tensor(both: Callable[..., None]) -> None:
     class Twice(nn.Linear):
         def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ from torch import nn
 
 from chunkgraph.engine import CaptureOptions, ChunkGraphs, StepMode
 from chunkgraph.errors import CaptureError
-from chunkgraph.graphs.cuda import CUDAPool
+from chunkgraph.graphs.cuda_pool import CUDAPool
 
 # These tests measure all of the GPU's memory.
 pytestmark = pytest.mark.gpu(alone=True)

@@ -14,8 +14,9 @@ import torch
 
 from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs, arguments
 from chunkgraph.graphs import CUDABackend, RecorderBackend
-from chunkgraph.graphs.cuda import CUDAGraphHandle
+from chunkgraph.graphs.cuda import CUDAGraphHandle, GraphChanges
 from chunkgraph.graphs.cuda_draws import GraphDraws, Sequences
+from chunkgraph.graphs.graph_driver import GraphDriver
 from chunkgraph.graphs.memset_nodes import MAX_BYTES, DamagedGraphError, MemsetKernels
 
 OK, WRONG, LOSSY = 0, 1, 2
@@ -131,7 +132,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch, driver: FakeDriver) -> MemsetKernel
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda keep_graph: None)
     monkeypatch.setattr(MemsetKernels, "_try", lambda self, words: None)
-    return MemsetKernels(torch.zeros(3, dtype=torch.int32))
+    return MemsetKernels(GraphDriver(), torch.zeros(3, dtype=torch.int32))
 
 
 @pytest.fixture(params=["cuda13", "cuda12.9", "cuda12.0", "reversed"])
@@ -245,7 +246,7 @@ class _Graph:
 def _handle(monkeypatch: pytest.MonkeyPatch, graph: _Graph, kernels: Any) -> CUDAGraphHandle:
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda keep_graph: graph)
     draws = GraphDraws("graph", (), None, Sequences(torch.device("cuda", 0)))
-    return CUDAGraphHandle("graph", None, draws=draws, memset_kernels=kernels)  # type: ignore[arg-type]
+    return CUDAGraphHandle("graph", None, draws=draws, changes=GraphChanges(kernels))  # type: ignore[arg-type]
 
 
 def test_memsets_that_cannot_be_replaced_fail_no_capture(
@@ -303,7 +304,7 @@ def test_the_default_backend_follows_the_options(
 def test_missing_bindings_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     with pytest.raises(RuntimeError, match="cuda-bindings cannot be imported"):
-        MemsetKernels(torch.zeros(3, dtype=torch.int32))
+        GraphDriver()
 
 
 @pytest.mark.gpu

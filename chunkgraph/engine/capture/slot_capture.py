@@ -28,12 +28,15 @@ from chunkgraph.engine.capture.static_inputs import (
 )
 from chunkgraph.engine.chunk import Chunk, GradientMarker
 from chunkgraph.engine.host import Host
+from chunkgraph.engine.layout import memory_of
 from chunkgraph.engine.module_tree import containers
 from chunkgraph.engine.signature import Call, argument_paths, distinct_tensors, flatten
 from chunkgraph.engine.slot import Slot
 from chunkgraph.errors import CaptureError, MemoryPlanError
 from chunkgraph.graphs import (
+    AddressRange,
     AddressRanges,
+    CopyNode,
     DrawOffsets,
     Graph,
     GraphBackend,
@@ -80,10 +83,12 @@ class GraphMaker:
         *,
         offsets: DrawOffsets | None = None,
         resumed: Graph | None = None,
+        targets: Sequence[AddressRange | None] = (),
     ) -> AbstractContextManager[Graph]:
         """Capture the operators of the block into one graph. See `GraphBackend.capture`."""
+        generators = self.host.generators()
         return self.backend.capture(
-            label, pool, self.host.generators(), router, offsets=offsets, resumed=resumed
+            label, pool, generators, router, offsets=offsets, resumed=resumed, targets=targets
         )
 
 
@@ -149,6 +154,7 @@ class CapturedForward:
     returned: tuple[int, ...] = ()
     backward_autocast: Autocast | None = None
     grads: list[torch.Tensor] = field(default_factory=list)
+    grad_nodes: Sequence[CopyNode | None] = ()
     input_grads: list[torch.Tensor | None] = field(default_factory=list)
     backward: Graph | None = None
     weight: Graph | None = None
@@ -159,6 +165,11 @@ class CapturedForward:
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors of the result, each once."""
         return distinct_tensors(self.leaves)
+
+    @property
+    def grad_memory(self) -> list[AddressRange | None]:
+        """Return the memory of each of ``grads``; None if it is empty."""
+        return [memory_of(grad) if grad.numel() else None for grad in self.grads]
 
     @property
     def graphs(self) -> list[Graph]:
@@ -378,14 +389,16 @@ def capture_backward(
     with (
         sinks.accumulating(leaves, forward.marker) as sums,
         forward.casting(),
-        maker.capture(f"{place.label} backward", pool, resumed=forward.graph) as graph,
+        maker.capture(
+            f"{place.label} backward", pool, resumed=forward.graph, targets=forward.grad_memory
+        ) as graph,
     ):
         # Not autograd.grad, which forbids the inner backwards of recomputation.
         torch.autograd.backward(outputs, forward.grads)
         sums.finish()
         if chunk.end_of_backward is not None:
             chunk.end_of_backward()
-    forward.backward = graph
+    forward.backward, forward.grad_nodes = graph, graph.copy_nodes
     forward.trained = sinks.interned(tuple(sorted(sums.trained)))
     take_input_grads(forward)
 
@@ -455,6 +468,7 @@ def new_slot(forward: CapturedForward, chunk: Chunk, backend: GraphBackend) -> S
         lent=forward.lent,
         backward_autocast=forward.backward_autocast,
         output_grads=tuple(forward.grads),
+        grad_nodes=tuple(forward.grad_nodes),
         input_grads=tuple(forward.input_grads),
         forward_graph=forward.graph,
         backward_graph=forward.backward,

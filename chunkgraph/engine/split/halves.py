@@ -264,10 +264,12 @@ def _capture_input_half(
     with (
         memory_between(place, router) as memory,
         forward.casting(),
-        maker.capture(label, place.pool, router, resumed=forward.graph) as graph,
+        maker.capture(
+            label, place.pool, router, resumed=forward.graph, targets=forward.grad_memory
+        ) as graph,
     ):
         _run_backward(forward, chunk, deferral)
-    forward.backward = graph
+    forward.backward, forward.grad_nodes = graph, graph.copy_nodes
     take_input_grads(forward)
     # Memory that the forward keeps is read later, or was freed for later allocations.
     forward.live = forward.live | memory.kept

@@ -1,0 +1,105 @@
+"""`CUDAPool`: a private memory pool of torch's caching allocator."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from chunkgraph.graphs.addresses import AddressRanges, tensor_at
+
+__all__ = ["CUDAPool"]
+
+
+class CUDAPool:
+    """A private pool of the caching allocator."""
+
+    def __init__(self, label: str, device: torch.device, stream: torch.cuda.Stream) -> None:
+        self.label = label
+        self.device = device
+        self._stream = stream  # the capture stream: a freed block serves only its own stream
+        self.handle = torch.cuda.graph_pool_handle()
+        self._is_held = False
+
+    def hold(self) -> None:
+        """Create the pool and keep it while this object lives, not only while its graphs do."""
+        if not self._is_held:
+            self._is_held = True
+            index = self.device.index
+            torch._C._cuda_beginAllocateCurrentThreadToPool(index, self.handle)
+            torch._C._cuda_endAllocateToPool(index, self.handle)
+            weakref.finalize(self, torch._C._cuda_releasePool, index, self.handle).atexit = False
+
+    @contextmanager
+    def serving_this_thread(self) -> Iterator[None]:
+        """Serve this thread's allocations from this pool, also inside another pool's capture."""
+        index = self.device.index
+        torch._C._cuda_beginAllocateCurrentThreadToPool(index, self.handle)
+        try:
+            yield
+        finally:
+            torch._C._cuda_endAllocateToPool(index, self.handle)
+            torch._C._cuda_releasePool(index, self.handle)
+
+    def alias(self, start: int, num_bytes: int) -> torch.UntypedStorage:
+        """Return a storage on the pool's memory that keeps no block in use."""
+        return tensor_at(start, num_bytes, self.device).untyped_storage()
+
+    def is_alias(self, _storage: torch.UntypedStorage) -> bool:
+        """Return False: a CUDA graph holds addresses, not storages."""
+        return False
+
+    def reserve(self, num_bytes: int) -> None:
+        """Allocate and free one segment of this size for later captures; not during a capture.
+
+        Do nothing if the allocator is configured not to split large blocks: captures could not use
+        the segment.
+        """
+        if num_bytes > 0 and not _keeps_large_blocks_whole():
+            self.hold()
+            with torch.cuda.stream(self._stream), self.serving_this_thread():
+                torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Return the bytes of the pool's segments."""
+        return self.reserved().num_bytes
+
+    @property
+    def num_allocations(self) -> int:
+        """Return the number of segments that the pool allocated from the device so far."""
+        return len(self._segments())
+
+    def live(self) -> AddressRanges:
+        """Return the addresses of allocated blocks, from the allocator's snapshot."""
+        blocks: list[tuple[int, int]] = []
+        for segment in self._segments():
+            address = segment["address"]
+            for block in segment["blocks"]:
+                if block["state"] != "inactive":
+                    blocks.append((address, address + block["size"]))
+                address += block["size"]
+        return AddressRanges(blocks)
+
+    def reserved(self) -> AddressRanges:
+        """Return the addresses of the pool's segments, from the allocator's snapshot."""
+        return AddressRanges(
+            (s["address"], s["address"] + s["total_size"]) for s in self._segments()
+        )
+
+    def poison(self) -> None:
+        """Fill all segments with 0xFF bytes on the current stream."""
+        for area in self.reserved():
+            tensor_at(area.start, area.end - area.start, self.device).fill_(0xFF)
+
+    def _segments(self) -> list[dict]:
+        pool_id = tuple(self.handle)
+        return [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == pool_id]
+
+
+def _keeps_large_blocks_whole() -> bool:
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    return any("max_split_size_mb" in os.environ.get(name, "") for name in names)
