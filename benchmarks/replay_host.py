@@ -135,7 +135,10 @@ def _measured(
     graphs = ChunkGraphs([chunk], [_SLOTS])
     hidden = torch.randn(_ROWS, _WIDTH, device=device).requires_grad_()
     labels = [torch.ones(_ROWS, dtype=torch.int64, device=device) for _ in range(_SLOTS)]
-    graphs.capture([(hidden, labels[0])])
+    for _ in range(2):  # a warmup step, which shows the layouts of gradients, and the capture
+        with graphs.step(_SLOTS):
+            for given in labels:
+                graphs.callables[0](hidden, given).sum().backward()
     parts = _Parts()
     _watch(graphs, parts)
     call = parts.timed("forward in all", graphs.callables[0])
