@@ -47,9 +47,11 @@ def span(shape: Sequence[int], strides: Sequence[int]) -> int:
     return 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
 
 
-def memory_of(tensor: torch.Tensor) -> AddressRange:
-    """Return the addresses from the first to the last element of ``tensor``."""
+def memory_of(tensor: torch.Tensor) -> AddressRange | None:
+    """Return the addresses from the first to the last element of ``tensor``; None if empty."""
     start = tensor.data_ptr()
+    if not tensor.numel():
+        return None
     return AddressRange(start, start + span(tensor.shape, tensor.stride()) * tensor.element_size())
 
 

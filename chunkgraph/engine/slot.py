@@ -38,6 +38,8 @@ class Slot:
         output_grads: static gradients of ``receiving``; the backward replay reads them.
         has_grad_layouts: whether ``output_grads`` have the strides observed in a warmup step. If
             so, a gradient with other strides is refused, otherwise copied.
+        input_nodes: copies to ``inputs`` with which ``forward_graph`` begins; None where the host
+            starts the copy. Empty: none of them.
         grad_nodes: copies to ``output_grads`` with which ``backward_graph`` begins; None where the
             host starts the copy. Empty: none of them.
         input_grads: gradients of ``inputs`` (None where there is none); valid until the next
@@ -80,6 +82,7 @@ class Slot:
     backward_graph: Graph | None
     weight_graph: Graph | None
     pool: Pool
+    input_nodes: tuple[CopyNode | None, ...] = ()
     grad_nodes: tuple[CopyNode | None, ...] = ()
     has_grad_layouts: bool = False
     trained: tuple[int, ...] = ()
@@ -111,6 +114,8 @@ class Slot:
         self._places = [(i, t.data_ptr(), t.stride(), t) for i, t in enumerate(self.inputs)]
         self._addresses = {t.data_ptr() for t in self.inputs}
         self._sources: list[LoadedSource | None] = [None] * len(self.inputs)
+        # The input that the forward graph copies, and its memory; None if it copies none.
+        self._copied_input: tuple[CopyNode, int] | None = None
         self.has_frozen_outputs = len(self.differentiable) < len(self.output_tensors)
         self._hand_out = tuple(
             (duplicate(t) if self.copies_outputs and i not in self.lent else torch.detach, t)
@@ -149,6 +154,7 @@ class Slot:
         sources = self._sources
         statics: list[torch.Tensor] = []
         copied: list[torch.Tensor] = []
+        index = 0
         for i, address, stride, static in self._places:
             tensor = tensors[i]
             source = sources[i]
@@ -158,6 +164,7 @@ class Slot:
                 sources[i] = None
             pointer = tensor.data_ptr()
             if pointer != address:
+                index = i
                 # Read a tensor in another static input before that input is written.
                 copied.append(tensor.clone() if pointer in self._addresses else tensor)
                 statics.append(static)
@@ -166,12 +173,38 @@ class Slot:
             elif tensor.stride() != stride:  # a view of what was received
                 copied.append(tensor.clone())
                 statics.append(static)
-        if not copied:
+        if len(copied) == 1 and self._is_copied_by_graph(index, tensors, copied[0]):
             return
+        if self._copied_input is not None:
+            node, address = self._copied_input
+            node.read(address)
+            self._copied_input = None
         if len(copied) == 1:
             statics[0].copy_(copied[0])
-        else:  # one launch for all that have one dtype
+        elif copied:  # one launch for all that have one dtype
             torch._foreach_copy_(statics, copied)
+
+    def _is_copied_by_graph(
+        self, index: int, tensors: Sequence[torch.Tensor], copied: torch.Tensor
+    ) -> bool:
+        """Let the forward graph copy input ``index``, the only one to copy, if it can."""
+        node = self.input_nodes[index] if self.input_nodes else None
+        _, address, stride, _ = self._places[index]
+        if (
+            node is None
+            or copied is not tensors[index]  # a clone, which is freed before the replay
+            or self._sources[index] is not None  # copied once, and not by each replay
+            or copied.stride() != stride
+            or not _is_plain(copied)
+        ):
+            return False
+        if self._copied_input is None or self._copied_input[0] is not node:
+            if self._copied_input is not None:
+                other, place = self._copied_input
+                other.read(place)
+            self._copied_input = node, address
+        node.read(copied.data_ptr())
+        return True
 
     def forget_sources(self) -> None:
         """Load every input again next time: a step ended between a receive and its forward."""
@@ -194,8 +227,7 @@ class Slot:
                 raise self._other_gradients(grads)
             pointer = grad.data_ptr()
             if grad.stride() == strides:
-                # Memory of a lazy negation or conjugation holds other values than the tensor.
-                if node is not None and pointer and not (grad.is_neg() or grad.is_conj()):
+                if node is not None and _is_plain(grad):
                     node.read(pointer)
                     continue
                 if pointer != address:
@@ -247,3 +279,11 @@ class Slot:
         """Drop the graphs; the buffers go with the slot."""
         for graph in self.graphs:
             graph.release()
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether the memory of ``tensor`` holds its values.
+
+    That of a lazy negation or conjugation holds others; a tensor of zeros may have none.
+    """
+    return not (tensor.is_neg() or tensor.is_conj() or tensor.data_ptr() == 0)

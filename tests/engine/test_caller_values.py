@@ -140,6 +140,36 @@ def test_output_gradients_come_from_any_memory(both: Callable[..., None], kind: 
     both(nn.Linear(8, 8), program)
 
 
+@pytest.mark.parametrize("kind", ["new", "same memory", "negated", "conjugated", "offset"])
+def test_inputs_come_from_any_memory(both: Callable[..., None], kind: str) -> None:
+    buffers: dict[torch.device, torch.Tensor] = {}
+
+    def given(device: torch.device, factor: float) -> torch.Tensor:
+        values = torch.arange(32.0, device=device).view(4, 8).sin() * factor
+        if kind == "negated":
+            return torch._neg_view(values)
+        if kind == "conjugated":
+            return torch.complex(values, values.cos()).conj()
+        if kind == "offset":
+            return torch.cat([values, values])[3:7]
+        if kind == "same memory":
+            return buffers.setdefault(device, values.clone()).copy_(values)
+        return values
+
+    def program(module: nn.Module, call: Callable[..., Any], step: Any) -> list[Any]:
+        device = next(module.parameters()).device
+        outputs = []
+        for s in range(3):
+            with step(3):
+                for i in range(3):
+                    outputs.append(call(given(device, 1.0 + s + 0.3 * i)))
+                    outputs[-1].abs().sum().backward()
+        return [*outputs, *[p.grad for p in module.parameters()]]
+
+    dtype = torch.complex64 if kind == "conjugated" else torch.float32
+    both(nn.Linear(8, 8, dtype=dtype), program)
+
+
 def test_one_output_that_is_returned_twice_is_one_tensor(both: Callable[..., None]) -> None:
     class Twice(nn.Linear):
         def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -34,7 +34,6 @@ from chunkgraph.engine.signature import Call, argument_paths, distinct_tensors, 
 from chunkgraph.engine.slot import Slot
 from chunkgraph.errors import CaptureError, MemoryPlanError
 from chunkgraph.graphs import (
-    AddressRange,
     AddressRanges,
     CopyNode,
     DrawOffsets,
@@ -83,12 +82,16 @@ class GraphMaker:
         *,
         offsets: DrawOffsets | None = None,
         resumed: Graph | None = None,
-        targets: Sequence[AddressRange | None] = (),
+        targets: Sequence[torch.Tensor] = (),
     ) -> AbstractContextManager[Graph]:
-        """Capture the operators of the block into one graph. See `GraphBackend.capture`."""
-        generators = self.host.generators()
-        return self.backend.capture(
-            label, pool, generators, router, offsets=offsets, resumed=resumed, targets=targets
+        """Capture the operators of the block into one graph. See `GraphBackend.capture`.
+
+        Of ``targets``, which are static tensors, those on another device are not copied to.
+        """
+        backend, generators = self.backend, self.host.generators()
+        memory = [memory_of(t) if t.device == backend.device else None for t in targets]
+        return backend.capture(
+            label, pool, generators, router, offsets=offsets, resumed=resumed, targets=memory
         )
 
 
@@ -167,11 +170,6 @@ class CapturedForward:
         return distinct_tensors(self.leaves)
 
     @property
-    def grad_memory(self) -> list[AddressRange | None]:
-        """Return the memory of each of ``grads``; None if it is empty."""
-        return [memory_of(grad) if grad.numel() else None for grad in self.grads]
-
-    @property
     def graphs(self) -> list[Graph]:
         """Return the graphs captured so far, in the order of their replays."""
         return [g for g in (self.graph, self.backward, self.weight) if g is not None]
@@ -233,7 +231,9 @@ def capture_forward(
     with (
         memory_between(place, router) as memory,
         torch.enable_grad(),
-        maker.capture(f"{place.label} forward", place.pool, router, offsets=offsets) as graph,
+        maker.capture(
+            f"{place.label} forward", place.pool, router, offsets=offsets, targets=inputs
+        ) as graph,
         stale_casts_refused(chunk, sample.autocast),
     ):
         result = call_with(chunk, sample, inputs, results_grads)
@@ -390,7 +390,7 @@ def capture_backward(
         sinks.accumulating(leaves, forward.marker) as sums,
         forward.casting(),
         maker.capture(
-            f"{place.label} backward", pool, resumed=forward.graph, targets=forward.grad_memory
+            f"{place.label} backward", pool, resumed=forward.graph, targets=forward.grads
         ) as graph,
     ):
         # Not autograd.grad, which forbids the inner backwards of recomputation.
@@ -468,6 +468,7 @@ def new_slot(forward: CapturedForward, chunk: Chunk, backend: GraphBackend) -> S
         lent=forward.lent,
         backward_autocast=forward.backward_autocast,
         output_grads=tuple(forward.grads),
+        input_nodes=tuple(forward.graph.copy_nodes),
         grad_nodes=tuple(forward.grad_nodes),
         input_grads=tuple(forward.input_grads),
         forward_graph=forward.graph,

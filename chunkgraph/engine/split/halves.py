@@ -265,7 +265,7 @@ def _capture_input_half(
         memory_between(place, router) as memory,
         forward.casting(),
         maker.capture(
-            label, place.pool, router, resumed=forward.graph, targets=forward.grad_memory
+            label, place.pool, router, resumed=forward.graph, targets=forward.grads
         ) as graph,
     ):
         _run_backward(forward, chunk, deferral)
