@@ -25,6 +25,12 @@ BIASED = [
     "moe.moe_shared_expert_intermediate_size=512",
 ]
 EP2 = ["pipeline.data_parallel_size=2", "pipeline.expert_model_parallel_size=2"]
+EP4 = ["pipeline.data_parallel_size=4", "pipeline.expert_model_parallel_size=4"]
+PP2 = ["pipeline.pipeline_model_parallel_size=2"]
+VPP2 = [
+    "pipeline.virtual_pipeline_model_parallel_size=2",
+    "train.num_microbatches=[4,2,6,8]",
+]
 GATHERED = ["moe.moe_token_dispatcher_type=allgather"]
 HYBRIDEP = [
     *("moe.moe_token_dispatcher_type=flex", "moe.moe_flex_dispatcher_backend=hybridep"),
@@ -194,6 +200,21 @@ def test_products_of_graphs_train_eagerly_too(
 )
 def test_two_gpus(settings: list[str], tmp_path: Path) -> None:
     _check(_train([*EP2, *settings], tmp_path))
+
+
+@pytest.mark.multigpu(4)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param([*EP4, *BIASED], id="ep4-alltoall"),
+        pytest.param([*EP4, *BIASED, *GATHERED], id="ep4-allgather"),
+        pytest.param([*PP2, *EP2, *BIASED], id="pp2-ep2"),
+        pytest.param([*PP2, *VPP2, *EP2, *BIASED], id="pp2-vpp2-ep2"),
+    ],
+)
+def test_four_gpus(settings: list[str], tmp_path: Path) -> None:
+    """`verify` ends the run if a bit differs."""
+    _check(_train([*settings, "capture.verify=shadow"], tmp_path))
 
 
 @pytest.mark.multigpu
