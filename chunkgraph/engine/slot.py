@@ -232,7 +232,11 @@ class Slot:
                     continue
                 if pointer != address:
                     copy(grad)
-            elif not self.has_grad_layouts or same_layout(grad.shape, grad.stride(), strides):
+            elif (
+                not self.has_grad_layouts
+                or position in self.lent  # only added to the parameter's other gradients
+                or same_layout(grad.shape, grad.stride(), strides)
+            ):
                 copy(grad.clone() if pointer == address else grad)
             else:
                 raise self._other_layout(position, grad.stride(), strides)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from chunkgraph.engine.autocast import Autocast
 from chunkgraph.engine.autograd_graph import nested_among, refuse_hooks_on_nested
+from chunkgraph.engine.layout import dense_strides
 from chunkgraph.engine.signature import flatten, unflatten
 
 __all__ = ["BackwardSample", "watched"]
@@ -27,6 +29,7 @@ class BackwardSample:
             gradient; None as a whole before the backward has run.
         autocast: the autocast setting of the backward.
         label: label of the chunk, for errors.
+        assumed: ``strides`` before the first gradient; strides where none can be observed.
         nested: positions of differentiable outputs from which other outputs are computed.
         references: weak references to these outputs, as the caller has them.
     """
@@ -34,6 +37,7 @@ class BackwardSample:
     strides: tuple[tuple[int, ...] | None, ...] | None = None
     autocast: Autocast | None = None
     label: str = ""
+    assumed: tuple[tuple[int, ...] | None, ...] = ()
     nested: tuple[int, ...] = ()
     references: Sequence[weakref.ref[torch.Tensor]] = ()
     _task: int = -1  # torch's number of the first backward pass
@@ -41,19 +45,15 @@ class BackwardSample:
     def note(self, place: int, num_outputs: int, grad: torch.Tensor) -> None:
         """Record the gradient of output ``place``, unless another pass was the first."""
         if self.strides is None:
-            self.strides, self._task = (None,) * num_outputs, _task_id()
+            self.strides, self._task = self.assumed or (None,) * num_outputs, _task_id()
             self.autocast = Autocast.now(grad.device.type)
         if self._task == _task_id():
             self.strides = (*self.strides[:place], grad.stride(), *self.strides[place + 1 :])
 
-    def hook(self, device_type: str) -> Callable[[torch.Tensor], None]:
-        """Return a hook of an output that records the autocast setting of the first backward."""
-
-        def record(_grad: torch.Tensor) -> None:
-            if self.autocast is None:
-                self.autocast = Autocast.now(device_type)
-
-        return record
+    def note_autocast(self, grad: torch.Tensor) -> None:
+        """Record the autocast setting of the first backward alone."""
+        if self.autocast is None:
+            self.autocast = Autocast.now(grad.device.type)
 
 
 class _Watch(torch.autograd.Function):
@@ -82,14 +82,23 @@ def watched(result: Any, sample: BackwardSample) -> Any:
     """Return ``result`` with its differentiable tensors passed through nodes, to fill ``sample``.
 
     A result that holds a parameter is returned unchanged, since a node would change the order in
-    which the parameter's gradients are summed; hooks then record the autocast setting alone.
+    which the parameter's gradients are summed. Hooks then record the gradients of outputs, except
+    for parameters and outputs from which others are computed: they would see whole sums.
     """
     leaves, spec = flatten(result)
     outputs = differentiable(leaves)
     if any(isinstance(tensor, torch.nn.Parameter) for tensor in outputs):
-        for tensor in outputs:
-            if not tensor.is_leaf:
-                tensor.register_hook(sample.hook(tensor.device.type))
+        nested = nested_among(outputs)
+        are_sums = [tensor.is_leaf or i in nested for i, tensor in enumerate(outputs)]
+        sample.assumed = tuple(
+            dense_strides(tensor) if is_sum else None
+            for tensor, is_sum in zip(outputs, are_sums, strict=True)
+        )
+        for i, tensor in enumerate(outputs):
+            if not are_sums[i]:
+                tensor.register_hook(partial(sample.note, i, len(outputs)))
+            elif not tensor.is_leaf:
+                tensor.register_hook(sample.note_autocast)
         return result
     if not outputs:
         return result

@@ -228,6 +228,12 @@ OPEN = {
         chunks=(ChunkSpec(("linear",), form="named", extras=("parameter!",)),),
         steps=(ONCE, Step(inside=(Action(1, "keep_view", 1),))),
     ),
+    "layouts_of_gradients_next_to_a_parameter": Program(
+        chunks=(ChunkSpec(("batch_norm_eval",), form="nested", extras=("parameter!",)),),
+        steps=(ONCE, ONCE),
+        loss="square",
+        watches=True,
+    ),
     "gradients_that_are_not_numbers": Program(
         chunks=(
             ChunkSpec(("eval:reentrant:encoder", "own_function")),
