@@ -254,7 +254,7 @@ class CUDABackend:
         except Exception as error:  # noqa: BLE001 - graphs work without the kernels
             self.memsets_kept = str(error) or type(error).__name__
             return
-        with contextlib.suppress(RuntimeError):  # the engine then starts the copies itself
+        with contextlib.suppress(Exception):  # the engine then starts the copies itself
             self._changes = replace(self._changes, copies=CopyNodes(driver, words))
 
     def new_pool(self, label: str) -> CUDAPool:
