@@ -173,7 +173,7 @@ class Slot:
             elif tensor.stride() != stride:  # a view of what was received
                 copied.append(tensor.clone())
                 statics.append(static)
-        if len(copied) == 1 and self._is_copied_by_graph(index, tensors, copied[0]):
+        if len(copied) == 1 and self._leave_to_graph(index, tensors, copied[0]):
             return
         if self._copied_input is not None:
             node, address = self._copied_input
@@ -184,10 +184,10 @@ class Slot:
         elif copied:  # one launch for all that have one dtype
             torch._foreach_copy_(statics, copied)
 
-    def _is_copied_by_graph(
+    def _leave_to_graph(
         self, index: int, tensors: Sequence[torch.Tensor], copied: torch.Tensor
     ) -> bool:
-        """Let the forward graph copy input ``index``, the only one to copy, if it can."""
+        """Return whether the forward graph copies input ``index``, the only one to copy."""
         node = self.input_nodes[index] if self.input_nodes else None
         _, address, stride, _ = self._places[index]
         if (
