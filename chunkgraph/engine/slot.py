@@ -203,8 +203,7 @@ class Slot:
                 other, place = self._copied_input
                 other.read(place)
             self._copied_input = node, address
-        node.read(copied.data_ptr())
-        return True
+        return node.read(copied.data_ptr())
 
     def forget_sources(self) -> None:
         """Load every input again next time: a step ended between a receive and its forward."""
@@ -227,8 +226,7 @@ class Slot:
                 raise self._other_gradients(grads)
             pointer = grad.data_ptr()
             if grad.stride() == strides:
-                if node is not None and _is_plain(grad):
-                    node.read(pointer)
+                if node is not None and _is_plain(grad) and node.read(pointer):
                     continue
                 if pointer != address:
                     copy(grad)

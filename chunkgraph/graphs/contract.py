@@ -60,9 +60,10 @@ class Pool(Protocol):
 class CopyNode(Protocol):
     """A copy at the start of each replay, to a fixed place; nothing is copied at first."""
 
-    def read(self, address: int) -> None:
+    def read(self, address: int) -> bool:
         """Copy from ``address`` in all further replays; from the target itself, copy nothing.
 
+        Return False if a graph cannot copy from there; then it copies nothing either.
         The memory must be in use until the replay is launched, on the stream that used it last.
         """
 

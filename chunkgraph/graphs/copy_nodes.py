@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from chunkgraph.graphs.addresses import AddressRange
-from chunkgraph.graphs.graph_driver import GraphDriver
+from chunkgraph.graphs.graph_driver import DamagedGraphError, GraphDriver
 
 __all__ = ["CopyNodes", "CudaCopyNode"]
 
@@ -37,6 +37,7 @@ class CudaCopyNode:
         self._context = context
         self._target = self._source = int(parameters.dstDevice)
         self._executable: Any = None
+        self._is_refused = False
 
     def begin(self, executable: int) -> None:
         """Take the instantiated graph, a ``cudaGraphExec_t``; copy nothing so far."""
@@ -47,24 +48,32 @@ class CudaCopyNode:
         """Forget the instantiated graph, which is freed next."""
         self._executable = None
 
-    def read(self, address: int) -> None:
-        """See `chunkgraph.graphs.contract.CopyNode`."""
+    def read(self, address: int) -> bool:
+        """See `chunkgraph.graphs.contract.CopyNode`.
+
+        The driver may refuse memory of another kind than the target's. It is not asked again.
+        """
         if address == self._source:
-            return
+            return True
         if self._executable is None:
             raise RuntimeError("this copy's graph was released; it cannot be loaded")
         if address == self._target:
             self._enable(False)
+        elif self._is_refused:
+            return False
         else:
             self._parameters.srcDevice = address
             status = self._set_parameters(
                 self._executable, self._node, self._parameters, self._context
             )[0]
             if status:
-                self._driver.check("cuGraphExecMemcpyNodeSetParams", status)
+                self._is_refused = True
+                self.read(self._target)
+                return False
             if self._source == self._target:
                 self._enable(True)
         self._source = address
+        return True
 
     def _enable(self, is_enabled: bool) -> None:
         self._driver.call("cuGraphNodeSetEnabled", self._executable, self._node, int(is_enabled))
@@ -98,7 +107,11 @@ class CopyNodes:
             targets: Memory of the device; None adds nothing.
 
         Returns:
-            The copies, which `CudaCopyNode.begin` must start; None for each None.
+            The copies, which `CudaCopyNode.begin` must start; None for each None, and where the
+            driver refuses the target's memory.
+
+        Raises:
+            DamagedGraphError: The driver failed and left the graph partly changed.
         """
         driver, bindings = self._driver, self._driver.bindings
         handle, context = bindings.CUgraph(graph), driver.call("cuCtxGetCurrent")
@@ -115,10 +128,25 @@ class CopyNodes:
             parameters.srcDevice = parameters.dstDevice = bindings.CUdeviceptr(target.start)
             parameters.WidthInBytes = target.end - target.start
             parameters.Height = parameters.Depth = 1
-            node = driver.call("cuGraphAddMemcpyNode", handle, [], 0, parameters, context)
-            driver.add_edges(handle, [node] * len(roots), roots)
-            copies.append(CudaCopyNode(driver, node, parameters, context))
+            node = self._node_before(roots, handle, parameters, context)
+            copy = None if node is None else CudaCopyNode(driver, node, parameters, context)
+            copies.append(copy)
         return tuple(copies)
+
+    def _node_before(
+        self, roots: list[Any], graph: Any, parameters: Any, context: Any
+    ) -> Any | None:
+        """Add a node that copies before all roots; return None if the driver refuses it."""
+        driver = self._driver
+        try:
+            node = driver.call("cuGraphAddMemcpyNode", graph, [], 0, parameters, context)
+        except RuntimeError:
+            return None
+        try:
+            driver.add_edges(graph, [node] * len(roots), roots)
+        except RuntimeError as error:
+            raise DamagedGraphError(str(error)) from error
+        return node
 
     def _try(self, words: torch.Tensor) -> None:
         """Run a graph of one copy, disabled, from one source and from another."""

@@ -33,10 +33,10 @@ from chunkgraph.graphs.cuda_draws import (
 )
 from chunkgraph.graphs.cuda_pool import CUDAPool
 from chunkgraph.graphs.failure import capture_failure
-from chunkgraph.graphs.graph_driver import GraphDriver
+from chunkgraph.graphs.graph_driver import DamagedGraphError, GraphDriver
 from chunkgraph.graphs.host_constants import HostConstants, HostMemory
 from chunkgraph.graphs.legality import check_backward
-from chunkgraph.graphs.memset_nodes import DamagedGraphError, MemsetKernels
+from chunkgraph.graphs.memset_nodes import MemsetKernels
 from chunkgraph.graphs.operator_mode import OperatorMode
 from chunkgraph.graphs.random_state import preserve_states, private_generator
 

@@ -6,7 +6,11 @@ from typing import Any
 
 import torch
 
-__all__ = ["GraphDriver"]
+__all__ = ["DamagedGraphError", "GraphDriver"]
+
+
+class DamagedGraphError(RuntimeError):
+    """A graph is partly changed and must not run."""
 
 
 class GraphDriver:

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from chunkgraph.graphs.graph_driver import GraphDriver
+from chunkgraph.graphs.graph_driver import DamagedGraphError, GraphDriver
 
-__all__ = ["MAX_BYTES", "DamagedGraphError", "MemsetKernels"]
+__all__ = ["MAX_BYTES", "MemsetKernels"]
 
 MAX_BYTES = 1 << 16
 """Size of the largest memset that is replaced; in a larger one, writing outlasts the wait."""
@@ -53,10 +53,6 @@ _PTX = """
 """
     for bits, kind in ((8, "u8"), (16, "u16"), (32, "u32"))
 )
-
-
-class DamagedGraphError(RuntimeError):
-    """A graph is partly changed and must not run."""
 
 
 class MemsetKernels:

@@ -46,9 +46,10 @@ class RecordedCopy:
         self.target = target
         self._source = target.start
 
-    def read(self, address: int) -> None:
+    def read(self, address: int) -> bool:
         """See `chunkgraph.graphs.contract.CopyNode`."""
         self._source = address
+        return True
 
     def run(self) -> None:
         """Copy, unless the source is the target itself."""

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 
 from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs
 from chunkgraph.engine.layout import memory_of
-from chunkgraph.graphs import CUDABackend, GraphBackend
-from chunkgraph.graphs.copy_nodes import CopyNodes
-from chunkgraph.graphs.graph_driver import GraphDriver
+from chunkgraph.graphs import AddressRange, CUDABackend, GraphBackend
+from chunkgraph.graphs.copy_nodes import CopyNodes, CudaCopyNode
+from chunkgraph.graphs.graph_driver import DamagedGraphError, GraphDriver
+from chunkgraph.graphs.recorded_graph import RecordedCopy
 
 
 def test_each_replay_copies_from_the_present_source(backend: GraphBackend) -> None:
@@ -108,3 +113,108 @@ def test_a_torch_without_access_to_instantiated_graphs_is_named(
     driver = GraphDriver.__new__(GraphDriver)
     with pytest.raises(RuntimeError, match="raw_cuda_graph_exec"):
         CopyNodes(driver, torch.zeros(3, dtype=torch.int32))
+
+
+class FakeDriver(GraphDriver):
+    """The used part of the driver; a call fails if ``refuses`` names it or the source's address."""
+
+    def __init__(self) -> None:
+        self.refuses: list[Any] = []
+        self.calls: list[tuple[Any, ...]] = []
+        self.bindings = SimpleNamespace(
+            CUresult=SimpleNamespace(CUDA_SUCCESS=0),
+            CUmemorytype=SimpleNamespace(CU_MEMORYTYPE_DEVICE="device"),
+            CUDA_MEMCPY3D=SimpleNamespace,
+            CUgraph=int,
+            CUgraphExec=int,
+            CUdeviceptr=int,
+            cuCtxGetCurrent=lambda: (0, "context"),
+            cuGraphGetRootNodes=lambda _graph, num: (0, ["a", "b"][:num], 2),
+            cuGraphAddMemcpyNode=lambda *_: self._called("add", "node"),
+            cuGraphAddDependencies=lambda _graph, sources, targets, *_: self._called(
+                "edges", *zip(sources, targets, strict=True)
+            )[:1],
+            cuGraphNodeSetEnabled=lambda _exec, _node, is_on: self._called("enable", is_on)[:1],
+            cuGraphExecMemcpyNodeSetParams=lambda _exec, _node, parameters, _context: self._called(
+                parameters.srcDevice
+            )[:1],
+        )
+        self._get_edges = lambda *_: (0, [], [], [], 0)
+        self._add_edges = "cuGraphAddDependencies"
+
+    def _called(self, name: Any, *values: Any) -> tuple[Any, ...]:
+        self.calls.append((name, *values))
+        return (1 if name in self.refuses else 0, *values)
+
+
+@pytest.fixture
+def driver() -> FakeDriver:
+    return FakeDriver()
+
+
+@pytest.fixture
+def nodes(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> CopyNodes:
+    monkeypatch.setattr(CopyNodes, "_try", lambda self, words: None)
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "raw_cuda_graph_exec", None, raising=False)
+    return CopyNodes(driver, torch.zeros(3, dtype=torch.int32))
+
+
+def added(nodes: CopyNodes, *targets: AddressRange | None) -> list[CudaCopyNode | None]:
+    copies = nodes.add(7, targets)
+    for copy in copies:
+        if copy is not None:
+            copy.begin(8)
+    return list(copies)
+
+
+def test_a_source_is_set_only_if_it_is_another_one(driver: FakeDriver, nodes: CopyNodes) -> None:
+    copy, none = added(nodes, AddressRange(100, 108), None)
+    assert none is None
+    assert copy is not None
+    assert driver.calls == [("add", "node"), ("edges", ("node", "a"), ("node", "b")), ("enable", 0)]
+    driver.calls.clear()
+    assert all(map(copy.read, (100, 300, 300, 400, 100, 100)))
+    assert driver.calls == [(300,), ("enable", 1), (400,), ("enable", 0)]
+
+
+def test_memory_that_the_driver_refuses_is_left_to_the_host(
+    driver: FakeDriver, nodes: CopyNodes
+) -> None:
+    (copy,) = added(nodes, AddressRange(100, 108))
+    assert copy is not None
+    driver.calls.clear()
+    driver.refuses = [300]
+    assert [*map(copy.read, (200, 300, 200, 100, 100))] == [True, False, False, True, True]
+    assert driver.calls == [(200,), ("enable", 1), (300,), ("enable", 0)]
+    driver.refuses = ["add"]
+    assert added(nodes, AddressRange(100, 108)) == [None]
+    driver.refuses = ["edges"]
+    with pytest.raises(DamagedGraphError):
+        nodes.add(7, [AddressRange(100, 108)])
+
+
+def test_the_host_copies_where_graphs_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first gradients are copied by graphs, later ones and inputs are not."""
+    num_read = 0
+
+    def read(self: RecordedCopy, address: int) -> bool:
+        nonlocal num_read
+        num_read += 1
+        is_copied = num_read < 20 or address == self.target.start
+        self._source = address if is_copied else self.target.start
+        return is_copied
+
+    monkeypatch.setattr(RecordedCopy, "read", read)
+    torch.manual_seed(0)
+    module, inputs = nn.Linear(4, 4), torch.randn(5, 6, 3, 4)
+    gradients: list[list[torch.Tensor]] = []
+    graphs = ChunkGraphs([module], [2])
+    for call in (graphs.callables[0], module):
+        module.zero_grad()
+        for step in inputs:
+            with graphs.step(len(step)):
+                for x in step:
+                    (call(x) * x).sum().backward()
+        gradients.append([p.grad.clone() for p in module.parameters()])  # type: ignore[union-attr]
+    assert all(map(torch.equal, *gradients))
+    assert num_read > 40

@@ -16,8 +16,8 @@ from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs, arguments
 from chunkgraph.graphs import CUDABackend, RecorderBackend
 from chunkgraph.graphs.cuda import CUDAGraphHandle, GraphChanges
 from chunkgraph.graphs.cuda_draws import GraphDraws, Sequences
-from chunkgraph.graphs.graph_driver import GraphDriver
-from chunkgraph.graphs.memset_nodes import MAX_BYTES, DamagedGraphError, MemsetKernels
+from chunkgraph.graphs.graph_driver import DamagedGraphError, GraphDriver
+from chunkgraph.graphs.memset_nodes import MAX_BYTES, MemsetKernels
 
 OK, WRONG, LOSSY = 0, 1, 2
 
