@@ -39,7 +39,7 @@ class CaptureOptions:
             any chunk. Interleaved schedules have fewer microbatches in flight than the chunks have
             slots in total, so this takes less memory, but every slot has graphs of every chunk.
         memset_kernels: run small memsets inside CUDA graphs as kernels, for which the device waits
-            less, and start copies of output gradients from inside them
+            less, and let graphs contain copies of output gradients and of a single input
             (`chunkgraph.graphs.memset_nodes`, `chunkgraph.graphs.copy_nodes`), if torch and its
             CUDA bindings support it. Results stay the same. Ignored if a backend is passed to the
             engine.

@@ -195,7 +195,7 @@ class Slot:
             or copied is not tensors[index]  # a clone, which is freed before the replay
             or self._sources[index] is not None  # copied once, and not by each replay
             or copied.stride() != stride
-            or not _is_plain(copied)
+            or not _is_plain(copied, copied.data_ptr())
         ):
             return False
         if self._copied_input is None or self._copied_input[0] is not node:
@@ -226,7 +226,7 @@ class Slot:
                 raise self._other_gradients(grads)
             pointer = grad.data_ptr()
             if grad.stride() == strides:
-                if node is not None and _is_plain(grad) and node.read(pointer):
+                if node is not None and _is_plain(grad, pointer) and node.read(pointer):
                     continue
                 if pointer != address:
                     copy(grad)
@@ -283,9 +283,9 @@ class Slot:
             graph.release()
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether the memory of ``tensor`` holds its values.
+def _is_plain(tensor: torch.Tensor, pointer: int) -> bool:
+    """Return whether the memory of ``tensor``, at ``pointer``, holds its values.
 
     That of a lazy negation or conjugation holds others; a tensor of zeros may have none.
     """
-    return not (tensor.is_neg() or tensor.is_conj() or tensor.data_ptr() == 0)
+    return not (tensor.is_neg() or tensor.is_conj() or pointer == 0)

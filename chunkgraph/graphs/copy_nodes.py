@@ -8,6 +8,7 @@ instantiation (``keep_graph=True``).
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,16 @@ import torch
 from chunkgraph.graphs.addresses import AddressRange
 from chunkgraph.graphs.graph_driver import DamagedGraphError, GraphDriver
 
-__all__ = ["CopyNodes", "CudaCopyNode"]
+__all__ = ["CopyNodes", "CudaCopyNode", "warn_of_host_copies"]
+
+
+def warn_of_host_copies(reason: str) -> None:
+    """Warn that the host starts a copy, with the same results."""
+    warnings.warn(
+        "The host starts copies of inputs and output gradients that graphs could contain, which "
+        f"takes some 10 us each ({reason}). memset_kernels=False silences this warning.",
+        stacklevel=3,
+    )
 
 
 class CudaCopyNode:
@@ -69,6 +79,7 @@ class CudaCopyNode:
             if status:
                 self._is_refused = True
                 self.read(self._target)
+                warn_of_host_copies(f"cuGraphExecMemcpyNodeSetParams failed: {status!r}")
                 return False
             if self._source == self._target:
                 self._enable(True)
@@ -140,7 +151,8 @@ class CopyNodes:
         driver = self._driver
         try:
             node = driver.call("cuGraphAddMemcpyNode", graph, [], 0, parameters, context)
-        except RuntimeError:
+        except RuntimeError as error:
+            warn_of_host_copies(str(error))
             return None
         try:
             driver.add_edges(graph, [node] * len(roots), roots)

@@ -22,7 +22,7 @@ from chunkgraph.errors import CaptureError, ChunkGraphError
 from chunkgraph.graphs.addresses import AddressRange, AddressRanges
 from chunkgraph.graphs.captured_generator import CapturedGenerator, DrawOffsets
 from chunkgraph.graphs.contract import Graph, Pool, Router
-from chunkgraph.graphs.copy_nodes import CopyNodes, CudaCopyNode
+from chunkgraph.graphs.copy_nodes import CopyNodes, CudaCopyNode, warn_of_host_copies
 from chunkgraph.graphs.cuda_allocations import CudaAllocations
 from chunkgraph.graphs.cuda_draws import (
     CudaGenerator,
@@ -254,8 +254,10 @@ class CUDABackend:
         except Exception as error:  # noqa: BLE001 - graphs work without the kernels
             self.memsets_kept = str(error) or type(error).__name__
             return
-        with contextlib.suppress(Exception):  # the engine then starts the copies itself
+        try:
             self._changes = replace(self._changes, copies=CopyNodes(driver, words))
+        except Exception as error:  # noqa: BLE001 - graphs work without the copies
+            warn_of_host_copies(str(error) or type(error).__name__)
 
     def new_pool(self, label: str) -> CUDAPool:
         """Return a new private pool."""

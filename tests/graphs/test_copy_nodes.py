@@ -184,10 +184,13 @@ def test_memory_that_the_driver_refuses_is_left_to_the_host(
     assert copy is not None
     driver.calls.clear()
     driver.refuses = [300]
-    assert [*map(copy.read, (200, 300, 200, 100, 100))] == [True, False, False, True, True]
+    with pytest.warns(UserWarning, match="SetParams failed") as warned:
+        assert [*map(copy.read, (200, 300, 200, 100, 100))] == [True, False, False, True, True]
+    assert len(warned) == 1
     assert driver.calls == [(200,), ("enable", 1), (300,), ("enable", 0)]
     driver.refuses = ["add"]
-    assert added(nodes, AddressRange(100, 108)) == [None]
+    with pytest.warns(UserWarning, match="AddMemcpyNode failed"):
+        assert added(nodes, AddressRange(100, 108)) == [None]
     driver.refuses = ["edges"]
     with pytest.raises(DamagedGraphError):
         nodes.add(7, [AddressRange(100, 108)])
