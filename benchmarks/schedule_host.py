@@ -5,6 +5,7 @@
 Both run the same schedule on the same stages, which do next to nothing, in alternating rounds. The
 time is the processor time of each rank's main thread. Transfers transfer nothing: what gloo takes
 for one depends on which rank posts first, and a rank that has slept for it is slower afterwards.
+With ``--graphs`` both replay captured stages.
 Runs on GPUs where there are any, otherwise on a CPU.
 """
 
@@ -25,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from chunkgraph.megatron import attach
 from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.megatron.pipeline.eager import eager_driver
 from chunkgraph.settings import config_from_mapping
@@ -32,28 +34,58 @@ from chunkgraph.trainer.setup import training_process
 
 _ROWS, _WIDTH = 4, 16
 _CHUNKS = {"1f1b": 1, "interleaved": 2}
+_SIDES = ("megatron", "chunkgraph")
+# Create process groups and capture graphs.
+_NUM_FIRST_STEPS = 3
+
+
+class _Block(nn.Module):
+    """A block that scales its input, as `attach` looks for it.
+
+    Args:
+        is_first: Whether the block takes its argument instead of what it received.
+    """
+
+    def __init__(self, *, is_first: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList()
+        self.scale = nn.Parameter(torch.ones(_WIDTH))
+        self.pre_process = is_first
+        self.input_tensor: torch.Tensor | None = None
+
+    def set_input_tensor(self, tensor: torch.Tensor | None) -> None:
+        """Take what the previous stage sent."""
+        self.input_tensor = tensor
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Scale the argument on the first stage, elsewhere the received tensor."""
+        hidden = hidden_states if self.pre_process else self.input_tensor
+        assert hidden is not None
+        return hidden * self.scale
 
 
 class _Stage(nn.Module):
-    """A stage that scales its input.
+    """A stage of one block.
 
     Args:
         config: Megatron's TransformerConfig.
+        is_first: Whether this is the first stage of the pipeline.
     """
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, *, is_first: bool) -> None:
         super().__init__()
         self.config = config
-        self.scale = nn.Parameter(torch.ones(_WIDTH))
-        self.received: torch.Tensor | None = None
+        self.decoder = _Block(is_first=is_first)
 
     def set_input_tensor(self, tensors: Any) -> None:
         """Take what the previous stage sent."""
-        (self.received,) = tensors if isinstance(tensors, list) else [tensors]
+        (tensor,) = tensors if isinstance(tensors, list) else [tensors]
+        self.decoder.set_input_tensor(tensor)
 
     def forward(self, data: torch.Tensor) -> torch.Tensor:
-        """Scale the received tensor, on the first stage the data."""
-        return (data if self.received is None else self.received) * self.scale
+        """Run the block, on the first stage with the data."""
+        output: torch.Tensor = self.decoder(hidden_states=data)
+        return output
 
 
 def _forward_step(data: Iterator[torch.Tensor], model: nn.Module, *_: Any) -> tuple[Any, Any]:
@@ -81,7 +113,10 @@ def _stages(num_chunks: int, num_ranks: int, device: torch.device) -> list[nn.Mo
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
     )
-    stages: list[nn.Module] = [_Stage(config).to(device) for _ in range(num_chunks)]
+    stages: list[nn.Module] = [
+        _Stage(config, is_first=chunk == 0 and dist.get_rank() == 0).to(device)
+        for chunk in range(num_chunks)
+    ]
     for index, stage in enumerate(stages):
         stage.model_type = enums.ModelType.encoder_or_decoder
         stage.vp_stage = index
@@ -124,28 +159,45 @@ def _step_us(run: Callable[..., Any], stages: list[nn.Module], count: int) -> fl
     return (time.thread_time() - start) * 1e6 / count
 
 
-def _measure(
-    name: str, num_microbatches: int, num_rounds: int, device: torch.device
-) -> dict[str, Any]:
-    stages = _stages(_CHUNKS[name], dist.get_world_size(), device)
-    runs = {
-        "megatron": import_megatron("megatron.core.pipeline_parallel").get_forward_backward_func(),
-        "chunkgraph": eager_driver(stages, name),
-    }
-    times: dict[str, list[float]] = {kind: [] for kind in runs}
-    for index in range(num_rounds + 3):
-        for kind, run in runs.items():
+def _medians(
+    runs: dict[str, Callable[..., Any]],
+    models: dict[str, list[nn.Module]],
+    num_microbatches: int,
+    num_rounds: int,
+) -> dict[str, float]:
+    """Return each side's processor time per microbatch in microseconds."""
+    times: dict[str, list[float]] = {side: [] for side in runs}
+    for index in range(num_rounds + 2 * _NUM_FIRST_STEPS):
+        for side, run in runs.items():
             with contextlib.ExitStack() as stack:
-                if index:  # the first steps create groups
+                if index >= _NUM_FIRST_STEPS:
                     stack.enter_context(_without_transfers())
-                value = _step_us(run, stages, num_microbatches)
-            if index >= 3:
-                times[kind].append(value)
-    medians = {kind: statistics.median(values) for kind, values in times.items()}
+                value = _step_us(run, models[side], num_microbatches)
+            if index >= 2 * _NUM_FIRST_STEPS:
+                times[side].append(value)
+    return {side: statistics.median(values) for side, values in times.items()}
+
+
+def _measure(
+    name: str, num_microbatches: int, num_rounds: int, device: torch.device, *, with_graphs: bool
+) -> dict[str, Any]:
+    megatron = import_megatron("megatron.core.pipeline_parallel").get_forward_backward_func()
+    models = {side: _stages(_CHUNKS[name], dist.get_world_size(), device) for side in _SIDES}
+    with contextlib.ExitStack() as ended:
+        if with_graphs:
+            runs = {}
+            for side, schedule in zip(_SIDES, ("auto", name), strict=True):
+                graphs = attach(models[side], scope="block", schedule=schedule)
+                ended.callback(graphs.detach)
+                runs[side] = graphs.wrap_forward_backward(megatron)
+        else:
+            runs = {"megatron": megatron, "chunkgraph": eager_driver(models["chunkgraph"], name)}
+        medians = _medians(runs, models, num_microbatches, num_rounds)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, medians)
     return {
         "schedule": name,
+        "with_graphs": with_graphs,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
         "us_per_microbatch": everyone,
         "ratio": [rank["chunkgraph"] / rank["megatron"] for rank in everyone],
@@ -158,6 +210,7 @@ def main() -> None:
     parser.add_argument("--schedule", choices=_CHUNKS, default="1f1b")
     parser.add_argument("--num-microbatches", type=int, default=32)
     parser.add_argument("--num-rounds", type=int, default=60)
+    parser.add_argument("--graphs", action="store_true", help="capture the stages of both sides")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     num_chunks = _CHUNKS[options.schedule]
@@ -180,7 +233,7 @@ def main() -> None:
     )
     with training_process(config) as device:
         counts = options.num_microbatches, options.num_rounds
-        result = _measure(options.schedule, *counts, device)
+        result = _measure(options.schedule, *counts, device, with_graphs=options.graphs)
         if dist.get_rank() > 0:
             return
         for rank, times in enumerate(result["us_per_microbatch"]):
