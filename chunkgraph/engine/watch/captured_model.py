@@ -268,7 +268,7 @@ class CapturedModel:
 
     def _num_hooks(self) -> int:
         """Return the number of hooks on all parts, including those that torch did not register."""
-        return sum(map(len, chain.from_iterable(map(_hooks, self._attributes))))
+        return sum(map(len, filter(None, chain.from_iterable(map(_hooks, self._attributes)))))
 
     def _check_hooks(self) -> None:
         now, known = self._hooks_now(), set(self._hooks)

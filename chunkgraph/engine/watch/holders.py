@@ -31,7 +31,7 @@ class Holders:
 
     def _values_now(self) -> list[Any]:
         dicts = chain.from_iterable(map(_dicts, self._attributes))
-        return [*chain.from_iterable(map(dict.values, dicts))]
+        return [*chain.from_iterable(map(dict.values, filter(None, dicts)))]
 
 
 def are_same(now: Sequence[Any], then: Sequence[Any]) -> bool:
