@@ -24,14 +24,18 @@ SCHEDULES = (
 @pytest.mark.multigpu
 @pytest.mark.timeout(150)
 def test_twelve_blocks_under_every_schedule(tmp_path: Path, free_port: Callable[[], int]) -> None:
-    """One job for all cases: bfloat16, deterministic kernels, poisoned scratch."""
+    """One job for all cases: bfloat16, deterministic kernels, poisoned scratch.
+
+    One capture serves all numbers of microbatches, with evaluations in between.
+    """
     path = tmp_path / "result.json"
     done = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
             *("--master-port", str(free_port()), "benchmarks/torch_pipelines.py"),
             *("--layers-per-rank", "6", "--width", "512", "--num-heads", "8"),
-            *("--sequence", "256", "--num-steps", "2", "--time-limit", "40"),
+            *("--sequence", "256", "--num-steps", "5", "--time-limit", "40"),
+            *("--num-microbatches", "4", "8", "6", "4", "--evaluate"),
             *("--verify", "poison", "--schedules", *SCHEDULES, "--json", str(path)),
         ],
         cwd=ROOT,
@@ -48,4 +52,5 @@ def test_twelve_blocks_under_every_schedule(tmp_path: Path, free_port: Callable[
         assert row["equal_to_eager"] is True, row["schedule"]
         assert row["equal_to_eager_1f1b"] is True, row["schedule"]
         for counters in row["graphs"]["counters_by_rank"]:
-            assert counters["replayed_steps"] == 4
+            assert counters["replayed_steps"] == 7
+            assert counters["capture_sessions"] == 1
