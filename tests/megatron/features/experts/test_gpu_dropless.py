@@ -217,6 +217,59 @@ def test_four_gpus(settings: list[str], tmp_path: Path) -> None:
     _check(_train([*settings, "capture.verify=shadow"], tmp_path))
 
 
+# Sizes of the pipeline, steps. The kinds of loads repeat every four steps.
+_RANDOM: dict[str, tuple[dict[str, int], int]] = {
+    "ep2": ({"data_parallel_size": 2, "expert_model_parallel_size": 2}, 24),
+    "ep4": ({"data_parallel_size": 4, "expert_model_parallel_size": 4}, 16),
+    "pp2-vpp2-ep2": (
+        {
+            "data_parallel_size": 2,
+            "expert_model_parallel_size": 2,
+            "pipeline_model_parallel_size": 2,
+            "virtual_pipeline_model_parallel_size": 2,
+        },
+        12,
+    ),
+}
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("ep2", marks=pytest.mark.multigpu),
+        pytest.param("ep4", marks=pytest.mark.multigpu(4)),
+        pytest.param("pp2-vpp2-ep2", marks=pytest.mark.multigpu(4)),
+    ],
+)
+def test_random_steps_with_too_little_room_equal_eager_training(
+    run_cases: Callable[..., Any], make_config: Callable[..., Any], name: str, dispatcher: str
+) -> None:
+    """Loads go to all, some, one or one rank's experts: steps run again, no token is lost."""
+    pipeline, num_steps = _RANDOM[name]
+    config = make_config(
+        model={**_ON_A_GPU, "hidden_dropout": 0.0},  # both models draw from one generator
+        moe={
+            **_MANY,
+            **_SIGMOID,
+            **_SEQ_LOSS,
+            "num_moe_experts": 8,
+            "moe_router_topk": 2,
+            "moe_token_dispatcher_type": dispatcher,
+        },
+        train={"num_microbatches": [2], "deterministic": True},
+        pipeline=pipeline,
+    )
+    case = {"config": {**config, "device": "cuda"}, "probe": "dropless", "num_steps": num_steps}
+    num_ranks = pipeline["data_parallel_size"] * pipeline.get("pipeline_model_parallel_size", 1)
+    for rank in run_cases({name: case}, num_ranks, timeout_s=250.0)[name]:
+        assert rank["differing"] == []
+        assert rank["reruns"] > num_steps // 10
+        assert rank["recaptures"] == 2
+        assert rank["replays"] > num_steps // 2
+        assert rank["dropped"] == 0
+
+
 @pytest.mark.multigpu
 @pytest.mark.skipif(
     importlib.util.find_spec("hybrid_ep_cpp") is None, reason="DeepEP's hybrid-ep is not installed"
