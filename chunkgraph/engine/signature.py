@@ -81,6 +81,11 @@ class Call:
         return distinct_tensors(self.leaves)
 
     @property
+    def takes_gradients(self) -> bool:
+        """Whether any input takes a gradient; otherwise a split backward has no input half."""
+        return any(t.requires_grad for t in self.tensors)
+
+    @property
     def places(self) -> list[int | None]:
         """Return for each leaf the number of its tensor; None for a plain value."""
         numbers: dict[int, int] = {}

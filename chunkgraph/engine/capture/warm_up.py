@@ -101,10 +101,15 @@ def warm_up(
                 refuse_undeclared(chunk, outputs, [*inputs, *leaves])
                 grads = [torch.ones_like(t) for t in outputs]
                 num_before = log.num_events()
-                torch.autograd.backward(outputs, grads)
                 if chunk.is_split:
                     delayed = DelayedModules(chunk.module, chunk.label)
-                    delayed.run(leaves, lambda _index, _gradient: None)
+                    # Without an input half, one graph holds the whole backward.
+                    whole = nullcontext() if sample.takes_gradients else delayed.computing_at_once()
+                    with whole:
+                        torch.autograd.backward(outputs, grads)
+                        delayed.run(leaves, lambda _index, _gradient: None)
+                else:
+                    torch.autograd.backward(outputs, grads)
                 if chunk.end_of_backward is not None:
                     chunk.end_of_backward()
                 del results, outputs, grads

@@ -82,7 +82,7 @@ def plan_split(
     Raises:
         CaptureError: The backward cannot be split.
     """
-    if not any(t.requires_grad for t in sample.tensors):
+    if not sample.takes_gradients:
         return SplitPlan()
     delayed = DelayedModules(chunk.module, chunk.label)
     watched = ForwardWatch()
