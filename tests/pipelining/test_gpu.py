@@ -22,7 +22,7 @@ SCHEDULES = (
 
 
 @pytest.mark.multigpu
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(240)
 def test_twelve_blocks_under_every_schedule(tmp_path: Path, free_port: Callable[[], int]) -> None:
     """One job for all cases: bfloat16, deterministic kernels, poisoned scratch.
 
@@ -42,7 +42,7 @@ def test_twelve_blocks_under_every_schedule(tmp_path: Path, free_port: Callable[
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=210,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
