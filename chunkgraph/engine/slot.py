@@ -114,8 +114,8 @@ class Slot:
         self._places = [(i, t.data_ptr(), t.stride(), t) for i, t in enumerate(self.inputs)]
         self._addresses = {t.data_ptr() for t in self.inputs}
         self._sources: list[LoadedSource | None] = [None] * len(self.inputs)
-        # The input that the forward graph copies, and its memory; None if it copies none.
-        self._copied_input: tuple[CopyNode, int] | None = None
+        # The input that the forward graph copies; None if it copies none.
+        self._copied_input: int | None = None
         self.has_frozen_outputs = len(self.differentiable) < len(self.output_tensors)
         self._hand_out = tuple(
             (duplicate(t) if self.copies_outputs and i not in self.lent else torch.detach, t)
@@ -176,9 +176,7 @@ class Slot:
         if len(copied) == 1 and self._leave_to_graph(index, tensors, copied[0]):
             return
         if self._copied_input is not None:
-            node, address = self._copied_input
-            node.read(address)
-            self._copied_input = None
+            self._copy_in_graph(None)
         if len(copied) == 1:
             statics[0].copy_(copied[0])
         elif copied:  # one launch for all that have one dtype
@@ -189,21 +187,25 @@ class Slot:
     ) -> bool:
         """Return whether the forward graph copies input ``index``, the only one to copy."""
         node = self.input_nodes[index] if self.input_nodes else None
-        _, address, stride, _ = self._places[index]
         if (
             node is None
             or copied is not tensors[index]  # a clone, which is freed before the replay
             or self._sources[index] is not None  # copied once, and not by each replay
-            or copied.stride() != stride
+            or copied.stride() != self._places[index][2]
             or not _is_plain(copied, copied.data_ptr())
         ):
             return False
-        if self._copied_input is None or self._copied_input[0] is not node:
-            if self._copied_input is not None:
-                other, place = self._copied_input
-                other.read(place)
-            self._copied_input = node, address
+        self._copy_in_graph(index)
         return node.read(copied.data_ptr())
+
+    def _copy_in_graph(self, index: int | None) -> None:
+        """Let the forward graph copy input ``index``, or none, instead of the one before."""
+        before = self._copied_input
+        if before is not None and before != index:
+            node = self.input_nodes[before]
+            assert node is not None
+            node.read(self._places[before][1])
+        self._copied_input = index
 
     def forget_sources(self) -> None:
         """Load every input again next time: a step ended between a receive and its forward."""
