@@ -82,7 +82,7 @@ class Call:
 
     @property
     def takes_gradients(self) -> bool:
-        """Whether any input takes a gradient; otherwise a split backward has no input half."""
+        """Return whether any input takes a gradient; if none does, there is no input half."""
         return any(t.requires_grad for t in self.tensors)
 
     @property

@@ -101,15 +101,11 @@ def warm_up(
                 refuse_undeclared(chunk, outputs, [*inputs, *leaves])
                 grads = [torch.ones_like(t) for t in outputs]
                 num_before = log.num_events()
-                if chunk.is_split:
-                    delayed = DelayedModules(chunk.module, chunk.label)
-                    # Without an input half, one graph holds the whole backward.
-                    whole = nullcontext() if sample.takes_gradients else delayed.computing_at_once()
-                    with whole:
-                        torch.autograd.backward(outputs, grads)
-                        delayed.run(leaves, lambda _index, _gradient: None)
-                else:
+                delayed = DelayedModules(chunk.module if chunk.is_split else None, chunk.label)
+                # Without an input half, one graph holds the whole backward.
+                with nullcontext() if sample.takes_gradients else delayed.computing_at_once():
                     torch.autograd.backward(outputs, grads)
+                    delayed.run(leaves, lambda _index, _gradient: None)
                 if chunk.end_of_backward is not None:
                     chunk.end_of_backward()
                 del results, outputs, grads
