@@ -2,11 +2,10 @@
 
     torchrun --nproc-per-node 2 benchmarks/schedule_host.py --schedule 1f1b --json result.json
 
-Both run the same schedule on the same stages, which do next to nothing, in alternating rounds. The
-time is the processor time of each rank's main thread. Transfers transfer nothing: what gloo takes
-for one depends on which rank posts first, and a rank that has slept for it is slower afterwards.
-With ``--graphs`` both replay captured stages.
-Runs on GPUs where there are any, otherwise on a CPU.
+Both run the same schedule on equal stages, which do next to nothing, in alternating rounds; with
+``--graphs`` both replay the stages. The time is the processor time of each rank's main thread.
+Transfers transfer nothing: what gloo takes for one depends on which rank posts first, and a rank
+that has slept for it is slower afterwards. Runs on GPUs where there are any, otherwise on a CPU.
 """
 
 from __future__ import annotations
