@@ -105,15 +105,15 @@ def main() -> int:
     )
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found = [_measured(device, args.steps, mib, args.num_parameters) for mib in args.cold_mib]
+    rows = [_measured(device, args.steps, mib, args.num_parameters) for mib in args.cold_mib]
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU recorder"
     document = {
         "command": " ".join(["python", "benchmarks/replay_host.py", *sys.argv[1:]]),
         "device": name,
         "torch": str(torch.__version__),
-        "us": found,
+        "us": rows,
     }
-    _show(found)
+    _show(rows)
     if args.json is not None:
         args.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return 0
@@ -137,8 +137,8 @@ def _measured(
     labels = [torch.ones(_ROWS, dtype=torch.int64, device=device) for _ in range(_SLOTS)]
     for _ in range(2):  # a warmup step, which shows the layouts of gradients, and the capture
         with graphs.step(_SLOTS):
-            for given in labels:
-                graphs.callables[0](hidden, given).sum().backward()
+            for target in labels:
+                graphs.callables[0](hidden, target).sum().backward()
     parts = _Parts()
     _watch(graphs, parts)
     call = parts.timed("forward in all", graphs.callables[0])
@@ -155,16 +155,16 @@ def _measured(
                 times.clear()
         with graphs.step(_SLOTS):
             losses = []
-            for given in labels:
+            for target in labels:
                 received = graphs.reserve_input(0)
                 if cold_mib:
                     rest.sum()
-                losses.append(call(received, given))
+                losses.append(call(received, target))
             for loss in losses:
                 if cold_mib:
                     rest.sum()
                 loss.sum().backward()
-        for floor, given_to in (
+        for floor, arguments in (
             (node, ([], hidden, out)),
             (around, ([], hidden, out)),
             (leaf, (out,)),
@@ -173,16 +173,18 @@ def _measured(
         ):
             if cold_mib:
                 rest.sum()
-            floor(*given_to)
+            floor(*arguments)
         if device.type == "cuda":
             torch.cuda.synchronize()
-    found = parts.medians()
-    launch = found.pop("launch of the forward")
-    found["forward in all"] -= launch
+    medians = parts.medians()
+    launch = medians.pop("launch of the forward")
+    medians["forward in all"] -= launch
     inside = ("check of the call", "inputs loaded")
-    found["node, wrapper and result"] = found["forward in all"] - sum(found[n] for n in inside)
-    found["backward in all"] -= found.pop("launch of the backward")
-    return {"cold MiB": cold_mib, **found}
+    medians["node, wrapper and result"] = medians["forward in all"] - sum(
+        medians[n] for n in inside
+    )
+    medians["backward in all"] -= medians.pop("launch of the backward")
+    return {"cold MiB": cold_mib, **medians}
 
 
 def _watch(graphs: Any, parts: _Parts) -> None:
@@ -200,9 +202,9 @@ def _watch(graphs: Any, parts: _Parts) -> None:
     replayer.replay_backward = parts.timed("backward in all", replayer.replay_backward)
 
 
-def _show(found: list[dict[str, float]]) -> None:
-    for name in found[0]:
-        numbers = "".join(f"{of_run[name]:10.1f}" for of_run in found)
+def _show(rows: list[dict[str, float]]) -> None:
+    for name in rows[0]:
+        numbers = "".join(f"{of_run[name]:10.1f}" for of_run in rows)
         sys.stdout.write(f"{name:28}{numbers}\n")
 
 

@@ -144,7 +144,7 @@ def test_output_gradients_come_from_any_memory(both: Callable[..., None], kind: 
 def test_inputs_come_from_any_memory(both: Callable[..., None], kind: str) -> None:
     buffers: dict[torch.device, torch.Tensor] = {}
 
-    def given(device: torch.device, factor: float) -> torch.Tensor:
+    def argument(device: torch.device, factor: float) -> torch.Tensor:
         values = torch.arange(32.0, device=device).view(4, 8).sin() * factor
         if kind == "negated":
             return torch._neg_view(values)
@@ -162,7 +162,7 @@ def test_inputs_come_from_any_memory(both: Callable[..., None], kind: str) -> No
         for s in range(3):
             with step(3):
                 for i in range(3):
-                    outputs.append(call(given(device, 1.0 + s + 0.3 * i)))
+                    outputs.append(call(argument(device, 1.0 + s + 0.3 * i)))
                     outputs[-1].abs().sum().backward()
         return [*outputs, *[p.grad for p in module.parameters()]]
 
