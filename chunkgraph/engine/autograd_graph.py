@@ -18,7 +18,9 @@ __all__ = [
     "kept_by",
     "nested_among",
     "nodes_below",
+    "refuse_changed_outputs",
     "refuse_hooks_on_nested",
+    "sharing_outputs",
     "storage_address",
 ]
 
@@ -62,6 +64,25 @@ def refuse_hooks_on_nested(label: str, outputs: Iterable[torch.Tensor | None]) -
             "added inside the graph.\n  To do: ask for an eager step (`step(eager=True)`), or "
             "compute the other output outside the chunk."
         )
+
+
+def refuse_changed_outputs(label: str, ctx: Any) -> None:
+    """Refuse a change in place of the outputs and arguments that a node saved for its backward.
+
+    Raises:
+        ReplayMismatchError: one was changed in place after the forward.
+    """
+    try:
+        _ = ctx.saved_tensors
+    except RuntimeError as error:
+        if "inplace" not in str(error):  # a second backward, which is refused later
+            return
+        raise ReplayMismatchError(
+            f"{label}: an output or an argument that the chunk returns was changed in place. "
+            "The chunk's backward needs the old values, or the output shares memory with an "
+            "argument, a parameter or another output, which a replay does not change with it.\n"
+            "  To do: clone the tensor first, or use an operator that is not in place."
+        ) from error
 
 
 def edges_to_leaves(outputs: Sequence[torch.Tensor]) -> dict[torch.Tensor, int]:
@@ -129,7 +150,14 @@ def guarded_outputs(
         others: arguments, parameters and buffers.
     """
     kept = [tensor for node in nodes_below(outputs) for _, tensor in kept_by(node)]
-    storages = {storage_address(tensor) for tensor in (*kept, *others)}
+    return sharing_outputs(outputs, [*kept, *others])
+
+
+def sharing_outputs(
+    outputs: Sequence[torch.Tensor], others: Iterable[torch.Tensor]
+) -> tuple[int, ...]:
+    """Return which outputs share memory with another output or with one of ``others``."""
+    storages = set(map(storage_address, others))
     of_outputs = [storage_address(tensor) for tensor in outputs]
     return tuple(
         i
@@ -139,5 +167,11 @@ def guarded_outputs(
 
 
 def storage_address(tensor: torch.Tensor) -> int:
-    """Return the address of the tensor's storage; 0 if it has no memory."""
-    return tensor.untyped_storage().data_ptr()
+    """Return the address of the tensor's storage; 0 if it has no memory of its own.
+
+    Sparse tensors and wrappers (``DTensor``) have none.
+    """
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return 0

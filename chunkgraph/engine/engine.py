@@ -465,8 +465,8 @@ class ChunkGraphs:
         result = self._chunks[c].forward(*args, **kwargs)
         if backward is not None:
             backward.label = self._chunks[c].label
-            result = watched(result, backward)
-        return self.weights.watched(c, result)
+            result = watched(result, backward, (args, kwargs))
+        return self.weights.watched(c, result, (args, kwargs))
 
     def reserve_input(self, c: int, index: int = 0, *, num_before: int = 0) -> torch.Tensor | None:
         """Return the memory that the next forward of chunk ``c`` reads, to receive into it.

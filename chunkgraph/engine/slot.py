@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,8 +57,8 @@ class Slot:
         nested: outputs from which other outputs are computed, by position. Inside the graph they
             also get the gradients of those other outputs, which hooks on them do not see.
         summed: inputs that the forward reads several times, by number: their gradients are sums.
-        lent: outputs that are parameters, by position: the caller gets their memory, and so sees
-            updates of them as in eager training.
+        lent: outputs that are parameters or buffers, by position: the caller gets their memory, and
+            so sees updates of them as in eager training.
         backward_autocast: autocast setting of the captured backward.
         grads_lie_in_pool: whether an input gradient lies in ``pool`` (a compiled backward may write
             it over a saved tensor).
@@ -118,8 +118,7 @@ class Slot:
         self._copied_input: int | None = None
         self.has_frozen_outputs = len(self.differentiable) < len(self.output_tensors)
         self._hand_out = tuple(
-            (duplicate(t) if self.copies_outputs and i not in self.lent else torch.detach, t)
-            for i, t in enumerate(self.output_tensors)
+            (self._hand_over(i, t), t) for i, t in enumerate(self.output_tensors)
         )
         # The single output, if the caller's tensor need not be watched.
         is_watched = self.has_frozen_outputs or self.guarded or self.nested
@@ -134,6 +133,16 @@ class Slot:
             (i, static.data_ptr(), static.stride(), copy_into(static), node)
             for i, static, node in zip(self.receiving, self.output_grads, nodes, strict=True)
         ]
+
+    def _hand_over(
+        self, position: int, tensor: torch.Tensor
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return the function that returns an output tensor for the caller."""
+        if isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad:
+            return _itself  # can be thawed
+        if self.copies_outputs and position not in self.lent:
+            return duplicate(tensor)
+        return torch.detach
 
     @property
     def graphs(self) -> list[Graph]:
@@ -291,3 +300,7 @@ def _is_plain(tensor: torch.Tensor, pointer: int) -> bool:
     That of a lazy negation or conjugation holds others; a tensor of zeros may have none.
     """
     return not (tensor.is_neg() or tensor.is_conj() or pointer == 0)
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import nn
 
-from chunkgraph.engine import CaptureOptions, ChunkGraphs
+from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs
 from chunkgraph.engine.verify import same_bits
 from chunkgraph.errors import CaptureError, ReplayMismatchError
 from chunkgraph.graphs import GraphBackend
@@ -220,6 +220,76 @@ def test_an_argument_that_is_returned_is_not_changed_in_place(backend: GraphBack
     train(1.0)
     with pytest.raises(ReplayMismatchError, match="changed in place"):
         train(2.0)
+
+
+class ReturnsAView(nn.Linear):
+    def forward(self, x: torch.Tensor) -> Any:
+        y = super().forward(x)
+        return y, y[:, 1:]
+
+
+@pytest.mark.parametrize("backward", ["whole", "split"])
+@pytest.mark.parametrize("changed", [0, 1])
+def test_an_output_that_shares_memory_is_not_changed_in_place_in_a_warmup_step(
+    backend: GraphBackend, changed: int, backward: Literal["whole", "split"]
+) -> None:
+    """Each output has its own node there; the gradient through the other one would be wrong."""
+    module = ReturnsAView(8, 8).to(backend.device)
+    chunk = Chunk.from_module(module, "chunk", backward=backward)
+    graphs = ChunkGraphs([chunk], [1], backend=backend)
+
+    def train() -> None:
+        outputs = graphs.callables[0](rows(module))
+        outputs[changed].mul_(2)
+        sum(y.square().sum() for y in outputs).backward()
+
+    with pytest.raises(ReplayMismatchError, match="changed in place"), graphs.step(1):
+        train()
+
+
+def test_an_argument_that_is_returned_is_not_changed_in_place_in_a_warmup_step(
+    backend: GraphBackend,
+) -> None:
+    module = ReturnsItsArgument(8, 8).to(backend.device)
+    scale = torch.ones(2, device=backend.device, requires_grad=True) * 2
+    graphs = ChunkGraphs([module], [1], backend=backend)
+
+    def train() -> None:
+        _, returned = graphs.callables[0](rows(module), scale)
+        scale.mul_(3)
+        returned.square().sum().backward()
+
+    with pytest.raises(ReplayMismatchError, match="changed in place"), graphs.step(1):
+        train()
+
+
+class ReturnsItself(nn.Module):
+    """Returns a frozen parameter and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+        self.frozen = nn.Parameter(torch.ones(8), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.norm(x), self.frozen, self.norm.running_mean
+
+
+def test_a_returned_buffer_stays_the_buffer(both: Callable[..., None]) -> None:
+    """So does a frozen parameter, which can be thawed."""
+
+    def program(module: Any, call: Callable[..., Any], step: Any) -> list[Any]:
+        kept = []
+        for _ in range(3):
+            with step(2):
+                for _ in range(2):
+                    y, *own = call(torch.randn(4, 8, device=module.frozen.device))
+                    kept += own
+                    y.square().sum().backward()
+        module.frozen.requires_grad_()
+        return [*kept, *(tensor.requires_grad for tensor in kept)]
+
+    both(ReturnsItself(), program)
 
 
 def test_parameters_below_an_unused_output_get_no_gradient(both: Callable[..., None]) -> None:

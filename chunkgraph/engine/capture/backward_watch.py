@@ -11,7 +11,12 @@ from typing import Any
 import torch
 
 from chunkgraph.engine.autocast import Autocast
-from chunkgraph.engine.autograd_graph import nested_among, refuse_hooks_on_nested
+from chunkgraph.engine.autograd_graph import (
+    nested_among,
+    refuse_changed_outputs,
+    refuse_hooks_on_nested,
+    sharing_outputs,
+)
 from chunkgraph.engine.layout import dense_strides
 from chunkgraph.engine.signature import flatten, unflatten
 
@@ -32,6 +37,8 @@ class BackwardSample:
         assumed: ``strides`` before the first gradient; strides where none can be observed.
         nested: positions of differentiable outputs from which other outputs are computed.
         references: weak references to these outputs, as the caller has them.
+        sharing: positions of differentiable outputs that share memory with another one or with an
+            argument. Each has its own node, so autograd does not see a change of one in the other.
     """
 
     strides: tuple[tuple[int, ...] | None, ...] | None = None
@@ -40,6 +47,7 @@ class BackwardSample:
     assumed: tuple[tuple[int, ...] | None, ...] = ()
     nested: tuple[int, ...] = ()
     references: Sequence[weakref.ref[torch.Tensor]] = ()
+    sharing: tuple[int, ...] = ()
     _task: int = -1  # torch's number of the first backward pass
 
     def note(self, place: int, num_outputs: int, grad: torch.Tensor) -> None:
@@ -68,18 +76,24 @@ class _Watch(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.sample, ctx.place = sample, place
+        if place[0] in sample.sharing:
+            ctx.save_for_backward(output)
         return output.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[None, None, torch.Tensor | None]:
+        refuse_changed_outputs(ctx.sample.label, ctx)
         refuse_hooks_on_nested(ctx.sample.label, [nested() for nested in ctx.sample.references])
         if grad is not None:
             ctx.sample.note(*ctx.place, grad)
         return None, None, grad
 
 
-def watched(result: Any, sample: BackwardSample) -> Any:
+def watched(result: Any, sample: BackwardSample, arguments: Any) -> Any:
     """Return ``result`` with its differentiable tensors passed through nodes, to fill ``sample``.
+
+    A change in place of an output that shares memory with another one, or with one of
+    ``arguments``, is an error in the backward, as in a replay.
 
     A result that holds a parameter is returned unchanged, since a node would change the order in
     which the parameter's gradients are summed. Hooks then record the gradients of outputs, except
@@ -103,6 +117,7 @@ def watched(result: Any, sample: BackwardSample) -> Any:
     if not outputs:
         return result
     sample.nested = nested_among(outputs)
+    sample.sharing = sharing_outputs(outputs, differentiable(flatten(arguments)[0]))
     num = len(outputs)
     passed = {id(t): _Watch.apply(sample, (i, num), t) for i, t in enumerate(outputs)}
     sample.references = [weakref.ref(passed[id(outputs[i])]) for i in sample.nested]

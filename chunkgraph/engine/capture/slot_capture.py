@@ -128,7 +128,7 @@ class CapturedForward:
         casting: applies the backward's autocast setting.
         strides: strides of the gradients of ``receiving``.
         results_grads: see `call_with`.
-        lent: Positions of outputs that are parameters.
+        lent: Positions of outputs that are parameters or buffers.
         differentiable: Indices of the tensors that take a gradient.
         deciding: See `deciding_inputs`.
         num_terms: Number of gradients that autograd sums for each parameter of the chunk; 0 if
@@ -189,7 +189,7 @@ class CapturedForward:
             free = pool.alias(storage.data_ptr(), storage.nbytes())
             return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(free, *shape)
 
-        aliases = {id(t): alias(t.detach()) for t in self.tensors}
+        aliases = {id(t): alias(t.detach() if t.requires_grad else t) for t in self.tensors}
         self.leaves = [aliases.get(id(leaf), leaf) for leaf in self.leaves]
         self.input_grads = [None if g is None else alias(g) for g in self.input_grads]
 
@@ -277,8 +277,6 @@ def _describe_outputs(
     _check_outputs(chunk, outputs, [*forward.inputs, *leaves])
     every = [forward.tensors[i] for i in forward.differentiable]
     forward.deciding = deciding_inputs(every, forward.inputs)
-    storages = {storage_address(leaf) for leaf in leaves} - {0}
-    forward.lent = tuple(i for i, t in enumerate(forward.tensors) if storage_address(t) in storages)
     forward.nested = tuple(forward.receiving[n] for n in nested_among(outputs))
     # Calls of one autocast block share a cast, whose gradients eager training sums before it
     # casts them back.
@@ -290,6 +288,8 @@ def _describe_outputs(
     module_tensors = (
         [*chunk.module.parameters(), *chunk.module.buffers()] if chunk.module is not None else []
     )
+    storages = {storage_address(t) for t in (*leaves, *module_tensors)} - {0}
+    forward.lent = tuple(i for i, t in enumerate(forward.tensors) if storage_address(t) in storages)
     if forward.copies_outputs:
         others = [*forward.inputs, *leaves, *module_tensors]
         forward.guarded = guarded_outputs(forward.tensors, others)
@@ -449,7 +449,7 @@ def new_slot(forward: CapturedForward, chunk: Chunk, backend: GraphBackend) -> S
     """Return the slot, once all of its graphs are captured."""
     assert len(forward.graphs) > 1
     place = forward.place
-    outputs = {id(tensor): tensor.detach() for tensor in forward.tensors}
+    outputs = {id(t): t.detach() if t.requires_grad else t for t in forward.tensors}
     return Slot(
         chunk=place.chunk_index,
         index=place.index,

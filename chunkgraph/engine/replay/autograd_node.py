@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from chunkgraph.engine.autograd_graph import refuse_hooks_on_nested
+from chunkgraph.engine.autograd_graph import refuse_changed_outputs, refuse_hooks_on_nested
 from chunkgraph.engine.replay.input_sum import InputSum
 from chunkgraph.engine.slot import Slot
 from chunkgraph.errors import ReplayMismatchError
@@ -107,7 +107,7 @@ class SlotReplay(torch.autograd.Function):
                 "create_graph out, or ask for an eager step (`step(eager=True)`)."
             )
         if slot.guarded:
-            _refuse_changed_outputs(ctx, slot)
+            refuse_changed_outputs(slot.label, ctx)
         if slot.nested:
             refuse_hooks_on_nested(slot.label, [reference() for reference in ctx.nested])
         runner.replay_backward(slot, turn, grads)
@@ -115,20 +115,6 @@ class SlotReplay(torch.autograd.Function):
         for n, (_, place) in enumerate(slot.input_sums):
             ctx.sums[n].address = input_grads[place].data_ptr()
         return (None, None, None, *input_grads, None)
-
-
-def _refuse_changed_outputs(ctx: Any, slot: Slot) -> None:
-    try:
-        _ = ctx.saved_tensors
-    except RuntimeError as error:
-        if "inplace" not in str(error):  # a second backward, which is refused later
-            return
-        raise ReplayMismatchError(
-            f"{slot.label}: an output or an argument that the chunk returns was changed in place. "
-            "The chunk's backward needs the old values, or the output shares memory with an "
-            "argument, a parameter or another output, which a replay does not change with it.\n"
-            "  To do: clone the tensor first, or use an operator that is not in place."
-        ) from error
 
 
 replay_node: Callable[..., Any] = super(torch.autograd.Function, SlotReplay).apply

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from chunkgraph.engine.autograd_graph import refuse_changed_outputs, sharing_outputs
 from chunkgraph.engine.capture.backward_watch import differentiable
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.replay.replayer import Replayer
@@ -96,11 +97,15 @@ class WeightBackwards:
             self._eager = None
         step.end()
 
-    def watched(self, c: int, result: Any) -> Any:
-        """Return the result of an eager call; its backward makes the microbatch wait."""
+    def watched(self, c: int, result: Any, arguments: Any) -> Any:
+        """Return the result of an eager call; its backward makes the microbatch wait.
+
+        A change in place of an output that shares memory with another one, or with one of
+        ``arguments``, is an error in the backward, as in a replay.
+        """
         if self._eager is None or not self._chunks[c].is_split or not torch.is_grad_enabled():
             return result
-        return self._eager.watched(c, result)
+        return self._eager.watched(c, result, arguments)
 
     def _run(self, c: int, ticket: int | None) -> None:
         self._check_split(c)
@@ -153,15 +158,17 @@ class _EagerStep:
         self._chunks = chunks
         self._num_forwards = [0] * len(chunks)
 
-    def watched(self, c: int, result: Any) -> Any:
+    def watched(self, c: int, result: Any, arguments: Any) -> Any:
         leaves, spec = flatten(result)
         outputs = differentiable(leaves)
         if not outputs:
             return result
         microbatch = self._num_forwards[c]
         self._num_forwards[c] += 1
-        begin = _Begin(self.waiting[c], microbatch)
-        passed = dict(zip(map(id, outputs), _Passed.apply(begin, *outputs), strict=True))
+        begin = _Begin(self._chunks[c].label, self.waiting[c], microbatch)
+        sharing = sharing_outputs(outputs, differentiable(flatten(arguments)[0]))
+        nodes = _Passed.apply(begin, sharing, *outputs)
+        passed = dict(zip(map(id, outputs), nodes, strict=True))
         return unflatten([passed.get(id(leaf), leaf) for leaf in leaves], spec)
 
     def run(self, c: int) -> None:
@@ -186,7 +193,8 @@ class _EagerStep:
 class _Begin:
     """Record once that the backward of a microbatch has begun."""
 
-    def __init__(self, waiting: deque[int], microbatch: int) -> None:
+    def __init__(self, label: str, waiting: deque[int], microbatch: int) -> None:
+        self.label = label
         self._waiting = waiting
         self._microbatch = microbatch
         self._has_begun = False
@@ -201,12 +209,14 @@ class _Passed(torch.autograd.Function):
     """Pass tensors on, and call back when a gradient arrives."""
 
     @staticmethod
-    def forward(ctx: Any, begin: _Begin, *outputs: torch.Tensor) -> Any:
+    def forward(ctx: Any, begin: _Begin, sharing: tuple[int, ...], *outputs: torch.Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.begin = begin
+        ctx.save_for_backward(*[outputs[i] for i in sharing])
         return tuple([tensor.detach() for tensor in outputs])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        refuse_changed_outputs(ctx.begin.label, ctx)
         ctx.begin()
-        return (None, *grads)
+        return (None, None, *grads)

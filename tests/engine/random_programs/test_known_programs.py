@@ -228,6 +228,16 @@ OPEN = {
         chunks=(ChunkSpec(("linear",), form="named", extras=("parameter!",)),),
         steps=(ONCE, Step(inside=(Action(1, "keep_view", 1),))),
     ),
+    "an_output_with_a_view_that_is_changed_in_a_warmup_step": Program(
+        chunks=(ChunkSpec(("linear",), form="nested", extras=("view!",)),),
+        steps=(Step(inside=(Action(1, "change_output"),)),),
+        loss="square",
+    ),
+    "a_frozen_parameter_that_is_kept_until_it_is_thawed": Program(
+        chunks=(ChunkSpec(("linear",), form="nested", extras=("parameter!",)),),
+        steps=(ONCE, Step(inside=(Action(1, "keep_view", 1),), after=("thaw+release",))),
+        frozen=(0,),
+    ),
     "layouts_of_gradients_next_to_a_parameter": Program(
         chunks=(ChunkSpec(("batch_norm_eval",), form="nested", extras=("parameter!",)),),
         steps=(ONCE, ONCE),
