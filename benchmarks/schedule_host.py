@@ -106,6 +106,8 @@ def _stages(num_chunks: int, num_ranks: int, device: torch.device) -> list[nn.Mo
         pipeline_model_parallel_size=num_ranks,
         virtual_pipeline_model_parallel_size=num_chunks if num_chunks > 1 else None,
         microbatch_group_size_per_vp_stage=num_ranks,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
         pipeline_dtype=torch.float32,
         deallocate_pipeline_outputs=True,
         batch_p2p_comm=False,
