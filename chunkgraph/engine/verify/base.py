@@ -16,6 +16,7 @@ from chunkgraph.engine.slot import Slot
 from chunkgraph.engine.verify.eager_pass import EagerPasses, Surroundings
 from chunkgraph.engine.verify.records import SavedRecords
 from chunkgraph.engine.verify.report import Replayed, warn_of_nan
+from chunkgraph.engine.verify.state import ChunkState
 
 __all__ = ["Verifier"]
 
@@ -129,9 +130,20 @@ class Verifier:
             warn_of_nan(self._replayed(slot, direction), where)
 
     def _first_layer_with_nan(
-        self, slot: Slot, tensors: Sequence[torch.Tensor], with_grad: Sequence[bool]
+        self,
+        slot: Slot,
+        tensors: Sequence[torch.Tensor],
+        with_grad: Sequence[bool],
+        begin: ChunkState | None = None,
     ) -> str:
-        """Run an eager forward from the present state; return the origin of a NaN, or ""."""
+        """Run an eager forward; return the origin of a NaN, or "".
+
+        Args:
+            slot: the slot of the replay.
+            tensors: the inputs.
+            with_grad: whether each input takes a gradient.
+            begin: the state before the replay; None for the present one.
+        """
         if has_nan(tensors):
             return "it came in with the input"
         layers: list[str] = []
@@ -140,7 +152,7 @@ class Verifier:
             if not layers and has_nan(tensors_in(result)):
                 layers.append(layer)
 
-        forward = self._passes_of(slot).forward(tensors, with_grad, look)
+        forward = self._passes_of(slot).forward(tensors, with_grad, look, begin)
         if not has_nan(forward.tensors):
             return ""
         return f"the first layer with a NaN is {layers[0]}" if layers else "it arose in the chunk"

@@ -154,14 +154,15 @@ class EagerPasses:
         tensors: Sequence[torch.Tensor],
         with_grad: Sequence[bool],
         on_output: OnOutput | None = None,
+        begin: ChunkState | None = None,
     ) -> EagerForward:
-        """Run the forward on copies of ``tensors``, from the present state."""
+        """Run the forward on copies of ``tensors``, from ``begin`` or the present state."""
         inputs = [t.detach().clone() for t in tensors]
         for tensor, has_grad in zip(inputs, with_grad, strict=True):
             tensor.requires_grad_(has_grad)
         watch = LayerWatch()
         with (
-            self._around.untouched(self._written),
+            self._around.untouched(self._written, begin),
             self._aliases.in_place(),
             self._own_sums(),
         ):

@@ -7,7 +7,7 @@ produces a NaN by itself.
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -18,6 +18,7 @@ from chunkgraph.engine.verify.base import Verifier
 from chunkgraph.engine.verify.records import memory_of
 from chunkgraph.engine.verify.report import stale_memory
 from chunkgraph.engine.verify.saved import Place, first_nan
+from chunkgraph.engine.verify.state import ChunkState
 from chunkgraph.graphs import AddressRanges, Pool
 from chunkgraph.memory import Poison
 
@@ -43,18 +44,23 @@ class PoisonVerifier(Verifier):
     def _forget(self) -> None:
         super()._forget()
         self._kept_nan: dict[Slot, Place | None] = {}
-        self._had_nan: list[bool] = []
+        self._were_infinite: list[bool] = []
+        self._begin: dict[Slot, ChunkState] = {}
 
     def before_forward(self, slot: Slot, tensors: Sequence[torch.Tensor]) -> None:  # noqa: ARG002
-        """Fill dead memory."""
+        """Fill dead memory, and copy the state that an eager pass begins with."""
         self._count_forward(slot)
+        chunk = self._chunks[slot.chunk]
+        written = (*chunk.buffers, *self._records.written(chunk))
+        self._begin[slot] = self._around.state_of(written)
         self._poison.before_replay()
 
     def after_forward(self, slot: Slot) -> None:
         """Look for NaN in the outputs."""
         if not has_nan(slot.output_tensors):
             return
-        origin = self._first_layer_with_nan(slot, slot.inputs, self._with_grad(slot))
+        with_grad = self._with_grad(slot)
+        origin = self._first_layer_with_nan(slot, slot.inputs, with_grad, self._begin[slot])
         if origin:
             self._warn_of_nan(slot, "forward", origin)
             return
@@ -64,9 +70,9 @@ class PoisonVerifier(Verifier):
     def before_backward(self, slot: Slot, grads: Sequence[torch.Tensor | None]) -> None:
         """Fill dead memory, and check the slot's saved tensors while they exist."""
         self._poison.before_replay()
-        # A NaN of the model itself stays in a gradient, and memory without a gradient yet may hold
-        # anything.
-        self._had_nan = self._nan_gradients(slot)
+        # A NaN of the model itself stays in a gradient, infinities may add up to one, and memory
+        # without a gradient yet may hold anything.
+        self._were_infinite = self._gradients_with(slot, _is_infinite)
         self._kept_nan[slot] = self._place(slot)
         if has_nan(grads):
             where = "it came in with the output gradient, from work after the chunk"
@@ -80,29 +86,33 @@ class PoisonVerifier(Verifier):
             self._explain(slot, [False] * len(self._names[slot.chunk]))
 
     def before_weight(self, slot: Slot) -> None:
-        """Fill dead memory, and note NaNs in the gradients, which other microbatches changed."""
+        """Fill dead memory, and note the gradients again, which other microbatches changed."""
         self._poison.before_replay()
-        self._had_nan = self._nan_gradients(slot)
+        self._were_infinite = self._gradients_with(slot, _is_infinite)
 
     def after_weight(self, slot: Slot) -> None:
         """Check the gradients, then fill the slot."""
         self._look_at_gradients(slot)
 
     def _look_at_gradients(self, slot: Slot) -> None:
-        pairs = zip(self._nan_gradients(slot), self._had_nan, strict=True)
-        is_new = [has and not had for has, had in pairs]
+        have_nan = self._gradients_with(slot, torch.isnan)
+        pairs = zip(have_nan, self._were_infinite, strict=True)
+        is_new = [has and not was_infinite for has, was_infinite in pairs]
         if has_nan(slot.input_grads) or any(is_new):
             self._explain(slot, is_new)
         self._poison.after_backward(slot.pool, holds_grads=slot.grads_lie_in_pool)
 
-    def _nan_gradients(self, slot: Slot) -> list[bool]:
-        """Return whether each parameter's gradient holds a NaN. Waits for the device once."""
-        flags = [g.detach().isnan().any() for g in self._gradients[slot.chunk]]
+    def _gradients_with(
+        self, slot: Slot, property_of: Callable[[torch.Tensor], torch.Tensor]
+    ) -> list[bool]:
+        """Return whether each parameter's gradient has such a value. Waits for the device once."""
+        flags = [property_of(g.detach()).any() for g in self._gradients[slot.chunk]]
         return torch.stack(flags).tolist() if flags else []
 
     def _explain(self, slot: Slot, is_new: Sequence[bool]) -> None:
         passes = self._passes_of(slot)
-        forward = passes.forward(slot.inputs, self._with_grad(slot))
+        begin = self._begin[slot]
+        forward = passes.forward(slot.inputs, self._with_grad(slot), begin=begin)
         eager = passes.backward(forward, slot.receiving, slot.output_grads, accumulates=False)
         if has_nan([*eager.input_grads, *eager.sums]):
             name = self._first_nan_gradient(slot.chunk, eager.sums, eager.order)
@@ -122,3 +132,8 @@ class PoisonVerifier(Verifier):
     def _place(self, slot: Slot) -> Place | None:
         records = self._records.of(slot, self._chunks[slot.chunk])
         return first_nan(records, memory_of(slot, self._around.backend))
+
+
+def _is_infinite(tensor: torch.Tensor) -> torch.Tensor:
+    """Return where values are infinite or NaN."""
+    return ~tensor.isfinite()
