@@ -80,7 +80,9 @@ def duplicate(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     num_elements = span(shape, strides)
 
     def copy(source: torch.Tensor) -> torch.Tensor:
-        # All elements between the first and the last, so that the strides fit the copy.
-        return source.as_strided((num_elements,), (1,)).clone().as_strided(shape, strides)
+        # All elements between the first and the last, so that the strides fit the copy. No view of
+        # them: autograd lets nobody change the views that one node returns.
+        flat = source.as_strided((num_elements,), (1,)).clone()
+        return flat.set_(flat.untyped_storage(), 0, shape, strides)
 
     return copy

@@ -106,6 +106,24 @@ def test_outputs_keep_their_strides(both: Callable[..., None]) -> None:
     both(Sliced(8, 8), program)
 
 
+def test_an_output_with_gaps_may_be_changed_in_place(both: Callable[..., None]) -> None:
+    class Sliced(nn.Linear):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return super().forward(x)[:, 2:5], x.sum()
+
+    def program(module: nn.Module, call: Callable[..., Any], step: Any) -> list[Any]:
+        values: list[Any] = []
+        for _ in range(2):
+            with step(1):
+                y, total = call(rows(module))
+                y.mul_(2)
+                (y.square().sum() + total).backward()
+                values.append(y)
+        return [*values, *(p.grad for p in module.parameters())]
+
+    both(Sliced(8, 8), program)
+
+
 @pytest.mark.parametrize("kind", ["new", "same memory", "negated", "expanded", "offset"])
 def test_output_gradients_come_from_any_memory(both: Callable[..., None], kind: str) -> None:
     """Copies of graphs read memory: a lazy negation there has other values than the tensor."""

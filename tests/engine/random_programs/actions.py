@@ -165,6 +165,10 @@ def inside(world: World, action: Action) -> None:
                 flight.main.detach().mul_(2)
             else:
                 flight.main.mul_(2)
+        case "change_extra" if flight is not None:
+            for extra in flight.extras:
+                if isinstance(extra, torch.Tensor) and extra.is_floating_point():
+                    extra.mul_(2)
         case "hook_input" if flight is not None and flight.x.is_leaf and flight.x.requires_grad:
             flight.x.register_hook(lambda grad: world.see("input hook", grad))
         case "hook_output" if flight is not None and flight.main.requires_grad:

@@ -29,7 +29,8 @@ class RandomChunk(nn.Module):
         self.first = nn.Linear(WIDTH, WIDTH)
         self.layers = nn.ModuleList(make_layer(kind) for kind in spec.layers)
         self.ids = nn.Embedding(10, WIDTH) if "ids" in spec.arguments else None
-        self.head = nn.Linear(WIDTH, 2) if any("head" in e for e in spec.extras) else None
+        self.head = nn.Linear(WIDTH, 2) if "head" in spec.kinds else None
+        self.register_buffer("num_calls", torch.zeros(1) if "buffer" in spec.kinds else None)
 
     def forward(
         self,
@@ -53,7 +54,7 @@ class RandomChunk(nn.Module):
         h = h * scale
         if options is not None:
             h = h.clamp(max=options["bounds"][0]) + options["shift"]
-        extras = tuple(self._extra(kind.rstrip("!"), x, h) for kind in self.spec.extras)
+        extras = tuple(self._extra(kind, x, h) for kind in self.spec.kinds)
         main = h.float().square().mean() if self.gives_loss else h
         return _in_form(self.spec.form, main, extras)
 
@@ -82,6 +83,8 @@ class RandomChunk(nn.Module):
                 return h
             case "parameter":
                 return self.first.weight
+            case "buffer":
+                return self.num_calls.add_(1)
         raise AssertionError(kind)
 
 

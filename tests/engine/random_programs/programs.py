@@ -27,6 +27,11 @@ class ChunkSpec:
     extras: tuple[str, ...] = ()
     arguments: tuple[str, ...] = ()
 
+    @property
+    def kinds(self) -> list[str]:
+        """Return the kinds of the further outputs."""
+        return [extra.rstrip("!") for extra in self.extras]
+
 
 @dataclass(frozen=True)
 class Action:
@@ -96,14 +101,12 @@ class Program:
             and not self.tied
             and self.loss != "tied"
             and all(s.backward == "each" for s in self.steps)
-            and not any(
-                extra.rstrip("!") in EXOTIC_EXTRAS for c in self.chunks for extra in c.extras
-            )
+            and not any(kind in EXOTIC_EXTRAS for c in self.chunks for kind in c.kinds)
         )
 
 
 EXTRAS = ("metric", "detached", "head", "view", "none", "plain", "integers", "norm")
-EXOTIC_EXTRAS = ("identity", "twice", "parameter")
+EXOTIC_EXTRAS = ("identity", "twice", "parameter", "buffer")
 FORMS = ("tuple", "dict", "list", "named", "nested")
 ARGUMENTS = ("ids", "scale", "mask", "options", "second")
 
@@ -129,6 +132,7 @@ EXOTIC_INSIDE = (
     "keep_grads",
     "optimizer_step",
     "change_output",
+    "change_extra",
     "raise",
     "freeze",
     "thaw",

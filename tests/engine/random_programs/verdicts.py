@@ -18,7 +18,7 @@ class Verdict:
 
     Attributes:
         kind: "equal"; "refused", by one of chunkgraph's errors; "allowed", where eager refuses
-            what graphs do; or "different".
+            what graphs do or refuse later; or "different".
         why: the refusal, or the difference.
         num_replays: number of replays in the run with graphs.
     """
@@ -56,12 +56,13 @@ def _compare(program: Program) -> Verdict:
         return Verdict("different", shown, num)
     if isinstance(ours, ChunkGraphError):
         return refused
-    if ours is not None and (theirs is None or graphs.where != eager.where):
+    is_first = graphs.where != eager.where and len(graphs.log) < len(eager.log)
+    if ours is not None and (theirs is None or is_first):
         shown = "".join(traceback.format_exception(ours)[-8:])
         where = f"at {graphs.where} (eager raises {theirs!r} at {eager.where})"
         return Verdict("different", f"{where}: {shown}", num)
     if theirs is not None:
-        kind = "equal" if ours is not None else "allowed"
+        kind = "equal" if ours is not None and graphs.where == eager.where else "allowed"
         return Verdict(kind, f"{type(theirs).__name__} at {eager.where}: {theirs}", num)
     if len(eager.log) != len(graphs.log):
         return Verdict("different", f"{len(eager.log)} values seen, {len(graphs.log)}", num)
