@@ -160,15 +160,16 @@ class _EagerStep:
 
     def watched(self, c: int, result: Any, arguments: Any) -> Any:
         leaves, spec = flatten(result)
-        outputs = differentiable(leaves)
+        every = differentiable(leaves)
+        # A node would change the order in which a parameter's gradients are summed.
+        outputs = [t for t in every if not isinstance(t, torch.nn.Parameter)] or every
         if not outputs:
             return result
         microbatch = self._num_forwards[c]
         self._num_forwards[c] += 1
         begin = _Begin(self._chunks[c].label, self.waiting[c], microbatch)
         sharing = sharing_outputs(outputs, differentiable(flatten(arguments)[0]))
-        nodes = _Passed.apply(begin, sharing, *outputs)
-        passed = dict(zip(map(id, outputs), nodes, strict=True))
+        passed = {id(t): _Passed.apply(begin, i in sharing, t) for i, t in enumerate(outputs)}
         return unflatten([passed.get(id(leaf), leaf) for leaf in leaves], spec)
 
     def run(self, c: int) -> None:
@@ -206,17 +207,21 @@ class _Begin:
 
 
 class _Passed(torch.autograd.Function):
-    """Pass tensors on, and call back when a gradient arrives."""
+    """Pass one output through, and call back when its gradient arrives.
+
+    An output has its own node: eager training does not run what is below one that the loss skips.
+    """
 
     @staticmethod
-    def forward(ctx: Any, begin: _Begin, sharing: tuple[int, ...], *outputs: torch.Tensor) -> Any:
+    def forward(ctx: Any, begin: _Begin, is_sharing: bool, output: torch.Tensor) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.begin = begin
-        ctx.save_for_backward(*[outputs[i] for i in sharing])
-        return tuple([tensor.detach() for tensor in outputs])
+        if is_sharing:
+            ctx.save_for_backward(output)
+        return output.detach()
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[None, None, torch.Tensor | None]:
         refuse_changed_outputs(ctx.begin.label, ctx)
         ctx.begin()
-        return (None, None, *grads)
+        return None, None, grad

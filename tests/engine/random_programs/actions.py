@@ -157,9 +157,13 @@ def inside(world: World, action: Action) -> None:
             world.keep("detached output", flight.main.detach())
         case "keep_view" if flight is not None:
             world.keep("view", flight.main.detach()[..., :1])
+            addresses = {p.data_ptr() for p in world.parameters if p.requires_grad}
             for extra in flight.extras:
                 if isinstance(extra, torch.Tensor):
-                    world.keep("further output", extra)
+                    # A replay returns a tensor in the memory of a trained parameter; it takes part
+                    # in the backward, and so stays as it is if the parameter is frozen later.
+                    is_trained = extra.data_ptr() in addresses
+                    world.keep("further output", extra.detach() if is_trained else extra)
         case "change_output" if flight is not None:
             if action.value % 2:
                 flight.main.detach().mul_(2)

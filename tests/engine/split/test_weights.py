@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -458,4 +459,26 @@ def test_gradients_may_be_cleared_between_the_halves() -> None:
         backward(graphs, second)
         module.zero_grad()
         graphs.weights.run(0)
+    assert_equal(gradients(module), gradients(eager))
+
+
+class ReturnsItsWeight(nn.Linear):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = super().forward(x)
+        return y.square().sum(-1), y.square(), self.weight
+
+
+def test_eager_steps_skip_outputs_that_the_loss_skips() -> None:
+    """In a warmup step, with a returned parameter; gradients are summed as in eager training."""
+    x = inputs_of(torch.device("cpu"), 1)[0]
+
+    def train(call: Callable[..., Any]) -> None:
+        _, y, weight = call(x.detach().requires_grad_())
+        (y.sum() + weight.square().sum()).backward()
+
+    eager = ReturnsItsWeight(WIDTH, WIDTH)
+    module = copy.deepcopy(eager)
+    graphs = as_split(module, RecorderBackend())
+    train(eager)
+    step(graphs, partial(train, graphs.callables[0]), partial(graphs.weights.run, 0))
     assert_equal(gradients(module), gradients(eager))
