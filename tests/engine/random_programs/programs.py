@@ -63,6 +63,7 @@ class Program:
     """Chunks, how they are captured, and the steps.
 
     ``tied`` chunks share a weight; a ``loss`` that is tied uses a weight of the first chunk itself.
+    A split ``backward`` runs its weight half right after the input half.
     """
 
     chunks: tuple[ChunkSpec, ...] = (ChunkSpec(),)
@@ -84,6 +85,7 @@ class Program:
     autocast: str = "off"
     optimizer: str = "sgd"
     watches: bool = True
+    backward: str = "whole"
 
     @property
     def is_plain(self) -> bool:
@@ -98,6 +100,7 @@ class Program:
             and not between & set(EXOTIC_BETWEEN)
             and not inside & set(EXOTIC_INSIDE)
             and self.autocast == "off"
+            and self.backward == "whole"
             and not self.tied
             and self.loss != "tied"
             and all(s.backward == "each" for s in self.steps)
@@ -245,6 +248,7 @@ def make_program(choose: Choose) -> Program:
         autocast=choose(("off", "off", "off", "forward", "step", "outside")) if exotic else "off",
         optimizer=choose(("sgd", "momentum", "adamw")),
         watches=choose((True, True, False)),
+        backward=choose(("whole", "whole", "whole", "split")) if exotic else "whole",
     )
     if program.autocast in ("step", "outside") and any(
         "decay" in layer for chunk in chunks for layer in chunk.layers

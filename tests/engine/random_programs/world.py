@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from chunkgraph.engine import CaptureOptions, ChunkGraphs
+from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs
 from chunkgraph.graphs import RecorderBackend
 
 from .layers import BATCH, TIME, WIDTH
@@ -121,7 +121,11 @@ class World:
         for group in groups:
             num_slots = [next(slots) for _ in group]
             backend = RecorderBackend()
-            self.engines.append(ChunkGraphs(group, num_slots, options=options, backend=backend))
+            chunks = [
+                Chunk.from_module(module, f"chunk {c}", backward=program.backward)  # type: ignore[arg-type]
+                for c, module in enumerate(group)
+            ]
+            self.engines.append(ChunkGraphs(chunks, num_slots, options=options, backend=backend))
         self.calls = [call for engine in self.engines for call in engine.callables]
 
     @property
@@ -324,11 +328,18 @@ class World:
                 self._backward_of_loss(step, c, m, once)
             else:
                 self._backward_of_chunk(c, m, once)
+        self._run_weights()
         if self.program.watches:
             self.see_grads()
         if self.program.links == "joined":
             for k in range(c + 1):
                 self.flights.pop((k, m), None)
+
+    def _run_weights(self) -> None:
+        for engine in self.engines:
+            for c in range(len(engine.callables)):
+                while engine.weights.num_pending(c):
+                    engine.weights.run(c)
 
     def _used(self, c: int, flight: Flight, once: set[str]) -> list[torch.Tensor]:
         """Return the further outputs that the loss uses."""
