@@ -463,10 +463,10 @@ class ChunkGraphs:
             )
         backward = self._sampler.record(c, args, kwargs)
         result = self._chunks[c].forward(*args, **kwargs)
-        if backward is not None:
-            backward.label = self._chunks[c].label
-            result = watched(result, backward, (args, kwargs))
-        return self.weights.watched(c, result, (args, kwargs))
+        self.weights.watch(c, result)
+        if backward is None:
+            return result
+        return watched(result, backward, (args, kwargs), self._chunks[c].label)
 
     def reserve_input(self, c: int, index: int = 0, *, num_before: int = 0) -> torch.Tensor | None:
         """Return the memory that the next forward of chunk ``c`` reads, to receive into it.

@@ -50,17 +50,19 @@ class BackwardSample:
     sharing: tuple[int, ...] = ()
     _task: int = -1  # torch's number of the first backward pass
 
-    def note(self, place: int, num_outputs: int, grad: torch.Tensor) -> None:
+    def note(self, place: int, num_outputs: int, grad: torch.Tensor | None) -> None:
         """Record the gradient of output ``place``, unless another pass was the first."""
+        if grad is None:
+            return
         if self.strides is None:
             self.strides, self._task = self.assumed or (None,) * num_outputs, _task_id()
             self.autocast = Autocast.now(grad.device.type)
         if self._task == _task_id():
             self.strides = (*self.strides[:place], grad.stride(), *self.strides[place + 1 :])
 
-    def note_autocast(self, grad: torch.Tensor) -> None:
+    def note_autocast(self, grad: torch.Tensor | None) -> None:
         """Record the autocast setting of the first backward alone."""
-        if self.autocast is None:
+        if self.autocast is None and grad is not None:
             self.autocast = Autocast.now(grad.device.type)
 
 
@@ -84,12 +86,11 @@ class _Watch(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[None, None, torch.Tensor | None]:
         refuse_changed_outputs(ctx.sample.label, ctx)
         refuse_hooks_on_nested(ctx.sample.label, [nested() for nested in ctx.sample.references])
-        if grad is not None:
-            ctx.sample.note(*ctx.place, grad)
+        ctx.sample.note(*ctx.place, grad)
         return None, None, grad
 
 
-def watched(result: Any, sample: BackwardSample, arguments: Any) -> Any:
+def watched(result: Any, sample: BackwardSample, arguments: Any, label: str) -> Any:
     """Return ``result`` with its differentiable tensors passed through nodes, to fill ``sample``.
 
     A change in place of an output that shares memory with another one, or with one of
@@ -99,6 +100,7 @@ def watched(result: Any, sample: BackwardSample, arguments: Any) -> Any:
     which the parameter's gradients are summed. Hooks then record the gradients of outputs, except
     for parameters and outputs from which others are computed: they would see whole sums.
     """
+    sample.label = label
     leaves, spec = flatten(result)
     outputs = differentiable(leaves)
     if any(isinstance(tensor, torch.nn.Parameter) for tensor in outputs):

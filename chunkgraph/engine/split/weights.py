@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
-from chunkgraph.engine.autograd_graph import refuse_changed_outputs, sharing_outputs
 from chunkgraph.engine.capture.backward_watch import differentiable
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.replay.replayer import Replayer
-from chunkgraph.engine.signature import flatten, unflatten
+from chunkgraph.engine.signature import flatten
 from chunkgraph.engine.split.delayed import DelayedModules
 from chunkgraph.errors import SlotError
 
@@ -97,15 +96,10 @@ class WeightBackwards:
             self._eager = None
         step.end()
 
-    def watched(self, c: int, result: Any, arguments: Any) -> Any:
-        """Return the result of an eager call; its backward makes the microbatch wait.
-
-        A change in place of an output that shares memory with another one, or with one of
-        ``arguments``, is an error in the backward, as in a replay.
-        """
-        if self._eager is None or not self._chunks[c].is_split or not torch.is_grad_enabled():
-            return result
-        return self._eager.watched(c, result, arguments)
+    def watch(self, c: int, result: Any) -> None:
+        """Let the microbatch of an eager call wait, once its backward begins."""
+        if self._eager is not None and self._chunks[c].is_split and torch.is_grad_enabled():
+            self._eager.watch(c, result)
 
     def _run(self, c: int, ticket: int | None) -> None:
         self._check_split(c)
@@ -158,19 +152,14 @@ class _EagerStep:
         self._chunks = chunks
         self._num_forwards = [0] * len(chunks)
 
-    def watched(self, c: int, result: Any, arguments: Any) -> Any:
-        leaves, spec = flatten(result)
-        every = differentiable(leaves)
-        # A node would change the order in which a parameter's gradients are summed.
-        outputs = [t for t in every if not isinstance(t, torch.nn.Parameter)] or every
+    def watch(self, c: int, result: Any) -> None:
+        outputs = [t for t in differentiable(flatten(result)[0]) if not t.is_leaf]
         if not outputs:
-            return result
-        microbatch = self._num_forwards[c]
+            return
+        begin = _Begin(self.waiting[c], self._num_forwards[c])
         self._num_forwards[c] += 1
-        begin = _Begin(self._chunks[c].label, self.waiting[c], microbatch)
-        sharing = sharing_outputs(outputs, differentiable(flatten(arguments)[0]))
-        passed = {id(t): _Passed.apply(begin, i in sharing, t) for i, t in enumerate(outputs)}
-        return unflatten([passed.get(id(leaf), leaf) for leaf in leaves], spec)
+        for tensor in outputs:
+            tensor.register_hook(begin)
 
     def run(self, c: int) -> None:
         self.waiting[c].popleft()
@@ -192,36 +181,14 @@ class _EagerStep:
 
 
 class _Begin:
-    """Record once that the backward of a microbatch has begun."""
+    """A hook that records once that the backward of a microbatch has begun."""
 
-    def __init__(self, label: str, waiting: deque[int], microbatch: int) -> None:
-        self.label = label
+    def __init__(self, waiting: deque[int], microbatch: int) -> None:
         self._waiting = waiting
         self._microbatch = microbatch
         self._has_begun = False
 
-    def __call__(self) -> None:
+    def __call__(self, _grad: torch.Tensor | None) -> None:
         if not self._has_begun:
             self._has_begun = True
             self._waiting.append(self._microbatch)
-
-
-class _Passed(torch.autograd.Function):
-    """Pass one output through, and call back when its gradient arrives.
-
-    An output has its own node: eager training does not run what is below one that the loss skips.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, begin: _Begin, is_sharing: bool, output: torch.Tensor) -> torch.Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.begin = begin
-        if is_sharing:
-            ctx.save_for_backward(output)
-        return output.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[None, None, torch.Tensor | None]:
-        refuse_changed_outputs(ctx.begin.label, ctx)
-        ctx.begin()
-        return None, None, grad

@@ -233,6 +233,11 @@ OPEN = {
         steps=(Step(inside=(Action(1, "change_output"),)),),
         loss="square",
     ),
+    "a_retained_gradient_in_an_eager_step_of_a_split_backward": Program(
+        chunks=(ChunkSpec(("linear",), form="dict", extras=("head!",)),),
+        steps=(ONCE, ONCE, Step(kind="eager", inside=(Action(1, "retain_output_grad"),))),
+        backward="split",
+    ),
     "a_frozen_parameter_that_is_kept_until_it_is_thawed": Program(
         chunks=(ChunkSpec(("linear",), form="nested", extras=("parameter!",)),),
         steps=(ONCE, Step(inside=(Action(1, "keep_view", 1),), after=("thaw+release",))),
@@ -292,6 +297,7 @@ def test_a_program_that_once_differed_is_equal_or_refused(name: str) -> None:
         "attention_that_runs_without_gradients",
         "an_encoder_that_runs_without_gradients",
         "chunks_that_are_joined",
+        "a_retained_gradient_in_an_eager_step_of_a_split_backward",
     ],
 )
 def test_a_program_that_once_differed_is_replayed_and_equal(name: str) -> None:

@@ -469,7 +469,7 @@ class ReturnsItsWeight(nn.Linear):
 
 
 def test_eager_steps_skip_outputs_that_the_loss_skips() -> None:
-    """In a warmup step, with a returned parameter; gradients are summed as in eager training."""
+    """In a warmup step, with a returned parameter."""
     x = inputs_of(torch.device("cpu"), 1)[0]
 
     def train(call: Callable[..., Any]) -> None:
