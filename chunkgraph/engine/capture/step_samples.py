@@ -45,7 +45,10 @@ class StepSampler:
 
     @contextmanager
     def step(self, shape_key: Hashable) -> Iterator[None]:
-        """Run one eager step in this block; count it if it ends without an exception."""
+        """Run one eager step in this block; count it if it ends without an exception.
+
+        After an exception its calls are not captured, since their backwards may not have run.
+        """
         if shape_key != self.shape_key:
             self._calls.forget()
         self._calls.begin_step()
@@ -53,6 +56,9 @@ class StepSampler:
         self._is_recording = True
         try:
             yield
+        except BaseException:
+            self._calls.forget()
+            raise
         finally:
             self._is_recording = False
         self._num_seen += 1

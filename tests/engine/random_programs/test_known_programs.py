@@ -231,6 +231,14 @@ PROGRAMS = {
         steps=(Step(inside=(Action(1, "change_output"),)),),
         loss="square",
     ),
+    "a_warmup_step_that_is_interrupted_before_its_backward": Program(
+        chunks=(ChunkSpec(("batch_norm",)),),
+        steps=(
+            Step(kind="other shape"),
+            Step(inside=(Action(1, "raise"),)),
+            *(ONCE, ONCE),
+        ),
+    ),
     "a_retained_gradient_in_an_eager_step_of_a_split_backward": Program(
         chunks=(ChunkSpec(("linear",), form="dict", extras=("head!",)),),
         steps=(ONCE, ONCE, Step(kind="eager", inside=(Action(1, "retain_output_grad"),))),
@@ -296,6 +304,7 @@ def test_a_program_that_once_differed_is_equal_or_refused(name: str) -> None:
         "an_encoder_that_runs_without_gradients",
         "chunks_that_are_joined",
         "a_retained_gradient_in_an_eager_step_of_a_split_backward",
+        "a_warmup_step_that_is_interrupted_before_its_backward",
     ],
 )
 def test_a_program_that_once_differed_is_replayed_and_equal(name: str) -> None:
