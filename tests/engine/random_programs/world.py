@@ -85,7 +85,7 @@ class World:
         self.kept: list[tuple[str, torch.Tensor]] = []
         self.retained: list[torch.Tensor] = []
         self.handles: list[Any] = []
-        self.where, self.step = "start", -1
+        self.places, self.step = ["start"], -1
         self.chunks = build(program)
         self.parameters = parameters_of(self.chunks)
         self.optimizer = self._new_optimizer()
@@ -132,6 +132,15 @@ class World:
     def num_replays(self) -> int:
         """Number of replays of all engines."""
         return sum(engine.counters.replays for engine in self.engines)
+
+    @property
+    def where(self) -> str:
+        """The present place in the program."""
+        return self.places[-1]
+
+    @where.setter
+    def where(self, place: str) -> None:
+        self.places.append(place)
 
     # -- values the caller sees ----------------------------------------------------------------
 
