@@ -40,19 +40,25 @@ class Autocast:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Apply the setting in this block, which shares no casts with code outside."""
-        cast = torch.autocast(
-            self.device_type,
-            dtype=self.dtype,
-            enabled=self.dtype is not None,
-            cache_enabled=self.keeps_casts,
-        )
-        with cast:
+        """Apply the setting in this block, which shares no casts with code outside.
+
+        Casts that the caller's autocast block has cached are lost.
+        """
+        with self.applied():
             torch.clear_autocast_cache()
             try:
                 yield
             finally:
                 torch.clear_autocast_cache()
+
+    def applied(self) -> torch.autocast:
+        """Return a context that applies the setting and shares casts with code outside."""
+        return torch.autocast(
+            self.device_type,
+            dtype=self.dtype,
+            enabled=self.dtype is not None,
+            cache_enabled=self.keeps_casts,
+        )
 
     def is_now(self) -> bool:
         """Return whether this is the present setting."""

@@ -1,14 +1,15 @@
 """Run a captured chunk eagerly next to its replays, without side effects on training.
 
 Random state, buffers, gradients and the state of `Host.preserving` are restored. Other leaves
-replace the parameters, so that no hook sees their gradients.
+replace the parameters, new ones in each pass, so that no hook sees their gradients and the caller's
+autocast block keeps its casts of the parameters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -77,6 +78,7 @@ class EagerForward:
         after: random state and buffers right after the forward.
         saved: tensors that it keeps for the backward.
         versions: version counters right after the forward, which the backward checks.
+        aliases: the leaves that replace the parameters.
     """
 
     inputs: tuple[torch.Tensor, ...]
@@ -84,6 +86,7 @@ class EagerForward:
     after: ChunkState
     saved: tuple[SavedTensor, ...]
     versions: Any
+    aliases: ParameterAliases
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -144,10 +147,7 @@ class EagerPasses:
         self._call = call
         self._gradients = tuple(gradients)
         self._around = surroundings
-        self._aliases = ParameterAliases(chunk.module, chunk.parameters)
         self._sums = [torch.empty_like(g) for g in self._gradients]
-        with self._own_sums():
-            self._sinks = GradientSinks(self._aliases.leaves, f"{chunk.label}, run eagerly")
 
     def forward(
         self,
@@ -160,18 +160,20 @@ class EagerPasses:
         inputs = [t.detach().clone() for t in tensors]
         for tensor, has_grad in zip(inputs, with_grad, strict=True):
             tensor.requires_grad_(has_grad)
-        watch = LayerWatch()
+        watch, uncast = LayerWatch(), replace(self._call, autocast=None)
+        aliases = ParameterAliases(self._chunk.module, self._chunk.parameters)
         with (
             self._around.untouched(self._written, begin),
-            self._aliases.in_place(),
-            self._own_sums(),
+            aliases.in_place(),
+            self._own_sums(aliases.leaves),
+            self._casting(),
         ):
             with watch.watching([self._chunk], on_output):
-                results, _ = flatten(call_with(self._chunk, self._call, inputs))
+                results, _ = flatten(call_with(self._chunk, uncast, inputs))
             after = self._around.state_of(self._chunk.buffers)
             saved = saved_tensors(results, watch)
             counts = versions(self._written)
-        return EagerForward(tuple(inputs), tuple(results), after, tuple(saved), counts)
+        return EagerForward(tuple(inputs), tuple(results), after, tuple(saved), counts, aliases)
 
     def state(self) -> ChunkState:
         """Copy the present state that these passes restore."""
@@ -196,7 +198,9 @@ class EagerPasses:
             begin: the `state` that a recomputation reads; None for the present one.
         """
         outputs = [forward.tensors[i] for i in differentiable]
-        order = _Order()
+        leaves, order = forward.aliases.leaves, _Order()
+        with self._own_sums(leaves):
+            sinks = GradientSinks(leaves, f"{self._chunk.label}, run eagerly")
         with torch.no_grad():
             for total, gradient in zip(self._sums, self._gradients, strict=True):
                 if accumulates:
@@ -205,24 +209,31 @@ class EagerPasses:
                     total.zero_()
         with (
             self._around.untouched(self._written, begin),
-            self._aliases.in_place(),
-            self._own_sums(),
-            self._sinks.accumulating(self._aliases.leaves, order) as sums,
+            forward.aliases.in_place(),
+            self._own_sums(leaves),
+            sinks.accumulating(leaves, order) as sums,
         ):
             forward.versions.__exit__()  # the backward compares with these versions
             # As in a capture: not autograd.grad, which forbids recomputation.
             torch.autograd.backward(outputs, list(grads))
             if self._chunk.is_split:
                 delayed = DelayedModules(self._chunk.module, self._chunk.label)
-                delayed.run(self._aliases.leaves, sums.add)
+                delayed.run(leaves, sums.add)
             sums.finish()
         input_grads = tuple(t.grad for t in forward.inputs)
         return EagerBackward(input_grads, tuple(self._sums), tuple(order.seen))
 
+    def _casting(self) -> AbstractContextManager[object]:
+        """Apply the call's autocast setting; share no casts of parameters with the caller."""
+        autocast = self._call.autocast
+        if autocast is None:
+            return nullcontext()
+        # The parameters of a chunk without a module are not replaced.
+        return autocast.entered() if self._chunk.module is None else autocast.applied()
+
     @contextmanager
-    def _own_sums(self) -> Iterator[None]:
+    def _own_sums(self, leaves: Sequence[nn.Parameter]) -> Iterator[None]:
         """Set the buffers of these passes as the leaves' ``main_grad`` in this block."""
-        leaves: Sequence[nn.Parameter] = self._aliases.leaves
         originals = [dict(leaf.__dict__) for leaf in leaves]
         try:
             for leaf, total in zip(leaves, self._sums, strict=True):

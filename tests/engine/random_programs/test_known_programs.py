@@ -37,6 +37,17 @@ PROGRAMS = {
     "lstm": _of("lstm"),
     "a_constant_of_the_host": _of("host_constant"),
     "shadow_and_running_statistics": _of("batch_norm", verify="shadow"),
+    "shadow_and_casts_of_eager_work_around_a_chunk": Program(
+        chunks=(ChunkSpec(("rare",)), ChunkSpec(("linear",), form="tuple")),
+        steps=(ONCE, ONCE),
+        num_slots=(1, 1),
+        engines="each",
+        verify="shadow",
+        on_failure="eager",
+        links="joined",
+        loss="tied",
+        autocast="outside",
+    ),
     "shadow_and_an_expanded_gradient": Program(
         chunks=(ChunkSpec(("group_norm", "batch_norm_eval"), form="list", extras=("norm!",)),),
         steps=(ONCE, Step(count=1, order="deep", seed=53)),
