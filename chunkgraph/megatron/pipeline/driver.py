@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from chunkgraph.megatron.pipeline.gradient_sync import (
     last_gradients,
 )
 from chunkgraph.megatron.pipeline.transfer_groups import TransferGroups
-from chunkgraph.schedules import Op, Schedule, num_ended_sends, with_transfers
+from chunkgraph.schedules import Action, Op, Schedule, num_ended_sends, with_transfers
 
 __all__ = ["ScheduleDriver"]
 
@@ -154,7 +154,7 @@ class _Walk:
         """Return the walk of a rank along a schedule with transfers."""
         methods = {
             Op.F: _Step.forward,
-            Op.B: _Step.whole_backward if schedule.splits_backward else _Step.backward,
+            Op.B: _Step.backward,
             Op.I: _Step.backward,
             Op.W: _Step.weights,
             Op.SEND_F: _Step.send_forward,
@@ -162,7 +162,8 @@ class _Walk:
             Op.SEND_B: _Step.send_backward,
             Op.RECV_B: _Step.receive_backward,
         }
-        last = last_gradients(schedule, rank)
+        actions = [half for action in schedule.actions[rank] for half in _halves(schedule, action)]
+        last = last_gradients(actions, schedule.chunk_of)
         num_ended = num_ended_sends(schedule, rank)
         last_stage = schedule.num_stages - 1
         stops = tuple(
@@ -171,12 +172,19 @@ class _Walk:
                 schedule.chunk_of(action.stage),
                 action.stage,
                 action.microbatch,
-                last.get(action),
+                last.get(index),
                 num_ended.get((action.op is Op.F, action.stage, action.microbatch), 0),
             )
-            for action in schedule.actions[rank]
+            for index, action in enumerate(actions)
         )
         return _Walk(stops, last_stage, schedule.rank_of(last_stage) == rank)
+
+
+def _halves(schedule: Schedule, action: Action) -> tuple[Action, ...]:
+    """Return the halves of a B if backwards of the schedule are split; else the action itself."""
+    if action.op is not Op.B or not schedule.splits_backward:
+        return (action,)
+    return replace(action, op=Op.I), replace(action, op=Op.W)
 
 
 class _Step:
@@ -279,11 +287,6 @@ class _Step:
         if stage:
             assert input_grad is not None
             self._backwards.keep(stage, microbatch, input_grad)
-
-    def whole_backward(self, stop: _Stop) -> None:
-        """Run both halves of a backward, one right after the other."""
-        self.backward(stop)
-        self.weights(stop)
 
     def weights(self, stop: _Stop) -> None:
         """Add the weight gradients that the oldest backward of a chunk has left out."""

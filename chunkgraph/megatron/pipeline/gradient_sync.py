@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from chunkgraph.schedules import Action, Op, Schedule
+from chunkgraph.schedules import Action, Op
 
 __all__ = ["GradientSync", "LastGradients", "last_gradients"]
 
@@ -26,20 +25,24 @@ class LastGradients(NamedTuple):
     are_final: bool
 
 
-def last_gradients(schedule: Schedule, rank: int) -> dict[Action, LastGradients]:
-    """Return the actions of a rank that add the last gradients of its chunks.
+def last_gradients(
+    actions: Sequence[Action], chunk_of: Callable[[int], int]
+) -> dict[int, LastGradients]:
+    """Return which of a rank's actions add the last gradients of its chunks, by their index.
 
-    An eager backward adds them in I already, so I and W of the last microbatch both count.
+    An eager backward adds most gradients in I already, so the last I and the last W both count;
+    they may belong to different microbatches.
+
+    Args:
+        actions: The actions; B only where no backward is split.
+        chunk_of: Returns the index of a stage among the rank's chunks.
     """
-    last: dict[int, Action] = {}
-    for action in schedule.compute_actions(rank):
-        if action.op.ends_lifetime:
-            last[schedule.chunk_of(action.stage)] = action
-    ends = {action: LastGradients(chunk, True) for chunk, action in last.items()}
-    for chunk, action in last.items():
-        if action.op is Op.W:
-            ends[replace(action, op=Op.I)] = LastGradients(chunk, False)
-    return ends
+    last = {(action.op, chunk_of(action.stage)): i for i, action in enumerate(actions)}
+    return {
+        index: LastGradients(chunk, op is not Op.I)
+        for (op, chunk), index in last.items()
+        if op in (Op.B, Op.I, Op.W)
+    }
 
 
 class GradientSync:

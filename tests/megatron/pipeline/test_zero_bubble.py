@@ -170,3 +170,27 @@ def test_tensor_and_data_parallel_ranks(run_equal: Run, make: Make) -> None:
         4,
         timeout_s=240,
     )
+
+
+def test_gradients_are_reduced_after_the_last_input_gradients(
+    run_equal: Run, make: Make, tmp_path: Path
+) -> None:
+    """The last I and the last W of this schedule belong to different microbatches."""
+    rows = [
+        "0F0,0F1,0I0,0I1,0F2,0F3,0I2,0I3,0W3,0W2,0W1,0W0",
+        "1F0,1F1,1I0,1I1,1F2,1F3,1I2,1B3,1W2,1W1,1W0",
+    ]
+    path = tmp_path / "late.csv"
+    path.write_text("\n".join(rows) + "\n")
+    pipeline = {**ZB, "schedule": str(path), "data_parallel_size": 2}
+    run_equal(
+        {
+            name: make(pipeline, [4, 4, 4], train=OVERLAP, capture={"num_warmup_steps": 2}, **more)
+            for name, more in {
+                "at_once": {},
+                "delayed": {"model": {"layer_spec": "delayed_layers:delaying"}},
+            }.items()
+        },
+        4,
+        timeout_s=240,
+    )
