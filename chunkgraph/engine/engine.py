@@ -110,10 +110,10 @@ class ChunkGraphs:
         if banks.drops_failed and not takes_misfits:
             raise ValueError("Banks(drops_failed=True) needs takes_misfits=True")
         self._banks = StepBanks(banks.keys, len(self._chunks))
-        around = self._banks, self.options, self.counters, self._backend.device
-        self._replayer = Replayer(self._chunks, self._num_slots, *around)
-        self.weights = WeightBackwards(self._chunks, self._replayer)
         host = with_user_hooks(host or Host(), generators, progress)
+        around = self.options, self.counters, self._backend.device, host.generators
+        self._replayer = Replayer(self._chunks, self._num_slots, self._banks, *around)
+        self.weights = WeightBackwards(self._chunks, self._replayer)
         self._samples = BankSamples(banks, len(self._chunks))
         self._capturer = Capturer(
             chunks=self._chunks,

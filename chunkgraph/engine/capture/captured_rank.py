@@ -57,6 +57,7 @@ class CapturedRank:
         pools: the memory of all graphs.
         report: the session in numbers.
         terms: see `BackwardTask`.
+        changes_state: whether a replay may change tensors of a chunk or state of the host.
     """
 
     banks: dict[Hashable, Bank]
@@ -65,6 +66,7 @@ class CapturedRank:
     pools: PoolPlan
     report: CaptureReport
     terms: tuple[dict[int, int], ...]
+    changes_state: bool = True
 
     @property
     def slots(self) -> tuple[tuple[Slot, ...], ...]:

@@ -18,11 +18,21 @@ from chunkgraph.engine.module_tree import containers
 from chunkgraph.graphs.operator_mode import OperatorMode
 from chunkgraph.graphs.recording import storages_written
 
-__all__ = ["put_back", "regions", "tensors_kept", "versions"]
+__all__ = ["KeptTensors", "put_back", "regions", "tensors_kept", "versions"]
+
+
+class KeptTensors:
+    """The tensors that a block restores.
+
+    Attributes:
+        have_changed: whether the block left other contents in one of them; set at its end.
+    """
+
+    have_changed = False
 
 
 @contextmanager
-def tensors_kept(chunk: Chunk) -> Iterator[None]:
+def tensors_kept(chunk: Chunk) -> Iterator[KeptTensors]:
     """Restore, on exit, every tensor of the chunk that is written in this block.
 
     State, such as buffers, is copied at the start: kernels that torch does not know, among them
@@ -35,29 +45,36 @@ def tensors_kept(chunk: Chunk) -> Iterator[None]:
         every = _regions(tensors)
         state = [(r, r.clone()) for r in every if _storage(r) not in parameters]
         watch = _WriteWatch([r for r in every if _storage(r) in parameters])
+    kept = KeptTensors()
     try:
         with versions(every), watch:
-            yield
+            yield kept
     finally:
-        put_back([*state, *watch.saved])
+        kept.have_changed = put_back([*state, *watch.saved])
 
 
-def put_back(copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def put_back(copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> bool:
     """Write copies of tensors back where bits differ; autograd's version counters stay.
 
     Unchanged memory is not written, since it may be read-only. Waits for the device.
 
     Args:
         copies: each tensor, with a copy of its old contents.
+
+    Returns:
+        Whether the bits of any tensor differed.
     """
+    have_changed = False
     for tensor, value in copies:
         if not same_bits(tensor, value):
+            have_changed = True
             with (
                 torch.inference_mode(tensor.is_inference()),
                 torch.no_grad(),
                 versions([tensor]),
             ):
                 tensor.copy_(value)
+    return have_changed
 
 
 def versions(tensors: Sequence[torch.Tensor]) -> _unsafe_preserve_version_counter:

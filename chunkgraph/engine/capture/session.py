@@ -251,7 +251,14 @@ def _run(
         maker.pools,
         _report(session, (time.perf_counter() - start) * 1e3),
         gradient_terms(session.chunks, session.forwards),
+        changes_state=_changes_state(session),
     )
+
+
+def _changes_state(session: _Session) -> bool:
+    if any(chunk.before_forward is not None for chunk in session.chunks):
+        return True  # of the host
+    return any(warm.changes_state for of_bank in session.warm_ups.values() for warm in of_bank)
 
 
 def _begin(

@@ -41,6 +41,7 @@ class WarmUp:
         scratch_bytes: `block_bytes` of what it allocates in the pool that all backwards share.
         trace: trace of the forward's operators, if the memory plan needs it.
         offsets: where the forward saved random states; None without a pass.
+        changes_state: whether the passes change tensors of the chunk; True without a pass.
     """
 
     held_bytes: int
@@ -48,6 +49,7 @@ class WarmUp:
     scratch_bytes: int
     trace: OperatorTrace | None
     offsets: DrawOffsets | None
+    changes_state: bool = True
 
 
 def warm_up(
@@ -83,7 +85,11 @@ def warm_up(
     num_passes = max(num_passes, int(traces))
     if not num_passes:
         return WarmUp(0, 0, 0, None, None)
-    with backend.on_capture_stream(), tensors_kept(chunk), sinks.discarding(leaves):
+    with (
+        backend.on_capture_stream(),
+        tensors_kept(chunk) as kept,
+        sinks.discarding(leaves),
+    ):
         for number in range(num_passes):
             before = backend.allocated_bytes()
             inputs = [static_like(t) for t in sample.tensors]
@@ -112,7 +118,7 @@ def warm_up(
                 for leaf in inputs:
                     leaf.grad = None
                 sizes = _blocks(log.allocations(), num_forward, num_before, plan)
-    return WarmUp(held_bytes, *sizes, trace, offsets)
+    return WarmUp(held_bytes, *sizes, trace, offsets, kept.have_changed)
 
 
 def _blocks(

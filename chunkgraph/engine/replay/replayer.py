@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,7 @@ from chunkgraph.engine.replay.backward_task import BackwardTask
 from chunkgraph.engine.replay.profiler_ranges import ReplayRanges
 from chunkgraph.engine.slot import Slot
 from chunkgraph.engine.verify import Verifier
+from chunkgraph.engine.verify.state import ChunkState
 from chunkgraph.engine.watch.optimizer_watch import optimizers_watched
 from chunkgraph.errors import ChunkGraphError, ReplayMismatchError
 from chunkgraph.slots import SlotMachine
@@ -42,6 +43,7 @@ class Replayer:
         options: Options for shared slots and verification.
         counters: Counters that every replay updates.
         device: Device of the chunks.
+        generators: Returns the random generators that the chunks draw from, besides the default.
     """
 
     def __init__(
@@ -52,11 +54,14 @@ class Replayer:
         options: CaptureOptions,
         counters: Counters,
         device: torch.device,
+        generators: Callable[[], Sequence[torch.Generator]],
     ) -> None:
         self._chunks = tuple(chunks)
         self._banks = banks
         self._options = options
         self._counters = counters
+        self._device = device
+        self._generators = generators
         self._label = rank_label(chunks)
         self._machine = SlotMachine(num_slots, self._label, are_shared=options.shared_slots)
         # An input of every replayed microbatch. A backward that does not reach it computes only
@@ -69,6 +74,7 @@ class Replayer:
         self._verifying: Verifier | None = None  # the verifier, in a verified step
         self._first_step = 0
         self._is_in_step = False
+        self._is_checked = False
         self._ranges: ReplayRanges | None = None
         self._runner: SlotRunner = self
         self._forget_microbatches()
@@ -104,23 +110,28 @@ class Replayer:
         """
         captured, counters = self._captured, self._counters
         assert captured is not None
-        for model in captured.models:
-            model.begin_step()
-        for sinks in captured.sinks:
-            sinks.begin_step()
+        num_replays = counters.replays
+        number = counters.replayed_steps - self._first_step
+        verifier = self._verifier if self._options.verifies(number) else None
+        self._is_checked = False
+        if captured.changes_state or verifier is not None:
+            self._check()
+        else:
+            for model in captured.models:
+                model.check_memory()
         self._task.begin_step()
         self._machine.begin_step()
         if self._ranges is not None:
             self._ranges.begin_step()
         self._is_in_step = True
-        num_replays = counters.replays
-        number = counters.replayed_steps - self._first_step
-        if self._verifier is not None and self._options.verifies(number):
-            self._verifying = self._verifier
-            self._verifying.begin_step(number)
+        if verifier is not None:
+            self._verifying = verifier
+            verifier.begin_step(number)
         try:
             with optimizers_watched(captured.models, lambda: self._machine.num_busy):
                 yield
+            if not self._is_checked:
+                self._check()
             self._machine.end_step()
             for sinks in captured.sinks:
                 sinks.end_step()
@@ -145,6 +156,20 @@ class Replayer:
             counters.replayed_steps += 1
         else:  # every call ran eagerly: gradients were off, or modules in evaluation
             counters.fallbacks[NOTHING_REPLAYED] += 1
+
+    def _check(self) -> None:
+        """Compare the model and its gradients with the capture, once per step.
+
+        Raises:
+            ReplayMismatchError: The model differs from the captured one.
+        """
+        captured = self._captured
+        assert captured is not None
+        for model in captured.models:
+            model.begin_step()
+        for sinks in captured.sinks:
+            sinks.begin_step()
+        self._is_checked = True
 
     def call(self, c: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the next forward of chunk ``c`` as a node of autograd.
@@ -202,11 +227,32 @@ class Replayer:
         if self._verifying is not None:
             self._verifying.before_forward(slot, tensors)
         slot.load_inputs(tensors)
-        slot.forward_graph.replay()
+        if self._is_checked:
+            slot.forward_graph.replay()
+        else:
+            self._replay_and_check(slot)
         if self._verifying is not None:
             self._verifying.after_forward(slot)
         self._counters.replays += 1
         self._counters.replays_of_bank[slot.bank] += 1
+
+    def _replay_and_check(self, slot: Slot) -> None:
+        """Launch the first forward of a step, and check the model while the device runs it.
+
+        The device is often idle before a step. An error leaves no trace: nobody has the outputs,
+        the forward changes no tensors outside the slot, and the random state is restored.
+
+        Raises:
+            ReplayMismatchError: The model differs from the captured one.
+        """
+        random = self._device, self._generators()
+        state = ChunkState.now((), *random)
+        slot.forward_graph.replay()
+        try:
+            self._check()
+        except ReplayMismatchError:
+            state.put_back((), *random)
+            raise
 
     def replay_backward(
         self, slot: Slot, turn: int, grads: tuple[torch.Tensor | None, ...]

@@ -217,8 +217,17 @@ class CapturedModel:
         if self._module is not None and self._module.training is not self._modes[0]:
             raise self._other_mode("", self._module)
 
+    def check_memory(self) -> None:
+        """Compare the addresses of all tensors, which replays read.
+
+        Raises:
+            ReplayMismatchError: A tensor was moved since the capture.
+        """
+        if [*map(_address, self._known)] != self._addresses:
+            self.check()
+
     def begin_step(self) -> None:
-        """Compare before a step, and count writes from now on.
+        """Compare before the first microbatch of a step, and count writes from now on.
 
         Raises:
             ReplayMismatchError: The module has changed since the capture.
