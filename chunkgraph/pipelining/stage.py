@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -33,8 +35,8 @@ _OVERRIDDEN = ("forward_one_chunk", "forward_maybe_with_nosync", "backward_maybe
 class GraphedStage(ReceivingStage):
     """A `PipelineStage` that a `GraphedSchedule` captures; it takes the same arguments.
 
-    Without a `GraphedSchedule` it behaves like a `PipelineStage`. Evaluation and torch's shape
-    inference call the module.
+    Without a `GraphedSchedule` it behaves like a `PipelineStage`, and training warns of that once.
+    Evaluation and torch's shape inference call the module.
 
     Attributes:
         replays: The calls of the module's graphs in training steps; None without a
@@ -63,6 +65,8 @@ class GraphedStage(ReceivingStage):
 
         Only `forward_one_chunk` calls this method; to infer shapes, torch calls the module.
         """
+        if self.replays is None and self.has_backward:
+            _warn_of_no_schedule()
         if self.replays is None or not self.has_backward:
             return super().forward_maybe_with_nosync(*args, **kwargs)
         return self.replays.forward(args, kwargs)
@@ -85,6 +89,15 @@ class GraphedStage(ReceivingStage):
         if self.replays is not None and self.replays.is_replayed:
             finish_backwards(self.submod)
         super().start_gradient_reduction()  # type: ignore[misc]  # in torch 2.15
+
+
+@functools.cache  # once per process
+def _warn_of_no_schedule() -> None:
+    warnings.warn(
+        "A GraphedStage trains eagerly, without graphs: no GraphedSchedule drives it. Make one by "
+        "GraphedSchedule(stages, make_schedule, counts), and call its step().",
+        stacklevel=3,
+    )
 
 
 def graphed(stage: object) -> GraphedStage:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,7 @@ from torch_release import ShapeError
 from chunkgraph import CaptureOptions
 from chunkgraph.errors import CaptureError, ConfigError, SlotError
 from chunkgraph.pipelining import GraphedSchedule, GraphedStage, graphed
+from chunkgraph.pipelining import stage as stage_module
 
 CPU = torch.device("cpu")
 Make = Callable[..., Any]
@@ -46,6 +48,18 @@ def test_more_slots_than_planned_are_refused(one_rank: None) -> None:
     for _ in range(2):  # fewer than the declared ones fit
         schedules.step(x, target=x, num_microbatches=3)
     assert schedules.graphs.counters.replays == 3
+
+
+def test_a_stage_without_a_graphed_schedule_warns_that_it_trains_eagerly(one_rank: None) -> None:
+    stage_module._warn_of_no_schedule.cache_clear()
+    stage = GraphedStage(nn.Linear(4, 4), 0, 1, CPU)
+    schedule = ScheduleGPipe(stage, 2, loss_fn=nn.functional.mse_loss)
+    x = torch.ones(4, 4)
+    with pytest.warns(UserWarning, match="trains eagerly.*no GraphedSchedule"):
+        schedule.step(x, target=x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        schedule.step(x, target=x)
 
 
 def test_a_count_that_was_not_declared_may_fit(pipeline: Make) -> None:
