@@ -117,9 +117,15 @@ def _from_config(args: argparse.Namespace, config: Config) -> Request:
     is_local = model.layer_spec == "local" or (
         model.layer_spec == "auto" and config.device == "cpu"
     )
+    schedule = pipeline.schedule if args.schedule == "auto" else args.schedule
+    if args.schedule == "auto" and pipeline.has_schedule_file:
+        raise ConfigError(
+            f"plan: pipeline.schedule={schedule} is valid, but only schedules by name are planned; "
+            "add --schedule NAME"
+        )
     banks = banks_of(args, config)
     return Request(
-        schedule=_schedule_name(args.schedule, num_ranks, num_chunks),
+        schedule=_schedule_name(schedule, num_ranks, num_chunks),
         num_ranks=num_ranks,
         num_chunks=num_chunks,
         group_size=pipeline.microbatch_group_size_per_vp_stage,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,14 @@ from chunkgraph.schedules import (
 from chunkgraph.settings.rule import Facts, Rule
 from chunkgraph.settings.setting import POSITIVE, setting
 
-__all__ = ["SCHEDULE_RULES", "PipelineConfig", "read_schedule", "splits_backward"]
+__all__ = [
+    "SCHEDULE_RULES",
+    "PipelineConfig",
+    "check_file",
+    "check_stages",
+    "read_schedule",
+    "splits_backward",
+]
 
 _FILE_SUFFIX = ".csv"
 
@@ -83,6 +91,11 @@ class PipelineConfig:
     )
 
     @property
+    def has_schedule_file(self) -> bool:
+        """Return whether ``schedule`` is a file."""
+        return self.schedule.endswith(_FILE_SUFFIX)
+
+    @property
     def num_model_chunks(self) -> int:
         """Return the number of model chunks on each rank."""
         return self.virtual_pipeline_model_parallel_size or 1
@@ -134,6 +147,51 @@ def read_schedule(name: str) -> Schedule | None:
     schedule = Schedule.from_csv(text, name=name)
     validate(schedule)
     return schedule
+
+
+def check_stages(schedule: Schedule, num_ranks: int, num_chunks: int) -> None:
+    """Compare the stages of a schedule from a file with Megatron's.
+
+    Raises:
+        ConfigError: It has other ranks or stages, or places them otherwise.
+    """
+    name = schedule.name
+    sizes = (schedule.num_ranks, schedule.num_chunks)
+    if sizes != (num_ranks, num_chunks):
+        raise ConfigError(
+            f"{name} has {sizes[0]} ranks of {sizes[1]} chunk(s), but the pipeline has "
+            f"{num_ranks} of {num_chunks}."
+        )
+    if schedule.placement is not Placement.LOOP:
+        raise ConfigError(
+            f"{name} places stages in a V, but Megatron's pipelines are loops: rank r holds the "
+            "stages r, r + size, ... Number the stages in this order."
+        )
+
+
+def check_file(pipeline: PipelineConfig, counts: Sequence[int]) -> None:
+    """Check a schedule from a file before anything is started.
+
+    Args:
+        pipeline: The section that may name a file.
+        counts: The microbatches of each step.
+
+    Raises:
+        ConfigError: The file cannot be read, or does not match the pipeline or the steps.
+        ScheduleError: It holds no valid schedule.
+    """
+    schedule = read_schedule(pipeline.schedule)
+    if schedule is None:
+        return
+    num_chunks = pipeline.virtual_pipeline_model_parallel_size or 1
+    check_stages(schedule, pipeline.pipeline_model_parallel_size, num_chunks)
+    others = sorted(set(counts) - {schedule.num_microbatches})
+    if others:
+        raise ConfigError(
+            f"{schedule.name} is a schedule of {schedule.num_microbatches} microbatches, but "
+            f"train.num_microbatches has {', '.join(map(str, others))}. Change them, or use a "
+            "schedule by name."
+        )
 
 
 def splits_backward(name: str) -> bool:

@@ -16,7 +16,7 @@ from chunkgraph.settings.experts import EXPERT_FILE_RULES, EXPERT_RULES
 from chunkgraph.settings.hybrid import HYBRID_RULES, check_hybrid
 from chunkgraph.settings.model import FP8_RULES
 from chunkgraph.settings.packing import PACKING_FILE_RULES, PACKING_RULES
-from chunkgraph.settings.pipeline import SCHEDULE_RULES
+from chunkgraph.settings.pipeline import SCHEDULE_RULES, check_file
 from chunkgraph.settings.rule import Facts, Rule, check
 from chunkgraph.settings.setting import Setting, check_bounds
 from chunkgraph.settings.stash import STASH_RULES
@@ -41,6 +41,7 @@ def check_config(config: Config) -> None:
 
     Raises:
         ConfigError: a value is out of range, or settings cannot go together.
+        ScheduleError: the schedule's file holds no valid schedule.
         TopologyError: the sizes cannot form a pipeline.
     """
     check_bounds(config)
@@ -53,6 +54,7 @@ def check_config(config: Config) -> None:
     rules = (*_RULES, *_idle_rules(all_settings()))
     check(rules, facts_of(config), "these settings cannot go together:")
     check_hybrid(config)
+    check_file(config.pipeline, config.train.num_microbatches)
     _check_microbatches(config)
 
 

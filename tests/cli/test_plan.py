@@ -347,6 +347,18 @@ def test_memory_by_bank(run, config, tmp_path):
     assert "packed sequences" not in run(sizes, *few, "--cuda-graph-max-packed-tokens", 1026)
 
 
+def test_the_schedule_of_a_configuration_is_planned(run, config, tmp_path):
+    config = (config, "pipeline.virtual_pipeline_model_parallel_size=null")
+    assert "zb-h1: slots" in run(*config, "pipeline.schedule=zb-h1")
+    assert "1f1b: slots" in run(*config, "pipeline.schedule=zb-h1", "--schedule", "1f1b")
+    path = tmp_path / "mine.csv"
+    path.write_text("0F0,0B0\n1F0,1B0\n")
+    one = ("train.num_microbatches=[1]", f"pipeline.schedule={path}")
+    with pytest.raises(ConfigError, match="only schedules by name are planned; add --schedule"):
+        run(*config, *one)
+    assert "zb-h1: slots" in run(*config, *one, "--schedule", "zb-h1")
+
+
 def test_banks_that_cannot_be_planned(run, config):
     for arguments, message in (
         (("--pp", 2, "--cuda-graph-cp-sizes", 2), "banks need a CONFIG"),

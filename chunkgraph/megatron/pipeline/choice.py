@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.topology import PipelinePlace
-from chunkgraph.schedules import Placement, Schedule, build_schedule, get_family
-from chunkgraph.settings.pipeline import SCHEDULE_RULES, read_schedule
+from chunkgraph.schedules import Schedule, build_schedule, get_family
+from chunkgraph.settings.pipeline import SCHEDULE_RULES, check_stages, read_schedule
 from chunkgraph.settings.rule import Facts, check
 from chunkgraph.settings.words import PROGRAM
 from chunkgraph.slots import in_flight, plan_slots
@@ -40,7 +40,7 @@ class PipelineSchedule:
         check(SCHEDULE_RULES, Facts({"schedule": name}.get, PROGRAM), "This schedule cannot run:")
         file = read_schedule(name)
         if file is not None:
-            _check_stages(file, place)
+            check_stages(file, place.pipeline_size, place.num_chunks)
         return cls(name, place, file)
 
     def build(self, num_microbatches: int) -> Schedule:
@@ -97,18 +97,3 @@ class PipelineSchedule:
             )
             peak, per_chunk = counts.together, counts.per_chunk
         return (peak,) * place.num_chunks if are_shared else per_chunk
-
-
-def _check_stages(schedule: Schedule, place: PipelinePlace) -> None:
-    name = schedule.name
-    sizes = (schedule.num_ranks, schedule.num_chunks)
-    if sizes != (place.pipeline_size, place.num_chunks):
-        raise ConfigError(
-            f"{name} has {sizes[0]} ranks of {sizes[1]} chunk(s), but the pipeline has "
-            f"{place.pipeline_size} of {place.num_chunks}."
-        )
-    if schedule.placement is not Placement.LOOP:
-        raise ConfigError(
-            f"{name} places stages in a V, but Megatron's pipelines are loops: rank r holds the "
-            "stages r, r + size, ... Number the stages in this order."
-        )
