@@ -100,8 +100,16 @@ def patch_pretrain(hooks: PretrainHooks) -> Callable[[], None]:
             hooks.parsed(namespace)
             return namespace, rest
 
-        # On this one parser: every way to Megatron's arguments ends in this method.
+        def parse_args(*args: Any, **kwargs: Any) -> Any:
+            namespace, rest = parse(*args, **kwargs)
+            if rest:  # before the hook, which may end the script
+                parser.error(f"unrecognized arguments: {' '.join(rest)}")
+            hooks.parsed(namespace)
+            return namespace
+
+        # On this one parser: Megatron's arguments come from one of these methods.
         parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
+        parser.parse_args = parse_args  # type: ignore[method-assign]
         return parser
 
     def train_with_hooks(forward_step_func: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
