@@ -8,20 +8,21 @@ from typing import Any
 
 from chunkgraph.settings.rule import Facts, Rule, recomputes
 
-__all__ = ["DEEPEP_RANKS", "DEEPEP_RULES", "STATIC", "measures_budget"]
+__all__ = ["ALL_TO_ALL", "DEEPEP_RANKS", "DEEPEP_RULES", "STATIC", "measures_budget"]
 
 DEEPEP_RANKS = (2, 4, 8)
 """Numbers of ranks of a node for which DeepEP has kernels that can be captured."""
+ALL_TO_ALL = "use {moe_token_dispatcher_type=alltoall}"
+"""The remedy that needs no extra package, for dropless experts and a fixed capacity."""
 STATIC = (
-    "use {moe_token_dispatcher_type=alltoall}, {moe_expert_capacity_factor=} and "
-    "{moe_pad_expert_input_to_capacity=true}"
+    f"{ALL_TO_ALL}, {{moe_expert_capacity_factor=}} and {{moe_pad_expert_input_to_capacity=true}}"
 )
-"""The remedy that needs no extra package."""
+"""The remedy where the grouped GEMM of dropless experts cannot be used."""
 _BACKENDS = ("hybridep", "deepep")
 _MOST_HIDDEN, _HIDDEN_MULTIPLE, _MOST_TOPK = 8176, 16, 32
 _HYBRIDEP = "use {moe_flex_dispatcher_backend=hybridep}"
-_UNTRIED = f"the two are not supported together; leave one out, or {STATIC}"
-_GROUPED = "only this grouped GEMM reads the token counts of experts on the device"
+_UNTRIED = "the two are not supported together; leave one out, or "
+_GROUPED = "of this dispatcher's experts, only this grouped GEMM reads token counts on the device"
 
 
 def _uses_flex(f: Facts) -> bool:
@@ -101,14 +102,14 @@ def _has_capacity(f: Facts) -> bool:
 
 
 def _untried(setting: str, when: Callable[[Facts], object]) -> Rule:
-    return _with_flex(f"{setting}: {_UNTRIED}", when)
+    return _with_flex(f"{setting}: {_UNTRIED}{ALL_TO_ALL}", when)
 
 
 DEEPEP_RULES = (
     Rule(
         "moe_token_dispatcher_type moe_flex_dispatcher_backend: {what}; only DeepEP can dispatch "
         f"in a graph; {_HYBRIDEP}, or {{moe_flex_dispatcher_backend=deepep}} within a node, each "
-        f"with {{moe_expert_rank_capacity_factor=}}; or {STATIC}",
+        f"with {{moe_expert_rank_capacity_factor=}}; or {ALL_TO_ALL}",
         _unknown_backend,
     ),
     *(
@@ -149,9 +150,9 @@ DEEPEP_RULES = (
     ),
     _with_flex("fp16: it adds only bfloat16; use {bf16=true}", lambda f: f.fp16, "deepep"),
     _with_flex(
-        "moe_expert_rank_capacity_factor: the number of rows a rank receives depends on the "
-        "tokens, but a graph has fixed shapes; make it 1 or more{how}, enough for the highest "
-        f"load; or {STATIC}",
+        "moe_expert_rank_capacity_factor: the number of rows that this dispatcher gives a rank "
+        "depends on the tokens, but a graph has fixed shapes; make it 1 or more{how}, enough for "
+        f"the highest load; or {ALL_TO_ALL}",
         _has_no_budget,
     ),
     _with_flex(
@@ -170,7 +171,7 @@ DEEPEP_RULES = (
         lambda f: f.token_drops not in ("raise", "rerun"),
     ),
     *(
-        _with_budget(f"{name}: {_GROUPED}; turn it on, or {STATIC}", _is_off(name))
+        _with_budget(f"{name}: {_GROUPED}; turn it on, or {ALL_TO_ALL}", _is_off(name))
         for name in ("use_transformer_engine_op_fuser", "moe_grouped_gemm", "swiglu")
     ),
     _with_flex(
@@ -192,8 +193,8 @@ DEEPEP_RULES = (
         "expert_tensor_parallel_size: the grouped GEMM cannot be split; make it 1",
         lambda f: (f.expert_tensor_parallel_size or 1) > 1,
     ),
-    _with_budget(f"fp8: {_UNTRIED}", lambda f: f.fp8),
-    _with_budget(f"fp4: {_UNTRIED}", lambda f: f.fp4),
+    _with_budget(f"fp8: {_UNTRIED}{STATIC}", lambda f: f.fp8),
+    _with_budget(f"fp4: {_UNTRIED}{STATIC}", lambda f: f.fp4),
     _untried("recompute_granularity", lambda f: recomputes(f, "moe", "moe_act")),
     _untried("moe_shared_expert_overlap", lambda f: f.moe_shared_expert_overlap),
     _untried("moe_permute_fusion_into_hybridep", lambda f: f.moe_permute_fusion_into_hybridep),

@@ -9,7 +9,7 @@ import importlib.util
 import os
 from pathlib import Path
 
-from chunkgraph.settings.deep_ep import STATIC, measures_budget
+from chunkgraph.settings.deep_ep import ALL_TO_ALL, measures_budget
 from chunkgraph.settings.rule import Facts
 
 __all__ = [
@@ -53,7 +53,9 @@ def deep_ep_is_missing(facts: Facts) -> str | None:
         return None
     listed = "\n  - ".join(problems)
     name = BACKEND_NAMES[backend]
-    text = f"Dispatch with {name} cannot be captured here:\n  - {listed}\nOr {STATIC}; it needs "
+    text = (
+        f"Dispatch with {name} cannot be captured here:\n  - {listed}\nOr {ALL_TO_ALL}; it needs "
+    )
     return f"{facts.text(text)}none of these."
 
 

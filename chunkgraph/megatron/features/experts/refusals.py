@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from chunkgraph.settings.deep_ep import STATIC
+from chunkgraph.settings.deep_ep import ALL_TO_ALL
 from chunkgraph.settings.experts import EXPERT_RULES, uses_dropless
 from chunkgraph.settings.rule import Facts, Rule
 
@@ -44,9 +44,9 @@ MOE_RULES = (
         lambda f: f.moe_router_force_biased is not None,
     ),
     _rule("moe_paged_stash: it supports only dispatch without a fixed capacity"),
-    _rule(f"moe_enable_deepep: the number of rows depends on the tokens; {STATIC}"),
+    _rule(f"moe_enable_deepep: the rows of a rank depend on the tokens; {ALL_TO_ALL}"),
     _rule(
-        f"moe_token_dispatcher_type: unknown; {STATIC}",
+        f"moe_token_dispatcher_type: unknown; {ALL_TO_ALL}",
         lambda f: f.moe_token_dispatcher_type not in (*_STATIC_DISPATCHERS, "flex"),
     ),
     _rule(
