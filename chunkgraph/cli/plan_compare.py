@@ -15,11 +15,11 @@ from chunkgraph.errors import ConfigError, TopologyError
 from chunkgraph.schedules import (
     CostModel,
     PipelineShape,
+    Placement,
     build_schedule,
     check_step,
     get_family,
     list_schedules,
-    megatron_schedule_name,
     simulate,
 )
 from chunkgraph.slots import estimate_memory, plan_all_ranks
@@ -70,8 +70,8 @@ class Compared:
 
     @property
     def runs_in_megatron(self) -> bool:
-        """Return whether Megatron has this schedule."""
-        return self.schedule in (megatron_schedule_name(2, chunks) for chunks in (1, 2))
+        """Return whether Megatron's models can train with this schedule."""
+        return get_family(self.schedule).placement is Placement.LOOP
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,26 +82,32 @@ class Comparison:
         rows: Schedules that can run.
         refused: Reasons why the others cannot run, by name.
         has_costs: Whether steps are in ms.
+        is_for_megatron: Whether only schedules that run in Megatron are recommended.
     """
 
     rows: tuple[Compared, ...]
     refused: Mapping[str, str]
     has_costs: bool
+    is_for_megatron: bool
 
     @property
     def base(self) -> Compared:
         """Return 1F1B, the baseline; it runs wherever another schedule does."""
         return next(row for row in self.rows if row.schedule == _BASE)
 
-    def best(self, rows: Sequence[Compared]) -> Compared:
-        """Return the row that holds least among the fastest and those nearly as fast."""
-        fastest = min(row.step_ms for row in rows)
-        near = [row for row in rows if row.step_ms <= _TOLERANCE * fastest]
-        return min(near, key=lambda row: row.memory_bytes or row.held_microbatches)
+    @property
+    def recommended(self) -> Compared:
+        """Return the row to use."""
+        return self.best_in_megatron if self.is_for_megatron else _best(self.rows)
+
+    @property
+    def best_in_megatron(self) -> Compared:
+        """Return the best row that runs in Megatron."""
+        return _best([row for row in self.rows if row.runs_in_megatron])
 
     def as_json(self) -> list[dict[str, object]]:
         """Return the comparison for ``--json``."""
-        best = self.best(self.rows)
+        best = self.recommended
         rows: list[dict[str, object]] = [
             {
                 "schedule": row.schedule,
@@ -142,15 +148,22 @@ class Comparison:
         console.print(table(headings, cells))
         for error in self.refused.values():
             console.print(f"Left out: {error}", markup=False)
-        best = self.best(self.rows)
+        best = self.recommended
         words = best.schedule
         if best is not self.base:
             held = best.held_microbatches / self.base.held_microbatches
             words += f", {best.step_ms / self.base.step_ms:.3f} of {_BASE}'s step time, "
             words += f"{held:.2f} of its `Held`"
         console.print(f"Recommended: {words}.", style="bold", soft_wrap=True)
-        own = self.best([row for row in self.rows if row.runs_in_megatron])
-        console.print(f"* Megatron runs it; the best of these is {own.schedule}.", soft_wrap=True)
+        own = self.best_in_megatron.schedule
+        console.print(f"* Runs in Megatron; the best of these is {own}.", soft_wrap=True)
+
+
+def _best(rows: Sequence[Compared]) -> Compared:
+    """Return the row that holds least among the fastest and those nearly as fast."""
+    fastest = min(row.step_ms for row in rows)
+    near = [row for row in rows if row.step_ms <= _TOLERANCE * fastest]
+    return min(near, key=lambda row: row.memory_bytes or row.held_microbatches)
 
 
 def compare(request: Request) -> Comparison:
@@ -168,7 +181,8 @@ def compare(request: Request) -> Comparison:
             if name == _BASE:
                 raise
             refused[name] = str(error)
-    return Comparison(tuple(rows), refused, request.costs is not None)
+    has_costs = request.costs is not None
+    return Comparison(tuple(rows), refused, has_costs, request.is_for_megatron)
 
 
 def comparison_steps(

@@ -41,6 +41,7 @@ class Request:
         seq_counts: Numbers of packed sequences that are captured.
         gpu_bytes: Memory of a GPU for comparison, or None.
         notes: Notes on what the plan omits or assumes.
+        is_for_megatron: Whether the pipeline is one of Megatron's.
     """
 
     schedule: str
@@ -56,6 +57,7 @@ class Request:
     seq_counts: tuple[int, ...] = ()
     gpu_bytes: int | None = None
     notes: tuple[str, ...] = ()
+    is_for_megatron: bool = False
 
 
 def request_of(args: argparse.Namespace) -> Request:
@@ -149,6 +151,7 @@ def _from_config(args: argparse.Namespace, config: Config) -> Request:
         notes=()
         if model.hybrid_layer_pattern is None
         else ("Memory is not estimated for hybrid models.",),
+        is_for_megatron=True,
     )
 
 

@@ -101,7 +101,7 @@ def test_comparison_of_measured_costs(run, num_ranks, count, expected):
         assert rows[name]["relative_step"] == pytest.approx(step, abs=5e-4)
     assert [name for name, row in rows.items() if row["is_recommended"]] == ["dualpipe-v"]
     assert [name for name, row in rows.items() if row["runs_in_megatron"]] == [
-        "1f1b", "interleaved",
+        "1f1b", "interleaved", "gpipe", "zb-h1", "interleaved-zb",
     ]  # fmt: skip
     assert rows["1f1b"]["held_microbatches"] == rows["zb-h1"]["held_microbatches"] == num_ranks
     assert rows["zb-v"]["held_microbatches"] == num_ranks + 0.5
@@ -109,6 +109,15 @@ def test_comparison_of_measured_costs(run, num_ranks, count, expected):
     assert "Recommended: dualpipe-v" in out
     assert "the best of these is interleaved" in out
     assert max(map(len, out.splitlines())) <= 80
+
+
+def test_what_a_configuration_is_advised_runs_in_megatron(run, config):
+    one = (config, "pipeline.virtual_pipeline_model_parallel_size=null", "--compare")
+    rows = json.loads(run(*one, "--num-microbatches", 7, "--json"))
+    (advised,) = (row for row in rows if row.get("is_recommended"))
+    assert advised["schedule"] == "zb-h1"
+    assert min(row["step_ms"] for row in rows if "step_ms" in row) < advised["step_ms"]
+    assert "Recommended: zb-h1," in run(*one, "--num-microbatches", 7)
 
 
 def test_comparison_without_costs_is_that_with_the_default_ones(run):

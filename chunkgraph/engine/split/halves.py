@@ -152,7 +152,7 @@ def refuse_shared_with_split(chunks: Sequence[Chunk]) -> None:
                     f"{chunk.label} and {other.label} share a parameter of shape "
                     f"{tuple(parameter.shape)}, and at least one of their backwards is split, so "
                     "the order in which their gradients are added would depend on the schedule. "
-                    "Capture both with backward='whole'."
+                    "Capture both with backward='whole', or use a schedule that splits no backward."
                 )
 
 
@@ -168,7 +168,7 @@ def _explained(label: str) -> Iterator[None]:
             f"{label}: its backward runs as a whole, but not in halves "
             f"({type(error).__name__}: {str(error).partition(chr(10))[0]}). A kernel that torch "
             "does not know may read a weight gradient, which is not computed yet. Capture the "
-            "chunk with backward='whole'."
+            "chunk with backward='whole', or use a schedule that splits no backward."
         ) from error
 
 
