@@ -14,6 +14,7 @@ from chunkgraph.bench.choice import PROMISED, run_as, schedule_of
 from chunkgraph.bench.document import BenchDocument, VariantResult
 from chunkgraph.bench.simulated import PIPELINE_SIZES
 from chunkgraph.schedules import megatron_schedule_name
+from chunkgraph.settings.pipeline import splits_backward
 
 __all__ = ["find_failures", "print_bench_report"]
 
@@ -52,6 +53,12 @@ def print_bench_report(
         costs = ", ".join(f"{name} {ms:.2f}" for name, ms in times.items() if ms is not None)
         console.print(f"simulated with {costs} ms")
         console.print(simulated)
+        if _lacks_halves(document):
+            console.print(
+                "zero bubble is not simulated: no I and W were timed. A chunk with the embedding "
+                "has no input gradient; capture.scope=block leaves the embedding out",
+                soft_wrap=True,
+            )
     for line in _uneven_gpus(document):
         console.print(line, markup=False)
     for result in document.results:
@@ -227,6 +234,12 @@ def _idle_table(document: BenchDocument) -> Table:
             of_rank = idle[kernel_ms.index(max(kernel_ms))]
             table.add_row(_name(result), *(_number(of_rank.get(place), 2) for place in places))
     return table
+
+
+def _lacks_halves(document: BenchDocument) -> bool:
+    """Return whether a schedule of split backwards was asked for, without times of the halves."""
+    names = () if document.config is None else document.config.bench.schedules
+    return any(map(splits_backward, names)) and not {"I", "W"} <= document.costs_ms.keys()
 
 
 def _simulated_table(document: BenchDocument) -> Table:
