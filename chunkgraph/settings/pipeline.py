@@ -183,8 +183,7 @@ def check_file(pipeline: PipelineConfig, counts: Sequence[int]) -> None:
     schedule = read_schedule(pipeline.schedule)
     if schedule is None:
         return
-    num_chunks = pipeline.virtual_pipeline_model_parallel_size or 1
-    check_stages(schedule, pipeline.pipeline_model_parallel_size, num_chunks)
+    check_stages(schedule, pipeline.pipeline_model_parallel_size, pipeline.num_model_chunks)
     others = sorted(set(counts) - {schedule.num_microbatches})
     if others:
         raise ConfigError(
