@@ -111,7 +111,7 @@ class ChunkGraphs:
             raise ValueError("Banks(drops_failed=True) needs takes_misfits=True")
         self._banks = StepBanks(banks.keys, len(self._chunks))
         host = with_user_hooks(host or Host(), generators, progress)
-        around = self.options, self.counters, self._backend.device, host.generators
+        around = self.options, self.counters, self._backend.device
         self._replayer = Replayer(self._chunks, self._num_slots, self._banks, *around)
         self.weights = WeightBackwards(self._chunks, self._replayer)
         self._samples = BankSamples(banks, len(self._chunks))

@@ -115,6 +115,10 @@ class GraphBackend(Protocol):
     memsets_kept: str
     """Why small memsets are not replaced by kernels; "" if they are."""
 
+    @property
+    def default_generator(self) -> torch.Generator:
+        """Return the random generator that graphs draw from by default."""
+
     def new_pool(self, label: str) -> Pool:
         """Return a new, empty pool."""
 

@@ -35,7 +35,7 @@ from chunkgraph.graphs.cuda_pool import CUDAPool
 from chunkgraph.graphs.failure import capture_failure
 from chunkgraph.graphs.graph_driver import DamagedGraphError, GraphDriver
 from chunkgraph.graphs.host_constants import HostConstants, HostMemory
-from chunkgraph.graphs.legality import check_backward
+from chunkgraph.graphs.legality import check_backward, in_place_gradient
 from chunkgraph.graphs.memset_nodes import MemsetKernels
 from chunkgraph.graphs.operator_mode import OperatorMode
 from chunkgraph.graphs.random_state import preserve_states, private_generator
@@ -191,6 +191,7 @@ class _CaptureMode(OperatorMode):
     def run_operator(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `OperatorMode`."""
         check_backward(func, args, self._label)
+        func, args = in_place_gradient(func, args)
         self.generator.draw(func, args, kwargs)
         if self.scratch is None or self._router is None or not self._router.goes_to_scratch(func):
             return self.constants.run(func, args, kwargs)
@@ -284,7 +285,7 @@ class CUDABackend:
         earlier = resumed.draws if resumed is not None else None
         if earlier is not None:
             generators = (*generators, *earlier.prepare())
-        generator = CudaGenerator(label, draws, earlier, self._default)
+        generator = CudaGenerator(label, draws, earlier, self.default_generator)
         mode = _CaptureMode(label, router, self._host_memory, generator)
         handle = CUDAGraphHandle(
             label,
@@ -358,17 +359,18 @@ class CUDABackend:
         cleanup.reset()
 
     @property
-    def _default(self) -> torch.Generator:
+    def default_generator(self) -> torch.Generator:
+        """See `GraphBackend.default_generator`."""
         return torch.cuda.default_generators[self.device.index]
 
     def _own(self, generators: Sequence[torch.Generator]) -> tuple[torch.Generator, ...]:
         """Return the default generator's present sequence and ``generators``."""
-        return (self._default.graphsafe_get_state(), *generators)
+        return (self.default_generator.graphsafe_get_state(), *generators)
 
     @contextmanager
     def measure_draws(self, generators: Sequence[torch.Generator] = ()) -> Iterator[DrawOffsets]:
         """See `GraphBackend.measure_draws`."""
-        with measured_draws(self._own(generators), self._default) as offsets:
+        with measured_draws(self._own(generators), self.default_generator) as offsets:
             yield offsets
 
     @contextmanager
@@ -385,7 +387,7 @@ class CUDABackend:
     @contextmanager
     def preserve_random_state(self, generators: Sequence[torch.Generator] = ()) -> Iterator[None]:
         """Restore the states of the device's default generator and of ``generators`` on exit."""
-        with preserve_states((self._default, *generators)):
+        with preserve_states((self.default_generator, *generators)):
             yield
 
     def release_cached_memory(self) -> None:

@@ -36,6 +36,7 @@ from chunkgraph.graphs.legality import (
     check_generator,
     check_operator,
     fills_evenly,
+    in_place_gradient,
 )
 from chunkgraph.graphs.location import current_location
 from chunkgraph.graphs.random_state import (
@@ -110,6 +111,11 @@ class RecorderBackend:
         self.device = torch.device("cpu")
         self._limit_bytes = limit_bytes
         self._pools: weakref.WeakSet[SimulatedPool] = weakref.WeakSet()
+
+    @property
+    def default_generator(self) -> torch.Generator:
+        """See `GraphBackend.default_generator`."""
+        return torch.default_generator
 
     def new_pool(self, label: str) -> SimulatedPool:
         """Return a new, empty simulated pool."""
@@ -471,4 +477,4 @@ def _as_recorded(func: OpOverload, args: tuple[Any, ...]) -> tuple[OpOverload, t
             # Under a dispatch mode torch multiplies the gradient of a maximum by a mask: zeros then
             # have the gradient's sign, and are NaN if the gradient is not finite.
             return _aten.where.ScalarOther, (*args, 0.0)
-    return func, args
+    return in_place_gradient(func, args)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from chunkgraph.engine.banks import Bank
@@ -57,6 +58,7 @@ class CapturedRank:
         pools: the memory of all graphs.
         report: the session in numbers.
         terms: see `BackwardTask`.
+        generators: the random generators that replays draw from.
         changes_state: whether a replay may change tensors of a chunk or state of the host.
     """
 
@@ -66,6 +68,7 @@ class CapturedRank:
     pools: PoolPlan
     report: CaptureReport
     terms: tuple[dict[int, int], ...]
+    generators: tuple[torch.Generator, ...]
     changes_state: bool = True
 
     @property

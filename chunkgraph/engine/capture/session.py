@@ -251,6 +251,7 @@ def _run(
         maker.pools,
         _report(session, (time.perf_counter() - start) * 1e3),
         gradient_terms(session.chunks, session.forwards),
+        (session.backend.default_generator, *settings.host.generators()),
         changes_state=_changes_state(session),
     )
 

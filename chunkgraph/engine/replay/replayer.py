@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,7 +23,6 @@ from chunkgraph.engine.replay.backward_task import BackwardTask
 from chunkgraph.engine.replay.profiler_ranges import ReplayRanges
 from chunkgraph.engine.slot import Slot
 from chunkgraph.engine.verify import Verifier
-from chunkgraph.engine.verify.state import ChunkState
 from chunkgraph.engine.watch.optimizer_watch import optimizers_watched
 from chunkgraph.errors import ChunkGraphError, ReplayMismatchError
 from chunkgraph.slots import SlotMachine
@@ -43,7 +42,6 @@ class Replayer:
         options: Options for shared slots and verification.
         counters: Counters that every replay updates.
         device: Device of the chunks.
-        generators: Returns the random generators that the chunks draw from, besides the default.
     """
 
     def __init__(
@@ -54,14 +52,11 @@ class Replayer:
         options: CaptureOptions,
         counters: Counters,
         device: torch.device,
-        generators: Callable[[], Sequence[torch.Generator]],
     ) -> None:
         self._chunks = tuple(chunks)
         self._banks = banks
         self._options = options
         self._counters = counters
-        self._device = device
-        self._generators = generators
         self._label = rank_label(chunks)
         self._machine = SlotMachine(num_slots, self._label, are_shared=options.shared_slots)
         # An input of every replayed microbatch. A backward that does not reach it computes only
@@ -245,13 +240,15 @@ class Replayer:
         Raises:
             ReplayMismatchError: The model differs from the captured one.
         """
-        random = self._device, self._generators()
-        state = ChunkState.now((), *random)
+        assert self._captured is not None
+        generators = self._captured.generators
+        states = [generator.get_state() for generator in generators]
         slot.forward_graph.replay()
         try:
             self._check()
         except ReplayMismatchError:
-            state.put_back((), *random)
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
             raise
 
     def replay_backward(
