@@ -37,27 +37,27 @@ def main() -> int:
     if args.ranks < 2 or args.ranks.bit_count() > 1:
         parser.error("--ranks is a power of two above 1")
     sizes = [1 << k for k in range(args.ranks.bit_length())]
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "sizes": sizes,
         "banks": _run(args, args.banks_spec, sizes),
         "static": _run(args, args.static_spec, []),
     }
-    of_banks, of_static = (max(found[name]["reserved_bytes"]) for name in ("banks", "static"))
-    found["ratio"] = of_banks / of_static if of_static else None
-    used = [max(found[name]["gpu_used_bytes"]) for name in ("banks", "static")]
-    found["ratio_of_gpu_used"] = used[0] / used[1] if used[1] else None
-    for name, one in (("banks", found["banks"]), ("static", found["static"])):
+    of_banks, of_static = (max(results[name]["reserved_bytes"]) for name in ("banks", "static"))
+    results["ratio"] = of_banks / of_static if of_static else None
+    used = [max(results[name]["gpu_used_bytes"]) for name in ("banks", "static")]
+    results["ratio_of_gpu_used"] = used[0] / used[1] if used[1] else None
+    for name, one in (("banks", results["banks"]), ("static", results["static"])):
         sys.stdout.write(
             f"{name}: {max(one['reserved_bytes']) / 2**20:.0f} MiB reserved, "
             f"{max(one['gpu_used_bytes']) / 2**20:.0f} MiB used on a GPU by all its processes, "
             f"{one['num_graphs']} graphs, step with the capture {one['capture_step_ms']:.0f} ms\n"
         )
-    shown = "unknown on a CPU"
-    if found["ratio"] is not None:
-        shown = f"{found['ratio']:.3f} reserved, {found['ratio_of_gpu_used']:.3f} used on a GPU"
-    sys.stdout.write(f"banks of {sizes} over static CP {args.ranks}: {shown}\n")
+    ratios = "unknown on a CPU"
+    if (ratio := results["ratio"]) is not None:
+        ratios = f"{ratio:.3f} reserved, {results['ratio_of_gpu_used']:.3f} used on a GPU"
+    sys.stdout.write(f"banks of {sizes} over static CP {args.ranks}: {ratios}\n")
     if args.json is not None:
-        args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        args.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

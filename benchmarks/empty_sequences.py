@@ -115,7 +115,7 @@ def main() -> int:
     for one in measured:
         what = f"{len(one['lengths']):4d} documents, N = {one['num_seqs']:4d}"
         sys.stdout.write(f"{what}: {_line(one)}\n")
-    found = {
+    results = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "versions": versions(),
         "command": " ".join(sys.argv),
@@ -125,7 +125,7 @@ def main() -> int:
         "measured": measured,
     }
     if args.json is not None:
-        args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        args.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     return 1 if any(one["error"] for one in measured) else 0
 
 
@@ -141,13 +141,13 @@ def _lengths(num_documents: int, tokens: int, limit: int | None) -> list[int]:
     return [min(longest, length - begin) for length in whole for begin in range(0, length, longest)]
 
 
-def _sequences(num_documents: int, given: list[int], tokens: int) -> dict[int, bool]:
+def _sequences(num_documents: int, counts: list[int], tokens: int) -> dict[int, bool]:
     """Numbers of sequences to measure, and whether training for the most would replay it."""
-    most = max(given)
-    captured = (*default_seq_buckets(most, tokens), most)
+    largest = max(counts)
+    captured = (*default_seq_buckets(largest, tokens), largest)
     replayed = min((n for n in captured if n > num_documents), default=0)
-    wanted = sorted({num_documents, replayed, *given})
-    return {n: n == replayed for n in wanted if n >= num_documents}
+    numbers = sorted({num_documents, replayed, *counts})
+    return {n: n == replayed for n in numbers if n >= num_documents}
 
 
 def _line(one: dict[str, Any]) -> str:
@@ -316,12 +316,12 @@ def _layer_work(
     packing = split_params(kwargs.pop("packed_seq_params"), "the layers")
 
     def forward() -> torch.Tensor:
-        given = dict(packing)
-        join_params(given)
+        params = dict(packing)
+        join_params(params)
         result = hidden
         for layer in layers:
-            found = layer(result, *args, **kwargs, **given)
-            result = found[0] if isinstance(found, tuple) else found
+            output = layer(result, *args, **kwargs, **params)
+            result = output[0] if isinstance(output, tuple) else output
         return result
 
     return _LayerWork(forward, hidden)
@@ -374,8 +374,8 @@ def _kernel_times(replay: Callable[[], None]) -> dict[str, float]:
         for _ in range(num_replays):
             replay()
         torch.cuda.synchronize()
-    found = {e.key: e.self_device_time_total / num_replays for e in profiler.key_averages()}
-    return {name: us for name, us in sorted(found.items(), key=lambda item: -item[1]) if us > 0}
+    times_us = {e.key: e.self_device_time_total / num_replays for e in profiler.key_averages()}
+    return {name: us for name, us in sorted(times_us.items(), key=lambda item: -item[1]) if us > 0}
 
 
 if __name__ == "__main__":
