@@ -82,6 +82,26 @@ def test_what_deep_eps_own_kernels_cannot_take_is_named(
     assert message in reason
 
 
+@pytest.mark.parametrize(
+    ("changes", "message", "remedy"),
+    [
+        ({"moe_enable_deepep": True}, "moe_enable_deepep=True: the rows", "use {}"),
+        ({"moe_token_dispatcher_type": "other"}, "'other': unknown", "use {}"),
+        (
+            {"splits_backward": True, "captures": True, RANK_FACTOR: None},
+            "gradients that are not computed yet",
+            "use a schedule that does not split backwards, or {}",
+        ),
+    ],
+)
+def test_a_remedy_is_the_dispatcher_that_needs_nothing_else(
+    changes: dict[str, Any], message: str, remedy: str
+) -> None:
+    whole = {"schedule": "zb-h1", **HOLDS, **changes}
+    (reason,) = [why for why in refused(MOE_RULES, whole, token_drops="rerun") if message in why]
+    assert reason.endswith("; " + remedy.format("moe_token_dispatcher_type='alltoall'"))
+
+
 @pytest.mark.parametrize("ranks", [1, 6, 16])
 def test_deep_ep_itself_serves_some_numbers_of_ranks(ranks: int) -> None:
     changes = {"expert_model_parallel_size": ranks, "num_moe_experts": 48}
