@@ -1,4 +1,9 @@
-"""Tensors between the stages of a pipeline, sent and received without waiting."""
+"""Tensors between the stages of a pipeline, sent and received without waiting.
+
+Megatron's P2PCommunicator does not carry them: it allocates each tensor that it receives, where a
+replay needs it in a slot. With two ranks it moves half of the transfers to the group of the whole
+job, so that no link has a group, and buffers, of its own.
+"""
 
 from __future__ import annotations
 

@@ -38,9 +38,9 @@ class TransferGroups:
     others of the same link.
 
     A kernel of NCCL that waits for the other rank takes multiprocessors from the kernels that
-    compute. A receive does not wait long: it is posted where its tensor is used. A send does not
-    wait if the buffers of its blocks take the whole tensor, so the groups have as many blocks as
-    that needs.
+    compute. A receive does not wait long: it is posted where its tensor is used. Before that, a
+    rank of 1F1B or ZB-H1 seldom has a free slot for it. A send does not wait if the buffers of its
+    blocks take the whole tensor, so the groups have as many blocks as that needs.
 
     Every process of the job creates them together.
 
