@@ -7,7 +7,7 @@
      |    +-- TopologyError                     sizes that cannot form a pipeline
      |    +-- PackingError                      documents or offsets that cannot be packed
      +-- MissingDependencyError (ImportError)   an optional package is not installed; exit code 2
-     +-- ScheduleError          (ValueError)    a schedule breaks one of its rules
+     +-- ScheduleError          (ValueError)    a schedule breaks one of its rules; exit code 2
      +-- SlotError              (RuntimeError)  a slot was used out of turn
      +-- CaptureError           (RuntimeError)  a chunk could not be captured
      |    +-- IllegalOperationError             an operator that no graph can hold

@@ -152,12 +152,14 @@ class Schedule:
                     parts = pair[1].split(";") if pair else [cell] if cell.strip() else []
                     row += [Action.parse(part) for part in parts]
                 except ScheduleError as error:
-                    raise ScheduleError(f"row {row_number}, cell {cell_number}: {error}") from None
+                    where = f"row {row_number}, cell {cell_number}"
+                    raise ScheduleError(f"schedule {name!r}, {where}: {error}") from None
             if not row:
-                raise ScheduleError(f"row {row_number} is empty: expected the actions of a rank")
+                problem = f"row {row_number} is empty: expected the actions of a rank"
+                raise ScheduleError(f"schedule {name!r}, {problem}")
             rows.append(tuple(row))
         if not rows:
-            raise ScheduleError("the schedule is empty: expected one row of actions per rank")
+            raise ScheduleError(f"schedule {name!r} is empty: expected one row of actions per rank")
         everything = [action for row in rows for action in row]
         num_stages = 1 + max(action.stage for action in everything)
         return cls(

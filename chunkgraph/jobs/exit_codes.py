@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from chunkgraph.errors import ConfigError, MissingDependencyError
+from chunkgraph.errors import ConfigError, MissingDependencyError, ScheduleError
 
 __all__ = ["EXIT_FAILED", "EXIT_INTERRUPTED", "EXIT_USAGE", "exit_code_of", "is_usage_error"]
 
@@ -15,8 +15,8 @@ EXIT_INTERRUPTED = 130
 
 
 def is_usage_error(error: Exception) -> bool:
-    """Return True if the user has to change a setting or install a package."""
-    return isinstance(error, (ConfigError, MissingDependencyError))
+    """Return True if the user has to change a setting or a file, or install a package."""
+    return isinstance(error, (ConfigError, MissingDependencyError, ScheduleError))
 
 
 def exit_code_of(error: Exception) -> int:

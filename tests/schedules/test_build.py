@@ -132,7 +132,7 @@ def test_communication_is_put_around_what_needs_it():
 
 
 def test_csv_names_the_bad_cell_and_skips_bubbles():
-    with pytest.raises(ScheduleError, match="row 2, cell 2: 'nonsense'"):
+    with pytest.raises(ScheduleError, match="schedule 'csv', row 2, cell 2: 'nonsense'"):
         Schedule.from_csv("0F0,0B0\n1F0,nonsense\n")
     with pytest.raises(ScheduleError, match="empty"):
         Schedule.from_csv("\n")
