@@ -7,10 +7,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from chunkgraph.cli.plan_model import sizes_of
-from chunkgraph.cli.plan_request import Request
+from chunkgraph.cli.plan_request import Request, schedule_name
 from chunkgraph.cli.plan_rows import exit_code, print_rows, rows_of, shape_of
-from chunkgraph.errors import ConfigError
-from chunkgraph.schedules import list_schedules, megatron_schedule_name
+from chunkgraph.settings.pipeline import read_matching_schedule
 from chunkgraph.slots import ModelSizes
 
 if TYPE_CHECKING:
@@ -65,31 +64,31 @@ def request_of_arguments(
     """Return the plan's input from Megatron's validated arguments.
 
     Raises:
-        ConfigError: The schedule is a file.
+        ConfigError: The schedule is a file that does not match the pipeline or the batch size.
     """
     num_ranks = args.pipeline_model_parallel_size
     num_chunks = args.virtual_pipeline_model_parallel_size or 1
-    schedule = flags.schedule
-    if schedule == "auto":
-        schedule = megatron_schedule_name(num_ranks, num_chunks)
-    elif schedule not in list_schedules():
-        raise ConfigError(f"--plan: slots of a schedule file ({schedule}) are not planned.")
     rows = args.micro_batch_size * args.data_parallel_size
+    num_microbatches = max(1, (args.global_batch_size or rows) // rows)
+    file = read_matching_schedule(
+        flags.schedule, num_ranks, num_chunks, [num_microbatches], "--global-batch-size"
+    )
     notes: list[str] = []
     model = _model(args, flags, num_ranks * num_chunks, notes)
     return Request(
-        schedule=schedule,
+        schedule=schedule_name(flags.schedule, num_ranks, num_chunks),
         num_ranks=num_ranks,
         num_chunks=num_chunks,
         group_size=getattr(args, "microbatch_group_size_per_vp_stage", None)
         if num_chunks > 1
         else None,
-        num_microbatches=max(1, (args.global_batch_size or rows) // rows),
+        num_microbatches=num_microbatches,
         costs=None,
         model=model,
         shared_slots=flags.capture.shared_slots,
         gpu_bytes=gpu_bytes if model is not None else None,
         notes=tuple(notes),
+        file=file,
     )
 
 

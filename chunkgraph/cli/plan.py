@@ -21,6 +21,7 @@ from chunkgraph.cli.plan_rows import exit_code, print_rows, rows_of, shape_of
 from chunkgraph.cli.plan_tables import RankRow, as_json
 from chunkgraph.errors import ConfigError
 from chunkgraph.schedules import PipelineShape, list_schedules
+from chunkgraph.settings.pipeline import FILE_SUFFIX
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -28,22 +29,25 @@ if TYPE_CHECKING:
 __all__ = ["add_parser", "run"]
 
 _DESCRIPTION = f"""\
-Plan the slots of every rank and draw the schedule. Slots and graphs hold for every legal number of
-microbatches; the bubble ratio and the grid are of one step: --num-microbatches, or the largest in
-the config's train.num_microbatches. Without --costs times count in forwards; a backward takes two.
+Plan the slots of every rank and draw the schedule. Slots and graphs hold for
+every legal number of microbatches; the bubble ratio and the grid are of one
+step: --num-microbatches, or the largest in the config's train.num_microbatches.
+Without --costs times count in forwards; a backward takes two.
 
   {EXAMPLE}
-  chunkgraph plan --pp 4 --num-microbatches 8 --costs F=1.6,B=4.6,I=2.4,W=2.4 --compare
+  chunkgraph plan --pp 4 --costs F=1.6,B=4.6,I=2.4,W=2.4 --compare
+  chunkgraph plan --schedule mine.csv
   chunkgraph plan configs/cpu/gpt_pp2_vpp2_cpu.yaml model.num_layers=16
 """
 _EPILOG = f"""\
 --json prints a list with one object per rank, also with --rank:
-  rank, slots_per_chunk (list), num_graphs, peak_in_flight (all chunks together), bubble_ratio
-  (idle share of the step); with --costs also step_ms; with a config also slot_bytes_per_chunk
-  (list), slot_bytes, scratch_bytes, parameter_bytes, gradient_bytes, optimizer_bytes,
-  logit_bytes (estimates); with length buckets or --cuda-graph-cp-sizes also banks (list of
-  objects), which share the memory of their slots. With --gpu-memory the exit code is 1 if a rank
-  does not fit.
+  rank, slots_per_chunk (list), num_graphs, peak_in_flight (all chunks
+  together), bubble_ratio (idle share of the step); with --costs also step_ms;
+  with a config also slot_bytes_per_chunk (list), slot_bytes, scratch_bytes,
+  parameter_bytes, gradient_bytes, optimizer_bytes, logit_bytes (estimates);
+  with length buckets or --cuda-graph-cp-sizes also banks (list of objects),
+  which share the memory of their slots. With --gpu-memory the exit code is 1 if
+  a rank does not fit.
 
 {COSTS_HELP}
 {COMPARE_HELP}"""
@@ -51,6 +55,15 @@ _MAX_PLANNED_CHUNKS = 20_000
 _MAX_DRAWN = 10_000
 _MAX_EXPORTED = 200_000
 """Maximum number of actions in a page or trace, which zoom; ``_MAX_DRAWN``: in a picture."""
+
+
+class _Schedules(tuple[str, ...]):
+    """The names of schedules, which are completed; the name of a CSV file is one of them too."""
+
+    __slots__ = ()
+
+    def __contains__(self, name: object) -> bool:
+        return str(name).endswith(FILE_SUFFIX) or super().__contains__(name)
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -87,9 +100,11 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument(
         "--schedule",
-        choices=("auto", *list_schedules()),
+        choices=_Schedules(("auto", *list_schedules())),
         default="auto",
-        help="default auto: the one Megatron runs, 1f1b or interleaved",
+        metavar="NAME|FILE.csv",
+        help=f"{', '.join(list_schedules())}, or a CSV file of actions; default auto: the one "
+        "that Megatron runs, 1f1b or interleaved",
     )
     add_costs_argument(parser)
     parser.add_argument(
@@ -139,7 +154,7 @@ def run(args: argparse.Namespace) -> int:
     wants_grid = bool(_pictures(args)) or request.costs is not None or not prints_json(args)
     most = _MAX_EXPORTED if args.html or args.trace else _MAX_DRAWN
     has_grid = wants_grid and too_large(shape, most) is None
-    grid = Grid.of(request.schedule, shape, ranks, request.costs) if has_grid else None
+    grid = Grid.of(request.build(), ranks, request.costs) if has_grid else None
     rows = rows_of(request, shape, ranks, grid)
     if grid is not None:
         _write_pictures(args, request, grid, rows)
@@ -153,7 +168,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _compare(args: argparse.Namespace, request: Request) -> int:
     wrong = {"--rank": args.rank is not None, "--svg": args.svg is not None, "--full": args.full}
-    wrong |= {"--trace": args.trace is not None, "--schedule": args.schedule != "auto"}
+    wrong["--trace"] = args.trace is not None
+    wrong["--schedule"] = args.schedule != "auto" and request.file is None
     for option in (option for option, is_given in wrong.items() if is_given):
         raise ConfigError(f"plan: {option} has no effect with --compare; leave it out")
     check_output("plan: --json", args.json)

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from chunkgraph._text import format_bytes
 from chunkgraph.cli.plan_grid import Grid, too_large
 from chunkgraph.cli.plan_request import Request
-from chunkgraph.cli.plan_rows import rows_of, shape_of
+from chunkgraph.cli.plan_rows import plan_of, rows_of, shape_of
 from chunkgraph.cli.plan_tables import RankRow, table
 from chunkgraph.errors import ConfigError, TopologyError
 from chunkgraph.schedules import (
     CostModel,
     PipelineShape,
     Placement,
-    build_schedule,
-    check_step,
     get_family,
     list_schedules,
     simulate,
 )
-from chunkgraph.slots import estimate_memory, plan_all_ranks
+from chunkgraph.slots import estimate_memory
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,13 +28,16 @@ if TYPE_CHECKING:
 __all__ = ["COMPARE_HELP", "Comparison", "compare", "comparison_steps"]
 
 COMPARE_HELP = """\
---compare plans every schedule on the same pipeline. Those with several chunks on a rank have as
-many as --vpp, or two, each correspondingly smaller. `Held`: what the slots of the fullest rank
-hold, in microbatches of all layers of a rank. The recommended schedule holds the least among those
-within 1% of the fastest. --json prints a list with one object per schedule:
-  schedule, num_chunks, bubble_ratio, step_ms (without --costs in forwards of a rank),
-  relative_step (1f1b: 1), num_slots, held_microbatches, memory_bytes (null without a config),
-  runs_in_megatron, is_recommended; or schedule and error, if it cannot run
+--compare plans every schedule on the same pipeline, and the CSV file. Those
+with several chunks on a rank have as many as --vpp, or two, each
+correspondingly smaller. `Held`: what the slots of the fullest rank hold, in
+microbatches of all layers of a rank. The recommended schedule holds the least
+among those within 1% of the fastest. --json prints a list with one object per
+schedule:
+  schedule, num_chunks, bubble_ratio, step_ms (without --costs in forwards of a
+  rank), relative_step (1f1b: 1), num_slots, held_microbatches, memory_bytes
+  (null without a config), runs_in_megatron, is_recommended; or schedule and
+  error, if it cannot run
 """
 _BASE = "1f1b"
 _TOLERANCE = 1.01
@@ -48,20 +49,28 @@ class Compared:
     """One schedule of the comparison.
 
     Attributes:
-        schedule: Name of the schedule.
-        num_chunks: Model chunks on each rank.
+        request: The request for this schedule alone.
         bubble_ratio: Idle share of every rank.
         step_ms: Time of the step; in forwards of a rank if no costs are known.
         num_slots: Number of slots on the rank with the most.
         memory_bytes: Estimate for the rank that needs the most; None without a model.
     """
 
-    schedule: str
-    num_chunks: int
+    request: Request
     bubble_ratio: float
     step_ms: float
     num_slots: int
     memory_bytes: int | None
+
+    @property
+    def schedule(self) -> str:
+        """Return the name of the schedule, or its file."""
+        return self.request.schedule
+
+    @property
+    def num_chunks(self) -> int:
+        """Return the number of model chunks on each rank."""
+        return self.request.num_chunks
 
     @property
     def held_microbatches(self) -> float:
@@ -71,7 +80,7 @@ class Compared:
     @property
     def runs_in_megatron(self) -> bool:
         """Return whether Megatron's models can train with this schedule."""
-        return get_family(self.schedule).placement is Placement.LOOP
+        return self.request.placement is Placement.LOOP
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,13 +183,13 @@ def compare(request: Request) -> Comparison:
         TopologyError: Not even 1F1B can run.
     """
     rows, refused = [], {}
-    for name in list_schedules():
+    for own in _requests(request):
         try:
-            rows.append(_compared(request, name))
+            rows.append(_compared(request, own))
         except TopologyError as error:
-            if name == _BASE:
+            if own.schedule == _BASE:
                 raise
-            refused[name] = str(error)
+            refused[own.schedule] = str(error)
     has_costs = request.costs is not None
     return Comparison(tuple(rows), refused, has_costs, request.is_for_megatron)
 
@@ -195,37 +204,31 @@ def comparison_steps(
     """
     steps: list[tuple[Grid, Sequence[RankRow]]] = []
     for row in comparison.rows:
-        if request.costs is None:
-            costs = CostModel().scaled(1 / row.num_chunks)
-        else:
-            costs = request.costs.scaled(request.num_chunks / row.num_chunks)
-        own = replace(request, schedule=row.schedule, num_chunks=row.num_chunks, costs=costs)
+        own = replace(row.request, costs=_costs_of(request, row.num_chunks))
         shape, ranks = shape_of(own), range(own.num_ranks)
         if (problem := too_large(shape, _MAX_ACTIONS)) is not None:
             raise ConfigError(f"plan: --compare with --html: {problem}")
-        grid = Grid.of(own.schedule, shape, ranks, costs)
+        grid = Grid.of(own.build(), ranks, own.costs)
         steps.append((grid, rows_of(own, shape, ranks, grid)))
     return steps
 
 
-def _compared(request: Request, name: str) -> Compared:
-    family = get_family(name)
-    num_chunks = family.num_chunks or max(2, request.num_chunks)
-    sizes = {"num_ranks": request.num_ranks, "num_chunks": num_chunks}
-    shape = check_step(
-        name, **sizes, num_microbatches=request.num_microbatches, group_size=request.group_size
-    )
-    plans = plan_all_ranks(
-        **sizes,
-        group_size=shape.group_size,
-        schedule=name,
-        max_num_microbatches=None if family.is_bounded else request.num_microbatches,
-    )
-    bubble_ratio, step_ms = _timed(request, name, shape)
+def _requests(request: Request) -> Iterator[Request]:
+    """Yield a request for every schedule by name, and for the request's own file."""
+    for name in list_schedules():
+        num_chunks = get_family(name).num_chunks or max(2, request.num_chunks)
+        yield replace(request, schedule=name, num_chunks=num_chunks, file=None)
+    if request.file is not None:
+        yield request
+
+
+def _compared(request: Request, own: Request) -> Compared:
+    shape = shape_of(own)
+    plans = [plan_of(own, rank) for rank in range(own.num_ranks)]
+    bubble_ratio, step_ms = _timed(request, own, shape)
     model, shared = request.model, request.shared_slots
     return Compared(
-        schedule=name,
-        num_chunks=num_chunks,
+        request=own,
         bubble_ratio=bubble_ratio,
         step_ms=step_ms,
         num_slots=max(plan.peak_in_flight if shared else plan.num_slots for plan in plans),
@@ -235,19 +238,19 @@ def _compared(request: Request, name: str) -> Compared:
     )
 
 
-def _timed(request: Request, name: str, shape: PipelineShape) -> tuple[float, float]:
+def _timed(request: Request, own: Request, shape: PipelineShape) -> tuple[float, float]:
     """Return bubble ratio and time of a step with as much work per rank as in the request."""
-    if request.costs is None:
-        bubble_ratio = get_family(name).bubble_ratio(shape)
+    if request.costs is None and own.file is None:
+        bubble_ratio = get_family(own.schedule).bubble_ratio(shape)
         return bubble_ratio, 3 * shape.num_microbatches / (1 - bubble_ratio)
     if (problem := too_large(shape, _MAX_ACTIONS)) is not None:
-        raise ConfigError(f"plan: --compare with --costs: {problem}")
-    built = build_schedule(
-        name,
-        num_ranks=shape.num_ranks,
-        num_microbatches=shape.num_microbatches,
-        num_chunks=shape.num_chunks,
-        group_size=shape.group_size,
-    )
-    run = simulate(built, request.costs.scaled(request.num_chunks / shape.num_chunks))
+        raise ConfigError(f"plan: --compare: {problem}")
+    run = simulate(own.build(), _costs_of(request, own.num_chunks))
     return run.bubble_ratio(0), run.makespan_ms
+
+
+def _costs_of(request: Request, num_chunks: int) -> CostModel:
+    """Return the costs of a chunk if a rank has this many; without costs, of a rank's forwards."""
+    if request.costs is None:
+        return CostModel().scaled(1 / num_chunks)
+    return request.costs.scaled(request.num_chunks / num_chunks)

@@ -16,10 +16,11 @@ from chunkgraph.schedules import CostModel
 __all__ = ["COSTS_HELP", "add_costs_argument", "costs_of"]
 
 COSTS_HELP = """\
---costs has the ms of one microbatch on one chunk: F (forward), B (whole backward), I and W (its
-halves), send (a message). I and W default to half of B, B to their sum, send to 0. A FILE has them
-as the JSON object "costs_ms", as in {"costs_ms": {"F": 1.6, "I": 2.4, "W": 2.4}}, at its top or in
-one of the "variants" of a bench document, preferably `chunk`.
+--costs has the ms of one microbatch on one chunk: F (forward), B (whole
+backward), I and W (its halves), send (a message). I and W default to half of B,
+B to their sum, send to 0. A FILE has them as the JSON object "costs_ms", as in
+{"costs_ms": {"F": 1.6, "I": 2.4, "W": 2.4}}, at its top or in one of the
+"variants" of a bench document, preferably `chunk`.
 """
 _NAMES = ("F", "B", "I", "W", "send")
 _MAX_BYTES = 64 * 2**20

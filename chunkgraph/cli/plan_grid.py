@@ -10,8 +10,8 @@ from chunkgraph.schedules import (
     CostModel,
     Op,
     PipelineShape,
+    Schedule,
     Simulation,
-    build_schedule,
     draw_svg,
     simulate,
     text_panels,
@@ -67,18 +67,9 @@ class Grid:
     ranks: Sequence[int]
 
     @classmethod
-    def of(
-        cls, schedule: str, shape: PipelineShape, ranks: Sequence[int], costs: CostModel | None
-    ) -> Grid:
-        """Build and simulate a schedule of this name and shape."""
-        built = build_schedule(
-            schedule,
-            num_ranks=shape.num_ranks,
-            num_microbatches=shape.num_microbatches,
-            num_chunks=shape.num_chunks,
-            group_size=shape.group_size,
-        )
-        return cls(simulation=simulate(built, costs), slots=assign_slots(built), ranks=ranks)
+    def of(cls, schedule: Schedule, ranks: Sequence[int], costs: CostModel | None) -> Grid:
+        """Simulate a schedule."""
+        return cls(simulation=simulate(schedule, costs), slots=assign_slots(schedule), ranks=ranks)
 
     def as_svg(self) -> str:
         """Draw the whole picture."""

@@ -12,13 +12,21 @@ from chunkgraph.cli.plan_banks import banks_of, rows_of_a_rank, seq_counts_of
 from chunkgraph.cli.plan_costs import costs_of
 from chunkgraph.cli.plan_model import sizes_of, value_of_config
 from chunkgraph.errors import ConfigError
-from chunkgraph.schedules import CostModel, get_family, megatron_schedule_name
+from chunkgraph.schedules import (
+    CostModel,
+    Placement,
+    Schedule,
+    build_schedule,
+    get_family,
+    megatron_schedule_name,
+)
+from chunkgraph.settings.pipeline import FILE_SUFFIX, read_matching_schedule, read_schedule
 from chunkgraph.slots import BankSizes, ModelSizes
 
 if TYPE_CHECKING:
     from chunkgraph.settings import Config
 
-__all__ = ["EXAMPLE", "Request", "request_of"]
+__all__ = ["EXAMPLE", "Request", "request_of", "schedule_name"]
 
 EXAMPLE = "chunkgraph plan --pp 4 --vpp 2 --num-microbatches 8"
 
@@ -28,7 +36,8 @@ class Request:
     """A plan's input, from a config or from flags.
 
     Attributes:
-        schedule: Name of the schedule.
+        schedule: Name of the schedule, or its CSV file.
+        file: The schedule of the file; None for a name.
         num_ranks: Pipeline-parallel size.
         num_chunks: Model chunks on each rank.
         group_size: Microbatch group size; None for the default.
@@ -58,6 +67,28 @@ class Request:
     gpu_bytes: int | None = None
     notes: tuple[str, ...] = ()
     is_for_megatron: bool = False
+    file: Schedule | None = None
+
+    @property
+    def placement(self) -> Placement:
+        """Return the placement of the stages."""
+        return (get_family(self.schedule) if self.file is None else self.file).placement
+
+    def build(self) -> Schedule:
+        """Build the schedule of the step.
+
+        Raises:
+            TopologyError: The sizes do not form a pipeline.
+        """
+        if self.file is not None:
+            return self.file
+        return build_schedule(
+            self.schedule,
+            num_ranks=self.num_ranks,
+            num_microbatches=self.num_microbatches,
+            num_chunks=self.num_chunks,
+            group_size=self.group_size,
+        )
 
 
 def request_of(args: argparse.Namespace) -> Request:
@@ -71,32 +102,60 @@ def request_of(args: argparse.Namespace) -> Request:
         raise ConfigError(
             f"plan: {shown(args.config)} is an override, but there is no CONFIG before it"
         )
-    if args.config is None and args.pp is None:
-        raise ConfigError(f"plan: give a CONFIG or --pp, for example: {EXAMPLE}")
+    if args.config is not None and args.config.endswith(FILE_SUFFIX):
+        raise ConfigError(
+            f"plan: {shown(args.config)} is a schedule, not a CONFIG; put --schedule before it"
+        )
     if args.config is None:
         if args.cuda_graph_cp_sizes or args.cuda_graph_max_packed_tokens is not None:
             raise ConfigError("plan: banks need a CONFIG: their memory depends on its model")
         if args.gpu_memory is not None:
             raise ConfigError("plan: --gpu-memory needs a CONFIG: the memory depends on its model")
-        return _from_flags(args)
-    for flag, value in (("--pp", args.pp), ("--vpp", args.vpp), ("--group-size", args.group_size)):
-        if value is not None:
-            raise ConfigError(
-                f"plan: {flag} cannot be combined with a CONFIG; override the file's own setting "
-                "instead, for example pipeline.pipeline_model_parallel_size=4"
-            )
+        file = read_schedule(args.schedule)
+        return _from_flags(args) if file is None else _from_file(args, file)
+    if flag := _size_flag(args):
+        raise ConfigError(
+            f"plan: {flag} cannot be combined with a CONFIG; override the file's own setting "
+            "instead, for example pipeline.pipeline_model_parallel_size=4"
+        )
     from chunkgraph.settings import load_config
 
     return _from_config(args, load_config(args.config, args.overrides))
 
 
+def _size_flag(args: argparse.Namespace) -> str:
+    """Return the first flag that sets a size of the pipeline, or ``""``."""
+    sizes = {"--pp": args.pp, "--vpp": args.vpp, "--group-size": args.group_size}
+    return next((flag for flag, value in sizes.items() if value is not None), "")
+
+
+def _from_file(args: argparse.Namespace, file: Schedule) -> Request:
+    flag = _size_flag(args) or ("--num-microbatches" if args.num_microbatches is not None else "")
+    if flag:
+        raise ConfigError(
+            f"plan: {flag} cannot be combined with {file.name}, which has its own sizes; leave it "
+            "out"
+        )
+    return Request(
+        schedule=file.name,
+        num_ranks=file.num_ranks,
+        num_chunks=file.num_chunks,
+        group_size=None,
+        num_microbatches=file.num_microbatches,
+        costs=costs_of(args.costs),
+        file=file,
+    )
+
+
 def _from_flags(args: argparse.Namespace) -> Request:
+    if args.pp is None:
+        raise ConfigError(f"plan: give a CONFIG or --pp, for example: {EXAMPLE}")
     num_chunks = args.vpp
     if num_chunks is None:
         num_chunks = 1 if args.schedule == "auto" else get_family(args.schedule).num_chunks or 2
     default = 2 * max(1, args.pp if args.group_size is None else args.group_size)
     return Request(
-        schedule=_schedule_name(args.schedule, args.pp, num_chunks),
+        schedule=schedule_name(args.schedule, args.pp, num_chunks),
         num_ranks=args.pp,
         num_chunks=num_chunks,
         group_size=args.group_size,
@@ -106,7 +165,10 @@ def _from_flags(args: argparse.Namespace) -> Request:
 
 
 def _from_config(args: argparse.Namespace, config: Config) -> Request:
-    pipeline, model, counts = config.pipeline, config.model, config.train.num_microbatches
+    pipeline, model = config.pipeline, config.model
+    counts, setting = config.train.num_microbatches, "train.num_microbatches"
+    if args.num_microbatches is not None:
+        counts, setting = (args.num_microbatches,), "--num-microbatches"
     num_ranks = pipeline.pipeline_model_parallel_size
     num_chunks = pipeline.virtual_pipeline_model_parallel_size or 1
     if model.hybrid_layer_pattern is not None and args.cuda_graph_cp_sizes:
@@ -120,18 +182,14 @@ def _from_config(args: argparse.Namespace, config: Config) -> Request:
         model.layer_spec == "auto" and config.device == "cpu"
     )
     schedule = pipeline.schedule if args.schedule == "auto" else args.schedule
-    if args.schedule == "auto" and pipeline.has_schedule_file:
-        raise ConfigError(
-            f"plan: pipeline.schedule={schedule} is valid, but only schedules by name are planned; "
-            "add --schedule NAME"
-        )
+    file = read_matching_schedule(schedule, num_ranks, num_chunks, counts, setting)
     banks = banks_of(args, config)
     return Request(
-        schedule=_schedule_name(schedule, num_ranks, num_chunks),
+        schedule=schedule_name(schedule, num_ranks, num_chunks),
         num_ranks=num_ranks,
         num_chunks=num_chunks,
         group_size=pipeline.microbatch_group_size_per_vp_stage,
-        num_microbatches=max(counts) if args.num_microbatches is None else args.num_microbatches,
+        num_microbatches=max(counts),
         costs=costs_of(args.costs),
         # The memory of Mamba layers is not estimated; a sum without them would be wrong.
         model=None
@@ -143,7 +201,7 @@ def _from_config(args: argparse.Namespace, config: Config) -> Request:
             num_copies=pipeline.data_parallel_size * pipeline.context_parallel_size,
             is_local=is_local,
         ),
-        is_largest_of_many=args.num_microbatches is None and len(set(counts)) > 1,
+        is_largest_of_many=len(set(counts)) > 1,
         shared_slots=config.capture.shared_slots,
         banks=banks,
         seq_counts=seq_counts_of(args, config, banks),
@@ -152,8 +210,10 @@ def _from_config(args: argparse.Namespace, config: Config) -> Request:
         if model.hybrid_layer_pattern is None
         else ("Memory is not estimated for hybrid models.",),
         is_for_megatron=True,
+        file=file,
     )
 
 
-def _schedule_name(requested: str, num_ranks: int, num_chunks: int) -> str:
+def schedule_name(requested: str, num_ranks: int, num_chunks: int) -> str:
+    """Return a schedule's name or file; for ``auto`` the name of Megatron's own."""
     return megatron_schedule_name(num_ranks, num_chunks) if requested == "auto" else requested

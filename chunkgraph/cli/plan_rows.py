@@ -11,12 +11,18 @@ from chunkgraph.cli.plan_memory import fit_lines, fits
 from chunkgraph.cli.plan_request import Request
 from chunkgraph.cli.plan_tables import RankRow, print_tables
 from chunkgraph.schedules import PipelineShape, check_step, get_family
-from chunkgraph.slots import estimate_banks, estimate_memory, plan_slots
+from chunkgraph.slots import (
+    SlotPlan,
+    estimate_banks,
+    estimate_memory,
+    plan_schedule,
+    plan_slots,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["exit_code", "print_rows", "rows_of", "shape_of"]
+__all__ = ["exit_code", "plan_of", "print_rows", "rows_of", "shape_of"]
 
 
 def shape_of(request: Request) -> PipelineShape:
@@ -25,6 +31,12 @@ def shape_of(request: Request) -> PipelineShape:
     Raises:
         TopologyError: The sizes do not form a pipeline.
     """
+    if request.file is not None:
+        return PipelineShape(
+            num_ranks=request.num_ranks,
+            num_microbatches=request.num_microbatches,
+            num_chunks=request.num_chunks,
+        )
     return check_step(
         request.schedule,
         num_ranks=request.num_ranks,
@@ -34,16 +46,35 @@ def shape_of(request: Request) -> PipelineShape:
     )
 
 
+def plan_of(request: Request, rank: int) -> SlotPlan:
+    """Plan the slots of a rank."""
+    if request.file is not None:
+        return plan_schedule(request.file, rank)
+    is_bounded = get_family(request.schedule).is_bounded
+    return plan_slots(
+        request.num_ranks,
+        request.num_chunks,
+        request.group_size,
+        rank=rank,
+        schedule=request.schedule,
+        max_num_microbatches=None if is_bounded else request.num_microbatches,
+    )
+
+
 def rows_of(
     request: Request, shape: PipelineShape, ranks: Sequence[int], grid: Grid | None = None
 ) -> list[RankRow]:
     """Plan the ranks; take the bubble ratio from the grid, if there is one."""
+    if grid is None and request.file is not None:
+        grid = Grid.of(request.file, ranks, None)  # a file has no closed form
     return [_row(request, shape, rank, grid) for rank in ranks]
 
 
 def print_rows(console: Console, request: Request, rows: Sequence[RankRow]) -> None:
     """Print slots and memory, and whether they fit on the GPU."""
-    if get_family(request.schedule).is_bounded:
+    if request.file is not None:
+        holds = f"steps of {request.num_microbatches} microbatches"
+    elif get_family(request.schedule).is_bounded:
         holds = "any legal number of microbatches"
     else:
         holds = f"up to {request.num_microbatches} microbatches"
@@ -72,19 +103,11 @@ def exit_code(request: Request, rows: Sequence[RankRow]) -> int:
 
 
 def _row(request: Request, shape: PipelineShape, rank: int, grid: Grid | None) -> RankRow:
-    family, model = get_family(request.schedule), request.model
-    plan = plan_slots(
-        request.num_ranks,
-        request.num_chunks,
-        request.group_size,
-        rank=rank,
-        schedule=request.schedule,
-        max_num_microbatches=None if family.is_bounded else request.num_microbatches,
-    )
+    plan, model = plan_of(request, rank), request.model
     return RankRow(
         plan=plan,
         # Without costs, a grid would give the same ratio.
-        bubble_ratio=family.bubble_ratio(shape)
+        bubble_ratio=get_family(request.schedule).bubble_ratio(shape)
         if grid is None
         else grid.simulation.bubble_ratio(rank),
         step_ms=None if grid is None or request.costs is None else grid.simulation.makespan_ms,

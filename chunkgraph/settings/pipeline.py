@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,15 +18,17 @@ from chunkgraph.settings.rule import Facts, Rule
 from chunkgraph.settings.setting import POSITIVE, setting
 
 __all__ = [
+    "FILE_SUFFIX",
     "SCHEDULE_RULES",
     "PipelineConfig",
-    "check_file",
-    "check_stages",
+    "check_counts",
+    "read_matching_schedule",
     "read_schedule",
     "splits_backward",
 ]
 
-_FILE_SUFFIX = ".csv"
+FILE_SUFFIX = ".csv"
+"""Distinguishes a schedule's file from a name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,11 +93,6 @@ class PipelineConfig:
     )
 
     @property
-    def has_schedule_file(self) -> bool:
-        """Return whether ``schedule`` is a file."""
-        return self.schedule.endswith(_FILE_SUFFIX)
-
-    @property
     def num_model_chunks(self) -> int:
         """Return the number of model chunks on each rank."""
         return self.virtual_pipeline_model_parallel_size or 1
@@ -118,7 +115,7 @@ class PipelineConfig:
 
 def _is_named(f: Facts) -> bool:
     name = f.schedule
-    return name not in (None, "auto") and not name.endswith(_FILE_SUFFIX)
+    return name not in (None, "auto") and not name.endswith(FILE_SUFFIX)
 
 
 def _is_unknown(f: Facts) -> object:
@@ -138,7 +135,7 @@ def read_schedule(name: str) -> Schedule | None:
         ConfigError: The file cannot be read.
         ScheduleError: It holds no valid schedule.
     """
-    if not name.endswith(_FILE_SUFFIX):
+    if not name.endswith(FILE_SUFFIX):
         return None
     try:
         text = Path(name).read_text(encoding="utf-8")
@@ -149,7 +146,7 @@ def read_schedule(name: str) -> Schedule | None:
     return schedule
 
 
-def check_stages(schedule: Schedule, num_ranks: int, num_chunks: int) -> None:
+def _check_stages(schedule: Schedule, num_ranks: int, num_chunks: int) -> None:
     """Compare the stages of a schedule from a file with Megatron's.
 
     Raises:
@@ -169,28 +166,45 @@ def check_stages(schedule: Schedule, num_ranks: int, num_chunks: int) -> None:
         )
 
 
-def check_file(pipeline: PipelineConfig, counts: Sequence[int]) -> None:
-    """Check a schedule from a file before anything is started.
+def check_counts(schedule: Schedule, counts: Iterable[int], setting: str) -> None:
+    """Compare the number of microbatches of a schedule from a file with those of the steps.
 
     Args:
-        pipeline: The section that may name a file.
+        schedule: The schedule.
         counts: The microbatches of each step.
+        setting: What sets them.
+
+    Raises:
+        ConfigError: There is another number.
+    """
+    if others := sorted(set(counts) - {schedule.num_microbatches}):
+        raise ConfigError(
+            f"{schedule.name} is a schedule of {schedule.num_microbatches} microbatches, but a "
+            f"step has {', '.join(map(str, others))}. Change {setting}, or use a schedule by name."
+        )
+
+
+def read_matching_schedule(
+    name: str, num_ranks: int, num_chunks: int, counts: Iterable[int] = (), setting: str = ""
+) -> Schedule | None:
+    """Read the schedule of a CSV file for a pipeline of Megatron; return None for a name.
+
+    Args:
+        name: The file, or the name of a schedule.
+        num_ranks: Pipeline-parallel size.
+        num_chunks: Model chunks on each rank.
+        counts: The microbatches of each step, if they are known.
+        setting: What sets them.
 
     Raises:
         ConfigError: The file cannot be read, or does not match the pipeline or the steps.
         ScheduleError: It holds no valid schedule.
     """
-    schedule = read_schedule(pipeline.schedule)
-    if schedule is None:
-        return
-    check_stages(schedule, pipeline.pipeline_model_parallel_size, pipeline.num_model_chunks)
-    others = sorted(set(counts) - {schedule.num_microbatches})
-    if others:
-        raise ConfigError(
-            f"{schedule.name} is a schedule of {schedule.num_microbatches} microbatches, but "
-            f"train.num_microbatches has {', '.join(map(str, others))}. Change them, or use a "
-            "schedule by name."
-        )
+    schedule = read_schedule(name)
+    if schedule is not None:
+        _check_stages(schedule, num_ranks, num_chunks)
+        check_counts(schedule, counts, setting)
+    return schedule
 
 
 def splits_backward(name: str) -> bool:

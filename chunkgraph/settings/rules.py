@@ -16,7 +16,7 @@ from chunkgraph.settings.experts import EXPERT_FILE_RULES, EXPERT_RULES
 from chunkgraph.settings.hybrid import HYBRID_RULES, check_hybrid
 from chunkgraph.settings.model import FP8_RULES
 from chunkgraph.settings.packing import PACKING_FILE_RULES, PACKING_RULES
-from chunkgraph.settings.pipeline import SCHEDULE_RULES, check_file
+from chunkgraph.settings.pipeline import SCHEDULE_RULES, read_matching_schedule
 from chunkgraph.settings.rule import Facts, Rule, check
 from chunkgraph.settings.setting import Setting, check_bounds
 from chunkgraph.settings.stash import STASH_RULES
@@ -54,7 +54,14 @@ def check_config(config: Config) -> None:
     rules = (*_RULES, *_idle_rules(all_settings()))
     check(rules, facts_of(config), "these settings cannot go together:")
     check_hybrid(config)
-    check_file(config.pipeline, config.train.num_microbatches)
+    pipeline = config.pipeline
+    read_matching_schedule(
+        pipeline.schedule,
+        pipeline.pipeline_model_parallel_size,
+        pipeline.num_model_chunks,
+        config.train.num_microbatches,
+        "train.num_microbatches",
+    )
     _check_microbatches(config)
 
 

@@ -10,7 +10,7 @@ from .estimate import MemoryEstimate, estimate_memory
 from .lifetime import InFlight, Lifetime, assign_slots, in_flight, lifetimes
 from .machine import SlotMachine, SlotState
 from .model_sizes import ExpertSizes, LatentSizes, ModelSizes
-from .plan import SlotPlan, plan_all_ranks, plan_slots
+from .plan import SlotPlan, plan_all_ranks, plan_schedule, plan_slots
 
 __all__ = [
     "BankEstimate",
@@ -30,5 +30,6 @@ __all__ = [
     "in_flight",
     "lifetimes",
     "plan_all_ranks",
+    "plan_schedule",
     "plan_slots",
 ]

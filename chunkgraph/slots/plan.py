@@ -4,7 +4,8 @@ A chunk needs one slot for each microbatch that can be in flight: the maximum ov
 microbatch counts of its schedule, which each schedule has in closed form
 (``ScheduleFamily.in_flight``). A bounded schedule reaches it with at most two groups of
 microbatches, or twice as many microbatches as ranks. *GPipe* holds all microbatches of a step, so
-its plan needs a maximum count. Tests compare with brute force.
+its plan needs a maximum count. Tests compare with brute force. The slots of a schedule without a
+family are counted along its actions.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ from dataclasses import dataclass
 from chunkgraph.errors import ConfigError, TopologyError
 from chunkgraph.schedules import (
     PipelineShape,
+    Schedule,
     check_sizes,
     get_family,
-    is_legal_count,
     megatron_schedule_name,
     nearest_legal_counts,
 )
 
-__all__ = ["SlotPlan", "plan_all_ranks", "plan_slots"]
+from .lifetime import in_flight
+
+__all__ = ["SlotPlan", "plan_all_ranks", "plan_schedule", "plan_slots"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +32,7 @@ class SlotPlan:
     """The slots of one rank.
 
     Attributes:
-        schedule: Schedule family of the plan.
+        schedule: Name of the schedule.
         num_ranks: Pipeline-parallel size.
         num_chunks: Number of model chunks on each rank.
         group_size: Microbatch group size; None if chunks do not interleave.
@@ -38,6 +41,7 @@ class SlotPlan:
         peak_in_flight: Maximum number of microbatches in flight at once in all chunks together; at
             most the sum of ``slots_per_chunk``, since chunks do not all peak together.
         max_num_microbatches: Maximum number of microbatches in a step; None for any number.
+        splits_backward: Whether some backwards are split into halves.
     """
 
     schedule: str
@@ -48,6 +52,7 @@ class SlotPlan:
     slots_per_chunk: tuple[int, ...]
     peak_in_flight: int
     max_num_microbatches: int | None
+    splits_backward: bool
 
     @property
     def num_slots(self) -> int:
@@ -57,18 +62,7 @@ class SlotPlan:
     @property
     def num_graphs(self) -> int:
         """Return the number of graphs: for every slot a forward and a backward, or its halves."""
-        return (3 if get_family(self.schedule).splits_backward else 2) * self.num_slots
-
-    def covers(self, num_microbatches: int) -> bool:
-        """Return whether a step with this number of microbatches is legal and fits the slots."""
-        cap = self.max_num_microbatches
-        return (cap is None or num_microbatches <= cap) and is_legal_count(
-            num_microbatches,
-            num_ranks=self.num_ranks,
-            num_chunks=self.num_chunks,
-            group_size=self.group_size,
-            schedule=self.schedule,
-        )
+        return (3 if self.splits_backward else 2) * self.num_slots
 
 
 def plan_slots(
@@ -134,6 +128,31 @@ def plan_all_ranks(
     )
 
 
+def plan_schedule(schedule: Schedule, rank: int) -> SlotPlan:
+    """Plan the slots of one rank for the steps of one schedule.
+
+    Args:
+        schedule: A valid schedule.
+        rank: Pipeline rank, from 0.
+    """
+    counts = in_flight(
+        schedule.compute_actions(rank),
+        num_ranks=schedule.num_ranks,
+        num_chunks=schedule.num_chunks,
+    )
+    return SlotPlan(
+        schedule=schedule.name,
+        num_ranks=schedule.num_ranks,
+        num_chunks=schedule.num_chunks,
+        group_size=schedule.group_size,
+        rank=rank,
+        slots_per_chunk=counts.per_chunk,
+        peak_in_flight=counts.together,
+        max_num_microbatches=schedule.num_microbatches,
+        splits_backward=schedule.splits_backward,
+    )
+
+
 def _plan(
     name: str, num_ranks: int, num_chunks: int, group_size: int | None, rank: int, cap: int | None
 ) -> SlotPlan:
@@ -164,4 +183,5 @@ def _plan(
         slots_per_chunk=counts.per_chunk,
         peak_in_flight=counts.together,
         max_num_microbatches=cap,
+        splits_backward=family.splits_backward,
     )

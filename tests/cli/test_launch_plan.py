@@ -14,7 +14,11 @@ import pytest
 
 from chunkgraph.cli.__main__ import main
 from chunkgraph.cli.launch_plan import request_of_arguments
+from chunkgraph.cli.plan_rows import plan_of, rows_of, shape_of
+from chunkgraph.cli.plan_tables import as_json
+from chunkgraph.errors import ConfigError
 from chunkgraph.launch.flags import GraphFlags
+from chunkgraph.schedules import build_schedule
 from chunkgraph.settings import CaptureConfig, PackingConfig
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "pretrain_gpt.py"
@@ -91,6 +95,21 @@ def test_flags_of_graphs_count() -> None:
     assert request.model.seq_length == 2048
 
 
+def test_a_schedule_file_is_planned_and_compared_with_the_arguments(tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text(build_schedule("zb-h1", num_ranks=2, num_microbatches=64).to_csv())
+    flags = GraphFlags(schedule=str(path))
+    request = request_of_arguments(arguments(), flags)
+    named = request_of_arguments(arguments(), GraphFlags(schedule="zb-h1"))
+    assert [plan_of(request, rank).slots_per_chunk for rank in (0, 1)] == [(2,), (2,)]
+    rows = [rows_of(one, shape_of(one), range(2)) for one in (request, named)]
+    assert [as_json(row) for row in rows[0]] == [as_json(row) for row in rows[1]]
+    with pytest.raises(ConfigError, match=r"but a step has 32\. Change --global-batch-size"):
+        request_of_arguments(arguments(global_batch_size=64), flags)
+    with pytest.raises(ConfigError, match="has 2 ranks of 1 chunk"):
+        request_of_arguments(arguments(pipeline_model_parallel_size=4), flags)
+
+
 def test_what_memory_leaves_out_is_a_note() -> None:
     changes = {"num_layers": 61, "vocab_size": None, "mtp_num_layers": 1}
     request = request_of_arguments(arguments(**changes), GraphFlags())
@@ -131,6 +150,24 @@ def test_a_command_line_is_planned_without_a_gpu(plan: Callable[..., tuple[int, 
     assert "interleaved: slots for any legal number of microbatches" in out
     assert " 8 4 " in out  # rank 0
     assert "Fits in 80.0 GiB" in out
+
+
+@pytest.mark.megatron
+@pytest.mark.skipif(not HAS_TRAINING, reason="needs megatron.training and Python 3.12")
+def test_a_command_line_with_a_schedule_file_is_planned(
+    plan: Callable[..., tuple[int, str]], tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.csv"
+    sizes = {"num_ranks": 4, "num_chunks": 2, "num_microbatches": 16}
+    path.write_text(build_schedule("interleaved", **sizes).to_csv())
+    flags = (*MIXTRAL, "--pipeline-schedule", str(path))
+    code, out = plan("--nproc-per-node", "64", str(SCRIPT), *flags)
+    assert code == 0, out
+    assert "mine.csv: slots for steps of 16 microbatches" in out
+    assert " 8 4 " in out  # rank 0
+    code, out = plan("--nproc-per-node", "32", str(SCRIPT), *flags)
+    assert code == 2
+    assert "but a step has 32. Change --global-batch-size" in out
 
 
 @pytest.mark.megatron

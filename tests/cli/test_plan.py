@@ -14,9 +14,10 @@ from plan_config import CONFIG
 from chunkgraph.cli import plan
 from chunkgraph.cli.__main__ import main
 from chunkgraph.errors import ConfigError, TopologyError
-from chunkgraph.schedules import list_schedules
+from chunkgraph.schedules import build_schedule, list_schedules
 
 REPOSITORY = Path(__file__).parents[2]
+_ONE_CHUNK = ("pipeline.virtual_pipeline_model_parallel_size=null",)
 
 
 def test_json_has_one_object_per_rank(run):
@@ -253,12 +254,15 @@ def test_impossible_sizes(run, arguments):
         run(*arguments)
 
 
-def test_the_help_of_json_calls_it_a_list(capsys):
+def test_the_help_fits_a_terminal_and_describes_json(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     parser = argparse.ArgumentParser()
     plan.add_parser(parser.add_subparsers())
     with pytest.raises(SystemExit):
         parser.parse_args(["plan", "--help"])
-    assert "--json prints a list with one object per rank" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "--json prints a list with one object per rank" in out
+    assert max(map(len, out.splitlines())) <= 80
 
 
 def test_command_without_torch(config):
@@ -348,15 +352,80 @@ def test_memory_by_bank(run, config, tmp_path):
 
 
 def test_the_schedule_of_a_configuration_is_planned(run, config, tmp_path):
-    config = (config, "pipeline.virtual_pipeline_model_parallel_size=null")
+    config = (config, *_ONE_CHUNK)
     assert "zb-h1: slots" in run(*config, "pipeline.schedule=zb-h1")
     assert "1f1b: slots" in run(*config, "pipeline.schedule=zb-h1", "--schedule", "1f1b")
+    path = csv_of(tmp_path, "zb-h1", num_ranks=2, num_microbatches=4)
+    four = (*config, "train.num_microbatches=[4]")
+    rows = json.loads(run(*four, "pipeline.schedule=zb-h1", "--json"))
+    assert json.loads(run(*four, f"pipeline.schedule={path}", "--json")) == rows
+    assert json.loads(run(*four, "--schedule", path, "--json")) == rows
+    assert "1f1b: slots" in run(*four, f"pipeline.schedule={path}", "--schedule", "1f1b")
+
+
+def csv_of(tmp_path, name, **sizes):
     path = tmp_path / "mine.csv"
-    path.write_text("0F0,0B0\n1F0,1B0\n")
-    one = ("train.num_microbatches=[1]", f"pipeline.schedule={path}")
-    with pytest.raises(ConfigError, match="only schedules by name are planned; add --schedule"):
-        run(*config, *one)
-    assert "zb-h1: slots" in run(*config, *one, "--schedule", "zb-h1")
+    path.write_text(build_schedule(name, **sizes).to_csv())
+    return path
+
+
+def test_a_file_is_planned_with_its_own_sizes(run, tmp_path):
+    path = csv_of(tmp_path, "zb-v", num_ranks=2, num_chunks=2, num_microbatches=4)
+    out = run("--schedule", path)
+    assert "mine.csv: slots for steps of 4 microbatches" in out
+    assert "I/W: input/weight grad" in out
+    named = ("--pp", 2, "--schedule", "zb-v", "--num-microbatches", 4)
+    for costs in ((), ("--costs", "F=1,I=2,W=1")):
+        rows = json.loads(run("--schedule", path, "--json", *costs))
+        assert rows == json.loads(run(*named, "--json", *costs))
+    (row,) = json.loads(run("--schedule", path, "--rank", 1, "--json"))
+    assert (row["slots_per_chunk"], row["num_graphs"]) == ([3, 2], 3 * 5)
+
+
+@pytest.mark.parametrize("costs", [(), ("--costs", "F=1,I=2,W=1")])
+def test_a_file_is_compared_with_the_schedules_by_name(run, config, tmp_path, costs):
+    path = csv_of(tmp_path, "interleaved-zb", num_ranks=2, num_chunks=2, num_microbatches=4)
+    arguments = (config, "train.num_microbatches=[4]", "--compare", "--schedule", path, *costs)
+    *named, own = json.loads(run(*arguments, "--json"))
+    (same,) = (row for row in named if row["schedule"] == "interleaved-zb")
+    assert own.pop("schedule") == str(path)
+    different = ("schedule", "is_recommended", "step_ms")
+    assert own == {**own, **{key: same[key] for key in same if key not in different}}
+    assert own["step_ms"] == pytest.approx(same["step_ms"])
+    page = tmp_path / "plan.html"
+    run(*arguments, "--html", page)
+    assert [one["name"] for one in page_data(page.read_text())["schedules"]][-1] == str(path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--schedule", "mine.csv", "--pp", "2"), "--pp cannot be combined with mine.csv"),
+        (
+            ("--schedule", "mine.csv", "--num-microbatches", "4"),
+            "--num-microbatches cannot be combined with mine.csv",
+        ),
+        (("mine.csv",), "'mine.csv' is a schedule, not a CONFIG; put --schedule before it"),
+        (("config.yaml", "--schedule", "mine.csv"), "has 2 ranks of 1 chunk(s), but the pipeline"),
+        (
+            ("config.yaml", *_ONE_CHUNK, "--schedule", "mine.csv", "--num-microbatches", "3"),
+            "of 4 microbatches, but a step has 3. Change --num-microbatches",
+        ),
+        (("--schedule", "none.csv"), "none.csv: cannot read the schedule"),
+        (("--schedule", "words.csv"), "schedule 'words.csv', row 2, cell 2: 'forward' is not an"),
+        (("--schedule", "deadlock.csv"), "schedule 'deadlock.csv', rank 1, position 0: deadlock"),
+        (("--schedule", "empty.csv"), "schedule 'empty.csv' is empty"),
+    ],
+)
+@pytest.mark.usefixtures("config")
+def test_a_file_that_cannot_be_planned_is_named(tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    csv_of(tmp_path, "1f1b", num_ranks=2, num_microbatches=4)
+    Path("words.csv").write_text("0F0,0B0\n1F0,forward\n")
+    Path("deadlock.csv").write_text("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n")
+    Path("empty.csv").write_text("")
+    assert main(["plan", *arguments]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_banks_that_cannot_be_planned(run, config):

@@ -176,5 +176,5 @@ def test_comparison_draws_nothing(run, arguments):
 def test_steps_too_large_to_simulate_are_refused(run):
     with pytest.raises(ConfigError, match="--costs: the step has 12800 forwards"):
         run("--pp", 64, "--num-microbatches", 100, "--costs", "F=1,B=2")
-    with pytest.raises(ConfigError, match="--compare with --costs: the step has 300 ranks"):
+    with pytest.raises(ConfigError, match="--compare: the step has 300 ranks"):
         run("--pp", 300, "--costs", "F=1,B=2", "--compare")

@@ -21,7 +21,8 @@ def _load(tmp_path: Path, text: str, *overrides: str) -> Config:
 
 def test_a_schedule_that_matches_is_accepted(tmp_path: Path) -> None:
     text = build_schedule("zb-h1", num_ranks=2, num_microbatches=4).to_csv()
-    assert _load(tmp_path, text, "train.num_microbatches=[4,4]").pipeline.has_schedule_file
+    config = _load(tmp_path, text, "train.num_microbatches=[4,4]")
+    assert config.pipeline.schedule == str(tmp_path / "mine.csv")
 
 
 @pytest.mark.parametrize(
@@ -33,7 +34,7 @@ def test_a_schedule_that_matches_is_accepted(tmp_path: Path) -> None:
         (
             "0F0,0B0\n1F0,1B0\n",
             "[1,3,2]",
-            r"of 1 microbatches, but train\.num_microbatches has 2, 3",
+            r"of 1 microbatches, but a step has 2, 3\. Change train\.num_microbatches",
         ),
     ],
 )

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.topology import PipelinePlace
 from chunkgraph.schedules import Schedule, build_schedule, get_family
-from chunkgraph.settings.pipeline import SCHEDULE_RULES, check_stages, read_schedule
+from chunkgraph.settings.pipeline import (
+    SCHEDULE_RULES,
+    check_counts,
+    read_matching_schedule,
+)
 from chunkgraph.settings.rule import Facts, check
 from chunkgraph.settings.words import PROGRAM
-from chunkgraph.slots import in_flight, plan_slots
+from chunkgraph.slots import plan_schedule, plan_slots
 
 __all__ = ["PipelineSchedule"]
 
@@ -38,9 +41,7 @@ class PipelineSchedule:
             ScheduleError: The file holds no valid schedule.
         """
         check(SCHEDULE_RULES, Facts({"schedule": name}.get, PROGRAM), "This schedule cannot run:")
-        file = read_schedule(name)
-        if file is not None:
-            check_stages(file, place.pipeline_size, place.num_chunks)
+        file = read_matching_schedule(name, place.pipeline_size, place.num_chunks)
         return cls(name, place, file)
 
     def build(self, num_microbatches: int) -> Schedule:
@@ -59,11 +60,7 @@ class PipelineSchedule:
                 num_microbatches=num_microbatches,
                 group_size=place.group_size,
             )
-        if self.file.num_microbatches != num_microbatches:
-            raise ConfigError(
-                f"{self.name} is a schedule of {self.file.num_microbatches} microbatches, and the "
-                f"step has {num_microbatches}. Change the batch size, or use a schedule by name."
-            )
+        check_counts(self.file, [num_microbatches], "the batch size")
         return self.file
 
     @property
@@ -88,12 +85,6 @@ class PipelineSchedule:
                 rank=place.pipeline_rank,
                 schedule=self.name,
             )
-            peak, per_chunk = plan.peak_in_flight, plan.slots_per_chunk
         else:
-            counts = in_flight(
-                self.file.compute_actions(place.pipeline_rank),
-                num_ranks=place.pipeline_size,
-                num_chunks=place.num_chunks,
-            )
-            peak, per_chunk = counts.together, counts.per_chunk
-        return (peak,) * place.num_chunks if are_shared else per_chunk
+            plan = plan_schedule(self.file, place.pipeline_rank)
+        return (plan.peak_in_flight,) * place.num_chunks if are_shared else plan.slots_per_chunk

@@ -51,7 +51,7 @@ def test_files_that_cannot_drive_megatron_are_refused(tmp_path: Path) -> None:
         ConfigError, match=r"has 2 ranks of 1 chunk\(s\), but the pipeline has 2 of 2"
     ):
         PipelineSchedule.of(_file(tmp_path, plain.to_csv()), _place(0, 2))
-    with pytest.raises(ConfigError, match="of 4 microbatches, and the step has 3"):
+    with pytest.raises(ConfigError, match="of 4 microbatches, but a step has 3"):
         PipelineSchedule.of(_file(tmp_path, plain.to_csv()), _place(0)).build(3)
     with pytest.raises(ConfigError, match="cannot read the schedule"):
         PipelineSchedule.of(str(tmp_path / "none.csv"), _place(0))
