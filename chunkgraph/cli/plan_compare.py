@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from chunkgraph._text import format_bytes
@@ -140,7 +141,7 @@ class Comparison:
         headings = ["Schedule", "Chunks", "Bubble", f"Step, {unit}", "Of 1f1b", "Slots", "Held"]
         cells = [
             [
-                f"{row.schedule}{'*' if row.runs_in_megatron else ' '}",
+                f"{Path(row.schedule).name}{'*' if row.runs_in_megatron else ' '}",
                 str(row.num_chunks),
                 f"{row.bubble_ratio:.1%}",
                 f"{row.step_ms:.1f}",

@@ -140,7 +140,10 @@ def read_schedule(name: str) -> Schedule | None:
     try:
         text = Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{name}: cannot read the schedule: {error}.") from None
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(
+            f"{name}: cannot read the schedule: {why}. Pass a CSV file with a row for each rank."
+        ) from None
     schedule = Schedule.from_csv(text, name=name)
     validate(schedule)
     return schedule

@@ -392,6 +392,9 @@ def test_a_file_is_compared_with_the_schedules_by_name(run, config, tmp_path, co
     different = ("schedule", "is_recommended", "step_ms")
     assert own == {**own, **{key: same[key] for key in same if key not in different}}
     assert own["step_ms"] == pytest.approx(same["step_ms"])
+    out = run(*arguments)
+    assert " mine.csv* " in out
+    assert max(map(len, out.splitlines())) <= 80
     page = tmp_path / "plan.html"
     run(*arguments, "--html", page)
     assert [one["name"] for one in page_data(page.read_text())["schedules"]][-1] == str(path)
@@ -411,7 +414,8 @@ def test_a_file_is_compared_with_the_schedules_by_name(run, config, tmp_path, co
             ("config.yaml", *_ONE_CHUNK, "--schedule", "mine.csv", "--num-microbatches", "3"),
             "of 4 microbatches, but a step has 3. Change --num-microbatches",
         ),
-        (("--schedule", "none.csv"), "none.csv: cannot read the schedule"),
+        (("--schedule", "none.csv"), "none.csv: cannot read the schedule: No such file or dir"),
+        (("--schedule", "bytes.csv"), "bytes.csv: cannot read the schedule: it is not UTF-8"),
         (("--schedule", "words.csv"), "schedule 'words.csv', row 2, cell 2: 'forward' is not an"),
         (("--schedule", "deadlock.csv"), "schedule 'deadlock.csv', rank 1, position 0: deadlock"),
         (("--schedule", "empty.csv"), "schedule 'empty.csv' is empty"),
@@ -424,6 +428,7 @@ def test_a_file_that_cannot_be_planned_is_named(tmp_path, monkeypatch, capsys, a
     Path("words.csv").write_text("0F0,0B0\n1F0,forward\n")
     Path("deadlock.csv").write_text("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n")
     Path("empty.csv").write_text("")
+    Path("bytes.csv").write_bytes(b"\xff")
     assert main(["plan", *arguments]) == 2
     assert message in capsys.readouterr().err
 
