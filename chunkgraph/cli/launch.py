@@ -46,9 +46,9 @@ def run(args: argparse.Namespace) -> int:
         return print_plan(options, args.gpu_memory)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         # torchrun or srun started this process as one rank.
-        from chunkgraph.launch.__main__ import run_as_rank
+        from chunkgraph.launch.__main__ import main
 
-        return run_as_rank(options)
+        return main(options)
     from chunkgraph.launch.script_launcher import ScriptLauncher
 
     for note in (*options.notes, *options.notes_on_processes(options.nproc)):

@@ -16,7 +16,6 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,35 +41,37 @@ from chunkgraph.launch.options import (
 if TYPE_CHECKING:
     from chunkgraph.launch.hooks import ChunkGraphsInPretrain
 
-__all__ = ["main", "run_as_rank", "run_script"]
+__all__ = ["main", "run_script"]
 
 _PROG = "python -m chunkgraph.launch"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line as one rank; return the exit code."""
-    try:
-        options = parse_options(sys.argv[1:] if argv is None else argv, _PROG)
-    except ChunkGraphError as error:
-        return _report(error, _rank_variables(), None)
-    return run_as_rank(options)
+def main(options: LaunchOptions | None = None) -> int:
+    """Run the script as one rank, and report errors.
 
+    Args:
+        options: The parsed command line; None: parse that of this process.
 
-def run_as_rank(options: LaunchOptions) -> int:
-    """Run the script as one rank, and report errors; return the exit code."""
-    folder = os.environ.get(REPORT_FOLDER_VARIABLE)
+    Returns:
+        The exit code.
+    """
     rank = _rank_variables()
-    if folder is not None or "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with_parent()  # the parent is an agent, which ends all ranks while it is alive
-    end_well = guard_session()
-    if folder is not None:
-        _join_launcher(Path(folder), rank)
+    folder: Path | None = None
     try:
-        if folder is None:  # otherwise the launcher has done this
+        if options is None:
+            options = parse_options(sys.argv[1:], _PROG)
+        if REPORT_FOLDER_VARIABLE in os.environ:
+            folder = Path(os.environ[REPORT_FOLDER_VARIABLE])
+        if folder is not None or "TORCHELASTIC_RUN_ID" in os.environ:
+            die_with_parent()  # the parent is an agent, which ends all ranks while it is alive
+        end_well = guard_session()
+        if folder is not None:
+            _join_launcher(folder, rank)
+        else:  # the launcher makes these checks itself
             _check_processes(options, rank)
         code = run_script(options)
     except Exception as error:  # noqa: BLE001 - the outermost frame: everything is reported
-        return _report(error, rank, Path(folder) if folder is not None else None)
+        return _report(error, rank, folder)
     if code == 0:
         end_well()
     return code

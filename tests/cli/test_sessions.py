@@ -58,7 +58,7 @@ def script(_options):
 if __name__ == "__main__":
     launch.run_script = script
     launch._check_processes = lambda *_: None
-    code = launch.run_as_rank(None)
+    code = launch.main(object())
     if code:
         leave(code)
 """
