@@ -227,8 +227,8 @@ def read_flags(args: argparse.Namespace) -> tuple[GraphFlags | None, list[str]]:
         flag_values.pop(_OPTIONS["pipeline.schedule"], None)  # it drives eager steps too
         if not flag_values:
             return None, []
-        idle = ", ".join(flag.format(value) for flag, value in flag_values.items())
-        problem = f"{idle} has no effect with {GRANULARITY} layer."
+        unused = ", ".join(flag.format(value) for flag, value in flag_values.items())
+        problem = f"{unused} has no effect with {GRANULARITY} layer."
         return None, [f"{problem} Add {GRANULARITY} chunk, or leave it out."]
     problems: list[str] = []
     default = CaptureConfig().num_warmup_steps
@@ -240,29 +240,12 @@ def read_flags(args: argparse.Namespace) -> tuple[GraphFlags | None, list[str]]:
             f"{_WARMUP} {num_warmup_steps}: chunks are captured from the inputs of "
             "an eager step, so at least one eager step must come first. Use 1 or more."
         )
-    values = _values(flag_values, problems)
-    packing = values["packing"]
-    for rule in (NUM_SEQS_RULE, *SIZE_RULES):
-        if text := rule.refusal(Facts(packing.get, FLAG_WORDS)):
-            problems.append(f"{text}.")
-            del packing[rule.settings[0]]
-    return GraphFlags(
-        capture=CaptureConfig(num_warmup_steps=max(num_warmup_steps, 1), **values["capture"]),
-        packing=PackingConfig(**packing),
-        stash=StashConfig(**values["stash"]) if values["stash"].get("enabled") else None,
-        **values["moe"],
-        **values["pipeline"],
-    ), problems
-
-
-def _values(flag_values: dict[Flag, Any], problems: list[str]) -> defaultdict[str, dict[str, Any]]:
-    """Check each flag; return the valid values by section and append errors to ``problems``."""
     values: defaultdict[str, dict[str, Any]] = defaultdict(dict)
-    idle: dict[Flag, list[str]] = {}
+    idle: defaultdict[Flag, list[str]] = defaultdict(list)
     for flag, value in flag_values.items():
         setting, switch = flag.setting, _OPTIONS.get(flag.setting.needs or "")
         if switch is not None and flag_values.get(switch) in (None, switch.setting.default, ()):
-            idle.setdefault(switch, []).append(flag.format(value))
+            idle[switch].append(flag.format(value))
         elif any(setting.out_of_bounds(value)):
             each = "each number" if setting.is_list else "it"
             problems.append(f"{flag.format(value)}: {each} must be {setting.bounds}.")
@@ -275,7 +258,18 @@ def _values(flag_values: dict[Flag, Any], problems: list[str]) -> defaultdict[st
             f"{', '.join(texts)} has no effect without {f'{switch.name} {on}'.rstrip()}; add it, "
             "or leave this out."
         )
-    return values
+    packing = values["packing"]
+    for rule in (NUM_SEQS_RULE, *SIZE_RULES):
+        if text := rule.refusal(Facts(packing.get, FLAG_WORDS)):
+            problems.append(f"{text}.")
+            del packing[rule.settings[0]]
+    return GraphFlags(
+        capture=CaptureConfig(num_warmup_steps=max(num_warmup_steps, 1), **values["capture"]),
+        packing=PackingConfig(**packing),
+        stash=StashConfig(**values["stash"]) if values["stash"].get("enabled") else None,
+        **values["moe"],
+        **values["pipeline"],
+    ), problems
 
 
 def write_defaults(args: argparse.Namespace, flags: GraphFlags) -> None:
