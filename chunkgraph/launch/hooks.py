@@ -29,7 +29,7 @@ from chunkgraph.launch.arguments import (
     settle_arguments,
 )
 from chunkgraph.launch.document_source import DocumentSource
-from chunkgraph.launch.flags import GraphFlags, add_flags
+from chunkgraph.launch.flags import GraphFlags
 from chunkgraph.launch.look_ahead import num_microbatches_at
 from chunkgraph.launch.own_documents import OwnDocuments
 from chunkgraph.launch.packed_steps import PackedSteps
@@ -128,11 +128,6 @@ class ChunkGraphsInPretrain:
         self._undo_delay = lambda: None
 
     # -- called by Megatron --------------------------------------------------------------------
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add the flags of chunk graphs."""
-        add_flags(parser)
-        self.on_parser(parser)
 
     def parsed(self, args: argparse.Namespace) -> None:
         """Check the flags, and turn off Megatron's own graphs."""

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from chunkgraph.errors import ConfigError, MissingDependencyError
+from chunkgraph.launch.flags import add_flags
 from chunkgraph.megatron.core.access import (
     import_megatron,
     patch_attributes,
@@ -48,8 +49,8 @@ _HOOKS = "chunkgraph_hooks"
 class PretrainHooks(Protocol):
     """Callbacks from inside Megatron's pretrain program."""
 
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add flags to Megatron's complete parser."""
+    def on_parser(self, parser: argparse.ArgumentParser) -> None:
+        """Receive Megatron's parser, complete with the flags of chunk graphs."""
 
     def parsed(self, args: argparse.Namespace) -> None:
         """Check and change the parsed arguments before Megatron validates them."""
@@ -68,7 +69,7 @@ class PretrainHooks(Protocol):
 
 
 def patch_pretrain(hooks: PretrainHooks) -> Callable[[], None]:
-    """Install ``hooks`` in Megatron's pretrain program; return a function that removes them.
+    """Install the flags and ``hooks`` in Megatron's pretrain program; return the undo function.
 
     Also skip the build of the dataset helpers if the wheel ships them built and has no Makefile.
 
@@ -92,7 +93,8 @@ def patch_pretrain(hooks: PretrainHooks) -> Callable[[], None]:
 
     def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         parser = add(parser)
-        hooks.add_arguments(parser)
+        add_flags(parser)
+        hooks.on_parser(parser)
         parse = parser.parse_known_args
 
         def parse_known_args(*args: Any, **kwargs: Any) -> Any:

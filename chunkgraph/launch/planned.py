@@ -14,7 +14,7 @@ from typing import Any, Never
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.launch.arguments import settle_arguments
-from chunkgraph.launch.flags import GRANULARITY, GraphFlags, add_flags
+from chunkgraph.launch.flags import GRANULARITY, GraphFlags
 from chunkgraph.launch.options import LaunchOptions, explain_in_one_line, set_max_connections
 from chunkgraph.launch.patches import patch_pretrain, validate_arguments
 from chunkgraph.megatron.cpu.pretrain import cpu_pretrain_host
@@ -76,13 +76,10 @@ def planned_arguments(
 class _PlanHooks:
     """Hooks that end the script once its arguments are known; see `PretrainHooks`."""
 
+    on_parser = staticmethod(explain_in_one_line)
+
     def __init__(self, num_processes: int | None) -> None:
         self._num_processes = num_processes
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add the flags of chunk graphs."""
-        add_flags(parser)
-        explain_in_one_line(parser)
 
     def parsed(self, args: argparse.Namespace) -> Never:
         """Check the arguments as in a run, and exit the script."""
