@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from torch.distributed.fsdp import FSDPModule
 from torch_release import HAS_LOCAL_STAGES
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -58,20 +59,19 @@ def test_the_example_is_equal_to_eager(device: str, output_of: Callable[[str, st
 def test_stages_of_torchtitan_are_equal_to_eager(
     device: str, output_of: Callable[[str, str], str]
 ) -> None:
-    if device == "cpu" and not HAS_LOCAL_STAGES:
-        pytest.skip("torch 2.11 has no V shapes on gloo")
     output = output_of("torchtitan_stages.py", device)
-    assert output.count("losses equal to eager: True") == 4
+    has_v = device == "cuda" or HAS_LOCAL_STAGES
+    assert output.count("losses equal to eager: True") == (4 if has_v else 2)
+    is_sharded = hasattr(FSDPModule, "set_keep_unsharded_storage")
+    assert ("sharded over 1" if is_sharded else "not sharded: FSDP2 needs 2.15") in output
     # On ranks 0 and 1, 1F1B has 2 and 1 slots, ZBV 4 + 1 and 3 + 2; three of four steps replay.
     # ZBV has at most 4 microbatches in flight, so on a GPU, where memory is measured, both stages
     # may have 4 slots that share memory.
     of_zbv = (5,) if device == "cpu" else (5, 8)
-    for line, captures, replays in [
-        ("rank 0: 1F1B", (2,), 12),
-        ("rank 1: 1F1B", (1,), 12),
-        ("rank 0: ZBVZeroBubble", of_zbv, 24),
-        ("rank 1: ZBVZeroBubble", of_zbv, 24),
-    ]:
+    lines = [("rank 0: 1F1B", (2,), 12), ("rank 1: 1F1B", (1,), 12)]
+    if has_v:
+        lines += [(f"rank {rank}: ZBVZeroBubble", of_zbv, 24) for rank in (0, 1)]
+    for line, captures, replays in lines:
         # Lines of two processes may follow each other without a line break.
         (counters,) = re.findall(f"{line}: (.*?); losses", output)
         assert any(f"captures={n}, " in counters for n in captures), counters
