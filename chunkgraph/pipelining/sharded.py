@@ -28,6 +28,10 @@ __all__ = [
     "reshard",
 ]
 
+# FSDP2 of torch 2.15 has public names for keeping, gathering and resharding parameters, but none to
+# switch to gathered ones without another gather (`_to_unsharded`), to mark gradients as computed
+# where no hook ran (`_post_backward_pending`; `finalize_backward` skips the others), and to limit
+# hooks to casts (`_training_state`). `_get_fsdp_state` and `_fsdp_param_groups` lead to these.
 _REMEDY = "Use DistributedDataParallel, or replicate the stage."
 _METHODS = ("set_keep_unsharded_storage", "set_manual_backward_finalization", "_get_fsdp_state")
 
