@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import chain
 
 from chunkgraph.errors import ConfigError, TopologyError
-from chunkgraph.schedules import Placement, check_step, get_family, list_schedules
+from chunkgraph.schedules import (
+    Placement,
+    ScheduleFamily,
+    check_step,
+    get_family,
+    list_schedules,
+)
 from chunkgraph.settings import Config
 from chunkgraph.settings.experts import uses_dropless
+from chunkgraph.settings.setting import settings_of
 
 __all__ = [
     "FROZEN",
@@ -18,6 +26,8 @@ __all__ = [
     "config_of",
     "run_as",
     "schedule_of",
+    "torch_class",
+    "torch_schedule",
 ]
 
 VARIANTS = (
@@ -26,11 +36,36 @@ VARIANTS = (
 )
 """All variants but those of schedules, in the order in which they run."""
 
-_SCHEDULES = {
-    f"chunk_{name}": name
-    for name in list_schedules()
-    if get_family(name).placement is Placement.LOOP
+_TORCH_CLASSES = {
+    "1f1b": "Schedule1F1B",
+    "gpipe": "ScheduleGPipe",
+    "interleaved": "ScheduleInterleaved1F1B",
+    "zb-h1": "ScheduleInterleavedZeroBubble",
+    "interleaved-zb": "ScheduleInterleavedZeroBubble",
+    "zb-v": "ScheduleZBVZeroBubble",
+    "dualpipe-v": "ScheduleDualPipeV",
 }
+"""Classes of torch by schedule; ``eager`` and ``chunk`` have the first one."""
+
+_SCHEDULES = {f"{kind}_{name}": name for name in list_schedules() for kind in ("chunk", "eager")}
+
+_MEGATRON = (
+    *VARIANTS,
+    *(f"chunk_{n}" for n in list_schedules() if get_family(n).placement is Placement.LOOP),
+)
+
+_TORCH = ("eager", "chunk", *(n for n, s in _SCHEDULES.items() if s in _TORCH_CLASSES))
+
+_TORCH_SETTINGS = (
+    *("name", "device", "bench", "run", "pipeline.pipeline_model_parallel_size"),
+    *("model.num_layers", "model.hidden_size", "model.ffn_hidden_size", "model.seq_length"),
+    *("model.num_attention_heads", "model.params_dtype", "model.layer_spec"),
+    *("train.num_microbatches", "train.micro_batch_size", "train.seed", "train.lr"),
+    *("train.deterministic", "train.compare"),
+    *("capture.num_warmup_steps", "capture.memory_plan", "capture.shared_slots"),
+    *("capture.verify", "capture.num_verify_steps", "capture.on_failure"),
+)
+"""Settings and sections that have an effect on torch pipelines."""
 
 PROMISED = ("eager", "chunk")
 """Variants that must run and be equal."""
@@ -54,6 +89,11 @@ def chosen_variants(text: str | None, config: Config) -> tuple[str, ...]:
             "microbatches of several context-parallel sizes. Set it to []."
         )
         raise ConfigError(msg)
+    if config.bench.runtime == "torch":
+        _check_torch(config)
+    if text is None and config.bench.runtime == "torch":
+        pairs = [(f"eager_{n}", f"chunk_{n}") for n in dict.fromkeys(config.bench.schedules)]
+        return _checked("bench.schedules", ("eager", "chunk", *chain(*pairs)), config)
     if text is None:
         candidates: tuple[str, ...] = VARIANTS if config.device == "cuda" else PROMISED
         names = tuple(name for name in candidates if _why_not(name, config) is None)
@@ -77,7 +117,7 @@ def _named_schedules(config: Config) -> tuple[str, ...]:
 
 def _checked(where: str, names: tuple[str, ...], config: Config) -> tuple[str, ...]:
     """Return ``names``, which must exist and be supported by the configuration."""
-    known = (*VARIANTS, *_SCHEDULES)
+    known = _TORCH if config.bench.runtime == "torch" else _MEGATRON
     for name in names:
         if name not in known:
             msg = f"{where}: unknown variant {name!r}; choose from {', '.join(known)}."
@@ -92,6 +132,8 @@ def _checked(where: str, names: tuple[str, ...], config: Config) -> tuple[str, .
 def _why_not(name: str, config: Config) -> str | None:
     """Return why a configuration does not support a variant; None if it does."""
     moe, num_seqs = config.moe, config.packing.max_packed_seqs
+    if config.bench.runtime == "torch":
+        return _why_not_schedule(torch_schedule(name).name, config)
     if (schedule := schedule_of(name)) is not None:
         return _why_not_schedule(schedule, config)
     if name in UNCOMPARED and moe.num_moe_experts is None:
@@ -129,12 +171,21 @@ def _why_not(name: str, config: Config) -> str | None:
 
 def _why_not_schedule(schedule: str, config: Config) -> str | None:
     pipeline = config.pipeline
+    num_ranks, num_chunks = pipeline.pipeline_model_parallel_size, pipeline.num_model_chunks
+    if config.bench.runtime == "torch":
+        num_chunks = get_family(schedule).num_chunks or 2
+        if config.model.num_layers % (num_ranks * num_chunks):
+            return (
+                f"{schedule} has {num_chunks} stages on each of {num_ranks} ranks, and "
+                f"model.num_layers is {config.model.num_layers}; make it a multiple of "
+                f"{num_ranks * num_chunks}."
+            )
     try:
         for count in set(config.train.num_microbatches):
             check_step(
                 schedule,
-                num_ranks=pipeline.pipeline_model_parallel_size,
-                num_chunks=pipeline.num_model_chunks,
+                num_ranks=num_ranks,
+                num_chunks=num_chunks,
                 num_microbatches=count,
                 group_size=pipeline.microbatch_group_size_per_vp_stage,
             )
@@ -143,11 +194,37 @@ def _why_not_schedule(schedule: str, config: Config) -> str | None:
     return None
 
 
+def torch_schedule(name: str) -> ScheduleFamily:
+    """Return the schedule of a variant of torch pipelines."""
+    return get_family(schedule_of(name) or next(iter(_TORCH_CLASSES)))
+
+
+def torch_class(schedule: str) -> str:
+    """Return the name of torch's class for a schedule."""
+    return _TORCH_CLASSES[schedule]
+
+
+def _check_torch(config: Config) -> None:
+    """Refuse settings without an effect on torch pipelines."""
+    for item in settings_of(Config):
+        section, _, key = item.path.rpartition(".")
+        value = getattr(getattr(config, section) if section else config, key)
+        if value != item.default and not {item.path, section} & {*_TORCH_SETTINGS}:
+            msg = f"{item.path} has no effect with bench.runtime=torch. Leave it out."
+            raise ConfigError(msg)
+    if config.model.layer_spec not in ("auto", "local", "transformer_engine"):
+        msg = (
+            f"model.layer_spec is {config.model.layer_spec}, a layer of Megatron's. With "
+            "bench.runtime=torch use local (torch's modules) or transformer_engine."
+        )
+        raise ConfigError(msg)
+
+
 def run_as(name: str) -> str:
     """Return the variant that the workers run."""
-    if name in _SCHEDULES or name == "chunk_capacity":
-        return "chunk"
-    return "eager" if name == "eager_dropless" else name
+    if name in _SCHEDULES or name in ("eager_dropless", "chunk_capacity"):
+        return name.partition("_")[0]
+    return name
 
 
 def config_of(name: str, config: Config) -> Config:
@@ -158,6 +235,8 @@ def config_of(name: str, config: Config) -> Config:
     graphs whose experts have room for an even load, as many rows as without a capacity.
     """
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, compare="none"))
+    if config.bench.runtime == "torch":
+        return config
     if name != "chunk":  # the others run Megatron's own schedule
         schedule = schedule_of(name) or "auto"
         pipeline = dataclasses.replace(config.pipeline, schedule=schedule)

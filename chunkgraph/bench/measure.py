@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,7 +26,15 @@ from chunkgraph.settings import Config
 from chunkgraph.trainer.forward_step import forward_step
 from chunkgraph.trainer.trained_model import StepRecord, TrainedModel, synchronize
 
-__all__ = ["Measurement", "Step", "VariantRun"]
+__all__ = [
+    "NUM_OPTIMIZER_STEPS",
+    "MeasuredRun",
+    "Measurement",
+    "Step",
+    "VariantRun",
+    "add_parameters",
+    "timed_together",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +48,7 @@ class Step(StepRecord):
     work: Work
 
 
-_NUM_OPTIMIZER_STEPS = 5
+NUM_OPTIMIZER_STEPS = 5
 
 
 @dataclass
@@ -56,6 +64,7 @@ class Measurement:
         matmul_tflops: Speed of the rank's GPU after the measured steps; None if not measured.
         host: Host times; None until they are measured.
         chunk_costs: Times of each chunk's graphs in ms; empty until they are measured.
+        num_gemms: Numbers of GEMMs of a chunk's graphs; empty if they are not counted.
         optimizer_ms: Time of the optimizer's step and of zeroing gradients; None until measured.
         kernels: Kernel times of all profiled steps; None until they are measured.
         num_profiled_steps: Number of profiled steps.
@@ -71,6 +80,7 @@ class Measurement:
     matmul_tflops: float | None = None
     host: HostTimes | None = None
     chunk_costs: list[dict[str, float]] = field(default_factory=list)
+    num_gemms: dict[str, int] = field(default_factory=dict)
     optimizer_ms: float | None = None
     kernels: KernelTimes | None = None
     num_profiled_steps: int = 0
@@ -78,18 +88,85 @@ class Measurement:
     num_steps_run: int = 0
 
 
-class VariantRun:
-    """Run and measure the steps of a model in one variant.
+class MeasuredRun:
+    """Measure the steps of a model, which subclasses run.
 
     The microbatches of a step are on the device before its timing starts, as with a prefetching
     loader.
 
     Args:
+        config: The run's configuration; its process groups must be initialized.
+        device: This rank's device.
+        on_step: Callback after every step, with its kind: ``warmup``, ``step``, ``host`` or
+            ``profile``.
+
+    Attributes:
+        has_fragile_end: Whether the process should end without freeing the graphs.
+        measurement: Measurements of this rank so far.
+    """
+
+    has_fragile_end = False
+
+    def __init__(
+        self, config: Config, device: torch.device, on_step: Callable[[str, Step], None]
+    ) -> None:
+        self.config = config
+        self.device = device
+        self.on_step = on_step
+        self.measurement = Measurement()
+
+    def begin_memory(self) -> None:
+        """Begin to measure memory, once the model is built."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def measure_steps(self) -> None:
+        """Run warmup and measured steps, and record their results."""
+        bench, result = self.config.bench, self.measurement
+        num_steps = bench.num_warmup_steps + bench.num_steps
+        for index in range(num_steps):
+            kind = "warmup" if index < bench.num_warmup_steps else "step"
+            result.steps.append(self.run_step(kind, announces_next=index < num_steps - 1))
+        if self.device.type == "cuda":
+            result.reserved_bytes = torch.cuda.max_memory_reserved(self.device)
+            result.allocated_bytes = torch.cuda.max_memory_allocated(self.device)
+        # Right after the steps: on all GPUs together, and at the same temperature.
+        result.matmul_tflops = matmul_tflops(self.device)
+        result.captures = replace(self.captures)
+        result.parameters_sha256 = self.parameters_sha256()
+
+    @property
+    def captures(self) -> Captures:
+        """Return the measurements of the captures so far."""
+        raise NotImplementedError
+
+    def run_step(self, kind: str, *, announces_next: bool = False) -> Step:
+        """Run the next step, and report it to ``on_step``."""
+        raise NotImplementedError
+
+    def parameters_sha256(self) -> str:
+        """Return a hash of the parameters, which other variants are compared with."""
+        raise NotImplementedError
+
+    def measure_costs(self) -> None:
+        """Time the graphs of each chunk and the optimizer, outside of steps."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Free the graphs, before process groups are destroyed."""
+        raise NotImplementedError
+
+
+class VariantRun(MeasuredRun):
+    """Run and measure the steps of Megatron's model in one variant.
+
+    Args:
         config: The run's configuration; model parallel groups must be initialized.
         device: This rank's device.
         variant: The variant to run.
-        on_step: Callback after every step, with its kind: ``warmup``, ``step``, ``host`` or
-            ``profile``.
+        on_step: See `MeasuredRun`.
     """
 
     def __init__(
@@ -99,10 +176,9 @@ class VariantRun:
         variant: Variant,
         on_step: Callable[[str, Step], None] = lambda *_: None,
     ) -> None:
-        self._config = config
-        self._device = device
+        super().__init__(config, device, on_step)
         self._variant = variant
-        self._on_step = on_step
+        self.has_fragile_end = variant.has_fragile_end
         self._step = 0
         self._model = TrainedModel(
             config,
@@ -113,29 +189,21 @@ class VariantRun:
             },
         )
         variant.prepare(self._model)
-        self.measurement = Measurement()
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(device)
+        self.begin_memory()
 
-    def measure_steps(self) -> None:
-        """Run warmup and measured steps, and record their results."""
-        bench, result = self._config.bench, self.measurement
-        num_steps = bench.num_warmup_steps + bench.num_steps
-        for index in range(num_steps):
-            kind = "warmup" if index < bench.num_warmup_steps else "step"
-            is_last = index == num_steps - 1
-            result.steps.append(self._run_step(kind, forward_step, announces_next=not is_last))
-        if self._device.type == "cuda":
-            result.reserved_bytes = torch.cuda.max_memory_reserved(self._device)
-            result.allocated_bytes = torch.cuda.max_memory_allocated(self._device)
-        # Right after the steps: on all GPUs together, and at the same temperature.
-        result.matmul_tflops = matmul_tflops(self._device)
-        result.captures = replace(self._variant.captures)
+    @property
+    def captures(self) -> Captures:
+        """Return the measurements of the variant's captures so far."""
+        return self._variant.captures
+
+    def parameters_sha256(self) -> str:
+        """Return a hash of all parameters of this rank, in order."""
         self._model.finish_parameter_gather()
-        result.parameters_sha256 = _parameters_sha256(self._model.chunks)
+        digest = hashlib.sha256()
+        for chunk in self._model.chunks:
+            add_parameters(digest, chunk)
         self._model.resume_parameter_gather()
+        return digest.hexdigest()
 
     def measure_host(self, num_steps: int) -> None:
         """Measure host times in more steps, which change the parameters again."""
@@ -144,7 +212,7 @@ class VariantRun:
         with host_times(self._model.chunks, engine) as times:
             for _ in range(num_steps):
                 before = times.num_calls
-                if self._run_step("host", forward_step).fallbacks:
+                if self.run_step("host").fallbacks:
                     times.forget(before)  # calls of an eager step do not belong to the variant
         self.measurement.host = times
 
@@ -153,7 +221,7 @@ class VariantRun:
         step = marked(forward_step, self._model.chunks)
         profiled: list[Step] = []
         self.measurement.kernels = profile_steps(
-            lambda: profiled.append(self._run_step("profile", step)), num_steps, trace
+            lambda: profiled.append(self.run_step("profile", forward=step)), num_steps, trace
         )
         self.measurement.num_profiled_steps = num_steps
         self.measurement.num_profiled_fallbacks = sum(
@@ -167,20 +235,25 @@ class VariantRun:
         whole step returns its pages.
         """
         self.measurement.optimizer_ms = statistics.median(
-            self._model.run_optimizer() for _ in range(_NUM_OPTIMIZER_STEPS)
+            self._model.run_optimizer() for _ in range(NUM_OPTIMIZER_STEPS)
         )
         graphs = self._model.graphs
-        if graphs is not None and not self._config.stash.enabled:
-            self.measurement.chunk_costs = chunk_costs(graphs.engine, self._device)
+        if graphs is not None and not self.config.stash.enabled:
+            self.measurement.chunk_costs = chunk_costs(graphs.engine, self.device)
 
     def close(self) -> None:
         """Free the graphs, before process groups are destroyed."""
         self._variant.close()
         self._model.close()
 
-    def _run_step(
-        self, kind: str, step_function: Callable[..., Any], *, announces_next: bool = False
+    def run_step(
+        self,
+        kind: str,
+        *,
+        announces_next: bool = False,
+        forward: Callable[..., Any] = forward_step,
     ) -> Step:
+        """Run the next step with a forward step function, and report it to ``on_step``."""
         model, index = self._model, self._step
         self._step = self.measurement.num_steps_run = index + 1
         self._variant.before_step(index)
@@ -192,17 +265,17 @@ class VariantRun:
             index,
             [iter(batches) for _ in model.chunks],
             announces_next=announces_next,
-            forward_step=step_function,
-            timed=_timed_together(self._device),
+            forward_step=forward,
+            timed=timed_together(self.device),
         )
         self._variant.after_step()
-        step = Step(**vars(record), work=work_of(self._config, count, packings, buckets))
-        self._on_step(kind, step)
+        step = Step(**vars(record), work=work_of(self.config, count, packings, buckets))
+        self.on_step(kind, step)
         return step
 
 
 @contextmanager
-def _timed_together(device: torch.device) -> Iterator[None]:
+def timed_together(device: torch.device) -> Iterator[None]:
     """Start the time of a step on all ranks together, and mark it in the profiler's trace."""
     _barrier(device)
     with torch.profiler.record_function(f"{PREFIX}step"):
@@ -215,10 +288,8 @@ def _barrier(device: torch.device) -> None:
         synchronize(device)
 
 
-def _parameters_sha256(chunks: Sequence[nn.Module]) -> str:
-    digest = hashlib.sha256()
-    for chunk in chunks:
-        for parameter in chunk.parameters():
-            value = parameter.detach().to("cpu").contiguous().view(-1)
-            digest.update(value.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+def add_parameters(digest: Any, module: nn.Module) -> None:
+    """Add a module's parameters to a hash."""
+    for parameter in module.parameters():
+        value = parameter.detach().to("cpu").contiguous().view(-1)
+        digest.update(value.view(torch.uint8).numpy().tobytes())

@@ -24,6 +24,7 @@ _SHORT = {
     "transformer_engine": "te layers",
     "full_iteration": "full iter.",
     "chunk_interleaved-zb": "interl.-zb",
+    "eager_interleaved-zb": "eager interl.-zb",
 }
 
 
@@ -55,8 +56,9 @@ def print_bench_report(
         console.print(simulated)
         if _lacks_halves(document):
             console.print(
-                "zero bubble is not simulated: no I and W were timed. A chunk with the embedding "
-                "has no input gradient; capture.scope=block leaves the embedding out",
+                "zero bubble is not simulated: no I and W were timed. Run a variant whose schedule "
+                "splits backwards. A chunk with Megatron's embedding has no input gradient; "
+                "capture.scope=block leaves the embedding out",
                 soft_wrap=True,
             )
     for line in _uneven_gpus(document):
@@ -120,11 +122,14 @@ def _steps_table(document: BenchDocument) -> Table:
         *("reserved\nMB", "of\neager", "of te\nlayers", "capture\ns", "to the\nlast bit"),
     ):
         table.add_column(heading, justify="right", no_wrap=True, min_width=6)
-    eager, layers = document.result("eager"), document.result("transformer_engine")
+    layers = document.result("transformer_engine")
     for result in document.results:
         if result.error is not None:
             table.add_row(_name(result), "failed")
             continue
+        # With torch each schedule also runs eagerly.
+        own = document.result(f"eager_{schedule_of(result.name)}")
+        eager = own or document.result("eager")
         table.add_row(
             _name(result),
             _number(result.get("step_ms"), 1),
@@ -180,8 +185,7 @@ def _details_table(document: BenchDocument) -> Table:
             continue
         kernel_ms = result.get("kernel_ms_by_rank")
         ideal = result.get("ideal_ms")
-        table.add_row(
-            _name(result),
+        cells = [
             _number(result.get("host_us_forward"), 1),
             _number(result.get("host_us_forward_without_launch"), 1),
             _number(result.get("host_us_backward"), 1),
@@ -190,7 +194,9 @@ def _details_table(document: BenchDocument) -> Table:
             _number(result.get("kernel_share"), 3),
             _number(ideal, 1),
             _number(result.step_ms / ideal if ideal else None, 3),
-        )
+        ]
+        if set(cells) != {"-"}:
+            table.add_row(_name(result), *cells)
     return table
 
 
@@ -249,7 +255,9 @@ def _simulated_table(document: BenchDocument) -> Table:
     for size in PIPELINE_SIZES:
         for heading in (f"P = {size}\nms", "of\n1f1b"):
             table.add_column(heading, justify="right", no_wrap=True, min_width=6)
-    table.add_column("measured", justify="right", no_wrap=True, min_width=10)
+    pipeline = document.config and document.config.pipeline
+    own_size = pipeline and pipeline.pipeline_model_parallel_size
+    table.add_column(f"measured\nat P = {own_size}", justify="right", no_wrap=True, min_width=10)
     steps = document.simulated_step_ms
     for name, of_size in steps.items():
         cells = []
@@ -279,7 +287,10 @@ def _measured_ms(document: BenchDocument, schedule: str) -> float | None:
 def _name(result: VariantResult) -> str:
     if (short := _SHORT.get(result.name)) is not None:
         return short
-    return schedule_of(result.name) or result.name
+    schedule = schedule_of(result.name)
+    if schedule is None:
+        return result.name
+    return schedule if run_as(result.name) == "chunk" else f"eager {schedule}"
 
 
 def _equality(document: BenchDocument, result: VariantResult) -> str:

@@ -6,16 +6,16 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
 from chunkgraph.errors import TopologyError
-from chunkgraph.schedules import CostModel, build_schedule, get_family, simulate
+from chunkgraph.schedules import (
+    CostModel,
+    build_schedule,
+    get_family,
+    list_schedules,
+    simulate,
+)
 from chunkgraph.settings import Config
 
-__all__ = [
-    "PIPELINE_SIZES",
-    "cost_model",
-    "merged_costs",
-    "simulated_step_ms",
-    "simulated_steps",
-]
+__all__ = ["PIPELINE_SIZES", "merged_costs", "simulated_steps"]
 
 PIPELINE_SIZES = (2, 4, 8)
 _SCHEDULES = ("1f1b", "interleaved", "zb-h1", "interleaved-zb")
@@ -41,25 +41,28 @@ def simulated_steps(
     if "F" not in costs or not ("B" in costs or {"I", "W"} <= costs.keys()):
         return {}
     has_halves = {"I", "W"} <= costs.keys()
-    model = cost_model(costs)
     steps: dict[str, dict[str, float]] = {}
-    for name in _SCHEDULES:
+    for name in list_schedules() if config.bench.runtime == "torch" else _SCHEDULES:
         family = get_family(name)
         if family.splits_backward and not has_halves:
             continue
         steps[name] = {}
         num_chunks = family.num_chunks or max(2, config.pipeline.num_model_chunks)
-        scaled = model.scaled(config.pipeline.num_model_chunks / num_chunks)
+        # A chunk whose backward is split has no other graph for a whole one.
+        whole = {"B": costs["I"] + costs["W"]} if family.splits_backward else {}
+        scaled = _cost_model({**costs, **whole}).scaled(
+            config.pipeline.num_model_chunks / num_chunks
+        )
         for size in PIPELINE_SIZES:
             with suppress(TopologyError):
-                pipeline_ms = simulated_step_ms(
+                pipeline_ms = _simulated_step_ms(
                     name, scaled, size, num_chunks, max(config.train.num_microbatches)
                 )
                 steps[name][str(size)] = pipeline_ms + optimizer_ms
     return steps
 
 
-def cost_model(costs: Mapping[str, float]) -> CostModel:
+def _cost_model(costs: Mapping[str, float]) -> CostModel:
     """Return the costs of a chunk from the ms of F, and of B or of both I and W."""
     halves = {"input_grad_ms": costs.get("I"), "weight_grad_ms": costs.get("W")}
     return CostModel(
@@ -69,7 +72,7 @@ def cost_model(costs: Mapping[str, float]) -> CostModel:
     )
 
 
-def simulated_step_ms(
+def _simulated_step_ms(
     name: str, costs: CostModel, num_ranks: int, num_chunks: int, num_microbatches: int
 ) -> float:
     """Return the ms of a step of a schedule family.

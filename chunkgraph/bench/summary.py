@@ -41,8 +41,11 @@ def gathered_summary(
     config: Config, device: torch.device, measurement: Measurement
 ) -> dict[str, Any]:
     """Gather and summarize the measurements, the same on every rank; a collective call."""
-    state = import_megatron("megatron.core.parallel_state")
-    rank = _Rank(measurement, state.get_pipeline_model_parallel_rank())
+    pipeline_rank = dist.get_rank()
+    if config.bench.runtime == "megatron":
+        state = import_megatron("megatron.core.parallel_state")
+        pipeline_rank = state.get_pipeline_model_parallel_rank()
+    rank = _Rank(measurement, pipeline_rank)
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, rank)
     return {
@@ -56,6 +59,7 @@ def gathered_summary(
         **_host(ranks),
         **_kernels(config, ranks),
         "costs_ms": _costs(ranks),
+        "num_gemms": ranks[-1].measurement.num_gemms or None,
         "optimizer_ms": _optimizer_ms(ranks),
         "matmul_tflops_by_rank": [rank.measurement.matmul_tflops for rank in ranks],
         "parameters_sha256": [rank.measurement.parameters_sha256 for rank in ranks],

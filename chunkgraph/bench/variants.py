@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from chunkgraph.engine import ChunkGraphs
 from chunkgraph.errors import ConfigError, StashError
 from chunkgraph.megatron.core.access import import_megatron, private_names
 from chunkgraph.settings import Config
@@ -33,6 +34,7 @@ class Captures:
         duration_s: Seconds of the captures, if they are separate from steps.
         step: The step whose time contains the captures, if they are not separate.
         pool_bytes: Bytes that the graphs reserve, by part; None if unknown.
+        num_first: Number of captures of the first session.
         num_after_first: Number of captures after the first session.
         overflow_reruns: Number of repeated steps so far, by the feature that had no room.
     """
@@ -40,8 +42,24 @@ class Captures:
     duration_s: float | None = None
     step: int | None = None
     pool_bytes: dict[str, int] | None = None
+    num_first: int = 0
     num_after_first: int = 0
     overflow_reruns: dict[str, int] = field(default_factory=dict)
+
+    def update(self, engine: ChunkGraphs) -> None:
+        """Read the first capture session of chunk graphs, and count captures after it."""
+        if engine.report is None:
+            return
+        if self.duration_s is None:
+            report = engine.report
+            self.duration_s = report.duration_ms / 1e3
+            self.pool_bytes = {
+                "slot_bytes": report.slot_bytes,
+                "scratch_bytes": report.scratch_bytes,
+                "static_bytes": report.static_bytes,
+            }
+            self.num_first = engine.counters.captures
+        self.num_after_first = engine.counters.captures - self.num_first
 
 
 class Variant:
@@ -95,29 +113,15 @@ class ChunkVariant(Variant):
         """Attach chunk graphs."""
         super().prepare(model)
         self.graphs = model.attach_graphs()
-        self._num_first = 0
-
-    def before_step(self, step: int) -> None:
-        """Record the measurements of the first capture session."""
-        del step
-        report = self.graphs.engine.report
-        if self.captures.duration_s is not None or report is None:
-            return
-        self.captures.duration_s = report.duration_ms / 1e3
-        self.captures.pool_bytes = {
-            "slot_bytes": report.slot_bytes,
-            "scratch_bytes": report.scratch_bytes,
-            "static_bytes": report.static_bytes,
-        }
-        if self.graphs.stash is not None and self.graphs.stash.size is not None:
-            self.captures.pool_bytes["stash_bytes"] = self.graphs.stash.size.device_bytes
-        self._num_first = self.graphs.counters.captures
 
     def after_step(self) -> None:
-        """Count captures after the first session, and steps that ran again."""
-        counters = self.graphs.counters
-        self.captures.num_after_first = counters.captures - self._num_first
-        self.captures.overflow_reruns = dict(counters.overflow_reruns)
+        """Read the captures, and count steps that ran again."""
+        captures, stash = self.captures, self.graphs.stash
+        is_first = captures.pool_bytes is None
+        captures.update(self.graphs.engine)
+        if is_first and captures.pool_bytes and stash is not None and stash.size is not None:
+            captures.pool_bytes["stash_bytes"] = stash.size.device_bytes
+        captures.overflow_reruns = dict(self.graphs.counters.overflow_reruns)
 
 
 class EagerStashVariant(Variant):

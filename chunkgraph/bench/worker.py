@@ -10,6 +10,9 @@ import dataclasses
 import json
 import os
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -46,36 +49,49 @@ def main(config_path: str, run_dir: str) -> int:
     # Imported here: progress is reported before torch is loaded.
     import torch.distributed as dist
 
-    from chunkgraph.bench.variants import make_variant
     from chunkgraph.jobs.processes import keep_quiet
     from chunkgraph.jobs.reports import write_error
-    from chunkgraph.trainer.setup import training_process
 
     if not config.run.debug:
         keep_quiet()
-    variant = make_variant(request.variant, config)  # refuses before it imports Megatron
-    with training_process(config) as device:
+    process, make_run = _runtime(config, request)
+    with process as device:
         try:
-            _measure(config, request, device, variant, folder)
+            run = make_run(device, on_step=_reporter(config, request, folder))
+            _measure(config, request, run, folder)
         except Exception as error:  # noqa: BLE001 - everything is reported
             # Destroying process groups may wait for a stuck rank, so report the error first.
             _leave_process(write_error(folder, _rank(), error))
-        if variant.has_fragile_end:
+        if run.has_fragile_end:
             dist.barrier()
             _leave_process(0)
     return 0
 
 
-def _measure(config: Config, request: Request, device: Any, variant: Any, folder: Path) -> None:
-    from chunkgraph.bench.measure import Step, VariantRun
-    from chunkgraph.bench.summary import gathered_summary
-    from chunkgraph.jobs.reports import write_whole
+def _runtime(
+    config: Config, request: Request
+) -> tuple[AbstractContextManager[Any], Callable[..., Any]]:
+    """Return the context of the process, and a function that makes the run on its device."""
+    from chunkgraph.trainer.setup import rank_process, training_process
 
-    is_first = _rank() == 0
+    if config.bench.runtime == "torch":
+        from chunkgraph.bench.torch_run import TorchRun
+
+        name = request.label or request.variant
+        return rank_process(config), partial(TorchRun, config, name=name)
+    from chunkgraph.bench.measure import VariantRun
+    from chunkgraph.bench.variants import make_variant
+
+    variant = make_variant(request.variant, config)  # refuses before it imports Megatron
+    return training_process(config), partial(VariantRun, config, variant=variant)
+
+
+def _reporter(config: Config, request: Request, folder: Path) -> Callable[[str, Any], None]:
+    """Return a function that reports the steps of rank 0."""
     num_steps = config.bench.num_warmup_steps + config.bench.num_steps
 
-    def on_step(kind: str, step: Step) -> None:
-        if not is_first:
+    def on_step(kind: str, step: Any) -> None:
+        if _rank() != 0:
             return
         line = {
             "event": "step",
@@ -90,22 +106,28 @@ def _measure(config: Config, request: Request, device: Any, variant: Any, folder
         with (folder / "progress.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
+    return on_step
+
+
+def _measure(config: Config, request: Request, run: Any, folder: Path) -> None:
+    from chunkgraph.bench.summary import gathered_summary
+    from chunkgraph.jobs.reports import write_whole
+
     def write(phase: str) -> None:
-        summary = gathered_summary(config, device, run.measurement)
-        if is_first:
+        summary = gathered_summary(config, run.device, run.measurement)
+        if _rank() == 0:
             write_whole(folder / RESULT_FILE, json.dumps({"phase": phase, **summary}))
 
-    run = VariantRun(config, device, variant, on_step)
     run.measure_steps()
     write("steps")
     if request.num_host_steps:
         run.measure_host(request.num_host_steps)
         write("host")
-    if request.num_profiled_steps and device.type == "cuda":
+    if request.num_profiled_steps and run.device.type == "cuda":
         run.measure_kernels(request.num_profiled_steps, folder / f"trace_rank{_rank()}.json")
     run.measure_costs()
     write("done")
-    if not variant.has_fragile_end:
+    if not run.has_fragile_end:
         run.close()
 
 

@@ -72,7 +72,8 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "(eager,chunk on a CPU and for packed documents), and chunk_NAME for each of "
         "bench.schedules. eager_dropless: an all-to-all without a capacity, for experts that have "
         "one. chunk_capacity: room for an even load, for experts without a capacity. eager_stash: "
-        "Megatron's own paged stash, only with stash.enabled and HybridEP",
+        "Megatron's own paged stash, only with stash.enabled and HybridEP. With "
+        "bench.runtime=torch: eager and chunk (1F1B), and eager_NAME and chunk_NAME of a schedule",
     )
     add_json(parser)
     parser.add_argument(
@@ -130,7 +131,10 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(msg)
     names = chosen_variants(args.variants, config)
     _check_steps(config)
-    check_packages(config)
+    if config.bench.runtime == "torch" and args.profile:
+        msg = "--profile profiles the steps of bench.runtime=megatron only. Leave it out."
+        raise ConfigError(msg)
+    check_packages(config, uses_megatron=config.bench.runtime == "megatron")
     if args.timeout is not None and not args.timeout > 0:
         msg = f"--timeout {args.timeout:g}: expected seconds greater than 0."
         raise ConfigError(msg)
@@ -258,6 +262,8 @@ class _Bench:
         request = {
             "variant": run_as(name),
             "label": name,
+            # Host times are those of Megatron's chunks.
+            **({"num_host_steps": 0} if config.bench.runtime == "torch" else {}),
             "num_profiled_steps": _NUM_PROFILED_STEPS if self._args.profile else 0,
         }
         (folder / "bench.json").write_text(json.dumps(request), encoding="utf-8")

@@ -116,11 +116,13 @@ def resolve_device(config: Config, num_local_ranks: int | None = None) -> Config
     return dataclasses.replace(config, device=device)
 
 
-def check_packages(config: Config) -> None:
+def check_packages(config: Config, *, uses_megatron: bool = True) -> None:
     """Check for missing optional packages before any process starts."""
-    packages = [("megatron.core", "megatron-core", "megatron", "to train")]
+    packages = []
+    if uses_megatron:
+        packages.append(("megatron.core", "megatron-core", "megatron", "to train"))
     uses_te = config.model.layer_spec == "transformer_engine" or (
-        config.model.layer_spec == "auto" and config.device == "cuda"
+        config.model.layer_spec == "auto" and config.device == "cuda" and uses_megatron
     )
     if uses_te:
         packages.append(

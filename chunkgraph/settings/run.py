@@ -78,14 +78,18 @@ class DataConfig:
 class BenchConfig:
     """The measurements of ``chunkgraph bench``, which cycles through ``train.num_microbatches``."""
 
+    runtime: Literal["megatron", "torch"] = setting(
+        "megatron",
+        help="Megatron, or torch.distributed.pipelining with a plain transformer (torch).",
+    )
     num_warmup_steps: int = setting(
         3, help="Steps before the measured ones, including captures.", bounds=NOT_NEGATIVE
     )
     num_steps: int = setting(20, help="Measured steps.", bounds=POSITIVE)
     schedules: tuple[str, ...] = setting(
         (),
-        help="Schedules to compare with Megatron's: each is a variant of chunk graphs, such as "
-        "chunk_zb-h1 for zb-h1.",
+        help="Further schedules: each is a variant of chunk graphs, such as chunk_zb-h1 for zb-h1; "
+        "with torch, eager_zb-h1 too.",
     )
 
 

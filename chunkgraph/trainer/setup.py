@@ -19,7 +19,7 @@ from chunkgraph.megatron.core.random_state import masks_repeated, seed_model_par
 from chunkgraph.megatron.cpu.host import cpu_host
 from chunkgraph.settings import Config
 
-__all__ = ["choose_device", "seed_everything", "training_process"]
+__all__ = ["choose_device", "rank_process", "seed_everything", "training_process"]
 
 
 def choose_device(config: Config) -> torch.device:
@@ -46,11 +46,43 @@ def choose_device(config: Config) -> torch.device:
 
 @contextmanager
 def training_process(config: Config) -> Iterator[torch.device]:
-    """Set up one rank for training inside the block; yield its device.
+    """Set up one rank for Megatron's training inside the block; yield its device.
 
-    This selects the device and initializes process groups (gloo on a CPU, NCCL on a GPU;
-    collectives time out after ``run.timeout_s``), Megatron's model parallel groups, and on a CPU
+    In addition to `rank_process`, this initializes Megatron's model parallel groups, and on a CPU
     the CPU host. Graphs must be freed before the block ends.
+
+    Raises:
+        TopologyError: The configuration needs another number of processes.
+        ConfigError: The device does not exist.
+    """
+    with ExitStack() as stack:
+        if choose_device(config).type == "cpu":
+            stack.enter_context(cpu_host())
+        device = stack.enter_context(rank_process(config))
+        if device.type == "cuda":
+            stack.enter_context(masks_repeated())
+        state = import_megatron("megatron.core.parallel_state")
+        virtual = config.pipeline.num_model_chunks
+        state.initialize_model_parallel(
+            tensor_model_parallel_size=config.pipeline.tensor_model_parallel_size,
+            pipeline_model_parallel_size=config.pipeline.pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
+            context_parallel_size=config.pipeline.context_parallel_size,
+            expert_model_parallel_size=config.pipeline.expert_model_parallel_size,
+            # As in `expert_settings`; Megatron's default is the tensor-parallel size.
+            expert_tensor_parallel_size=None if config.moe.num_moe_experts is None else 1,
+            distributed_timeout_minutes=math.ceil(config.run.timeout_s / 60),
+        )
+        stack.callback(state.destroy_model_parallel)
+        yield device
+
+
+@contextmanager
+def rank_process(config: Config) -> Iterator[torch.device]:
+    """Set up one rank inside the block; yield its device.
+
+    This selects the device and the kernels, and initializes the process group (gloo on a CPU, NCCL
+    on a GPU). Collectives time out after ``run.timeout_s``.
 
     Raises:
         TopologyError: The configuration needs another number of processes.
@@ -68,7 +100,6 @@ def training_process(config: Config) -> Iterator[torch.device]:
         )
     with ExitStack() as stack:
         if device.type == "cpu":
-            stack.enter_context(cpu_host())
             num_threads = torch.get_num_threads()
             stack.callback(torch.set_num_threads, num_threads)
             # At most as many as the caller allows, for example by OMP_NUM_THREADS: threads that
@@ -84,21 +115,6 @@ def training_process(config: Config) -> Iterator[torch.device]:
             timeout=timedelta(seconds=config.run.timeout_s),
         )
         stack.push(partial(_end_groups, device))
-        if device.type == "cuda":
-            stack.enter_context(masks_repeated())
-        state = import_megatron("megatron.core.parallel_state")
-        virtual = config.pipeline.num_model_chunks
-        state.initialize_model_parallel(
-            tensor_model_parallel_size=config.pipeline.tensor_model_parallel_size,
-            pipeline_model_parallel_size=config.pipeline.pipeline_model_parallel_size,
-            virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
-            context_parallel_size=config.pipeline.context_parallel_size,
-            expert_model_parallel_size=config.pipeline.expert_model_parallel_size,
-            # As in `expert_settings`; Megatron's default is the tensor-parallel size.
-            expert_tensor_parallel_size=None if config.moe.num_moe_experts is None else 1,
-            distributed_timeout_minutes=math.ceil(config.run.timeout_s / 60),
-        )
-        stack.callback(state.destroy_model_parallel)
         yield device
 
 
