@@ -20,7 +20,7 @@ COSTS_HELP = """\
 backward), I and W (its halves), send (a message). I and W default to half of B,
 B to their sum, send to 0. A FILE has them as the JSON object "costs_ms", as in
 {"costs_ms": {"F": 1.6, "I": 2.4, "W": 2.4}}, at its top or in one of the
-"variants" of a bench document, preferably `chunk`.
+"variants" of a bench document; FILE:VARIANT names one of several.
 """
 _NAMES = ("F", "B", "I", "W", "send")
 _MAX_BYTES = 64 * 2**20
@@ -32,7 +32,7 @@ def add_costs_argument(parser: argparse.ArgumentParser) -> None:
     """Add the option ``--costs``."""
     parser.add_argument(
         "--costs",
-        metavar="FILE|F=MS,...",
+        metavar="FILE[:VARIANT]|F=MS,...",
         help="measured costs of one chunk, such as F=1.6,I=2.4,W=2.4 (default F=1,I=1,W=1)",
     )
 
@@ -45,10 +45,13 @@ def costs_of(argument: str | None) -> CostModel | None:
     """
     if argument is None:
         return None
-    path = Path(argument)
     where = f"plan: --costs {shown(argument)}"
-    is_file = "=" not in argument or path.exists()
-    return _model(where, _from_file(where, path) if is_file else _from_pairs(where, argument))
+    if "=" in argument and not Path(argument).exists():
+        return _model(where, _from_pairs(where, argument))
+    name, _, variant = argument.rpartition(":")
+    if name and not Path(argument).exists():
+        return _model(where, _from_file(where, Path(name), variant))
+    return _model(where, _from_file(where, Path(argument), None))
 
 
 def _from_pairs(where: str, text: str) -> dict[str, Any]:
@@ -60,7 +63,7 @@ def _from_pairs(where: str, text: str) -> dict[str, Any]:
     return {name: value for name, (_, _, value) in zip(names, pairs, strict=True)}
 
 
-def _from_file(where: str, path: Path) -> Mapping[str, Any]:
+def _from_file(where: str, path: Path, variant: str | None) -> Mapping[str, Any]:
     try:
         if not path.is_file():
             raise ConfigError(f"{where}: neither a file nor costs such as F=1.6,I=2.4,W=2.4")
@@ -71,14 +74,25 @@ def _from_file(where: str, path: Path) -> Mapping[str, Any]:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{where}: cannot be read as JSON ({shorten(str(error))})") from None
-    places = [document] if isinstance(document, dict) else []
-    variants = places[0].get("variants") if places else None
-    if isinstance(variants, list):
-        candidates = [variant for variant in variants if isinstance(variant, dict)]
-        places += sorted(candidates, key=lambda variant: variant.get("name") != "chunk")
-    for place in places:
-        if isinstance(place.get("costs_ms"), dict):
-            return dict(place["costs_ms"])
+    document = document if isinstance(document, dict) else {}
+    variants = document.get("variants")
+    costs = {
+        str(one.get("name")): dict(one["costs_ms"])
+        for one in (variants if isinstance(variants, list) else ())
+        if isinstance(one, dict) and isinstance(one.get("costs_ms"), dict)
+    }
+    if variant is not None and variant in costs:
+        return costs[variant]
+    if variant is None and isinstance(document.get("costs_ms"), dict):
+        return dict(document["costs_ms"])
+    if variant is None and len(costs) == 1:
+        return next(iter(costs.values()))
+    if costs:
+        names = ", ".join(costs)
+        raise ConfigError(
+            f"{where}: has costs of the variants {names}. Name one of them, as in "
+            f"--costs {path}:{next(iter(costs))}"
+        )
     raise ConfigError(
         f'{where}: has no "costs_ms" at its top or in a variant. Add it, as in '
         '{"costs_ms": {"F": 1.6, "I": 2.4, "W": 2.4}}'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ from chunkgraph.bench.document import BenchDocument, VariantResult
 from chunkgraph.errors import ConfigError
 from chunkgraph.schedules import list_schedules
 
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 MEASURED = "F=1.61,B=4.59,I=2.37,W=2.40"
 
 
@@ -36,6 +38,12 @@ def test_costs_come_from_a_bench_document(run, tmp_path):
     variants = [{"name": "eager", "costs_ms": {"F": 9, "B": 9}}, {"name": "local"}]
     variants.append({"name": "chunk", "costs_ms": costs})
     path.write_text(json.dumps({"config": "a", "variants": variants}))
+    assert run(*arguments, f"{path}:chunk") == expected
+    with pytest.raises(ConfigError, match=r"costs of the variants eager, chunk\. Name one"):
+        run(*arguments, path)
+    with pytest.raises(ConfigError, match=r"--costs .*:eager"):
+        run(*arguments, f"{path}:local")  # it has none
+    path.write_text(json.dumps({"config": "a", "variants": variants[1:]}))
     assert run(*arguments, path) == expected
     # A variant has what its worker of the bench measures.
     document = BenchDocument(dict.fromkeys(("device", "num_gpus", "versions", "is_deterministic")))
@@ -45,6 +53,21 @@ def test_costs_come_from_a_bench_document(run, tmp_path):
     # What is not measured follows from the rest.
     assert run(*arguments, "F=1,I=1.5,W=1.5") == run(*arguments, "F=1,B=3")
     assert json.loads(run(*arguments, "F=1,B=3,send=0.5"))[0]["step_ms"] > 20.0
+
+
+@pytest.mark.parametrize("layers", ["transformer_engine", "torch"])
+def test_costs_come_from_the_document_of_split_backwards(run, layers):
+    document = json.loads((BENCHMARKS / "split_backward.json").read_text())
+    (measured,) = (v for v in document["variants"] if v["name"] == layers)
+    for pipeline, expected in measured["share_of_1f1b"].items():
+        num_ranks, count = pipeline.split(",")
+        path = BENCHMARKS / f"split_backward.json:{layers}"
+        arguments = ("--pp", num_ranks, "--num-microbatches", count, "--compare", "--json")
+        rows = json.loads(run(*arguments, "--costs", path))
+        shares = {row["schedule"]: row["relative_step"] for row in rows}
+        # `plan` takes B for its whole backwards; graphs of a split chunk run I and W there.
+        del expected["dualpipe-v"]
+        assert {name: shares[name] for name in expected} == pytest.approx(expected, abs=1e-3)
 
 
 @pytest.mark.parametrize(
