@@ -12,7 +12,7 @@ from rich.table import Table
 from chunkgraph._text import REPORT_WIDTH
 from chunkgraph.bench.choice import PROMISED, run_as, schedule_of
 from chunkgraph.bench.document import BenchDocument, VariantResult
-from chunkgraph.bench.simulated import PIPELINE_SIZES
+from chunkgraph.bench.simulated import PIPELINE_SIZES, merged_costs
 from chunkgraph.schedules import megatron_schedule_name
 from chunkgraph.settings.pipeline import splits_backward
 
@@ -92,7 +92,11 @@ def _uneven_gpus(document: BenchDocument) -> list[str]:
 
 
 def find_failures(document: BenchDocument, names: Sequence[str]) -> list[str]:
-    """List the failures: eager, chunk and schedules must run, be equal, and not capture late."""
+    """List the failures.
+
+    Eager, chunk and schedules must run, be equal, and not capture late. The halves of a backward
+    must have its GEMMs.
+    """
     failures = []
     for name in names:
         if name not in PROMISED and schedule_of(name) is None:
@@ -111,6 +115,11 @@ def find_failures(document: BenchDocument, names: Sequence[str]) -> list[str]:
             )
         if result.get("num_captures_after_first"):
             failures.append(f"the variant {name} captured after its first session")
+    gemms = merged_costs(result.get("num_gemms") for result in document.results)
+    if {"B", "I", "W"} <= gemms.keys() and gemms["I"] + gemms["W"] != gemms["B"]:
+        failures.append(
+            f"a backward has {gemms['B']:g} GEMMs, but its halves {gemms['I']:g} + {gemms['W']:g}"
+        )
     return failures
 
 

@@ -14,7 +14,8 @@ import pytest
 from torch_release import HAS_LOCAL_STAGES
 
 from chunkgraph.bench.choice import chosen_variants, run_as, torch_schedule
-from chunkgraph.bench.document import VariantResult
+from chunkgraph.bench.document import BenchDocument, VariantResult
+from chunkgraph.bench.report import find_failures
 from chunkgraph.errors import ConfigError
 from chunkgraph.settings import Config, load_config
 
@@ -125,6 +126,21 @@ def test_measured_and_simulated_steps_are_printed_side_by_side(device: str, tmp_
     plan = [sys.executable, "-m", "chunkgraph.cli", "plan", "--pp", "2", "--costs", path]
     planned = subprocess.run(plan, capture_output=True, text=True, timeout=60, check=False)
     assert planned.returncode == 0, planned.stderr
+
+
+@pytest.mark.parametrize(
+    ("num_gemms", "failures"), [(8, []), (9, ["a backward has 16 GEMMs, but its halves 8 + 9"])]
+)
+def test_gemms_that_run_twice_fail_the_command(num_gemms: int, failures: list[str]) -> None:
+    document = BenchDocument.start(_config(), command="", commit="c")
+    equal = {"losses_hex": [], "grad_norms_hex": [], "parameters_sha256": []}
+    for name, gemms in (
+        ("eager", None),
+        ("chunk", {"F": 8, "B": 16}),
+        ("chunk_zb-h1", {"F": 8, "I": 8, "W": num_gemms}),
+    ):
+        document.add(VariantResult(name, None, {**equal, "num_gemms": gemms}))
+    assert find_failures(document, ["eager", "chunk", "chunk_zb-h1"]) == failures
 
 
 def test_profiles_are_megatrons(tmp_path: Path) -> None:
