@@ -105,8 +105,7 @@ def attach(
             and refuses capacity factors below 1. ``raise`` raises TokenDropError on all ranks at
             the end of the step's schedule, for which the host waits. ``rerun`` repeats
             the step eagerly on all ranks with room for all tokens, and captures again with more
-            room, at most ``stash.max_recaptures`` times (2 without ``stash``). A rank budget of
-            DeepEP allows only ``raise`` and ``rerun``.
+            room. A rank budget of DeepEP allows only ``raise`` and ``rerun``.
         stash: Pages for what experts save for the backward. A step that runs out of them runs
             again eagerly: it must begin without gradients, and its forward step keep no state.
         schedule: Name in `chunkgraph.schedules.list_schedules`, or a CSV file of actions, that

@@ -90,6 +90,7 @@ class Shortage:
         amount: The missing amount; 0 if everything had room.
         text: Text for the log of this rank.
         is_at_limit: Whether this rank cannot provide more room.
+        limit: Names of the settings that limit the room.
         late: Counts of the previous step, which are errors.
     """
 
@@ -97,6 +98,7 @@ class Shortage:
     amount: int
     text: str = ""
     is_at_limit: bool = False
+    limit: str = ""
     late: tuple[int, ...] = ()
 
     @property

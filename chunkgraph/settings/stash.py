@@ -75,8 +75,7 @@ class StashSettings:
     )
     max_recaptures: int = setting(
         2,
-        help="How often to add pages and recapture after such a step; later ones only run eagerly. "
-        "Also applies to moe.token_drops=rerun.",
+        help="How often to add pages and recapture after such a step; later ones only run eagerly.",
         bounds=NOT_NEGATIVE,
         flag="--cuda-graph-stash-max-recaptures",
         needs="stash.enabled",

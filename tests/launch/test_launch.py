@@ -233,7 +233,7 @@ def test_experts_that_stash_and_run_steps_again_equal_eager(jobs: Jobs) -> None:
     assert balance[0] == balance[1]
     assert float(balance[0][0]) > 0
     assert jobs.output.count("steps run again (stash pages): 1 |") == 1
-    assert "captured again with more room (stash pages), 1 of at most 1 times" in jobs.output
+    assert "captured again with more room (stash pages); recaptures so far: 1." in jobs.output
     assert _replays(jobs.output)[-1] == 4
 
 

@@ -26,11 +26,13 @@ def run(config: Any, device: torch.device, case: dict[str, Any]) -> list[dict[st
     Args:
         config: configuration of the run.
         device: device of the model.
-        case: ``num_steps``; the dispatcher ``flex`` is HybridEP's stand-in.
+        case: ``num_steps``; ``is_growing``: whether the load of the first rank's experts grows
+            from step to step, with room for little more than the last load. The dispatcher
+            ``flex`` is HybridEP's stand-in.
 
     Returns:
-        By rank: ``differing``: steps and names of unequal values; ``reruns``,
-        ``recaptures``, ``replays`` and ``dropped`` tokens.
+        By rank: ``differing``: steps and names of unequal values; ``reruns``: steps that ran
+        again; ``recaptures``, ``replays`` and ``dropped`` tokens.
     """
     with hybrid_ep(is_on=config.moe.moe_token_dispatcher_type == "flex"):
         return _trained(config, device, case)
@@ -40,18 +42,22 @@ def _trained(config: Any, device: torch.device, case: dict[str, Any]) -> list[di
     eager = _Model(config, device, None)
     alone = {"num_slots": [1]} if config.pipeline.pipeline_model_parallel_size == 1 else {}
     graphs = _Model(config, device, alone)
-    differing = []
-    with mock.patch.multiple(dropless, _MARGIN=-0.4, _MOST_DOUBLED=0):
+    differing, reruns = [], []
+    preferred = _growing if case.get("is_growing") else _random
+    margin = 0.02 if case.get("is_growing") else -0.2
+    counters = graphs.graphs.counters
+    with mock.patch.multiple(dropless, _MARGIN=margin, _MOST_DOUBLED=0):
         for step in range(case["num_steps"]):
-            results = [model.step(step) for model in (eager, graphs)]
+            bias = preferred(config, step)
+            results = [model.step(step, bias) for model in (eager, graphs)]
+            reruns += [step] * (counters.overflow_reruns["expert capacity"] - len(reruns))
             names = [
                 n for n, value in results[0].items() if not _are_same(value, results[1][n], device)
             ]
             differing += [f"step {step}: {name}" for name in names]
-    counters = graphs.graphs.counters
     mine = {
         "differing": differing,
-        "reruns": counters.overflow_reruns["expert capacity"],
+        "reruns": reruns,
         "recaptures": len(counters.recaptures),
         "replays": counters.replays,
         "dropped": sum(graphs.graphs.dropped_tokens(wait=True).values()),
@@ -70,7 +76,7 @@ def _are_same(eager: torch.Tensor, graphs: torch.Tensor, device: torch.device) -
 
 
 class _Model:
-    """A model whose routers prefer different experts in every step."""
+    """A model whose routers prefer other experts in every step."""
 
     def __init__(self, config: Any, device: torch.device, graphs: dict[str, Any] | None) -> None:
         forget_expert_metrics()
@@ -86,12 +92,11 @@ class _Model:
             self.graphs = attach(self._chunks, **graphs)
             self._train = self.graphs.wrap_forward_backward(self._train)
 
-    def step(self, step: int) -> dict[str, torch.Tensor]:
+    def step(self, step: int, bias: torch.Tensor) -> dict[str, torch.Tensor]:
         """Run a step; return its losses, gradients, buffers and metrics."""
-        random = torch.Generator().manual_seed(step)
         for module in (m for chunk in self._chunks for m in chunk.modules()):
             if getattr(module, "expert_bias", None) is not None:
-                module.expert_bias.copy_(self._preferred(step, random))
+                module.expert_bias.copy_(bias)
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         pipeline = self._config.pipeline
@@ -118,17 +123,25 @@ class _Model:
         results.update({n: torch.tensor(v) for n, v in take_expert_metrics().items()})
         return results
 
-    def _preferred(self, step: int, random: torch.Generator) -> torch.Tensor:
-        """Return the experts' bias: none, a random one, for one expert, or for one rank's."""
-        num_experts = self._config.moe.num_moe_experts
-        num_local = num_experts // self._config.pipeline.expert_model_parallel_size
-        bias = torch.randn(num_experts, generator=random) * (0.0, 0.3, 0.0, 0.3)[step % 4]
-        one = int(torch.randint(num_experts, (), generator=random))
-        if step % 4 == 2:
-            bias[one] += 10.0
-        elif (
-            step % 4 == 3
-        ):  # no other rank gets a row if this rank's experts are enough for all tokens
-            first = one // num_local * num_local
-            bias[first : first + num_local] += 10.0
-        return bias
+
+def _random(config: Any, step: int) -> torch.Tensor:
+    """Return the experts' bias: none, a random one, for one expert, or for one rank's."""
+    random = torch.Generator().manual_seed(step)
+    num_experts = config.moe.num_moe_experts
+    num_local = num_experts // config.pipeline.expert_model_parallel_size
+    bias = torch.randn(num_experts, generator=random) * (0.0, 0.3, 0.0, 0.3)[step % 4]
+    one = int(torch.randint(num_experts, (), generator=random))
+    if step % 4 == 2:
+        bias[one] += 10.0
+    elif step % 4 == 3:
+        # No other rank gets a row if this rank's experts are enough for all tokens.
+        first = one // num_local * num_local
+        bias[first : first + num_local] += 10.0
+    return bias
+
+
+def _growing(config: Any, step: int) -> torch.Tensor:
+    """Return a bias for the first rank's experts."""
+    bias = torch.zeros(config.moe.num_moe_experts)
+    bias[: len(bias) // config.pipeline.expert_model_parallel_size] = 0.004 * step
+    return bias

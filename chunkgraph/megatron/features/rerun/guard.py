@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from chunkgraph.engine.counters import Counters
@@ -20,7 +21,6 @@ from chunkgraph.megatron.feature import Feature, Features
 from chunkgraph.megatron.features.rerun.rewind import RewindableInputs, StepState
 from chunkgraph.megatron.site import new_agreement
 from chunkgraph.megatron.step import Shortage
-from chunkgraph.memory.stash import StashOptions
 
 if TYPE_CHECKING:
     from chunkgraph.megatron.attached import MegatronChunkGraphs
@@ -48,7 +48,6 @@ class OverflowGuard:
         release: Frees the graphs, so that they are captured again.
         has_graphs: Returns whether there are graphs.
         counters: Counts repeated steps and recaptures.
-        max_recaptures: Maximum number of recaptures.
         rank: This rank, for the log.
     """
 
@@ -61,7 +60,6 @@ class OverflowGuard:
         release: Callable[[], None],
         has_graphs: Callable[[], bool],
         counters: Counters,
-        max_recaptures: int,
         rank: int,
     ) -> None:
         self._state = state
@@ -70,7 +68,6 @@ class OverflowGuard:
         self._release = release
         self._has_graphs = has_graphs
         self._counters = counters
-        self._max_recaptures = max_recaptures
         self._rank = rank
 
     @classmethod
@@ -84,7 +81,6 @@ class OverflowGuard:
             release=graphs.release,
             has_graphs=lambda: engine.report is not None,
             counters=engine.counters,
-            max_recaptures=(site.stash or StashOptions()).max_recaptures,
             rank=site.place.rank,
         )
 
@@ -126,7 +122,9 @@ class OverflowGuard:
         shortages, texts = [], []
         for feature, local in local_shortages:
             amount, is_at_limit, *late = (next(numbers) for _ in local.numbers)
-            largest = Shortage(local.name, amount, "", bool(is_at_limit), tuple(late))
+            largest = replace(
+                local, amount=amount, text="", is_at_limit=bool(is_at_limit), late=tuple(late)
+            )
             feature.answer(local, largest)
             if largest.amount:
                 shortages.append((feature, largest))
@@ -146,33 +144,31 @@ class OverflowGuard:
         shortages: Sequence[tuple[Feature, Shortage]],
     ) -> Any:
         was_captured = mode is StepMode.REPLAY
-        if was_captured:
-            grows = len(self._counters.recaptures) < self._max_recaptures
-        else:  # eager passes with more room than the graphs have would differ from replays
-            grows = not self._has_graphs()
-        is_at_limit = any(largest.is_at_limit for _, largest in shortages)
-        grows = grows and not is_at_limit
-        if was_captured and grows:
+        growing = [(feature, largest) for feature, largest in shortages if not largest.is_at_limit]
+        if not was_captured and self._has_graphs():
+            growing = []  # eager passes with more room than the graphs have would differ
+        if self._rank == 0:
+            for _, largest in shortages if was_captured else ():
+                if largest.is_at_limit:
+                    _log.warning(
+                        "room does not grow (%s): %s is reached.", largest.name, largest.limit
+                    )
+        if was_captured and growing:
             self._release()
-            why = shortages[0][1].name
+            why = growing[0][1].name
             self._counters.recaptures.append(why)
             if self._rank == 0:
                 _log.warning(
-                    "graphs are captured again with more room (%s), %d of at most %d times.",
+                    "graphs are captured again with more room (%s); recaptures so far: %d.",
                     why,
                     len(self._counters.recaptures),
-                    self._max_recaptures,
                 )
-        elif self._rank == 0 and was_captured:
-            limit = "memory" if is_at_limit else f"{self._max_recaptures} captures"
-            _log.warning("room does not grow: the limit of %s is reached.", limit)
         with ExitStack() as room:
             for feature, _ in shortages:
                 room.enter_context(feature.having_room())
             # After a release the step is one of the eager steps before the next capture.
-            result, mode = step(kwargs, not (was_captured and grows))
+            result, mode = step(kwargs, not (was_captured and growing))
         assert mode is StepMode.EAGER
-        if grows:  # on all ranks, or on none
-            for feature, _ in shortages:
-                feature.make_room(self._agree)
+        for feature, _ in growing:  # the same on all ranks
+            feature.make_room(self._agree)
         return result

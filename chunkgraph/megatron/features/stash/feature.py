@@ -90,6 +90,7 @@ class ExpertStash(Feature):
         self._saving.meter = PageMeter(len(self._num_slots), device)
         self._required_pages = 0  # as measured by steps that ran out of pages
         self._num_grown = 0  # number of captures with a larger arena
+        self._num_requests = 0  # of more pages, on all ranks together
         # Readouts of the last replayed step and of the one before it.
         self._steps: tuple[StepReadout, StepReadout] | None = None
         self._engine: ChunkGraphs | None = None
@@ -255,7 +256,8 @@ class ExpertStash(Feature):
         is_at_limit = status is not None and bool(short) and not self.can_grow(status)
         # The late counts are those of the previous step: this step's backwards still run.
         late = (self.num_pages_left(), self.num_short_late())
-        return Shortage("stash pages", short, text, is_at_limit, late)
+        limit = "stash.max_bytes or stash.max_recaptures"
+        return Shortage("stash pages", short, text, is_at_limit, limit, late)
 
     def answer(self, local: Shortage, largest: Shortage) -> None:
         """Request more pages for the next capture, also on a rank that had just enough.
@@ -290,6 +292,9 @@ class ExpertStash(Feature):
                 "optimizer has not used them.\n  To do: raise stash.headroom or stash.max_bytes, "
                 "or set stash.on_overflow=rerun."
             )
+        if largest.is_at_limit:
+            return
+        self._num_requests += 1
         status = self.status()
         if status is not None:
             self.grow(status)
@@ -297,6 +302,8 @@ class ExpertStash(Feature):
     def can_grow(self, status: StashStatus) -> bool:
         """Return whether the arena may grow after a step with this status."""
         assert self.size is not None
+        if self._num_requests >= self.options.max_recaptures:
+            return False
         return self._limited(self._pages_after(status)) > self.size.num_pages
 
     def grow(self, status: StashStatus) -> None:

@@ -264,8 +264,8 @@ def test_random_steps_with_too_little_room_equal_eager_training(
     num_ranks = pipeline["data_parallel_size"] * pipeline.get("pipeline_model_parallel_size", 1)
     for rank in run_cases({name: case}, num_ranks, timeout_s=250.0)[name]:
         assert rank["differing"] == []
-        assert rank["reruns"] > num_steps // 10
-        assert rank["recaptures"] == 2
+        assert len(rank["reruns"]) > num_steps // 10
+        assert rank["recaptures"] == len(rank["reruns"])
         assert rank["replays"] > num_steps // 2
         assert rank["dropped"] == 0
 

@@ -72,7 +72,6 @@ def test_a_shortage_after_the_check_is_an_error_on_all_ranks(
         release=lambda: None,
         has_graphs=lambda: True,
         counters=Counters(),
-        max_recaptures=1,
         rank=1,
     )
     with pytest.raises(StashError, match=what.format(mine)):
@@ -108,12 +107,53 @@ def test_an_eager_step_gives_room_where_no_graph_has_less(has_graphs: bool) -> N
         release=lambda: done.append("released"),
         has_graphs=lambda: has_graphs,
         counters=counters,
-        max_recaptures=1,
         rank=0,
     )
     guard.run(lambda _kwargs, _eager: (None, StepMode.EAGER), {"data_iterator": None})
     assert done == ["restored", "room", *([] if has_graphs else [7])]
     assert counters.overflow_reruns == {"expert capacity": 1}
+
+
+def test_one_feature_at_its_limit_keeps_no_other_from_growing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The limit of a feature is its own, and the warning names the settings."""
+    grown = []
+
+    class Short(Feature):
+        def __init__(self, name: str, *, is_at_limit: bool) -> None:
+            self._shortage = Shortage(name, 1, f"no {name}", is_at_limit, f"{name}.max")
+
+        def shortage(self, _mode: StepMode) -> Shortage:
+            return self._shortage
+
+        def make_room(self, agree: Any) -> None:
+            grown.append(self._shortage.name)
+
+    def run(*features: Feature) -> list[str]:
+        state: Any = SimpleNamespace(save=lambda: None, restore=lambda: None)
+        counters = Counters()
+        guard = OverflowGuard(
+            state,
+            Features(features),
+            agree=None,
+            release=lambda: grown.append("released"),
+            has_graphs=lambda: True,
+            counters=counters,
+            rank=0,
+        )
+        modes = iter([StepMode.REPLAY, StepMode.EAGER])
+        guard.run(lambda _kwargs, _eager: (None, next(modes)), {"data_iterator": None})
+        return counters.recaptures
+
+    pages, rows = Short("pages", is_at_limit=True), Short("rows", is_at_limit=False)
+    for number in range(1, 5):
+        assert run(pages, rows) == ["rows"]
+        assert grown == ["released", "rows"] * number
+    assert run(pages) == []
+    assert grown == ["released", "rows"] * 4
+    assert caplog.text.count("room does not grow (pages): pages.max is reached") == 5
+    assert caplog.text.count("captured again with more room (rows)") == 4
 
 
 class _Event:

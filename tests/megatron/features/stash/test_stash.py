@@ -239,7 +239,7 @@ def test_the_log_has_the_reason_of_a_rerun_and_detach_leaves_nothing(
     first = [run.step(step, 2) for step in range(3)]
     log = caplog.text
     assert "did not fit in the stash (it has 4 pages of 512 bytes" in log
-    assert "captured again with more room (stash pages), 1 of at most 1 times" in log
+    assert "captured again with more room (stash pages); recaptures so far: 1." in log
     assert run.graphs.counters.capture_sessions == 2
     assert run.graphs.stash.status().num_short == 0
     modules = list(run.chunks[0].modules())
