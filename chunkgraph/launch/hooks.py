@@ -300,7 +300,7 @@ class ChunkGraphsInPretrain:
                 )
                 sys.stderr.flush()
         elif engine.report is not None:
-            _print_on_rank_0(capture_line(engine.report))
+            _print_on_rank_0(capture_line(engine.report, graphs.expert_dispatch))
 
 
 def _set_rank_budget(args: argparse.Namespace, chunks: Sequence[Any]) -> None:

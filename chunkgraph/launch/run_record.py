@@ -105,17 +105,21 @@ def start_line(graphs: MegatronChunkGraphs, flags: GraphFlags, record: Path | No
         scope += f" (no whole chunk with {graphs.scope.why_block})"
     num_steps = flags.capture.num_warmup_steps
     steps = f"{num_steps} eager step{'s' if num_steps > 1 else ''}"
-    experts = f"experts: {graphs.expert_dispatch}; " if graphs.expert_dispatch else ""
     return (
         f"chunk graphs: scope {scope}, {_slots(slots, flags.capture.shared_slots)} on rank 0 "
         f"({_num_graphs(graphs)} graphs), "
         f"memory plan {flags.capture.memory_plan}, verify {flags.capture.verify}; "
-        f"capture after {steps}; {experts}{saved}"
+        f"capture after {steps}; {saved}"
     )
 
 
-def capture_line(report: CaptureReport) -> str:
-    """Return a line about the finished capture on this rank."""
+def capture_line(report: CaptureReport, expert_dispatch: str = "") -> str:
+    """Return a line about the finished capture on this rank.
+
+    Args:
+        report: The report of the capture.
+        expert_dispatch: See `MegatronChunkGraphs.expert_dispatch`.
+    """
     total = report.slot_bytes + report.scratch_bytes + report.static_bytes
     slots = _slots(report.num_slots, report.shared_slots)
     return (
@@ -123,6 +127,7 @@ def capture_line(report: CaptureReport) -> str:
         f"in {report.duration_ms / 1e3:.2f} s; {format_bytes(total)}: slots "
         f"{format_bytes(report.slot_bytes)}, scratch {format_bytes(report.scratch_bytes)}, static "
         f"{format_bytes(report.static_bytes)}"
+        + (f"; experts: {expert_dispatch}" if expert_dispatch else "")
         + (f"; memset nodes were kept: {report.memsets_kept}" if report.memsets_kept else "")
     )
 

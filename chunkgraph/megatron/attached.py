@@ -93,7 +93,7 @@ class MegatronChunkGraphs:
 
     @property
     def expert_dispatch(self) -> str:
-        """The dispatch of this rank's dropless experts in graphs; "" without such experts."""
+        """Dispatch, grouped product and rows of the dropless experts in the graphs; "" for none."""
         experts = self.features.find(Experts)
         return "" if experts is None else experts.dispatch
 

@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.megatron, pytest.mark.every_release]
 
 def _graphs(**changes: Any) -> Any:
     values = {"num_slots": (4, 2), "num_banks": 1, "packed_shapes": (), "context_banks": ()}
-    values |= {"scope": ChosenScope("chunk"), "expert_dispatch": ""}
+    values |= {"scope": ChosenScope("chunk")}
     values["site"] = SimpleNamespace(packing=None)
     return SimpleNamespace(**{**values, **changes})
 
@@ -63,6 +63,9 @@ def test_memsets_that_stay_are_reported() -> None:
     more = {"shared_slots": False, "static_bytes": 1, "duration_ms": 1.0, **numbers}
     replaced = CaptureReport(num_slots=(4,), **more)  # type: ignore[arg-type]
     assert "memsets" not in capture_line(replaced)
+    assert "experts" not in capture_line(replaced)
+    experts = "dispatch all-to-all, GEMM some, room for 1,536 rows"
+    assert capture_line(replaced, experts).endswith(f"; experts: {experts}")
     kept = replace(replaced, memsets_kept="no bindings")
     assert capture_line(kept).endswith("; memset nodes were kept: no bindings")
 
@@ -85,9 +88,6 @@ def test_settings_that_are_not_saved_are_reported(tmp_path: Path) -> None:
     assert "settings not saved (neither --save nor --run-dir is set)" in line
     assert "\n" not in line
     assert f"settings in {tmp_path}" in start_line(graphs, GraphFlags(), tmp_path)
-    assert "experts" not in line
-    graphs.expert_dispatch = "dispatch all-to-all, GEMM some, rows as many as come"
-    assert "; experts: dispatch all-to-all, GEMM some" in start_line(graphs, GraphFlags(), None)
     graphs.num_banks = 2  # context-parallel sizes, or buckets
     assert "rank 0 (24 graphs)" in start_line(graphs, GraphFlags(), None)
 

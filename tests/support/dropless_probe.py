@@ -32,7 +32,7 @@ def run(config: Any, device: torch.device, case: dict[str, Any]) -> list[dict[st
 
     Returns:
         By rank: ``differing``: steps and names of unequal values; ``reruns``: steps that ran
-        again; ``recaptures``, ``replays`` and ``dropped`` tokens.
+        again; ``recaptures``, ``replays`` and ``dropped`` tokens; ``dispatch`` of the last capture.
     """
     with hybrid_ep(is_on=config.moe.moe_token_dispatcher_type == "flex"):
         return _trained(config, device, case)
@@ -60,6 +60,7 @@ def _trained(config: Any, device: torch.device, case: dict[str, Any]) -> list[di
         "reruns": reruns,
         "recaptures": len(counters.recaptures),
         "replays": counters.replays,
+        "dispatch": graphs.graphs.expert_dispatch,
         "dropped": sum(graphs.graphs.dropped_tokens(wait=True).values()),
     }
     ranks: list[Any] = [None] * dist.get_world_size()

@@ -82,6 +82,7 @@ class Dropless:
         self.layers = tuple(int(layer.layer_number or 0) for layer in layers)
         self.room = RowRoom()
         self._most_load = 0  # of any rank
+        self._num_rows = 0  # of the largest captured microbatch
         self._num_widened = 0
         self._sinkhorn: BoundedSinkhorn | None = None
         if uses_sinkhorn(layers[0].config):
@@ -105,13 +106,9 @@ class Dropless:
 
     @property
     def description(self) -> str:
-        """Describe the dispatch of tokens, the grouped product and the room for rows."""
+        """Describe the dispatch of tokens, the grouped product and the rows of the last capture."""
         name = self._dispatches[0][1].name
-        if self._bounded:
-            rows = f"by the loads of eager steps times {1 + _MARGIN:g}"
-        else:
-            rows = "as many as come"
-        return f"dispatch {name}, GEMM {self._gemm_name}, rows {rows}"
+        return f"dispatch {name}, GEMM {self._gemm_name}, room for {self._num_rows:,} rows"
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -143,6 +140,7 @@ class Dropless:
         doubled = 2 ** min(self._num_widened, _MOST_DOUBLED)
         factor = self._most_load / LOAD_OF * (1 + _MARGIN * doubled)
         room, self.room.factor = self.room.factor, factor or math.inf
+        self._num_rows = 0
         try:
             with self.on_device():
                 yield
@@ -169,13 +167,17 @@ class Dropless:
         """Make passes read nothing on the host, with room for all rows outside of captures."""
         with ExitStack() as stack:
             stack.enter_context(scattered_routes())
-            stack.enter_context(experts_on_device())
+            stack.enter_context(experts_on_device(self._measure_rows))
             if self._sinkhorn is not None:
                 stack.enter_context(self._sinkhorn.installed())
             for dispatcher, dispatch in self._dispatches:
                 methods = {name: getattr(dispatch, name) for name in dispatch.names}
                 stack.callback(_replace(dispatcher, methods))
             yield
+
+    def _measure_rows(self, num_rows: int) -> None:
+        if self.room.factor is not None:
+            self._num_rows = max(self._num_rows, num_rows)
 
     def _dispatch(self, index: int, layer: Any) -> Dispatch:
         """Return the replacement for a layer's dispatcher."""

@@ -48,12 +48,18 @@ class DeviceSplits:
 
 
 @contextmanager
-def experts_on_device() -> Iterator[None]:
-    """Let experts accept `DeviceSplits`; calls with other splits are unchanged."""
+def experts_on_device(measure: Callable[[int], None] = lambda _: None) -> Iterator[None]:
+    """Let experts accept `DeviceSplits`; calls with other splits are unchanged.
+
+    Args:
+        measure: Callback with the number of rows, used or not, of each call with `DeviceSplits`.
+    """
     sequential, grouped = private_names(_EXPERTS, "SequentialMLP", "TEGroupedMLP")
     with ExitStack() as stack:
-        stack.callback(patch_attributes(sequential, {"forward": _sequential(sequential.forward)}))
-        stack.callback(patch_attributes(grouped, {"forward": _grouped(grouped.forward)}))
+        stack.callback(
+            patch_attributes(sequential, {"forward": _sequential(sequential.forward, measure)})
+        )
+        stack.callback(patch_attributes(grouped, {"forward": _grouped(grouped.forward, measure)}))
         # From the class's dict: attribute access would unwrap the static method.
         original = vars(grouped)["_apply_bias"]
         grouped._apply_bias = staticmethod(_apply_bias(grouped._apply_bias))
@@ -77,7 +83,7 @@ def _gemm(weight: torch.Tensor) -> GroupedGemm:
     return gemm
 
 
-def _sequential(eager: Callable[..., Any]) -> Callable[..., Any]:
+def _sequential(eager: Callable[..., Any], measure: Callable[[int], None]) -> Callable[..., Any]:
     """Return ``forward`` for experts that Megatron runs one by one: the first runs for all."""
 
     def forward(
@@ -86,6 +92,7 @@ def _sequential(eager: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(tokens_per_expert, DeviceSplits):
             result: tuple[torch.Tensor, None] = eager(self, hidden, tokens_per_expert, probs)
             return result
+        measure(hidden.shape[0])
         ends, experts = tokens_per_expert.ends, list(self.local_experts)
         gemm = _gemm(experts[0].linear_fc1.weight)
         if self.config.moe_apply_probs_on_input:
@@ -120,12 +127,13 @@ def _sequential(eager: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _grouped(eager: Callable[..., Any]) -> Callable[..., Any]:
+def _grouped(eager: Callable[..., Any], measure: Callable[[int], None]) -> Callable[..., Any]:
     """Return ``forward`` for experts that Transformer Engine multiplies together."""
 
     def forward(self: Any, hidden: torch.Tensor, tokens_per_expert: Any, *args: Any) -> Any:
         if not isinstance(tokens_per_expert, DeviceSplits):
             return eager(self, hidden, tokens_per_expert, *args)
+        measure(hidden.shape[0])
 
         def linear(layer: Any) -> _Linear:
             weights = _weights(layer, "weight")

@@ -283,6 +283,8 @@ def test_room_grows_as_long_as_loads_do(
         assert rank["differing"] == []
         assert rank["recaptures"] == len(rank["reruns"]) > 3
         assert max(rank["reruns"]) < 20
+        # From each of two ranks: two experts of each of 128 tokens.
+        assert rank["dispatch"].endswith("room for 512 rows")
 
 
 def test_without_megatrons_overlap_bits_change_only_of_an_embedding_used_for_prediction(
