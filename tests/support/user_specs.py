@@ -312,11 +312,12 @@ class GroupedLinear(nn.Module):
 
 def grouped_experts() -> Any:
     """Return the local spec with experts that are multiplied at once, by `GroupedLinear`."""
-    with mock.patch.object(LocalSpecProvider, "grouped_mlp_modules", _grouped_modules):
+    with mock.patch.object(LocalSpecProvider, "grouped_mlp_modules", grouped_modules):
         return get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=True)
 
 
-def _grouped_modules(*_: Any, **__: Any) -> Any:
+def grouped_modules(*_: Any, **__: Any) -> Any:
+    """Return the modules of experts that are multiplied at once."""
     if hasattr(experts, "GroupedMLPSubmodules"):  # later releases build them with a function
         linears = experts.GroupedMLPSubmodules(linear_fc1=GroupedLinear, linear_fc2=GroupedLinear)
         return functools.partial(experts.TEGroupedMLP, submodules=linears)
@@ -346,6 +347,12 @@ def fused_experts() -> Any:
     """Return `grouped_experts` with `FusedExperts`; earlier releases do not fuse them."""
     with mock.patch.object(experts, "TEGroupedMLP", FusedExperts):
         return grouped_experts()
+
+
+def fused_modules(*_: Any, **__: Any) -> Any:
+    """Return `grouped_modules` with `FusedExperts`."""
+    with mock.patch.object(experts, "TEGroupedMLP", FusedExperts):
+        return grouped_modules()
 
 
 def _split_layer(spec: Any) -> Any:
