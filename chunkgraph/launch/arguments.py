@@ -257,9 +257,10 @@ def _wants_te_rng(args: argparse.Namespace, on_cpu: bool) -> bool:
     """Return whether graphs need the random states of Transformer Engine.
 
     Of Megatron's trackers only this one can switch states in a graph. Transformer Engine's layers
-    switch states even without dropout.
+    switch states even if they draw nothing.
     """
     if on_cpu:
         return False
     dropout = max(getattr(args, "hidden_dropout", 0.0), getattr(args, "attention_dropout", 0.0))
-    return dropout > 0 or getattr(args, "transformer_impl", None) == "transformer_engine"
+    draws = dropout > 0 or getattr(args, "moe_router_force_load_balancing", False)
+    return draws or getattr(args, "transformer_impl", None) == "transformer_engine"

@@ -175,9 +175,11 @@ MODEL_RULES = (
         ),
     ),
     Rule(
-        "hidden_dropout attention_dropout: the RNG tracker is not graph-safe, and every replay "
-        f"would draw the same mask; {_SAFE_RNG}",
-        lambda f: _dropout(f) > 0 and not f.is_rng_graph_safe,
+        "hidden_dropout attention_dropout moe_router_force_load_balancing: the RNG tracker is not "
+        f"graph-safe, and every replay would draw the same numbers; {_SAFE_RNG}",
+        lambda f: (
+            (_dropout(f) > 0 or f.moe_router_force_load_balancing) and not f.is_rng_graph_safe
+        ),
     ),
 )
 

@@ -429,7 +429,11 @@ def test_dropout_on_a_gpu_without_graph_safe_random_numbers_is_refused() -> None
 
 def test_graph_safe_random_numbers_are_chosen_for_the_user(monkeypatch: Any) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
-    for changes in ({"attention_dropout": 0.1}, {"transformer_impl": "transformer_engine"}):
+    for changes in (
+        {"attention_dropout": 0.1},
+        {"transformer_impl": "transformer_engine"},
+        {"moe_router_force_load_balancing": True},
+    ):
         args = arguments(**changes)
         settle_arguments(args, on_cpu=False)
         assert args.te_rng_tracker is True

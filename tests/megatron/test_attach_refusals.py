@@ -224,7 +224,7 @@ def test_swapped_messages_between_two_ranks_are_refused(chunks: list[nn.Module])
     assert refused(MODEL_RULES, vars(config), **facts) == []
 
 
-def test_dropout_needs_a_graph_safe_tracker(
+def test_random_numbers_need_a_graph_safe_tracker(
     chunks: list[nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
@@ -236,6 +236,10 @@ def test_dropout_needs_a_graph_safe_tracker(
         attach(chunks)
     chunks[0].config.hidden_dropout = 0.0
     attach(chunks).detach()
+    chunks[0].config.moe_router_force_load_balancing = True
+    message = "moe_router_force_load_balancing=True: the RNG tracker is not graph-safe"
+    with pytest.raises(ConfigError, match=message):
+        attach(chunks)
 
 
 def test_other_modules_are_refused(one_rank: torch.device) -> None:

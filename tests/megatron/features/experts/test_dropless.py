@@ -37,6 +37,7 @@ _GATED = {"num_layers": 2, "swiglu": True, "normalization": "RMSNorm", "hidden_d
 # Megatron's own experts with biases fail on one rank.
 _UNBIASED = {"add_bias_linear": False}
 _GATHERED = {"moe_token_dispatcher_type": "allgather"}
+_RANDOM_LOADS = {"moe_router_force_load_balancing": True}
 _OVERLAP = {"moe_shared_expert_overlap": True, "add_bias_linear": False}
 
 
@@ -99,6 +100,12 @@ def test_one_rank(
             _BIASED,
             model={"recompute_granularity": "selective", "recompute_modules": ["moe"]},
         ),
+        "recomputed_shared_experts": _case(
+            make,
+            _BIASED,
+            model={"recompute_granularity": "selective", "recompute_modules": ["shared_experts"]},
+        ),
+        "random_loads": _case(make, _EXPERTS, options=_RANDOM_LOADS),
         "plain": _case(make, _EXPERTS, model={"swiglu": False}, options=_UNBIASED),
         "overlapped": _case(make, _BIASED, options=_OVERLAP, capture={"verify": "poison"}),
         "sinkhorn": _case(
@@ -164,6 +171,7 @@ def test_two_ranks(run_equal: Callable[..., Any], make_config: Callable[..., Any
         "ep2_gathered": _case(make, {**_BIASED, **_GATHERED}, pipeline=shared),
         "ep2_stash": _case(make, _BIASED, pipeline=shared, stash={"enabled": True}),
         "ep2_overlapped": _case(make, _BIASED, options=_OVERLAP, pipeline=shared),
+        "ep2_random_loads": _case(make, _EXPERTS, options=_RANDOM_LOADS, pipeline=shared),
         "ep2_plain": _case(make, _EXPERTS, model={"swiglu": False}, pipeline=shared),
         "tp2": _split(make, _BIASED),
         "tp2_gathered": _split(make, {**_EXPERTS, **_GATHERED}),
@@ -189,13 +197,19 @@ def test_two_ranks(run_equal: Callable[..., Any], make_config: Callable[..., Any
 
 
 def test_four_ranks(run_equal: Callable[..., Any], make_config: Callable[..., Any]) -> None:
-    """PP 2 x EP 2; experts on two pairs of ranks, each expert split over a pair."""
+    """PP 2 x EP 2; TP 2 x EP 2, with whole experts and with experts split over two ranks."""
     shared = {"data_parallel_size": 2, "expert_model_parallel_size": 2}
     pipeline = {**shared, "pipeline_model_parallel_size": 2}
     cases = {
         "pp2_ep2": _case(make_config, _BIASED, pipeline=pipeline, capture={"scope": "chunk"}),
-        # Gloo lacks the gather of Megatron's all-to-all dispatcher in eager steps.
-        "tp2_ep2_gathered": _split(make_config, {**_EXPERTS, **_GATHERED}, **shared),
+        "tp2_ep2_split": _split(make_config, _BIASED, **shared),
+        "tp2_ep2_split_gathered": _split(make_config, {**_EXPERTS, **_GATHERED}, **shared),
+        "tp2_ep2": _case(
+            make_config,
+            _BIASED,
+            model={"num_layers": 1, "layer_spec": "user_specs:experts_split"},
+            pipeline={**shared, "tensor_model_parallel_size": 2, "sequence_parallel": True},
+        ),
     }
     _check(run_equal(cases, 4, timeout_s=180.0))
 

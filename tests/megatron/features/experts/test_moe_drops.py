@@ -34,10 +34,16 @@ class _Run:
         config: configuration of the run.
         bias: added to the experts' scores, beginning with the first expert.
         graphs: arguments of `attach`; None trains eagerly.
+        model_options: see `build_model`.
     """
 
     def __init__(
-        self, device: Any, config: Any, bias: list[float], graphs: dict[str, Any] | None
+        self,
+        device: Any,
+        config: Any,
+        bias: list[float],
+        graphs: dict[str, Any] | None,
+        **model_options: Any,
     ) -> None:
         from chunkgraph.megatron import attach
         from chunkgraph.megatron.core.access import import_megatron
@@ -48,9 +54,9 @@ class _Run:
         forget_expert_metrics()
         seed_everything(1, device)
         self.device, self.config = device, config
-        self.chunks: Any = build_model(config, device)
+        self.chunks: Any = build_model(config, device, **model_options)
         for module in self.chunks[0].modules():
-            if hasattr(module, "expert_bias"):
+            if getattr(module, "expert_bias", None) is not None:
                 module.expert_bias[: len(bias)] = torch.tensor(bias)
         self.train = import_megatron("megatron.core.pipeline_parallel").get_forward_backward_func()
         self.graphs = attach(self.chunks, **graphs) if graphs is not None else None
@@ -163,6 +169,38 @@ def test_uneven_loads_are_as_in_eager_training_and_every_drop_is_counted(
     assert eager["tensors"].keys() == chunk["tensors"].keys()
     different = [n for n, t in eager["tensors"].items() if not torch.equal(t, chunk["tensors"][n])]
     assert different == []
+
+
+@pytest.mark.every_release
+def test_steps_run_again_until_sinkhorn_routing_has_enough_rounds(
+    one_rank: Any, make_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from chunkgraph.megatron.features.experts import sinkhorn
+
+    monkeypatch.setattr(sinkhorn, "_FEWEST_ROUNDS", 1)
+    softmax = {"moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False}
+    config = _make(make_config, moe_router_topk=2, moe_aux_loss_coeff=0.0, **softmax)
+    options = {"moe_router_load_balancing_type": "sinkhorn"}
+
+    def steps(graphs: dict[str, Any] | None) -> tuple[_Run, list[list[Any]]]:
+        run = _Run(one_rank, config, [], graphs, transformer_options=options)
+        results = []
+        for step in range(6):
+            run.chunks[0].zero_grad_buffer()
+            losses = run.step(step, 1 + step % 3)
+            results.append([losses, *(p.main_grad.tolist() for p in run.chunks[0].parameters())])
+        return run, results
+
+    _, eager = steps(None)
+    run, chunk = steps({})
+    assert run.graphs is not None
+    assert chunk == eager
+    counters = run.graphs.counters
+    reruns = counters.overflow_reruns["expert capacity"]
+    assert 1 < reruns < 5  # after an eager step; the last one has enough
+    assert counters.recaptures == ["expert capacity"] * reruns
+    assert run.graphs.dropped_tokens(wait=True) == {1: 0, 2: 0}
+    run.graphs.detach()
 
 
 def test_drops_are_an_error_where_that_is_asked_for_and_reported_once_otherwise(
