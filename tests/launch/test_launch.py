@@ -248,6 +248,9 @@ def test_overlapped_transfers_of_experts_are_off_and_named(jobs: Jobs) -> None:
     assert chunk == eager
     line = "chunk graphs: training runs without --overlap-moe-expert-parallel-comm, with the same"
     assert jobs.output.count(line) == 1
+    rows = re.findall(r"experts: dispatch all-to-all, GEMM .*, room for (\d+) rows", jobs.output)
+    # At most both experts of each of 32 tokens, from each of two ranks.
+    assert [64 <= int(number) <= 128 for number in rows] == [True]
     assert _replays(jobs.output)[-1] > 0
 
 

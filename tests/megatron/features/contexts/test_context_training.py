@@ -217,7 +217,7 @@ def test_experts_that_stash_and_steps_that_run_again(
             data_parallel_size=4,
         ),
         "short": make_case(
-            [2, 3, 1, 4],
+            [2, 3, 1, 4, 2],
             [1, 2],
             moe={**_EXPERTS, "moe_expert_capacity_factor": 1.0, "token_drops": "rerun"},
             stash={**pages, "headroom": 0.5},
