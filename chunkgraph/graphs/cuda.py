@@ -35,7 +35,7 @@ from chunkgraph.graphs.cuda_pool import CUDAPool
 from chunkgraph.graphs.failure import capture_failure
 from chunkgraph.graphs.graph_driver import DamagedGraphError, GraphDriver
 from chunkgraph.graphs.host_constants import HostConstants, HostMemory
-from chunkgraph.graphs.legality import check_backward, in_place_gradient
+from chunkgraph.graphs.legality import check_backward
 from chunkgraph.graphs.memset_nodes import MemsetKernels
 from chunkgraph.graphs.operator_mode import OperatorMode
 from chunkgraph.graphs.random_state import preserve_states, private_generator
@@ -191,7 +191,6 @@ class _CaptureMode(OperatorMode):
     def run_operator(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `OperatorMode`."""
         check_backward(func, args, self._label)
-        func, args = in_place_gradient(func, args)
         self.generator.draw(func, args, kwargs)
         if self.scratch is None or self._router is None or not self._router.goes_to_scratch(func):
             return self.constants.run(func, args, kwargs)

@@ -41,7 +41,6 @@ __all__ = [
     "check_operator",
     "fills_evenly",
     "illegal_operation",
-    "in_place_gradient",
     "is_decided_by_node",
 ]
 
@@ -98,40 +97,6 @@ _KEEP_ON_DEVICE = (
     "keep the value on the device (torch.where, masks of fixed shape), move the line out of the "
     "chunk, or compute it on the host before the step."
 )
-
-# Under a dispatch mode, the gradients of these nodes write copies of new zeros, not the zeros.
-_INTO_NEW_ZEROS = {
-    "IndexBackward0",
-    "GatherBackward0",
-    "TakeBackward0",
-    "TopkBackward0",
-    "SortBackward0",
-    "MaxBackward0",
-    "MinBackward0",
-}
-
-_IN_PLACE = {
-    _aten.index_put.default: _aten._index_put_impl_.default,  # its last argument: unsafe
-    _aten.scatter_add.default: _aten.scatter_add_.default,
-    _aten.scatter.src: _aten.scatter_.src,
-    _aten.put.default: _aten.put_.default,
-}
-
-
-def in_place_gradient(
-    func: OpOverload, args: tuple[Any, ...]
-) -> tuple[OpOverload, tuple[Any, ...]]:
-    """Return the call that computes a gradient of an indexing operator without a dispatch mode.
-
-    It writes the new zeros that ``func`` would copy: for an embedding, as many bytes as its weight.
-    Source: ``areAnyTensorSubclassLike`` in torch's ``FunctionsManual.cpp``.
-    """
-    if func not in _IN_PLACE or type(args[0]) is not torch.Tensor:
-        return func, args
-    node = torch._C._current_autograd_node()
-    if node is None or node.name() not in _INTO_NEW_ZEROS:
-        return func, args
-    return _IN_PLACE[func], (*args, True) if func is _aten.index_put.default else args
 
 
 def illegal_operation(

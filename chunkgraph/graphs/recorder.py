@@ -36,7 +36,6 @@ from chunkgraph.graphs.legality import (
     check_generator,
     check_operator,
     fills_evenly,
-    in_place_gradient,
 )
 from chunkgraph.graphs.location import current_location
 from chunkgraph.graphs.random_state import (
@@ -477,4 +476,4 @@ def _as_recorded(func: OpOverload, args: tuple[Any, ...]) -> tuple[OpOverload, t
             # Under a dispatch mode torch multiplies the gradient of a maximum by a mask: zeros then
             # have the gradient's sign, and are NaN if the gradient is not finite.
             return _aten.where.ScalarOther, (*args, 0.0)
-    return in_place_gradient(func, args)
+    return func, args

@@ -15,10 +15,24 @@ from chunkgraph.engine.watch.captured_model import CapturedModel
 from chunkgraph.errors import ReplayMismatchError
 from chunkgraph.graphs import GraphBackend
 
+
+class Counter(nn.Module):
+    """Counts rows of zeros, of which there are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("num_zeros", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_zeros += (x == 0).all(1).sum()
+        return x
+
+
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "no state": nn.Tanh,
     "random numbers": lambda: nn.Dropout(0.5),
     "a buffer": lambda: nn.BatchNorm1d(8),
+    "an unchanged buffer": Counter,
 }
 
 
@@ -40,8 +54,11 @@ def train(graphs: ChunkGraphs, inputs: torch.Tensor, num_microbatches: int = 2) 
             graphs.callables[0](inputs).square().sum().backward()
 
 
+@pytest.mark.parametrize("beta", [2.0, torch.tensor([1.0, 2.0])])
 @pytest.mark.parametrize("layer", LAYERS)
-def test_a_refused_step_leaves_the_state_as_it_was(backend: GraphBackend, layer: str) -> None:
+def test_a_refused_step_leaves_the_state_as_it_was(
+    backend: GraphBackend, layer: str, beta: Any
+) -> None:
     module, graphs, inputs = captured(backend, layer, num_warmup_passes=1)
     device = backend.device
 
@@ -53,8 +70,8 @@ def test_a_refused_step_leaves_the_state_as_it_was(backend: GraphBackend, layer:
         return [t.clone() for t in (*module.state_dict().values(), *grads, *random)]
 
     before = state()
-    module[2].beta = 2.0  # which calls do not compare
-    with pytest.raises(ReplayMismatchError, match=r"2\.beta \(captured 1\.0, now 2\.0\)"):
+    module[2].beta = beta  # which calls do not compare
+    with pytest.raises(ReplayMismatchError, match=r"2\.beta"):
         train(graphs, inputs)
     assert all(map(torch.equal, before, state()))
 
@@ -68,6 +85,7 @@ def test_a_refused_step_leaves_the_state_as_it_was(backend: GraphBackend, layer:
         ("no state", 1, ["replay", "check", "replay"]),
         ("random numbers", 1, ["replay", "check", "replay"]),
         ("a buffer", 1, ["check", "replay", "replay"]),
+        ("an unchanged buffer", 1, ["check", "replay", "replay"]),
         ("no state", 0, ["check", "replay", "replay"]),  # what a pass changes is not known
     ],
 )

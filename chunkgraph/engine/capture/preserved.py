@@ -25,10 +25,10 @@ class KeptTensors:
     """The tensors that a block restores.
 
     Attributes:
-        have_changed: whether the block left other contents in one of them; set at its end.
+        were_written: whether an operator wrote to them, or left other contents; set at the end.
     """
 
-    have_changed = False
+    were_written = False
 
 
 @contextmanager
@@ -44,13 +44,14 @@ def tensors_kept(chunk: Chunk) -> Iterator[KeptTensors]:
         parameters = {_storage(t) for t in tensors if isinstance(t, nn.Parameter)}
         every = _regions(tensors)
         state = [(r, r.clone()) for r in every if _storage(r) not in parameters]
-        watch = _WriteWatch([r for r in every if _storage(r) in parameters])
+        watch = _WriteWatch([r for r in every if _storage(r) in parameters], [r for r, _ in state])
     kept = KeptTensors()
     try:
         with versions(every), watch:
             yield kept
     finally:
-        kept.have_changed = put_back([*state, *watch.saved])
+        have_changed = put_back([*state, *watch.saved])
+        kept.were_written = have_changed or bool(watch.saved) or watch.has_written_state
 
 
 def put_back(copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> bool:
@@ -92,13 +93,17 @@ class _WriteWatch(OperatorMode):
 
     Args:
         regions: tensors whose memory is watched.
+        state: tensors that are not copied.
 
     Attributes:
         saved: each region that may have been written, with a copy of its old contents.
+        has_written_state: whether an operator wrote to ``state``, perhaps what it already held.
     """
 
-    def __init__(self, regions: Sequence[torch.Tensor]) -> None:
+    def __init__(self, regions: Sequence[torch.Tensor], state: Sequence[torch.Tensor]) -> None:
         super().__init__()
+        self.has_written_state = False
+        self._state = {tensor.untyped_storage().data_ptr() for tensor in state}
         self.saved: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._regions: dict[int, list[torch.Tensor]] = {}
         for region in regions:
@@ -108,8 +113,9 @@ class _WriteWatch(OperatorMode):
     def run_operator(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `OperatorMode`."""
         for tensor in storages_written(func, args, kwargs):
-            if self._regions and tensor.layout is torch.strided:
+            if tensor.layout is torch.strided:
                 storage = tensor.untyped_storage().data_ptr()
+                self.has_written_state |= storage in self._state
                 for region in self._regions.pop(storage, ()):
                     self.saved.append((region, region.clone()))
         return func(*args, **kwargs)

@@ -118,7 +118,7 @@ def warm_up(
                 for leaf in inputs:
                     leaf.grad = None
                 sizes = _blocks(log.allocations(), num_forward, num_before, plan)
-    return WarmUp(held_bytes, *sizes, trace, offsets, kept.have_changed)
+    return WarmUp(held_bytes, *sizes, trace, offsets, kept.were_written)
 
 
 def _blocks(

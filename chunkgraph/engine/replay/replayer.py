@@ -246,7 +246,7 @@ class Replayer:
         slot.forward_graph.replay()
         try:
             self._check()
-        except ReplayMismatchError:
+        except BaseException:
             for generator, state in zip(generators, states, strict=True):
                 generator.set_state(state)
             raise

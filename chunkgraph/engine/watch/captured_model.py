@@ -255,13 +255,13 @@ class CapturedModel:
         return [*map(call, self._readers, self._read)]
 
     def _check_settings(self) -> None:
-        with suppress(KeyError):  # one was deleted
+        with suppress(KeyError, RuntimeError, ValueError):  # one was deleted, or is a tensor
             if self._settings_now() == self._settings:
                 return
         changed = [
             f"{self._path(path, name)} (captured {was!r}, now {own.get(name, 'nothing')!r})"
             for path, name, was, own in self._set
-            if name not in own or not (own[name] is was or own[name] == was)
+            if name not in own or not _is_same(own[name], was)
         ]
         if changed:
             raise ReplayMismatchError(
@@ -493,3 +493,7 @@ def _is_counted(tensor: torch.Tensor) -> bool:
 
 def _list(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _is_same(value: Any, captured: Any) -> bool:
+    return value is captured or (type(value) is type(captured) and value == captured)

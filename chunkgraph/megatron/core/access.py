@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.metadata
 import sys
@@ -73,10 +72,9 @@ def versions() -> dict[str, str]:
         # Megatron's __version__ carries the commit of the repository that it happens to run in.
         "megatron_core": _distribution_version("megatron-core"),
     }
-    with contextlib.suppress(ImportError):
-        engine = importlib.import_module("transformer_engine")
-        by_package["transformer_engine"] = str(engine.__version__)
-    return by_package
+    # Importing it loads its own cuDNN, which fails after torch has loaded another one.
+    engine = _distribution_version("transformer-engine")
+    return by_package | ({"transformer_engine": engine} if engine != "unknown" else {})
 
 
 def _distribution_version(name: str) -> str:
