@@ -241,3 +241,17 @@ def test_tensors_of_the_compiler_are_not_looked_into() -> None:
         graphs.capture([(torch.ones(2, 4),)])
     assert graphs.counters.captures == 1
     assert fake.shape == (4, 4)
+
+
+def test_a_stale_view_elsewhere_in_the_process_does_not_matter(backend: GraphBackend) -> None:
+    """Torch refuses to read whether it is a leaf."""
+    views = (torch.ones(2, 2, requires_grad=True) * 1).unbind()
+    with pytest.raises(RuntimeError, match="modified inplace"):
+        views[0].mul_(2)
+    module = nn.Linear(WIDTH, WIDTH).to(backend.device)
+    graphs = ChunkGraphs([module], [1], backend=backend)
+    inputs = torch.ones(2, WIDTH, device=backend.device, requires_grad=True)
+    for _ in range(2):
+        with graphs.step(1):
+            graphs.callables[0](inputs).sum().backward()
+    assert graphs.counters.replays == 1

@@ -12,7 +12,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -104,11 +104,18 @@ def _hook_leaves(
     with _looking, torch._C.DisableTorchFunctionSubclass():
         for ref in _tensor_refs():
             leaf = ref()
-            if leaf is None or id(leaf) in declared or not (leaf.requires_grad and leaf.is_leaf):
+            if leaf is None or id(leaf) in declared or not _is_leaf(leaf):
                 continue
             handles.append(leaf.register_hook(LeafHook(function, leaf)))
         leaf = None
     return handles
+
+
+def _is_leaf(tensor: torch.Tensor) -> bool:
+    """Return whether gradients arrive at a tensor; not at a view whose base has changed since."""
+    with suppress(RuntimeError):
+        return tensor.requires_grad and tensor.is_leaf
+    return False
 
 
 class _Memory:
