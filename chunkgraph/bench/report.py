@@ -23,9 +23,17 @@ _SHORT = {
     "eager_stash": "stash",
     "transformer_engine": "te layers",
     "full_iteration": "full iter.",
+    "eager_interleaved": "eager interl.",
     "chunk_interleaved-zb": "interl.-zb",
     "eager_interleaved-zb": "eager interl.-zb",
 }
+
+_WITHOUT_HALVES = """\
+Zero bubble is not simulated: no I and W were timed. Run a variant whose
+schedule splits backwards."""
+_WITHOUT_EMBEDDING = """\
+A chunk with Megatron's embedding has no input gradient: capture.scope=block
+leaves the embedding out."""
 
 
 def print_bench_report(
@@ -55,12 +63,9 @@ def print_bench_report(
         console.print(f"simulated with {costs} ms")
         console.print(simulated)
         if _lacks_halves(document):
-            console.print(
-                "zero bubble is not simulated: no I and W were timed. Run a variant whose schedule "
-                "splits backwards. A chunk with Megatron's embedding has no input gradient; "
-                "capture.scope=block leaves the embedding out",
-                soft_wrap=True,
-            )
+            console.print(_WITHOUT_HALVES)
+            if document.config is not None and document.config.bench.runtime == "megatron":
+                console.print(_WITHOUT_EMBEDDING)
     for line in _uneven_gpus(document):
         console.print(line, markup=False)
     for result in document.results:
@@ -126,12 +131,13 @@ def find_failures(document: BenchDocument, names: Sequence[str]) -> list[str]:
 def _steps_table(document: BenchDocument) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
     table.add_column("variant", no_wrap=True, min_width=10)
+    layers = document.result("transformer_engine")
+    of = ("of\neager", "of te\nlayers") if layers is not None else ("of\neager",)
     for heading in (
-        *("ms a\nstep", "of\neager", "of te\nlayers", "tokens\na second"),
-        *("reserved\nMB", "of\neager", "of te\nlayers", "capture\ns", "to the\nlast bit"),
+        *("ms a\nstep", *of, "tokens\n/ s", "MB re-\nserved", *of),
+        *("cap-\nture s", "last\nbit"),
     ):
         table.add_column(heading, justify="right", no_wrap=True, min_width=6)
-    layers = document.result("transformer_engine")
     for result in document.results:
         if result.error is not None:
             table.add_row(_name(result), "failed")
@@ -139,15 +145,14 @@ def _steps_table(document: BenchDocument) -> Table:
         # With torch each schedule also runs eagerly.
         own = document.result(f"eager_{schedule_of(result.name)}")
         eager = own or document.result("eager")
+        others = (eager, layers) if layers is not None else (eager,)
         table.add_row(
             _name(result),
             _number(result.get("step_ms"), 1),
-            _ratio(result, eager, "step_ms"),
-            _ratio(result, layers, "step_ms"),
+            *(_ratio(result, other, "step_ms") for other in others),
             _number(result.get("tokens_per_s"), 0),
             _megabytes(result.get("reserved_bytes")),
-            _ratio(result, eager, "reserved_bytes"),
-            _ratio(result, layers, "reserved_bytes"),
+            *(_ratio(result, other, "reserved_bytes") for other in others),
             _number(result.get("capture_s"), 1),
             _equality(document, result),
         )

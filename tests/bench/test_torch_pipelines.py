@@ -111,6 +111,7 @@ def test_measured_and_simulated_steps_are_printed_side_by_side(device: str, tmp_
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert max(map(len, done.stdout.splitlines())) <= 80
+    assert "…" not in done.stdout
     document = json.loads(path.read_text())
     assert document["costs_ms"].keys() == set("FBIW")
     simulated = document["simulated_step_ms"]["zb-h1"]
