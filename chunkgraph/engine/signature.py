@@ -18,7 +18,7 @@ from torch.utils._pytree import (
 )
 
 from chunkgraph._text import shorten, shown
-from chunkgraph.engine.autocast import Autocast
+from chunkgraph.engine.autocast import Autocast, ForwardCasts
 from chunkgraph.engine.layout import same_layout
 from chunkgraph.engine.plain_values import Uncomparable, is_immutable, key_of
 from chunkgraph.engine.tensor_guard import new_guard
@@ -204,9 +204,16 @@ class Signature:
         call: the captured call.
         label: the chunk's name in errors.
         deciding: numbers of tensors without which an output would not require grad.
+        casts: how the forward depends on autocast; None: only through the setting of the call.
     """
 
-    def __init__(self, call: Call, label: str, deciding: Iterable[int] = ()) -> None:
+    def __init__(
+        self,
+        call: Call,
+        label: str,
+        deciding: Iterable[int] = (),
+        casts: ForwardCasts | None = None,
+    ) -> None:
         self._label = label
         self._call = call.emptied()
         self._spec = call.spec
@@ -232,10 +239,7 @@ class Signature:
             self._named[firsts[number]] = path, replace(facts, decides_grad=True)
         # Compares all tensors at once with those of the first accepted call.
         self._fits: Callable[..., bool] | None = None
-        # Operators share casts of leaves; see `Autocast`.
-        self._results: frozenset[int] | None = None
-        if call.autocast is not None and call.autocast.keeps_casts:
-            self._results = call.results
+        self._casts = casts or ForwardCasts()
         args, kwargs = call.arguments()
         values = (*args, *kwargs.values())
         # If every argument is a leaf, a call needs no walk over trees.
@@ -250,8 +254,9 @@ class Signature:
         Raises:
             ReplayMismatchError: the call differs; the message lists every difference with its path.
         """
-        if self._autocast is not None and not self._autocast.is_now():
-            raise self._other_autocast(self._autocast)
+        autocast = self._autocast
+        if autocast is not None and not autocast.is_now(has_blocks=self._casts.has_blocks):
+            raise self._other_autocast(autocast)
         if self._is_flat and len(args) == self._num_args and kwargs.keys() == self._keywords:
             leaves: Sequence[Any] = (*args, *[kwargs[name] for name in self._names])
         else:
@@ -278,8 +283,8 @@ class Signature:
                 raise self._mismatch(args, kwargs)
         if self._repeated and any(leaves[i] is not leaves[first] for i, first in self._repeated):
             raise self._mismatch(args, kwargs)
-        if self._results is not None:
-            self._check_leaves(tensors, self._results)
+        if self._casts.inputs:
+            self._check_leaves(tensors)
         return tensors
 
     def _accepts(self, tensors: Sequence[Any]) -> bool:
@@ -302,12 +307,13 @@ class Signature:
             return False
         return len({*map(id, tensors)}) == len(tensors)
 
-    def _check_leaves(self, tensors: Sequence[torch.Tensor], results: frozenset[int]) -> None:
-        for number, tensor in enumerate(tensors):
-            if tensor.requires_grad and tensor.is_leaf is (number in results):
+    def _check_leaves(self, tensors: Sequence[torch.Tensor]) -> None:
+        for number in self._casts.inputs:
+            tensor, was_result = tensors[number], number in self._call.results
+            if tensor.requires_grad and tensor.is_leaf is was_result:
                 path, _ = self._named[self._firsts[number]]
                 kinds = ("a leaf of autograd", "the result of an operator")
-                was, now = kinds[number in results], kinds[not tensor.is_leaf]
+                was, now = kinds[was_result], kinds[not tensor.is_leaf]
                 raise ReplayMismatchError(
                     f"{self._label}: {path} was {was} when it was captured, and is {now} in this "
                     "call. Under autocast, operators share one cast of a leaf, and its gradients "

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from chunkgraph.engine import CaptureOptions, ChunkGraphs
 from chunkgraph.errors import CaptureError, ReplayMismatchError
@@ -87,20 +88,20 @@ def trained(
     *,
     step: Callable[[], Any] = nullcontext,
     block: str = "call",
-    cache: bool = True,
+    settings: dict[str, Any] | None,
     is_leaf: bool = True,
+    new_module: Callable[[], nn.Module] = Shares,
 ) -> list[torch.Tensor]:
     """Return outputs and gradients of three steps of two microbatches, under autocast blocks."""
-    module = Shares().to(backend.device)
+    module = new_module().to(backend.device)
     call = make_call(module)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
     tensors: list[torch.Tensor] = []
 
     def cast(extent: str) -> Any:
-        device_type = backend.device.type
-        if extent != block:
+        if extent != block or settings is None:
             return nullcontext()
-        return torch.autocast(device_type, dtype=torch.bfloat16, cache_enabled=cache)
+        return torch.autocast(backend.device.type, **settings)
 
     torch.manual_seed(1)
     for _ in range(3):
@@ -115,7 +116,8 @@ def trained(
             for result in results:
                 result.float().square().mean().backward()
         tensors += [result.detach().clone() for result in results]
-        tensors += [t.grad.clone() for t in (*leaves, *module.parameters())]
+        grads = [t.grad for t in (*leaves, *module.parameters())]
+        tensors += [grad.clone() for grad in grads if grad is not None]
         optimizer.step()
         optimizer.zero_grad()
     return tensors
@@ -134,7 +136,8 @@ def test_casts_of_leaves_are_shared_as_in_eager_training(
         engines.append(ChunkGraphs(module, 2, backend=backend))
         return engines[0].callables[0]
 
-    how: dict[str, Any] = {"block": block, "cache": cache, "is_leaf": is_leaf}
+    settings = {"dtype": torch.bfloat16, "cache_enabled": cache}
+    how: dict[str, Any] = {"block": block, "settings": settings, "is_leaf": is_leaf}
     expected = trained(backend, lambda module: module, **how)
     actual = trained(backend, capture, step=lambda: engines[0].step(2), **how)
     assert engines[0].counters.replays == 4
@@ -241,3 +244,184 @@ def test_a_forward_may_update_parameters_of_which_no_casts_are_kept(backend: Gra
                 output.float().sum().backward()
             assert torch.equal(output, eager(x))
     assert graphs.counters.replays == 2
+
+
+def weight_read_twice(module: Shares, x: torch.Tensor, device_type: str) -> torch.Tensor:
+    with torch.autocast(device_type, torch.bfloat16):
+        return module.one(module.one(x * 1).tanh())
+
+
+def weight_read_in_two_blocks(module: Shares, x: torch.Tensor, device_type: str) -> torch.Tensor:
+    with torch.autocast(device_type, torch.bfloat16):
+        y = module.one(x * 1)
+    with torch.autocast(device_type, torch.bfloat16):
+        return module.one(y.tanh())
+
+
+def weight_read_in_nested_blocks(module: Shares, x: torch.Tensor, device_type: str) -> torch.Tensor:
+    with torch.autocast(device_type, enabled=False):
+        return weight_read_in_two_blocks(module, x, device_type)
+
+
+def weight_read_without_cache(module: Shares, x: torch.Tensor, device_type: str) -> torch.Tensor:
+    with torch.autocast(device_type, torch.bfloat16, cache_enabled=False):
+        return module.one(module.one(x * 1).tanh())
+
+
+def weight_read_in_checkpoint(module: Shares, x: torch.Tensor, device_type: str) -> torch.Tensor:
+    return checkpoint(weight_read_twice, module, x, device_type, use_reentrant=False)
+
+
+def weight_read_in_reentrant_checkpoint(
+    module: Shares, x: torch.Tensor, device_type: str
+) -> torch.Tensor:
+    return checkpoint(weight_read_in_two_blocks, module, x, device_type, use_reentrant=True)
+
+
+def input_read_twice(module: Shares, x: torch.Tensor, device_type: str) -> torch.Tensor:
+    with torch.autocast(device_type, torch.bfloat16):
+        return module.one(x) + module.two(x)
+
+
+def default_dtype(module: Shares, x: torch.Tensor, device_type: str) -> torch.Tensor:
+    with torch.autocast(device_type):
+        return module.one(module.one(x).tanh())
+
+
+Forward = Callable[[Shares, torch.Tensor, str], torch.Tensor]
+
+AROUND: dict[str, dict[str, Any] | None] = {
+    "no block": None,
+    "disabled": {"enabled": False},
+    "disabled, another dtype": {"enabled": False, "dtype": torch.float16},
+    "disabled, no cache": {"enabled": False, "cache_enabled": False},
+    "enabled": {"dtype": torch.bfloat16},
+}
+
+
+class Casts(Shares):
+    """Enters autocast in its forward."""
+
+    def __init__(self, function: Forward) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(self, x, x.device.type)
+
+
+@pytest.mark.parametrize(("num_warmup_passes", "verify"), [(0, "none"), (1, "none"), (1, "shadow")])
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize(
+    "function",
+    [
+        weight_read_twice,
+        weight_read_in_two_blocks,
+        weight_read_in_nested_blocks,
+        weight_read_without_cache,
+        weight_read_in_checkpoint,
+        weight_read_in_reentrant_checkpoint,
+        input_read_twice,
+        default_dtype,
+    ],
+)
+def test_blocks_inside_a_forward_share_casts_as_in_eager_training(
+    backend: GraphBackend, function: Forward, around: str, num_warmup_passes: int, verify: Any
+) -> None:
+    """Casts end with the outermost block, also if that is the caller's and casts nothing."""
+    engines: list[ChunkGraphs] = []
+    options = CaptureOptions(num_warmup_passes=num_warmup_passes, verify=verify)
+
+    def capture(module: nn.Module) -> Callable[..., Any]:
+        engines.append(ChunkGraphs(module, 2, backend=backend, options=options))
+        return engines[0].callables[0]
+
+    def new_module() -> nn.Module:
+        return Casts(function)
+
+    how: dict[str, Any] = {"block": "calls", "settings": AROUND[around], "new_module": new_module}
+    expected = trained(backend, lambda module: module, **how)
+    actual = trained(backend, capture, step=lambda: engines[0].step(2), **how)
+    assert engines[0].counters.replays == 4
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+def test_a_capture_inside_a_block_for_calls_outside_is_equal(backend: GraphBackend) -> None:
+    """The block around the second step, in which the capture runs, is not that of the calls."""
+    results: list[list[torch.Tensor]] = []
+    for is_captured in (False, True):
+        module = Casts(weight_read_in_two_blocks).to(backend.device)
+        graphs = ChunkGraphs(module, 1, backend=backend)
+        call = graphs.callables[0] if is_captured else module
+        torch.manual_seed(1)
+        tensors: list[torch.Tensor] = []
+        for number in range(3):
+            step = graphs.step(1) if is_captured else nullcontext()
+            if number == 1:
+                with casting(backend):
+                    step.__enter__()
+            else:
+                step.__enter__()
+            y = call(torch.randn(9, 16, device=backend.device))
+            y.float().square().mean().backward()
+            step.__exit__(None, None, None)
+            tensors += [y.detach().clone()]
+        tensors += [p.grad for p in module.one.parameters() if p.grad is not None]
+        results.append(tensors)
+        assert graphs.counters.replays == (2 if is_captured else 0)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_a_block_around_the_call_that_the_capture_did_not_have_is_refused(
+    backend: GraphBackend, captured: bool
+) -> None:
+    """Blocks inside the forward share casts in such a block, and else do not."""
+    graphs = ChunkGraphs(Casts(weight_read_in_two_blocks).to(backend.device), 1, backend=backend)
+    x = torch.randn(3, 16, device=backend.device)
+    block = torch.autocast(backend.device.type, enabled=False)
+    with block if captured else nullcontext():
+        graphs.capture([x])
+    other = nullcontext() if captured else block
+    with pytest.raises(ReplayMismatchError, match="inside a block"), graphs.step(1), other:
+        graphs.callables[0](x)
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_a_block_that_is_off_may_be_around_a_forward_without_blocks(
+    backend: GraphBackend, captured: bool
+) -> None:
+    graphs = ChunkGraphs(Shares().to(backend.device), 1, backend=backend)
+    x = torch.randn(3, 16, device=backend.device)
+    block = torch.autocast(backend.device.type, enabled=False)
+    with block if captured else nullcontext():
+        graphs.capture([x])
+    with graphs.step(1):
+        with nullcontext() if captured else block:
+            y = graphs.callables[0](x)
+        y.sum().backward()
+    assert graphs.counters.replays == 1
+
+
+@pytest.mark.parametrize("is_leaf", [True, False])
+def test_a_leaf_that_a_block_inside_casts_is_no_result_of_an_operator(
+    backend: GraphBackend, is_leaf: bool
+) -> None:
+    graphs = ChunkGraphs(Casts(input_read_twice).to(backend.device), 1, backend=backend)
+    leaf = torch.randn(3, 16, device=backend.device, requires_grad=True)
+    inputs = [leaf, leaf * 1]
+    graphs.capture([inputs[not is_leaf]])
+    with (
+        pytest.raises(ReplayMismatchError, match=r"of autograd when|operator when"),
+        graphs.step(1),
+    ):
+        graphs.callables[0](inputs[is_leaf])
+
+
+def test_an_input_that_no_block_casts_may_be_a_leaf_or_a_result(backend: GraphBackend) -> None:
+    graphs = ChunkGraphs(Casts(weight_read_twice).to(backend.device), 1, backend=backend)
+    leaf = torch.randn(3, 16, device=backend.device, requires_grad=True)
+    graphs.capture([leaf])
+    with graphs.step(1):
+        graphs.callables[0](leaf * 1).float().sum().backward()
+    assert graphs.counters.replays == 1

@@ -430,10 +430,10 @@ def _prove(session: _Session) -> None:
 def _banks(session: _Session) -> dict[Hashable, Bank]:
     """Return the slots and signatures of every bank."""
     slots: dict[tuple[Hashable, int], list[Slot]] = {}
-    deciding: dict[tuple[Hashable, int], tuple[int, ...]] = {}
+    captured: dict[tuple[Hashable, int], CapturedForward] = {}
     for forward in session.forwards:
         c = forward.place.chunk_index
-        deciding[forward.place.bank, c] = forward.deciding
+        captured[forward.place.bank, c] = forward
         slot = new_slot(forward, session.chunks[c], session.backend)
         slots.setdefault((forward.place.bank, c), []).append(slot)
     return {
@@ -441,7 +441,7 @@ def _banks(session: _Session) -> dict[Hashable, Bank]:
             key,
             tuple(tuple(slots[key, c]) for c in range(len(session.chunks))),
             tuple(
-                Signature(call, chunk.label, deciding[key, c])
+                Signature(call, chunk.label, captured[key, c].deciding, captured[key, c].casts)
                 for c, (call, chunk) in enumerate(zip(calls, session.chunks, strict=True))
             ),
         )

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from chunkgraph.engine.autocast import Autocast
+from chunkgraph.engine.autocast import Autocast, ForwardCasts
 from chunkgraph.engine.autograd_graph import (
     edges_to_leaves,
     guarded_outputs,
     nested_among,
     storage_address,
 )
+from chunkgraph.engine.capture.cast_watch import BlockWatch
 from chunkgraph.engine.capture.gradients import GradientSinks
 from chunkgraph.engine.capture.output_gradients import OutputGradients
 from chunkgraph.engine.capture.static_inputs import (
@@ -130,7 +131,7 @@ class CapturedForward:
         results_grads: see `call_with`.
         lent: Positions of outputs that are parameters or buffers.
         differentiable: Indices of the tensors that take a gradient.
-        deciding: See `deciding_inputs`.
+        deciding, casts: See `deciding_inputs` and `BlockWatch`.
         num_terms: Number of gradients that autograd sums for each parameter of the chunk; 0 if
             recomputation hides it, or if other calls share the parameter's cast and its sum.
     """
@@ -152,6 +153,7 @@ class CapturedForward:
     trained: tuple[int, ...] = ()
     lent: tuple[int, ...] = ()
     deciding: tuple[int, ...] = ()
+    casts: ForwardCasts = field(default_factory=ForwardCasts)
     num_terms: dict[int, int] = field(default_factory=dict)
     summed: tuple[int, ...] = ()
     returned: tuple[int, ...] = ()
@@ -229,6 +231,7 @@ def capture_forward(
     results_grads: dict[int, torch.Tensor] = {}
     router = maker.pools.router(trace)
     with (
+        BlockWatch(inputs, sample.autocast) as watch,
         memory_between(place, router) as memory,
         torch.enable_grad(),
         maker.capture(
@@ -247,6 +250,7 @@ def capture_forward(
         )
     results, spec = flatten(result)
     forward = CapturedForward(place, inputs, results, spec, graph, memory.kept, results_grads)
+    forward.casts = watch.casts()
     try:
         _refuse_written(chunk.label, sample, inputs, versions)
         _describe_outputs(forward, chunk, sample, leaves)
@@ -278,8 +282,7 @@ def _describe_outputs(
     every = [forward.tensors[i] for i in forward.differentiable]
     forward.deciding = deciding_inputs(every, forward.inputs)
     forward.nested = tuple(forward.receiving[n] for n in nested_among(outputs))
-    # Calls of one autocast block share a cast, whose gradients eager training sums before it
-    # casts them back.
+    # Eager training sums the gradients of a cast that calls share before it casts them back.
     shares_casts = sample.autocast is not None and sample.autocast.keeps_casts
     edges = {} if shares_casts else edges_to_leaves(outputs)
     forward.num_terms = {i: edges.get(leaf, 0) for i, leaf in enumerate(leaves)}

@@ -17,6 +17,8 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from chunkgraph.engine.autocast import num_autocast_blocks
+
 __all__ = ["note_call_without_gradients", "stale_casts", "watch_optimizers", "why_stale"]
 
 
@@ -30,9 +32,7 @@ class _StaleCasts:
 
     def add(self, parameters: Iterable[torch.Tensor], why: str) -> None:
         """Record why casts of the parameters are stale, if called inside a block."""
-        is_inside = torch.autocast_increment_nesting() > 1
-        torch.autocast_decrement_nesting()
-        if is_inside:
+        if num_autocast_blocks():
             self._cast_of(1.0)
             self.are_any = True
             self.parameters.update(dict.fromkeys(parameters, why))

@@ -209,6 +209,11 @@ def _without_autocast(x: torch.Tensor, linear: nn.Module) -> torch.Tensor:
         return linear(x.float()).to(x.dtype)
 
 
+def _own_autocast(x: torch.Tensor, linear: nn.Module) -> torch.Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return linear(linear(x).tanh()).to(x.dtype)
+
+
 def _gathered(x: torch.Tensor) -> torch.Tensor:
     index = x.detach().argsort(-1)
     return x + x.gather(-1, index)
@@ -341,6 +346,7 @@ EXOTIC: dict[str, Callable[[], nn.Module]] = {
     "old_weight_norm": lambda: weight_norm(_linear()),
     "host_constant": lambda: Apply(_host_constant),
     "without_autocast": lambda: Apply(_without_autocast, _linear()),
+    "own_autocast": lambda: Apply(_own_autocast, _linear()),
     "batch_norm_average": lambda: Channels(nn.BatchNorm1d(WIDTH, momentum=None)),
     "item": lambda: Apply(lambda x: x * float(x.detach().abs().amax())),
     "prod": lambda: Apply(lambda x: x.prod(1, keepdim=True) + x),
