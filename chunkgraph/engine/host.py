@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from chunkgraph.errors import VerifyError
+
 __all__ = ["Host", "with_user_hooks"]
 
 
@@ -24,6 +26,13 @@ class Host:
     def verifying(self) -> AbstractContextManager[object]:
         """Enclose an eager pass that ``verify`` compares with a replay."""
         return nullcontext()
+
+    def judge(self, wrong_replay: VerifyError) -> None:
+        """Handle a replay that ``verify`` finds wrong: by default, raise the error.
+
+        A program that returns continues the step; ``verify`` may report more replays of it.
+        """
+        raise wrong_replay
 
     def generators(self) -> Sequence[torch.Generator]:
         """Return the random generators that the chunks draw from, besides the default one."""
@@ -58,6 +67,9 @@ class _WithUserHooks(Host):
 
     def verifying(self) -> AbstractContextManager[object]:
         return self._host.verifying()
+
+    def judge(self, wrong_replay: VerifyError) -> None:
+        self._host.judge(wrong_replay)
 
     def generators(self) -> Sequence[torch.Generator]:
         return (*self._host.generators(), *self._generators())

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from chunkgraph.engine import Banks, CaptureOptions, ChunkGraphs, Host
-from chunkgraph.errors import ConfigError
+from chunkgraph.errors import ConfigError, VerifyError
 from chunkgraph.megatron.attached import MegatronChunkGraphs
 from chunkgraph.megatron.captured_part import Scope
 from chunkgraph.megatron.core.access import refuse_other_releases
@@ -219,6 +219,9 @@ class _Host(Host):
 
     def verifying(self) -> AbstractContextManager[None]:
         return self._features.verifying()
+
+    def judge(self, wrong_replay: VerifyError) -> None:
+        self._features.judge(wrong_replay)
 
     def generators(self) -> Sequence[torch.Generator]:
         return graph_safe_generators()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
 import torch
 
 from chunkgraph.engine import Agree, Chunk, StepMode
-from chunkgraph.errors import ConfigError
+from chunkgraph.errors import ConfigError, VerifyError
 from chunkgraph.megatron.step import Shortage, Step, StepPlanner
 from chunkgraph.settings.rule import Rule
 
@@ -172,6 +172,7 @@ class Features:
         if len(planners) > 1:
             raise ConfigError(f"Several features plan steps, and one may: {planners}.")
         self.planner = planners[0] if planners else StepPlanner()
+        self._wrong_replay: VerifyError | None = None
 
     @classmethod
     def install_on(cls, site: Site, kinds: Iterable[type[Feature]], undo: ExitStack) -> Features:
@@ -218,8 +219,24 @@ class Features:
         """Enclose an eager pass of ``verify``."""
         return _all_of(f.verifying() for f in self._overriding["verifying"])
 
+    def judge(self, wrong_replay: VerifyError) -> None:
+        """Raise the error, or keep the first of a step that may run again until `raise_judged`.
+
+        Without room for all its rows a replay differs from an eager pass, which has this room.
+        """
+        if not self.repeats_steps:
+            raise wrong_replay
+        self._wrong_replay = self._wrong_replay or wrong_replay
+
+    def raise_judged(self) -> None:
+        """Raise the error that `judge` kept in this step, which does not run again."""
+        if self._wrong_replay is not None:
+            self.drop_step()
+            raise self._wrong_replay
+
     def begin_run(self) -> None:
         """Begin a run in every feature."""
+        self._wrong_replay = None
         for feature in self._overriding["begin_run"]:
             feature.begin_run()
 

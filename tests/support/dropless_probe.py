@@ -10,6 +10,7 @@ import torch.distributed as dist
 from hybrid_ep_stand_in import hybrid_ep
 
 from chunkgraph.data import PackedText
+from chunkgraph.engine import CaptureOptions
 from chunkgraph.megatron import attach
 from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.megatron.features.experts import dropless
@@ -90,7 +91,8 @@ class _Model:
         self._metrics: Any = None
         self.graphs: Any = None
         if graphs is not None:
-            self.graphs = attach(self._chunks, **graphs)
+            options = CaptureOptions(verify=config.capture.verify)
+            self.graphs = attach(self._chunks, options=options, **graphs)
             self._train = self.graphs.wrap_forward_backward(self._train)
 
     def step(self, step: int, bias: torch.Tensor) -> dict[str, torch.Tensor]:

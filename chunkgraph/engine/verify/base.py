@@ -75,7 +75,7 @@ class Verifier:
         """Check a forward replay.
 
         Raises:
-            VerifyError: the replay is wrong.
+            VerifyError: the replay is wrong, and `Host.judge` raises.
         """
 
     def before_backward(self, slot: Slot, grads: Sequence[torch.Tensor | None]) -> None:
@@ -85,7 +85,7 @@ class Verifier:
         """Check a backward replay, or its input half, before the caller gets the results.
 
         Raises:
-            VerifyError: the replay is wrong.
+            VerifyError: the replay is wrong, and `Host.judge` raises.
         """
 
     def before_weight(self, slot: Slot) -> None:
@@ -95,7 +95,7 @@ class Verifier:
         """Check a replay of the weight half, before the caller gets the results.
 
         Raises:
-            VerifyError: the replay is wrong.
+            VerifyError: the replay is wrong, and `Host.judge` raises.
         """
 
     def _count_forward(self, slot: Slot) -> None:

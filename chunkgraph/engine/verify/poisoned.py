@@ -65,7 +65,8 @@ class PoisonVerifier(Verifier):
             self._warn_of_nan(slot, "forward", origin)
             return
         layer = self._place(slot) or "after all tensors that are kept for the backward"
-        raise stale_memory(self._replayed(slot, "forward"), "an output has a NaN", str(layer))
+        replayed = self._replayed(slot, "forward")
+        self._around.host.judge(stale_memory(replayed, "an output has a NaN", str(layer)))
 
     def before_backward(self, slot: Slot, grads: Sequence[torch.Tensor | None]) -> None:
         """Fill dead memory, and check the slot's saved tensors while they exist."""
@@ -124,7 +125,7 @@ class PoisonVerifier(Verifier):
         what = f"the gradient of {name or 'an input'} has a NaN"
         place = self._kept_nan.get(slot)
         layer = str(place) if place is not None else name.rpartition(".")[0] or "unknown"
-        raise stale_memory(self._replayed(slot, "backward"), what, layer)
+        self._around.host.judge(stale_memory(self._replayed(slot, "backward"), what, layer))
 
     def _with_grad(self, slot: Slot) -> list[bool]:
         return [grad is not None for grad in slot.input_grads]

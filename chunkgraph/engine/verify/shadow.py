@@ -53,7 +53,7 @@ class ShadowVerifier(Verifier):
             return
         place = self._place(slot, eager)
         layer = str(place) if place is not None else self._after_all(slot)
-        raise difference(self._replayed(slot, "forward"), what, layer)
+        self._around.host.judge(difference(self._replayed(slot, "forward"), what, layer))
 
     def before_backward(self, slot: Slot, grads: Sequence[torch.Tensor | None]) -> None:
         """Run the eager backward, and compare the slot's saved tensors while they exist."""
@@ -111,7 +111,7 @@ class ShadowVerifier(Verifier):
             return
         if place is not None:
             layer = f"{place}; it was correct after the forward and was overwritten later"
-        raise difference(self._replayed(slot, "backward"), what, layer)
+        self._around.host.judge(difference(self._replayed(slot, "backward"), what, layer))
 
     def _forward_difference(self, slot: Slot, eager: EagerForward) -> str:
         if len(eager.leaves) != len(slot.outputs):

@@ -96,6 +96,7 @@ class OverflowGuard:
 
         Raises:
             StashError: Pages ran out, and ``on_overflow`` is ``raise``.
+            VerifyError: All had room, and a replay is wrong.
         """
         inputs = RewindableInputs(kwargs["data_iterator"])
         kwargs = {**kwargs, "data_iterator": inputs.data_iterator}
@@ -107,6 +108,7 @@ class OverflowGuard:
             raise
         shortages = self._agree_on_shortages(mode)
         if not shortages:
+            self._features.raise_judged()
             return result
         del result  # it may alias memory of the graphs
         inputs.rewind()

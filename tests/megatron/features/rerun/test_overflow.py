@@ -9,7 +9,8 @@ import pytest
 import torch
 from refused import refused
 
-from chunkgraph.errors import ConfigError, SlotError
+from chunkgraph.engine import CaptureOptions
+from chunkgraph.errors import ConfigError, SlotError, VerifyError
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(60)]
 
@@ -157,6 +158,26 @@ def test_no_metric_counts_a_step_twice(one_rank: Any, make_config: Any, scope: s
     assert seen[0].keys() == seen[1].keys()
     for name, values in seen[0].items():
         assert seen[1][name] == pytest.approx(values, rel=1e-4), name
+
+
+def test_a_wrong_replay_of_a_step_with_room_is_an_error(one_rank: Any, make_config: Any) -> None:
+    """At the end of the step, when it is known that it does not run again."""
+    from chunkgraph.memory.stash import StashOptions
+
+    stash = StashOptions(page_bytes=512, initial_bytes=1 << 20)
+    graphs = {"stash": stash, "options": CaptureOptions(verify="shadow")}
+    run = _Run(one_rank, make_config, {}, graphs)
+    run.step(0, 2)
+    run.step(1, 2)
+    for module in run.chunks[0].modules():
+        if hasattr(module, "topk"):
+            module.topk = 1  # a number in Python, which graphs do not read
+    backwards: list[int] = []
+    with pytest.raises(VerifyError, match=r"(?s)replayed forward of microbatch 0 .*changes"):
+        run.step(2, 2, on_backward=lambda: backwards.append(1))
+    assert len(backwards) == 2
+    assert run.graphs.stash.num_pages_left(steps_ago=0) == 0
+    run.graphs.detach()
 
 
 def test_an_aborted_step_leaves_no_page_in_use(one_rank: Any, make_config: Any) -> None:

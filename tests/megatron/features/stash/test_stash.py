@@ -85,7 +85,13 @@ def test_one_rank(
     without = {"initial_bytes": 0, "max_bytes": 4096}
     cases |= once(
         {
-            "never_enough": _case(make_config, counts, stash=without, train={"use_ddp": False}),
+            "never_enough": _case(
+                make_config,
+                counts,
+                stash=without,
+                train={"use_ddp": False},
+                capture={"verify": "shadow"},  # of replays that lost what they stashed
+            ),
             "allgather_spilled": _case(
                 make_config,
                 counts,
