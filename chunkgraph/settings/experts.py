@@ -229,6 +229,11 @@ EXPERT_RULES = (
     _without_capacity("fp8"),
     _without_capacity("fp4"),
     Rule(
+        "bf16 moe_expert_capacity_factor: the grouped GEMM of graphs on a GPU multiplies bfloat16; "
+        f"use {{bf16=true}}, or {STATIC}",
+        lambda f: f.captures and f.on_gpu and uses_dropless(f) and (f.element_bytes != 2 or f.fp16),
+    ),
+    Rule(
         "moe_pad_expert_input_to_capacity moe_expert_capacity_factor: experts would drop tokens "
         "and still get inputs of any size, but a graph has fixed shapes; use "
         "{moe_pad_expert_input_to_capacity=true}, or leave {moe_expert_capacity_factor=} out (no "

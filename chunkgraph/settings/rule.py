@@ -17,6 +17,7 @@ from chunkgraph.errors import ConfigError
 __all__ = ["Facts", "Rule", "Words", "check", "recomputes", "refusals"]
 
 _FIELD = re.compile(r"\{(\w+)(=?)(\w*)\}")
+_ABSENT = "without "
 _LITERALS = {"true": True, "false": False}
 _PHRASES = {
     "ddp_at_once": "DistributedDataParallelConfig(delay_wgrad_compute=False)",
@@ -125,12 +126,15 @@ class Rule:
 
     def subject(self, facts: Facts) -> str:
         """Return the text of the rule's settings."""
-        first, *others = map(facts.spell, self.settings)
-        first = first.replace("=", facts.verb, 1)
+        texts = [facts.spell(name) for name in self.settings]
+        absent = [t.removeprefix(_ABSENT) for t in texts if t.startswith(_ABSENT)]
+        first, *others = [t for t in texts if not t.startswith(_ABSENT)] or [""]
+        parts = [first.replace("=", facts.verb, 1)]
         if others:
-            *most, last = others
-            first += f" with {', '.join(most)} and {last}" if most else f" with {last}"
-        return first.replace(" with without", " without")
+            parts.append(f"with {_listed(others, 'and')}")
+        if absent:
+            parts.append(f"{_ABSENT}{_listed(absent, 'or')}")
+        return " ".join(parts).lstrip()
 
     def refusal(self, facts: Facts) -> str:
         """Return what breaks the rule, why, and what to do; ``""`` if the rule is kept."""
@@ -141,6 +145,11 @@ class Rule:
         for name, value in broken.items() if isinstance(broken, Mapping) else ():
             why = why.replace(f"{{{name}}}", str(value))
         return f"{self.subject(facts)}: {facts.text(why)}"
+
+
+def _listed(texts: list[str], word: str) -> str:
+    *most, last = texts
+    return f"{', '.join(most)} {word} {last}" if most else last
 
 
 def refusals(rules: Iterable[Rule], facts: Facts) -> list[str]:

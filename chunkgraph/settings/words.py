@@ -128,6 +128,7 @@ def facts_of(config: Config) -> Facts:
     derived = {
         "packed": config.packing.max_packed_seqs > 0,
         "bf16": config.model.params_dtype == "bfloat16",
+        "on_gpu": config.device == "cuda",
         "element_bytes": 2 if config.model.params_dtype == "bfloat16" else 4,
         "fp8_recipe": config.model.fp8_recipe if config.model.fp8 else None,
         # As the model is built: with flex, experts are not padded to a capacity.

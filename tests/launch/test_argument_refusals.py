@@ -116,9 +116,14 @@ def test_what_the_arguments_can_tell_is_refused_before_the_model_is_built(
             f"{NO_DROPOUT}--recompute-granularity full",
             "would read the random state in a capture; use --te-rng-tracker",
         ),
+        (
+            f"{NO_DROPOUT}--num-experts 8 --fp16",
+            "the grouped GEMM of graphs on a GPU multiplies bfloat16; use --bf16, or use --moe-",
+        ),
+        (f"{NO_DROPOUT}--num-experts 8", "  - without --bf16 or --moe-expert-capacity-factor"),
     ],
 )
-def test_recomputation_that_a_gpu_cannot_capture_is_refused_before_the_model_is_built(
+def test_what_a_gpu_cannot_capture_is_refused_before_the_model_is_built(
     arguments: str, message: str
 ) -> None:
     assert message in refusal(arguments, on_cpu=False)

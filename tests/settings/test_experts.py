@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -44,6 +45,16 @@ def test_experts_take_what_comes_without_a_capacity(pads: bool, captures: bool) 
         }
     )
     assert not expert_settings(config)["moe_pad_expert_input_to_capacity"]
+
+
+def test_a_gpu_multiplies_only_bfloat16_without_a_capacity() -> None:
+    config = _config({"num_moe_experts": 8})
+    replace(config, device="cpu")
+    replace(config, device="cuda", model=replace(config.model, params_dtype="bfloat16"))
+    with pytest.raises(
+        ConfigError, match=r"params_dtype is float32 with .*_factor=null: the group"
+    ):
+        replace(config, device="cuda")
 
 
 def test_experts_are_off_until_their_number_is_set() -> None:

@@ -43,7 +43,7 @@ def test_a_rule_speaks_in_the_words_of_who_asks(words: Words, prefix: str) -> No
             "model.fp8 is null with model.recompute_modules=[mlp, moe]: use model.swiglu=true, ",
         ),
         (PROGRAM, "fp8=None with recompute_modules=['mlp', 'moe']: use gated_linear_unit=True, "),
-        (FLAGS, "without --fp8-format with --recompute-modules mlp moe: use --swiglu, "),
+        (FLAGS, "--recompute-modules mlp moe without --fp8-format: use --swiglu, "),
     ],
 )
 def test_a_text_names_settings_and_values(words: Words, prefix: str) -> None:
@@ -51,6 +51,23 @@ def test_a_text_names_settings_and_values(words: Words, prefix: str) -> None:
     rule = Rule(text, lambda _: {"tokens": 7})
     facts = _facts(words, recompute_modules=("mlp", "moe"))
     assert rule.refusal(facts) == f"{prefix}7 tokens"
+
+
+@pytest.mark.parametrize(
+    ("on", "subject"),
+    [
+        ({}, "without --swiglu, --qk-layernorm or --num-experts"),
+        ({"swiglu": True}, "--swiglu without --qk-layernorm or --num-experts"),
+        ({"num_moe_experts": 4}, "--num-experts 4 without --swiglu or --qk-layernorm"),
+        (
+            {"qk_layernorm": True, "num_moe_experts": 4},
+            "--qk-layernorm with --num-experts 4 without --swiglu",
+        ),
+    ],
+)
+def test_flags_that_are_left_out_come_last(on: dict[str, Any], subject: str) -> None:
+    rule = Rule("swiglu qk_layernorm num_moe_experts: why", lambda _: True)
+    assert rule.refusal(_facts(FLAGS, **on)) == f"{subject}: why"
 
 
 def test_a_rule_without_a_condition_is_of_settings_that_are_all_on() -> None:
@@ -114,7 +131,7 @@ def test_each_fact_is_one_setting() -> None:
 
 def test_the_rules_of_a_file_ask_for_settings_that_there_are() -> None:
     known = {fact_of(item.path) for item in all_settings()}
-    others = {"bf16", "device", "element_bytes", "is_attached", "packed"}
+    others = {"bf16", "device", "element_bytes", "is_attached", "on_gpu", "packed"}
     megatrons = {
         *("expert_tensor_parallel_size", "fp16", "fp4", "moe_latent_size", "moe_permute_fusion"),
         *("moe_permute_fusion_into_hybridep", "moe_router_fusion", "mtp_num_layers"),
