@@ -23,7 +23,12 @@ from chunkgraph.settings.pipeline import SCHEDULE_RULES, splits_backward
 from chunkgraph.settings.rule import Facts, Rule, refusals
 from chunkgraph.settings.words import FLAGS
 
-__all__ = ["refuse_changed_arguments", "schedule_of", "settle_arguments"]
+__all__ = [
+    "first_expert_layer",
+    "refuse_changed_arguments",
+    "schedule_of",
+    "settle_arguments",
+]
 
 _NO_HOOKS = "its hooks run in Python, which a replay does not"
 _ALL_OF_A_LAYER = "a chunk graph holds all of a layer"
@@ -197,6 +202,19 @@ def schedule_of(args: argparse.Namespace) -> str:
     return args.pipeline_schedule or "auto"
 
 
+def first_expert_layer(args: argparse.Namespace) -> int:
+    """Return the number, from 1, of the first layer with experts of a model that has some."""
+    pattern, frequency = _hybrid_pattern(args), args.moe_layer_freq
+    if pattern is not None:
+        return pattern.replace("|", "").index("E") + 1
+    return frequency.index(1) + 1 if isinstance(frequency, list) else 1
+
+
+def _hybrid_pattern(args: argparse.Namespace) -> str | None:
+    names = ("hybrid_layer_pattern", "hybrid_override_pattern")
+    return next((pattern for name in names if (pattern := getattr(args, name, None))), None)
+
+
 def _refuse(texts: list[str], heading: str = _REFUSED) -> None:
     if texts:
         indented = (text.replace("\n", "\n    ") for text in texts)
@@ -211,7 +229,6 @@ def _facts(args: argparse.Namespace, flags: GraphFlags, *, on_cpu: bool, is_plan
     inference_scope = getattr(args, "inference_cuda_graph_scope", None)
     inference_scope = getattr(inference_scope, "name", inference_scope)
     sizes = tuple(sorted(set(flags.packing.context_parallel_sizes)))
-    patterns = ("hybrid_layer_pattern", "hybrid_override_pattern")
     values = {
         **asdict(flags.packing),
         "context_parallel_sizes": sizes,
@@ -219,7 +236,7 @@ def _facts(args: argparse.Namespace, flags: GraphFlags, *, on_cpu: bool, is_plan
         "data_parallel_size": _num_copies(args),
         "has_transformer_engine": is_plan
         or importlib.util.find_spec("transformer_engine") is not None,
-        "hybrid_layer_pattern": next((p for n in patterns if (p := getattr(args, n, None))), None),
+        "hybrid_layer_pattern": _hybrid_pattern(args),
         "inference_cuda_graph_scope": None if inference_scope == "none" else inference_scope,
         "is_plan": is_plan,
         "is_rng_graph_safe": on_cpu

@@ -24,6 +24,7 @@ from typing import Any
 import torch.distributed as dist
 
 from chunkgraph.launch.arguments import (
+    first_expert_layer,
     refuse_changed_arguments,
     schedule_of,
     settle_arguments,
@@ -300,7 +301,9 @@ class ChunkGraphsInPretrain:
                 )
                 sys.stderr.flush()
         elif engine.report is not None:
-            _print_on_rank_0(capture_line(engine.report, graphs.expert_dispatch))
+            dispatch = graphs.expert_dispatch
+            if _rank() == 0 or (dispatch and _has_first_experts(graphs)):
+                _print(capture_line(engine.report, dispatch, _rank()))
 
 
 def _set_rank_budget(args: argparse.Namespace, chunks: Sequence[Any]) -> None:
@@ -345,11 +348,25 @@ def _has_experts(args: argparse.Namespace) -> bool:
     return bool(getattr(args, "num_experts", None))
 
 
+def _has_first_experts(graphs: MegatronChunkGraphs) -> bool:
+    """Return whether this is the first rank of the stage with the model's first experts."""
+    state = import_megatron("megatron.core.parallel_state")
+    is_first = not (
+        state.get_tensor_model_parallel_rank()
+        or state.get_data_parallel_rank(with_context_parallel=True)
+    )
+    return is_first and first_expert_layer(pretrain_arguments()) in graphs.dropped_tokens()
+
+
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _print_on_rank_0(line: str) -> None:
     if _rank() == 0:
-        sys.stdout.write(f"{line}\n")
-        sys.stdout.flush()
+        _print(line)
+
+
+def _print(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()

@@ -113,17 +113,18 @@ def start_line(graphs: MegatronChunkGraphs, flags: GraphFlags, record: Path | No
     )
 
 
-def capture_line(report: CaptureReport, expert_dispatch: str = "") -> str:
+def capture_line(report: CaptureReport, expert_dispatch: str = "", rank: int = 0) -> str:
     """Return a line about the finished capture on this rank.
 
     Args:
         report: The report of the capture.
         expert_dispatch: See `MegatronChunkGraphs.expert_dispatch`.
+        rank: This rank.
     """
     total = report.slot_bytes + report.scratch_bytes + report.static_bytes
     slots = _slots(report.num_slots, report.shared_slots)
     return (
-        f"chunk graphs: captured {report.num_graphs} graphs, {slots} on rank 0, "
+        f"chunk graphs: captured {report.num_graphs} graphs, {slots} on rank {rank}, "
         f"in {report.duration_ms / 1e3:.2f} s; {format_bytes(total)}: slots "
         f"{format_bytes(report.slot_bytes)}, scratch {format_bytes(report.scratch_bytes)}, static "
         f"{format_bytes(report.static_bytes)}"
