@@ -126,6 +126,16 @@ _REFUSED = (
     ),
     (
         _QWEN,
+        f"--moe-token-dispatcher-type flex {_EP2} --moe-router-dtype fp32",
+        "--moe-flex-dispatcher-backend deepep without --moe-expert-rank-capacity-factor: ",
+    ),
+    (
+        _QWEN,
+        f"{_ALL_TO_ALL} --moe-paged-stash",
+        "Python state, frozen in a replay; --cuda-graph-stash has the same purpose",
+    ),
+    (
+        _QWEN,
         f"{_ALL_TO_ALL} {_ROOM} --use-transformer-engine-op-fuser",
         "fused operations hold their own parameters",
     ),

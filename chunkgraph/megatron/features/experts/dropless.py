@@ -229,16 +229,21 @@ class DroplessRoom:
 
     Args:
         dropless: The experts of this rank; None without any.
+        config: Megatron's config.
     """
 
-    words = RoomWords(
-        "Expert-parallel ranks had no room for rows, or Sinkhorn routing for rounds",
-        "dispatches had no room for all rows, or routers for all rounds",
-        "this should have run again; please report it.",
-    )
-
-    def __init__(self, dropless: Dropless | None) -> None:
+    def __init__(self, dropless: Dropless | None, config: Any) -> None:
         self._dropless = dropless
+        rows, rounds = is_bounded(config), uses_sinkhorn(config)
+        counted = [
+            *(["dispatches without room for all rows"] if rows else []),
+            *(["routers without enough rounds of Sinkhorn"] if rounds else []),
+        ]
+        self.words = RoomWords(
+            "Expert-parallel ranks had no room for rows, or Sinkhorn routing for rounds",
+            " or ".join(counted),
+            "this should have run again; please report it.",
+        )
 
     def for_all(self) -> AbstractContextManager[None]:
         """See `ExpertRoom`; eager passes have room for all rows."""

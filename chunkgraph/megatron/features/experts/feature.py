@@ -112,8 +112,6 @@ class Experts(Feature):
         self.words = SharedOut.words
         if uses_rank_budget(config):
             self.words = RankRoom.words
-        elif uses_dropless(config):
-            self.words = DroplessRoom.words
         if self._layers and uses_rank_budget(self._layers[0].config):
             self._drops = budget = RankBudget(self._layers)
             self._undo.callback(budget.restore_managers)
@@ -122,7 +120,8 @@ class Experts(Feature):
             if self._layers:
                 self._dropless = Dropless(self._layers, has_padding=keeps_padding)
                 self._drops = self._dropless
-            self.room = DroplessRoom(self._dropless)
+            self.room = DroplessRoom(self._dropless, config)
+            self.words = self.room.words
         elif routers:
             self._drops = DroppedTokens(routers)
         if self._layers and (backend := flex_backend(self._layers[0].config)) in BACKEND_NAMES:
@@ -343,7 +342,7 @@ class Experts(Feature):
         if not self.repeats_steps:
             return None
         dropped = self.look()
-        return Shortage("expert capacity", dropped, f"{dropped} {self.words.counted}")
+        return Shortage("expert capacity", dropped, f"{self.words.counted}: {dropped}")
 
     @contextlib.contextmanager
     def having_room(self) -> Iterator[None]:

@@ -43,7 +43,10 @@ MOE_RULES = (
         "moe_router_force_biased: it keeps random numbers drawn in the first forward",
         lambda f: f.moe_router_force_biased is not None,
     ),
-    _rule("moe_paged_stash: it supports only dispatch without a fixed capacity"),
+    _rule(
+        "moe_paged_stash: the order of its pages is Python state, frozen in a replay; {stash=} has "
+        "the same purpose"
+    ),
     _rule(f"moe_enable_deepep: the rows of a rank depend on the tokens; {ALL_TO_ALL}"),
     _rule(
         f"moe_token_dispatcher_type: unknown; {ALL_TO_ALL}",

@@ -23,7 +23,7 @@ class RoomWords:
 
     Attributes:
         lacked: The lack of room, as the start of a sentence.
-        counted: The counted events, with a verb.
+        counted: The counted events, in the plural.
         advice: The remedy.
     """
 
@@ -53,7 +53,7 @@ class SharedOut:
 
     words = RoomWords(
         "Experts had no room for tokens",
-        "tokens found no room at an expert",
+        "tokens without room at an expert",
         "raise moe_expert_capacity_factor; num_moe_experts / moe_router_topk has room for all. "
         "token_drops='count' lets training go on and counts them.",
     )
@@ -97,7 +97,7 @@ class RankRoom:
 
     words = RoomWords(
         "Expert-parallel ranks had no room for tokens (moe_expert_rank_capacity_factor)",
-        "dispatches were over the ranks' budget",
+        "dispatches over the ranks' budget",
         "raise moe_expert_rank_capacity_factor, or set token_drops='rerun', which runs such a "
         "step again and then gives more room.",
     )

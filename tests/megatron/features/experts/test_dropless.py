@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -348,6 +349,29 @@ def _overlapped(
     probed = {name: {**case, "probe": "overlap"} for name, case in cases.items()}
     results: dict[str, list[list[str]]] = run_cases(probed, num_ranks)
     return results
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "balancing", "counted"),
+    [
+        (2, "aux_loss", "dispatches without room for all rows"),
+        (1, ["sinkhorn"], "routers without enough rounds of Sinkhorn"),
+        (
+            2,
+            "sinkhorn",
+            "dispatches without room for all rows or routers without enough rounds of Sinkhorn",
+        ),
+    ],
+)
+def test_a_rerun_names_what_lacked_room(num_ranks: int, balancing: Any, counted: str) -> None:
+    from chunkgraph.megatron.features.experts.dropless import DroplessRoom
+
+    config = SimpleNamespace(
+        num_moe_experts=4,
+        expert_model_parallel_size=num_ranks,
+        moe_router_load_balancing_type=balancing,
+    )
+    assert DroplessRoom(None, config).words.counted == counted
 
 
 def test_sinkhorn_ends_where_megatrons_does() -> None:

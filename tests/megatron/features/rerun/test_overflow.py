@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -116,7 +117,9 @@ def test_room_for_all_is_no_row_more_than_there_are_tokens() -> None:
     assert some_is_too_much
 
 
-def test_a_step_runs_again_where_room_for_all_rounds_up(one_rank: Any, make_config: Any) -> None:
+def test_a_step_runs_again_where_room_for_all_rounds_up(
+    one_rank: Any, make_config: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     """48 tokens choose 3 of 7 experts: a factor of 7 / 3 makes room for 49."""
     experts = {"num_moe_experts": 7, "moe_router_topk": 3, "moe_expert_capacity_factor": 1.0}
     run = _Run(one_rank, make_config, experts, {"token_drops": "rerun"})
@@ -124,6 +127,8 @@ def test_a_step_runs_again_where_room_for_all_rounds_up(one_rank: Any, make_conf
         run.step(step, 2)
     assert run.graphs.counters.overflow_reruns["expert capacity"] >= 1
     assert run.graphs.dropped_tokens(wait=True) == {1: 0, 2: 0}
+    text = r"rank 0: the step runs again eagerly: tokens without room at an expert: \d+\."
+    assert re.search(text, caplog.text)
     run.graphs.detach()
 
 
