@@ -73,6 +73,10 @@ def test_experts(run_equal: Run, make: Make) -> None:
             "dropless": make(ZB, model=GATED, moe=EXPERTS, capture={"scope": "chunk"}),
             "fixed": make(ZB, model=GATED, moe={**EXPERTS, **FIXED}),
             "interleaved": make(ZB_VPP, [2, 4, 2], model={**GATED, "num_layers": 4}, moe=EXPERTS),
+            "predicting": {
+                **make(ZB, model=GATED, moe=EXPERTS),
+                "transformer_options": {"mtp_num_layers": 1},
+            },
         },
         2,
         timeout_s=240,
