@@ -103,13 +103,14 @@ class GraphedSchedule:
         self.graphs = self._new_graphs(as_options(options), settings)
 
     def step(
-        self, *args: Any, num_microbatches: int | None = None, **kwargs: Any
+        self, *args: Any, num_microbatches: int | None = None, eager: bool = False, **kwargs: Any
     ) -> torch.Tensor | Any:
         """Run one training step; see ``step`` of torch's schedules.
 
         Args:
             *args: Positional arguments of the model, on the first rank.
             num_microbatches: Number of microbatches; optional if only one count is declared.
+            eager: Run the step without graphs; the same on all ranks.
             **kwargs: Keyword arguments of the model and of the schedule's ``step``: ``target``,
                 ``losses``, ``return_outputs``, and so on.
 
@@ -129,7 +130,7 @@ class GraphedSchedule:
         with ExitStack() as stack:
             for own in self._replays:
                 stack.enter_context(own.step())
-            with self.graphs.step(count), _own_errors():
+            with self.graphs.step(count, eager=eager), _own_errors():
                 result = schedule.step(*args, **kwargs)
                 for own in self._replays:
                     own.hold_parameters()

@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch_release import ShapeError
 
 from chunkgraph import CaptureOptions
-from chunkgraph.errors import CaptureError, ConfigError, SlotError
+from chunkgraph.errors import CaptureError, ConfigError, ReplayMismatchError, SlotError
 from chunkgraph.pipelining import GraphedSchedule, GraphedStage, graphed
 from chunkgraph.pipelining import stage as stage_module
 
@@ -73,6 +73,23 @@ def test_the_count_is_needed_where_there_are_several(pipeline: Make) -> None:
     with pytest.raises(ConfigError, match="may have 2 or 4 microbatches"):
         pipeline(nn.Linear(4, 4)).step(num_microbatches=None)
     pipeline(nn.Linear(4, 4), counts=(2,)).step(num_microbatches=None)
+
+
+def test_a_refused_step_may_run_eagerly_as_its_error_says(pipeline: Make) -> None:
+    module = nn.Linear(4, 4)
+    one = pipeline(module)
+    one.step()
+    assert module.weight.grad is not None
+    gradient = module.weight.grad.clone()  # of the warmup step
+    one.step()
+    before = one.schedules.graphs.counters.replays
+    module.eval()
+    with pytest.raises(ReplayMismatchError, match=r"step\(eager=True\)"):
+        one.step()
+    module.weight.grad = None
+    one.step(eager=True)
+    assert one.schedules.graphs.counters.replays == before
+    assert torch.equal(module.weight.grad, gradient)
 
 
 @pytest.mark.parametrize(
