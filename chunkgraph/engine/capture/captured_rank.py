@@ -59,7 +59,7 @@ class CapturedRank:
         report: the session in numbers.
         terms: see `BackwardTask`.
         generators: the random generators that replays draw from.
-        changes_state: whether a replay may change tensors of a chunk or state of the host.
+        changes_state: whether a replay may write tensors of a chunk or state of the host.
     """
 
     banks: dict[Hashable, Bank]

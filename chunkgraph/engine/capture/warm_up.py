@@ -41,7 +41,7 @@ class WarmUp:
         scratch_bytes: `block_bytes` of what it allocates in the pool that all backwards share.
         trace: trace of the forward's operators, if the memory plan needs it.
         offsets: where the forward saved random states; None without a pass.
-        changes_state: whether the passes change tensors of the chunk; True without a pass.
+        changes_state: whether the passes write tensors of the chunk; True without a pass.
     """
 
     held_bytes: int

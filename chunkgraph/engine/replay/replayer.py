@@ -235,7 +235,7 @@ class Replayer:
         """Launch the first forward of a step, and check the model while the device runs it.
 
         The device is often idle before a step. An error leaves no trace: nobody has the outputs,
-        the forward changes no tensors outside the slot, and the random state is restored.
+        warmup passes of the forward wrote no tensor of the chunk, and the random state is restored.
 
         Raises:
             ReplayMismatchError: The model differs from the captured one.
