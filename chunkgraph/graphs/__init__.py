@@ -7,6 +7,7 @@ from chunkgraph.graphs.contract import CopyNode, Graph, GraphBackend, Pool, Rout
 from chunkgraph.graphs.cuda import CUDABackend
 from chunkgraph.graphs.cuda_draws import resumed_generators
 from chunkgraph.graphs.failure import capture_failure
+from chunkgraph.graphs.input_watch import InputWatch
 from chunkgraph.graphs.location import SourceLocation, location_of
 from chunkgraph.graphs.recorder import RecorderBackend, host_call
 from chunkgraph.graphs.temporaries import OperatorTrace, ScratchRouter, watch_operators
@@ -21,6 +22,7 @@ __all__ = [
     "DrawOffsets",
     "Graph",
     "GraphBackend",
+    "InputWatch",
     "OperatorTrace",
     "Pool",
     "RecorderBackend",

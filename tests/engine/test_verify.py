@@ -29,13 +29,13 @@ class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
-        self.scale = 1.0
+        self.scale = [1.0]
         HIDDEN[id(self)] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.linear(x).tanh()
         HIDDEN[id(self)].append((h.data_ptr(), h.numel()))
-        return h * self.scale
+        return h * self.scale[0]
 
 
 class Stack(nn.Module):
@@ -135,7 +135,7 @@ def test_a_number_of_python_that_changes_after_the_capture(
 ) -> None:
     graphs = attach(verify="shadow")
     train(graphs, backend, 3)
-    stack.layers[1].scale = 2.0
+    stack.layers[1].scale[0] = 2.0
     with pytest.raises(VerifyError) as error:
         train(graphs, backend)
     message = str(error.value)
@@ -144,7 +144,7 @@ def test_a_number_of_python_that_changes_after_the_capture(
     # The scale is the last operation of its layer; a tensor of the next layer shows it first.
     assert "first layer that differs: layers.2.linear" in message
     assert "the last correct tensor is kept by layers.1:" in message
-    stack.layers[1].scale = 1.0
+    stack.layers[1].scale[0] = 1.0
     train(graphs, backend, 2)  # the failed step leaves nothing over
 
 
@@ -243,7 +243,7 @@ def test_only_the_steps_asked_for_are_verified(
     verified: list[int],
 ) -> None:
     graphs = attach(verify="shadow", **options)
-    stack.layers[0].scale = 3.0
+    stack.layers[0].scale[0] = 3.0
     seen = []
     for step in range(7):
         try:

@@ -15,12 +15,13 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from operator import attrgetter, is_not
 
 import torch
 from torch import nn
 
-from chunkgraph.engine.layout import dense_strides, span
+from chunkgraph.engine.layout import dense_strides, memory_of, span
 from chunkgraph.errors import ReplayMismatchError
 
 __all__ = ["Binding", "GradMemory", "use_count"]
@@ -143,13 +144,15 @@ class GradMemory:
             parameters: the parameters that get gradients in the backward.
 
         Raises:
-            ReplayMismatchError: views of a gradient that was dropped are still in use.
+            ReplayMismatchError: views of a gradient that was dropped are still in use, or two
+                gradients share memory.
         """
         if self.has_changed():
             self.generation += 1
         indices = [*map(self._index.__getitem__, map(id, parameters))]
         unbound = self._unbound(parameters, indices)
         self._leave_to_keepers(unbound)
+        self._refuse_shared([g for i in unbound if (g := self._parameters[i].grad) is not None])
         are_none = all(self._parameters[i].grad is None for i in unbound)
         is_filled = are_none and len(unbound) == len(self._sinks) and self._fill_all()
         others: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor]] = []
@@ -179,6 +182,17 @@ class GradMemory:
         references = [self._bound[i] for i in indices if id(self._parameters[i]) not in kept]
         is_fresh = num_fresh == len(parameters)
         return Binding(others, on_sinks, references, is_fresh, self.generation)
+
+    def _refuse_shared(self, grads: Sequence[torch.Tensor]) -> None:
+        """Refuse gradients with memory of each other or of the sinks."""
+        regions = [r for r in map(memory_of, [*grads, self._buffer]) if r is not None]
+        regions.sort(key=attrgetter("start"))
+        if any(a.end > b.start for a, b in pairwise(regions)):
+            raise ReplayMismatchError(
+                "Two parameters have gradients in the same memory, and a backward would lose one "
+                "of the sums.\n"
+                "  To do: give each parameter its own .grad (`p.grad = p.grad.clone()`)."
+            )
 
     def _fill_all(self) -> bool:
         """Fill all sinks with -0.0 at once, if they have one dtype."""

@@ -7,7 +7,6 @@ program can read.
 
 from __future__ import annotations
 
-import bisect
 import gc
 import threading
 import weakref
@@ -20,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.module_tree import containers
+from chunkgraph.engine.pool_memory import PoolMemory
 from chunkgraph.engine.slot import Slot
 from chunkgraph.engine.watch.eager_gradients import LeafHook
 from chunkgraph.errors import CaptureError
@@ -118,34 +118,10 @@ def _is_leaf(tensor: torch.Tensor) -> bool:
     return False
 
 
-class _Memory:
-    """The memory of pools that is in use, to look up tensors in it."""
-
-    def __init__(self, pools: Sequence[Pool]) -> None:
-        self._pools = tuple(pools)
-        ranges = [r for pool in pools for r in pool.live()]
-        self._ranges = sorted((r.start, r.end) for r in ranges)
-        self._starts = [start for start, _ in self._ranges]
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor lies in this memory and is not an alias that a graph uses."""
-        try:
-            storage = tensor.untyped_storage()
-            if storage.device.type == "meta":  # that of a compiler's tensor has no address
-                return False
-            address = storage.data_ptr()
-        except (RuntimeError, NotImplementedError, ValueError):  # the tensor has no storage
-            return False
-        place = bisect.bisect_right(self._starts, address) - 1
-        if place < 0 or address >= self._ranges[place][1]:
-            return False
-        return not any(pool.is_alias(storage) for pool in self._pools)
-
-
 def _left_tensors(pools: Sequence[Pool], slot_tensors: set[int]) -> list[torch.Tensor]:
     """Return the tensors in live blocks of pools, except those of slots (by id)."""
     with _looking, torch._C.DisableTorchFunctionSubclass():
-        memory = _Memory(pools)
+        memory = PoolMemory(pools)
         tensors = (ref() for ref in _tensor_refs())
         return [
             t for t in tensors if t is not None and id(t) not in slot_tensors and memory.holds(t)

@@ -36,6 +36,7 @@ from chunkgraph.engine.capture.captured_rank import (
 )
 from chunkgraph.engine.capture.grad_memory import GradMemory
 from chunkgraph.engine.capture.gradients import GradientSinks
+from chunkgraph.engine.capture.host_draws import host_draws_refused
 from chunkgraph.engine.capture.left_behind import refuse_left_behind, unknown_leaves_refused
 from chunkgraph.engine.capture.parameter_aliases import ParameterAliases
 from chunkgraph.engine.capture.slot_capture import (
@@ -132,6 +133,8 @@ def capture_session(
         if not may_leave_values:
             slots = [slot for of_chunk in captured.slots for slot in of_chunk]
             refuse_left_behind(chunks, pools.pools, slots)
+            for model in captured.models:
+                model.hold_outside_tensors(pools.pools)
     except BaseException:
         if captured is not None:
             captured.release()
@@ -301,8 +304,10 @@ def _enter(session: _Session, stack: ExitStack) -> None:
     for aliases in session.aliases:
         stack.enter_context(aliases.in_place())
     for c, chunk in enumerate(session.chunks):
+        session.chunks[c] = host_draws_refused(chunk)
         if not chunk.may_leave_values:
-            attributes = AttributeWatch(chunk)
+            forward = session.models[c].outside.watched(session.chunks[c].forward)
+            attributes = AttributeWatch(replace(chunk, forward=forward))
             stack.enter_context(attributes.kept())
             session.chunks[c] = attributes.chunk
     backend.release_cached_memory()

@@ -12,10 +12,10 @@ inside a step: see `Windows`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from operator import attrgetter, call, itemgetter, methodcaller
+from operator import attrgetter, itemgetter, methodcaller
 from typing import Any
 
 import torch
@@ -23,13 +23,18 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from chunkgraph.engine.chunk import Chunk
+from chunkgraph.engine.module_tree import containers
+from chunkgraph.engine.pool_memory import PoolMemory
 from chunkgraph.engine.tensor_guard import new_guard
 from chunkgraph.engine.watch.cast_cache import why_stale
 from chunkgraph.engine.watch.eager_gradients import foreign_hooks
 from chunkgraph.engine.watch.holders import HOOK_DICTS, Holders, are_same
+from chunkgraph.engine.watch.layer_settings import LayerSettings
+from chunkgraph.engine.watch.outside_tensors import OutsideTensors
 from chunkgraph.engine.watch.registered_hooks import num_registered_hooks
 from chunkgraph.engine.watch.windows import Windows
 from chunkgraph.errors import CaptureError, ReplayMismatchError
+from chunkgraph.graphs import Pool
 
 __all__ = ["CapturedModel", "check_surroundings", "saved_tensors_hooks"]
 
@@ -87,7 +92,6 @@ class _Part:
                     yield key, tensor
 
 
-_PLAIN = frozenset({bool, int, float, str, tuple, type(None)})
 _hooks = itemgetter(*HOOK_DICTS)
 _LIBRARIES = frozenset({"chunkgraph", "megatron", "torch", "transformer_engine"})
 """Libraries with known hooks, which come and go around steps."""
@@ -102,6 +106,7 @@ class CapturedModel:
     Attributes:
         label: Label of the chunk.
         parameters: Trainable parameters of the chunk.
+        outside: Tensors outside of the module's state that the forward reads.
         is_as_captured: Cheap comparison for every call; if it fails, call `check_call`.
     """
 
@@ -110,7 +115,9 @@ class CapturedModel:
         self._name = chunk.module_name
         self._module = chunk.module
         self._caches = frozenset(chunk.caches)
+        self._may_leave_values = chunk.may_leave_values
         self.parameters = tuple(chunk.parameters)
+        self.outside = OutsideTensors(chunk.label)
         self._take()
 
     def _take(self) -> None:
@@ -141,7 +148,11 @@ class CapturedModel:
         self._versions = [*map(_version, self._counted)]
         module = self._module if self._module is not None else nn.Module().train()
         self.is_as_captured = Windows(module, self._caches).next_is_as_captured
-        self._take_settings()
+        self._settings = LayerSettings(
+            self.label,
+            [(self._path(part.path), part.module) for part in self._parts],
+            only_torchs=self._may_leave_values,
+        )
         self._num_registered = num_registered_hooks()
         self._hooks = self._hooks_now()
         self._holders = Holders(self._attributes)
@@ -203,6 +214,12 @@ class CapturedModel:
             )
         self._take()
 
+    def hold_outside_tensors(self, pools: Sequence[Pool]) -> None:
+        """Hold tensors that the forward reads and that neither the module nor ``pools`` have."""
+        model, memory = {*map(id, self._known)}, PoolMemory(pools)
+        places = containers(self._module, self._name) if self._module is not None else []
+        self.outside.hold(places, lambda t: id(t) in model or memory.holds(t))
+
     def check_call(self) -> None:
         """Compare all facts, at a call for which ``is_as_captured`` is False.
 
@@ -233,42 +250,9 @@ class CapturedModel:
             ReplayMismatchError: The module has changed since the capture.
         """
         self.check()
-        self._check_settings()
+        self._settings.check()
+        self.outside.check()
         self.count_writes()
-
-    def _take_settings(self) -> None:
-        """Record the plain attributes of torch's own layers, such as probabilities."""
-        self._set: list[tuple[str, str, Any, dict[str, Any]]] = []
-        self._readers: list[Callable[[Any], Any]] = []
-        self._read: list[dict[str, Any]] = []
-        for part in self._parts:
-            if type(part.module).__module__.startswith("torch.nn."):
-                own = vars(part.module)
-                names = [n for n, v in own.items() if type(v) in _PLAIN and n != "training"]
-                self._set += [(part.path, name, own[name], own) for name in names]
-                if names:
-                    self._readers.append(itemgetter(*names))
-                    self._read.append(own)
-        self._settings = self._settings_now()
-
-    def _settings_now(self) -> list[Any]:
-        return [*map(call, self._readers, self._read)]
-
-    def _check_settings(self) -> None:
-        with suppress(KeyError, RuntimeError, ValueError):  # one was deleted, or is a tensor
-            if self._settings_now() == self._settings:
-                return
-        changed = [
-            f"{self._path(path, name)} (captured {was!r}, now {own.get(name, 'nothing')!r})"
-            for path, name, was, own in self._set
-            if name not in own or not _is_same(own[name], was)
-        ]
-        if changed:
-            raise ReplayMismatchError(
-                f"{self.label}: {', '.join(changed)} was changed after capture; replays would "
-                "ignore this. Release the graphs and capture again, or ask for an eager step "
-                "(`step(eager=True)`)."
-            )
 
     def _hooks_now(self) -> list[int]:
         """Return torch's numbers of the hooks on all parts."""
@@ -493,7 +477,3 @@ def _is_counted(tensor: torch.Tensor) -> bool:
 
 def _list(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _is_same(value: Any, captured: Any) -> bool:
-    return value is captured or (type(value) is type(captured) and value == captured)

@@ -1,0 +1,177 @@
+"""Values that a forward reads besides its arguments and parameters, and that callers replace."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from chunkgraph.engine import CaptureOptions, ChunkGraphs
+from chunkgraph.errors import CaptureError, ReplayMismatchError
+from chunkgraph.graphs import GraphBackend
+
+WIDTH = 4
+
+
+class Reader(nn.Module):
+    """A module that reads tensors and settings from many places."""
+
+    def __init__(self, elsewhere: dict[str, torch.Tensor], device: torch.device) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH, device=device)
+        self.softplus = nn.Softplus()
+        self.temperature = 1.0
+        self.is_scaled = True
+        self.function: Callable[[torch.Tensor], torch.Tensor] = torch.tanh
+        self.mask = torch.ones(WIDTH, device=device)
+        self.masks = [torch.ones(WIDTH, device=device), torch.ones(WIDTH, device=device)]
+        self.pair = (torch.ones(WIDTH, device=device), 1.0)
+        self.config = SimpleNamespace(bias=torch.ones(WIDTH, device=device))
+        self.unread = torch.ones(WIDTH, device=device)
+        self.elsewhere = [lambda: elsewhere["bias"]]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.softplus(self.layer(x)) * self.mask * self.masks[0] * self.masks[1]
+        x = x * self.pair[0] + self.config.bias + self.elsewhere[0]()
+        return self.function(x * self.temperature if self.is_scaled else x)
+
+
+def rows(device: torch.device) -> torch.Tensor:
+    return torch.randn(2, WIDTH, device=device)
+
+
+class Program:
+    """A captured `Reader`."""
+
+    def __init__(self, backend: GraphBackend, num_warmup_passes: int) -> None:
+        device = backend.device
+        self.device = device
+        self.elsewhere = {"bias": torch.ones(WIDTH, device=device)}
+        self.module = Reader(self.elsewhere, device)
+        options = CaptureOptions(num_warmup_passes=num_warmup_passes)
+        self.graphs = ChunkGraphs([self.module], [1], backend=backend, options=options)
+        self.step()
+        self.step()
+        assert self.graphs.counters.replays
+
+    def step(self) -> None:
+        """Compare one step with eager training."""
+        x = rows(self.device)
+        with self.graphs.step(1):
+            result = self.graphs.callables[0](x)
+            result.sum().backward()
+        assert torch.equal(result, self.module(x))
+
+
+def new(value: torch.Tensor) -> torch.Tensor:
+    return torch.full_like(value, 3.0)
+
+
+TENSORS: dict[str, tuple[Callable[[Program], Any], str]] = {
+    "attribute": (lambda p: setattr(p.module, "mask", new(p.module.mask)), "mask"),
+    "list": (lambda p: p.module.masks.__setitem__(1, new(p.module.mask)), r"masks\[1\]"),
+    "shorter list": (lambda p: p.module.masks.pop(), r"masks\[1\]"),
+    "tuple": (lambda p: setattr(p.module, "pair", (new(p.module.mask), 1.0)), "pair"),
+    "object": (lambda p: setattr(p.module.config, "bias", new(p.module.mask)), r"config\.bias"),
+    "closure": (
+        lambda p: p.elsewhere.update(bias=new(p.module.mask)),
+        r"a tensor \(4,\) torch.float32 outside of the module",
+    ),
+}
+
+
+@pytest.mark.parametrize("num_warmup_passes", [0, 2])
+@pytest.mark.parametrize(("change", "name"), TENSORS.values(), ids=TENSORS)
+def test_a_tensor_that_the_forward_reads_is_not_replaced(
+    backend: GraphBackend, change: Callable[[Program], Any], name: str, num_warmup_passes: int
+) -> None:
+    program = Program(backend, num_warmup_passes)
+    change(program)
+    with pytest.raises(ReplayMismatchError, match=f"{name} was replaced or dropped after capture"):
+        program.step()
+
+
+def test_tensors_that_the_forward_reads_may_change_in_place(backend: GraphBackend) -> None:
+    program = Program(backend, 0)
+    module = program.module
+    for tensor in (module.mask, *module.masks, module.pair[0], program.elsewhere["bias"]):
+        tensor.mul_(2)
+        program.step()
+
+
+def test_a_tensor_that_the_forward_does_not_read_may_be_replaced(backend: GraphBackend) -> None:
+    program = Program(backend, 0)
+    program.module.unread = new(program.module.unread)
+    program.module.masks.append(new(program.module.unread))
+    program.step()
+
+
+def test_released_graphs_hold_no_tensor_of_the_module(backend: GraphBackend) -> None:
+    program = Program(backend, 0)
+    program.graphs.release()
+    program.module.mask = new(program.module.mask)
+    program.step()
+    program.step()
+
+
+SETTINGS: dict[str, tuple[Callable[[Reader], Any], str]] = {
+    "number": (lambda m: setattr(m, "temperature", 2.0), r"temperature \(captured 1.0, now 2.0\)"),
+    "flag": (lambda m: setattr(m, "is_scaled", False), r"is_scaled \(captured True, now False\)"),
+    "function": (lambda m: setattr(m, "function", torch.sin), r"function \(captured <built-in"),
+    "deleted": (lambda m: delattr(m, "temperature"), r"temperature \(captured 1.0, now 'nothing'"),
+    "layer of torch": (lambda m: setattr(m.softplus, "beta", 2.0), r"softplus\.beta \(captured"),
+    "class": (lambda m: setattr(m.softplus, "__class__", nn.Tanh), r"softplus \(captured Softplus"),
+    "forward": (lambda m: setattr(m.softplus, "forward", torch.relu), r"softplus\.forward \(capt"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), SETTINGS.values(), ids=SETTINGS)
+def test_a_changed_setting_of_a_layer_is_refused(
+    backend: GraphBackend, change: Callable[[Reader], Any], message: str
+) -> None:
+    program = Program(backend, 0)
+    change(program.module)
+    with pytest.raises(ReplayMismatchError, match=message), program.graphs.step(1):
+        program.graphs.callables[0](rows(program.device))
+
+
+class Drop(nn.Module):
+    """Drop a layer by a number that Python or NumPy draws."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.draw = draw
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) if self.draw() < 0.5 else x * 2
+
+
+@pytest.mark.parametrize("num_warmup_passes", [0, 2])
+@pytest.mark.parametrize(
+    ("draw", "state", "name"),
+    [
+        (random.random, random.getstate, "Python's `random`"),
+        (np.random.random, lambda: np.random.get_state()[2], "`numpy.random`"),  # noqa: NPY002
+    ],
+)
+def test_draws_of_python_and_numpy_in_a_forward_are_refused(
+    backend: GraphBackend,
+    draw: Callable[[], float],
+    state: Callable[[], Any],
+    name: str,
+    num_warmup_passes: int,
+) -> None:
+    module = Drop(draw).to(backend.device)
+    options = CaptureOptions(num_warmup_passes=num_warmup_passes)
+    graphs = ChunkGraphs([module], [1], backend=backend, options=options)
+    before = state()
+    with pytest.raises(CaptureError, match=f"draws random numbers of {name}"):
+        graphs.capture([(rows(backend.device),)])
+    assert state() == before
