@@ -148,6 +148,10 @@ def refuse_unknown_keywords(keywords: Iterable[str]) -> None:
         raise ConfigError(f"ChunkGraphs has no argument {name}=....{remedy}")
 
 
+_MAX_SLOTS = 100_000
+"""Far more microbatches than any schedule has in flight."""
+
+
 def check_counts(num_chunks: int, num_slots: object) -> tuple[int, ...]:
     """Return the slot counts of all chunks; a single number applies to each.
 
@@ -167,9 +171,10 @@ def check_counts(num_chunks: int, num_slots: object) -> tuple[int, ...]:
     if len(counts) != num_chunks:
         raise ConfigError(f"There are {num_chunks} chunks, but {len(counts)} slot counts. {how}.")
     for i, count in enumerate(counts):
-        if not is_whole(count) or count < 1:
+        if not is_whole(count) or not 1 <= count <= _MAX_SLOTS:
             raise ConfigError(
-                f"num_slots[{i}] is {shown(count)}; it must be a whole number, 1 or greater. {how}."
+                f"num_slots[{i}] is {shown(count)}; it must be a whole number from 1 to "
+                f"{_MAX_SLOTS}. {how}."
             )
     return tuple(int(count) for count in counts)
 

@@ -10,6 +10,7 @@ from chunkgraph.graphs.failure import capture_failure
 from chunkgraph.graphs.input_watch import InputWatch
 from chunkgraph.graphs.location import SourceLocation, location_of
 from chunkgraph.graphs.recorder import RecorderBackend, host_call
+from chunkgraph.graphs.recording import storage_address
 from chunkgraph.graphs.temporaries import OperatorTrace, ScratchRouter, watch_operators
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "host_call",
     "location_of",
     "resumed_generators",
+    "storage_address",
     "tensor_at",
     "watch_operators",
 ]

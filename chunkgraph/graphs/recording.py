@@ -29,6 +29,7 @@ __all__ = [
     "owner_of",
     "replace_leaves",
     "span",
+    "storage_address",
     "storages_written",
     "tensors_in",
 ]
@@ -146,6 +147,14 @@ def storages_written(
         value = args[index] if index < len(args) else kwargs.get(name)
         written.extend(tensors_in(value))
     return written
+
+
+def storage_address(tensor: torch.Tensor) -> int:
+    """Return the address of the tensor's memory; 0 if it has no memory itself."""
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        return 0
+    wraps_others = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    return 0 if wraps_others else tensor.untyped_storage().data_ptr()
 
 
 # Cached, since torch creates schema objects per access.

@@ -10,7 +10,7 @@ from torch._ops import OpOverload
 
 from chunkgraph.graphs.location import current_location
 from chunkgraph.graphs.operator_mode import OperatorMode
-from chunkgraph.graphs.recording import storages_written, tensors_in
+from chunkgraph.graphs.recording import storage_address, storages_written, tensors_in
 
 __all__ = ["CastWatch"]
 
@@ -24,29 +24,21 @@ class CastWatch(OperatorMode):
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         super().__init__()
-        self._storages = {_storage(tensor) for tensor in tensors} - {0}
+        self._storages = {storage_address(tensor) for tensor in tensors} - {0}
         self._cast: set[int] = set()
         self._written: dict[int, str] = {}
 
     def run_operator(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `OperatorMode`."""
         if func is torch.ops.aten._to_copy.default:
-            self._cast.update(map(_storage, tensors_in(args)))
+            self._cast.update(map(storage_address, tensors_in(args)))
         for tensor in storages_written(func, args, kwargs):
-            storage = _storage(tensor)
+            storage = storage_address(tensor)
             if storage in self._storages and storage not in self._written:
                 self._written[storage] = str(current_location() or "an unknown line")
         return func(*args, **kwargs)
 
     def place_written(self, tensor: torch.Tensor) -> str:
         """Return where ``tensor`` is first written; "" if it is not written, or not cast."""
-        storage = _storage(tensor)
+        storage = storage_address(tensor)
         return self._written.get(storage, "") if storage in self._cast else ""
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    """Return the address of the tensor's memory; 0 if it has no memory itself."""
-    if tensor.layout is not torch.strided:
-        return 0
-    wraps_others = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-    return 0 if wraps_others else tensor.untyped_storage().data_ptr()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -109,6 +110,30 @@ def test_a_hook_that_torch_did_not_register_is_refused(backend: GraphBackend) ->
     module.linear._forward_hooks[10**9] = lambda *_: None
     with pytest.raises(ReplayMismatchError, match="hook was added to linear"):
         train(graphs, backend)
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        nn.modules.module.register_module_forward_hook,
+        nn.modules.module.register_module_forward_pre_hook,
+        nn.modules.module.register_module_full_backward_hook,
+    ],
+)
+def test_a_hook_on_all_modules_is_refused(
+    backend: GraphBackend, register: Callable[[Callable[..., None]], Any]
+) -> None:
+    module = Scaled().to(backend.device)
+    graphs = ChunkGraphs([module], [1], backend=backend)
+    graphs.capture([new_input(backend)])
+    train(graphs, backend)
+    handle = register(lambda *_: None)
+    try:
+        with pytest.raises(ReplayMismatchError, match="hook was added to all modules"):
+            train(graphs, backend)
+    finally:
+        handle.remove()
+    train(graphs, backend)
 
 
 @pytest.mark.parametrize("part", ["", "linear"])

@@ -141,6 +141,43 @@ def test_a_changed_setting_of_a_layer_is_refused(
         program.graphs.callables[0](rows(program.device))
 
 
+class Counter(nn.Module):
+    """Count calls in memory outside of the module, and read the count."""
+
+    def __init__(self, counts: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.counts = [lambda: counts]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        counts = self.counts[0]()
+        counts[0][1:].add_(1)
+        with torch.no_grad():
+            counts[1].mul_(0.5).add_(x.mean(0))
+        return self.layer(x) * counts[0][1] + counts[1]
+
+
+@pytest.mark.parametrize("options", [{}, {"num_warmup_passes": 2}, {"verify": "shadow"}])
+def test_tensors_elsewhere_that_the_forward_writes_are_as_in_eager(
+    backend: GraphBackend, options: dict[str, Any]
+) -> None:
+    results = []
+    for is_eager in (True, False):
+        torch.manual_seed(3)
+        device = backend.device
+        counts = [torch.zeros(2, device=device), torch.zeros(WIDTH, device=device)]
+        module = Counter(counts).to(device)
+        graphs = ChunkGraphs([module], [1], backend=backend, options=CaptureOptions(**options))
+        outputs = []
+        for _ in range(4):
+            with graphs.step(1, eager=is_eager):
+                outputs.append(graphs.callables[0](rows(device)))
+                outputs[-1].sum().backward()
+        assert bool(graphs.counters.replays) is not is_eager
+        results.append([*outputs, *counts])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 class Drop(nn.Module):
     """Drop a layer by a number that Python or NumPy draws."""
 

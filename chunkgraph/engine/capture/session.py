@@ -323,15 +323,16 @@ def _warm_up(session: _Session) -> None:
         for c, (chunk, call) in enumerate(zip(session.chunks, calls, strict=True)):
             settings.before_graph(key)
             around = session.sinks[c], session.aliases[c].leaves, session.backend
-            warm = warm_up(
-                chunk,
-                call,
-                *around,
-                settings.host.generators(),
-                num_passes=settings.num_passes,
-                plan=settings.memory_plan,
-            )
-            split = plan_split(chunk, call, *around) if chunk.is_split else None
+            with session.models[c].outside.restored():
+                warm = warm_up(
+                    chunk,
+                    call,
+                    *around,
+                    settings.host.generators(),
+                    num_passes=settings.num_passes,
+                    plan=settings.memory_plan,
+                )
+                split = plan_split(chunk, call, *around) if chunk.is_split else None
             if split is not None:
                 warm = replace(warm, held_bytes=max(warm.held_bytes, split.held_bytes))
                 if split.trace is not None:

@@ -17,6 +17,7 @@ from chunkgraph.engine.verify.eager_pass import EagerPasses, Surroundings
 from chunkgraph.engine.verify.records import SavedRecords
 from chunkgraph.engine.verify.report import Replayed, warn_of_nan
 from chunkgraph.engine.verify.state import ChunkState
+from chunkgraph.engine.watch.captured_model import CapturedModel
 
 __all__ = ["Verifier"]
 
@@ -48,6 +49,7 @@ class Verifier:
         self._names = tuple(parameter_names(chunk) for chunk in chunks)
         self.chunks = tuple(self._records.recording(chunk) for chunk in chunks)
         self._gradients: tuple[tuple[torch.Tensor, ...], ...] = ()
+        self._models: tuple[CapturedModel, ...] = ()
         self._step = 0
         self._has_warned_of_nan = False
         self._forget()
@@ -59,6 +61,7 @@ class Verifier:
     def captured(self, rank: CapturedRank) -> None:
         """Take the result of a successful session."""
         self._gradients = tuple(sinks.buffers for sinks in rank.sinks)
+        self._models = rank.models
 
     def begin_step(self, step: int) -> None:
         """Begin a verified step, replayed step ``step`` after the capture."""
@@ -116,9 +119,13 @@ class Verifier:
                 self._calls[key][c],
                 self._gradients[c],
                 self._around,
-                self._records.written(self._chunks[c]),
+                self._written(c),
             )
         return self._passes[c, key]
+
+    def _written(self, c: int) -> tuple[torch.Tensor, ...]:
+        """Return the tensors, other than buffers, that a chunk's forward updates in place."""
+        return (*self._records.written(self._chunks[c]), *self._models[c].outside.written)
 
     def _replayed(self, slot: Slot, direction: str) -> Replayed:
         return Replayed(slot, direction, self._microbatches[slot], self._step)

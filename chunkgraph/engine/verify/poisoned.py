@@ -51,7 +51,7 @@ class PoisonVerifier(Verifier):
         """Fill dead memory, and copy the state that an eager pass begins with."""
         self._count_forward(slot)
         chunk = self._chunks[slot.chunk]
-        written = (*chunk.buffers, *self._records.written(chunk))
+        written = (*chunk.buffers, *self._written(slot.chunk))
         self._begin[slot] = self._around.state_of(written)
         self._poison.before_replay()
 

@@ -93,6 +93,9 @@ class _Part:
 
 
 _hooks = itemgetter(*HOOK_DICTS)
+_GLOBAL_HOOKS: list[dict[int, Any]] = [
+    getattr(nn.modules.module, f"_global{name}") for name in HOOK_DICTS
+]
 _LIBRARIES = frozenset({"chunkgraph", "megatron", "torch", "transformer_engine"})
 """Libraries with known hooks, which come and go around steps."""
 
@@ -256,25 +259,30 @@ class CapturedModel:
 
     def _hooks_now(self) -> list[int]:
         """Return torch's numbers of the hooks on all parts."""
-        every = map(_hooks, self._attributes)
-        return [*chain.from_iterable(chain.from_iterable(every))]
+        every = chain.from_iterable(map(_hooks, self._attributes))
+        return [*chain.from_iterable(every), *chain.from_iterable(_GLOBAL_HOOKS)]
 
     def _num_hooks(self) -> int:
         """Return the number of hooks on all parts, including those that torch did not register."""
-        return sum(map(len, filter(None, chain.from_iterable(map(_hooks, self._attributes)))))
+        every = chain.from_iterable(map(_hooks, self._attributes))
+        return sum(map(len, filter(None, every))) + sum(map(len, _GLOBAL_HOOKS))
 
     def _check_hooks(self) -> None:
         now, known = self._hooks_now(), set(self._hooks)
-        for part in self._parts if now != self._hooks else ():
-            for name in HOOK_DICTS:
-                for number, hook in vars(part.module)[name].items():
-                    owner = (getattr(hook, "__module__", None) or "").partition(".")[0]
-                    if number not in known and owner not in _LIBRARIES:
-                        raise ReplayMismatchError(
-                            f"{self.label}: a hook was added to {part.path or 'the chunk'} after "
-                            "capture, and a replay runs no Python. Remove it, or release the "
-                            "graphs and capture again."
-                        )
+        places = [
+            (part.path or "the chunk", hooks)
+            for part in self._parts
+            for hooks in _hooks(vars(part.module))
+        ]
+        places += [("all modules", hooks) for hooks in _GLOBAL_HOOKS]
+        for where, hooks in places if now != self._hooks else ():
+            for number, hook in hooks.items():
+                owner = (getattr(hook, "__module__", None) or "").partition(".")[0]
+                if number not in known and owner not in _LIBRARIES:
+                    raise ReplayMismatchError(
+                        f"{self.label}: a hook was added to {where} after capture, and a replay "
+                        "runs no Python. Remove it, or release the graphs and capture again."
+                    )
         self._num_registered, self._hooks = num_registered_hooks(), now
 
     def count_writes(self) -> None:
@@ -288,6 +296,7 @@ class CapturedModel:
             ReplayMismatchError: The module has changed, or a parameter was written in the step.
         """
         self.check()
+        self._settings.check()
         if [*map(_version, self._counted)] == self._versions:
             return
         written = [

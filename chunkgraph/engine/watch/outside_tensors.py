@@ -7,15 +7,18 @@ and arguments are known otherwise.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
+from chunkgraph.engine.capture.preserved import put_back
 from chunkgraph.engine.module_tree import Container
 from chunkgraph.errors import ReplayMismatchError
-from chunkgraph.graphs import InputWatch
+from chunkgraph.graphs import InputWatch, storage_address
 
 __all__ = ["OutsideTensors"]
 
@@ -33,15 +36,40 @@ class OutsideTensors:
         self._places: list[tuple[Container, Any, Any]] = []
         self._held: list[torch.Tensor] = []
         self._owned: list[torch.Tensor] = []
+        self._written: set[int] = set()
+        self._saved: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None
+
+    @property
+    def written(self) -> tuple[torch.Tensor, ...]:
+        """Return the held tensors that the forward writes."""
+        return tuple(t for t in self._held if storage_address(t) in self._written)
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Restore tensors that the forward writes in this block, on exit."""
+        self._saved = {}
+        try:
+            yield
+        finally:
+            saved, self._saved = self._saved, None
+            put_back(saved.values())
 
     def watched(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return the forward with a record of the tensors that its operators read."""
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            with InputWatch(self._inputs):
+            with InputWatch(self._inputs, self._before_write):
                 return forward(*args, **kwargs)
 
         return watched
+
+    def _before_write(self, storage: torch.UntypedStorage) -> None:
+        address = storage.data_ptr()
+        self._written.add(address)
+        if self._saved is not None and address not in self._saved and storage.nbytes():
+            with _disable_current_modes():
+                memory = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+                self._saved[address] = (memory, memory.clone())
 
     def hold(
         self, containers: Iterable[Container], is_known: Callable[[torch.Tensor], bool]
