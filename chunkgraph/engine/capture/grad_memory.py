@@ -152,7 +152,7 @@ class GradMemory:
         indices = [*map(self._index.__getitem__, map(id, parameters))]
         unbound = self._unbound(parameters, indices)
         self._leave_to_keepers(unbound)
-        self._refuse_shared([g for i in unbound if (g := self._parameters[i].grad) is not None])
+        self._refuse_shared(unbound)
         are_none = all(self._parameters[i].grad is None for i in unbound)
         is_filled = are_none and len(unbound) == len(self._sinks) and self._fill_all()
         others: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor]] = []
@@ -183,9 +183,11 @@ class GradMemory:
         is_fresh = num_fresh == len(parameters)
         return Binding(others, on_sinks, references, is_fresh, self.generation)
 
-    def _refuse_shared(self, grads: Sequence[torch.Tensor]) -> None:
+    def _refuse_shared(self, indices: Sequence[int]) -> None:
         """Refuse gradients with memory of each other or of the sinks."""
-        regions = [r for r in map(memory_of, [*grads, self._buffer]) if r is not None]
+        grads = [self._parameters[i].grad for i in indices]
+        tensors = [self._buffer, *(grad for grad in grads if grad is not None)]
+        regions = [region for region in map(memory_of, tensors) if region is not None]
         regions.sort(key=attrgetter("start"))
         if any(a.end > b.start for a, b in pairwise(regions)):
             raise ReplayMismatchError(

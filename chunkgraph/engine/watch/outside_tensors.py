@@ -102,6 +102,8 @@ class OutsideTensors:
         Raises:
             ReplayMismatchError: There is one; the message names it.
         """
+        if not self._held:
+            return
         changed = [c.name(key) for c, key, value in self._places if not _holds(c, key, value)]
         # `_held` and `_owned` are the only owners of a tensor that the program dropped.
         changed += [
