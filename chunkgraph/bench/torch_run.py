@@ -28,6 +28,7 @@ from chunkgraph.bench.packed_work import work_of
 from chunkgraph.bench.stage_costs import stage_costs
 from chunkgraph.bench.torch_layers import make_layer
 from chunkgraph.bench.variants import Captures
+from chunkgraph.engine.split.delayed import DelayedModules
 from chunkgraph.pipelining import GraphedSchedule, GraphedStage
 from chunkgraph.schedules import stage_of
 from chunkgraph.settings import Config
@@ -253,13 +254,5 @@ def _loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 def _weight_gradients(stage: nn.Module) -> Callable[[], Callable[[], None]] | None:
     """Return torch's ``dw_builder`` for modules that delay weight gradients; None for others."""
-    delayed: list[Any] = [m for m in stage.modules() if getattr(m, "wgrad_store", None)]
-    delayed = [m for m in delayed if m.wgrad_store.delay_wgrad_compute()]
-    if not delayed:
-        return None
-
-    def run() -> None:
-        for module in delayed:
-            module.backward_dw()
-
-    return lambda: run
+    delayed = DelayedModules(stage, "stage")
+    return (lambda: lambda: delayed.run(())) if delayed.modules else None

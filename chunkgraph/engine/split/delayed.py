@@ -47,7 +47,7 @@ class DelayedModules:
         for module in reversed(self.modules):
             compute: Callable[[], None] = module.backward_dw  # type: ignore[assignment]
             announced = _announced_gradients(module) if receive is None else []
-            with torch.no_grad():  # as in a backward
+            with torch.no_grad(), _sums_kept(module):  # without grad, as in a backward
                 compute()
             for parameter, gradient in announced:
                 if parameter.grad is gradient:
@@ -89,6 +89,25 @@ class DelayedModules:
                     "run. Set delay_wgrad_compute=False, capture with backward='whole', or use a "
                     "schedule that splits no backward."
                 )
+
+
+@contextmanager
+def _sums_kept(module: nn.Module) -> Iterator[None]:
+    """Add the gradients of this block to ``grad``, which a module may replace or leave as it is."""
+    sums = [
+        (parameter, parameter.grad)
+        for parameter in module.parameters()
+        if parameter.grad is not None and not hasattr(parameter, "main_grad")
+    ]
+    for parameter, _ in sums:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient_sum in sums:
+            if parameter.grad is not None:
+                gradient_sum.add_(parameter.grad)
+            parameter.grad = gradient_sum
 
 
 def _announced_gradients(module: nn.Module) -> list[tuple[nn.Parameter, torch.Tensor]]:

@@ -87,10 +87,8 @@ class Delaying(nn.Linear):
         gradient = grad.t() @ x
         if hasattr(self.weight, "main_grad"):
             self.weight.main_grad.add_(gradient)
-        elif self.weight.grad is None:
-            self.weight.grad = gradient
         else:
-            self.weight.grad.add_(gradient)
+            self.weight.grad = gradient  # replaces the sum
 
 
 class Delayed(nn.Module):
