@@ -61,6 +61,8 @@ class TorchRun(MeasuredRun):
         on_step: Callable[[str, Step], None] = lambda *_: None,
     ) -> None:
         super().__init__(config, device, on_step)
+        if config.train.deterministic:  # torch's attention heeds no mode that only warns
+            torch.use_deterministic_algorithms(True)
         rank, size = dist.get_rank(), dist.get_world_size()
         schedule = torch_schedule(name)
         has_graphs = run_as(name) == "chunk"

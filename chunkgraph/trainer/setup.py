@@ -146,4 +146,3 @@ def _use_deterministic_kernels(device: torch.device) -> None:
         # Filling new memory would only add kernels; nothing reads it.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = False
-        torch.backends.cuda.enable_cudnn_sdp(False)  # torch's choice for long sequences
