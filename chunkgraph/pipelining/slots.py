@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,7 +49,8 @@ def slots_of(schedule: Any, num_stages: int, num_microbatches: int) -> ScheduleS
         num_microbatches: Number of microbatches of the schedule.
 
     Raises:
-        ConfigError: The schedule does not list its actions.
+        ConfigError: The schedule does not list its actions, or weight gradients of a stage are not
+            in the order of its input gradients.
     """
     if isinstance(schedule, Schedule1F1B):
         # It does not run in pipeline_order, which on the last rank begins with microbatch 1.
@@ -75,6 +76,7 @@ def slots_of(schedule: Any, num_stages: int, num_microbatches: int) -> ScheduleS
 def _peaks(actions: Iterable[Any]) -> tuple[Counter[int], int, bool]:
     """Return a rank's slots by stage and in total, and whether a backward is split."""
     in_flight: dict[int, set[int]] = defaultdict(set)
+    halved: dict[int, deque[int]] = defaultdict(deque)
     peaks: Counter[int] = Counter()
     peak, splits = 0, False
     for kind, stage, microbatch in _computations(actions):
@@ -82,10 +84,26 @@ def _peaks(actions: Iterable[Any]) -> tuple[Counter[int], int, bool]:
             in_flight[stage].add(microbatch)
             peaks[stage] = max(peaks[stage], len(in_flight[stage]))
             peak = max(peak, sum(map(len, in_flight.values())))
-        elif kind in ("FULL_BACKWARD", "BACKWARD_WEIGHT"):
+        if kind in ("FULL_BACKWARD", "BACKWARD_INPUT"):
+            halved[stage].append(microbatch)
+        if kind in ("FULL_BACKWARD", "BACKWARD_WEIGHT"):
+            _check_order(stage, microbatch, halved[stage])
+            halved[stage].popleft()
             in_flight[stage].discard(microbatch)
         splits = splits or kind in ("BACKWARD_INPUT", "BACKWARD_WEIGHT")
     return peaks, peak, splits
+
+
+def _check_order(stage: int, microbatch: int, halved: Sequence[int]) -> None:
+    """Refuse weight gradients out of order, since the order affects the bits of the sums."""
+    if halved and halved[0] == microbatch:
+        return
+    first = f"that of microbatch {halved[0]} comes first" if halved else "it has no input gradient"
+    raise ConfigError(
+        f"The schedule computes the weight gradient of microbatch {microbatch} on stage {stage}, "
+        f"but {first}. Let the weight gradients of a stage follow in the order of its input "
+        "gradients, each once."
+    )
 
 
 def _computations(actions: Iterable[Any]) -> Iterator[tuple[str, int, int]]:

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 from torch.distributed import pipelining
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, _Action
 
+from chunkgraph.errors import ConfigError
 from chunkgraph.pipelining.slots import ScheduleSlots, slots_of
 from chunkgraph.slots import plan_slots
 
@@ -91,3 +92,26 @@ def test_v_shaped_schedules(name: str, together: int) -> None:
     assert plan.is_split
     assert [plan.of_stage[i] for i in range(8)] == [8, 7, 6, 5, 4, 3, 2, 1]
     assert set(plan.of_rank.values()) == {together}
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ("0F0 0F1 0I0 0I1 0W1 0W0", "weight gradient of microbatch 1 .*that of microbatch 0 comes"),
+        ("0F0 0F1 0I0 0B1 0W0", "weight gradient of microbatch 1 .*that of microbatch 0 comes"),
+        ("0F0 0W0 0I0", "weight gradient of microbatch 0 .*it has no input gradient"),
+        ("0F0 0I0 0W0 0W0", "weight gradient of microbatch 0 .*it has no input gradient"),
+    ],
+)
+def test_weight_gradients_out_of_order_are_refused_before_a_step(row: str, problem: str) -> None:
+    actions = [_Action.from_str(text) for text in row.split()]
+    with pytest.raises(ConfigError, match=problem):
+        slots_of(SimpleNamespace(pipeline_order={0: actions}), 1, 2)
+
+
+@pytest.mark.parametrize("row", ["0F0 0F1 0I0 0I1 0W0 0W1", "0F0 0F1 0I0 0W0 0B1"])
+def test_weight_gradients_in_order_are_planned(row: str) -> None:
+    actions = [_Action.from_str(text) for text in row.split()]
+    plan = slots_of(SimpleNamespace(pipeline_order={0: actions}), 1, 2)
+    assert plan.is_split
+    assert plan.of_stage == {0: 2}
