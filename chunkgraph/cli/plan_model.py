@@ -14,6 +14,8 @@ __all__ = ["sizes_of", "value_of_config"]
 
 _ADAM_BYTES = 8
 _MASTER_BYTES = 4
+_DROPLESS_ROOM = 1.2 * 1.5
+"""Graphs have room for 1.2 times the largest load; a new router's is about 1.5 of an even one."""
 _LATENT = ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 
 
@@ -88,11 +90,15 @@ def _experts(value: Callable[[str], Any], num_shards: int) -> ExpertSizes | None
         return None
     num_ranks = value("expert_model_parallel_size") or 1
     num_copies = num_shards * value("tensor_model_parallel_size") // num_ranks
+    num_local, top_k = -(-num_experts // num_ranks), value("moe_router_topk") or 1
+    factor = value("moe_expert_capacity_factor") or value("moe_expert_rank_capacity_factor")
+    room_for_all = num_ranks * min(top_k, num_local) / top_k
     return ExpertSizes(
         num_experts=num_experts,
-        num_local_experts=-(-num_experts // num_ranks),
-        top_k=value("moe_router_topk") or 1,
+        num_local_experts=num_local,
+        top_k=top_k,
         ffn_hidden_size=value("moe_ffn_hidden_size") or value("ffn_hidden_size"),
         shared_ffn_hidden_size=value("moe_shared_expert_intermediate_size") or 0,
         num_optimizer_shards=max(1, num_copies) if num_shards > 1 else 1,
+        room=factor or min(_DROPLESS_ROOM, room_for_all),
     )

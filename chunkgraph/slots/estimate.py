@@ -93,6 +93,7 @@ def estimate_memory(
         slot_bytes_per_chunk=(chunk_bytes,) * plan.num_chunks,
         slot_bytes=(plan.peak_in_flight if shared_slots else plan.num_slots) * chunk_bytes,
         scratch_bytes=group_size * model.layer_activation_bytes
+        + model.exchange_bytes
         + model.num_layer_parameters * model.bytes_per_element,
         parameter_bytes=num_parameters * model.bytes_per_element,
         gradient_bytes=num_parameters * model.gradient_bytes_per_element,

@@ -12,12 +12,13 @@ per element (e = 2 and ffn = 4 h give the paper's numbers):
 - attention scores, split by t: softmax, its dropout mask and its dropped output, (2 e + 1) a s.
   Flash attention keeps none of the three, only one 4-byte log-sum-exp per head and token.
 
-Experts replace the MLP. Each rank is assumed to get its even share of the tokens, and every layer
-to have experts if one has.
+Experts replace the MLP. The experts of a rank save as many rows as they have room for; every layer
+is assumed to have experts if one has.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from chunkgraph.errors import ConfigError
@@ -26,6 +27,8 @@ __all__ = ["ExpertSizes", "LatentSizes", "ModelSizes"]
 
 _LOG_SUM_EXP_BYTES = 4
 _FLOAT_BYTES = 4
+_NUM_EXCHANGED = 4
+"""Copies of the exchanged rows: by token, by rank, as received, by expert."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +76,7 @@ class ExpertSizes:
         ffn_hidden_size: Middle width of one expert.
         shared_ffn_hidden_size: Middle width of the shared experts, 0 without them.
         num_optimizer_shards: Number of ranks that share the optimizer's state of the experts.
+        room: Rows that the experts of a rank have room for, as a multiple of those of an even load.
     """
 
     num_experts: int
@@ -81,6 +85,7 @@ class ExpertSizes:
     ffn_hidden_size: int
     shared_ffn_hidden_size: int = 0
     num_optimizer_shards: int = 1
+    room: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,6 +171,16 @@ class ModelSizes:
         return self._split(tokens * whole, self._num_splits) + of_split
 
     @property
+    def exchange_bytes(self) -> int:
+        """Return the bytes of a layer's rows on their way between the ranks of its experts."""
+        experts = self.experts
+        if experts is None or experts.num_local_experts >= experts.num_experts:
+            return 0
+        num_rows = self.seq_length * self.micro_batch_size * experts.top_k * experts.room
+        row_bytes = self.hidden_size * self.bytes_per_element
+        return self._split(_NUM_EXCHANGED * math.ceil(num_rows) * row_bytes, self._num_splits)
+
+    @property
     def logit_bytes(self) -> int:
         """Return the bytes of the logits of one microbatch, as they are and in float32."""
         num_logits = self.seq_length * self.micro_batch_size * self.vocab_size
@@ -228,7 +243,7 @@ class ModelSizes:
         experts = self.experts
         of_one = self.hidden_size + self._num_mlp_matrices * experts.ffn_hidden_size
         shared = self._num_mlp_matrices * experts.shared_ffn_hidden_size
-        return experts.top_k * of_one + shared
+        return math.ceil(experts.room * experts.top_k * of_one) + shared
 
     @staticmethod
     def _split(total: int, num_parts: int) -> int:

@@ -89,6 +89,33 @@ def test_memory_of_experts_is_theirs(run, config):
     assert added == 4 * num_layers * (7 * mlp + 64 * 8)
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["moe_ep1_dropless", "moe_ep1_dropless_s4096", "moe_ep2_dropless", "moe_ep2_dropless_s4096"],
+)
+def test_memory_of_dropless_experts_is_about_as_measured(run, name):
+    config = f"configs/bench/{name.removesuffix('_s4096')}.yaml"
+    length = 4096 if name.endswith("_s4096") else 1024
+    planned = json.loads(run(REPOSITORY / config, f"model.seq_length={length}", "--json", "-"))[0]
+    document = json.loads((REPOSITORY / f"benchmarks/{name}.json").read_text())
+    graphs = next(v for v in document["variants"] if v["name"] == "chunk")
+    measured_bytes = sum(graphs["pool_bytes_by_rank"][0].values())
+    ratio = (planned["slot_bytes"] + planned["scratch_bytes"]) / measured_bytes
+    assert 0.85 < ratio < 1.3
+
+
+def test_room_of_experts_follows_from_factor_and_ranks(run, config):
+    def slot_bytes(*overrides):
+        experts = ("moe.num_moe_experts=8", "moe.moe_router_topk=4", *overrides)
+        return json.loads(run(config, *experts, "--json", "-"))[0]["slot_bytes"]
+
+    one_rank = slot_bytes()
+    assert slot_bytes("moe.moe_expert_capacity_factor=1.0") == one_rank
+    assert slot_bytes("moe.moe_expert_capacity_factor=2.0") > one_rank
+    ranks = ("pipeline.data_parallel_size=2", "pipeline.expert_model_parallel_size=2")
+    assert one_rank < slot_bytes(*ranks)
+
+
 def test_overrides_apply(run, config):
     wider = json.loads(run(config, "model.hidden_size=128", "--json", "-"))
     assert wider[0]["slot_bytes"] > json.loads(run(config, "--json", "-"))[0]["slot_bytes"]
