@@ -7,6 +7,7 @@ import copy
 import torch
 from torch import nn
 
+from .layers import Elsewhere
 from .model import new_input, parts_of
 from .programs import Action
 from .world import InterruptedStepError, World
@@ -85,6 +86,16 @@ def _between(world: World, name: str) -> None:
                 for module in chunk.modules():
                     if isinstance(getattr(module, key, None), float):
                         setattr(module, key, value)
+        case "change_temperature" | "replace_mask" | "replace_shift":
+            for part in (m for chunk in world.chunks for m in chunk.modules()):
+                if not isinstance(part, Elsewhere):
+                    continue
+                if name == "change_temperature":
+                    part.temperature *= 0.5
+                elif name == "replace_mask":
+                    part.masks[0] = part.masks[0] * 0.5
+                else:
+                    part.replace()
         case "as_vector":
             own = [p for p in parameters if p.dtype is torch.float32]
             vector = torch.nn.utils.parameters_to_vector(own)

@@ -85,6 +85,25 @@ class Counter(nn.Module):
         return x - self.average.to(x.dtype)
 
 
+class Elsewhere(nn.Module):
+    """Settings and tensors outside of the module's state, one of which the forward writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = 1.0
+        self.masks = [torch.ones(WIDTH)]
+        values = {"shift": torch.full((WIDTH,), 0.1), "mean": torch.zeros(2, WIDTH)}
+        self.read: Callable[[str], torch.Tensor] = lambda name: values[name]
+        self.replace: Callable[[], None] = lambda: values.update(shift=values["shift"] * 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean = self.read("mean")
+        with torch.no_grad():
+            mean[1].mul_(0.9).add_(x.float().mean((0, 1)), alpha=0.1)
+        y = (x - mean[1].to(x.dtype)) * self.temperature
+        return y * self.masks[0].to(x.dtype) + self.read("shift").to(x.dtype)
+
+
 class LazyMask(nn.Module):
     """A mask made at the first call, kept in an attribute."""
 
@@ -308,6 +327,7 @@ PLAIN: dict[str, Callable[[], nn.Module]] = {
     "symmetric": lambda: parametrize.register_parametrization(_linear(), "weight", Symmetric()),
     "embedding": Embedded,
     "counter": Counter,
+    "elsewhere": Elsewhere,
     "lazy_buffer": lambda: LazyMask(is_buffer=True),
     "frozen": _frozen,
     "part_frozen": lambda: nn.Sequential(_frozen(), nn.Tanh(), _linear()),

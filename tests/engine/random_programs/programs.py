@@ -214,6 +214,12 @@ EXOTIC_BETWEEN = (
     "change_epsilon+release",
     "as_vector",
     "as_vector+release",
+    "change_temperature",
+    "change_temperature+release",
+    "replace_mask",
+    "replace_mask+release",
+    "replace_shift",
+    "replace_shift+release",
 )
 
 

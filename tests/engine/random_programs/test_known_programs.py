@@ -24,6 +24,10 @@ def _before(name: str) -> Program:
     return _of(*layers, steps=(ONCE, ONCE, Step(before=(name,)), ONCE))
 
 
+def _elsewhere(name: str) -> Program:
+    return _of("linear", "elsewhere", steps=(ONCE, ONCE, Step(before=(name,)), ONCE))
+
+
 SEVERAL = ChunkSpec(form="tuple", extras=("head!", "metric!"))
 
 PROGRAMS = {
@@ -193,6 +197,10 @@ PROGRAMS = {
     "a_hook_on_a_layer_after_the_capture": _before("add_forward_hook"),
     "another_dropout_probability": _before("anneal"),
     "another_epsilon": _before("change_epsilon"),
+    "a_tensor_elsewhere_that_warmup_passes_write": _of("elsewhere", num_warmup_passes=1),
+    "another_temperature": _elsewhere("change_temperature"),
+    "another_mask_in_a_list": _elsewhere("replace_mask"),
+    "another_tensor_in_a_closure": _elsewhere("replace_shift"),
     "create_graph": _inside("create_graph", SEVERAL, at=2),
     "kept_gradients_and_reentrant_checkpoints": _of(
         "twice:reentrant:gate", steps=(ONCE, Step(2, zero="in place", before=("keep_grads",)))
