@@ -172,11 +172,16 @@ class TorchRun(MeasuredRun):
         model = self.config.model
         per_stage = model.num_layers // num_stages
         layers = []
-        for number in range(stage * per_stage, (stage + 1) * per_stage):
-            torch.manual_seed(self.config.train.seed + number)
-            with self.device:
-                layer = make_layer(model, delays_weights=delays_weights)
-            layers.append(layer.to(self._dtype))
+        default = torch.get_default_dtype()
+        # A later cast would leave holes between the parameters, which a graph's pool cannot use.
+        torch.set_default_dtype(self._dtype)
+        try:
+            for number in range(stage * per_stage, (stage + 1) * per_stage):
+                torch.manual_seed(self.config.train.seed + number)
+                with self.device:
+                    layers.append(make_layer(model, delays_weights=delays_weights))
+        finally:
+            torch.set_default_dtype(default)
         return nn.Sequential(*layers)
 
     @property
