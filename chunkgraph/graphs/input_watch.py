@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -21,14 +21,22 @@ class InputWatch(OperatorMode):
     Args:
         inputs: The record of both; a dictionary with weak keys.
         before_write: Called before an operator writes to memory from outside of the block.
+        arguments: Tensors of the block itself.
     """
 
-    def __init__(self, inputs: Any, before_write: Callable[[torch.UntypedStorage], None]) -> None:
+    def __init__(
+        self,
+        inputs: Any,
+        before_write: Callable[[torch.UntypedStorage], None],
+        arguments: Iterable[torch.Tensor],
+    ) -> None:
         super().__init__()
         self._inputs = inputs
         self._before_write = before_write
         self._results: Any = WeakIdKeyDictionary()
         self._own = {0}  # the address of tensors that wrap others
+        for tensor in arguments:
+            self._results[tensor] = None
 
     def run_operator(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `OperatorMode`."""

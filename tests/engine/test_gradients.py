@@ -237,3 +237,22 @@ def test_gradients_in_a_workspace_are_added_before_it_is_written_again(
 
     eager, graphed = (train(has_graphs=has_graphs) for has_graphs in (False, True))
     assert all(map(torch.equal, graphed, eager))
+
+
+@pytest.mark.parametrize("when", ["before the first backward", "after it"])
+def test_two_parameters_with_one_gradient_are_refused(backend: GraphBackend, when: str) -> None:
+    module = nn.Linear(8, 8, bias=False, device=backend.device)
+    other = nn.Linear(8, 8, bias=False, device=backend.device)
+    graphs = ChunkGraphs([nn.Sequential(module, other)], [1], backend=backend)
+    graphs.capture([(torch.randn(4, 8, device=backend.device),)])
+    if when == "after it":
+        with graphs.step(1):
+            graphs.callables[0](torch.randn(4, 8, device=backend.device)).sum().backward()
+        module.weight.grad = other.weight.grad
+    else:
+        module.weight.grad = other.weight.grad = torch.zeros_like(other.weight)
+    with (
+        pytest.raises(ReplayMismatchError, match="Two parameters have gradients in the same"),
+        graphs.step(1),
+    ):
+        graphs.callables[0](torch.randn(4, 8, device=backend.device)).sum().backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -78,10 +79,11 @@ TENSORS: dict[str, tuple[Callable[[Program], Any], str]] = {
     "list": (lambda p: p.module.masks.__setitem__(1, new(p.module.mask)), r"masks\[1\]"),
     "shorter list": (lambda p: p.module.masks.pop(), r"masks\[1\]"),
     "tuple": (lambda p: setattr(p.module, "pair", (new(p.module.mask), 1.0)), "pair"),
+    "whole list": (lambda p: setattr(p.module, "masks", [new(t) for t in p.module.masks]), "masks"),
     "object": (lambda p: setattr(p.module.config, "bias", new(p.module.mask)), r"config\.bias"),
     "closure": (
         lambda p: p.elsewhere.update(bias=new(p.module.mask)),
-        r"a tensor \(4,\) torch.float32 outside of the module",
+        "1 tensors outside of the module",
     ),
 }
 
@@ -95,6 +97,62 @@ def test_a_tensor_that_the_forward_reads_is_not_replaced(
     change(program)
     with pytest.raises(ReplayMismatchError, match=f"{name} was replaced or dropped after capture"):
         program.step()
+
+
+def test_a_tensor_that_two_chunks_read_is_not_replaced(backend: GraphBackend) -> None:
+    elsewhere = {"bias": torch.ones(WIDTH, device=backend.device)}
+    modules = [Reader(elsewhere, backend.device) for _ in range(2)]
+    graphs = ChunkGraphs(modules, [1, 1], backend=backend)
+    graphs.capture([rows(backend.device), rows(backend.device)])
+    elsewhere["bias"] = new(elsewhere["bias"])
+    with pytest.raises(ReplayMismatchError, match="1 tensors outside of the module"):
+        graphs.step(1).__enter__()
+
+
+@pytest.mark.parametrize("verify", ["none", "poison"])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_collected_cycles_of_a_session_are_no_owners(
+    backend: GraphBackend, kind: Callable[..., nn.Module], verify: str
+) -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = kind(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            def deeper(depth: int) -> torch.Tensor:  # refers to itself and to x
+                return deeper(depth - 1) if depth else x
+
+            return self.layer(deeper(2))[0]
+
+    module = Recurrent().to(backend.device)
+    options = CaptureOptions(verify=verify)  # type: ignore[arg-type]
+    graphs = ChunkGraphs([module], [1], backend=backend, options=options)
+    for _ in range(3):
+        with graphs.step(1):
+            graphs.callables[0](rows(backend.device)).sum().backward()
+        gc.collect()
+    assert graphs.counters.replays == 2
+
+
+def test_sizes_that_a_forward_stores_may_differ_in_evaluation(backend: GraphBackend) -> None:
+    class Sized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.num_rows = nn.Linear(WIDTH, WIDTH), 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.num_rows = x.shape[0]
+            return self.layer(x)
+
+    module = Sized().to(backend.device)
+    graphs = ChunkGraphs([module], [2], backend=backend)
+    for _ in range(3):
+        with graphs.step(1):
+            graphs.callables[0](rows(backend.device)).sum().backward()
+        with torch.no_grad():
+            module(torch.ones(5, WIDTH, device=backend.device))
+    assert graphs.counters.replays == 2
 
 
 def test_tensors_that_the_forward_reads_may_change_in_place(backend: GraphBackend) -> None:

@@ -16,13 +16,14 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from operator import attrgetter, is_not
+from operator import attrgetter, is_not, itemgetter
 
 import torch
 from torch import nn
 
 from chunkgraph.engine.layout import dense_strides, memory_of, span
 from chunkgraph.errors import ReplayMismatchError
+from chunkgraph.graphs import AddressRange
 
 __all__ = ["Binding", "GradMemory", "use_count"]
 
@@ -187,9 +188,9 @@ class GradMemory:
         """Refuse gradients with memory of each other or of the sinks."""
         grads = [self._parameters[i].grad for i in indices]
         tensors = [self._buffer, *(grad for grad in grads if grad is not None)]
-        regions = [region for region in map(memory_of, tensors) if region is not None]
-        regions.sort(key=attrgetter("start"))
-        if any(a.end > b.start for a, b in pairwise(regions)):
+        regions = [(r.start, r.end, t) for t in tensors if (r := _memory_of(t)) is not None]
+        regions.sort(key=itemgetter(0))
+        if any(a[1] > b[0] and _overlap(a[2], b[2]) for a, b in pairwise(regions)):
             raise ReplayMismatchError(
                 "Two parameters have gradients in the same memory, and a backward would lose one "
                 "of the sums.\n"
@@ -242,6 +243,25 @@ class GradMemory:
 
     def _num_tensors(self) -> int:
         return use_count(self.address)
+
+
+def _memory_of(grad: torch.Tensor) -> AddressRange | None:
+    return memory_of(grad) if grad.layout is torch.strided else None
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors, whose first and last elements enclose each other's, share any."""
+    if one.dtype != other.dtype:
+        return True
+    begin = min(one.data_ptr(), other.data_ptr())
+    offsets = [(t.data_ptr() - begin) // t.itemsize for t in (one, other)]
+    sizes = [
+        offset + span(t.shape, t.stride()) for offset, t in zip(offsets, (one, other), strict=True)
+    ]
+    marks = torch.zeros(max(sizes), dtype=torch.int8)
+    for offset, t in zip(offsets, (one, other), strict=True):
+        marks.as_strided(t.shape, t.stride(), offset).add_(1)
+    return bool((marks > 1).any())
 
 
 def _dtype(parameter: nn.Parameter) -> torch.dtype:

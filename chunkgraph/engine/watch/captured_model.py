@@ -34,7 +34,7 @@ from chunkgraph.engine.watch.outside_tensors import OutsideTensors
 from chunkgraph.engine.watch.registered_hooks import num_registered_hooks
 from chunkgraph.engine.watch.windows import Windows
 from chunkgraph.errors import CaptureError, ReplayMismatchError
-from chunkgraph.graphs import Pool
+from chunkgraph.graphs import Pool, storage_address
 
 __all__ = ["CapturedModel", "check_surroundings", "saved_tensors_hooks"]
 
@@ -219,9 +219,9 @@ class CapturedModel:
 
     def hold_outside_tensors(self, pools: Sequence[Pool]) -> None:
         """Hold tensors that the forward reads and that neither the module nor ``pools`` have."""
-        model, memory = {*map(id, self._known)}, PoolMemory(pools)
+        state, memory = {0, *map(storage_address, self._known)}, PoolMemory(pools)
         places = containers(self._module, self._name) if self._module is not None else []
-        self.outside.hold(places, lambda t: id(t) in model or memory.holds(t))
+        self.outside.hold(places, lambda t: storage_address(t) in state or memory.holds(t))
 
     def check_call(self) -> None:
         """Compare all facts, at a call for which ``is_as_captured`` is False.

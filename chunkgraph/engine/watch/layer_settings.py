@@ -5,6 +5,8 @@ A replay runs no Python, so it would keep a captured probability, temperature or
 
 from __future__ import annotations
 
+import dis
+import numbers
 import types
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -12,24 +14,22 @@ from itertools import repeat
 from operator import call, itemgetter
 from typing import Any
 
+import torch
 from torch import nn
 
+from chunkgraph._text import shown
 from chunkgraph.errors import ReplayMismatchError
 
 __all__ = ["LayerSettings"]
 
-_PLAIN = frozenset(
-    {
-        bool,
-        int,
-        float,
-        complex,
-        str,
-        type(None),
-        types.FunctionType,
-        types.BuiltinFunctionType,
-        types.MethodType,
-    }
+_PLAIN = (
+    numbers.Number,
+    str,
+    types.NoneType,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    torch.dtype,
 )
 
 
@@ -55,7 +55,7 @@ class LayerSettings:
         self._layers = [layer for _, layer in named]
         self._attributes = [vars(layer) for layer in self._layers]
         self._captured = [
-            (path, type(layer), own, {name: own[name] for name in _settings(own)})
+            (path, type(layer), own, {name: own[name] for name in _settings(layer)})
             for (path, layer), own in zip(named, self._attributes, strict=True)
         ]
         read = [(own, [*captured]) for _, _, own, captured in self._captured if captured]
@@ -69,7 +69,7 @@ class LayerSettings:
         Raises:
             ReplayMismatchError: One has changed since the capture, or is gone.
         """
-        with suppress(KeyError, RuntimeError, ValueError):  # one was deleted, or is a tensor
+        with suppress(Exception):  # one was deleted, or cannot be compared any more
             if self._now() == self._values:
                 return
         changes = ", ".join(self._changes())
@@ -89,22 +89,40 @@ class LayerSettings:
 
     def _changes(self) -> Iterator[str]:
         """Yield each setting that differs, with its captured value and its present one."""
-        for layer, (path, kind, own, captured) in zip(self._layers, self._captured, strict=True):
+        forwards = self._values[len(self._layers) :]
+        for layer, (path, kind, own, captured), forward in zip(
+            self._layers, self._captured, forwards, strict=False
+        ):
             if type(layer) is not kind:
                 yield f"{path or 'chunk'} (captured {kind.__name__}, now {type(layer).__name__})"
-            settings = {"forward": None, **captured}
-            for name, value in settings.items():
+            for name, value in {"forward": forward, **captured}.items():
                 now = own.get(name)
-                if not (now is value or (type(now) is type(value) and bool(now == value))):
-                    what = f"captured {value!r}, now {own.get(name, 'nothing')!r}"
+                if not _is_same(now, value):
+                    what = f"captured {shown(value)}, now {shown(own.get(name, 'nothing'))}"
                     yield f"{path}{path and '.'}{name} ({what})"
 
 
-def _settings(attributes: dict[str, Any]) -> list[str]:
-    return [name for name, v in attributes.items() if name != "training" and _is_setting(v)]
+def _is_same(now: Any, captured: Any) -> bool:
+    """Return whether two settings are equal, also two that are not a number."""
+    if now is captured:
+        return True
+    with suppress(Exception):
+        return type(now) is type(captured) and (now == captured or repr(now) == repr(captured))
+    return False
+
+
+def _settings(layer: nn.Module) -> list[str]:
+    """Return the names of a layer's settings, without attributes that its forward sets."""
+    code = getattr(type(layer).forward, "__code__", None)
+    instructions = dis.get_instructions(code) if code is not None else ()
+    stored = {i.argval for i in instructions if i.opname == "STORE_ATTR"}
+    return [
+        name
+        for name, value in vars(layer).items()
+        if name != "training" and name not in stored and _is_setting(value)
+    ]
 
 
 def _is_setting(value: Any) -> bool:
-    if type(value) is tuple:
-        return all(map(_is_setting, value))
-    return type(value) in _PLAIN
+    kind = type(value)  # that of a weak proxy, whose object may be gone
+    return all(map(_is_setting, value)) if issubclass(kind, tuple) else issubclass(kind, _PLAIN)

@@ -6,21 +6,27 @@ and arguments are known otherwise.
 
 from __future__ import annotations
 
+import gc
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.weak import TensorWeakRef as WeakTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from chunkgraph.engine.capture.preserved import put_back
 from chunkgraph.engine.module_tree import Container
+from chunkgraph.engine.signature import flatten_call
 from chunkgraph.errors import ReplayMismatchError
 from chunkgraph.graphs import InputWatch, storage_address
 
 __all__ = ["OutsideTensors"]
+
+_Place = tuple[Container, Any, Any]
+"""A container, a key in it, and its value."""
 
 
 class OutsideTensors:
@@ -33,16 +39,16 @@ class OutsideTensors:
     def __init__(self, label: str) -> None:
         self._label = label
         self._inputs: Any = WeakIdKeyDictionary()
-        self._places: list[tuple[Container, Any, Any]] = []
-        self._held: list[torch.Tensor] = []
-        self._owned: list[torch.Tensor] = []
+        self._places: list[_Place] = []
+        self._aliases: list[torch.Tensor] = []
+        self._owned: list[WeakTensor] = []
         self._written: set[int] = set()
         self._saved: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None
 
     @property
     def written(self) -> tuple[torch.Tensor, ...]:
-        """Return the held tensors that the forward writes."""
-        return tuple(t for t in self._held if storage_address(t) in self._written)
+        """Return the tensors that the forward writes."""
+        return tuple(t for t in self._aliases if storage_address(t) in self._written)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -58,7 +64,8 @@ class OutsideTensors:
         """Return the forward with a record of the tensors that its operators read."""
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            with InputWatch(self._inputs, self._before_write):
+            arguments = flatten_call(args, kwargs).tensors
+            with InputWatch(self._inputs, self._before_write, arguments):
                 return forward(*args, **kwargs)
 
         return watched
@@ -74,27 +81,29 @@ class OutsideTensors:
     def hold(
         self, containers: Iterable[Container], is_known: Callable[[torch.Tensor], bool]
     ) -> None:
-        """Hold the recorded tensors from now on, so that graphs never read freed memory.
+        """Hold the memory of the recorded tensors, so that graphs never read freed memory.
 
         Args:
             containers: The places where the chunk's module keeps values.
             is_known: Returns whether graphs or the model own a tensor.
         """
-        tensors = (ref() for ref in self._inputs.keyrefs())
-        self._held = [t for t in tensors if t is not None and not is_known(t)]
+        if any(ref() is not None for ref in self._inputs.keyrefs()):
+            gc.collect()  # cycles of the session are no owners
+        tensors = [t for ref in self._inputs.keyrefs() if (t := ref()) is not None]
+        tensors = [t for t in tensors if not is_known(t)]
         self._inputs = WeakIdKeyDictionary()
-        held, in_places = {*map(id, self._held)}, set()
-        for container in containers:
-            for key, value in container.entries():
-                items = value if isinstance(value, tuple) else (value,)
-                if ids := held.intersection(map(id, items)):
-                    in_places |= ids
-                    self._places.append((container, key, value))
-        self._owned = [
-            tensor
-            for tensor, num_owners in zip(self._held, _num_owners(self._held), strict=True)
-            if num_owners > 1 and id(tensor) not in in_places
-        ]
+        self._aliases = [t.detach() for t in tensors]
+        read, in_places = {*map(id, tensors)}, set()
+        every = [(c, key, value) for c in containers for key, value in c.entries()]
+        holders = {id(value): (c, key, value) for c, key, value in every}
+        for container, key, value in every:
+            items = value if isinstance(value, tuple) else (value,)
+            if ids := read.intersection(map(id, items)):
+                in_places |= ids
+                self._places += [(container, key, value), *_above(container, holders)]
+        self._owned = [WeakTensor(t) for t in tensors if id(t) not in in_places]
+        del tensors
+        self._owned = [ref for ref in self._owned if not _is_dropped(ref)]
 
     def check(self) -> None:
         """Notice tensors that were replaced or dropped.
@@ -102,21 +111,30 @@ class OutsideTensors:
         Raises:
             ReplayMismatchError: There is one; the message names it.
         """
-        if not self._held:
+        if not self._aliases:
             return
         changed = [c.name(key) for c, key, value in self._places if not _holds(c, key, value)]
-        # `_held` and `_owned` are the only owners of a tensor that the program dropped.
-        changed += [
-            f"a tensor {tuple(tensor.shape)} {tensor.dtype} outside of the module"
-            for tensor, num_owners in zip(self._owned, _num_owners(self._owned), strict=True)
-            if num_owners <= 2
-        ]
+        if num_dropped := sum(map(_is_dropped, self._owned)):
+            changed.append(f"{num_dropped} tensors outside of the module")
         if changed:
+            names = ", ".join(dict.fromkeys(changed))
             raise ReplayMismatchError(
-                f"{self._label}: {', '.join(changed)} was replaced or dropped after capture, and "
-                "replays would read the captured one. Update it in place (copy_), or release the "
-                "graphs and capture again."
+                f"{self._label}: {names} was replaced or dropped after capture, and replays would "
+                "read the captured one. Update it in place (copy_), or release the graphs and "
+                "capture again."
             )
+
+
+def _above(container: Container, holders: Mapping[int, _Place]) -> Iterator[_Place]:
+    """Yield the places of the list, dict or object itself, and of those around it."""
+    seen: set[int] = set()
+    while True:
+        own = id(container.owner if container.are_attributes else container.values)
+        if own not in holders or own in seen:
+            return
+        seen.add(own)
+        yield holders[own]
+        container = holders[own][0]
 
 
 def _holds(container: Container, key: Any, value: Any) -> bool:
@@ -126,12 +144,14 @@ def _holds(container: Container, key: Any, value: Any) -> bool:
         return False
 
 
-def _num_owners(tensors: list[torch.Tensor]) -> list[int]:
-    """Return how many references of Python each tensor has, that of the list included."""
-    counts = [*map(sys.getrefcount, tensors)]
+def _is_dropped(reference: WeakTensor) -> bool:
+    """Return whether no Python object refers to the tensor any more."""
+    tensors = [reference()]
+    if tensors[0] is None:
+        return True
+    (count,) = map(sys.getrefcount, tensors)
     # All owners in C++, such as nodes of autograd, count as one reference.
-    shared = [tensor._use_count() > 1 for tensor in tensors]  # type: ignore[attr-defined]
-    return [count - _NUM_OF_CALL - more for count, more in zip(counts, shared, strict=True)]
+    return count - (tensors[0]._use_count() > 1) <= _SOLE_REFERENCES
 
 
-_NUM_OF_CALL = next(map(sys.getrefcount, [torch.zeros(1, device="cpu")])) - 1
+_SOLE_REFERENCES = next(map(sys.getrefcount, [torch.zeros(1, device="cpu")]))
