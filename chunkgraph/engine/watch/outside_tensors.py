@@ -7,6 +7,7 @@ and arguments are known otherwise.
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -87,10 +88,9 @@ class OutsideTensors:
             containers: The places where the chunk's module keeps values.
             is_known: Returns whether graphs or the model own a tensor.
         """
-        if any(ref() is not None for ref in self._inputs.keyrefs()):
+        if _alive(self._inputs):
             gc.collect()  # cycles of the session are no owners
-        tensors = [t for ref in self._inputs.keyrefs() if (t := ref()) is not None]
-        tensors = [t for t in tensors if not is_known(t)]
+        tensors = [*itertools.filterfalse(is_known, _alive(self._inputs))]
         self._inputs = WeakIdKeyDictionary()
         self._aliases = [t.detach() for t in tensors]
         read, in_places = {*map(id, tensors)}, set()
@@ -123,6 +123,11 @@ class OutsideTensors:
                 "read the captured one. Update it in place (copy_), or release the graphs and "
                 "capture again."
             )
+
+
+def _alive(inputs: Any) -> list[torch.Tensor]:
+    tensors = [ref() for ref in inputs.keyrefs()]
+    return [tensor for tensor in tensors if tensor is not None]
 
 
 def _above(container: Container, holders: Mapping[int, _Place]) -> Iterator[_Place]:
