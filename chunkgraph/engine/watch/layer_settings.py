@@ -6,6 +6,7 @@ A replay runs no Python, so it would keep a captured probability, temperature or
 from __future__ import annotations
 
 import dis
+import functools
 import numbers
 import types
 from collections.abc import Iterable, Iterator
@@ -113,14 +114,19 @@ def _is_same(now: Any, captured: Any) -> bool:
 
 def _settings(layer: nn.Module) -> list[str]:
     """Return the names of a layer's settings, without attributes that its forward sets."""
-    code = getattr(type(layer).forward, "__code__", None)
-    instructions = dis.get_instructions(code) if code is not None else ()
-    stored = {i.argval for i in instructions if i.opname == "STORE_ATTR"}
+    stored = _stored_in(getattr(type(layer).forward, "__code__", None))
     return [
         name
         for name, value in vars(layer).items()
         if name != "training" and name not in stored and _is_setting(value)
     ]
+
+
+@functools.cache
+def _stored_in(code: types.CodeType | None) -> frozenset[str]:
+    """Return the attributes that a function sets."""
+    instructions = dis.get_instructions(code) if code is not None else ()
+    return frozenset(i.argval for i in instructions if i.opname == "STORE_ATTR")
 
 
 def _is_setting(value: Any) -> bool:
