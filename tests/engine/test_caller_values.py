@@ -330,19 +330,6 @@ def test_gradients_that_are_views_of_one_buffer_stay_there(both: Callable[..., N
     both(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), program)
 
 
-def test_gradients_that_are_columns_of_one_buffer_stay_there(both: Callable[..., None]) -> None:
-    def program(module: nn.Module, call: Callable[..., Any], step: Any) -> list[Any]:
-        columns = torch.zeros(8, 16, device=rows(module).device)
-        for p, grad in zip(module.parameters(), columns.split(8, 1), strict=True):
-            p.grad = grad
-        for _ in range(3):
-            with step(1):
-                call(rows(module)).square().mean().backward()
-        return [columns]
-
-    both(nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)), program)
-
-
 def test_gradients_kept_by_reference_keep_their_values(both: Callable[..., None]) -> None:
     def program(module: nn.Module, call: Callable[..., Any], step: Any) -> list[Any]:
         kept = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -256,3 +257,21 @@ def test_two_parameters_with_one_gradient_are_refused(backend: GraphBackend, whe
         graphs.step(1),
     ):
         graphs.callables[0](torch.randn(4, 8, device=backend.device)).sum().backward()
+
+
+def test_gradients_that_are_columns_of_one_buffer_stay_there(backend: GraphBackend) -> None:
+    torch.manual_seed(4)
+    layers = [nn.Linear(8, 8, bias=False, device=backend.device) for _ in range(2)]
+    module = nn.Sequential(*layers)
+    graphs = ChunkGraphs([module], [1], backend=backend)
+    x = torch.randn(4, 8, device=backend.device)
+    buffers = []
+    for call in (module, graphs.callables[0]):
+        buffers.append(torch.zeros(8, 16, device=backend.device))
+        for layer, grad in zip(layers, buffers[-1].split(8, 1), strict=True):
+            layer.weight.grad = grad
+        for _ in range(3):
+            with graphs.step(1) if call is not module else nullcontext():
+                call(x).square().mean().backward()
+    assert graphs.counters.replays == 2
+    assert torch.equal(*buffers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -236,6 +237,22 @@ def test_tensors_elsewhere_that_the_forward_writes_are_as_in_eager(
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+def test_a_refused_step_writes_no_tensor_elsewhere(backend: GraphBackend) -> None:
+    device = backend.device
+    counts = [torch.zeros(2, device=device), torch.zeros(WIDTH, device=device)]
+    module = nn.Sequential(Counter(counts), nn.Softplus()).to(device)
+    options = CaptureOptions(num_warmup_passes=1)
+    graphs = ChunkGraphs([module], [1], backend=backend, options=options)
+    for _ in range(2):
+        with graphs.step(1):
+            graphs.callables[0](rows(device)).sum().backward()
+    before = [t.clone() for t in counts]
+    module[1].beta = 2.0
+    with pytest.raises(ReplayMismatchError, match="beta"), graphs.step(1):
+        graphs.callables[0](rows(device))
+    assert all(torch.equal(a, b) for a, b in zip(before, counts, strict=True))
+
+
 class Drop(nn.Module):
     """Drop a layer by a number that Python or NumPy draws."""
 
@@ -270,3 +287,17 @@ def test_draws_of_python_and_numpy_in_a_forward_are_refused(
     with pytest.raises(CaptureError, match=f"draws random numbers of {name}"):
         graphs.capture([(rows(backend.device),)])
     assert state() == before
+
+
+def test_draws_are_a_warning_where_another_thread_may_have_drawn(backend: GraphBackend) -> None:
+    module = Drop(lambda: random.random() / 4).to(backend.device)
+    graphs = ChunkGraphs([module], [1], backend=backend)
+    ended = threading.Event()
+    thread = threading.Thread(target=ended.wait)
+    thread.start()
+    try:
+        with pytest.warns(UserWarning, match="draws random numbers of Python's"):
+            graphs.capture([(rows(backend.device),)])
+    finally:
+        ended.set()
+        thread.join()

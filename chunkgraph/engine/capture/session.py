@@ -262,6 +262,8 @@ def _run(
 def _changes_state(session: _Session) -> bool:
     if any(chunk.before_forward is not None for chunk in session.chunks):
         return True  # of the host
+    if any(model.outside.is_written for model in session.models):
+        return True
     return any(warm.changes_state for of_bank in session.warm_ups.values() for warm in of_bank)
 
 

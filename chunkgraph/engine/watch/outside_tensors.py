@@ -47,6 +47,11 @@ class OutsideTensors:
         self._saved: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None
 
     @property
+    def is_written(self) -> bool:
+        """Return whether the forward writes memory that existed before it."""
+        return bool(self._written)
+
+    @property
     def written(self) -> tuple[torch.Tensor, ...]:
         """Return the tensors that the forward writes."""
         return tuple(t for t in self._aliases if storage_address(t) in self._written)
