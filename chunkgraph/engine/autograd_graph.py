@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from chunkgraph.errors import ReplayMismatchError
+from chunkgraph.graphs import storage_address
 
 __all__ = [
     "edges_to_leaves",
@@ -21,7 +22,6 @@ __all__ = [
     "refuse_changed_outputs",
     "refuse_hooks_on_nested",
     "sharing_outputs",
-    "storage_address",
 ]
 
 
@@ -164,14 +164,3 @@ def sharing_outputs(
         for i, storage in enumerate(of_outputs)
         if storage and (storage in storages or of_outputs.count(storage) > 1)
     )
-
-
-def storage_address(tensor: torch.Tensor) -> int:
-    """Return the address of the tensor's storage; 0 if it has no memory of its own.
-
-    Sparse tensors and wrappers (``DTensor``) have none.
-    """
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except RuntimeError:
-        return 0

@@ -150,11 +150,14 @@ def storages_written(
 
 
 def storage_address(tensor: torch.Tensor) -> int:
-    """Return the address of the tensor's memory; 0 if it has no memory itself."""
-    if tensor.layout is not torch.strided or tensor.is_meta:
+    """Return the address of the tensor's storage; 0 if it has no memory itself.
+
+    Sparse tensors, wrappers (``DTensor``) and meta tensors have none.
+    """
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:
         return 0
-    wraps_others = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-    return 0 if wraps_others else tensor.untyped_storage().data_ptr()
 
 
 # Cached, since torch creates schema objects per access.

@@ -9,7 +9,7 @@ import torch
 from torch._ops import OpOverload
 
 from chunkgraph.engine.autocast import Autocast, ForwardCasts, num_autocast_blocks
-from chunkgraph.engine.autograd_graph import storage_address
+from chunkgraph.graphs import storage_address
 from chunkgraph.graphs.operator_mode import OperatorMode
 
 __all__ = ["BlockWatch"]

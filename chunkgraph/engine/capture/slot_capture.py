@@ -15,7 +15,6 @@ from chunkgraph.engine.autograd_graph import (
     edges_to_leaves,
     guarded_outputs,
     nested_among,
-    storage_address,
 )
 from chunkgraph.engine.capture.cast_watch import BlockWatch
 from chunkgraph.engine.capture.gradients import GradientSinks
@@ -43,6 +42,7 @@ from chunkgraph.graphs import (
     OperatorTrace,
     Pool,
     ScratchRouter,
+    storage_address,
 )
 from chunkgraph.memory import PoolPlan, SlotFootprint
 
