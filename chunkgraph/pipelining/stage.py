@@ -194,6 +194,8 @@ class StageReplays:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Enclose one training step. All ranks enter it together."""
+        # Outputs of the last step would keep the rest of their blocks of memory from a capture.
+        self._stage.clear_runtime_states()
         if self._sharded is not None:
             gather(self._sharded)
         try:

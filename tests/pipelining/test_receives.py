@@ -117,3 +117,17 @@ def test_a_failed_step_leaves_its_buffers(pipeline: Callable[..., Any]) -> None:
     with pytest.raises(ShapeError):
         one.step(rows=3)
     assert memory.num_buffers == 0
+
+
+def test_outputs_of_the_last_step_are_gone_before_a_capture(pipeline: Callable[..., Any]) -> None:
+    """On a GPU they would keep the rest of their blocks of memory from the graphs."""
+    num_kept: list[int] = []
+    pipe = pipeline(
+        nn.Linear(4, 4), progress=lambda *_: num_kept.append(len(pipe.stages[0].output_chunks))
+    )
+    pipe.step()
+    assert len(pipe.stages[0].output_chunks) == 2
+    assert not num_kept
+    pipe.step()
+    assert num_kept
+    assert not any(num_kept)
