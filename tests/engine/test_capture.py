@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs, Host, StepMode
+from chunkgraph.engine.capture import session
+from chunkgraph.engine.capture.grad_memory import GradMemory
 from chunkgraph.errors import CaptureError
 from chunkgraph.graphs import Allocation, GraphBackend, RecorderBackend
 from chunkgraph.memory import MemoryPlan
@@ -154,7 +156,7 @@ def test_release_and_capture_again(
 def test_the_cache_is_emptied_around_what_takes_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Before a capture's scope allocates, before pools are filled, and after graphs are freed."""
+    """Before gradients, a capture's scope and pools are allocated, and after graphs are freed."""
     backend = RecorderBackend()
     events: list[str] = []
 
@@ -178,13 +180,39 @@ def test_the_cache_is_emptied_around_what_takes_more(
     monkeypatch.setattr(backend, "new_pool", new_pool)
     monkeypatch.setattr(backend, "release_cached_memory", release)
     graphs.capture([(sample(backend),)])
-    assert events[:3] == ["1 of 1", "scope", "1 of 1"]  # the pool of scratch, which is still empty
+    # The pool is that of scratch, which is still empty.
+    assert events[:4] == ["1 of 1", "1 of 1", "scope", "1 of 1"]
     assert len(pools) > 1
     events.clear()
     graphs.release()
     assert events == [f"0 of {len(pools)}"]
     graphs.release()  # there are no graphs
     assert len(events) == 1
+
+
+def test_gradients_take_no_memory_during_the_passes_before_a_capture(
+    backend: GraphBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memories: list[GradMemory] = []
+    sizes: list[int] = []
+
+    class Noted(GradMemory):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters)
+            memories.append(self)
+
+    class Noting(Tower):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            sizes.extend(memory._buffer.untyped_storage().nbytes() for memory in memories)
+            return super().forward(*args, **kwargs)
+
+    monkeypatch.setattr(session, "GradMemory", Noted)
+    module = Noting(syncs=False).to(backend.device)
+    options = CaptureOptions(num_warmup_passes=1)
+    ChunkGraphs([module], [1], backend=backend, options=options).capture([(sample(backend),)])
+    (memory,) = memories
+    assert sizes == [0, memory.num_bytes]
+    assert memory.num_bytes > 0
 
 
 def test_the_cache_is_emptied_after_every_step_before_the_capture(

@@ -130,6 +130,21 @@ class GradMemory:
         self._num_own = self._num_tensors()
         self.num_expected = self._num_own
 
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of the sinks, present or not."""
+        return self._buffer.numel()
+
+    def set_aside(self) -> None:
+        """Give the memory of the sinks back until `restore`; until then nobody may use them."""
+        self._storage.resize_(0)
+
+    def restore(self) -> None:
+        """Allocate the memory of the sinks again."""
+        if self._storage.nbytes() < self.num_bytes:
+            self._storage.resize_(self.num_bytes)
+            self._buffer.zero_()
+
     def sink(self, parameter: nn.Parameter) -> torch.Tensor:
         """Return the memory that graphs add the gradient of ``parameter`` to."""
         return self._sinks[self._index[id(parameter)]]

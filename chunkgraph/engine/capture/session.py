@@ -153,7 +153,8 @@ class _Session:
         samples: see `capture_session`.
         settings: see `capture_session`; `_choose_slots` may change them.
         maker: makes the graphs.
-        sinks: the gradient memory of each chunk.
+        grad_memory: the memory of ``sinks``; there is none during the eager passes.
+        sinks: the gradient sinks of each chunk.
         models: the state of each chunk's module that the graphs depend on.
         aliases: the leaves that replace each chunk's parameters during the session.
         warm_ups: measurements of the eager passes, by bank and chunk.
@@ -169,6 +170,7 @@ class _Session:
     samples: Mapping[Hashable, Sequence[Call]]
     settings: SessionSettings
     maker: GraphMaker
+    grad_memory: GradMemory
     sinks: tuple[GradientSinks, ...]
     models: tuple[CapturedModel, ...]
     aliases: tuple[ParameterAliases, ...]
@@ -274,8 +276,10 @@ def _begin(
     settings: SessionSettings,
     maker: GraphMaker,
 ) -> _Session:
+    maker.backend.release_cached_memory()  # blocks of eager steps are too small for all sinks
     grad_memory = GradMemory({id(p): p for chunk in chunks for p in chunk.parameters}.values())
     sinks = tuple(GradientSinks(c.parameters, c.label, grad_memory) for c in chunks)
+    grad_memory.set_aside()  # the passes of `_warm_up` discard gradients
     models = tuple(CapturedModel(chunk) for chunk in chunks)
     for model, chunk in zip(models, chunks, strict=True):
         model.refuse_hooks(chunk.parameters)
@@ -283,7 +287,15 @@ def _begin(
     stand_ins: dict[int, nn.Parameter] = {}
     aliases = tuple(ParameterAliases(c.module, c.parameters, stand_ins) for c in chunks)
     return _Session(
-        list(chunks), tuple(num_slots), samples, settings, maker, sinks, models, aliases
+        list(chunks),
+        tuple(num_slots),
+        samples,
+        settings,
+        maker,
+        grad_memory,
+        sinks,
+        models,
+        aliases,
     )
 
 
@@ -364,11 +376,13 @@ def _make_room(session: _Session) -> None:
         session.held_bytes,
         backend,
         are_shared=session.settings.shared_slots,
+        gradient_bytes=session.grad_memory.num_bytes,
     )
     allocated_bytes = backend.allocated_bytes()
     backend.release_cached_memory()
     if backend.allocated_bytes() < allocated_bytes:
         backend.take_workspaces()
+    session.grad_memory.restore()
     warm_ups = [warm for of_bank in session.warm_ups.values() for warm in of_bank]
     session.maker.pools.reserve_scratch(max(warm.scratch_bytes for warm in warm_ups))
 

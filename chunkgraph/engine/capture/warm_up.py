@@ -152,6 +152,7 @@ def check_memory(
     backend: GraphBackend,
     *,
     are_shared: bool = False,
+    gradient_bytes: int = 0,
 ) -> None:
     """Refuse a session that cannot fit, before its first allocation.
 
@@ -161,12 +162,13 @@ def check_memory(
         held_bytes: bytes that one forward of each chunk holds until its backward.
         backend: the backend of the memory.
         are_shared: whether the chunks share the slots.
+        gradient_bytes: bytes of the gradient sinks, which the session allocates too.
 
     Raises:
         CaptureError: the slots do not fit; the message has the sizes and the remedies.
     """
     by_chunk = [n * held for n, held in zip(num_slots, held_bytes, strict=True)]
-    required_bytes = max(by_chunk) if are_shared else sum(by_chunk)
+    required_bytes = (max(by_chunk) if are_shared else sum(by_chunk)) + gradient_bytes
     free_bytes = backend.free_bytes()
     if free_bytes is None or required_bytes <= free_bytes:
         return
@@ -174,8 +176,10 @@ def check_memory(
         f"{chunk.label}: {n} slots of {held / 2**20:.0f} MiB"
         for chunk, n, held in zip(chunks, num_slots, held_bytes, strict=True)
     )
+    if gradient_bytes >= 2**20:
+        parts += f", gradients: {gradient_bytes / 2**20:.0f} MiB"
     raise CaptureError(
-        f"The slots need {required_bytes / 2**20:.0f} MiB ({parts}), but only "
+        f"The graphs need {required_bytes / 2**20:.0f} MiB ({parts}), but only "
         f"{free_bytes / 2**20:.0f} MiB of {backend.device} are free; nothing was captured.\n"
         "  To do: use a smaller microbatch or sequence, selective recompute, fewer layers per "
         "rank, or fewer slots (num_slots) if steps have few microbatches."
