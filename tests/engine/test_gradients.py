@@ -275,3 +275,16 @@ def test_gradients_that_are_columns_of_one_buffer_stay_there(backend: GraphBacke
                 call(x).square().mean().backward()
     assert graphs.counters.replays == 2
     assert torch.equal(*buffers)
+
+
+def test_a_sparse_gradient_is_refused(backend: GraphBackend) -> None:
+    module = nn.Linear(4, 4, device=backend.device)
+    graphs = ChunkGraphs([module], [1], backend=backend)
+    x = torch.ones(2, 4, device=backend.device)
+    for _ in range(2):
+        with graphs.step(1):
+            graphs.callables[0](x).sum().backward()
+    module.weight.grad = torch.eye(4, device=backend.device).to_sparse()
+    message = r"(?s)shape \(4, 4\) is torch.sparse_coo.*to_dense"
+    with pytest.raises(ReplayMismatchError, match=message), graphs.step(1):
+        graphs.callables[0](x).sum().backward()

@@ -284,3 +284,36 @@ def test_an_optimizer_of_other_parameters_may_step_at_any_time(backend: GraphBac
         other(new_input(backend)).sum().backward()
         torch.optim.SGD(other.parameters(), lr=0.1).step()
         y.sum().backward()
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_modules_in_the_wrapper_of_torch_compile_are_equal_to_eager(
+    backend: GraphBackend, *, is_whole: bool
+) -> None:
+    """It has no mode itself, but a property that asks its module."""
+    wrapped = torch.compiler.disable  # the same wrapper, without a compiler
+
+    def make() -> nn.Module:
+        torch.manual_seed(1)
+        first, second = nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        if not is_whole:
+            second = wrapped(second)
+        both = nn.Sequential(first, second, nn.Dropout(0.5)).to(backend.device)
+        return wrapped(both) if is_whole else both
+
+    module, reference = make(), make()
+    graphs = ChunkGraphs([module], [1], backend=backend)
+    for seed in range(4):
+        x = new_input(backend)
+        torch.manual_seed(seed)
+        with graphs.step(1):
+            graphs.callables[0](x).sum().backward()
+        torch.manual_seed(seed)
+        reference(x.detach().requires_grad_()).sum().backward()
+        for p, q in zip(module.parameters(), reference.parameters(), strict=True):
+            assert torch.equal(p.grad, q.grad)
+    assert graphs.counters.replays > 0
+    part = module._orig_mod[1][1] if is_whole else module[1]
+    part.eval()
+    with pytest.raises(ReplayMismatchError, match=r"called in eval"), graphs.step(1):
+        graphs.callables[0](new_input(backend)).sum().backward()

@@ -23,7 +23,6 @@ from torch import nn
 
 from chunkgraph.engine.layout import dense_strides, memory_of, span
 from chunkgraph.errors import ReplayMismatchError
-from chunkgraph.graphs import AddressRange
 
 __all__ = ["Binding", "GradMemory", "use_count"]
 
@@ -160,8 +159,8 @@ class GradMemory:
             parameters: the parameters that get gradients in the backward.
 
         Raises:
-            ReplayMismatchError: views of a gradient that was dropped are still in use, or two
-                gradients share memory.
+            ReplayMismatchError: views of a gradient that was dropped are still in use, two
+                gradients share memory, or one is sparse.
         """
         if self.has_changed():
             self.generation += 1
@@ -203,7 +202,7 @@ class GradMemory:
         """Refuse gradients with memory of each other or of the sinks."""
         grads = [self._parameters[i].grad for i in indices]
         tensors = [self._buffer, *(grad for grad in grads if grad is not None)]
-        regions = [(r.start, r.end, t) for t in tensors if (r := _memory_of(t)) is not None]
+        regions = [(r.start, r.end, t) for t in tensors if (r := memory_of(t)) is not None]
         regions.sort(key=itemgetter(0))
         if any(a[1] > b[0] and _overlap(a[2], b[2]) for a, b in pairwise(regions)):
             raise ReplayMismatchError(
@@ -230,6 +229,12 @@ class GradMemory:
 
     def _is_alias(self, index: int, grad: torch.Tensor) -> bool:
         """Return whether ``grad`` is another tensor on the sink, and adopt it if so."""
+        if grad.layout is not torch.strided:
+            raise ReplayMismatchError(
+                f"The gradient of a parameter of shape {tuple(grad.shape)} is {grad.layout}, but "
+                "replays add dense ones.\n"
+                "  To do: clear it before the step, or make it dense (`p.grad.to_dense()`)."
+            )
         sink = self._sinks[index]
         is_alias = grad.data_ptr() == sink.data_ptr() and grad.stride() == sink.stride()
         if is_alias and grad.numel():
@@ -258,10 +263,6 @@ class GradMemory:
 
     def _num_tensors(self) -> int:
         return use_count(self.address)
-
-
-def _memory_of(grad: torch.Tensor) -> AddressRange | None:
-    return memory_of(grad) if grad.layout is torch.strided else None
 
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:

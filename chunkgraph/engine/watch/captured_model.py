@@ -129,7 +129,9 @@ class CapturedModel:
         self._parts = [_Part.now(path, module) for path, module in modules]
         # The same facts as plain lists, which every step iterates over.
         self._attributes = [vars(part.module) for part in self._parts]
-        self._modes = [part.is_training for part in self._parts]
+        # The wrapper of `torch.compile` has the mode of what it wraps.
+        self._with_mode = [own for own in self._attributes if "training" in own]
+        self._modes = [*map(_training, self._with_mode)]
         self._children = [child for part in self._parts for child in part.parts.values()]
         self._tensors: list[torch.Tensor | None] = []
         named: dict[int, tuple[torch.Tensor, str]] = {}
@@ -319,7 +321,7 @@ class CapturedModel:
             ReplayMismatchError: A part or a tensor was replaced, added, removed, moved, frozen or
                 unfrozen, or a part of the module changed between training and evaluation mode.
         """
-        modes = [*map(_training, self._attributes)]
+        modes = [*map(_training, self._with_mode)]
         if modes != self._modes and modes[0] is self._modes[0]:
             part = next(p for p in self._parts if p.module.training is not p.is_training)
             raise self._other_mode(part.path, part.module)

@@ -34,7 +34,8 @@ class Windows:
     """
 
     def __init__(self, module: nn.Module, caches: Collection[str] = ()) -> None:
-        attributes = [vars(m) for m in module.modules()]
+        # The wrapper of `torch.compile` has the mode of what it wraps.
+        attributes = [own for m in module.modules() if "training" in (own := vars(m))]
         places: list[tuple[dict[str, Any], str, torch.Tensor]] = [
             (holder, key, tensor)
             for m in module.modules()
