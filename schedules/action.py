@@ -58,7 +58,8 @@ class Op(Enum):
 
 
 _COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W})
-_PATTERN = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(\d+)", re.ASCII)
+_NUMBER = r"(\d{1,9})"
+_PATTERN = re.compile(rf"{_NUMBER}(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W){_NUMBER}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +91,11 @@ class Action:
         """
         match = _PATTERN.fullmatch(text.strip())
         if match is None:
+            text = text.strip()
+            shown = repr(text if len(text) <= 40 else f"{text[:40]}...")
             operations = ", ".join(op.value for op in Op)
             raise ScheduleError(
-                f"{text.strip()!r} is not an action: expected <stage><operation><microbatch> with "
+                f"{shown} is not an action: expected <stage><operation><microbatch> with "
                 f"one of the operations {operations}, for example '2F0' (forward of microbatch 0 "
                 "on stage 2)"
             )

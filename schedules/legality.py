@@ -123,7 +123,8 @@ def check_sizes(name: str, *, num_ranks: int, num_chunks: int, group_size: int |
     if family.num_chunks is not None and num_chunks != family.num_chunks:
         count = f"{'one' if family.num_chunks == 1 else 'two'} model chunk"
         count += "s" if family.num_chunks > 1 else ""
-        instead = "use 'interleaved', or " if family.num_chunks == 1 else ""
+        other = "interleaved-zb" if family.splits_backward else "interleaved"
+        instead = f"use {other!r}, or " if family.num_chunks == 1 else ""
         raise TopologyError(
             f"schedule {name!r} runs {count} on each rank, but num_chunks is {num_chunks}: "
             f"{instead}set the virtual pipeline size to {family.num_chunks}"
@@ -131,7 +132,8 @@ def check_sizes(name: str, *, num_ranks: int, num_chunks: int, group_size: int |
     if family.interleaves and num_chunks == 1:
         raise TopologyError(
             f"schedule {name!r} needs at least 2 model chunks on each rank, but num_chunks is 1: "
-            "use '1f1b', or set a virtual pipeline size of 2 or more"
+            f"use {'zb-h1' if family.splits_backward else '1f1b'!r}, or set a virtual pipeline "
+            "size of 2 or more"
         )
     if num_ranks == 1 and num_chunks > 1:
         raise TopologyError(

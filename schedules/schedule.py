@@ -144,7 +144,11 @@ class Schedule:
             ScheduleError: a cell is not an action, or a row has none; names the row and the cell.
         """
         rows: list[tuple[Action, ...]] = []
-        for row_number, cells in enumerate(csv.reader(io.StringIO(text.rstrip())), start=1):
+        try:
+            table = [*csv.reader(io.StringIO(text.rstrip()))]
+        except csv.Error as error:  # a cell without an end
+            raise ScheduleError(f"schedule {name!r} cannot be read as CSV: {error}") from None
+        for row_number, cells in enumerate(table, start=1):
             row: list[Action] = []
             for cell_number, cell in enumerate(cells, start=1):
                 pair = _OVERLAP.fullmatch(cell)

@@ -10,6 +10,7 @@ from typing import Any
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.core.fp8_recipe import fp8_recipe
+from chunkgraph.settings.pipeline import SLOT_RULES
 from chunkgraph.settings.rule import Facts, Rule, Words
 from chunkgraph.settings.words import PROGRAM
 
@@ -98,6 +99,7 @@ DRIVER_RULES = (
 )
 """Rules of a schedule that drives a model without chunk graphs."""
 MODEL_RULES = (
+    *SLOT_RULES,
     Rule(f"fp4: {_QUANTIZED_WEIGHTS}"),
     Rule(f"use_kitchen: {_QUANTIZED_WEIGHTS}"),
     Rule(f"quant_recipe: {_QUANTIZED_WEIGHTS}"),

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.schedules import (
+    Op,
     Placement,
     Schedule,
+    check_sizes,
     get_family,
     list_schedules,
     validate,
@@ -20,6 +23,7 @@ from chunkgraph.settings.setting import POSITIVE, setting
 __all__ = [
     "FILE_SUFFIX",
     "SCHEDULE_RULES",
+    "SLOT_RULES",
     "PipelineConfig",
     "check_counts",
     "read_matching_schedule",
@@ -169,6 +173,42 @@ def _check_stages(schedule: Schedule, num_ranks: int, num_chunks: int) -> None:
         )
 
 
+def _check_order(schedule: Schedule) -> None:
+    """Check that each chunk runs its microbatches in order.
+
+    Megatron's data iterators have no other order, slots are filled and freed in it, and gradients
+    are summed in it.
+
+    Raises:
+        ConfigError: Forwards, backwards or weight gradients of a chunk are in another order.
+    """
+    for rank, actions in enumerate(schedule.actions):
+        num_done: Counter[tuple[int, str]] = Counter()
+        for action in actions:
+            for part in _PARTS.get(action.op, ()):
+                expected = num_done[action.stage, part]
+                if action.microbatch != expected:
+                    raise ConfigError(
+                        f"{schedule.name}: row {rank + 1} has {action} before the {part} of "
+                        f"microbatch {expected}. Megatron trains microbatches in order: its data "
+                        "iterators have no other, and sums of gradients would have other bits. "
+                        "Let the forwards of a stage begin with microbatch 0 and count up, and "
+                        "its backwards, weight gradients and receives too."
+                    )
+                num_done[action.stage, part] += 1
+
+
+_PARTS: dict[Op, tuple[str, ...]] = {
+    Op.F: ("forward",),
+    Op.B: ("backward", "weight gradient"),
+    Op.I: ("backward",),
+    Op.W: ("weight gradient",),
+    Op.RECV_F: ("received input",),
+    Op.RECV_B: ("received gradient",),
+}
+"""What an action does whose order matters."""
+
+
 def check_counts(schedule: Schedule, counts: Iterable[int], setting: str) -> None:
     """Compare the number of microbatches of a schedule from a file with those of the steps.
 
@@ -190,7 +230,7 @@ def check_counts(schedule: Schedule, counts: Iterable[int], setting: str) -> Non
 def read_matching_schedule(
     name: str, num_ranks: int, num_chunks: int, counts: Iterable[int] = (), setting: str = ""
 ) -> Schedule | None:
-    """Read the schedule of a CSV file for a pipeline of Megatron; return None for a name.
+    """Read the schedule of a CSV file for a pipeline of Megatron.
 
     Args:
         name: The file, or the name of a schedule.
@@ -199,14 +239,21 @@ def read_matching_schedule(
         counts: The microbatches of each step, if they are known.
         setting: What sets them.
 
+    Returns:
+        The schedule; None for a name, of which only the sizes are checked.
+
     Raises:
         ConfigError: The file cannot be read, or does not match the pipeline or the steps.
         ScheduleError: It holds no valid schedule.
+        TopologyError: The schedule of this name does not exist for the pipeline.
     """
     schedule = read_schedule(name)
     if schedule is not None:
         _check_stages(schedule, num_ranks, num_chunks)
+        _check_order(schedule)
         check_counts(schedule, counts, setting)
+    elif name != "auto":
+        check_sizes(name, num_ranks=num_ranks, num_chunks=num_chunks, group_size=None)
     return schedule
 
 
@@ -234,3 +281,16 @@ SCHEDULE_RULES = (
     ),
 )
 """Rules of a schedule's name, from a file, a program or a command line."""
+SLOT_RULES = (
+    Rule(
+        "schedule: it holds every microbatch of a step at once, and chunk graphs have slots for a "
+        "fixed number; use 1f1b or zb-h1, or train without graphs",
+        lambda f: (
+            f.captures is not False  # None outside of a configuration file: graphs are on
+            and _is_named(f)
+            and f.schedule in list_schedules()
+            and not get_family(f.schedule).is_bounded
+        ),
+    ),
+)
+"""Rules of a schedule that drives chunk graphs."""

@@ -16,7 +16,7 @@ from chunkgraph.settings.experts import EXPERT_FILE_RULES, EXPERT_RULES
 from chunkgraph.settings.hybrid import HYBRID_RULES, check_hybrid
 from chunkgraph.settings.model import FP8_RULES
 from chunkgraph.settings.packing import PACKING_FILE_RULES, PACKING_RULES
-from chunkgraph.settings.pipeline import SCHEDULE_RULES, read_matching_schedule
+from chunkgraph.settings.pipeline import SCHEDULE_RULES, SLOT_RULES, read_matching_schedule
 from chunkgraph.settings.rule import Facts, Rule, check
 from chunkgraph.settings.setting import Setting, check_bounds
 from chunkgraph.settings.stash import STASH_RULES
@@ -315,6 +315,7 @@ _RULES = (
         )
     ),
     *SCHEDULE_RULES,
+    *SLOT_RULES,
     *FP8_RULES,
     *PACKING_RULES,
     *PACKING_FILE_RULES,
