@@ -18,7 +18,7 @@ from chunkgraph.megatron.captured_part import CapturedPart, Scope, new_part
 from chunkgraph.megatron.core.collectives import agree_by_maximum
 from chunkgraph.megatron.core.delayed_weights import delays
 from chunkgraph.megatron.module_hooks import refuse_hooks
-from chunkgraph.megatron.pipeline.choice import PipelineSchedule
+from chunkgraph.megatron.pipeline.choice import PipelineSchedule, refuse_other_schedules
 from chunkgraph.megatron.receive import waits_for_sends
 from chunkgraph.megatron.refusals import facts_of_model
 from chunkgraph.megatron.scope_choice import ChosenScope, choose_scope
@@ -123,12 +123,14 @@ class Site:
         return facts_of_model(self.config, {**own, **dict(others)})
 
     def find_parts(self, undo: ExitStack) -> None:
-        """Agree on the scope with the other ranks, find the captured parts, and count slots.
+        """Agree on schedule and scope with all ranks, find the captured parts, and count slots.
 
         Raises:
-            ConfigError: A chunk has no such part, or its hooks cannot be captured.
+            ConfigError: A chunk has no such part, its hooks cannot be captured, or another rank
+                has another schedule.
         """
         self.agree = new_agreement(undo)
+        refuse_other_schedules(self.schedule, self.place.rank, self.agree)
         self.scope = choose_scope(
             self.requested_scope,
             self.facts(),

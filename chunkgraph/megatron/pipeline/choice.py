@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 
+from chunkgraph.engine.decide.maximum import Maximum
+from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.topology import PipelinePlace
 from chunkgraph.schedules import Schedule, build_schedule, get_family
 from chunkgraph.settings.pipeline import (
@@ -15,7 +18,7 @@ from chunkgraph.settings.rule import Facts, check
 from chunkgraph.settings.words import PROGRAM
 from chunkgraph.slots import plan_schedule, plan_slots
 
-__all__ = ["PipelineSchedule"]
+__all__ = ["PipelineSchedule", "refuse_other_schedules"]
 
 
 @dataclass(frozen=True)
@@ -88,3 +91,29 @@ class PipelineSchedule:
         else:
             plan = plan_schedule(self.file, place.pipeline_rank)
         return (plan.peak_in_flight,) * place.num_chunks if are_shared else plan.slots_per_chunk
+
+
+def refuse_other_schedules(
+    schedule: PipelineSchedule | None, rank: int, agree: Maximum | None
+) -> None:
+    """Check that all ranks train with the same schedule; all ranks call this together.
+
+    Args:
+        schedule: The schedule of this rank; None for Megatron's own.
+        rank: The rank, for errors.
+        agree: Maximum over all ranks; None in a job of one rank.
+
+    Raises:
+        ConfigError: Some rank has another schedule; raised on all ranks.
+    """
+    actions, name = "", "auto"
+    if schedule is not None:
+        actions = schedule.name if schedule.file is None else schedule.file.to_csv()
+        name = schedule.name
+    digest = zlib.crc32(actions.encode())
+    if agree is not None and agree([digest, -digest]) != [digest, -digest]:
+        raise ConfigError(
+            f"rank {rank}: the schedule is {name}, and another one, or another file of this name, "
+            "on another rank. Use the same schedule on every rank; a file must be the same on "
+            "every node."
+        )
