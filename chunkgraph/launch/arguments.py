@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -19,7 +19,12 @@ from chunkgraph.megatron.features.experts.deep_ep_needs import BACKEND_NAMES, de
 from chunkgraph.megatron.features.experts.overlap import OVERLAP_RULES
 from chunkgraph.megatron.features.fp8.primary_weights import keeps_transposes
 from chunkgraph.megatron.refusals import DELAY_RULES, DRIVER_RULES, facts_of_model
-from chunkgraph.settings.pipeline import SCHEDULE_RULES, splits_backward
+from chunkgraph.settings.pipeline import (
+    FILE_SUFFIX,
+    SCHEDULE_RULES,
+    read_matching_schedule,
+    splits_backward,
+)
 from chunkgraph.settings.rule import Facts, Rule, refusals
 from chunkgraph.settings.words import FLAGS
 
@@ -97,12 +102,27 @@ def _missing_needs(f: Facts) -> object:
     return missing and {"missing": missing}
 
 
+def _has_file_and(name: str) -> Callable[[Facts], bool]:
+    return lambda f: bool(f.schedule.endswith(FILE_SUFFIX) and getattr(f, name))
+
+
+_SCRIPT_SCHEDULE_RULES = (
+    *SCHEDULE_RULES,
+    *(
+        Rule(
+            f"{name}= schedule: the file is a schedule of one number of microbatches; use a "
+            "schedule by name",
+            _has_file_and(name),
+        )
+        for name in ("rampup_batch_size", "step_batch_size_schedule")
+    ),
+)
 _FLAG_RULES = (
     *_GRAPH_RULES,
     *OVERLAP_RULES,
     *_PROGRAM_RULES,
     *SCRIPT_PACKING_RULES,
-    *SCHEDULE_RULES,
+    *_SCRIPT_SCHEDULE_RULES,
     Rule("moe_flex_dispatcher_backend: {missing}", _missing_needs),
 )
 
@@ -152,8 +172,9 @@ def settle_arguments(
         if problems:
             raise ConfigError("\n".join(problems))
         facts = _facts(args, GraphFlags(schedule=schedule_of(args)), on_cpu=on_cpu, is_plan=is_plan)
-        rules = (*SCHEDULE_RULES, *DRIVER_RULES, *DELAY_RULES)
+        rules = (*_SCRIPT_SCHEDULE_RULES, *DRIVER_RULES, *DELAY_RULES)
         _refuse(refusals(rules, facts), _REFUSED_SCHEDULE)
+        _check_schedule(args)
         forget_defaults(args)
         return None
     facts = _facts(args, flags, on_cpu=on_cpu, is_plan=is_plan)
@@ -162,6 +183,7 @@ def settle_arguments(
     if problems and not broken:
         raise ConfigError("\n".join(problems))
     _refuse([*(text.rstrip(".") for text in problems), *broken])
+    _check_schedule(args)
     if facts.moe_flex_dispatcher_backend == "deepep" and facts.num_moe_experts:
         # Megatron's config refuses a budget with this backend; it is set on the built config later.
         args.cuda_graph_expert_rank_capacity_factor = args.moe_expert_rank_capacity_factor
@@ -200,6 +222,32 @@ def _turn_off(args: argparse.Namespace, schedule: str) -> Iterator[str]:
 def schedule_of(args: argparse.Namespace) -> str:
     """Return the schedule of training steps."""
     return args.pipeline_schedule or "auto"
+
+
+def _check_schedule(args: argparse.Namespace) -> None:
+    """Compare the schedule with the pipeline and the batch size, before the model is built.
+
+    A pipeline with another layout than equal stages is compared when graphs are attached.
+
+    Raises:
+        ConfigError: The schedule is a file that does not match.
+        TopologyError: The schedule does not exist for the pipeline.
+    """
+    layouts = ("pipeline_model_parallel_layout", "num_layers_per_virtual_pipeline_stage")
+    if any(getattr(args, name, None) for name in layouts):
+        return
+    num_copies, counts = _num_copies(args), []
+    micro_batch_size = getattr(args, "micro_batch_size", None)
+    if num_copies and micro_batch_size:
+        rows = micro_batch_size * num_copies // (getattr(args, "context_parallel_size", None) or 1)
+        counts = [(getattr(args, "global_batch_size", None) or rows) // rows]
+    read_matching_schedule(
+        schedule_of(args),
+        getattr(args, "pipeline_model_parallel_size", None) or 1,
+        getattr(args, "num_virtual_stages_per_pipeline_rank", None) or 1,
+        counts,
+        "--global-batch-size",
+    )
 
 
 def first_expert_layer(args: argparse.Namespace) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from launch_arguments import arguments
 
-from chunkgraph.errors import ConfigError
+from chunkgraph.errors import ChunkGraphError, ConfigError
 from chunkgraph.launch import hooks
 from chunkgraph.launch.arguments import settle_arguments
 from chunkgraph.schedules import build_schedule
@@ -30,7 +30,8 @@ def in_folder_of_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.usefixtures("in_folder_of_schedule")
 @pytest.mark.parametrize("name", ["auto", "zb-h1", "mine.csv"])
 def test_the_schedule_reaches_attach(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    args = arguments(pipeline_schedule=None if name == "auto" else name)
+    schedule = None if name == "auto" else name
+    args = arguments(pipeline_schedule=schedule, pipeline_model_parallel_size=2)
     attached: dict[str, Any] = {}
 
     def attach(model: Any, **options: Any) -> None:
@@ -51,9 +52,10 @@ def test_the_schedule_reaches_attach(name: str, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.usefixtures("in_folder_of_schedule")
 @pytest.mark.parametrize("name", ["zb-h1", "mine.csv"])
 def test_weight_gradients_are_delayed_by_schedules_that_split_backwards(name: str) -> None:
-    flags = settle_arguments(
-        arguments(pipeline_schedule=name, delay_wgrad_compute=True), on_cpu=True
+    args = arguments(
+        pipeline_schedule=name, delay_wgrad_compute=True, pipeline_model_parallel_size=2
     )
+    flags = settle_arguments(args, on_cpu=True)
     assert flags is not None
     with pytest.raises(ConfigError, match="--delay-wgrad-compute: weight gradients would"):
         settle_arguments(arguments(pipeline_schedule="1f1b", delay_wgrad_compute=True), on_cpu=True)
@@ -90,3 +92,47 @@ def test_weight_gradients_are_delayed_by_schedules_that_split_backwards(name: st
 def test_schedules_that_cannot_run_are_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         settle_arguments(arguments(**changes), on_cpu=True)
+
+
+_TWO_RANKS = {"pipeline_model_parallel_size": 2, "global_batch_size": 8}
+
+
+@pytest.mark.usefixtures("in_folder_of_schedule")
+@pytest.mark.parametrize("granularity", ["chunk", "layer"])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, None),
+        ({"global_batch_size": 16}, "4 microbatches, but a step has 8. Change --global-batch-size"),
+        ({"global_batch_size": 16, "micro_batch_size": 2}, None),
+        ({"global_batch_size": None}, "a step has 1"),
+        ({"context_parallel_size": 2, "global_batch_size": 4}, None),
+        ({"pipeline_model_parallel_size": 4}, "has 2 ranks of 1 chunk(s), but the pipeline has 4"),
+        ({"num_virtual_stages_per_pipeline_rank": 2}, "but the pipeline has 2 of 2"),
+        (
+            {"step_batch_size_schedule": "0:4 128:8", "global_batch_size": None},
+            "--step-batch-size-schedule with --pipeline-schedule mine.csv: the file is",
+        ),
+        ({"rampup_batch_size": [2, 2, 8]}, "--rampup-batch-size with --pipeline-schedule"),
+        (
+            {"pipeline_schedule": "zb-h1", "num_virtual_stages_per_pipeline_rank": 2},
+            "num_chunks is 2: use 'interleaved-zb'",
+        ),
+        ({"pipeline_schedule": "interleaved-zb"}, "num_chunks is 1: use 'zb-h1'"),
+        # Only the built model shows how many chunks a rank has.
+        ({"pipeline_schedule": "interleaved-zb", "num_layers_per_virtual_pipeline_stage": 2}, None),
+    ],
+)
+def test_a_schedule_is_compared_with_the_arguments(
+    monkeypatch: pytest.MonkeyPatch, granularity: str, changes: dict[str, Any], message: str | None
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    values = {"pipeline_schedule": "mine.csv", **_TWO_RANKS, **changes}
+    args = arguments(cuda_graph_granularity=granularity, cuda_graph_impl="none", **values)
+    if granularity == "chunk":
+        args.cuda_graph_impl = "local"
+    if message is None:
+        settle_arguments(args, on_cpu=True)
+        return
+    with pytest.raises(ChunkGraphError, match=re.escape(message)):
+        settle_arguments(args, on_cpu=True)
