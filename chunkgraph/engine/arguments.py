@@ -209,12 +209,20 @@ def check_shape_key(key: object) -> None:
 
 
 def default_backend(chunks: Sequence[Chunk], *, memset_kernels: bool = True) -> GraphBackend:
-    """Return the backend of the parameters' device: CUDA graphs or the CPU recorder."""
+    """Return the backend of the parameters' device: CUDA graphs or the CPU recorder.
+
+    Raises:
+        ConfigError: the parameters are on several devices, or there is none, frozen ones included.
+    """
     devices = {p.device for chunk in chunks for p in chunk.parameters}
+    if not devices:
+        modules = [chunk.module for chunk in chunks if chunk.module is not None]
+        devices = {t.device for m in modules for t in (*m.parameters(), *m.buffers())}
     if len(devices) != 1:
-        raise ValueError(
-            f"the chunks' parameters are on {sorted(map(str, devices)) or 'no device'}; "
-            "put all of them on one device or pass a backend"
+        names = ", ".join(sorted(map(str, devices))) or "no device"
+        raise ConfigError(
+            f"{rank_label(chunks)}: the parameters are on {names}. Put all of them on one device, "
+            "or pass ChunkGraphs a backend."
         )
     device = devices.pop()
     if device.type == "cuda":
