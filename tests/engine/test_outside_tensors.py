@@ -200,6 +200,35 @@ def test_a_changed_setting_of_a_layer_is_refused(
         program.graphs.callables[0](rows(program.device))
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: setattr(m[0], "scale", 3.0), r"0\.scale \(captured with the value of its class"),
+        (lambda m: setattr(type(m[0]), "scale", 3.0), r"Scaled\.scale \(captured 2.0, now 3.0\)"),
+        (lambda m: delattr(type(m[0]), "shift"), r"Scaled\.shift \(captured 0, now nothing\)"),
+    ],
+)
+def test_a_changed_setting_of_a_layers_class_is_refused(
+    backend: GraphBackend, change: Callable[[Any], Any], message: str
+) -> None:
+    class Scaled(nn.Linear):
+        scale, shift, num_rows = 2.0, 0, 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.num_rows = x.shape[0]
+            return super().forward(x) * self.scale + self.shift
+
+    module = nn.Sequential(Scaled(WIDTH, WIDTH)).to(backend.device)
+    graphs = ChunkGraphs([module], [1], backend=backend)
+    for _ in range(3):
+        with graphs.step(1):
+            graphs.callables[0](rows(backend.device)).sum().backward()
+    assert graphs.counters.replays == 2
+    change(module)
+    with pytest.raises(ReplayMismatchError, match=message), graphs.step(1):
+        graphs.callables[0](rows(backend.device))
+
+
 class Counter(nn.Module):
     """Count calls in memory outside of the module, and read the count."""
 

@@ -23,19 +23,15 @@ from chunkgraph.errors import ReplayMismatchError
 
 __all__ = ["LayerSettings"]
 
-_PLAIN = (
-    numbers.Number,
-    str,
-    types.NoneType,
-    types.FunctionType,
-    types.BuiltinFunctionType,
-    types.MethodType,
-    torch.dtype,
-)
+_VALUES = (numbers.Number, str, types.NoneType, torch.dtype)
+_PLAIN = (*_VALUES, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+_UNSET = object()
 
 
 class LayerSettings:
     """Numbers, flags, strings, tuples of them, and functions in attributes of a chunk's layers.
+
+    Numbers, flags and strings also count in attributes of the layers' classes, except torch's.
 
     Args:
         label: Label of the chunk.
@@ -62,6 +58,15 @@ class LayerSettings:
         read = [(own, [*captured]) for _, _, own, captured in self._captured if captured]
         self._read = [own for own, _ in read]
         self._readers = [itemgetter(*names) for _, names in read]
+        # Attributes of classes, and layers that do not have them themselves.
+        self._of_classes: dict[tuple[type, str], None] = {}
+        self._unset: list[tuple[str, dict[str, Any], str]] = []
+        for path, kind, own, _ in self._captured:
+            for cls, name in _class_settings(kind):
+                self._of_classes[cls, name] = None
+                if name not in own:
+                    self._unset.append((f"{path}{path and '.'}{name}", own, name))
+        self._class_values = self._class_values_now()
         self._values = self._now()
 
     def check(self) -> None:
@@ -86,7 +91,12 @@ class LayerSettings:
             *map(type, self._layers),
             *map(dict.get, self._attributes, repeat("forward")),
             *map(call, self._readers, self._read),
+            *self._class_values_now(),
+            *[name in own for _, own, name in self._unset],
         ]
+
+    def _class_values_now(self) -> list[Any]:
+        return [vars(cls).get(name, _UNSET) for cls, name in self._of_classes]
 
     def _changes(self) -> Iterator[str]:
         """Yield each setting that differs, with its captured value and its present one."""
@@ -101,6 +111,20 @@ class LayerSettings:
                 if not _is_same(now, value):
                     what = f"captured {shown(value)}, now {shown(own.get(name, 'nothing'))}"
                     yield f"{path}{path and '.'}{name} ({what})"
+        of_classes = zip(
+            self._of_classes, self._class_values, self._class_values_now(), strict=True
+        )
+        yield from (
+            f"{cls.__name__}.{name} (captured {shown(value)}, now "
+            f"{'nothing' if now is _UNSET else shown(now)})"
+            for (cls, name), value, now in of_classes
+            if not _is_same(now, value)
+        )
+        yield from (
+            f"{path} (captured with the value of its class, now {shown(own[name])})"
+            for path, own, name in self._unset
+            if name in own
+        )
 
 
 def _is_same(now: Any, captured: Any) -> bool:
@@ -119,6 +143,21 @@ def _settings(layer: nn.Module) -> list[str]:
         name
         for name, value in vars(layer).items()
         if name != "training" and name not in stored and _is_setting(value)
+    ]
+
+
+def _class_settings(kind: type) -> list[tuple[type, str]]:
+    """Return the classes and names of the settings that a layer has from its class."""
+    stored = _stored_in(getattr(kind.forward, "__code__", None))  # type: ignore[attr-defined]
+    return [
+        (cls, name)
+        for cls in kind.__mro__
+        if cls is not object and cls.__module__.partition(".")[0] != "torch"
+        for name, value in vars(cls).items()
+        if not name.startswith("__")
+        and name not in stored
+        and issubclass(type(value), (*_VALUES, tuple))
+        and _is_setting(value)
     ]
 
 
