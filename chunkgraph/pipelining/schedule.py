@@ -33,11 +33,13 @@ class _Kept:
 
     Torch sets up a stage's receive buffers when a schedule object first runs. Not every release
     sets them up again when the object changes between training and evaluation. The buffers belong
-    to the stage, so a change with one object can leave those of another out of date.
+    to the stage, so a change with one object can leave those of another out of date. A run that
+    raises leaves its losses and counts in the object.
 
     Attributes:
         schedule: The schedule of torch.
-        phase: Number of changes between training and evaluation at its last run; None before it.
+        phase: Number of changes between training and evaluation, and of failed runs, at the start
+            of its last run; None before it.
     """
 
     schedule: Any
@@ -131,7 +133,8 @@ class GraphedSchedule:
             for own in self._replays:
                 stack.enter_context(own.step())
             with self.graphs.step(count, eager=eager), _own_errors():
-                result = schedule.step(*args, **kwargs)
+                with self._renewed_after_errors():
+                    result = schedule.step(*args, **kwargs)
                 for own in self._replays:
                     own.hold_parameters()
         return result
@@ -139,7 +142,8 @@ class GraphedSchedule:
     def eval(self, *args: Any, num_microbatches: int | None = None, **kwargs: Any) -> Any:
         """Run one evaluation step eagerly; see ``eval`` of torch's schedules."""
         schedule = self._schedule(self._count(num_microbatches), is_training=False)
-        return schedule.eval(*args, **kwargs)
+        with self._renewed_after_errors():
+            return schedule.eval(*args, **kwargs)
 
     def _count(self, num_microbatches: int | None) -> int:
         """Return the number of microbatches of a step; check that its schedule fits the slots."""
@@ -172,7 +176,7 @@ class GraphedSchedule:
         return slots_of(schedule, self._stages[0].num_stages, count)
 
     def _schedule(self, count: int, *, is_training: bool) -> Any:
-        """Return the schedule for a count, a new one if torch must set up its stages again."""
+        """Return the schedule for a count, a new one after a change of kind or a failed run."""
         if is_training is not self._is_training:
             self._is_training = is_training
             self._phase += 1
@@ -183,6 +187,15 @@ class GraphedSchedule:
         for stage in self._stages:
             stage.chunks = max(self._kept)  # another schedule may have lowered it
         return kept.schedule
+
+    @contextmanager
+    def _renewed_after_errors(self) -> Iterator[None]:
+        """Let the next run have a new schedule if this one raises."""
+        try:
+            yield
+        except BaseException:
+            self._phase += 1
+            raise
 
     def _new_graphs(self, options: CaptureOptions, settings: dict[str, Any]) -> ChunkGraphs:
         first = self._stages[0]
