@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 __all__ = ["GraphedLoss"]
 
@@ -18,7 +19,7 @@ class GraphedLoss:
 
     Args:
         loss_fn: The loss function, called with the last stage's output, the microbatch's target and
-            ``loss_kwargs``.
+            ``loss_kwargs``. The graphs train the parameters of a module, and refuse changes of it.
     """
 
     def __init__(self, loss_fn: Callable[..., torch.Tensor]) -> None:
@@ -26,6 +27,17 @@ class GraphedLoss:
         self._targets: Sequence[Any] = ()
         self._kwargs: dict[str, Any] = {}
         self._computed: tuple[Any, torch.Tensor] | None = None
+
+    def joined(self, module: nn.Module) -> nn.Module:
+        """Return the last stage's module and the loss as one module, to watch both for changes.
+
+        Parts of the stage keep their names; those of the loss begin with ``loss_fn``.
+        """
+        if not isinstance(self.loss_fn, nn.Module):
+            return module
+        both = nn.Module()
+        both._modules.update({"": module, "loss_fn": self.loss_fn})
+        return both
 
     def begin_step(self, targets: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Set the targets of the microbatches and the loss function's keyword arguments."""

@@ -160,8 +160,9 @@ class StageReplays:
             raise ConfigError(
                 f"{label} has no trainable parameter. Move its layers to a neighbouring stage."
             )
+        watched = self._module if self._loss is None else self._loss.joined(self._module)
         self.chunk = replace(
-            Chunk.from_module(self._module, label, backward="split" if is_split else "whole"),
+            Chunk.from_module(watched, label, backward="split" if is_split else "whole"),
             forward=self._module if self._is_plain else self._run,
             shares_inputs=stage.is_first,  # later stages read receive buffers of their own
             # When an output's gradient arrives, the next stage has received the output, and the

@@ -18,7 +18,7 @@ def layer_names(chunk: Chunk) -> dict[nn.Module, str]:
     """Return the modules of ``chunk`` with their names in the user's model."""
     if chunk.module is None:
         return {}
-    return {module: _layer_name(chunk, path) for path, module in chunk.module.named_modules()}
+    return {m: _layer_name(chunk, path, m) for path, m in chunk.module.named_modules()}
 
 
 def parameter_names(chunk: Chunk) -> list[str]:
@@ -33,9 +33,9 @@ def parameter_names(chunk: Chunk) -> list[str]:
     ]
 
 
-def _layer_name(chunk: Chunk, path: str) -> str:
+def _layer_name(chunk: Chunk, path: str, module: nn.Module) -> str:
     name = f"{chunk.module_name}.{path}".strip(".")
-    return name or f"{type(chunk.module).__name__} (the chunk itself)"
+    return name or f"{type(module).__name__} (the chunk itself)"
 
 
 class LayerWatch:

@@ -1,0 +1,126 @@
+"""A loss that is a module is watched like the stage's own layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.pipelining import Schedule1F1B
+
+from chunkgraph.errors import ReplayMismatchError
+from chunkgraph.pipelining import GraphedLoss, GraphedSchedule, GraphedStage
+
+
+class _Dropped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout()
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.dropout(output), target)
+
+
+class _Tempered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(output / self.temperature, target)
+
+
+def _schedules(module: nn.Module, loss_fn: Any) -> GraphedSchedule:
+    stage = GraphedStage(module, 0, 1, torch.device("cpu"))
+    loss = GraphedLoss(loss_fn)
+    return GraphedSchedule(stage, lambda n: Schedule1F1B(stage, n, loss_fn=loss), (2,), loss=loss)
+
+
+def _step(schedules: GraphedSchedule, **options: Any) -> list[torch.Tensor]:
+    losses: list[torch.Tensor] = []
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+    schedules.step(x, target=torch.tensor([0, 1, 2, 3]), losses=losses, **options)
+    return losses
+
+
+def _set(name: str, value: Any) -> Callable[[Any], object]:
+    return lambda loss: setattr(loss, name, value)
+
+
+@pytest.mark.parametrize(
+    ("make", "change", "message"),
+    [
+        (
+            lambda: nn.CrossEntropyLoss(label_smoothing=0.2),
+            _set("label_smoothing", 0.0),
+            r"stage 0: loss_fn\.label_smoothing \(captured 0\.2, now 0\.0\) was changed",
+        ),
+        (
+            lambda: nn.CrossEntropyLoss(ignore_index=3),
+            _set("ignore_index", -100),
+            r"stage 0: loss_fn\.ignore_index \(captured 3, now -100\) was changed",
+        ),
+        (_Dropped, nn.Module.eval, r"loss_fn of stage 0 is called in eval\(\), but was captured"),
+        (
+            lambda: nn.CrossEntropyLoss(weight=torch.ones(4)),
+            _set("weight", torch.arange(1.0, 5.0)),
+            r"stage 0: loss_fn\.weight was replaced by another tensor",
+        ),
+    ],
+    ids=["label smoothing", "ignore index", "eval", "weight"],
+)
+def test_changes_of_the_loss_are_refused(
+    one_rank: None, make: Callable[[], nn.Module], change: Callable[[Any], object], message: str
+) -> None:
+    loss = make()
+    schedules = _schedules(nn.Linear(4, 4), loss)
+    for _ in range(2):
+        _step(schedules)
+    change(loss)
+    with pytest.raises(ReplayMismatchError, match=message):
+        _step(schedules)
+    _step(schedules, eager=True)
+    schedules.graphs.release()
+    losses = [_step(schedules) for _ in range(3)][-1]
+    assert schedules.graphs.counters.capture_sessions == 2
+    if not isinstance(loss, _Dropped):
+        eager = _step(schedules, eager=True)
+        assert all(map(torch.equal, losses, eager))
+
+
+def test_errors_name_the_stage_and_its_layers_as_without_a_loss(one_rank: None) -> None:
+    module = nn.Linear(4, 4)
+    schedules = _schedules(module, nn.CrossEntropyLoss())
+    for _ in range(2):
+        _step(schedules)
+    module.eval()
+    with pytest.raises(ReplayMismatchError, match=r"^stage 0 is called in eval\(\)"):
+        _step(schedules)
+    module.train()
+    _step(schedules)
+    module.weight = nn.Parameter(torch.ones(4, 4))
+    with pytest.raises(ReplayMismatchError, match=r"^stage 0: weight was replaced by another"):
+        _step(schedules)
+
+
+def test_a_function_may_change_as_before(one_rank: None) -> None:
+    schedules = _schedules(nn.Linear(4, 4), nn.functional.cross_entropy)
+    captured = [_step(schedules) for _ in range(3)][-1]
+    assert all(map(torch.equal, captured, _step(schedules, eager=True)))
+
+
+def test_parameters_of_the_loss_train(one_rank: None) -> None:
+    gradients = []
+    for is_eager in (True, False):
+        torch.manual_seed(0)
+        loss = _Tempered()
+        schedules = _schedules(nn.Linear(4, 4), loss)
+        for _ in range(3):
+            _step(schedules, eager=is_eager)
+        assert (schedules.graphs.counters.replays == 0) is is_eager
+        gradients.append(loss.temperature.grad)
+    assert gradients[0] is not None
+    assert gradients[1] is not None
+    assert torch.equal(gradients[0], gradients[1])
