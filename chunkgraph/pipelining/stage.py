@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -173,14 +173,20 @@ class StageReplays:
     def join(self, graphs: ChunkGraphs, index: int) -> None:
         """Join a rank's graphs as chunk ``index``."""
         self._graphs, self._index = graphs, index
+        if isinstance(getattr(self._stage.dw_builder, "__self__", None), StageReplays):
+            self._stage.dw_builder = None  # that of an earlier schedule
         if self.chunk.is_split:
-            if self._stage.dw_builder is not None and self._stage.replays is None:
+            if self._stage.dw_builder is not None:
                 raise ConfigError(
                     f"{self.chunk.label} has a dw_builder. Leave it out: the weight gradients of a "
                     "captured stage have their own graph. A module that delays them itself (with "
                     "a method backward_dw) needs none."
                 )
-            self._stage.dw_builder = lambda: graphs.weights.runner(index)
+            self._stage.dw_builder = self._weight_runner
+
+    def _weight_runner(self) -> Callable[[], None]:
+        assert self._graphs is not None
+        return self._graphs.weights.runner(self._index)
 
     @property
     def is_replayed(self) -> bool:

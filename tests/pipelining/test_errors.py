@@ -246,6 +246,42 @@ def test_stages_may_be_captured_again_for_another_shape(pipeline: Make, cls: typ
         one.schedules = GraphedSchedule(one.stages, one.make, (2,))
 
 
+def test_stages_of_a_split_schedule_may_run_whole_backwards_later(pipeline: Make) -> None:
+    modules = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    one = pipeline(*modules, counts=(2,), cls=ScheduleInterleavedZeroBubble)
+    gradients = []
+    for cls in (ScheduleInterleavedZeroBubble, ScheduleInterleaved1F1B) * 2:
+        one.schedules.graphs.release()
+        one.schedules = GraphedSchedule(
+            one.stages,
+            lambda n, cls=cls: cls(one.stages, n, loss_fn=nn.functional.mse_loss),
+            (2,),
+        )
+        for _ in range(2):
+            for module in modules:
+                module.zero_grad()
+            one.step()
+        assert one.schedules.graphs.counters.replayed_steps == 1
+        gradients.append([p.grad for module in modules for p in module.parameters()])
+    assert all(map(torch.equal, gradients[0], gradients[1]))
+
+
+def test_a_stage_keeps_its_own_dw_builder(pipeline: Make) -> None:
+    def builder() -> Callable[[], None]:
+        return lambda: None
+
+    one = pipeline(nn.Linear(4, 4), nn.Linear(4, 4), dw_builder=builder)
+    for _ in range(2):
+        GraphedSchedule(one.stages, one.make, (2,))
+        assert all(stage.dw_builder is builder for stage in one.stages)
+    with pytest.raises(ConfigError, match="stage 0 has a dw_builder"):
+        GraphedSchedule(
+            one.stages,
+            lambda n: ScheduleInterleavedZeroBubble(one.stages, n, loss_fn=nn.functional.mse_loss),
+            (2,),
+        )
+
+
 def test_a_schedule_without_loss_calls_the_modules(one_rank: None) -> None:
     """It has no backward: nothing is captured, and nothing waits for a backward."""
     module = nn.Linear(4, 4)
