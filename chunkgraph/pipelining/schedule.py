@@ -56,7 +56,7 @@ class GraphedSchedule:
     Args:
         stages: The rank's stages: one or several `GraphedStage` or `PipelineStage` objects; the
             latter become graphed ones.
-        make: Function that creates the schedule for a number of microbatches.
+        make: Function that creates the schedule of these stages for a number of microbatches.
         counts: The numbers of microbatches that steps may have.
         loss: The `GraphedLoss`, if the schedules have it as their ``loss_fn``.
         options: See `CaptureOptions`.
@@ -89,6 +89,11 @@ class GraphedSchedule:
         options: CaptureOptions | None = None,
         **settings: Any,
     ) -> None:
+        if isinstance(stages, Sequence) and not stages:
+            raise ConfigError(
+                f"stages is {shown(stages)}; pass the rank's stages: one or several "
+                "GraphedStage(module, stage_index, ...)."
+            )
         self._stages = [graphed(s) for s in (stages if isinstance(stages, Sequence) else [stages])]
         self._make = make
         self._loss = loss
@@ -96,6 +101,7 @@ class GraphedSchedule:
         self._is_training: bool | None = None
         self._kept: dict[int, _Kept] = {}
         self._counts = _checked(counts)
+        self._fitting = set(self._counts)
         self.slots = reduce(or_, map(self._plan, self._counts))
         self.receive_memory = ReceiveMemory()
         self._replays = [
@@ -120,11 +126,12 @@ class GraphedSchedule:
             The result of the schedule's ``step``.
 
         Raises:
-            ConfigError: The count is missing, or needs more slots than were planned.
+            ConfigError: The count is missing or invalid, or needs more slots than were planned.
             ReplayMismatchError: A microbatch does not match the capture.
             CaptureError: A stage could not be captured.
         """
         count = self._count(num_microbatches)
+        self._check_slots(count)
         schedule = self._schedule(count, is_training=True)
         if self._loss is not None:
             targets = kwargs.get("target_mbs") or _split(kwargs.get("target"), count)
@@ -140,13 +147,13 @@ class GraphedSchedule:
         return result
 
     def eval(self, *args: Any, num_microbatches: int | None = None, **kwargs: Any) -> Any:
-        """Run one evaluation step eagerly; see ``eval`` of torch's schedules."""
+        """Run one evaluation step eagerly, for any count; see ``eval`` of torch's schedules."""
         schedule = self._schedule(self._count(num_microbatches), is_training=False)
         with self._renewed_after_errors():
             return schedule.eval(*args, **kwargs)
 
     def _count(self, num_microbatches: int | None) -> int:
-        """Return the number of microbatches of a step; check that its schedule fits the slots."""
+        """Return the number of microbatches of a step or an evaluation."""
         if num_microbatches is None:
             if len(self._counts) > 1:
                 raise ConfigError(
@@ -154,35 +161,51 @@ class GraphedSchedule:
                     "this step: num_microbatches=..."
                 )
             return self._counts[0]
-        if num_microbatches not in self._kept:
-            needed = self._plan(num_microbatches)
-            if needed | self.slots != self.slots:
-                del self._kept[num_microbatches]
-                stage, most = next(
-                    (s, n) for s, n in needed.of_stage.items() if n > self.slots.of_stage[s]
-                )
-                raise ConfigError(
-                    f"{num_microbatches} microbatches need {most} slots of stage {stage}, but "
-                    f"there are {self.slots.of_stage[stage]}, planned for "
-                    f"{_listed(self._counts)} microbatches. "
-                    f"Declare all counts that steps may have: counts=(..., {num_microbatches})."
-                )
+        if not is_whole(num_microbatches) or num_microbatches < 1:
+            raise ConfigError(
+                f"num_microbatches is {shown(num_microbatches)}; pass a whole number, 1 or greater."
+            )
         return num_microbatches
+
+    def _check_slots(self, count: int) -> None:
+        """Check that the schedule for a count fits the slots."""
+        if count in self._fitting:
+            return
+        if excess := _excess(self._plan(count), self.slots):
+            del self._kept[count]
+            raise ConfigError(
+                f"{count} microbatches need {excess}, planned for {_listed(self._counts)} "
+                "microbatches. Declare all counts that steps may have: "
+                f"counts=(..., {count})."
+            )
+        self._fitting.add(count)
 
     def _plan(self, count: int) -> ScheduleSlots:
         """Create the schedule for a count, and return its slots."""
-        schedule = self._make(count)
+        schedule = self._new(count)
         self._kept[count] = _Kept(schedule)
         return slots_of(schedule, self._stages[0].num_stages, count)
+
+    def _new(self, count: int) -> Any:
+        """Create the schedule for a count; check that it has the captured stages."""
+        schedule = self._make(count)
+        for stage in getattr(schedule, "_stages", None) or [getattr(schedule, "_stage", None)]:
+            if stage is not None and stage not in self._stages:
+                raise ConfigError(
+                    f"The schedule for {count} microbatches runs stage {stage.stage_index} as an "
+                    "object that was not passed to GraphedSchedule and would not be captured. Pass "
+                    "all stages of the rank, and let make create schedules of the same objects."
+                )
+        return schedule
 
     def _schedule(self, count: int, *, is_training: bool) -> Any:
         """Return the schedule for a count, a new one after a change of kind or a failed run."""
         if is_training is not self._is_training:
             self._is_training = is_training
             self._phase += 1
-        kept = self._kept[count]
-        if kept.phase not in (None, self._phase):
-            kept = self._kept[count] = _Kept(self._make(count))
+        kept = self._kept.get(count)
+        if kept is None or kept.phase not in (None, self._phase):
+            kept = self._kept[count] = _Kept(self._new(count))
         kept.phase = self._phase
         for stage in self._stages:
             stage.chunks = max(self._kept)  # another schedule may have lowered it
@@ -231,6 +254,21 @@ def _checked(counts: object) -> tuple[int, ...]:
         if not is_whole(count) or count < 1:
             raise ConfigError(f"counts has {shown(count)}; pass whole numbers, 1 or greater.")
     return tuple(dict.fromkeys(counts))
+
+
+def _excess(needed: ScheduleSlots, planned: ScheduleSlots) -> str:
+    """Return what a schedule needs beyond the planned slots, "" if it fits."""
+    for owner, most, available in (
+        ("stage", needed.of_stage, planned.of_stage),
+        ("rank", needed.of_rank, planned.of_rank),
+    ):
+        for index, count in most.items():
+            if count > available.get(index, 0):
+                there = available.get(index, 0)
+                return f"{count} slots of {owner} {index}, but there are {there}"
+    if needed.is_split and not planned.is_split:
+        return "split backwards, but there are whole ones"
+    return ""
 
 
 def _listed(counts: Sequence[int]) -> str:

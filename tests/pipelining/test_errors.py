@@ -6,6 +6,7 @@ import copy
 import re
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,6 +51,26 @@ def test_more_slots_than_planned_are_refused(one_rank: None) -> None:
     assert schedules.graphs.counters.replays == 3
 
 
+def test_an_undeclared_count_with_split_backwards_is_refused(pipeline: Make) -> None:
+    one = pipeline(nn.Linear(4, 4), nn.Linear(4, 4), counts=(4,))
+    make = one.schedules._make
+    one.schedules._make = lambda n: (
+        make(n)
+        if n == 4
+        else ScheduleInterleavedZeroBubble(one.stages, n, loss_fn=nn.functional.mse_loss)
+    )
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"2 microbatches need split backwards, .*whole ones"):
+            one.step(2)
+
+
+def test_more_slots_of_a_rank_together_are_refused(pipeline: Make) -> None:
+    one = pipeline(nn.Linear(4, 4), nn.Linear(4, 4))
+    one.schedules.slots = replace(one.schedules.slots, of_rank={0: 1})
+    with pytest.raises(ConfigError, match=r"3 microbatches need \d slots of rank 0, .*there are 1"):
+        one.step(3)
+
+
 def test_a_stage_without_a_graphed_schedule_warns_that_it_trains_eagerly(one_rank: None) -> None:
     stage_module._warn_of_no_schedule.cache_clear()
     stage = GraphedStage(nn.Linear(4, 4), 0, 1, CPU)
@@ -67,6 +88,57 @@ def test_a_count_that_was_not_declared_may_fit(pipeline: Make) -> None:
     for count in (2, 7):
         one.step(count)
     assert one.schedules.graphs.counters.replays == 7
+
+
+def test_evaluation_needs_no_slots(pipeline: Make) -> None:
+    module = nn.Linear(4, 4)
+    one = pipeline(module, cls=ScheduleGPipe)
+    for count in (2, 4):
+        one.step(count)
+    x = torch.randn(18, 4)
+    for _ in range(2):
+        output = one.schedules.eval(x, target=x, num_microbatches=9)
+        assert torch.equal(output, torch.cat([module(part) for part in x.chunk(9)]))
+        one.step()
+
+
+def test_a_count_of_an_evaluation_is_still_checked_in_steps(one_rank: None) -> None:
+    stage = GraphedStage(nn.Linear(4, 4), 0, 1, CPU)
+    schedules = GraphedSchedule(
+        stage, lambda n: ScheduleGPipe(stage, n, loss_fn=nn.functional.mse_loss), (2,)
+    )
+    x = torch.ones(12, 4)
+    schedules.eval(x, target=x, num_microbatches=6)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="6 microbatches need 6 slots"):
+            schedules.step(x, target=x, num_microbatches=6)
+
+
+@pytest.mark.parametrize("count", ["2", 2.0, True, 0, -1])
+@pytest.mark.parametrize("kind", ["step", "eval"])
+def test_the_count_of_a_step_is_a_whole_number(pipeline: Make, kind: str, count: Any) -> None:
+    run = getattr(pipeline(nn.Linear(4, 4)).schedules, kind)
+    x = torch.ones(4, 4)
+    with pytest.raises(ConfigError, match=f"num_microbatches is {count!r}; pass a whole number"):
+        run(x, target=x, num_microbatches=count)
+
+
+def test_stages_are_needed(one_rank: None) -> None:
+    with pytest.raises(ConfigError, match=r"stages is \[\]; pass the rank's stages"):
+        GraphedSchedule([], lambda n: None, (2,))
+
+
+@pytest.mark.parametrize("cls", [Schedule1F1B, ScheduleInterleaved1F1B])
+def test_a_schedule_of_other_stages_is_refused(one_rank: None, cls: type) -> None:
+    def stages() -> Any:
+        return [GraphedStage(nn.Linear(4, 4), i, 2, CPU) for i in range(2)]
+
+    def make(count: int) -> Any:
+        other = stages()[0] if cls is Schedule1F1B else stages()
+        return cls(other, count, loss_fn=nn.functional.mse_loss)
+
+    with pytest.raises(ConfigError, match="runs stage 0 as an object that was not passed"):
+        GraphedSchedule(stages(), make, (2,))
 
 
 def test_the_count_is_needed_where_there_are_several(pipeline: Make) -> None:
