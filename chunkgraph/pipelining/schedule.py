@@ -17,7 +17,7 @@ from chunkgraph.engine import CaptureOptions, ChunkGraphs
 from chunkgraph.engine.arguments import as_options
 from chunkgraph.engine.decide.maximum import Maximum
 from chunkgraph.engine.options import is_whole
-from chunkgraph.errors import ChunkGraphError, ConfigError
+from chunkgraph.errors import ChunkGraphError, ConfigError, ReplayMismatchError
 from chunkgraph.pipelining.data_parallel import refuse_too_few_steps, refuse_with_ddp
 from chunkgraph.pipelining.loss import GraphedLoss
 from chunkgraph.pipelining.receives import ReceiveMemory
@@ -25,6 +25,12 @@ from chunkgraph.pipelining.slots import ScheduleSlots, slots_of
 from chunkgraph.pipelining.stage import StageReplays, graphed
 
 __all__ = ["GraphedSchedule"]
+
+_OTHER_SHAPES = (
+    "A GraphedSchedule takes no shape_key. If the shapes differ, drop a short last batch, run the "
+    "step with step(eager=True), or create a second GraphedSchedule for the other shape, with "
+    "stages of its own on the same modules."
+)
 
 
 @dataclass
@@ -299,4 +305,6 @@ def _own_errors() -> Iterator[None]:
             cause = cause.__cause__
         if cause is None or isinstance(error, ChunkGraphError):
             raise
+        if isinstance(cause, ReplayMismatchError):
+            cause.add_note(_OTHER_SHAPES)
         raise cause from None

@@ -184,7 +184,25 @@ def test_microbatches_of_another_shape(pipeline: Make, num_stages: int) -> None:
     with pytest.raises(ShapeError, match=r"[sS]tage 0") as error:
         one.step(rows=3)
     assert re.search(r"[(\[]3, 4[)\]]", str(error.value))
+    if isinstance(error.value, ReplayMismatchError):
+        assert "a second GraphedSchedule" in error.value.__notes__[0]
     one.step()
+
+
+def test_two_schedules_with_stages_of_their_own_take_two_shapes(pipeline: Make) -> None:
+    """The error of another shape advises it."""
+    gradients = []
+    for is_eager in (True, False):
+        torch.manual_seed(0)
+        module = nn.Linear(4, 4)
+        pipelines = {rows: pipeline(module) for rows in (2, 3)}
+        for rows in (2, 3, 3, 2):
+            pipelines[rows].step(rows=rows, eager=is_eager)
+        assert module.weight.grad is not None
+        gradients.append(module.weight.grad)
+        for one in pipelines.values():
+            assert one.schedules.graphs.counters.replayed_steps == (not is_eager)
+    assert torch.equal(*gradients)
 
 
 def test_a_stage_that_cannot_be_captured_is_named(pipeline: Make) -> None:
