@@ -27,9 +27,16 @@ from chunkgraph.pipelining.stage import StageReplays, graphed
 __all__ = ["GraphedSchedule"]
 
 _OTHER_SHAPES = (
-    "A GraphedSchedule takes no shape_key. If the shapes differ, drop a short last batch, run the "
-    "step with step(eager=True), or create a second GraphedSchedule for the other shape, with "
-    "stages of its own on the same modules."
+    "A GraphedSchedule takes no shape_key, and its stages receive one shape, in eager steps too. "
+    "Drop a short last batch, or create a second GraphedSchedule for the other shape, with stages "
+    "of its own on the same modules."
+)
+
+
+_CLOSED = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
+_OTHER_RANK = (
+    "Another rank of the pipeline ended during this step. Its own output has the cause; torchrun "
+    "names that rank as root cause."
 )
 
 
@@ -296,15 +303,25 @@ def _agree_in(group: dist.ProcessGroup | None) -> Maximum | None:
 
 @contextmanager
 def _own_errors() -> Iterator[None]:
-    """Raise errors of the graphs unwrapped; torch's stages wrap them into others."""
+    """Raise errors of the graphs unwrapped, and explain those of transfers.
+
+    torch's stages wrap errors into others.
+    """
     try:
         yield
     except RuntimeError as error:
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, ChunkGraphError):
-            cause = cause.__cause__
+        causes = [*_with_causes(error)]
+        cause = next((one for one in causes if isinstance(one, ChunkGraphError)), None)
+        if cause is None and any(text in str(one) for text in _CLOSED for one in causes):
+            error.add_note(_OTHER_RANK)
         if cause is None or isinstance(error, ChunkGraphError):
             raise
-        if isinstance(cause, ReplayMismatchError):
+        if isinstance(cause, ReplayMismatchError) and "shape_key" in str(cause):
             cause.add_note(_OTHER_SHAPES)
         raise cause from None
+
+
+def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__

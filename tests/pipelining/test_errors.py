@@ -418,3 +418,17 @@ def test_another_way_of_running_stages_is_refused(
     monkeypatch.delattr("torch.distributed.pipelining.stage._PipelineStageBase.forward_one_chunk")
     with pytest.raises(ConfigError, match="PipelineStage has no forward_one_chunk"):
         graphed(stage)
+
+
+def test_an_error_of_a_transfer_points_to_the_rank_that_ended(
+    pipeline: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = pipeline(nn.Linear(4, 4))
+
+    def closed(*_args: Any, **_kwargs: Any) -> None:
+        raise RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:18663")
+
+    monkeypatch.setattr(pipe.stages[0], "forward_maybe_with_nosync", closed)
+    with pytest.raises(RuntimeError) as error:
+        pipe.step()
+    assert any("Another rank of the pipeline ended" in note for note in error.value.__notes__)
