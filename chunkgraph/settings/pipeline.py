@@ -177,36 +177,37 @@ def _check_order(schedule: Schedule) -> None:
     """Check that each chunk runs its microbatches in order.
 
     Megatron's data iterators have no other order, slots are filled and freed in it, and gradients
-    are summed in it.
+    are summed in it. Weight gradients may have any order in the file: a chunk always computes those
+    that have waited longest.
 
     Raises:
-        ConfigError: Forwards, backwards or weight gradients of a chunk are in another order.
+        ConfigError: Forwards, backwards or receives of a chunk are in another order.
     """
     for rank, actions in enumerate(schedule.actions):
         num_done: Counter[tuple[int, str]] = Counter()
         for action in actions:
-            for part in _PARTS.get(action.op, ()):
-                expected = num_done[action.stage, part]
-                if action.microbatch != expected:
-                    raise ConfigError(
-                        f"{schedule.name}: row {rank + 1} has {action} before the {part} of "
-                        f"microbatch {expected}. Megatron trains microbatches in order: its data "
-                        "iterators have no other, and sums of gradients would have other bits. "
-                        "Let the forwards of a stage begin with microbatch 0 and count up, and "
-                        "its backwards, weight gradients and receives too."
-                    )
-                num_done[action.stage, part] += 1
+            if (part := _ORDERED.get(action.op)) is None:
+                continue
+            expected = num_done[action.stage, part]
+            if action.microbatch != expected:
+                raise ConfigError(
+                    f"{schedule.name}: row {rank + 1} has {action} before the {part} of "
+                    f"microbatch {expected}. Megatron trains microbatches in order: its data "
+                    "iterators have no other, and sums of gradients would have other bits. "
+                    "Let the forwards of a stage begin with microbatch 0 and count up, and its "
+                    "backwards and receives too."
+                )
+            num_done[action.stage, part] += 1
 
 
-_PARTS: dict[Op, tuple[str, ...]] = {
-    Op.F: ("forward",),
-    Op.B: ("backward", "weight gradient"),
-    Op.I: ("backward",),
-    Op.W: ("weight gradient",),
-    Op.RECV_F: ("received input",),
-    Op.RECV_B: ("received gradient",),
+_ORDERED = {
+    Op.F: "forward",
+    Op.B: "backward",
+    Op.I: "backward",
+    Op.RECV_F: "received input",
+    Op.RECV_B: "received gradient",
 }
-"""What an action does whose order matters."""
+"""What actions whose order matters do."""
 
 
 def check_counts(schedule: Schedule, counts: Iterable[int], setting: str) -> None:
