@@ -16,7 +16,12 @@ from chunkgraph.settings.experts import EXPERT_FILE_RULES, EXPERT_RULES
 from chunkgraph.settings.hybrid import HYBRID_RULES, check_hybrid
 from chunkgraph.settings.model import FP8_RULES
 from chunkgraph.settings.packing import PACKING_FILE_RULES, PACKING_RULES
-from chunkgraph.settings.pipeline import SCHEDULE_RULES, SLOT_RULES, read_matching_schedule
+from chunkgraph.settings.pipeline import (
+    FILE_SUFFIX,
+    SCHEDULE_RULES,
+    SLOT_RULES,
+    read_matching_schedule,
+)
 from chunkgraph.settings.rule import Facts, Rule, check
 from chunkgraph.settings.setting import Setting, check_bounds
 from chunkgraph.settings.stash import STASH_RULES
@@ -102,6 +107,9 @@ def _check_microbatches(config: Config) -> None:
     pipeline = config.pipeline
     if pipeline.num_model_chunks == 1:
         return
+    is_from_file = pipeline.schedule.endswith(FILE_SUFFIX)
+    if is_from_file and config.train.compare == "none":
+        return  # no step runs under Megatron's interleaved schedule
     group, pp = pipeline.microbatch_group_size, pipeline.pipeline_model_parallel_size
     sizes: dict[str, Any] = {
         "num_ranks": pp,
@@ -121,6 +129,8 @@ def _check_microbatches(config: Config) -> None:
                 f"schedule of {pipeline.num_model_chunks} model chunks exists for it. "
                 f"The nearest legal count is {nearest}."
             )
+            if is_from_file:
+                msg += " The file may have others if train.compare is none."
             raise TopologyError(msg)
 
 

@@ -87,6 +87,18 @@ def test_names_that_do_not_fit_the_pipeline_are_refused(
         load_config(_TWO_RANKS, ["train.num_microbatches=[4]", *overrides])
 
 
+def test_a_file_may_have_counts_that_megatron_lacks_if_nothing_is_compared(tmp_path: Path) -> None:
+    overrides = (
+        "pipeline.virtual_pipeline_model_parallel_size=2",
+        "model.num_layers=4",
+        "train.num_microbatches=[1]",
+    )
+    text = "0F0,2F0,2I0,0B0,2W0\n1F0,3F0,3I0,1I0,3W0,1W0\n"
+    with pytest.raises(ChunkGraphError, match=r"legal count is 2\. The file may .*compare is none"):
+        _load(tmp_path, text, *overrides)
+    _load(tmp_path, text, *overrides, "train.compare=none")
+
+
 def test_gpipe_drives_training_without_graphs() -> None:
     config = load_config(_TWO_RANKS, ["pipeline.schedule=gpipe", "capture.enabled=false"])
     assert config.pipeline.schedule == "gpipe"
