@@ -228,7 +228,11 @@ class GradMemory:
         ]
 
     def _is_alias(self, index: int, grad: torch.Tensor) -> bool:
-        """Return whether ``grad`` is another tensor on the sink, and adopt it if so."""
+        """Return whether ``grad`` is another tensor on the sink, and adopt it if so.
+
+        Raises:
+            ReplayMismatchError: the gradient is not dense.
+        """
         if grad.layout is not torch.strided:
             raise ReplayMismatchError(
                 f"The gradient of a parameter of shape {tuple(grad.shape)} is {grad.layout}, but "

@@ -59,14 +59,13 @@ class LayerSettings:
         self._read = [own for own, _ in read]
         self._readers = [itemgetter(*names) for _, names in read]
         # Attributes of classes, and layers that do not have them themselves.
-        self._of_classes: dict[tuple[type, str], None] = {}
+        self._of_classes: dict[tuple[type, str], Any] = {}
         self._unset: list[tuple[str, dict[str, Any], str]] = []
         for path, kind, own, _ in self._captured:
             for cls, name in _class_settings(kind):
-                self._of_classes[cls, name] = None
+                self._of_classes[cls, name] = vars(cls)[name]
                 if name not in own:
                     self._unset.append((f"{path}{path and '.'}{name}", own, name))
-        self._class_values = self._class_values_now()
         self._values = self._now()
 
     def check(self) -> None:
@@ -111,13 +110,11 @@ class LayerSettings:
                 if not _is_same(now, value):
                     what = f"captured {shown(value)}, now {shown(own.get(name, 'nothing'))}"
                     yield f"{path}{path and '.'}{name} ({what})"
-        of_classes = zip(
-            self._of_classes, self._class_values, self._class_values_now(), strict=True
-        )
+        of_classes = zip(self._of_classes.items(), self._class_values_now(), strict=True)
         yield from (
             f"{cls.__name__}.{name} (captured {shown(value)}, now "
             f"{'nothing' if now is _UNSET else shown(now)})"
-            for (cls, name), value, now in of_classes
+            for ((cls, name), value), now in of_classes
             if not _is_same(now, value)
         )
         yield from (
