@@ -198,6 +198,13 @@ class BankSamples:
         self._is_new.add(place)
         return None if call.problem else backward
 
+    def end_step(self) -> None:
+        """Drop calls of this step whose backward did not run: nothing is known about it."""
+        for place in self._is_new:
+            backward = self._calls[place].backward
+            if backward is not None and backward.is_awaited:
+                del self._calls[place]
+
     def forget(self) -> None:
         """Drop the calls."""
         self._calls = {}

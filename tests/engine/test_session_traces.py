@@ -171,3 +171,17 @@ def test_calls_without_gradients_are_no_samples(backend: GraphBackend) -> None:
                 graphs.callables[0](torch.ones(5, WIDTH, device=backend.device))
             graphs.callables[0](torch.ones(3, WIDTH, device=backend.device)).sum().backward()
     assert graphs.counters.replays == 2
+
+
+def test_calls_without_backward_are_no_samples(backend: GraphBackend) -> None:
+    """The layouts of their output's gradients are unknown."""
+    module = nn.Linear(WIDTH, WIDTH).to(backend.device)
+    graphs = ChunkGraphs([module], [1], backend=backend)
+    x = torch.ones(3, WIDTH, device=backend.device)
+    for runs_backward in (False, True, True, True):
+        with graphs.step(1):
+            y = graphs.callables[0](x).sum()
+            if runs_backward:
+                y.backward()
+    assert graphs.counters.fallbacks == {"capture warmup": 2}
+    assert graphs.counters.replays == 2

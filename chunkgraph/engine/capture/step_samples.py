@@ -47,7 +47,8 @@ class StepSampler:
     def step(self, shape_key: Hashable) -> Iterator[None]:
         """Run one eager step in this block; count it if it ends without an exception.
 
-        After an exception its calls are not captured, since their backwards may not have run.
+        After an exception its calls are not captured, since their backwards may not have run, nor
+        is a call whose backward did not run.
         """
         if shape_key != self.shape_key:
             self._calls.forget()
@@ -61,6 +62,7 @@ class StepSampler:
             raise
         finally:
             self._is_recording = False
+        self._calls.end_step()
         self._num_seen += 1
 
     def record(

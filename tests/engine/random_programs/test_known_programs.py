@@ -274,6 +274,11 @@ PROGRAMS = {
         loss="square",
         watches=True,
     ),
+    "a_warmup_step_without_backward": Program(
+        chunks=(ChunkSpec(("encoder",)),),
+        steps=(Step(inside=(Action(1, "drop"),)), ONCE, ONCE),
+        autocast="step",
+    ),
     "gradients_that_are_not_numbers": Program(
         chunks=(
             ChunkSpec(("eval:reentrant:encoder", "own_function")),
@@ -324,6 +329,7 @@ def test_a_program_that_once_differed_is_equal_or_refused(name: str) -> None:
         "chunks_that_are_joined",
         "a_retained_gradient_in_an_eager_step_of_a_split_backward",
         "a_warmup_step_that_is_interrupted_before_its_backward",
+        "a_warmup_step_without_backward",
     ],
 )
 def test_a_program_that_once_differed_is_replayed_and_equal(name: str) -> None:
