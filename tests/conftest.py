@@ -224,7 +224,7 @@ def _count_gpus() -> int:
 
 
 def _ranks_of_each_gpu() -> int:
-    return 2 if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" else 1
+    return 4 if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" else 1
 
 
 def _visible_gpus() -> list[str]:
