@@ -115,7 +115,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
             return (yield)
     gpus = _visible_gpus()
     if needed > len(gpus):
-        needed = -(-needed // _ranks_of_each_gpu())
+        needed = len(gpus)  # several ranks share each
     # This process itself uses the first one: CUDA has begun here, and ignores a later choice.
     here = None if item.get_closest_marker("multigpu") else item.get_closest_marker("gpu")
     if here is not None and here.kwargs.get("in_process", not item.get_closest_marker("megatron")):
