@@ -85,7 +85,17 @@ class PackedBanks:
         self.limits = limits
         self.groups = groups
         # For each shape a bank for each number of sequences, the largest number first.
-        self._banks = {shape: self._banks_of(shape) for shape in self.shapes}
+        self._banks: dict[PackedShape, list[PackedBank]] = {}
+        for shape in self.shapes:
+            group = groups and groups.of(shape.context_parallel_size)
+            name = _name_of_size(shape) if groups else f"{shape.max_packed_tokens} tokens"
+            with_seqs = ", {} sequences" if self.has_fewer_sequences else ""
+            self._banks[shape] = [
+                PackedBank(
+                    replace(shape, max_packed_seqs=seqs), group, f"{name}{with_seqs.format(seqs)}"
+                )
+                for seqs in self.seq_counts
+            ]
         self._every = [bank for banks in self._banks.values() for bank in banks]
         self.keys = tuple(
             bank for bank in self._every if not captured_sizes or bank.size in captured_sizes
@@ -96,18 +106,6 @@ class PackedBanks:
             for shape, banks in self._banks.items()
             for bank in banks
         }
-
-    def _banks_of(self, shape: PackedShape) -> list[PackedBank]:
-        size, rows = shape.context_parallel_size, shape.max_packed_tokens
-        group = None if self.groups is None else self.groups.of(size)
-        name = f"{rows} tokens" if self.groups is None else _name_of_size(shape)
-        with_seqs = ", {} sequences" if self.has_fewer_sequences else ""
-        return [
-            PackedBank(
-                replace(shape, max_packed_seqs=seqs), group, f"{name}{with_seqs.format(seqs)}"
-            )
-            for seqs in self.seq_counts
-        ]
 
     @classmethod
     def of_model(cls, packing: PackedShape | PackingOptions, config: Any) -> PackedBanks:
