@@ -22,6 +22,13 @@ FLAGS = ["--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "4
 FLAGS += ["--seq-length", "16", "--micro-batch-size", "2", "--global-batch-size", "8"]
 
 
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restore variables that the program sets; with them Megatron refuses FSDP in later jobs."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+
+
 def _parsed(flags: Sequence[str]) -> dict[str, object]:
     """Parse these flags with Megatron's parser, in this process, without validation."""
     from megatron.training import arguments
