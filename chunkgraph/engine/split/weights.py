@@ -143,7 +143,8 @@ class _EagerStep:
     """The microbatches that wait in an eager step.
 
     Attributes:
-        waiting: For each chunk, the microbatches whose backward has begun, oldest first.
+        waiting: For each chunk, the microbatches whose backward has begun or that have none,
+            oldest first.
     """
 
     def __init__(self, chunks: Sequence[Chunk], delayed: Sequence[DelayedModules | None]) -> None:
@@ -154,10 +155,10 @@ class _EagerStep:
 
     def watch(self, c: int, result: Any) -> None:
         outputs = [t for t in differentiable(flatten(result)[0]) if not t.is_leaf]
-        if not outputs:
-            return
         begin = _Begin(self.waiting[c], self._num_forwards[c])
         self._num_forwards[c] += 1
+        if not outputs:
+            begin(None)  # there is no backward, but schedules run W all the same
         for tensor in outputs:
             tensor.register_hook(begin)
 

@@ -482,3 +482,13 @@ def test_eager_steps_skip_outputs_that_the_loss_skips() -> None:
     train(eager)
     step(graphs, partial(train, graphs.callables[0]), partial(graphs.weights.run, 0))
     assert_equal(gradients(module), gradients(eager))
+
+
+def test_eager_steps_have_a_weight_half_of_a_chunk_without_backward() -> None:
+    """Such as a frozen first stage, whose capture fails."""
+    x = inputs_of(torch.device("cpu"), 1, requires_grad=False)[0]
+    graphs = as_split(Block().requires_grad_(False), RecorderBackend(), num_slots=2)
+    call, run = partial(graphs.callables[0], x), partial(graphs.weights.run, 0)
+    step(graphs, call, call, run, run)
+    with pytest.raises(CaptureError, match="no output of its forward requires grad"):
+        graphs.capture([x])
