@@ -15,6 +15,7 @@ from .placement import Placement, chunk_of, rank_of, stage_of
 
 __all__ = ["Schedule"]
 
+_BYTE_ORDER_MARK = "\ufeff"  # Excel's "CSV UTF-8" begins with it
 _OVERLAP = re.compile(r"\s*\((.*)\)OVERLAP_F_B\s*")
 
 
@@ -145,7 +146,7 @@ class Schedule:
         """
         rows: list[tuple[Action, ...]] = []
         try:
-            table = [*csv.reader(io.StringIO(text.rstrip()))]
+            table = [*csv.reader(io.StringIO(text.removeprefix(_BYTE_ORDER_MARK).rstrip()))]
         except csv.Error as error:  # a cell without an end
             raise ScheduleError(f"schedule {name!r} cannot be read as CSV: {error}") from None
         for row_number, cells in enumerate(table, start=1):

@@ -142,6 +142,10 @@ def test_csv_names_the_bad_cell_and_skips_bubbles():
     assert rows(read) == ["0F0 0B0", "1F0 1B0"]
 
 
+def test_csv_of_a_spreadsheet_may_begin_with_a_byte_order_mark():
+    assert rows(Schedule.from_csv("\ufeff0F0,0B0\r\n1F0,1B0\r\n")) == ["0F0 0B0", "1F0 1B0"]
+
+
 def test_csv_of_torch_with_actions_that_overlap():
     read = Schedule.from_csv("0F0, (0F1;0B0)OVERLAP_F_B ,0B1\n")
     assert rows(read) == ["0F0 0F1 0B0 0B1"]
