@@ -319,7 +319,7 @@ def _check_outputs(
     if not outputs:
         raise CaptureError(
             f"{chunk.label}: no output of its forward requires grad, so there is no backward to "
-            "capture. Capture only chunks that train; run the others eagerly."
+            "capture. Leave the chunk out, train one of its parameters, or set on_failure=eager."
         )
     refuse_undeclared(chunk, outputs, declared)
 
