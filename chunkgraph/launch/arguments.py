@@ -171,10 +171,12 @@ def settle_arguments(
     if flags is None:
         if problems:
             raise ConfigError("\n".join(problems))
-        facts = _facts(args, GraphFlags(schedule=schedule_of(args)), on_cpu=on_cpu, is_plan=is_plan)
-        rules = (*_SCRIPT_SCHEDULE_RULES, *DRIVER_RULES, *DELAY_RULES)
-        _refuse(refusals(rules, facts), _REFUSED_SCHEDULE)
-        _check_schedule(args)
+        schedule = schedule_of(args)
+        if schedule != "auto":
+            facts = _facts(args, GraphFlags(schedule=schedule), on_cpu=on_cpu, is_plan=is_plan)
+            rules = (*_SCRIPT_SCHEDULE_RULES, *DRIVER_RULES, *DELAY_RULES)
+            _refuse(refusals(rules, facts), _REFUSED_SCHEDULE)
+            _check_schedule(args)
         forget_defaults(args)
         return None
     facts = _facts(args, flags, on_cpu=on_cpu, is_plan=is_plan)

@@ -61,6 +61,14 @@ def test_weight_gradients_are_delayed_by_schedules_that_split_backwards(name: st
         settle_arguments(arguments(pipeline_schedule="1f1b", delay_wgrad_compute=True), on_cpu=True)
 
 
+def test_delayed_weight_gradients_without_graphs_and_schedule_are_left_to_megatron() -> None:
+    args = arguments(
+        cuda_graph_granularity="layer", cuda_graph_impl="none", delay_wgrad_compute=True
+    )
+    assert settle_arguments(args, on_cpu=True) is None
+    assert args.delay_wgrad_compute
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
