@@ -200,8 +200,15 @@ class GraphedSchedule:
         return slots_of(schedule, self._stages[0].num_stages, count)
 
     def _new(self, count: int) -> Any:
-        """Create the schedule for a count; check that it has the captured stages."""
+        """Create the schedule for a count; check that it has that count and the captured stages."""
         schedule = self._make(count)
+        found = getattr(schedule, "_n_microbatches", None)
+        if found != count:
+            what = shown(schedule) if found is None else f"a schedule of {found} microbatches"
+            raise ConfigError(
+                f"make({count}) returned {what}. Let it return a schedule of {count} microbatches, "
+                f"such as Schedule1F1B(stage, {count}, loss_fn=loss_fn)."
+            )
         for stage in getattr(schedule, "_stages", None) or [getattr(schedule, "_stage", None)]:
             if stage is not None and stage not in self._stages:
                 raise ConfigError(

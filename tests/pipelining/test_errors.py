@@ -141,6 +141,19 @@ def test_a_schedule_of_other_stages_is_refused(one_rank: None, cls: type) -> Non
         GraphedSchedule(stages(), make, (2,))
 
 
+@pytest.mark.parametrize(
+    ("make", "returned"),
+    [
+        (lambda stage: Schedule1F1B(stage, 4), "a schedule of 4 microbatches"),
+        (lambda stage: None, "None"),
+    ],
+)
+def test_a_schedule_of_another_count_is_refused(one_rank: None, make: Make, returned: str) -> None:
+    stage = GraphedStage(nn.Linear(4, 4), 0, 1, CPU)
+    with pytest.raises(ConfigError, match=rf"make\(8\) returned {returned}\. Let it return"):
+        GraphedSchedule(stage, lambda n: make(stage) if n == 8 else Schedule1F1B(stage, n), (4, 8))
+
+
 def test_the_count_is_needed_where_there_are_several(pipeline: Make) -> None:
     with pytest.raises(ConfigError, match="may have 2 or 4 microbatches"):
         pipeline(nn.Linear(4, 4)).step(num_microbatches=None)
@@ -257,7 +270,9 @@ def test_a_stage_without_parameters_is_refused(pipeline: Make) -> None:
 def test_a_schedule_without_an_order_is_refused(one_rank: None) -> None:
     stage = GraphedStage(nn.Linear(4, 4), 0, 1, CPU)
     with pytest.raises(ConfigError, match="does not list its actions"):
-        GraphedSchedule(stage, lambda n: SimpleNamespace(pipeline_order=None), (2,))
+        GraphedSchedule(
+            stage, lambda n: SimpleNamespace(pipeline_order=None, _n_microbatches=n), (2,)
+        )
 
 
 @pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
