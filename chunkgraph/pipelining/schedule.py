@@ -139,11 +139,13 @@ class GraphedSchedule:
             The result of the schedule's ``step``.
 
         Raises:
-            ConfigError: The count is missing or invalid, or needs more slots than were planned.
+            ConfigError: The count is missing or invalid, or needs more slots than were planned, or
+                the stages belong to a later `GraphedSchedule`.
             ReplayMismatchError: A microbatch does not match the capture.
             CaptureError: A stage could not be captured.
         """
         count = self._count(num_microbatches)
+        self._check_stages()
         self._check_slots(count)
         schedule = self._schedule(count, is_training=True)
         if self._loss is not None:
@@ -179,6 +181,16 @@ class GraphedSchedule:
                 f"num_microbatches is {shown(num_microbatches)}; pass a whole number, 1 or greater."
             )
         return num_microbatches
+
+    def _check_stages(self) -> None:
+        """Check that no later `GraphedSchedule` has captured the stages."""
+        for stage, own in zip(self._stages, self._replays, strict=True):
+            if stage.replays is not own:
+                raise ConfigError(
+                    f"Stage {stage.stage_index} belongs to a GraphedSchedule that was created "
+                    "later. Call the step of that one, or give each stages of its own on the same "
+                    "modules."
+                )
 
     def _check_slots(self, count: int) -> None:
         """Check that the schedule for a count fits the slots."""

@@ -254,6 +254,16 @@ def test_steps_outside_of_the_graphed_schedule_are_refused(pipeline: Make) -> No
     assert isinstance(error.value.__cause__, SlotError)
 
 
+def test_steps_of_an_earlier_graphed_schedule_are_refused(pipeline: Make) -> None:
+    one = pipeline(nn.Linear(4, 4), nn.Linear(4, 4))
+    one.step()
+    earlier = one.schedules
+    one.schedules = GraphedSchedule(one.stages, one.make, (2,))
+    with pytest.raises(ConfigError, match="Stage 0 belongs to a GraphedSchedule that was created"):
+        earlier.step(torch.ones(4, 4), target=torch.ones(4, 4), num_microbatches=2)
+    one.step()
+
+
 def test_a_stage_of_another_kind_is_refused(one_rank: None) -> None:
     class Other(PipelineStage):
         pass
