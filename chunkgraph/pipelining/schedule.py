@@ -188,8 +188,8 @@ class GraphedSchedule:
             if stage.replays is not own:
                 raise ConfigError(
                     f"Stage {stage.stage_index} belongs to a GraphedSchedule that was created "
-                    "later. Call the step of that one, or give each stages of its own on the same "
-                    "modules."
+                    "later. Call the step of that one, or create other stages of the same modules "
+                    "for each."
                 )
 
     def _check_slots(self, count: int) -> None:
@@ -214,9 +214,9 @@ class GraphedSchedule:
     def _new(self, count: int) -> Any:
         """Create the schedule for a count; check that it has that count and the captured stages."""
         schedule = self._make(count)
-        found = getattr(schedule, "_n_microbatches", None)
-        if found != count:
-            what = shown(schedule) if found is None else f"a schedule of {found} microbatches"
+        actual = getattr(schedule, "_n_microbatches", count)
+        if schedule is None or actual != count:
+            what = "None" if schedule is None else f"a schedule of {actual} microbatches"
             raise ConfigError(
                 f"make({count}) returned {what}. Let it return a schedule of {count} microbatches, "
                 f"such as Schedule1F1B(stage, {count}, loss_fn=loss_fn)."

@@ -280,9 +280,7 @@ def test_a_stage_without_parameters_is_refused(pipeline: Make) -> None:
 def test_a_schedule_without_an_order_is_refused(one_rank: None) -> None:
     stage = GraphedStage(nn.Linear(4, 4), 0, 1, CPU)
     with pytest.raises(ConfigError, match="does not list its actions"):
-        GraphedSchedule(
-            stage, lambda n: SimpleNamespace(pipeline_order=None, _n_microbatches=n), (2,)
-        )
+        GraphedSchedule(stage, lambda n: SimpleNamespace(pipeline_order=None), (2,))
 
 
 @pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
