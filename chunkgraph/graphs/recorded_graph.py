@@ -23,10 +23,11 @@ from chunkgraph.graphs.recording import (
     span,
     storages_written,
     tensors_in,
+    wait_for_work,
 )
 from chunkgraph.graphs.simulated_pool import SimulatedPool
 
-__all__ = ["Binding", "RecordedGraph", "wait_for_work"]
+__all__ = ["Binding", "RecordedGraph"]
 
 _keys = torch._C.DispatchKey
 # Dispatch keys that precede recording, such as autograd and autocast.
@@ -245,18 +246,3 @@ def _operation_step(
                 write(target, value)
 
     return run
-
-
-def wait_for_work(out: Any) -> Any:
-    """Wait for a collective's work; return its result with finished work instead."""
-
-    def finish(item: Any) -> Any:
-        if not isinstance(item, torch.ScriptObject):
-            return item
-        c10d = torch._C._distributed_c10d
-        c10d.Work.unbox(item).wait()
-        return c10d.FakeWork().boxed()
-
-    if isinstance(out, (list, tuple)):
-        return type(out)(finish(item) for item in out)
-    return finish(out)

@@ -48,7 +48,7 @@ from chunkgraph.graphs.random_state import (
     without_access,
     without_private_draws,
 )
-from chunkgraph.graphs.recorded_graph import Binding, RecordedGraph, wait_for_work
+from chunkgraph.graphs.recorded_graph import Binding, RecordedGraph
 from chunkgraph.graphs.recording import (
     External,
     HostCall,
@@ -59,6 +59,7 @@ from chunkgraph.graphs.recording import (
     replace_leaves,
     storages_written,
     tensors_in,
+    wait_for_work,
 )
 from chunkgraph.graphs.simulated_pool import SimulatedPool
 

@@ -28,10 +28,12 @@ __all__ = [
     "is_collective",
     "owner_of",
     "replace_leaves",
+    "run_to_its_end",
     "span",
     "storage_address",
     "storages_written",
     "tensors_in",
+    "wait_for_work",
 ]
 
 
@@ -165,6 +167,33 @@ def storage_address(tensor: torch.Tensor) -> int:
 def is_collective(func: OpOverload) -> bool:
     """Return whether ``func`` is a collective of a process group."""
     return func.namespace == "c10d"
+
+
+def wait_for_work(out: Any) -> Any:
+    """Wait for a collective's work; return its result with finished work instead."""
+
+    def finish(item: Any) -> Any:
+        if not isinstance(item, torch.ScriptObject):
+            return item
+        c10d = torch._C._distributed_c10d
+        c10d.Work.unbox(item).wait()
+        return c10d.FakeWork().boxed()
+
+    if isinstance(out, (list, tuple)):
+        return type(out)(finish(item) for item in out)
+    return finish(out)
+
+
+def run_to_its_end(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator; a collective of CPU tensors until it has ended.
+
+    Gloo ends some collectives (reduce-scatter) with operators of the thread that waits, which would
+    be seen as operators of its caller. CUDA's collectives run none there, and overlap with others.
+    """
+    out = func(*args, **kwargs)
+    if is_collective(func) and all(t.is_cpu for t in tensors_in(*args, *kwargs.values())):
+        return wait_for_work(out)
+    return out
 
 
 @functools.cache

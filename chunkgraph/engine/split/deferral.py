@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from chunkgraph.engine.split.trace import BackwardTrace, Geometry
 from chunkgraph.errors import CaptureError
 from chunkgraph.graphs.operator_mode import OperatorMode
-from chunkgraph.graphs.recording import replace_leaves, tensors_in
+from chunkgraph.graphs.recording import replace_leaves, run_to_its_end, tensors_in
 
 __all__ = ["Deferral", "DeferredTensor"]
 
@@ -145,7 +145,7 @@ class Deferral(OperatorMode):
         reads_deferred = any(isinstance(t, DeferredTensor) for t in inputs)
         if traced.is_view or not traced.is_deferred:
             if not reads_deferred:
-                return func(*args, **kwargs)
+                return run_to_its_end(func, args, kwargs)
             if not traced.is_view:
                 raise CaptureError(
                     f"{self._label}: {func} in its backward reads a weight gradient, which is not "

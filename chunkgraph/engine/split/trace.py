@@ -31,7 +31,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from chunkgraph.errors import CaptureError
 from chunkgraph.graphs.legality import is_decided_by_node
 from chunkgraph.graphs.operator_mode import OperatorMode
-from chunkgraph.graphs.recording import storages_written, tensors_in
+from chunkgraph.graphs.recording import run_to_its_end, storages_written, tensors_in
 
 __all__ = ["BackwardTrace", "BackwardTracer", "ForwardWatch", "Geometry", "TracedOperator"]
 
@@ -247,7 +247,7 @@ class BackwardTracer(OperatorMode):
         if node is not None:
             self._watch(node)
         has_effect = _has_effect(func, inputs, node) or torch.is_grad_enabled()
-        out = func(*args, **kwargs)
+        out = run_to_its_end(func, args, kwargs)
         self._note(func, inputs, written, tensors_in(out), has_effect=has_effect)
         return out
 
