@@ -37,7 +37,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    args = _parse(sys.argv[1:] if argv is None else list(argv))
+    try:
+        return _run(sys.argv[1:] if argv is None else list(argv))
+    except KeyboardInterrupt:
+        print("interrupted: the run was stopped and its processes ended.", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def _run(argv: list[str]) -> int:
+    args = _parse(argv)
     signal.signal(signal.SIGTERM, _exit_on_sigterm)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # file names may not be valid text
@@ -50,9 +58,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         print(f"error: {error}", file=sys.stderr)
         return exit_code_of(error)
-    except KeyboardInterrupt:
-        print("interrupted: the run was stopped and its processes ended.", file=sys.stderr)
-        return EXIT_INTERRUPTED
     except BrokenPipeError:
         # The reader closed the pipe (`chunkgraph plan | head`), so nothing can be printed.
         return EXIT_FAILED

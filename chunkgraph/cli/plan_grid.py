@@ -48,7 +48,7 @@ def too_large(shape: PipelineShape, max_actions: int = _MAX_ACTIONS) -> str | No
         return None
     return (
         f"the step has {num_actions} forwards and backwards, and at most {max_actions} are "
-        "drawn. Choose a smaller --num-microbatches, or fewer stages, to see how it goes"
+        "drawn. Choose fewer microbatches or stages to see how it goes"
     )
 
 
