@@ -458,8 +458,8 @@ class ChunkGraphs:
             return self._replayer.call(c, args, kwargs)
         elif self.mode is StepMode.OUTSIDE:
             raise SlotError(
-                f"{self._chunks[c].label} was called outside a step. Wrap the call of the schedule "
-                "in `with graphs.step(num_microbatches):`, or disable gradients to evaluate."
+                f"{self._chunks[c].label} was called outside a step. Call the schedule in `with "
+                "graphs.step(n):` (torch's: GraphedSchedule.step); to evaluate, disable gradients."
             )
         backward = self._sampler.record(c, args, kwargs)
         result = self._chunks[c].forward(*args, **kwargs)
