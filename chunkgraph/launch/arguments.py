@@ -306,6 +306,7 @@ def _facts(args: argparse.Namespace, flags: GraphFlags, *, on_cpu: bool, is_plan
         "splits_backward": splits_backward(flags.schedule),
         "stash": flags.stash is not None,
         "token_drops": flags.token_drops,
+        "verify": flags.capture.verify,
     }
     return facts_of_model(_AsConfig(args), values, FLAGS)
 

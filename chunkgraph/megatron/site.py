@@ -119,6 +119,7 @@ class Site:
             "splits_backward": self.schedule is not None and self.schedule.splits_backward,
             "stash": self.stash is not None,
             "token_drops": self.token_drops,
+            "verify": self.options.verify,
         }
         return facts_of_model(self.config, {**own, **dict(others)})
 

@@ -64,6 +64,16 @@ def test_layer_leaves_all_arguments_alone() -> None:
         ({"enable_cuda_graph": True}, "--enable-cuda-graph: "),
         ({"optimizer_cuda_graph": True}, "--optimizer-cuda-graph: "),
         (
+            {
+                "fp8": "hybrid",
+                "fp8_recipe": "delayed",
+                "pipeline_schedule": "zb-h1",
+                "pipeline_model_parallel_size": 2,
+                "cuda_graph_verify": "shadow",
+            },
+            "--cuda-graph-verify shadow with --pipeline-schedule zb-h1",
+        ),
+        (
             {"num_experts": 8, "fp8": "hybrid"},
             "--fp8-format hybrid without --moe-expert-capacity-factor: the grouped GEMM",
         ),

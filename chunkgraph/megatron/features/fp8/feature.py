@@ -110,6 +110,12 @@ _RULES = (
         "in other places than layers, which chunk graphs do not handle; leave one of them out",
         lambda f: f.fp8_recipe and f.use_transformer_engine_op_fuser,
     ),
+    Rule(
+        "verify schedule fp8_recipe: the eager backward to compare with runs after the first half, "
+        "which has moved the scales of delayed scaling on; use {verify=poison}, or "
+        "{fp8_recipe=tensorwise}",
+        lambda f: f.verify == "shadow" and f.splits_backward and f.fp8_recipe == "delayed",
+    ),
 )
 
 

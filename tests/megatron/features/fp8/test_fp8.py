@@ -24,7 +24,7 @@ def _check(results: dict[str, dict[str, Any]]) -> None:
         assert all(step["replays"] > 0 for step in result["steps"][1:]), name
 
 
-def _cases(make_config: Callable[..., Any], counts: list[int], **pipeline: int) -> Any:
+def _cases(make_config: Callable[..., Any], counts: list[int], **pipeline: int | str) -> Any:
     return {
         f"{recipe}_{scope}": {
             "config": make_config(
@@ -56,6 +56,19 @@ def test_two_ranks(
     mixed = _cases(make_config, [4, 1, 5, 2], **pp2)
     others = once({**cases, **{f"{name}_mixed": case for name, case in mixed.items()}})
     _check(run_equal({**delayed, **others}, 2))
+
+
+def test_split_backwards(run_equal: Callable[..., Any], make_config: Callable[..., Any]) -> None:
+    """Zero-bubble schedules on graphs equal Megatron's own; `verify` shadow is refused there."""
+    pp2 = {"pipeline_model_parallel_size": 2}
+    vpp2 = {**pp2, "virtual_pipeline_model_parallel_size": 2, "schedule": "interleaved-zb"}
+    interleaved = _cases(make_config, [2, 4, 2], **vpp2)
+    cases = _cases(make_config, [2, 1, 4, 3], **pp2, schedule="zb-h1")
+    cases.update({f"{name}_interleaved": case for name, case in interleaved.items()})
+    for case in cases.values():
+        if case["config"]["capture"]["verify"] == "shadow":
+            case["config"]["capture"]["verify"] = "poison"
+    _check(run_equal(cases, 2))
 
 
 def test_several_graphs_of_a_slot(
