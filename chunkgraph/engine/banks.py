@@ -202,7 +202,7 @@ class BankSamples:
         """Drop calls of this step whose backward did not run: nothing is known about it."""
         for place in self._is_new:
             backward = self._calls[place].backward
-            if backward is not None and backward.is_awaited:
+            if backward is not None and backward.is_observable and backward.strides is None:
                 del self._calls[place]
 
     def forget(self) -> None:

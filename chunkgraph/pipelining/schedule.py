@@ -28,11 +28,9 @@ __all__ = ["GraphedSchedule"]
 
 _OTHER_SHAPES = (
     "A GraphedSchedule takes no shape_key, and its stages receive one shape, in eager steps too. "
-    "Drop a short last batch, or create a second GraphedSchedule for the other shape, with stages "
-    "of its own on the same modules."
+    "Drop a short last batch, or create a second GraphedSchedule for the other shape, with its own "
+    "stages on the same modules."
 )
-
-
 _CLOSED = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
 _OTHER_RANK = (
     "Another rank of the pipeline ended during this step. Its own output has the cause; torchrun "

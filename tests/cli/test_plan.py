@@ -313,6 +313,15 @@ def test_command_without_torch(config):
     assert "slots for any legal number of microbatches" in done.stdout
 
 
+def test_ctrl_c_while_a_command_is_imported(monkeypatch, capsys):
+    def interrupted(_name):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("chunkgraph.cli.__main__.import_module", interrupted)
+    assert main(["plan", "--pp", "2"]) == 130
+    assert capsys.readouterr().err.startswith("interrupted: ")
+
+
 def test_usage_error_exits_with_2():
     done = subprocess.run(
         [sys.executable, "-m", "chunkgraph.cli.__main__", "plan"],

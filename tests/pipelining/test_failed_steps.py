@@ -57,7 +57,7 @@ def test_the_step_after_a_failed_one_is_equal_to_eager(
         module.zero_grad()
         losses: list[torch.Tensor] = []
         schedules.step(_batch(step), target=_batch(9), losses=losses)
-        found = [*losses, *_gradients(module)]
+        actual = [*losses, *_gradients(module)]
         module.zero_grad()
         expected = [
             nn.functional.mse_loss(module(x), y)
@@ -66,8 +66,8 @@ def test_the_step_after_a_failed_one_is_equal_to_eager(
         for microbatch in expected:
             (microbatch / 4).backward()
         expected += _gradients(module)
-        assert len(found) == len(expected)
-        assert all(map(torch.equal, found, expected))
+        assert len(actual) == len(expected)
+        assert all(map(torch.equal, actual, expected))
     assert schedules.graphs.counters.replayed_steps > 0
 
 

@@ -34,7 +34,7 @@ class BackwardSample:
             gradient; None as a whole before the backward has run.
         autocast: the autocast setting of the backward.
         label: label of the chunk, for errors.
-        is_awaited: whether a gradient of an output can be observed and was not yet.
+        is_observable: whether the gradient of an output can be observed.
         assumed: ``strides`` before the first gradient; strides where none can be observed.
         nested: positions of differentiable outputs from which other outputs are computed.
         references: weak references to these outputs, as the caller has them.
@@ -45,7 +45,7 @@ class BackwardSample:
     strides: tuple[tuple[int, ...] | None, ...] | None = None
     autocast: Autocast | None = None
     label: str = ""
-    is_awaited: bool = False
+    is_observable: bool = False
     assumed: tuple[tuple[int, ...] | None, ...] = ()
     nested: tuple[int, ...] = ()
     references: Sequence[weakref.ref[torch.Tensor]] = ()
@@ -59,7 +59,6 @@ class BackwardSample:
         if self.strides is None:
             self.strides, self._task = self.assumed or (None,) * num_outputs, _task_id()
             self.autocast = Autocast.now(grad.device.type)
-            self.is_awaited = False
         if self._task == _task_id():
             self.strides = (*self.strides[:place], grad.stride(), *self.strides[place + 1 :])
 
@@ -113,7 +112,7 @@ def watched(result: Any, sample: BackwardSample, arguments: Any, label: str) -> 
             dense_strides(tensor) if is_sum else None
             for tensor, is_sum in zip(outputs, are_sums, strict=True)
         )
-        sample.is_awaited = not all(are_sums)
+        sample.is_observable = not all(are_sums)
         for i, tensor in enumerate(outputs):
             if not are_sums[i]:
                 tensor.register_hook(partial(sample.note, i, len(outputs)))
@@ -122,7 +121,7 @@ def watched(result: Any, sample: BackwardSample, arguments: Any, label: str) -> 
         return result
     if not outputs:
         return result
-    sample.is_awaited = True
+    sample.is_observable = True
     sample.nested = nested_among(outputs)
     sample.sharing = sharing_outputs(outputs, differentiable(flatten(arguments)[0]))
     num = len(outputs)

@@ -86,10 +86,10 @@ class PackedBanks:
         self.groups = groups
         # For each shape a bank for each number of sequences, the largest number first.
         self._banks: dict[PackedShape, list[PackedBank]] = {}
+        with_seqs = ", {} sequences" if self.has_fewer_sequences else ""
         for shape in self.shapes:
             group = groups and groups.of(shape.context_parallel_size)
             name = _name_of_size(shape) if groups else f"{shape.max_packed_tokens} tokens"
-            with_seqs = ", {} sequences" if self.has_fewer_sequences else ""
             self._banks[shape] = [
                 PackedBank(
                     replace(shape, max_packed_seqs=seqs), group, f"{name}{with_seqs.format(seqs)}"
