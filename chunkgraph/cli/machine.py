@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import Literal
 
 from chunkgraph.megatron.core.releases import RANGE, is_known
-from chunkgraph.megatron.features.experts.deep_ep_needs import (
+from chunkgraph.megatron.features.experts.cublaslt import (
     CUBLASLT_NEEDED,
-    FUSED_GROUPED_MLP,
     cublaslt_version,
+    version_text,
+)
+from chunkgraph.megatron.features.experts.deep_ep_needs import (
+    FUSED_GROUPED_MLP,
     deep_ep_state,
     supports_worst_case,
-    version_text,
     wants_fused_grouped_mlp,
 )
 

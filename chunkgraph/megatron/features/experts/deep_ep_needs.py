@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib.metadata
 import importlib.util
 import os
 from pathlib import Path
 
+from chunkgraph.megatron.features.experts.cublaslt import cublaslt_need
 from chunkgraph.settings.deep_ep import ALL_TO_ALL, measures_budget
 from chunkgraph.settings.rule import Facts
 
 __all__ = [
     "BACKEND_NAMES",
-    "CUBLASLT_NEEDED",
     "FUSED_GROUPED_MLP",
-    "cublaslt_version",
     "deep_ep_is_missing",
     "deep_ep_state",
     "supports_worst_case",
-    "version_text",
     "wants_fused_grouped_mlp",
 ]
 
@@ -29,9 +26,6 @@ BACKEND_NAMES = {"hybridep": "HybridEP", "deepep": "DeepEP"}
 
 FUSED_GROUPED_MLP = "NVTE_CUTEDSL_FUSED_GROUPED_MLP"
 """Environment variable without which Megatron does not fuse the grouped MLP, on any GPU."""
-
-CUBLASLT_NEEDED = 130801
-"""13.8.1: the first version that correctly reads a grouped product's counts on the device."""
 
 _OLD = (
     "deep_ep ({}) cannot size its output for the worst case (num_worst_tokens); build 1.2 or newer"
@@ -47,7 +41,7 @@ def deep_ep_is_missing(facts: Facts) -> str | None:
     backend = facts.moe_flex_dispatcher_backend
     needs = [_deep_ep(backend)]
     if not measures_budget(facts):  # requirements of the fused grouped MLP
-        needs += [_cublaslt(), _environment()]
+        needs += [cublaslt_need(), _environment()]
     problems = [text for text in needs if text]
     if not problems:
         return None
@@ -82,21 +76,6 @@ def supports_worst_case() -> bool:
     return False
 
 
-def cublaslt_version() -> int | None:
-    """Return the version of this process's cuBLASLt, as 130801 for 13.8.1; None without one."""
-    for library in ("libcublasLt.so.13", "libcublasLt.so.12", "libcublasLt.so"):
-        with contextlib.suppress(OSError, AttributeError):
-            get_version = ctypes.CDLL(library).cublasLtGetVersion
-            get_version.restype = ctypes.c_size_t
-            return int(get_version())
-    return None
-
-
-def version_text(number: int) -> str:
-    """Format ``130801`` as 13.8.1."""
-    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
-
-
 def wants_fused_grouped_mlp() -> bool:
     """Return whether the environment variable `FUSED_GROUPED_MLP` is set."""
     try:
@@ -121,19 +100,6 @@ def _deep_ep(backend: str) -> str | None:
     if version is None:
         return f"deep_ep is not installed; {how}"
     return f"deep_ep ({version}) has no HybridEP; {how}"
-
-
-def _cublaslt() -> str | None:
-    number = cublaslt_version()
-    needed = version_text(CUBLASLT_NEEDED)
-    if number is None:
-        return f"cuBLASLt {needed} or newer was not found"
-    if number < CUBLASLT_NEEDED:
-        return (
-            f"cuBLASLt {version_text(number)} moves token counts through the host; load "
-            f"{needed} or newer (a newer nvidia-cublas, or LD_PRELOAD of its two libraries)"
-        )
-    return None
 
 
 def _environment() -> str | None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from chunkgraph.megatron.core.access import import_megatron
-from chunkgraph.megatron.features.experts.dropless_experts import DeviceSplits
+from chunkgraph.megatron.features.experts.device_splits import DeviceSplits
 from chunkgraph.megatron.features.experts.dropless_rows import (
     ChosenRows,
     PairedRows,

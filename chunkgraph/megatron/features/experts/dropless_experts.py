@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from chunkgraph.megatron.core.access import patch_attributes, private_names
+from chunkgraph.megatron.features.experts.device_splits import DeviceSplits
 from chunkgraph.megatron.features.experts.grouped_gemm import (
     GroupedGemm,
     add_biases,
@@ -21,30 +21,11 @@ from chunkgraph.megatron.features.experts.grouped_gemm import (
     grouped_linear,
 )
 
-__all__ = ["DeviceSplits", "expert_linears", "experts_on_device"]
+__all__ = ["expert_linears", "experts_on_device"]
 
 _EXPERTS = "megatron.core.transformer.moe.experts"
 _FUSED = "_with_fused_impl"
 _Linear = Callable[..., tuple[torch.Tensor, Any]]
-
-
-@dataclass(frozen=True)
-class DeviceSplits:
-    """Replacement for ``tokens_per_expert`` on the device.
-
-    Attributes:
-        ends: End of each local expert's rows, shape [experts], int32, on the device.
-    """
-
-    ends: torch.Tensor
-
-    def tolist(self) -> DeviceSplits:
-        """Return this object: Megatron asks for a list, but only passes it on."""
-        return self
-
-    def sum(self) -> torch.Tensor:
-        """Return the number of rows in use, a scalar on the device."""
-        return self.ends[-1]
 
 
 @contextmanager
@@ -93,7 +74,7 @@ def _sequential(eager: Callable[..., Any], measure: Callable[[int], None]) -> Ca
             result: tuple[torch.Tensor, None] = eager(self, hidden, tokens_per_expert, probs)
             return result
         measure(hidden.shape[0])
-        ends, experts = tokens_per_expert.ends, list(self.local_experts)
+        splits, experts = tokens_per_expert, list(self.local_experts)
         gemm = _gemm(experts[0].linear_fc1.weight)
         if self.config.moe_apply_probs_on_input:
             hidden = (probs.unsqueeze(-1) * hidden).to(hidden.dtype)
@@ -105,10 +86,10 @@ def _sequential(eager: Callable[..., Any], measure: Callable[[int], None]) -> Ca
             _returns_grads(weights)
 
             def multiply(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-                out = grouped_linear(gemm, rows, ends, weights)
+                out = grouped_linear(gemm, rows, splits, weights)
                 if biases[0] is None:
                     return out, None
-                bias = add_biases(gemm, rows.shape[0], ends, biases)
+                bias = add_biases(gemm, rows.shape[0], splits, biases)
                 if name == "linear_fc1":
                     return out, bias
                 out += bias * probs.unsqueeze(-1)
@@ -142,10 +123,10 @@ def _grouped(eager: Callable[..., Any], measure: Callable[[int], None]) -> Calla
             _returns_grads(layer.parameters(recurse=False))
 
             def multiply(rows: torch.Tensor, splits: DeviceSplits) -> tuple[torch.Tensor, Any]:
-                out = grouped_linear(gemm, rows, splits.ends, weights)
+                out = grouped_linear(gemm, rows, splits, weights)
                 if biases is None:
                     return out, None
-                bias = add_biases(gemm, rows.shape[0], splits.ends, biases)
+                bias = add_biases(gemm, rows.shape[0], splits, biases)
                 # The second product leaves its bias to `_apply_bias`.
                 return (out, bias) if layer is self.linear_fc2 else (out + bias, None)
 

@@ -4,7 +4,7 @@ Rows come in a buffer of fixed size: first the first expert's, then the second e
 Rows after the last expert's are not computed, and their results are undefined. ``ends`` contains
 the end of each expert's rows. The host of a GPU reads nothing, so graphs can contain the products.
 
-On a GPU `torch._grouped_mm` computes them. On a CPU, operators with the same contract loop over the
+On a GPU `device_gemms` computes them. On a CPU, operators with the same contract loop over the
 experts, with the same bits as Megatron's experts; the recorder replays them like torch's operators.
 """
 
@@ -18,35 +18,34 @@ import torch
 from torch import library
 
 from chunkgraph.engine.capture.accumulate import add_together
-from chunkgraph.megatron.features.experts.grouped_weights import as_one, zero_empty
+from chunkgraph.megatron.features.experts.device_gemms import TorchGemm, native_gemm
+from chunkgraph.megatron.features.experts.device_splits import DeviceSplits
 
 __all__ = ["GroupedGemm", "add_biases", "choose_gemm", "grouped_linear"]
 
 _GPUS = (9, 10)
 """Major compute capabilities. On other GPUs torch loops over experts and reads ends on the host."""
-_SUMMED = 8
-"""Columns of the matrix of ones that sums rows: the fewest that are aligned."""
 
 
 class GroupedGemm(Protocol):
     """Multiplies rows [num_rows, in] by weights [out, in], one for each expert."""
 
     def rows(
-        self, rows: torch.Tensor, weights: Sequence[torch.Tensor], ends: torch.Tensor
+        self, rows: torch.Tensor, weights: Sequence[torch.Tensor], splits: DeviceSplits
     ) -> torch.Tensor:
         """Return the rows times their expert's weight: [num_rows, out]."""
 
     def row_grads(
-        self, grads: torch.Tensor, weights: Sequence[torch.Tensor], ends: torch.Tensor
+        self, grads: torch.Tensor, weights: Sequence[torch.Tensor], splits: DeviceSplits
     ) -> torch.Tensor:
         """Return the gradients of the rows: [num_rows, in]."""
 
     def weight_grads(
-        self, grads: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor
+        self, grads: torch.Tensor, rows: torch.Tensor, splits: DeviceSplits
     ) -> Sequence[torch.Tensor]:
         """Return the gradient of each weight, zeros without rows: [out, in] each."""
 
-    def sums(self, grads: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    def sums(self, grads: torch.Tensor, splits: DeviceSplits) -> torch.Tensor:
         """Return the sum of each expert's rows: [experts, out]."""
 
 
@@ -112,59 +111,30 @@ class LoopGemm:
     """Runs a loop over experts in one operator of the CPU."""
 
     def rows(
-        self, rows: torch.Tensor, weights: Sequence[torch.Tensor], ends: torch.Tensor
+        self, rows: torch.Tensor, weights: Sequence[torch.Tensor], splits: DeviceSplits
     ) -> torch.Tensor:
         """See `GroupedGemm`."""
-        result: torch.Tensor = _operators.grouped_rows(rows, list(weights), ends, False)
+        result: torch.Tensor = _operators.grouped_rows(rows, list(weights), splits.ends, False)
         return result
 
     def row_grads(
-        self, grads: torch.Tensor, weights: Sequence[torch.Tensor], ends: torch.Tensor
+        self, grads: torch.Tensor, weights: Sequence[torch.Tensor], splits: DeviceSplits
     ) -> torch.Tensor:
         """See `GroupedGemm`."""
-        result: torch.Tensor = _operators.grouped_rows(grads, list(weights), ends, True)
+        result: torch.Tensor = _operators.grouped_rows(grads, list(weights), splits.ends, True)
         return result
 
     def weight_grads(
-        self, grads: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor
+        self, grads: torch.Tensor, rows: torch.Tensor, splits: DeviceSplits
     ) -> Sequence[torch.Tensor]:
         """See `GroupedGemm`."""
-        result: list[torch.Tensor] = _operators.grouped_weight_grads(grads, rows, ends)
+        result: list[torch.Tensor] = _operators.grouped_weight_grads(grads, rows, splits.ends)
         return result
 
-    def sums(self, grads: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    def sums(self, grads: torch.Tensor, splits: DeviceSplits) -> torch.Tensor:
         """See `GroupedGemm`."""
-        result: torch.Tensor = _operators.grouped_sums(grads, ends)
+        result: torch.Tensor = _operators.grouped_sums(grads, splits.ends)
         return result
-
-
-class TorchGemm:
-    """Runs `torch._grouped_mm`, whose offsets stay on the device."""
-
-    def rows(
-        self, rows: torch.Tensor, weights: Sequence[torch.Tensor], ends: torch.Tensor
-    ) -> torch.Tensor:
-        """See `GroupedGemm`."""
-        return torch._grouped_mm(rows, as_one(weights).transpose(-2, -1), offs=ends)
-
-    def row_grads(
-        self, grads: torch.Tensor, weights: Sequence[torch.Tensor], ends: torch.Tensor
-    ) -> torch.Tensor:
-        """See `GroupedGemm`."""
-        return torch._grouped_mm(grads, as_one(weights), offs=ends)
-
-    def weight_grads(
-        self, grads: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor
-    ) -> Sequence[torch.Tensor]:
-        """See `GroupedGemm`."""
-        by_expert = torch._grouped_mm(grads.t(), rows, offs=ends)
-        return zero_empty(by_expert, ends).unbind(0)
-
-    def sums(self, grads: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """See `GroupedGemm`."""
-        ones = torch.ones(grads.shape[0], _SUMMED, dtype=grads.dtype, device=grads.device)
-        by_expert = torch._grouped_mm(grads.t(), ones, offs=ends)
-        return zero_empty(by_expert, ends)[:, :, 0]
 
 
 def choose_gemm(device: torch.device, dtype: torch.dtype) -> tuple[GroupedGemm | None, str]:
@@ -178,6 +148,9 @@ def choose_gemm(device: torch.device, dtype: torch.dtype) -> tuple[GroupedGemm |
     """
     if device.type == "cpu":
         return LoopGemm(), "a loop over experts in one operator (CPU)"
+    native, text = native_gemm(dtype)
+    if native is not None:
+        return native, text
     if not hasattr(torch, "_grouped_mm"):
         return None, f"torch {torch.__version__} has no _grouped_mm; install 2.8 or newer"
     capability = torch.cuda.get_device_capability(device)
@@ -189,15 +162,16 @@ def choose_gemm(device: torch.device, dtype: torch.dtype) -> tuple[GroupedGemm |
             f"there, and on the device with {known}"
         )
     if dtype is not torch.bfloat16:
-        return None, f"weights of {dtype}: torch._grouped_mm multiplies bfloat16; set bf16"
+        return None, f"weights of {dtype}: torch._grouped_mm multiplies bfloat16, and {text}"
     return TorchGemm(), f"torch._grouped_mm (torch {torch.__version__})"
 
 
 @dataclass(frozen=True)
 class _Product:
-    """State that the backward of a product needs in addition to tensors."""
+    """State that the backward of a product needs in addition to saved tensors."""
 
     gemm: GroupedGemm
+    splits: DeviceSplits
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -208,27 +182,26 @@ class _GroupedLinear(torch.autograd.Function):
         ctx: Any,
         product: _Product,
         rows: torch.Tensor,
-        ends: torch.Tensor,
         *weights: torch.Tensor,
     ) -> torch.Tensor:
         ctx.product = product
-        ctx.save_for_backward(rows, ends, *weights)
-        return product.gemm.rows(rows, weights, ends)
+        ctx.save_for_backward(rows, *weights)
+        return product.gemm.rows(rows, weights, product.splits)
 
     @staticmethod
     def backward(ctx: Any, grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        rows, ends, *weights = ctx.saved_tensors
-        gemm, grads = ctx.product.gemm, grads.contiguous()
-        of_rows = gemm.row_grads(grads, weights, ends) if ctx.needs_input_grad[1] else None
-        needs_grad = ctx.needs_input_grad[3:]
+        rows, *weights = ctx.saved_tensors
+        gemm, splits, grads = ctx.product.gemm, ctx.product.splits, grads.contiguous()
+        of_rows = gemm.row_grads(grads, weights, splits) if ctx.needs_input_grad[1] else None
+        needs_grad = ctx.needs_input_grad[2:]
         of_weights: list[torch.Tensor | None] = [None] * len(weights)
         if any(needs_grad):
-            by_expert = gemm.weight_grads(grads, rows, ends)
+            by_expert = gemm.weight_grads(grads, rows, splits)
             add_together(by_expert[0])
             of_weights = [
                 g if is_needed else None for g, is_needed in zip(by_expert, needs_grad, strict=True)
             ]
-        return None, of_rows, None, *of_weights
+        return None, of_rows, *of_weights
 
 
 class _BiasRows(torch.autograd.Function):
@@ -239,49 +212,51 @@ class _BiasRows(torch.autograd.Function):
         ctx: Any,
         product: _Product,
         experts: torch.Tensor,
-        ends: torch.Tensor,
         *biases: torch.Tensor,
     ) -> torch.Tensor:
         ctx.product = product
-        ctx.save_for_backward(ends)
         return torch.stack(biases).index_select(0, experts)
 
     @staticmethod
     def backward(ctx: Any, grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (ends,) = ctx.saved_tensors
-        return None, None, None, *ctx.product.gemm.sums(grads.contiguous(), ends).unbind(0)
+        sums = ctx.product.gemm.sums(grads.contiguous(), ctx.product.splits)
+        return None, None, *sums.unbind(0)
 
 
 def grouped_linear(
-    gemm: GroupedGemm, rows: torch.Tensor, ends: torch.Tensor, weights: Sequence[torch.Tensor]
+    gemm: GroupedGemm,
+    rows: torch.Tensor,
+    splits: DeviceSplits,
+    weights: Sequence[torch.Tensor],
 ) -> torch.Tensor:
     """Multiply rows by the weight of their expert, with gradients.
 
     Args:
         gemm: See `choose_gemm`.
         rows: Rows sorted by expert, shape [num_rows, in].
-        ends: End of each expert's rows, shape [experts], int32.
+        splits: Rows of each expert.
         weights: Weights, each of shape [out, in].
 
     Returns:
         Tensor of shape [num_rows, out]; rows after the last end are undefined.
     """
-    result: torch.Tensor = _GroupedLinear.apply(_Product(gemm), rows, ends, *weights)
+    result: torch.Tensor = _GroupedLinear.apply(_Product(gemm, splits), rows, *weights)
     return result
 
 
 def add_biases(
-    gemm: GroupedGemm, num_rows: int, ends: torch.Tensor, biases: Sequence[torch.Tensor]
+    gemm: GroupedGemm, num_rows: int, splits: DeviceSplits, biases: Sequence[torch.Tensor]
 ) -> torch.Tensor:
     """Return the bias of each row's expert, shape [num_rows, out], with gradients.
 
     Args:
         gemm: See `choose_gemm`.
         num_rows: Rows of the buffer.
-        ends: As for `grouped_linear`.
+        splits: Rows of each expert.
         biases: Biases, each of shape [out].
     """
+    ends = splits.ends
     places = torch.arange(num_rows, device=ends.device, dtype=ends.dtype)
     experts = torch.searchsorted(ends, places, right=True).clamp(max=len(biases) - 1)
-    result: torch.Tensor = _BiasRows.apply(_Product(gemm), experts, ends, *biases)
+    result: torch.Tensor = _BiasRows.apply(_Product(gemm, splits), experts, *biases)
     return result

@@ -13,8 +13,8 @@ import torch
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.core.access import private_names, versions
+from chunkgraph.megatron.features.experts.device_splits import DeviceSplits
 from chunkgraph.megatron.features.experts.dropless_dispatch import Dispatch
-from chunkgraph.megatron.features.experts.dropless_experts import DeviceSplits
 
 __all__ = ["HybridEPRows", "manager_of", "overflow_of"]
 

@@ -17,10 +17,8 @@ from typing import Any
 import torch
 
 from chunkgraph.megatron.core.access import private_names
-from chunkgraph.megatron.features.experts.dropless_experts import (
-    DeviceSplits,
-    experts_on_device,
-)
+from chunkgraph.megatron.features.experts.device_splits import DeviceSplits
+from chunkgraph.megatron.features.experts.dropless_experts import experts_on_device
 from chunkgraph.megatron.features.experts.rank_budget import uses_rank_budget
 from chunkgraph.memory.stash import RowsInUse
 from chunkgraph.settings.experts import uses_dropless

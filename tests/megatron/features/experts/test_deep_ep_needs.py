@@ -14,6 +14,7 @@ import torch
 from deep_ep_config import BACKENDS, HOLDS
 
 from chunkgraph.errors import ConfigError, MissingDependencyError
+from chunkgraph.megatron.features.experts import cublaslt as cublaslt_module
 from chunkgraph.megatron.features.experts import deep_ep_needs
 from chunkgraph.megatron.features.experts.deep_ep import refuse_for_deep_ep
 from chunkgraph.megatron.refusals import facts_of_model
@@ -35,7 +36,7 @@ def machine(
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: has_nvml if name == "pynvml" else real(name)
     )
-    monkeypatch.setattr(deep_ep_needs, "cublaslt_version", lambda: cublaslt)
+    monkeypatch.setattr(cublaslt_module, "cublaslt_version", lambda: cublaslt)
     monkeypatch.setenv(deep_ep_needs.FUSED_GROUPED_MLP, fused)
 
 

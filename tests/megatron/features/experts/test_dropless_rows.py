@@ -13,6 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkgraph.engine.capture.accumulate import Accumulation
 from chunkgraph.graphs import RecorderBackend
+from chunkgraph.megatron.features.experts.device_gemms import TorchGemm
+from chunkgraph.megatron.features.experts.device_splits import DeviceSplits
 from chunkgraph.megatron.features.experts.dropless_dispatch import RowRoom
 from chunkgraph.megatron.features.experts.dropless_rows import (
     ChosenRows,
@@ -22,7 +24,6 @@ from chunkgraph.megatron.features.experts.dropless_rows import (
     take_rows,
 )
 from chunkgraph.megatron.features.experts.grouped_gemm import (
-    TorchGemm,
     add_biases,
     choose_gemm,
     grouped_linear,
@@ -120,8 +121,9 @@ def test_products_replay_with_other_ends(ends: tuple[int, ...]) -> None:
     backend = RecorderBackend()
     leaves = [rows, *weights, *biases]
     with backend.capture("products", backend.new_pool("all")) as graph:
-        out = grouped_linear(gemm, rows, places, weights)
-        out = out + add_biases(gemm, rows.shape[0], places, biases)
+        splits = DeviceSplits(places)
+        out = grouped_linear(gemm, rows, splits, weights)
+        out = out + add_biases(gemm, rows.shape[0], splits, biases)
         gradients = torch.autograd.grad(out, leaves, grads)
     places.copy_(torch.tensor(ends))
     rows.data[ends[-1] :] = float("nan")
@@ -230,6 +232,6 @@ def test_the_gradients_of_one_product_are_added_together() -> None:
             sums.add(index, gradient)
 
         weight.register_post_accumulate_grad_hook(receive)
-    ends = torch.tensor([3, 3, 11, 20], dtype=torch.int32)
-    grouped_linear(TorchGemm(), torch.randn(20, 8).bfloat16(), ends, weights).sum().backward()
+    splits = DeviceSplits(torch.tensor([3, 3, 11, 20], dtype=torch.int32))
+    grouped_linear(TorchGemm(), torch.randn(20, 8).bfloat16(), splits, weights).sum().backward()
     assert num_added == [4]

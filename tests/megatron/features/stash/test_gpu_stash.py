@@ -72,4 +72,7 @@ def test_stashed_experts_equal_eager(
             results["stash_bytes"], results["bytes_without_stash"], strict=True
         )
     ]
-    assert all(0 < share < 0.5 for share in shares), shares
+    # All rows of two ranks that share experts may be one rank's: headroom 1.5 x 2 of capacity 4,
+    # and the last page of each tensor. Otherwise each rank has the mean.
+    most = 0.8 if set(OF_TWO) <= set(settings) else 0.5
+    assert all(0 < share < most for share in shares), shares

@@ -1,0 +1,149 @@
+"""Grouped products on a GPU, whose host reads no number of rows.
+
+Transformer Engine's takes weights of float16, too, and was the faster one at every size of
+`benchmarks/README.md`; it needs a newer cuBLASLt than torch brings. torch's needs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from chunkgraph.errors import ConfigError
+from chunkgraph.megatron.core.access import private_names, versions
+from chunkgraph.megatron.features.experts.cublaslt import (
+    cublaslt_need,
+    cublaslt_version,
+    version_text,
+)
+from chunkgraph.megatron.features.experts.device_splits import DeviceSplits
+from chunkgraph.megatron.features.experts.grouped_weights import as_one, zero_empty
+
+__all__ = ["NativeGemm", "TorchGemm", "native_gemm", "native_need"]
+
+_SUMMED = 8
+"""Columns of the matrix of ones that sums rows: the fewest that are aligned."""
+_GEMM = "transformer_engine.pytorch.cpp_extensions"
+_STORAGE = "transformer_engine.pytorch.tensor.storage.grouped_tensor_storage"
+_LINEAR = "transformer_engine.pytorch.module.grouped_linear"
+
+
+class _DeviceGemm(ABC):
+    """Weight gradients and sums of rows, from one product of each expert's rows."""
+
+    @abstractmethod
+    def outer(self, grads: torch.Tensor, rows: torch.Tensor, splits: DeviceSplits) -> torch.Tensor:
+        """Return the product of each expert's gradients and rows: [experts, out, in].
+
+        Those of experts without rows may be undefined.
+        """
+
+    def weight_grads(
+        self, grads: torch.Tensor, rows: torch.Tensor, splits: DeviceSplits
+    ) -> Sequence[torch.Tensor]:
+        """See `GroupedGemm`."""
+        return zero_empty(self.outer(grads, rows, splits), splits.ends).unbind(0)
+
+    def sums(self, grads: torch.Tensor, splits: DeviceSplits) -> torch.Tensor:
+        """See `GroupedGemm`."""
+        ones = torch.ones(grads.shape[0], _SUMMED, dtype=grads.dtype, device=grads.device)
+        return zero_empty(self.outer(grads, ones, splits), splits.ends)[:, :, 0]
+
+
+class TorchGemm(_DeviceGemm):
+    """Runs `torch._grouped_mm`, whose offsets stay on the device."""
+
+    def rows(
+        self, rows: torch.Tensor, weights: Sequence[torch.Tensor], splits: DeviceSplits
+    ) -> torch.Tensor:
+        """See `GroupedGemm`."""
+        return torch._grouped_mm(rows, as_one(weights).transpose(-2, -1), offs=splits.ends)
+
+    def row_grads(
+        self, grads: torch.Tensor, weights: Sequence[torch.Tensor], splits: DeviceSplits
+    ) -> torch.Tensor:
+        """See `GroupedGemm`."""
+        return torch._grouped_mm(grads, as_one(weights), offs=splits.ends)
+
+    def outer(self, grads: torch.Tensor, rows: torch.Tensor, splits: DeviceSplits) -> torch.Tensor:
+        """See the base class."""
+        return torch._grouped_mm(grads.t(), rows, offs=splits.ends)
+
+
+class NativeGemm(_DeviceGemm):
+    """Runs Transformer Engine's grouped GEMM of cuBLASLt, whose counts stay on the device."""
+
+    def __init__(self) -> None:
+        (self._gemm,) = private_names(_GEMM, "general_grouped_gemm_for_grouped_tensor")
+        (self._storage,) = private_names(_STORAGE, "GroupedTensorStorage")
+
+    def rows(
+        self, rows: torch.Tensor, weights: Sequence[torch.Tensor], splits: DeviceSplits
+    ) -> torch.Tensor:
+        """See `GroupedGemm`."""
+        out = rows.new_empty(rows.shape[0], weights[0].shape[0])
+        self._gemm(list(weights), self._pack(rows, splits), self._pack(out, splits), layout="TN")
+        return out
+
+    def row_grads(
+        self, grads: torch.Tensor, weights: Sequence[torch.Tensor], splits: DeviceSplits
+    ) -> torch.Tensor:
+        """See `GroupedGemm`."""
+        out = grads.new_empty(grads.shape[0], weights[0].shape[1])
+        self._gemm(list(weights), self._pack(grads, splits), self._pack(out, splits), layout="NN")
+        return out
+
+    def outer(self, grads: torch.Tensor, rows: torch.Tensor, splits: DeviceSplits) -> torch.Tensor:
+        """See the base class."""
+        out = rows.new_empty(len(splits.ends), grads.shape[1], rows.shape[1])
+        operands = self._pack(rows, splits), self._pack(grads, splits)
+        self._gemm(*operands, list(out.unbind(0)), layout="NT")
+        return out
+
+    def _pack(self, rows: torch.Tensor, splits: DeviceSplits) -> Any:
+        """Return ``rows`` as Transformer Engine's grouped tensor; nothing is copied."""
+        rows = rows.contiguous()
+        return self._storage(
+            shape=tuple(rows.shape),
+            dtype=rows.dtype,
+            num_tensors=len(splits.ends),
+            data=rows.view(-1),
+            first_dims=splits.counts,
+            tensor_offsets=splits.offsets(rows.shape[1]),
+        )
+
+
+def native_need(dtype: torch.dtype) -> str | None:
+    """Describe what Transformer Engine's grouped GEMM lacks on this machine; None if nothing.
+
+    Args:
+        dtype: Type of the weights.
+    """
+    if importlib.util.find_spec("transformer_engine") is None:
+        return "Transformer Engine is not installed"
+    if (need := cublaslt_need()) is not None:
+        return need
+    try:
+        NativeGemm()
+        (is_supported,) = private_names(_LINEAR, "is_module_grouped_tensor_path_supported")
+    except (ConfigError, ImportError):
+        version = versions()["transformer_engine"]
+        return f"Transformer Engine {version} has no grouped GEMM with counts on the device"
+    return None if is_supported(None, dtype) else f"Transformer Engine has none for {dtype} here"
+
+
+def native_gemm(dtype: torch.dtype) -> tuple[NativeGemm | None, str]:
+    """Return Transformer Engine's grouped GEMM and its name, or None and the reason.
+
+    Args:
+        dtype: Type of the weights.
+    """
+    need = native_need(dtype)
+    if need is not None:
+        return None, need
+    version = version_text(cublaslt_version() or 0)
+    return NativeGemm(), f"Transformer Engine's grouped GEMM (cuBLASLt {version})"
