@@ -16,9 +16,12 @@ from chunkgraph.launch.flags import GraphFlags, forget_defaults, read_flags, wri
 from chunkgraph.launch.packing_rules import SCRIPT_PACKING_RULES
 from chunkgraph.megatron.features import FEATURES
 from chunkgraph.megatron.features.experts.deep_ep_needs import BACKEND_NAMES, deep_ep_is_missing
+from chunkgraph.megatron.features.experts.device_gemms import FP8_MULTIPLES, native_need
 from chunkgraph.megatron.features.experts.overlap import OVERLAP_RULES
 from chunkgraph.megatron.features.fp8.primary_weights import keeps_transposes
 from chunkgraph.megatron.refusals import DELAY_RULES, DRIVER_RULES, facts_of_model
+from chunkgraph.settings.deep_ep import STATIC
+from chunkgraph.settings.experts import uses_dropless
 from chunkgraph.settings.pipeline import (
     FILE_SUFFIX,
     SCHEDULE_RULES,
@@ -102,6 +105,20 @@ def _missing_needs(f: Facts) -> object:
     return missing and {"missing": missing}
 
 
+def _lacks_gemm(name: str) -> Callable[[Facts], object]:
+    """Return a condition on experts that need Transformer Engine's grouped GEMM for ``name``."""
+
+    def missing(f: Facts) -> object:
+        recipe = f.fp8_recipe
+        is_other = recipe not in (None, *FP8_MULTIPLES)  # refused anyway
+        if f.is_plan or is_other or not (f.on_gpu and f.captures and uses_dropless(f)):
+            return False
+        text = getattr(f, name) and native_need(f.params_dtype, recipe)
+        return text and {"missing": text}
+
+    return missing
+
+
 def _has_file_and(name: str) -> Callable[[Facts], bool]:
     return lambda f: bool(f.schedule.endswith(FILE_SUFFIX) and getattr(f, name))
 
@@ -124,6 +141,14 @@ _FLAG_RULES = (
     *SCRIPT_PACKING_RULES,
     *_SCRIPT_SCHEDULE_RULES,
     Rule("moe_flex_dispatcher_backend: {missing}", _missing_needs),
+    *(
+        Rule(
+            f"{name} moe_expert_capacity_factor: only Transformer Engine's grouped GEMM multiplies "
+            f"such experts with counts from the device; {{missing}}, or {STATIC}",
+            _lacks_gemm(name),
+        )
+        for name in ("fp16", "fp8")
+    ),
 )
 
 

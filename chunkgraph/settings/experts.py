@@ -194,14 +194,8 @@ def uses_dropless(model: Any) -> bool:
     )
 
 
-def _without_capacity(name: str) -> Rule:
-    """Return the rule of a setting that captured dropless experts do not support."""
-    return Rule(
-        f"{name} moe_expert_capacity_factor: the grouped GEMM of graphs multiplies bfloat16, and "
-        "Megatron pads quantized rows to counts that it reads on the host; train without "
-        f"{name.upper()}, or {STATIC}",
-        lambda f: f.captures and uses_dropless(f) and getattr(f, name),
-    )
+def _captures_dropless(f: Facts) -> bool:
+    return bool(f.captures and uses_dropless(f))
 
 
 def _with_capacity(when: Callable[[Facts], object]) -> Callable[[Facts], object]:
@@ -226,12 +220,25 @@ EXPERT_RULES = (
         lambda f: f.num_moe_experts and f.num_moe_experts % (f.expert_model_parallel_size or 1),
         TopologyError,
     ),
-    _without_capacity("fp8"),
-    _without_capacity("fp4"),
     Rule(
-        "bf16 moe_expert_capacity_factor: the grouped GEMM of graphs on a GPU multiplies bfloat16; "
-        f"use {{bf16=true}}, or {STATIC}",
-        lambda f: f.captures and f.on_gpu and uses_dropless(f) and (f.element_bytes != 2 or f.fp16),
+        "fp8_recipe moe_expert_capacity_factor: no grouped GEMM takes counts from the device with "
+        f"this recipe; use {{fp8_recipe=tensorwise}} or {{fp8_recipe=blockwise}}, or {STATIC}",
+        lambda f: _captures_dropless(f) and f.fp8_recipe not in (None, "tensorwise", "blockwise"),
+    ),
+    Rule(
+        "fp8 moe_grouped_gemm moe_expert_capacity_factor: only grouped experts are quantized with "
+        f"counts from the device; use {{moe_grouped_gemm=true}}, or {STATIC}",
+        lambda f: _captures_dropless(f) and f.fp8 and not f.moe_grouped_gemm,
+    ),
+    Rule(
+        "fp4 moe_expert_capacity_factor: Megatron pads quantized rows to counts that it reads on "
+        f"the host; train without FP4, or {STATIC}",
+        lambda f: _captures_dropless(f) and f.fp4,
+    ),
+    Rule(
+        "bf16 moe_expert_capacity_factor: the grouped GEMM of graphs on a GPU multiplies numbers "
+        f"of 16 bits; use {{bf16=true}}, or {STATIC}",
+        lambda f: _captures_dropless(f) and f.on_gpu and f.element_bytes != 2,
     ),
     Rule(
         "moe_pad_expert_input_to_capacity moe_expert_capacity_factor: experts would drop tokens "

@@ -28,6 +28,7 @@ pytestmark = [
 ]
 
 CHUNK = "--cuda-graph-granularity chunk --transformer-impl local "
+GROUPED = "--num-experts 8 --bf16 --moe-grouped-gemm "
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0 "
 WHOLE = "--cuda-graph-chunk-scope chunk "
 EXPERTS = "--num-experts 8 --moe-token-dispatcher-type "
@@ -118,7 +119,7 @@ def test_what_the_arguments_can_tell_is_refused_before_the_model_is_built(
         ),
         (
             f"{NO_DROPOUT}--num-experts 8 --fp16",
-            "the grouped GEMM of graphs on a GPU multiplies bfloat16; use --bf16, or use --moe-",
+            "with counts from the device; Transformer Engine is not installed, or use",
         ),
         (f"{NO_DROPOUT}--num-experts 8", "  - without --bf16 or --moe-expert-capacity-factor"),
     ],
@@ -129,6 +130,27 @@ def test_what_a_gpu_cannot_capture_is_refused_before_the_model_is_built(
     assert message in refusal(arguments, on_cpu=False)
     args = parser().parse_args(f"{CHUNK}{arguments}".split())
     assert settle_arguments(args, on_cpu=True) is not None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            f"{NO_DROPOUT}{GROUPED}--fp8-format hybrid --fp8-recipe tensorwise",
+            "with counts from the device; Transformer Engine is not installed, or use",
+        ),
+        (
+            f"{NO_DROPOUT}{GROUPED}--fp8-format hybrid",
+            "this recipe; use --fp8-recipe tensorwise or --fp8-recipe blockwise, or use --moe-",
+        ),
+        (
+            f"{NO_DROPOUT}--num-experts 8 --bf16 --fp8-format hybrid --fp8-recipe blockwise",
+            "only grouped experts are quantized with counts from the device; use --moe-grouped-g",
+        ),
+    ],
+)
+def test_quantized_experts_without_a_grouped_gemm_are_refused(arguments: str, message: str) -> None:
+    assert message in refusal(arguments, on_cpu=False)
 
 
 def test_wrong_values_stand_in_the_same_message() -> None:

@@ -23,13 +23,20 @@ from chunkgraph.megatron.features.experts.cublaslt import (
 from chunkgraph.megatron.features.experts.device_splits import DeviceSplits
 from chunkgraph.megatron.features.experts.grouped_weights import as_one, zero_empty
 
-__all__ = ["NativeGemm", "TorchGemm", "native_gemm", "native_need"]
+__all__ = ["FP8_MULTIPLES", "NativeGemm", "TorchGemm", "native_gemm", "native_need"]
 
 _SUMMED = 8
 """Columns of the matrix of ones that sums rows: the fewest that are aligned."""
 _GEMM = "transformer_engine.pytorch.cpp_extensions"
 _STORAGE = "transformer_engine.pytorch.tensor.storage.grouped_tensor_storage"
 _LINEAR = "transformer_engine.pytorch.module.grouped_linear"
+_RECIPES = "transformer_engine.common.recipe"
+_FP8 = {"tensorwise": "Float8CurrentScaling", "blockwise": "Float8BlockScaling"}
+FP8_MULTIPLES = {"tensorwise": 16, "blockwise": 128}
+"""Divisor of the rows of each expert that the kernels of an FP8 recipe need.
+
+Transformer Engine has no such kernels for other recipes.
+"""
 
 
 class _DeviceGemm(ABC):
@@ -117,11 +124,12 @@ class NativeGemm(_DeviceGemm):
         )
 
 
-def native_need(dtype: torch.dtype) -> str | None:
+def native_need(dtype: torch.dtype, recipe: str | None = None) -> str | None:
     """Describe what Transformer Engine's grouped GEMM lacks on this machine; None if nothing.
 
     Args:
         dtype: Type of the weights.
+        recipe: FP8 recipe of the experts, a key of `FP8_MULTIPLES`; None without FP8.
     """
     if importlib.util.find_spec("transformer_engine") is None:
         return "Transformer Engine is not installed"
@@ -133,16 +141,22 @@ def native_need(dtype: torch.dtype) -> str | None:
     except (ConfigError, ImportError):
         version = versions()["transformer_engine"]
         return f"Transformer Engine {version} has no grouped GEMM with counts on the device"
-    return None if is_supported(None, dtype) else f"Transformer Engine has none for {dtype} here"
+    kind = None
+    if recipe is not None:
+        (kind,) = private_names(_RECIPES, _FP8[recipe])
+    if is_supported(kind and kind(), dtype):
+        return None
+    return f"Transformer Engine's grouped GEMM does not multiply {recipe or dtype} on this GPU"
 
 
-def native_gemm(dtype: torch.dtype) -> tuple[NativeGemm | None, str]:
+def native_gemm(dtype: torch.dtype, recipe: str | None = None) -> tuple[NativeGemm | None, str]:
     """Return Transformer Engine's grouped GEMM and its name, or None and the reason.
 
     Args:
         dtype: Type of the weights.
+        recipe: FP8 recipe of the experts; None without FP8.
     """
-    need = native_need(dtype)
+    need = native_need(dtype, recipe)
     if need is not None:
         return None, need
     version = version_text(cublaslt_version() or 0)

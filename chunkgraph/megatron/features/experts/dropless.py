@@ -17,6 +17,7 @@ import torch
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.core.access import private_names
+from chunkgraph.megatron.core.fp8_recipe import fp8_recipe
 from chunkgraph.megatron.features.experts.counts import LOAD_OF, DropCounts, HeaviestLoad
 from chunkgraph.megatron.features.experts.dispatch import scattered_routes
 from chunkgraph.megatron.features.experts.dropless_dispatch import (
@@ -213,9 +214,9 @@ class Dropless:
             ConfigError: There is none for these experts.
         """
         dtypes = {w.dtype for e in self._experts for ws in expert_linears(e) for w in ws}
-        text = ""
+        text, recipe = "", fp8_recipe(self._experts[0].config)
         for dtype in dtypes:
-            gemm, text = choose_gemm(device, dtype)
+            gemm, text = choose_gemm(device, dtype, recipe)
             if gemm is None:
                 raise ConfigError(
                     f"Experts without moe_expert_capacity_factor cannot be captured here: {text}. "

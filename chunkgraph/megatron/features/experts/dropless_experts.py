@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from chunkgraph.megatron.core.access import patch_attributes, private_names
+from chunkgraph.megatron.core.fp8_recipe import fp8_recipe
+from chunkgraph.megatron.features.experts.device_gemms import FP8_MULTIPLES
 from chunkgraph.megatron.features.experts.device_splits import DeviceSplits
 from chunkgraph.megatron.features.experts.grouped_gemm import (
     GroupedGemm,
@@ -20,6 +22,7 @@ from chunkgraph.megatron.features.experts.grouped_gemm import (
     choose_gemm,
     grouped_linear,
 )
+from chunkgraph.megatron.features.experts.row_padding import RowPadding
 
 __all__ = ["expert_linears", "experts_on_device"]
 
@@ -123,8 +126,11 @@ def _grouped(eager: Callable[..., Any], measure: Callable[[int], None]) -> Calla
             _returns_grads(layer.parameters(recurse=False))
 
             def multiply(rows: torch.Tensor, splits: DeviceSplits) -> tuple[torch.Tensor, Any]:
-                out = grouped_linear(gemm, rows, splits, weights)
-                if biases is None:
+                if self.config.fp8:
+                    out, has_bias = _multiply_quantized(layer, rows, splits)
+                else:
+                    out, has_bias = grouped_linear(gemm, rows, splits, weights), biases is not None
+                if biases is None or not has_bias:
                     return out, None
                 bias = add_biases(gemm, rows.shape[0], splits, biases)
                 # The second product leaves its bias to `_apply_bias`.
@@ -136,6 +142,7 @@ def _grouped(eager: Callable[..., Any], measure: Callable[[int], None]) -> Calla
             _forward(self.linear_fc1, linear(self.linear_fc1)),
             _forward(self.linear_fc2, linear(self.linear_fc2)),
             _unfused(self),
+            _padded(self),
         ):
             return eager(self, hidden, tokens_per_expert, *args)
 
@@ -151,6 +158,44 @@ def _unfused(experts: Any) -> Iterator[None]:
     finally:
         if undo is not None:
             undo()
+
+
+def _multiply_quantized(
+    layer: Any, rows: torch.Tensor, splits: DeviceSplits
+) -> tuple[torch.Tensor, bool]:
+    """Return the product of Transformer Engine's layer, and whether it leaves a bias to add."""
+    undo = patch_attributes(layer, {"use_grouped_tensor": True})
+    try:
+        out, bias = type(layer).forward(layer, rows, splits.counts)
+    finally:
+        undo()
+    return out, bias is not None
+
+
+@contextmanager
+def _padded(experts: Any) -> Iterator[None]:
+    """Pad the rows of quantized experts on the device."""
+    recipe, padding = fp8_recipe(experts.config), None
+    if recipe is None:
+        yield
+        return
+
+    def pad(rows: torch.Tensor, splits: DeviceSplits) -> tuple[torch.Tensor, DeviceSplits]:
+        nonlocal padding
+        if padding is None:  # the probabilities come after the rows
+            padding = RowPadding(splits, rows.shape[0], FP8_MULTIPLES[recipe])
+        return padding.pad(rows), padding.splits
+
+    def unpad(rows: torch.Tensor, splits: DeviceSplits) -> torch.Tensor:
+        del splits
+        assert padding is not None
+        return padding.unpad(rows)
+
+    with (
+        _forward(experts.quantization_padding, pad),
+        _forward(experts.quantization_unpadding, unpad),
+    ):
+        yield
 
 
 def _apply_bias(eager: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -181,7 +226,7 @@ def _weights(layer: Any, name: str) -> list[Any]:
 
 
 @contextmanager
-def _forward(layer: Any, forward: _Linear) -> Iterator[None]:
+def _forward(layer: Any, forward: Callable[..., Any]) -> Iterator[None]:
     """Make calls of ``layer`` run ``forward``."""
     layer.forward = forward
     try:

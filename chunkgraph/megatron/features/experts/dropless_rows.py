@@ -7,7 +7,15 @@ from typing import Any
 
 import torch
 
-__all__ = ["ChosenRows", "PairedRows", "Shuffle", "pieces_of", "sum_rows", "take_rows"]
+__all__ = [
+    "ChosenRows",
+    "PairedRows",
+    "Shuffle",
+    "inverse_of",
+    "pieces_of",
+    "sum_rows",
+    "take_rows",
+]
 
 
 @dataclass(frozen=True)
@@ -192,7 +200,7 @@ class PairedRows:
         expert = expert.clamp(max=num_experts - 1)
         target = starts.gather(1, expert) + places - begins.gather(1, expert)
         target = torch.where(is_used, target, -1).view(-1)
-        source = _inverse(target, num_ranks * piece)
+        source = inverse_of(target, num_ranks * piece)
         return cls(Shuffle(source, target), counts.sum(0).cumsum(0).int())
 
 
@@ -211,10 +219,10 @@ def pieces_of(counts: torch.Tensor, num_rows: int, piece: int) -> Shuffle:
     rank = rank.clamp(max=counts.shape[0] - 1)
     within = places - (ends - counts).index_select(0, rank)
     target = torch.where(is_used & (within < piece), rank * piece + within, -1)
-    return Shuffle(_inverse(target, counts.shape[0] * piece), target)
+    return Shuffle(inverse_of(target, counts.shape[0] * piece), target)
 
 
-def _inverse(targets: torch.Tensor, num_rows: int) -> torch.Tensor:
+def inverse_of(targets: torch.Tensor, num_rows: int) -> torch.Tensor:
     """Return for each of ``num_rows`` rows which target names it, or -1; targets of -1 name none.
 
     Each target writes to its own row: torch's deterministic kernel writes the values of a row

@@ -137,7 +137,9 @@ class LoopGemm:
         return result
 
 
-def choose_gemm(device: torch.device, dtype: torch.dtype) -> tuple[GroupedGemm | None, str]:
+def choose_gemm(
+    device: torch.device, dtype: torch.dtype, recipe: str | None = None
+) -> tuple[GroupedGemm | None, str]:
     """Return the grouped product for captured experts on ``device``, and its name.
 
     If there is none, return None and the reason.
@@ -145,11 +147,12 @@ def choose_gemm(device: torch.device, dtype: torch.dtype) -> tuple[GroupedGemm |
     Args:
         device: Device of the experts.
         dtype: Type of their weights.
+        recipe: Their FP8 recipe; None without FP8.
     """
     if device.type == "cpu":
         return LoopGemm(), "a loop over experts in one operator (CPU)"
-    native, text = native_gemm(dtype)
-    if native is not None:
+    native, text = native_gemm(dtype, recipe)
+    if native is not None or recipe is not None:
         return native, text
     if not hasattr(torch, "_grouped_mm"):
         return None, f"torch {torch.__version__} has no _grouped_mm; install 2.8 or newer"

@@ -29,6 +29,7 @@ from chunkgraph.megatron.features.experts.grouped_gemm import (
     grouped_linear,
 )
 from chunkgraph.megatron.features.experts.grouped_weights import as_one, lay_together, zero_empty
+from chunkgraph.megatron.features.experts.row_padding import RowPadding
 
 _SIZES = (3, 5, 4)  # experts, in, out
 
@@ -134,6 +135,35 @@ def test_products_replay_with_other_ends(ends: tuple[int, ...]) -> None:
     of_loop = torch.autograd.grad(expected, leaves, grads[: ends[-1]])
     assert torch.equal(gradients[0][: ends[-1]], of_loop[0][: ends[-1]])
     assert all(map(torch.equal, gradients[1:], of_loop[1:]))
+
+
+@pytest.mark.parametrize("ends", [(2, 2, 6), (0, 0, 0), (0, 8, 8), (3, 5, 7), (4, 8, 8)])
+def test_padding_replays_with_other_ends(ends: tuple[int, ...]) -> None:
+    """Each expert's rows begin at a multiple, with zeros after them, and come back in place."""
+    torch.manual_seed(1)
+    rows = torch.randn(8, 3, requires_grad=True)
+    places = torch.tensor([1, 4, 8], dtype=torch.int32)
+    backend = RecorderBackend()
+    with backend.capture("padding", backend.new_pool("all")) as graph:
+        padding = RowPadding(DeviceSplits(places), rows.shape[0], 4)
+        padded = padding.pad(rows)
+        back = padding.unpad(padded)
+        (gradient,) = torch.autograd.grad(back, rows, torch.ones_like(rows))
+        padded_ends = padding.splits.ends
+    places.copy_(torch.tensor(ends))
+    graph.replay()
+    pieces, begin = [], 0
+    for end in ends:
+        pieces += [rows[begin:end], rows.new_zeros(-(end - begin) % 4, 3)]
+        begin = end
+    expected = torch.cat(pieces)
+    assert padded_ends[-1] == len(expected) <= len(padded)
+    assert not len(padded) % 4
+    assert torch.equal(padded[: len(expected)], expected)
+    assert not padded[len(expected) :].any()
+    assert torch.equal(back[: ends[-1]], rows[: ends[-1]])
+    assert gradient[: ends[-1]].all()
+    assert not gradient[ends[-1] :].any()
 
 
 def test_weights_that_lie_together_are_seen_as_one() -> None:

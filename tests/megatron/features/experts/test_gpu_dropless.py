@@ -281,6 +281,17 @@ def test_two_gpus_through_hybrid_ep(more: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_quantized_experts_equal_eager(recipe: str, tmp_path: Path) -> None:
+    """Needs Transformer Engine's grouped GEMM; eager passes pad rows on the host."""
+    from chunkgraph.megatron.features.experts.device_gemms import native_need
+
+    if (need := native_need(torch.bfloat16, recipe)) is not None:
+        pytest.skip(need)
+    _check(_train([*BIASED, "model.fp8=hybrid", f"model.fp8_recipe={recipe}"], tmp_path))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("is_native", [False, True], ids=["torch", "native"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 def test_products_equal_a_loop_whatever_the_ends(is_native: bool, dtype: torch.dtype) -> None:
