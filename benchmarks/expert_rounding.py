@@ -2,9 +2,9 @@
 
     python benchmarks/expert_rounding.py --json expert_rounding.json
 
-Graphs compute experts with `torch._grouped_mm`, eager Megatron with Transformer Engine's
-`GroupedLinear`. The first table compares the three products of a layer: kernels, time, and share of
-values that differ. The second one trains recipes for 12 steps. It compares losses and gradient
+Graphs compute experts with one grouped GEMM (`device_gemms`), eager Megatron with one GEMM for each
+expert. The first table compares the three products of a layer: kernels, time, and share of values
+that differ. The second one trains recipes for 12 steps. It compares losses and gradient
 norms of graphs with those of the unmodified recipe, both with deterministic kernels, and those of
 two runs of the unmodified recipe without them: the noise between runs.
 Needs one GPU and the extras `megatron` and `te`; takes about four minutes.
@@ -17,7 +17,8 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,10 @@ import torch
 from transformer_engine.pytorch import GroupedLinear
 
 from chunkgraph.megatron.core.access import versions
-from chunkgraph.megatron.features.experts.grouped_gemm import TorchGemm
+from chunkgraph.megatron.features.experts.device_gemms import TorchGemm, native_gemm
+from chunkgraph.megatron.features.experts.device_splits import DeviceSplits
+from chunkgraph.megatron.features.experts.grouped_gemm import GroupedGemm
+from chunkgraph.megatron.features.experts.grouped_weights import lay_together
 
 _CONFIG = Path(__file__).parents[1] / "configs" / "bench" / "moe_ep1_dropless.yaml"
 _SMALL = [
@@ -45,7 +49,14 @@ _RECIPES = {
         "moe.moe_router_load_balancing_type=seq_aux_loss",
     ],
 }
-_NUM_EXPERTS, _NUM_ROWS, _HIDDEN, _WIDTH = 32, 4096, 2048, 1536
+_SHAPES = (
+    (32, 4096, 2048, 1536),
+    (32, 16384, 2048, 1536),
+    (32, 16384, 768, 2048),
+    (8, 8192, 4096, 14336),
+    (64, 4000, 2048, 2816),
+)
+"""Experts, rows, hidden size and width."""
 
 
 def main() -> int:
@@ -77,72 +88,69 @@ def main() -> int:
 
 
 def _products() -> dict[str, dict[str, Any]]:
-    """Compare the products of a layer of experts; loads differ, one expert has no rows."""
-    torch.manual_seed(1)
-    loads = torch.rand(_NUM_EXPERTS).softmax(0)
-    splits = (loads * _NUM_ROWS).int()
-    splits[3] = 0
-    splits[-1] += _NUM_ROWS - splits.sum()
-    ends = splits.cumsum(0).int().cuda()
-    rows = torch.randn(_NUM_ROWS, _HIDDEN, device="cuda", dtype=torch.bfloat16)
-    grads = torch.randn(_NUM_ROWS, _WIDTH, device="cuda", dtype=torch.bfloat16)
-    products = {}
-    for name, more in {"eager": {}, "device splits": {"use_grouped_tensor": True}}.items():
-        layer = GroupedLinear(
-            *(_NUM_EXPERTS, _HIDDEN, _WIDTH),
-            bias=False,
-            params_dtype=torch.bfloat16,
-            **more,
+    """Compare the products of layers of experts."""
+    native, text = native_gemm(torch.bfloat16)
+    gemms = {"torch._grouped_mm": TorchGemm(), text: native}
+    return {
+        f"{num_experts} experts, {num_rows:,} rows, {hidden} x {width}": _compare(
+            {name: gemm for name, gemm in gemms.items() if gemm is not None},
+            *(num_experts, num_rows, hidden, width),
         )
-        m_splits = splits.long().cuda() if more else splits.tolist()
-        try:
-            products.update(_compare(name, layer, m_splits, rows, grads, ends))
-        except (RuntimeError, ValueError, TypeError) as error:
-            products[f"Transformer Engine, {name}"] = {"refused": str(error).splitlines()[0]}
-    return products
+        for num_experts, num_rows, hidden, width in _SHAPES
+    }
 
 
 def _compare(
-    name: str,
-    layer: torch.nn.Module,
-    m_splits: Any,
-    rows: torch.Tensor,
-    grads: torch.Tensor,
-    ends: torch.Tensor,
-) -> dict[str, dict[str, Any]]:
-    weights = [getattr(layer, f"weight{i}") for i in range(_NUM_EXPERTS)]
-    gemm = TorchGemm()
-    inputs = rows.clone().requires_grad_()
+    gemms: Mapping[str, GroupedGemm], num_experts: int, num_rows: int, hidden: int, width: int
+) -> dict[str, Any]:
+    """Compare eager products with grouped ones; loads differ, one expert has no rows."""
+    torch.manual_seed(1)
+    numbers = (torch.rand(num_experts).softmax(0) * num_rows).int()
+    numbers[3] = 0
+    numbers[-1] += num_rows - numbers.sum()
+    ends = numbers.cumsum(0).int().cuda()
+    rows = torch.randn(num_rows, hidden, device="cuda", dtype=torch.bfloat16)
+    grads = torch.randn(num_rows, width, device="cuda", dtype=torch.bfloat16)
+    layer = GroupedLinear(num_experts, hidden, width, bias=False, params_dtype=torch.bfloat16)
+    weights = [getattr(layer, f"weight{i}") for i in range(num_experts)]
+    lay_together(weights)
+    inputs, m_splits = rows.clone().requires_grad_(), numbers.tolist()
 
-    def forward_and_backward() -> list[torch.Tensor]:
+    def eager() -> list[torch.Tensor]:
         out = layer(inputs, m_splits)
         return [out, *torch.autograd.grad(out, [inputs, *weights], grads)]
 
-    def grouped() -> list[torch.Tensor]:
+    def grouped(gemm: GroupedGemm) -> list[torch.Tensor]:
+        splits = DeviceSplits(ends)
         with torch.no_grad():
             return [
-                gemm.rows(rows, weights, ends),
-                gemm.row_grads(grads, weights, ends),
-                *gemm.weight_grads(grads, rows, ends),
+                gemm.rows(rows, weights, splits),
+                gemm.row_grads(grads, weights, splits),
+                *gemm.weight_grads(grads, rows, splits),
             ]
 
-    expected, values = forward_and_backward(), grouped()
-    differing = [
-        (a != b).float().mean().item() for a, b in zip(expected[:2], values[:2], strict=True)
-    ]
-    weight_grads = torch.stack(expected[2:]) != torch.stack(values[2:])
-    shares = [*differing, weight_grads.float().mean().item()]
-    named = dict(zip(("outputs", "input gradients", "weight gradients"), shares, strict=True))
+    results = {"eager (one GEMM for each expert)": {"ms": _ms(eager), "kernels": _kernels(eager)}}
+    expected = eager()
+    for name, gemm in gemms.items():
+        work = partial(grouped, gemm)
+        results[name] = {
+            "ms": _ms(work),
+            "kernels": _kernels(work),
+            "share of values that differ from eager": _shares(expected, work()),
+        }
+    return results
+
+
+def _shares(expected: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> dict[str, float]:
+    """Return the share of different values among outputs, input and weight gradients."""
+    parts = {
+        "outputs": slice(0, 1),
+        "input gradients": slice(1, 2),
+        "weight gradients": slice(2, None),
+    }
     return {
-        f"Transformer Engine, {name}": {
-            "ms": _ms(forward_and_backward),
-            "kernels": _kernels(forward_and_backward),
-        },
-        f"torch._grouped_mm, against {name}": {
-            "ms": _ms(grouped),
-            "kernels": _kernels(grouped),
-            "share of values that differ": named,
-        },
+        name: (torch.stack(expected[part]) != torch.stack(values[part])).float().mean().item()
+        for name, part in parts.items()
     }
 
 
