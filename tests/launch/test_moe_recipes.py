@@ -223,8 +223,7 @@ def test_recipes_train_as_without_graphs(
     model: str, tmp_path: Path, run_script: Callable[..., tuple[list[int], str]]
 ) -> None:
     """Every step's losses and gradient norm are equal to the last bit."""
-    # The recomputation of moe_act shrinks a storage, which a CPU's graphs cannot: a test of
-    # dropless experts trains it on a GPU.
+    # Megatron's recomputation of moe_act needs Transformer Engine: `test_gpu_dropless` trains it.
     taken = [more for recipe, more in _TAKEN if recipe == model and "moe_act" not in more]
     cases = {" ".join(flags): flags for flags in (_on_one_rank(model, more) for more in taken)}
     path = tmp_path / "cases.json"
