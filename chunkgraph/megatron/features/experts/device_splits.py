@@ -32,7 +32,7 @@ class DeviceSplits:
     @cached_property
     def counts(self) -> torch.Tensor:
         """Number of rows of each expert, shape [experts], int64."""
-        return self.offsets(1).diff()
+        return self._begins.diff()
 
     def offsets(self, width: int) -> torch.Tensor:
         """Return the first element of each expert in rows of ``width`` elements, and the end.
@@ -41,6 +41,9 @@ class DeviceSplits:
             Tensor of shape [experts + 1], int64. Calls with one width share it.
         """
         if width not in self._offsets:
-            begins = torch.nn.functional.pad(self.ends.long(), (1, 0))
-            self._offsets[width] = begins * width
+            self._offsets[width] = self._begins * width
         return self._offsets[width]
+
+    @cached_property
+    def _begins(self) -> torch.Tensor:
+        return torch.nn.functional.pad(self.ends.long(), (1, 0))

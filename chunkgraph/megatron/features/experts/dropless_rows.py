@@ -53,13 +53,14 @@ class ChosenRows:
         # The first pair up to which so many are chosen.
         numbers = torch.arange(1, num_rows + 1, device=place.device)
         pairs = torch.searchsorted(place, numbers)
-        pairs = torch.where(numbers > place[-1], numbers % place.shape[0], pairs)
-        all_ends = place.view(num_experts, num_tokens)[:, -1]
-        ends = all_ends.clamp(max=num_rows).int()
+        ends = all_ends = place.view(num_experts, num_tokens)[:, -1]
+        if not are_exact:
+            pairs = torch.where(numbers > place[-1], numbers % place.shape[0], pairs)
+            ends = all_ends.clamp(max=num_rows)
         return cls(
             pairs=pairs,
             tokens=pairs % num_tokens,
-            ends=ends,
+            ends=ends.int(),
             num_chosen=all_ends[-1],
             unused=None if are_exact else _after(ends, num_rows),
         )

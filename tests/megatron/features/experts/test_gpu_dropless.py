@@ -280,15 +280,27 @@ def test_two_gpus_through_hybrid_ep(more: list[str], tmp_path: Path) -> None:
     _check(_train([*EP2, *HYBRIDEP, *BIASED, *more], tmp_path))
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
-def test_quantized_experts_equal_eager(recipe: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "settings"),
+    [
+        pytest.param("tensorwise", [], marks=pytest.mark.gpu, id="tensorwise"),
+        pytest.param("blockwise", [], marks=pytest.mark.gpu, id="blockwise"),
+        pytest.param("tensorwise", EP2, marks=pytest.mark.multigpu, id="ep2"),
+        pytest.param(
+            *("tensorwise", [*PP2, "pipeline.schedule=zb-h1"]),
+            marks=pytest.mark.multigpu,
+            id="pp2-zb",
+        ),
+    ],
+)
+def test_quantized_experts_equal_eager(recipe: str, settings: list[str], tmp_path: Path) -> None:
     """Needs Transformer Engine's grouped GEMM; eager passes pad rows on the host."""
     from chunkgraph.megatron.features.experts.device_gemms import native_need
 
     if (need := native_need(torch.bfloat16, recipe)) is not None:
         pytest.skip(need)
-    _check(_train([*BIASED, "model.fp8=hybrid", f"model.fp8_recipe={recipe}"], tmp_path))
+    quantized = ["model.fp8=hybrid", f"model.fp8_recipe={recipe}"]
+    _check(_train([*BIASED, *quantized, *settings], tmp_path))
 
 
 @pytest.mark.gpu
