@@ -231,6 +231,11 @@ EXPERT_RULES = (
         lambda f: _captures_dropless(f) and f.fp8 and not f.moe_grouped_gemm,
     ),
     Rule(
+        "fp8 moe_token_dispatcher_type moe_expert_capacity_factor: HybridEP pads quantized rows to "
+        f"counts on the host; use {{moe_token_dispatcher_type=alltoall}}, or {STATIC}",
+        lambda f: _captures_dropless(f) and f.fp8 and f.moe_token_dispatcher_type == "flex",
+    ),
+    Rule(
         "fp4 moe_expert_capacity_factor: Megatron pads quantized rows to counts that it reads on "
         f"the host; train without FP4, or {STATIC}",
         lambda f: _captures_dropless(f) and f.fp4,

@@ -136,7 +136,10 @@ def test_hybrid_ep_needs_no_budget_and_no_setting_of_one() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"fp8": "hybrid"}, "fp8='hybrid' with moe_expert_capacity_factor=None: the grouped GEMM"),
+        (
+            {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
+            "moe_expert_capacity_factor=None: HybridEP pads quantized rows",
+        ),
         ({"moe_expert_capacity_factor": 2.0}, "experts of a rank share its room"),
         ({"moe_shared_expert_overlap": True}, "moe_shared_expert_overlap=True with .*supported"),
         ({"moe_router_dtype": None}, "moe_router_dtype=None.*'fp32'"),
