@@ -139,7 +139,7 @@ def native_need(dtype: torch.dtype, recipe: str | None = None) -> str | None:
         NativeGemm()
         (is_supported,) = private_names(_LINEAR, "is_module_grouped_tensor_path_supported")
     except (ConfigError, ImportError):
-        version = versions()["transformer_engine"]
+        version = versions().get("transformer_engine", "of this machine")
         return f"Transformer Engine {version} has no grouped GEMM with counts on the device"
     kind = None
     if recipe is not None:
