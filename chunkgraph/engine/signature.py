@@ -258,7 +258,7 @@ class Signature:
         if self._is_cast_otherwise():
             raise self._other_autocast()
         if self._is_flat and len(args) == self._num_args and kwargs.keys() == self._keywords:
-            leaves: Sequence[Any] = (*args, *[kwargs[name] for name in self._names])
+            leaves: Sequence[Any] = (*args, *map(kwargs.__getitem__, self._names))
         else:
             call = flatten_call(args, kwargs)
             if call.spec != self._spec:
@@ -271,7 +271,7 @@ class Signature:
         for i, key in self._values:
             if not _has_key(leaves[i], key):
                 raise self._mismatch(args, kwargs)
-        tensors = [leaves[i] for i in self._firsts]
+        tensors = [*map(leaves.__getitem__, self._firsts)]
         fits = self._fits
         if fits is None or not fits(*tensors):
             if not self._accepts(tensors):

@@ -209,13 +209,14 @@ class Slot:
             or not _is_plain(copied, copied.data_ptr())
         ):
             return False
-        self._copy_in_graph(index)
+        if index != self._copied_input:
+            self._copy_in_graph(index)
         return node.read(copied.data_ptr())
 
     def _copy_in_graph(self, index: int | None) -> None:
-        """Let the forward graph copy input ``index``, or none, instead of the one before."""
+        """Let the forward graph copy input ``index``, or none, instead of another one."""
         before = self._copied_input
-        if before is not None and before != index:
+        if before is not None:
             node = self.input_nodes[before]
             assert node is not None
             node.read(self._places[before][1])

@@ -185,7 +185,7 @@ class Replayer:
         else:
             slot = self._acquire(c, key)
         self._awaiting_grads[c].append(slot)
-        leaves = [tensors[i] for i in slot.differentiable_inputs]
+        leaves = map(tensors.__getitem__, slot.differentiable_inputs)
         outputs = replay_node(self._runner, slot, tensors, *leaves, self._anchor)
         return outputs if slot.is_single else slot.result(outputs)
 
