@@ -8,13 +8,13 @@ own casts: a cast lies in the memory of its graph and is computed in each replay
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Autocast", "ForwardCasts", "num_autocast_blocks"]
+__all__ = ["Autocast", "ForwardCasts", "cast_check", "num_autocast_blocks"]
 
 
 def num_autocast_blocks() -> int:
@@ -91,16 +91,8 @@ class Autocast:
         for _ in range(num_blocks, num_autocast_blocks()):
             torch.autocast_decrement_nesting()
 
-    def is_now(self, *, has_blocks: bool = True) -> bool:
-        """Return whether operators cast now as under this setting.
-
-        Args:
-            has_blocks: whether they enter blocks themselves, which inherit the whole setting even
-                where it is off.
-        """
-        if not (self.is_enabled or has_blocks):
-            is_any = torch._C._is_any_autocast_enabled()  # the fastest check
-            return not (is_any and torch.is_autocast_enabled(self.device_type))
+    def is_now(self) -> bool:
+        """Return whether this is the present setting."""
         return (
             torch.is_autocast_enabled(self.device_type) is self.is_enabled
             and torch.get_autocast_dtype(self.device_type) is self.dtype
@@ -113,6 +105,22 @@ class Autocast:
         place = "inside" if self.is_inside else "outside of"
         cache = "" if self.has_cache else ", no cache"
         return f"{state} ({self.device_type}, {self.dtype}, {place} a block{cache})"
+
+
+def cast_check(captured: Autocast | None, *, has_blocks: bool) -> Callable[[], bool]:
+    """Return a function that returns whether operators would cast otherwise now.
+
+    Args:
+        captured: the setting under which they were captured; None if unknown.
+        has_blocks: whether they enter blocks themselves, which inherit the whole setting even where
+            it is off.
+    """
+    if captured is None:
+        return lambda: False
+    if captured.is_enabled or has_blocks:
+        return lambda: not captured.is_now()
+    device_type, is_any_enabled = captured.device_type, torch._C._is_any_autocast_enabled
+    return lambda: is_any_enabled() and torch.is_autocast_enabled(device_type)  # fastest first
 
 
 @dataclass(frozen=True)

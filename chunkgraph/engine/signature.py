@@ -18,7 +18,7 @@ from torch.utils._pytree import (
 )
 
 from chunkgraph._text import shorten, shown
-from chunkgraph.engine.autocast import Autocast, ForwardCasts
+from chunkgraph.engine.autocast import Autocast, ForwardCasts, cast_check
 from chunkgraph.engine.layout import same_layout
 from chunkgraph.engine.plain_values import Uncomparable, is_immutable, key_of
 from chunkgraph.engine.tensor_guard import new_guard
@@ -217,7 +217,6 @@ class Signature:
         self._label = label
         self._call = call.emptied()
         self._spec = call.spec
-        self._autocast = call.autocast
         self._named = [(path, _facts(leaf)) for path, leaf in call.named_leaves()]
         plain = [(i, v) for i, v in enumerate(call.leaves) if not isinstance(v, torch.Tensor)]
         self._constants = [(i, v, key_of(v)) for i, v in plain if is_immutable(v)]
@@ -239,7 +238,9 @@ class Signature:
             self._named[firsts[number]] = path, replace(facts, decides_grad=True)
         # Compares all tensors at once with those of the first accepted call.
         self._fits: Callable[..., bool] | None = None
-        self._casts = casts or ForwardCasts()
+        casts = casts or ForwardCasts()
+        self._cast_inputs = casts.inputs
+        self._is_cast_otherwise = cast_check(call.autocast, has_blocks=casts.has_blocks)
         args, kwargs = call.arguments()
         values = (*args, *kwargs.values())
         # If every argument is a leaf, a call needs no walk over trees.
@@ -254,11 +255,10 @@ class Signature:
         Raises:
             ReplayMismatchError: the call differs; the message lists every difference with its path.
         """
-        autocast = self._autocast
-        if autocast is not None and not autocast.is_now(has_blocks=self._casts.has_blocks):
-            raise self._other_autocast(autocast)
+        if self._is_cast_otherwise():
+            raise self._other_autocast()
         if self._is_flat and len(args) == self._num_args and kwargs.keys() == self._keywords:
-            leaves: Sequence[Any] = (*args, *[kwargs[name] for name in self._names])
+            leaves: Sequence[Any] = (*args, *map(kwargs.__getitem__, self._names))
         else:
             call = flatten_call(args, kwargs)
             if call.spec != self._spec:
@@ -271,7 +271,7 @@ class Signature:
         for i, key in self._values:
             if not _has_key(leaves[i], key):
                 raise self._mismatch(args, kwargs)
-        tensors = [leaves[i] for i in self._firsts]
+        tensors = [*map(leaves.__getitem__, self._firsts)]
         fits = self._fits
         if fits is None or not fits(*tensors):
             if not self._accepts(tensors):
@@ -283,7 +283,7 @@ class Signature:
                 raise self._mismatch(args, kwargs)
         if self._repeated and any(leaves[i] is not leaves[first] for i, first in self._repeated):
             raise self._mismatch(args, kwargs)
-        if self._casts.inputs:
+        if self._cast_inputs:
             self._check_leaves(tensors)
         return tensors
 
@@ -308,7 +308,7 @@ class Signature:
         return len({*map(id, tensors)}) == len(tensors)
 
     def _check_leaves(self, tensors: Sequence[torch.Tensor]) -> None:
-        for number in self._casts.inputs:
+        for number in self._cast_inputs:
             tensor, was_result = tensors[number], number in self._call.results
             if tensor.requires_grad and tensor.is_leaf is was_result:
                 path, _ = self._named[self._firsts[number]]
@@ -331,7 +331,9 @@ class Signature:
             "`step(eager=True)`), or release the graphs and capture again."
         )
 
-    def _other_autocast(self, captured: Autocast) -> ReplayMismatchError:
+    def _other_autocast(self) -> ReplayMismatchError:
+        captured = self._call.autocast
+        assert captured is not None
         return ReplayMismatchError(
             f"{self._label} was captured with autocast {captured}, and is called with "
             f"{Autocast.now(captured.device_type)}; the graph would cast as in the capture. Use "

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import TreeSpec
 
-from chunkgraph.engine.autocast import Autocast
+from chunkgraph.engine.autocast import Autocast, cast_check
 from chunkgraph.engine.chunk import GradientMarker
 from chunkgraph.engine.constant_inputs import LoadedSource
 from chunkgraph.engine.layout import copy_into, duplicate, same_layout
@@ -60,6 +60,7 @@ class Slot:
         lent: outputs that are parameters or buffers, by position: the caller gets their memory, and
             so sees updates of them as in eager training.
         backward_autocast: autocast setting of the captured backward.
+        backward_has_blocks: whether that backward may enter autocast blocks itself.
         grads_lie_in_pool: whether an input gradient lies in ``pool`` (a compiled backward may write
             it over a saved tensor).
         marker: watches the gradients of the backward, or None.
@@ -92,6 +93,7 @@ class Slot:
     summed: tuple[int, ...] = ()
     lent: tuple[int, ...] = ()
     backward_autocast: Autocast | None = None
+    backward_has_blocks: bool = True
     grads_lie_in_pool: bool = False
     marker: GradientMarker | None = None
     keeps_input_grads: bool = True
@@ -123,6 +125,9 @@ class Slot:
         # The single output, if the caller's tensor need not be watched.
         is_watched = self.has_frozen_outputs or self.guarded or self.nested
         self.plain_output = None if is_watched or not self.is_single else self._hand_out[0]
+        self.is_backward_cast_otherwise = cast_check(
+            self.backward_autocast, has_blocks=self.backward_has_blocks
+        )
         self._hand_out_grads = tuple(
             (duplicate(g) if self.keeps_input_grads else torch.detach, g)
             for g in self.input_grads
@@ -204,13 +209,14 @@ class Slot:
             or not _is_plain(copied, copied.data_ptr())
         ):
             return False
-        self._copy_in_graph(index)
+        if index != self._copied_input:
+            self._copy_in_graph(index)
         return node.read(copied.data_ptr())
 
     def _copy_in_graph(self, index: int | None) -> None:
-        """Let the forward graph copy input ``index``, or none, instead of the one before."""
+        """Let the forward graph copy input ``index``, or none, instead of another one."""
         before = self._copied_input
-        if before is not None and before != index:
+        if before is not None:
             node = self.input_nodes[before]
             assert node is not None
             node.read(self._places[before][1])

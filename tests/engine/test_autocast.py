@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from chunkgraph.engine import CaptureOptions, ChunkGraphs
 from chunkgraph.errors import CaptureError, ReplayMismatchError
-from chunkgraph.graphs import GraphBackend
+from chunkgraph.graphs import GraphBackend, RecorderBackend
 
 
 def casting(backend: GraphBackend, dtype: torch.dtype = torch.bfloat16) -> Any:
@@ -68,6 +68,70 @@ def test_another_autocast_than_in_the_capture_is_refused(
     other = nullcontext() if captured else casting(backend)
     with pytest.raises(ReplayMismatchError, match="captured with autocast"), graphs.step(1), other:
         graphs.callables[0](new_input(backend))
+
+
+class CastsInBackward(torch.autograd.Function):
+    """A product whose backward enters a block that inherits the dtype around it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        with torch.autocast(grad.device.type):
+            return (grad @ weight.T).float(), (x.T @ grad).float()
+
+
+class Product(nn.Module):
+    def __init__(self, casts: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.casts = casts
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return CastsInBackward.apply(x, self.weight) if self.casts else x @ self.weight
+
+
+@pytest.mark.parametrize("casts", [True, False])
+def test_a_dtype_of_blocks_matters_to_a_backward_that_enters_one(casts: bool) -> None:
+    """On a CPU: autograd's threads for a GPU have a dtype of their own."""
+    backend = RecorderBackend()
+    module = Product(casts)
+    eager, graphs = copy.deepcopy(module), ChunkGraphs(module, 1, backend=backend)
+    device_type = backend.device.type
+    captured = torch.get_autocast_dtype(device_type)
+    other = torch.bfloat16 if captured is torch.float16 else torch.float16
+
+    def step(dtype: torch.dtype, block: Any) -> None:
+        x, grads = new_input(backend), []
+        for call, around in ((graphs.callables[0], graphs.step(1)), (eager, nullcontext())):
+            leaf = x.detach().requires_grad_()
+            with around:
+                loss = call(leaf).sum()
+                torch.set_autocast_dtype(device_type, dtype)
+                with block():
+                    loss.backward()
+            grads.append(leaf.grad)
+        assert torch.equal(*grads)
+
+    def refused() -> Any:
+        return pytest.raises(ReplayMismatchError, match="backward was captured with autocast off")
+
+    try:
+        for _ in range(3):
+            step(captured, nullcontext)
+        with refused():
+            step(captured, lambda: casting(backend))
+        torch.set_autocast_dtype(device_type, captured)
+        with refused() if casts else nullcontext():
+            step(other, nullcontext)
+    finally:
+        torch.set_autocast_dtype(device_type, captured)
+    assert graphs.counters.replays == 4
 
 
 class Shares(nn.Module):

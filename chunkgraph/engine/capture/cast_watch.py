@@ -1,4 +1,4 @@
-"""Find what a forward casts, and whether it enters `torch.autocast` itself."""
+"""Find what a forward casts, and whether it or a backward enters `torch.autocast` itself."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["BlockWatch"]
 
 
 class BlockWatch(OperatorMode):
-    """Record how a forward depends on autocast.
+    """Record how a forward or a backward depends on autocast.
 
     Enter it before modes that report lines: their search for one ends at frames of the engine.
 
     Args:
-        inputs: the static inputs, each in its own memory.
-        autocast: the setting of the call; None if unknown.
+        inputs: the forward's static inputs, each in its own memory.
+        autocast: the setting around it; None if unknown.
     """
 
     def __init__(self, inputs: Sequence[torch.Tensor], autocast: Autocast | None) -> None:

@@ -11,11 +11,7 @@ import torch
 from torch import nn
 
 from chunkgraph.engine.autocast import Autocast, ForwardCasts
-from chunkgraph.engine.autograd_graph import (
-    edges_to_leaves,
-    guarded_outputs,
-    nested_among,
-)
+from chunkgraph.engine.autograd_graph import edges_to_leaves, guarded_outputs, nested_among
 from chunkgraph.engine.capture.cast_watch import BlockWatch
 from chunkgraph.engine.capture.gradients import GradientSinks
 from chunkgraph.engine.capture.output_gradients import OutputGradients
@@ -129,8 +125,6 @@ class CapturedForward:
         casting: applies the backward's autocast setting.
         strides: strides of the gradients of ``receiving``.
         results_grads: see `call_with`.
-        lent: Positions of outputs that are parameters or buffers.
-        differentiable: Indices of the tensors that take a gradient.
         deciding, casts: See `deciding_inputs` and `BlockWatch`.
         num_terms: Number of gradients that autograd sums for each parameter of the chunk; 0 if
             recomputation hides it, or if other calls share the parameter's cast and its sum.
@@ -158,6 +152,7 @@ class CapturedForward:
     summed: tuple[int, ...] = ()
     returned: tuple[int, ...] = ()
     backward_autocast: Autocast | None = None
+    backward_has_blocks: bool = True
     grads: list[torch.Tensor] = field(default_factory=list)
     grad_nodes: Sequence[CopyNode | None] = ()
     input_grads: list[torch.Tensor | None] = field(default_factory=list)
@@ -392,6 +387,7 @@ def capture_backward(
     with (
         sinks.accumulating(leaves, forward.marker) as sums,
         forward.casting(),
+        BlockWatch((), forward.backward_autocast) as watch,
         maker.capture(
             f"{place.label} backward", pool, resumed=forward.graph, targets=forward.grads
         ) as graph,
@@ -402,6 +398,7 @@ def capture_backward(
         if chunk.end_of_backward is not None:
             chunk.end_of_backward()
     forward.backward, forward.grad_nodes = graph, graph.copy_nodes
+    forward.backward_has_blocks = watch.casts().has_blocks
     forward.trained = sinks.interned(tuple(sorted(sums.trained)))
     take_input_grads(forward)
 
@@ -470,6 +467,7 @@ def new_slot(forward: CapturedForward, chunk: Chunk, backend: GraphBackend) -> S
         summed=forward.summed,
         lent=forward.lent,
         backward_autocast=forward.backward_autocast,
+        backward_has_blocks=forward.backward_has_blocks,
         output_grads=tuple(forward.grads),
         input_nodes=tuple(forward.graph.copy_nodes),
         grad_nodes=tuple(forward.grad_nodes),

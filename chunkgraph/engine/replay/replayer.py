@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from chunkgraph.engine.arguments import rank_label
-from chunkgraph.engine.autocast import Autocast
 from chunkgraph.engine.banks import StepBanks
 from chunkgraph.engine.capture.captured_rank import CapturedRank
 from chunkgraph.engine.capture.grad_memory import Binding
@@ -186,7 +185,7 @@ class Replayer:
         else:
             slot = self._acquire(c, key)
         self._awaiting_grads[c].append(slot)
-        leaves = [tensors[i] for i in slot.differentiable_inputs]
+        leaves = map(tensors.__getitem__, slot.differentiable_inputs)
         outputs = replay_node(self._runner, slot, tensors, *leaves, self._anchor)
         return outputs if slot.is_single else slot.result(outputs)
 
@@ -262,9 +261,8 @@ class Replayer:
             waiting.popleft()
         elif slot in waiting:
             waiting.remove(slot)
-        autocast = slot.backward_autocast
-        if autocast is not None and not autocast.is_now():
-            raise self._other_autocast(slot, autocast)
+        if slot.is_backward_cast_otherwise():
+            raise self._other_autocast(slot)
         assert self._captured is not None
         # Autograd does not know the parameters, so it does not report whether all are requested.
         if slot.trained and not _will_execute(self._anchor_node):
@@ -338,7 +336,9 @@ class Replayer:
         if after is not None:
             after()
 
-    def _other_autocast(self, slot: Slot, captured: Autocast) -> ReplayMismatchError:
+    def _other_autocast(self, slot: Slot) -> ReplayMismatchError:
+        captured = slot.backward_autocast
+        assert captured is not None
         return ReplayMismatchError(
             f"{slot.label}: its backward was captured with autocast {captured}, and runs with "
             f"{captured.now(captured.device_type)}. Call backward() under the same autocast in "
