@@ -41,6 +41,7 @@ from chunkgraph.megatron.features.fp8.primary_weights import (
 )
 from chunkgraph.megatron.site import Site
 from chunkgraph.megatron.step import Step
+from chunkgraph.settings.experts import uses_dropless
 from chunkgraph.settings.model import FP8_RULES
 from chunkgraph.settings.rule import Rule
 
@@ -109,6 +110,11 @@ _RULES = (
         "use_transformer_engine_op_fuser fp8: fused operations keep the state of their quantizers "
         "in other places than layers, which chunk graphs do not handle; leave one of them out",
         lambda f: f.fp8_recipe and f.use_transformer_engine_op_fuser,
+    ),
+    Rule(
+        "schedule fp8 moe_expert_capacity_factor: weight halves of quantized experts without a "
+        "capacity are untested; leave one of them out",
+        lambda f: f.splits_backward and f.fp8_recipe and uses_dropless(f),
     ),
     Rule(
         "verify schedule fp8_recipe: the eager backward to compare with runs after the first half, "

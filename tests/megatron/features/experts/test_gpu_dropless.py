@@ -286,11 +286,6 @@ def test_two_gpus_through_hybrid_ep(more: list[str], tmp_path: Path) -> None:
         pytest.param("tensorwise", [], marks=pytest.mark.gpu, id="tensorwise"),
         pytest.param("blockwise", [], marks=pytest.mark.gpu, id="blockwise"),
         pytest.param("tensorwise", EP2, marks=pytest.mark.multigpu, id="ep2"),
-        pytest.param(
-            *("tensorwise", [*PP2, "pipeline.schedule=zb-h1"]),
-            marks=pytest.mark.multigpu,
-            id="pp2-zb",
-        ),
     ],
 )
 def test_quantized_experts_equal_eager(recipe: str, settings: list[str], tmp_path: Path) -> None:
