@@ -139,10 +139,9 @@ class AllToAllRows(Dispatch):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._counts: torch.Tensor | None = None
         self._cut: Shuffle | None = None
         self._pairs: PairedRows | None = None
-        self._ends: torch.Tensor | None = None
+        self._splits: DeviceSplits | None = None
         self._places: torch.Tensor | None = None
 
     def load(self, *args: Any) -> tuple[int, torch.Tensor]:
@@ -166,12 +165,10 @@ class AllToAllRows(Dispatch):
             rows, row_probs, self._places, *_ = self._module.permute(
                 hidden, chosen, probs=probs, num_out_tokens=num_rows, fused=True
             )
-            self._counts = chosen.sum(0)
-            self._ends = self._counts.cumsum(0).int()
+            self._splits = DeviceSplits(chosen.sum(0).cumsum(0).int())
             return rows, row_probs
         self._chosen = ChosenRows.of(chosen, num_rows, are_exact=not self._has_padding)
-        self._places, self._ends = self._chosen.tokens, self._chosen.ends
-        self._counts = torch.diff(self._ends, prepend=self._ends.new_zeros(1)).long()
+        self._places, self._splits = self._chosen.tokens, DeviceSplits(self._chosen.ends)
         rows = self._chosen.clear(take_rows(hidden, self._places))
         return rows, self._chosen.take(probs)
 
@@ -181,8 +178,8 @@ class AllToAllRows(Dispatch):
         """Send each rank of the experts its piece."""
         megatrons, shared = self._megatrons, self._megatrons.shared_experts
         if self._num_ranks > 1:
-            assert self._counts is not None
-            by_rank = self._counts.view(self._num_ranks, self._num_local).sum(1)
+            assert self._splits is not None
+            by_rank = self._splits.counts.view(self._num_ranks, self._num_local).sum(1)
             piece = self._bounded(rows.shape[0] // self._top_k, by_rank.max())
             self._cut = pieces_of(by_rank, rows.shape[0], piece)
             rows, probs = self._cut.move(rows), self._cut.move(probs)
@@ -197,17 +194,17 @@ class AllToAllRows(Dispatch):
         self, rows: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, DeviceSplits, torch.Tensor]:
         """Sort the received rows by local expert."""
-        megatrons, ends = self._megatrons, self._ends
-        assert ends is not None
+        megatrons, splits = self._megatrons, self._splits
+        assert splits is not None
         num_sources = self._num_ranks * megatrons.tp_size
         if num_sources == 1:
-            return rows, DeviceSplits(ends), probs
+            return rows, splits, probs
         gather = self._module.gather_from_sequence_parallel_region
         piece = rows.shape[0] // self._num_ranks
         if megatrons.tp_size > 1:
             rows = gather(rows, group=megatrons.tp_group)
             probs = gather(probs, group=megatrons.tp_group)
-        counts = gather(self._counts, group=megatrons.tp_ep_group)
+        counts = gather(splits.counts, group=megatrons.tp_ep_group)
         counts = counts.view(self._num_ranks, megatrons.tp_size, -1).transpose(0, 1)
         counts = counts[:, :, self._local].reshape(num_sources, self._num_local)
         self._pairs = PairedRows.of(counts, piece)
@@ -244,7 +241,7 @@ class AllToAllRows(Dispatch):
             rows = self._chosen.clear(rows)
         output = self._summed(rows, self._places, is_fused=self._is_fused)
         self._chosen = self._pairs = self._cut = None
-        self._places = self._ends = self._counts = megatrons.probs = None
+        self._places = self._splits = megatrons.probs = None
         output = output.view(megatrons.hidden_shape)
         if megatrons.shared_experts is not None:
             output += megatrons.shared_experts.get_output()
