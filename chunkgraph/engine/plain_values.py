@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import nn
 
-__all__ = ["Uncomparable", "is_immutable", "key_of"]
+__all__ = ["Same", "Uncomparable", "is_immutable", "key_of"]
 
 _MAX_PARTS = 1000
 _MAX_ARRAY_BYTES = 1 << 20
@@ -105,7 +105,7 @@ class _Keys:
             parts = (value.real, value.imag)
             return kind, struct.pack("dd", *parts)
         if isinstance(value, _BY_IDENTITY) or _is_function_of_c(value):
-            return _Same(value)
+            return Same(value)
         self._num_parts += 1
         if self._num_parts > _MAX_PARTS:
             raise Uncomparable(where, f"it has more than {_MAX_PARTS} parts to compare")
@@ -188,8 +188,8 @@ class _Keys:
             cells.append(self.of(contents, f"{where} (its variable {name!r})"))
         defaults = self._each((value.__defaults__, value.__kwdefaults__), where)
         return (
-            _Same(value.__code__),
-            _Same(value.__globals__),
+            Same(value.__code__),
+            Same(value.__globals__),
             tuple(cells),
             defaults,
             self._own_attributes(value, where),
@@ -218,16 +218,16 @@ def _is_function_of_c(value: Any) -> bool:
     )
 
 
-class _Same:
+class Same:
     """A key equal only for the same object, which it keeps alive so that its id is not reused."""
 
-    __slots__ = ("_value",)
+    __slots__ = ("value",)
 
     def __init__(self, value: object) -> None:
-        self._value = value
+        self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self._value is other._value
+        return isinstance(other, Same) and self.value is other.value
 
     def __hash__(self) -> int:
-        return id(self._value)
+        return id(self.value)

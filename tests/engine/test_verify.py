@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import warnings
+from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -29,7 +30,7 @@ class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
-        self.scale = [1.0]
+        self.scale = array("d", [1.0])  # not among the values that steps compare
         HIDDEN[id(self)] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

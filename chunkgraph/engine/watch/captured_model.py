@@ -31,6 +31,7 @@ from chunkgraph.engine.watch.eager_gradients import foreign_hooks
 from chunkgraph.engine.watch.holders import HOOK_DICTS, Holders, are_same
 from chunkgraph.engine.watch.layer_settings import LayerSettings
 from chunkgraph.engine.watch.outside_tensors import OutsideTensors
+from chunkgraph.engine.watch.read_values import ReadValues
 from chunkgraph.engine.watch.registered_hooks import num_registered_hooks
 from chunkgraph.engine.watch.windows import Windows
 from chunkgraph.errors import CaptureError, ReplayMismatchError
@@ -118,6 +119,7 @@ class CapturedModel:
         self._name = chunk.module_name
         self._module = chunk.module
         self._caches = frozenset(chunk.caches)
+        self._forward = chunk.forward
         self._may_leave_values = chunk.may_leave_values
         self.parameters = tuple(chunk.parameters)
         self.outside = OutsideTensors(chunk.label)
@@ -153,11 +155,11 @@ class CapturedModel:
         self._versions = [*map(_version, self._counted)]
         module = self._module if self._module is not None else nn.Module().train()
         self.is_as_captured = Windows(module, self._caches).next_is_as_captured
-        self._settings = LayerSettings(
-            self.label,
-            [(self._path(part.path), part.module) for part in self._parts],
-            only_torchs=self._may_leave_values,
-        )
+        layers = [(self._path(part.path), part.module) for part in self._parts]
+        self._settings = LayerSettings(self.label, layers, only_torchs=self._may_leave_values)
+        # Megatron's layers read many objects, which its schedules change.
+        is_known = self._may_leave_values
+        self._read = ReadValues(self.label, *(([], None) if is_known else (layers, self._forward)))
         self._num_registered = num_registered_hooks()
         self._hooks = self._hooks_now()
         self._holders = Holders(self._attributes)
@@ -256,6 +258,7 @@ class CapturedModel:
         """
         self.check()
         self._settings.check()
+        self._read.check()
         self.outside.check()
         self.count_writes()
 
@@ -299,6 +302,7 @@ class CapturedModel:
         """
         self.check()
         self._settings.check()
+        self._read.check()
         if [*map(_version, self._counted)] == self._versions:
             return
         written = [

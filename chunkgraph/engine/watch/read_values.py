@@ -1,0 +1,304 @@
+"""Compare the values that the Python code of forwards reads from outside of its arguments.
+
+A replay runs no Python: it would keep a captured factor that is a global variable, a closure's
+variable, or a part of a list, a dict or a configuration object. The code of forwards, and of their
+own functions and methods, says which names it reads.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import sys
+import types
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from chunkgraph._text import shown
+from chunkgraph.engine.plain_values import Same
+from chunkgraph.errors import ReplayMismatchError
+
+__all__ = ["ReadValues"]
+
+_LIBRARIES = frozenset({"chunkgraph", "megatron", "numpy", "torch", "transformer_engine"})
+_LIBRARIES |= sys.stdlib_module_names - {"__main__"}
+_SCALARS = (bool, int, str, bytes, types.NoneType, torch.dtype, torch.device)
+_CONTAINERS = (list, tuple, set, frozenset, dict)
+_OF_MODULES = frozenset({*vars(nn.Module()), "training"})
+_GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
+_ATTRIBUTE = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"})
+_STORES = frozenset({"STORE_ATTR", "STORE_GLOBAL"})
+_ITEM_STORES = frozenset({"STORE_SUBSCR", "DELETE_SUBSCR"})
+_MUTATORS = frozenset({"add", "append", "clear", "extend", "insert", "pop", "remove", "update"})
+"""Methods that change a container."""
+_MAX_DEPTH = 4
+_MAX_PARTS = 1000
+_CODE = (types.FunctionType, property, classmethod, staticmethod)
+_UNSET = object()
+_NOTHING: dict[str, Any] = {}
+
+
+@dataclass(frozen=True)
+class _Names:
+    """The names in the code of one function, without those of values that it changes itself."""
+
+    globals: frozenset[str]
+    attributes: frozenset[str]
+
+
+@dataclass
+class _Key:
+    """A value at one time, equal to another one of the same types and bits.
+
+    Attributes:
+        kind: Type of the value.
+        value: The value, or `Same` for one that is compared by identity; None for containers.
+        parts: Keys of items and attributes, by their text.
+    """
+
+    kind: type
+    value: Any
+    parts: dict[str, _Key] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        value = self.value.value if isinstance(self.value, Same) else self.value
+        if isinstance(value, torch.Tensor):
+            return f"a tensor of shape {tuple(value.shape)}"
+        if self.parts and value is None:
+            return f"a {self.kind.__name__} of {len(self.parts)} values"
+        return str(value) if self.kind in (float, complex) else shown(value)
+
+
+_Shared = dict[tuple[int, int, int, bool], _Key]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A value that a function reads.
+
+    Attributes:
+        text: Name for errors.
+        read: Returns the value.
+        attributes: Names of attributes that the function reads from objects.
+        has_tensors: Whether tensors in it count.
+    """
+
+    text: str
+    read: Callable[[], Any]
+    attributes: frozenset[str]
+    has_tensors: bool
+
+    def key(self, shared: _Shared) -> _Key:
+        """Return a key of the present value.
+
+        Args:
+            shared: Keys of objects so far, which many layers may share.
+        """
+        return self._key(self.read(), 0, shared)
+
+    def _key(self, value: Any, depth: int, shared: _Shared) -> _Key:
+        kind = type(value)
+        if kind in _SCALARS:
+            return _Key(kind, value)
+        if kind is float or kind is complex:
+            return _Key(kind, repr(value))  # NaN is equal to itself, -0.0 is not 0.0
+        if isinstance(value, (set, frozenset)):
+            return _Key(kind, frozenset(value))
+        is_container = isinstance(value, _CONTAINERS)
+        if depth == _MAX_DEPTH or (is_container and len(value) > _MAX_PARTS):
+            return _Key(kind, Same(value))
+        place = (id(value), id(self.attributes), depth, self.has_tensors)
+        if not is_container and place in shared:
+            return shared[place]
+        parts: dict[str, Any] = {}
+        if isinstance(value, dict):
+            parts = {f"[{name!r}]": part for name, part in value.items()}
+        elif is_container:
+            parts = {f"[{i}]": part for i, part in enumerate(value)}
+        elif _has_attributes(value):
+            parts = {f".{name}": _attribute(value, name) for name in self.attributes}
+        keys = {
+            name: self._key(part, depth + 1, shared)
+            for name, part in parts.items()
+            if part is not _UNSET and (self.has_tensors or not isinstance(part, torch.Tensor))
+        }
+        key = _Key(kind, None if is_container else Same(value), keys)
+        if not is_container:
+            shared[place] = key
+        return key
+
+
+class ReadValues:
+    """Values that the forwards of a chunk read from globals, closures and objects.
+
+    Layers, functions, tensors and modules of libraries count as the same object; containers and
+    other objects by their parts that the code names. Plain attributes are those of `LayerSettings`,
+    tensors in them those of `OutsideTensors`.
+
+    Args:
+        label: Label of the chunk.
+        layers: Each layer with its name.
+        function: A chunk's function; None if a layer is called.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        layers: Iterable[tuple[str, nn.Module]],
+        function: Callable[..., Any] | None = None,
+    ) -> None:
+        self._label = label
+        self._places: dict[tuple[int, str], _Place] = {}
+        self._seen: set[tuple[int, int]] = set()
+        for path, layer in layers:
+            forward = vars(layer).get("forward", getattr(type(layer), "forward", None))
+            self._visit(forward, layer, path)
+        if function is not None:
+            self._visit(function, None, "")
+        self._keys = self._keys_now()
+
+    def check(self) -> None:
+        """Compare all values.
+
+        Raises:
+            ReplayMismatchError: One has changed since the capture.
+        """
+        keys = self._keys_now()
+        if keys == self._keys:
+            return
+        changes = [
+            change
+            for place, captured, now in zip(self._places.values(), self._keys, keys, strict=True)
+            for change in _changes(place.text, captured, now)
+        ]
+        raise ReplayMismatchError(
+            f"{self._label}: {', '.join(changes)} was changed after capture, and the forward "
+            "reads it; a replay would ignore this. Pass it as an argument, release the graphs and "
+            "capture again, or ask for an eager step (`step(eager=True)`)."
+        )
+
+    def _keys_now(self) -> list[_Key]:
+        shared: _Shared = {}
+        return [place.key(shared) for place in self._places.values()]
+
+    def _visit(self, function: Any, layer: nn.Module | None, path: str) -> None:
+        """Add what a function reads, and the functions that it calls."""
+        function = getattr(function, "__func__", function)
+        if not _is_own(function) or (id(function.__code__), id(layer)) in self._seen:
+            return
+        self._seen.add((id(function.__code__), id(layer)))
+        names, variables = _names_in(function.__code__), function.__globals__
+        for name in names.globals & variables.keys():
+            self._add(f"the global {name}", variables, name, names)
+            self._visit(variables[name], None, "")
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        for name, cell in cells:
+            with suppress(ValueError):  # a variable that is not set yet
+                self._visit(cell.cell_contents, None, "")
+                if name != "__class__":
+                    self._add(f"the variable {name}", cell, "cell_contents", names)
+        if layer is not None:
+            for name in names.attributes - _OF_MODULES:
+                self._visit_attribute(name, names, layer, path)
+
+    def _visit_attribute(self, name: str, names: _Names, layer: nn.Module, path: str) -> None:
+        """Add an attribute of a layer or of its classes."""
+        own = vars(layer)
+        if name in own:
+            if isinstance(own[name], _CONTAINERS) or _has_attributes(own[name]):
+                self._add(f"{path}{path and '.'}{name}", layer, name, names)
+            return
+        for cls in type(layer).__mro__:
+            value = vars(cls).get(name)
+            self._visit(getattr(value, "fget", value), layer, path)
+            if isinstance(value, (list, set, dict)):
+                self._add(f"{cls.__name__}.{name}", cls, name, names)
+
+    def _add(self, text: str, holder: Any, name: str, names: _Names) -> None:
+        is_dict = isinstance(holder, dict)
+        read = holder.get if is_dict else functools.partial(getattr, holder)
+        known = self._places.get((id(holder), name))
+        attributes = names.attributes if known is None else names.attributes | known.attributes
+        self._places[id(holder), name] = _Place(
+            text,
+            functools.partial(read, name, _UNSET),
+            attributes,
+            has_tensors=not isinstance(holder, (nn.Module, type)),
+        )
+
+
+def _is_own(function: Any) -> bool:
+    """Return whether ``function`` is Python code outside of the known libraries."""
+    if not isinstance(function, types.FunctionType):
+        return False
+    return (function.__module__ or "").partition(".")[0] not in _LIBRARIES
+
+
+@functools.cache
+def _names_in(code: types.CodeType) -> _Names:
+    """Return the names that a function reads, also in functions and loops inside of it."""
+    variables: set[str] = set()
+    attributes: set[str] = set()
+    changed: set[str] = set()
+    for part in _codes(code):
+        by_line: defaultdict[int | None, list[dis.Instruction]] = defaultdict(list)
+        for instruction in dis.get_instructions(part):
+            by_line[instruction.positions and instruction.positions.lineno].append(instruction)
+        for line in by_line.values():
+            of_line = {i.argval for i in line if i.opname in _GLOBAL}
+            variables |= of_line
+            attributes |= (more := {i.argval for i in line if i.opname in _ATTRIBUTE})
+            changed.update(i.argval for i in line if i.opname in _STORES)
+            # A statement such as self.cache[key] = value changes what it names.
+            if more & _MUTATORS or any(i.opname in _ITEM_STORES for i in line):
+                changed |= of_line | more
+    return _Names(frozenset(variables - changed), frozenset(attributes - changed))
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)
+
+
+def _has_attributes(value: Any) -> bool:
+    """Return whether ``value`` is an object or module that may hold settings."""
+    if isinstance(value, types.ModuleType):
+        return value.__name__.partition(".")[0] not in _LIBRARIES
+    if isinstance(value, (torch.Tensor, nn.Module, types.FunctionType, types.MethodType)):
+        return False
+    kind = value if isinstance(value, type) else type(value)
+    owner = kind.__module__.partition(".")[0]
+    return owner not in _LIBRARIES or isinstance(value, types.SimpleNamespace)
+
+
+def _changes(text: str, captured: _Key | None, now: _Key | None) -> Iterator[str]:
+    """Yield the parts of a value that differ, with their captured values and their present ones."""
+    if captured == now:
+        return
+    if (
+        captured is None
+        or now is None
+        or not (captured.parts and captured.parts.keys() & now.parts)
+    ):
+        yield f"{text} (captured {captured or 'nothing'}, now {now or 'nothing'})"
+        return
+    for name in {**captured.parts, **now.parts}:
+        yield from _changes(f"{text}{name}", captured.parts.get(name), now.parts.get(name))
+
+
+def _attribute(value: Any, name: str) -> Any:
+    """Return an attribute without a call of Python code; `_UNSET` for none, and for methods."""
+    part = getattr(value, "__dict__", _NOTHING).get(name, _UNSET)
+    if part is _UNSET:
+        part = getattr(value if isinstance(value, type) else type(value), name, _UNSET)
+        if isinstance(part, types.MemberDescriptorType):  # of `__slots__`
+            return getattr(value, name, _UNSET)
+    return _UNSET if isinstance(part, _CODE) else part

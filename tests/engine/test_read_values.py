@@ -1,0 +1,219 @@
+"""Values that a forward reads from globals, closures and objects are equal to eager or refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from chunkgraph.engine import ChunkGraphs
+from chunkgraph.errors import ReplayMismatchError
+
+_FACTOR = 2.0
+_TENSOR = torch.tensor(2.0)
+_TABLE = {"factor": 2.0}
+_SETTINGS = types.ModuleType("settings_of_a_program")
+_SETTINGS.factor = 2.0  # type: ignore[attr-defined]
+_CACHE: dict[int, float] = {}
+_LOG = logging.getLogger(__name__)
+_OLD: list[torch.Tensor] = []
+
+
+@dataclasses.dataclass
+class _Config:
+    factor: float = 2.0
+    seen: int = 0
+
+
+class _Slots:
+    __slots__ = ("factor",)
+
+    def __init__(self) -> None:
+        self.factor = 2.0
+
+
+def _of_global(hidden: torch.Tensor) -> torch.Tensor:
+    return hidden * _FACTOR
+
+
+class _Layer(nn.Module):
+    """A linear layer, and places for a factor."""
+
+    table = [2.0]  # noqa: RUF012
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.kind = kind
+        self.factors = [1.0, 2.0]
+        self.named = {"inner": {"factor": 2.0}}
+        self.config = _Config()
+        self.nested = types.SimpleNamespace(config=_Config())
+        self.slots = _Slots()
+        self.log: list[float] = []
+        self.memo: dict[int, float] = {}
+
+    @property
+    def from_property(self) -> float:
+        return self.config.factor
+
+    def helper(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden * self.factors[1]
+
+
+def _kind(forward: Callable[[Any, torch.Tensor], torch.Tensor]) -> type[_Layer]:
+    """Return a layer with this forward."""
+    return type("_Special", (_Layer,), {"forward": forward})
+
+
+def _set(name: str, value: Any) -> Callable[[Any], None]:
+    def change(_layer: Any) -> None:
+        globals()[name] = value
+
+    return change
+
+
+_CASES: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], Callable[[Any], Any]]] = {
+    "the global _FACTOR": (lambda s, x: s.linear(x) * _FACTOR, _set("_FACTOR", 3.0)),
+    "the global _FACTOR ": (lambda s, x: _of_global(s.linear(x)), _set("_FACTOR", 3.0)),
+    "the global _TENSOR": (
+        lambda s, x: s.linear(x) * _TENSOR,
+        lambda s: (_OLD.append(_TENSOR), _set("_TENSOR", torch.tensor(3.0))(s)),
+    ),
+    "the global _TABLE['factor']": (
+        lambda s, x: s.linear(x) * _TABLE["factor"],
+        lambda _: _TABLE.update(factor=3.0),
+    ),
+    "the global _SETTINGS.factor": (
+        lambda s, x: s.linear(x) * _SETTINGS.factor,
+        lambda _: setattr(_SETTINGS, "factor", 3.0),
+    ),
+    "factors[1]": (
+        lambda s, x: s.linear(x) * s.factors[1],
+        lambda s: s.factors.__setitem__(1, 3.0),
+    ),
+    "factors[1] ": (lambda s, x: s.helper(s.linear(x)), lambda s: s.factors.__setitem__(1, 3.0)),
+    "named['inner']['factor']": (
+        lambda s, x: s.linear(x) * s.named["inner"]["factor"],
+        lambda s: s.named["inner"].update(factor=3.0),
+    ),
+    "config.factor": (
+        lambda s, x: s.linear(x) * s.config.factor,
+        lambda s: setattr(s.config, "factor", 3.0),
+    ),
+    "config.factor ": (
+        lambda s, x: s.linear(x) * s.from_property,
+        lambda s: setattr(s.config, "factor", 3.0),
+    ),
+    "nested.config.factor": (
+        lambda s, x: s.linear(x) * s.nested.config.factor,
+        lambda s: setattr(s.nested.config, "factor", 3.0),
+    ),
+    "slots.factor": (
+        lambda s, x: s.linear(x) * s.slots.factor,
+        lambda s: setattr(s.slots, "factor", 3.0),
+    ),
+    "_Layer.table[0]": (
+        lambda s, x: s.linear(x) * s.table[0],
+        lambda s: s.table.__setitem__(0, 3.0),
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    """Restore the globals of this file."""
+    yield
+    globals().update(_FACTOR=2.0, _TENSOR=torch.tensor(2.0))
+    _TABLE["factor"] = _SETTINGS.factor = _Layer.table[0] = 2.0  # type: ignore[attr-defined]
+    _CACHE.clear()
+
+
+def _step(graphs: ChunkGraphs, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    outputs = []
+    with graphs.step(len(inputs)):
+        for x in inputs:
+            out = graphs.callables[0](x)
+            out.sum().backward()
+            outputs.append(out.detach())
+    return outputs
+
+
+def _captured(layer: Any) -> tuple[ChunkGraphs, list[torch.Tensor]]:
+    torch.manual_seed(1)
+    graphs = ChunkGraphs([layer], [2])
+    inputs = [torch.randn(2, 4) for _ in range(2)]
+    for _ in range(2):
+        _step(graphs, inputs)
+    return graphs, inputs
+
+
+@pytest.mark.parametrize("name", _CASES)
+def test_a_changed_value_is_refused_and_named(name: str) -> None:
+    forward, change = _CASES[name]
+    layer = _kind(forward)("special")
+    graphs, inputs = _captured(layer)
+    _step(graphs, inputs)
+    assert graphs.counters.replays
+    change(layer)
+    with pytest.raises(ReplayMismatchError, match="was changed after capture") as error:
+        _step(graphs, inputs)
+    assert f"{name.strip()} (captured " in str(error.value)
+    graphs.release()
+    for _ in range(2):
+        outputs = _step(graphs, inputs)
+    with torch.no_grad():
+        assert all(torch.equal(out, layer(x)) for out, x in zip(outputs, inputs, strict=True))
+
+
+def test_a_changed_variable_of_a_closure_is_refused() -> None:
+    factor = 2.0
+
+    def forward(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return self.linear(hidden) * factor
+
+    graphs, inputs = _captured(_kind(forward)("special"))
+    _step(graphs, inputs)
+    factor = 3.0
+    with pytest.raises(ReplayMismatchError, match=r"the variable factor \(captured 2.0, now 3.0\)"):
+        _step(graphs, inputs)
+
+
+def _memoising(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+    key = hidden.shape[0]
+    if key not in self.memo:
+        self.memo[key] = 2.0
+        _CACHE[key] = 2.0
+        self.log.append(2.0)
+        self.config.seen += 1
+    _LOG.debug("%s", self.kind)
+    return self.linear(hidden) * self.memo[key] * _CACHE[key]
+
+
+def test_what_a_forward_keeps_itself_is_no_setting() -> None:
+    """Caches, counters and logs that eager passes fill between steps."""
+    layer = _kind(_memoising)("special")
+    graphs, inputs = _captured(layer)
+    with torch.no_grad():
+        layer(torch.randn(5, 4))
+    layer.log.clear()
+    outputs = _step(graphs, inputs)
+    assert graphs.counters.replays
+    with torch.no_grad():
+        assert all(torch.equal(out, layer(x)) for out, x in zip(outputs, inputs, strict=True))
+
+
+def test_values_that_no_forward_reads_may_change() -> None:
+    layer = _kind(lambda s, x: s.linear(x) * s.config.factor)("special")
+    graphs, inputs = _captured(layer)
+    layer.config.seen = 7
+    layer.factors[0] = 7.0
+    layer.log.append(1.0)
+    _step(graphs, inputs)
+    assert graphs.counters.replays
