@@ -79,9 +79,22 @@ def _set(name: str, value: Any) -> Callable[[Any], None]:
     return change
 
 
+class _Scaled(torch.autograd.Function):
+    """The identity, whose gradient is scaled."""
+
+    @staticmethod
+    def forward(_ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * _FACTOR
+
+
 _CASES: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], Callable[[Any], Any]]] = {
     "the global _FACTOR": (lambda s, x: s.linear(x) * _FACTOR, _set("_FACTOR", 3.0)),
     "the global _FACTOR ": (lambda s, x: _of_global(s.linear(x)), _set("_FACTOR", 3.0)),
+    "the global _FACTOR  ": (lambda s, x: _Scaled.apply(s.linear(x)), _set("_FACTOR", 3.0)),
     "the global _TENSOR": (
         lambda s, x: s.linear(x) * _TENSOR,
         lambda s: (_OLD.append(_TENSOR), _set("_TENSOR", torch.tensor(3.0))(s)),

@@ -39,7 +39,10 @@ _MUTATORS = frozenset({"add", "append", "clear", "extend", "insert", "pop", "rem
 """Methods that change a container."""
 _MAX_DEPTH = 4
 _MAX_PARTS = 1000
-_CODE = (types.FunctionType, property, classmethod, staticmethod)
+_CODE = (
+    *(types.FunctionType, types.MethodType, types.BuiltinFunctionType),
+    *(property, classmethod, staticmethod),
+)
 _UNSET = object()
 _NOTHING: dict[str, Any] = {}
 
@@ -196,11 +199,13 @@ class ReadValues:
         names, variables = _names_in(function.__code__), function.__globals__
         for name in names.globals & variables.keys():
             self._add(f"the global {name}", variables, name, names)
-            self._visit(variables[name], None, "")
+            for called in _functions_of(variables[name]):
+                self._visit(called, None, "")
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         for name, cell in cells:
             with suppress(ValueError):  # a variable that is not set yet
-                self._visit(cell.cell_contents, None, "")
+                for called in _functions_of(cell.cell_contents):
+                    self._visit(called, None, "")
                 if name != "__class__":
                     self._add(f"the variable {name}", cell, "cell_contents", names)
         if layer is not None:
@@ -231,6 +236,13 @@ class ReadValues:
             attributes,
             has_tensors=not isinstance(holder, (nn.Module, type)),
         )
+
+
+def _functions_of(value: Any) -> tuple[Any, ...]:
+    """Return the functions that code with this value calls: itself, or those of an operator."""
+    if isinstance(value, type) and issubclass(value, torch.autograd.Function):
+        return tuple(vars(value).values())
+    return (value,)
 
 
 def _is_own(function: Any) -> bool:
