@@ -230,3 +230,13 @@ def test_values_that_no_forward_reads_may_change() -> None:
     layer.log.append(1.0)
     _step(graphs, inputs)
     assert graphs.counters.replays
+
+
+def test_large_tables_count_as_one_object() -> None:
+    layer = _kind(lambda s, x: s.linear(x) * s.named["table"][0][1])("special")
+    layer.named = {"table": [[2.0] * 40] * 40}
+    graphs, inputs = _captured(layer)
+    _step(graphs, inputs)
+    layer.named["table"] = [[3.0] * 40] * 40
+    with pytest.raises(ReplayMismatchError, match=r"named\['table'\]"):
+        _step(graphs, inputs)

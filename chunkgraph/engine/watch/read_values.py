@@ -78,7 +78,17 @@ class _Key:
         return str(value) if self.kind in (float, complex) else shown(value)
 
 
-_Shared = dict[tuple[int, int, int, bool], _Key]
+@dataclass
+class _Pass:
+    """One comparison of all places.
+
+    Attributes:
+        objects: Keys of objects so far, which many layers may share.
+        num_parts: Parts of the present place so far.
+    """
+
+    objects: dict[tuple[int, int, int, bool], _Key] = field(default_factory=dict)
+    num_parts: int = 0
 
 
 @dataclass(frozen=True)
@@ -97,28 +107,27 @@ class _Place:
     attributes: frozenset[str]
     has_tensors: bool
 
-    def key(self, shared: _Shared) -> _Key:
-        """Return a key of the present value.
+    def key(self, present: _Pass) -> _Key:
+        """Return a key of the present value."""
+        present.num_parts = 0
+        return self._key(self.read(), 0, present)
 
-        Args:
-            shared: Keys of objects so far, which many layers may share.
-        """
-        return self._key(self.read(), 0, shared)
-
-    def _key(self, value: Any, depth: int, shared: _Shared) -> _Key:
+    def _key(self, value: Any, depth: int, present: _Pass) -> _Key:
         kind = type(value)
         if kind in _SCALARS:
             return _Key(kind, value)
         if kind is float or kind is complex:
             return _Key(kind, repr(value))  # NaN is equal to itself, -0.0 is not 0.0
         if isinstance(value, (set, frozenset)):
-            return _Key(kind, frozenset(value))
+            return _Key(kind, frozenset(value) if len(value) <= _MAX_PARTS else Same(value))
         is_container = isinstance(value, _CONTAINERS)
-        if depth == _MAX_DEPTH or (is_container and len(value) > _MAX_PARTS):
+        if is_container:
+            present.num_parts += len(value)
+        if depth == _MAX_DEPTH or present.num_parts > _MAX_PARTS:
             return _Key(kind, Same(value))
         place = (id(value), id(self.attributes), depth, self.has_tensors)
-        if not is_container and place in shared:
-            return shared[place]
+        if not is_container and place in present.objects:
+            return present.objects[place]
         parts: dict[str, Any] = {}
         if isinstance(value, dict):
             parts = {f"[{name!r}]": part for name, part in value.items()}
@@ -127,13 +136,13 @@ class _Place:
         elif _has_attributes(value):
             parts = {f".{name}": _attribute(value, name) for name in self.attributes}
         keys = {
-            name: self._key(part, depth + 1, shared)
+            name: self._key(part, depth + 1, present)
             for name, part in parts.items()
             if part is not _UNSET and (self.has_tensors or not isinstance(part, torch.Tensor))
         }
         key = _Key(kind, None if is_container else Same(value), keys)
         if not is_container:
-            shared[place] = key
+            present.objects[place] = key
         return key
 
 
@@ -187,8 +196,8 @@ class ReadValues:
         )
 
     def _keys_now(self) -> list[_Key]:
-        shared: _Shared = {}
-        return [place.key(shared) for place in self._places.values()]
+        present = _Pass()
+        return [place.key(present) for place in self._places.values()]
 
     def _visit(self, function: Any, layer: nn.Module | None, path: str) -> None:
         """Add what a function reads, and the functions that it calls."""
