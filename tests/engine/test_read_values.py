@@ -222,6 +222,22 @@ def test_what_a_forward_keeps_itself_is_no_setting() -> None:
         assert all(torch.equal(out, layer(x)) for out, x in zip(outputs, inputs, strict=True))
 
 
+def test_a_variable_that_the_forward_counts_itself_is_no_setting() -> None:
+    num_calls = 0
+
+    def forward(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        nonlocal num_calls
+        num_calls += 1
+        return self.linear(hidden)
+
+    layer = _kind(forward)("special")
+    graphs, inputs = _captured(layer)
+    with torch.no_grad():
+        layer(inputs[0])
+    _step(graphs, inputs)
+    assert graphs.counters.replays
+
+
 def test_values_that_no_forward_reads_may_change() -> None:
     layer = _kind(lambda s, x: s.linear(x) * s.config.factor)("special")
     graphs, inputs = _captured(layer)

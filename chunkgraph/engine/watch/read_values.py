@@ -33,7 +33,7 @@ _CONTAINERS = (list, tuple, set, frozenset, dict)
 _OF_MODULES = frozenset({*vars(nn.Module()), "training"})
 _GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
 _ATTRIBUTE = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"})
-_STORES = frozenset({"STORE_ATTR", "STORE_GLOBAL"})
+_STORES = frozenset({"STORE_ATTR", "STORE_DEREF", "STORE_GLOBAL"})
 _ITEM_STORES = frozenset({"STORE_SUBSCR", "DELETE_SUBSCR"})
 _MUTATORS = frozenset({"add", "append", "clear", "extend", "insert", "pop", "remove", "update"})
 """Methods that change a container."""
@@ -49,10 +49,17 @@ _NOTHING: dict[str, Any] = {}
 
 @dataclass(frozen=True)
 class _Names:
-    """The names in the code of one function, without those of values that it changes itself."""
+    """The names in the code of one function.
+
+    Attributes:
+        globals: Global variables that it reads and does not change.
+        attributes: Attributes that it reads and does not change.
+        changed: Names of what it changes itself.
+    """
 
     globals: frozenset[str]
     attributes: frozenset[str]
+    changed: frozenset[str]
 
 
 @dataclass
@@ -215,7 +222,7 @@ class ReadValues:
             with suppress(ValueError):  # a variable that is not set yet
                 for called in _functions_of(cell.cell_contents):
                     self._visit(called, None, "")
-                if name != "__class__":
+                if name != "__class__" and name not in names.changed:
                     self._add(f"the variable {name}", cell, "cell_contents", names)
         if layer is not None:
             for name in names.attributes - _OF_MODULES:
@@ -279,7 +286,7 @@ def _names_in(code: types.CodeType) -> _Names:
             # A statement such as self.cache[key] = value changes what it names.
             if more & _MUTATORS or any(i.opname in _ITEM_STORES for i in line):
                 changed |= of_line | more
-    return _Names(frozenset(variables - changed), frozenset(attributes - changed))
+    return _Names(*map(frozenset, (variables - changed, attributes - changed, changed)))
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
