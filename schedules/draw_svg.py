@@ -7,9 +7,9 @@ the forward of a microbatch with the backward that frees the slot.
 from __future__ import annotations
 
 import colorsys
+import html
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from xml.sax.saxutils import escape
 
 from .action import Op
 from .simulate import Simulation, Span
@@ -129,7 +129,7 @@ def draw_svg(
     view = f"viewBox='0 0 {width:.0f} {picture.height:.0f}'"
     parts = [
         f"<svg xmlns='http://www.w3.org/2000/svg' {size} {view} {_FONT}>",
-        f"<title>{escape(heading)}</title>",
+        f"<title>{html.escape(heading, quote=False)}</title>",
         f"<rect {size} fill='white'/>",
         _text(_MARGIN, 25.0, heading, _TITLE_SIZE, weight="bold"),
         *legend,
@@ -253,5 +253,5 @@ def _text(
 ) -> str:
     return (
         f"<text x='{x:.1f}' y='{y:.1f}' font-size='{size:g}' text-anchor='{anchor}' "
-        f"fill='{colour}' font-weight='{weight}'>{escape(text)}</text>"
+        f"fill='{colour}' font-weight='{weight}'>{html.escape(text, quote=False)}</text>"
     )

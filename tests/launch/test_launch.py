@@ -315,13 +315,15 @@ def test_sigterm_saves_and_ends_well(
     jobs: Jobs, wait_for_line: Callable[[subprocess.Popen[str], str], list[str]]
 ) -> None:
     save = jobs.folder / "terminated"
-    data = ["--data-cache-path", str(jobs.folder / "cache")]
+    script = jobs.folder / "small_data.py"
+    script.write_text(_SMALL_DATA.format(script=str(SCRIPT)), encoding="utf-8")
     process = jobs.start(
-        *(*MODEL, "--global-batch-size", "4", "--num-layers", "2", *CHUNK, *data),
+        *(*MODEL, "--global-batch-size", "4", "--num-layers", "2", *CHUNK),
         *("--pipeline-model-parallel-size", "1"),
         *("--exit-signal-handler", "--train-iters", "2000"),
         *("--eval-interval", "100000", "--save", str(save), "--save-interval", "100000"),
         *("--ckpt-format", "torch"),  # this format starts no process; the other one is saved above
+        script=script,
         nproc=1,
     )
     try:
@@ -333,6 +335,15 @@ def test_sigterm_saves_and_ends_well(
         assert saved >= 3
     finally:
         process.kill()
+
+
+_SMALL_DATA = """
+import runpy
+from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
+
+MockGPTLowLevelDataset.size = 2000  # an index of all mock data takes seconds
+runpy.run_path({script!r}, run_name="__main__")
+"""
 
 
 def test_ctrl_c_leaves_no_process(

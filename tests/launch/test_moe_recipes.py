@@ -143,7 +143,7 @@ _REFUSED = (
 
 
 _SMALL = {
-    "--num-layers": "3",
+    "--num-layers": "2",
     "--hidden-size": "64",
     "--num-attention-heads": "4",
     "--num-query-groups": "2",
@@ -154,7 +154,7 @@ _SMALL = {
     "--num-experts": "16",
     "--moe-ffn-hidden-size": "32",
     "--moe-shared-expert-intermediate-size": "32",
-    "--moe-layer-freq": "([0]*1+[1]*2)",
+    "--moe-layer-freq": "([0]*1+[1]*1)",
     "--q-lora-rank": "16",
     "--kv-lora-rank": "16",
     "--qk-head-dim": "16",
@@ -209,8 +209,9 @@ def _on_one_rank(recipe: str, more: str) -> list[str]:
         if word in _SIZES:
             next(words)
         elif word in _SMALL:
-            flags += [word, _SMALL[word]]
-            next(words)
+            value, small = next(words), _SMALL[word]
+            is_smaller = value.isdigit() and int(value) < int(small)
+            flags += [word, value if is_smaller else small]
         elif word not in _ELSEWHERE:
             flags.append(word)
     return [*flags, *_TRAINING.split()]

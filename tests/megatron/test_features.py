@@ -18,6 +18,7 @@ from chunkgraph.errors import ConfigError
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(200)]
 
 _DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+_FOUR_LAYERS = {**_DROPOUT, "num_layers": 4}
 _LATENT = {
     "multi_latent_attention": True,
     "q_lora_rank": 16,
@@ -96,11 +97,11 @@ def test_one_rank(
             "transformer_options": {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.3},
         },
         "frozen_parts": {
-            "config": make_config(model=_DROPOUT),
+            "config": make_config(model=_FOUR_LAYERS),
             "frozen": [r"embedding", r"layers\.1\.", r"layers\.2\..*bias", r"final_layernorm"],
         },
         "frozen_no_ddp": {
-            "config": make_config(model=_DROPOUT, train={"use_ddp": False}),
+            "config": make_config(model=_FOUR_LAYERS, train={"use_ddp": False}),
             "frozen": [r"layers\.3\.", r"output_layer"],
         },
     }
@@ -162,7 +163,7 @@ def test_two_ranks(
         },
         "frozen_embedding": {
             "config": make_config(
-                model=_DROPOUT,
+                model=_FOUR_LAYERS,
                 pipeline={"pipeline_model_parallel_size": 2},
                 train={"num_microbatches": [4, 1, 3], "overlap_grad_reduce": True},
             ),

@@ -146,5 +146,5 @@ def _random(config: Any, step: int) -> torch.Tensor:
 def _growing(config: Any, step: int) -> torch.Tensor:
     """Return a bias for the first rank's experts."""
     bias = torch.zeros(config.moe.num_moe_experts)
-    bias[: len(bias) // config.pipeline.expert_model_parallel_size] = 0.004 * step
+    bias[: len(bias) // config.pipeline.expert_model_parallel_size] = 0.008 * step
     return bias

@@ -389,10 +389,16 @@ def num_packings() -> Callable[[dict[str, Any]], int]:
 
 
 def small_config(**sections: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration of a model of a few thousand parameters, updated by ``sections``."""
+    """Return the configuration of a model of a few thousand parameters, updated by ``sections``.
+
+    It has two layers, or as many as the pipeline has parts.
+    """
+    pipeline = sections.get("pipeline", {})
+    num_parts = pipeline.get("pipeline_model_parallel_size", 1)
+    num_parts *= pipeline.get("virtual_pipeline_model_parallel_size") or 1
     config: dict[str, dict[str, Any]] = {
         "model": {
-            "num_layers": 4,
+            "num_layers": max(2, num_parts),
             "hidden_size": 32,
             "ffn_hidden_size": 64,
             "num_attention_heads": 4,

@@ -86,6 +86,7 @@ def gpu_case(
     config = make_config(
         model={
             "layer_spec": "transformer_engine",
+            "num_layers": 4,
             "hidden_size": 256,
             "ffn_hidden_size": 512,
             "seq_length": 256,

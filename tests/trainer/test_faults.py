@@ -174,7 +174,7 @@ def test_a_rank_killed_in_a_replayed_step(
 def test_shadow_names_slot_and_layer_of_one_rank(
     run_to_its_end: Callable[..., Any], case: Callable[..., dict[str, Any]]
 ) -> None:
-    counting = {"layer_spec": "user_specs:counting"}
+    counting = {"layer_spec": "user_specs:counting", "num_layers": 4}
     codes, messages = run_to_its_end(case([*STEPS, *STEPS], {"verify": "shadow"}, counting))
     assert codes == [1, 1]
     assert "another rank ended" in messages[0]

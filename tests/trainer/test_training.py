@@ -120,7 +120,11 @@ def test_two_ranks(
     cases = {
         "pp2": {
             "config": make_config(
-                model={**_DROPOUT, "untie_embeddings_and_output_weights": False},
+                model={
+                    **_DROPOUT,
+                    "num_layers": 4,
+                    "untie_embeddings_and_output_weights": False,
+                },
                 pipeline=_pipeline(2),
                 train={"num_microbatches": [2, 1, 5, 3]},
             )

@@ -13,6 +13,7 @@ from chunkgraph.megatron.refusals import MODEL_RULES
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(150)]
 
 _DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+_FOUR_LAYERS = {**_DROPOUT, "num_layers": 4}
 _UNIFORM = {
     "recompute_granularity": "full",
     "recompute_method": "uniform",
@@ -47,11 +48,11 @@ def test_one_rank(
         "core_attn": _selective("core_attn"),
     }
     cases = {
-        name: {"config": make_config(model={**_DROPOUT, **way}, capture={"verify": "poison"})}
+        name: {"config": make_config(model={**_FOUR_LAYERS, **way}, capture={"verify": "poison"})}
         for name, way in ways.items()
     }
     plan = {"scope": "chunk", "memory_plan": "pool_per_slot"}
-    model = {**_DROPOUT, **_UNIFORM}
+    model = {**_FOUR_LAYERS, **_UNIFORM}
     # Not for each release: Megatron has no part in memory plans, and two ranks have chunks too.
     cases |= once({"uniform_chunk": {"config": make_config(model=model, capture=plan)}})
     shadow = {"verify": "shadow"}
@@ -98,7 +99,7 @@ def test_two_ranks(run_equal: Callable[..., Any], make_config: Callable[..., Any
         },
         "pp2_block": {
             "config": make_config(
-                model={**_DROPOUT, **_BLOCK, "recompute_num_layers": 1},
+                model={**_FOUR_LAYERS, **_BLOCK, "recompute_num_layers": 1},
                 pipeline={"pipeline_model_parallel_size": 2},
                 train={"num_microbatches": [4, 1, 5]},
                 capture={"verify": "shadow"},
@@ -106,7 +107,7 @@ def test_two_ranks(run_equal: Callable[..., Any], make_config: Callable[..., Any
         },
         "tp2": {
             "config": make_config(
-                model={**_DROPOUT, **_BLOCK, "recompute_num_layers": 2},
+                model={**_FOUR_LAYERS, **_BLOCK, "recompute_num_layers": 2},
                 pipeline={"tensor_model_parallel_size": 2},
                 capture={"memory_plan": "pool_per_slot"},
             )
@@ -146,7 +147,7 @@ def test_slots_hold_only_the_inputs_of_layers(
 
     held: list[int] = []
     for way in ({}, _UNIFORM):
-        config = config_from_mapping(make_config(model={**_DROPOUT, **way, "seq_length": 64}))
+        config = config_from_mapping(make_config(model={**_FOUR_LAYERS, **way, "seq_length": 64}))
         seed_everything(1, one_rank)
         chunks = build_model(config, one_rank)
         graphs = attach(chunks, scope="block")

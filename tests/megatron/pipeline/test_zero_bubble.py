@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.megatron, pytest.mark.timeout(300)]
 
 ZB = {"pipeline_model_parallel_size": 2, "schedule": "zb-h1"}
 ZB_VPP = {**ZB, "virtual_pipeline_model_parallel_size": 2, "schedule": "interleaved-zb"}
-COUNTS = [2, 3, 1, 4]
+COUNTS = [1, 3, 1, 2]
 """Two slots on each of two ranks: below, at and above them."""
 EXPERTS = {
     "num_moe_experts": 4,

@@ -116,7 +116,7 @@ def test_four_ranks(
         "pp2_vpp2": make_case(
             [2, 4], [1, 2], seq_buckets=(2, 3), model=deep, capture={**chunk, **poison}, **vpp2
         ),
-        "tp2": make_case([1] * 6, [1, 2], captured=(2,), capture=chunk, **tp2),
+        "tp2": make_case([1] * 4, [1, 2], captured=(2,), capture=chunk, **tp2),
         "grouped": make_case([1] * 3, [1, 2], options={"num_query_groups": 2}, **dp4),
         # Megatron's own hybrid context parallelism makes groups for models without a pipeline.
         "megatrons": {**make_case([1] * 6, [1, 2, 4], **dp4), "groups": "megatron"},
@@ -217,7 +217,7 @@ def test_experts_that_stash_and_steps_that_run_again(
             data_parallel_size=4,
         ),
         "short": make_case(
-            [2, 3, 1, 4, 2],
+            [2, 3, 1, 2],
             [1, 2],
             moe={**_EXPERTS, "moe_expert_capacity_factor": 1.0, "token_drops": "rerun"},
             stash={**pages, "headroom": 0.5},

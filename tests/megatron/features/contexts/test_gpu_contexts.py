@@ -47,6 +47,7 @@ def make_case(make_config: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
         config = make_config(
             model={
                 "layer_spec": "transformer_engine",
+                "num_layers": 4,
                 "hidden_size": 256,
                 "ffn_hidden_size": 512,
                 "normalization": "RMSNorm",

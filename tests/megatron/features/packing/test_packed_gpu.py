@@ -82,6 +82,7 @@ def _case(
     config = make_config(
         model={
             "layer_spec": "transformer_engine",
+            "num_layers": 4,
             "hidden_size": 256,
             "ffn_hidden_size": 512,
             "seq_length": 256,

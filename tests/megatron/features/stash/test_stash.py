@@ -144,7 +144,7 @@ def test_two_ranks(run_cases: Callable[..., Any], make_config: Callable[..., Any
     cases = {
         "pp2_vpp2": _case(
             make_config,
-            [2, 6, 2],
+            [2, 4, 2],
             model={"num_layers": 4},
             pipeline={**pp2, "virtual_pipeline_model_parallel_size": 2},
             train={"overlap_grad_reduce": True},
