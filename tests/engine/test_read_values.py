@@ -42,6 +42,9 @@ def _of_global(hidden: torch.Tensor) -> torch.Tensor:
     return hidden * _FACTOR
 
 
+_SETTINGS.scaled = _of_global  # type: ignore[attr-defined]
+
+
 class _Layer(nn.Module):
     """A linear layer, and places for a factor."""
 
@@ -51,6 +54,7 @@ class _Layer(nn.Module):
         super().__init__()
         self.linear = nn.Linear(4, 4)
         self.kind = kind
+        self.act = lambda hidden: hidden * _FACTOR
         self.factors = [1.0, 2.0]
         self.named = {"inner": {"factor": 2.0}}
         self.config = _Config()
@@ -95,6 +99,11 @@ _CASES: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], Callable[[A
     "the global _FACTOR": (lambda s, x: s.linear(x) * _FACTOR, _set("_FACTOR", 3.0)),
     "the global _FACTOR ": (lambda s, x: _of_global(s.linear(x)), _set("_FACTOR", 3.0)),
     "the global _FACTOR  ": (lambda s, x: _Scaled.apply(s.linear(x)), _set("_FACTOR", 3.0)),
+    "the global _FACTOR   ": (lambda s, x: s.act(s.linear(x)), _set("_FACTOR", 3.0)),
+    "the global _FACTOR    ": (
+        lambda s, x: _SETTINGS.scaled(s.linear(x)),
+        _set("_FACTOR", 3.0),
+    ),
     "the global _TENSOR": (
         lambda s, x: s.linear(x) * _TENSOR,
         lambda s: (_OLD.append(_TENSOR), _set("_TENSOR", torch.tensor(3.0))(s)),

@@ -215,12 +215,12 @@ class ReadValues:
         names, variables = _names_in(function.__code__), function.__globals__
         for name in names.globals & variables.keys():
             self._add(f"the global {name}", variables, name, names)
-            for called in _functions_of(variables[name]):
+            for called in _functions_of(variables[name], names.attributes):
                 self._visit(called, None, "")
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         for name, cell in cells:
             with suppress(ValueError):  # a variable that is not set yet
-                for called in _functions_of(cell.cell_contents):
+                for called in _functions_of(cell.cell_contents, names.attributes):
                     self._visit(called, None, "")
                 if name != "__class__" and name not in names.changed:
                     self._add(f"the variable {name}", cell, "cell_contents", names)
@@ -234,6 +234,7 @@ class ReadValues:
         if name in own:
             if isinstance(own[name], _CONTAINERS) or _has_attributes(own[name]):
                 self._add(f"{path}{path and '.'}{name}", layer, name, names)
+            self._visit(own[name], layer, path)
             return
         for cls in type(layer).__mro__:
             value = vars(cls).get(name)
@@ -254,10 +255,12 @@ class ReadValues:
         )
 
 
-def _functions_of(value: Any) -> tuple[Any, ...]:
-    """Return the functions that code with this value calls: itself, or those of an operator."""
+def _functions_of(value: Any, attributes: frozenset[str]) -> tuple[Any, ...]:
+    """Return what code with this value may call: itself, and functions of an operator or module."""
     if isinstance(value, type) and issubclass(value, torch.autograd.Function):
         return tuple(vars(value).values())
+    if isinstance(value, types.ModuleType):
+        return tuple(vars(value).get(name) for name in attributes)
     return (value,)
 
 
