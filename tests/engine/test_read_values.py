@@ -95,6 +95,14 @@ class _Scaled(torch.autograd.Function):
         return grad * _FACTOR
 
 
+def _appended(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+    parts = [hidden]
+    parts.append(self.linear(hidden) * self.factors[1])
+    named = {}
+    named[self.kind] = parts[1] * self.factors[1]
+    return named[self.kind]
+
+
 _CASES: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], Callable[[Any], Any]]] = {
     "the global _FACTOR": (lambda s, x: s.linear(x) * _FACTOR, _set("_FACTOR", 3.0)),
     "the global _FACTOR ": (lambda s, x: _of_global(s.linear(x)), _set("_FACTOR", 3.0)),
@@ -137,6 +145,7 @@ _CASES: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], Callable[[A
         lambda s, x: s.linear(x) * s.nested.config.factor,
         lambda s: setattr(s.nested.config, "factor", 3.0),
     ),
+    "factors[1]  ": (_appended, lambda s: s.factors.__setitem__(1, 3.0)),
     "slots.factor": (
         lambda s, x: s.linear(x) * s.slots.factor,
         lambda s: setattr(s.slots, "factor", 3.0),
@@ -213,6 +222,8 @@ def _memoising(self: Any, hidden: torch.Tensor) -> torch.Tensor:
         self.memo[key] = 2.0
         _CACHE[key] = 2.0
         self.log.append(2.0)
+        self.named["inner"]["memo"] = 2.0
+        self.factors[0] += 1.0
         self.config.seen += 1
     _LOG.debug("%s", self.kind)
     return self.linear(hidden) * self.memo[key] * _CACHE[key]

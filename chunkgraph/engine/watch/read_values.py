@@ -11,8 +11,7 @@ import dis
 import functools
 import sys
 import types
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,7 +34,12 @@ _GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
 _ATTRIBUTE = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"})
 _STORES = frozenset({"STORE_ATTR", "STORE_DEREF", "STORE_GLOBAL"})
 _ITEM_STORES = frozenset({"STORE_SUBSCR", "DELETE_SUBSCR"})
-_MUTATORS = frozenset({"add", "append", "clear", "extend", "insert", "pop", "remove", "update"})
+_MUTATORS = frozenset(
+    {
+        *("add", "append", "clear", "discard", "extend", "insert"),
+        *("pop", "popitem", "remove", "setdefault", "update"),
+    }
+)
 """Methods that change a container."""
 _MAX_DEPTH = 4
 _MAX_PARTS = 1000
@@ -274,22 +278,50 @@ def _is_own(function: Any) -> bool:
 @functools.cache
 def _names_in(code: types.CodeType) -> _Names:
     """Return the names that a function reads, also in functions and loops inside of it."""
-    variables: set[str] = set()
-    attributes: set[str] = set()
-    changed: set[str] = set()
-    for part in _codes(code):
-        by_line: defaultdict[int | None, list[dis.Instruction]] = defaultdict(list)
-        for instruction in dis.get_instructions(part):
-            by_line[instruction.positions and instruction.positions.lineno].append(instruction)
-        for line in by_line.values():
-            of_line = {i.argval for i in line if i.opname in _GLOBAL}
-            variables |= of_line
-            attributes |= (more := {i.argval for i in line if i.opname in _ATTRIBUTE})
-            changed.update(i.argval for i in line if i.opname in _STORES)
-            # A statement such as self.cache[key] = value changes what it names.
-            if more & _MUTATORS or any(i.opname in _ITEM_STORES for i in line):
-                changed |= of_line | more
-    return _Names(*map(frozenset, (variables - changed, attributes - changed, changed)))
+    every = [[*dis.get_instructions(part)] for part in _codes(code)]
+    flat = [i for instructions in every for i in instructions]
+    changed = {name for instructions in every for name in _changed_names(instructions)}
+    return _Names(
+        frozenset({i.argval for i in flat if i.opname in _GLOBAL} - changed),
+        frozenset({i.argval for i in flat if i.opname in _ATTRIBUTE} - changed),
+        frozenset(changed),
+    )
+
+
+def _changed_names(code: Sequence[dis.Instruction]) -> Iterator[str]:
+    """Yield the names that code assigns, and those of containers that it changes."""
+    for index, instruction in enumerate(code):
+        if instruction.opname in _STORES:
+            yield instruction.argval
+        elif instruction.opname in _ATTRIBUTE and instruction.argval in _MUTATORS:
+            yield from _name_at(code, index - 1)
+        elif instruction.opname in _ITEM_STORES:
+            if code[index - 1].opname == "SWAP":  # an augmented assignment
+                yield from _name_at(code, index - 1)
+                continue
+            # The container lies on the stack below the index.
+            owner, num_missing = index, 1
+            while num_missing > 0 and owner > 0:
+                owner -= 1
+                i = code[owner]
+                arg = i.arg if i.opcode >= dis.HAVE_ARGUMENT else None
+                num_missing -= dis.stack_effect(i.opcode, arg, jump=False)
+            yield from _name_at(code, owner - 1)
+
+
+def _name_at(code: Sequence[dis.Instruction], index: int) -> Iterator[str]:
+    """Yield the name that an instruction loads; those of its line if it computes something."""
+    instruction = code[index]
+    named = _GLOBAL | _ATTRIBUTE | {"LOAD_DEREF"}
+    if instruction.opname in named:
+        yield instruction.argval
+    elif not instruction.opname.startswith("LOAD_"):
+        line = instruction.positions and instruction.positions.lineno
+        yield from (
+            i.argval
+            for i in code
+            if i.opname in named and (i.positions and i.positions.lineno) == line
+        )
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
