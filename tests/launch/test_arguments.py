@@ -75,7 +75,7 @@ def test_layer_leaves_all_arguments_alone() -> None:
         ),
         (
             {"num_experts": 8, "fp8": "hybrid"},
-            "--fp8-format hybrid without --moe-expert-capacity-factor: the grouped GEMM",
+            "without --moe-grouped-gemm or --moe-expert-capacity-factor: only grouped experts",
         ),
         ({"fp4": "e2m1"}, "--fp4-format e2m1: "),
         ({"sft": True}, "--sft: packed sequences change their offsets"),
