@@ -117,7 +117,7 @@ _REFUSED = (
         f"{_ALL_TO_ALL} {_EP2} {_OVERLAP} --mtp-num-layers 1",
         f"{_OVERLAP}: graphs train without it",
     ),
-    (_MIXTRAL, f"{_ALL_TO_ALL} --fp8-format hybrid", "--fp8-format hybrid without --moe-expert-"),
+    (_MIXTRAL, f"{_ALL_TO_ALL} --fp8-format hybrid", "--fp8-recipe delayed without --moe-expert-"),
     (_MIXTRAL, f"{_ALL_TO_ALL} --moe-expert-capacity-factor 1", "--moe-pad-expert-input-to-"),
     (
         _QWEN,

@@ -321,8 +321,12 @@ _HOLDS = {
     ("changes", "message"),
     [
         (
-            {"moe_expert_capacity_factor": None, "fp8": "hybrid"},
-            "fp8='hybrid' with moe_expert_capacity_factor=None: .* train without FP8",
+            {"moe_expert_capacity_factor": None, "fp8": "hybrid", "fp8_recipe": "tensorwise"},
+            "fp8='hybrid' with .* moe_expert_capacity_factor=None: only grouped experts",
+        ),
+        (
+            {"moe_expert_capacity_factor": None, "fp8": "hybrid", "moe_grouped_gemm": True},
+            "fp8_recipe='delayed' with moe_expert_capacity_factor=None: no grouped GEMM takes",
         ),
         (
             {"moe_expert_capacity_factor": -1.0, "fp4": "e2m1"},
