@@ -92,23 +92,32 @@ class NativeGemm(_DeviceGemm):
         self, rows: torch.Tensor, weights: Sequence[torch.Tensor], splits: DeviceSplits
     ) -> torch.Tensor:
         """See `GroupedGemm`."""
-        out = rows.new_empty(rows.shape[0], weights[0].shape[0])
-        self._gemm(list(weights), self._pack(rows, splits), self._pack(out, splits), layout="TN")
-        return out
+        return self._times(rows, weights, splits, weights[0].shape[0], layout="TN")
 
     def row_grads(
         self, grads: torch.Tensor, weights: Sequence[torch.Tensor], splits: DeviceSplits
     ) -> torch.Tensor:
         """See `GroupedGemm`."""
-        out = grads.new_empty(grads.shape[0], weights[0].shape[1])
-        self._gemm(list(weights), self._pack(grads, splits), self._pack(out, splits), layout="NN")
-        return out
+        return self._times(grads, weights, splits, weights[0].shape[1], layout="NN")
 
     def outer(self, grads: torch.Tensor, rows: torch.Tensor, splits: DeviceSplits) -> torch.Tensor:
         """See the base class."""
         out = rows.new_empty(len(splits.ends), grads.shape[1], rows.shape[1])
         operands = self._pack(rows, splits), self._pack(grads, splits)
         self._gemm(*operands, list(out.unbind(0)), layout="NT")
+        return out
+
+    def _times(
+        self,
+        rows: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        splits: DeviceSplits,
+        width: int,
+        *,
+        layout: str,
+    ) -> torch.Tensor:
+        out = rows.new_empty(rows.shape[0], width)
+        self._gemm(list(weights), self._pack(rows, splits), self._pack(out, splits), layout=layout)
         return out
 
     def _pack(self, rows: torch.Tensor, splits: DeviceSplits) -> Any:
