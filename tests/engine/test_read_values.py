@@ -103,58 +103,69 @@ def _appended(self: Any, hidden: torch.Tensor) -> torch.Tensor:
     return named[self.kind]
 
 
-_CASES: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], Callable[[Any], Any]]] = {
-    "the global _FACTOR": (lambda s, x: s.linear(x) * _FACTOR, _set("_FACTOR", 3.0)),
-    "the global _FACTOR ": (lambda s, x: _of_global(s.linear(x)), _set("_FACTOR", 3.0)),
-    "the global _FACTOR  ": (lambda s, x: _Scaled.apply(s.linear(x)), _set("_FACTOR", 3.0)),
-    "the global _FACTOR   ": (lambda s, x: s.act(s.linear(x)), _set("_FACTOR", 3.0)),
-    "the global _FACTOR    ": (
+_CASES: list[tuple[str, Callable[[Any, torch.Tensor], torch.Tensor], Callable[[Any], Any]]] = [
+    ("the global _FACTOR", lambda s, x: s.linear(x) * _FACTOR, _set("_FACTOR", 3.0)),
+    ("the global _FACTOR", lambda s, x: _of_global(s.linear(x)), _set("_FACTOR", 3.0)),
+    ("the global _FACTOR", lambda s, x: _Scaled.apply(s.linear(x)), _set("_FACTOR", 3.0)),
+    ("the global _FACTOR", lambda s, x: s.act(s.linear(x)), _set("_FACTOR", 3.0)),
+    (
+        "the global _FACTOR",
         lambda s, x: _SETTINGS.scaled(s.linear(x)),
         _set("_FACTOR", 3.0),
     ),
-    "the global _TENSOR": (
+    (
+        "the global _TENSOR",
         lambda s, x: s.linear(x) * _TENSOR,
         lambda s: (_OLD.append(_TENSOR), _set("_TENSOR", torch.tensor(3.0))(s)),
     ),
-    "the global _TABLE['factor']": (
+    (
+        "the global _TABLE['factor']",
         lambda s, x: s.linear(x) * _TABLE["factor"],
         lambda _: _TABLE.update(factor=3.0),
     ),
-    "the global _SETTINGS.factor": (
+    (
+        "the global _SETTINGS.factor",
         lambda s, x: s.linear(x) * _SETTINGS.factor,
         lambda _: setattr(_SETTINGS, "factor", 3.0),
     ),
-    "factors[1]": (
+    (
+        "factors[1]",
         lambda s, x: s.linear(x) * s.factors[1],
         lambda s: s.factors.__setitem__(1, 3.0),
     ),
-    "factors[1] ": (lambda s, x: s.helper(s.linear(x)), lambda s: s.factors.__setitem__(1, 3.0)),
-    "named['inner']['factor']": (
+    ("factors[1]", lambda s, x: s.helper(s.linear(x)), lambda s: s.factors.__setitem__(1, 3.0)),
+    (
+        "named['inner']['factor']",
         lambda s, x: s.linear(x) * s.named["inner"]["factor"],
         lambda s: s.named["inner"].update(factor=3.0),
     ),
-    "config.factor": (
+    (
+        "config.factor",
         lambda s, x: s.linear(x) * s.config.factor,
         lambda s: setattr(s.config, "factor", 3.0),
     ),
-    "config.factor ": (
+    (
+        "config.factor",
         lambda s, x: s.linear(x) * s.from_property,
         lambda s: setattr(s.config, "factor", 3.0),
     ),
-    "nested.config.factor": (
+    (
+        "nested.config.factor",
         lambda s, x: s.linear(x) * s.nested.config.factor,
         lambda s: setattr(s.nested.config, "factor", 3.0),
     ),
-    "factors[1]  ": (_appended, lambda s: s.factors.__setitem__(1, 3.0)),
-    "slots.factor": (
+    ("factors[1]", _appended, lambda s: s.factors.__setitem__(1, 3.0)),
+    (
+        "slots.factor",
         lambda s, x: s.linear(x) * s.slots.factor,
         lambda s: setattr(s.slots, "factor", 3.0),
     ),
-    "_Layer.table[0]": (
+    (
+        "_Layer.table[0]",
         lambda s, x: s.linear(x) * s.table[0],
         lambda s: s.table.__setitem__(0, 3.0),
     ),
-}
+]
 
 
 @pytest.fixture(autouse=True)
@@ -185,9 +196,12 @@ def _captured(layer: Any) -> tuple[ChunkGraphs, list[torch.Tensor]]:
     return graphs, inputs
 
 
-@pytest.mark.parametrize("name", _CASES)
-def test_a_changed_value_is_refused_and_named(name: str) -> None:
-    forward, change = _CASES[name]
+@pytest.mark.parametrize(("name", "forward", "change"), _CASES)
+def test_a_changed_value_is_refused_and_named(
+    name: str,
+    forward: Callable[[Any, torch.Tensor], torch.Tensor],
+    change: Callable[[Any], Any],
+) -> None:
     layer = _kind(forward)("special")
     graphs, inputs = _captured(layer)
     _step(graphs, inputs)
@@ -195,7 +209,7 @@ def test_a_changed_value_is_refused_and_named(name: str) -> None:
     change(layer)
     with pytest.raises(ReplayMismatchError, match="was changed after capture") as error:
         _step(graphs, inputs)
-    assert f"{name.strip()} (captured " in str(error.value)
+    assert f"{name} (captured " in str(error.value)
     graphs.release()
     for _ in range(2):
         outputs = _step(graphs, inputs)

@@ -147,7 +147,7 @@ def native_need(dtype: torch.dtype, recipe: str | None = None) -> str | None:
     try:
         NativeGemm()
         (is_supported,) = private_names(_LINEAR, "is_module_grouped_tensor_path_supported")
-    except (ConfigError, ImportError):
+    except (ConfigError, ImportError, OSError):  # or a library that it loads
         version = versions().get("transformer_engine", "of this machine")
         return f"Transformer Engine {version} has no grouped GEMM with counts on the device"
     kind = None
