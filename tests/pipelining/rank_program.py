@@ -35,8 +35,8 @@ from chunkgraph.jobs.processes import die_with_parent
 from chunkgraph.pipelining import GraphedLoss, GraphedSchedule, GraphedStage
 
 WIDTH, ROWS = 8, 2
-COUNTS = (4, 8, 6)
-MORE = (8, 12, 10)
+COUNTS = (4, 8, 6, 4)
+MORE = (8, 12, 10, 8)
 # Torch cannot evaluate with these: their backwards send gradients in any case.
 V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 
