@@ -109,7 +109,7 @@ def test_replays_equal_eager_with_and_without_copy_nodes(is_changed: bool) -> No
 def test_a_torch_without_access_to_instantiated_graphs_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delattr(torch.cuda.CUDAGraph, "raw_cuda_graph_exec", raising=False)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     driver = GraphDriver.__new__(GraphDriver)
     with pytest.raises(RuntimeError, match="raw_cuda_graph_exec"):
         CopyNodes(driver, torch.zeros(3, dtype=torch.int32))

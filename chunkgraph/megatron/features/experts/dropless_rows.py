@@ -27,6 +27,7 @@ class ChosenRows:
             [num_rows]; unused rows name all tokens in turn, as torch's deterministic kernels add
             the rows of one token one after the other.
         tokens: Index of the row's token, shape [num_rows].
+        has_row: Whether each pair of the transposed map has a row, flat, bool.
         ends: End of each expert's rows, shape [experts], int32.
         num_chosen: Number of chosen pairs, a scalar tensor.
         unused: True for rows without a pair, shape [num_rows]; None if all rows are in use.
@@ -34,6 +35,7 @@ class ChosenRows:
 
     pairs: torch.Tensor
     tokens: torch.Tensor
+    has_row: torch.Tensor
     ends: torch.Tensor
     num_chosen: torch.Tensor
     unused: torch.Tensor | None
@@ -57,9 +59,11 @@ class ChosenRows:
         if not are_exact:
             pairs = torch.where(numbers > place[-1], numbers % place.shape[0], pairs)
             ends = all_ends.clamp(max=num_rows)
+            by_expert = by_expert & (place <= num_rows)
         return cls(
             pairs=pairs,
             tokens=pairs % num_tokens,
+            has_row=by_expert,
             ends=ends.int(),
             num_chosen=all_ends[-1],
             unused=None if are_exact else _after(ends, num_rows),
@@ -67,7 +71,9 @@ class ChosenRows:
 
     def take(self, values: torch.Tensor) -> torch.Tensor:
         """Return the value of each row's pair, from ``values`` [tokens, experts]."""
-        return self.clear(take_rows(values.t().contiguous().view(-1), self.pairs))
+        by_expert = values.t().contiguous().view(-1)
+        taken: torch.Tensor = _TakenOnce.apply(by_expert, self.pairs, self.has_row)
+        return self.clear(taken)
 
     def clear(self, rows: torch.Tensor) -> torch.Tensor:
         """Return ``rows`` with zeros in unused rows, also for gradients in the backward."""
@@ -106,6 +112,25 @@ class _Taken(torch.autograd.Function):
     def backward(ctx: Any, grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         (places,) = ctx.saved_tensors
         return _sums(grads, places, ctx.num_rows), None
+
+
+class _TakenOnce(torch.autograd.Function):
+    """Take values at ascending places; rows after the last of them repeat some, without gradient.
+
+    Sums of gradients would cost ten kernels more, if kernels are deterministic.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, values: torch.Tensor, places: torch.Tensor, are_taken: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(are_taken)
+        return values.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (are_taken,) = ctx.saved_tensors
+        return grads.new_zeros(are_taken.shape).masked_scatter_(are_taken, grads), None, None
 
 
 class _Summed(torch.autograd.Function):

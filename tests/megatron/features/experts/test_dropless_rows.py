@@ -46,9 +46,15 @@ def test_tokens_are_sorted_by_expert(num_tokens: int, num_experts: int, data: An
     assert rows.tokens.tolist()[: len(kept)] == [t for _, t in kept]
     assert rows.ends.tolist() == [sum(e <= i for e, _ in kept) for i in range(num_experts)]
     assert int(rows.num_chosen) == len(pairs)
-    values = torch.rand(num_tokens, num_experts)
+    values = torch.rand(num_tokens, num_experts, requires_grad=True)
     expected = [float(values[t, e]) for e, t in kept] + [0.0] * (num_rows - len(kept))
-    assert rows.take(values).tolist() == expected
+    taken = rows.take(values)
+    assert taken.tolist() == expected
+    grads = torch.zeros(num_tokens, num_experts)
+    for i, (e, t) in enumerate(kept):
+        grads[t, e] = i + 0.5
+    taken.backward(torch.arange(num_rows) + 0.5)
+    assert torch.equal(values.grad, grads)  # type: ignore[arg-type]
     # Deterministic kernels add a token's rows in order, zeros too.
     unused = rows.tokens.tolist()[len(kept) :]
     assert all(unused.count(t) <= -(-len(unused) // num_tokens) for t in range(num_tokens))
