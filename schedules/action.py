@@ -36,6 +36,9 @@ class Op(Enum):
     RECV_B = "RECV_B"
     """Receive an output gradient from the next stage."""
 
+    # Members are unique; Enum hashes their names, in Python, for each of millions of lookups.
+    __hash__ = object.__hash__
+
     @property
     def is_compute(self) -> bool:
         """Return whether the operation computes: F, B, I or W."""

@@ -6,10 +6,13 @@ may split its backward independently of the others.
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
 from .action import Action, Op
 from .schedule import Schedule
 
-__all__ = ["Event", "event_of", "events_needed"]
+__all__ = ["Event", "event_of", "needs_of", "run_in_order"]
 
 Event = tuple[str, int, int]
 
@@ -30,33 +33,49 @@ def event_of(action: Action) -> Event:
     return (_EVENT_OF_OP[action.op], action.stage, action.microbatch)
 
 
-def events_needed(
-    action: Action, schedule: Schedule, *, has_communication: bool
-) -> tuple[Event, ...]:
-    """Return the events that must happen before an action can run.
+def needs_of(
+    schedule: Schedule, *, has_communication: bool
+) -> Callable[[Action], tuple[Event, ...]]:
+    """Return a function that returns the events that must happen before an action can run.
 
     Args:
-        action: an action of the schedule.
         schedule: the schedule, for the number and ranks of its stages.
         has_communication: whether tensors cross ranks by SEND and RECV actions, or implicitly.
     """
-    stage, microbatch = action.stage, action.microbatch
+    # Kind and stage of each event, by operation and stage of the action.
+    table: dict[tuple[Op, int], tuple[tuple[str, int], ...]] = {}
+
+    def needs(action: Action) -> tuple[Event, ...]:
+        place = (action.op, action.stage)
+        events = table.get(place)
+        if events is None:
+            events = table[place] = _needs(*place, schedule, has_communication)
+        microbatch = action.microbatch
+        return tuple([(kind, stage, microbatch) for kind, stage in events])
+
+    return needs
+
+
+def _needs(
+    op: Op, stage: int, schedule: Schedule, has_communication: bool
+) -> tuple[tuple[str, int], ...]:
+    """Return kind and stage of the events that an operation of a stage needs."""
     is_first, is_last = stage == 0, stage == schedule.num_stages - 1
-    output = ("output", stage, microbatch)
-    input_grad = ("input grad", stage, microbatch)
-    match action.op:
+    output = ("output", stage)
+    input_grad = ("input grad", stage)
+    match op:
         case Op.F if is_first:
             return ()
         case Op.F if has_communication and schedule.has_messages(stage, stage - 1):
-            return (("input received", stage, microbatch),)
+            return (("input received", stage),)
         case Op.F:
-            return (("output", stage - 1, microbatch),)
+            return (("output", stage - 1),)
         case Op.B | Op.I if is_last:
             return (output,)
         case Op.B | Op.I if has_communication and schedule.has_messages(stage, stage + 1):
-            return (output, ("output grad received", stage, microbatch))
+            return (output, ("output grad received", stage))
         case Op.B | Op.I:
-            return (output, ("input grad", stage + 1, microbatch))
+            return (output, ("input grad", stage + 1))
         case Op.W:
             return (input_grad,)
         case Op.SEND_F:
@@ -64,6 +83,38 @@ def events_needed(
         case Op.SEND_B:
             return (input_grad,)
         case Op.RECV_F:
-            return (("output sent", stage - 1, microbatch),)
+            return (("output sent", stage - 1),)
         case _:
-            return (("input grad sent", stage + 1, microbatch),)
+            return (("input grad sent", stage + 1),)
+
+
+def run_in_order(
+    rows: Sequence[Sequence[Action]], needs: Callable[[Action], tuple[Event, ...]]
+) -> Iterator[tuple[int, int, tuple[Event, ...]]]:
+    """Yield every action that can run, after all actions that it needs, until none is left.
+
+    Args:
+        rows: Actions of each rank; a rank runs them in this order.
+        needs: Returns the events that must happen before an action.
+
+    Yields:
+        Rank, position among the rank's actions, and events that the action needs.
+    """
+    done: set[Event] = set()
+    waiting: dict[Event, list[int]] = {}  # ranks by the event that they wait for
+    positions = [0] * len(rows)
+    ready = deque(range(len(rows)))
+    while ready:
+        rank = ready.popleft()
+        for position in range(positions[rank], len(rows[rank])):
+            action = rows[rank][position]
+            events = needs(action)
+            if not done.issuperset(events):
+                missing = next(event for event in events if event not in done)
+                waiting.setdefault(missing, []).append(rank)
+                positions[rank] = position
+                break
+            yield rank, position, events
+            event = event_of(action)
+            done.add(event)
+            ready.extend(waiting.pop(event, ()))

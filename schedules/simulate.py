@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from chunkgraph.errors import ScheduleError
 
 from .action import Action, Op
-from .events import Event, event_of, events_needed
+from .events import Event, event_of, needs_of, run_in_order
 from .schedule import Schedule
 from .validate import validate
 
@@ -143,20 +143,15 @@ def simulate(
     rows = [schedule.compute_actions(rank) for rank in range(schedule.num_ranks)]
     spans: list[list[Span]] = [[] for _ in rows]
     end_ms: dict[Event, float] = {}
-    # Terminates: in a valid schedule some unfinished rank always has the inputs of its next action.
-    while any(len(done) < len(row) for done, row in zip(spans, rows, strict=True)):
-        for rank, row in enumerate(rows):
-            for position in range(len(spans[rank]), len(row)):
-                action = row[position]
-                needed = events_needed(action, schedule, has_communication=False)
-                if any(event not in end_ms for event in needed):
-                    break
-                start = spans[rank][-1].end_ms if spans[rank] else 0.0
-                for event in needed:
-                    send_ms = costs[event[1]].send_ms
-                    is_local = schedule.rank_of(event[1]) == rank
-                    start = max(start, end_ms[event] + (0.0 if is_local else send_ms))
-                span = Span(action, start, start + costs[action.stage].duration_ms(action.op))
-                spans[rank].append(span)
-                end_ms[event_of(action)] = span.end_ms
+    needs = needs_of(schedule, has_communication=False)
+    for rank, position, events in run_in_order(rows, needs):
+        action = rows[rank][position]
+        start = spans[rank][-1].end_ms if position else 0.0
+        for event in events:
+            stage = event[1]
+            send_ms = 0.0 if schedule.rank_of(stage) == rank else costs[stage].send_ms
+            start = max(start, end_ms[event] + send_ms)
+        span = Span(action, start, start + costs[action.stage].duration_ms(action.op))
+        spans[rank].append(span)
+        end_ms[event_of(action)] = span.end_ms
     return Simulation(schedule, costs, tuple(tuple(done) for done in spans))

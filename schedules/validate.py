@@ -8,18 +8,19 @@ messages of a channel are received in the order in which they are sent; no rank 
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 
 from chunkgraph.errors import ScheduleError
 
 from .action import Action, Op
-from .events import Event, event_of, events_needed
+from .events import Event, event_of, needs_of, run_in_order
 from .neighbourhood import neighbourhood
 from .schedule import Schedule
 
 __all__ = ["validate"]
 
+_BACKWARDS = {Op.B, Op.I, Op.W}
 _RECEIVED_BY = {Op.SEND_F: (Op.RECV_F, 1), Op.SEND_B: (Op.RECV_B, -1)}
 
 
@@ -37,10 +38,13 @@ def validate(schedule: Schedule, *, slots_per_chunk: Sequence[Sequence[int]] | N
     _check_places(schedule)
     _check_each_once(schedule)
     has_communication = schedule.has_communication
-    _check_order_on_ranks(schedule, has_communication)
+    stuck = _stuck_ranks(schedule, has_communication)
+    if stuck:
+        _check_order_on_ranks(schedule, has_communication)
     if has_communication:
         _check_channels(schedule)
-    _check_no_deadlock(schedule, has_communication)
+    if stuck:
+        raise _deadlock(schedule, stuck, has_communication)
     if slots_per_chunk is not None:
         _check_slots(schedule, slots_per_chunk)
 
@@ -77,22 +81,24 @@ def _check_places(schedule: Schedule) -> None:
 
 
 def _check_each_once(schedule: Schedule) -> None:
-    place: dict[Action, tuple[int, int]] = {}
+    # For each stage and microbatch the place of each operation.
+    work: defaultdict[tuple[int, int], dict[Op, tuple[int, int]]] = defaultdict(dict)
     for rank, position, action in _placed(schedule):
-        if action in place:
-            problem = f"{action} runs twice, first at position {place[action][1]}"
+        places = work[action.stage, action.microbatch]
+        if action.op in places:
+            problem = f"{action} runs twice, first at position {places[action.op][1]}"
             raise _fail(schedule, rank, position, problem)
-        place[action] = (rank, position)
+        places[action.op] = (rank, position)
     has_communication = schedule.has_communication
     for stage in range(schedule.num_stages):
         for microbatch in range(schedule.num_microbatches):
-            present = {op for op in Op if Action(op, stage, microbatch) in place}
-            lack = _work_problem(schedule, stage, present, has_communication)
+            places = work[stage, microbatch]
+            lack = _work_problem(schedule, stage, {*places}, has_communication)
             if lack is not None:
                 # Mark the last action of this microbatch, or the end of the rank's actions.
                 rank = schedule.rank_of(stage)
-                places = [place[Action(op, stage, microbatch)] for op in present]
-                rank, position = max(places, default=(rank, len(schedule.actions[rank])))
+                end = (rank, len(schedule.actions[rank]))
+                rank, position = max(places.values(), default=end)
                 which = f"stage {stage}, microbatch {microbatch}"
                 raise _fail(schedule, rank, position, f"{which}: {lack}")
 
@@ -102,9 +108,9 @@ def _work_problem(
 ) -> str | None:
     if Op.F not in present:
         return "there is no F"
-    backward = {op.value for op in present & {Op.B, Op.I, Op.W}}
-    if backward not in ({"B"}, {"I", "W"}):
-        ops = " and ".join(sorted(backward)) or "none"
+    backward = present & _BACKWARDS
+    if backward not in ({Op.B}, {Op.I, Op.W}):
+        ops = " and ".join(sorted(op.value for op in backward)) or "none"
         return f"its backward must be one B, or one I and one W, but is {ops}"
     if not has_communication:
         return None
@@ -122,10 +128,11 @@ def _work_problem(
 
 
 def _check_order_on_ranks(schedule: Schedule, has_communication: bool) -> None:
+    needs = needs_of(schedule, has_communication=has_communication)
     for rank, actions in enumerate(schedule.actions):
         made_at: dict[Event, int] = {event_of(action): at for at, action in enumerate(actions)}
         for position, action in enumerate(actions):
-            for event in events_needed(action, schedule, has_communication=has_communication):
+            for event in needs(action):
                 at = made_at.get(event, -1)
                 if at > position:
                     problem = f"{action} runs before {actions[at]}, which it needs"
@@ -153,35 +160,30 @@ def _check_channels(schedule: Schedule) -> None:
                 raise _fail(schedule, rank, position, problem)
 
 
-def _check_no_deadlock(schedule: Schedule, has_communication: bool) -> None:
+def _stuck_ranks(schedule: Schedule, has_communication: bool) -> dict[int, int]:
+    """Return the ranks that cannot run all of their actions, with the first one's position."""
+    needs = needs_of(schedule, has_communication=has_communication)
+    positions = [0] * schedule.num_ranks
+    for rank, position, _ in run_in_order(schedule.actions, needs):
+        positions[rank] = position + 1
+    return {rank: at for rank, at in enumerate(positions) if at < len(schedule.actions[rank])}
+
+
+def _deadlock(schedule: Schedule, stuck: dict[int, int], has_communication: bool) -> ScheduleError:
+    needs = needs_of(schedule, has_communication=has_communication)
     done: set[Event] = set()
-    position = [0] * schedule.num_ranks
-    is_moving = True
-    while is_moving:
-        is_moving = False
-        for rank, actions in enumerate(schedule.actions):
-            while position[rank] < len(actions):
-                action = actions[position[rank]]
-                needed = events_needed(action, schedule, has_communication=has_communication)
-                if not done.issuperset(needed):
-                    break
-                done.add(event_of(action))
-                position[rank] += 1
-                is_moving = True
-    stuck = {rank: at for rank, at in enumerate(position) if at < len(schedule.actions[rank])}
-    if not stuck:
-        return
+    for rank, actions in enumerate(schedule.actions):
+        done.update(map(event_of, actions[: stuck.get(rank)]))
     waits = []
     for rank, at in sorted(stuck.items()):
         action = schedule.actions[rank][at]
-        needed = events_needed(action, schedule, has_communication=has_communication)
-        what, stage, microbatch = next(event for event in needed if event not in done)
+        what, stage, microbatch = next(event for event in needs(action) if event not in done)
         waits.append(
             f"rank {rank} at {action} (position {at}) waits for the {what} of stage {stage}, "
             f"microbatch {microbatch}"
         )
     rank = min(stuck, key=lambda rank: stuck[rank])
-    raise _fail(schedule, rank, stuck[rank], "deadlock: " + "; ".join(waits))
+    return _fail(schedule, rank, stuck[rank], "deadlock: " + "; ".join(waits))
 
 
 def _check_slots(schedule: Schedule, slots_per_chunk: Sequence[Sequence[int]]) -> None:

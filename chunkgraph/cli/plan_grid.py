@@ -28,7 +28,7 @@ MAX_PANELS = 16
 """Maximum number of printed panels (stretches of time) without ``--full``."""
 
 _MAX_ACTIONS = 10_000
-# A simulation passes over all ranks as often as there are ranks.
+# A drawing has a row for each rank.
 _MAX_RANKS = 256
 # Named colours: a terminal with few colours would merge finer ones.
 _STYLES = {

@@ -386,3 +386,15 @@ def test_a_plan_of_a_thousand_ranks_takes_no_time() -> None:
     started = time.process_time()
     assert _run(["plan", "--pp", "1000", "--vpp", "4", "--json", "-"]) == (0, "")
     assert time.process_time() - started < 1.0
+
+
+@pytest.mark.usefixtures("command")
+def test_the_largest_comparison_that_is_simulated_ends_soon() -> None:
+    """With costs, the steps of all schedules are simulated."""
+    costs = ["--compare", "--costs", "F=1,I=3,W=0.1"]
+    started = time.process_time()
+    assert _run(["plan", "--pp", "50", "--vpp", "2", "--num-microbatches", "100", *costs])[0] == 0
+    assert time.process_time() - started < _LIMIT_S
+    code, error = _run(["plan", "--pp", "50", "--vpp", "2", "--num-microbatches", "150", *costs])
+    assert code == 2
+    assert "at most 24000" in error
