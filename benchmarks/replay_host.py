@@ -84,6 +84,11 @@ class _Parts:
 
         return timing
 
+    def subtract(self, part: str, whole: str) -> None:
+        """Leave each call of ``part`` out of the call of ``whole`` that contains it."""
+        pairs = zip(self.us[whole], self.us[part], strict=True)
+        self.us[whole] = [all_of_it - of_part for all_of_it, of_part in pairs]
+
     def medians(self) -> dict[str, float]:
         return {name: statistics.median(times) for name, times in self.us.items()}
 
@@ -176,13 +181,13 @@ def _measured(
             floor(*arguments)
         if device.type == "cuda":
             torch.cuda.synchronize()
+    parts.subtract("launch of the forward", "forward in all")
+    parts.subtract("launch of the backward", "backward in all")
     medians = parts.medians()
-    medians["forward in all"] -= medians["launch of the forward"]
     inside = ("check of the call", "inputs loaded")
     medians["node, wrapper and result"] = medians["forward in all"] - sum(
         medians[n] for n in inside
     )
-    medians["backward in all"] -= medians["launch of the backward"]
     return {"cold MiB": cold_mib, **medians}
 
 
