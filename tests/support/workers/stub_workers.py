@@ -126,7 +126,9 @@ def exit_silently(config_path: str, run_dir: str) -> int:
 def be_killed(config_path: str, run_dir: str) -> int:
     _report(run_dir, _step(0, 4, 6, "eager"))
     if RANK == 1:
-        time.sleep(0.5)
+        progress = Path(run_dir) / "progress.jsonl"
+        while not (progress.exists() and "eager" in progress.read_text()):  # of rank 0
+            time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(600)
     return 0
