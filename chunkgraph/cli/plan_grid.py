@@ -28,7 +28,7 @@ MAX_PANELS = 16
 """Maximum number of printed panels (stretches of time) without ``--full``."""
 
 _MAX_ACTIONS = 10_000
-# A drawing has a row for each rank.
+# A drawing has a row for each of them.
 _MAX_RANKS = 256
 # Named colours: a terminal with few colours would merge finer ones.
 _STYLES = {
@@ -43,12 +43,12 @@ def too_large(shape: PipelineShape, max_actions: int = _MAX_ACTIONS) -> str | No
     """Explain why a step cannot be simulated and what to do; None if it can."""
     num_actions = 2 * shape.num_microbatches * shape.num_stages
     if shape.num_ranks > _MAX_RANKS:
-        return f"the step has {shape.num_ranks} ranks, and at most {_MAX_RANKS} are drawn"
+        return f"the step has {shape.num_ranks} ranks, and at most {_MAX_RANKS} are simulated"
     if num_actions <= max_actions:
         return None
     return (
         f"the step has {num_actions} forwards and backwards, and at most {max_actions} are "
-        "drawn. Choose fewer microbatches or stages to see how it goes"
+        "simulated. Choose fewer microbatches or stages to see how it goes"
     )
 
 

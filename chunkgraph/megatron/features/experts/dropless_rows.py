@@ -115,9 +115,9 @@ class _Taken(torch.autograd.Function):
 
 
 class _TakenOnce(torch.autograd.Function):
-    """Take values at ascending places; rows after the last of them repeat some, without gradient.
+    """Take each value for one row at most; unused rows, after the others, give no gradient.
 
-    Sums of gradients would cost ten kernels more, if kernels are deterministic.
+    So no gradients are summed, which takes ten kernels more if kernels are deterministic.
     """
 
     @staticmethod
