@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from chunkgraph.megatron.core.access import import_megatron, patch_attributes, private_names
 from chunkgraph.megatron.core.host_tensors import HostTorch, has_gpu, host_full
@@ -41,28 +42,84 @@ def static_dispatch() -> Iterator[None]:
 def scattered_routes() -> Iterator[None]:
     """Let routers scatter the chosen probabilities, with deterministic algorithms too.
 
-    No token chooses an expert twice, so a scatter has one result. The index_put_ that Megatron's
-    deterministic routing uses instead checks and sorts its indices, in 30 kernels.
+    No token chooses an expert twice, so a scatter has one result. The index_put_ that deterministic
+    routing uses instead, in forward and backward, checks and sorts its indices, in 30 kernels.
     """
     private_names(_ROUTER, _ROUTING)
     router = import_megatron(_ROUTER)
     eager = getattr(router, _ROUTING)
 
     def routing(*args: Any, **kwargs: Any) -> Any:
-        if not torch.are_deterministic_algorithms_enabled():
+        with _without_determinism(), _ScatteredGradients():
             return eager(*args, **kwargs)
-        warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
-        torch.use_deterministic_algorithms(False)
-        try:
-            return eager(*args, **kwargs)
-        finally:
-            torch.use_deterministic_algorithms(True, warn_only=warns_only)
 
     undo = patch_attributes(router, {_ROUTING: routing})
     try:
         yield
     finally:
         undo()
+
+
+@contextlib.contextmanager
+def _without_determinism() -> Iterator[None]:
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(is_deterministic, warn_only=warns_only)
+
+
+class _ScatteredGradients(TorchFunctionMode):
+    """Let topk and gather, with different indices in a row, scatter their gradients."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.topk, torch.Tensor.topk):
+            return _topk(*args, **kwargs)
+        if func in (torch.gather, torch.Tensor.gather):
+            return _gather(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _topk(scores: torch.Tensor, k: int, dim: int = -1, **options: Any) -> Any:
+    def choose(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        values, indices = torch.topk(scores, k, dim, **options)
+        return values, indices
+
+    return torch.return_types.topk(_Chosen.apply(scores, dim, choose))
+
+
+def _gather(scores: torch.Tensor, dim: int, index: torch.Tensor) -> Any:
+    values, _ = _Chosen.apply(scores, dim, lambda scores: (scores.gather(dim, index), index))
+    return values
+
+
+class _Chosen(torch.autograd.Function):
+    """Chosen scores and their indices along a dimension, none of which occurs twice."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        scores: torch.Tensor,
+        dim: int,
+        choose: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        values, indices = choose(scores)
+        ctx.save_for_backward(indices)
+        ctx.mark_non_differentiable(indices)
+        ctx.dim, ctx.shape = dim, scores.shape
+        return values, indices
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (indices,) = ctx.saved_tensors
+        with _without_determinism():
+            of_scores = grads[0].new_zeros(ctx.shape).scatter_(ctx.dim, indices, grads[0])
+        return of_scores, None, None
 
 
 def gather_fixed_rows() -> Callable[[], None]:

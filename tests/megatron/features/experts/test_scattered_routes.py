@@ -22,6 +22,7 @@ _ROUTINGS: dict[str, dict[str, Any]] = {
         "group_topk": 2,
         "scaling_factor": 2.5,
     },
+    "sigmoid with bias": {"score_function": "sigmoid", "expert_bias": [0.3, -0.2, 0.1, 0.0] * 2},
 }
 
 
@@ -33,20 +34,37 @@ def deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("name", _ROUTINGS)
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_routes_and_gradients_are_megatrons(device: str, name: str) -> None:
+def _routed(name: str, device: str) -> list[torch.Tensor]:
+    """Return probabilities, the map, and the gradient of the logits."""
     router = import_megatron("megatron.core.transformer.moe.router")
     torch.manual_seed(6)
     logits = torch.randn(64, 8, device=device).requires_grad_()
     grads = torch.randn(64, 8, device=device)
+    settings = {**_ROUTINGS[name]}
+    if (bias := settings.pop("expert_bias", None)) is not None:
+        settings["expert_bias"] = torch.tensor(bias, device=device)
+    probs, chosen = router.topk_routing_with_score_function(logits, 2, **settings)
+    return [probs, chosen, *torch.autograd.grad(probs, logits, grads)]
 
-    def routed() -> list[torch.Tensor]:
-        probs, chosen = router.topk_routing_with_score_function(logits, 2, **_ROUTINGS[name])
-        return [probs, chosen, *torch.autograd.grad(probs, logits, grads)]
 
-    expected = routed()
+@pytest.mark.parametrize("name", _ROUTINGS)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_routes_and_gradients_are_megatrons(device: str, name: str) -> None:
+    expected = _routed(name, device)
     with scattered_routes():
-        assert all(map(torch.equal, routed(), expected))
+        assert all(map(torch.equal, _routed(name, device), expected))
         assert torch.is_deterministic_algorithms_warn_only_enabled()
     assert torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", _ROUTINGS)
+def test_no_indices_are_sorted_for_routes_or_their_gradients(name: str) -> None:
+    def are_sorted() -> bool:
+        with torch.profiler.profile() as profile:
+            _routed(name, "cuda")
+        return any("RadixSort" in event.name for event in profile.events())
+
+    assert are_sorted()
+    with scattered_routes():
+        assert not are_sorted()
