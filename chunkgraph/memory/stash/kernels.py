@@ -43,7 +43,7 @@ class StashKernels(Protocol):
     ) -> None:
         """Copy the rows back to ``into``; rows that are not in use or had no room become zero."""
 
-    def give_back(self, arena: Arena, layout: RowLayout, ticket: Ticket) -> None:
+    def give_back(self, arena: Arena, ticket: Ticket) -> None:
         """Free the pages."""
 
 

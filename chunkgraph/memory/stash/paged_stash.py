@@ -142,7 +142,7 @@ class PagedStash:
 
     def give_back(self, stashed: Stashed) -> None:
         """Free the pages of a tensor; call this once for each `stash`."""
-        self._kernels.give_back(self.arena, stashed.layout, stashed.ticket)
+        self._kernels.give_back(self.arena, stashed.ticket)
 
 
 def row_layout(tensor: torch.Tensor, page_bytes: int) -> RowLayout:

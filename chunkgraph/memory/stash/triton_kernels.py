@@ -166,7 +166,7 @@ class TritonKernels:
         """See `StashKernels.load`."""
         _copy(arena, into, rows, layout, ticket, loads=True)
 
-    def give_back(self, arena: Arena, layout: RowLayout, ticket: Ticket) -> None:
+    def give_back(self, arena: Arena, ticket: Ticket) -> None:
         """See `StashKernels.give_back`."""
         _give_back[(1,)](
             arena.state,
@@ -174,7 +174,7 @@ class TritonKernels:
             arena.stack if arena.spill_stack is None else arena.spill_stack,
             ticket.table,
             ticket.taken,
-            layout.max_pages,
+            ticket.table.shape[0],
             HAS_SPILL=arena.spill is not None,
             BLOCK=_TABLE_BLOCK,
         )
