@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -160,12 +160,17 @@ class PrivateDraws(TorchDispatchMode):
 
 @contextmanager
 def without_private_draws() -> Iterator[None]:
-    """Suspend the innermost mode if it is `PrivateDraws`, for work that draws privately itself."""
+    """Suspend `PrivateDraws`, if it is on, for work that draws privately itself."""
     modes = _get_current_dispatch_mode_stack()
-    if not modes or not isinstance(modes[-1], PrivateDraws):
+    index = next((i for i, mode in enumerate(modes) if isinstance(mode, PrivateDraws)), None)
+    if index is None:
         yield
         return
-    with _pop_mode_temporarily():
+    with ExitStack() as stack:
+        for _ in modes[index:]:
+            stack.enter_context(_pop_mode_temporarily())
+        for mode in modes[index + 1 :]:
+            stack.enter_context(mode)
         yield
 
 
