@@ -9,7 +9,6 @@ from chunkgraph.megatron.features.packing.attention_limits import (
     needs_tokens_in_pieces,
     refuse_for_layers,
 )
-from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.megatron.features.packing.offset_cutter import OffsetCutter
 from chunkgraph.megatron.features.packing.params import (
     refuse_other_context,
@@ -29,11 +28,12 @@ class Packing(OffsetCutter):
     """Microbatches of documents; every training step receives their lengths or banks.
 
     Args:
-        site: The site of the model.
-        banks: The banks of this rank.
+        site: The site of a model with packed shapes.
     """
 
-    def __init__(self, site: Site, banks: PackedBanks) -> None:
+    def __init__(self, site: Site) -> None:
+        banks = site.packing
+        assert banks is not None
         super().__init__(banks, len(site.parts))
         has_experts = bool(getattr(site.config, "num_moe_experts", None))
         self._plans = StepPlans(
@@ -60,7 +60,7 @@ class Packing(OffsetCutter):
     @classmethod
     def of(cls, site: Site) -> Self | None:
         """Return the feature for attachments with packed shapes, which ranks compare."""
-        return None if site.packing is None else cls(site, site.packing)
+        return None if site.packing is None else cls(site)
 
     def install(self, undo: ExitStack) -> None:
         """Create the communication with which ranks agree on lengths."""
