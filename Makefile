@@ -19,7 +19,7 @@ PYTHON_MCORE ?= $(shell for p in python3.12 $(wildcard $(HOME)/.pyenv/versions/3
 TORCH ?= torch==2.13.0
 # The second Megatron-core release, for the tests marked `megatron`.
 MCORE ?= 0.19.2
-# Processes of the CPU test run, one more than cores, since ranks wait for each other; and of the GPU
+# Processes of the CPU test run, three for two cores, since ranks wait for each other; and of the GPU
 # test run, whose processes share the GPUs.
 JOBS ?= 3
 GPU_JOBS ?= $(shell expr `nproc` / 2)
