@@ -296,26 +296,27 @@ class _RecordingMode(TorchDispatchMode):
             return self._lift(func, args[0])
         func, args = _as_recorded(func, args)
         pool = self._pool_of(func)
-        inputs = tensors_in(*args, *kwargs.values())
-        for tensor in inputs:
-            self._register(tensor, func)
         if _is_view(func):  # half of all operators: without memory, so a replay needs none of them
             return func(*args, **kwargs)
+        # All before the operator runs: it may change the geometry of arguments that it writes, and
+        # may allocate memory for an empty output argument.
+        inputs = tensors_in(*args, *kwargs.values())
+        addresses = [self._register(tensor, func) for tensor in inputs]
+        refs = {
+            id(tensor): TensorRef.of(tensor, self._current.get(address))
+            for tensor, address in zip(inputs, addresses, strict=True)
+        }
         written = storages_written(func, args, kwargs)
         for tensor in written:
             self._save(tensor)
-        # An operator that writes may change the geometry of its arguments.
-        refs = self._refs(inputs) if written else {}
-        # Before the operator runs: it may allocate memory for an empty output argument.
-        input_addresses = {t.untyped_storage().data_ptr() for t in inputs}
         if is_collective(func):
             out = self._run_collective(func, args, kwargs, refs, inputs)
         else:
             out = draw_privately(func, args, kwargs)
-        results = self._place(out, input_addresses, pool)
+        results = self._place(out, {*addresses}, pool)
         has_effect = any(r is not None for r in results) or written or _only_checks(func)
         if has_effect and not _has_undefined_contents(func):
-            self._log(func, args, kwargs, refs or self._refs(inputs), results)
+            self._log(func, args, kwargs, refs, results)
         return out
 
     def _run_collective(
@@ -364,8 +365,9 @@ class _RecordingMode(TorchDispatchMode):
             if external.saved is not None and not external.alive.expired():
                 torch.empty(0, dtype=torch.uint8).set_(external.alias()).copy_(external.saved)
 
-    def _register(self, tensor: torch.Tensor, func: OpOverload) -> None:
-        if tensor.device.type != "cpu":
+    def _register(self, tensor: torch.Tensor, func: OpOverload) -> int:
+        """Return the address of a tensor's storage, after recording memory that no pool owns."""
+        if not tensor.is_cpu:
             # Reading device bytes by address would end the process.
             raise CaptureError(
                 f"{func} got a tensor on {tensor.device}; capturing {self.label} with the "
@@ -375,24 +377,26 @@ class _RecordingMode(TorchDispatchMode):
         storage = tensor.untyped_storage()
         start = storage.data_ptr()
         if start in self._pooled or storage.nbytes() == 0:
-            return
+            return start
         current = self._current.get(start)
         if current is not None and not current.alive.expired():
-            return
+            return start
         if owner_of(self.pools, start) is not None:
             self._pooled.add(start)
-            return
+            return start
         where = current_location()
+        is_scalar = tensor.dim() == 0 and storage.nbytes() == tensor.itemsize
         external = External(
             start=start,
             num_bytes=storage.nbytes(),
             alive=StorageWeakRef(storage),
             first_use=f"{func} of {tuple(tensor.shape)} {tensor.dtype}"
             + (f" at {where}" if where else ""),
-            constant=tensor.detach().clone() if tensor.dim() == 0 else None,
+            constant=tensor.detach().clone() if is_scalar else None,
         )
         self._current[start] = external
         self.externals.append(external)
+        return start
 
     def _save(self, tensor: torch.Tensor) -> None:
         external = self._current.get(tensor.untyped_storage().data_ptr())
@@ -424,10 +428,6 @@ class _RecordingMode(TorchDispatchMode):
                 tensor.set_(moved[start], tensor.storage_offset(), tensor.size(), tensor.stride())
                 results.append(TensorRef.of(tensor))
         return tuple(results)
-
-    def _refs(self, tensors: Iterable[torch.Tensor]) -> dict[int, TensorRef]:
-        addresses = {id(t): (t, t.untyped_storage().data_ptr()) for t in tensors}
-        return {i: TensorRef.of(t, self._current.get(a)) for i, (t, a) in addresses.items()}
 
 
 def _replaced(

@@ -11,6 +11,7 @@ import ctypes
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import mul
 from typing import Any, NamedTuple
 
 import torch
@@ -47,7 +48,7 @@ class External:
         alive: Weak reference to its storage.
         first_use: The first operator that used it, and its line, for errors.
         saved: Its bytes before the capture first wrote it, or None.
-        constant: Its value if it is a tensor without dimensions, which may be a host scalar among
+        constant: Its value if it is one number without dimensions, which may be a host scalar among
             a kernel's arguments.
     """
 
@@ -218,9 +219,9 @@ def span(tensor: torch.Tensor | TensorRef) -> tuple[int, int]:
         shape, stride = tuple(tensor.shape), tensor.stride()
         item = tensor.element_size()
         first = tensor.data_ptr()
-    if any(n == 0 for n in shape):
+    if 0 in shape:
         return first, first
-    last = sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+    last = sum(map(mul, shape, stride)) - sum(stride)
     return first, first + (last + 1) * item
 
 
