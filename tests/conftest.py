@@ -76,6 +76,14 @@ _JOB_FIXTURES = {
 }
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import only files with tests that ``-m megatron`` selects: each worker imports all files."""
+    is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
+    if config.getoption("markexpr") != "megatron" or not is_test:
+        return None
+    return None if "mark.megatron" in collection_path.read_text(encoding="utf-8") else True
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what this machine cannot run, and begin with the longest tests.
 
