@@ -7,8 +7,9 @@ input, labels that are copied, and losses, which are handed out as a clone. Each
 whole calls; floors are what torch alone takes for the same work: a node of autograd that does
 nothing, a copy, a clone. (A replay's node goes round the support of ``torch.func``; a leaf with a
 hook would be one that is not Python's.) `--cold-mib` reads so much memory between calls, as
-training does between two replays: what is not in the CPU's caches takes longer. Runs on a GPU, or
-on the CPU recorder.
+training does between two replays: what is not in the CPU's caches takes longer. A step checks the
+model after its first launch, so its first two replays find colder caches than later ones; they are
+shown apart as well. Runs on a GPU, or on the CPU recorder.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from torch import nn
 
 from chunkgraph.engine import Chunk, ChunkGraphs
 
-_ROWS, _WIDTH, _SLOTS = 1024, 64, 4
+_ROWS, _WIDTH = 1024, 64
 
 
 class _Stage(nn.Module):
@@ -97,7 +99,7 @@ def main() -> int:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the results to FILE")
-    parser.add_argument("--steps", metavar="S", type=int, default=300, help="of 4 microbatches")
+    parser.add_argument("--steps", metavar="S", type=int, default=300, help="measured steps")
     parser.add_argument(
         "--cold-mib", metavar="M", type=int, nargs="+", default=[0, 16], help="read between calls"
     )
@@ -108,9 +110,15 @@ def main() -> int:
         default=4,
         help="of the chunk, two for each layer",
     )
+    parser.add_argument(
+        "--num-microbatches", metavar="M", type=int, default=4, help="of a step, at least 3"
+    )
     args = parser.parse_args()
+    if args.num_microbatches < 3:
+        parser.error("--num-microbatches must be at least 3")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rows = [_measured(device, args.steps, mib, args.num_parameters) for mib in args.cold_mib]
+    size = (args.num_parameters, args.num_microbatches)
+    rows = [_measured(device, args.steps, mib, *size) for mib in args.cold_mib]
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU recorder"
     document = {
         "command": " ".join(["python", "benchmarks/replay_host.py", *sys.argv[1:]]),
@@ -125,7 +133,11 @@ def main() -> int:
 
 
 def _measured(
-    device: torch.device, num_steps: int, cold_mib: int, num_parameters: int
+    device: torch.device,
+    num_steps: int,
+    cold_mib: int,
+    num_parameters: int,
+    num_microbatches: int,
 ) -> dict[str, float]:
     """Median microseconds by part."""
     torch.manual_seed(0)
@@ -137,11 +149,11 @@ def _measured(
         module=module,
         copies_outputs=lambda *_, **__: True,
     )
-    graphs = ChunkGraphs([chunk], [_SLOTS])
+    graphs = ChunkGraphs([chunk], [num_microbatches])
     hidden = torch.randn(_ROWS, _WIDTH, device=device).requires_grad_()
-    labels = [torch.ones(_ROWS, dtype=torch.int64, device=device) for _ in range(_SLOTS)]
+    labels = [torch.ones(_ROWS, dtype=torch.int64, device=device) for _ in range(num_microbatches)]
     for _ in range(2):  # a warmup step, which shows the layouts of gradients, and the capture
-        with graphs.step(_SLOTS):
+        with graphs.step(num_microbatches):
             for target in labels:
                 graphs.callables[0](hidden, target).sum().backward()
     parts = _Parts()
@@ -158,7 +170,7 @@ def _measured(
         if step == 20:
             for times in parts.us.values():
                 times.clear()
-        with graphs.step(_SLOTS):
+        with graphs.step(num_microbatches):
             losses = []
             for target in labels:
                 received = graphs.reserve_input(0)
@@ -184,6 +196,12 @@ def _measured(
     parts.subtract("launch of the forward", "forward in all")
     parts.subtract("launch of the backward", "backward in all")
     medians = parts.medians()
+    for whole in ("forward in all", "backward in all"):
+        times, name = parts.us[whole], whole.partition(" ")[0]
+        by_microbatch = [times[i::num_microbatches] for i in range(num_microbatches)]
+        medians[f"{name} of microbatch 1"] = statistics.median(by_microbatch[0])
+        medians[f"{name} of microbatch 2"] = statistics.median(by_microbatch[1])
+        medians[f"{name} of later ones"] = statistics.median(chain.from_iterable(by_microbatch[2:]))
     inside = ("check of the call", "inputs loaded")
     medians["node, wrapper and result"] = medians["forward in all"] - sum(
         medians[n] for n in inside
