@@ -34,6 +34,16 @@ def test_freed_external_memory_is_an_error_and_names_the_operator() -> None:
         graph.replay()
 
 
+def test_one_number_of_a_freed_tensor_is_no_constant() -> None:
+    backend = RecorderBackend()
+    x, factors = torch.ones(2), [torch.arange(4.0)[3]]
+    with (
+        pytest.raises(CaptureError, match=r"aten\.mul(.|\n)*was freed before the capture ended"),
+        backend.capture("scale", backend.new_pool("pool")),
+    ):
+        x * factors.pop()
+
+
 def test_a_tensor_of_another_device_is_refused_before_its_address_is_read() -> None:
     backend = RecorderBackend()
     x = torch.ones(4, device="meta")
