@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -462,6 +463,21 @@ def test_hooks_added_after_the_capture_are_refused(backend: GraphBackend) -> Non
             pass
         handle.remove()
     with graphs.step(1):
+        graphs.callables[0](rows(module)).sum().backward()
+
+
+@pytest.mark.parametrize("attribute", ["_backward_hooks", "_post_accumulate_grad_hooks"])
+def test_hooks_that_torch_did_not_register_are_refused(
+    backend: GraphBackend, attribute: str
+) -> None:
+    """Eager training calls them as well."""
+    module = nn.Linear(8, 8).to(backend.device)
+    graphs = ChunkGraphs([module], [1], backend=backend)
+    graphs.capture([rows(module)])
+    with graphs.step(1):
+        graphs.callables[0](rows(module)).sum().backward()
+    setattr(module.weight, attribute, OrderedDict({10**9: lambda *_: None}))
+    with pytest.raises(ReplayMismatchError, match="hook waits"), graphs.step(1):
         graphs.callables[0](rows(module)).sum().backward()
 
 

@@ -65,6 +65,7 @@ class GradientSinks:
         self._bound_for: tuple[int, ...] | None = None
         self._binding = _UNBOUND
         self._num_registered = -1
+        self._hooks: list[int] = []
         self._num_unchecked = 0  # parameters whose nodes have not been checked since
 
     @property
@@ -187,16 +188,17 @@ class GradientSinks:
     def _refuse_hooks(self) -> None:
         """Refuse hooks that wait for gradients, since a replay calls none.
 
-        A step checks parameters only after torch has registered a hook anywhere. Checking
-        autograd's own nodes is slow, so from then on each step checks a few of them in turn.
+        Checking autograd's own nodes is slow, so after torch has registered any hook, each step
+        checks a few nodes in turn.
         """
         own = self._own
         if not own:
             return
         hooked: list[nn.Parameter] = []
-        number = num_registered_hooks()
-        if number != self._num_registered:
+        number, hooks = num_registered_hooks(), self._hooks_now()
+        if hooks != self._hooks or number != self._num_registered:
             hooked += filter(foreign_hooks, own)
+        if number != self._num_registered:
             self._num_unchecked = len(own)
         if self._num_unchecked:
             candidates = own[: self._num_unchecked][-_NODES_PER_STEP:]
@@ -208,8 +210,17 @@ class GradientSinks:
                 f"{tuple(hooked[0].shape)}), but a replay calls no hooks. Remove it, and do its "
                 "work after the step or in Chunk.after_backward."
             )
-        self._num_registered = number
+        self._num_registered, self._hooks = number, hooks
         self._num_unchecked = max(0, self._num_unchecked - _NODES_PER_STEP)
+
+    def _hooks_now(self) -> list[int]:
+        """Return torch's numbers of the hooks on the parameters themselves."""
+        own = self._own
+        numbers = itertools.chain.from_iterable
+        hooks = [*numbers(filter(None, map(_post_accumulate_hooks, own)))]
+        if any(map(_backward_hooks, own)):
+            hooks += numbers(filter(None, map(_backward_hooks, own)))
+        return hooks
 
     def before_backward(self, trained: tuple[int, ...]) -> Binding:
         """Bind ``param.grad`` to the sinks, before a replay adds to them.
@@ -279,6 +290,8 @@ class GradientSinks:
 
 
 _main_grad = attrgetter("main_grad")
+_backward_hooks = attrgetter("_backward_hooks")
+_post_accumulate_hooks = attrgetter("_post_accumulate_grad_hooks")
 
 
 def _is_any_bit_set(tensor: torch.Tensor) -> bool:
