@@ -217,11 +217,8 @@ def test_four_ranks(run_equal: Callable[..., Any], make_config: Callable[..., An
 
 _SPREAD = {"data_parallel_size": 2, "expert_model_parallel_size": 2}
 _SPREAD_4 = {"data_parallel_size": 4, "expert_model_parallel_size": 4}
-_INTERLEAVED = {
-    **_SPREAD,
-    "pipeline_model_parallel_size": 2,
-    "virtual_pipeline_model_parallel_size": 2,
-}
+_PIPELINE = {**_SPREAD, "pipeline_model_parallel_size": 2}
+_INTERLEAVED = {**_PIPELINE, "virtual_pipeline_model_parallel_size": 2}
 _DISPATCHERS = {
     **{name: {"moe_token_dispatcher_type": name} for name in ("alltoall", "allgather")},
     "flex": {
@@ -238,6 +235,7 @@ _RANDOM = {
     "ep4": ("alltoall", _SPREAD_4, 1, 9),
     "ep4-gathered": ("allgather", _SPREAD_4, 1, 6),
     "ep4-hybridep": ("flex", _SPREAD_4, 1, 6),
+    "pp2-ep2": ("alltoall", _PIPELINE, 2, 6),
     "pp2-vpp2-ep2": ("alltoall", _INTERLEAVED, 4, 5),
 }
 
@@ -247,7 +245,7 @@ _RANDOM = {
     ("num_ranks", "names"),
     [
         (2, ("ep2", "ep2-gathered", "ep2-hybridep")),
-        (4, ("ep4", "ep4-gathered", "ep4-hybridep", "pp2-vpp2-ep2")),
+        (4, ("ep4", "ep4-gathered", "ep4-hybridep", "pp2-ep2", "pp2-vpp2-ep2")),
     ],
 )
 def test_random_steps_with_too_little_room_are_equal_to_eager_training(
