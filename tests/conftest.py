@@ -76,12 +76,15 @@ _JOB_FIXTURES = {
 }
 
 
+_MEGATRON = "mark.megatron"
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Import only files with tests that ``-m megatron`` selects: each worker imports all files."""
+    """Skip files without tests for ``-m megatron``, since every worker imports what it collects."""
     is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
     if config.getoption("markexpr") != "megatron" or not is_test:
         return None
-    return None if "mark.megatron" in collection_path.read_text(encoding="utf-8") else True
+    return None if _MEGATRON in collection_path.read_text(encoding="utf-8") else True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -92,6 +95,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     together if what is left at the end is short.
     """
     _refuse_unrepeated(items)
+    _refuse_hidden(items)
     items.sort(key=lambda item: (_num_gpus_needed(item), _takes_long(item)), reverse=True)
     num_gpus: int | None = None
     for item in items:
@@ -216,6 +220,16 @@ def _refuse_unrepeated(items: list[pytest.Item]) -> None:
     wrong = [item.nodeid for item in marked if not item.get_closest_marker("megatron")]
     if wrong:
         raise pytest.UsageError(f"marked `every_release`, but not `megatron`: {', '.join(wrong)}")
+
+
+def _refuse_hidden(items: list[pytest.Item]) -> None:
+    """Refuse tests for ``-m megatron`` in files that `pytest_ignore_collect` would skip."""
+    paths = {item.path for item in items if item.get_closest_marker("megatron")}
+    hidden = [str(p) for p in sorted(paths) if _MEGATRON not in p.read_text(encoding="utf-8")]
+    if hidden:
+        raise pytest.UsageError(
+            f"tests marked `megatron` in files without `pytest.{_MEGATRON}`: {', '.join(hidden)}"
+        )
 
 
 def _takes_long(item: pytest.Item) -> bool:
