@@ -6,10 +6,14 @@ One chunk of a few small layers, as a last stage: hidden states that were receiv
 input, labels that are copied, and losses, which are handed out as a clone. Each part is timed in
 whole calls; floors are what torch alone takes for the same work: a node of autograd that does
 nothing, a copy, a clone. (A replay's node goes round the support of ``torch.func``; a leaf with a
-hook would be one that is not Python's.) `--cold-mib` reads so much memory between calls, as
-training does between two replays: what is not in the CPU's caches takes longer. A step checks the
-model after its first launch, so its first two replays find colder caches than later ones; they are
-shown apart as well. Runs on a GPU, or on the CPU recorder.
+hook would be one that is not Python's.)
+
+`--cold-mib M` reads M MiB of memory between calls, as training does between two replays. Code and
+data that are not in the CPU's caches take longer. Each step checks the model right after it
+launches the first forward, so the table also lists the first, the second and the later
+microbatches separately.
+
+The script runs on a GPU, or on the CPU recorder.
 """
 
 from __future__ import annotations
@@ -99,7 +103,7 @@ def main() -> int:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the results to FILE")
-    parser.add_argument("--steps", metavar="S", type=int, default=300, help="measured steps")
+    parser.add_argument("--steps", metavar="S", type=int, default=300, help="steps to measure")
     parser.add_argument(
         "--cold-mib", metavar="M", type=int, nargs="+", default=[0, 16], help="read between calls"
     )
@@ -111,7 +115,7 @@ def main() -> int:
         help="of the chunk, two for each layer",
     )
     parser.add_argument(
-        "--num-microbatches", metavar="M", type=int, default=4, help="of a step, at least 3"
+        "--num-microbatches", metavar="M", type=int, default=4, help="per step, at least 3"
     )
     args = parser.parse_args()
     if args.num_microbatches < 3:
@@ -199,9 +203,9 @@ def _measured(
     for whole in ("forward in all", "backward in all"):
         times, name = parts.us[whole], whole.partition(" ")[0]
         by_microbatch = [times[i::num_microbatches] for i in range(num_microbatches)]
-        medians[f"{name} of microbatch 1"] = statistics.median(by_microbatch[0])
-        medians[f"{name} of microbatch 2"] = statistics.median(by_microbatch[1])
-        medians[f"{name} of later ones"] = statistics.median(chain.from_iterable(by_microbatch[2:]))
+        medians[f"{name}, microbatch 1"] = statistics.median(by_microbatch[0])
+        medians[f"{name}, microbatch 2"] = statistics.median(by_microbatch[1])
+        medians[f"{name}, later"] = statistics.median(chain.from_iterable(by_microbatch[2:]))
     inside = ("check of the call", "inputs loaded")
     medians["node, wrapper and result"] = medians["forward in all"] - sum(
         medians[n] for n in inside

@@ -298,8 +298,8 @@ class _RecordingMode(TorchDispatchMode):
         pool = self._pool_of(func)
         if _is_view(func):  # half of all operators: without memory, so a replay needs none of them
             return func(*args, **kwargs)
-        # All before the operator runs: it may change the geometry of arguments that it writes, and
-        # may allocate memory for an empty output argument.
+        # Read the arguments before the operator runs: it may change their geometry, or allocate
+        # memory for an empty output.
         inputs = tensors_in(*args, *kwargs.values())
         addresses = [self._register(tensor, func) for tensor in inputs]
         refs = {

@@ -48,8 +48,8 @@ class External:
         alive: Weak reference to its storage.
         first_use: The first operator that used it, and its line, for errors.
         saved: Its bytes before the capture first wrote it, or None.
-        constant: Its value if it is one number without dimensions, which may be a host scalar among
-            a kernel's arguments.
+        constant: Its value if it holds a single number, used as a tensor without dimensions. A
+            kernel may take such a host scalar as an argument.
     """
 
     start: int
