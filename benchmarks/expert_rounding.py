@@ -64,7 +64,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the results to FILE")
     parser.add_argument(
-        "--recipes", nargs="*", choices=_RECIPES, default=list(_RECIPES), help="(default: all)"
+        "--recipes", nargs="+", choices=_RECIPES, default=list(_RECIPES), help="(default: all)"
     )
     args = parser.parse_args()
     products = _products()
