@@ -196,7 +196,7 @@ class GradientSinks:
             return
         hooked: list[nn.Parameter] = []
         number, hooks = num_registered_hooks(), self._hooks_now()
-        if hooks != self._hooks or number != self._num_registered:
+        if hooks != self._hooks:  # torch never uses a number again
             hooked += filter(foreign_hooks, own)
         if number != self._num_registered:
             self._num_unchecked = len(own)

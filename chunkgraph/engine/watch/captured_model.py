@@ -273,14 +273,18 @@ class CapturedModel:
         return sum(map(len, filter(None, every))) + sum(map(len, _GLOBAL_HOOKS))
 
     def _check_hooks(self) -> None:
-        now, known = self._hooks_now(), set(self._hooks)
+        now = self._hooks_now()
+        if now == self._hooks:  # the hooks that torch registered are elsewhere
+            self._num_registered = num_registered_hooks()
+            return
+        known = set(self._hooks)
         places = [
             (part.path or "the chunk", hooks)
             for part in self._parts
             for hooks in _hooks(vars(part.module))
         ]
         places += [("all modules", hooks) for hooks in _GLOBAL_HOOKS]
-        for where, hooks in places if now != self._hooks else ():
+        for where, hooks in places:
             for number, hook in hooks.items():
                 owner = (getattr(hook, "__module__", None) or "").partition(".")[0]
                 if number not in known and owner not in _LIBRARIES:
