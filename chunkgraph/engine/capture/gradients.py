@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from operator import attrgetter, contains
+from operator import attrgetter
 
 import torch
 from torch import nn
@@ -275,7 +275,7 @@ class GradientSinks:
             now = [*map(torch.Tensor.data_ptr, map(_main_grad, self._with_main_grad))]
         except (AttributeError, TypeError):  # one was removed
             return False
-        own = map(contains, map(vars, self._own), itertools.repeat("main_grad"))
+        own = map(hasattr, self._own, itertools.repeat("main_grad"))
         return now == self._main_grad_addresses and not any(own)
 
     def _first_moved(self) -> int:
