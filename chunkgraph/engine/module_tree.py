@@ -5,7 +5,7 @@ from __future__ import annotations
 import types
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["TORCHS_NAMES", "Container", "containers"]
+__all__ = ["TORCHS_NAMES", "Container", "containers", "containers_below"]
 
 _MAX_DEPTH = 4
 """Most lists, dicts, tuples and objects between a module and a value."""
@@ -74,6 +74,11 @@ class Container:
         """Return the expression for the value of ``key``, as a user writes it."""
         return f"{self.path}.{key}".lstrip(".") if self.are_attributes else f"{self.path}[{key!r}]"
 
+    def identifier(self, key: Any) -> str:
+        """Return the last name in the expression for the value of ``key``."""
+        path = key if self.are_attributes else self.path
+        return str(path).partition("[")[0].replace(".", " ").rpartition(" ")[2]
+
 
 def containers(module: nn.Module, name: str = "") -> list[Container]:
     """Return all containers of ``module`` and its parts, each once.
@@ -91,6 +96,19 @@ def containers(module: nn.Module, name: str = "") -> list[Container]:
     for path, part in parts:
         every.extend(walk.of_module(part, ".".join(p for p in (name, path) if p), 0))
     return every
+
+
+def containers_below(
+    values: Iterable[tuple[str, Any]], module: nn.Module | None
+) -> list[list[Container]]:
+    """Return the containers in each value outside of a module; each container once.
+
+    Args:
+        values: each value with its name.
+        module: the module, whose parts are left out.
+    """
+    walk = _Walk({id(part) for part in module.modules()} if module is not None else set())
+    return [list(walk.below(value, name)) for name, value in values]
 
 
 class _Walk:
@@ -114,6 +132,10 @@ class _Walk:
         if depth:
             for key, part in module._modules.items():
                 yield from self._in(part, module, f"{path}.{key}", depth)
+
+    def below(self, value: Any, path: str) -> Iterator[Container]:
+        """Yield the containers in a value."""
+        return self._in(value, value, path, 0)
 
     def _below(self, container: Container, depth: int) -> Iterator[Container]:
         for key, value in container.entries():

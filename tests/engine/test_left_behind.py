@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
+from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -91,6 +93,172 @@ def test_values_left_in_attributes_are_refused_by_name(
         graphs.capture([x])
     assert all(vars(module)[key] is value for key, value in before.items())
     assert len(module.listed) == len(listed)
+
+
+class Count:
+    """A counter, as a class and as an object."""
+
+    num_calls = 0
+
+    def __call__(self) -> int:
+        self.num_calls += 1
+        return self.num_calls
+
+
+class Counting(torch.autograd.Function):
+    """Count in the forward, or in the backward."""
+
+    num_forwards = num_backwards = 0
+
+    @staticmethod
+    def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        Counting.num_backwards += 1
+        return grad * Counting.num_backwards
+
+
+class CountingForward(Counting):
+    """Count in the forward."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        Counting.num_forwards += 1
+        return x * Counting.num_forwards
+
+    @staticmethod
+    def backward(_ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad.clone()
+
+
+NUM_CALLS = 0
+NUMBERS = [0]
+NAMED: dict[str, int] = {}
+TURNS = deque([1.0, 2.0, 3.0])
+COUNT = Count()
+
+
+def by_global(x: torch.Tensor) -> torch.Tensor:
+    global NUM_CALLS  # noqa: PLW0603
+    NUM_CALLS += 1
+    return x * NUM_CALLS
+
+
+def bump() -> None:
+    global NUM_CALLS  # noqa: PLW0603
+    NUM_CALLS += 1
+
+
+def by_function(x: torch.Tensor) -> torch.Tensor:
+    bump()
+    return x * NUM_CALLS
+
+
+def by_list(x: torch.Tensor) -> torch.Tensor:
+    NUMBERS[0] += 1
+    return x * NUMBERS[0]
+
+
+def by_dict(x: torch.Tensor) -> torch.Tensor:
+    NAMED["calls"] = NAMED.get("calls", 0) + 1
+    return x * NAMED["calls"]
+
+
+def by_deque(x: torch.Tensor) -> torch.Tensor:
+    TURNS.rotate(1)
+    return x * TURNS[0]
+
+
+def by_class(x: torch.Tensor) -> torch.Tensor:
+    Count.num_calls += 1
+    return x * Count.num_calls
+
+
+OUTSIDE: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str, Callable[[], Any]]] = {
+    "global": (by_global, "the global NUM_CALLS", lambda: NUM_CALLS),
+    "function": (by_function, "the global NUM_CALLS", lambda: NUM_CALLS),
+    "list": (by_list, r"the global NUMBERS\[0\]", lambda: list(NUMBERS)),
+    "dict": (by_dict, r"the global NAMED\['calls'\]", lambda: dict(NAMED)),
+    "deque": (by_deque, r"the global TURNS\[0\]", lambda: list(TURNS)),
+    "class": (by_class, r"Count\.num_calls", lambda: Count.num_calls),
+    "object": (lambda x: x * COUNT(), r"the global COUNT\.num_calls", lambda: vars(COUNT).copy()),
+    "operator": (CountingForward.apply, r"Counting\.num_forwards", lambda: Counting.num_forwards),
+    "backward": (Counting.apply, r"Counting\.num_backwards", lambda: Counting.num_backwards),
+}
+
+
+def calling(function: Callable[[torch.Tensor], torch.Tensor], backend: GraphBackend) -> nn.Module:
+    """Return a linear layer and ``function``."""
+
+    class Calling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return function(self.linear(x))
+
+    return Calling().to(backend.device)
+
+
+@pytest.mark.parametrize(("function", "name", "value"), OUTSIDE.values(), ids=OUTSIDE)
+def test_state_of_python_that_a_forward_changes_and_uses_is_refused(
+    backend: GraphBackend,
+    function: Callable[[torch.Tensor], torch.Tensor],
+    name: str,
+    value: Callable[[], Any],
+) -> None:
+    """Replays would repeat what it was in the capture."""
+    graphs = ChunkGraphs([calling(function, backend)], [2], backend=backend)
+    x = torch.ones(3, WIDTH, device=backend.device)
+    with graphs.step(1):
+        graphs.callables[0](x).sum().backward()
+    before = value()
+    with pytest.raises(CaptureError, match=f"its forward sets {name}"), graphs.step(1):
+        pass
+    assert value() == before
+
+
+def test_a_nonlocal_variable_that_a_forward_changes_and_uses_is_refused(
+    backend: GraphBackend,
+) -> None:
+    num_calls = 0
+
+    def count(x: torch.Tensor) -> torch.Tensor:
+        nonlocal num_calls
+        num_calls += 1
+        return x * num_calls
+
+    graphs = ChunkGraphs([calling(count, backend)], [2], backend=backend)
+    with pytest.raises(CaptureError, match="its forward sets the variable num_calls"):
+        graphs.capture([torch.ones(3, WIDTH, device=backend.device)])
+    assert num_calls == 0
+
+
+def test_counters_and_logs_that_no_forward_uses_are_captured(backend: GraphBackend) -> None:
+    shapes: list[torch.Size] = []
+    times = SimpleNamespace(num_calls=0)
+
+    def log(x: torch.Tensor) -> torch.Tensor:
+        shapes.append(x.shape)
+        times.num_calls += 1
+        return x * 2.0
+
+    graphs = ChunkGraphs([calling(log, backend)], [2], backend=backend)
+    graphs.capture([torch.ones(3, WIDTH, device=backend.device)])
+    assert shapes
+    assert times.num_calls == len(shapes)
+
+
+def test_iterators_are_refused_before_they_are_advanced(backend: GraphBackend) -> None:
+    factors = itertools.count(1.0)
+    chunk = calling(lambda x: x * next(factors), backend)
+    graphs = ChunkGraphs([chunk], [2], backend=backend)
+    with pytest.raises(CaptureError, match="reads the variable factors, an iterator"):
+        graphs.capture([torch.ones(3, WIDTH, device=backend.device)])
+    assert next(factors) == 1.0
 
 
 KEPT: list[torch.Tensor] = []

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
+import threading
 import types
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -23,12 +26,21 @@ _SETTINGS.factor = 2.0  # type: ignore[attr-defined]
 _CACHE: dict[int, float] = {}
 _LOG = logging.getLogger(__name__)
 _OLD: list[torch.Tensor] = []
+_OF_THREAD = threading.local()
+_OF_THREAD.factor = 2.0
+_CONTEXT: ContextVar[float] = ContextVar("_CONTEXT", default=2.0)
 
 
 @dataclasses.dataclass
 class _Config:
     factor: float = 2.0
     seen: int = 0
+
+    def scaled(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden * self.factor
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.scaled(hidden)
 
 
 class _Slots:
@@ -58,6 +70,7 @@ class _Layer(nn.Module):
         self.factors = [1.0, 2.0]
         self.named = {"inner": {"factor": 2.0}}
         self.config = _Config()
+        self.part = functools.partial(lambda hidden: hidden * _FACTOR)
         self.nested = types.SimpleNamespace(config=_Config())
         self.slots = _Slots()
         self.log: list[float] = []
@@ -154,6 +167,27 @@ _CASES: list[tuple[str, Callable[[Any, torch.Tensor], torch.Tensor], Callable[[A
         lambda s, x: s.linear(x) * s.nested.config.factor,
         lambda s: setattr(s.nested.config, "factor", 3.0),
     ),
+    (
+        "config.factor",
+        lambda s, x: s.config.scaled(s.linear(x)),
+        lambda s: setattr(s.config, "factor", 3.0),
+    ),
+    (
+        "config.factor",
+        lambda s, x: s.config(s.linear(x)),
+        lambda s: setattr(s.config, "factor", 3.0),
+    ),
+    ("the global _FACTOR", lambda s, x: s.part(s.linear(x)), _set("_FACTOR", 3.0)),
+    (
+        "the global _OF_THREAD.factor",
+        lambda s, x: s.linear(x) * _OF_THREAD.factor,
+        lambda _: setattr(_OF_THREAD, "factor", 3.0),
+    ),
+    (
+        "the global _CONTEXT.get()",
+        lambda s, x: s.linear(x) * _CONTEXT.get(),
+        lambda _: _CONTEXT.set(3.0),
+    ),
     ("factors[1]", _appended, lambda s: s.factors.__setitem__(1, 3.0)),
     (
         "slots.factor",
@@ -173,7 +207,8 @@ def restored() -> Iterator[None]:
     """Restore the globals of this file."""
     yield
     globals().update(_FACTOR=2.0, _TENSOR=torch.tensor(2.0))
-    _TABLE["factor"] = _SETTINGS.factor = _Layer.table[0] = 2.0  # type: ignore[attr-defined]
+    _TABLE["factor"] = _SETTINGS.factor = _Layer.table[0] = _OF_THREAD.factor = 2.0  # type: ignore[attr-defined]
+    _CONTEXT.set(2.0)
     _CACHE.clear()
 
 
@@ -215,6 +250,17 @@ def test_a_changed_value_is_refused_and_named(
         outputs = _step(graphs, inputs)
     with torch.no_grad():
         assert all(torch.equal(out, layer(x)) for out, x in zip(outputs, inputs, strict=True))
+
+
+@pytest.mark.parametrize("name", ["forward", "helper"])
+def test_a_method_of_a_class_that_is_replaced_is_refused(name: str) -> None:
+    kind: Any = type("_Special", (_Layer,), {"forward": lambda s, x: s.helper(s.linear(x))})
+    kind.helper = lambda _, hidden: hidden * 2.0
+    graphs, inputs = _captured(kind("special"))
+    _step(graphs, inputs)
+    setattr(kind, name, lambda s, x: s.linear(x) if name == "forward" else x)
+    with pytest.raises(ReplayMismatchError, match=rf"_Special\.{name} \(captured"):
+        _step(graphs, inputs)
 
 
 def test_a_changed_variable_of_a_closure_is_refused() -> None:

@@ -321,7 +321,9 @@ def _enter(session: _Session, stack: ExitStack) -> None:
         session.chunks[c] = host_draws_refused(chunk)
         if not chunk.may_leave_values:
             forward = session.models[c].outside.watched(session.chunks[c].forward)
-            attributes = AttributeWatch(replace(chunk, forward=forward))
+            attributes = AttributeWatch(
+                replace(chunk, forward=forward), session.models[c].variables
+            )
             stack.enter_context(attributes.kept())
             session.chunks[c] = attributes.chunk
     backend.release_cached_memory()

@@ -1,67 +1,138 @@
-"""Find values that a forward sets in plain attributes of its module, which a replay would not set.
+"""Find values that a forward or backward sets in Python, which a replay would not set.
 
-A replay runs no Python. A counter would stand still, and a tensor on the module would stay the one
+These are plain attributes of its module, and variables that its code uses (see `variables_of`). A
+replay runs no Python. A counter would stand still, and a tensor on the module would stay the one
 from the last capture, in memory that graphs overwrite. Values that only a first call sets (a cache,
 a shape) are allowed.
 """
 
 from __future__ import annotations
 
+import io
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
+from itertools import chain, repeat
 from typing import Any
 
 import torch
 
 from chunkgraph.engine.chunk import Chunk
-from chunkgraph.engine.module_tree import TORCHS_NAMES, Container, containers
+from chunkgraph.engine.module_tree import TORCHS_NAMES, Container, containers, containers_below
+from chunkgraph.engine.watch.variables import CONTAINERS, UNSET, Variable, has_attributes
 from chunkgraph.errors import CaptureError
 
 __all__ = ["AttributeWatch"]
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
-_MISSING = object()
 
-_Snapshot = list[tuple[Container, Any]]
+_Snapshot = tuple[list[Any], list[Any]]
+"""Copies of containers, and values of variables."""
+
+
+class _State:
+    """Values in containers, and of variables.
+
+    Args:
+        every: The containers.
+        variables: The variables.
+        used: For each container, the names of attributes and variables that count; all by default.
+    """
+
+    def __init__(
+        self,
+        every: Sequence[Container],
+        variables: Sequence[Variable] = (),
+        used: Iterable[Collection[str] | None] = repeat(None),
+    ) -> None:
+        self._containers = [
+            (container, names)
+            for container, names in zip(every, used, strict=False)
+            if not (container.are_attributes and container.values is not vars(container.owner))
+        ]
+        self._variables = variables
+
+    def now(self) -> _Snapshot:
+        """Return the present values."""
+        return [_copy(c.values) for c, _ in self._containers], [v.read() for v in self._variables]
+
+    def differences(self, before: _Snapshot) -> Iterator[str]:
+        """Yield the name of each value that has changed."""
+        for (container, used), old in zip(self._containers, before[0], strict=True):
+            for key, then, now in _changes(container, old):
+                if _differ(then, now) and (used is None or container.identifier(key) in used):
+                    yield container.name(key)
+        for variable, then in zip(self._variables, before[1], strict=True):
+            if _differ(then, variable.read()):
+                yield variable.text
+
+    def put_back(self, before: _Snapshot) -> None:
+        """Set all values to earlier ones."""
+        for variable, old in zip(self._variables, before[1], strict=True):
+            if variable.read() is not old:
+                variable.write(old)
+        for (container, _), old in zip(self._containers, before[0], strict=True):
+            values = container.values
+            if not isinstance(values, dict):
+                if not _same_items(old, list(values)):
+                    values.clear()
+                    values.extend(old)
+                continue
+            for key, then, _ in _changes(container, old):
+                if then is UNSET:
+                    del values[key]
+                else:
+                    values[key] = then
 
 
 class AttributeWatch:
-    """Watch the attributes of one chunk's module in a capture session.
+    """Watch the Python state of one chunk in a capture session.
 
     Args:
         chunk: The chunk, with the module as it is inside the session.
+        variables: The variables that the code of its forward names.
 
     Attributes:
         chunk: The chunk with a watched forward.
+
+    Raises:
+        CaptureError: The code uses an iterator.
     """
 
-    def __init__(self, chunk: Chunk) -> None:
+    def __init__(self, chunk: Chunk, variables: Sequence[Variable]) -> None:
         self.chunk = replace(chunk, forward=self._watched(chunk.forward))
         self._label = chunk.label
-        holders = containers(chunk.module, chunk.module_name) if chunk.module is not None else []
-        self._containers = [
-            c for c in holders if not (c.are_attributes and c.values is not vars(c.owner))
-        ]
-        self._begin = self._now()
+        used = [v for v in variables if v.is_used]
+        values = [(v.text, v.read()) for v in used]
+        _refuse_iterators(chunk.label, values)
+        values = [(text, value if _may_hold_state(value) else None) for text, value in values]
+        every = containers(chunk.module, chunk.module_name) if chunk.module is not None else []
+        self._attributes = _State(every)
+        below = containers_below(values, chunk.module)
+        names = [v.used for v, every in zip(used, below, strict=True) for _ in every]
+        self._variables = _State([*chain.from_iterable(below)], used, names)
+        self._begin = self._attributes.now(), self._variables.now()
+        self._before = self._begin[1]
         self._num_forwards = 0
         self._set_first: list[str] = []
         self._changed: list[str] = []
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Refuse, at the end of the session, attributes that every forward changes; restore them.
+        """Refuse, at the end of the session, values that every pass changes; restore them.
 
         Raises:
-            CaptureError: There are such attributes; the message names them.
+            CaptureError: There are such values; the message names them.
         """
         try:
             yield
         except BaseException:
             self._put_back()
             raise
+        self._compare_variables()
         if self._num_forwards == 1:  # a second forward might have changed them again
             self._changed += self._set_first
         if self._changed:
@@ -76,38 +147,47 @@ class AttributeWatch:
 
     def _watched(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*args: Any, **kwargs: Any) -> Any:
-            before = self._now()
+            self._compare_variables()
+            attributes, self._before = self._attributes.now(), self._variables.now()
             result = forward(*args, **kwargs)
             self._num_forwards += 1
-            changed = list(self._differences(before))
-            (self._set_first if self._num_forwards == 1 else self._changed).extend(changed)
+            self._note(self._attributes.differences(attributes))
             return result
 
         return watched
 
-    def _now(self) -> _Snapshot:
-        return [(c, _copy(c.values)) for c in self._containers]
+    def _compare_variables(self) -> None:
+        """Note what the last forward has changed, and backwards since then."""
+        if self._num_forwards:
+            self._note(self._variables.differences(self._before))
 
-    def _differences(self, before: _Snapshot) -> Iterator[str]:
-        """Yield the name of each value that has changed."""
-        for container, old in before:
-            for key, then, now in _changes(container, old):
-                if _is_state(now) and _is_state(then) and not _same(then, now):
-                    yield container.name(key)
+    def _note(self, changes: Iterator[str]) -> None:
+        (self._set_first if self._num_forwards == 1 else self._changed).extend(changes)
 
     def _put_back(self) -> None:
-        for container, old in self._begin:
-            values = container.values
-            if not isinstance(values, dict):
-                if not _same_items(old, list(values)):
-                    values.clear()
-                    values.extend(old)
-                continue
-            for key, then, _ in _changes(container, old):
-                if then is _MISSING:
-                    del values[key]
-                else:
-                    values[key] = then
+        self._attributes.put_back(self._begin[0])
+        self._variables.put_back(self._begin[1])
+
+
+def _refuse_iterators(label: str, values: Sequence[tuple[str, Any]]) -> None:
+    """Refuse iterators other than files, before a session advances them.
+
+    Raises:
+        CaptureError: There is one.
+    """
+    for name, value in values:
+        if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
+            raise CaptureError(
+                f"{label}: its forward reads {name}, an iterator. A replay runs no Python, so it "
+                "would not advance it. Take the next value outside, and pass it as an argument."
+            )
+
+
+def _may_hold_state(value: Any) -> bool:
+    """Return whether a value may hold state in lists, dicts and attributes."""
+    return isinstance(value, (*CONTAINERS, deque)) or (
+        not isinstance(value, type) and has_attributes(value)
+    )
 
 
 def _copy(values: Any) -> Any:
@@ -124,19 +204,19 @@ def _changes(container: Container, old: Any) -> list[tuple[Any, Any, Any]]:
         longest = range(max(len(old), len(now)))
         return [(i, _at(old, i), _at(now, i)) for i in longest if _at(old, i) is not _at(now, i)]
     changes = [
-        (key, old.get(key, _MISSING), value)
+        (key, old.get(key, UNSET), value)
         for key, value in values.items()
-        if old.get(key, _MISSING) is not value
+        if old.get(key, UNSET) is not value
     ]
     if len(values) != len(old) or changes:
-        changes += [(key, value, _MISSING) for key, value in old.items() if key not in values]
+        changes += [(key, value, UNSET) for key, value in old.items() if key not in values]
     if container.are_attributes:
         return [change for change in changes if change[0] not in TORCHS_NAMES]
     return changes
 
 
 def _at(items: Sequence[Any], index: int) -> Any:
-    return items[index] if index < len(items) else _MISSING
+    return items[index] if index < len(items) else UNSET
 
 
 def _same_items(a: Sequence[Any], b: Sequence[Any]) -> bool:
@@ -147,18 +227,23 @@ def _is_state(value: Any) -> bool:
     """Return whether a value is plain or a tensor, or holds only such values."""
     if type(value) in weakref.ProxyTypes:  # its object may be gone
         return False
-    if value is _MISSING or isinstance(value, (*_PLAIN, torch.Tensor)):
+    if value is UNSET or isinstance(value, (*_PLAIN, torch.Tensor)):
         return True
     if isinstance(value, dict):
         return all(map(_is_state, value.values()))
     return isinstance(value, (list, tuple)) and all(map(_is_state, value))
 
 
+def _differ(then: Any, now: Any) -> bool:
+    """Return whether two values are state, and not equal."""
+    return _is_state(now) and _is_state(then) and not _same(then, now)
+
+
 def _same(a: Any, b: Any) -> bool:
     """Return whether two such values are equal; tensors are equal if they are one object."""
     if a is b:
         return True
-    if type(a) is not type(b) or isinstance(a, torch.Tensor) or a is _MISSING:
+    if type(a) is not type(b) or isinstance(a, torch.Tensor) or a is UNSET:
         return False
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)

@@ -33,6 +33,7 @@ from chunkgraph.engine.watch.layer_settings import LayerSettings
 from chunkgraph.engine.watch.outside_tensors import OutsideTensors
 from chunkgraph.engine.watch.read_values import ReadValues
 from chunkgraph.engine.watch.registered_hooks import num_registered_hooks
+from chunkgraph.engine.watch.variables import variables_of
 from chunkgraph.engine.watch.windows import Windows
 from chunkgraph.errors import CaptureError, ReplayMismatchError
 from chunkgraph.graphs import Pool, storage_address
@@ -111,6 +112,7 @@ class CapturedModel:
         label: Label of the chunk.
         parameters: Trainable parameters of the chunk.
         outside: Tensors outside of the module's state that the forward reads.
+        variables: Other variables outside of the module that the code of its forward names.
         is_as_captured: Cheap comparison for every call; if it fails, call `check_call`.
     """
 
@@ -158,8 +160,8 @@ class CapturedModel:
         layers = [(self._path(part.path), part.module) for part in self._parts]
         self._settings = LayerSettings(self.label, layers, only_torchs=self._may_leave_values)
         # Megatron's layers read many objects, which its schedules change.
-        is_known = self._may_leave_values
-        self._read = ReadValues(self.label, *(([], None) if is_known else (layers, self._forward)))
+        self.variables = () if self._may_leave_values else variables_of(layers, self._forward)
+        self._read = ReadValues(self.label, self.variables)
         self._num_registered = num_registered_hooks()
         self._hooks = self._hooks_now()
         self._holders = Holders(self._attributes)

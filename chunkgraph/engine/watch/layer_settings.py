@@ -25,13 +25,15 @@ __all__ = ["LayerSettings"]
 
 _VALUES = (numbers.Number, str, types.NoneType, torch.dtype)
 _PLAIN = (*_VALUES, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+_METHODS = (types.FunctionType, classmethod, staticmethod, property)
 _UNSET = object()
 
 
 class LayerSettings:
     """Numbers, flags, strings, tuples of them, and functions in attributes of a chunk's layers.
 
-    Numbers, flags and strings also count in attributes of the layers' classes, except torch's.
+    Numbers, flags, strings and methods also count in attributes of the layers' classes; of torch's
+    classes, their ``forward`` alone.
 
     Args:
         label: Label of the chunk.
@@ -149,12 +151,16 @@ def _class_settings(kind: type) -> list[tuple[type, str]]:
     return [
         (cls, name)
         for cls in kind.__mro__
-        if cls is not object and cls.__module__.partition(".")[0] != "torch"
+        if cls is not object
         for name, value in vars(cls).items()
-        if not name.startswith("__")
-        and name not in stored
-        and issubclass(type(value), (*_VALUES, tuple))
-        and _is_setting(value)
+        if name == "forward"
+        or (
+            cls.__module__.partition(".")[0] != "torch"
+            and not name.startswith("__")
+            and name not in stored
+            and issubclass(type(value), (*_VALUES, *_METHODS, tuple))
+            and (issubclass(type(value), _METHODS) or _is_setting(value))
+        )
     ]
 
 
