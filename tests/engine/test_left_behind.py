@@ -6,7 +6,7 @@ import itertools
 import warnings
 from collections import deque
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,6 +33,7 @@ class Leaving(nn.Module):
         self.is_even = True
         self.metric: Any = None
         self.listed: list[torch.Tensor] = []
+        self.seen: set[int] = set()
         self.named: dict[str, Any] = {"deep": {}}
         self.object = SimpleNamespace(value=None)
         self.pair = (torch.zeros(()), torch.ones(()))
@@ -54,6 +55,10 @@ def swap(module: Leaving, _: torch.Tensor) -> None:
 
 def count(module: Leaving, _: torch.Tensor) -> None:
     module.num_calls += 1
+
+
+def add(module: Leaving, _: torch.Tensor) -> None:
+    module.seen.add(len(module.seen))
 
 
 def alternate(module: Leaving, _: torch.Tensor) -> None:
@@ -104,6 +109,16 @@ class Count:
         self.num_calls += 1
         return self.num_calls
 
+    @classmethod
+    def of_class(cls) -> int:
+        cls.num_calls += 1
+        return cls.num_calls
+
+    @staticmethod
+    def static() -> int:
+        Count.num_calls += 1
+        return Count.num_calls
+
 
 class Counting(torch.autograd.Function):
     """Count in the forward, or in the backward."""
@@ -138,6 +153,9 @@ NUMBERS = [0]
 NAMED: dict[str, int] = {}
 TURNS = deque([1.0, 2.0, 3.0])
 COUNT = Count()
+SEEN: set[int] = set()
+PROGRAM = ModuleType("state_of_a_program")
+PROGRAM.num_calls = 0  # type: ignore[attr-defined]
 
 
 def by_global(x: torch.Tensor) -> torch.Tensor:
@@ -176,6 +194,16 @@ def by_class(x: torch.Tensor) -> torch.Tensor:
     return x * Count.num_calls
 
 
+def by_set(x: torch.Tensor) -> torch.Tensor:
+    SEEN.add(len(SEEN))
+    return x * len(SEEN)
+
+
+def by_module(x: torch.Tensor) -> torch.Tensor:
+    PROGRAM.num_calls += 1
+    return x * PROGRAM.num_calls
+
+
 OUTSIDE: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str, Callable[[], Any]]] = {
     "global": (by_global, "the global NUM_CALLS", lambda: NUM_CALLS),
     "function": (by_function, "the global NUM_CALLS", lambda: NUM_CALLS),
@@ -183,6 +211,18 @@ OUTSIDE: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str, Callable[[
     "dict": (by_dict, r"the global NAMED\['calls'\]", lambda: dict(NAMED)),
     "deque": (by_deque, r"the global TURNS\[0\]", lambda: list(TURNS)),
     "class": (by_class, r"Count\.num_calls", lambda: Count.num_calls),
+    "class method": (
+        lambda x: x * Count.of_class(),
+        r"Count\.num_calls",
+        lambda: Count.num_calls,
+    ),
+    "static method": (
+        lambda x: x * Count.static(),
+        r"Count\.num_calls",
+        lambda: Count.num_calls,
+    ),
+    "set": (by_set, "the global SEEN", lambda: set(SEEN)),
+    "module": (by_module, r"the global PROGRAM\.num_calls", lambda: PROGRAM.num_calls),
     "object": (lambda x: x * COUNT(), r"the global COUNT\.num_calls", lambda: vars(COUNT).copy()),
     "operator": (CountingForward.apply, r"Counting\.num_forwards", lambda: Counting.num_forwards),
     "backward": (Counting.apply, r"Counting\.num_backwards", lambda: Counting.num_backwards),

@@ -297,6 +297,17 @@ class Drop(nn.Module):
         return self.layer(x) if self.draw() < 0.5 else x * 2
 
 
+class DropByGenerator(Drop):
+    """Drop a layer by a number of the module's generator."""
+
+    def __init__(self, generator: Any) -> None:
+        super().__init__(lambda: 0.0)
+        self.generator = generator
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) if self.generator.random() < 0.5 else x * 2
+
+
 @pytest.mark.parametrize("num_warmup_passes", [0, 2])
 @pytest.mark.parametrize(
     ("draw", "state", "name"),
@@ -319,6 +330,30 @@ def test_draws_of_python_and_numpy_in_a_forward_are_refused(
     with pytest.raises(CaptureError, match=f"draws random numbers of {name}"):
         graphs.capture([(rows(backend.device),)])
     assert state() == before
+
+
+@pytest.mark.parametrize(
+    ("generator", "state"),
+    [
+        (random.Random(0), lambda g: g.getstate()),
+        (np.random.default_rng(0), lambda g: g.bit_generator.state),
+        (np.random.RandomState(0), lambda g: g.get_state()[2]),
+    ],
+    ids=["random", "numpy", "numpy legacy"],
+)
+@pytest.mark.parametrize("place", ["attribute", "method", "variable"])
+def test_draws_of_other_generators_in_a_forward_are_refused(
+    backend: GraphBackend, generator: Any, state: Callable[[Any], Any], place: str
+) -> None:
+    module = Drop(generator.random if place == "method" else lambda: 1 - generator.random())
+    if place == "attribute":
+        module = DropByGenerator(generator)
+    module.to(backend.device)
+    graphs = ChunkGraphs([module], [1], backend=backend)
+    before = state(generator)
+    with pytest.raises(CaptureError, match="draws random numbers of"):
+        graphs.capture([(rows(backend.device),)])
+    assert state(generator) == before
 
 
 def test_draws_are_a_warning_where_another_thread_may_have_drawn(backend: GraphBackend) -> None:

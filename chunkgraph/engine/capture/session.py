@@ -318,12 +318,11 @@ def _enter(session: _Session, stack: ExitStack) -> None:
     for aliases in session.aliases:
         stack.enter_context(aliases.in_place())
     for c, chunk in enumerate(session.chunks):
-        session.chunks[c] = host_draws_refused(chunk)
+        variables = session.models[c].variables
+        session.chunks[c] = host_draws_refused(chunk, variables)
         if not chunk.may_leave_values:
             forward = session.models[c].outside.watched(session.chunks[c].forward)
-            attributes = AttributeWatch(
-                replace(chunk, forward=forward), session.models[c].variables
-            )
+            attributes = AttributeWatch(replace(chunk, forward=forward), variables)
             stack.enter_context(attributes.kept())
             session.chunks[c] = attributes.chunk
     backend.release_cached_memory()

@@ -8,7 +8,6 @@ a shape) are allowed.
 
 from __future__ import annotations
 
-import io
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -30,7 +29,7 @@ __all__ = ["AttributeWatch"]
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
 
 _Snapshot = tuple[list[Any], list[Any]]
-"""Copies of containers, and values of variables."""
+"""Copies of containers; values of variables, each with a copy if it is a set."""
 
 
 class _State:
@@ -57,7 +56,11 @@ class _State:
 
     def now(self) -> _Snapshot:
         """Return the present values."""
-        return [_copy(c.values) for c, _ in self._containers], [v.read() for v in self._variables]
+        values = [v.read() for v in self._variables]
+        return (
+            [_copy(c.values) for c, _ in self._containers],
+            [(value, set(value) if type(value) is set else None) for value in values],
+        )
 
     def differences(self, before: _Snapshot) -> Iterator[str]:
         """Yield the name of each value that has changed."""
@@ -65,15 +68,19 @@ class _State:
             for key, then, now in _changes(container, old):
                 if _differ(then, now) and (used is None or container.identifier(key) in used):
                     yield container.name(key)
-        for variable, then in zip(self._variables, before[1], strict=True):
-            if _differ(then, variable.read()):
+        for variable, (then, items) in zip(self._variables, before[1], strict=True):
+            now = variable.read()
+            if _differ(then, now) or (now is then and items is not None and items != now):
                 yield variable.text
 
     def put_back(self, before: _Snapshot) -> None:
         """Set all values to earlier ones."""
-        for variable, old in zip(self._variables, before[1], strict=True):
+        for variable, (old, items) in zip(self._variables, before[1], strict=True):
             if variable.read() is not old:
                 variable.write(old)
+            if items is not None and items != old:
+                old.clear()
+                old.update(items)
         for (container, _), old in zip(self._containers, before[0], strict=True):
             values = container.values
             if not isinstance(values, dict):
@@ -106,8 +113,8 @@ class AttributeWatch:
         self.chunk = replace(chunk, forward=self._watched(chunk.forward))
         self._label = chunk.label
         used = [v for v in variables if v.is_used]
+        _refuse_iterators(chunk.label, used)
         values = [(v.text, v.read()) for v in used]
-        _refuse_iterators(chunk.label, values)
         values = [(text, value if _may_hold_state(value) else None) for text, value in values]
         every = containers(chunk.module, chunk.module_name) if chunk.module is not None else []
         self._attributes = _State(every)
@@ -169,17 +176,22 @@ class AttributeWatch:
         self._variables.put_back(self._begin[1])
 
 
-def _refuse_iterators(label: str, values: Sequence[tuple[str, Any]]) -> None:
-    """Refuse iterators other than files, before a session advances them.
+def _refuse_iterators(label: str, variables: Sequence[Variable]) -> None:
+    """Refuse iterators, before a session advances them.
+
+    Files, and other objects with ``__next__``, count only if the code calls ``next``.
 
     Raises:
         CaptureError: There is one.
     """
-    for name, value in values:
-        if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
+    for variable in variables:
+        value = variable.read()
+        is_built_in = type(value).__module__ in ("builtins", "itertools")
+        if isinstance(value, Iterator) and (is_built_in or "next" in variable.used):
             raise CaptureError(
-                f"{label}: its forward reads {name}, an iterator. A replay runs no Python, so it "
-                "would not advance it. Take the next value outside, and pass it as an argument."
+                f"{label}: its forward reads {variable.text}, an iterator. A replay runs no "
+                "Python, so it would not advance it. Take the next value outside, and pass it as "
+                "an argument."
             )
 
 

@@ -39,6 +39,8 @@ _RETURNING_NONE = frozenset(
 )
 _MUTATORS = _RETURNING_NONE | {"pop", "popitem", "setdefault"}
 """Methods that change a container."""
+_OPERATORS = ("__call__", "__getitem__", "__iter__", "__next__", "__enter__", "__exit__")
+"""Methods that code calls without their names."""
 CODE = (
     *(types.FunctionType, types.MethodType, types.BuiltinFunctionType),
     *(property, classmethod, staticmethod),
@@ -171,11 +173,16 @@ class _Code:
         if isinstance(value, types.MethodType):
             self.visit(value, value.__self__, text)
             self._visit_value(value.__self__, names, text)
-        elif isinstance(value, type):
-            for name in names.changed if has_attributes(value) else ():
+        elif isinstance(value, type) and has_attributes(value):
+            for name in names.attributes:
+                self.visit(vars(value).get(name), value, value.__name__)
+            for name in names.changed:
                 self._add_of_class(value, name, names)
-        elif not isinstance(value, types.ModuleType) and has_attributes(value):
-            for name in (*names.attributes, "__call__"):
+        elif isinstance(value, types.ModuleType) and has_attributes(value):
+            for name in names.changed & vars(value).keys():
+                self._add(f"{text}.{name}", vars(value), name, names)
+        elif has_attributes(value):
+            for name in (*names.attributes, *_OPERATORS):
                 self.visit(_of_class(value, name), value, text)
 
     def _visit_attribute(self, name: str, names: _Names, owner: Any, path: str) -> None:
@@ -185,8 +192,7 @@ class _Code:
         if name in own:
             value, is_layer = own[name], isinstance(owner, nn.Module)
             is_plain = not isinstance(value, (*CONTAINERS, Iterator)) and not has_attributes(value)
-            # Plain attributes of layers are settings, and those that change are watched anyway.
-            if not is_layer or not (is_plain or name in names.changed):
+            if not (is_layer and is_plain):  # those are settings of layers
                 self._add(text, owner, name, names)
             self.visit(value, owner, path)
             self._visit_value(value, names, text)
