@@ -36,20 +36,20 @@ class _State:
     """Values in containers, and of variables.
 
     Args:
-        every: The containers.
+        holders: The containers.
         variables: The variables.
         used: For each container, the names of attributes and variables that count; all by default.
     """
 
     def __init__(
         self,
-        every: Sequence[Container],
+        holders: Sequence[Container],
         variables: Sequence[Variable] = (),
         used: Iterable[Collection[str] | None] = repeat(None),
     ) -> None:
         self._containers = [
             (container, names)
-            for container, names in zip(every, used, strict=False)
+            for container, names in zip(holders, used, strict=False)
             if not (container.are_attributes and container.values is not vars(container.owner))
         ]
         self._variables = variables
@@ -116,8 +116,8 @@ class AttributeWatch:
         _refuse_iterators(chunk.label, used)
         values = [(v.text, v.read()) for v in used]
         values = [(text, value if _may_hold_state(value) else None) for text, value in values]
-        every = containers(chunk.module, chunk.module_name) if chunk.module is not None else []
-        self._attributes = _State(every)
+        own = containers(chunk.module, chunk.module_name) if chunk.module is not None else []
+        self._attributes = _State(own)
         below = containers_below(values, chunk.module)
         names = [v.used for v, every in zip(used, below, strict=True) for _ in every]
         self._variables = _State([*chain.from_iterable(below)], used, names)

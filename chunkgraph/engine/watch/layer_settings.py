@@ -66,7 +66,7 @@ class LayerSettings:
         for path, kind, own, _ in self._captured:
             for cls, name in _class_settings(kind):
                 self._of_classes[cls, name] = vars(cls)[name]
-                if name not in own:
+                if name not in own and name != "forward":  # that of layers is compared below
                     self._unset.append((f"{path}{path and '.'}{name}", own, name))
         self._values = self._now()
 

@@ -194,7 +194,8 @@ class _Code:
             is_plain = not isinstance(value, (*CONTAINERS, Iterator)) and not has_attributes(value)
             if not (is_layer and is_plain):  # those are settings of layers
                 self._add(text, owner, name, names)
-            self.visit(value, owner, path)
+            if not isinstance(value, types.MethodType):  # whose owner may be another object
+                self.visit(value, owner, path)
             self._visit_value(value, names, text)
             return
         self.visit(_of_class(owner, name), owner, path)
