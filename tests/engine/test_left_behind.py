@@ -9,6 +9,7 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -154,6 +155,7 @@ NAMED: dict[str, int] = {}
 TURNS = deque([1.0, 2.0, 3.0])
 COUNT = Count()
 SEEN: set[int] = set()
+ARRAY = np.zeros(2)
 PROGRAM = ModuleType("state_of_a_program")
 PROGRAM.num_calls = 0  # type: ignore[attr-defined]
 
@@ -199,6 +201,11 @@ def by_set(x: torch.Tensor) -> torch.Tensor:
     return x * len(SEEN)
 
 
+def by_array(x: torch.Tensor) -> torch.Tensor:
+    ARRAY[0] += 1.0
+    return x * float(ARRAY[0])
+
+
 def by_module(x: torch.Tensor) -> torch.Tensor:
     PROGRAM.num_calls += 1
     return x * PROGRAM.num_calls
@@ -221,6 +228,7 @@ OUTSIDE: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str, Callable[[
         r"Count\.num_calls",
         lambda: Count.num_calls,
     ),
+    "array": (by_array, "the global ARRAY", ARRAY.tolist),
     "set": (by_set, "the global SEEN", lambda: set(SEEN)),
     "module": (by_module, r"the global PROGRAM\.num_calls", lambda: PROGRAM.num_calls),
     "object": (lambda x: x * COUNT(), r"the global COUNT\.num_calls", lambda: vars(COUNT).copy()),

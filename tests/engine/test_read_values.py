@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -68,6 +69,7 @@ class _Layer(nn.Module):
         self.kind = kind
         self.act = lambda hidden: hidden * _FACTOR
         self.factors = [1.0, 2.0]
+        self.array = np.array([1.0, 2.0])
         self.named = {"inner": {"factor": 2.0}}
         self.config = _Config()
         self.part = functools.partial(lambda hidden: hidden * _FACTOR)
@@ -166,6 +168,11 @@ _CASES: list[tuple[str, Callable[[Any, torch.Tensor], torch.Tensor], Callable[[A
         "nested.config.factor",
         lambda s, x: s.linear(x) * s.nested.config.factor,
         lambda s: setattr(s.nested.config, "factor", 3.0),
+    ),
+    (
+        "array",
+        lambda s, x: s.linear(x) * float(s.array[1]),
+        lambda s: s.array.__setitem__(1, 3.0),
     ),
     (
         "config.factor",

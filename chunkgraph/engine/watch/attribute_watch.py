@@ -21,7 +21,13 @@ import torch
 
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.module_tree import TORCHS_NAMES, Container, containers, containers_below
-from chunkgraph.engine.watch.variables import CONTAINERS, UNSET, Variable, has_attributes
+from chunkgraph.engine.watch.variables import (
+    CONTAINERS,
+    UNSET,
+    Variable,
+    has_attributes,
+    is_small_array,
+)
 from chunkgraph.errors import CaptureError
 
 __all__ = ["AttributeWatch"]
@@ -29,7 +35,7 @@ __all__ = ["AttributeWatch"]
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
 
 _Snapshot = tuple[list[Any], list[Any]]
-"""Copies of containers; values of variables, each with a copy if it is a set."""
+"""Copies of containers; values of variables, each with a copy if it is a set or an array."""
 
 
 class _State:
@@ -59,7 +65,7 @@ class _State:
         values = [v.read() for v in self._variables]
         return (
             [_copy(c.values) for c, _ in self._containers],
-            [(value, set(value) if type(value) is set else None) for value in values],
+            [(value, _contents(value)) for value in values],
         )
 
     def differences(self, before: _Snapshot) -> Iterator[str]:
@@ -68,19 +74,18 @@ class _State:
             for key, then, now in _changes(container, old):
                 if _differ(then, now) and (used is None or container.identifier(key) in used):
                     yield container.name(key)
-        for variable, (then, items) in zip(self._variables, before[1], strict=True):
+        for variable, (then, contents) in zip(self._variables, before[1], strict=True):
             now = variable.read()
-            if _differ(then, now) or (now is then and items is not None and items != now):
+            if _differ(then, now) or (now is then and not _has_contents(now, contents)):
                 yield variable.text
 
     def put_back(self, before: _Snapshot) -> None:
         """Set all values to earlier ones."""
-        for variable, (old, items) in zip(self._variables, before[1], strict=True):
+        for variable, (old, contents) in zip(self._variables, before[1], strict=True):
             if variable.read() is not old:
                 variable.write(old)
-            if items is not None and items != old:
-                old.clear()
-                old.update(items)
+            if not _has_contents(old, contents):
+                _set_contents(old, contents)
         for (container, _), old in zip(self._containers, before[0], strict=True):
             values = container.values
             if not isinstance(values, dict):
@@ -200,6 +205,25 @@ def _may_hold_state(value: Any) -> bool:
     return isinstance(value, (*CONTAINERS, deque)) or (
         not isinstance(value, type) and has_attributes(value)
     )
+
+
+def _contents(value: Any) -> Any:
+    """Return a copy of a set or a small array; None for another value."""
+    return value.copy() if type(value) is set or is_small_array(value) else None
+
+
+def _has_contents(value: Any, contents: Any) -> bool:
+    if contents is None or type(value) is set:
+        return contents is None or contents == value
+    return value.shape == contents.shape and value.tobytes() == contents.tobytes()
+
+
+def _set_contents(value: Any, contents: Any) -> None:
+    if type(value) is set:
+        value.clear()
+        value.update(contents)
+    else:
+        value[...] = contents
 
 
 def _copy(values: Any) -> Any:

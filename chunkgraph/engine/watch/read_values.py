@@ -16,7 +16,14 @@ import torch
 
 from chunkgraph._text import shown
 from chunkgraph.engine.plain_values import Same
-from chunkgraph.engine.watch.variables import CODE, CONTAINERS, UNSET, Variable, has_attributes
+from chunkgraph.engine.watch.variables import (
+    CODE,
+    CONTAINERS,
+    UNSET,
+    Variable,
+    has_attributes,
+    is_small_array,
+)
 from chunkgraph.errors import ReplayMismatchError
 
 __all__ = ["ReadValues"]
@@ -69,6 +76,8 @@ class _Keys:
             return _Key(kind, value)
         if kind is float or kind is complex:
             return _Key(kind, repr(value))  # NaN is equal to itself, -0.0 is not 0.0
+        if is_small_array(value):
+            return _Key(kind, repr(value.tolist()))
         if isinstance(value, (set, frozenset)):
             return _Key(kind, frozenset(value) if len(value) <= _MAX_PARTS else Same(value))
         is_container = isinstance(value, CONTAINERS)

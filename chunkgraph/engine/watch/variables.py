@@ -20,11 +20,21 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["CODE", "CONTAINERS", "UNSET", "Variable", "has_attributes", "variables_of"]
+__all__ = [
+    "CODE",
+    "CONTAINERS",
+    "UNSET",
+    "Variable",
+    "has_attributes",
+    "is_small_array",
+    "variables_of",
+]
 
 CONTAINERS = (list, tuple, set, frozenset, dict)
 UNSET = object()
 """Value of a variable that is not set."""
+
+_MAX_NUMBERS = 512
 
 _LIBRARIES = frozenset({"chunkgraph", "megatron", "numpy", "torch", "transformer_engine"})
 _LIBRARIES |= sys.stdlib_module_names - {"__main__"}
@@ -191,7 +201,11 @@ class _Code:
         text = f"{path}{path and '.'}{name}"
         if name in own:
             value, is_layer = own[name], isinstance(owner, nn.Module)
-            is_plain = not isinstance(value, (*CONTAINERS, Iterator)) and not has_attributes(value)
+            is_plain = not (
+                isinstance(value, (*CONTAINERS, Iterator))
+                or has_attributes(value)
+                or is_small_array(value)
+            )
             if not (is_layer and is_plain):  # those are settings of layers
                 self._add(text, owner, name, names)
             if not isinstance(value, types.MethodType):  # whose owner may be another object
@@ -321,6 +335,12 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _codes(constant)
+
+
+def is_small_array(value: Any) -> bool:
+    """Return whether ``value`` is a NumPy array that is compared by its numbers."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and type(value) is numpy.ndarray and value.size <= _MAX_NUMBERS
 
 
 def has_attributes(value: Any) -> bool:
