@@ -67,6 +67,8 @@ class Chunk:
             computes, and the weight gradients, which `WeightBackwards` computes when the schedule
             asks for them; the slot is in use until then. ``before_backward`` runs before the first
             half, ``end_of_backward`` at its end, ``after_backward`` after the second.
+        functions: names and functions, or callable objects, that the forward calls besides those
+            of ``module``. Values that their code reads are compared like those of the forward.
         follows_module: whether each capture session reads ``parameters`` and ``buffers`` again from
             ``module``; see `now`.
     """
@@ -89,6 +91,7 @@ class Chunk:
     caches: tuple[str, ...] = ()
     may_leave_values: bool = False
     backward: Literal["whole", "split"] = "whole"
+    functions: tuple[tuple[str, Callable[..., Any]], ...] = ()
     follows_module: bool = False
 
     def __post_init__(self) -> None:

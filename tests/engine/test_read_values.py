@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from chunkgraph.engine import ChunkGraphs
+from chunkgraph.engine import Chunk, ChunkGraphs
 from chunkgraph.errors import ReplayMismatchError
 
 _FACTOR = 2.0
@@ -267,6 +267,48 @@ def test_a_method_of_a_class_that_is_replaced_is_refused(name: str) -> None:
     _step(graphs, inputs)
     setattr(kind, name, lambda s, x: s.linear(x) if name == "forward" else x)
     with pytest.raises(ReplayMismatchError, match=rf"_Special\.{name} \(captured"):
+        _step(graphs, inputs)
+
+
+@pytest.mark.parametrize("kind", ["function", "partial", "object", "method"])
+def test_a_value_that_a_hook_of_a_layer_reads_is_refused(kind: str) -> None:
+    config = _Config()
+
+    def hook(_layer: nn.Module, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        return output * config.factor
+
+    class Hook:
+        def __call__(self, *args: Any) -> torch.Tensor:
+            return hook(*args)
+
+    hooks = {
+        "function": hook,
+        "partial": functools.partial(hook),
+        "object": Hook(),
+        "method": Hook().__call__,
+    }
+    layer = _kind(lambda s, x: s.linear(x))("special")
+    layer.linear.register_forward_hook(hooks[kind])
+    graphs, inputs = _captured(layer)
+    _step(graphs, inputs)
+    config.factor = 3.0
+    with pytest.raises(ReplayMismatchError, match=r"the variable config\.factor \(captured"):
+        _step(graphs, inputs)
+
+
+@pytest.mark.parametrize("make", [functools.partial, lambda f: types.SimpleNamespace(f=f).f])
+def test_a_value_that_a_chunks_function_reads_is_refused(make: Callable[..., Any]) -> None:
+    layer = nn.Linear(4, 4)
+    config = _Config()
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        return layer(hidden) * config.factor
+
+    chunk = Chunk(make(forward), tuple(layer.parameters()), "it", layer)
+    graphs, inputs = _captured(chunk)
+    _step(graphs, inputs)
+    config.factor = 3.0
+    with pytest.raises(ReplayMismatchError, match=r"the variable config\.factor \(captured"):
         _step(graphs, inputs)
 
 

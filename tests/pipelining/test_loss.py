@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,23 @@ class _Tempered(nn.Module):
 
     def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return nn.functional.cross_entropy(output / self.temperature, target)
+
+
+_FACTORS = {"factor": 2.0}
+
+
+class _Scaled:
+    """A loss that is a callable object."""
+
+    def __init__(self) -> None:
+        self.factor = 2.0
+
+    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(output, target) * self.factor
+
+
+def _scaled(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(output, target) * _FACTORS["factor"]
 
 
 def _schedules(module: nn.Module, loss_fn: Any) -> GraphedSchedule:
@@ -68,11 +86,26 @@ def _set(name: str, value: Any) -> Callable[[Any], object]:
             _set("weight", torch.arange(1.0, 5.0)),
             r"stage 0: loss_fn\.weight was replaced by another tensor",
         ),
+        (
+            lambda: _scaled,
+            lambda _: _FACTORS.update(factor=_FACTORS["factor"] + 1),
+            r"stage 0: the global _FACTORS\['factor'\] \(captured",
+        ),
+        (
+            _Scaled,
+            _set("factor", 3.0),
+            r"stage 0: loss_fn\.factor \(captured 2\.0, now 3\.0\) was changed",
+        ),
+        (
+            lambda: functools.partial(_scaled),
+            lambda _: _FACTORS.update(factor=_FACTORS["factor"] + 1),
+            r"stage 0: the global _FACTORS\['factor'\] \(captured",
+        ),
     ],
-    ids=["label smoothing", "ignore index", "eval", "weight"],
+    ids=["label smoothing", "ignore index", "eval", "weight", "function", "object", "partial"],
 )
 def test_changes_of_the_loss_are_refused(
-    one_rank: None, make: Callable[[], nn.Module], change: Callable[[Any], object], message: str
+    one_rank: None, make: Callable[[], Any], change: Callable[[Any], object], message: str
 ) -> None:
     loss = make()
     schedules = _schedules(nn.Linear(4, 4), loss)

@@ -121,7 +121,7 @@ class CapturedModel:
         self._name = chunk.module_name
         self._module = chunk.module
         self._caches = frozenset(chunk.caches)
-        self._forward = chunk.forward
+        self._functions = (("its function", chunk.forward), *chunk.functions)
         self._may_leave_values = chunk.may_leave_values
         self.parameters = tuple(chunk.parameters)
         self.outside = OutsideTensors(chunk.label)
@@ -160,7 +160,7 @@ class CapturedModel:
         layers = [(self._path(part.path), part.module) for part in self._parts]
         self._settings = LayerSettings(self.label, layers, only_torchs=self._may_leave_values)
         # Megatron's layers read many objects, which its schedules change.
-        self.variables = () if self._may_leave_values else variables_of(layers, self._forward)
+        self.variables = () if self._may_leave_values else variables_of(layers, self._functions)
         self._read = ReadValues(self.label, self.variables)
         self._num_registered = num_registered_hooks()
         self._hooks = self._hooks_now()

@@ -15,10 +15,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
+
+from chunkgraph.engine.watch.holders import HOOK_DICTS
 
 __all__ = [
     "CODE",
@@ -76,6 +79,9 @@ class _Names:
     read: frozenset[str]
 
 
+_NO_NAMES = _Names(*[frozenset[str]()] * 5)
+
+
 @dataclass(frozen=True)
 class Variable:
     """A place outside of arguments that code reads or changes.
@@ -121,20 +127,23 @@ class Variable:
 
 
 def variables_of(
-    layers: Iterable[tuple[str, nn.Module]], function: Callable[..., Any] | None = None
+    layers: Iterable[tuple[str, nn.Module]],
+    functions: Iterable[tuple[str, Callable[..., Any]]] = (),
 ) -> tuple[Variable, ...]:
-    """Return the variables that forwards name, without plain attributes of layers.
+    """Return the variables that forwards and their hooks name, without plain attributes of layers.
 
     Args:
         layers: Each layer with its name.
-        function: A chunk's function; None if a layer is called.
+        functions: Other functions or callable objects that a chunk calls, each with its name.
     """
     code = _Code()
     for path, layer in layers:
         forward = vars(layer).get("forward", getattr(type(layer), "forward", None))
         code.visit(forward, layer, path)
-    if function is not None:
-        code.visit(function, None, "")
+        hooks = chain.from_iterable((vars(layer).get(name) or {}).values() for name in HOOK_DICTS)
+        functions = chain(functions, ((f"a hook of {path or 'the chunk'}", h) for h in [*hooks]))
+    for name, function in functions:
+        code.visit_callable(function, name)
     return tuple(code.variables.values())
 
 
@@ -175,6 +184,10 @@ class _Code:
             of_modules = _OF_MODULES if isinstance(owner, nn.Module) else frozenset[str]()
             for name in names.attributes - of_modules:
                 self._visit_attribute(name, names, owner, path)
+
+    def visit_callable(self, value: Any, text: str) -> None:
+        """Add what a call of ``value`` names."""
+        self._visit_value(value, _NO_NAMES, text)
 
     def _visit_value(self, value: Any, names: _Names, text: str) -> None:
         """Add functions that code may call on a value, and attributes of classes it changes."""
