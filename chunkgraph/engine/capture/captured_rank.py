@@ -14,6 +14,7 @@ from chunkgraph.engine.capture.slot_capture import CapturedForward
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.slot import Slot
 from chunkgraph.engine.watch.captured_model import CapturedModel
+from chunkgraph.engine.watch.torch_settings import TorchSettings
 from chunkgraph.memory import PoolPlan
 
 __all__ = ["CaptureReport", "CapturedRank", "gradient_terms"]
@@ -59,6 +60,7 @@ class CapturedRank:
         report: the session in numbers.
         terms: see `BackwardTask`.
         generators: the random generators that replays draw from.
+        torch_settings: the settings that chose the kernels.
         changes_state: whether a replay may write tensors of a chunk or state of the host.
     """
 
@@ -69,6 +71,7 @@ class CapturedRank:
     report: CaptureReport
     terms: tuple[dict[int, int], ...]
     generators: tuple[torch.Generator, ...]
+    torch_settings: TorchSettings
     changes_state: bool = True
 
     @property

@@ -63,6 +63,7 @@ from chunkgraph.engine.split.halves import (
 )
 from chunkgraph.engine.watch.attribute_watch import AttributeWatch
 from chunkgraph.engine.watch.captured_model import CapturedModel, saved_tensors_hooks
+from chunkgraph.engine.watch.torch_settings import TorchSettings
 from chunkgraph.errors import CaptureError
 from chunkgraph.graphs import GraphBackend, Pool
 from chunkgraph.memory import MemoryPlan, PoolPlan, prove_disjoint
@@ -257,6 +258,7 @@ def _run(
         _report(session, (time.perf_counter() - start) * 1e3),
         gradient_terms(session.chunks, session.forwards),
         (session.backend.default_generator, *settings.host.generators()),
+        TorchSettings(),
         changes_state=_changes_state(session),
     )
 

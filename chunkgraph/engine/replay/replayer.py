@@ -68,7 +68,7 @@ class Replayer:
         self._verifying: Verifier | None = None  # the verifier, in a verified step
         self._first_step = 0
         self._is_in_step = False
-        self._is_checked = False
+        self._is_checked = self._is_called = False
         self._ranges: ReplayRanges | None = None
         self._runner: SlotRunner = self
         self._forget_microbatches()
@@ -107,7 +107,7 @@ class Replayer:
         num_replays = counters.replays
         number = counters.replayed_steps - self._first_step
         verifier = self._verifier if self._options.verifies(number) else None
-        self._is_checked = False
+        self._is_checked = self._is_called = False
         if captured.changes_state or verifier is not None:
             self._check()
         else:
@@ -174,6 +174,9 @@ class Replayer:
         """
         captured: CapturedRank = self._captured  # type: ignore[assignment]
         model = captured.models[c]
+        if not self._is_called:  # inside the contexts of the caller, unlike the begin of the step
+            captured.torch_settings.check(model.label)
+            self._is_called = True
         if not model.is_as_captured():
             model.check_call()
         reserved = self._reserved[c]

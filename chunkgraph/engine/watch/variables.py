@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -352,8 +353,7 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 def is_small_array(value: Any) -> bool:
     """Return whether ``value`` is a NumPy array that is compared by its numbers."""
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and type(value) is numpy.ndarray and value.size <= _MAX_NUMBERS
+    return type(value) is np.ndarray and value.size <= _MAX_NUMBERS
 
 
 def has_attributes(value: Any) -> bool:
