@@ -23,7 +23,7 @@ from chunkgraph.engine.decide.reasons import Agree
 from chunkgraph.engine.options import VerifyMode
 from chunkgraph.engine.signature import Call
 from chunkgraph.engine.verify import Surroundings, Verifier, new_verifier
-from chunkgraph.engine.watch.captured_model import check_surroundings
+from chunkgraph.engine.watch.surroundings import check_surroundings
 from chunkgraph.errors import CaptureError, ChunkGraphError
 
 __all__ = ["Capturer", "JointCapture"]

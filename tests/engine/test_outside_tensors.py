@@ -6,6 +6,7 @@ import gc
 import random
 import threading
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,7 +37,7 @@ class Reader(nn.Module):
         self.pair = (torch.ones(WIDTH, device=device), 1.0)
         self.config = SimpleNamespace(bias=torch.ones(WIDTH, device=device))
         self.unread = torch.ones(WIDTH, device=device)
-        self.elsewhere = [lambda: elsewhere["bias"]]
+        self.elsewhere = [partial(elsewhere.__getitem__, "bias")]  # its code is not Python's
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.softplus(self.layer(x)) * self.mask * self.masks[0] * self.masks[1]

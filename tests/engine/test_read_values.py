@@ -36,6 +36,7 @@ _CONTEXT: ContextVar[float] = ContextVar("_CONTEXT", default=2.0)
 class _Config:
     factor: float = 2.0
     seen: int = 0
+    act: Any = torch.tanh
 
     def scaled(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden * self.factor
@@ -55,6 +56,11 @@ def _of_global(hidden: torch.Tensor) -> torch.Tensor:
     return hidden * _FACTOR
 
 
+def _scaled_by_attribute(hidden: torch.Tensor) -> torch.Tensor:
+    factor: float = _scaled_by_attribute.factor  # type: ignore[attr-defined]
+    return hidden * factor
+
+
 _SETTINGS.scaled = _of_global  # type: ignore[attr-defined]
 
 
@@ -72,6 +78,7 @@ class _Layer(nn.Module):
         self.array = np.array([1.0, 2.0])
         self.named = {"inner": {"factor": 2.0}}
         self.config = _Config()
+        self.acts = [lambda hidden: hidden * _FACTOR]
         self.part = functools.partial(lambda hidden: hidden * _FACTOR)
         self.nested = types.SimpleNamespace(config=_Config())
         self.slots = _Slots()
@@ -195,6 +202,22 @@ _CASES: list[tuple[str, Callable[[Any, torch.Tensor], torch.Tensor], Callable[[A
         lambda s, x: s.linear(x) * _CONTEXT.get(),
         lambda _: _CONTEXT.set(3.0),
     ),
+    ("the global _FACTOR", lambda s, x: s.acts[0](s.linear(x)), _set("_FACTOR", 3.0)),
+    (
+        "config.act",
+        lambda s, x: s.config.act(s.linear(x)),
+        lambda s: setattr(s.config, "act", torch.sin),
+    ),
+    (
+        "_scaled_by_attribute.factor",
+        lambda s, x: _scaled_by_attribute(s.linear(x)),
+        lambda _: setattr(_scaled_by_attribute, "factor", 3.0),
+    ),
+    (
+        "the default table['factor']",
+        lambda s, x, table={"factor": 2.0}: s.linear(x) * table["factor"],
+        lambda s: type(s).forward.__defaults__[0].update(factor=3.0),
+    ),
     ("factors[1]", _appended, lambda s: s.factors.__setitem__(1, 3.0)),
     (
         "slots.factor",
@@ -209,6 +232,9 @@ _CASES: list[tuple[str, Callable[[Any, torch.Tensor], torch.Tensor], Callable[[A
 ]
 
 
+_scaled_by_attribute.factor = 2.0  # type: ignore[attr-defined]
+
+
 @pytest.fixture(autouse=True)
 def restored() -> Iterator[None]:
     """Restore the globals of this file."""
@@ -216,6 +242,7 @@ def restored() -> Iterator[None]:
     globals().update(_FACTOR=2.0, _TENSOR=torch.tensor(2.0))
     _TABLE["factor"] = _SETTINGS.factor = _Layer.table[0] = _OF_THREAD.factor = 2.0  # type: ignore[attr-defined]
     _CONTEXT.set(2.0)
+    _scaled_by_attribute.factor = 2.0  # type: ignore[attr-defined]
     _CACHE.clear()
 
 
@@ -268,6 +295,57 @@ def test_a_method_of_a_class_that_is_replaced_is_refused(name: str) -> None:
     setattr(kind, name, lambda s, x: s.linear(x) if name == "forward" else x)
     with pytest.raises(ReplayMismatchError, match=rf"_Special\.{name} \(captured"):
         _step(graphs, inputs)
+
+
+class _Teacher(nn.Module):
+    """A module that no module registers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4).requires_grad_(False)
+        self.dropout = nn.Dropout(0.0)
+        self.factor = 2.0
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.dropout(self.linear(hidden)) * self.factor
+
+
+_TEACHER_CHANGES: dict[str, tuple[Callable[[_Teacher], Any], str]] = {
+    "setting": (lambda t: setattr(t, "factor", 3.0), r"\.factor \(captured 2\.0, now 3\.0\)"),
+    "probability": (lambda t: setattr(t.dropout, "p", 0.5), r"\.dropout\.p \(captured 0\.0"),
+    "mode": (nn.Module.eval, "the mode, the hooks or the layers of"),
+    "hook": (lambda t: t.linear.register_forward_hook(lambda *_: None), r"the hooks .*\.linear"),
+    "layer": (lambda t: setattr(t, "dropout", nn.Dropout()), "the layers of"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), _TEACHER_CHANGES.values(), ids=_TEACHER_CHANGES)
+@pytest.mark.parametrize("place", ["variable", "list", "attribute"])
+def test_a_module_outside_of_the_chunk_is_watched(
+    place: str, change: Callable[[_Teacher], Any], message: str
+) -> None:
+    torch.manual_seed(2)
+    teacher = _Teacher()
+    forwards: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+        "variable": lambda s, x: s.linear(x) + teacher(x),
+        "list": lambda s, x: s.linear(x) + s.log[0](x),
+        "attribute": lambda s, x: s.linear(x) + s.act(x),
+    }
+    layer = _kind(forwards[place])("special")
+    layer.log.append(teacher)
+    object.__setattr__(layer, "act", teacher)  # else torch registers it
+    graphs, inputs = _captured(layer)
+    outputs = _step(graphs, inputs)
+    assert graphs.counters.replays
+    with torch.no_grad():
+        assert all(torch.equal(out, layer(x)) for out, x in zip(outputs, inputs, strict=True))
+    change(teacher)
+    with pytest.raises(ReplayMismatchError, match=message):
+        _step(graphs, inputs)
+    graphs.release()
+    for _ in range(3):
+        _step(graphs, inputs)
+    assert graphs.counters.capture_sessions == 2
 
 
 @pytest.mark.parametrize("kind", ["function", "partial", "object", "method"])

@@ -62,7 +62,8 @@ from chunkgraph.engine.split.halves import (
     refuse_shared_with_split,
 )
 from chunkgraph.engine.watch.attribute_watch import AttributeWatch
-from chunkgraph.engine.watch.captured_model import CapturedModel, saved_tensors_hooks
+from chunkgraph.engine.watch.captured_model import CapturedModel
+from chunkgraph.engine.watch.surroundings import saved_tensors_hooks
 from chunkgraph.engine.watch.torch_settings import TorchSettings
 from chunkgraph.errors import CaptureError
 from chunkgraph.graphs import GraphBackend, Pool

@@ -20,25 +20,25 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import forward_ad
 
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.module_tree import containers
 from chunkgraph.engine.pool_memory import PoolMemory
 from chunkgraph.engine.tensor_guard import new_guard
-from chunkgraph.engine.watch.cast_cache import why_stale
 from chunkgraph.engine.watch.eager_gradients import foreign_hooks
 from chunkgraph.engine.watch.holders import HOOK_DICTS, Holders, are_same
 from chunkgraph.engine.watch.layer_settings import LayerSettings
+from chunkgraph.engine.watch.other_modules import OtherModules
 from chunkgraph.engine.watch.outside_tensors import OutsideTensors
 from chunkgraph.engine.watch.read_values import ReadValues
 from chunkgraph.engine.watch.registered_hooks import num_registered_hooks
+from chunkgraph.engine.watch.surroundings import check_surroundings, saved_tensors_hooks
 from chunkgraph.engine.watch.variables import variables_of
 from chunkgraph.engine.watch.windows import Windows
 from chunkgraph.errors import CaptureError, ReplayMismatchError
 from chunkgraph.graphs import Pool, storage_address
 
-__all__ = ["CapturedModel", "check_surroundings", "saved_tensors_hooks"]
+__all__ = ["CapturedModel"]
 
 _REMEDY = (
     "replays would ignore this. Update tensors in place (copy_), or release the graphs and capture "
@@ -158,10 +158,13 @@ class CapturedModel:
         module = self._module if self._module is not None else nn.Module().train()
         self.is_as_captured = Windows(module, self._caches).next_is_as_captured
         layers = [(self._path(part.path), part.module) for part in self._parts]
-        self._settings = LayerSettings(self.label, layers, only_torchs=self._may_leave_values)
         # Megatron's layers read many objects, which its schedules change.
-        self.variables = () if self._may_leave_values else variables_of(layers, self._functions)
+        code = ([], ()) if self._may_leave_values else (layers, self._functions)
+        self.variables, others = variables_of(*code)
         self._read = ReadValues(self.label, self.variables)
+        self._others = OtherModules(self.label, others)
+        layers += others
+        self._settings = LayerSettings(self.label, layers, only_torchs=self._may_leave_values)
         self._num_registered = num_registered_hooks()
         self._hooks = self._hooks_now()
         self._holders = Holders(self._attributes)
@@ -261,6 +264,7 @@ class CapturedModel:
         self.check()
         self._settings.check()
         self._read.check()
+        self._others.check()
         self.outside.check()
         self.count_writes()
 
@@ -309,6 +313,7 @@ class CapturedModel:
         self.check()
         self._settings.check()
         self._read.check()
+        self._others.check()
         if [*map(_version, self._counted)] == self._versions:
             return
         written = [
@@ -363,7 +368,8 @@ class CapturedModel:
         if not are_same(self._tensors_now(), self._tensors):
             if other := self._other_tensors():
                 raise self._mismatch(other)
-            self._take_caches()
+            # Expect the new caches from now on; the graphs keep using the old ones.
+            self._tensors = self._tensors_now()
         self._holders = Holders(self._attributes)
 
     def _children_now(self) -> list[nn.Module | None]:
@@ -416,10 +422,6 @@ class CapturedModel:
                     return f"{self._path(part.path, key)} {what}"
         return ""
 
-    def _take_caches(self) -> None:
-        """Expect the new caches from now on; the graphs keep using the old ones."""
-        self._tensors = self._tensors_now()
-
     def _other_grad_flags(self) -> str:
         index = next(i for i, t in enumerate(self._known) if t.requires_grad is not self._trains[i])
         if self._trains[index]:
@@ -431,50 +433,6 @@ class CapturedModel:
 
     def _path(self, *path: str) -> str:
         return ".".join(part for part in (self._name, *path) if part)
-
-
-def saved_tensors_hooks() -> str:
-    """Return what is wrong with the active hooks for saved tensors; "" if nothing is.
-
-    torch's own hooks are harmless: those of checkpointing, and those that save tensors on the CPU.
-    """
-    hooks = _active_hooks(False)
-    if hooks is None or getattr(hooks[0], "__module__", "") in _HARMLESS_HOOKS:
-        return ""
-    return (
-        f"inside saved_tensors_hooks ({hooks[0]!r}), which a replay does not call: the tensors "
-        "of its backward lie in the graphs. Call it outside of the hooks, or ask for an eager step "
-        "(`step(eager=True)`)."
-    )
-
-
-def check_surroundings(label: str, parameters: Sequence[nn.Parameter]) -> None:
-    """Refuse a call in a context that affects eager operators but not replays.
-
-    Args:
-        label: Label of the chunk, for errors.
-        parameters: Parameters of the chunk.
-
-    Raises:
-        ReplayMismatchError: torch.func or forward-mode autograd is active, or autocast has stale
-            casts of the parameters.
-    """
-    if forward_ad._current_level >= 0 or _are_transforms_active():
-        raise ReplayMismatchError(
-            f"{label} is called under torch.func (grad, vmap, jvp) or forward-mode autograd, "
-            "which replays do not support. Call the module itself there, or transform inside it."
-        )
-    if why := why_stale(parameters):
-        raise ReplayMismatchError(
-            f"{label}: {why} inside the torch.autocast block of the call. Eager operators would "
-            "reuse the earlier casts of the parameters; a replay casts the parameters again. "
-            "Enter autocast around each step, or around the calls."
-        )
-
-
-_are_transforms_active = torch._C._are_functorch_transforms_active
-_active_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-_HARMLESS_HOOKS = ("torch.utils.checkpoint", "torch.autograd.graph")
 
 
 def _first_difference(

@@ -174,8 +174,9 @@ def _changes(text: str, captured: _Key | None, now: _Key | None) -> Iterator[str
 def _attribute(value: Any, name: str) -> Any:
     """Return an attribute without a call of Python code; `UNSET` for none, and for methods."""
     part = getattr(value, "__dict__", _NOTHING).get(name, UNSET)
-    if part is UNSET:
-        part = getattr(value if isinstance(value, type) else type(value), name, UNSET)
-        if isinstance(part, types.MemberDescriptorType):  # of `__slots__`
-            return getattr(value, name, UNSET)
+    if part is not UNSET:
+        return part
+    part = getattr(value if isinstance(value, type) else type(value), name, UNSET)
+    if isinstance(part, types.MemberDescriptorType):  # of `__slots__`
+        return getattr(value, name, UNSET)
     return UNSET if isinstance(part, CODE) else part

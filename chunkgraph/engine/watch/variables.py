@@ -14,8 +14,8 @@ import types
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,7 @@ UNSET = object()
 """Value of a variable that is not set."""
 
 _MAX_NUMBERS = 512
+_MAX_ITEMS = 1000
 
 _LIBRARIES = frozenset({"chunkgraph", "megatron", "numpy", "torch", "transformer_engine"})
 _LIBRARIES |= sys.stdlib_module_names - {"__main__"}
@@ -130,33 +131,39 @@ class Variable:
 def variables_of(
     layers: Iterable[tuple[str, nn.Module]],
     functions: Iterable[tuple[str, Callable[..., Any]]] = (),
-) -> tuple[Variable, ...]:
+) -> tuple[tuple[Variable, ...], tuple[tuple[str, nn.Module], ...]]:
     """Return the variables that forwards and their hooks name, without plain attributes of layers.
 
     Args:
         layers: Each layer with its name.
         functions: Other functions or callable objects that a chunk calls, each with its name.
+
+    Returns:
+        The variables, and the layers of modules in them, each with its name.
     """
-    code = _Code()
+    code = _Code(layers)
     for path, layer in layers:
-        forward = vars(layer).get("forward", getattr(type(layer), "forward", None))
-        code.visit(forward, layer, path)
-        hooks = chain.from_iterable((vars(layer).get(name) or {}).values() for name in HOOK_DICTS)
-        functions = chain(functions, ((f"a hook of {path or 'the chunk'}", h) for h in [*hooks]))
+        code.visit_layer(layer, path)
     for name, function in functions:
         code.visit_callable(function, name)
-    return tuple(code.variables.values())
+    return tuple(code.variables.values()), tuple(code.modules.values())
 
 
 class _Code:
     """Functions that forwards call, and the variables that they name.
 
+    Args:
+        layers: The layers of the chunk, with names.
+
     Attributes:
         variables: The variables, by identity of the holder and name.
+        modules: Other layers, with names, by identity.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, layers: Iterable[tuple[str, nn.Module]]) -> None:
         self.variables: dict[tuple[int, str], Variable] = {}
+        self.modules: dict[int, tuple[str, nn.Module]] = {}
+        self._layers = {id(layer) for _, layer in layers}
         self._seen: set[tuple[int, int]] = set()
 
     def visit(self, function: Any, owner: Any, path: str) -> None:
@@ -181,10 +188,33 @@ class _Code:
                 self._visit_value(cell.cell_contents, names, f"the variable {name}")
                 if name != "__class__":
                     self._add(f"the variable {name}", cell, "cell_contents", names, called=name)
+        for name, value in _defaults(function):
+            self._visit_value(value, names, f"the default {name}")
+            self._add(
+                f"the default {name}", {name: value}, name, replace(names, used=names.used | {name})
+            )
         if owner is not None:
             of_modules = _OF_MODULES if isinstance(owner, nn.Module) else frozenset[str]()
             for name in names.attributes - of_modules:
                 self._visit_attribute(name, names, owner, path)
+
+    def visit_layer(self, layer: nn.Module, path: str) -> None:
+        """Add what the forward of a layer names, and its hooks."""
+        forward = vars(layer).get("forward", getattr(type(layer), "forward", None))
+        self.visit(forward, layer, path)
+        for name in HOOK_DICTS:
+            for hook in (vars(layer).get(name) or {}).values():
+                self.visit_callable(hook, f"a hook of {path or 'the chunk'}")
+
+    def _visit_module(self, module: nn.Module, text: str) -> None:
+        """Add the layers of a module that is not the chunk's, nor around it."""
+        parts = [*module.named_modules()]
+        if any(id(part) in self._layers or id(part) in self.modules for _, part in parts):
+            return
+        named = [(f"{text}{path and '.'}{path}", part) for path, part in parts]
+        self.modules.update((id(part), (path, part)) for path, part in named)
+        for path, part in named:
+            self.visit_layer(part, path)
 
     def visit_callable(self, value: Any, text: str) -> None:
         """Add what a call of ``value`` names."""
@@ -194,7 +224,19 @@ class _Code:
         """Add functions that code may call on a value, and attributes of classes it changes."""
         for called in _functions_of(value, names.attributes):
             self.visit(called, None, "")
-        if isinstance(value, types.MethodType):
+        if isinstance(value, (list, tuple, dict)):
+            items = value.values() if isinstance(value, dict) else value
+            for item in islice(items, _MAX_ITEMS):
+                if isinstance(item, nn.Module):
+                    self._visit_module(item, text)
+                elif isinstance(item, types.FunctionType):
+                    self.visit(item, None, "")
+        elif isinstance(value, nn.Module):
+            self._visit_module(value, text)
+        elif isinstance(value, types.FunctionType):
+            for name in names.attributes & vars(value).keys() if _is_own(value) else ():
+                self._add(f"{value.__name__}.{name}", value, name, names)
+        elif isinstance(value, types.MethodType):
             self.visit(value, value.__self__, text)
             self._visit_value(value.__self__, names, text)
         elif isinstance(value, type) and has_attributes(value):
@@ -208,31 +250,41 @@ class _Code:
         elif has_attributes(value):
             for name in (*names.attributes, *_OPERATORS):
                 self.visit(_of_class(value, name), value, text)
+                self._add_slot(value, name, names, text)
 
     def _visit_attribute(self, name: str, names: _Names, owner: Any, path: str) -> None:
         """Add an attribute of a layer or object, or of its classes."""
         own = getattr(owner, "__dict__", {})
         text = f"{path}{path and '.'}{name}"
         if name in own:
-            value, is_layer = own[name], isinstance(owner, nn.Module)
+            value = own[name]
+            # Those of the chunk's layers that change are attributes that a session watches anyway.
+            is_setting = id(owner) in self._layers or (
+                id(owner) in self.modules and name not in names.changed
+            )
             is_plain = not (
                 isinstance(value, (*CONTAINERS, Iterator))
                 or has_attributes(value)
                 or is_small_array(value)
             )
-            if not (is_layer and is_plain):  # those are settings of layers
+            if not (is_setting and is_plain):
                 self._add(text, owner, name, names)
             if not isinstance(value, types.MethodType):  # whose owner may be another object
                 self.visit(value, owner, path)
             self._visit_value(value, names, text)
             return
         self.visit(_of_class(owner, name), owner, path)
+        self._add_slot(owner, name, names, path)
         for cls in type(owner).__mro__:
             value = vars(cls).get(name)
             if isinstance(value, (list, set, dict)):
                 self._add(f"{cls.__name__}.{name}", cls, name, names)
             elif name in names.changed and has_attributes(cls):
                 self._add_of_class(cls, name, names)
+
+    def _add_slot(self, owner: Any, name: str, names: _Names, path: str) -> None:
+        if isinstance(_of_class(owner, name), types.MemberDescriptorType):
+            self._add(f"{path}{path and '.'}{name}", owner, name, names)
 
     def _add_of_class(self, cls: type, name: str, names: _Names) -> None:
         if name in vars(cls) and not isinstance(vars(cls)[name], CODE):
@@ -254,6 +306,18 @@ class _Code:
             is_used=called in names.used or (known is not None and known.is_used),
             used=names.used if known is None else names.used | known.used,
         )
+
+
+def _defaults(function: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the defaults of arguments whose contents can change, with their names."""
+    code, defaults = function.__code__, function.__defaults__ or ()
+    names = code.co_varnames[: code.co_argcount][-len(defaults) :] if defaults else ()
+    for name, value in (
+        *zip(names, defaults, strict=True),
+        *(function.__kwdefaults__ or {}).items(),
+    ):
+        if isinstance(value, (*CONTAINERS, nn.Module)) or has_attributes(value):
+            yield name, value
 
 
 def _of_class(owner: Any, name: str) -> Any:
