@@ -348,6 +348,32 @@ def test_a_module_outside_of_the_chunk_is_watched(
     assert graphs.counters.capture_sessions == 2
 
 
+def test_a_module_that_shares_a_layer_with_the_chunk_or_another_is_watched() -> None:
+    first, second = _Teacher(), _Teacher()
+    second.linear = first.linear
+    layer = _kind(lambda s, x: s.linear(x) + first(x) + second(x))("special")
+    first.dropout = layer.dropout = nn.Dropout(0.0)
+    graphs, inputs = _captured(layer)
+    _step(graphs, inputs)
+    second.dropout.eval()
+    with pytest.raises(ReplayMismatchError, match=r"the variable second\.dropout were changed"):
+        _step(graphs, inputs)
+    second.dropout.train()
+    first.factor = 3.0
+    with pytest.raises(ReplayMismatchError, match=r"the variable first\.factor \(captured"):
+        _step(graphs, inputs)
+
+
+def test_a_module_around_the_chunk_may_change_elsewhere() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Dropout(0.5))
+    chunk = Chunk(lambda x: model[0](x) * 2.0, tuple(model[0].parameters()), "it", model[0])
+    graphs, inputs = _captured(chunk)
+    model[1].requires_grad_(False)
+    model[2].eval()
+    _step(graphs, inputs)
+    assert graphs.counters.replays
+
+
 @pytest.mark.parametrize("kind", ["function", "partial", "object", "method"])
 def test_a_value_that_a_hook_of_a_layer_reads_is_refused(kind: str) -> None:
     config = _Config()

@@ -129,13 +129,13 @@ class Variable:
 
 
 def variables_of(
-    layers: Iterable[tuple[str, nn.Module]],
+    layers: Sequence[tuple[str, nn.Module]],
     functions: Iterable[tuple[str, Callable[..., Any]]] = (),
 ) -> tuple[tuple[Variable, ...], tuple[tuple[str, nn.Module], ...]]:
     """Return the variables that forwards and their hooks name, without plain attributes of layers.
 
     Args:
-        layers: Each layer with its name.
+        layers: Each layer with its name, the module itself first.
         functions: Other functions or callable objects that a chunk calls, each with its name.
 
     Returns:
@@ -153,17 +153,19 @@ class _Code:
     """Functions that forwards call, and the variables that they name.
 
     Args:
-        layers: The layers of the chunk, with names.
+        layers: The layers of the chunk, with names, the module itself first.
 
     Attributes:
         variables: The variables, by identity of the holder and name.
         modules: Other layers, with names, by identity.
     """
 
-    def __init__(self, layers: Iterable[tuple[str, nn.Module]]) -> None:
+    def __init__(self, layers: Sequence[tuple[str, nn.Module]]) -> None:
         self.variables: dict[tuple[int, str], Variable] = {}
         self.modules: dict[int, tuple[str, nn.Module]] = {}
         self._layers = {id(layer) for _, layer in layers}
+        # A loss that is captured with a module lies next to it.
+        self._roots = {id(layer) for path, layer in layers if path == layers[0][0]}
         self._seen: set[tuple[int, int]] = set()
 
     def visit(self, function: Any, owner: Any, path: str) -> None:
@@ -207,11 +209,15 @@ class _Code:
                 self.visit_callable(hook, f"a hook of {path or 'the chunk'}")
 
     def _visit_module(self, module: nn.Module, text: str) -> None:
-        """Add the layers of a module that is not the chunk's, nor around it."""
-        parts = [*module.named_modules()]
-        if any(id(part) in self._layers or id(part) in self.modules for _, part in parts):
+        """Add the layers of a module that is not around the chunk's, without those known."""
+        parts = {id(part): (path, part) for path, part in module.named_modules()}
+        if id(module) in self._layers or not self._roots.isdisjoint(parts):
             return
-        named = [(f"{text}{path and '.'}{path}", part) for path, part in parts]
+        named = [
+            (f"{text}{path and '.'}{path}", part)
+            for key, (path, part) in parts.items()
+            if key not in self._layers and key not in self.modules
+        ]
         self.modules.update((id(part), (path, part)) for path, part in named)
         for path, part in named:
             self.visit_layer(part, path)
