@@ -272,7 +272,7 @@ def _is_state(value: Any) -> bool:
 
 def _differ(then: Any, now: Any) -> bool:
     """Return whether two values are state, and not equal."""
-    return _is_state(now) and _is_state(then) and not _same(then, now)
+    return now is not then and _is_state(now) and _is_state(then) and not _same(then, now)
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -176,7 +176,8 @@ class _Code:
             owner: The layer or object whose method it is, or None.
             path: Name of the owner.
         """
-        function = getattr(function, "__func__", function)
+        if isinstance(function, (types.MethodType, classmethod, staticmethod)):
+            function = function.__func__
         if not _is_own(function) or (id(function.__code__), id(owner)) in self._seen:
             return
         self._seen.add((id(function.__code__), id(owner)))
@@ -213,6 +214,8 @@ class _Code:
         parts = {id(part): (path, part) for path, part in module.named_modules()}
         if id(module) in self._layers or not self._roots.isdisjoint(parts):
             return
+        if any(isinstance(part, torch.jit.ScriptModule) for _, part in parts.values()):
+            return  # whose state is not Python's
         named = [
             (f"{text}{path and '.'}{path}", part)
             for key, (path, part) in parts.items()
