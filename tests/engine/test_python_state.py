@@ -98,6 +98,7 @@ SLOTS = Slots()
 TEACHER = Teacher()
 SEEN: set[int] = set()
 ARRAY = np.zeros(2)
+REBOUND: dict[str, Any] = {"array": np.ones(2), "set": frozenset(), "number": np.int64(1)}
 PROGRAM = ModuleType("state_of_a_program")
 PROGRAM.num_calls = 0  # type: ignore[attr-defined]
 
@@ -166,6 +167,21 @@ def by_attribute(x: torch.Tensor) -> torch.Tensor:
 by_attribute.num_calls = 0  # type: ignore[attr-defined]
 
 
+def by_new_array(x: torch.Tensor) -> torch.Tensor:
+    REBOUND["array"] = REBOUND["array"] + 1.0
+    return x * float(REBOUND["array"][0])
+
+
+def by_new_set(x: torch.Tensor) -> torch.Tensor:
+    REBOUND["set"] = REBOUND["set"] | {len(REBOUND["set"])}
+    return x * len(REBOUND["set"])
+
+
+def by_new_number(x: torch.Tensor) -> torch.Tensor:
+    REBOUND["number"] = REBOUND["number"] + 1
+    return x * float(REBOUND["number"])
+
+
 def by_module(x: torch.Tensor) -> torch.Tensor:
     PROGRAM.num_calls += 1
     return x * PROGRAM.num_calls
@@ -200,6 +216,13 @@ OUTSIDE: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str, Callable[[
         r"the global TEACHER\.num_calls",
         lambda: TEACHER.num_calls,
     ),
+    "new array": (
+        by_new_array,
+        r"the global REBOUND\['array'\]",
+        lambda: list(REBOUND["array"]),
+    ),
+    "new set": (by_new_set, r"the global REBOUND\['set'\]", lambda: REBOUND["set"]),
+    "new number": (by_new_number, r"the global REBOUND\['number'\]", lambda: REBOUND["number"]),
     "array": (by_array, "the global ARRAY", ARRAY.tolist),
     "set": (by_set, "the global SEEN", lambda: set(SEEN)),
     "module": (by_module, r"the global PROGRAM\.num_calls", lambda: PROGRAM.num_calls),

@@ -15,8 +15,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
 from itertools import chain, repeat
+from numbers import Number
 from typing import Any
 
+import numpy as np
 import torch
 
 from chunkgraph.engine.chunk import Chunk
@@ -32,7 +34,7 @@ from chunkgraph.errors import CaptureError
 
 __all__ = ["AttributeWatch"]
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
+_PLAIN = (type(None), Number, str, bytes, Enum, np.generic, np.ndarray, torch.dtype, torch.device)
 
 _Snapshot = tuple[list[Any], list[Any]]
 """Copies of containers; values of variables, each with a copy if it is a set or an array."""
@@ -215,7 +217,7 @@ def _contents(value: Any) -> Any:
 def _has_contents(value: Any, contents: Any) -> bool:
     if contents is None or type(value) is set:
         return contents is None or contents == value
-    return value.shape == contents.shape and value.tobytes() == contents.tobytes()
+    return _same(value, contents)
 
 
 def _set_contents(value: Any, contents: Any) -> None:
@@ -267,7 +269,7 @@ def _is_state(value: Any) -> bool:
         return True
     if isinstance(value, dict):
         return all(map(_is_state, value.values()))
-    return isinstance(value, (list, tuple)) and all(map(_is_state, value))
+    return isinstance(value, (list, tuple, set, frozenset)) and all(map(_is_state, value))
 
 
 def _differ(then: Any, now: Any) -> bool:
@@ -281,6 +283,8 @@ def _same(a: Any, b: Any) -> bool:
         return True
     if type(a) is not type(b) or isinstance(a, torch.Tensor) or a is UNSET:
         return False
+    if isinstance(a, np.ndarray):
+        return (a.shape, a.dtype) == (b.shape, b.dtype) and a.tobytes() == b.tobytes()
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)):

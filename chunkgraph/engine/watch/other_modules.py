@@ -47,8 +47,8 @@ class OtherModules:
         )
         raise ReplayMismatchError(
             f"{self._label}: the mode, the hooks or the layers of {changes} were changed after "
-            "capture, and the forward calls it; a replay would ignore this. Release the graphs and "
-            "capture again, or ask for an eager step (`step(eager=True)`)."
+            "capture, and the forward calls them; a replay would ignore this. Release the graphs "
+            "and capture again, or ask for an eager step (`step(eager=True)`)."
         )
 
     def _now(self) -> list[Any]:
