@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -109,6 +110,49 @@ def test_a_hook_that_torch_did_not_register_is_refused(backend: GraphBackend) ->
     train(graphs, backend)
     module.linear._forward_hooks[10**9] = lambda *_: None
     with pytest.raises(ReplayMismatchError, match="hook was added to linear"):
+        train(graphs, backend)
+
+
+def test_a_hook_that_is_removed_or_replaced_after_the_capture_is_refused(
+    backend: GraphBackend,
+) -> None:
+    module = Scaled().to(backend.device)
+    handle = module.linear.register_forward_hook(lambda _module, _args, output: output * 2)
+    graphs = ChunkGraphs([module], [1], backend=backend)
+    graphs.capture([new_input(backend)])
+    train(graphs, backend)
+    hooks = module.linear._forward_hooks
+    doubles, hooks[handle.id] = hooks[handle.id], lambda _module, _args, output: output * 3
+    with pytest.raises(ReplayMismatchError, match="hook was added to linear"):
+        train(graphs, backend)
+    hooks[handle.id] = doubles
+    train(graphs, backend)
+    handle.remove()
+    with pytest.raises(ReplayMismatchError, match="hook was removed from linear"):
+        train(graphs, backend)
+    graphs.release()
+    train(graphs, backend)
+
+
+def test_other_attributes_of_a_layer_are_refused(backend: GraphBackend) -> None:
+    module = Scaled().to(backend.device)
+    graphs = ChunkGraphs([module], [1], backend=backend)
+    graphs.capture([new_input(backend)])
+    train(graphs, backend)
+    module.linear.__dict__ = copy.deepcopy(vars(module.linear))
+    with pytest.raises(ReplayMismatchError, match="__dict__ of linear was replaced"):
+        train(graphs, backend)
+
+
+def test_other_dicts_with_the_same_tensors_are_accepted(backend: GraphBackend) -> None:
+    module = Scaled().to(backend.device)
+    graphs = ChunkGraphs([module], [1], backend=backend)
+    graphs.capture([new_input(backend)])
+    train(graphs, backend)
+    module.linear._parameters = dict(module.linear._parameters)
+    train(graphs, backend)
+    module.linear._parameters["weight"] = nn.Parameter(module.linear.weight.detach().clone())
+    with pytest.raises(ReplayMismatchError, match=r"linear\.weight was replaced"):
         train(graphs, backend)
 
 

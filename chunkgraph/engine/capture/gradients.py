@@ -182,26 +182,29 @@ class GradientSinks:
                 "capture, added or removed; the graphs would use the old memory. Update it in "
                 "place (copy_), or release the graphs and capture again."
             )
-        self._refuse_hooks()
+        self._refuse_hooks(may_lack_numbers=False)
         self._bound_for, self._binding = None, _UNBOUND
 
-    def _refuse_hooks(self) -> None:
+    def _refuse_hooks(self, *, may_lack_numbers: bool) -> None:
         """Refuse hooks that wait for gradients, since a replay calls none.
 
         Checking autograd's own nodes is slow, so after torch has registered any hook, each step
         checks a few nodes in turn.
+
+        Args:
+            may_lack_numbers: Whether to look for hooks that torch has not registered.
         """
-        own = self._own
-        if not own:
-            return
+        own, number = self._own, num_registered_hooks()
+        hooks, num_unchecked = self._hooks, self._num_unchecked
         hooked: list[nn.Parameter] = []
-        number, hooks = num_registered_hooks(), self._hooks_now()
-        if hooks != self._hooks:  # torch never uses a number again
-            hooked += filter(foreign_hooks, own)
+        if may_lack_numbers or number != self._num_registered:
+            hooks = self._hooks_now()
+            if hooks != self._hooks:  # torch never uses a number again
+                hooked += filter(foreign_hooks, own)
         if number != self._num_registered:
-            self._num_unchecked = len(own)
-        if self._num_unchecked:
-            candidates = own[: self._num_unchecked][-_NODES_PER_STEP:]
+            num_unchecked = len(own)
+        if num_unchecked:
+            candidates = own[:num_unchecked][-_NODES_PER_STEP:]
             hooked += itertools.compress(candidates, have_node_hooks(candidates))
         if hooked:
             index = next(i for i, p in enumerate(self.parameters) if p is hooked[0])
@@ -211,7 +214,7 @@ class GradientSinks:
                 "work after the step or in Chunk.after_backward."
             )
         self._num_registered, self._hooks = number, hooks
-        self._num_unchecked = max(0, self._num_unchecked - _NODES_PER_STEP)
+        self._num_unchecked = max(0, num_unchecked - _NODES_PER_STEP)
 
     def _hooks_now(self) -> list[int]:
         """Return torch's numbers of the hooks on the parameters themselves."""
@@ -253,12 +256,13 @@ class GradientSinks:
         return binding
 
     def end_step(self) -> None:
-        """Check that no gradient was lost in the step.
+        """Check that no gradient was lost in the step, and no hook was added without a number.
 
         Raises:
             ReplayMismatchError: a gradient was dropped but is still referenced, and a later
-                backward may have been added to it.
+                backward may have been added to it, or a hook waits for a gradient.
         """
+        self._refuse_hooks(may_lack_numbers=True)
         if self._bound_for is None or self._memory.has_changed() or not self._binding.is_current():
             return
         if num_replaced := self._binding.num_replaced():

@@ -108,11 +108,10 @@ class Replayer:
         number = counters.replayed_steps - self._first_step
         verifier = self._verifier if self._options.verifies(number) else None
         self._is_checked = self._is_called = False
+        for model in captured.models:
+            model.check_memory()
         if captured.changes_state or verifier is not None:
             self._check()
-        else:
-            for model in captured.models:
-                model.check_memory()
         self._task.begin_step()
         self._machine.begin_step()
         if self._ranges is not None:

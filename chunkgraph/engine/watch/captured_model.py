@@ -31,7 +31,6 @@ from chunkgraph.engine.watch.layer_settings import LayerSettings
 from chunkgraph.engine.watch.other_modules import OtherModules
 from chunkgraph.engine.watch.outside_tensors import OutsideTensors
 from chunkgraph.engine.watch.read_values import ReadValues
-from chunkgraph.engine.watch.registered_hooks import num_registered_hooks
 from chunkgraph.engine.watch.surroundings import check_surroundings, saved_tensors_hooks
 from chunkgraph.engine.watch.variables import variables_of
 from chunkgraph.engine.watch.windows import Windows
@@ -165,9 +164,8 @@ class CapturedModel:
         self._others = OtherModules(self.label, others)
         layers += others
         self._settings = LayerSettings(self.label, layers, only_torchs=self._may_leave_values)
-        self._num_registered = num_registered_hooks()
         self._hooks = self._hooks_now()
-        self._holders = Holders(self._attributes)
+        self._holders = self._holders_now()
 
     def refuse_hooks(self, parameters: Sequence[nn.Parameter]) -> None:
         """Refuse hooks and wrappers that wait for gradients of ``parameters``; replays run none.
@@ -256,49 +254,48 @@ class CapturedModel:
             self.check()
 
     def begin_step(self) -> None:
-        """Compare before the first microbatch of a step, and count writes from now on.
+        """Compare everything except what `check_memory` does, and count writes from now on.
+
+        The second replay of a step is slow if this leaves little of it in the caches of the CPU.
 
         Raises:
             ReplayMismatchError: The module has changed since the capture.
         """
-        self.check()
+        self._check_parts()
         self._settings.check()
         self._read.check()
         self._others.check()
         self.outside.check()
         self.count_writes()
 
-    def _hooks_now(self) -> list[int]:
-        """Return torch's numbers of the hooks on all parts."""
-        every = chain.from_iterable(map(_hooks, self._attributes))
-        return [*chain.from_iterable(every), *chain.from_iterable(_GLOBAL_HOOKS)]
-
-    def _num_hooks(self) -> int:
-        """Return the number of hooks on all parts, including those that torch did not register."""
-        every = chain.from_iterable(map(_hooks, self._attributes))
-        return sum(map(len, filter(None, every))) + sum(map(len, _GLOBAL_HOOKS))
-
-    def _check_hooks(self) -> None:
-        now = self._hooks_now()
-        if now == self._hooks:  # the hooks that torch registered are elsewhere
-            self._num_registered = num_registered_hooks()
-            return
-        known = set(self._hooks)
+    def _hooks_now(self) -> dict[int, tuple[str, Any]]:
+        """Return, by torch's number, each hook that runs with a part, and where it is."""
         places = [
-            (part.path or "the chunk", hooks)
+            (self._path(part.path), hooks)
             for part in self._parts
             for hooks in _hooks(vars(part.module))
         ]
         places += [("all modules", hooks) for hooks in _GLOBAL_HOOKS]
-        for where, hooks in places:
-            for number, hook in hooks.items():
-                owner = (getattr(hook, "__module__", None) or "").partition(".")[0]
-                if number not in known and owner not in _LIBRARIES:
-                    raise ReplayMismatchError(
-                        f"{self.label}: a hook was added to {where} after capture, and a replay "
-                        "runs no Python. Remove it, or release the graphs and capture again."
-                    )
-        self._num_registered, self._hooks = num_registered_hooks(), now
+        return {n: (where, hook) for where, hooks in places for n, hook in (hooks or {}).items()}
+
+    def _holders_now(self) -> Holders:
+        return Holders([part.module for part in self._parts], _GLOBAL_HOOKS)
+
+    def _check_hooks(self) -> None:
+        then, now = self._hooks, self._hooks_now()
+        nothing = ("", None)
+        for number in {**then, **now}:
+            (place, captured), (present_place, hook) = (
+                hooks.get(number, nothing) for hooks in (then, now)
+            )
+            if captured is hook or (_is_of_library(captured) and _is_of_library(hook)):
+                continue
+            what = f"removed from {place}" if hook is None else f"added to {present_place}"
+            raise ReplayMismatchError(
+                f"{self.label}: a hook was {what} after capture, and a replay runs no Python. Undo "
+                "this, or release the graphs and capture again."
+            )
+        self._hooks = now
 
     def count_writes(self) -> None:
         """Accept all writes so far, since no microbatch was in flight."""
@@ -334,35 +331,32 @@ class CapturedModel:
 
         Raises:
             ReplayMismatchError: A part or a tensor was replaced, added, removed, moved, frozen or
-                unfrozen, or a part of the module changed between training and evaluation mode.
+                unfrozen, a hook was added, or a part of the module changed between training and
+                evaluation mode.
         """
+        if not self._holders.are_in_use():
+            self._check_holders()
+        self._check_parts()
+        if [*map(_address, self._known)] != self._addresses:
+            raise self._moved()
+
+    def _check_parts(self) -> None:
         modes = [*map(_training, self._with_mode)]
         if modes != self._modes and modes[0] is self._modes[0]:
             part = next(p for p in self._parts if p.module.training is not p.is_training)
             raise self._other_mode(part.path, part.module)
         if not self._holders.are_unchanged():
             self._check_holders()
-        if num_registered_hooks() != self._num_registered or self._num_hooks() != len(self._hooks):
-            self._check_hooks()
-        are_alike = self._are_alike()
-        if not are_alike and [*map(_requires_grad, self._known)] != self._trains:
-            raise self._mismatch(self._other_grad_flags())
-        if [*map(_address, self._known)] != self._addresses or not are_alike:
-            places = zip(
-                self._names,
-                zip(self._addresses, self._layouts, strict=True),
-                zip(map(_address, self._known), self._layouts_now(), strict=True),
-                strict=True,
-            )
-            moved = [name for name, captured, now in places if captured != now]
-            raise ReplayMismatchError(
-                f"{self.label}: {_list(moved)} was moved to other memory or changed its layout "
-                "after capture; the graphs would read the old memory. Update it in place (copy_), "
-                "or release the graphs and capture again."
-            )
+        if not self._are_alike():
+            if [*map(_requires_grad, self._known)] != self._trains:
+                raise self._mismatch(self._other_grad_flags())
+            raise self._moved()
 
     def _check_holders(self) -> None:
-        """Compare parts and tensors one by one."""
+        """Compare parts, tensors and hooks one by one."""
+        if replaced := self._holders.replaced_attributes():
+            path = next(part.path for part in self._parts if part.module is replaced[0])
+            raise self._mismatch(f"the __dict__ of {self._path(path)} was replaced after capture")
         if not are_same(self._children_now(), self._children):
             raise self._mismatch(self._other_parts())
         if not are_same(self._tensors_now(), self._tensors):
@@ -370,7 +364,8 @@ class CapturedModel:
                 raise self._mismatch(other)
             # Expect the new caches from now on; the graphs keep using the old ones.
             self._tensors = self._tensors_now()
-        self._holders = Holders(self._attributes)
+        self._check_hooks()
+        self._holders = self._holders_now()
 
     def _children_now(self) -> list[nn.Module | None]:
         return [*chain.from_iterable(map(_values, map(_modules, self._attributes)))]
@@ -401,6 +396,20 @@ class CapturedModel:
             f"{name} is called in {now}, but was captured in {then}; the graphs would run it as "
             "it was captured. Ask for an eager step (`step(eager=True)`), or release the graphs "
             "and capture again."
+        )
+
+    def _moved(self) -> ReplayMismatchError:
+        places = zip(
+            self._names,
+            zip(self._addresses, self._layouts, strict=True),
+            zip(map(_address, self._known), self._layouts_now(), strict=True),
+            strict=True,
+        )
+        moved = [name for name, captured, now in places if captured != now]
+        return ReplayMismatchError(
+            f"{self.label}: {_list(moved)} was moved to other memory or changed its layout after "
+            "capture; the graphs would read the old memory. Update it in place (copy_), or release "
+            "the graphs and capture again."
         )
 
     def _other_parts(self) -> str:
@@ -452,6 +461,12 @@ def _first_difference(
 def _is_counted(tensor: torch.Tensor) -> bool:
     """Return whether a write to a tensor between a forward and its backward must be a mistake."""
     return isinstance(tensor, nn.Parameter) and not tensor.is_inference()
+
+
+def _is_of_library(hook: Any) -> bool:
+    """Return whether one of `_LIBRARIES` has registered a hook; True for None."""
+    owner = getattr(hook, "__module__", None) or ""
+    return hook is None or owner.partition(".")[0] in _LIBRARIES
 
 
 def _list(names: Sequence[str]) -> str:

@@ -208,6 +208,7 @@ EXOTIC_BETWEEN = (
     "backward_outside",
     "add_forward_hook",
     "add_forward_hook+release",
+    "remove_forward_hooks",
     "anneal",
     "anneal+release",
     "change_epsilon",

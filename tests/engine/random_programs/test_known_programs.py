@@ -195,6 +195,15 @@ PROGRAMS = {
     ),
     "the_gradient_of_an_output_that_others_come_from": _inside("retain_output_grad", SEVERAL),
     "a_hook_on_a_layer_after_the_capture": _before("add_forward_hook"),
+    "a_hook_on_a_layer_that_is_removed_after_the_capture": _of(
+        "linear",
+        steps=(
+            Step(before=("add_forward_hook",)),
+            ONCE,
+            Step(before=("remove_forward_hooks",)),
+            ONCE,
+        ),
+    ),
     "another_dropout_probability": _before("anneal"),
     "another_epsilon": _before("change_epsilon"),
     "a_tensor_elsewhere_that_warmup_passes_write": _of("elsewhere", num_warmup_passes=1),
