@@ -171,17 +171,11 @@ class GradientSinks:
         """Check addresses and hooks, once per step.
 
         Raises:
-            ReplayMismatchError: a parameter or its gradient buffer was replaced since the capture,
-                or a hook waits for a gradient.
+            ReplayMismatchError: a ``main_grad`` was replaced or removed since the capture, or a
+                hook waits for a gradient.
         """
         if not self._are_in_place():
-            index = self._first_moved()
-            raise ReplayMismatchError(
-                f"{self._label}: the main_grad of parameter {index} "
-                f"(shape {tuple(self.parameters[index].shape)}) was moved to other memory after "
-                "capture, added or removed; the graphs would use the old memory. Update it in "
-                "place (copy_), or release the graphs and capture again."
-            )
+            raise self._moved()
         self._refuse_hooks(may_lack_numbers=False)
         self._bound_for, self._binding = None, _UNBOUND
 
@@ -256,12 +250,15 @@ class GradientSinks:
         return binding
 
     def end_step(self) -> None:
-        """Check that no gradient was lost in the step, and no hook was added without a number.
+        """Check that no gradient was lost in the step, and what else `begin_step` leaves out.
 
         Raises:
             ReplayMismatchError: a gradient was dropped but is still referenced, and a later
-                backward may have been added to it, or a hook waits for a gradient.
+                backward may have been added to it; a hook waits for a gradient; or a ``main_grad``
+                was added.
         """
+        if any(map(hasattr, self._own, itertools.repeat("main_grad"))):
+            raise self._moved()
         self._refuse_hooks(may_lack_numbers=True)
         if self._bound_for is None or self._memory.has_changed() or not self._binding.is_current():
             return
@@ -274,13 +271,21 @@ class GradientSinks:
             )
 
     def _are_in_place(self) -> bool:
-        """Return whether every ``main_grad`` is at its old address, and none was added."""
+        """Return whether every ``main_grad`` is at its old address."""
         try:
             now = [*map(torch.Tensor.data_ptr, map(_main_grad, self._with_main_grad))]
         except (AttributeError, TypeError):  # one was removed
             return False
-        own = map(hasattr, self._own, itertools.repeat("main_grad"))
-        return now == self._main_grad_addresses and not any(own)
+        return now == self._main_grad_addresses
+
+    def _moved(self) -> ReplayMismatchError:
+        index = self._first_moved()
+        return ReplayMismatchError(
+            f"{self._label}: the main_grad of parameter {index} "
+            f"(shape {tuple(self.parameters[index].shape)}) was moved to other memory after "
+            "capture, added or removed; the graphs would use the old memory. Update it in "
+            "place (copy_), or release the graphs and capture again."
+        )
 
     def _first_moved(self) -> int:
         """Return the index of the first parameter whose ``main_grad`` changed."""

@@ -31,6 +31,7 @@ from chunkgraph.engine.watch.layer_settings import LayerSettings
 from chunkgraph.engine.watch.other_modules import OtherModules
 from chunkgraph.engine.watch.outside_tensors import OutsideTensors
 from chunkgraph.engine.watch.read_values import ReadValues
+from chunkgraph.engine.watch.registered_hooks import num_registered_hooks
 from chunkgraph.engine.watch.surroundings import check_surroundings, saved_tensors_hooks
 from chunkgraph.engine.watch.variables import variables_of
 from chunkgraph.engine.watch.windows import Windows
@@ -164,6 +165,7 @@ class CapturedModel:
         self._others = OtherModules(self.label, others)
         layers += others
         self._settings = LayerSettings(self.label, layers, only_torchs=self._may_leave_values)
+        self._num_registered = num_registered_hooks()
         self._hooks = self._hooks_now()
         self._holders = self._holders_now()
 
@@ -254,14 +256,18 @@ class CapturedModel:
             self.check()
 
     def begin_step(self) -> None:
-        """Compare everything except what `check_memory` does, and count writes from now on.
+        """Compare what a caller may undo before the step ends, and count writes from now on.
 
-        The second replay of a step is slow if this leaves little of it in the caches of the CPU.
+        This leaves out what `check_memory` and torch's count of hooks cover. The second replay of
+        a step is slow if this leaves little of it in the caches of the CPU.
 
         Raises:
             ReplayMismatchError: The module has changed since the capture.
         """
-        self._check_parts()
+        number = num_registered_hooks()
+        self._check_modules(may_have_new_hooks=number != self._num_registered)
+        self._num_registered = number
+        self._check_layouts()
         self._settings.check()
         self._read.check()
         self._others.check()
@@ -336,17 +342,20 @@ class CapturedModel:
         """
         if not self._holders.are_in_use():
             self._check_holders()
-        self._check_parts()
+        self._check_modules(may_have_new_hooks=True)
+        self._check_layouts()
         if [*map(_address, self._known)] != self._addresses:
             raise self._moved()
 
-    def _check_parts(self) -> None:
+    def _check_modules(self, *, may_have_new_hooks: bool) -> None:
         modes = [*map(_training, self._with_mode)]
         if modes != self._modes and modes[0] is self._modes[0]:
             part = next(p for p in self._parts if p.module.training is not p.is_training)
             raise self._other_mode(part.path, part.module)
-        if not self._holders.are_unchanged():
+        if not self._holders.are_unchanged(may_have_new_hooks=may_have_new_hooks):
             self._check_holders()
+
+    def _check_layouts(self) -> None:
         if not self._are_alike():
             if [*map(_requires_grad, self._known)] != self._trains:
                 raise self._mismatch(self._other_grad_flags())
