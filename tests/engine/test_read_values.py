@@ -286,6 +286,18 @@ def test_a_changed_value_is_refused_and_named(
         assert all(torch.equal(out, layer(x)) for out, x in zip(outputs, inputs, strict=True))
 
 
+def test_another_order_of_a_dict_is_refused() -> None:
+    layer = _kind(lambda s, x: functools.reduce(lambda y, f: f(y), s.named.values(), s.linear(x)))(
+        "special"
+    )
+    layer.named = {"shift": lambda y: y + 1.0, "scale": lambda y: y * 2.0}
+    graphs, inputs = _captured(layer)
+    _step(graphs, inputs)
+    layer.named["shift"] = layer.named.pop("shift")
+    with pytest.raises(ReplayMismatchError, match=r"the order of .*named was changed after"):
+        _step(graphs, inputs)
+
+
 @pytest.mark.parametrize("name", ["forward", "helper"])
 def test_a_method_of_a_class_that_is_replaced_is_refused(name: str) -> None:
     kind: Any = type("_Special", (_Layer,), {"forward": lambda s, x: s.helper(s.linear(x))})

@@ -40,7 +40,8 @@ class _Key:
 
     Attributes:
         kind: Type of the value.
-        value: The value, or `Same` for one that is compared by identity; None for containers.
+        value: The value, or `Same` for one that is compared by identity. The order of ``parts``
+            for containers.
         parts: Keys of items and attributes, by their text.
     """
 
@@ -52,7 +53,7 @@ class _Key:
         value = self.value.value if isinstance(self.value, Same) else self.value
         if isinstance(value, torch.Tensor):
             return f"a tensor of shape {tuple(value.shape)}"
-        if self.parts and value is None:
+        if self.parts and type(value) is tuple:
             return f"a {self.kind.__name__} of {len(self.parts)} values"
         return str(value) if self.kind in (float, complex) else shown(value)
 
@@ -93,7 +94,7 @@ class _Keys:
             for name, part in _parts(value, variable.attributes).items()
             if part is not UNSET and (variable.has_tensors or not isinstance(part, torch.Tensor))
         }
-        key = _Key(kind, None if is_container else Same(value), keys)
+        key = _Key(kind, tuple(keys) if is_container else Same(value), keys)
         if not is_container:
             self._objects[place] = key
         return key
@@ -167,6 +168,8 @@ def _changes(text: str, captured: _Key | None, now: _Key | None) -> Iterator[str
     ):
         yield f"{text} (captured {captured or 'nothing'}, now {now or 'nothing'})"
         return
+    if captured.parts == now.parts:
+        yield f"the order of {text}"
     for name in {**captured.parts, **now.parts}:
         yield from _changes(f"{text}{name}", captured.parts.get(name), now.parts.get(name))
 
