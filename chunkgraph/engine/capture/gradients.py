@@ -171,8 +171,8 @@ class GradientSinks:
         """Check addresses and hooks, once per step.
 
         Raises:
-            ReplayMismatchError: a ``main_grad`` was replaced or removed since the capture, or a
-                hook waits for a gradient.
+            ReplayMismatchError: a ``main_grad`` was replaced, added or removed since the capture,
+                or a hook waits for a gradient.
         """
         if not self._are_in_place():
             raise self._moved()
@@ -250,15 +250,12 @@ class GradientSinks:
         return binding
 
     def end_step(self) -> None:
-        """Check that no gradient was lost in the step, and what else `begin_step` leaves out.
+        """Check that no gradient was lost in the step, and no hook was added without a number.
 
         Raises:
             ReplayMismatchError: a gradient was dropped but is still referenced, and a later
-                backward may have been added to it; a hook waits for a gradient; or a ``main_grad``
-                was added.
+                backward may have been added to it, or a hook waits for a gradient.
         """
-        if any(map(hasattr, self._own, itertools.repeat("main_grad"))):
-            raise self._moved()
         self._refuse_hooks(may_lack_numbers=True)
         if self._bound_for is None or self._memory.has_changed() or not self._binding.is_current():
             return
@@ -271,12 +268,13 @@ class GradientSinks:
             )
 
     def _are_in_place(self) -> bool:
-        """Return whether every ``main_grad`` is at its old address."""
+        """Return whether every ``main_grad`` is at its old address, and none was added."""
         try:
             now = [*map(torch.Tensor.data_ptr, map(_main_grad, self._with_main_grad))]
         except (AttributeError, TypeError):  # one was removed
             return False
-        return now == self._main_grad_addresses
+        own = map(hasattr, self._own, itertools.repeat("main_grad"))
+        return now == self._main_grad_addresses and not any(own)
 
     def _moved(self) -> ReplayMismatchError:
         index = self._first_moved()
