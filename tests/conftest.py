@@ -77,12 +77,19 @@ _JOB_FIXTURES = {
 
 
 _MEGATRON = "mark.megatron"
+# The marker expressions of runs with the oldest release of Megatron and with the newest.
+_OLDEST = (
+    "not megatron or every_release",
+    "(not megatron or every_release) and not slow",
+    "(not megatron or every_release) and slow",
+)
+_NEWEST = ("megatron", "megatron and not slow", "megatron and slow")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Skip files without tests for ``-m megatron``, since every worker imports what it collects."""
     is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
-    if config.getoption("markexpr") != "megatron" or not is_test:
+    if config.getoption("markexpr") not in _NEWEST or not is_test:
         return None
     return None if _MEGATRON in collection_path.read_text(encoding="utf-8") else True
 
@@ -274,13 +281,13 @@ def _has_megatron() -> bool:
 
 @pytest.fixture(scope="session")
 def once(pytestconfig: pytest.Config) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Return the cases unchanged; none in a run of ``-m "not megatron or every_release"``.
+    """Return the cases unchanged; none in a run with the oldest release of Megatron.
 
     Use it in a test marked ``every_release``, for cases that show nothing more about a release
     than the test's other cases. They run with the newest release of Megatron alone, by
     ``-m megatron`` or without ``-m``.
     """
-    is_older = pytestconfig.getoption("markexpr") == "not megatron or every_release"
+    is_older = pytestconfig.getoption("markexpr") in _OLDEST
     return lambda cases: {} if is_older else cases
 
 

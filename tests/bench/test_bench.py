@@ -41,7 +41,6 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 # Not for each release of Megatron: `test_bench_packed` measures with all of them.
-@pytest.mark.slow
 def test_eager_and_chunk_are_measured_and_equal(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     # `test_bench_packed` tests what is gathered from several ranks.

@@ -100,6 +100,7 @@ def test_in_a_pipeline(run_cases: Callable[..., Any], make_config: Callable[...,
 
 
 @pytest.mark.megatron
+@pytest.mark.slow
 def test_where_only_one_of_two_ranks_has_too_many(
     run_cases: Callable[..., Any], make_config: Callable[..., Any]
 ) -> None:

@@ -96,6 +96,7 @@ def test_all_schedules_give_the_same_bits(
     assert "loss of step 1" in str(VariantResult("x", None, other).first_difference(eager))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.multigpu)])
 def test_measured_and_simulated_steps_are_printed_side_by_side(device: str, tmp_path: Path) -> None:

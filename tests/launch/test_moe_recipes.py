@@ -219,7 +219,14 @@ def _on_one_rank(recipe: str, more: str) -> list[str]:
 
 @NEEDS_TRAINING
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("model", [_MIXTRAL, _DEEPSEEK, _QWEN], ids=["mixtral", "deepseek", "qwen"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(_MIXTRAL, id="mixtral", marks=pytest.mark.slow),
+        pytest.param(_DEEPSEEK, id="deepseek"),
+        pytest.param(_QWEN, id="qwen", marks=pytest.mark.slow),
+    ],
+)
 def test_recipes_train_as_without_graphs(
     model: str, tmp_path: Path, run_script: Callable[..., tuple[list[int], str]]
 ) -> None:

@@ -139,6 +139,7 @@ def eager(runs: Runs) -> list[str]:
 SEVEN = ["--cuda-graph-max-packed-seqs", "7"]  # six documents and the rest
 
 
+@pytest.mark.slow
 def test_pp2_vpp2_saved_and_resumed_equals_eager(
     runs: Runs, eager: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,7 +281,7 @@ def test_ranks_share_each_microbatch_as_its_documents_need(
     assert logs["banks"] == pytest.approx(logs["own"], rel=1e-5)
 
 
-@pytest.mark.parametrize("ranks", ["pipeline", "tensor"])
+@pytest.mark.parametrize("ranks", ["pipeline", pytest.param("tensor", marks=pytest.mark.slow)])
 def test_ranks_share_microbatches_of_experts(runs: Runs, ranks: str) -> None:
     """Bit for bit equal to the same groups without graphs; experts are on two ranks.
 

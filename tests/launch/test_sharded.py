@@ -81,7 +81,15 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = {
+    *("megatron_block", "megatron_gradients", "megatron_nothing", "megatron_tensors"),
+    *("megatron_recomputed", "torch_recomputed"),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[pytest.mark.slow] if c in SLOW else []) for c in CASES]
+)
 def test_sharded_models_equal_eager(
     case: str, tmp_path: Path, run_ranks: Callable[..., tuple[list[int], str]]
 ) -> None:

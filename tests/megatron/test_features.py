@@ -173,6 +173,7 @@ def test_two_ranks(
     _check(run_equal(in_both_scopes(cases), 2))
 
 
+@pytest.mark.slow
 def test_four_ranks(run_equal: Callable[..., Any], make_config: Callable[..., Any]) -> None:
     """PP 4 with tied embeddings, and PP 2 x TP 2 with sequence parallelism."""
     cases = {

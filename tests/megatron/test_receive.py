@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,29 +63,46 @@ def _replayed(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 def test_three_ranks(run_cases: Callable[..., Any], make_case: Callable[..., Any]) -> None:
     one_f_one_b = {
-        "own_groups": make_case(3, communicator="plain"),
         "own_communicator": make_case(3, communicator="own"),
         "in_place": make_case(3),
         "unknown_schedule": make_case(3, hides_schedule=True),
-        "whole_chunk": make_case(3, scope="chunk"),
         "off": make_case(3, zero_copy=False),
     }
-    shared = {"shared_slots": True}
     interleaved = {
-        "flush": make_case(3, 2, _INTERLEAVED_COUNTS, megatron=_FLUSH),
         "interleaved": make_case(3, 2, _INTERLEAVED_COUNTS),
         "overlap": make_case(3, 2, _INTERLEAVED_COUNTS, megatron=_OVERLAP),
+    }
+    results = run_cases({**one_f_one_b, **interleaved}, 3)
+    _check_1f1b(results["in_place"], is_whole_chunk=False)
+    _check_off(results["off"], "zero_copy=False")
+    _check_off(results["unknown_schedule"], "not Megatron's pipeline schedule")
+    _check_off(results["own_communicator"], "the caller's own communicator", ["Own"])
+    _check_interleaved(results, interleaved)
+
+
+@pytest.mark.slow
+def test_three_ranks_with_other_options(
+    run_cases: Callable[..., Any], make_case: Callable[..., Any]
+) -> None:
+    shared = {"shared_slots": True}
+    one_f_one_b = {
+        "own_groups": make_case(3, communicator="plain"),
+        "whole_chunk": make_case(3, scope="chunk"),
+    }
+    interleaved = {
+        "flush": make_case(3, 2, _INTERLEAVED_COUNTS, megatron=_FLUSH),
         "shared": make_case(3, 2, _INTERLEAVED_COUNTS, **shared),
         "shared_overlap": make_case(3, 2, _INTERLEAVED_COUNTS, megatron=_OVERLAP, **shared),
     }
     results = run_cases({**one_f_one_b, **interleaved}, 3)
-    for name in ("in_place", "own_groups", "whole_chunk"):
+    for name in one_f_one_b:
         _check_1f1b(results[name], is_whole_chunk=name == "whole_chunk")
-    _check_off(results["off"], "zero_copy=False")
-    _check_off(results["unknown_schedule"], "not Megatron's pipeline schedule")
-    _check_off(results["own_communicator"], "the caller's own communicator", ["Own"])
-    for name in interleaved:
-        _check_interleaved(
+    _check_interleaved(results, interleaved)
+
+
+def _check_interleaved(results: dict[str, Any], names: Iterable[str]) -> None:
+    for name in names:
+        _check_interleaved_case(
             results[name],
             is_overlapped=name not in ("interleaved", "shared"),
             # With as many slots as microbatches in flight, no slot is free for an early receive.
@@ -118,7 +135,9 @@ def _check_off(ranks: list[dict[str, Any]], reason: str, communicators: Sequence
                 assert step["copies"] == 2 * count  # the input and its gradient
 
 
-def _check_interleaved(ranks: list[dict[str, Any]], *, is_overlapped: bool, least: float) -> None:
+def _check_interleaved_case(
+    ranks: list[dict[str, Any]], *, is_overlapped: bool, least: float
+) -> None:
     """Check receives in place for every chunk; overlapped sends and early receives are copied."""
     for rank, result in enumerate(ranks):
         steps = list(zip(_replayed(result), _INTERLEAVED_COUNTS[1:], strict=True))
@@ -135,6 +154,7 @@ def _check_interleaved(ranks: list[dict[str, Any]], *, is_overlapped: bool, leas
                 assert step["copies"] == num_sent + step["copied"]
 
 
+@pytest.mark.slow
 def test_groups_larger_than_the_pipeline(
     run_cases: Callable[..., Any], make_case: Callable[..., Any]
 ) -> None:

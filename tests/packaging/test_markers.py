@@ -1,4 +1,4 @@
-"""`make test` runs every test, in one of its two runs or in both."""
+"""`make test` and `make test-slow` run every test, with one release of Megatron or with both."""
 
 from __future__ import annotations
 
@@ -38,9 +38,15 @@ def test_what_the_first_run_leaves_out_is_in_the_second(refuse: Callable[..., No
         refuse("every_release")
 
 
-def test_the_runs_leave_out_what_the_fixtures_take_for_left_out() -> None:
-    """`once` recognises the first run by its exact marker expression."""
-    runs = re.findall(r"\$\(PYTEST\) -m (.+)", (ROOT / "Makefile").read_text(encoding="utf-8"))
-    assert runs == ["megatron", '"not megatron or every_release"']
-    conftest = (ROOT / "tests" / "conftest.py").read_text(encoding="utf-8")
-    assert 'getoption("markexpr") == "not megatron or every_release"' in conftest
+def test_the_runs_leave_out_what_the_fixtures_take_for_left_out(
+    pytestconfig: pytest.Config,
+) -> None:
+    """The suite's conftest recognises runs by their exact marker expressions."""
+    runs = re.findall(r"\$\(PYTEST\) -m \"(.+)\"", (ROOT / "Makefile").read_text(encoding="utf-8"))
+    every: Any = pytestconfig.pluginmanager.get_plugin(str(ROOT / "tests" / "conftest.py"))
+    assert sorted(runs) == sorted([*every._NEWEST[1:], *every._OLDEST[1:]])
+    assert sorted(runs) == sorted(
+        f"{tests} and {speed}"
+        for tests in ("megatron", "(not megatron or every_release)")
+        for speed in ("slow", "not slow")
+    )

@@ -190,6 +190,7 @@ def test_two_ranks(
     _check(run_equal(cases, 2), cases, slots)
 
 
+@pytest.mark.slow
 def test_four_ranks(
     run_equal: Callable[..., Any],
     make_config: Callable[..., Any],

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -181,7 +180,6 @@ def nothing(_chunk: int) -> None:
     """Do nothing in the weight half: an eager backward is whole."""
 
 
-@pytest.mark.slow
 @settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(case=cases())
 def test_any_legal_order_has_the_bits_of_eager_training(

@@ -94,6 +94,7 @@ def test_zero_bubble_on_graphs_equals_megatrons_1f1b(
     assert results["zb-h1"]["num_graphs"] == 2 * 2 + 3 * 2
 
 
+@pytest.mark.slow
 def test_four_ranks(run_cases: Callable[..., Any], make_config: Callable[..., Any]) -> None:
     pp4 = {"pipeline_model_parallel_size": 4}
     pp2 = {"pipeline_model_parallel_size": 2}

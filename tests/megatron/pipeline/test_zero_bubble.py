@@ -152,6 +152,7 @@ def test_four_stages(run_equal: Run, make: Make) -> None:
     assert results["pp4"]["slots_per_chunk"] == [[4]] * 4
 
 
+@pytest.mark.slow
 def test_tensor_and_data_parallel_ranks(run_equal: Run, make: Make) -> None:
     vpp = {**ZB_VPP, "data_parallel_size": 2}
     gathered = {**OVERLAP, "overlap_param_gather": True}

@@ -93,6 +93,7 @@ def _fallbacks(steps: list[dict[str, Any]], captured: set[int]) -> list[dict[str
     return fallbacks
 
 
+@pytest.mark.slow
 def test_four_ranks(
     run_equal: Callable[..., Any],
     make_case: Case,
@@ -163,6 +164,7 @@ _EXPERTS = {
 _HAS_LATENT = not metadata.version("megatron-core").startswith("0.16")
 
 
+@pytest.mark.slow
 def test_latent_attention_and_experts(run_equal: Callable[..., Any], make_case: Case) -> None:
     """Routers and tables cover the tokens of all ranks that share a microbatch."""
     spec = "packed_contexts_latent_experts" if _HAS_LATENT else "packed_contexts_experts"
@@ -198,6 +200,7 @@ def test_latent_attention_and_experts(run_equal: Callable[..., Any], make_case: 
     losses_do_not_depend_on_who_shares_what(results["random"], results["smallest"])
 
 
+@pytest.mark.slow
 def test_experts_that_stash_and_steps_that_run_again(
     run_cases: Callable[..., Any], make_case: Case
 ) -> None:

@@ -197,6 +197,7 @@ def test_two_ranks(run_equal: Callable[..., Any], make_config: Callable[..., Any
     assert results["ep2_stash"]["stash_bytes"][0] > 0
 
 
+@pytest.mark.slow
 def test_four_ranks(run_equal: Callable[..., Any], make_config: Callable[..., Any]) -> None:
     """PP 2 x EP 2; TP 2 x EP 2, with whole experts and with experts split over two ranks."""
     shared = {"data_parallel_size": 2, "expert_model_parallel_size": 2}
@@ -229,7 +230,8 @@ _DISPATCHERS = {
 }
 # Dispatcher, sizes, layers, steps. The first step is eager; the kinds of loads repeat every four.
 _RANDOM = {
-    "ep2": ("alltoall", _SPREAD, 1, 100),
+    "ep2": ("alltoall", _SPREAD, 1, 12),
+    "ep2-long": ("alltoall", _SPREAD, 1, 100),
     "ep2-gathered": ("allgather", _SPREAD, 1, 12),
     "ep2-hybridep": ("flex", _SPREAD, 1, 12),
     "ep4": ("alltoall", _SPREAD_4, 1, 9),
@@ -245,7 +247,12 @@ _RANDOM = {
     ("num_ranks", "names"),
     [
         (2, ("ep2", "ep2-gathered", "ep2-hybridep")),
-        (4, ("ep4", "ep4-gathered", "ep4-hybridep", "pp2-ep2", "pp2-vpp2-ep2")),
+        pytest.param(2, ("ep2-long",), marks=pytest.mark.slow),
+        pytest.param(
+            4,
+            ("ep4", "ep4-gathered", "ep4-hybridep", "pp2-ep2", "pp2-vpp2-ep2"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_random_steps_with_too_little_room_are_equal_to_eager_training(
@@ -310,6 +317,7 @@ def test_room_grows_as_long_as_loads_do(
         assert rank["dispatch"].endswith("room for 512 rows")
 
 
+@pytest.mark.slow
 def test_without_megatrons_overlap_bits_change_only_of_an_embedding_used_for_prediction(
     run_cases: Callable[..., Any], make_config: Callable[..., Any]
 ) -> None:

@@ -190,6 +190,7 @@ def test_two_ranks(
     )
 
 
+@pytest.mark.slow
 def test_four_ranks(run_equal: Callable[..., Any], make_config: Callable[..., Any]) -> None:
     """PP 2 x EP 2 and PP 2 x VPP 2 x EP 2."""
     pipeline = {

@@ -153,6 +153,7 @@ def test_graphs_equal_eager(
 
 
 @pytest.mark.megatron
+@pytest.mark.slow
 def test_a_pipeline(run_equal: Callable[..., Any], make_case: Case) -> None:
     cases = {
         "pp2_vpp2": make_case(
@@ -241,6 +242,7 @@ def _check_experts(result: dict[str, Any]) -> None:
 
 
 # Not for each release: Megatron does not choose the rows of a rank.
+@pytest.mark.slow
 def test_sharing_documents_changes_rounding_alone(
     run_equal: Callable[..., Any], make_case: Case, text: Path
 ) -> None:

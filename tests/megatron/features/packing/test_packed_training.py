@@ -225,6 +225,7 @@ def test_documents_that_are_too_long(run_equal: Callable[..., Any], make_case: C
     _check(run_equal(cases, 1), {"limited": too_long})
 
 
+@pytest.mark.slow
 def test_length_buckets_on_two_ranks(run_equal: Callable[..., Any], make_case: Case) -> None:
     """Stages receive tensors of several lengths, into slots and elsewhere; ranks share experts."""
     cases = {

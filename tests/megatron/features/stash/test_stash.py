@@ -117,6 +117,7 @@ def test_one_rank(
         assert never["stash_bytes"] == [4096 + 512]
 
 
+@pytest.mark.slow
 def test_four_ranks(run_cases: Callable[..., Any], make_config: Callable[..., Any]) -> None:
     """Pages run out in two chunks on both pipeline ranks; loads differ from step to step."""
     both = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
