@@ -62,6 +62,7 @@ def test_what_cannot_run_is_refused(
 
 
 @pytest.mark.timeout(150)
+@pytest.mark.slow
 def test_all_schedules_give_the_same_bits(
     tmp_path: Path, run_script: Callable[..., tuple[list[int], str]]
 ) -> None:

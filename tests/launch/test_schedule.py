@@ -72,6 +72,7 @@ def test_zero_bubble_equals_megatrons_1f1b(train: Run) -> None:
     assert re.findall(r"graph replays: +(\d+)", output) == ["0", "2", "3", "3", "4", "4"]
 
 
+@pytest.mark.slow
 def test_interleaved_zero_bubble_with_overlap_equals_megatrons_interleaved(train: Run) -> None:
     steps = [*("--global-batch-size", "8", "--train-iters", "3")]
     steps += ["--num-virtual-stages-per-pipeline-rank", "2", "--overlap-grad-reduce"]

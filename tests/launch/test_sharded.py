@@ -83,7 +83,7 @@ CASES = {
 
 SLOW = {
     *("megatron_block", "megatron_gradients", "megatron_nothing", "megatron_tensors"),
-    *("megatron_recomputed", "torch_recomputed"),
+    *("megatron_optimizer", "megatron_recomputed", "torch_recomputed"),
 }
 
 

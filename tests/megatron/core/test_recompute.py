@@ -83,6 +83,7 @@ def test_one_rank(
                 assert step["grad_norm_chunk_hex"] == expected["grad_norm_chunk_hex"], name
 
 
+@pytest.mark.slow
 def test_two_ranks(run_equal: Callable[..., Any], make_config: Callable[..., Any]) -> None:
     """PP 2 x VPP 2, TP 2 and DP 2 with overlapped reduction, in both scopes and plans."""
     cases = {

@@ -86,6 +86,7 @@ def test_experts(run_equal: Run, make: Make) -> None:
         assert result["dropped_tokens"] == 0, name
 
 
+@pytest.mark.slow
 def test_experts_that_stash(run_cases: Run, make: Make) -> None:
     """Weight halves run after later forwards have reused their tensors' pages."""
 
@@ -136,6 +137,7 @@ def test_recomputation(run_equal: Run, make: Make) -> None:
     )
 
 
+@pytest.mark.slow
 def test_four_stages(run_equal: Run, make: Make) -> None:
     pp4 = {**ZB, "pipeline_model_parallel_size": 4}
     results = run_equal(

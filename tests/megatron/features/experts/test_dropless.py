@@ -158,10 +158,12 @@ def test_experts_that_are_multiplied_at_once(
     _check(run_equal(cases, 1))
 
 
+_SHARED = {"data_parallel_size": 2, "expert_model_parallel_size": 2}
+
+
 def test_two_ranks(run_equal: Callable[..., Any], make_config: Callable[..., Any]) -> None:
     """Experts on two ranks by both dispatchers, with biases; PP 2 x VPP 2."""
-    make = make_config
-    shared = {"data_parallel_size": 2, "expert_model_parallel_size": 2}
+    make, shared = make_config, _SHARED
     interleaved = {
         "pipeline_model_parallel_size": 2,
         "virtual_pipeline_model_parallel_size": 2,
@@ -171,11 +173,7 @@ def test_two_ranks(run_equal: Callable[..., Any], make_config: Callable[..., Any
         "ep2": _case(make, _BIASED, pipeline=shared, train=overlap),
         "ep2_gathered": _case(make, {**_BIASED, **_GATHERED}, pipeline=shared),
         "ep2_stash": _case(make, _BIASED, pipeline=shared, stash={"enabled": True}),
-        "ep2_overlapped": _case(make, _BIASED, options=_OVERLAP, pipeline=shared),
-        "ep2_random_loads": _case(make, _EXPERTS, options=_RANDOM_LOADS, pipeline=shared),
-        "ep2_plain": _case(make, _EXPERTS, model={"swiglu": False}, pipeline=shared),
         "tp2": _split(make, _BIASED),
-        "tp2_gathered": _split(make, {**_EXPERTS, **_GATHERED}),
         "pp2_vpp2": _case(
             make,
             _BIASED,
@@ -184,6 +182,22 @@ def test_two_ranks(run_equal: Callable[..., Any], make_config: Callable[..., Any
             pipeline=interleaved,
             train={"overlap_grad_reduce": True},
         ),
+    }
+    results = run_equal(cases, 2, timeout_s=180.0)
+    _check(results)
+    assert results["ep2_stash"]["stash_bytes"][0] > 0
+
+
+@pytest.mark.slow
+def test_two_ranks_with_other_options(
+    run_equal: Callable[..., Any], make_config: Callable[..., Any]
+) -> None:
+    make, shared = make_config, _SHARED
+    cases = {
+        "ep2_overlapped": _case(make, _BIASED, options=_OVERLAP, pipeline=shared),
+        "ep2_random_loads": _case(make, _EXPERTS, options=_RANDOM_LOADS, pipeline=shared),
+        "ep2_plain": _case(make, _EXPERTS, model={"swiglu": False}, pipeline=shared),
+        "tp2_gathered": _split(make, {**_EXPERTS, **_GATHERED}),
         "pp2_dense_stage": _case(
             make,
             {**_EXPERTS, "moe_layer_freq": [0, 1]},
@@ -192,9 +206,7 @@ def test_two_ranks(run_equal: Callable[..., Any], make_config: Callable[..., Any
             capture={"scope": "chunk"},
         ),
     }
-    results = run_equal(cases, 2, timeout_s=180.0)
-    _check(results)
-    assert results["ep2_stash"]["stash_bytes"][0] > 0
+    _check(run_equal(cases, 2, timeout_s=180.0))
 
 
 @pytest.mark.slow

@@ -71,6 +71,7 @@ def test_split_backwards(run_equal: Callable[..., Any], make_config: Callable[..
     _check(run_equal(cases, 2))
 
 
+@pytest.mark.slow
 def test_several_graphs_of_a_slot(
     run_equal: Callable[..., Any],
     make_config: Callable[..., Any],

@@ -205,6 +205,7 @@ def test_a_pipeline(run_equal: Callable[..., Any], make_case: Case) -> None:
 
 @pytest.mark.megatron
 @pytest.mark.timeout(200)
+@pytest.mark.slow
 def test_four_ranks_share_documents_in_a_pipeline(
     run_equal: Callable[..., Any], make_case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -260,6 +260,7 @@ _SPARSE = {"layer_spec": "user_specs:packed_experts", "swiglu": True, "num_layer
 
 
 @pytest.mark.megatron
+@pytest.mark.slow
 def test_experts_on_two_ranks(run_equal: Callable[..., Any], make_case: Case) -> None:
     """Also if only one of the ranks that share experts has documents that do not fit."""
     biased = {
@@ -321,6 +322,7 @@ def test_experts_that_stash_or_run_again(run_cases: Callable[..., Any], make_cas
     assert results["stash"]["stash_bytes"] < results["stash"]["bytes_without_stash"]
 
 
+@pytest.mark.slow
 def test_experts_that_stash_on_two_ranks(run_cases: Callable[..., Any], make_case: Case) -> None:
     """On one rank packings do not fit in some steps, and pages run out in others."""
     few = {**_STASH, "initial_bytes": 2048, "max_recaptures": 1}
