@@ -199,6 +199,7 @@ def test_steps_are_announced_before_they_begin(runs: Runs, monkeypatch: pytest.M
     assert runs.words("ahead.words") == [words] * 2
 
 
+@pytest.mark.slow
 def test_experts_that_stash_and_run_steps_again_equal_eager(runs: Runs) -> None:
     """Routers count every row, as without the flag: documents fill all rows.
 
@@ -250,6 +251,7 @@ def test_cp2_equals_eager(runs: Runs) -> None:
     assert "eager steps (packing overflow): 1" in runs.output
 
 
+@pytest.mark.slow
 def test_ranks_share_each_microbatch_as_its_documents_need(
     runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:

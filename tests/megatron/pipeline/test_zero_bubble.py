@@ -43,6 +43,7 @@ def make(make_config: Callable[..., Any]) -> Make:
     return case
 
 
+@pytest.mark.slow
 def test_packed_sequences(
     run_equal: Run,
     make_config: Callable[..., Any],
@@ -67,6 +68,7 @@ def test_packed_sequences(
     )
 
 
+@pytest.mark.slow
 def test_experts(run_equal: Run, make: Make) -> None:
     results = run_equal(
         {

@@ -302,6 +302,7 @@ def test_random_steps_with_too_little_room_are_equal_to_eager_training(
             assert rank["dropped"] == 0
 
 
+@pytest.mark.slow
 def test_room_grows_as_long_as_loads_do(
     run_cases: Callable[..., Any], make_config: Callable[..., Any]
 ) -> None:

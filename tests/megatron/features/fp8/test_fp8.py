@@ -58,6 +58,7 @@ def test_two_ranks(
     _check(run_equal({**delayed, **others}, 2))
 
 
+@pytest.mark.slow
 def test_split_backwards(run_equal: Callable[..., Any], make_config: Callable[..., Any]) -> None:
     """Zero-bubble schedules on graphs equal Megatron's own; `verify` shadow is refused there."""
     pp2 = {"pipeline_model_parallel_size": 2}

@@ -129,6 +129,7 @@ def test_one_rank(
     _check(run_equal(cases, 1))
 
 
+@pytest.mark.slow
 def test_two_ranks(run_equal: Callable[..., Any], make_case: Case) -> None:
     """Two to four microbatches are in flight, each with its slot's documents."""
     chunk = {"scope": "chunk"}

@@ -124,6 +124,7 @@ def test_two_ranks(run_equal: Callable[..., Any], make_case: Case) -> None:
     _check(run_equal(cases, 2))
 
 
+@pytest.mark.slow
 def test_overflow_on_one_of_two_pipelines(run_equal: Callable[..., Any], make_case: Case) -> None:
     """One data-parallel rank gets documents that do not fit in the middle of the run."""
     from chunkgraph.data import Documents

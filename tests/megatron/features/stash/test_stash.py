@@ -138,6 +138,7 @@ def test_four_ranks(run_cases: Callable[..., Any], make_config: Callable[..., An
     assert results["short"]["steps"][-1]["replays"]
 
 
+@pytest.mark.slow
 def test_two_ranks(run_cases: Callable[..., Any], make_config: Callable[..., Any]) -> None:
     """Interleaved, with pages that run out on one rank; and experts on two ranks."""
     pp2 = {"pipeline_model_parallel_size": 2}
