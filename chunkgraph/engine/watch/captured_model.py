@@ -258,8 +258,8 @@ class CapturedModel:
     def begin_step(self) -> None:
         """Compare what a caller may undo before the step ends, and count writes from now on.
 
-        This leaves out what `check_memory` and torch's count of hooks cover. The second replay of
-        a step is slow if this leaves little of it in the caches of the CPU.
+        This runs after the first launch, and leaves out what `check_memory` and torch's count of
+        hooks cover: the second replay waits for memory that it evicts from the CPU's caches.
 
         Raises:
             ReplayMismatchError: The module has changed since the capture.
@@ -277,7 +277,7 @@ class CapturedModel:
     def _hooks_now(self) -> dict[int, tuple[str, Any]]:
         """Return, by torch's number, each hook that runs with a part, and where it is."""
         places = [
-            (self._path(part.path), hooks)
+            (self._path(part.path) or "the chunk", hooks)
             for part in self._parts
             for hooks in _hooks(vars(part.module))
         ]
@@ -365,7 +365,8 @@ class CapturedModel:
         """Compare parts, tensors and hooks one by one."""
         if replaced := self._holders.replaced_attributes():
             path = next(part.path for part in self._parts if part.module is replaced[0])
-            raise self._mismatch(f"the __dict__ of {self._path(path)} was replaced after capture")
+            where = self._path(path) or "the chunk"
+            raise self._mismatch(f"the __dict__ of {where} was replaced after capture")
         if not are_same(self._children_now(), self._children):
             raise self._mismatch(self._other_parts())
         if not are_same(self._tensors_now(), self._tensors):
