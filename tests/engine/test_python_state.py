@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -124,6 +124,14 @@ def by_list(x: torch.Tensor) -> torch.Tensor:
     return x * NUMBERS[0]
 
 
+ORDER = OrderedDict(one=1.0, two=2.0)
+
+
+def by_order(x: torch.Tensor) -> torch.Tensor:
+    ORDER.move_to_end(next(iter(ORDER)))
+    return x * next(iter(ORDER.values()))
+
+
 def by_dict(x: torch.Tensor) -> torch.Tensor:
     NAMED["calls"] = NAMED.get("calls", 0) + 1
     return x * NAMED["calls"]
@@ -191,6 +199,7 @@ OUTSIDE: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str, Callable[[
     "global": (by_global, "the global NUM_CALLS", lambda: NUM_CALLS),
     "function": (by_function, "the global NUM_CALLS", lambda: NUM_CALLS),
     "list": (by_list, r"the global NUMBERS\[0\]", lambda: list(NUMBERS)),
+    "order": (by_order, r"the global ORDER\['(one|two)'\]", lambda: list(ORDER)),
     "dict": (by_dict, r"the global NAMED\['calls'\]", lambda: dict(NAMED)),
     "deque": (by_deque, r"the global TURNS\[0\]", lambda: list(TURNS)),
     "class": (by_class, r"Count\.num_calls", lambda: Count.num_calls),

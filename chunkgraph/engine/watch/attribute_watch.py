@@ -8,6 +8,7 @@ a shape) are allowed.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -95,7 +96,13 @@ class _State:
                     values.clear()
                     values.extend(old)
                 continue
-            for key, then, _ in _changes(container, old):
+            changes = _changes(container, old)
+            if changes and not container.are_attributes:  # also in the old order
+                values.clear()
+                for key, value in old.items():
+                    values[key] = value
+                continue
+            for key, then, _ in changes:
                 if then is UNSET:
                     del values[key]
                 else:
@@ -233,7 +240,7 @@ def _copy(values: Any) -> Any:
 
 
 def _changes(container: Container, old: Any) -> list[tuple[Any, Any, Any]]:
-    """Return (key, old value, new value) of each object that was replaced."""
+    """Return (key, old value, new value) of each object that was replaced or has moved."""
     values = container.values
     if not isinstance(values, dict):
         now = list(values)
@@ -250,7 +257,8 @@ def _changes(container: Container, old: Any) -> list[tuple[Any, Any, Any]]:
         changes += [(key, value, UNSET) for key, value in old.items() if key not in values]
     if container.are_attributes:
         return [change for change in changes if change[0] not in TORCHS_NAMES]
-    return changes
+    moved = (key for key, before in zip(values, old, strict=False) if key is not before)
+    return changes or [(key, UNSET, None) for key in itertools.islice(moved, 1)]
 
 
 def _at(items: Sequence[Any], index: int) -> Any:
