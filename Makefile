@@ -41,12 +41,12 @@ help: ## Show this
 	  || grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST)
 	@echo "  Variables: PYTHON=$(PYTHON) PYTHON_MCORE=$(PYTHON_MCORE) TORCH=$(TORCH) MCORE=$(MCORE) JOBS=$(JOBS) CONFIG=$(CONFIG)"
 
-train: $(VENV)/.installed ## Train a tiny GPT through a pipeline on this machine's CPU, and compare with eager
+train: $(VENV)/.installed ## Train a tiny GPT through a pipeline on this CPU
 	@$(VENV)/bin/chunkgraph train $(CONFIG)
 
 # Tests marked `megatron` run with the newest Megatron, in the second run; those also marked
 # `every_release` run in both.
-test: ## Lint, types, import contracts, and the tests that need no GPU, in ten minutes
+test: ## Lint, types, and the tests that need no GPU: ten minutes
 	@# The second environment, some gigabytes, is created during lint and tests in the first one.
 	@$(MAKE) -j2 test-first $(VENV_MCORE)/.installed
 	@echo "== tests marked megatron (megatron-core $(MCORE))"
@@ -56,7 +56,7 @@ test-first: lint $(VENV)/.compiled
 	@echo "== tests (megatron-core of $(VENV))"
 	@$(VENV)/bin/python $(PYTEST) -m "(not megatron or every_release) and not slow"
 
-test-slow: $(VENV)/.installed $(VENV_MCORE)/.installed ## The longer tests that need no GPU: larger jobs, more random steps
+test-slow: $(VENV)/.installed $(VENV_MCORE)/.installed ## The longer tests that need no GPU: larger jobs
 	@$(VENV)/bin/python $(PYTEST) -m "(not megatron or every_release) and slow"
 	@$(VENV_MCORE)/bin/python $(PYTEST) -m "megatron and slow"
 
