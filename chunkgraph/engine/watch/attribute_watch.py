@@ -8,14 +8,13 @@ a shape) are allowed.
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
-from itertools import chain, repeat
+from itertools import chain, islice, repeat
 from numbers import Number
 from typing import Any
 
@@ -258,7 +257,7 @@ def _changes(container: Container, old: Any) -> list[tuple[Any, Any, Any]]:
     if container.are_attributes:
         return [change for change in changes if change[0] not in TORCHS_NAMES]
     moved = (key for key, before in zip(values, old, strict=False) if key is not before)
-    return changes or [(key, UNSET, None) for key in itertools.islice(moved, 1)]
+    return changes or [(key, UNSET, None) for key in islice(moved, 1)]
 
 
 def _at(items: Sequence[Any], index: int) -> Any:

@@ -5,8 +5,9 @@ replaced, added or removed, a parameter that is frozen or unfrozen, and a layer 
 evaluation mode. They do not run hooks on parameters, and do not notice writes to a parameter
 between a forward and its backward.
 
-All of this is compared when a step begins and when it ends. Calls notice changes that are undone
-inside a step: see `Windows`.
+All of this is compared when a step begins and when it ends. Hooks that torch has not registered,
+and a module's dicts that were replaced as a whole, are noticed when it ends. Calls notice changes
+that are undone inside a step: see `Windows`.
 """
 
 from __future__ import annotations
@@ -337,8 +338,8 @@ class CapturedModel:
 
         Raises:
             ReplayMismatchError: A part or a tensor was replaced, added, removed, moved, frozen or
-                unfrozen, a hook was added, or a part of the module changed between training and
-                evaluation mode.
+                unfrozen, a hook was added or removed, or a part of the module changed between
+                training and evaluation mode.
         """
         if not self._holders.are_in_use():
             self._check_holders()
