@@ -33,7 +33,7 @@ PIP_INSTALL := $(PIP_QUIET) install --no-compile
 # A process without tests takes over some of another's, so that all processes end together.
 PYTEST := -m pytest -q -n $(JOBS) --dist worksteal
 
-.PHONY: help train test test-first test-slow test-gpu lint docs pictures dist clean
+.PHONY: help train test test-first test-slow test-all test-gpu lint docs pictures dist clean
 .DEFAULT_GOAL := help
 
 help: ## Show this
@@ -46,7 +46,7 @@ train: $(VENV)/.installed ## Train a tiny GPT through a pipeline on this CPU
 
 # Tests marked `megatron` run with the newest Megatron, in the second run; those also marked
 # `every_release` run in both.
-test: ## Lint, types, and the tests that need no GPU: ten minutes
+test: ## Lint, types, and the tests that need no GPU: five minutes
 	@# The second environment, some gigabytes, is created during lint and tests in the first one.
 	@$(MAKE) -j2 test-first $(VENV_MCORE)/.installed
 	@echo "== tests marked megatron (megatron-core $(MCORE))"
@@ -59,6 +59,10 @@ test-first: lint $(VENV)/.compiled
 test-slow: $(VENV)/.installed $(VENV_MCORE)/.installed ## The longer tests that need no GPU: larger jobs
 	@$(VENV)/bin/python $(PYTEST) -m "(not megatron or every_release) and slow"
 	@$(VENV_MCORE)/bin/python $(PYTEST) -m "megatron and slow"
+
+test-all: ## Everything that needs no GPU, as a release runs it
+	@$(MAKE) test
+	@$(MAKE) test-slow
 
 test-gpu: $(VENV)/.installed ## The tests that need GPUs; fails where there is none
 	@# In order: the tests that need the most GPUs run first.

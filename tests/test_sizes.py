@@ -8,15 +8,13 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
 FILES = sorted(p for folder in ("chunkgraph", "schedules") for p in (ROOT / folder).rglob("*.py"))
 
 
 def oversized(source: str) -> Iterator[str]:
     """Yield what is too long in a file, and who takes many parameters without a reason."""
-    if (num_lines := source.count("\n")) > 500:
+    if (num_lines := source.count("\n")) > 900:
         yield f"{num_lines} lines"
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     comments = {token.start[0] for token in tokens if token.type == tokenize.COMMENT}
@@ -32,9 +30,13 @@ def oversized(source: str) -> Iterator[str]:
             yield f"{node.name}: {num_parameters} parameters, and no comment says why"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_no_file_or_function_is_oversized(path: Path) -> None:
-    assert not [*oversized(path.read_text(encoding="utf-8"))]
+def test_no_file_or_function_is_oversized() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}: {what}"
+        for path in FILES
+        for what in oversized(path.read_text(encoding="utf-8"))
+    ]
+    assert not found
 
 
 def test_the_limits_are_those_of_lines_and_parameters() -> None:
@@ -42,4 +44,4 @@ def test_the_limits_are_those_of_lines_and_parameters() -> None:
     source = f"def f({names}):\n    pass\n\n\ndef g(  # why\n    {names}\n):\n    pass\n"
     assert [*oversized(source)] == ["f: 9 parameters, and no comment says why"]
     assert [*oversized("def f():\n" + "    a = 1\n" * 100)] == ["f: 101 lines"]
-    assert [*oversized("a = 1\n" * 501)] == ["501 lines"]
+    assert [*oversized("a = 1\n" * 901)] == ["901 lines"]
