@@ -102,7 +102,16 @@ class MemoryPlanError(ChunkGraphError, RuntimeError):
 
 
 class WorkerError(ChunkGraphError, RuntimeError):
-    """A training process failed, was killed or did not answer in time."""
+    """A training process failed, was killed or did not answer in time.
+
+    Args:
+        message: Which rank failed, and why.
+        exit_code: The rank's, if it left no message; otherwise 1.
+    """
+
+    def __init__(self, message: str, *, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 class OutputError(ChunkGraphError, OSError):

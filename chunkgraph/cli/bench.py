@@ -267,14 +267,11 @@ class _Bench:
             "num_profiled_steps": _NUM_PROFILED_STEPS if self._args.profile else 0,
         }
         (folder / "bench.json").write_text(json.dumps(request), encoding="utf-8")
-        limit_s = self._args.timeout or config.run.timeout_s
         spec = LaunchSpec(
-            target=_WORKER,
-            config_path=config_path,
+            command=("-m", "chunkgraph.jobs.worker_main", _WORKER, str(config_path), str(folder)),
             run_dir=folder,
             num_workers=config.pipeline.world_size,
-            stall_timeout_s=config.run.timeout_s + STALL_GRACE_S,
-            time_limit_s=limit_s,
+            stall_timeout_s=(self._args.timeout or config.run.timeout_s) + STALL_GRACE_S,
             # The profiler must not remove its hooks while graphs are alive.
             environment={**worker_environment(config), "TEARDOWN_CUPTI": "0"},
             debug=config.run.debug,

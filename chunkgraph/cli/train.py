@@ -73,8 +73,7 @@ def _train(args: argparse.Namespace, config: Config, run_dir: Path) -> int:
     config_path = run_dir / "config.yaml"
     config_path.write_text(to_yaml(resolved(config)), encoding="utf-8")
     spec = LaunchSpec(
-        target=_WORKER,
-        config_path=config_path,
+        command=("-m", "chunkgraph.jobs.worker_main", _WORKER, str(config_path), str(run_dir)),
         run_dir=run_dir,
         num_workers=config.pipeline.world_size,
         stall_timeout_s=config.run.timeout_s + STALL_GRACE_S,

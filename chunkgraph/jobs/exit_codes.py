@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from chunkgraph.errors import ConfigError, MissingDependencyError, ScheduleError
+from chunkgraph.errors import ConfigError, MissingDependencyError, ScheduleError, WorkerError
 
 __all__ = ["EXIT_FAILED", "EXIT_INTERRUPTED", "EXIT_USAGE", "exit_code_of", "is_usage_error"]
 
@@ -14,11 +14,13 @@ EXIT_INTERRUPTED = 130
 """Ctrl-C ended the run."""
 
 
-def is_usage_error(error: Exception) -> bool:
+def is_usage_error(error: BaseException) -> bool:
     """Return True if the user has to change a setting or a file, or install a package."""
     return isinstance(error, (ConfigError, MissingDependencyError, ScheduleError))
 
 
-def exit_code_of(error: Exception) -> int:
+def exit_code_of(error: BaseException) -> int:
     """Return the exit code of a process that ends with ``error``."""
+    if isinstance(error, WorkerError):
+        return error.exit_code
     return EXIT_USAGE if is_usage_error(error) else EXIT_FAILED

@@ -7,16 +7,15 @@ it ends them; this program leaves none.
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
 
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from chunkgraph.jobs.processes import kill_descendants
 
 __all__ = ["main"]
 
@@ -40,22 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"torchrun: ended by {name}, and the ranks of this node with it.", file=sys.stderr)
         return 128 + int(error.sigval)
     finally:
-        _kill_children()
+        kill_descendants()
     return 0
-
-
-def _kill_children() -> None:
-    """Kill the ranks that an interrupted shutdown left; only on Linux.
-
-    Each rank leads a process group, which is killed with it.
-    """
-    for listing in Path("/proc/self/task").glob("*/children"):
-        with suppress(OSError):
-            for pid in map(int, listing.read_text().split()):
-                with suppress(OSError):
-                    if os.getpgid(pid) == pid:
-                        os.killpg(pid, signal.SIGKILL)
-                    os.kill(pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -63,15 +63,13 @@ if __name__ == "__main__":
         leave(code)
 """
 LAUNCHER = """
-import sys, types
-from chunkgraph.launch.script_launcher import ScriptLauncher
+import sys
+from pathlib import Path
+from chunkgraph.jobs.launcher import Launcher, LaunchSpec
 from chunkgraph.errors import ChunkGraphError
 
-options = types.SimpleNamespace(
-    nproc=2, debug=False, device="cpu", rank_command=lambda: [sys.argv[1]]
-)
 try:
-    sys.exit(ScriptLauncher(options).run())
+    Launcher(LaunchSpec(command=[sys.argv[1]], run_dir=Path(sys.argv[1]).parent, num_workers=2)).run()
 except ChunkGraphError as error:
     sys.exit(f"error: {error}")
 """
@@ -183,11 +181,3 @@ def test_no_process_is_left_when_a_rank_is_killed(job: Job, by: str) -> None:
     pids = job.start(*(("-c", LAUNCHER) if by == "launcher" else TORCHRUN))
     os.kill(pids[1], signal.SIGKILL)
     job.output_until_all_ended()
-
-
-def test_no_process_is_left_when_the_agent_is_killed(job: Job) -> None:
-    pytest.importorskip("torch")
-    job.start("-c", LAUNCHER)
-    agents = [pid for pid, command in job.processes().items() if "script_agent" in command]
-    os.kill(agents[0], signal.SIGKILL)
-    assert "agent of the ranks ended" in job.output_until_all_ended()
