@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         from chunkgraph.launch.__main__ import main
 
         return main(options)
-    from chunkgraph.jobs.launcher import Launcher, LaunchSpec
+    from chunkgraph.jobs.launcher import Launcher
 
     for note in (*options.notes, *options.notes_on_processes(options.nproc)):
         print(f"note: {note}.", file=sys.stderr)
@@ -59,12 +59,11 @@ def run(args: argparse.Namespace) -> int:
     if options.device == "cpu":
         environment["GLOO_SOCKET_IFNAME"] = "lo"
     with TemporaryDirectory(prefix="chunkgraph-", ignore_cleanup_errors=True) as folder:
-        spec = LaunchSpec(
+        Launcher(
             command=options.rank_command(),
             run_dir=Path(folder),
-            num_workers=options.nproc,
+            num_ranks=options.nproc,
             environment=environment,
             debug=options.debug,
-        )
-        Launcher(spec).run()
+        ).run()
     return 0

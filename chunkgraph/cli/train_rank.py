@@ -151,10 +151,7 @@ def _report_error(args: argparse.Namespace, started: StartedRank, error: BaseExc
         _wait_for_the_launcher()
     if args.debug:
         traceback.print_exception(error)
-    # A wrong setting concerns no particular rank.
-    is_shared = is_usage and started.local_rank == 0
-    message = str(error) if is_shared else describe_error(error, started.rank)
-    print(f"error: {message}", file=sys.stderr)
+    print(f"error: {describe_error(error, started.rank)}", file=sys.stderr)
     return exit_code_of(error)
 
 

@@ -27,7 +27,7 @@ from chunkgraph.errors import WorkerError
 from chunkgraph.jobs.processes import PARENT_PID_VARIABLE, REPORT_FOLDER_VARIABLE
 from chunkgraph.jobs.reports import error_path, first_failure, follows_from_another
 
-__all__ = ["LaunchSpec", "Launcher"]
+__all__ = ["Launcher"]
 
 _POLL_S = 0.05
 _START_S = 120.0
@@ -35,49 +35,33 @@ _START_S = 120.0
 _EXPLAIN_S = 5.0
 """Time for the rank that caused the failure of another one to end."""
 _SAVE_S = 30.0
-"""Time for the other ranks to save, after SIGTERM ended one."""
+"""Time for ranks to save after SIGTERM, if it ended one."""
 _GRACE_S = 3.0
 """Time for a rank to end after SIGTERM."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LaunchSpec:
-    """A job to start."""
+@dataclass(kw_only=True)
+class Launcher:
+    """One run of the ranks of a job."""
 
     command: Sequence[str]
     """Arguments of Python in each rank."""
     run_dir: Path
     """Folder of the run, for progress and errors."""
-    num_workers: int
-    """Processes to start, one for each rank."""
+    num_ranks: int
+    """Processes to start."""
     stall_timeout_s: float = math.inf
     """Longest silence of rank 0, in seconds, before the run is ended."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables for the ranks, unless the user sets them."""
     debug: bool = False
     """True to show a rank's traceback in the error."""
+    on_progress: Callable[[Mapping[str, Any]], None] = lambda _line: None
+    """Callback with each progress line of rank 0, in the calling thread."""
+    on_output: Callable[[str], None] | None = None
+    """Callback with each line that the ranks print, in another thread; None: they print it."""
 
-
-class Launcher:
-    """One run of the ranks of a job.
-
-    Args:
-        spec: The job.
-        on_progress: Callback with each progress line of rank 0, in the calling thread.
-        on_output: Callback with each line that the ranks print, in another thread; None: they
-            print it themselves.
-    """
-
-    def __init__(
-        self,
-        spec: LaunchSpec,
-        *,
-        on_progress: Callable[[Mapping[str, Any]], None] = lambda _line: None,
-        on_output: Callable[[str], None] | None = None,
-    ) -> None:
-        self._spec = spec
-        self._on_progress = on_progress
-        self._on_output = on_output
+    def __post_init__(self) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._failed: dict[int, int] = {}  # exit codes by rank, in the order of the failures
         self._was_terminated = False
@@ -105,28 +89,25 @@ class Launcher:
             print("terminated: the ranks ended.", file=sys.stderr)
             raise SystemExit(128 + signal.SIGTERM)
         if self._failed:
-            raise first_failure(
-                self._spec.run_dir, self._failed, running=running, debug=self._spec.debug
-            )
+            raise first_failure(self.run_dir, self._failed, running=running, debug=self.debug)
 
     def _start(self, port: int) -> None:
-        spec = self._spec
         job = {
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 opens no store of its own
             "TORCHELASTIC_RESTART_COUNT": "0",
-            "WORLD_SIZE": str(spec.num_workers),
-            "LOCAL_WORLD_SIZE": str(spec.num_workers),
+            "WORLD_SIZE": str(self.num_ranks),
+            "LOCAL_WORLD_SIZE": str(self.num_ranks),
             PARENT_PID_VARIABLE: str(os.getpid()),
-            REPORT_FOLDER_VARIABLE: str(spec.run_dir),
+            REPORT_FOLDER_VARIABLE: str(self.run_dir),
         }
-        output = None if self._on_output is None else self._output()
-        for rank in range(spec.num_workers):
+        output = None if self.on_output is None else self._output()
+        for rank in range(self.num_ranks):
             of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             process = subprocess.Popen(
-                [sys.executable, "-u", *spec.command],
-                env={**spec.environment, **os.environ, **job, **of_rank},
+                [sys.executable, "-u", *self.command],
+                env={**self.environment, **os.environ, **job, **of_rank},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -146,7 +127,7 @@ class Launcher:
         def read() -> None:
             with open(output, encoding="utf-8", errors="replace") as lines:
                 for line in lines:
-                    self._on_output(line.rstrip("\n"))
+                    self.on_output(line.rstrip("\n"))
 
         self._reader = threading.Thread(target=read, daemon=True)
         self._reader.start()
@@ -154,16 +135,16 @@ class Launcher:
 
     def _follow(self) -> None:
         """Follow the ranks until all ended, or one failed and no other will explain it."""
-        allowed_s = max(self._spec.stall_timeout_s, _START_S)
+        allowed_s = max(self.stall_timeout_s, _START_S)
         heard_at = failed_at = time.monotonic()
-        with (self._spec.run_dir / "progress.jsonl").open("a+", encoding="utf-8") as progress:
+        with (self.run_dir / "progress.jsonl").open("a+", encoding="utf-8") as progress:
             progress.seek(0)
             while True:
                 is_over = not self._running()
                 self._note_failures()
                 now = time.monotonic()
                 if self._pass_progress_on(progress):
-                    allowed_s, heard_at = self._spec.stall_timeout_s, now
+                    allowed_s, heard_at = self.stall_timeout_s, now
                 if not self._failed:
                     failed_at = now
                 elif now > failed_at + self._patience_s():
@@ -184,7 +165,7 @@ class Launcher:
     def _note_failures(self) -> None:
         """Record the ranks that have failed since the last call, the first report first."""
         new = {rank: code for rank, p in enumerate(self._processes) if (code := p.poll())}
-        paths = {rank: error_path(self._spec.run_dir, rank) for rank in new}
+        paths = {rank: error_path(self.run_dir, rank) for rank in new}
         reported_at = {r: path.stat().st_mtime_ns for r, path in paths.items() if path.exists()}
         for rank in sorted(new, key=lambda rank: reported_at.get(rank, 0)):
             self._failed.setdefault(rank, new[rank])
@@ -193,7 +174,7 @@ class Launcher:
         """Return how long the other ranks may run on after a failure, in seconds."""
         if self._was_terminated:
             return _SAVE_S
-        is_explained = not all(follows_from_another(self._spec.run_dir, r) for r in self._failed)
+        is_explained = not all(follows_from_another(self.run_dir, r) for r in self._failed)
         return 0.0 if is_explained else _EXPLAIN_S
 
     def _pass_progress_on(self, progress: TextIO) -> bool:
@@ -204,7 +185,7 @@ class Launcher:
             progress.seek(begin)  # rank 0 is writing
             return False
         for line in lines:
-            self._on_progress(json.loads(line))
+            self.on_progress(json.loads(line))
         return bool(lines)
 
     def _pass_on(self, signum: int, _frame: FrameType | None) -> None:
@@ -226,7 +207,7 @@ class Launcher:
         for process in self._processes:
             with suppress(subprocess.TimeoutExpired):  # a driver call cannot be interrupted
                 process.wait(_GRACE_S)
-        if self._on_output is not None and self._processes:
+        if self.on_output is not None and self._processes:
             self._reader.join(timeout=2.0)
 
 

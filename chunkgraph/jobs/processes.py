@@ -9,9 +9,8 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import NoReturn
 
 __all__ = [
@@ -20,7 +19,6 @@ __all__ = [
     "die_with_parent",
     "guard_session",
     "keep_quiet",
-    "kill_descendants",
     "leave",
 ]
 
@@ -79,24 +77,13 @@ def guard_session() -> Callable[[], None]:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process and those that it started, without the interpreter's shutdown.
+    """End this process without the interpreter's shutdown, which may wait for a peer that is gone.
 
-    The shutdown would wait for threads of process groups whose peers may be gone.
+    The guard ends what it started.
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    if os.getsid(0) != os.getpid():  # so there is no guard
-        kill_descendants()
     os._exit(code)
-
-
-def kill_descendants() -> None:
-    """Kill the processes that this one started, those that they started, and groups they lead."""
-    for pid in _descendants(os.getpid()):
-        with suppress(OSError):
-            if os.getpgid(pid) == pid:
-                os.killpg(pid, signal.SIGKILL)
-            os.kill(pid, signal.SIGKILL)
 
 
 def keep_quiet() -> None:
@@ -123,12 +110,3 @@ def _guard(guarded: int) -> None:
             time.sleep(_POLL_S)
             os.killpg(guarded, 0)
         os.killpg(guarded, signal.SIGKILL)
-
-
-def _descendants(pid: int) -> Iterator[int]:
-    """Yield the processes that ``pid`` started, each after those that it started."""
-    for listing in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):
-            for child in map(int, listing.read_text().split()):
-                yield from _descendants(child)
-                yield child

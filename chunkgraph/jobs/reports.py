@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from chunkgraph.errors import ChunkGraphError, WorkerError
-from chunkgraph.jobs.exit_codes import EXIT_FAILED, EXIT_USAGE, exit_code_of
+from chunkgraph.jobs.exit_codes import EXIT_FAILED, exit_code_of, is_usage_error
 
 __all__ = [
     "append_progress",
@@ -82,8 +82,10 @@ def describe_error(error: BaseException, rank: int) -> str:
             f"({text.splitlines()[0]})."
         )
     if not isinstance(error, ChunkGraphError):
-        return f"{_prefix(rank)}{type(error).__name__}: {text}"
-    return text if text.lower().startswith("rank") else f"{_prefix(rank)}{text}"
+        text = f"{type(error).__name__}: {text}"
+    elif is_usage_error(error) or text.lower().startswith("rank"):  # a setting concerns all ranks
+        return text
+    return f"Rank {rank} failed: {text}"
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -124,14 +126,8 @@ def first_failure(
     if not causes:
         waited_for = ", ".join(map(str, running)) or "none"
         message += f" No rank failed before it; ranks that had not ended: {waited_for}."
-    if code == EXIT_USAGE:  # a wrong setting concerns all ranks
-        message = message.removeprefix(_prefix(rank))
     message = f"{message}\n{details}" if debug else message
     return WorkerError(message, exit_code=max(code, EXIT_FAILED))
-
-
-def _prefix(rank: int) -> str:
-    return f"Rank {rank} failed: "
 
 
 def _report(folder: Path, rank: int) -> tuple[str, str]:

@@ -1,8 +1,7 @@
 """torchrun with exact exit codes: ``python -m chunkgraph.jobs.torchrun TORCHRUN-ARGUMENT...``.
 
 torchrun ends with 1 and a traceback for any exit codes of the ranks; job systems and scripts need
-the code of the rank that failed first. It can also leave ranks running if more signals arrive while
-it ends them; this program leaves none.
+the code of the rank that failed first.
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ from collections.abc import Sequence
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-from chunkgraph.jobs.processes import kill_descendants
 
 __all__ = ["main"]
 
@@ -38,8 +35,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         name = signal.Signals(error.sigval).name
         print(f"torchrun: ended by {name}, and the ranks of this node with it.", file=sys.stderr)
         return 128 + int(error.sigval)
-    finally:
-        kill_descendants()
     return 0
 
 

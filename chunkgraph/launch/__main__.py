@@ -204,5 +204,6 @@ def _report(error: BaseException, rank: int, folder: Path | None) -> int:
 
 if __name__ == "__main__":
     code = main()
-    if code:
+    if code and os.environ["WORLD_SIZE"] != "1":
         leave(code)
+    sys.exit(code)

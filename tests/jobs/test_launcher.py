@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from chunkgraph.errors import WorkerError
-from chunkgraph.jobs.launcher import Launcher, LaunchSpec
+from chunkgraph.jobs.launcher import Launcher
 from chunkgraph.settings import load_config, to_yaml
 
 ROOT = Path(__file__).parents[2]
@@ -37,11 +37,11 @@ class Launched:
         spec: dict[str, Any] = {
             "command": ["-m", "chunkgraph.jobs.worker_main", f"stub_workers:{behaviour}", *paths],
             "run_dir": self.run_dir,
-            "num_workers": 2,
+            "num_ranks": 2,
             "stall_timeout_s": 60.0,
         }
         launcher = Launcher(
-            LaunchSpec(**{**spec, **changes}),
+            **{**spec, **changes},
             on_progress=self.on_progress,
             on_output=self.lines.append,
         )
@@ -81,8 +81,7 @@ def test_progress_and_output_are_passed_on(launched: Launched) -> None:
         (
             "load_a_broken_checkpoint",
             1,
-            "Rank 1 failed: CheckpointException: on rank 0, RuntimeError: unexpected EOF in "
-            "__0_0.distcp",
+            "Rank 1 failed: CheckpointException: on rank 0, RuntimeError: unexpected EOF",
         ),
         ("fail_late", 1, "Rank 1 failed: ValueError: no such corpus"),
         ("be_terminated", 1, "Rank 1 was killed by signal 15 (SIGTERM). Another program sent it"),

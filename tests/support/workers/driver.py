@@ -18,11 +18,10 @@ class WithoutTorch(launcher.Launcher):
     """Runs each worker to its end."""
 
     def run(self) -> None:
-        spec = self._spec
-        for rank in range(spec.num_workers):
+        for rank in range(self.num_ranks):
             subprocess.run(
-                [sys.executable, *spec.command],
-                env={**os.environ, **spec.environment, "RANK": str(rank)},
+                [sys.executable, *self.command],
+                env={**os.environ, **self.environment, "RANK": str(rank)},
                 check=True,
             )
 

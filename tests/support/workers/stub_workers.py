@@ -126,7 +126,8 @@ def exit_silently(config_path: str, run_dir: str) -> int:
 class CheckpointException(BaseException):
     """Stands for torch's, which is no Exception and whose text is the tracebacks of the ranks."""
 
-    failures = {0: (RuntimeError("unexpected EOF in __0_0.distcp"), None)}
+    def __init__(self) -> None:
+        self.failures = {0: (RuntimeError("unexpected EOF"), None)}
 
     def __str__(self) -> str:
         return "CheckpointException ranks:dict_keys([0])\nTraceback (most recent call last):"
