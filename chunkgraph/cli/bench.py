@@ -280,15 +280,8 @@ class _Bench:
         )
         error: str | None = None
         with (folder / "output.log").open("w", encoding="utf-8") as log:
-
-            def on_output(line: str) -> None:
-                log.write(line + "\n")
-                log.flush()
-                if config.run.debug:
-                    self._print(f"{name}| {line}")
-
             try:
-                launch(on_progress=self._progress, on_output=on_output).run()
+                launch(on_progress=self._progress, output=log.fileno()).run()
             except ChunkGraphError as failure:
                 error = str(failure)
         return VariantResult.read(name, folder / "result.json", error)

@@ -79,8 +79,8 @@ def _train(args: argparse.Namespace, config: Config, run_dir: Path) -> int:
             num_ranks=config.pipeline.world_size,
             stall_timeout_s=config.run.timeout_s + STALL_GRACE_S,
             environment=worker_environment(config),
+            output=2,  # standard error: the report goes to standard output
             debug=config.run.debug,
             on_progress=progress.update,
-            on_output=progress.print,
         ).run()
     return report(args, config, read_results(run_dir / "rank0.json"))

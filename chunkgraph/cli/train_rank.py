@@ -151,7 +151,10 @@ def _report_error(args: argparse.Namespace, started: StartedRank, error: BaseExc
         _wait_for_the_launcher()
     if args.debug:
         traceback.print_exception(error)
-    print(f"error: {describe_error(error, started.rank)}", file=sys.stderr)
+    message = describe_error(error, started.rank)
+    if is_usage and started.local_rank != 0:  # not what all ranks have in common
+        message = f"Rank {started.rank} failed: {message}"
+    print(f"error: {message}", file=sys.stderr)
     return exit_code_of(error)
 
 

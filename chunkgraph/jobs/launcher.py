@@ -13,7 +13,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -54,12 +53,12 @@ class Launcher:
     """Longest silence of rank 0, in seconds, before the run is ended."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables for the ranks, unless the user sets them."""
+    output: int | None = None
+    """File descriptor that the ranks print to; None for that of this process."""
     debug: bool = False
     """True to show a rank's traceback in the error."""
     on_progress: Callable[[Mapping[str, Any]], None] = lambda _line: None
-    """Callback with each progress line of rank 0, in the calling thread."""
-    on_output: Callable[[str], None] | None = None
-    """Callback with each line that the ranks print, in another thread; None: they print it."""
+    """Callback with each progress line of rank 0."""
 
     def __post_init__(self) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -102,36 +101,20 @@ class Launcher:
             PARENT_PID_VARIABLE: str(os.getpid()),
             REPORT_FOLDER_VARIABLE: str(self.run_dir),
         }
-        output = None if self.on_output is None else self._output()
         for rank in range(self.num_ranks):
             of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             process = subprocess.Popen(
                 [sys.executable, "-u", *self.command],
                 env={**self.environment, **os.environ, **job, **of_rank},
                 stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
+                stdout=self.output,
+                stderr=self.output,
                 # Only this process receives Ctrl-C; it then ends the others.
                 start_new_session=True,
             )
             self._processes.append(process)
             if self._was_terminated:  # while this loop ran
                 process.terminate()
-        if output is not None:
-            os.close(output)
-
-    def _output(self) -> int:
-        """Return a pipe for the ranks' output; a thread reads it."""
-        output, ranks_output = os.pipe()
-
-        def read() -> None:
-            with open(output, encoding="utf-8", errors="replace") as lines:
-                for line in lines:
-                    self.on_output(line.rstrip("\n"))
-
-        self._reader = threading.Thread(target=read, daemon=True)
-        self._reader.start()
-        return ranks_output
 
     def _follow(self) -> None:
         """Follow the ranks until all ended, or one failed and no other will explain it."""
@@ -207,14 +190,12 @@ class Launcher:
         for process in self._processes:
             with suppress(subprocess.TimeoutExpired):  # a driver call cannot be interrupted
                 process.wait(_GRACE_S)
-        if self.on_output is not None and self._processes:
-            self._reader.join(timeout=2.0)
 
 
 def _store() -> tuple[Any, int]:
     """Open the store where the ranks meet; return it and its port. Only this machine reaches it."""
     with collector_paused():
-        from torch.distributed import TCPStore
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
     listener = socket.create_server(("127.0.0.1", 0))  # port 0: the system picks a free one
     port: int = listener.getsockname()[1]
     fd = listener.detach()

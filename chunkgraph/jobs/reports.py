@@ -31,7 +31,7 @@ _LOST_PEER = (
     "Timed out",
     "Application timeout",
 )
-_SIGNAL_ADVICE = {
+_SIGNAL_ADVICE: dict[int, str] = {
     signal.SIGKILL: "The system does this if memory runs out: try a smaller model, sequence or "
     "micro batch.",
     signal.SIGTERM: "Another program sent it, such as the batch system: look in its log.",

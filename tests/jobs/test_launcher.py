@@ -27,7 +27,7 @@ class Launched:
         self.has_ended = has_ended
         self.events: list[Any] = []
         self.on_progress: Callable[[Any], None] = self.events.append
-        self.lines: list[str] = []
+        self.output = run_dir / "output"
 
     def run(self, behaviour: str, **changes: Any) -> None:
         config = load_config(ROOT / "configs" / "cpu" / "gpt_pp2_vpp2_cpu.yaml")
@@ -40,12 +40,14 @@ class Launched:
             "num_ranks": 2,
             "stall_timeout_s": 60.0,
         }
+        output = self.output.open("w")
         launcher = Launcher(
             **{**spec, **changes},
             on_progress=self.on_progress,
-            on_output=self.lines.append,
+            output=output.fileno(),
         )
-        launcher.run()
+        with output:
+            launcher.run()
 
     def workers_are_gone(self) -> bool:
         # A worker may be killed between creating its file and writing to it.
@@ -66,7 +68,10 @@ def launched(
 def test_progress_and_output_are_passed_on(launched: Launched) -> None:
     launched.run("succeed")
     assert [event["phase"] for event in launched.events] == ["eager"] * 6 + ["chunk"] * 6
-    assert sorted(launched.lines) == ["hello from [rank 0]", "hello from [rank 1]"]
+    assert sorted(launched.output.read_text().splitlines()) == [
+        "hello from [rank 0]",
+        "hello from [rank 1]",
+    ]
     assert launched.workers_are_gone()
 
 
@@ -96,7 +101,7 @@ def test_a_failing_worker_is_explained_in_one_message(
     assert exception.value.exit_code == code
     assert ("Rank" in str(exception.value)) is (code != 2), "a setting is no rank's fault"
     assert "Traceback" not in str(exception.value)
-    assert launched.lines == []
+    assert launched.output.read_text() == ""
 
 
 def test_debug_adds_the_traceback(launched: Launched) -> None:
