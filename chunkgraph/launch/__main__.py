@@ -63,7 +63,7 @@ def main(options: LaunchOptions | None = None) -> int:
         if REPORT_FOLDER_VARIABLE in os.environ:
             folder = Path(os.environ[REPORT_FOLDER_VARIABLE])
         if folder is not None or "TORCHELASTIC_RUN_ID" in os.environ:
-            die_with_parent()  # the parent is an agent, which ends all ranks while it is alive
+            die_with_parent()  # the parent ends all ranks while it is alive
         end_well = guard_session()
         if folder is not None:
             # Ctrl-C reaches every process of the terminal; only the launcher handles it.
