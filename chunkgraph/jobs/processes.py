@@ -29,7 +29,7 @@ REPORT_FOLDER_VARIABLE = "CHUNKGRAPH_REPORT_FOLDER"
 
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 _POLL_S = 0.05
-_GRACE_S = 3.0
+_GRACE_S = 1.0
 
 
 def die_with_parent(signum: int = signal.SIGKILL) -> None:
