@@ -48,9 +48,14 @@ __all__ = [
 class ChunkGraphError(Exception):
     """Base class of all exceptions of chunkgraph."""
 
+    exit_code = 1
+    """Of a process that ends with it; 2 if a setting is wrong or a package is missing."""
+
 
 class ConfigError(ChunkGraphError, ValueError):
     """A setting, flag or configuration file is wrong."""
+
+    exit_code = 2
 
 
 class TopologyError(ConfigError):
@@ -64,9 +69,13 @@ class PackingError(ConfigError):
 class MissingDependencyError(ChunkGraphError, ImportError):
     """An optional package that the requested feature needs is not installed."""
 
+    exit_code = 2
+
 
 class ScheduleError(ChunkGraphError, ValueError):
     """A schedule breaks one of its rules (order, matching, deadlock)."""
+
+    exit_code = 2
 
 
 class SlotError(ChunkGraphError, RuntimeError):
@@ -102,7 +111,16 @@ class MemoryPlanError(ChunkGraphError, RuntimeError):
 
 
 class WorkerError(ChunkGraphError, RuntimeError):
-    """A training process failed, was killed or did not answer in time."""
+    """A training process failed, was killed or did not answer in time.
+
+    Args:
+        message: Which rank failed, and why.
+        exit_code: The rank's, if it left no message; otherwise 1.
+    """
+
+    def __init__(self, message: str, *, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 class OutputError(ChunkGraphError, OSError):

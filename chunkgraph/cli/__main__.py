@@ -20,7 +20,6 @@ from chunkgraph._text import shown
 from chunkgraph.cli.arguments import Parser
 from chunkgraph.errors import ChunkGraphError
 from chunkgraph.jobs.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, exit_code_of
-from chunkgraph.settings.renamed import successor
 
 __all__ = ["build_parser", "commands_of", "main"]
 
@@ -118,9 +117,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     if hasattr(args, "overrides") and len(overrides) == len(rest):
         args.overrides = [*args.overrides, *rest]
     elif rest:
-        hints = [hint for item in rest if (hint := successor(item.partition("=")[0]))]
-        message = " ".join([f"unrecognized arguments: {' '.join(rest)}", *hints[:1]])
-        commands_of(parser)[args.command].error(message)
+        commands_of(parser)[args.command].error(f"unrecognized arguments: {' '.join(rest)}")
     return args
 
 

@@ -8,6 +8,7 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -253,7 +254,7 @@ class _Bench:
                 "needs the same number of microbatches in every step, and this run changes it "
                 f"({min(counts)} to {max(counts)})",
             )
-        from chunkgraph.jobs.launcher import Launcher, LaunchSpec
+        from chunkgraph.jobs.launcher import Launcher
 
         config, folder = config_of(name, self._config), self._folder / name
         folder.mkdir()
@@ -267,29 +268,20 @@ class _Bench:
             "num_profiled_steps": _NUM_PROFILED_STEPS if self._args.profile else 0,
         }
         (folder / "bench.json").write_text(json.dumps(request), encoding="utf-8")
-        limit_s = self._args.timeout or config.run.timeout_s
-        spec = LaunchSpec(
-            target=_WORKER,
-            config_path=config_path,
+        launch = partial(
+            Launcher,
+            command=("-m", "chunkgraph.jobs.worker_main", _WORKER, str(config_path), str(folder)),
             run_dir=folder,
-            num_workers=config.pipeline.world_size,
-            stall_timeout_s=config.run.timeout_s + STALL_GRACE_S,
-            time_limit_s=limit_s,
+            num_ranks=config.pipeline.world_size,
+            stall_timeout_s=(self._args.timeout or config.run.timeout_s) + STALL_GRACE_S,
             # The profiler must not remove its hooks while graphs are alive.
             environment={**worker_environment(config), "TEARDOWN_CUPTI": "0"},
             debug=config.run.debug,
         )
         error: str | None = None
         with (folder / "output.log").open("w", encoding="utf-8") as log:
-
-            def on_output(line: str) -> None:
-                log.write(line + "\n")
-                log.flush()
-                if config.run.debug:
-                    self._print(f"{name}| {line}")
-
             try:
-                Launcher(spec, on_progress=self._progress, on_output=on_output).run()
+                launch(on_progress=self._progress, output=log.fileno()).run()
             except ChunkGraphError as failure:
                 error = str(failure)
         return VariantResult.read(name, folder / "result.json", error)

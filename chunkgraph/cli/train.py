@@ -67,20 +67,20 @@ def run(args: argparse.Namespace) -> int:
 
 def _train(args: argparse.Namespace, config: Config, run_dir: Path) -> int:
     from chunkgraph.cli.progress import TrainProgress
-    from chunkgraph.jobs.launcher import Launcher, LaunchSpec
+    from chunkgraph.jobs.launcher import Launcher
     from chunkgraph.trainer.results import read_results
 
     config_path = run_dir / "config.yaml"
     config_path.write_text(to_yaml(resolved(config)), encoding="utf-8")
-    spec = LaunchSpec(
-        target=_WORKER,
-        config_path=config_path,
-        run_dir=run_dir,
-        num_workers=config.pipeline.world_size,
-        stall_timeout_s=config.run.timeout_s + STALL_GRACE_S,
-        environment=worker_environment(config),
-        debug=config.run.debug,
-    )
     with TrainProgress(config) as progress:
-        Launcher(spec, on_progress=progress.update, on_output=progress.print).run()
+        Launcher(
+            command=("-m", "chunkgraph.jobs.worker_main", _WORKER, str(config_path), str(run_dir)),
+            run_dir=run_dir,
+            num_ranks=config.pipeline.world_size,
+            stall_timeout_s=config.run.timeout_s + STALL_GRACE_S,
+            environment=worker_environment(config),
+            output=2,  # standard error: the report goes to standard output
+            debug=config.run.debug,
+            on_progress=progress.update,
+        ).run()
     return report(args, config, read_results(run_dir / "rank0.json"))

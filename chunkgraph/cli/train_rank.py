@@ -86,7 +86,7 @@ def train_as_rank(args: argparse.Namespace, started: StartedRank) -> NoReturn:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         code = _train(args, started)
-    except Exception as error:  # noqa: BLE001 - the outermost frame: everything is reported
+    except BaseException as error:  # noqa: BLE001 - torch's CheckpointException is no Exception
         code = _report_error(args, started, error)
     leave(code)
 
@@ -142,7 +142,7 @@ def _check_world_size(config: Config, started: StartedRank) -> None:
         raise TopologyError(msg)
 
 
-def _report_error(args: argparse.Namespace, started: StartedRank, error: Exception) -> int:
+def _report_error(args: argparse.Namespace, started: StartedRank, error: BaseException) -> int:
     """Print an error so that the user sees it once; return the exit code."""
     from chunkgraph.jobs.reports import describe_error, lost_a_peer
 
@@ -151,9 +151,9 @@ def _report_error(args: argparse.Namespace, started: StartedRank, error: Excepti
         _wait_for_the_launcher()
     if args.debug:
         traceback.print_exception(error)
-    # A wrong setting concerns no particular rank.
-    is_shared = is_usage and started.local_rank == 0
-    message = str(error) if is_shared else describe_error(error, started.rank)
+    message = describe_error(error, started.rank)
+    if is_usage and started.local_rank != 0:  # not what all ranks have in common
+        message = f"Rank {started.rank} failed: {message}"
     print(f"error: {message}", file=sys.stderr)
     return exit_code_of(error)
 

@@ -1,9 +1,5 @@
 """Exit codes of the command, its launchers and its ranks."""
 
-from __future__ import annotations
-
-from chunkgraph.errors import ConfigError, MissingDependencyError, ScheduleError
-
 __all__ = ["EXIT_FAILED", "EXIT_INTERRUPTED", "EXIT_USAGE", "exit_code_of", "is_usage_error"]
 
 EXIT_FAILED = 1
@@ -14,11 +10,11 @@ EXIT_INTERRUPTED = 130
 """Ctrl-C ended the run."""
 
 
-def is_usage_error(error: Exception) -> bool:
-    """Return True if the user has to change a setting or a file, or install a package."""
-    return isinstance(error, (ConfigError, MissingDependencyError, ScheduleError))
-
-
-def exit_code_of(error: Exception) -> int:
+def exit_code_of(error: BaseException) -> int:
     """Return the exit code of a process that ends with ``error``."""
-    return EXIT_USAGE if is_usage_error(error) else EXIT_FAILED
+    return int(getattr(error, "exit_code", EXIT_FAILED))
+
+
+def is_usage_error(error: BaseException) -> bool:
+    """Return True if the user has to change a setting or a file, or install a package."""
+    return exit_code_of(error) == EXIT_USAGE

@@ -1,7 +1,7 @@
-"""Start the ranks of a job, follow them, and explain in one message why they failed.
+"""Start the ranks of a job on this machine, follow them, and say in one message why they failed.
 
-No torch here: the elastic agent runs in a child (``jobs.agent``), so that a process outside of all
-collectives handles Ctrl-C, a stalled run and a dead agent.
+The ranks are children of this process. Unlike torchrun's agent, it waits for the rank that explains
+the failure of another one, and knows which ranks it ended itself.
 """
 
 from __future__ import annotations
@@ -9,198 +9,195 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
+import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, TextIO
 
+from chunkgraph._collector import collector_paused
 from chunkgraph.errors import WorkerError
-from chunkgraph.jobs.failures import first_failure
-from chunkgraph.jobs.processes import PARENT_PID_VARIABLE, stop
+from chunkgraph.jobs.processes import PARENT_PID_VARIABLE, REPORT_FOLDER_VARIABLE
+from chunkgraph.jobs.reports import error_path, first_failure, follows_from_another
 
-__all__ = ["LaunchSpec", "Launcher", "start_agent"]
+__all__ = ["Launcher"]
 
-_POLL_INTERVAL_S = 0.1
-_START_TIMEOUT_S = 120.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class LaunchSpec:
-    """A job to start."""
-
-    target: str
-    """``package.module:function``, called as ``function(config_path, run_dir) -> int``."""
-    config_path: Path
-    """The resolved configuration."""
-    run_dir: Path
-    """Folder of the run, for progress, results and errors."""
-    num_workers: int
-    """Processes to start, one for each rank."""
-    stall_timeout_s: float
-    """Longest silence of rank 0, in seconds, before the run is ended."""
-    time_limit_s: float | None = None
-    """Longest time of the whole run, in seconds; None for no limit."""
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables for the workers, unless the user sets them."""
-    debug: bool = False
-    """True to show the workers' tracebacks in errors, and to let the agent log."""
+_POLL_S = 0.05
+_START_S = 120.0
+"""Least time until rank 0 reports something."""
+_EXPLAIN_S = 5.0
+"""Time for the rank that caused the failure of another one to end."""
+_SAVE_S = 30.0
+"""Time for ranks to save after SIGTERM, if it ended one."""
+_GRACE_S = 3.0
+"""Time for a rank to end after SIGTERM."""
 
 
-def start_agent(
-    module: str,
-    folder: Path,
-    num_ranks: int,
-    command: Sequence[str],
-    *,
-    defaults: Mapping[str, str],
-    debug: bool,
-    variables: Mapping[str, str] | None = None,
-    stdout: int | None = None,
-) -> subprocess.Popen[str]:
-    """Start the process that runs the ranks of a job.
-
-    Args:
-        module: The agent's module, run as ``python -m module FOLDER NUM_RANKS LOGS COMMAND...``.
-        folder: The run folder, for reports of failures.
-        num_ranks: Number of ranks to start.
-        command: Arguments of Python in each rank.
-        defaults: Environment variables, unless the user sets them.
-        debug: Whether the agent logs.
-        variables: Environment variables that replace the user's.
-        stdout: The output of all processes, as for `subprocess.Popen`.
-    """
-    logs = "on" if debug else "off"
-    return subprocess.Popen(
-        [sys.executable, "-u", "-m", module, str(folder), str(num_ranks), logs, *command],
-        env={
-            **defaults,
-            **os.environ,
-            **(variables or {}),
-            PARENT_PID_VARIABLE: str(os.getpid()),
-        },
-        stdin=subprocess.DEVNULL,
-        stdout=stdout,
-        stderr=subprocess.STDOUT if stdout is not None else None,
-        text=True,
-        errors="replace",
-        # Only this process receives Ctrl-C; it then ends the others.
-        start_new_session=True,
-    )
-
-
+@dataclass(kw_only=True)
 class Launcher:
-    """One run of the training processes.
+    """One run of the ranks of a job."""
 
-    Args:
-        spec: The job.
-        on_progress: Callback with each progress line of rank 0, in the calling thread.
-        on_output: Callback with each line that the workers print, in another thread.
-    """
+    command: Sequence[str]
+    """Arguments of Python in each rank."""
+    run_dir: Path
+    """Folder of the run, for progress and errors."""
+    num_ranks: int
+    """Processes to start."""
+    stall_timeout_s: float = math.inf
+    """Longest silence of rank 0, in seconds, before the run is ended."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables for the ranks, unless the user sets them."""
+    output: int | None = None
+    """File descriptor that the ranks print to; None for that of this process."""
+    debug: bool = False
+    """True to show a rank's traceback in the error."""
+    on_progress: Callable[[Mapping[str, Any]], None] = lambda _line: None
+    """Callback with each progress line of rank 0."""
 
-    def __init__(
-        self,
-        spec: LaunchSpec,
-        *,
-        on_progress: Callable[[Mapping[str, Any]], None],
-        on_output: Callable[[str], None],
-    ) -> None:
-        self._spec = spec
-        self._on_progress = on_progress
-        self._on_output = on_output
-        self._last_event = "start of the processes"
+    def __post_init__(self) -> None:
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._failed: dict[int, int] = {}  # exit codes by rank, in the order of the failures
+        self._was_terminated = False
 
     def run(self) -> None:
-        """Start the workers and follow them to the end; none is left running.
+        """Run the ranks to their end; none is left when this returns or raises.
+
+        SIGTERM is passed on to the ranks, which may save a checkpoint and end with 0.
 
         Raises:
-            WorkerError: A worker failed, was killed, or reported nothing for too long.
-            ConfigError: A worker reported a wrong configuration.
+            WorkerError: A rank failed, was killed, or reported nothing for too long.
+            SystemExit: SIGTERM ended the ranks; the code is 143.
         """
-        spec = self._spec
-        paths = (str(spec.config_path), str(spec.run_dir))
-        process = start_agent(
-            "chunkgraph.jobs.agent",
-            spec.run_dir,
-            spec.num_workers,
-            ("-m", "chunkgraph.jobs.worker_main", spec.target, *paths),
-            defaults=spec.environment,
-            debug=spec.debug,
-            stdout=subprocess.PIPE,
-        )
-        reader = threading.Thread(target=self._forward_output, args=(process,), daemon=True)
-        reader.start()
+        old = signal.signal(signal.SIGTERM, self._pass_on)
         try:
-            self._follow(process)
+            store, port = _store()
+            self._start(port)
+            self._follow()
+            running = self._running()
         finally:
-            stop(process)
-            reader.join(timeout=2.0)
-            if process.stdout is not None and not reader.is_alive():
-                process.stdout.close()
-        if process.returncode != 0:
-            failure = first_failure(
-                spec.run_dir, spec.num_workers, process.returncode, last_event=self._last_event
+            self._end()
+            signal.signal(signal.SIGTERM, old)
+        del store  # the ranks used it until now
+        if self._was_terminated and set(self._failed.values()) == {-signal.SIGTERM}:
+            print("terminated: the ranks ended.", file=sys.stderr)
+            raise SystemExit(128 + signal.SIGTERM)
+        if self._failed:
+            raise first_failure(self.run_dir, self._failed, running=running, debug=self.debug)
+
+    def _start(self, port: int) -> None:
+        job = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 opens no store of its own
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "WORLD_SIZE": str(self.num_ranks),
+            "LOCAL_WORLD_SIZE": str(self.num_ranks),
+            PARENT_PID_VARIABLE: str(os.getpid()),
+            REPORT_FOLDER_VARIABLE: str(self.run_dir),
+        }
+        for rank in range(self.num_ranks):
+            of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            process = subprocess.Popen(
+                [sys.executable, "-u", *self.command],
+                env={**self.environment, **os.environ, **job, **of_rank},
+                stdin=subprocess.DEVNULL,
+                stdout=self.output,
+                stderr=self.output,
+                # Only this process receives Ctrl-C; it then ends the others.
+                start_new_session=True,
             )
-            raise failure.error(debug=spec.debug)
+            self._processes.append(process)
+            if self._was_terminated:  # while this loop ran
+                process.terminate()
 
-    def _forward_output(self, process: subprocess.Popen[str]) -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            self._on_output(line.rstrip("\n"))
+    def _follow(self) -> None:
+        """Follow the ranks until all ended, or one failed and no other will explain it."""
+        allowed_s = max(self.stall_timeout_s, _START_S)
+        heard_at = failed_at = time.monotonic()
+        with (self.run_dir / "progress.jsonl").open("a+", encoding="utf-8") as progress:
+            progress.seek(0)
+            while True:
+                is_over = not self._running()
+                self._note_failures()
+                now = time.monotonic()
+                if self._pass_progress_on(progress):
+                    allowed_s, heard_at = self.stall_timeout_s, now
+                if not self._failed:
+                    failed_at = now
+                elif now > failed_at + self._patience_s():
+                    return
+                if is_over:
+                    return
+                if now > heard_at + allowed_s and not self._failed:
+                    raise WorkerError(
+                        f"The workers reported nothing for {allowed_s:g} s and were ended. If "
+                        "steps of this model take so long, raise run.timeout_s; otherwise a rank "
+                        "hangs: run again with --debug."
+                    )
+                time.sleep(_POLL_S)
 
-    def _follow(self, process: subprocess.Popen[str]) -> None:
-        """Forward progress until the agent ends or rank 0 is silent for too long."""
-        lines = _tail(self._spec.run_dir / "progress.jsonl")
-        allowed_s = max(self._spec.stall_timeout_s, _START_TIMEOUT_S)
-        deadline = time.monotonic() + allowed_s
-        limit_s = self._spec.time_limit_s
-        end = time.monotonic() + limit_s if limit_s is not None else math.inf
-        while True:
-            has_ended = process.poll() is not None
-            for line in next(lines):
-                event = json.loads(line)
-                allowed_s = self._spec.stall_timeout_s
-                deadline = time.monotonic() + allowed_s
-                self._last_event = _describe(event)
-                if event.get("event") != "started":
-                    self._on_progress(event)
-            if has_ended:
-                return
-            if time.monotonic() > end:
-                msg = (
-                    f"The run was ended after its limit of {limit_s:g} s; last event: "
-                    f"{self._last_event}."
-                )
-                raise WorkerError(msg)
-            if time.monotonic() > deadline:
-                raise WorkerError(
-                    f"The workers reported nothing for {allowed_s:g} s and were ended; last event: "
-                    f"{self._last_event}. If steps of this model take so long, raise "
-                    "run.timeout_s; otherwise a rank hangs: run again with --debug."
-                )
-            time.sleep(_POLL_INTERVAL_S)
+    def _running(self) -> list[int]:
+        return [rank for rank, process in enumerate(self._processes) if process.poll() is None]
+
+    def _note_failures(self) -> None:
+        """Record the ranks that have failed since the last call, the first report first."""
+        new = {rank: code for rank, p in enumerate(self._processes) if (code := p.poll())}
+        paths = {rank: error_path(self.run_dir, rank) for rank in new}
+        reported_at = {r: path.stat().st_mtime_ns for r, path in paths.items() if path.exists()}
+        for rank in sorted(new, key=lambda rank: reported_at.get(rank, 0)):
+            self._failed.setdefault(rank, new[rank])
+
+    def _patience_s(self) -> float:
+        """Return how long the other ranks may run on after a failure, in seconds."""
+        if self._was_terminated:
+            return _SAVE_S
+        is_explained = not all(follows_from_another(self.run_dir, r) for r in self._failed)
+        return 0.0 if is_explained else _EXPLAIN_S
+
+    def _pass_progress_on(self, progress: TextIO) -> bool:
+        """Pass on the whole lines that rank 0 has appended; return whether there were any."""
+        begin = progress.tell()
+        lines = progress.readlines()
+        if lines and not lines[-1].endswith("\n"):
+            progress.seek(begin)  # rank 0 is writing
+            return False
+        for line in lines:
+            self.on_progress(json.loads(line))
+        return bool(lines)
+
+    def _pass_on(self, signum: int, _frame: FrameType | None) -> None:
+        self._was_terminated = True
+        for process in self._processes:
+            process.send_signal(signum)
+
+    def _end(self) -> None:
+        """End the ranks that still run and, after a failure, the processes that they started."""
+        for rank in self._running():
+            self._processes[rank].terminate()
+        deadline = time.monotonic() + _GRACE_S
+        while self._running() and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        if any(process.poll() != 0 for process in self._processes):
+            for process in self._processes:
+                with suppress(OSError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        for process in self._processes:
+            with suppress(subprocess.TimeoutExpired):  # a driver call cannot be interrupted
+                process.wait(_GRACE_S)
 
 
-def _tail(path: Path) -> Iterator[list[str]]:
-    """Yield, for each ``next``, the whole lines appended to a file since the last one."""
-    offset = 0
-    while True:
-        lines: list[str] = []
-        if path.exists():
-            with path.open("rb") as file:
-                file.seek(offset)
-                new = file.read()
-            whole = new[: new.rfind(b"\n") + 1]
-            offset += len(whole)
-            lines = whole.decode("utf-8").splitlines()
-        yield lines
-
-
-def _describe(event: Mapping[str, Any]) -> str:
-    if "step" in event and "phase" in event:
-        step = f"step {event['step'] + 1} of the {event['phase']} run"
-        return f"capture before {step}" if event.get("event") == "capture" else f"end of {step}"
-    return "start of the workers"
+def _store() -> tuple[Any, int]:
+    """Open the store where the ranks meet; return it and its port. Only this machine reaches it."""
+    with collector_paused():
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    listener = socket.create_server(("127.0.0.1", 0))  # port 0: the system picks a free one
+    port: int = listener.getsockname()[1]
+    fd = listener.detach()
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
+    return store, port

@@ -1,18 +1,14 @@
 """torchrun with exact exit codes: ``python -m chunkgraph.jobs.torchrun TORCHRUN-ARGUMENT...``.
 
 torchrun ends with 1 and a traceback for any exit codes of the ranks; job systems and scripts need
-the code of the rank that failed first. It can also leave ranks running if more signals arrive while
-it ends them; this program leaves none.
+the code of the rank that failed first.
 """
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
 
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -39,23 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         name = signal.Signals(error.sigval).name
         print(f"torchrun: ended by {name}, and the ranks of this node with it.", file=sys.stderr)
         return 128 + int(error.sigval)
-    finally:
-        _kill_children()
     return 0
-
-
-def _kill_children() -> None:
-    """Kill the ranks that an interrupted shutdown left; only on Linux.
-
-    Each rank leads a process group, which is killed with it.
-    """
-    for listing in Path("/proc/self/task").glob("*/children"):
-        with suppress(OSError):
-            for pid in map(int, listing.read_text().split()):
-                with suppress(OSError):
-                    if os.getpgid(pid) == pid:
-                        os.killpg(pid, signal.SIGKILL)
-                    os.kill(pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":

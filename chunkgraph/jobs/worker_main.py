@@ -12,9 +12,8 @@ import signal
 import sys
 from pathlib import Path
 
-from chunkgraph.jobs.exit_codes import exit_code_of
 from chunkgraph.jobs.processes import die_with_parent, guard_session, leave
-from chunkgraph.jobs.reports import append_progress, error_path, write_error
+from chunkgraph.jobs.reports import write_error
 
 __all__ = ["main"]
 
@@ -25,18 +24,12 @@ def main(target: str, config_path: str, run_dir: str) -> int:
     guard_session()
     # Ctrl-C reaches the whole terminal; only the launcher handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    rank = int(os.environ.get("RANK", "0"))
-    folder = Path(run_dir)
-    if rank == 0:
-        append_progress(folder / "progress.jsonl")({"event": "started"})
     try:
         module_name, _, function_name = target.partition(":")
         function = getattr(importlib.import_module(module_name), function_name)
         return int(function(config_path, run_dir))
-    except Exception as error:  # noqa: BLE001 - the last frame: everything is reported
-        if error_path(folder, rank).exists():  # the target wrote it
-            return exit_code_of(error)
-        return write_error(folder, rank, error)
+    except BaseException as error:  # noqa: BLE001 - torch's CheckpointException is no Exception
+        return write_error(Path(run_dir), int(os.environ.get("RANK", "0")), error)
 
 
 if __name__ == "__main__":

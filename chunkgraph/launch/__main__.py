@@ -29,7 +29,7 @@ from chunkgraph.jobs.processes import (
     keep_quiet,
     leave,
 )
-from chunkgraph.jobs.reports import write_error, write_whole
+from chunkgraph.jobs.reports import write_error
 from chunkgraph.launch.flags import GRANULARITY
 from chunkgraph.launch.options import (
     LaunchOptions,
@@ -63,14 +63,17 @@ def main(options: LaunchOptions | None = None) -> int:
         if REPORT_FOLDER_VARIABLE in os.environ:
             folder = Path(os.environ[REPORT_FOLDER_VARIABLE])
         if folder is not None or "TORCHELASTIC_RUN_ID" in os.environ:
-            die_with_parent()  # the parent is an agent, which ends all ranks while it is alive
+            die_with_parent()  # the parent ends all ranks while it is alive
         end_well = guard_session()
         if folder is not None:
-            _join_launcher(folder, rank)
+            # Ctrl-C reaches every process of the terminal; only the launcher handles it.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         else:  # the launcher makes these checks itself
             _check_processes(options, rank)
         code = run_script(options)
-    except Exception as error:  # noqa: BLE001 - the outermost frame: everything is reported
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # noqa: BLE001 - torch's CheckpointException is no Exception
         return _report(error, rank, folder)
     if code == 0:
         end_well()
@@ -185,13 +188,7 @@ def _rank_variables() -> int:
     return int(os.environ["RANK"])
 
 
-def _join_launcher(folder: Path, rank: int) -> None:
-    # Ctrl-C reaches every process of the terminal; only the launcher handles it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    write_whole(folder / f"pid_rank{rank}", str(os.getpid()))
-
-
-def _report(error: Exception, rank: int, folder: Path | None) -> int:
+def _report(error: BaseException, rank: int, folder: Path | None) -> int:
     """Report an error, through the launcher if there is one, so that it is printed once."""
     if not isinstance(error, ChunkGraphError):
         traceback.print_exception(error)
@@ -207,5 +204,6 @@ def _report(error: Exception, rank: int, folder: Path | None) -> int:
 
 if __name__ == "__main__":
     code = main()
-    if code:
+    if code and os.environ["WORLD_SIZE"] != "1":
         leave(code)
+    sys.exit(code)

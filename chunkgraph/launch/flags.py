@@ -16,7 +16,6 @@ from chunkgraph.errors import ConfigError
 from chunkgraph.settings import CaptureConfig, Config, PackingConfig, StashConfig, settings_of
 from chunkgraph.settings.contexts import SIZE_RULES
 from chunkgraph.settings.packing import NUM_SEQS_RULE
-from chunkgraph.settings.renamed import successor
 from chunkgraph.settings.rule import Facts
 from chunkgraph.settings.setting import ANY, Setting
 from chunkgraph.settings.words import FLAGS as FLAG_WORDS
@@ -292,14 +291,12 @@ def check_flag_values(script_args: Sequence[str]) -> None:
     """Check the values of flags with choices before a process is started.
 
     Raises:
-        ConfigError: A value is not a choice of its flag, or a flag was renamed.
+        ConfigError: A value is not a choice of its flag.
     """
     choices = {flag.name: flag.choices for flag in FLAGS if flag.choices}
     problems: list[str] = []
     for i, arg in enumerate(script_args):
         name, equals, value = arg.partition("=")
-        if renamed := successor(name):
-            problems.append(renamed)
         if name not in choices:
             continue
         if not equals:

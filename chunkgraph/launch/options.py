@@ -20,7 +20,6 @@ from chunkgraph.errors import ConfigError
 from chunkgraph.launch.config_flags import merge_flags
 from chunkgraph.launch.flags import FLAGS, check_flag_values
 from chunkgraph.settings import Config, load_config
-from chunkgraph.settings.renamed import successor
 
 __all__ = [
     "DESCRIPTION",
@@ -231,8 +230,7 @@ def explain_in_one_line(parser: argparse.ArgumentParser) -> None:
         unknown = message.removeprefix("unrecognized arguments: ")
         if unknown != message:
             name = unknown.split()[0].partition("=")[0]
-            hint = f" {successor(name)}" if successor(name) else ""
-            hint = hint or did_you_mean(name, parser._option_string_actions)
+            hint = did_you_mean(name, parser._option_string_actions)
         raise ConfigError(f"{Path(sys.argv[0]).name}: {message}.{hint}")
 
     parser.error = error  # type: ignore[assignment, method-assign]

@@ -231,26 +231,12 @@ class _Host(Host):
             self._on_capture(num_done, num_graphs, free_bytes)
 
 
-_SUCCESSORS = {
-    **dict.fromkeys(
-        ("buckets", "seq_buckets", "fills_rows"),
-        "packing=PackingOptions(shape, {name}=...), or PackedBanks.of_limits(..., {name}=...) if "
-        "the context-parallel size changes",
-    ),
-    "contexts": "packing=PackedBanks.of_limits(...)",
-}
-"""Replacements of keywords of earlier releases."""
-
-
 def _refuse_unknown(keywords: Iterable[str]) -> None:
-    """Refuse keywords that `attach` does not take, and name their replacements.
+    """Refuse keywords that `attach` does not take.
 
     Raises:
         ConfigError: There is such a keyword.
     """
     for name in keywords:
-        if name in EngineOptions.__annotations__:
-            continue
-        successor = _SUCCESSORS.get(name)
-        instead = f" Use {successor.format(name=name)}." if successor else ""
-        raise ConfigError(f"attach() takes no {name}=....{instead}")
+        if name not in EngineOptions.__annotations__:
+            raise ConfigError(f"attach() takes no {name}=....")

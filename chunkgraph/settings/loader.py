@@ -18,7 +18,6 @@ import yaml
 from chunkgraph._text import did_you_mean, name_list, shorten, shown
 from chunkgraph.errors import ConfigError
 from chunkgraph.settings.config import Config
-from chunkgraph.settings.renamed import successor
 from chunkgraph.settings.setting import settings_of
 from chunkgraph.settings.yaml_text import parse_yaml, read_yaml
 
@@ -279,8 +278,6 @@ def _bounded(value: object, path: str) -> object:
 
 def _unknown_key(key: str, path: str, known: Mapping[str, object]) -> str:
     dotted = f"{path}.{key}" if path else key
-    if replaced := successor(dotted):
-        return replaced
     section = f"section {path!r}" if path else "the top level"
     hint = did_you_mean(key, known)
     if not hint:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -71,7 +70,7 @@ def training_process(config: Config) -> Iterator[torch.device]:
             expert_model_parallel_size=config.pipeline.expert_model_parallel_size,
             # As in `expert_settings`; Megatron's default is the tensor-parallel size.
             expert_tensor_parallel_size=None if config.moe.num_moe_experts is None else 1,
-            distributed_timeout_minutes=math.ceil(config.run.timeout_s / 60),
+            distributed_timeout_minutes=config.run.timeout_s / 60,
         )
         stack.callback(state.destroy_model_parallel)
         yield device

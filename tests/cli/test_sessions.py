@@ -27,7 +27,6 @@ RANK = """
 import multiprocessing, os, signal, subprocess, sys, time
 
 from chunkgraph.jobs.processes import guard_session, leave
-from chunkgraph.errors import ConfigError
 from chunkgraph.launch import __main__ as launch
 
 
@@ -49,7 +48,7 @@ def script(_options):
         while os.environ["LOCAL_RANK"] == "1" and not os.path.exists(__file__ + "0"):
             time.sleep(0.05)
         time.sleep(0.5)  # until the lines above have been read
-        raise ConfigError("no such corpus")
+        raise BaseException("no such corpus")
     if os.environ["END"] == "ends well":
         return 0
     time.sleep(120)
@@ -63,15 +62,13 @@ if __name__ == "__main__":
         leave(code)
 """
 LAUNCHER = """
-import sys, types
-from chunkgraph.launch.script_launcher import ScriptLauncher
+import sys
+from pathlib import Path
+from chunkgraph.jobs.launcher import Launcher
 from chunkgraph.errors import ChunkGraphError
 
-options = types.SimpleNamespace(
-    nproc=2, debug=False, device="cpu", rank_command=lambda: [sys.argv[1]]
-)
 try:
-    sys.exit(ScriptLauncher(options).run())
+    Launcher(command=[sys.argv[1]], run_dir=Path(sys.argv[1]).parent, num_ranks=2).run()
 except ChunkGraphError as error:
     sys.exit(f"error: {error}")
 """
@@ -174,7 +171,10 @@ def test_no_process_is_left_when_the_launcher_ends(job: Job, end: str) -> None:
     if end.startswith("SIG"):
         job.first.send_signal(getattr(signal, end))
     output = job.output_until_all_ended()
-    assert {"SIGTERM": "terminated", "fails": "no such corpus"}.get(end, "") in output
+    assert {
+        "SIGTERM": "terminated",
+        "fails": "error: Rank 1 failed: BaseException: no such corpus",
+    }.get(end, "") in output
 
 
 @pytest.mark.parametrize("by", ["launcher", "torchrun"])
@@ -183,11 +183,3 @@ def test_no_process_is_left_when_a_rank_is_killed(job: Job, by: str) -> None:
     pids = job.start(*(("-c", LAUNCHER) if by == "launcher" else TORCHRUN))
     os.kill(pids[1], signal.SIGKILL)
     job.output_until_all_ended()
-
-
-def test_no_process_is_left_when_the_agent_is_killed(job: Job) -> None:
-    pytest.importorskip("torch")
-    job.start("-c", LAUNCHER)
-    agents = [pid for pid, command in job.processes().items() if "script_agent" in command]
-    os.kill(agents[0], signal.SIGKILL)
-    assert "agent of the ranks ended" in job.output_until_all_ended()

@@ -1,11 +1,11 @@
-"""Skips the launcher's tests without Megatron, except those of its command line and agent."""
+"""Skips the launcher's tests without Megatron, except those of its command line."""
 
 from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
 
-_WITHOUT = {"test_launch_settings.py", "test_script_agent.py"}
+_WITHOUT = {"test_launch_settings.py"}
 
 if importlib.util.find_spec("megatron") is None:
     collect_ignore = [

@@ -1,20 +1,17 @@
 """Megatron's own ``pretrain()`` on two GPUs, with and without the flag, to the last bit.
 
-Run in one process for each rank under torchrun's agent, as ``chunkgraph launch`` starts them.
+Run in one process for each rank under torchrun.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import os
-import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from gpu_training import check_replays, train_on_gpus
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "pretrain_gpt.py"
@@ -153,41 +150,17 @@ def _needs_connections(flags: list[str]) -> bool:
 def _train(
     folder: Path, name: str, flags: list[str], num_processes: int = 2
 ) -> tuple[list[str], str]:
-    log = folder / name
-    done = subprocess.run(
-        [
-            *(
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                "--nproc-per-node",
-                str(num_processes),
-            ),
-            *("-m", "chunkgraph.launch", SCRIPT, *MODEL, *flags),
-            *("--exact-log", log, "--data-cache-path", folder / "cache"),
-        ],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-            "PYTHONWARNINGS": "ignore",
-            "CUDA_DEVICE_MAX_CONNECTIONS": "8" if _needs_connections(flags) else "1",
-            # Megatron requires it next to offloading, so that weights stay on the GPU.
-            "NVTE_CPU_OFFLOAD_V1": str(int("--fine-grained-activation-offloading" in flags)),
-            "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
-            # For DeepEP's dispatch alone; without it Megatron uses no fused grouped MLP.
-            "NVTE_CUTEDSL_FUSED_GROUPED_MLP": "1",
-        },
-        capture_output=True,
-        text=True,
-        timeout=170,
-        check=False,
-        cwd=folder,
+    return train_on_gpus(
+        folder,
+        name,
+        [SCRIPT, *MODEL, *flags],
+        num_processes,
+        CUDA_DEVICE_MAX_CONNECTIONS="8" if _needs_connections(flags) else "1",
+        # Megatron requires it next to offloading, so that weights stay on the GPU.
+        NVTE_CPU_OFFLOAD_V1=str(int("--fine-grained-activation-offloading" in flags)),
+        # For DeepEP's dispatch alone; without it Megatron uses no fused grouped MLP.
+        NVTE_CUTEDSL_FUSED_GROUPED_MLP="1",
     )
-    output = done.stdout + done.stderr
-    assert done.returncode == 0, output[-12000:]
-    [path] = folder.glob(f"{name}.rank{num_processes - 1}")
-    return path.read_text(encoding="utf-8").splitlines(), output
 
 
 @pytest.mark.megatron
@@ -251,6 +224,4 @@ def _compare(folder: Path, flags: list[str], num_processes: int) -> None:
     chunk, output = _train(folder, "chunk", [*flags, *CHUNK], num_processes)
     assert len(eager) == 5
     assert chunk == eager
-    replays = [int(n) for n in re.findall(r"graph replays: +(\d+)", output)]
-    assert replays[0] == 0
-    assert all(n > 0 for n in replays[1:]), replays
+    check_replays(output)

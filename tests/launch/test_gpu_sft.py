@@ -9,14 +9,12 @@ import importlib
 import importlib.util
 import json
 import math
-import os
 import random
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from gpu_training import check_replays, train_on_gpus
 
 SUPPORT = Path(__file__).parents[1] / "support"
 ROOT = SUPPORT.parents[1]
@@ -79,30 +77,10 @@ def _conversations(path: Path) -> None:
 def _train(
     folder: Path, name: str, flags: list[str], script: Path = ROOT / "scripts" / "pretrain_gpt.py"
 ) -> tuple[list[str], str]:
-    arguments = [str(SUPPORT / "sft_stand_ins.py"), str(script), *MODEL]
-    arguments += ["--data-path", str(folder / "conversations.jsonl"), *flags]
-    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [
-            *(sys.executable, *start, "-m", "chunkgraph.launch", *arguments),
-            *("--exact-log", str(folder / name), "--data-cache-path", str(folder / "cache")),
-        ],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-            "PYTHONWARNINGS": "ignore",
-            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-            "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
-        },
-        capture_output=True,
-        text=True,
-        timeout=170,
-        check=False,
-        cwd=folder,
+    data = ["--data-path", str(folder / "conversations.jsonl")]
+    return train_on_gpus(
+        folder, name, [SUPPORT / "sft_stand_ins.py", script, *MODEL, *data, *flags]
     )
-    output = done.stdout + done.stderr
-    assert done.returncode == 0, output[-12000:]
-    return (folder / f"{name}.rank1").read_text(encoding="utf-8").splitlines(), output
 
 
 @pytest.mark.megatron
@@ -138,6 +116,4 @@ def _check(folder: Path, case: list[str], **script: Path) -> None:
     assert len(numbers) == 3 * 8
     assert all(math.isfinite(n) for n in numbers)
     assert "nan" not in "".join(graphs)
-    replays = [int(n) for n in re.findall(r"graph replays: +(\d+)", output)]
-    assert replays[0] == 0
-    assert all(n > 0 for n in replays[1:]), replays
+    check_replays(output)

@@ -18,6 +18,8 @@ MARK = "CHUNKGRAPH_TEST_MARK"
 
 LAUNCH = """
 import runpy, sys
+from chunkgraph.jobs.processes import die_with_parent
+die_with_parent()
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

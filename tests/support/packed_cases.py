@@ -11,11 +11,30 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-__all__ = ["EXPERTS", "HAS_LATENT", "LATENT", "NORMS", "SMALL_LATENT", "cpu_case", "gpu_case"]
+__all__ = [
+    "EXPERTS",
+    "GPU_MODEL",
+    "HAS_LATENT",
+    "LATENT",
+    "NORMS",
+    "SMALL_LATENT",
+    "cpu_case",
+    "gpu_case",
+]
 
 HAS_LATENT = not metadata.version("megatron-core").startswith("0.16")
 """Whether multi-latent attention can be built without Transformer Engine."""
 
+GPU_MODEL: dict[str, Any] = {
+    "layer_spec": "transformer_engine",
+    "num_layers": 4,
+    "hidden_size": 256,
+    "ffn_hidden_size": 512,
+    "seq_length": 256,
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "params_dtype": "bfloat16",
+}
 EXPERTS: dict[str, Any] = {
     "num_moe_experts": 4,
     "moe_router_topk": 2,
@@ -84,17 +103,7 @@ def gpu_case(
     model, own_moe, options = _KINDS[kind]
     size = pipeline.get("context_parallel_size", 1)
     config = make_config(
-        model={
-            "layer_spec": "transformer_engine",
-            "num_layers": 4,
-            "hidden_size": 256,
-            "ffn_hidden_size": 512,
-            "seq_length": 256,
-            "normalization": "RMSNorm",
-            "swiglu": True,
-            "params_dtype": "bfloat16",
-            **model,
-        },
+        model={**GPU_MODEL, **model},
         moe={**own_moe, **(moe or {})},
         pipeline=pipeline,
         train={"num_microbatches": counts, "micro_batch_size": 1, "deterministic": True},

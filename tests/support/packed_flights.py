@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,10 +23,20 @@ PACKINGS = [
 ]
 
 
-def packed_batch(lengths: list[int], seed: int = 1, shape: PackedShape = SHAPE) -> dict[str, Any]:
+def packed_batch(
+    lengths: Sequence[int], seed: int = 1, shape: PackedShape = SHAPE, **options: Any
+) -> dict[str, Any]:
+    """Make a microbatch of random tokens, and a mask of the rows that count.
+
+    Args:
+        lengths: tokens of each document.
+        seed: of the tokens and labels.
+        shape: room of the microbatch.
+        **options: of `make_params`.
+    """
     from chunkgraph.megatron.features.packing.params import make_params
 
-    packed = pack(lengths, shape)
+    packed = pack(list(lengths), shape)
     tokens = np.random.default_rng(seed).integers(1, 256, packed.num_valid_tokens)
     labels = np.random.default_rng(seed + 100).integers(1, 256, packed.num_valid_tokens)
 
@@ -37,12 +48,12 @@ def packed_batch(lengths: list[int], seed: int = 1, shape: PackedShape = SHAPE) 
         "labels": row(packed.place(labels)),
         "position_ids": row(packed.position_ids),
         "attention_mask": None,
-        "packed_seq_params": make_params(packed, torch.device("cpu")),
+        "packed_seq_params": make_params(packed, torch.device("cpu"), **options),
         "is_counted": row(~packed.padding_mask),
     }
 
 
-def run_flight(chunk: nn.Module, batches: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+def run_flight(chunk: nn.Module, batches: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
     """Run all forwards, then all backwards; return losses of rows and all gradients."""
     for parameter in chunk.parameters():
         parameter.main_grad.zero_()
@@ -76,10 +87,16 @@ def differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[st
 
 
 def run_eager(
-    chunk: nn.Module, graphs: Any, packings: list[list[int]], shape: PackedShape = SHAPE
+    chunk: nn.Module,
+    graphs: Any,
+    packings: Sequence[Sequence[int]],
+    shape: PackedShape = SHAPE,
+    **options: Any,
 ) -> dict[str, torch.Tensor]:
     """Run the same step without graphs."""
-    batches = [packed_batch(lengths, seed, shape) for seed, lengths in enumerate(packings)]
+    batches = [
+        packed_batch(lengths, seed, shape, **options) for seed, lengths in enumerate(packings)
+    ]
     saved = [part.module.__dict__.pop("forward") for part in graphs.site.parts]
     try:
         return run_flight(chunk, batches)

@@ -136,21 +136,12 @@ class SplitNorm(nn.LayerNorm):
             parameter.sequence_parallel = config.sequence_parallel
 
 
-def split_sequences_4() -> Any:
-    """Return four local layers with `SplitNorm`, for sequence parallelism."""
-    return _split_sequences(4)
-
-
 def split_sequences_2() -> Any:
-    """Return two such layers."""
-    return _split_sequences(2)
-
-
-def _split_sequences(num_layers: int) -> Any:
+    """Return two local layers with `SplitNorm`, for sequence parallelism."""
     spec = get_gpt_layer_local_spec()
     spec.submodules.input_layernorm = SplitNorm
     spec.submodules.pre_mlp_layernorm = SplitNorm
-    return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=SplitNorm)
+    return TransformerBlockSubmodules(layer_specs=[spec] * 2, layer_norm=SplitNorm)
 
 
 class PackedCore(nn.Module):

@@ -68,12 +68,6 @@ OVERLAPPED = [
             id="pp2-vpp2-poison",
         ),
         pytest.param(
-            ["model.hidden_dropout=0.1", "model.attention_dropout=0.1"],
-            [2, 5, 3],
-            marks=TWO,
-            id="pp2-dropout",
-        ),
-        pytest.param(
             ["train.overlap_grad_reduce=true", "capture.memory_plan=pool_per_slot"],
             [2, 5, 3],
             marks=TWO,
@@ -98,10 +92,10 @@ OVERLAPPED = [
         ),
         pytest.param(["train.use_ddp=false"], [2, 5, 3], marks=TWO, id="pp2-without-ddp"),
         pytest.param(
-            ["pipeline.pipeline_model_parallel_size=1", "capture.scope=chunk"],
+            ["pipeline.pipeline_model_parallel_size=1", "capture.scope=block"],
             [3, 1, 5],
             marks=ONE,
-            id="pp1-whole-chunk",
+            id="pp1-block",
         ),
         pytest.param(
             [
@@ -125,29 +119,6 @@ OVERLAPPED = [
             [2, 5, 3],
             marks=TWO,
             id="tp2-whole-chunk",
-        ),
-        pytest.param(
-            [
-                "pipeline.pipeline_model_parallel_size=1",
-                "pipeline.data_parallel_size=2",
-                "train.overlap_grad_reduce=true",
-                "train.use_distributed_optimizer=true",
-            ],
-            [2, 5, 3],
-            marks=TWO,
-            id="dp2-distributed-optimizer",
-        ),
-        pytest.param(
-            ["pipeline.pipeline_model_parallel_size=1", "pipeline.tensor_model_parallel_size=2"],
-            [2, 5, 3],
-            marks=TWO,
-            id="tp2",
-        ),
-        pytest.param(
-            ["pipeline.pipeline_model_parallel_size=1", *FULL_RECOMPUTE],
-            [3, 1, 5],
-            marks=ONE,
-            id="pp1-full-recompute",
         ),
         pytest.param(
             [*PP1, *FULL_RECOMPUTE, *DROPOUT, "capture.verify=shadow"],
@@ -201,7 +172,6 @@ OVERLAPPED = [
             id="pp2-selective-recompute-dropout",
         ),
         pytest.param([*PP1, *TENSORWISE], [3, 1, 5], marks=ONE, id="pp1-fp8-tensorwise"),
-        pytest.param([*PP1, *DELAYED], [3, 1, 5], marks=ONE, id="pp1-fp8-delayed"),
         pytest.param(
             [*PP1, "model.fp8=e4m3", "model.fp8_recipe=blockwise", "capture.scope=chunk"],
             [3, 1, 5],
@@ -260,7 +230,6 @@ OVERLAPPED = [
         pytest.param(
             [*PP1, *TP2_SEQUENCE, *TENSORWISE], [2, 5, 3], marks=TWO, id="tp2-sequence-fp8"
         ),
-        pytest.param([*PP1, *TP2_SEQUENCE], [2, 5, 3], marks=TWO, id="tp2-sequence"),
         pytest.param(
             [*PP1, *TP2_SEQUENCE, "capture.scope=chunk", "model.hidden_dropout=0.1"],
             [2, 5, 3],
@@ -268,7 +237,6 @@ OVERLAPPED = [
             id="tp2-sequence-whole-chunk-dropout",
         ),
         pytest.param([*TP2_SEQUENCE], [2, 5, 3], marks=FOUR, id="pp2-tp2-sequence"),
-        pytest.param([*PP1, *CP2], [2, 5, 3], marks=TWO, id="cp2"),
         pytest.param(
             [*PP1, *CP2, "capture.scope=chunk", "train.overlap_grad_reduce=true"],
             [2, 5, 3],
@@ -298,7 +266,6 @@ OVERLAPPED = [
             marks=FOUR,
             id="pp2-dp2-distributed-optimizer-overlap",
         ),
-        pytest.param([*ZB, "model.hidden_dropout=0.1"], [4, 1, 2, 7], marks=TWO, id="pp2-zb"),
         pytest.param(
             [
                 *ZB,

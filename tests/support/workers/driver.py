@@ -1,7 +1,7 @@
 """Runs ``chunkgraph`` with a stand-in for the training worker: driver.py TARGET ARGUMENT...
 
-``alone:TARGET`` starts the workers one after the other without torchrun's agent, whose import of
-torch takes longest. It is for tests of the command's handling of results.
+``alone:TARGET`` starts the workers one after the other without the import of torch, which takes
+longest. It is for tests of the command's handling of results.
 """
 
 from __future__ import annotations
@@ -14,18 +14,14 @@ from chunkgraph.cli import __main__, train
 from chunkgraph.jobs import launcher
 
 
-class WithoutAgent(launcher.Launcher):
+class WithoutTorch(launcher.Launcher):
     """Runs each worker to its end."""
 
     def run(self) -> None:
-        spec = self._spec
-        for rank in range(spec.num_workers):
+        for rank in range(self.num_ranks):
             subprocess.run(
-                [
-                    *(sys.executable, "-m", "chunkgraph.jobs.worker_main"),
-                    *(spec.target, str(spec.config_path), str(spec.run_dir)),
-                ],
-                env={**os.environ, **spec.environment, "RANK": str(rank)},
+                [sys.executable, *self.command],
+                env={**os.environ, **self.environment, "RANK": str(rank)},
                 check=True,
             )
 
@@ -33,6 +29,6 @@ class WithoutAgent(launcher.Launcher):
 if __name__ == "__main__":
     target = sys.argv[1].removeprefix("alone:")
     if target != sys.argv[1]:
-        launcher.Launcher = WithoutAgent  # type: ignore[misc]
+        launcher.Launcher = WithoutTorch  # type: ignore[misc]
     train._WORKER = target
     sys.exit(__main__.main(sys.argv[2:]))

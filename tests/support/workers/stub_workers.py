@@ -123,6 +123,43 @@ def exit_silently(config_path: str, run_dir: str) -> int:
     return 7
 
 
+class CheckpointException(BaseException):
+    """Stands for torch's, which is no Exception and whose text is the tracebacks of the ranks."""
+
+    def __init__(self) -> None:
+        self.failures = {0: (RuntimeError("unexpected EOF"), None)}
+
+    def __str__(self) -> str:
+        return "CheckpointException ranks:dict_keys([0])\nTraceback (most recent call last):"
+
+
+def load_a_broken_checkpoint(config_path: str, run_dir: str) -> int:
+    if RANK == 1:
+        raise CheckpointException
+    raise RuntimeError("Connection closed by peer")
+
+
+def be_terminated(config_path: str, run_dir: str) -> int:
+    if RANK == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(600)
+    return 0
+
+
+def stop(config_path: str, run_dir: str) -> int:
+    _report(run_dir, _step(0, 4, 6, "eager"))
+    if RANK == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    raise RuntimeError("Timed out waiting 1000ms for recv operation to complete")
+
+
+def fail_late(config_path: str, run_dir: str) -> int:
+    if RANK == 0:
+        raise RuntimeError("Connection closed by peer")
+    time.sleep(1)
+    raise ValueError("no such corpus")
+
+
 def be_killed(config_path: str, run_dir: str) -> int:
     _report(run_dir, _step(0, 4, 6, "eager"))
     if RANK == 1:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from packed_cases import GPU_MODEL
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(300)]
 
@@ -45,17 +46,7 @@ def make_case(make_config: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
         **pipeline: Any,
     ) -> dict[str, Any]:
         config = make_config(
-            model={
-                "layer_spec": "transformer_engine",
-                "num_layers": 4,
-                "hidden_size": 256,
-                "ffn_hidden_size": 512,
-                "normalization": "RMSNorm",
-                "swiglu": True,
-                "params_dtype": "bfloat16",
-                "seq_length": _ROWS,
-                **(model or {}),
-            },
+            model={**GPU_MODEL, "seq_length": _ROWS, **(model or {})},
             pipeline=pipeline,
             train={
                 "num_microbatches": [counts[i % len(counts)] for i in range(num_steps)],

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from packed_flights import differing, packed_batch
 
 from chunkgraph.errors import ConfigError
-from chunkgraph.packing import PackedShape, pack
+from chunkgraph.packing import PackedShape
 from chunkgraph.settings import config_from_mapping
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(100)]
@@ -160,29 +160,8 @@ class _Model:
 
 
 def _batch(lengths: list[int], seed: int, rows: int | None = 32) -> dict[str, Any]:
-    from chunkgraph.megatron.features.packing.params import make_params
-
-    shape = PackedShape(6, sum(lengths) if rows is None else rows)
-    packed = pack(lengths, shape)
-    random = np.random.default_rng(seed)
-    tokens, labels = (random.integers(1, 256, packed.num_valid_tokens) for _ in range(2))
-
-    def row(values: Any) -> torch.Tensor:
-        return torch.from_numpy(values)[None]
-
-    return {
-        "input_ids": row(packed.place(tokens)),
-        "labels": row(packed.place(labels)),
-        "position_ids": row(packed.position_ids),
-        "attention_mask": None,
-        "packed_seq_params": make_params(packed, torch.device("cpu")),
-        "padding_mask": row(packed.padding_mask),
-    }
-
-
-def _differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
-    assert a.keys() == b.keys()
-    return [name for name in a if not torch.equal(a[name], b[name])]
+    batch = packed_batch(lengths, seed, PackedShape(6, sum(lengths) if rows is None else rows))
+    return {"padding_mask": ~batch.pop("is_counted"), **batch}
 
 
 @pytest.mark.every_release
@@ -214,7 +193,7 @@ def test_packings_never_seen_at_capture(
         model.close()
     for eager, chunk in zip(*results, strict=True):
         assert all(value.isfinite().all() for value in eager.values())
-        assert _differing(eager, chunk) == []
+        assert differing(eager, chunk) == []
     assert (dropped > 0) == (_CASES[case].get("moe_expert_capacity_factor") is not None)
 
 
@@ -303,7 +282,7 @@ def test_a_poisoned_tail_reaches_nothing(one_rank: Any, make_config: Any, case: 
         model.close()
     for clean, poisoned in zip(*results, strict=True):
         assert all(value.isfinite().all() for value in poisoned.values())
-        assert _differing(clean, poisoned) == []
+        assert differing(clean, poisoned) == []
 
 
 def test_no_expert_takes_padding() -> None:

@@ -7,13 +7,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from packed_flights import differing, packed_batch, run_eager, run_flight
 from refused import refused
 
 from chunkgraph.errors import ConfigError
-from chunkgraph.packing import PackedShape, pack
+from chunkgraph.packing import PackedShape
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(100)]
 
@@ -79,37 +79,7 @@ class Flight:
 
     @staticmethod
     def batch(lengths: Sequence[int], seed: int = 1) -> dict[str, Any]:
-        """Make a microbatch of random tokens, and a mask of the rows that count."""
-        from chunkgraph.megatron.features.packing.params import make_params
-
-        packed = pack(list(lengths), _SHAPE)
-        tokens, labels = np.random.default_rng(seed).integers(1, 256, (2, packed.num_valid_tokens))
-
-        def row(values: Any) -> torch.Tensor:
-            return torch.from_numpy(values)[None]
-
-        return {
-            "input_ids": row(packed.place(tokens)),
-            "labels": row(packed.place(labels)),
-            "position_ids": row(packed.position_ids),
-            "attention_mask": None,
-            "packed_seq_params": make_params(packed, torch.device("cpu"), with_seq_idx=True),
-            "is_counted": row(~packed.padding_mask),
-        }
-
-    def fly(self, batches: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        """Run the flight; return losses of rows and all gradients."""
-        for parameter in self.chunk.parameters():
-            parameter.main_grad.zero_()
-        results, outputs = {}, []
-        for number, batch in enumerate(batches):
-            inputs = {name: value for name, value in batch.items() if name != "is_counted"}
-            output = self.chunk(**inputs)
-            results[f"losses {number}"] = output.detach().clone()
-            outputs.append(torch.where(batch["is_counted"], output, 0.0).sum())
-        for output in outputs:
-            output.backward()
-        return results | {n: p.main_grad.clone() for n, p in self.chunk.named_parameters()}
+        return packed_batch(lengths, seed, _SHAPE, with_seq_idx=True)
 
     def step(
         self, packings: Packings, batches: Sequence[dict[str, Any]] | None = None
@@ -118,17 +88,14 @@ class Flight:
         flight_batches = batches or [
             self.batch(lengths, seed) for seed, lengths in enumerate(packings)
         ]
-        wrapped = self.graphs.wrap_forward_backward(lambda **_: self.fly(flight_batches))
+        wrapped = self.graphs.wrap_forward_backward(
+            lambda **_: run_flight(self.chunk, flight_batches)
+        )
         return wrapped(num_microbatches=len(packings), packings=packings)
 
     def eager(self, packings: Packings) -> dict[str, torch.Tensor]:
         """Run the same step without graphs."""
-        saved = [part.module.__dict__.pop("forward") for part in self.graphs.site.parts]
-        try:
-            return self.fly([self.batch(lengths, seed) for seed, lengths in enumerate(packings)])
-        finally:
-            for part, forward in zip(self.graphs.site.parts, saved, strict=True):
-                part.module.forward = forward
+        return run_eager(self.chunk, self.graphs, packings, _SHAPE, with_seq_idx=True)
 
 
 @pytest.fixture(params=["block", "chunk"])
@@ -146,16 +113,12 @@ def flight(chunks: list[Any], request: Any) -> Iterator[Flight]:
 only_block = pytest.mark.parametrize("flight", ["block"], indirect=True)
 
 
-def _differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
-    return [name for name in a if not torch.equal(a[name], b[name])]
-
-
 @pytest.mark.every_release
 def test_packings_never_seen_at_capture(flight: Flight) -> None:
     for packings in [*_PACKINGS, _PACKINGS[1]]:
         expected = flight.eager(packings)
         assert all(value.any() for value in expected.values())
-        assert _differing(flight.step(packings), expected) == []
+        assert differing(flight.step(packings), expected) == []
     assert flight.graphs.counters.capture_sessions == 1
     assert flight.graphs.counters.replays == 8
 
@@ -190,7 +153,7 @@ def test_rows_that_slots_share_give_wrong_gradients(
         with monkeypatch.context() as patch:
             patch.setattr(Switch, "shared", False)
             expected = flight.eager(packings)
-        wrong = _differing(flight.step(packings), expected)
+        wrong = differing(flight.step(packings), expected)
         assert any("mixer.A_log" in name for name in wrong), wrong
         assert not any("losses" in name for name in wrong)
 
@@ -244,8 +207,8 @@ def test_documents_know_nothing_of_each_other(flight: Flight) -> None:
     assert torch.equal(before[0, others], after[0, others])
     assert not torch.equal(before[0, first], after[0, first])
     for document in (slice(0, 3), slice(7, 9), slice(9, 12)):
-        assert _differing(run(False, document), run(True, document)) == ["losses 0"]
-    assert len(_differing(run(False, first), run(True, first))) > 5
+        assert differing(run(False, document), run(True, document)) == ["losses 0"]
+    assert len(differing(run(False, first), run(True, first))) > 5
     assert flight.graphs.counters.replays > 0
     if hasattr(flight.batch(lengths)["packed_seq_params"], "seq_idx"):
         # They would depend on each other if all rows belonged to one document.
@@ -287,7 +250,7 @@ def test_what_the_tail_holds_does_not_matter(flight: Flight) -> None:
     run(False)
     before, after = run(False), run(True)
     assert flight.graphs.counters.replays == 2
-    assert _differing(before, after) == []
+    assert differing(before, after) == []
 
 
 def test_nan_in_the_tail_of_mamba_layers_reaches_nothing(flight: Flight) -> None:
@@ -301,7 +264,7 @@ def test_nan_in_the_tail_of_mamba_layers_reaches_nothing(flight: Flight) -> None
         poison.value.fill_(0.0)
         expected = flight.eager(packings)
         assert all(value.isfinite().all() for value in actual.values())
-        assert _differing(actual, expected) == []
+        assert differing(actual, expected) == []
     assert flight.graphs.counters.replays == 2
 
 
@@ -312,7 +275,7 @@ def test_without_chunk_graphs_nan_in_the_tail_reaches_gradients(flight: Flight) 
 
     Poison(flight.chunk)
     flight.graphs.detach()
-    actual = flight.fly([flight.batch([5, 4, 3])])
+    actual = run_flight(flight.chunk, [flight.batch([5, 4, 3])])
     assert actual["losses 0"][0, :12].isfinite().all()
     assert any(value.isnan().any() for name, value in actual.items() if "mixer" in name)
 
@@ -328,7 +291,7 @@ def test_nan_in_the_tail_of_attention_reaches_nothing(flight: Flight) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(PoisonedCore, "poison", 0.0)
             expected = flight.eager(packings)
-        assert _differing(actual, expected) == []
+        assert differing(actual, expected) == []
     assert flight.graphs.counters.replays == 2
 
 
@@ -406,7 +369,7 @@ def test_clearing_rows_without_a_token_changes_no_bit_of_the_others(flight: Flig
             name = f"losses {number}"
             of_tokens = slice(0, sum(lengths))
             assert torch.equal(cleared.pop(name)[0, of_tokens], left.pop(name)[0, of_tokens])
-        assert _differing(cleared, left) == []
+        assert differing(cleared, left) == []
 
 
 def test_sizes_that_change_are_refused(chunks: list[Any]) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packed_cases import GPU_MODEL
 
 Case = Callable[..., dict[str, Any]]
 
@@ -80,16 +81,7 @@ def _case(
 ) -> dict[str, Any]:
     """Make a bfloat16 model on documents of 30 to 150 tokens: two to seven in 256."""
     config = make_config(
-        model={
-            "layer_spec": "transformer_engine",
-            "num_layers": 4,
-            "hidden_size": 256,
-            "ffn_hidden_size": 512,
-            "seq_length": 256,
-            "normalization": "RMSNorm",
-            "swiglu": True,
-            "params_dtype": "bfloat16",
-        },
+        model=GPU_MODEL,
         pipeline=pipeline,
         train={"num_microbatches": counts, "micro_batch_size": 1},
         data={"path": str(text)},

@@ -1,0 +1,66 @@
+"""Runs ``python -m chunkgraph.launch`` on GPUs under torchrun."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+__all__ = ["check_replays", "train_on_gpus"]
+
+ROOT = Path(__file__).parents[2]
+
+
+def train_on_gpus(
+    folder: Path,
+    name: str,
+    arguments: Sequence[str | Path],
+    num_processes: int = 2,
+    **variables: str,
+) -> tuple[list[str], str]:
+    """Train to the end.
+
+    Args:
+        folder: Where files are written.
+        name: Of the log.
+        arguments: Of the launcher: the script and its flags.
+        num_processes: Ranks, one for each GPU.
+        **variables: Environment variables.
+
+    Returns:
+        The exact log of the last rank, and the output.
+    """
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", str(num_processes), "-m", "chunkgraph.launch", *arguments),
+            *("--exact-log", folder / name, "--data-cache-path", folder / "cache"),
+        ],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+            "PYTHONWARNINGS": "ignore",
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+            "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+            **variables,
+        },
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
+        cwd=folder,
+    )
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output[-12000:]
+    log = folder / f"{name}.rank{num_processes - 1}"
+    return log.read_text(encoding="utf-8").splitlines(), output
+
+
+def check_replays(output: str) -> None:
+    """Check that all steps but the first replayed graphs."""
+    replays = [int(n) for n in re.findall(r"graph replays: +(\d+)", output)]
+    assert replays[0] == 0
+    assert all(n > 0 for n in replays[1:]), replays
