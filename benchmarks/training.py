@@ -1,6 +1,6 @@
 """Compare eager training, chunk graphs and Megatron's CUDA graphs on one configuration.
 
-    python benchmarks/training.py configs/bench/dense_pp2.yaml --variants eager,chunk --json out.json
+    python benchmarks/training.py configs/bench/dense_pp2.yaml --variants eager,chunk
 
 Every variant trains the same steps, one after the other in processes of its own, in each of
 `--rounds` rounds: a host that slows down slows all of them. The table has medians over all rounds.

@@ -24,7 +24,7 @@ from chunkgraph.settings.renamed import successor
 
 __all__ = ["build_parser", "commands_of", "main"]
 
-_COMMANDS = ("plan", "train", "launch", "bench", "packing", "config", "doctor", "completion")
+_COMMANDS = ("plan", "train", "launch", "packing", "config", "doctor", "completion")
 """Modules of this package, in the order of the help text."""
 
 
