@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 _RUNS = {"256": "speed_s256", "1024": "speed_s1024", "4096": "speed_s4096"}
-"""Bench documents by sequence length."""
+"""Documents in `benchmarks/` by sequence length."""
 _VARIANTS = {
     "eager": ("eager", "#9a9a9a"),
     "transformer_engine": ("per-layer graphs (Transformer Engine)", "#6c8ebf"),
@@ -53,14 +53,6 @@ def draw_schedule(path: Path) -> None:
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
-def draw_dense(path: Path) -> None:
-    """Draw all measurements of the dense model."""
-    documents = sorted(map(str, (ROOT / "benchmarks").glob("dense_pp[24]*.json")))
-    command = [sys.executable, "-m", "chunkgraph.cli", "bench", "--plot-only", *documents]
-    subprocess.run([*command, "--plot", str(path)], check=True, stdout=subprocess.DEVNULL)
-
-
 if __name__ == "__main__":
     draw_speed(DOCS / "speed.png")
     draw_schedule(DOCS / "schedule.svg")
-    draw_dense(ROOT / "benchmarks" / "dense.png")

@@ -40,7 +40,7 @@ from collector import collect_new_objects
 pytest_plugins = ["megatron_jobs"]
 # These rooms import Megatron; some tests of `launch` do not.
 if importlib.util.find_spec("megatron") is None:
-    collect_ignore_glob = [f"{room}/*test_*.py" for room in ("bench", "megatron", "trainer")]
+    collect_ignore_glob = [f"{room}/*test_*.py" for room in ("benchmarks", "megatron", "trainer")]
 # A shared machine stalls now and then: a deadline would test the machine.
 hypothesis.settings.register_profile("chunkgraph", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("chunkgraph")

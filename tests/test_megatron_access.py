@@ -15,10 +15,9 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "chunkgraph"
 OUTSIDE = {"megatron", "transformer_engine"}
-PUBLIC_ROOMS = {"bench", "launch", "megatron", "trainer"}
+PUBLIC_ROOMS = {"launch", "megatron", "trainer"}
 """Rooms that import modules of Megatron or Transformer Engine."""
 PRIVATE_ROOMS = {
-    "bench/variants.py",
     "launch/look_ahead.py",
     "launch/patches.py",
     "megatron/core",
@@ -147,7 +146,6 @@ def test_the_table_of_private_names(package_accesses: list[Access]) -> None:
         Access("private", "CheckpointFunction", "megatron/core/recompute.py"),
         Access("private", "P2PCommunicator", "megatron/core/p2p.py"),
         Access("private", "TopKRouter", "megatron/features/experts/padding.py"),
-        Access("private", "FullCudaGraphWrapper", "bench/variants.py"),
         Access("patch", "datasets.compile_helpers", "launch/patches.py"),
         Access("patch", "module.roll_tensor", "megatron/features/prediction/feature.py"),
     } <= set(table)

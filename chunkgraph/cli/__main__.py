@@ -23,7 +23,7 @@ from chunkgraph.jobs.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, exit_code_
 
 __all__ = ["build_parser", "commands_of", "main"]
 
-_COMMANDS = ("plan", "train", "launch", "bench", "packing", "config", "doctor", "completion")
+_COMMANDS = ("plan", "train", "launch", "packing", "config", "doctor", "completion")
 """Modules of this package, in the order of the help text."""
 
 

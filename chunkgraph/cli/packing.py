@@ -12,8 +12,8 @@ import numpy as np
 
 from chunkgraph._outputs import check_output, is_stdout, output_file, write_output
 from chunkgraph._text import shown
-from chunkgraph.bench.plot import check_picture
 from chunkgraph.cli.arguments import add_json, prints_json, whole_number
+from chunkgraph.cli.packing_plot import check_picture
 from chunkgraph.cli.packing_progress import PackingProgress
 from chunkgraph.errors import ConfigError
 from chunkgraph.packing import (

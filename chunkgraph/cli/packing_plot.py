@@ -2,25 +2,54 @@
 
 from __future__ import annotations
 
+import importlib.util
+import io
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from chunkgraph.bench.plot import write_picture
+from chunkgraph._outputs import can_be_rewritten, check_output, write_output
+from chunkgraph._text import shorten
+from chunkgraph.errors import ConfigError, MissingDependencyError
 from chunkgraph.packing import fallback_share, fits, quantile
 
 if TYPE_CHECKING:
     from chunkgraph.packing.study import PackingStudy
 
-__all__ = ["draw"]
+__all__ = ["check_picture", "draw"]
 
 _CHOSEN = "#d1495b"
 _RIGHT_PART = 0.8
 """Share of the logarithmic axis beyond which labels are placed left of their point."""
 _GREYS = ("#b0b0b0", "#8a8a8a", "#606060", "#303030")
 _NUM_POINTS = 160
+_ENDINGS = (".png", ".svg", ".pdf")
+
+
+def check_picture(path: Path | None) -> None:
+    """Check early that a picture can be drawn and written.
+
+    Args:
+        path: The picture's file; None if no picture is requested.
+
+    Raises:
+        ConfigError: The file cannot be written, or its name lacks the ending of a picture.
+        MissingDependencyError: matplotlib is not installed.
+    """
+    if path is None:
+        return
+    check_output("--plot", path)
+    if can_be_rewritten(path) and path.suffix.lower() not in _ENDINGS:
+        msg = f"--plot {shorten(str(path))}: the file's name must end in .png, .svg or .pdf."
+        raise ConfigError(msg)
+    if importlib.util.find_spec("matplotlib") is None:
+        msg = (
+            "matplotlib is not installed, but --plot needs it. Install it with: "
+            "pip install 'chunkgraph[plot]'"
+        )
+        raise MissingDependencyError(msg)
 
 
 def draw(study: PackingStudy, path: Path) -> None:
@@ -43,7 +72,19 @@ def draw(study: PackingStudy, path: Path) -> None:
         f"{name}: {len(study.sizes)} microbatches, {study.microbatches_per_step} in a step",
         fontsize=10,
     )
-    write_picture(figure, path)
+    _write(figure, path)
+
+
+def _write(figure: Any, path: Path) -> None:
+    """Write a matplotlib figure; as PNG if the name has no known ending."""
+    ending = path.suffix.lower()
+    content = io.BytesIO()
+    try:
+        figure.savefig(content, dpi=150, format=ending[1:] if ending in _ENDINGS else "png")
+    except ValueError as error:
+        msg = f"--plot {shorten(str(path))}: cannot be drawn: {shorten(str(error))}."
+        raise ConfigError(msg) from None
+    write_output("--plot", path, content.getvalue())
 
 
 def _draw_steps(axes: Any, study: PackingStudy) -> None:

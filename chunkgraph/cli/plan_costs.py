@@ -20,7 +20,7 @@ COSTS_HELP = """\
 backward), I and W (its halves), send (a message). I and W default to half of B,
 B to their sum, send to 0. A FILE has them as the JSON object "costs_ms", as in
 {"costs_ms": {"F": 1.6, "I": 2.4, "W": 2.4}}, at its top or in one of the
-"variants" of a bench document; FILE:VARIANT names one of several.
+"variants" of a document; FILE:VARIANT names one of several.
 """
 _NAMES = ("F", "B", "I", "W", "send")
 _MAX_BYTES = 64 * 2**20

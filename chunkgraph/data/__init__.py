@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from chunkgraph.data.counts import check_counts, share_above
+from chunkgraph.data.counts import check_counts
 from chunkgraph.data.documents import DocumentRow, Documents
 from chunkgraph.data.drawn import DrawnDocuments
 from chunkgraph.data.packed import PackedBatch, PackedText
@@ -19,6 +19,5 @@ __all__ = [
     "PackedText",
     "check_counts",
     "read_documents",
-    "share_above",
     "shipped_text",
 ]

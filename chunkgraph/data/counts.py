@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from chunkgraph.errors import ConfigError
 
-__all__ = ["COUNT_SHARES", "check_counts", "count_at", "share_above"]
+__all__ = ["COUNT_SHARES", "check_counts", "count_at"]
 
 COUNT_SHARES = (0.5, 0.9, 0.99, 1.0)
 """The shares of the quantiles: 50%, 90%, 99% and 100% of all microbatches."""
@@ -51,16 +51,3 @@ def count_at(counts: Sequence[int], share: float) -> int:
             return min(high, max(1, math.ceil(exact * (1 - 1e-9))))
         low_share, low = high_share, high
     return counts[-1]
-
-
-def share_above(counts: Sequence[int], limit: int) -> float:
-    """Return the share of microbatches with more than ``limit`` documents; inverts `count_at`."""
-    low_share, low = 0.0, 1
-    for high_share, high in zip(COUNT_SHARES, counts, strict=True):
-        if limit < high:
-            if limit < low:
-                return 1.0 - low_share
-            width = high_share - low_share
-            return 1.0 - low_share - width * math.log(limit / low) / math.log(high / low)
-        low_share, low = high_share, high
-    return 0.0

@@ -1,8 +1,8 @@
 """Merge a configuration file into the flags of a Megatron pretrain script.
 
 The sections ``model``, ``pipeline``, ``moe``, ``capture``, ``packing`` and ``stash`` become flags.
-``train``, ``data``, ``bench`` and ``run`` apply to ``chunkgraph train`` and ``bench`` only; a
-pretrain script gets its steps, data and tokenizer from its own flags.
+``train``, ``data`` and ``run`` apply to ``chunkgraph train`` only; a pretrain script gets its
+steps, data and tokenizer from its own flags.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ it is read, and the sections are checked against each other when the `Config` is
 from __future__ import annotations
 
 from chunkgraph.settings.config import (
-    BenchConfig,
     CaptureConfig,
     Config,
     DataConfig,
@@ -33,7 +32,6 @@ from chunkgraph.settings.setting import Setting, settings_of
 
 __all__ = [
     "DEEPEP_RANKS",
-    "BenchConfig",
     "CaptureConfig",
     "Config",
     "DataConfig",

@@ -10,12 +10,11 @@ from chunkgraph.settings.experts import ExpertConfig
 from chunkgraph.settings.model import ModelConfig
 from chunkgraph.settings.packing import PackingConfig
 from chunkgraph.settings.pipeline import PipelineConfig
-from chunkgraph.settings.run import BenchConfig, DataConfig, RunConfig, TrainConfig
+from chunkgraph.settings.run import DataConfig, RunConfig, TrainConfig
 from chunkgraph.settings.setting import setting
 from chunkgraph.settings.stash import StashConfig
 
 __all__ = [
-    "BenchConfig",
     "CaptureConfig",
     "Config",
     "DataConfig",
@@ -50,7 +49,6 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     packing: PackingConfig = field(default_factory=PackingConfig)
     capture: CaptureConfig = field(default_factory=CaptureConfig)
-    bench: BenchConfig = field(default_factory=BenchConfig)
     run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:

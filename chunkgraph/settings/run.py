@@ -1,4 +1,4 @@
-"""The sections ``train``, ``data``, ``bench`` and ``run``."""
+"""The sections ``train``, ``data`` and ``run``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal
 
 from chunkgraph.settings.setting import NOT_NEGATIVE, POSITIVE, Bounds, setting
 
-__all__ = ["BenchConfig", "DataConfig", "RunConfig", "TrainConfig"]
+__all__ = ["DataConfig", "RunConfig", "TrainConfig"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,25 +71,6 @@ class DataConfig:
         "90%, 99% and 100% quantiles; documents are then stretches of the text of random lengths. "
         "Empty: whole documents of the text, as many as fit.",
         needs="packing.max_packed_seqs",
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class BenchConfig:
-    """The measurements of ``chunkgraph bench``, which cycles through ``train.num_microbatches``."""
-
-    runtime: Literal["megatron", "torch"] = setting(
-        "megatron",
-        help="Megatron, or torch.distributed.pipelining with a plain transformer (torch).",
-    )
-    num_warmup_steps: int = setting(
-        3, help="Steps before the measured ones, including captures.", bounds=NOT_NEGATIVE
-    )
-    num_steps: int = setting(20, help="Measured steps.", bounds=POSITIVE)
-    schedules: tuple[str, ...] = setting(
-        (),
-        help="Further schedules: each is a variant of chunk graphs, such as chunk_zb-h1 for zb-h1; "
-        "with torch, eager_zb-h1 too.",
     )
 
 

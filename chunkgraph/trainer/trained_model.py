@@ -150,15 +150,6 @@ class TrainedModel:
         """Draw the microbatches of a step, once for each chunk."""
         return [self.batches.step(step, self.count(step)) for _ in self.chunks]
 
-    def run_optimizer(self) -> float:
-        """Step the optimizer with zero gradients; return the ms. All ranks call it together."""
-        synchronize(self.device)
-        started = time.perf_counter()
-        zero_gradients(self.chunks, self.optimizer)
-        self.optimizer.step()
-        synchronize(self.device)
-        return (time.perf_counter() - started) * 1e3
-
     def run_step(
         self,
         step: int,
@@ -216,16 +207,13 @@ class TrainedModel:
         )
 
     def finish_parameter_gather(self) -> None:
-        """Gather the last step's parameters, if the next step would gather them overlapped."""
+        """Gather the last step's parameters, if the next step would gather them overlapped.
+
+        No step may follow.
+        """
         for chunk in self.chunks:
             if getattr(chunk, "use_forward_hook", False):
                 chunk.disable_forward_pre_hook()  # type: ignore[operator]
-
-    def resume_parameter_gather(self) -> None:
-        """Undo `finish_parameter_gather`, before more steps."""
-        for chunk in self.chunks:
-            if getattr(chunk, "use_forward_hook", False):
-                chunk.enable_forward_pre_hook()  # type: ignore[operator]
 
     def close(self) -> None:
         """Detach the graphs and destroy the batches' process groups."""

@@ -120,8 +120,7 @@ def test_a_command_imports_nothing_of_the_others() -> None:
     modules = set(result.stdout.split())
     assert "chunkgraph.cli.launch" in modules
     # Not `data` and `schedules`: the settings check counts of documents and schedules with them.
-    unused = {"rich", "torch", "chunkgraph.bench"}
-    assert not modules & (unused | {"chunkgraph.cli.train", "chunkgraph.cli.bench"})
+    assert not modules & {"rich", "torch", "chunkgraph.cli.train", "chunkgraph.cli.plan"}
 
 
 def test_missing_megatron_is_named_with_its_command() -> None:

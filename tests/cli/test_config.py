@@ -71,10 +71,10 @@ def test_what_it_prints_is_the_same_run(path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_diff_holds_no_default(capsys: pytest.CaptureFixture[str]) -> None:
-    overrides = ["train.lr=0.001", "capture.verify=shadow", "bench={num_steps: 3}"]
+    overrides = ["train.lr=0.001", "capture.verify=shadow", "run={timeout_s: 30}"]
     short = yaml.safe_load(_print(capsys, CONFIG, *overrides, "--diff"))
     assert short["capture"] == {"verify": "shadow"}
-    assert short["bench"] == {"num_steps": 3}
+    assert short["run"] == {"timeout_s": 30}
     defaults = {item.path: item.default for item in settings_of(Config)}
     for section, values in short.items():
         for key, value in values.items() if isinstance(values, dict) else ():

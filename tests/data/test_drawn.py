@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunkgraph.data import END_OF_DOCUMENT, DrawnDocuments, check_counts, share_above
+from chunkgraph.data import END_OF_DOCUMENT, DrawnDocuments, check_counts
 from chunkgraph.data.counts import COUNT_SHARES, count_at
 from chunkgraph.errors import ConfigError
 
@@ -24,13 +24,6 @@ def test_the_quantile_function_rises_through_the_known_ones(
     assert 1 <= count_at(counts, low) <= count_at(counts, high) <= counts[-1]
 
 
-@given(quantiles, st.integers(1, 400))
-def test_the_share_above_is_what_the_quantile_function_gives(counts: list[int], limit: int) -> None:
-    shares = (np.arange(2000) + 0.5) / 2000
-    expected = np.mean([count_at(counts, float(share)) > limit for share in shares])
-    assert share_above(counts, limit) == pytest.approx(expected, abs=2 / 2000)
-
-
 def test_drawn_microbatches_have_the_shipped_quantiles() -> None:
     documents = DrawnDocuments.from_file(None, _SHIPPED, num_tokens=4096, seed=3)
     drawn = [documents.lengths(step, 0) for step in range(3000)]
@@ -38,7 +31,6 @@ def test_drawn_microbatches_have_the_shipped_quantiles() -> None:
     counts = np.quantile(numbers, COUNT_SHARES, method="inverted_cdf")
     assert counts[:3] == pytest.approx(_SHIPPED[:3], rel=0.1)
     assert 200 < counts[3] <= 358
-    assert np.mean(numbers > 63) == pytest.approx(share_above(_SHIPPED, 63), abs=0.015)
     assert all(min(lengths) > 0 and sum(lengths) <= 4096 for lengths in drawn)
 
 

@@ -104,7 +104,7 @@ def test_defaults_and_derived_sizes(small: Path) -> None:
             ["model.num_layer", "Did you mean 'num_layers'?", "Known keys: attention_dropout,"],
         ),
         ("modl.num_layers=4", ["modl", "the top level", "Did you mean 'model'?"]),
-        ("zzz=4", ["zzz: unknown key", "Known keys: bench, capture, data"]),
+        ("zzz=4", ["zzz: unknown key", "Known keys: capture, data"]),
         ("name.first=x", ["name is a single value"]),
         ("model.num_layers=eight", ["model.num_layers", "a whole number", "'eight' (text)"]),
         ("model.num_layers=4.0", ["model.num_layers", "a whole number", "4.0 (number)"]),

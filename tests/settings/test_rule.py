@@ -126,7 +126,7 @@ def test_each_fact_is_one_setting() -> None:
     assert sorted(item.path for item in all_settings()) == sorted(every)
     assert len({fact_of(path) for path in every}) == len(every)
     others = {s.path.partition(".")[0] for s in settings_of(Config)} - sections
-    assert others == {"name", "device", "bench", "run"}
+    assert others == {"name", "device", "run"}
 
 
 def test_the_rules_of_a_file_ask_for_settings_that_there_are() -> None:

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import bench_probe
 import context_probe
 import dropless_probe
 import fault_probe
@@ -87,8 +86,6 @@ def run_case(case: dict[str, Any], eager_runs: EagerRuns) -> Any:
             return unpadded_probe.run(config, device, case)
         if case.get("probe") == "isolation":
             return isolation_probe.run(config, device, case)
-        if case.get("probe") == "bench":
-            return bench_probe.run(config, device, case)
         if case.get("probe") == "dropless":
             return dropless_probe.run(config, device, case)
         if case.get("probe") == "kernels":
