@@ -277,7 +277,12 @@ class Signature:
             else:
                 is_equal = isinstance(leaf, torch.Tensor) and _fits(leaf, self._facts[place])
             if not is_equal:
-                lines.append(f"{path}: captured {self._named[i][1]}, called {_shown(leaf)}")
+                was, now = self._named[i][1], _shown(leaf)
+                if place is not None and was == now:
+                    _, stride, *_, requires_grad = self._facts[place]
+                    was += f" {_detail(stride, requires_grad)}"
+                    now += f" {_detail(leaf.stride(), leaf.requires_grad)}"
+                lines.append(f"{path}: captured {was}, called {now}")
         if not lines and call.places != self._places:
             was, now = self._groups(self._places), self._groups(call.places)
             lines.append(f"arguments that are one tensor: captured {was}, called {now}")
@@ -325,9 +330,12 @@ def _shown(leaf: Any) -> str:
     """Return the text of an argument in messages."""
     if not isinstance(leaf, torch.Tensor):
         return shown(leaf)
-    layout = f"strides {leaf.stride()}" if leaf.layout is torch.strided else str(leaf.layout)
-    text = f"{tuple(leaf.shape)} {leaf.dtype} on {leaf.device}, {layout}"
-    return text + ", requires grad" * leaf.requires_grad
+    text = f"{tuple(leaf.shape)} {leaf.dtype} on {leaf.device}"
+    return text if leaf.layout is torch.strided else f"{text}, {leaf.layout}"
+
+
+def _detail(stride: tuple[int, ...], requires_grad: bool) -> str:
+    return f"with strides {stride}, {'requires grad' if requires_grad else 'without grad'}"
 
 
 _IMMUTABLE = frozenset({bool, int, float, str, bytes, type(None), torch.dtype, torch.device})
