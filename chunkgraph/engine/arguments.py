@@ -9,25 +9,20 @@ import torch
 from torch import nn
 
 from chunkgraph._text import shown
-from chunkgraph.engine.banks import Banks
 from chunkgraph.engine.chunk import Chunk
-from chunkgraph.engine.options import CaptureOptions, is_whole
+from chunkgraph.engine.options import is_whole
 from chunkgraph.engine.signature import Call, flatten_call
-from chunkgraph.engine.watch.cast_cache import watch_optimizers
 from chunkgraph.errors import ConfigError
 from chunkgraph.graphs import CUDABackend, GraphBackend, RecorderBackend
 
 __all__ = [
-    "as_banks",
     "as_chunks",
     "as_functions",
-    "as_options",
     "check_counts",
     "check_shape_key",
     "default_backend",
     "describe",
     "rank_label",
-    "refuse_unknown_keywords",
     "sample_calls",
 ]
 
@@ -37,7 +32,6 @@ _Call = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
 
 def as_functions(call: _Call, chunks: Sequence[Chunk]) -> tuple[Callable[..., Any], ...]:
     """Return a function for each chunk that calls ``call``, with the chunk's signature and doc."""
-    watch_optimizers()
     return tuple(_as_function(call, c, chunk) for c, chunk in enumerate(chunks))
 
 
@@ -65,10 +59,9 @@ def as_chunks(chunks: object) -> tuple[Chunk, ...]:
     Raises:
         ConfigError: a value is neither a module nor a `Chunk`.
     """
-    values: Iterable[object] = (chunks,)
-    if isinstance(chunks, nn.ModuleList) or not (callable(chunks) or isinstance(chunks, str)):
-        values = chunks if isinstance(chunks, Iterable) else values
-    return tuple(_as_chunk(value, i) for i, value in enumerate(values))
+    are_several = isinstance(chunks, (list, tuple, nn.ModuleList))
+    values = chunks if are_several else (chunks,)
+    return tuple(_as_chunk(value, i) for i, value in enumerate(values))  # type: ignore[arg-type]
 
 
 def _as_chunk(value: object, i: int) -> Chunk:
@@ -76,17 +69,11 @@ def _as_chunk(value: object, i: int) -> Chunk:
         module, label = value.module, value.label
     elif isinstance(value, nn.Module):
         module, label = value, f"chunk {i}"
-    elif isinstance(value, type) and issubclass(value, nn.Module):
-        raise ConfigError(
-            f"Chunk {i} is the class {value.__name__}. Pass a module: create an instance."
-        )
-    elif callable(value):
-        raise ConfigError(
-            f"Chunk {i} is a function ({shown(value)}), whose parameters are not known. Pass "
-            "Chunk(forward=function, parameters=(...), label='...'), or an nn.Module."
-        )
     else:
-        raise ConfigError(f"Chunk {i} is {shown(value)}. Pass an nn.Module or a Chunk.")
+        raise ConfigError(
+            f"Chunk {i} is {shown(value)}. Pass an instance of nn.Module, or for a function "
+            "Chunk(forward=function, parameters=(...), label='...')."
+        )
     for path, part in module.named_modules() if module is not None else ():
         if isinstance(part, torch.jit.ScriptModule):
             raise ConfigError(
@@ -94,58 +81,6 @@ def _as_chunk(value: object, i: int) -> Chunk:
                 "for a capture. Pass the module that torch.jit.script was called with."
             )
     return value if isinstance(value, Chunk) else Chunk.from_module(module, label)  # type: ignore[arg-type]
-
-
-def as_options(options: object) -> CaptureOptions:
-    """Return the options; for None the defaults.
-
-    Raises:
-        ConfigError: the value is not `CaptureOptions`.
-    """
-    if options is None:
-        return CaptureOptions()
-    if not isinstance(options, CaptureOptions):
-        raise ConfigError(
-            f"options is {shown(options)}; pass CaptureOptions(...), such as "
-            "CaptureOptions(verify='shadow')."
-        )
-    return options
-
-
-def as_banks(banks: object) -> Banks:
-    """Return the banks; for None a single one.
-
-    Raises:
-        ConfigError: the value is not `Banks`.
-    """
-    if banks is None:
-        return Banks()
-    if not isinstance(banks, Banks):
-        raise ConfigError(f"banks is {shown(banks)}; pass Banks(keys=...).")
-    return banks
-
-
-_SUCCESSORS = {
-    "capture_scope": "host=Host(), with its method capturing()",
-    "preserve": "host=Host(), with its method preserving()",
-    "verify_scope": "host=Host(), with its method verifying()",
-    "is_told_of_misfits": "takes_misfits=",
-    "derive_sample": "banks=Banks(keys, derive=...)",
-    "drops_failed_banks": "banks=Banks(keys, drops_failed=...)",
-}
-"""Replacements of keywords of earlier releases of `ChunkGraphs`."""
-
-
-def refuse_unknown_keywords(keywords: Iterable[str]) -> None:
-    """Refuse keywords that `ChunkGraphs` does not have, and name their replacement.
-
-    Raises:
-        ConfigError: there is such a keyword.
-    """
-    for name in keywords:
-        successor = _SUCCESSORS.get(name)
-        remedy = f" Use {successor}." if successor else ""
-        raise ConfigError(f"ChunkGraphs has no argument {name}=....{remedy}")
 
 
 _MAX_SLOTS = 100_000

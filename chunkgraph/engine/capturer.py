@@ -145,7 +145,7 @@ class Capturer:
             _refuse_sparse_gradients(chunk)
         for calls in samples.values():
             for chunk, call in zip(chunks, calls, strict=True):
-                check_surroundings(chunk.label, chunk.parameters)
+                check_surroundings(chunk.label)
                 if call.problem:
                     raise CaptureError(f"{chunk.label}: {call.problem}")
                 if chunk.check_sample is not None:

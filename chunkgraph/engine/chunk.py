@@ -52,8 +52,6 @@ class Chunk:
         keeps_input_grads: whether the caller may still use an input gradient when the next
             backward of this rank runs. True: the caller gets a copy. False: the caller gets the
             slot's own memory, valid until the next replay of any backward.
-        shares_inputs: whether other operators may read the chunk's inputs too. True: it is an error
-            if eager training would sum an input's gradients in another order.
         copies_outputs: called with the arguments of the captured call; returns whether the caller
             may still use the result when the slot's next forward runs. True: the caller gets a
             copy. False: the caller gets the slot's own memory. None: always copy.
@@ -85,7 +83,6 @@ class Chunk:
     end_of_backward: Callable[[], None] | None = None
     new_marker: Callable[[], GradientMarker] | None = None
     keeps_input_grads: bool = True
-    shares_inputs: bool = True
     copies_outputs: Callable[..., bool] | None = None
     check_sample: Callable[..., None] | None = None
     caches: tuple[str, ...] = ()

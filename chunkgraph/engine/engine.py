@@ -28,7 +28,6 @@ from chunkgraph.engine.replay.replayer import Replayer
 from chunkgraph.engine.signature import Call
 from chunkgraph.engine.split.weights import WeightBackwards
 from chunkgraph.engine.verify import Surroundings
-from chunkgraph.engine.watch.cast_cache import note_call_without_gradients
 from chunkgraph.errors import CaptureError, SlotError
 from chunkgraph.graphs import GraphBackend
 from chunkgraph.memory import plan_for_slots
@@ -62,7 +61,7 @@ class ChunkGraphs:
         progress: called after every captured graph; see `Host.progress`.
 
     Raises:
-        ConfigError: an argument is invalid, or a keyword of an earlier release.
+        ConfigError: an argument is invalid.
 
     Attributes:
         callables: a function for each chunk, called like the chunk.
@@ -88,10 +87,8 @@ class ChunkGraphs:
         # Many, since options hold no such objects; these two spare users a `Host` of their own.
         generators: Callable[[], Sequence[torch.Generator]] | None = None,
         progress: OnCapture | None = None,
-        **unknown: object,
     ) -> None:
-        arguments.refuse_unknown_keywords(unknown)
-        self.options = arguments.as_options(options)
+        self.options = options or CaptureOptions()
         self._chunks = arguments.as_chunks(chunks)
         self._num_slots = arguments.check_counts(len(self._chunks), num_slots)
         self.counters = Counters()
@@ -106,7 +103,7 @@ class ChunkGraphs:
         self._failure: CaptureError | None = None
         self.failed_here = False
         self._was_released = False
-        banks = arguments.as_banks(banks)
+        banks = banks or Banks()
         if banks.drops_failed and not takes_misfits:
             raise ValueError("Banks(drops_failed=True) needs takes_misfits=True")
         self._banks = StepBanks(banks.keys, len(self._chunks))
@@ -176,7 +173,7 @@ class ChunkGraphs:
             schedule=schedule,
             max_num_microbatches=max_num_microbatches,
         )
-        are_shared = arguments.as_options(settings.get("options")).shared_slots
+        are_shared = (settings.get("options") or CaptureOptions()).shared_slots
         num_slots = plan.peak_in_flight if are_shared else plan.slots_per_chunk
         return cls(rank_chunks, num_slots, **settings)
 
@@ -452,11 +449,9 @@ class ChunkGraphs:
 
     def call(self, c: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return ``callables[c](*args, **kwargs)``."""
-        if not torch.is_grad_enabled():
-            note_call_without_gradients(self._chunks[c].parameters)
-        elif self.mode is StepMode.REPLAY:
+        if torch.is_grad_enabled() and self.mode is StepMode.REPLAY:
             return self._replayer.call(c, args, kwargs)
-        elif self.mode is StepMode.OUTSIDE:
+        if torch.is_grad_enabled() and self.mode is StepMode.OUTSIDE:
             raise SlotError(
                 f"{self._chunks[c].label} was called outside a step. Call the schedule in `with "
                 "graphs.step(n):` (torch's: GraphedSchedule.step); to evaluate, disable gradients."
@@ -466,7 +461,7 @@ class ChunkGraphs:
         self.weights.watch(c, result)
         if backward is None:
             return result
-        return watched(result, backward, (args, kwargs), self._chunks[c].label)
+        return watched(result, backward)
 
     def reserve_input(self, c: int, index: int = 0, *, num_before: int = 0) -> torch.Tensor | None:
         """Return the memory that the next forward of chunk ``c`` reads, to receive into it.

@@ -5,7 +5,7 @@ The engine uses torch's pytree functions only here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +18,9 @@ from torch.utils._pytree import (
 )
 
 from chunkgraph._text import shorten, shown
-from chunkgraph.engine.autocast import Autocast, ForwardCasts, cast_check
+from chunkgraph.engine.autocast import Autocast
 from chunkgraph.engine.layout import same_layout
-from chunkgraph.engine.plain_values import Uncomparable, is_immutable, key_of
-from chunkgraph.engine.tensor_guard import new_guard
+from chunkgraph.engine.plain_values import Uncomparable, key_of
 from chunkgraph.errors import ReplayMismatchError
 
 if TYPE_CHECKING:
@@ -159,10 +158,6 @@ def argument_paths(call: Call) -> list[str]:
     return [named[id(tensor)] for tensor in call.tensors]
 
 
-_EXACT = frozenset({bool, int, str, bytes})
-"""Types whose equal values are the same in every bit."""
-
-
 def _problem(call: Call) -> str:
     """Return why no graph can be captured from a call, or ""."""
     if torch._C._are_functorch_transforms_active():
@@ -182,65 +177,38 @@ def _problem(call: Call) -> str:
                 f"{path} is a sparse tensor ({leaf.layout}), whose memory no graph can hold. Pass "
                 "it dense (to_dense()), or its indices and values."
             )
-        elif names := _attributes_of(leaf):
-            return (
-                f"{path} is a tensor with attributes ({names}). A graph copies its inputs without "
-                "attributes. Pass their values as arguments."
-            )
     return ""
 
 
-def _attributes_of(tensor: torch.Tensor) -> str:
-    """Return the names of attributes that a program has set on a tensor."""
-    return ", ".join(name for name in tensor.__dict__ if not name.startswith("_chunkgraph_"))
+_Facts = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, bool]
+"""Shape, strides, dtype, device and ``requires_grad`` of a tensor."""
 
 
 class Signature:
     """The structure, the tensors' shapes and layouts, and the plain values of a captured call.
 
-    A call is compared in one pass over prepared keys; differences are computed only if that fails.
-
     Args:
         call: the captured call.
         label: the chunk's name in errors.
-        deciding: numbers of tensors without which an output would not require grad.
-        casts: how the forward depends on autocast; None: only through the setting of the call.
     """
 
-    def __init__(
-        self,
-        call: Call,
-        label: str,
-        deciding: Iterable[int] = (),
-        casts: ForwardCasts | None = None,
-    ) -> None:
+    def __init__(self, call: Call, label: str) -> None:
         self._label = label
-        self._call = call.emptied()
+        self._autocast = call.autocast
         self._spec = call.spec
-        self._named = [(path, _facts(leaf)) for path, leaf in call.named_leaves()]
+        self._places = call.places
         plain = [(i, v) for i, v in enumerate(call.leaves) if not isinstance(v, torch.Tensor)]
-        self._constants = [(i, v, key_of(v)) for i, v in plain if is_immutable(v)]
-        self._values = [(i, key_of(v)) for i, v in plain if not is_immutable(v)]
-        firsts: list[int] = []
-        self._repeated: list[tuple[int, int]] = []
-        for i, place in enumerate(call.places):
-            if place == len(firsts):
-                firsts.append(i)
-            elif place is not None:
-                self._repeated.append((i, firsts[place]))
-        self._firsts = firsts
-        self._tensors = [
-            (t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in call.tensors
+        self._keys = {i: key_of(value) for i, value in plain}
+        # Often the same objects are passed again, which need no key.
+        self._constants = {i: v if type(v) in _IMMUTABLE else object() for i, v in plain}
+        self._facts = [_facts(tensor) for tensor in call.tensors]
+        self._firsts = [self._places.index(n) for n in range(len(self._facts))]
+        self._repeated = [
+            (i, self._firsts[n])
+            for i, n in enumerate(self._places)
+            if n is not None and i != self._firsts[n]
         ]
-        self._deciding = tuple(deciding)
-        for number in self._deciding:
-            path, facts = self._named[firsts[number]]
-            self._named[firsts[number]] = path, replace(facts, decides_grad=True)
-        # Compares all tensors at once with those of the first accepted call.
-        self._fits: Callable[..., bool] | None = None
-        casts = casts or ForwardCasts()
-        self._cast_inputs = casts.inputs
-        self._is_cast_otherwise = cast_check(call.autocast, has_blocks=casts.has_blocks)
+        self._named = [(path, _shown(leaf)) for path, leaf in call.named_leaves()]
         args, kwargs = call.arguments()
         values = (*args, *kwargs.values())
         # If every argument is a leaf, a call needs no walk over trees.
@@ -255,85 +223,40 @@ class Signature:
         Raises:
             ReplayMismatchError: the call differs; the message lists every difference with its path.
         """
-        if self._is_cast_otherwise():
-            raise self._other_autocast()
+        if self._autocast is not None and not self._autocast.is_now():
+            raise self._other_autocast(self._autocast)
         if self._is_flat and len(args) == self._num_args and kwargs.keys() == self._keywords:
             leaves: Sequence[Any] = (*args, *map(kwargs.__getitem__, self._names))
         else:
             call = flatten_call(args, kwargs)
             if call.spec != self._spec:
-                raise self._mismatch(args, kwargs)
+                raise self._mismatch(self._other_structure(call))
             leaves = call.leaves
-        for i, constant, key in self._constants:
-            leaf = leaves[i]
-            if leaf is not constant and not _is_same_constant(leaf, constant, key):
-                raise self._mismatch(args, kwargs)
-        for i, key in self._values:
-            if not _has_key(leaves[i], key):
-                raise self._mismatch(args, kwargs)
         tensors = [*map(leaves.__getitem__, self._firsts)]
-        fits = self._fits
-        if fits is None or not fits(*tensors):
-            if not self._accepts(tensors):
-                raise self._mismatch(args, kwargs)
-            if fits is None:
-                self._fits = new_guard(tensors)
-        for tensor in tensors:
-            if tensor.__dict__ and _attributes_of(tensor):
-                raise self._mismatch(args, kwargs)
-        if self._repeated and any(leaves[i] is not leaves[first] for i, first in self._repeated):
-            raise self._mismatch(args, kwargs)
-        if self._cast_inputs:
-            self._check_leaves(tensors)
+        if (
+            [_facts(t) if isinstance(t, torch.Tensor) else None for t in tensors] != self._facts
+            or len({*map(id, tensors)}) != len(tensors)
+            or any(leaves[i] is not leaves[first] for i, first in self._repeated)
+            or any(
+                leaves[i] is not constant and not _has_key(leaves[i], self._keys[i])
+                for i, constant in self._constants.items()
+            )
+        ):
+            call = flatten_call(args, kwargs)
+            if differences := self._differences(call):
+                raise self._mismatch(differences)
         return tensors
 
-    def _accepts(self, tensors: Sequence[Any]) -> bool:
-        """Return whether these are different tensors that the graph can take."""
-        try:
-            for tensor, facts in zip(tensors, self._tensors, strict=True):
-                shape, stride, dtype, device, requires_grad = facts
-                if (
-                    not isinstance(tensor, torch.Tensor)
-                    or tensor.shape != shape
-                    or not same_layout(shape, tensor.stride(), stride)
-                    or tensor.dtype is not dtype
-                    or tensor.device != device
-                    or (tensor.requires_grad and not requires_grad)
-                ):
-                    return False
-        except RuntimeError:  # a sparse tensor has no strides
-            return False
-        if not all(tensors[number].requires_grad for number in self._deciding):
-            return False
-        return len({*map(id, tensors)}) == len(tensors)
-
-    def _check_leaves(self, tensors: Sequence[torch.Tensor]) -> None:
-        for number in self._cast_inputs:
-            tensor, was_result = tensors[number], number in self._call.results
-            if tensor.requires_grad and tensor.is_leaf is was_result:
-                path, _ = self._named[self._firsts[number]]
-                kinds = ("a leaf of autograd", "the result of an operator")
-                was, now = kinds[was_result], kinds[not tensor.is_leaf]
-                raise ReplayMismatchError(
-                    f"{self._label}: {path} was {was} when it was captured, and is {now} in this "
-                    "call. Under autocast, operators share one cast of a leaf, and its gradients "
-                    "are summed in the lower precision. Capture from a call like those of training "
-                    "(warmup steps do), or use autocast(cache_enabled=False)."
-                )
-
-    def _mismatch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ReplayMismatchError:
-        call = flatten_call(args, kwargs)
+    def _mismatch(self, differences: Sequence[str]) -> ReplayMismatchError:
         return ReplayMismatchError(
             f"{self._label} was called with arguments that differ from those it was captured "
-            f"with:\n{self._differences(call)}\n"
+            "with:\n" + "\n".join(f"  {line}" for line in differences) + "\n"
             "  To do: keep shapes, dtypes and options constant (pad to a fixed size), announce the "
             "change before the step so that the whole step runs eagerly (`step(shape_key=...)` or "
             "`step(eager=True)`), or release the graphs and capture again."
         )
 
-    def _other_autocast(self) -> ReplayMismatchError:
-        captured = self._call.autocast
-        assert captured is not None
+    def _other_autocast(self, captured: Autocast) -> ReplayMismatchError:
         return ReplayMismatchError(
             f"{self._label} was captured with autocast {captured}, and is called with "
             f"{Autocast.now(captured.device_type)}; the graph would cast as in the capture. Use "
@@ -341,20 +264,29 @@ class Signature:
             "or release the graphs and capture again."
         )
 
-    def _differences(self, call: Call) -> str:
-        leaves = call.named_leaves()
-        if call.spec != self._spec:
-            return self._other_structure(call.spec, [path for path, _ in leaves])
+    def _differences(self, call: Call) -> list[str]:
+        """Return what differs in a call of the same structure.
+
+        Strides of dimensions of size 1 may differ, and a tensor need not require grad.
+        """
         lines: list[str] = []
-        for (path, facts), (_, leaf) in zip(self._named, leaves, strict=True):
-            lines += [f"  {text}" for text in facts.differences(path, _facts(leaf))]
-        pairs = zip(self._named, self._call.places, call.places, strict=True)
-        if not lines and any(was != now for _, was, now in pairs):
-            was, now = (self._groups(places) for places in (self._call.places, call.places))
-            lines.append(
-                f"  arguments that are one and the same tensor: captured {was}, called {now}"
-            )
-        return "\n".join(lines)
+        for i, (path, leaf) in enumerate(call.named_leaves()):
+            place = self._places[i]
+            if place is None:
+                is_equal = _has_key(leaf, self._keys[i])
+            else:
+                is_equal = isinstance(leaf, torch.Tensor) and _fits(leaf, self._facts[place])
+            if not is_equal:
+                was, now = self._named[i][1], _shown(leaf)
+                if place is not None and was == now:
+                    _, stride, *_, requires_grad = self._facts[place]
+                    was += f" {_detail(stride, requires_grad)}"
+                    now += f" {_detail(leaf.stride(), leaf.requires_grad)}"
+                lines.append(f"{path}: captured {was}, called {now}")
+        if not lines and call.places != self._places:
+            was, now = self._groups(self._places), self._groups(call.places)
+            lines.append(f"arguments that are one tensor: captured {was}, called {now}")
+        return lines
 
     def _groups(self, places: Sequence[int | None]) -> str:
         """Return the names of arguments that are one tensor."""
@@ -365,87 +297,48 @@ class Signature:
         groups = [" = ".join(names) for names in by_place.values() if len(names) > 1]
         return shorten(", ".join(groups) or "none")
 
-    def _other_structure(self, spec: TreeSpec, paths: Sequence[str]) -> str:
-        captured = [path for path, _ in self._named]
-        missing = [path for path in captured if path not in paths]
-        more = [path for path in paths if path not in captured]
+    def _other_structure(self, call: Call) -> list[str]:
+        captured, called = ([path for path, _ in n] for n in (self._named, call.named_leaves()))
+        missing = [path for path in captured if path not in called]
+        more = [path for path in called if path not in captured]
         if not missing and not more:
-            was, now = shorten(str(self._spec)), shorten(str(spec))
-            return f"  structure: captured {was}\n             called   {now}"
+            was, now = shorten(str(self._spec)), shorten(str(call.spec))
+            return [f"structure: captured {was}", f"           called   {now}"]
         lines = [
             ("captured, but not called with", missing),
             ("called with, but not captured", more),
         ]
-        return "\n".join(
-            f"  structure, {what}: {shorten(', '.join(names))}" for what, names in lines if names
-        )
+        return [f"structure, {what}: {shorten(', '.join(names))}" for what, names in lines if names]
 
 
-@dataclass(frozen=True)
-class _Facts:
-    """The facts of an argument that are compared, and its text in messages."""
-
-    text: str
-    key: Any
-    is_tensor: bool = False
-    stride: tuple[int, ...] = ()
-    requires_grad: bool = False
-    attributes: str = ""
-    decides_grad: bool = False
-
-    def differences(self, path: str, now: _Facts) -> list[str]:
-        """Return the differences between this captured argument and a call's."""
-        if self.key != now.key:
-            also = ", which prints the same but differs" if self.text == now.text else ""
-            return [f"{path}: captured {self.text}, called {now.text}{also}"]
-        if not self.is_tensor:
-            return []
-        lines: list[str] = []
-        dims = zip(self.key[1], self.stride, now.stride, strict=True)
-        if any(size > 1 and a != b for size, a, b in dims):
-            lines.append(
-                f"{path}: captured with strides {self.stride}, called with {now.stride}; operators "
-                "may give other bits in another layout. Use the captured layout (contiguous())"
-            )
-        if now.requires_grad and not self.requires_grad:
-            lines.append(
-                f"tensor {path} ({self.text}) requires grad, but the sample it was captured with "
-                "did not, so its gradient is not in the graph. Capture from a sample that requires "
-                "grad, or detach it"
-            )
-        if self.decides_grad and not now.requires_grad:
-            lines.append(
-                f"tensor {path} ({self.text}) does not require grad, but the sample it was "
-                "captured with did, and an output requires grad only because of it. Pass a tensor "
-                "that requires grad"
-            )
-        if now.attributes:
-            lines.append(f"{path}: it has attributes ({now.attributes}), which a graph ignores")
-        return lines
+def _facts(tensor: torch.Tensor) -> _Facts:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
 
 
-def _facts(leaf: Any) -> _Facts:
+def _fits(tensor: torch.Tensor, captured: _Facts) -> bool:
+    """Return whether a graph that was captured with a tensor of these facts can take ``tensor``."""
+    shape, stride, dtype, device, requires_grad = captured
+    return (
+        tensor.layout is torch.strided
+        and (tensor.shape, tensor.dtype, tensor.device) == (shape, dtype, device)
+        and same_layout(shape, tensor.stride(), stride)
+        and (requires_grad or not tensor.requires_grad)
+    )
+
+
+def _shown(leaf: Any) -> str:
+    """Return the text of an argument in messages."""
     if not isinstance(leaf, torch.Tensor):
-        try:
-            return _Facts(shown(leaf), key_of(leaf))
-        except Uncomparable as error:
-            return _Facts(f"{shown(leaf)}, which cannot be compared ({error})", object())
+        return shown(leaf)
     text = f"{tuple(leaf.shape)} {leaf.dtype} on {leaf.device}"
-    key = (torch.Tensor, leaf.shape, leaf.dtype, leaf.device, leaf.layout)
-    if leaf.layout is not torch.strided:
-        return _Facts(f"{text}, {leaf.layout}", key, is_tensor=True)
-    return _Facts(text, key, True, leaf.stride(), leaf.requires_grad, _attributes_of(leaf))
+    return text if leaf.layout is torch.strided else f"{text}, {leaf.layout}"
 
 
-def _is_same_constant(value: Any, constant: Any, key: Any) -> bool:
-    kind = type(value)
-    if kind is not type(constant):
-        return False
-    if kind in _EXACT:
-        return bool(value == constant)
-    if kind is float and value == constant != 0.0:  # equal bits; 0.0 and -0.0 differ
-        return True
-    return _has_key(value, key)
+def _detail(stride: tuple[int, ...], requires_grad: bool) -> str:
+    return f"with strides {stride}, {'requires grad' if requires_grad else 'without grad'}"
+
+
+_IMMUTABLE = frozenset({bool, int, float, str, bytes, type(None), torch.dtype, torch.device})
 
 
 def _has_key(value: Any, key: Any) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import TreeSpec
 
-from chunkgraph.engine.autocast import Autocast, cast_check
+from chunkgraph.engine.autocast import Autocast
 from chunkgraph.engine.chunk import GradientMarker
 from chunkgraph.engine.constant_inputs import LoadedSource
 from chunkgraph.engine.layout import copy_into, duplicate, same_layout
@@ -49,18 +49,9 @@ class Slot:
         weight_graph: graph of the weight half of a split backward; None for a whole one.
         pool: pool that holds the forward's memory.
         trained: indices of the chunk's parameters that get a gradient in the backward.
-        guarded: outputs that a caller must not change in place while the slot is in use, by
-            position: those that the backward reads, or that share memory with another tensor that
-            the caller has.
-        returned: inputs that share memory with an output, by number; a caller must not change them
-            in place while the slot is in use.
-        nested: outputs from which other outputs are computed, by position. Inside the graph they
-            also get the gradients of those other outputs, which hooks on them do not see.
-        summed: inputs that the forward reads several times, by number: their gradients are sums.
         lent: outputs that are parameters or buffers, by position: the caller gets their memory, and
             so sees updates of them as in eager training.
         backward_autocast: autocast setting of the captured backward.
-        backward_has_blocks: whether that backward may enter autocast blocks itself.
         grads_lie_in_pool: whether an input gradient lies in ``pool`` (a compiled backward may write
             it over a saved tensor).
         marker: watches the gradients of the backward, or None.
@@ -87,13 +78,8 @@ class Slot:
     grad_nodes: tuple[CopyNode | None, ...] = ()
     has_grad_layouts: bool = False
     trained: tuple[int, ...] = ()
-    guarded: tuple[int, ...] = ()
-    returned: tuple[int, ...] = ()
-    nested: tuple[int, ...] = ()
-    summed: tuple[int, ...] = ()
     lent: tuple[int, ...] = ()
     backward_autocast: Autocast | None = None
-    backward_has_blocks: bool = True
     grads_lie_in_pool: bool = False
     marker: GradientMarker | None = None
     keeps_input_grads: bool = True
@@ -109,10 +95,6 @@ class Slot:
         self.differentiable_inputs = tuple(
             i for i, grad in enumerate(self.input_grads) if grad is not None
         )
-        # Those of them whose gradient is a sum, and the place of that gradient among theirs.
-        self.input_sums = tuple(
-            (i, n) for n, i in enumerate(self.differentiable_inputs) if i in self.summed
-        )
         self._places = [(i, t.data_ptr(), t.stride(), t) for i, t in enumerate(self.inputs)]
         self._addresses = {t.data_ptr() for t in self.inputs}
         self._sources: list[LoadedSource | None] = [None] * len(self.inputs)
@@ -122,12 +104,8 @@ class Slot:
         self._hand_out = tuple(
             (self._hand_over(i, t), t) for i, t in enumerate(self.output_tensors)
         )
-        # The single output, if the caller's tensor need not be watched.
-        is_watched = self.has_frozen_outputs or self.guarded or self.nested
-        self.plain_output = None if is_watched or not self.is_single else self._hand_out[0]
-        self.is_backward_cast_otherwise = cast_check(
-            self.backward_autocast, has_blocks=self.backward_has_blocks
-        )
+        is_plain = self.is_single and not self.has_frozen_outputs
+        self.plain_output = self._hand_out[0] if is_plain else None
         self._hand_out_grads = tuple(
             (duplicate(g) if self.keeps_input_grads else torch.detach, g)
             for g in self.input_grads

@@ -186,13 +186,8 @@ def _chunk_graphs(site: Site, features: Features, **engine: Any) -> ChunkGraphs:
     backward: Literal["whole", "split"] = "split" if is_split else "whole"
     return ChunkGraphs(
         [
-            replace(
-                features.wrap(part),
-                keeps_input_grads=not lends,
-                shares_inputs=site.place.stage(c) == 0,  # later stages read what they received
-                backward=backward,
-            )
-            for c, (part, lends) in enumerate(zip(site.parts, site.lends_input_grads, strict=True))
+            replace(features.wrap(part), keeps_input_grads=not lends, backward=backward)
+            for part, lends in zip(site.parts, site.lends_input_grads, strict=True)
         ],
         site.num_slots,
         options=site.options,

@@ -53,11 +53,9 @@ def test_one_number_counts_for_every_chunk() -> None:
 @pytest.mark.parametrize(
     ("chunks", "named"),
     [
-        (lambda x: x, r"Chunk 0 is a function .*Chunk\(forward=function, parameters="),
-        (torch.relu, "Chunk 0 is a function"),
-        ([Stage(), torch.relu], "Chunk 1 is a function"),
-        (Stage, "Chunk 0 is the class Stage"),
-        ([Stage], "Chunk 0 is the class Stage"),
+        (lambda x: x, r"Chunk 0 is <function .*Chunk\(forward=function, parameters="),
+        ([Stage(), torch.relu], "Chunk 1 is <built-in"),
+        (Stage, "Chunk 0 is <class .*an instance of"),
         ("stage", "Chunk 0 is 'stage'"),
         (None, "Chunk 0 is None"),
         ([], "There are no chunks"),
@@ -212,19 +210,6 @@ def test_generators_and_progress_are_declared_without_a_host() -> None:
         output.sum().backward()
     expected = torch.rand(2, generator=torch.Generator().manual_seed(3))
     assert torch.equal(output.detach(), expected[None])
-
-
-@pytest.mark.parametrize(
-    ("keyword", "successor"),
-    [
-        ("capture_scope", "capturing"),
-        ("derive_sample", "Banks"),
-        ("nonsense", "has no argument nonsense"),
-    ],
-)
-def test_keywords_of_earlier_releases_name_their_successor(keyword: str, successor: str) -> None:
-    with pytest.raises(ConfigError, match=successor):
-        ChunkGraphs(nn.Linear(2, 2), 1, **{keyword: None})  # type: ignore[arg-type]
 
 
 def test_a_frozen_module_is_captured_on_its_device() -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,34 +62,23 @@ def x() -> torch.Tensor:
     return torch.ones(3, 4)
 
 
-_factor = 2.0
-
-
-def scaled_by(scale: float) -> Callable[[float], float]:
-    return lambda v: v * scale
-
-
 SAME_VALUES: list[Callable[[], Any]] = [
     lambda: math.nan,
     lambda: float("nan"),
     lambda: complex(math.nan, -0.0),
     lambda: slice(0, 2),
+    lambda: SimpleNamespace(of=Settings()),
     lambda: range(1, 5, 2),
     lambda: Color.RED,
     Settings,
-    lambda: SimpleNamespace(scale=np.ones(2), of=Settings()),
     lambda: {1, 2},
     lambda: frozenset({"a"}),
     lambda: torch.Size([2, 3]),
     lambda: torch.bfloat16,
     lambda: torch.channels_last,
-    lambda: np.ones(3),
     lambda: np.float32(1.0),
     lambda: {"a": [1, (2.0, None)]},
     lambda: F.relu,
-    lambda: partial(F.gelu, approximate="tanh"),
-    lambda: lambda v: v * _factor,
-    lambda: scaled_by(3.0),
 ]
 
 
@@ -110,8 +98,6 @@ def test_equal_values_of_different_objects_are_equal(make: Callable[[], Any]) ->
         (math.nan, 1.0),
         (slice(0, 2), slice(0, 3)),
         (Settings(), Settings(2.0)),
-        (np.zeros(2), np.array([0.0, -0.0])),
-        (np.zeros(2), np.zeros(2, dtype=np.float32)),
         ({1, 2}, {1}),
         (F.relu, F.gelu),
         ("a" * 10_000, "b" * 10_000),
@@ -129,7 +115,6 @@ def test_another_value_is_refused_with_a_short_message(was: Any, now: Any) -> No
     [
         (Settings(), lambda v: setattr(v, "scale", 2.0), lambda v: v.scale),
         (SimpleNamespace(a=[1.0]), lambda v: v.a.append(2.0), lambda v: sum(v.a)),
-        (np.ones(1), lambda v: v.fill(2.0), lambda v: float(v[0])),
         ({1}, lambda v: v.add(2), len),
         ({"a": [1.0]}, lambda v: v["a"].append(2.0), lambda v: sum(v["a"])),
     ],
@@ -144,14 +129,6 @@ def test_one_object_whose_content_changes_is_refused(
         call(graphs, x(), value)
 
 
-def test_a_closure_is_compared_by_what_it_refers_to() -> None:
-    scale = [1.0]
-    graphs = captured(Layer(lambda f: f()), x(), lambda: scale[0])
-    scale[0] = 2.0
-    with pytest.raises(ReplayMismatchError, match="argument 1"):
-        call(graphs, x(), lambda: scale[0])
-
-
 class Opaque:
     """An object without a comparison."""
 
@@ -162,15 +139,10 @@ class Opaque:
         (Opaque(), "argument 1 cannot be compared.*Opaque"),
         (SimpleNamespace(mask=torch.ones(1)), r"argument 1\.mask .*a tensor that is hidden"),
         (Settings(scale=Opaque()), r"argument 1\.scale .*Opaque"),  # type: ignore[arg-type]
-        ([1.0].append, "builtin_function_or_method"),
-        (np.array([object()]), "ndarray of object"),
-        (np.zeros(1 << 18), "an array of 2097152 bytes"),
-        (set(range(2000)), "more than 1000 parts|cannot be compared"),
+        (np.ones(1), "an object of type ndarray"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_before_the_capture(value: Any, named: str) -> None:
-    if isinstance(value, set):
-        value = {(i,) for i in value}
     with pytest.raises(CaptureError, match=named):
         captured(Layer(), x(), value)
 
@@ -189,21 +161,10 @@ def test_a_forward_that_changes_an_argument_is_refused() -> None:
         captured(Layer(lambda s: setattr(s, "scale", 3.0) or 1.0), x(), Settings())
 
 
-def test_attributes_of_a_tensor_are_refused() -> None:
-    marked = x()
-    marked.scale = 3.0  # type: ignore[attr-defined]
-    with pytest.raises(CaptureError, match=r"argument 0 is a tensor with attributes \(scale\)"):
-        captured(Layer(), marked)
-    with pytest.raises(ReplayMismatchError, match=r"argument 0: it has attributes \(scale\)"):
-        call(captured(Layer(), x()), marked)
-
-
 def test_a_sparse_tensor_is_refused() -> None:
     sparse = torch.eye(4).to_sparse()
     with pytest.raises(CaptureError, match="argument 0 is a sparse tensor"):
         captured(Layer(), sparse)
-    with pytest.raises(ReplayMismatchError, match="argument 0"):
-        call(captured(Layer(), torch.eye(4)), sparse)
 
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
@@ -217,7 +178,7 @@ def test_another_layout_is_refused_unless_only_sizes_of_one_differ() -> None:
     graphs = captured(Layer(), torch.ones(3, 1, 4))
     strided = torch.ones(3, 1, 4).as_strided((3, 1, 4), (4, 9, 1))
     call(graphs, strided)
-    with pytest.raises(ReplayMismatchError, match=r"argument 0: .*strides \(4, 4, 1\).*contiguous"):
+    with pytest.raises(ReplayMismatchError, match=r"argument 0: captured .*strides \(4, 4, 1\)"):
         call(graphs, torch.ones(4, 1, 3).permute(2, 1, 0))
 
 
@@ -247,7 +208,7 @@ def test_another_pattern_of_identical_tensors_is_refused(were_one: bool) -> None
     one, two = x(), x()
     patterns = ((one, one), (one, two))
     graphs = captured(Layer(), *patterns[not were_one])
-    with pytest.raises(ReplayMismatchError, match=r"are one.* tensor: .*argument 0 = argument 1"):
+    with pytest.raises(ReplayMismatchError, match=r"are one tensor: .*argument 0 = argument 1"):
         call(graphs, *patterns[were_one])
 
 

@@ -92,7 +92,7 @@ def test_a_gradient_that_was_not_captured_is_refused(backend: GraphBackend) -> N
     with graphs.step(1):
         train_microbatch(graphs.callables[0], sample(backend).detach())
     with (
-        pytest.raises(ReplayMismatchError, match=r"tensor argument 0 .*requires grad"),
+        pytest.raises(ReplayMismatchError, match=r"argument 0: .*without grad.*requires grad"),
         graphs.step(1),
     ):
         graphs.callables[0](sample(backend))

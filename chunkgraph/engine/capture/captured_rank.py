@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from chunkgraph.engine.banks import Bank
 from chunkgraph.engine.capture.gradients import GradientSinks
-from chunkgraph.engine.capture.slot_capture import CapturedForward
-from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.slot import Slot
 from chunkgraph.engine.watch.captured_model import CapturedModel
 from chunkgraph.engine.watch.torch_settings import TorchSettings
 from chunkgraph.memory import PoolPlan
 
-__all__ = ["CaptureReport", "CapturedRank", "gradient_terms"]
+__all__ = ["CaptureReport", "CapturedRank"]
 
 
 @dataclass(frozen=True)
@@ -58,7 +55,6 @@ class CapturedRank:
         models: the state of each chunk's module that the graphs depend on.
         pools: the memory of all graphs.
         report: the session in numbers.
-        terms: see `BackwardTask`.
         generators: the random generators that replays draw from.
         torch_settings: the settings that chose the kernels.
         changes_state: whether a replay may write tensors of a chunk or state of the host.
@@ -69,7 +65,6 @@ class CapturedRank:
     models: tuple[CapturedModel, ...]
     pools: PoolPlan
     report: CaptureReport
-    terms: tuple[dict[int, int], ...]
     generators: tuple[torch.Generator, ...]
     torch_settings: TorchSettings
     changes_state: bool = True
@@ -80,32 +75,8 @@ class CapturedRank:
         by_chunk = zip(*[bank.slots for bank in self.banks.values()], strict=True)
         return tuple(tuple(slot for slots in of_chunk for slot in slots) for of_chunk in by_chunk)
 
-    def names(self) -> dict[nn.Parameter, str]:
-        """Return the parameters that get gradients, with their names in errors."""
-        return {
-            parameter: f"{model.label}: parameter {model.name_of(parameter)}"
-            for model, sinks, terms in zip(self.models, self.sinks, self.terms, strict=True)
-            for parameter in sinks.parameters
-            if id(parameter) in terms
-        }
-
     def release(self) -> None:
         """Release all graphs and their memory."""
         for slots in self.slots:
             for slot in slots:
                 slot.release()
-
-
-def gradient_terms(
-    chunks: Sequence[Chunk], forwards: Sequence[CapturedForward]
-) -> tuple[dict[int, int], ...]:
-    """Return, for each chunk, the most gradient terms of each parameter; see `BackwardTask`."""
-    terms: list[dict[int, int]] = [{} for _ in chunks]
-    for forward in forwards:
-        c = forward.place.chunk_index
-        of_chunk, parameters = terms[c], chunks[c].parameters
-        for index in forward.trained:
-            place = id(parameters[index])
-            # A parameter that recomputation hides may get any number.
-            of_chunk[place] = max(of_chunk.get(place, 1), forward.num_terms[index] or 2)
-    return tuple(terms)

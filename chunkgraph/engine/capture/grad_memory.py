@@ -2,29 +2,26 @@
 
 Graphs add to fixed memory, the *sinks*, all in one buffer. Where eager training would create a new
 ``param.grad``, a backward binds it to the sink; from then on both are the same memory, and nothing
-is copied. A gradient with other references, such as a view of a flat buffer, stays where it is, and
-is copied to the sink and back around each backward.
+is copied. A gradient that the caller has moves there. If it shares memory, as a view of a flat
+buffer does, it stays where it is, and is copied to the sink and back around each backward.
 
-Anything that a caller does with ``param.grad`` between two backwards generally changes the number
-of tensors on the buffer. So one comparison shows whether all gradients are still bound.
+Between steps a caller may do anything with ``param.grad``; the first backward of a step binds it
+again. Inside a step only a caller who clears all gradients is noticed.
 """
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
-from operator import attrgetter, is_not, itemgetter
+from operator import attrgetter
 
 import torch
 from torch import nn
 
-from chunkgraph.engine.layout import dense_strides, memory_of, span
+from chunkgraph.engine.layout import dense_strides, span
 from chunkgraph.errors import ReplayMismatchError
 
-__all__ = ["Binding", "GradMemory", "use_count"]
+__all__ = ["GradMemory", "use_count"]
 
 _ALIGNMENT_BYTES = 512  # of the CUDA allocator: kernels see the alignment that eager memory has
 
@@ -41,54 +38,6 @@ def _nothing() -> None:
 
 
 _grad = attrgetter("grad")
-_NO_PARAMETER = nn.Parameter(torch.empty(0))
-
-
-@dataclass
-class Binding:
-    """The result of `GradMemory.bind`.
-
-    Attributes:
-        others: parameters whose gradient has other references or another layout, each with its
-            gradient and its sink. The gradient stays, and is copied to the sink and back around
-            each backward.
-        bound: the other parameters, whose gradient is the sink.
-        references: weak references to the gradients of ``bound``.
-        is_fresh: whether none of the parameters had a gradient; False after the next backward.
-        generation: the memory's generation at that time.
-    """
-
-    others: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor]]
-    bound: Sequence[nn.Parameter]
-    references: Sequence[_Reference]
-    is_fresh: bool
-    generation: int = -1
-
-    def __post_init__(self) -> None:
-        self.first = self.bound[0] if self.bound else _NO_PARAMETER
-        # Held, since reading an attribute is slow while nothing in Python refers to its tensor.
-        self.grad_of_first = self.first.grad
-
-    def is_current(self) -> bool:
-        """Return whether the first bound parameter and all others still have these gradients."""
-        return self.first.grad is self.grad_of_first and (
-            not self.others or all(p.grad is grad for p, grad, _ in self.others)
-        )
-
-    def num_replaced(self) -> int:
-        """Return how many of the bound parameters have another gradient now, or none."""
-        return sum(map(is_not, map(_grad, self.bound), [bound() for bound in self.references]))
-
-    def before_backward(self) -> None:
-        """Copy the gradients of ``others`` to their sinks."""
-        for _, grad, sink in self.others:
-            sink.copy_(grad)
-
-    def after_backward(self) -> None:
-        """Copy the sums of ``others`` from their sinks back to the gradients."""
-        with torch.no_grad():
-            for _, grad, sink in self.others:
-                grad.copy_(sink)
 
 
 class GradMemory:
@@ -96,13 +45,6 @@ class GradMemory:
 
     Args:
         parameters: each parameter once; all on one device.
-
-    Attributes:
-        generation: increases whenever `bind` finds a gradient changed from outside.
-        address: address of the sinks' storage object, for `use_count`.
-        num_expected: the use count of the storage as long as no gradient was bound, dropped,
-            replaced or viewed since `bind`. Does not reveal a gradient that was dropped but is
-            still referenced.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -116,18 +58,16 @@ class GradMemory:
         device = self._parameters[0].device if self._parameters else None
         self._buffer = torch.zeros(end, dtype=torch.uint8, device=device)
         self._storage = self._buffer.untyped_storage()
-        self.address = self._storage._cdata
+        self._address = self._storage._cdata
         self._sinks = [
             torch.empty(0, dtype=_dtype(p), device=p.device).set_(
                 self._storage, offset // _dtype(p).itemsize, p.shape, dense_strides(p)
             )
             for p, offset in zip(self._parameters, offsets, strict=True)
         ]
-        # The last tensor that `grad` was bound to. Weak, so that other references can be counted.
+        # The last tensor that `grad` was bound to, while the caller or torch still has it.
         self._bound: list[_Reference] = [_nothing] * len(self._parameters)
-        self.generation = 0
-        self._num_own = self._num_tensors()
-        self.num_expected = self._num_own
+        self._num_own = use_count(self._address)
 
     @property
     def num_bytes(self) -> int:
@@ -148,75 +88,57 @@ class GradMemory:
         """Return the memory that graphs add the gradient of ``parameter`` to."""
         return self._sinks[self._index[id(parameter)]]
 
-    def has_changed(self) -> bool:
-        """Return whether a gradient was bound, dropped, replaced or viewed since `bind`."""
-        return use_count(self.address) != self.num_expected
-
-    def bind(self, parameters: Sequence[nn.Parameter]) -> Binding:
+    def bind(
+        self, parameters: Sequence[nn.Parameter]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Bind the gradients of ``parameters`` to their sinks, before a backward adds to them.
 
         Args:
             parameters: the parameters that get gradients in the backward.
 
+        Returns:
+            The gradients that stay in memory of the caller, and their sinks. The caller copies them
+            to the sinks before each backward, and back after it.
+
         Raises:
             ReplayMismatchError: views of a gradient that was dropped are still in use, two
-                gradients share memory, or one is sparse.
+                parameters have one gradient, or one is sparse.
         """
-        if self.has_changed():
-            self.generation += 1
         indices = [*map(self._index.__getitem__, map(id, parameters))]
         unbound = self._unbound(parameters, indices)
         self._leave_to_keepers(unbound)
-        self._refuse_shared(unbound)
-        are_none = all(self._parameters[i].grad is None for i in unbound)
-        is_filled = are_none and len(unbound) == len(self._sinks) and self._fill_all()
-        others: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor]] = []
-        num_fresh = 0
+        missing = [i for i in unbound if self._parameters[i].grad is None]
+        if len(missing) < len(unbound):
+            _refuse_shared([grad for grad in map(_grad, parameters) if grad is not None])
+        self._fill(missing)
+        grads, sinks = [], []
         for index in unbound:
             parameter, sink = self._parameters[index], self._sinks[index]
-            if parameter.grad is None:
-                # The only value x for which x + g equals g in every bit, even if g is -0.0.
-                if not is_filled:
-                    sink.fill_(-0.0)
-                num_fresh += 1
+            grad = parameter.grad
+            if grad is None:
+                grad = parameter.grad = sink.detach()
             elif (
-                parameter.grad.requires_grad  # of backward(create_graph=True)
-                or _references(parameter) != _SOLE_REFERENCES
-                or parameter.grad.stride() != sink.stride()
+                not grad.requires_grad  # unlike those of backward(create_graph=True)
+                and grad.stride() == sink.stride()
+                and use_count(grad.untyped_storage()._cdata) == _NUM_SOLE
             ):
-                others.append((parameter, parameter.grad, sink))
-                continue
+                sink.copy_(grad)
+                grad.data = sink
             else:
-                sink.copy_(parameter.grad)
-            bound = sink.detach()
-            parameter.grad = bound
-            self._bound[index] = weakref.ref(bound)
-        self.num_expected = self._num_tensors()
-        kept = {id(parameter) for parameter, _, _ in others}
-        on_sinks = [p for p in parameters if id(p) not in kept] if kept else parameters
-        references = [self._bound[i] for i in indices if id(self._parameters[i]) not in kept]
-        is_fresh = num_fresh == len(parameters)
-        return Binding(others, on_sinks, references, is_fresh, self.generation)
+                grads.append(grad)
+                sinks.append(sink)
+                continue
+            self._bound[index] = weakref.ref(grad)
+        return grads, sinks
 
-    def _refuse_shared(self, indices: Sequence[int]) -> None:
-        """Refuse gradients with memory of each other or of the sinks."""
-        grads = [self._parameters[i].grad for i in indices]
-        tensors = [self._buffer, *(grad for grad in grads if grad is not None)]
-        regions = [(r.start, r.end, t) for t in tensors if (r := memory_of(t)) is not None]
-        regions.sort(key=itemgetter(0))
-        if any(a[1] > b[0] and _overlap(a[2], b[2]) for a, b in pairwise(regions)):
-            raise ReplayMismatchError(
-                "Two parameters have gradients in the same memory, and a backward would lose one "
-                "of the sums.\n"
-                "  To do: give each parameter its own .grad (`p.grad = p.grad.clone()`)."
-            )
-
-    def _fill_all(self) -> bool:
-        """Fill all sinks with -0.0 at once, if they have one dtype."""
-        dtype, *others = {sink.dtype for sink in self._sinks}
-        if not others:
-            self._buffer.view(dtype).fill_(-0.0)
-        return not others
+    def _fill(self, indices: Sequence[int]) -> None:
+        """Fill sinks with -0.0, the only x for which x + g equals g in every bit."""
+        dtypes = {sink.dtype for sink in self._sinks}
+        if len(indices) == len(self._sinks) and len(dtypes) == 1:  # at once
+            self._buffer.view(dtypes.pop()).fill_(-0.0)
+            return
+        for index in indices:
+            self._sinks[index].fill_(-0.0)
 
     def _unbound(self, parameters: Sequence[nn.Parameter], indices: Sequence[int]) -> list[int]:
         """Return the indices of parameters whose gradient is not the sink."""
@@ -257,7 +179,7 @@ class GradMemory:
         if not was_bound:
             return
         num_bound = sum(bound() is not None for bound in self._bound)
-        if self._num_tensors() > self._num_own + num_bound:
+        if use_count(self._address) > self._num_own + num_bound:
             raise ReplayMismatchError(
                 "A .grad was dropped or replaced, but views of its memory are still in use (from "
                 "detach(), view() or indexing); replays would overwrite them.\n"
@@ -265,40 +187,25 @@ class GradMemory:
                 "place (`zero_grad(set_to_none=False)`)."
             )
 
-    def _num_tensors(self) -> int:
-        return use_count(self.address)
+
+def _refuse_shared(grads: Sequence[torch.Tensor]) -> None:
+    addresses = [grad.data_ptr() for grad in grads if grad.numel()]
+    if len(set(addresses)) < len(addresses):
+        raise ReplayMismatchError(
+            "Two parameters have gradients in the same memory, and a backward would lose one of "
+            "the sums.\n"
+            "  To do: give each parameter its own .grad (`p.grad = p.grad.clone()`)."
+        )
 
 
-def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors, whose first and last elements enclose each other's, share any."""
-    if one.dtype != other.dtype:
-        return True
-    begin = min(one.data_ptr(), other.data_ptr())
-    offsets = [(t.data_ptr() - begin) // t.itemsize for t in (one, other)]
-    sizes = [
-        offset + span(t.shape, t.stride()) for offset, t in zip(offsets, (one, other), strict=True)
-    ]
-    marks = torch.zeros(max(sizes), dtype=torch.int8)
-    for offset, t in zip(offsets, (one, other), strict=True):
-        marks.as_strided(t.shape, t.stride(), offset).add_(1)
-    return bool((marks > 1).any())
+def _num_tensors_on_new_storage() -> int:
+    tensor = torch.zeros(1, device="cpu")
+    return use_count(tensor.untyped_storage()._cdata)
+
+
+_NUM_SOLE = _num_tensors_on_new_storage()
 
 
 def _dtype(parameter: nn.Parameter) -> torch.dtype:
     """Return the dtype in which ``parameter.grad`` accumulates; FSDP2 chooses a wider one."""
     return getattr(parameter, "grad_dtype", None) or parameter.dtype
-
-
-def _references(parameter: nn.Parameter) -> tuple[int, int]:
-    grad = parameter.grad
-    assert grad is not None
-    return sys.getrefcount(grad), use_count(grad.untyped_storage()._cdata)
-
-
-def _sole_references() -> tuple[int, int]:
-    parameter = nn.Parameter(torch.zeros(1, device="cpu"))
-    parameter.grad = torch.zeros(1, device="cpu")
-    return _references(parameter)
-
-
-_SOLE_REFERENCES = _sole_references()

@@ -18,17 +18,16 @@ import torch
 from torch import nn
 
 from chunkgraph.engine.capture.accumulate import Accumulation, new_accumulate
-from chunkgraph.engine.capture.grad_memory import Binding, GradMemory, use_count
+from chunkgraph.engine.capture.grad_memory import GradMemory
 from chunkgraph.engine.chunk import GradientMarker
 from chunkgraph.engine.watch.eager_gradients import foreign_hooks
-from chunkgraph.engine.watch.registered_hooks import have_node_hooks, num_registered_hooks
+from chunkgraph.engine.watch.registered_hooks import num_registered_hooks
 from chunkgraph.errors import ReplayMismatchError
 
 __all__ = ["GradientSinks"]
 
 _Hook = Callable[[torch.Tensor], None]
-_NODES_PER_STEP = 4
-_UNBOUND = Binding([], [], [], is_fresh=False)
+_NO_PARAMETER = nn.Parameter(torch.empty(0))
 
 
 class GradientSinks:
@@ -56,17 +55,17 @@ class GradientSinks:
             for p, has in zip(self.parameters, self._has_main_grad, strict=True)
         ]
         self._accumulate = new_accumulate(self._sinks, [p.dtype for p in self.parameters])
-        every = zip(self.parameters, self._has_main_grad, strict=True)
-        self._own = [p for p, has in every if not has]
+        self._own = [*filter(_has_own_grad, self.parameters)]
         self._with_main_grad = [p for p in self.parameters if hasattr(p, "main_grad")]
         self._main_grad_addresses = [p.main_grad.data_ptr() for p in self._with_main_grad]
-        self._owns_any = bool(self._own)
         self._trained: dict[tuple[int, ...], tuple[int, ...]] = {}
-        self._bound_for: tuple[int, ...] | None = None
-        self._binding = _UNBOUND
         self._num_registered = -1
-        self._hooks: list[int] = []
-        self._num_unchecked = 0  # parameters whose nodes have not been checked since
+        # What the last `bind` found, and for which parameters. A caller that clears gradients
+        # inside a step clears the first one too.
+        self._bound_for: tuple[int, ...] | None = None
+        self._left: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+        self._first = _NO_PARAMETER
+        self._first_grad: torch.Tensor | None = None
 
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
@@ -176,96 +175,59 @@ class GradientSinks:
         """
         if not self._are_in_place():
             raise self._moved()
-        self._refuse_hooks(may_lack_numbers=False)
-        self._bound_for, self._binding = None, _UNBOUND
+        self._refuse_hooks()
+        self._unbind()
 
-    def _refuse_hooks(self, *, may_lack_numbers: bool) -> None:
-        """Refuse hooks that wait for gradients, since a replay calls none.
-
-        Checking autograd's own nodes is slow, so after torch has registered any hook, each step
-        checks a few nodes in turn.
-
-        Args:
-            may_lack_numbers: Whether to look for hooks that torch has not registered.
-        """
-        own, number = self._own, num_registered_hooks()
-        hooks, num_unchecked = self._hooks, self._num_unchecked
-        hooked: list[nn.Parameter] = []
-        if may_lack_numbers or number != self._num_registered:
-            hooks = self._hooks_now()
-            if hooks != self._hooks:  # torch never uses a number again
-                hooked += filter(foreign_hooks, own)
-        if number != self._num_registered:
-            num_unchecked = len(own)
-        if num_unchecked:
-            candidates = own[:num_unchecked][-_NODES_PER_STEP:]
-            hooked += itertools.compress(candidates, have_node_hooks(candidates))
+    def _refuse_hooks(self) -> None:
+        """Refuse hooks that wait for gradients, since a replay calls none."""
+        number = num_registered_hooks()
+        if number == self._num_registered:
+            return
+        hooked = [i for i, p in enumerate(self.parameters) if _has_own_grad(p) and foreign_hooks(p)]
         if hooked:
-            index = next(i for i, p in enumerate(self.parameters) if p is hooked[0])
             raise ReplayMismatchError(
-                f"{self._label}: a hook waits for the gradient of parameter {index} (shape "
-                f"{tuple(hooked[0].shape)}), but a replay calls no hooks. Remove it, and do its "
-                "work after the step or in Chunk.after_backward."
+                f"{self._label}: a hook waits for the gradient of parameter {hooked[0]} (shape "
+                f"{tuple(self.parameters[hooked[0]].shape)}), but a replay calls no hooks. Remove "
+                "it, and do its work after the step or in Chunk.after_backward."
             )
-        self._num_registered, self._hooks = number, hooks
-        self._num_unchecked = max(0, num_unchecked - _NODES_PER_STEP)
+        self._num_registered = number
 
-    def _hooks_now(self) -> list[int]:
-        """Return torch's numbers of the hooks on the parameters themselves."""
-        own = self._own
-        numbers = itertools.chain.from_iterable
-        hooks = [*numbers(filter(None, map(_post_accumulate_hooks, own)))]
-        if any(map(_backward_hooks, own)):
-            hooks += numbers(filter(None, map(_backward_hooks, own)))
-        return hooks
-
-    def before_backward(self, trained: tuple[int, ...]) -> Binding:
+    def before_backward(self, trained: tuple[int, ...]) -> None:
         """Bind ``param.grad`` to the sinks, before a replay adds to them.
+
+        Only the first backward of a step looks at every parameter.
 
         Args:
             trained: indices of the parameters that get gradients, from `interned`.
 
         Raises:
-            ReplayMismatchError: views of a gradient that was dropped are still in use.
+            ReplayMismatchError: a gradient cannot be bound; see `GradMemory.bind`.
         """
-        binding, memory = self._binding, self._memory
-        if not self._owns_any:
-            return binding
-        if (
-            trained is self._bound_for
-            and use_count(memory.address) == memory.num_expected
-            and binding.generation == memory.generation
-            and binding.is_current()
-        ):
-            binding.is_fresh = False
-        else:
-            own = [self.parameters[i] for i in trained if not self._has_main_grad[i]]
-            self._binding = binding = _UNBOUND  # which holds no gradient
-            with torch.no_grad():
-                self._binding = binding = memory.bind(own)
-            self._bound_for = trained
-        if binding.others:
-            with torch.no_grad():
-                binding.before_backward()
-        return binding
-
-    def end_step(self) -> None:
-        """Check that no gradient was lost in the step, and no hook was added without a number.
-
-        Raises:
-            ReplayMismatchError: a gradient was dropped but is still referenced, and a later
-                backward may have been added to it, or a hook waits for a gradient.
-        """
-        self._refuse_hooks(may_lack_numbers=True)
-        if self._bound_for is None or self._memory.has_changed() or not self._binding.is_current():
+        if not self._own:
             return
-        if num_replaced := self._binding.num_replaced():
-            raise ReplayMismatchError(
-                f"{self._label}: gradients of {num_replaced} parameters were dropped or replaced "
-                "inside the step but are still referenced, so later backwards may have been added "
-                "to them.\n"
-                "  To do: keep copies (`p.grad.clone()`), or drop gradients between steps."
-            )
+        if trained is not self._bound_for or self._first.grad is not self._first_grad:
+            own = [p for p in map(self.parameters.__getitem__, trained) if _has_own_grad(p)]
+            self._unbind()
+            with torch.no_grad():
+                self._left = self._memory.bind(own)
+            self._first = own[0] if own else _NO_PARAMETER
+            self._first_grad = self._first.grad
+            self._bound_for = trained
+        grads, sinks = self._left
+        if grads:
+            with torch.no_grad():
+                torch._foreach_copy_(sinks, grads)
+
+    def _unbind(self) -> None:
+        """Refer to no gradient, so that `GradMemory` can tell what the caller keeps."""
+        self._bound_for, self._left, self._first_grad = None, ([], []), None
+
+    def after_backward(self) -> None:
+        """Copy the sums of gradients that are not bound from their sinks back to them."""
+        grads, sinks = self._left
+        if grads:
+            with torch.no_grad():
+                torch._foreach_copy_(grads, sinks)
 
     def _are_in_place(self) -> bool:
         """Return whether every ``main_grad`` is at its old address, and none was added."""
@@ -297,8 +259,11 @@ class GradientSinks:
 
 
 _main_grad = attrgetter("main_grad")
-_backward_hooks = attrgetter("_backward_hooks")
-_post_accumulate_hooks = attrgetter("_post_accumulate_grad_hooks")
+
+
+def _has_own_grad(parameter: nn.Parameter) -> bool:
+    """Return whether gradients go to ``parameter.grad``."""
+    return not hasattr(parameter, "main_grad")
 
 
 def _is_any_bit_set(tensor: torch.Tensor) -> bool:

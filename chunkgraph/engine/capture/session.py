@@ -29,11 +29,7 @@ from torch import nn
 
 from chunkgraph._collector import collector_paused
 from chunkgraph.engine.banks import Bank
-from chunkgraph.engine.capture.captured_rank import (
-    CapturedRank,
-    CaptureReport,
-    gradient_terms,
-)
+from chunkgraph.engine.capture.captured_rank import CapturedRank, CaptureReport
 from chunkgraph.engine.capture.grad_memory import GradMemory
 from chunkgraph.engine.capture.gradients import GradientSinks
 from chunkgraph.engine.capture.host_draws import host_draws_refused
@@ -257,7 +253,6 @@ def _run(
         session.models,
         maker.pools,
         _report(session, (time.perf_counter() - start) * 1e3),
-        gradient_terms(session.chunks, session.forwards),
         (session.backend.default_generator, *settings.host.generators()),
         TorchSettings(),
         changes_state=_changes_state(session),
@@ -456,10 +451,8 @@ def _prove(session: _Session) -> None:
 def _banks(session: _Session) -> dict[Hashable, Bank]:
     """Return the slots and signatures of every bank."""
     slots: dict[tuple[Hashable, int], list[Slot]] = {}
-    captured: dict[tuple[Hashable, int], CapturedForward] = {}
     for forward in session.forwards:
         c = forward.place.chunk_index
-        captured[forward.place.bank, c] = forward
         slot = new_slot(forward, session.chunks[c], session.backend)
         slots.setdefault((forward.place.bank, c), []).append(slot)
     return {
@@ -467,8 +460,8 @@ def _banks(session: _Session) -> dict[Hashable, Bank]:
             key,
             tuple(tuple(slots[key, c]) for c in range(len(session.chunks))),
             tuple(
-                Signature(call, chunk.label, captured[key, c].deciding, captured[key, c].casts)
-                for c, (call, chunk) in enumerate(zip(calls, session.chunks, strict=True))
+                Signature(call, chunk.label)
+                for call, chunk in zip(calls, session.chunks, strict=True)
             ),
         )
         for key, calls in session.samples.items()

@@ -10,18 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from chunkgraph.engine.autocast import Autocast, ForwardCasts
-from chunkgraph.engine.autograd_graph import edges_to_leaves, guarded_outputs, nested_among
-from chunkgraph.engine.capture.cast_watch import BlockWatch
+from chunkgraph.engine.autocast import Autocast
+from chunkgraph.engine.autograd_graph import leaves_below
 from chunkgraph.engine.capture.gradients import GradientSinks
 from chunkgraph.engine.capture.output_gradients import OutputGradients
-from chunkgraph.engine.capture.static_inputs import (
-    SlotStatics,
-    call_with,
-    deciding_inputs,
-    stale_casts_refused,
-    summed_inputs,
-)
+from chunkgraph.engine.capture.static_inputs import SlotStatics, call_with
 from chunkgraph.engine.chunk import Chunk, GradientMarker
 from chunkgraph.engine.host import Host
 from chunkgraph.engine.layout import memory_of
@@ -125,9 +118,6 @@ class CapturedForward:
         casting: applies the backward's autocast setting.
         strides: strides of the gradients of ``receiving``.
         results_grads: see `call_with`.
-        deciding, casts: See `deciding_inputs` and `BlockWatch`.
-        num_terms: Number of gradients that autograd sums for each parameter of the chunk; 0 if
-            recomputation hides it, or if other calls share the parameter's cast and its sum.
     """
 
     place: SlotPlace
@@ -142,17 +132,9 @@ class CapturedForward:
     receiving: tuple[int, ...] = ()
     strides: tuple[tuple[int, ...], ...] = ()
     has_grad_layouts: bool = False
-    guarded: tuple[int, ...] = ()
-    nested: tuple[int, ...] = ()
     trained: tuple[int, ...] = ()
     lent: tuple[int, ...] = ()
-    deciding: tuple[int, ...] = ()
-    casts: ForwardCasts = field(default_factory=ForwardCasts)
-    num_terms: dict[int, int] = field(default_factory=dict)
-    summed: tuple[int, ...] = ()
-    returned: tuple[int, ...] = ()
     backward_autocast: Autocast | None = None
-    backward_has_blocks: bool = True
     grads: list[torch.Tensor] = field(default_factory=list)
     grad_nodes: Sequence[CopyNode | None] = ()
     input_grads: list[torch.Tensor | None] = field(default_factory=list)
@@ -226,13 +208,11 @@ def capture_forward(
     results_grads: dict[int, torch.Tensor] = {}
     router = maker.pools.router(trace)
     with (
-        BlockWatch(inputs, sample.autocast) as watch,
         memory_between(place, router) as memory,
         torch.enable_grad(),
         maker.capture(
             f"{place.label} forward", place.pool, router, offsets=offsets, targets=inputs
         ) as graph,
-        stale_casts_refused(chunk, sample.autocast),
     ):
         result = call_with(chunk, sample, inputs, results_grads)
     if memory.in_scratch:
@@ -245,7 +225,6 @@ def capture_forward(
         )
     results, spec = flatten(result)
     forward = CapturedForward(place, inputs, results, spec, graph, memory.kept, results_grads)
-    forward.casts = watch.casts()
     try:
         _refuse_written(chunk.label, sample, inputs, versions)
         _describe_outputs(forward, chunk, sample, leaves)
@@ -274,27 +253,11 @@ def _describe_outputs(
     forward.casting = gradients.casting
     outputs = [forward.tensors[i] for i in forward.receiving]
     _check_outputs(chunk, outputs, [*forward.inputs, *leaves])
-    every = [forward.tensors[i] for i in forward.differentiable]
-    forward.deciding = deciding_inputs(every, forward.inputs)
-    forward.nested = tuple(forward.receiving[n] for n in nested_among(outputs))
-    # Eager training sums the gradients of a cast that calls share before it casts them back.
-    shares_casts = sample.autocast is not None and sample.autocast.keeps_casts
-    edges = {} if shares_casts else edges_to_leaves(outputs)
-    forward.num_terms = {i: edges.get(leaf, 0) for i, leaf in enumerate(leaves)}
-    if chunk.shares_inputs:
-        forward.summed = summed_inputs(outputs, forward.inputs)
     module_tensors = (
         [*chunk.module.parameters(), *chunk.module.buffers()] if chunk.module is not None else []
     )
     storages = {storage_address(t) for t in (*leaves, *module_tensors)} - {0}
     forward.lent = tuple(i for i, t in enumerate(forward.tensors) if storage_address(t) in storages)
-    if forward.copies_outputs:
-        others = [*forward.inputs, *leaves, *module_tensors]
-        forward.guarded = guarded_outputs(forward.tensors, others)
-        returned = set(map(storage_address, forward.tensors)) - {0}
-        forward.returned = tuple(
-            i for i, t in enumerate(forward.inputs) if storage_address(t) in returned
-        )
 
 
 def _check_outputs(
@@ -330,7 +293,7 @@ def refuse_undeclared(
         CaptureError: there are such leaves; the message names them.
     """
     known = set(map(id, declared))
-    lost = [leaf for leaf in edges_to_leaves(outputs) if id(leaf) not in known]
+    lost = [leaf for leaf in leaves_below(outputs) if id(leaf) not in known]
     if lost:
         names = ", ".join(_described(chunk, lost))
         raise CaptureError(
@@ -387,7 +350,6 @@ def capture_backward(
     with (
         sinks.accumulating(leaves, forward.marker) as sums,
         forward.casting(),
-        BlockWatch((), forward.backward_autocast) as watch,
         maker.capture(
             f"{place.label} backward", pool, resumed=forward.graph, targets=forward.grads
         ) as graph,
@@ -398,7 +360,6 @@ def capture_backward(
         if chunk.end_of_backward is not None:
             chunk.end_of_backward()
     forward.backward, forward.grad_nodes = graph, graph.copy_nodes
-    forward.backward_has_blocks = watch.casts().has_blocks
     forward.trained = sinks.interned(tuple(sorted(sums.trained)))
     take_input_grads(forward)
 
@@ -461,13 +422,8 @@ def new_slot(forward: CapturedForward, chunk: Chunk, backend: GraphBackend) -> S
         receiving=forward.receiving,
         has_grad_layouts=forward.has_grad_layouts,
         trained=forward.trained,
-        guarded=forward.guarded,
-        returned=forward.returned,
-        nested=forward.nested,
-        summed=forward.summed,
         lent=forward.lent,
         backward_autocast=forward.backward_autocast,
-        backward_has_blocks=forward.backward_has_blocks,
         output_grads=tuple(forward.grads),
         input_nodes=tuple(forward.graph.copy_nodes),
         grad_nodes=tuple(forward.grad_nodes),

@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-from chunkgraph.engine.autocast import Autocast
-from chunkgraph.engine.autograd_graph import edges_to_leaves, nodes_below
-from chunkgraph.engine.capture.layers import parameter_names
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.layout import dense_strides, span
 from chunkgraph.engine.plain_values import key_of
 from chunkgraph.engine.signature import Call, flatten_call
 from chunkgraph.errors import CaptureError
-from chunkgraph.graphs.written_casts import CastWatch
 
-__all__ = [
-    "SlotStatics",
-    "call_with",
-    "deciding_inputs",
-    "stale_casts_refused",
-    "static_like",
-    "summed_inputs",
-]
+__all__ = ["SlotStatics", "call_with", "static_like"]
 
 
 def call_with(
@@ -64,73 +52,10 @@ def call_with(
     return result
 
 
-@contextmanager
-def stale_casts_refused(chunk: Chunk, autocast: Autocast | None) -> Iterator[None]:
-    """Refuse a forward that updates parameters while autocast caches casts of them.
-
-    Eager training reuses such a cast for the whole autocast block, which may have many calls; a
-    replay casts the current value.
-
-    Raises:
-        CaptureError: the forward does this; the message names the parameters and the line.
-    """
-    if autocast is None or not autocast.keeps_casts:
-        yield
-        return
-    with CastWatch(chunk.parameters) as watch:
-        yield
-    names = zip(parameter_names(chunk), chunk.parameters, strict=True)
-    written = [(name, place) for name, p in names if (place := watch.place_written(p))]
-    if written:
-        raise CaptureError(
-            f"{chunk.label}: its forward updates {', '.join(name for name, _ in written)} in "
-            f"place while autocast caches a cast of it.\n  at {written[0][1]}\nEager training uses "
-            "the old cast until the torch.autocast block ends; a replay casts the new value.\n"
-            "  To do: use torch.autocast(cache_enabled=False), or update parameters between steps."
-        )
-
-
 def _contents(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     call = flatten_call(args, kwargs)
     values = [id(v) if isinstance(v, torch.Tensor) else key_of(v) for v in call.leaves]
     return call.spec, values
-
-
-def deciding_inputs(
-    outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
-) -> tuple[int, ...]:
-    """Return the numbers of the inputs without which an output would not require grad.
-
-    Args:
-        outputs: results of the forward that require grad.
-        inputs: see `call_with`.
-    """
-    numbers = {id(tensor): i for i, tensor in enumerate(inputs)}
-    deciding: set[int] = set()
-    for output in outputs:
-        leaves = [numbers.get(id(leaf)) for leaf in edges_to_leaves([output])]
-        if None not in leaves:  # it depends on no parameter
-            deciding.update(i for i in leaves if i is not None)
-    return tuple(sorted(deciding))
-
-
-def summed_inputs(
-    outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
-) -> tuple[int, ...]:
-    """Return the numbers of the inputs that a forward reads several times.
-
-    Args:
-        outputs: results of the forward that get a gradient; one may be an input itself.
-        inputs: see `call_with`.
-    """
-    reads = Counter(parent for node in nodes_below(outputs) for parent, _ in node.next_functions)
-    reads.update(torch.autograd.graph.get_gradient_edge(tensor).node for tensor in outputs)
-    num_reads: Counter[int] = Counter()
-    for node, num in reads.items():
-        is_result = isinstance(node, _AsResult._backward_cls)
-        leaf = getattr(node.next_functions[0][0] if is_result else node, "variable", None)
-        num_reads[id(leaf)] = max(num_reads[id(leaf)], num)
-    return tuple(i for i, tensor in enumerate(inputs) if num_reads[id(tensor)] > 1)
 
 
 class _AsResult(torch.autograd.Function):

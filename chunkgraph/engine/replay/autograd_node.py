@@ -6,14 +6,11 @@ cost does not grow with their number.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 
-from chunkgraph.engine.autograd_graph import refuse_changed_outputs, refuse_hooks_on_nested
-from chunkgraph.engine.replay.input_sum import InputSum
 from chunkgraph.engine.slot import Slot
 from chunkgraph.errors import ReplayMismatchError
 
@@ -73,20 +70,10 @@ class SlotReplay(torch.autograd.Function):
         runner.replay_forward(slot, tensors)
         ctx.replayed = runner, slot, slot.turn
         ctx.set_materialize_grads(False)
-        if slot.input_sums:
-            ctx.sums = [InputSum(slot.label, i, tensors[i]) for i, _ in slot.input_sums]
         if slot.plain_output is not None:
             hand_out, output = slot.plain_output
             return hand_out(output)
         outputs = tuple(slot.hand_out())
-        if slot.guarded:
-            ctx.save_for_backward(
-                *[outputs[i] for i in slot.guarded], *[tensors[i] for i in slot.returned]
-            )
-        if slot.nested:
-            ctx.nested = [weakref.ref(outputs[i]) for i in slot.nested]
-        if slot.is_single and not slot.has_frozen_outputs:
-            return outputs[0]
         frozen = [out for i, out in enumerate(outputs) if i not in slot.differentiable]
         ctx.mark_non_differentiable(*frozen)
         return outputs[0] if slot.is_single else outputs
@@ -106,15 +93,8 @@ class SlotReplay(torch.autograd.Function):
                 "differentiated again, which a replay does not compute.\n  To do: leave "
                 "create_graph out, or ask for an eager step (`step(eager=True)`)."
             )
-        if slot.guarded:
-            refuse_changed_outputs(slot.label, ctx)
-        if slot.nested:
-            refuse_hooks_on_nested(slot.label, [reference() for reference in ctx.nested])
         runner.replay_backward(slot, turn, grads)
-        input_grads = slot.hand_out_input_grads()
-        for n, (_, place) in enumerate(slot.input_sums):
-            ctx.sums[n].address = input_grads[place].data_ptr()
-        return (None, None, None, *input_grads, None)
+        return (None, None, None, *slot.hand_out_input_grads(), None)
 
 
 replay_node: Callable[..., Any] = super(torch.autograd.Function, SlotReplay).apply

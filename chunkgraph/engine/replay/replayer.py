@@ -10,15 +10,14 @@ from typing import Any
 import torch
 
 from chunkgraph.engine.arguments import rank_label
+from chunkgraph.engine.autocast import Autocast
 from chunkgraph.engine.banks import StepBanks
 from chunkgraph.engine.capture.captured_rank import CapturedRank
-from chunkgraph.engine.capture.grad_memory import Binding
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.counters import Counters
 from chunkgraph.engine.decide.reasons import NOTHING_REPLAYED
 from chunkgraph.engine.options import CaptureOptions
 from chunkgraph.engine.replay.autograd_node import SlotRunner, replay_node
-from chunkgraph.engine.replay.backward_task import BackwardTask
 from chunkgraph.engine.replay.profiler_ranges import ReplayRanges
 from chunkgraph.engine.slot import Slot
 from chunkgraph.engine.verify import Verifier
@@ -28,6 +27,7 @@ from chunkgraph.slots import SlotMachine
 
 __all__ = ["Replayer"]
 
+_task_id = torch._C._current_graph_task_id
 _will_execute = torch._C._will_engine_execute_node
 
 
@@ -62,7 +62,9 @@ class Replayer:
         # some of the gradients.
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._anchor_node = torch.autograd.graph.get_gradient_edge(self._anchor).node
-        self._task = BackwardTask()
+        self._pass = -1  # torch's number of the backward pass that runs
+        self._chunks_in_pass: set[int] = set()
+        self._sharing: list[set[int]] = []  # for each chunk, those that train a parameter of it
         self._captured: CapturedRank | None = None
         self._verifier: Verifier | None = None
         self._verifying: Verifier | None = None  # the verifier, in a verified step
@@ -78,13 +80,13 @@ class Replayer:
         self._captured, self._verifier = captured, verifier
         report = captured.report
         self._machine = SlotMachine(report.num_slots, self._label, are_shared=report.shared_slots)
-        self._task = BackwardTask(captured.terms, captured.names())
+        trained = [set(map(id, sinks.parameters)) for sinks in captured.sinks]
+        self._sharing = [{c for c, of in enumerate(trained) if own & of} for own in trained]
         self._first_step = self._counters.replayed_steps
 
     def drop(self) -> None:
         """Drop the graphs and everything that refers to them."""
         self._captured = self._verifier = None
-        self._task = BackwardTask()
         self._forget_microbatches()
 
     def name_replays(self, names: Sequence[str]) -> None:
@@ -112,7 +114,6 @@ class Replayer:
             model.check_memory()
         if captured.changes_state or verifier is not None:
             self._check()
-        self._task.begin_step()
         self._machine.begin_step()
         if self._ranges is not None:
             self._ranges.begin_step()
@@ -126,8 +127,6 @@ class Replayer:
             if not self._is_checked:
                 self._check()
             self._machine.end_step()
-            for sinks in captured.sinks:
-                sinks.end_step()
             # Check now: the device is still busy, and nobody has used the gradients yet.
             for model in captured.models:
                 model.end_step()
@@ -141,7 +140,6 @@ class Replayer:
             raise
         finally:
             self._is_in_step = False
-            self._task.end_step()
             if self._verifying is not None:
                 self._verifying.end_step()
                 self._verifying = None
@@ -263,8 +261,9 @@ class Replayer:
             waiting.popleft()
         elif slot in waiting:
             waiting.remove(slot)
-        if slot.is_backward_cast_otherwise():
-            raise self._other_autocast(slot)
+        autocast = slot.backward_autocast
+        if autocast is not None and not autocast.is_now():
+            raise self._other_autocast(slot.label, autocast)
         assert self._captured is not None
         # Autograd does not know the parameters, so it does not report whether all are requested.
         if slot.trained and not _will_execute(self._anchor_node):
@@ -274,12 +273,10 @@ class Replayer:
                 "  To do: call backward() without `inputs`, or ask for an eager step "
                 "(`step(eager=True)`)."
             )
-        binding: Binding | None = None
-        if slot.weight_graph is not None:  # which adds the gradients
-            self._task.enter(c, slot.label, is_fresh=False)
-        else:
-            binding = self._captured.sinks[c].before_backward(slot.trained)
-            self._task.enter(c, slot.label, is_fresh=binding.is_fresh)
+        self._note_pass(slot)
+        is_split = slot.weight_graph is not None
+        if not is_split:  # else the weight half adds the gradients
+            self._captured.sinks[c].before_backward(slot.trained)
         if self._verifying is not None:
             self._verifying.before_backward(slot, grads)
         slot.load_output_grads(grads)
@@ -291,11 +288,30 @@ class Replayer:
         if self._verifying is not None:
             self._verifying.after_backward(slot)
         self._counters.backward_replays += 1
-        if binding is None:
+        if is_split:
             self._machine.defer_weight(c, slot.index)
             self._halved[c, slot.index] = slot
         else:
-            self._end_backward(slot, binding)
+            self._end_backward(slot)
+
+    def _note_pass(self, slot: Slot) -> None:
+        """Record that the running backward pass enters a microbatch of the slot's chunk.
+
+        Raises:
+            ReplayMismatchError: it has already added to gradients that this microbatch adds to.
+        """
+        c, number = slot.chunk, _task_id()
+        if number != self._pass:
+            self._pass, self._chunks_in_pass = number, set()
+        if not self._sharing[c].isdisjoint(self._chunks_in_pass):
+            raise ReplayMismatchError(
+                f"{slot.label}: one backward pass runs through several microbatches that add to "
+                "the same parameter. Eager training adds these up before it adds them to the "
+                "gradient; replays cannot, so the last bits would differ.\n"
+                "  To do: call backward() for each microbatch (and each chunk that shares a "
+                "parameter), or ask for an eager step (`step(eager=True)`)."
+            )
+        self._chunks_in_pass.add(c)
 
     def waiting_weights(self, c: int) -> tuple[int, ...]:
         """Return the turns of chunk ``c`` that wait for their weight half, oldest first."""
@@ -318,19 +334,19 @@ class Replayer:
         """Replay the weight half of a backward and free the slot."""
         assert self._captured is not None
         assert slot.weight_graph is not None
-        binding = self._captured.sinks[slot.chunk].before_backward(slot.trained)
+        self._captured.sinks[slot.chunk].before_backward(slot.trained)
         if self._verifying is not None:
             self._verifying.before_weight(slot)
         slot.weight_graph.replay()
         if self._verifying is not None:
             self._verifying.after_weight(slot)
         self._counters.weight_replays += 1
-        self._end_backward(slot, binding)
+        self._end_backward(slot)
 
-    def _end_backward(self, slot: Slot, binding: Binding) -> None:
+    def _end_backward(self, slot: Slot) -> None:
         """Finish a microbatch once all of its gradients are added."""
-        if binding.others:
-            binding.after_backward()
+        assert self._captured is not None
+        self._captured.sinks[slot.chunk].after_backward()
         if slot.marker is not None:
             slot.marker.replayed()
         self._machine.release(slot.chunk, slot.index)
@@ -338,11 +354,10 @@ class Replayer:
         if after is not None:
             after()
 
-    def _other_autocast(self, slot: Slot) -> ReplayMismatchError:
-        captured = slot.backward_autocast
-        assert captured is not None
+    @staticmethod
+    def _other_autocast(label: str, captured: Autocast) -> ReplayMismatchError:
         return ReplayMismatchError(
-            f"{slot.label}: its backward was captured with autocast {captured}, and runs with "
+            f"{label}: its backward was captured with autocast {captured}, and runs with "
             f"{captured.now(captured.device_type)}. Call backward() under the same autocast in "
             "warmup steps and in every later step (torch recommends outside of autocast), or "
             "release the graphs and capture again."

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from chunkgraph.engine.capture.backward_watch import differentiable
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.replay.replayer import Replayer
-from chunkgraph.engine.signature import flatten
+from chunkgraph.engine.signature import distinct_tensors, flatten
 from chunkgraph.engine.split.delayed import DelayedModules
 from chunkgraph.errors import SlotError
 
@@ -154,7 +153,8 @@ class _EagerStep:
         self._num_forwards = [0] * len(chunks)
 
     def watch(self, c: int, result: Any) -> None:
-        outputs = [t for t in differentiable(flatten(result)[0]) if not t.is_leaf]
+        tensors = distinct_tensors(flatten(result)[0])
+        outputs = [t for t in tensors if t.requires_grad and not t.is_leaf]
         begin = _Begin(self.waiting[c], self._num_forwards[c])
         self._num_forwards[c] += 1
         if not outputs:

@@ -1,15 +1,15 @@
 """Run a captured chunk eagerly next to its replays, without side effects on training.
 
 Random state, buffers, gradients and the state of `Host.preserving` are restored. Other leaves
-replace the parameters, new ones in each pass, so that no hook sees their gradients and the caller's
-autocast block keeps its casts of the parameters.
+replace the parameters, new ones in each pass, so that no hook sees their gradients. Casts that the
+caller's autocast block has cached are lost.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -160,16 +160,15 @@ class EagerPasses:
         inputs = [t.detach().clone() for t in tensors]
         for tensor, has_grad in zip(inputs, with_grad, strict=True):
             tensor.requires_grad_(has_grad)
-        watch, uncast = LayerWatch(), replace(self._call, autocast=None)
+        watch = LayerWatch()
         aliases = ParameterAliases(self._chunk.module, self._chunk.parameters)
         with (
             self._around.untouched(self._written, begin),
             aliases.in_place(),
             self._own_sums(aliases.leaves),
-            self._casting(),
         ):
             with watch.watching([self._chunk], on_output):
-                results, _ = flatten(call_with(self._chunk, uncast, inputs))
+                results, _ = flatten(call_with(self._chunk, self._call, inputs))
             after = self._around.state_of(self._chunk.buffers)
             saved = saved_tensors(results, watch)
             counts = versions(self._written)
@@ -222,14 +221,6 @@ class EagerPasses:
             sums.finish()
         input_grads = tuple(t.grad for t in forward.inputs)
         return EagerBackward(input_grads, tuple(self._sums), tuple(order.seen))
-
-    def _casting(self) -> AbstractContextManager[object]:
-        """Apply the call's autocast setting; share no casts of parameters with the caller."""
-        autocast = self._call.autocast
-        if autocast is None:
-            return nullcontext()
-        # The parameters of a chunk without a module are not replaced.
-        return autocast.entered() if self._chunk.module is None else autocast.applied()
 
     @contextmanager
     def _own_sums(self, leaves: Sequence[nn.Parameter]) -> Iterator[None]:

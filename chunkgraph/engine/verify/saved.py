@@ -7,14 +7,17 @@ custom function keeps in its own attributes are not seen.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from chunkgraph.engine.autograd_graph import kept_by, nodes_below
+from chunkgraph.engine.autograd_graph import nodes_below
 from chunkgraph.engine.bits import has_nan, same_bits
 from chunkgraph.engine.capture.layers import LayerWatch
 from chunkgraph.graphs import AddressRanges, tensor_at
@@ -115,7 +118,7 @@ def _walk(outputs: Sequence[Any], watch: LayerWatch) -> list[SavedTensor]:
     entries: list[tuple[int, str, SavedTensor]] = []
     for node in nodes_below(t for t in outputs if isinstance(t, torch.Tensor)):
         number = node._sequence_nr()
-        for name, tensor in kept_by(node):
+        for name, tensor in _kept_by(node):
             kind = f"{node.name()}.{name}"
             entries.append((number, kind, _record(tensor, watch.layer_of(number), kind)))
     entries = [entry for entry in entries if entry[0] < _NO_NUMBER]
@@ -172,3 +175,41 @@ def _record(tensor: torch.Tensor, layer: str, operator: str) -> SavedTensor:
 
 def _kind(saved: SavedTensor) -> tuple[Any, ...]:
     return saved.operator, saved.shape, saved.dtype
+
+
+def _kept_by(node: Any) -> list[tuple[str, torch.Tensor]]:
+    """Return (name, tensor) of the tensors that a node keeps for its backward.
+
+    Tensors that a custom function keeps in its own attributes are not seen.
+    """
+    kept: list[tuple[str, torch.Tensor]] = []
+    kind: type = type(node)
+    for name in _names_of_saved(kind):
+        # Tensors that were written later, and freed graphs, cannot be read.
+        with contextlib.suppress(RuntimeError):
+            if not _is_plain(getattr(node, f"_raw{name}")):
+                continue
+            value = getattr(node, "saved_tensors" if name == "_saved_tensors" else name)
+            values = value if isinstance(value, (tuple, list)) else (value,)
+            kept.extend(
+                (name.removeprefix("_saved_"), v) for v in values if isinstance(v, torch.Tensor)
+            )
+    # Skip wrappers without their own memory (quantized tensors); the node keeps their parts too.
+    return [
+        (name, t)
+        for name, t in kept
+        if type(t) in (torch.Tensor, nn.Parameter) and t.layout is torch.strided and t.numel()
+    ]
+
+
+def _is_plain(raw: Any) -> bool:
+    """Return whether reading a saved value calls no hook, which might recompute a forward."""
+    values = raw if isinstance(raw, (tuple, list)) else (raw,)
+    return all(getattr(saved, "unpack_hook", _is_plain) is None for saved in values)
+
+
+@functools.cache
+def _names_of_saved(kind: type) -> tuple[str, ...]:
+    raw = [n.removeprefix("_raw") for n in dir(kind) if n.startswith("_raw_saved_")]
+    known = dir(kind)
+    return tuple(n for n in raw if n in known or n == "_saved_tensors")

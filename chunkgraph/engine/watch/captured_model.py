@@ -242,7 +242,7 @@ class CapturedModel:
         """
         if what := saved_tensors_hooks():
             raise ReplayMismatchError(f"{self.label} is called {what}")
-        check_surroundings(self.label, self.parameters)
+        check_surroundings(self.label)
         self.check()
         if self._module is not None and self._module.training is not self._modes[0]:
             raise self._other_mode("", self._module)

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from chunkgraph._text import shown
-from chunkgraph.engine.plain_values import Same
 from chunkgraph.engine.watch.variables import (
     CODE,
     CONTAINERS,
@@ -27,6 +26,22 @@ from chunkgraph.engine.watch.variables import (
 from chunkgraph.errors import ReplayMismatchError
 
 __all__ = ["ReadValues"]
+
+
+class Same:
+    """A key equal only for the same object, which it keeps alive so that its id is not reused."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
 
 _SCALARS = (bool, int, str, bytes, types.NoneType, torch.dtype, torch.device)
 _MAX_DEPTH = 4

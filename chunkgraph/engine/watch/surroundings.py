@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
-from torch import nn
 from torch.autograd import forward_ad
 
-from chunkgraph.engine.watch.cast_cache import why_stale
 from chunkgraph.errors import ReplayMismatchError
 
 __all__ = ["check_surroundings", "saved_tensors_hooks"]
@@ -29,27 +25,19 @@ def saved_tensors_hooks() -> str:
     )
 
 
-def check_surroundings(label: str, parameters: Sequence[nn.Parameter]) -> None:
+def check_surroundings(label: str) -> None:
     """Refuse a call in a context that affects eager operators but not replays.
 
     Args:
         label: Label of the chunk, for errors.
-        parameters: Parameters of the chunk.
 
     Raises:
-        ReplayMismatchError: torch.func or forward-mode autograd is active, or autocast has stale
-            casts of the parameters.
+        ReplayMismatchError: torch.func or forward-mode autograd is active.
     """
     if forward_ad._current_level >= 0 or _are_transforms_active():
         raise ReplayMismatchError(
             f"{label} is called under torch.func (grad, vmap, jvp) or forward-mode autograd, "
             "which replays do not support. Call the module itself there, or transform inside it."
-        )
-    if why := why_stale(parameters):
-        raise ReplayMismatchError(
-            f"{label}: {why} inside the torch.autocast block of the call. Eager operators would "
-            "reuse the earlier casts of the parameters; a replay casts the parameters again. "
-            "Enter autocast around each step, or around the calls."
         )
 
 

@@ -11,8 +11,6 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-from chunkgraph.engine.watch.cast_cache import stale_casts
-
 __all__ = ["Windows"]
 
 _SMALL = 8
@@ -75,7 +73,6 @@ class Windows:
             and _saved_tensors_hooks(False) is None
             and not _are_transforms_active()
             and forward_ad._current_level < 0
-            and not stale_casts.are_any
             and (
                 not self._all
                 or (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import TypeGuard
 
 import torch
 from torch import nn
@@ -10,7 +11,7 @@ from torch import nn
 from .layers import Elsewhere
 from .model import new_input, parts_of
 from .programs import Action
-from .world import InterruptedStepError, World
+from .world import Flight, InterruptedStepError, World
 
 
 def between(world: World, name: str) -> None:
@@ -129,7 +130,6 @@ _OF_THE_NEXT_CALL = {
     "other_strides": "strides",
     "same_tensor_twice": "same tensor",
     "same_input": "same",
-    "detached_input": "detach",
     "change_options": "options",
     "expanded_input": "expanded",
     "leaf_input": "leaf",
@@ -161,7 +161,7 @@ def inside(world: World, action: Action) -> None:
         case "optimizer_step":
             world.optimizer.step()
             world.optimizer.zero_grad()
-        case "write_input" if flight is not None:
+        case "write_input" if flight is not None and not flight.extras:
             with torch.no_grad():
                 flight.x.mul_(2)
         case "keep_output" if flight is not None:
@@ -177,26 +177,27 @@ def inside(world: World, action: Action) -> None:
                     # in the backward, and so stays as it is if the parameter is frozen later.
                     is_trained = extra.data_ptr() in addresses
                     world.keep("further output", extra.detach() if is_trained else extra)
-        case "change_output" if flight is not None:
+        case "change_output" if flight is not None and not flight.extras:
             if action.value % 2:
                 flight.main.detach().mul_(2)
             else:
                 flight.main.mul_(2)
-        case "change_extra" if flight is not None:
-            for extra in flight.extras:
-                if isinstance(extra, torch.Tensor) and extra.is_floating_point():
-                    extra.mul_(2)
         case "hook_input" if flight is not None and flight.x.is_leaf and flight.x.requires_grad:
             flight.x.register_hook(lambda grad: world.see("input hook", grad))
-        case "hook_output" if flight is not None and flight.main.requires_grad:
+        case "hook_output" if _is_alone(flight):
             flight.main.register_hook(lambda grad: world.see("hook", grad))
-        case "retain_output_grad" if flight is not None and flight.main.requires_grad:
+        case "retain_output_grad" if _is_alone(flight):
             flight.main.retain_grad()
             world.retained.append(flight.main)
         case "note":
             world.see_all()
         case _:
             _anywhere(world, action)
+
+
+def _is_alone(flight: Flight | None) -> TypeGuard[Flight]:
+    """Return whether no other output is computed from the main one, which takes a gradient."""
+    return flight is not None and not flight.extras and flight.main.requires_grad
 
 
 def _anywhere(world: World, action: Action) -> None:

@@ -41,17 +41,6 @@ PROGRAMS = {
     "lstm": _of("lstm"),
     "a_constant_of_the_host": _of("host_constant"),
     "shadow_and_running_statistics": _of("batch_norm", verify="shadow"),
-    "shadow_and_casts_of_eager_work_around_a_chunk": Program(
-        chunks=(ChunkSpec(("rare",)), ChunkSpec(("linear",), form="tuple")),
-        steps=(ONCE, ONCE),
-        num_slots=(1, 1),
-        engines="each",
-        verify="shadow",
-        on_failure="eager",
-        links="joined",
-        loss="tied",
-        autocast="outside",
-    ),
     "shadow_and_an_expanded_gradient": Program(
         chunks=(ChunkSpec(("group_norm", "batch_norm_eval"), form="list", extras=("norm!",)),),
         steps=(ONCE, Step(count=1, order="deep", seed=53)),
@@ -79,7 +68,6 @@ PROGRAMS = {
         num_slots=(2, 1),
         tied=True,
         links="joined",
-        loss="tied",
     ),
     "a_returned_parameter_under_autocast": Program(
         chunks=(ChunkSpec(("without_autocast",), form="dict", extras=("parameter!",)),),
@@ -113,31 +101,12 @@ PROGRAMS = {
         links="joined",
         autocast="step",
     ),
-    "a_sum_of_input_gradients_and_another_reader": Program(
-        chunks=(
-            ChunkSpec(("linear",), form="tuple", extras=("twice!",)),
-            ChunkSpec(("linear",), form="dict", extras=("identity!",)),
-        ),
-        num_slots=(1, 1),
-        steps=(ONCE, ONCE),
-        links="joined",
-    ),
     "outputs_that_are_kept": _inside("keep_output", SEVERAL),
     "views_that_are_kept": _inside("keep_view", SEVERAL),
     "losses_that_are_kept": _of("linear", loss="inside", steps=(ONCE, Step(4), ONCE)),
     "gradients_that_are_kept": _before("keep_grads"),
     "gradients_that_are_flat": _before("flat_grads"),
-    "gradients_that_are_replaced": _inside("replace_grads", SEVERAL, at=3),
     "gradients_that_are_dropped": _inside("zero_to_none", SEVERAL, at=3),
-    "an_output_that_is_changed": _inside("change_output", SEVERAL),
-    "an_output_that_is_changed_below_one_that_the_loss_skips": Program(
-        chunks=(ChunkSpec(("linear",), form="dict", extras=("head",)),),
-        steps=(Step(inside=(Action(1, "change_output"),)),),
-    ),
-    "an_input_that_is_returned_and_changed": Program(
-        chunks=(ChunkSpec(("linear",), form="named", extras=("identity!",)),),
-        steps=(ONCE, Step(inside=(Action(1, "write_input", 3),))),
-    ),
     "an_output_that_the_loss_skips_once": _inside("skip_extras", SEVERAL),
     "autocast_in_the_backward": _inside("autocast_backward", SEVERAL),
     "other_strides": _inside("other_strides", SEVERAL),
@@ -155,9 +124,6 @@ PROGRAMS = {
     ),
     "state_in_an_attribute": _of("state", memory_plan="shared_temporaries"),
     "a_parameter_that_the_forward_updates": _of("decay", num_warmup_passes=1),
-    "a_cast_that_autocast_shares_and_a_parameter_that_the_forward_updates": _of(
-        "decay", autocast="step", steps=(ONCE, Step(2))
-    ),
     "the_layout_of_a_pool_that_runs_without_gradients": _of("reentrant:max_pool"),
     "attention_that_runs_without_gradients": _of("eval:reentrant:attention"),
     "an_encoder_that_runs_without_gradients": _of("eval:reentrant:encoder"),
@@ -167,33 +133,6 @@ PROGRAMS = {
     "chunks_that_are_joined": Program(
         chunks=(ChunkSpec(), ChunkSpec()), num_slots=(1, 1), links="joined"
     ),
-    "one_backward_through_two_engines": Program(
-        chunks=(ChunkSpec(), ChunkSpec()),
-        num_slots=(1, 1),
-        engines="each",
-        tied=True,
-        links="joined",
-        steps=(ONCE, Step(2)),
-    ),
-    "a_head_outside_of_the_chunk_whose_weight_is_tied": _of(
-        "linear", loss="tied", steps=(ONCE, Step(2), Step(2, zero="never"))
-    ),
-    "one_backward_through_a_chunk_that_runs_eagerly_since_its_capture_failed": Program(
-        chunks=(ChunkSpec(), ChunkSpec(("item",))),
-        steps=(ONCE, Step(2), Step(2, zero="never")),
-        num_slots=(1, 1),
-        links="joined",
-        engines="each",
-        tied=True,
-        on_failure="eager",
-    ),
-    "a_hook_on_an_output_that_others_come_from": _inside("hook_output", SEVERAL),
-    "such_a_hook_in_a_warmup_step": Program(
-        chunks=(ChunkSpec(("linear",), "tuple", ("head!",)),),
-        steps=(Step(1, inside=(Action(at=1, name="hook_output", value=1),)),),
-        num_slots=(2,),
-    ),
-    "the_gradient_of_an_output_that_others_come_from": _inside("retain_output_grad", SEVERAL),
     "a_hook_on_a_layer_after_the_capture": _before("add_forward_hook"),
     "a_hook_on_a_layer_that_is_removed_after_the_capture": _of(
         "linear",
@@ -222,28 +161,6 @@ PROGRAMS = {
     "state_that_is_replaced_where_the_capture_fails": _of("state_replaced", on_failure="eager"),
     "shadow_and_a_parameter_that_the_forward_updates": _of("decay", verify="shadow"),
     "shadow_and_state_in_an_attribute": _of("state", verify="shadow"),
-    "an_input_that_decides_whether_the_output_requires_grad": Program(
-        chunks=(ChunkSpec(("gather",)),),
-        steps=(ONCE, Step(3, inside=(Action(1, "detached_input", 3),))),
-        num_slots=(2,),
-        frozen=(1, 4),
-    ),
-    "an_evaluation_under_the_autocast_of_a_step": Program(
-        chunks=(
-            ChunkSpec(("encoder",)),
-            ChunkSpec(("linear",)),
-            ChunkSpec(("stopped", "batch_norm_eval", "alpha_dropout"), arguments=("mask", "scale")),
-        ),
-        steps=(
-            Step(4, order="wide", seed=81, updates=False),
-            Step(3, seed=29, zero="in place"),
-            Step(order="wide", seed=51, inside=(Action(4, "evaluate", 1),)),
-        ),
-        num_slots=(3, 2, 1),
-        input_grads=False,
-        links="joined",
-        autocast="outside",
-    ),
     "shadow_and_an_operator_that_watches_take_apart": Program(
         chunks=(ChunkSpec(("reentrant:max_pool", "linear")),),
         steps=(ONCE, Step(3)),
@@ -254,11 +171,6 @@ PROGRAMS = {
         chunks=(ChunkSpec(("linear",), form="named", extras=("parameter!",)),),
         steps=(ONCE, Step(inside=(Action(1, "keep_view", 1),))),
     ),
-    "an_output_with_a_view_that_is_changed_in_a_warmup_step": Program(
-        chunks=(ChunkSpec(("linear",), form="nested", extras=("view!",)),),
-        steps=(Step(inside=(Action(1, "change_output"),)),),
-        loss="square",
-    ),
     "a_warmup_step_that_is_interrupted_before_its_backward": Program(
         chunks=(ChunkSpec(("batch_norm",)),),
         steps=(
@@ -266,11 +178,6 @@ PROGRAMS = {
             Step(inside=(Action(1, "raise"),)),
             *(ONCE, ONCE),
         ),
-    ),
-    "a_retained_gradient_in_an_eager_step_of_a_split_backward": Program(
-        chunks=(ChunkSpec(("linear",), form="dict", extras=("head!",)),),
-        steps=(ONCE, ONCE, Step(kind="eager", inside=(Action(1, "retain_output_grad"),))),
-        backward="split",
     ),
     "a_frozen_parameter_that_is_kept_until_it_is_thawed": Program(
         chunks=(ChunkSpec(("linear",), form="nested", extras=("parameter!",)),),
@@ -327,7 +234,6 @@ def test_a_program_that_once_differed_is_equal_or_refused(name: str) -> None:
         "losses_that_are_kept",
         "gradients_that_are_kept",
         "gradients_that_are_flat",
-        "gradients_that_are_replaced",
         "gradients_that_are_dropped",
         "a_frozen_parameter_captured_again",
         "a_replaced_layer_captured_again",
@@ -336,7 +242,6 @@ def test_a_program_that_once_differed_is_equal_or_refused(name: str) -> None:
         "attention_that_runs_without_gradients",
         "an_encoder_that_runs_without_gradients",
         "chunks_that_are_joined",
-        "a_retained_gradient_in_an_eager_step_of_a_split_backward",
         "a_warmup_step_that_is_interrupted_before_its_backward",
         "a_warmup_step_without_backward",
     ],

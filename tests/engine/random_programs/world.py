@@ -282,8 +282,6 @@ class World:
             x = self.flights[c - 1, m].main
         else:
             x = self.flights[c - 1, m].main.detach().clone().requires_grad_()
-        if "detach" in once:
-            x = x.detach()
         args, kwargs = self._arguments(c, x, once)
         with self._autocast(once):
             result = self.calls[c](*args, **kwargs)
@@ -369,8 +367,6 @@ class World:
                 loss = flight.main
             case "sum":
                 loss = main.sum()
-            case "tied":
-                loss = (main @ self.chunks[0].first.weight).square().mean()
             case "dot":
                 loss = (main * torch.randn(main.shape)).sum()
             case _:
