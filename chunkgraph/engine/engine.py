@@ -119,7 +119,6 @@ class ChunkGraphs:
                 memory_plan=plan_for_slots(self.options.memory_plan, sum(self._num_slots)),
                 shared_slots=self.options.shared_slots,
                 num_together=num_together,
-                num_passes=self.num_warmup_passes,
                 host=host,
                 progress=host.progress,
             ),
@@ -190,11 +189,6 @@ class ChunkGraphs:
     def failure(self) -> CaptureError | None:
         """Return the error of the last capture session, or None."""
         return self._failure
-
-    @property
-    def num_warmup_passes(self) -> int:
-        """Return the number of eager passes over each chunk and bank in a session."""
-        return self.options.num_passes_on(self._backend.name)
 
     # -- steps ---------------------------------------------------------------------------------
 

@@ -32,8 +32,6 @@ class CaptureOptions:
 
     Attributes:
         num_warmup_steps: eager training steps before the capture session.
-        num_warmup_passes: eager passes over each chunk on the capture stream, in the session.
-            None: 1 on a GPU, 0 on the CPU recorder.
         memory_plan: the pools of the graphs; see `chunkgraph.memory.pools`.
         shared_slots: share the slots between the chunks of a rank: a slot holds one microbatch of
             any chunk. Interleaved schedules have fewer microbatches in flight than the chunks have
@@ -58,7 +56,6 @@ class CaptureOptions:
     """
 
     num_warmup_steps: int = 1
-    num_warmup_passes: int | None = None
     memory_plan: MemoryPlan = "shared_backward"
     shared_slots: bool = False
     memset_kernels: bool = field(
@@ -78,7 +75,6 @@ class CaptureOptions:
                 raise ConfigError(f"{name} is {shown(value)}; it must be True or False.")
         self._check_count("num_warmup_steps", 0)
         self._check_count("verify_every", 1)
-        self._check_count("num_warmup_passes", 0, none="None for the backend's default")
         self._check_count("num_verify_steps", 0, none="None for all steps")
 
     def _check_choice(self, name: str, known: Sequence[str]) -> None:
@@ -95,12 +91,6 @@ class CaptureOptions:
             return
         what = f"a whole number, {least} or greater{f', or {none}' if none else ''}"
         raise ConfigError(f"{name} is {shown(value)}; it must be {what}.")
-
-    def num_passes_on(self, backend_name: str) -> int:
-        """Return the eager passes over each chunk in a session on this backend."""
-        if self.num_warmup_passes is not None:
-            return self.num_warmup_passes
-        return 0 if backend_name == "recorder" else 1
 
     def verifies(self, step: int) -> bool:
         """Return whether to verify replayed step ``step`` after the capture, from 0."""

@@ -112,6 +112,8 @@ class GraphBackend(Protocol):
 
     name: str
     device: torch.device
+    repeats_bits: bool
+    """Whether eager work on this device always repeats its bits."""
     memsets_kept: str
     """Why small memsets are not replaced by kernels; "" if they are."""
 

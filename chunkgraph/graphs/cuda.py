@@ -233,6 +233,7 @@ class CUDABackend:
     """
 
     name = "cuda"
+    repeats_bits = False
 
     def __init__(self, device: torch.device | None = None, *, memset_kernels: bool = True) -> None:
         self.device = device or torch.device("cuda", torch.cuda.current_device())

@@ -8,10 +8,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
 from chunkgraph.errors import CaptureError, ReplayMismatchError
 from chunkgraph.graphs.addresses import AddressRange, AddressRanges
+from chunkgraph.graphs.random_state import draw_privately, draws
 from chunkgraph.graphs.recording import (
     External,
     HostCall,
@@ -205,8 +207,10 @@ class Binding:
 def _operation_step(
     entry: Operation, args: Any, kwargs: Any, results: Sequence[torch.Tensor | None], label: str
 ) -> _Step:
-    func = entry.func
-    if is_collective(func):
+    func: Callable[..., Any] = entry.func
+    if draws(entry.func):  # in a session, from the session's copy of the default generator
+        func = partial(_draw, entry.func)
+    if is_collective(entry.func):
 
         def run_collective() -> None:
             wait_for_work(func(*args, **kwargs))
@@ -230,7 +234,7 @@ def _operation_step(
         _copy(target, value)
 
     # An operator with several results may omit all but one of them (frozen parameters).
-    kinds = [isinstance(r.type, torch.TensorType) for r in func._schema.returns]
+    kinds = [isinstance(r.type, torch.TensorType) for r in entry.func._schema.returns]
     if len(results) == 1 and kinds == [True]:
         (target,) = results
         assert target is not None
@@ -246,3 +250,7 @@ def _operation_step(
                 write(target, value)
 
     return run
+
+
+def _draw(func: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    return draw_privately(func, args, kwargs)

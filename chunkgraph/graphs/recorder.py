@@ -105,6 +105,7 @@ class RecorderBackend:
     """
 
     name = "recorder"
+    repeats_bits = True
     memsets_kept = ""
 
     def __init__(self, limit_bytes: int | None = None) -> None:
@@ -115,7 +116,7 @@ class RecorderBackend:
     @property
     def default_generator(self) -> torch.Generator:
         """See `GraphBackend.default_generator`."""
-        return torch.default_generator
+        return thread_generator()
 
     def new_pool(self, label: str) -> SimulatedPool:
         """Return a new, empty simulated pool."""
@@ -177,6 +178,7 @@ class RecorderBackend:
             preserve_states(generators),
             private_generator(),
             as_without_modes(),
+            without_private_draws(),  # those of an enclosing block
             PrivateDraws(),
         ):
             yield

@@ -59,7 +59,7 @@ def train(graphs: ChunkGraphs, inputs: torch.Tensor, num_microbatches: int = 2) 
 def test_a_refused_step_leaves_the_state_as_it_was(
     backend: GraphBackend, layer: str, beta: Any
 ) -> None:
-    module, graphs, inputs = captured(backend, layer, num_warmup_passes=1)
+    module, graphs, inputs = captured(backend, layer)
     device = backend.device
 
     def state() -> list[torch.Tensor]:
@@ -96,14 +96,14 @@ def test_the_model_is_checked_once_the_device_is_busy(
     num_passes: int,
     order: list[str],
 ) -> None:
-    _, graphs, inputs = captured(backend, layer, num_warmup_passes=num_passes)
+    _, graphs, inputs = captured(backend, layer_passes)
     assert events_of_a_step(monkeypatch, graphs, inputs) == order
 
 
 def test_a_verified_step_is_checked_first(
     backend: GraphBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, graphs, inputs = captured(backend, "no state", num_warmup_passes=1, verify="shadow")
+    _, graphs, inputs = captured(backend, "no state", verify="shadow")
     assert events_of_a_step(monkeypatch, graphs, inputs)[0] == "check"
 
 
@@ -136,7 +136,7 @@ def events_of_a_step(
 def test_tensors_that_were_moved_are_refused_before_a_replay_reads_them(
     backend: GraphBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module, graphs, inputs = captured(backend, "no state", num_warmup_passes=1)
+    module, graphs, inputs = captured(backend, "no state")
     weight = next(module.parameters())
     weight.data = weight.data.clone()
     loads: list[Slot] = []
@@ -147,7 +147,7 @@ def test_tensors_that_were_moved_are_refused_before_a_replay_reads_them(
 
 
 def test_a_step_without_a_forward_checks_the_model_at_its_end(backend: GraphBackend) -> None:
-    module, graphs, inputs = captured(backend, "no state", num_warmup_passes=1)
+    module, graphs, inputs = captured(backend, "no state")
     train(graphs, inputs, num_microbatches=0)
     module[2].beta = 2.0
     with pytest.raises(ReplayMismatchError, match=r"2\.beta"):

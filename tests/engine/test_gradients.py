@@ -94,30 +94,21 @@ def test_chunks_that_share_a_parameter_add_to_one_gradient(
         assert torch.equal(weight.grad, expected.grad)
 
 
-def test_warmup_passes_take_no_buffer_where_gradients_are_zero() -> None:
-    """Layers may add to ``main_grad`` themselves: it is zero again afterwards."""
-    parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))]
-    for parameter in parameters:
-        parameter.main_grad = torch.zeros_like(parameter)
-    own = [parameter.main_grad for parameter in parameters]
-    with GradientSinks(parameters, "chunk 0").discarding(parameters):
-        assert all(p.main_grad is grad for p, grad in zip(parameters, own, strict=True))
-        for parameter in parameters:
-            parameter.main_grad.add_(1)
-    assert not any(grad.any() for grad in own)
-
-
-@pytest.mark.parametrize("value", [2.0, -0.0, float("nan")])
-def test_warmup_passes_leave_every_bit_of_other_gradients(value: float) -> None:
+@pytest.mark.parametrize("value", [0.0, 2.0, -0.0, float("nan")])
+def test_passes_of_a_session_leave_every_bit_of_main_grads(value: float) -> None:
     parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(()))]
     for parameter in parameters:
         parameter.main_grad = torch.zeros_like(parameter)
     own = [parameter.main_grad for parameter in parameters]
     own[1].fill_(value)
     before = [grad.clone().reshape(-1).view(torch.int32) for grad in own]
-    with GradientSinks(parameters, "chunk 0").discarding(parameters):
+    sinks = GradientSinks(parameters, "chunk 0")
+    with sinks.cleared():
+        assert not any(grad.any() for grad in own)
         for parameter in parameters:
             parameter.main_grad.add_(1)
+        sinks.clear()
+        assert not any(grad.any() for grad in own)
     after = [grad.reshape(-1).view(torch.int32) for grad in own]
     assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
     assert all(p.main_grad is grad for p, grad in zip(parameters, own, strict=True))

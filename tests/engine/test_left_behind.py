@@ -162,7 +162,7 @@ def test_what_only_a_first_call_sets_is_kept(
 
 def test_a_cache_made_in_a_warmup_pass_is_kept(backend: GraphBackend) -> None:
     module = Leaving(make_mask).to(backend.device)
-    options = CaptureOptions(num_warmup_passes=1)
+    options = CaptureOptions()
     graphs = ChunkGraphs([module], [1], backend=backend, options=options)
     graphs.capture([torch.ones(3, WIDTH, device=backend.device)])
     assert torch.equal(module.metric, torch.ones(WIDTH, device=backend.device))

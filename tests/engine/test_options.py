@@ -26,7 +26,6 @@ from chunkgraph.graphs import RecorderBackend
         ({"num_warmup_steps": 1.5}, "num_warmup_steps is 1.5"),
         ({"num_warmup_steps": True}, "num_warmup_steps is True"),
         ({"num_warmup_steps": None}, "num_warmup_steps is None"),
-        ({"num_warmup_passes": -1}, "num_warmup_passes is -1.*or None"),
         ({"num_verify_steps": -1}, "num_verify_steps is -1.*or None for all steps"),
         ({"verify_every": 0}, "verify_every is 0; it must be a whole number, 1 or greater"),
         ({"shared_slots": "no"}, "shared_slots is 'no'; it must be True or False"),

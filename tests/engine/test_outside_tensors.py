@@ -274,7 +274,7 @@ def test_a_refused_step_writes_no_tensor_elsewhere(backend: GraphBackend) -> Non
     device = backend.device
     counts = [torch.zeros(2, device=device), torch.zeros(WIDTH, device=device)]
     module = nn.Sequential(Counter(counts), nn.Softplus()).to(device)
-    options = CaptureOptions(num_warmup_passes=1)
+    options = CaptureOptions()
     graphs = ChunkGraphs([module], [1], backend=backend, options=options)
     for _ in range(2):
         with graphs.step(1):

@@ -9,16 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from chunkgraph.engine import CaptureOptions, ChunkGraphs, Host
+from chunkgraph.engine import ChunkGraphs, Host
 from chunkgraph.graphs import GraphBackend
 
 WIDTH = 8
-
-PASSES: list[dict[str, Any]] = [
-    {"num_warmup_passes": 0},
-    {"num_warmup_passes": 2},
-    {"num_warmup_passes": 0, "memory_plan": "shared_temporaries"},
-]
 
 
 class Updating(nn.Module):
@@ -59,16 +53,13 @@ UPDATES: dict[str, Callable[[Updating], object]] = {
 
 
 @pytest.mark.parametrize("what", UPDATES)
-@pytest.mark.parametrize("options", PASSES, ids=["no pass", "2 passes", "traced"])
-def test_what_a_forward_updates_is_put_back(
-    backend: GraphBackend, what: str, options: dict[str, Any]
-) -> None:
+def test_what_a_forward_updates_is_put_back(backend: GraphBackend, what: str) -> None:
     def run(*, captures: bool) -> list[torch.Tensor]:
         torch.manual_seed(3)
         module = Updating(what).to(backend.device)
         for name in ("tensor", "listed", "held"):
             move(module, name, backend.device)
-        graphs = ChunkGraphs([module], [1], backend=backend, options=CaptureOptions(**options))
+        graphs = ChunkGraphs([module], [1], backend=backend)
         sample = torch.full((3, WIDTH), 5.0, device=backend.device, requires_grad=True)
         if captures:
             before = module.state()
@@ -104,10 +95,7 @@ class Drawing(nn.Module):
         return self.linear(x) * drawn
 
 
-@pytest.mark.parametrize("options", PASSES, ids=["no pass", "2 passes", "traced"])
-def test_declared_generators_go_on_where_they_were(
-    backend: GraphBackend, options: dict[str, Any]
-) -> None:
+def test_declared_generators_go_on_where_they_were(backend: GraphBackend) -> None:
     generator = torch.Generator(backend.device).manual_seed(3)
     eager = Drawing(torch.Generator(backend.device).manual_seed(3)).to(backend.device)
     module = Drawing(generator).to(backend.device)
@@ -122,7 +110,6 @@ def test_declared_generators_go_on_where_they_were(
         [1],
         backend=backend,
         host=Declaring(),
-        options=CaptureOptions(**options),
     )
     x = torch.ones(3, WIDTH, device=backend.device)
     for _ in range(3):
@@ -134,16 +121,15 @@ def test_declared_generators_go_on_where_they_were(
 
 
 @pytest.mark.parametrize("kind", ["expanded", "inference"])
-@pytest.mark.parametrize("options", PASSES, ids=["no pass", "2 passes", "traced"])
 def test_constant_buffers_that_nobody_can_write_are_left_alone(
-    backend: GraphBackend, kind: str, options: dict[str, Any]
+    backend: GraphBackend, kind: str
 ) -> None:
     with torch.inference_mode(kind == "inference"):
         table = torch.full((1, 1) if kind == "expanded" else (3, WIDTH), 2.0)
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), Scaling(table)).to(backend.device)
     if kind == "expanded":
         module[1].table = module[1].table.expand(3, WIDTH)
-    graphs = ChunkGraphs([module], [1], backend=backend, options=CaptureOptions(**options))
+    graphs = ChunkGraphs([module], [1], backend=backend)
     x = torch.ones(3, WIDTH, device=backend.device)
     graphs.capture([x])
     with graphs.step(1):

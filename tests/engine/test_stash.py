@@ -238,7 +238,7 @@ def test_an_overflow_is_reported_once_for_its_step_and_the_next_step_is_right(
 
 def test_shadow_and_warmup_passes_leave_no_page_in_use(backend: GraphBackend) -> None:
     saving = make_saving(200, backend.device)
-    run = Captured([2, 1], backend, saving, verify="shadow", num_warmup_passes=2)
+    run = Captured([2, 1], backend, saving, verify="shadow")
     assert run.step(random.Random(0), 12)[1]
     assert saving.stash is not None
     assert saving.stash.arena.status().num_required_pages == 0

@@ -22,7 +22,6 @@ from chunkgraph.engine.verify import same_bits
 from chunkgraph.errors import ConfigError, ReplayMismatchError
 from chunkgraph.megatron.core.collectives import agree_by_maximum
 from chunkgraph.megatron.features.contexts import ContextGroups, HeldGroups
-from chunkgraph.megatron.features.contexts.groups import capturing_banks
 from chunkgraph.megatron.features.packing.bank import PackedBank
 from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.megatron.features.packing.steps import StepPlans
@@ -76,7 +75,6 @@ class BankedGraphs(Host):
         assert banks.groups is not None
         self._groups = banks.groups
         self._held = HeldGroups(chunks)
-        self._device = next(chunks[0].parameters()).device
         self._plans = StepPlans(
             banks,
             banks.groups.rank,
@@ -105,8 +103,7 @@ class BankedGraphs(Host):
         return self.engine.misfit_of(keys)
 
     def capturing(self) -> AbstractContextManager[None]:
-        used = bool(self.engine.num_warmup_passes)
-        return capturing_banks(self._groups, self._held, self._device, are_used_before=used)
+        return self._held.capturing()
 
     @contextmanager
     def step(
@@ -289,7 +286,6 @@ def groups_of_megatron() -> list[dict[str, Any]]:
     parallel_state.initialize_model_parallel(2, hybrid_context_parallel=True)
     without = ContextGroups.of_megatron([1, 2])
     groups = ContextGroups.of_megatron([1, 2], has_experts=True)
-    groups.warm_up(torch.device("cpu"))
     shared = groups.of(2)
     results = {
         "shared": dist.get_process_group_ranks(shared),

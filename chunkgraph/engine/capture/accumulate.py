@@ -15,6 +15,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 
@@ -50,7 +51,7 @@ class Accumulation:
 
     Args:
         accumulate: See `new_accumulate`.
-        sinks: Sink of each parameter.
+        sinks: Sink of each parameter, as ``accumulate`` takes them.
         marker: Observer of the sums; None: there is none.
 
     Attributes:
@@ -59,8 +60,8 @@ class Accumulation:
 
     def __init__(
         self,
-        accumulate: Accumulate,
-        sinks: Sequence[torch.Tensor],
+        accumulate: Callable[..., None],
+        sinks: Sequence[Any],
         marker: GradientMarker | None = None,
     ) -> None:
         self.trained: set[int] = set()

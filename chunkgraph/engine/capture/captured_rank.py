@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from chunkgraph.engine.banks import Bank
 from chunkgraph.engine.capture.gradients import GradientSinks
+from chunkgraph.engine.capture.self_test import Noise
 from chunkgraph.engine.slot import Slot
 from chunkgraph.engine.watch.captured_model import CapturedModel
 from chunkgraph.engine.watch.torch_settings import TorchSettings
@@ -57,6 +58,7 @@ class CapturedRank:
         report: the session in numbers.
         generators: the random generators that replays draw from.
         torch_settings: the settings that chose the kernels.
+        noise: how far eager passes are from repeating themselves, by bank and chunk.
         changes_state: whether a replay may write tensors of a chunk or state of the host.
     """
 
@@ -67,6 +69,7 @@ class CapturedRank:
     report: CaptureReport
     generators: tuple[torch.Generator, ...]
     torch_settings: TorchSettings
+    noise: Mapping[tuple[Hashable, int], Noise]
     changes_state: bool = True
 
     @property

@@ -45,7 +45,7 @@ class SessionWatch:
     def watching(self, settings: SessionSettings) -> Iterator[SessionSettings]:
         """Yield the settings to capture with in this block."""
         with self._layers.watching(self._chunks):
-            yield replace(settings, progress=self._counting(settings.progress))
+            yield replace(settings, progress=self._counting(settings.progress), layers=self._layers)
 
     def explain(self, error: Exception) -> ChunkGraphError:
         """Return the error to report, with the layer and, out of memory, the graphs captured."""

@@ -17,7 +17,7 @@ from operator import attrgetter
 import torch
 from torch import nn
 
-from chunkgraph.engine.capture.accumulate import Accumulation, new_accumulate
+from chunkgraph.engine.capture.accumulate import Accumulate, Accumulation, new_accumulate
 from chunkgraph.engine.capture.grad_memory import GradMemory
 from chunkgraph.engine.chunk import GradientMarker
 from chunkgraph.engine.watch.eager_gradients import foreign_hooks
@@ -76,10 +76,6 @@ class GradientSinks:
         """Return what adds the gradients of one backward to the sinks."""
         return Accumulation(self._accumulate, self._sinks, marker)
 
-    def discarded(self) -> Accumulation:
-        """Return what drops the gradients of one backward when `accumulation` would."""
-        return Accumulation(_discard, self._sinks)
-
     @contextmanager
     def accumulating(
         self, leaves: Sequence[nn.Parameter], marker: GradientMarker | None = None
@@ -125,42 +121,53 @@ class GradientSinks:
             yield
 
     @contextmanager
-    def discarding(self, leaves: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Discard the gradients of this block (capture warmup), each when a capture drops it.
+    def summing(
+        self, leaves: Sequence[nn.Parameter], marker: GradientMarker
+    ) -> Iterator[tuple[Accumulation, Callable[[], list[torch.Tensor | None]]]]:
+        """Sum the gradients of an eager pass in this block, as `accumulating` does.
 
-        Layers with fused accumulation write to ``main_grad`` in their weight-gradient GEMM. If all
-        ``main_grad`` are zero, as at the beginning of a step, they are set to zero again on exit;
-        otherwise a temporary buffer as large as the largest parameter replaces them.
+        Gradients go to ``main_grad`` where there is one, and else to memory of their own: the sinks
+        need none before the capture.
+
+        Yields:
+            The gradients, and a function that returns the sum of each parameter, or None.
+        """
+        totals = [
+            sink if has_main_grad else _Total()
+            for sink, has_main_grad in zip(self._sinks, self._has_main_grad, strict=True)
+        ]
+        sums = Accumulation(_adding(self._accumulate), totals, marker)
+        with self._passing(leaves, sums):
+            yield sums, lambda: [t.value if isinstance(t, _Total) else t for t in totals]
+
+    @contextmanager
+    def cleared(self) -> Iterator[None]:
+        """Let passes of this block add to cleared sinks; restore every ``main_grad`` on exit.
+
+        They are zero when a step begins. Others are kept on the host, since a session needs the
+        device's memory for graphs.
         """
         main_grads = [s for s, has in zip(self._sinks, self._has_main_grad, strict=True) if has]
-        if not any(_is_any_bit_set(sink) for sink in main_grads):
-            try:
-                with self._passing(leaves, self.discarded()):
-                    yield
-            finally:
-                with torch.no_grad():
-                    for sink in main_grads:
-                        sink.zero_()
-            return
-        largest: dict[torch.dtype, int] = {}
-        for sink in self._sinks:
-            largest[sink.dtype] = max(largest.get(sink.dtype, 0), sink.numel())
-        buffers = {
-            dtype: torch.empty(size, dtype=dtype, device=self._sinks[0].device)
-            for dtype, size in largest.items()
-        }
-        originals = [getattr(leaf, "main_grad", None) for leaf in leaves]
+        kept = [(s, s.to("cpu", copy=True)) for s in main_grads] if _any_bit(main_grads) else []
+        self.clear()
         try:
-            for leaf, main_grad in zip(leaves, originals, strict=True):
-                if main_grad is not None:
-                    buffer = buffers[main_grad.dtype][: main_grad.numel()]
-                    leaf.main_grad = buffer.view(main_grad.shape)  # type: ignore[attr-defined]
-            with self._passing(leaves, self.discarded()):
-                yield
+            yield
         finally:
-            for leaf, main_grad in zip(leaves, originals, strict=True):
-                if main_grad is not None:
-                    leaf.main_grad = main_grad  # type: ignore[attr-defined]
+            with torch.no_grad():
+                for sink in () if kept else main_grads:
+                    sink.zero_()
+                for sink, value in kept:
+                    sink.copy_(value)
+
+    def clear(self) -> None:
+        """Give each sink the value that a step's first gradient is added to."""
+        with torch.no_grad():
+            for sink, has_main_grad in zip(self._sinks, self._has_main_grad, strict=True):
+                if has_main_grad:
+                    sink.zero_()
+                elif sink.untyped_storage().nbytes():  # before the capture it has no memory
+                    # Of all x, only -0.0 + g has the bits of g for every g.
+                    sink.fill_(-0.0)
 
     def interned(self, trained: tuple[int, ...]) -> tuple[int, ...]:
         """Return one object for all equal tuples; `before_backward` compares by identity."""
@@ -266,13 +273,37 @@ def _has_own_grad(parameter: nn.Parameter) -> bool:
     return not hasattr(parameter, "main_grad")
 
 
-def _is_any_bit_set(tensor: torch.Tensor) -> bool:
+class _Total:
+    """The sum of one parameter's gradients."""
+
+    value: torch.Tensor | None = None
+
+    def add(self, gradient: torch.Tensor) -> None:
+        if self.value is not None:
+            self.value += gradient
+        elif gradient.untyped_storage().nbytes() == gradient.numel() * gradient.element_size():
+            self.value = gradient.detach()
+        else:  # a part of memory that others may write
+            self.value = gradient.detach().clone()
+
+
+def _adding(accumulate: Accumulate) -> Callable[..., None]:
+    """Return an `Accumulate` whose sinks may be totals."""
+
+    def add(sinks: Sequence[torch.Tensor | _Total], gradients: Sequence[torch.Tensor]) -> None:
+        for sink, gradient in zip(sinks, gradients, strict=True):
+            if isinstance(sink, _Total):
+                sink.add(gradient)
+            else:
+                accumulate([sink], [gradient])
+
+    return add
+
+
+def _any_bit(tensors: Sequence[torch.Tensor]) -> bool:
     """Return whether any bit is set, so that -0.0 is not zero. Waits for the device."""
-    return bool(tensor.detach().reshape(-1).view(torch.uint8).any())
-
-
-def _discard(_sinks: Sequence[torch.Tensor], _gradients: Sequence[torch.Tensor]) -> None:
-    """Add nothing."""
+    flags = [t.detach().reshape(-1).view(torch.uint8).any() for t in tensors if t.numel()]
+    return bool(flags) and bool(torch.stack(flags).any())
 
 
 @contextmanager

@@ -26,24 +26,32 @@ class KeptTensors:
 
     Attributes:
         were_written: whether an operator wrote to them, or left other contents; set at the end.
+        written: parameters' memory that an operator wrote to; set at the end.
     """
 
     were_written = False
+    written: tuple[torch.Tensor, ...] = ()
 
 
 @contextmanager
-def tensors_kept(chunk: Chunk) -> Iterator[KeptTensors]:
+def tensors_kept(chunk: Chunk, written: Sequence[torch.Tensor] = ()) -> Iterator[KeptTensors]:
     """Restore, on exit, every tensor of the chunk that is written in this block.
 
     State, such as buffers, is copied at the start: kernels that torch does not know, among them
     those of ``torch.compile``, write it unseen. Parameters are large, and a forward hardly writes
-    them: their memory is copied just before the first operator that does.
+    them: their memory is copied just before the first operator that does. Graphs run no operators
+    that torch sees, so name what they write.
+
+    Args:
+        chunk: the chunk.
+        written: memory of parameters that is copied at the start (`KeptTensors.written`).
     """
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         tensors = list(_tensors(chunk))
         parameters = {_storage(t) for t in tensors if isinstance(t, nn.Parameter)}
         every = _regions(tensors)
         state = [(r, r.clone()) for r in every if _storage(r) not in parameters]
+        state += [(r, r.clone()) for r in written]
         watch = _WriteWatch([r for r in every if _storage(r) in parameters], [r for r, _ in state])
     kept = KeptTensors()
     try:
@@ -52,6 +60,7 @@ def tensors_kept(chunk: Chunk) -> Iterator[KeptTensors]:
     finally:
         have_changed = put_back([*state, *watch.saved])
         kept.were_written = have_changed or bool(watch.saved) or watch.has_written_state
+        kept.written = tuple(region for region, _ in watch.saved)
 
 
 def put_back(copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> bool:

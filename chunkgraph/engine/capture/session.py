@@ -5,10 +5,11 @@
 1. `_enter`: isolate the model, random state and memory from training.
 2. `_warm_up`: run eager passes on the capture stream.
 3. `_make_room`: refuse a session that cannot fit, and empty the allocator's cache.
-4. `_capture_forward`: capture every forward in its slot's pool. Then `_capture_backward`: capture
-   every backward, whole or in halves. It frees the saved tensors of its slot into the slot's pool,
-   where only that slot ever allocates again. Banks are captured from the largest to the smallest;
-   the variants of a slot in smaller banks reuse the memory of its pool.
+4. Slot by slot, `_capture_forward` captures a forward in the slot's pool, and `_capture_backward`
+   its backward, whole or in halves. It frees the saved tensors into the pool, where only that
+   slot ever allocates again. Banks are captured from the largest to the smallest; the variants of a
+   slot in smaller banks reuse the memory of its pool. `_test` replays the first slot of each chunk
+   and bank, before the others are captured, and compares it with the eager passes.
 5. `_prove`: no replay overwrites memory that another slot holds.
 
 Gradients, the modules' tensors and random state are as if the session had not happened. A session
@@ -30,11 +31,23 @@ from torch import nn
 from chunkgraph._collector import collector_paused
 from chunkgraph.engine.banks import Bank
 from chunkgraph.engine.capture.captured_rank import CapturedRank, CaptureReport
+from chunkgraph.engine.capture.eager_call import fill_test_gradient
 from chunkgraph.engine.capture.grad_memory import GradMemory
 from chunkgraph.engine.capture.gradients import GradientSinks
 from chunkgraph.engine.capture.host_draws import host_draws_refused
+from chunkgraph.engine.capture.layers import LayerWatch
 from chunkgraph.engine.capture.left_behind import refuse_left_behind, unknown_leaves_refused
 from chunkgraph.engine.capture.parameter_aliases import ParameterAliases
+from chunkgraph.engine.capture.preserved import tensors_kept
+from chunkgraph.engine.capture.saved import SavedTensor, saved_tensors
+from chunkgraph.engine.capture.self_test import (
+    Measured,
+    SavedDigests,
+    backward_difference,
+    first_layer,
+    forward_difference,
+    wrong_replay,
+)
 from chunkgraph.engine.capture.slot_capture import (
     CapturedForward,
     GraphMaker,
@@ -45,8 +58,15 @@ from chunkgraph.engine.capture.slot_capture import (
     new_slot,
 )
 from chunkgraph.engine.capture.static_inputs import SlotStatics
-from chunkgraph.engine.capture.warm_up import WarmUp, check_memory, warm_up
+from chunkgraph.engine.capture.warm_up import (
+    WarmUp,
+    check_memory,
+    plain_leaves,
+    random_states,
+    warm_up,
+)
 from chunkgraph.engine.chunk import Chunk
+from chunkgraph.engine.digest import digests_of
 from chunkgraph.engine.host import Host
 from chunkgraph.engine.options import OnCapture
 from chunkgraph.engine.signature import Call, Signature
@@ -81,20 +101,20 @@ class SessionSettings:
         memory_plan: see `CaptureOptions`.
         shared_slots: see `CaptureOptions`.
         num_together: see `ChunkGraphs`.
-        num_passes: eager passes over each chunk and bank.
         prove: check that slots do not overlap; False lets tests see what the verify modes detect.
         progress: called after every captured graph.
         before_graph: see `BeforeGraph`.
+        layers: follows the layers of the chunks.
     """
 
     host: Host
     memory_plan: MemoryPlan = "shared_backward"
     shared_slots: bool = False
     num_together: int | None = None
-    num_passes: int = 1
     prove: bool = True
     progress: OnCapture | None = None
     before_graph: BeforeGraph = lambda _: None
+    layers: LayerWatch = field(default_factory=LayerWatch)
 
 
 def capture_session(
@@ -161,6 +181,7 @@ class _Session:
         statics: memory that each slot's graphs read.
         forwards: forwards captured so far, in order.
         num_done: number of graphs captured so far.
+        saved: the tensors that the forward of the slot under test keeps.
     """
 
     chunks: list[Chunk]
@@ -178,6 +199,7 @@ class _Session:
     statics: dict[Hashable, SlotStatics] = field(default_factory=dict)
     forwards: list[CapturedForward] = field(default_factory=list)
     num_done: int = 0
+    saved: list[SavedTensor] = field(default_factory=list)
 
     @property
     def backend(self) -> GraphBackend:
@@ -234,13 +256,13 @@ def _run(
             _choose_slots(session)
             _make_room(session)
             for group in session.variants():
-                num_before = len(session.forwards)
                 # No comprehensions: their references outlive the frames of a failed session.
                 for key, c in group:
                     for s in range(session.num_slots[c]):
-                        _capture_forward(session, key, c, s)
-                for forward in session.forwards[num_before:]:
-                    _capture_backward(session, forward)
+                        with settings.host.preserving():  # on a CPU, captures run
+                            _capture_backward(session, _capture_forward(session, key, c, s))
+                        if s == 0:
+                            _test(session, session.forwards[-1])
             _prove(session)
     except BaseException:
         for forward in session.forwards:
@@ -255,6 +277,7 @@ def _run(
         _report(session, (time.perf_counter() - start) * 1e3),
         (session.backend.default_generator, *settings.host.generators()),
         TorchSettings(),
+        {(key, c): warm.noise for key, of in session.warm_ups.items() for c, warm in enumerate(of)},
         changes_state=_changes_state(session),
     )
 
@@ -277,7 +300,7 @@ def _begin(
     maker.backend.release_cached_memory()  # blocks of eager steps are too small for all sinks
     grad_memory = GradMemory({id(p): p for chunk in chunks for p in chunk.parameters}.values())
     sinks = tuple(GradientSinks(c.parameters, c.label, grad_memory) for c in chunks)
-    grad_memory.set_aside()  # the passes of `_warm_up` discard gradients
+    grad_memory.set_aside()  # the passes of `_warm_up` need none
     models = tuple(CapturedModel(chunk) for chunk in chunks)
     for model, chunk in zip(models, chunks, strict=True):
         model.refuse_hooks(chunk.parameters)
@@ -315,6 +338,8 @@ def _enter(session: _Session, stack: ExitStack) -> None:
     stack.enter_context(settings.host.capturing())
     for aliases in session.aliases:
         stack.enter_context(aliases.in_place())
+    for sinks in session.sinks:
+        stack.enter_context(sinks.cleared())
     for c, chunk in enumerate(session.chunks):
         variables = session.models[c].variables
         session.chunks[c] = host_draws_refused(chunk, variables)
@@ -337,15 +362,10 @@ def _warm_up(session: _Session) -> None:
             settings.before_graph(key)
             around = session.sinks[c], session.aliases[c].leaves, session.backend
             with session.models[c].outside.restored():
-                warm = warm_up(
-                    chunk,
-                    call,
-                    *around,
-                    settings.host.generators(),
-                    num_passes=settings.num_passes,
-                    plan=settings.memory_plan,
-                )
-                split = plan_split(chunk, call, *around) if chunk.is_split else None
+                label = _label(session, chunk.label, key)
+                host, layers, plan = settings.host, settings.layers, settings.memory_plan
+                warm = warm_up(chunk, call, label, *around, host, layers, plan)
+                split = plan_split(chunk, call, *around, host) if chunk.is_split else None
             if split is not None:
                 warm = replace(warm, held_bytes=max(warm.held_bytes, split.held_bytes))
                 if split.trace is not None:
@@ -386,7 +406,7 @@ def _make_room(session: _Session) -> None:
     session.maker.pools.reserve_scratch(max(warm.scratch_bytes for warm in warm_ups))
 
 
-def _capture_forward(session: _Session, key: Hashable, c: int, s: int) -> None:
+def _capture_forward(session: _Session, key: Hashable, c: int, s: int) -> CapturedForward:
     """Capture the forward of slot ``s`` of chunk ``c`` in bank ``key``."""
     session.settings.before_graph(key)
     forward = capture_forward(
@@ -400,6 +420,16 @@ def _capture_forward(session: _Session, key: Hashable, c: int, s: int) -> None:
     )
     session.forwards.append(forward)
     session.graph_done()
+    if s == 0:
+        session.saved = [
+            t.without_tensor() for t in saved_tensors(forward.leaves, session.settings.layers)
+        ]
+    return forward
+
+
+def _label(session: _Session, label: str, key: Hashable) -> str:
+    """Return the name of a chunk or slot in a bank."""
+    return label if len(session.samples) == 1 else f"{label}, bank {key}"
 
 
 def _place(session: _Session, key: Hashable, c: int, s: int) -> SlotPlace:
@@ -417,7 +447,7 @@ def _place(session: _Session, key: Hashable, c: int, s: int) -> SlotPlace:
         chunk_index=c,
         index=s,
         bank=key,
-        label=label if num_banks == 1 else f"{label}, bank {key}",
+        label=_label(session, label, key),
         slot=slot,
         pool=session.pools[slot],
         statics=session.statics[slot],
@@ -436,6 +466,46 @@ def _capture_backward(session: _Session, forward: CapturedForward) -> None:
         capture_backward(forward, *around)
         session.graph_done()
     forward.let_go(session.maker.pools.scratch)
+
+
+def _test(session: _Session, forward: CapturedForward) -> None:
+    """Replay a slot on the sampled call, and compare it with the eager passes.
+
+    Raises:
+        CaptureError: they differ; the message names the first layer.
+    """
+    c, key = forward.place.chunk_index, forward.place.bank
+    session.settings.before_graph(key)  # all ranks replay, or none
+    backend, host = session.backend, session.settings.host
+    chunk, sinks, warm = session.chunks[c], session.sinks[c], session.warm_ups[key][c]
+    tensors, plain = forward.tensors, plain_leaves(forward.leaves)
+    sinks.clear()
+    for gradient in forward.grads:
+        fill_test_gradient(gradient)
+    with (
+        backend.on_capture_stream(),
+        backend.preserve_random_state(host.generators()),
+        host.preserving(),
+        tensors_kept(chunk, warm.written),
+    ):
+        forward.graph.replay()
+        digests = digests_of([*tensors, *chunk.buffers])
+        if what := forward_difference(warm.passes, digests, plain, warm.noise):
+            eager = warm.passes[-1].saved
+            assert eager is not None
+            layer = first_layer(eager, SavedDigests.of(session.saved))
+            raise wrong_replay(forward.place.label, what, layer)
+        for graph in forward.graphs[1:]:
+            graph.replay()
+        trained = set(forward.trained)
+        sums = [sink if i in trained else None for i, sink in enumerate(sinks.buffers)]
+        backward = digests_of([*forward.input_grads, *sums])
+        random = random_states(backend, host)
+    replay = Measured(digests, backward, len(tensors), plain, random)
+    what, layer = backward_difference(chunk, warm.passes, replay, warm.noise)
+    if what:
+        raise wrong_replay(forward.place.label, what, layer)
+    backend.release_cached_memory()
 
 
 def _prove(session: _Session) -> None:

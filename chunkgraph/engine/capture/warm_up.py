@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
 
+from chunkgraph.engine.capture.eager_call import EagerCall
 from chunkgraph.engine.capture.gradients import GradientSinks
+from chunkgraph.engine.capture.layers import LayerWatch
 from chunkgraph.engine.capture.preserved import tensors_kept
+from chunkgraph.engine.capture.saved import saved_tensors
+from chunkgraph.engine.capture.self_test import Measured, Noise, SavedDigests, check_passes
 from chunkgraph.engine.capture.slot_capture import refuse_undeclared
-from chunkgraph.engine.capture.static_inputs import call_with, static_like
 from chunkgraph.engine.chunk import Chunk
-from chunkgraph.engine.signature import Call, flatten
+from chunkgraph.engine.digest import digests_of
+from chunkgraph.engine.host import Host
+from chunkgraph.engine.signature import Call
 from chunkgraph.engine.split.delayed import DelayedModules
 from chunkgraph.errors import CaptureError
 from chunkgraph.graphs import (
@@ -27,7 +33,7 @@ from chunkgraph.graphs import (
 )
 from chunkgraph.memory import MemoryPlan
 
-__all__ = ["WarmUp", "check_memory", "warm_up"]
+__all__ = ["WarmUp", "check_memory", "plain_leaves", "random_states", "warm_up"]
 
 
 @dataclass(frozen=True)
@@ -35,13 +41,16 @@ class WarmUp:
     """Measurements of a chunk's eager passes.
 
     Attributes:
-        held_bytes: bytes that one forward holds until its backward; 0 without a pass, or if the
-            backend does not count.
+        held_bytes: bytes that one forward holds until its backward; 0 if the backend does not
+            count.
         slot_bytes: `block_bytes` of what the pass allocates in a slot's pool.
         scratch_bytes: `block_bytes` of what it allocates in the pool that all backwards share.
         trace: trace of the forward's operators, if the memory plan needs it.
-        offsets: where the forward saved random states; None without a pass.
-        changes_state: whether the passes write tensors of the chunk; True without a pass.
+        offsets: where the forward saved random states.
+        passes: what each pass computes, for the self-test.
+        noise: how far the passes are from repeating themselves.
+        written: memory of parameters that the passes write.
+        changes_state: whether the passes write tensors of the chunk.
     """
 
     held_bytes: int
@@ -49,80 +58,143 @@ class WarmUp:
     scratch_bytes: int
     trace: OperatorTrace | None
     offsets: DrawOffsets | None
+    passes: tuple[Measured, ...]
+    noise: Noise
+    written: tuple[torch.Tensor, ...]
     changes_state: bool = True
 
 
 def warm_up(
     chunk: Chunk,
     sample: Call,
+    label: str,
     sinks: GradientSinks,
     leaves: Sequence[nn.Parameter],
     backend: GraphBackend,
-    generators: Sequence[torch.Generator],
-    *,
-    num_passes: int,
+    host: Host,
+    layers: LayerWatch,
     plan: MemoryPlan,
 ) -> WarmUp:
     """Run eager passes on the capture stream, where libraries create handles and tune.
 
-    Restores the chunk's tensors.
+    Each begins with the same state, which is restored.
 
     Args:
         chunk: the chunk to run forward and backward.
         sample: its arguments; the values are copied.
-        sinks: its gradient sinks; gradients are discarded.
+        label: name of the chunk and bank in errors.
+        sinks: its gradient sinks; those in ``main_grad`` are overwritten.
         leaves: aliases of its parameters.
         backend: the backend of the capture stream.
-        generators: random generators that it draws from, besides the device's default.
-        num_passes: number of passes.
-        plan: memory plan; ``shared_temporaries`` needs a trace, and so at least one pass.
+        host: the program around the chunk.
+        layers: follows the chunk's layers.
+        plan: memory plan; ``shared_temporaries`` needs a trace.
 
     Raises:
-        CaptureError: the forward uses tensors whose gradients a replay would lose.
+        CaptureError: the forward uses tensors whose gradients a replay would lose, or the passes
+            differ by more than rounding.
     """
-    held_bytes, sizes, trace, offsets = 0, (0, 0), None, None
-    traces = plan == "shared_temporaries"
-    num_passes = max(num_passes, int(traces))
-    if not num_passes:
-        return WarmUp(0, 0, 0, None, None)
-    with (
-        backend.on_capture_stream(),
-        tensors_kept(chunk) as kept,
-        sinks.discarding(leaves),
-    ):
-        for number in range(num_passes):
+    traces, passes = plan == "shared_temporaries", []
+    for _ in range(1 if backend.repeats_bits else 2):
+        sinks.clear()
+        with (
+            backend.on_capture_stream(),
+            backend.preserve_random_state(host.generators()),
+            host.preserving(),
+            tensors_kept(chunk) as kept,
+        ):
             before = backend.allocated_bytes()
-            inputs = [static_like(t) for t in sample.tensors]
-            is_last = number == num_passes - 1
+            call = EagerCall(chunk, sample)
             with backend.observe_allocations() as log:
                 with (
-                    watch_operators() if traces and is_last else nullcontext() as watch,
-                    backend.measure_draws(generators) as offsets,
+                    watch_operators() if traces else nullcontext() as watch,
+                    backend.measure_draws(host.generators()) as offsets,
                 ):
-                    results = flatten(call_with(chunk, sample, inputs))[0]
+                    call.forward()
                 held_bytes = backend.allocated_bytes() - before
                 num_forward = log.num_events()
                 trace = watch.trace() if watch is not None else None
-                outputs = [t for t in results if isinstance(t, torch.Tensor) and t.requires_grad]
-                refuse_undeclared(chunk, outputs, [*inputs, *leaves])
-                grads = [torch.ones_like(t) for t in outputs]
+                refuse_undeclared(chunk, call.outputs, [*call.inputs, *leaves])
+                forward = digests_of([*call.tensors, *chunk.buffers])
+                num_outputs, plain = len(call.tensors), plain_leaves(call.leaves)
+                saved = SavedDigests.of(saved_tensors(call.leaves, layers))
+                call.make_output_grads()
                 num_before = log.num_events()
-                delayed = DelayedModules(chunk.module if chunk.is_split else None, chunk.label)
-                # Without an input half, one graph holds the whole backward.
-                with nullcontext() if sample.takes_gradients else delayed.computing_at_once():
-                    torch.autograd.backward(outputs, grads)
-                    delayed.run(leaves, lambda _index, _gradient: None)
-                if chunk.end_of_backward is not None:
-                    chunk.end_of_backward()
-                del results, outputs, grads
-                for leaf in inputs:
-                    leaf.grad = None
-                sizes = _blocks(log.allocations(), num_forward, num_before, plan)
-    return WarmUp(held_bytes, *sizes, trace, offsets, kept.were_written)
+                order, totals = _run_backward(chunk, call, sample, sinks, leaves)
+                num_backward = log.num_events()
+                backward = digests_of([*call.input_grads(), *totals])
+                del call
+                num_end = log.num_events()
+                del totals
+                events = num_forward, num_before, num_backward, num_end
+                sizes = _blocks(log.allocations(), *events, plan)
+            random = random_states(backend, host)
+        passes.append(Measured(forward, backward, num_outputs, plain, random, order, saved))
+    noise = check_passes(label, passes)
+    return WarmUp(
+        held_bytes, *sizes, trace, offsets, tuple(passes), noise, kept.written, kept.were_written
+    )
+
+
+def _run_backward(
+    chunk: Chunk,
+    call: EagerCall,
+    sample: Call,
+    sinks: GradientSinks,
+    leaves: Sequence[nn.Parameter],
+) -> tuple[tuple[int, ...], list[torch.Tensor | None]]:
+    """Run the backward of a call of ``sample``; return the order and the sums of its gradients.
+
+    A parameter without a gradient has None.
+    """
+    delayed = DelayedModules(chunk.module if chunk.is_split else None, chunk.label)
+    order = _Order([])
+    with (
+        sinks.summing(leaves, order) as (sums, totals),
+        call.casting(),
+        # Without an input half, one graph holds the whole backward.
+        nullcontext() if sample.takes_gradients else delayed.computing_at_once(),
+    ):
+        call.backward()
+        delayed.run(leaves, sums.add)
+        sums.finish()
+        if chunk.end_of_backward is not None:
+            chunk.end_of_backward()
+        found = totals()
+    trained = set(order.seen)
+    return tuple(order.seen), [t if i in trained else None for i, t in enumerate(found)]
+
+
+@dataclass
+class _Order:
+    """Records the order in which gradients are accumulated (a `GradientMarker`)."""
+
+    seen: list[int]
+
+    def accumulated(self, index: int) -> None:
+        self.seen.append(index)
+
+    def replayed(self) -> None:
+        raise AssertionError("an eager pass is not replayed")
+
+
+def plain_leaves(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the leaves of a result that are no tensors."""
+    return tuple(leaf for leaf in leaves if not isinstance(leaf, torch.Tensor))
+
+
+def random_states(backend: GraphBackend, host: Host) -> tuple[torch.Tensor, ...]:
+    """Return the states of the generators that chunks draw from."""
+    return tuple(g.get_state() for g in (backend.default_generator, *host.generators()))
 
 
 def _blocks(
-    allocations: Sequence[Allocation], num_forward: int, num_before: int, plan: MemoryPlan
+    allocations: Sequence[Allocation],
+    num_forward: int,
+    num_before: int,
+    num_backward: int,
+    num_end: int,
+    plan: MemoryPlan,
 ) -> tuple[int, int]:
     """Return the blocks of a pass in the slot's pool and in scratch.
 
@@ -131,11 +203,14 @@ def _blocks(
             pass creates, belongs to no slot.
         num_forward: number of events of the forward.
         num_before: number of events before the backward.
+        num_backward: number of events up to its end.
+        num_end: number of events before the sums of gradients are freed, which graphs do not keep.
         plan: see `chunkgraph.memory.pools`.
     """
-    freed = [(a, a.end) for a in allocations if a.end is not None]
+    every = [a if (a.end or 0) < num_end else replace(a, end=a.begin + 1) for a in allocations]
+    freed = [(a, a.end) for a in every if a.end is not None]
     forward = [(a, end) for a, end in freed if a.begin < num_forward]
-    backward = [a for a, _ in freed if a.begin >= num_before]
+    backward = [a for a, _ in freed if num_before <= a.begin < num_backward]
     if plan in ("pool_per_slot", "one_pool"):
         return block_bytes([a for a, _ in forward] + backward), 0
     if plan == "shared_backward":

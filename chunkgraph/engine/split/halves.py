@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from chunkgraph.engine.capture.eager_call import EagerCall
 from chunkgraph.engine.capture.gradients import GradientSinks
-from chunkgraph.engine.capture.output_gradients import OutputGradients
 from chunkgraph.engine.capture.preserved import tensors_kept
 from chunkgraph.engine.capture.slot_capture import (
     CapturedForward,
@@ -24,10 +24,9 @@ from chunkgraph.engine.capture.slot_capture import (
     memory_between,
     take_input_grads,
 )
-from chunkgraph.engine.capture.static_inputs import call_with, static_like
 from chunkgraph.engine.chunk import Chunk
-from chunkgraph.engine.layout import span
-from chunkgraph.engine.signature import Call, distinct_tensors, flatten
+from chunkgraph.engine.host import Host
+from chunkgraph.engine.signature import Call
 from chunkgraph.engine.split.deferral import Deferral, Receive
 from chunkgraph.engine.split.delayed import DelayedModules
 from chunkgraph.engine.split.trace import BackwardTrace, BackwardTracer, ForwardWatch
@@ -67,17 +66,19 @@ def plan_split(
     sinks: GradientSinks,
     leaves: Sequence[nn.Parameter],
     backend: GraphBackend,
+    host: Host,
 ) -> SplitPlan:
     """Watch one whole backward, run another one in halves, and return how to capture them.
 
-    The chunk's tensors and gradients are unchanged afterwards.
+    The chunk's tensors and the random state are unchanged afterwards.
 
     Args:
         chunk: A split chunk.
         sample: A call of the chunk; its values are copied.
-        sinks: Sinks of the chunk's gradients, which are discarded.
+        sinks: Sinks of the chunk's gradients; those in ``main_grad`` are overwritten.
         leaves: Aliases of the chunk's parameters.
         backend: The backend whose stream runs the passes.
+        host: The program around the chunk.
 
     Raises:
         CaptureError: The backward cannot be split.
@@ -89,24 +90,27 @@ def plan_split(
     take: Receive = _drop
     with (
         backend.on_capture_stream(),
+        backend.preserve_random_state(host.generators()),
+        host.preserving(),
         tensors_kept(chunk),
         # Entered first: of two hooks on a leaf, the first takes the gradient.
         sinks.collecting(leaves, lambda index, gradient: take(index, gradient)),  # noqa: PLW0108
-        sinks.discarding(leaves),
     ):
         with watched:
-            before = _Forward(chunk, sample)
+            before = EagerCall(chunk, sample).forward()
+        before.make_output_grads()
         tracer = BackwardTracer(chunk.label, watched, chunk.buffers)
         take = tracer.take
         with before.casting(), tracer:
             before.backward()
-        trace = tracer.trace(before.input_grads())
+        trace = tracer.trace(_present(before.input_grads()))
         delayed.run(leaves, _drop)
         delayed.refuse_left()
         del before
 
         num_bytes = backend.allocated_bytes()
-        forward = _Forward(chunk, sample)
+        forward = EagerCall(chunk, sample).forward()
+        forward.make_output_grads()
         deferral = Deferral(trace, chunk.label)
         take = deferral.take
         with backend.observe_allocations() as log:
@@ -115,17 +119,19 @@ def plan_split(
                     forward.backward()
                 if chunk.end_of_backward is not None:
                     chunk.end_of_backward()
-            grads = forward.input_grads()
+            grads = _present(forward.input_grads())
             temporaries = watch.trace()
             held_bytes = backend.allocated_bytes() - num_bytes
             num_input = log.num_events()
             del grads, forward
-            dropped = sinks.discarded()
-            deferral.run(dropped.add)
-            delayed.run(leaves, dropped.add)
-            dropped.finish()
+            deferral.run(_drop)
+            delayed.run(leaves, _drop)
             scratch_bytes = _scratch_bytes(log.allocations(), num_input)
     return SplitPlan(trace, temporaries, max(0, held_bytes), scratch_bytes)
+
+
+def _present(gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    return [gradient for gradient in gradients if gradient is not None]
 
 
 def _scratch_bytes(allocations: Sequence[Allocation], num_input: int) -> int:
@@ -170,35 +176,6 @@ def _explained(label: str) -> Iterator[None]:
             "does not know may read a weight gradient, which is not computed yet. Capture the "
             "chunk with backward='whole', or use a schedule that splits no backward."
         ) from error
-
-
-class _Forward:
-    """An eager forward of a call, to be run backward once."""
-
-    def __init__(self, chunk: Chunk, sample: Call) -> None:
-        self._inputs = [static_like(t) for t in sample.tensors]
-        self._results: dict[int, torch.Tensor] = {}
-        result = call_with(chunk, sample, self._inputs, self._results)
-        tensors = distinct_tensors(flatten(result)[0])
-        self._gradients = OutputGradients.of(tensors, sample)
-        self._outputs = [tensors[i] for i in self._gradients.receiving]
-        self._grads = [
-            torch.empty(span(t.shape, strides), dtype=t.dtype, device=t.device)
-            .fill_(1)
-            .as_strided(t.shape, strides)
-            for t, strides in zip(self._outputs, self._gradients.strides, strict=True)
-        ]
-        self.casting = self._gradients.casting
-
-    def backward(self) -> None:
-        """Run the backward."""
-        outputs, self._outputs = self._outputs, []
-        torch.autograd.backward(outputs, self._grads)
-
-    def input_grads(self) -> list[torch.Tensor]:
-        """Return the gradients of the inputs that have one."""
-        every = [self._results.get(id(t), t.grad) for t in self._inputs]
-        return [gradient for gradient in every if gradient is not None]
 
 
 def capture_halves(

@@ -9,6 +9,7 @@ import torch
 from chunkgraph.engine.bits import has_nan, tensors_in
 from chunkgraph.engine.capture.captured_rank import CapturedRank
 from chunkgraph.engine.capture.layers import parameter_names
+from chunkgraph.engine.capture.self_test import Noise
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.layout import copy_into, duplicate
 from chunkgraph.engine.signature import Call
@@ -50,6 +51,7 @@ class Verifier:
         self.chunks = tuple(self._records.recording(chunk) for chunk in chunks)
         self._gradients: tuple[tuple[torch.Tensor, ...], ...] = ()
         self._models: tuple[CapturedModel, ...] = ()
+        self._noise: Mapping[tuple[Hashable, int], Noise] = {}
         self._step = 0
         self._has_warned_of_nan = False
         self._forget()
@@ -61,7 +63,7 @@ class Verifier:
     def captured(self, rank: CapturedRank) -> None:
         """Take the result of a successful session."""
         self._gradients = tuple(sinks.buffers for sinks in rank.sinks)
-        self._models = rank.models
+        self._models, self._noise = rank.models, rank.noise
 
     def begin_step(self, step: int) -> None:
         """Begin a verified step, replayed step ``step`` after the capture."""

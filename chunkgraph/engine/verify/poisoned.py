@@ -13,11 +13,11 @@ import torch
 
 from chunkgraph.engine.bits import has_nan
 from chunkgraph.engine.capture.captured_rank import CapturedRank
+from chunkgraph.engine.capture.saved import Place, first_nan
 from chunkgraph.engine.slot import Slot
 from chunkgraph.engine.verify.base import Verifier
 from chunkgraph.engine.verify.records import memory_of
 from chunkgraph.engine.verify.report import stale_memory
-from chunkgraph.engine.verify.saved import Place, first_nan
 from chunkgraph.engine.verify.state import ChunkState
 from chunkgraph.graphs import AddressRanges, Pool
 from chunkgraph.memory import Poison

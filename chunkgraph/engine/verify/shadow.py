@@ -1,4 +1,7 @@
-"""Shadow mode: compare every replay bit for bit with an eager pass on the same inputs.
+"""Shadow mode: compare every replay with an eager pass on the same inputs.
+
+Both must have the same bits, except for tensors in which two eager passes differed at the capture:
+these may differ by about as much (`Noise`).
 
 The eager forward runs before the replay, and its autograd graph is kept until the backward, so
 that its saved tensors show where a replay went wrong.
@@ -11,12 +14,13 @@ from collections.abc import Sequence
 import torch
 
 from chunkgraph.engine.bits import describe_difference, has_nan, same_bits
+from chunkgraph.engine.capture.saved import Place, first_difference
+from chunkgraph.engine.signature import distinct_tensors
 from chunkgraph.engine.slot import Slot
 from chunkgraph.engine.verify.base import Verifier, copy_output_grads, inputs_with_grad
 from chunkgraph.engine.verify.eager_pass import EagerBackward, EagerForward
 from chunkgraph.engine.verify.records import memory_of
 from chunkgraph.engine.verify.report import difference
-from chunkgraph.engine.verify.saved import Place, first_difference
 from chunkgraph.engine.verify.state import ChunkState
 
 __all__ = ["ShadowVerifier"]
@@ -116,27 +120,33 @@ class ShadowVerifier(Verifier):
     def _forward_difference(self, slot: Slot, eager: EagerForward) -> str:
         if len(eager.leaves) != len(slot.outputs):
             return f"the result has {len(slot.outputs)} leaves, the eager one {len(eager.leaves)}"
+        noise, positions = self._noise[slot.bank, slot.chunk], self._positions(slot)
         for i, (mine, theirs) in enumerate(zip(slot.outputs, eager.leaves, strict=True)):
             if isinstance(mine, torch.Tensor) and isinstance(theirs, torch.Tensor):
-                if not same_bits(mine, theirs):
+                relative = noise.forward[positions[id(mine)]]
+                if not same_bits(mine, theirs) and not noise.covers(relative, mine, theirs):
                     return f"output {i}: {describe_difference(mine, theirs)}"
             elif type(mine) is not type(theirs) or (
                 isinstance(mine, (bool, int, float, str)) and mine != theirs
             ):
                 return f"output {i}: {mine!r} captured, {theirs!r} eager"
-        chunk = self._chunks[slot.chunk]
-        return self._around.state_of(chunk.buffers).difference(eager.after)
+        buffers = self._chunks[slot.chunk].buffers
+        of_buffers = noise.forward[len(positions) :]
+        return self._around.state_of(buffers).difference(
+            eager.after, lambda i, mine, theirs: noise.covers(of_buffers[i], mine, theirs)
+        )
 
     def _backward_difference(
         self, slot: Slot, eager: EagerBackward, input_grads: Sequence[torch.Tensor | None]
     ) -> tuple[str, str]:
         """Return the difference and the name of its layer; two empty strings if there is none."""
         names = self._names[slot.chunk]
-        buffers = self._gradients[slot.chunk]
+        buffers, noise = self._gradients[slot.chunk], self._noise[slot.bank, slot.chunk]
+        of_inputs, of_parameters = noise.backward.tensor_split([len(slot.inputs)])
         wrong = [
             i
             for i, (mine, theirs) in enumerate(zip(buffers, eager.sums, strict=True))
-            if not same_bits(mine, theirs)
+            if not same_bits(mine, theirs) and not noise.covers(of_parameters[i], mine, theirs)
         ]
         if wrong:
             rank = {index: place for place, index in enumerate(eager.order)}
@@ -151,10 +161,16 @@ class ShadowVerifier(Verifier):
             if (mine is None) != (theirs is None):
                 which = "captured, but not in the eager pass" if theirs is None else "eager only"
                 return f"there is a gradient of tensor argument {i}: {which}", "the chunk's input"
-            if mine is not None and theirs is not None and not same_bits(mine, theirs):
+            if mine is None or theirs is None or same_bits(mine, theirs):
+                continue
+            if not noise.covers(of_inputs[i], mine, theirs):
                 what = f"the gradient of tensor argument {i}: {describe_difference(mine, theirs)}"
                 return what, "the chunk's input (no parameter's gradient differs)"
         return "", ""
+
+    def _positions(self, slot: Slot) -> dict[int, int]:
+        """Return the position of each output among the tensors of the result, by id."""
+        return {id(t): i for i, t in enumerate(distinct_tensors(slot.outputs))}
 
     def _place(self, slot: Slot, eager: EagerForward) -> Place | None:
         records = self._records.of(slot, self._chunks[slot.chunk])

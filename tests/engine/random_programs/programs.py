@@ -76,7 +76,6 @@ class Program:
     verify: str = "none"
     on_failure: str = "raise"
     num_warmup_steps: int = 1
-    num_warmup_passes: int = 0
     tied: bool = False
     frozen: tuple[int, ...] = ()
     input_grads: bool = True
@@ -241,7 +240,6 @@ def make_program(choose: Choose) -> Program:
         verify=choose(("none", "none", "poison", "shadow")),
         on_failure=choose(("raise", "raise", "eager")),
         num_warmup_steps=choose((1, 1, 2)),
-        num_warmup_passes=choose((0, 0, 1)),
         tied=exotic and choose((False, False, True)),
         frozen=choose(((), (), (0,), (1, 4))),
         input_grads=choose((True, True, False)),

@@ -46,7 +46,6 @@ PROGRAMS = {
         steps=(ONCE, Step(count=1, order="deep", seed=53)),
         verify="shadow",
         on_failure="raise",
-        num_warmup_passes=0,
         loss="sum",
     ),
     "a_refused_capture_of_a_parameter_that_was_replaced": Program(
@@ -57,7 +56,6 @@ PROGRAMS = {
             Step(1, seed=48, zero="in place", updates=True),
         ),
         on_failure="eager",
-        num_warmup_passes=1,
     ),
     "a_parameter_that_is_returned": Program(
         chunks=(
@@ -123,7 +121,7 @@ PROGRAMS = {
         "linear", steps=(ONCE, Step(6, order="unordered", backward="sum")), num_slots=(2,)
     ),
     "state_in_an_attribute": _of("state", memory_plan="shared_temporaries"),
-    "a_parameter_that_the_forward_updates": _of("decay", num_warmup_passes=1),
+    "a_parameter_that_the_forward_updates": _of("decay"),
     "the_layout_of_a_pool_that_runs_without_gradients": _of("reentrant:max_pool"),
     "attention_that_runs_without_gradients": _of("eval:reentrant:attention"),
     "an_encoder_that_runs_without_gradients": _of("eval:reentrant:encoder"),
@@ -145,7 +143,7 @@ PROGRAMS = {
     ),
     "another_dropout_probability": _before("anneal"),
     "another_epsilon": _before("change_epsilon"),
-    "a_tensor_elsewhere_that_warmup_passes_write": _of("elsewhere", num_warmup_passes=1),
+    "a_tensor_elsewhere_that_warmup_passes_write": _of("elsewhere"),
     "another_temperature": _elsewhere("change_temperature"),
     "another_mask_in_a_list": _elsewhere("replace_mask"),
     "another_tensor_in_a_closure": _elsewhere("replace_shift"),

@@ -180,7 +180,7 @@ def test_a_chunk_without_an_input_half_reserves_what_a_whole_backward_needs(
             for store in stores:
                 store.disable_delay_wgrad_compute()  # type: ignore[union-attr, operator]
         chunk = Chunk.from_module(module, "chunk", backward=kind)  # type: ignore[arg-type]
-        options = CaptureOptions(num_warmup_passes=2)
+        options = CaptureOptions()
         graphs = ChunkGraphs([chunk], 2, backend=backend, options=options)
         with mock.patch.object(queue.Queue, "put") as put:
             graphs.capture([torch.randn(2, 20_000, WIDTH, device=backend.device)])

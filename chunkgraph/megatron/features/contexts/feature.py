@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Self
 
 from chunkgraph.megatron.feature import Feature
@@ -12,7 +12,6 @@ from chunkgraph.megatron.features.contexts.attention import refuse_without_group
 from chunkgraph.megatron.features.contexts.groups import (
     ContextGroups,
     HeldGroups,
-    capturing_banks,
 )
 from chunkgraph.megatron.features.packing.attention_limits import needs_tokens_in_pieces
 from chunkgraph.megatron.site import Site
@@ -50,7 +49,6 @@ class Contexts(Feature):
     def __init__(self, site: Site, groups: ContextGroups) -> None:
         self._groups = groups
         self._held = HeldGroups([part.module for part in site.parts])
-        self._device = site.device
         self._engine: ChunkGraphs | None = None
 
     @classmethod
@@ -98,17 +96,9 @@ class Contexts(Feature):
         self._engine = graphs.engine
         self._groups.hold(graphs.engine)
 
-    @contextmanager
-    def capturing(self) -> Iterator[None]:
-        """Set up communicators before a capture, and restore the modules' groups after it."""
-        assert self._engine is not None
-        with capturing_banks(
-            self._groups,
-            self._held,
-            self._device,
-            are_used_before=bool(self._engine.num_warmup_passes),
-        ):
-            yield
+    def capturing(self) -> AbstractContextManager[None]:
+        """Restore the modules' groups after a capture."""
+        return self._held.capturing()
 
     @contextmanager
     def step(self, step: Step) -> Iterator[None]:

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -16,7 +15,7 @@ from chunkgraph.errors import ConfigError, TopologyError
 from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.megatron.features.contexts.router_groups import RouterGroups
 
-__all__ = ["ContextGroups", "HeldGroups", "capturing_banks", "groups_put_back"]
+__all__ = ["ContextGroups", "HeldGroups", "groups_put_back"]
 
 _ATTRIBUTES = (
     *("cp_group", "cp_global_ranks", "cp_stream", "cp_comm_type", "pg_collection"),
@@ -209,20 +208,6 @@ class ContextGroups:
             )
         return self.for_routers.of(size)
 
-    def warm_up(self, device: torch.device) -> None:
-        """Run every collective of attention once in every group, largest group first.
-
-        A communicator that is set up during a capture breaks it. All ranks of the world call it
-        together; with groups for routers, all ranks of all worlds. Synchronizes a CUDA device.
-        """
-        for group in self._groups.values():
-            if group is not None:
-                _run_collectives(group, device)
-        if self.for_routers is not None:
-            self.for_routers.warm_up(device)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
     def hold(self, graphs: ChunkGraphs) -> None:
         """Refuse to close while this engine has graphs."""
         self._holders.add(graphs)
@@ -259,32 +244,6 @@ def _ranks_of_megatron() -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
     return worlds, tensor_groups
 
 
-def _run_collectives(group: Any, device: torch.device) -> None:
-    ranks = dist.get_process_group_ranks(group)
-    place = ranks.index(dist.get_rank())
-    value = torch.ones(len(ranks), device=device)
-    dist.all_reduce(value, group=group)
-    dist.all_gather([torch.empty_like(value) for _ in ranks], value, group=group)
-    received = torch.empty_like(value)
-    ring = [
-        dist.P2POp(dist.isend, value, ranks[(place + 1) % len(ranks)], group),
-        dist.P2POp(dist.irecv, received, ranks[place - 1], group),
-    ]
-    for work in dist.batch_isend_irecv(ring):
-        work.wait()
-    # Single sends and receives may use a further communicator for each pair of neighbours.
-    peers = (ranks[(place + 1) % len(ranks)], ranks[place - 1])
-    if place % 2 == 0:
-        requests = [dist.isend(value, peers[0], group), dist.irecv(received, peers[1], group)]
-    else:
-        requests = [dist.irecv(received, peers[1], group), dist.isend(value, peers[0], group)]
-    for request in requests:
-        assert request is not None
-        request.wait()
-    if dist.get_backend(group) == "nccl":
-        dist.all_to_all_single(received, value, group=group)
-
-
 class HeldGroups:
     """The context-parallel groups that modules keep in attributes.
 
@@ -299,9 +258,12 @@ class HeldGroups:
         self.modules = tuple(modules)
         self._holders: list[nn.Module] | None = None
 
-    def find_holders(self) -> None:
-        """Record which modules hold a group now."""
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Restore the groups after a capture session, and record which modules held one before."""
         self._holders = [m for m in _submodules(self.modules) if vars(m).keys() & set(_ATTRIBUTES)]
+        with groups_put_back(self.modules):
+            yield
 
     @contextmanager
     def put_back(self, *, is_replayed: bool) -> Iterator[None]:
@@ -309,27 +271,6 @@ class HeldGroups:
         holders = self._holders if is_replayed else None
         with _put_back(_submodules(self.modules) if holders is None else holders):
             yield
-
-
-@contextmanager
-def capturing_banks(
-    groups: ContextGroups, held: HeldGroups, device: torch.device, *, are_used_before: bool
-) -> Iterator[None]:
-    """Set up communicators before a capture session, and restore the modules' groups after it.
-
-    Args:
-        groups: the groups of the banks.
-        held: the groups that modules hold.
-        device: this rank's device.
-        are_used_before: whether the session runs every bank eagerly before the first capture.
-            That sets up the communicators in use; warming up all of them would only cost memory,
-            about 0.5 GiB for each kind of transfer in each group with NCCL 2.28.
-    """
-    if not are_used_before:
-        groups.warm_up(device)
-    held.find_holders()
-    with groups_put_back(held.modules):
-        yield
 
 
 @contextmanager

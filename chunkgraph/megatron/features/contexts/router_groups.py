@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from chunkgraph.errors import TopologyError
@@ -64,11 +63,6 @@ class RouterGroups:
     def of(self, size: int) -> Any:
         """Return the group of a context-parallel size; None for 1: routers use the model's own."""
         return None if size == 1 else self._groups[size]
-
-    def warm_up(self, device: torch.device) -> None:
-        """Run the routers' collective once in every group, largest group first."""
-        for group in self._groups.values():
-            dist.all_reduce(torch.ones(8, dtype=torch.int64, device=device), group=group)
 
     def close(self) -> None:
         """Destroy the groups that `create` made; called by `ContextGroups.close`, which checks."""

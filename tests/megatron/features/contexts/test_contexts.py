@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from context_probe import BankedGraphs
 from torch import nn
 
-from chunkgraph.engine import CaptureOptions
 from chunkgraph.errors import ConfigError, ReplayMismatchError, SlotError, TopologyError
 from chunkgraph.megatron.features.contexts import (
     ContextGroups,
@@ -401,40 +399,3 @@ def test_the_announcements_of_a_step(groups: ContextGroups) -> None:
         begin([four], "", 3)
     with pytest.raises(ReplayMismatchError, match="another process group"):
         begin([replace(four, group=object())], "", 1)
-
-
-@pytest.mark.parametrize("num_passes", [None, 0, 1, 2])
-def test_communicators_are_tried_first_where_no_pass_uses_them(
-    num_passes: int | None, one_rank: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Sessions that run all banks eagerly before the first capture set up the communicators."""
-    order: list[str] = []
-
-    class Chunk(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            order.append("pass")
-            return super().forward(x)
-
-    monkeypatch.setattr(ContextGroups, "warm_up", lambda self, device: order.append("all ways"))
-    groups = ContextGroups.create([[0]], [1])
-    banks = PackedBanks.of_limits(
-        ContextLimits(world_size=1, max_tokens_per_rank=8, max_packed_seqs=4), groups
-    )
-    options = CaptureOptions(num_warmup_passes=num_passes)
-    graphs = BankedGraphs([Chunk(4, 4)], [1], banks, options=options)
-    for _ in range(2):
-        with graphs.step(list(banks.keys)):
-            graphs.callables[0](torch.ones(8, 4)).sum().backward()
-    (key,) = banks.keys
-    graphs.announce([key])
-    with pytest.raises(ConfigError, match="announced: "), graphs.step([key, key]):
-        pass
-    with graphs.step([key], forward_only=True):
-        graphs.callables[0](torch.ones(8, 4))
-    with graphs.step([key]):  # the announcement still holds
-        graphs.callables[0](torch.ones(8, 4)).sum().backward()
-    graphs.release()
-    groups.close()
-    # An eager step, the beginning of the session, and a capture.
-    before = ["pass"] * num_passes if num_passes else ["all ways"]
-    assert order == ["pass", *before, "pass", "pass"]

@@ -215,7 +215,7 @@ def test_a_session_leaves_no_trace(
     config = config_from_mapping(make_config(model=_MODEL))
     options = {"fp8": "hybrid", "fp8_recipe": "delayed"}
     chunks = build_model(config, one_rank, transformer_options=options)
-    graphs = attach(chunks, scope="block", options=CaptureOptions(num_warmup_passes=1))
+    graphs = attach(chunks, scope="block", options=CaptureOptions())
     hidden = torch.randn(16, 2, 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
     mask = torch.ones(1, 1, 16, 16, dtype=torch.bool).triu(1)
     block = chunks[0].module.decoder

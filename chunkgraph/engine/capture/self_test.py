@@ -1,0 +1,264 @@
+"""The self-test of a capture: a replay of each chunk's first slot against eager passes.
+
+Before the capture, eager passes over the sampled call leave digests of all that they compute. After
+the first slot of a chunk is captured, before the others are, its graphs are replayed on the same
+call and from the same state. The results must have the bits of the eager passes. Where two eager
+passes differ in bits, since their kernels add in no fixed order, the replay must be about as close
+to one of them as they are to each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from chunkgraph.engine.capture.layers import parameter_names
+from chunkgraph.engine.capture.saved import SavedTensor
+from chunkgraph.engine.chunk import Chunk
+from chunkgraph.engine.digest import Digests, digests_of
+from chunkgraph.errors import CaptureError
+
+__all__ = [
+    "Measured",
+    "Noise",
+    "SavedDigests",
+    "backward_difference",
+    "check_passes",
+    "first_layer",
+    "forward_difference",
+    "wrong_replay",
+]
+
+# Estimates of a difference from sums in buckets, and the difference of two passes itself, vary.
+_FACTOR = 4.0
+_LARGE = 4096  # elements; the difference of smaller tensors is too much a matter of luck
+_MOST_NOISE = 0.05
+# Kernels differ by rounding; outputs that differ by this much depend on something else.
+_MOST_OF_OUTPUTS = 0.1
+
+_TO_DO = (
+    "  To do: look there for a Python number, flag or list that the forward reads and that changes "
+    "from call to call, a tensor that it replaces instead of updating in place, or memory that "
+    "others write. Keep such state in tensors that are updated in place, or outside of the chunk."
+)
+
+
+@dataclass(frozen=True)
+class SavedDigests:
+    """The tensors that a forward keeps for its backward, with their digests.
+
+    Attributes:
+        tensors: the tensors, in the order of the operators; only their addresses are kept.
+        digests: one for each.
+    """
+
+    tensors: tuple[SavedTensor, ...]
+    digests: Digests
+
+    @staticmethod
+    def of(saved: Sequence[SavedTensor]) -> SavedDigests:
+        """Read tensors that exist now."""
+        digests = digests_of([s.read() if s.tensor is None else s.tensor for s in saved])
+        return SavedDigests(tuple(s.without_tensor() for s in saved), digests)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Digests of all that one eager pass, or one replay, computes.
+
+    Attributes:
+        forward: of the result's tensors, then of the chunk's buffers.
+        backward: of the inputs' gradients, then of the parameters' gradients.
+        num_outputs: number of tensors in the result.
+        plain: the other leaves of the result.
+        random: states of the random generators at the end.
+        order: parameters in the order in which their gradients were ready; empty for replays.
+        saved: what the forward keeps for its backward; None for replays.
+    """
+
+    forward: Digests
+    backward: Digests
+    num_outputs: int
+    plain: tuple[Any, ...]
+    random: tuple[torch.Tensor, ...]
+    order: tuple[int, ...] = ()
+    saved: SavedDigests | None = None
+
+
+@dataclass(frozen=True)
+class Noise:
+    """How far eager passes over one call are from repeating themselves.
+
+    Attributes:
+        forward: for each tensor of `Measured.forward`, the norm of the difference of two passes as
+            a fraction of the tensor's norm; 0 where all bits are equal.
+        backward: the same for `Measured.backward`.
+        level: the largest of these among large tensors, at most 0.05.
+    """
+
+    forward: torch.Tensor
+    backward: torch.Tensor
+    level: float
+
+    @staticmethod
+    def of(passes: Sequence[Measured]) -> Noise:
+        """Compare the first pass with the last one."""
+        one, other = passes[0], passes[-1]
+        forward = _relative(one.forward, other.forward)
+        backward = _relative(one.backward, other.backward)
+        relative = torch.cat([forward, backward])
+        sizes = torch.cat([other.forward.sizes, other.backward.sizes])
+        level = float(torch.cat([relative[sizes >= _LARGE], torch.zeros(1)]).max())
+        return Noise(forward, backward, min(level, _MOST_NOISE))
+
+    def tolerance(self, relative: torch.Tensor, norm: float) -> float:
+        """Return the largest difference, of a tensor of this norm, that is noise.
+
+        Args:
+            relative: the tensor's entry in ``forward`` or ``backward``.
+            norm: norm of the tensor.
+        """
+        return (_FACTOR * float(relative) + self.level) * norm if relative else 0.0
+
+    def covers(self, relative: torch.Tensor, replayed: torch.Tensor, eager: torch.Tensor) -> bool:
+        """Return whether the difference of two tensors is noise; ``relative`` as in `tolerance`."""
+        if not relative or not eager.is_floating_point():
+            return False
+        dtype = torch.promote_types(eager.dtype, torch.float32)
+        distance, norm = (
+            float(torch.linalg.vector_norm(t, dtype=dtype))
+            for t in (replayed.to(dtype) - eager.to(dtype), eager)
+        )
+        return distance <= self.tolerance(relative, norm)
+
+
+def _relative(one: Digests, other: Digests) -> torch.Tensor:
+    relative = one.distance(other) / other.norms.clamp_min(1e-300)
+    return relative.clamp_max(1.0).masked_fill(one.equal(other), 0.0)
+
+
+def check_passes(label: str, passes: Sequence[Measured]) -> Noise:
+    """Refuse a chunk whose eager passes over one call differ by more than rounding.
+
+    Args:
+        label: name of the chunk and bank in errors.
+        passes: measurements of the passes, each from the same state.
+
+    Raises:
+        CaptureError: they differ; the message names the output.
+    """
+    noise = Noise.of(passes)
+    outputs = noise.forward[: passes[0].num_outputs]
+    if (outputs > _MOST_OF_OUTPUTS).any():
+        index = int(outputs.argmax())
+        raise CaptureError(
+            f"{label}: two eager passes on the same inputs and random state give different results "
+            f"(output {index} differs by {float(outputs[index]):.0%} of its norm), so a replay "
+            f"cannot equal eager training.\n{_TO_DO}"
+        )
+    return noise
+
+
+def forward_difference(
+    passes: Sequence[Measured], replayed: Digests, plain: Sequence[Any], noise: Noise
+) -> str:
+    """Return what differs after the replay of a forward, or "".
+
+    Args:
+        passes: the eager passes.
+        replayed: see `Measured.forward`.
+        plain: see `Measured.plain`.
+        noise: the noise of the passes.
+    """
+    eager = passes[-1]
+    wrong = _wrong([p.forward for p in passes], replayed, noise, noise.forward)
+    if wrong:
+        index = wrong[0]
+        is_output = index < eager.num_outputs
+        name = f"output {index}" if is_output else f"buffer {index - eager.num_outputs}"
+        return name + _size(eager.forward, replayed, index)
+    if not _equal_plain(plain, eager.plain):
+        return f"the result holds {tuple(plain)!r}, in an eager pass {eager.plain!r}"
+    return ""
+
+
+def backward_difference(
+    chunk: Chunk, passes: Sequence[Measured], replay: Measured, noise: Noise
+) -> tuple[str, str]:
+    """Return what differs after the replay of a backward, and its layer; "" if nothing does."""
+    eager = passes[-1]
+    wrong = _wrong([p.backward for p in passes], replay.backward, noise, noise.backward)
+    num_inputs = len(eager.backward.sizes) - len(chunk.parameters)
+    if of_parameters := [i - num_inputs for i in wrong if i >= num_inputs]:
+        ranks = {index: rank for rank, index in enumerate(eager.order)}
+        first = min(of_parameters, key=lambda i: ranks.get(i, -1))
+        name = parameter_names(chunk)[first]
+        what = (
+            f"the gradient of {name}{_size(eager.backward, replay.backward, num_inputs + first)} "
+            f"(the first in the order of the backward; {len(of_parameters)} of "
+            f"{len(chunk.parameters)} differ)"
+        )
+        return what, name.rpartition(".")[0] or name
+    if wrong:
+        size = _size(eager.backward, replay.backward, wrong[0])
+        return f"the gradient of tensor argument {wrong[0]}{size}", "the chunk's input"
+    if not all(torch.equal(a, b) for a, b in zip(replay.random, eager.random, strict=True)):
+        return "the random state: a different number of random values is drawn", "unknown"
+    return "", ""
+
+
+def first_layer(eager: SavedDigests, replayed: SavedDigests) -> str:
+    """Return the first layer that keeps another tensor for its backward than in an eager pass.
+
+    Args:
+        eager: the tensors that an eager pass keeps.
+        replayed: those of the slot, after the replay of its forward.
+    """
+    for i, saved in enumerate(replayed.tensors):
+        layer = saved.layer or "(outside of any layer)"
+        other = eager.tensors[i] if i < len(eager.tensors) else None
+        if other is None or (other.operator, other.shape) != (saved.operator, saved.shape):
+            return f"{layer} (it keeps {saved.operator}, which an eager pass does not)"
+        if saved.device != other.device:
+            continue  # attention keeps its seed on the device in a capture, else on the host
+        if (eager.digests.bits[i] != replayed.digests.bits[i]).any():
+            return f"{layer} (it keeps {saved.operator}, shape {saved.shape})"
+    last = replayed.tensors[-1].layer if replayed.tensors else ""
+    return f"{last or 'the chunk'}, or what follows it (all that it keeps is right)"
+
+
+def wrong_replay(label: str, what: str, layer: str) -> CaptureError:
+    """Return the error for a slot whose replay differs from the eager passes."""
+    return CaptureError(
+        f"{label}: a replay of its graphs differs from an eager pass on the same inputs and random "
+        f"state: {what}.\n  first layer that differs: {layer}\n{_TO_DO}"
+    )
+
+
+def _wrong(
+    passes: Sequence[Digests], replayed: Digests, noise: Noise, relative: torch.Tensor
+) -> list[int]:
+    """Return the indices of tensors that differ from each pass by more than noise."""
+    wrong = torch.stack([~p.equal(replayed) for p in passes]).all(dim=0)
+    distances = torch.stack([p.distance(replayed) for p in passes]).amin(dim=0)
+    return [
+        i
+        for i in wrong.nonzero().flatten().tolist()
+        if not relative[i]
+        or distances[i] > noise.tolerance(relative[i], float(passes[-1].norms[i]))
+    ]
+
+
+def _size(eager: Digests, replayed: Digests, index: int) -> str:
+    distance, norm = (float(d[index]) for d in (eager.distance(replayed), eager.norms))
+    return f" differs by {distance / norm:.2g} of its norm" if norm and distance else " differs"
+
+
+def _equal_plain(replayed: Sequence[Any], eager: Sequence[Any]) -> bool:
+    return len(replayed) == len(eager) and all(
+        type(a) is type(b) and (a == b or not isinstance(a, (bool, int, float, str)))
+        for a, b in zip(replayed, eager, strict=True)
+    )

@@ -1,0 +1,114 @@
+"""Digests of tensors: a few hundred numbers that tell equal bits, and the size of a difference.
+
+A digest has a fixed size and needs no copy of the tensor. Sums of the elements' bits in buckets
+differ, in practice, whenever a bit differs or two elements change places. Sums of the values in
+buckets estimate the distance of two tensors: independent errors of the elements add up to a
+difference of the sums with the same Euclidean norm, and systematic ones to a larger one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+__all__ = ["Digests", "digests_of"]
+
+# Prime numbers of buckets. Two of them, so that elements change places unseen only if they are a
+# multiple of both apart.
+_BUCKETS = (251, 241)
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Digests:
+    """Digests of ``n`` tensors, on the host.
+
+    Attributes:
+        bits: int64, shape (n, 492): sums of the elements' bits.
+        sums: float64, shape (n, 251): sums of the elements' values.
+        norms: float64, shape (n,): Euclidean norms; 0 if one is not finite.
+        sizes: int64, shape (n,): numbers of elements.
+    """
+
+    bits: torch.Tensor
+    sums: torch.Tensor
+    norms: torch.Tensor
+    sizes: torch.Tensor
+
+    def __add__(self, other: Digests) -> Digests:
+        """Return the digests of both lists of tensors."""
+        return Digests(
+            *(torch.cat([getattr(d, name) for d in (self, other)]) for name in vars(self))
+        )
+
+    def equal(self, other: Digests) -> torch.Tensor:
+        """Return, for each tensor, whether all bits are equal: bool, shape (n,)."""
+        return (self.bits == other.bits).all(dim=1)
+
+    def distance(self, other: Digests) -> torch.Tensor:
+        """Estimate the norm of each difference: float64, shape (n,); inf if one alone has a NaN."""
+        difference = self.sums - other.sums
+        same = (self.sums == other.sums) | (self.sums.isnan() & other.sums.isnan())
+        return difference.masked_fill(same, 0.0).norm(dim=1).nan_to_num(nan=torch.inf)
+
+
+def digests_of(tensors: Sequence[torch.Tensor | None]) -> Digests:
+    """Return the digests of tensors; those of None and of tensors without own memory are zero.
+
+    Waits for the device once. Modes that record or watch operators do not see it.
+    """
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        rows = [_digest(t) if t is not None else None for t in tensors]
+        return _on_host(rows, [0 if t is None else t.numel() for t in tensors])
+
+
+def _on_host(
+    rows: Sequence[tuple[torch.Tensor, torch.Tensor] | None], sizes: Sequence[int]
+) -> Digests:
+    present = [row for row in rows if row is not None]
+    n = len(rows)
+    bits = torch.zeros(n, sum(_BUCKETS), dtype=torch.int64)
+    sums = torch.zeros(n, _BUCKETS[0] + 1, dtype=torch.float64)
+    places = [i for i, row in enumerate(rows) if row is not None]
+    if present:
+        device = max((row[0].device for row in present), key=lambda d: d.type == "cuda")
+        bits[places] = torch.stack([row[0].to(device) for row in present]).cpu()
+        sums[places] = torch.stack([row[1].to(device) for row in present]).cpu()
+    return Digests(bits, sums[:, :-1], sums[:, -1], torch.tensor(sizes, dtype=torch.int64))
+
+
+@torch.no_grad()
+def _digest(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return the bit sums, and the value sums followed by the norm."""
+    tensor = getattr(tensor, "_local_tensor", tensor).detach()  # the local part of a DTensor
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        return None
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return None
+    values = tensor.resolve_conj().resolve_neg().reshape(-1)
+    if values.is_complex():
+        values = torch.view_as_real(values).reshape(-1)
+    integers = values.view(_INTEGERS[values.element_size()])
+    if not values.is_floating_point() or values.element_size() == 1:
+        values = integers
+    sums = _bucketed(values, _BUCKETS[0], torch.float64)
+    norm = sums.new_zeros(1)
+    if values.is_floating_point() and values.numel():
+        dtype = torch.promote_types(values.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(values, dtype=dtype).double().view(1)
+    return (
+        torch.cat([_bucketed(integers, n, torch.int64) for n in _BUCKETS]),
+        torch.cat([sums, norm.nan_to_num(nan=0.0, posinf=0.0)]),
+    )
+
+
+def _bucketed(flat: torch.Tensor, num_buckets: int, dtype: torch.dtype) -> torch.Tensor:
+    """Sum elements into buckets by their position modulo ``num_buckets``."""
+    num_whole = flat.numel() // num_buckets * num_buckets
+    sums = flat[:num_whole].view(-1, num_buckets).sum(dim=0, dtype=dtype)
+    rest = flat[num_whole:]
+    sums[: rest.numel()] += rest.to(dtype)
+    return sums

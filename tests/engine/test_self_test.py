@@ -1,0 +1,296 @@
+"""A capture replays each chunk's first slot and compares it with eager passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from chunkgraph.engine import CaptureOptions, ChunkGraphs
+from chunkgraph.engine.capture.self_test import Measured, Noise, check_passes, forward_difference
+from chunkgraph.engine.capture.static_inputs import SlotStatics
+from chunkgraph.engine.digest import digests_of
+from chunkgraph.errors import CaptureError, VerifyError
+from chunkgraph.graphs.recorder import RecorderBackend
+
+WIDTH = 8
+
+
+class Layer(nn.Module):
+    """A linear layer whose forward and backward are scaled by numbers of Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.scale: Callable[[], float] = lambda: 1.0
+        self.backward_scale: Callable[[], float] = lambda: 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Scaled.apply(torch.sigmoid(self.linear(x)), self.scale(), self.backward_scale)
+
+
+class _Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, scale: float, backward_scale: Callable[[], float]
+    ) -> torch.Tensor:
+        ctx.backward_scale = backward_scale
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grad * ctx.backward_scale(), None, None
+
+
+class Chunk(nn.Module):
+    def __init__(self, num_layers: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer() for _ in range(num_layers)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def counting() -> Callable[[], float]:
+    """Return a function whose result changes with every call."""
+    numbers = iter(range(1, 10_000))
+    return lambda: 1.0 + next(numbers) / 7
+
+
+def steps(module: nn.Module, num_slots: int = 2, num: int = 3, **options: Any) -> ChunkGraphs:
+    graphs = ChunkGraphs([module], [num_slots], options=CaptureOptions(**options))
+    for _ in range(num):
+        with graphs.step(num_slots):
+            x = torch.randn(2, WIDTH, requires_grad=True)
+            graphs.callables[0](x).sum().backward()
+    return graphs
+
+
+def test_a_chunk_that_repeats_itself_is_captured() -> None:
+    graphs = steps(Chunk())
+    assert graphs.counters.replays == 2
+
+
+def test_a_number_that_the_forward_reads_and_that_changes_names_its_layer() -> None:
+    chunk = Chunk()
+    chunk.layers[1].scale = counting()
+    with pytest.raises(CaptureError, match=r"chunk 0 slot 0: a replay of its graphs differs"):
+        steps(chunk)
+    chunk.layers[1].scale = counting()
+    with pytest.raises(CaptureError, match=r"(?s)output 0 differs.*first layer .*layers\.[12]"):
+        steps(chunk)
+
+
+def test_a_number_that_the_backward_reads_and_that_changes_names_the_parameter() -> None:
+    chunk = Chunk()
+    chunk.layers[1].backward_scale = counting()
+    with pytest.raises(CaptureError, match=r"(?s)gradient of layers\.1\.linear\.\w+ differs"):
+        steps(chunk)
+
+
+def test_a_branch_taken_in_the_capture_alone_is_found() -> None:
+    class Branching(Layer):
+        num_calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.num_calls += 1
+            y = super().forward(x)
+            return y if self.num_calls < 3 else -y  # an eager step, a pass, then the capture
+
+    with pytest.raises(CaptureError, match="differs from an eager pass"):
+        steps(Branching())
+
+
+def test_memory_of_a_slot_that_overlaps_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def input_memory(self: SlotStatics, index: int, output: torch.Tensor, strides: Any) -> Any:
+        del self, index, strides
+        return taken[-1].detach().view(output.shape)
+
+    taken: list[torch.Tensor] = []
+    input_like = SlotStatics.input_like
+
+    def remember(self: SlotStatics, index: int, tensor: torch.Tensor) -> torch.Tensor:
+        taken.append(input_like(self, index, tensor))
+        return taken[-1]
+
+    monkeypatch.setattr(SlotStatics, "input_like", remember)
+    monkeypatch.setattr(SlotStatics, "gradient_like", input_memory)
+    with pytest.raises(CaptureError, match="differs from an eager pass"):
+        steps(Chunk())
+
+
+def test_the_first_slot_is_tested_before_the_next_is_captured() -> None:
+    done: list[int] = []
+    chunk = Chunk()
+    chunk.layers[0].scale = counting()
+    graphs = ChunkGraphs([chunk], [4], progress=lambda num, *_: done.append(num))
+    with pytest.raises(CaptureError):
+        graphs.capture([torch.randn(2, WIDTH, requires_grad=True)])
+    assert done == [1, 2]
+
+
+def test_other_numbers_of_draws_are_found() -> None:
+    class Drawing(Layer):
+        num_calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.num_calls += 1
+            if self.num_calls > 2:
+                torch.rand(3)
+            return super().forward(x)
+
+    with pytest.raises(CaptureError, match="a different number of random values is drawn"):
+        steps(Drawing())
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_gradients_random_state_and_buffers_are_as_before(split: bool, dropout: float) -> None:
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(dropout))
+    for p in module.parameters():
+        p.grad = torch.randn_like(p)
+    grads = [p.grad.clone() for p in module.parameters() if p.grad is not None]
+    buffers = [b.clone() for b in module.buffers()]
+    state = torch.get_rng_state()
+    from chunkgraph.engine.chunk import Chunk as EngineChunk
+
+    chunk = EngineChunk.from_module(module, "chunk 0", backward="split" if split else "whole")
+    ChunkGraphs([chunk], [2]).capture([torch.ones(4, WIDTH, requires_grad=True)])
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(p.grad, g) for p, g in zip(module.parameters(), grads, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(module.buffers(), buffers, strict=True))
+
+
+@pytest.mark.parametrize("value", [0.0, 2.0, float("nan")])
+def test_main_grads_are_as_before(value: float) -> None:
+    module = nn.Linear(WIDTH, WIDTH)
+    for p in module.parameters():
+        p.main_grad = torch.full_like(p, value)  # type: ignore[attr-defined]
+    graphs = ChunkGraphs([module], [2])
+    graphs.capture([torch.ones(4, WIDTH, requires_grad=True)])
+    expected = torch.full((WIDTH, WIDTH), value)
+    assert torch.equal(module.weight.main_grad.nan_to_num(7), expected.nan_to_num(7))
+
+
+class Noisy(nn.Module):
+    """A layer whose forward and backward differ from call to call, as kernels with atomics do."""
+
+    def __init__(self, size: float, fault: Callable[[], float] = lambda: 0.0) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.size, self.fault = size, fault
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Noise.apply(self.linear(x), self)
+
+
+class _Noise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: Noisy) -> torch.Tensor:
+        ctx.layer = layer
+        return _disturbed(x, layer)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _disturbed(grad, ctx.layer), None
+
+
+def _disturbed(x: torch.Tensor, layer: Noisy) -> torch.Tensor:
+    return torch.ops.chunkgraph_test.disturbed(x, layer.size, layer.fault())
+
+
+@torch.library.custom_op("chunkgraph_test::disturbed", mutates_args=())
+def _operator(x: torch.Tensor, size: float, fault: float) -> torch.Tensor:
+    """Add noise that no seed repeats, and a fault."""
+    noise = torch.randn(x.shape, generator=_unseeded, dtype=x.dtype)
+    return x * (1 + size * noise) + fault
+
+
+_unseeded = torch.Generator()
+
+
+class NoisyBackend(RecorderBackend):
+    """A recorder whose eager work is not taken to repeat its bits."""
+
+    repeats_bits = False
+
+
+def noisy_steps(module: nn.Module, **options: Any) -> ChunkGraphs:
+    graphs = ChunkGraphs([module], [2], backend=NoisyBackend(), options=CaptureOptions(**options))
+    for _ in range(4):
+        with graphs.step(2):
+            graphs.callables[0](torch.randn(64, 64, requires_grad=True)).sum().backward()
+    return graphs
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-6, 1e-3])
+@pytest.mark.parametrize("verify", ["none", "shadow"])
+def test_noise_of_kernels_is_accepted(size: float, verify: Any) -> None:
+    assert noisy_steps(Noisy(size), verify=verify).counters.replays == 3
+
+
+def test_a_fault_larger_than_the_noise_is_found() -> None:
+    values = iter([0.0, 0.0, 0.0, 0.0, 0.0, 0.0])  # an eager step, and two passes
+    with pytest.raises(CaptureError, match="differs from an eager pass"):
+        noisy_steps(Noisy(1e-6, lambda: next(values, 1e-2)))
+
+
+def test_shadow_finds_a_fault_larger_than_the_noise() -> None:
+    module = Noisy(1e-6)
+    graphs = noisy_steps(module, verify="shadow")
+    module.fault = lambda: 1e-2  # eager passes see it, replays do not
+    with pytest.raises(VerifyError, match="output 0"), graphs.step(2):
+        graphs.callables[0](torch.randn(64, 64, requires_grad=True)).sum().backward()
+
+
+def test_passes_that_differ_by_more_than_rounding_are_refused() -> None:
+    with pytest.raises(CaptureError, match="two eager passes on the same inputs"):
+        noisy_steps(Noisy(0.0, counting()))
+
+
+def _measured(*tensors: torch.Tensor) -> Measured:
+    return Measured(digests_of(tensors), digests_of([]), len(tensors), (), ())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (250,), (300, 70)])
+def test_digests_see_every_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(sum(shape))
+    one = torch.randn(shape).to(dtype)
+    passes = [_measured(one)]
+    noise = Noise.of(passes)
+    assert not forward_difference(passes, digests_of([one.clone()]), (), noise)
+    for _ in range(5):
+        other = one.clone().reshape(-1)
+        place = int(torch.randint(other.numel(), ()))
+        other[place] = torch.nextafter(other[place].float(), torch.tensor(9e9)).to(dtype)
+        if torch.equal(other.view_as(one), one):  # too small a step for this dtype
+            other[place] = -other[place]
+        assert forward_difference(passes, digests_of([other.view_as(one)]), (), noise)
+
+
+def test_digests_see_elements_that_change_places() -> None:
+    one = torch.randn(500, 40)
+    (digest,) = digests_of([one]).bits
+    for other in (one.roll(1), one.roll(1, 0), one.flip(0), one.t().contiguous().view(500, 40)):
+        assert not torch.equal(digests_of([other]).bits[0], digest)
+
+
+def test_distances_of_digests_are_those_of_tensors() -> None:
+    torch.manual_seed(0)
+    one = torch.randn(400, 300)
+    for size in (1e-6, 1e-3, 1.0):
+        other = one + size * torch.randn_like(one)
+        estimate = float(digests_of([one]).distance(digests_of([other])))
+        assert 0.8 < estimate / float((one - other).norm()) < 1.25
+
+
+def test_outputs_that_two_passes_give_otherwise_are_named() -> None:
+    one = torch.randn(100)
+    with pytest.raises(CaptureError, match=r"chunk 3.*output 1 differs by"):
+        check_passes("chunk 3", [_measured(one, one), _measured(one, 2 * one)])
