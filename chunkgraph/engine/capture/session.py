@@ -7,8 +7,9 @@
 3. `_make_room`: refuse a session that cannot fit, and empty the allocator's cache.
 4. `_capture_forward`: capture every forward in its slot's pool. Then `_capture_backward`: capture
    every backward, whole or in halves. It frees the saved tensors of its slot into the slot's pool,
-   where only that slot ever allocates again. Banks are captured from the largest to the smallest;
-   the variants of a slot in smaller banks reuse the memory of its pool.
+   where only that slot ever allocates again. Modules get back what they kept before each capture.
+   Banks are captured from the largest to the smallest; the variants of a slot in smaller banks
+   reuse the memory of its pool.
 5. `_prove`: no replay overwrites memory that another slot holds.
 
 Gradients, the modules' tensors and random state are as if the session had not happened. A session
@@ -20,7 +21,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from operator import mul
 
@@ -34,10 +35,10 @@ from chunkgraph.engine.capture.captured_rank import (
     CaptureReport,
     gradient_terms,
 )
+from chunkgraph.engine.capture.dangling import Bookkeeping, refuse_dangling
 from chunkgraph.engine.capture.grad_memory import GradMemory
 from chunkgraph.engine.capture.gradients import GradientSinks
 from chunkgraph.engine.capture.host_draws import host_draws_refused
-from chunkgraph.engine.capture.left_behind import refuse_left_behind, unknown_leaves_refused
 from chunkgraph.engine.capture.parameter_aliases import ParameterAliases
 from chunkgraph.engine.capture.slot_capture import (
     CapturedForward,
@@ -61,7 +62,6 @@ from chunkgraph.engine.split.halves import (
     plan_split,
     refuse_shared_with_split,
 )
-from chunkgraph.engine.watch.attribute_watch import AttributeWatch
 from chunkgraph.engine.watch.captured_model import CapturedModel
 from chunkgraph.engine.watch.surroundings import saved_tensors_hooks
 from chunkgraph.engine.watch.torch_settings import TorchSettings
@@ -125,16 +125,15 @@ def capture_session(
     if hooks := saved_tensors_hooks():
         raise CaptureError(f"{chunks[0].label} is captured {hooks}")
     pools = PoolPlan(settings.memory_plan, backend, chunks[0].label.split(" chunk")[0])
-    may_leave_values = any(chunk.may_leave_values for chunk in chunks)
     captured: CapturedRank | None = None
     try:
         # When `_run` returns, only slots may hold memory of graphs.
         maker = GraphMaker(backend, pools, settings.host)
-        with nullcontext() if may_leave_values else unknown_leaves_refused(chunks):
-            captured = _run(chunks, num_slots, samples, settings, maker)
-        if not may_leave_values:
-            slots = [slot for of_chunk in captured.slots for slot in of_chunk]
-            refuse_left_behind(chunks, pools.pools, slots)
+        captured = _run(chunks, num_slots, samples, settings, maker)
+        slots = [slot for of_chunk in captured.slots for slot in of_chunk]
+        label = chunks[0].label if len(chunks) == 1 else chunks[0].label.split(" chunk")[0]
+        refuse_dangling(label, pools.pools, slots)
+        if not any(chunk.may_leave_values for chunk in chunks):
             for model in captured.models:
                 model.hold_outside_tensors(pools.pools)
     except BaseException:
@@ -149,8 +148,7 @@ class _Session:
     """State that the phases of one session share.
 
     Attributes:
-        chunks: the chunks of the rank; `_enter` replaces them by chunks whose attributes are
-            watched.
+        chunks: the chunks of the rank; `_enter` replaces them by chunks whose reads are watched.
         num_slots: see `capture_session`; `_choose_slots` may change it.
         samples: see `capture_session`.
         settings: see `capture_session`; `_choose_slots` may change them.
@@ -159,6 +157,7 @@ class _Session:
         sinks: the gradient sinks of each chunk.
         models: the state of each chunk's module that the graphs depend on.
         aliases: the leaves that replace each chunk's parameters during the session.
+        kept: what the module of each chunk keeps, as `_make_room` finds it.
         warm_ups: measurements of the eager passes, by bank and chunk.
         splits: plans of split backwards, by bank and chunk; None for whole backwards.
         pools: pool of each slot.
@@ -176,6 +175,7 @@ class _Session:
     sinks: tuple[GradientSinks, ...]
     models: tuple[CapturedModel, ...]
     aliases: tuple[ParameterAliases, ...]
+    kept: tuple[Bookkeeping, ...] = ()
     warm_ups: dict[Hashable, list[WarmUp]] = field(default_factory=dict)
     splits: dict[Hashable, list[SplitPlan | None]] = field(default_factory=dict)
     pools: dict[Hashable, Pool] = field(default_factory=dict)
@@ -324,10 +324,8 @@ def _enter(session: _Session, stack: ExitStack) -> None:
         variables = session.models[c].variables
         session.chunks[c] = host_draws_refused(chunk, variables)
         if not chunk.may_leave_values:
-            forward = session.models[c].outside.watched(session.chunks[c].forward)
-            attributes = AttributeWatch(replace(chunk, forward=forward), variables)
-            stack.enter_context(attributes.kept())
-            session.chunks[c] = attributes.chunk
+            watched = session.models[c].outside.watched(session.chunks[c].forward)
+            session.chunks[c] = replace(session.chunks[c], forward=watched)
     backend.release_cached_memory()
 
 
@@ -373,6 +371,7 @@ def _choose_slots(session: _Session) -> None:
 
 def _make_room(session: _Session) -> None:
     """Refuse a session that cannot fit, and give the allocator's cache back to the device."""
+    session.kept = tuple(Bookkeeping(chunk.module) for chunk in session.chunks)
     backend = session.backend
     check_memory(
         session.chunks,
@@ -394,15 +393,16 @@ def _make_room(session: _Session) -> None:
 def _capture_forward(session: _Session, key: Hashable, c: int, s: int) -> None:
     """Capture the forward of slot ``s`` of chunk ``c`` in bank ``key``."""
     session.settings.before_graph(key)
-    forward = capture_forward(
-        _place(session, key, c, s),
-        session.chunks[c],
-        session.samples[key][c],
-        session.aliases[c].leaves,
-        session.warm_ups[key][c].trace,
-        session.warm_ups[key][c].offsets,
-        session.maker,
-    )
+    with session.kept[c].put_back():
+        forward = capture_forward(
+            _place(session, key, c, s),
+            session.chunks[c],
+            session.samples[key][c],
+            session.aliases[c].leaves,
+            session.warm_ups[key][c].trace,
+            session.warm_ups[key][c].offsets,
+            session.maker,
+        )
     session.forwards.append(forward)
     session.graph_done()
 
@@ -435,11 +435,12 @@ def _capture_backward(session: _Session, forward: CapturedForward) -> None:
     session.settings.before_graph(key)
     around = session.chunks[c], session.sinks[c], session.aliases[c].leaves, session.maker
     split = session.splits[key][c]
-    if split is not None:
-        capture_halves(forward, *around, split, session.graph_done)
-    else:
-        capture_backward(forward, *around)
-        session.graph_done()
+    with session.kept[c].put_back():
+        if split is not None:
+            capture_halves(forward, *around, split, session.graph_done)
+        else:
+            capture_backward(forward, *around)
+            session.graph_done()
     forward.let_go(session.maker.pools.scratch)
 
 
