@@ -23,7 +23,6 @@ from chunkgraph.engine.decide.reasons import Agree
 from chunkgraph.engine.options import VerifyMode
 from chunkgraph.engine.signature import Call
 from chunkgraph.engine.verify import Surroundings, Verifier, new_verifier
-from chunkgraph.engine.watch.surroundings import check_surroundings
 from chunkgraph.errors import CaptureError, ChunkGraphError
 
 __all__ = ["Capturer", "JointCapture"]
@@ -145,7 +144,6 @@ class Capturer:
             _refuse_sparse_gradients(chunk)
         for calls in samples.values():
             for chunk, call in zip(chunks, calls, strict=True):
-                check_surroundings(chunk.label)
                 if call.problem:
                     raise CaptureError(f"{chunk.label}: {call.problem}")
                 if chunk.check_sample is not None:

@@ -59,14 +59,10 @@ class Chunk:
             raises if graphs must not hold a value among them, and may read the device.
         caches: names of buffers that an eager call may replace by larger ones with the same
             values and more. Graphs keep using the old buffers, which their owner keeps alive.
-        may_leave_values: whether the forward may leave values and tensors on its modules; their
-            owner knows that replays do not set them again. False: such a forward is refused.
         backward: ``whole``, or ``split`` into the input gradients, which ``backward()`` of autograd
             computes, and the weight gradients, which `WeightBackwards` computes when the schedule
             asks for them; the slot is in use until then. ``before_backward`` runs before the first
             half, ``end_of_backward`` at its end, ``after_backward`` after the second.
-        functions: names and functions, or callable objects, that the forward calls besides those
-            of ``module``. Values that their code reads are compared like those of the forward.
         follows_module: whether each capture session reads ``parameters`` and ``buffers`` again from
             ``module``; see `now`.
     """
@@ -86,9 +82,7 @@ class Chunk:
     copies_outputs: Callable[..., bool] | None = None
     check_sample: Callable[..., None] | None = None
     caches: tuple[str, ...] = ()
-    may_leave_values: bool = False
     backward: Literal["whole", "split"] = "whole"
-    functions: tuple[tuple[str, Callable[..., Any]], ...] = ()
     follows_module: bool = False
 
     def __post_init__(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import types
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["TORCHS_NAMES", "Container", "containers", "containers_below"]
+__all__ = ["Container", "containers"]
 
 _MAX_DEPTH = 4
 """Most lists, dicts, tuples and objects between a module and a value."""
@@ -21,7 +21,7 @@ _MAX_DEPTH = 4
 _MAX_ITEMS = 4096
 """A longer list or dict holds data, not layers."""
 
-TORCHS_NAMES = frozenset(vars(nn.Module()))
+_TORCHS_NAMES = frozenset(vars(nn.Module()))
 """Attributes in which torch keeps a module's parts, hooks and mode."""
 
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, nn.Parameter, torch.Tensor})
@@ -60,7 +60,7 @@ class Container:
         values = self.values
         items = values.items() if isinstance(values, dict) else enumerate(values)
         excluded = (
-            TORCHS_NAMES
+            _TORCHS_NAMES
             if self.are_attributes and isinstance(self.owner, nn.Module)
             else frozenset()
         )
@@ -73,11 +73,6 @@ class Container:
     def name(self, key: Any) -> str:
         """Return the expression for the value of ``key``, as a user writes it."""
         return f"{self.path}.{key}".lstrip(".") if self.are_attributes else f"{self.path}[{key!r}]"
-
-    def identifier(self, key: Any) -> str:
-        """Return the last name in the expression for the value of ``key``."""
-        path = key if self.are_attributes else self.path
-        return str(path).partition("[")[0].replace(".", " ").rpartition(" ")[2]
 
 
 def containers(module: nn.Module, name: str = "") -> list[Container]:
@@ -96,19 +91,6 @@ def containers(module: nn.Module, name: str = "") -> list[Container]:
     for path, part in parts:
         every.extend(walk.of_module(part, ".".join(p for p in (name, path) if p), 0))
     return every
-
-
-def containers_below(
-    values: Iterable[tuple[str, Any]], module: nn.Module | None
-) -> list[list[Container]]:
-    """Return the containers in each value outside of a module; each container once.
-
-    Args:
-        values: each value with its name.
-        module: the module, whose parts are left out.
-    """
-    walk = _Walk({id(part) for part in module.modules()} if module is not None else set())
-    return [list(walk.below(value, name)) for name, value in values]
 
 
 class _Walk:
@@ -132,10 +114,6 @@ class _Walk:
         if depth:
             for key, part in module._modules.items():
                 yield from self._in(part, module, f"{path}.{key}", depth)
-
-    def below(self, value: Any, path: str) -> Iterator[Container]:
-        """Yield the containers in a value."""
-        return self._in(value, value, path, 0)
 
     def _below(self, container: Container, depth: int) -> Iterator[Container]:
         for key, value in container.entries():

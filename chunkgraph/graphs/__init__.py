@@ -9,7 +9,7 @@ from chunkgraph.graphs.cuda_draws import resumed_generators
 from chunkgraph.graphs.failure import capture_failure
 from chunkgraph.graphs.input_watch import InputWatch
 from chunkgraph.graphs.location import SourceLocation, location_of
-from chunkgraph.graphs.recorder import RecorderBackend, host_call
+from chunkgraph.graphs.recorder import RecorderBackend, host_call, is_capturing
 from chunkgraph.graphs.recording import storage_address
 from chunkgraph.graphs.temporaries import OperatorTrace, ScratchRouter, watch_operators
 
@@ -33,6 +33,7 @@ __all__ = [
     "block_bytes",
     "capture_failure",
     "host_call",
+    "is_capturing",
     "location_of",
     "resumed_generators",
     "storage_address",

@@ -94,6 +94,12 @@ class Graph(Protocol):
     def writes(self) -> AddressRanges:
         """Return the addresses that a replay may write: exact, or (CUDA) the whole pool."""
 
+    def reads(self) -> AddressRanges:
+        """Return the addresses of pools that a replay reads and that the graph did not allocate.
+
+        Exact, or (CUDA, where it is unknown) empty.
+        """
+
     def release(self) -> None:
         """Free the graph; a replay afterwards is an error."""
 

@@ -150,6 +150,10 @@ class CUDAGraphHandle:
         addresses = self.pool.reserved()
         return addresses if self.scratch is None else addresses | self.scratch.reserved()
 
+    def reads(self) -> AddressRanges:
+        """Return no address; a CUDA graph does not expose what its kernels read."""
+        return AddressRanges()
+
     def release(self) -> None:
         """Destroy the graph; its pool is freed with its last graph."""
         if self.graph is not None:

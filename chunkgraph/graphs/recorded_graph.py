@@ -85,11 +85,13 @@ class RecordedGraph:
         self._steps: list[_Step] | None = None
         self._externals: list[External] = []
         self._writes = AddressRanges()
+        self._reads = AddressRanges()
 
     def finish(
         self,
         log: Sequence[Operation | HostCall],
         externals: list[External],
+        reads: Sequence[tuple[int, int]],
         pools: tuple[SimulatedPool, ...],
     ) -> None:
         """Turn the log into steps that are bound to addresses.
@@ -124,6 +126,7 @@ class RecordedGraph:
         self._steps = steps
         self._externals = [e for e in externals if e.constant is None or not e.alive.expired()]
         self._writes = AddressRanges(writes)
+        self._reads = AddressRanges(reads)
 
     def replay(self) -> None:
         """Run the log. See `Graph.replay`.
@@ -155,6 +158,10 @@ class RecordedGraph:
     def writes(self) -> AddressRanges:
         """Return exactly the addresses that a replay writes."""
         return self._writes
+
+    def reads(self) -> AddressRanges:
+        """Return exactly the addresses of pools that a replay reads and has not allocated."""
+        return self._reads
 
     def release(self) -> None:
         """Drop the log and the references to external memory."""

@@ -57,13 +57,14 @@ from chunkgraph.graphs.recording import (
     is_collective,
     owner_of,
     replace_leaves,
+    span,
     storages_written,
     tensors_in,
     wait_for_work,
 )
 from chunkgraph.graphs.simulated_pool import SimulatedPool
 
-__all__ = ["RecorderBackend", "host_call"]
+__all__ = ["RecorderBackend", "host_call", "is_capturing"]
 
 _aten = torch.ops.aten
 _UNDEFINED_CONTENTS = ("aten::empty", "aten::new_empty")
@@ -78,15 +79,23 @@ def host_call(call: Callable[[], None]) -> None:
     Args:
         call: A function that must not run torch operators of the graph.
     """
-    recording = next(
-        (m for m in reversed(_get_current_dispatch_mode_stack()) if isinstance(m, _RecordingMode)),
-        None,
-    )
+    recording = _recording()
     if recording is None:
         with _disable_current_modes():
             call()
     else:
         _run_logged(call, recording.log)
+
+
+def is_capturing() -> bool:
+    """Return whether this thread's work is captured into a graph, by the recorder or by CUDA."""
+    on_device = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return on_device or _recording() is not None
+
+
+def _recording() -> _RecordingMode | None:
+    modes = reversed(_get_current_dispatch_mode_stack())
+    return next((mode for mode in modes if isinstance(mode, _RecordingMode)), None)
 
 
 def _run_logged(call: Callable[[], None], log: list[Operation | HostCall]) -> None:
@@ -153,7 +162,7 @@ class RecorderBackend:
             ):
                 yield graph
             mode.generator.finish()
-            graph.finish(mode.log, mode.externals, tuple(self._pools))
+            graph.finish(mode.log, mode.externals, mode.reads, tuple(self._pools))
         except ChunkGraphError:
             raise
         except Exception as error:
@@ -281,6 +290,8 @@ class _RecordingMode(TorchDispatchMode):
         # The current external memory at each address; an address can serve several in turn.
         self._current: dict[int, External] = {}
         self._pooled: set[int] = set()  # addresses that belong to a pool, permanently
+        self._made: set[int] = set()  # those of them that this graph has allocated
+        self.reads: list[tuple[int, int]] = []  # memory of pools that others have allocated
 
     def __torch_dispatch__(
         self,
@@ -304,6 +315,11 @@ class _RecordingMode(TorchDispatchMode):
         # memory for an empty output.
         inputs = tensors_in(*args, *kwargs.values())
         addresses = [self._register(tensor, func) for tensor in inputs]
+        self.reads.extend(
+            span(tensor)
+            for tensor, address in zip(inputs, addresses, strict=True)
+            if address in self._pooled and address not in self._made
+        )
         refs = {
             id(tensor): TensorRef.of(tensor, self._current.get(address))
             for tensor, address in zip(inputs, addresses, strict=True)
@@ -427,6 +443,7 @@ class _RecordingMode(TorchDispatchMode):
                 if start not in moved:
                     moved[start] = pool.allocate(storage.nbytes())
                     moved[start].copy_(storage)
+                    self._made.add(moved[start].data_ptr())
                 tensor.set_(moved[start], tensor.storage_offset(), tensor.size(), tensor.stride())
                 results.append(TensorRef.of(tensor))
         return tuple(results)

@@ -137,9 +137,6 @@ class CapturedPart:
             copies_outputs=self._gives_losses,
             check_sample=self._check_sample,
             caches=GROWING_BUFFERS,
-            # Every forward of Megatron's layers sets their attributes again; features handle
-            # those that are state.
-            may_leave_values=True,
         )
 
     def divert_to(self, call: Call) -> None:

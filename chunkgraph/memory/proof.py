@@ -5,6 +5,10 @@ k's forward to its backward. Every interleaving is correct if and only if W(G) a
 for every slot k and every graph G of another slot. (If they overlap, the order forward k, G,
 backward k corrupts memory. If not, no graph in between writes memory that k still reads.)
 
+A graph may also read memory of a pool that no graph of its slot writes: a tensor that Python kept
+from another capture. Let R(k) be this memory. No graph of another slot, or of another variant, may
+write it: one that does overwrites it, and only its replay gives it a value.
+
 A slot may have several variants, of which one is in flight at a time. No graph of another variant
 of slot k runs in between, so graphs of k's variants count as graphs of k.
 """
@@ -12,7 +16,7 @@ of slot k runs in between, so graphs of k's variants count as graphs of k.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from chunkgraph.errors import MemoryPlanError
 from chunkgraph.graphs import AddressRanges
@@ -27,6 +31,8 @@ class SlotFootprint:
     Attributes:
         label: Name of the slot in errors.
         slot: Key that all variants of the slot share; None for a slot without variants.
+        reads: Memory of pools that a graph of the slot reads and did not allocate, as far as the
+            backend knows it.
         live: L(k), the memory that must survive from the slot's forward to its backward.
         writes: W(G) by label, for each graph of the slot and for loading its inputs.
     """
@@ -35,17 +41,28 @@ class SlotFootprint:
     live: AddressRanges
     writes: dict[str, AddressRanges]
     slot: Hashable = None
+    reads: AddressRanges = field(default_factory=AddressRanges)
+
+    def foreign(self) -> AddressRanges:
+        """Return R(k), the memory of ``reads`` that no graph of the slot writes."""
+        foreign = self.reads
+        for writes in self.writes.values():
+            foreign = foreign - writes
+        return foreign
 
 
 def find_conflicts(slots: Sequence[SlotFootprint]) -> list[tuple[str, str, AddressRanges]]:
     """List (graph, slot, addresses) for each graph that writes memory another slot still reads."""
     conflicts: list[tuple[str, str, AddressRanges]] = []
     for reader in slots:
+        foreign = reader.foreign()
         for writer in slots:
-            if writer is reader or (reader.slot is not None and writer.slot == reader.slot):
+            if writer is reader:
                 continue
+            is_variant = reader.slot is not None and writer.slot == reader.slot
+            read = foreign if is_variant else reader.live | foreign
             for graph, writes in writer.writes.items():
-                common = writes & reader.live
+                common = writes & read
                 if common:
                     conflicts.append((graph, reader.label, common))
     return conflicts

@@ -164,7 +164,6 @@ class StageReplays:
         self.chunk = replace(
             Chunk.from_module(watched, label, backward="split" if is_split else "whole"),
             forward=self._module if self._is_plain else self._run,
-            functions=() if self._loss is None else (("loss_fn", self._loss.loss_fn),),
             # When an output's gradient arrives, the next stage has received the output, and the
             # slot is not reused earlier. Outputs of the last stage belong to the caller.
             copies_outputs=None if stage.is_last else lambda *_args, **_kwargs: False,

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
-import torch
-
 from chunkgraph.engine.banks import Bank
 from chunkgraph.engine.capture.gradients import GradientSinks
 from chunkgraph.engine.capture.self_test import Noise
+from chunkgraph.engine.checks import ModelGuard
 from chunkgraph.engine.slot import Slot
-from chunkgraph.engine.watch.captured_model import CapturedModel
-from chunkgraph.engine.watch.torch_settings import TorchSettings
 from chunkgraph.memory import PoolPlan
 
 __all__ = ["CaptureReport", "CapturedRank"]
@@ -56,21 +53,15 @@ class CapturedRank:
         models: the state of each chunk's module that the graphs depend on.
         pools: the memory of all graphs.
         report: the session in numbers.
-        generators: the random generators that replays draw from.
-        torch_settings: the settings that chose the kernels.
         noise: how far eager passes are from repeating themselves, by bank and chunk.
-        changes_state: whether a replay may write tensors of a chunk or state of the host.
     """
 
     banks: dict[Hashable, Bank]
     sinks: tuple[GradientSinks, ...]
-    models: tuple[CapturedModel, ...]
+    models: tuple[ModelGuard, ...]
     pools: PoolPlan
     report: CaptureReport
-    generators: tuple[torch.Generator, ...]
-    torch_settings: TorchSettings
     noise: Mapping[tuple[Hashable, int], Noise]
-    changes_state: bool = True
 
     @property
     def slots(self) -> tuple[tuple[Slot, ...], ...]:

@@ -9,10 +9,8 @@ Activation recomputation runs backwards inside the backward; the same hooks take
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from operator import attrgetter
 
 import torch
 from torch import nn
@@ -20,9 +18,6 @@ from torch import nn
 from chunkgraph.engine.capture.accumulate import Accumulate, Accumulation, new_accumulate
 from chunkgraph.engine.capture.grad_memory import GradMemory
 from chunkgraph.engine.chunk import GradientMarker
-from chunkgraph.engine.watch.eager_gradients import foreign_hooks
-from chunkgraph.engine.watch.registered_hooks import num_registered_hooks
-from chunkgraph.errors import ReplayMismatchError
 
 __all__ = ["GradientSinks"]
 
@@ -56,10 +51,7 @@ class GradientSinks:
         ]
         self._accumulate = new_accumulate(self._sinks, [p.dtype for p in self.parameters])
         self._own = [*filter(_has_own_grad, self.parameters)]
-        self._with_main_grad = [p for p in self.parameters if hasattr(p, "main_grad")]
-        self._main_grad_addresses = [p.main_grad.data_ptr() for p in self._with_main_grad]
         self._trained: dict[tuple[int, ...], tuple[int, ...]] = {}
-        self._num_registered = -1
         # What the last `bind` found, and for which parameters. A caller that clears gradients
         # inside a step clears the first one too.
         self._bound_for: tuple[int, ...] | None = None
@@ -174,30 +166,8 @@ class GradientSinks:
         return self._trained.setdefault(trained, trained)
 
     def begin_step(self) -> None:
-        """Check addresses and hooks, once per step.
-
-        Raises:
-            ReplayMismatchError: a ``main_grad`` was replaced, added or removed since the capture,
-                or a hook waits for a gradient.
-        """
-        if not self._are_in_place():
-            raise self._moved()
-        self._refuse_hooks()
+        """Forget what the last step bound."""
         self._unbind()
-
-    def _refuse_hooks(self) -> None:
-        """Refuse hooks that wait for gradients, since a replay calls none."""
-        number = num_registered_hooks()
-        if number == self._num_registered:
-            return
-        hooked = [i for i, p in enumerate(self.parameters) if _has_own_grad(p) and foreign_hooks(p)]
-        if hooked:
-            raise ReplayMismatchError(
-                f"{self._label}: a hook waits for the gradient of parameter {hooked[0]} (shape "
-                f"{tuple(self.parameters[hooked[0]].shape)}), but a replay calls no hooks. Remove "
-                "it, and do its work after the step or in Chunk.after_backward."
-            )
-        self._num_registered = number
 
     def before_backward(self, trained: tuple[int, ...]) -> None:
         """Bind ``param.grad`` to the sinks, before a replay adds to them.
@@ -235,37 +205,6 @@ class GradientSinks:
         if grads:
             with torch.no_grad():
                 torch._foreach_copy_(grads, sinks)
-
-    def _are_in_place(self) -> bool:
-        """Return whether every ``main_grad`` is at its old address, and none was added."""
-        try:
-            now = [*map(torch.Tensor.data_ptr, map(_main_grad, self._with_main_grad))]
-        except (AttributeError, TypeError):  # one was removed
-            return False
-        own = map(hasattr, self._own, itertools.repeat("main_grad"))
-        return now == self._main_grad_addresses and not any(own)
-
-    def _moved(self) -> ReplayMismatchError:
-        index = self._first_moved()
-        return ReplayMismatchError(
-            f"{self._label}: the main_grad of parameter {index} "
-            f"(shape {tuple(self.parameters[index].shape)}) was moved to other memory after "
-            "capture, added or removed; the graphs would use the old memory. Update it in "
-            "place (copy_), or release the graphs and capture again."
-        )
-
-    def _first_moved(self) -> int:
-        """Return the index of the first parameter whose ``main_grad`` changed."""
-        addresses = iter(self._main_grad_addresses)
-        for index, (p, has) in enumerate(zip(self.parameters, self._has_main_grad, strict=True)):
-            grad = getattr(p, "main_grad", None)
-            address = next(addresses) if has else None
-            if (None if grad is None else grad.data_ptr()) != address:
-                return index
-        raise AssertionError("every main_grad is where it was")
-
-
-_main_grad = attrgetter("main_grad")
 
 
 def _has_own_grad(parameter: nn.Parameter) -> bool:

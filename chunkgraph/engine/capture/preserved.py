@@ -18,23 +18,13 @@ from chunkgraph.engine.module_tree import containers
 from chunkgraph.graphs.operator_mode import OperatorMode
 from chunkgraph.graphs.recording import storages_written
 
-__all__ = ["KeptTensors", "put_back", "regions", "tensors_kept", "versions"]
-
-
-class KeptTensors:
-    """The tensors that a block restores.
-
-    Attributes:
-        were_written: whether an operator wrote to them, or left other contents; set at the end.
-        written: parameters' memory that an operator wrote to; set at the end.
-    """
-
-    were_written = False
-    written: tuple[torch.Tensor, ...] = ()
+__all__ = ["put_back", "regions", "tensors_kept", "versions"]
 
 
 @contextmanager
-def tensors_kept(chunk: Chunk, written: Sequence[torch.Tensor] = ()) -> Iterator[KeptTensors]:
+def tensors_kept(
+    chunk: Chunk, written: Sequence[torch.Tensor] = ()
+) -> Iterator[list[torch.Tensor]]:
     """Restore, on exit, every tensor of the chunk that is written in this block.
 
     State, such as buffers, is copied at the start: kernels that torch does not know, among them
@@ -44,7 +34,10 @@ def tensors_kept(chunk: Chunk, written: Sequence[torch.Tensor] = ()) -> Iterator
 
     Args:
         chunk: the chunk.
-        written: memory of parameters that is copied at the start (`KeptTensors.written`).
+        written: memory of parameters that is copied at the start.
+
+    Yields:
+        The memory of parameters that operators of the block write, filled on exit.
     """
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         tensors = list(_tensors(chunk))
@@ -52,39 +45,32 @@ def tensors_kept(chunk: Chunk, written: Sequence[torch.Tensor] = ()) -> Iterator
         every = _regions(tensors)
         state = [(r, r.clone()) for r in every if _storage(r) not in parameters]
         state += [(r, r.clone()) for r in written]
-        watch = _WriteWatch([r for r in every if _storage(r) in parameters], [r for r, _ in state])
-    kept = KeptTensors()
+        watch = _WriteWatch([r for r in every if _storage(r) in parameters])
+    regions_written: list[torch.Tensor] = []
     try:
         with versions(every), watch:
-            yield kept
+            yield regions_written
     finally:
-        have_changed = put_back([*state, *watch.saved])
-        kept.were_written = have_changed or bool(watch.saved) or watch.has_written_state
-        kept.written = tuple(region for region, _ in watch.saved)
+        put_back([*state, *watch.saved])
+        regions_written.extend(region for region, _ in watch.saved)
 
 
-def put_back(copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> bool:
+def put_back(copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Write copies of tensors back where bits differ; autograd's version counters stay.
 
     Unchanged memory is not written, since it may be read-only. Waits for the device.
 
     Args:
         copies: each tensor, with a copy of its old contents.
-
-    Returns:
-        Whether the bits of any tensor differed.
     """
-    have_changed = False
     for tensor, value in copies:
         if not same_bits(tensor, value):
-            have_changed = True
             with (
                 torch.inference_mode(tensor.is_inference()),
                 torch.no_grad(),
                 versions([tensor]),
             ):
                 tensor.copy_(value)
-    return have_changed
 
 
 def versions(tensors: Sequence[torch.Tensor]) -> _unsafe_preserve_version_counter:
@@ -102,17 +88,13 @@ class _WriteWatch(OperatorMode):
 
     Args:
         regions: tensors whose memory is watched.
-        state: tensors that are not copied.
 
     Attributes:
         saved: each region that may have been written, with a copy of its old contents.
-        has_written_state: whether an operator wrote to ``state``, perhaps what it already held.
     """
 
-    def __init__(self, regions: Sequence[torch.Tensor], state: Sequence[torch.Tensor]) -> None:
+    def __init__(self, regions: Sequence[torch.Tensor]) -> None:
         super().__init__()
-        self.has_written_state = False
-        self._state = {tensor.untyped_storage().data_ptr() for tensor in state}
         self.saved: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._regions: dict[int, list[torch.Tensor]] = {}
         for region in regions:
@@ -124,7 +106,6 @@ class _WriteWatch(OperatorMode):
         for tensor in storages_written(func, args, kwargs):
             if tensor.layout is torch.strided:
                 storage = tensor.untyped_storage().data_ptr()
-                self.has_written_state |= storage in self._state
                 for region in self._regions.pop(storage, ()):
                     self.saved.append((region, region.clone()))
         return func(*args, **kwargs)

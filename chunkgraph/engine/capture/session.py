@@ -6,10 +6,11 @@
 2. `_warm_up`: run eager passes on the capture stream.
 3. `_make_room`: refuse a session that cannot fit, and empty the allocator's cache.
 4. Slot by slot, `_capture_forward` captures a forward in the slot's pool, and `_capture_backward`
-   its backward, whole or in halves. It frees the saved tensors into the pool, where only that
-   slot ever allocates again. Banks are captured from the largest to the smallest; the variants of a
-   slot in smaller banks reuse the memory of its pool. `_test` replays the first slot of each chunk
-   and bank, before the others are captured, and compares it with the eager passes.
+   its backward, whole or in halves. It frees the saved tensors into the pool, where only that slot
+   ever allocates again. Modules get back what they kept before each capture. Banks are captured from
+   the largest to the smallest; the variants of a slot in smaller banks reuse its pool. `_test`
+   replays the first slot of each chunk and bank, before the others are captured, and compares it
+   with the eager passes.
 5. `_prove`: no replay overwrites memory that another slot holds.
 
 Gradients, the modules' tensors and random state are as if the session had not happened. A session
@@ -21,7 +22,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from operator import mul
 
@@ -31,12 +32,11 @@ from torch import nn
 from chunkgraph._collector import collector_paused
 from chunkgraph.engine.banks import Bank
 from chunkgraph.engine.capture.captured_rank import CapturedRank, CaptureReport
+from chunkgraph.engine.capture.dangling import Bookkeeping, refuse_dangling
 from chunkgraph.engine.capture.eager_call import fill_test_gradient
 from chunkgraph.engine.capture.grad_memory import GradMemory
 from chunkgraph.engine.capture.gradients import GradientSinks
-from chunkgraph.engine.capture.host_draws import host_draws_refused
 from chunkgraph.engine.capture.layers import LayerWatch
-from chunkgraph.engine.capture.left_behind import refuse_left_behind, unknown_leaves_refused
 from chunkgraph.engine.capture.parameter_aliases import ParameterAliases
 from chunkgraph.engine.capture.preserved import tensors_kept
 from chunkgraph.engine.capture.saved import SavedTensor, saved_tensors
@@ -65,6 +65,7 @@ from chunkgraph.engine.capture.warm_up import (
     random_states,
     warm_up,
 )
+from chunkgraph.engine.checks import ModelGuard, refuse_contexts
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.digest import digests_of
 from chunkgraph.engine.host import Host
@@ -77,10 +78,6 @@ from chunkgraph.engine.split.halves import (
     plan_split,
     refuse_shared_with_split,
 )
-from chunkgraph.engine.watch.attribute_watch import AttributeWatch
-from chunkgraph.engine.watch.captured_model import CapturedModel
-from chunkgraph.engine.watch.surroundings import saved_tensors_hooks
-from chunkgraph.engine.watch.torch_settings import TorchSettings
 from chunkgraph.errors import CaptureError
 from chunkgraph.graphs import GraphBackend, Pool
 from chunkgraph.memory import MemoryPlan, PoolPlan, prove_disjoint
@@ -138,21 +135,16 @@ def capture_session(
         CaptureError: a chunk cannot be captured; no graph, pool or buffer is left.
         MemoryPlanError: the proof failed; no graph, pool or buffer is left.
     """
-    if hooks := saved_tensors_hooks():
-        raise CaptureError(f"{chunks[0].label} is captured {hooks}")
+    refuse_contexts(chunks[0].label, CaptureError)
     pools = PoolPlan(settings.memory_plan, backend, chunks[0].label.split(" chunk")[0])
-    may_leave_values = any(chunk.may_leave_values for chunk in chunks)
     captured: CapturedRank | None = None
     try:
         # When `_run` returns, only slots may hold memory of graphs.
         maker = GraphMaker(backend, pools, settings.host)
-        with nullcontext() if may_leave_values else unknown_leaves_refused(chunks):
-            captured = _run(chunks, num_slots, samples, settings, maker)
-        if not may_leave_values:
-            slots = [slot for of_chunk in captured.slots for slot in of_chunk]
-            refuse_left_behind(chunks, pools.pools, slots)
-            for model in captured.models:
-                model.hold_outside_tensors(pools.pools)
+        captured = _run(chunks, num_slots, samples, settings, maker)
+        slots = [slot for of_chunk in captured.slots for slot in of_chunk]
+        label = chunks[0].label if len(chunks) == 1 else chunks[0].label.split(" chunk")[0]
+        refuse_dangling(label, pools.pools, slots)
     except BaseException:
         if captured is not None:
             captured.release()
@@ -165,8 +157,7 @@ class _Session:
     """State that the phases of one session share.
 
     Attributes:
-        chunks: the chunks of the rank; `_enter` replaces them by chunks whose attributes are
-            watched.
+        chunks: the chunks of the rank.
         num_slots: see `capture_session`; `_choose_slots` may change it.
         samples: see `capture_session`.
         settings: see `capture_session`; `_choose_slots` may change them.
@@ -175,6 +166,7 @@ class _Session:
         sinks: the gradient sinks of each chunk.
         models: the state of each chunk's module that the graphs depend on.
         aliases: the leaves that replace each chunk's parameters during the session.
+        kept: what the module of each chunk keeps, as `_make_room` finds it.
         warm_ups: measurements of the eager passes, by bank and chunk.
         splits: plans of split backwards, by bank and chunk; None for whole backwards.
         pools: pool of each slot.
@@ -191,8 +183,9 @@ class _Session:
     maker: GraphMaker
     grad_memory: GradMemory
     sinks: tuple[GradientSinks, ...]
-    models: tuple[CapturedModel, ...]
+    models: tuple[ModelGuard, ...]
     aliases: tuple[ParameterAliases, ...]
+    kept: tuple[Bookkeeping, ...] = ()
     warm_ups: dict[Hashable, list[WarmUp]] = field(default_factory=dict)
     splits: dict[Hashable, list[SplitPlan | None]] = field(default_factory=dict)
     pools: dict[Hashable, Pool] = field(default_factory=dict)
@@ -275,19 +268,8 @@ def _run(
         session.models,
         maker.pools,
         _report(session, (time.perf_counter() - start) * 1e3),
-        (session.backend.default_generator, *settings.host.generators()),
-        TorchSettings(),
         {(key, c): warm.noise for key, of in session.warm_ups.items() for c, warm in enumerate(of)},
-        changes_state=_changes_state(session),
     )
-
-
-def _changes_state(session: _Session) -> bool:
-    if any(chunk.before_forward is not None for chunk in session.chunks):
-        return True  # of the host
-    if any(model.outside.is_written for model in session.models):
-        return True
-    return any(warm.changes_state for of_bank in session.warm_ups.values() for warm in of_bank)
 
 
 def _begin(
@@ -301,9 +283,7 @@ def _begin(
     grad_memory = GradMemory({id(p): p for chunk in chunks for p in chunk.parameters}.values())
     sinks = tuple(GradientSinks(c.parameters, c.label, grad_memory) for c in chunks)
     grad_memory.set_aside()  # the passes of `_warm_up` need none
-    models = tuple(CapturedModel(chunk) for chunk in chunks)
-    for model, chunk in zip(models, chunks, strict=True):
-        model.refuse_hooks(chunk.parameters)
+    models = tuple(ModelGuard(chunk) for chunk in chunks)
     refuse_shared_with_split(chunks)
     stand_ins: dict[int, nn.Parameter] = {}
     aliases = tuple(ParameterAliases(c.module, c.parameters, stand_ins) for c in chunks)
@@ -324,7 +304,7 @@ def _enter(session: _Session, stack: ExitStack) -> None:
     """Isolate the model, random state and memory from training until ``stack`` is closed."""
     backend, settings = session.backend, session.settings
     for model in session.models:
-        stack.enter_context(model.watched())
+        stack.enter_context(model.kept())
     stack.enter_context(settings.host.preserving())
     stack.enter_context(backend.preserve_random_state(settings.host.generators()))
     if backend.device.type == "cuda":
@@ -340,14 +320,6 @@ def _enter(session: _Session, stack: ExitStack) -> None:
         stack.enter_context(aliases.in_place())
     for sinks in session.sinks:
         stack.enter_context(sinks.cleared())
-    for c, chunk in enumerate(session.chunks):
-        variables = session.models[c].variables
-        session.chunks[c] = host_draws_refused(chunk, variables)
-        if not chunk.may_leave_values:
-            forward = session.models[c].outside.watched(session.chunks[c].forward)
-            attributes = AttributeWatch(replace(chunk, forward=forward), variables)
-            stack.enter_context(attributes.kept())
-            session.chunks[c] = attributes.chunk
     backend.release_cached_memory()
 
 
@@ -361,11 +333,10 @@ def _warm_up(session: _Session) -> None:
         for c, (chunk, call) in enumerate(zip(session.chunks, calls, strict=True)):
             settings.before_graph(key)
             around = session.sinks[c], session.aliases[c].leaves, session.backend
-            with session.models[c].outside.restored():
-                label = _label(session, chunk.label, key)
-                host, layers, plan = settings.host, settings.layers, settings.memory_plan
-                warm = warm_up(chunk, call, label, *around, host, layers, plan)
-                split = plan_split(chunk, call, *around, host) if chunk.is_split else None
+            label = _label(session, chunk.label, key)
+            host, layers, plan = settings.host, settings.layers, settings.memory_plan
+            warm = warm_up(chunk, call, label, *around, host, layers, plan)
+            split = plan_split(chunk, call, *around, host) if chunk.is_split else None
             if split is not None:
                 warm = replace(warm, held_bytes=max(warm.held_bytes, split.held_bytes))
                 if split.trace is not None:
@@ -388,6 +359,7 @@ def _choose_slots(session: _Session) -> None:
 
 def _make_room(session: _Session) -> None:
     """Refuse a session that cannot fit, and give the allocator's cache back to the device."""
+    session.kept = tuple(Bookkeeping(chunk.module) for chunk in session.chunks)
     backend = session.backend
     check_memory(
         session.chunks,
@@ -409,15 +381,16 @@ def _make_room(session: _Session) -> None:
 def _capture_forward(session: _Session, key: Hashable, c: int, s: int) -> CapturedForward:
     """Capture the forward of slot ``s`` of chunk ``c`` in bank ``key``."""
     session.settings.before_graph(key)
-    forward = capture_forward(
-        _place(session, key, c, s),
-        session.chunks[c],
-        session.samples[key][c],
-        session.aliases[c].leaves,
-        session.warm_ups[key][c].trace,
-        session.warm_ups[key][c].offsets,
-        session.maker,
-    )
+    with session.kept[c].put_back():
+        forward = capture_forward(
+            _place(session, key, c, s),
+            session.chunks[c],
+            session.samples[key][c],
+            session.aliases[c].leaves,
+            session.warm_ups[key][c].trace,
+            session.warm_ups[key][c].offsets,
+            session.maker,
+        )
     session.forwards.append(forward)
     session.graph_done()
     if s == 0:
@@ -460,11 +433,12 @@ def _capture_backward(session: _Session, forward: CapturedForward) -> None:
     session.settings.before_graph(key)
     around = session.chunks[c], session.sinks[c], session.aliases[c].leaves, session.maker
     split = session.splits[key][c]
-    if split is not None:
-        capture_halves(forward, *around, split, session.graph_done)
-    else:
-        capture_backward(forward, *around)
-        session.graph_done()
+    with session.kept[c].put_back():
+        if split is not None:
+            capture_halves(forward, *around, split, session.graph_done)
+        else:
+            capture_backward(forward, *around)
+            session.graph_done()
     forward.let_go(session.maker.pools.scratch)
 
 

@@ -451,4 +451,8 @@ def footprint(forward: CapturedForward, backend: GraphBackend) -> SlotFootprint:
     writes = {g.label: g.writes() for g in forward.graphs}
     # Copies into static inputs before a replay are writes too.
     writes[f"{forward.place.label} (its inputs loaded)"] = loaded
-    return SlotFootprint(forward.place.label, forward.live | loaded, writes, forward.place.slot)
+    reads = AddressRanges()
+    for graph in forward.graphs:
+        reads = reads | graph.reads()
+    place = forward.place
+    return SlotFootprint(place.label, forward.live | loaded, writes, place.slot, reads)

@@ -50,7 +50,6 @@ class WarmUp:
         passes: what each pass computes, for the self-test.
         noise: how far the passes are from repeating themselves.
         written: memory of parameters that the passes write.
-        changes_state: whether the passes write tensors of the chunk.
     """
 
     held_bytes: int
@@ -61,7 +60,6 @@ class WarmUp:
     passes: tuple[Measured, ...]
     noise: Noise
     written: tuple[torch.Tensor, ...]
-    changes_state: bool = True
 
 
 def warm_up(
@@ -101,7 +99,7 @@ def warm_up(
             backend.on_capture_stream(),
             backend.preserve_random_state(host.generators()),
             host.preserving(),
-            tensors_kept(chunk) as kept,
+            tensors_kept(chunk) as written,
         ):
             before = backend.allocated_bytes()
             call = EagerCall(chunk, sample)
@@ -131,9 +129,7 @@ def warm_up(
             random = random_states(backend, host)
         passes.append(Measured(forward, backward, num_outputs, plain, random, order, saved))
     noise = check_passes(label, passes)
-    return WarmUp(
-        held_bytes, *sizes, trace, offsets, tuple(passes), noise, kept.written, kept.were_written
-    )
+    return WarmUp(held_bytes, *sizes, trace, offsets, tuple(passes), noise, tuple(written))
 
 
 def _run_backward(

@@ -18,10 +18,10 @@ from chunkgraph.engine.counters import Counters
 from chunkgraph.engine.decide.reasons import NOTHING_REPLAYED
 from chunkgraph.engine.options import CaptureOptions
 from chunkgraph.engine.replay.autograd_node import SlotRunner, replay_node
+from chunkgraph.engine.replay.optimizer_watch import optimizers_watched
 from chunkgraph.engine.replay.profiler_ranges import ReplayRanges
 from chunkgraph.engine.slot import Slot
 from chunkgraph.engine.verify import Verifier
-from chunkgraph.engine.watch.optimizer_watch import optimizers_watched
 from chunkgraph.errors import ChunkGraphError, ReplayMismatchError
 from chunkgraph.slots import SlotMachine
 
@@ -70,7 +70,7 @@ class Replayer:
         self._verifying: Verifier | None = None  # the verifier, in a verified step
         self._first_step = 0
         self._is_in_step = False
-        self._is_checked = self._is_called = False
+        self._is_checked = False
         self._ranges: ReplayRanges | None = None
         self._runner: SlotRunner = self
         self._forget_microbatches()
@@ -109,11 +109,7 @@ class Replayer:
         num_replays = counters.replays
         number = counters.replayed_steps - self._first_step
         verifier = self._verifier if self._options.verifies(number) else None
-        self._is_checked = self._is_called = False
-        for model in captured.models:
-            model.check_memory()
-        if captured.changes_state or verifier is not None:
-            self._check()
+        self._is_checked = False
         self._machine.begin_step()
         if self._ranges is not None:
             self._ranges.begin_step()
@@ -124,12 +120,7 @@ class Replayer:
         try:
             with optimizers_watched(captured.models, lambda: self._machine.num_busy):
                 yield
-            if not self._is_checked:
-                self._check()
             self._machine.end_step()
-            # Check now: the device is still busy, and nobody has used the gradients yet.
-            for model in captured.models:
-                model.end_step()
         except BaseException as error:
             self._machine.abort_step()
             self._forget_microbatches()
@@ -149,15 +140,15 @@ class Replayer:
             counters.fallbacks[NOTHING_REPLAYED] += 1
 
     def _check(self) -> None:
-        """Compare the model and its gradients with the capture, once per step.
+        """Compare the models with the capture, in the contexts of a step's first call.
 
         Raises:
-            ReplayMismatchError: The model differs from the captured one.
+            ReplayMismatchError: A model differs from the captured one.
         """
         captured = self._captured
         assert captured is not None
         for model in captured.models:
-            model.begin_step()
+            model.check()
         for sinks in captured.sinks:
             sinks.begin_step()
         self._is_checked = True
@@ -170,12 +161,8 @@ class Replayer:
             SlotError: No slot is free.
         """
         captured: CapturedRank = self._captured  # type: ignore[assignment]
-        model = captured.models[c]
-        if not self._is_called:  # inside the contexts of the caller, unlike the begin of the step
-            captured.torch_settings.check(model.label)
-            self._is_called = True
-        if not model.is_as_captured():
-            model.check_call()
+        if not self._is_checked:
+            self._check()
         reserved = self._reserved[c]
         key = reserved[0].bank if reserved else self._banks.key_of_next(c)
         tensors = captured.banks[key].signatures[c].tensors_of(args, kwargs)
@@ -221,34 +208,11 @@ class Replayer:
         if self._verifying is not None:
             self._verifying.before_forward(slot, tensors)
         slot.load_inputs(tensors)
-        if self._is_checked:
-            slot.forward_graph.replay()
-        else:
-            self._replay_and_check(slot)
+        slot.forward_graph.replay()
         if self._verifying is not None:
             self._verifying.after_forward(slot)
         self._counters.replays += 1
         self._counters.replays_of_bank[slot.bank] += 1
-
-    def _replay_and_check(self, slot: Slot) -> None:
-        """Launch the first forward of a step, and check the model while the device runs it.
-
-        The device is often idle before a step. An error leaves no trace: nobody has the outputs,
-        warmup passes of the forward wrote no tensor of the chunk, and the random state is restored.
-
-        Raises:
-            ReplayMismatchError: The model differs from the captured one.
-        """
-        assert self._captured is not None
-        generators = self._captured.generators
-        states = [generator.get_state() for generator in generators]
-        slot.forward_graph.replay()
-        try:
-            self._check()
-        except BaseException:
-            for generator, state in zip(generators, states, strict=True):
-                generator.set_state(state)
-            raise
 
     def replay_backward(
         self, slot: Slot, turn: int, grads: tuple[torch.Tensor | None, ...]

@@ -18,7 +18,6 @@ from chunkgraph.engine.verify.eager_pass import EagerPasses, Surroundings
 from chunkgraph.engine.verify.records import SavedRecords
 from chunkgraph.engine.verify.report import Replayed, warn_of_nan
 from chunkgraph.engine.verify.state import ChunkState
-from chunkgraph.engine.watch.captured_model import CapturedModel
 
 __all__ = ["Verifier"]
 
@@ -50,7 +49,6 @@ class Verifier:
         self._names = tuple(parameter_names(chunk) for chunk in chunks)
         self.chunks = tuple(self._records.recording(chunk) for chunk in chunks)
         self._gradients: tuple[tuple[torch.Tensor, ...], ...] = ()
-        self._models: tuple[CapturedModel, ...] = ()
         self._noise: Mapping[tuple[Hashable, int], Noise] = {}
         self._step = 0
         self._has_warned_of_nan = False
@@ -63,7 +61,7 @@ class Verifier:
     def captured(self, rank: CapturedRank) -> None:
         """Take the result of a successful session."""
         self._gradients = tuple(sinks.buffers for sinks in rank.sinks)
-        self._models, self._noise = rank.models, rank.noise
+        self._noise = rank.noise
 
     def begin_step(self, step: int) -> None:
         """Begin a verified step, replayed step ``step`` after the capture."""
@@ -127,7 +125,7 @@ class Verifier:
 
     def _written(self, c: int) -> tuple[torch.Tensor, ...]:
         """Return the tensors, other than buffers, that a chunk's forward updates in place."""
-        return (*self._records.written(self._chunks[c]), *self._models[c].outside.written)
+        return self._records.written(self._chunks[c])
 
     def _replayed(self, slot: Slot, direction: str) -> Replayed:
         return Replayed(slot, direction, self._microbatches[slot], self._step)

@@ -20,7 +20,6 @@ __all__ = [
     "private_names",
     "refuse_other_releases",
     "versions",
-    "watch_results",
 ]
 
 _MISSING = object()
@@ -99,19 +98,6 @@ def private_names(module_name: str, *names: str) -> tuple[Any, ...]:
             "them, or report the release."
         )
     return tuple(getattr(module, name) for name in names)
-
-
-def watch_results(target: object, name: str, done: Callable[[Any], None]) -> Callable[[], None]:
-    """Call ``done(target)`` after each call of one object's method; return the undo function."""
-    method = getattr(target, name)
-
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        result = method(*args, **kwargs)
-        done(target)
-        return result
-
-    setattr(target, name, watched)
-    return lambda: delattr(target, name)
 
 
 def patch_attributes(target: object, replacements: Mapping[str, Any]) -> Callable[[], None]:

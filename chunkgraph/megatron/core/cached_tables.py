@@ -1,19 +1,22 @@
-"""Keep alive the memory of Megatron that graphs use: cached tables and global buffers.
+"""Keep cached tables and global buffers of Megatron apart from the memory of graphs.
 
-Megatron's rotary embeddings keep their tables under ``functools.lru_cache``. Attention and linear
-layers work in global buffers and replace one when they need a larger one. A graph remembers
-addresses, so this memory must outlive the graph, even after the cache drops it.
+Megatron's rotary embeddings keep their tables under ``functools.lru_cache``, one cache for all
+instances in the process. A table that is made inside a capture lies in the pool of one graph: other
+graphs overwrite it, and without a replay nobody computes it. So it belongs to that graph alone, and
+no cache may keep it. A table made outside of captures serves all graphs. They remember its address,
+so it must outlive them, even after the cache drops it. The same holds for the global buffers in
+which attention and linear layers work.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
 
-from chunkgraph.megatron.core.access import watch_results
+from chunkgraph.graphs import is_capturing
 from chunkgraph.megatron.core.capture_flag import global_buffers
 
 __all__ = ["GROWING_BUFFERS", "CachedTables"]
@@ -24,7 +27,7 @@ GROWING_BUFFERS = ("cos_cached", "sin_cached")
 
 
 class CachedTables:
-    """Hold the results of cached forwards and the buffers that captured graphs use.
+    """Hold the tables and buffers that captured graphs use.
 
     Args:
         modules: All modules of the captured parts.
@@ -38,30 +41,72 @@ class CachedTables:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Hold the results of cached forwards inside, and Megatron's global buffers at the end.
+        """Hold the tables that are used inside, and Megatron's global buffers at the end.
 
         They are held until `release`, or until the next call of `hold`.
         """
         self.release()
-        watched = [watch_results(m, _GET, self._hold_buffers) for m in self._with_buffers]
-        handles = [module.register_forward_hook(self._hold) for module in self._modules]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            for undo in watched:
-                undo()
-            self._references.extend(global_buffers())
+        with ExitStack() as stack:
+            for module in self._modules:
+                stack.enter_context(_replaced(module, "forward", self._cached(module)))
+            for module in self._with_buffers:
+                stack.enter_context(_replaced(module, _GET, self._watched(module)))
+            try:
+                yield
+            finally:
+                self._references.extend(global_buffers())
 
     def release(self) -> None:
         """Drop the references; no graph may use the memory afterwards."""
         self._references.clear()
 
-    def _hold_buffers(self, module: nn.Module) -> None:
-        for name in GROWING_BUFFERS:
-            self._hold(module, (), getattr(module, name))
+    def _cached(self, module: nn.Module) -> Callable[..., Any]:
+        """Return the forward with an unbounded cache of tables made outside of captures."""
+        forward = module.forward
+        cache: Any = type(module).forward
+        tables: dict[Any, Any] = {}
+        self._references.append(tables)
 
-    def _hold(self, _module: nn.Module, _args: Any, result: Any) -> None:
-        if not any(result is reference for reference in self._references):
-            self._references.append(result)
+        def cached(*args: Any, **kwargs: Any) -> Any:
+            key = args, tuple(kwargs.items())
+            if key not in tables:
+                num_misses = cache.cache_info().misses
+                table = forward(*args, **kwargs)
+                if is_capturing() and cache.cache_info().misses != num_misses:
+                    cache.cache_clear()
+                    return table
+                tables[key] = table
+            return tables[key]
+
+        return cached
+
+    def _watched(self, module: nn.Module) -> Callable[..., Any]:
+        """Return the module's method, which holds its buffers unless it makes them in a capture.
+
+        The session puts back what a capture leaves on modules.
+        """
+        get = getattr(module, _GET)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            before = [getattr(module, name) for name in GROWING_BUFFERS if hasattr(module, name)]
+            result = get(*args, **kwargs)
+            for name in GROWING_BUFFERS:
+                buffer = getattr(module, name)
+                if not is_capturing() or any(buffer is other for other in before):
+                    self._references.append(buffer)
+            return result
+
+        return watched
+
+
+@contextmanager
+def _replaced(module: nn.Module, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Replace a method of one module."""
+    before = vars(module).get(name)
+    setattr(module, name, function)
+    try:
+        yield
+    finally:
+        delattr(module, name)
+        if before is not None:
+            setattr(module, name, before)

@@ -1,0 +1,156 @@
+"""No tensor of a pool outlives the capture unseen.
+
+Whatever a capture leaves in Python lies in the memory of one graph: other graphs may overwrite it,
+and it has no value before the first replay. So modules get back what they kept before each capture
+(`Bookkeeping`), and a session fails if anything else in the process still refers to its memory
+(`refuse_dangling`). What eager warmup passes leave stays.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from chunkgraph.engine.pool_memory import PoolMemory
+from chunkgraph.engine.slot import Slot
+from chunkgraph.errors import CaptureError
+from chunkgraph.graphs import Pool
+
+__all__ = ["Bookkeeping", "refuse_dangling"]
+
+_DEPTH = 2
+"""Most objects, dicts and lists between a module and an entry that is put back."""
+
+_OPAQUE = (type, torch.Tensor, FunctionType, MethodType, BuiltinFunctionType, ModuleType)
+"""Their attributes are no bookkeeping."""
+
+_looking = threading.RLock()
+"""Held while looking at tensors: temporary references of another thread would be reported."""
+
+
+class Bookkeeping:
+    """What a module keeps: attributes, buffers, and entries of objects, dicts and lists in these.
+
+    Args:
+        module: the module of a chunk; None: nothing is put back.
+    """
+
+    def __init__(self, module: nn.Module | None) -> None:
+        found: dict[int, Any] = {}
+        layers = module.modules() if module is not None else ()
+        level: list[Any] = [vars(layer) for layer in layers]
+        for _ in range(_DEPTH + 1):
+            level = [holder for holder in level if id(holder) not in found]
+            found.update((id(holder), holder) for holder in level)
+            values = [v for h in level for v in (h.values() if isinstance(h, dict) else h)]
+            level = [holder for holder in map(_holder, values) if holder is not None]
+        self._holders = list(found.values())
+
+    @contextmanager
+    def put_back(self) -> Iterator[None]:
+        """Put back, on exit, what the module kept before the block."""
+        before = [holder.copy() for holder in self._holders]
+        try:
+            yield
+        finally:
+            for holder, entries in zip(self._holders, before, strict=True):
+                if not _same(holder, entries):
+                    holder.clear()
+                    holder.update(entries) if isinstance(holder, dict) else holder.extend(entries)
+
+
+def _holder(value: Any) -> Any:
+    """Return the dict, list or deque with the entries of a value; None if it has none."""
+    if type(value) in weakref.ProxyTypes or isinstance(value, _OPAQUE):  # a proxy may be dead
+        return None
+    entries = value if isinstance(value, (list, deque, dict)) else getattr(value, "__dict__", None)
+    return entries if isinstance(entries, (list, deque, dict)) else None
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Return whether two dicts, lists or deques have the same objects as entries."""
+    if len(a) != len(b):
+        return False
+    if isinstance(a, dict):
+        pairs = zip(a.items(), b.items(), strict=True)
+        return all(x is y and v is w for (x, v), (y, w) in pairs)
+    return all(x is y for x, y in zip(a, b, strict=True))
+
+
+def refuse_dangling(label: str, pools: Sequence[Pool], slots: Iterable[Slot]) -> None:
+    """Refuse tensors in ``pools``, and gradients there, that do not belong to a slot.
+
+    Args:
+        label: name of the rank or chunk in errors.
+        pools: the pools of the session, which has ended.
+        slots: the slots of the session.
+
+    Raises:
+        CaptureError: there are such tensors; the message says where.
+    """
+    tensors = (t for s in slots for t in (*s.inputs, *s.output_tensors, *s.output_grads))
+    grads = (g for s in slots for g in s.input_grads if g is not None)
+    known = {id(t) for t in (*tensors, *grads)}
+    if not _dangling(pools, known):
+        return
+    gc.collect()
+    if dangling := _dangling(pools, known):
+        places = [f"{_keeper(t)}: {tuple(t.shape)} {t.dtype}" for t in dangling[:3]]
+        raise CaptureError(
+            f"{label}: {len(dangling)} tensors that the captured work created are still "
+            f"referenced: {', '.join(places)}{', ...' * (len(dangling) > 3)}. They lie in the "
+            "graphs' memory, which every replay overwrites. Return them from the forward as "
+            "tensors, in tuples, lists or dicts; create caches before the capture, in an eager "
+            "step; drop the rest."
+        )
+
+
+def _dangling(pools: Sequence[Pool], known: set[int]) -> list[torch.Tensor]:
+    """Return the tensors in live blocks of pools, except those known by their ids."""
+    # Functions of subclasses are bypassed: an uninitialized parameter of any module refuses them.
+    with _looking, torch._C.DisableTorchFunctionSubclass():
+        memory = PoolMemory(pools)
+        tensors = [t for ref in _tensor_refs() if (t := ref()) is not None]
+        for tensor in tuple(tensors):
+            # A view whose base has changed since does not tell whether it is a leaf.
+            with suppress(RuntimeError):
+                if tensor.requires_grad and tensor.is_leaf and tensor.grad is not None:
+                    tensors.append(tensor.grad)
+        every = {id(t): t for t in tensors}
+        return [t for key, t in every.items() if key not in known and memory.holds(t)]
+
+
+def _tensor_refs() -> list[weakref.ref[torch.Tensor]]:
+    """Return weak references to all tensors that Python knows of, as referrers of their class.
+
+    A list of all objects would include objects that other threads are still constructing.
+    """
+    objects = gc.get_referrers(torch.Tensor, *_subclasses(torch.Tensor))
+    return [weakref.ref(o) for o in objects if issubclass(type(o), torch.Tensor)]
+
+
+def _subclasses(kind: Any) -> Iterator[type]:
+    for subclass in kind.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)
+
+
+def _keeper(tensor: torch.Tensor) -> str:
+    """Return the class and attribute that refer to a tensor."""
+    keepers: list[Any] = gc.get_referrers(tensor)
+    owners = [o for k in keepers if isinstance(k, dict) for o in gc.get_referrers(k)]
+    for owner in (*keepers, *owners):
+        attributes = getattr(owner, "__dict__", None)
+        for name, value in attributes.items() if isinstance(attributes, dict) else ():
+            if value is tensor:
+                return f"{type(owner).__name__}.{name}"
+    return "outside of the module"

@@ -1,1 +1,0 @@
-"""Watch for changes of a user's model and optimizer that a replay would not notice."""
