@@ -7,37 +7,31 @@ else a forward reads from Python must not change; see docs/contract.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import forward_ad
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from torch.utils.hooks import RemovableHandle
 
 from chunkgraph._text import shown
+from chunkgraph.engine.call_context import Error, active_modes, is_of_library
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.errors import CaptureError, ReplayMismatchError
 
-__all__ = ["ModelGuard", "refuse_contexts"]
+__all__ = ["ModelGuard"]
 
-_LIBRARIES = frozenset({"chunkgraph", "megatron", "torch", "transformer_engine"})
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_OF_GRADS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _PARTS = itemgetter("_modules", "_parameters", "_buffers")
 _FACTS = (
     *("was replaced, added or removed", "was moved to other memory", "has other strides"),
     *("was frozen or unfrozen", "was put into another mode (train, eval)"),
     *("has its main_grad in other memory, or none", "was changed"),
 )
-
 _address, _stride, _training = torch.Tensor.data_ptr, torch.Tensor.stride, itemgetter("training")
-_requires_grad, _main_grad = attrgetter("requires_grad"), attrgetter("main_grad")
-_Error = type[CaptureError] | type[ReplayMismatchError]
+_requires_grad = attrgetter("requires_grad")
 
 
 class ModelGuard:
@@ -49,6 +43,7 @@ class ModelGuard:
     Attributes:
         label: label of the chunk.
         parameters: trainable parameters of the chunk.
+        modes: see `refuse_contexts`.
 
     Raises:
         CaptureError: replays would skip a hook or a wrapper.
@@ -58,17 +53,18 @@ class ModelGuard:
         self.label, self.parameters, self._caches = chunk.label, chunk.parameters, chunk.caches
         modules = chunk.module.named_modules() if chunk.module is not None else ()
         self._modules = {path or "the chunk": module for path, module in modules}
-        self._modes = _modes()
+        self.modes = active_modes()
         self.refuse_hooks(CaptureError)
-        self._take()
+        self.take()
 
-    def _take(self) -> None:
-        """Record the present state."""
+    def take(self) -> None:
+        """Record the present state, at the end of a session."""
         self._dicts = [*chain.from_iterable(_PARTS(vars(m)) for m in self._modules.values())]
         self._objects = self._objects_now()  # held, so that no other object gets their ids
-        named = {id(t): (name, t) for name, t in self._objects if isinstance(t, torch.Tensor)}
-        shapes = [(id(p), (f"shape {tuple(p.shape)}", p)) for p in self.parameters]
-        named = {**dict(shapes), **named}
+        named: dict[int, tuple[str, torch.Tensor]] = {
+            id(p): (f"shape {tuple(p.shape)}", p) for p in self.parameters
+        }
+        named |= {id(t): (name, t) for name, t in self._objects if isinstance(t, torch.Tensor)}
         names, self._tensors = [n for n, _ in named.values()], [t for _, t in named.values()]
         self._of_grads = [p for p in self.parameters if hasattr(p, "main_grad")]
         with_mode = {n: vars(m) for n, m in self._modules.items() if "training" in vars(m)}
@@ -81,83 +77,43 @@ class ModelGuard:
             [f"{name}.{key}" for name, _, key in self._settings],
         ]
 
-    @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Restore, on exit of a session, parts and tensors of the module.
-
-        Raises:
-            CaptureError: the forward replaced one of them.
-        """
-        before = [(held, dict(held)) for held in self._dicts]
-        try:
-            yield
-        finally:
-            replaced = [key for held, old in before for key in old if held.get(key) is not old[key]]
-            for held, old in before:
-                held.update(old)
-        if replaced := [key for key in replaced if key not in self._caches]:
-            raise CaptureError(
-                f"{self.label}: its forward replaces {', '.join(replaced)} by another tensor, so "
-                "every replay would start from the value of the capture. Update it in place "
-                "(add_, copy_), or keep it out of the chunk."
-            )
-        self._take()
-
     def check(self) -> None:
-        """Compare everything; called inside the contexts of a step's first call.
+        """Compare everything, when a step begins.
 
         Raises:
             ReplayMismatchError: something has changed since the capture.
         """
-        refuse_contexts(self.label, ReplayMismatchError)
-        if new := [mode for mode in _modes() if mode not in self._modes]:
-            raise ReplayMismatchError(
-                f"{self.label}: {new[0]} is active, which was not active at the capture. A replay "
-                "runs no Python, so this mode would see nothing. Leave its block, or ask for an "
-                "eager step (`step(eager=True)`)."
-            )
-        if RemovableHandle.next_id != self._num_hooks:
-            self.refuse_hooks(ReplayMismatchError)
         if (now := self._facts_now()) != self._facts:
             raise ReplayMismatchError(
                 f"{self.label}: {self._change(now)} after the capture; replays would ignore this. "
                 "Update tensors in place (copy_), or release the graphs and capture again."
             )
 
-    def refuse_hooks(self, error: _Error) -> None:
-        """Refuse hooks on modules and gradients that no library owns, and wrappers of DDP.
-
-        Raises:
-            CaptureError: there is one (if it is ``error``).
-            ReplayMismatchError: the same, at a replay.
-        """
-        self._num_hooks = -1  # until all hooks have been accepted
-        hooks = {"all modules": [getattr(nn.modules.module, f"_global{name}") for name in _HOOKS]}
-        for path, module in self._modules.items():
-            if isinstance(module, nn.parallel.DistributedDataParallel):
-                raise error(
-                    f"{self.label}: {path} is a torch DistributedDataParallel, which does not see "
-                    "the gradients of replays. Pass ChunkGraphs the module without the wrapper, "
-                    "and reduce the gradients after the step."
-                )
-            hooks[path] = [vars(module).get(name) or {} for name in _HOOKS]
-        for p in self.parameters:
-            if not hasattr(p, "main_grad"):  # whose owner does the work of its hooks
-                after = getattr(p, "_post_accumulate_grad_hooks", None)
-                hooks.setdefault("gradients", []).extend((p._backward_hooks or {}, after or {}))
-        for where, hook in (
-            (w, h) for w, dicts in hooks.items() for d in dicts for h in d.values()
-        ):
-            if not _is_of_library(hook):
-                raise error(
-                    f"{self.label}: there is a hook on {where} ({shown(hook)}), and a replay calls "
-                    "no hooks. Remove it, or do its work outside of the chunk: after the step, or "
-                    "in Chunk.after_backward."
-                )
-        self._num_hooks = RemovableHandle.next_id
+    def refuse_hooks(self, error: Error) -> None:
+        """Raise ``error`` for others' hooks on modules, any on gradients, and DDP wrappers."""
+        places = [("all modules", vars(nn.modules.module), "_global{}")]
+        places += [(path, vars(module), "{}") for path, module in self._modules.items()]
+        of_modules = ((w, own.get(k.format(n)), True) for w, own, k in places for n in _HOOKS)
+        # Owners of a main_grad do the work of its hooks.
+        own = [p for p in self.parameters if not hasattr(p, "main_grad")]
+        of_grads = (("a gradient", getattr(p, n, None), False) for p in own for n in _OF_GRADS)
+        for where, hooks, may_be_known in chain(of_modules, of_grads):
+            for hook in (hooks or {}).values():
+                if not (may_be_known and is_of_library(hook)):
+                    raise error(
+                        f"{self.label}: there is a hook on {where} ({shown(hook)}), and a replay "
+                        "calls no hooks. Remove it, or do its work outside of the chunk: after the "
+                        "step, or in Chunk.after_backward."
+                    )
+        if any(isinstance(m, nn.parallel.DistributedDataParallel) for m in self._modules.values()):
+            raise error(
+                f"{self.label} has a torch DistributedDataParallel, which does not see the "
+                "gradients of replays. Pass ChunkGraphs the module without the wrapper, and "
+                "reduce the gradients after the step."
+            )
 
     def _objects_now(self) -> list[tuple[str, Any]]:
-        """Return parts and tensors, except caches that eager calls may replace."""
+        """Return parts and tensors with their names, except caches that eager calls replace."""
         return [
             (f"{path}.{key}".removeprefix("the chunk."), value)
             for path, module in self._modules.items()
@@ -167,20 +123,14 @@ class ModelGuard:
         ]
 
     def _facts_now(self) -> list[list[Any]]:
-        tensors = self._tensors
-        objects = chain.from_iterable(map(dict.values, self._dicts))
-        if self._caches:
-            objects = (v for held in self._dicts for k, v in held.items() if k not in self._caches)
-        grads = (
-            [*map(_main_grad, self._of_grads)] if all(map(_has_main_grad, self._of_grads)) else []
-        )
+        tensors, objects = self._tensors, chain.from_iterable(map(dict.values, self._dicts))
         return [
-            [*map(id, objects)],
+            [*map(id, (o for _, o in self._objects_now()) if self._caches else objects)],
             [*map(_address, tensors)],
             [*map(_stride, tensors)],
             [*map(_requires_grad, tensors)],
             [*map(_training, self._attributes)],
-            [*map(_address, grads)],
+            [*map(_address_of_main_grad, self._of_grads)],
             [own.get(key) for _, own, key in self._settings],
         ]
 
@@ -197,35 +147,6 @@ class ModelGuard:
         raise AssertionError("nothing has changed")
 
 
-def refuse_contexts(label: str, error: _Error) -> None:
-    """Refuse contexts that change eager work, but not replays.
-
-    Raises:
-        CaptureError: anomaly detection, torch.func, forward-mode autograd or hooks for saved
-            tensors are active (if it is ``error``).
-        ReplayMismatchError: the same, at a replay.
-    """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    active = {
-        "anomaly detection": torch.is_anomaly_enabled(),
-        "torch.func (grad, vmap, jvp)": torch._C._are_functorch_transforms_active(),
-        "forward-mode autograd": forward_ad._current_level >= 0,
-        "saved_tensors_hooks": hooks is not None and not _is_of_library(hooks[0]),
-    }
-    for name, is_active in active.items():
-        if is_active:
-            raise error(
-                f"{label} is called under {name}, which does not reach the graphs of a replay. "
-                "Leave its block, or ask for an eager step (`step(eager=True)`)."
-            )
-
-
-def _modes() -> list[str]:
-    """Return the kinds of torch's dispatch and function modes that are active."""
-    modes = (*_get_current_dispatch_mode_stack(), *_get_current_function_mode_stack())
-    return [type(mode).__qualname__ for mode in modes]
-
-
 def _settings(module: nn.Module) -> list[str]:
     """Return the names of the settings of a layer of torch.nn: ``p``, ``eps``, ``momentum``."""
     if not type(module).__module__.startswith("torch.nn."):
@@ -234,12 +155,6 @@ def _settings(module: nn.Module) -> list[str]:
     return [key for key, value in own if isinstance(value, (float, bool, str, type(None)))]
 
 
-def _is_of_library(hook: Any) -> bool:
-    """Return whether a hook belongs to a library whose hooks come and go around steps."""
-    function = getattr(hook, "func", hook)  # of a partial
-    owner = getattr(function, "__module__", None) or type(function).__module__
-    return str(owner).partition(".")[0] in _LIBRARIES
-
-
-def _has_main_grad(parameter: nn.Parameter) -> bool:
-    return getattr(parameter, "main_grad", None) is not None
+def _address_of_main_grad(parameter: nn.Parameter) -> int:
+    main_grad = getattr(parameter, "main_grad", None)
+    return 0 if main_grad is None else main_grad.data_ptr()

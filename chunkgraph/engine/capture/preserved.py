@@ -15,10 +15,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from chunkgraph.engine.bits import same_bits
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.module_tree import containers
+from chunkgraph.errors import CaptureError
 from chunkgraph.graphs.operator_mode import OperatorMode
 from chunkgraph.graphs.recording import storages_written
 
-__all__ = ["put_back", "regions", "tensors_kept", "versions"]
+_PARTS = ("_modules", "_parameters", "_buffers")
+
+__all__ = ["parts_kept", "put_back", "regions", "tensors_kept", "versions"]
 
 
 @contextmanager
@@ -53,6 +56,30 @@ def tensors_kept(
     finally:
         put_back([*state, *watch.saved])
         regions_written.extend(region for region, _ in watch.saved)
+
+
+@contextmanager
+def parts_kept(chunk: Chunk) -> Iterator[None]:
+    """Restore, on exit, the modules, parameters and buffers that are registered in the chunk's.
+
+    Raises:
+        CaptureError: the forward replaced one of them.
+    """
+    modules = chunk.module.modules() if chunk.module is not None else ()
+    held: list[dict[str, Any]] = [vars(m)[name] for m in modules for name in _PARTS]
+    before = [(d, dict(d)) for d in held]
+    try:
+        yield
+    finally:
+        replaced = [k for d, old in before for k in old if d.get(k) is not old[k]]
+        for d, old in before:
+            d.update(old)
+    if replaced := [key for key in replaced if key not in chunk.caches]:
+        raise CaptureError(
+            f"{chunk.label}: its forward replaces {', '.join(replaced)} by another tensor, so "
+            "every replay would start from the value of the capture. Update it in place (add_, "
+            "copy_), or keep it out of the chunk."
+        )
 
 
 def put_back(copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:

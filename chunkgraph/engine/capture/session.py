@@ -7,8 +7,8 @@
 3. `_make_room`: refuse a session that cannot fit, and empty the allocator's cache.
 4. Slot by slot, `_capture_forward` captures a forward in the slot's pool, and `_capture_backward`
    its backward, whole or in halves. It frees the saved tensors into the pool, where only that slot
-   ever allocates again. Modules get back what they kept before each capture. Banks are captured from
-   the largest to the smallest; the variants of a slot in smaller banks reuse its pool. `_test`
+   ever allocates again. Modules get back what they kept before each capture. Banks are captured
+   from the largest to the smallest; the variants of a slot in smaller banks reuse its pool. `_test`
    replays the first slot of each chunk and bank, before the others are captured, and compares it
    with the eager passes.
 5. `_prove`: no replay overwrites memory that another slot holds.
@@ -31,6 +31,7 @@ from torch import nn
 
 from chunkgraph._collector import collector_paused
 from chunkgraph.engine.banks import Bank
+from chunkgraph.engine.call_context import active_modes, refuse_contexts
 from chunkgraph.engine.capture.captured_rank import CapturedRank, CaptureReport
 from chunkgraph.engine.capture.dangling import Bookkeeping, refuse_dangling
 from chunkgraph.engine.capture.eager_call import fill_test_gradient
@@ -38,7 +39,7 @@ from chunkgraph.engine.capture.grad_memory import GradMemory
 from chunkgraph.engine.capture.gradients import GradientSinks
 from chunkgraph.engine.capture.layers import LayerWatch
 from chunkgraph.engine.capture.parameter_aliases import ParameterAliases
-from chunkgraph.engine.capture.preserved import tensors_kept
+from chunkgraph.engine.capture.preserved import parts_kept, tensors_kept
 from chunkgraph.engine.capture.saved import SavedTensor, saved_tensors
 from chunkgraph.engine.capture.self_test import (
     Measured,
@@ -65,7 +66,7 @@ from chunkgraph.engine.capture.warm_up import (
     random_states,
     warm_up,
 )
-from chunkgraph.engine.checks import ModelGuard, refuse_contexts
+from chunkgraph.engine.checks import ModelGuard
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.digest import digests_of
 from chunkgraph.engine.host import Host
@@ -135,7 +136,7 @@ def capture_session(
         CaptureError: a chunk cannot be captured; no graph, pool or buffer is left.
         MemoryPlanError: the proof failed; no graph, pool or buffer is left.
     """
-    refuse_contexts(chunks[0].label, CaptureError)
+    refuse_contexts(chunks[0].label, CaptureError, active_modes())
     pools = PoolPlan(settings.memory_plan, backend, chunks[0].label.split(" chunk")[0])
     captured: CapturedRank | None = None
     try:
@@ -262,6 +263,8 @@ def _run(
             forward.release()
         raise
     session.backend.synchronize()
+    for model in session.models:
+        model.take()
     return CapturedRank(
         _banks(session),
         session.sinks,
@@ -303,8 +306,8 @@ def _begin(
 def _enter(session: _Session, stack: ExitStack) -> None:
     """Isolate the model, random state and memory from training until ``stack`` is closed."""
     backend, settings = session.backend, session.settings
-    for model in session.models:
-        stack.enter_context(model.kept())
+    for chunk in session.chunks:
+        stack.enter_context(parts_kept(chunk))
     stack.enter_context(settings.host.preserving())
     stack.enter_context(backend.preserve_random_state(settings.host.generators()))
     if backend.device.type == "cuda":

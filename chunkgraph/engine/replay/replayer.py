@@ -8,10 +8,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from chunkgraph.engine.arguments import rank_label
 from chunkgraph.engine.autocast import Autocast
 from chunkgraph.engine.banks import StepBanks
+from chunkgraph.engine.call_context import refuse_contexts
 from chunkgraph.engine.capture.captured_rank import CapturedRank
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.counters import Counters
@@ -68,9 +70,9 @@ class Replayer:
         self._captured: CapturedRank | None = None
         self._verifier: Verifier | None = None
         self._verifying: Verifier | None = None  # the verifier, in a verified step
-        self._first_step = 0
+        self._first_step, self._num_hooks = 0, -1
         self._is_in_step = False
-        self._is_checked = False
+        self._is_called = False
         self._ranges: ReplayRanges | None = None
         self._runner: SlotRunner = self
         self._forget_microbatches()
@@ -83,6 +85,7 @@ class Replayer:
         trained = [set(map(id, sinks.parameters)) for sinks in captured.sinks]
         self._sharing = [{c for c, of in enumerate(trained) if own & of} for own in trained]
         self._first_step = self._counters.replayed_steps
+        self._num_hooks = -1  # torch's number of the last hook for which hooks were accepted
 
     def drop(self) -> None:
         """Drop the graphs and everything that refers to them."""
@@ -109,7 +112,11 @@ class Replayer:
         num_replays = counters.replays
         number = counters.replayed_steps - self._first_step
         verifier = self._verifier if self._options.verifies(number) else None
-        self._is_checked = False
+        for model in captured.models:
+            model.check()
+        for sinks in captured.sinks:
+            sinks.begin_step()
+        self._is_called = False
         self._machine.begin_step()
         if self._ranges is not None:
             self._ranges.begin_step()
@@ -139,19 +146,16 @@ class Replayer:
         else:  # every call ran eagerly: gradients were off, or modules in evaluation
             counters.fallbacks[NOTHING_REPLAYED] += 1
 
-    def _check(self) -> None:
-        """Compare the models with the capture, in the contexts of a step's first call.
+    def _refuse_hooks(self) -> None:
+        """Refuse hooks of others, once torch has counted a new hook anywhere in the process.
 
         Raises:
-            ReplayMismatchError: A model differs from the captured one.
+            ReplayMismatchError: There is one that a replay would skip.
         """
-        captured = self._captured
-        assert captured is not None
-        for model in captured.models:
-            model.check()
-        for sinks in captured.sinks:
-            sinks.begin_step()
-        self._is_checked = True
+        assert self._captured is not None
+        for model in self._captured.models:
+            model.refuse_hooks(ReplayMismatchError)
+        self._num_hooks = RemovableHandle.next_id
 
     def call(self, c: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the next forward of chunk ``c`` as a node of autograd.
@@ -161,8 +165,11 @@ class Replayer:
             SlotError: No slot is free.
         """
         captured: CapturedRank = self._captured  # type: ignore[assignment]
-        if not self._is_checked:
-            self._check()
+        if not self._is_called:  # inside the contexts of the caller
+            refuse_contexts(self._label, ReplayMismatchError, captured.models[c].modes)
+            self._is_called = True
+        if RemovableHandle.next_id != self._num_hooks:
+            self._refuse_hooks()
         reserved = self._reserved[c]
         key = reserved[0].bank if reserved else self._banks.key_of_next(c)
         tensors = captured.banks[key].signatures[c].tensors_of(args, kwargs)
@@ -229,6 +236,8 @@ class Replayer:
         if autocast is not None and not autocast.is_now():
             raise self._other_autocast(slot.label, autocast)
         assert self._captured is not None
+        if RemovableHandle.next_id != self._num_hooks:
+            self._refuse_hooks()
         # Autograd does not know the parameters, so it does not report whether all are requested.
         if slot.trained and not _will_execute(self._anchor_node):
             raise ReplayMismatchError(
