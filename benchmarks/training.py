@@ -197,29 +197,26 @@ def _train(variant: Variant, args: argparse.Namespace, folder: Path) -> None:
     ]
     # The profiler must not remove its hooks while graphs are alive.
     environment = {**worker_environment(variant.config), "TEARDOWN_CUPTI": "0", **os.environ}
-    try:
-        done = subprocess.run(
-            command,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=args.timeout,
-            text=True,
-            errors="replace",
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        variant.error = f"was not done after --timeout {args.timeout:g} s"
-        return
+    log = folder / "output.log"
+    with log.open("w") as output:
+        job = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            job.wait(timeout=args.timeout)
+        except subprocess.TimeoutExpired:
+            variant.error = f"was not done after --timeout {args.timeout:g} s"
+        finally:
+            job.terminate()  # torchrun then ends its workers
+            job.wait()
+    text = log.read_text(errors="replace")
     if args.logs is not None:
         args.logs.mkdir(parents=True, exist_ok=True)
-        (args.logs / f"{variant.name}.{len(variant.rounds)}.log").write_text(done.stdout)
-    if done.returncode == 0:
+        (args.logs / f"{variant.name}.{len(variant.rounds)}.log").write_text(text)
+    if job.returncode == 0:
         variant.rounds.append(json.loads((folder / "result.json").read_text(encoding="utf-8")))
-        return
-    errors = [line for line in done.stdout.splitlines() if line.startswith(ERROR_MARK)]
-    last = done.stdout.strip().splitlines()[-1:]
-    variant.error = errors[0].removeprefix(ERROR_MARK) if errors else f"no results: {last}"
+    elif variant.error is None:
+        errors = [line for line in text.splitlines() if line.startswith(ERROR_MARK)]
+        last = text.strip().splitlines()[-1:]
+        variant.error = errors[0].removeprefix(ERROR_MARK) if errors else f"no results: {last}"
 
 
 def _difference(variant: Variant, variants: Sequence[Variant]) -> str | None:
