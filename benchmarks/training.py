@@ -222,8 +222,7 @@ def _train(variant: Variant, args: argparse.Namespace, folder: Path) -> None:
 def _difference(variant: Variant, variants: Sequence[Variant]) -> str | None:
     """Return where a variant first differs from the first eager round; None if nowhere."""
     eager = _eager(variants)
-    if eager is None:
-        return "no eager variant"
+    assert eager is not None
     base = eager.rounds[0]
     for one in variant.rounds:
         for key, what in (("losses", "loss"), ("grad_norms", "gradient norm")):
@@ -279,9 +278,9 @@ def _measured(variant: Variant, variants: Sequence[Variant]) -> dict[str, Any]:
         "kernel_share": variant.median("kernel_share"),
         "reserved_bytes": reserved,
         "num_reruns": sum(one["num_reruns"] for one in variant.rounds),
-        "difference_to_eager": _difference(variant, variants),
     }
     if eager is not None:
+        measured["difference_to_eager"] = _difference(variant, variants)
         eager_ms = statistics.median(eager.steps("step_ms"))
         eager_bytes = max(one["reserved_bytes"] for one in eager.rounds)
         measured["step_of_eager"] = measured["step_ms"] / eager_ms
@@ -356,7 +355,7 @@ def _table(variants: Sequence[Variant]) -> str:
 
 def _cell(key: str, form: str, measured: Mapping[str, Any]) -> str:
     value = measured.get(key)
-    if key == "difference_to_eager" and measured:
+    if key in measured and key == "difference_to_eager":
         return "yes" if value is None else "no"
     if value is None or (key == "reserved_bytes" and not value):
         return "-"
