@@ -197,36 +197,32 @@ def _train(variant: Variant, args: argparse.Namespace, folder: Path) -> None:
     ]
     # The profiler must not remove its hooks while graphs are alive.
     environment = {**worker_environment(variant.config), "TEARDOWN_CUPTI": "0", **os.environ}
-    try:
-        done = subprocess.run(
-            command,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=args.timeout,
-            text=True,
-            errors="replace",
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        variant.error = f"was not done after --timeout {args.timeout:g} s"
-        return
+    log = folder / "output.log"
+    with log.open("w") as output:
+        job = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            job.wait(timeout=args.timeout)
+        except subprocess.TimeoutExpired:
+            variant.error = f"was not done after --timeout {args.timeout:g} s"
+        finally:
+            job.terminate()  # torchrun then ends its workers
+            job.wait()
+    text = log.read_text(errors="replace")
     if args.logs is not None:
         args.logs.mkdir(parents=True, exist_ok=True)
-        (args.logs / f"{variant.name}.{len(variant.rounds)}.log").write_text(done.stdout)
-    if done.returncode == 0:
+        (args.logs / f"{variant.name}.{len(variant.rounds)}.log").write_text(text)
+    if job.returncode == 0:
         variant.rounds.append(json.loads((folder / "result.json").read_text(encoding="utf-8")))
-        return
-    errors = [line for line in done.stdout.splitlines() if line.startswith(ERROR_MARK)]
-    last = done.stdout.strip().splitlines()[-1:]
-    variant.error = errors[0].removeprefix(ERROR_MARK) if errors else f"no results: {last}"
+    elif variant.error is None:
+        errors = [line for line in text.splitlines() if line.startswith(ERROR_MARK)]
+        last = text.strip().splitlines()[-1:]
+        variant.error = errors[0].removeprefix(ERROR_MARK) if errors else f"no results: {last}"
 
 
 def _difference(variant: Variant, variants: Sequence[Variant]) -> str | None:
     """Return where a variant first differs from the first eager round; None if nowhere."""
     eager = _eager(variants)
-    if eager is None:
-        return "no eager variant"
+    assert eager is not None
     base = eager.rounds[0]
     for one in variant.rounds:
         for key, what in (("losses", "loss"), ("grad_norms", "gradient norm")):
@@ -282,9 +278,9 @@ def _measured(variant: Variant, variants: Sequence[Variant]) -> dict[str, Any]:
         "kernel_share": variant.median("kernel_share"),
         "reserved_bytes": reserved,
         "num_reruns": sum(one["num_reruns"] for one in variant.rounds),
-        "difference_to_eager": _difference(variant, variants),
     }
     if eager is not None:
+        measured["difference_to_eager"] = _difference(variant, variants)
         eager_ms = statistics.median(eager.steps("step_ms"))
         eager_bytes = max(one["reserved_bytes"] for one in eager.rounds)
         measured["step_of_eager"] = measured["step_ms"] / eager_ms
@@ -359,7 +355,7 @@ def _table(variants: Sequence[Variant]) -> str:
 
 def _cell(key: str, form: str, measured: Mapping[str, Any]) -> str:
     value = measured.get(key)
-    if key == "difference_to_eager" and measured:
+    if key in measured and key == "difference_to_eager":
         return "yes" if value is None else "no"
     if value is None or (key == "reserved_bytes" and not value):
         return "-"
