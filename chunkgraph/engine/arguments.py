@@ -60,8 +60,8 @@ def as_chunks(chunks: object) -> tuple[Chunk, ...]:
         ConfigError: a value is neither a module nor a `Chunk`.
     """
     are_several = isinstance(chunks, (list, tuple, nn.ModuleList))
-    values = chunks if are_several else (chunks,)
-    return tuple(_as_chunk(value, i) for i, value in enumerate(values))  # type: ignore[arg-type]
+    values: Iterable[object] = chunks if are_several else (chunks,)  # type: ignore[assignment]
+    return tuple(_as_chunk(value, i) for i, value in enumerate(values))
 
 
 def _as_chunk(value: object, i: int) -> Chunk:

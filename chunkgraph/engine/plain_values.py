@@ -42,6 +42,9 @@ _BY_IDENTITY: tuple[type, ...] = (
 )
 
 
+_IDENTITY: Any = object.__eq__
+
+
 class Uncomparable(Exception):  # noqa: N818
     """A value has no key.
 
@@ -87,7 +90,7 @@ def key_of(value: Any, where: str = "") -> Any:
             where, "a tensor that is hidden in an object; pass it as an argument, or in a dict"
         )
     if not isinstance(value, _BY_IDENTITY) and (
-        kind.__eq__ is object.__eq__ or kind.__hash__ is None  # mutable, such as an array
+        kind.__eq__ is _IDENTITY or kind.__hash__ is None  # mutable, such as an array
     ):
         raise Uncomparable(where, f"an object of type {kind.__qualname__}")
     return kind, value

@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from chunkgraph._text import shown
 from chunkgraph.engine import CaptureOptions, ChunkGraphs
-from chunkgraph.engine.arguments import as_options
 from chunkgraph.engine.decide.maximum import Maximum
 from chunkgraph.engine.options import is_whole
 from chunkgraph.errors import ChunkGraphError, ConfigError, ReplayMismatchError
@@ -124,7 +123,7 @@ class GraphedSchedule:
             StageReplays(stage, loss, self.receive_memory, is_split=self.slots.is_split)
             for stage in self._stages
         ]
-        self.graphs = self._new_graphs(as_options(options), settings)
+        self.graphs = self._new_graphs(options or CaptureOptions(), settings)
 
     def step(
         self, *args: Any, num_microbatches: int | None = None, eager: bool = False, **kwargs: Any
