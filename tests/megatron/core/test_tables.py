@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import nn
 
+from chunkgraph.engine.capture.dangling import Bookkeeping
+from chunkgraph.graphs import RecorderBackend
 from chunkgraph.settings import config_from_mapping
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(60)]
@@ -102,6 +104,33 @@ def test_global_buffers_outlive_their_replacement(chunks: list[nn.Module], scope
     assert all(ref() is None for ref in used)
 
 
+@pytest.mark.parametrize("scope", ["block", "chunk"])
+def test_a_table_made_in_a_capture_is_the_graphs_alone(chunks: list[nn.Module], scope: Any) -> None:
+    """Neither eager passes nor graphs of a second capture get it from Megatron's cache."""
+    from chunkgraph.megatron.attachment import attach
+
+    (rotary,) = [m for m in chunks[0].modules() if type(m).__name__ == "RotaryEmbedding"]
+    cache: Any = type(rotary).forward
+    graphs = attach(chunks, scope=scope)
+    try:
+        (first,) = _losses(graphs, chunks[0], 1)
+        cache.cache_clear()
+        losses = _losses(graphs, chunks[0], 2)
+        table = rotary(16)
+        values = table.clone()
+        losses += _losses(graphs, chunks[0], 1)
+        assert graphs.counters.replays == 3
+        assert torch.equal(table, values)
+        assert torch.equal(table, cache.__wrapped__(rotary, 16))
+        graphs.release()
+        cache.cache_clear()
+        losses += _losses(graphs, chunks[0], 3)
+        assert graphs.counters.captures == 2
+        assert all(torch.equal(loss, first) for loss in losses)
+    finally:
+        graphs.detach()
+
+
 class _LatentTables(nn.Module):
     """As the positions of multi-latent attention: a longer table replaces the previous one."""
 
@@ -136,3 +165,49 @@ def test_tables_outlive_longer_ones() -> None:
     assert held() is not None
     tables.release()
     assert held() is None
+
+
+def _latent() -> nn.Module:
+    return _LatentTables()
+
+
+def _yarn() -> nn.Module:
+    from megatron.core.models.common.embeddings import YarnRotaryEmbedding
+
+    return YarnRotaryEmbedding(kv_channels=8, original_max_position_embeddings=2)
+
+
+@pytest.mark.parametrize("make", [_latent, _yarn])
+def test_no_cache_hands_a_table_to_another_graph(
+    one_rank: torch.device, make: Callable[[], nn.Module]
+) -> None:
+    """Graphs share the tables from outside of captures, also more than Megatron's cache has."""
+    from chunkgraph.megatron.core.cached_tables import CachedTables
+
+    module, backend = make().to(one_rank), RecorderBackend()
+    cache: Any = type(module).forward
+    pools = [backend.new_pool(f"pool {i}") for i in range(2)]
+    tables = CachedTables([module])
+    kept = Bookkeeping(module)
+    lengths = range(3, 3 + cache.cache_info().maxsize + 2)
+    with tables.hold():
+        outside = {length: module(length) for length in lengths}
+        inside = []
+        for pool in pools:
+            with kept.put_back(), backend.capture("graph", pool):
+                assert all(module(length) is table for length, table in outside.items())
+                inside.append(module(64))
+                module.get_cached_cos_sin(64)
+        assert inside[0] is not inside[1]
+        eager = module(64)
+    assert all(eager is not table for table in inside)
+    assert "forward" not in vars(module)
+    del inside
+    gc.collect()
+    assert not any(pool.live() for pool in pools)
+    held = [weakref.ref(t[0] if isinstance(t, tuple) else t) for t in outside.values()]
+    cache.cache_clear()
+    outside.clear()
+    assert all(ref() is not None for ref in held)
+    tables.release()
+    assert all(ref() is None for ref in held)

@@ -34,6 +34,8 @@ def make_case(make_config: Callable[..., Any], write_documents: Callable[..., Pa
         buckets: tuple[float, ...] = (),
         seq_buckets: tuple[int, ...] = (),
         longest: int | None = None,
+        path: Path = path,
+        seed: int = 1234,
         **pipeline: Any,
     ) -> dict[str, Any]:
         return {
@@ -51,7 +53,7 @@ def make_case(make_config: Callable[..., Any], write_documents: Callable[..., Pa
                     "data_parallel_size": dp,
                     **pipeline,
                 },
-                train={"num_microbatches": counts, "micro_batch_size": 1},
+                train={"num_microbatches": counts, "micro_batch_size": 1, "seed": seed},
                 data={"path": str(path)},
                 packing={
                     "max_packed_seqs": seqs,
@@ -224,6 +226,33 @@ def test_documents_that_are_too_long(run_equal: Callable[..., Any], make_case: C
     ]
     assert too_long == [3, 5]
     _check(run_equal(cases, 1), {"limited": too_long})
+
+
+@pytest.mark.every_release
+@pytest.mark.megatron
+def test_tables_of_buckets_on_two_ranks(
+    run_equal: Callable[..., Any], make_case: Case, write_documents: Callable[..., Path]
+) -> None:
+    """Captures make the short bucket's table: the warmup step has long microbatches alone.
+
+    Later a short microbatch in the second slot follows a long one in the first.
+    """
+    path = write_documents([5, 46], name="short_and_long.txt")
+    case = make_case([2, 4, 4], pp=2, buckets=(0.5,), path=path, seed=3)
+    _check(run_equal({"pp2": case}, 2))
+
+
+def test_tables_of_buckets_in_a_step_that_overflows(
+    run_equal: Callable[..., Any], make_case: Case, write_documents: Callable[..., Path]
+) -> None:
+    """An eager step reads none that a graph has made."""
+    path = write_documents([5, 46], name="short_and_long.txt")
+    case = make_case([1, 2, 2, 2], seqs=3, buckets=(0.5,), path=path, seed=135)
+    results = run_equal({"one": case}, 1)
+    steps = results["one"]["steps"]
+    overflows = [i for i, step in enumerate(steps) if "packing overflow" in step["fallbacks"]]
+    assert overflows
+    _check(results, {"one": overflows})
 
 
 @pytest.mark.slow
