@@ -17,7 +17,6 @@ WIDTH = 8
 PASSES: list[dict[str, Any]] = [
     {"num_warmup_passes": 0},
     {"num_warmup_passes": 2},
-    {"num_warmup_passes": 0, "memory_plan": "shared_temporaries"},
 ]
 
 

@@ -153,7 +153,7 @@ PROGRAMS = {
     "one_backward_of_two_losses": _of(
         "linear", steps=(ONCE, Step(6, order="unordered", backward="sum")), num_slots=(2,)
     ),
-    "state_in_an_attribute": _of("state", memory_plan="shared_temporaries"),
+    "state_in_an_attribute": _of("state"),
     "a_parameter_that_the_forward_updates": _of("decay", num_warmup_passes=1),
     "a_cast_that_autocast_shares_and_a_parameter_that_the_forward_updates": _of(
         "decay", autocast="step", steps=(ONCE, Step(2))
