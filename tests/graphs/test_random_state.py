@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from chunkgraph.graphs import RecorderBackend
-from chunkgraph.graphs.operator_mode import OperatorMode
-from chunkgraph.graphs.random_state import PrivateDraws
+from chunkgraph.graphs.operators import OperatorMode
+from chunkgraph.graphs.recorder.private_draws import PrivateDraws
 
 
 def test_what_another_thread_draws_in_a_session_is_drawn_once() -> None:

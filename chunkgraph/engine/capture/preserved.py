@@ -16,8 +16,7 @@ from chunkgraph.engine.bits import same_bits
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.module_tree import containers
 from chunkgraph.errors import CaptureError
-from chunkgraph.graphs.operator_mode import OperatorMode
-from chunkgraph.graphs.recording import storages_written
+from chunkgraph.graphs.operators import OperatorMode, storages_written
 
 _PARTS = ("_modules", "_parameters", "_buffers")
 

@@ -96,7 +96,7 @@ class SessionSettings:
 
     Attributes:
         host: the program around the chunks.
-        memory_plan: see `CaptureOptions`.
+        memory_plan: see `chunkgraph.memory.pools`.
         shared_slots: see `CaptureOptions`.
         num_together: see `ChunkGraphs`.
         prove: check that slots do not overlap; False lets tests see what the verify modes detect.
@@ -390,8 +390,6 @@ def _capture_forward(session: _Session, key: Hashable, c: int, s: int) -> Captur
             session.chunks[c],
             session.samples[key][c],
             session.aliases[c].leaves,
-            session.warm_ups[key][c].trace,
-            session.warm_ups[key][c].offsets,
             session.maker,
         )
     session.forwards.append(forward)

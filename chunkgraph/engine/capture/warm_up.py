@@ -23,14 +23,7 @@ from chunkgraph.engine.host import Host
 from chunkgraph.engine.signature import Call
 from chunkgraph.engine.split.delayed import DelayedModules
 from chunkgraph.errors import CaptureError
-from chunkgraph.graphs import (
-    Allocation,
-    DrawOffsets,
-    GraphBackend,
-    OperatorTrace,
-    block_bytes,
-    watch_operators,
-)
+from chunkgraph.graphs import Allocation, GraphBackend, block_bytes
 from chunkgraph.memory import MemoryPlan
 
 __all__ = ["WarmUp", "check_memory", "plain_leaves", "random_states", "warm_up"]
@@ -45,8 +38,6 @@ class WarmUp:
             count.
         slot_bytes: `block_bytes` of what the pass allocates in a slot's pool.
         scratch_bytes: `block_bytes` of what it allocates in the pool that all backwards share.
-        trace: trace of the forward's operators, if the memory plan needs it.
-        offsets: where the forward saved random states.
         passes: what each pass computes, for the self-test.
         noise: how far the passes are from repeating themselves.
         written: memory of parameters that the passes write.
@@ -55,8 +46,6 @@ class WarmUp:
     held_bytes: int
     slot_bytes: int
     scratch_bytes: int
-    trace: OperatorTrace | None
-    offsets: DrawOffsets | None
     passes: tuple[Measured, ...]
     noise: Noise
     written: tuple[torch.Tensor, ...]
@@ -86,13 +75,13 @@ def warm_up(
         backend: the backend of the capture stream.
         host: the program around the chunk.
         layers: follows the chunk's layers.
-        plan: memory plan; ``shared_temporaries`` needs a trace.
+        plan: see `chunkgraph.memory.pools`.
 
     Raises:
         CaptureError: the forward uses tensors whose gradients a replay would lose, or the passes
             differ by more than rounding.
     """
-    traces, passes = plan == "shared_temporaries", []
+    passes = []
     for _ in range(1 if backend.repeats_bits else 2):
         sinks.clear()
         with (
@@ -104,14 +93,9 @@ def warm_up(
             before = backend.allocated_bytes()
             call = EagerCall(chunk, sample)
             with backend.observe_allocations() as log:
-                with (
-                    watch_operators() if traces else nullcontext() as watch,
-                    backend.measure_draws(host.generators()) as offsets,
-                ):
-                    call.forward()
+                call.forward()
                 held_bytes = backend.allocated_bytes() - before
                 num_forward = log.num_events()
-                trace = watch.trace() if watch is not None else None
                 refuse_undeclared(chunk, call.outputs, [*call.inputs, *leaves])
                 forward = digests_of([*call.tensors, *chunk.buffers])
                 num_outputs, plain = len(call.tensors), plain_leaves(call.leaves)
@@ -129,7 +113,7 @@ def warm_up(
             random = random_states(backend, host)
         passes.append(Measured(forward, backward, num_outputs, plain, random, order, saved))
     noise = check_passes(label, passes)
-    return WarmUp(held_bytes, *sizes, trace, offsets, tuple(passes), noise, tuple(written))
+    return WarmUp(held_bytes, *sizes, tuple(passes), noise, tuple(written))
 
 
 def _run_backward(
@@ -204,16 +188,12 @@ def _blocks(
         plan: see `chunkgraph.memory.pools`.
     """
     every = [a if (a.end or 0) < num_end else replace(a, end=a.begin + 1) for a in allocations]
-    freed = [(a, a.end) for a in every if a.end is not None]
-    forward = [(a, end) for a, end in freed if a.begin < num_forward]
-    backward = [a for a, _ in freed if num_before <= a.begin < num_backward]
+    freed = [a for a in every if a.end is not None]
+    forward = [a for a in freed if a.begin < num_forward]
+    backward = [a for a in freed if num_before <= a.begin < num_backward]
     if plan in ("pool_per_slot", "one_pool"):
-        return block_bytes([a for a, _ in forward] + backward), 0
-    if plan == "shared_backward":
-        return block_bytes(a for a, _ in forward), block_bytes(backward)
-    kept = block_bytes(a for a, end in forward if end >= num_forward)
-    temporary = block_bytes(a for a, end in forward if end < num_forward)
-    return kept, max(temporary, block_bytes(backward))
+        return block_bytes(forward + backward), 0
+    return block_bytes(forward), block_bytes(backward)
 
 
 def check_memory(

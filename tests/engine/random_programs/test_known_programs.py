@@ -120,9 +120,8 @@ PROGRAMS = {
     "one_backward_of_two_losses": _of(
         "linear", steps=(ONCE, Step(6, order="unordered", backward="sum")), num_slots=(2,)
     ),
-    "state_in_an_attribute": _of("state", memory_plan="shared_temporaries"),
+    "state_in_an_attribute": _of("state"),
     "a_parameter_that_the_forward_updates": _of("decay"),
-    "the_layout_of_a_pool_that_runs_without_gradients": _of("reentrant:max_pool"),
     "attention_that_runs_without_gradients": _of("eval:reentrant:attention"),
     "an_encoder_that_runs_without_gradients": _of("eval:reentrant:encoder"),
     "an_encoder_that_runs_without_gradients_under_autocast": _of(
@@ -159,12 +158,6 @@ PROGRAMS = {
     "state_that_is_replaced_where_the_capture_fails": _of("state_replaced", on_failure="eager"),
     "shadow_and_a_parameter_that_the_forward_updates": _of("decay", verify="shadow"),
     "shadow_and_state_in_an_attribute": _of("state", verify="shadow"),
-    "shadow_and_an_operator_that_watches_take_apart": Program(
-        chunks=(ChunkSpec(("reentrant:max_pool", "linear")),),
-        steps=(ONCE, Step(3)),
-        autocast="step",
-        verify="shadow",
-    ),
     "a_returned_parameter_that_is_kept_until_it_is_updated": Program(
         chunks=(ChunkSpec(("linear",), form="named", extras=("parameter!",)),),
         steps=(ONCE, Step(inside=(Action(1, "keep_view", 1),))),
@@ -236,7 +229,6 @@ def test_a_program_that_once_differed_is_equal_or_refused(name: str) -> None:
         "a_frozen_parameter_captured_again",
         "a_replaced_layer_captured_again",
         "a_replaced_parameter_captured_again",
-        "the_layout_of_a_pool_that_runs_without_gradients",
         "attention_that_runs_without_gradients",
         "an_encoder_that_runs_without_gradients",
         "chunks_that_are_joined",

@@ -110,7 +110,6 @@ class World:
         program = self.program
         options = CaptureOptions(
             num_warmup_steps=program.num_warmup_steps,
-            memory_plan=program.memory_plan,  # type: ignore[arg-type]
             shared_slots=program.shared_slots,
             verify=program.verify,  # type: ignore[arg-type]
             on_failure=program.on_failure,  # type: ignore[arg-type]
