@@ -407,7 +407,7 @@ def test_pools_reserve_what_a_pass_allocates(num_slots: int, sizes: dict[str, in
             yield Log()
 
     backend = Observing()
-    graphs = ChunkGraphs([nn.Linear(8, 8)], [num_slots], backend=backend, options=options)
+    graphs = ChunkGraphs([nn.Linear(8, 8)], [num_slots], backend=backend)
     graphs.capture([(torch.ones(4, 8, requires_grad=True),)])
     for pool in backend._pools:
         kind = "slot" if "slot" in pool.label else "scratch"
