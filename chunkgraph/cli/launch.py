@@ -38,6 +38,8 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the subcommand; return the exit code, which is the script's own if the script fails."""
     options = options_from(args)
+    if "--plan" in args.script_args:
+        raise ConfigError("--plan belongs before the script; what follows it is the script's own.")
     if args.gpu_memory is not None and not args.plan:
         raise ConfigError("--gpu-memory compares the memory of a plan; add --plan.")
     if args.plan:

@@ -86,7 +86,8 @@ def _read_array(path: Path) -> NDArray[np.int64]:
         raise ConfigError(f"{path}: not a one-dimensional array of integers. {_FORMATS}")
     if array.dtype.kind == "u":
         array = np.minimum(array.astype(np.uint64), MAX_TOKENS + 1)  # int64 has no room for more
-    return array.astype(np.int64)
+    lengths: NDArray[np.int64] = array.astype(np.int64)
+    return lengths
 
 
 def _read_text(path: Path) -> DocumentLengths:

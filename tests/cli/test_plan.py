@@ -415,16 +415,3 @@ def test_a_file_that_cannot_be_planned_is_named(tmp_path, monkeypatch, capsys, a
     Path("zero.csv").symlink_to("/dev/zero")
     assert main(["plan", *arguments]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_json_goes_to_standard_output_and_never_over_a_configuration(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = tmp_path / "run.yaml"
-    config.write_text(CONFIG, encoding="utf-8")
-    assert main(["plan", str(config), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)
-    with pytest.raises(SystemExit):
-        main(["plan", "--json", str(config)])
-    assert "Put it before --json" in capsys.readouterr().err
-    assert config.read_text(encoding="utf-8") == CONFIG
