@@ -28,8 +28,8 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--plan",
         action="store_true",
-        help="train nothing and need no GPU: print slots, graphs and memory for this command line, "
-        "and what is refused; --nproc-per-node is then the number of all processes",
+        help="train nothing and need no GPU: print slots, graphs and memory, and what is refused; "
+        "--nproc-per-node then counts all processes",
     )
     add_gpu_memory(parser)
     add_options(parser)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from chunkgraph.cli.__main__ import main
 from chunkgraph.errors import ConfigError
 from chunkgraph.launch.flags import FLAGS, check_flag_values
 from chunkgraph.settings import Config, load_config, settings_of
@@ -44,9 +43,3 @@ def test_a_flag_that_is_gone_names_its_successor(flag: str) -> None:
         with pytest.raises(ConfigError) as error:
             check_flag_values(arguments)
         assert str(error.value) == f"{flag} no longer exists. {SUCCESSORS[flag]}."
-
-
-def test_an_option_of_the_command_that_is_gone_too(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["plan", str(CONFIG), "--max-tokens-per-rank", "8"])
-    assert "--max-tokens-per-rank no longer exists. Use --cuda-graph-max" in capsys.readouterr().err
