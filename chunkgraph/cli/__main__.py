@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK: a shell may run this module to complete words
 """The ``chunkgraph`` command: parse, run one subcommand, and turn errors into exit codes.
 
 Exit codes: 0 done, 1 the run failed, 2 bad usage or configuration, 130 interrupted.
@@ -6,6 +7,7 @@ Exit codes: 0 done, 1 the run failed, 2 bad usage or configuration, 130 interrup
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import io
 import os
 import signal
@@ -23,7 +25,7 @@ from chunkgraph.jobs.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, exit_code_
 
 __all__ = ["build_parser", "commands_of", "main"]
 
-_COMMANDS = ("plan", "train", "launch", "packing", "config", "doctor", "completion")
+_COMMANDS = ("plan", "train", "launch", "packing", "config", "doctor")
 """Modules of this package, in the order of the help text."""
 
 
@@ -111,6 +113,10 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     # Import only what the given command needs.
     names = argv[:1] if argv and argv[0] in _COMMANDS else _COMMANDS
     parser = build_parser(names)
+    if "_ARGCOMPLETE" in os.environ and importlib.util.find_spec("argcomplete") is not None:
+        import argcomplete
+
+        argcomplete.autocomplete(parser)  # prints what may follow, and exits
     args, rest = parser.parse_known_args(argv)
     # argparse accepts positionals only in one sequence; overrides may also follow an option.
     overrides = [item for item in rest if "=" in item and not item.startswith("-")]

@@ -8,22 +8,30 @@ from pathlib import Path
 from typing import NoReturn
 
 from chunkgraph._outputs import is_stdout, output_file
-from chunkgraph._text import shorten, shown
+from chunkgraph._text import did_you_mean, shorten, shown
 
 __all__ = ["Parser", "add_json", "prints_json", "whole_number"]
 
 _MAX_INT = 2**63 - 1
 _MAX_MESSAGE = 1000
 _LONG_WORD = re.compile(r"\S{201,}")
+_CHOICE = re.compile(r"invalid choice: '(.*)' \(choose from (.*)\)")
+_UNKNOWN = re.compile(r"unrecognized arguments: (-[^\s=]+)")
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that shortens long values in errors."""
+    """A parser that suggests the nearest name and shortens long values in errors."""
 
     def error(self, message: str) -> NoReturn:
         """Print usage and the message, and exit with code 2."""
+        hint = ""
+        if match := _CHOICE.search(message):
+            hint = did_you_mean(match[1], re.findall(r"[\w.-]+", match[2]))
+        elif match := _UNKNOWN.search(message):
+            hint = did_you_mean(match[1], self._option_string_actions)
         message = _LONG_WORD.sub(lambda match: shorten(match[0]), message)
-        super().error(message if len(message) <= _MAX_MESSAGE else f"{message[:_MAX_MESSAGE]}...")
+        message = message if len(message) <= _MAX_MESSAGE else f"{message[:_MAX_MESSAGE]}..."
+        super().error(f"{message}.{hint}" if hint else message)
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -13,7 +14,6 @@ from rich.text import Text
 
 from chunkgraph._outputs import check_output, write_output
 from chunkgraph.cli.arguments import add_json, prints_json
-from chunkgraph.cli.verdicts import verdicts
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -22,6 +22,16 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser", "run"]
 
+_NEEDS = {
+    "plan": (),
+    "train on a CPU": ("torch", "capture", "megatron-core"),
+    "train on GPUs": ("torch", "GPUs", "capture", "megatron-core", "Transformer Engine"),
+    "launch Megatron's scripts": ("torch", "capture", "megatron-core", "megatron.training"),
+    "run torch's pipelines": ("torch", "capture"),
+    "train experts": ("torch", "capture", "megatron-core"),
+}
+"""Findings that each use of a machine needs."""
+_WITHOUT_CAPACITY = {"grouped GEMM", "DeepEP"}
 _STYLES = {"ok": "green", "absent": "yellow", "wrong": "bold red"}
 
 
@@ -40,8 +50,12 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the subcommand and return the exit code."""
     check_output("doctor: --json", args.json)
-    findings = _examine()
-    uses = verdicts(findings)
+    console = Console(stderr=True)
+    with console.status("checking this machine") as status:
+        from chunkgraph.cli.machine import examine
+
+        findings = examine(lambda name: status.update(f"looking at {name}"))
+    uses = list(_verdicts(findings))
     if args.json is not None:
         items = [*map(asdict, findings), *map(asdict, uses)]
         content = json.dumps(items, indent=1)
@@ -63,14 +77,26 @@ def run(args: argparse.Namespace) -> int:
     return int(any(finding.state == "wrong" for finding in findings))
 
 
-def _examine() -> list[Finding]:
-    """Return all findings; show the progress on a terminal."""
-    from chunkgraph.cli.machine import LOOKS
+@dataclass(frozen=True)
+class _Verdict:
+    """Whether a machine is ready for one use.
 
-    console = Console(stderr=True)
-    findings = []
-    with console.status("checking this machine") as status:
-        for name, look in LOOKS.items():
-            status.update(f"looking at {name}")
-            findings.append(look())
-    return findings
+    Attributes:
+        name: Name of the use.
+        is_ready: Whether everything it needs is there.
+        reason: Reason why the machine is not ready, or limit of the use; empty if there is none.
+    """
+
+    name: str
+    is_ready: bool
+    reason: str = ""
+
+
+def _verdicts(findings: Sequence[Finding]) -> Iterator[_Verdict]:
+    working = {finding.name for finding in findings if finding.state == "ok"}
+    for use, needs in _NEEDS.items():
+        missing = ", ".join(name for name in needs if name not in working)
+        reason = f"needs {missing} (see above)" if missing else ""
+        if use == "train experts" and not missing and not working & _WITHOUT_CAPACITY:
+            reason = "with moe_expert_capacity_factor alone"
+        yield _Verdict(use, not missing, reason)

@@ -30,8 +30,8 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--plan",
         action="store_true",
-        help="train nothing and need no GPU: print slots, graphs and memory for this command line, "
-        "and what is refused; --nproc-per-node is then the number of all processes",
+        help="train nothing and need no GPU: print slots, graphs and memory, and what is refused; "
+        "--nproc-per-node then counts all processes",
     )
     add_gpu_memory(parser)
     add_options(parser)
@@ -40,6 +40,8 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the subcommand; return the exit code, which is the script's own if the script fails."""
     options = options_from(args)
+    if "--plan" in args.script_args:
+        raise ConfigError("--plan belongs before the script; what follows it is the script's own.")
     if args.gpu_memory is not None and not args.plan:
         raise ConfigError("--gpu-memory compares the memory of a plan; add --plan.")
     if args.plan:

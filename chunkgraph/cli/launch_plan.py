@@ -6,9 +6,10 @@ import argparse
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from chunkgraph.cli.plan_model import sizes_of
+from chunkgraph.cli.plan_memory import sizes_of
 from chunkgraph.cli.plan_request import Request, schedule_name
-from chunkgraph.cli.plan_rows import exit_code, print_rows, rows_of, shape_of
+from chunkgraph.cli.plan_tables import exit_code, print_rows, rows_of
+from chunkgraph.errors import ConfigError
 from chunkgraph.settings.pipeline import read_matching_schedule
 from chunkgraph.slots import ModelSizes
 
@@ -41,7 +42,7 @@ def print_plan(options: LaunchOptions, gpu_bytes: int | None) -> int:
     num_processes = options.nproc if options.has_nproc_option else None
     args, flags = planned_arguments(options, num_processes)
     request = request_of_arguments(args, flags, gpu_bytes)
-    rows = rows_of(request, shape_of(request), range(request.num_ranks))
+    rows = rows_of(request, range(request.num_ranks))
     console = Console(highlight=False)
     sizes = "".join(
         f", {part} {size}"
@@ -49,9 +50,9 @@ def print_plan(options: LaunchOptions, gpu_bytes: int | None) -> int:
         if (size := getattr(args, name, None) or 1) > 1
     )
     console.print(
-        f"Nothing refuses chunk graphs for {options.script.name} on {args.world_size} process(es)"
-        f" (data {args.data_parallel_size}{sizes}). Layer specs, hooks and "
-        "wrappers are checked when the model is built.",
+        f"{options.script.name} on {args.world_size} processes (data {args.data_parallel_size}"
+        f"{sizes}): all flags are compatible with chunk graphs. Layer specs, hooks and wrappers "
+        "are checked when the model is built.",
         soft_wrap=True,
     )
     print_rows(console, request, rows)
@@ -64,7 +65,8 @@ def request_of_arguments(
     """Return the plan's input from Megatron's validated arguments.
 
     Raises:
-        ConfigError: The schedule is a file that does not match the pipeline or the batch size.
+        ConfigError: The schedule is a file that does not match the pipeline or the batch size, or
+            memory is compared that is not estimated.
     """
     num_ranks = args.pipeline_model_parallel_size
     num_chunks = args.virtual_pipeline_model_parallel_size or 1
@@ -73,8 +75,11 @@ def request_of_arguments(
     file = read_matching_schedule(
         flags.schedule, num_ranks, num_chunks, [num_microbatches], "--global-batch-size"
     )
+    omissions: list[str] = []
     notes: list[str] = []
-    model = _model(args, flags, num_ranks * num_chunks, notes)
+    model = _model(args, flags, num_ranks * num_chunks, omissions, notes)
+    if model is None and gpu_bytes is not None:
+        raise ConfigError("--gpu-memory: memory is not estimated for hybrid models; leave it out.")
     return Request(
         schedule=schedule_name(flags.schedule, num_ranks, num_chunks),
         num_ranks=num_ranks,
@@ -83,21 +88,25 @@ def request_of_arguments(
         if num_chunks > 1
         else None,
         num_microbatches=num_microbatches,
-        costs=None,
         model=model,
         shared_slots=flags.capture.shared_slots,
-        gpu_bytes=gpu_bytes if model is not None else None,
+        gpu_bytes=gpu_bytes,
+        omissions=tuple(omissions),
         notes=tuple(notes),
         file=file,
     )
 
 
 def _model(
-    args: argparse.Namespace, flags: GraphFlags, num_stages: int, notes: list[str]
+    args: argparse.Namespace,
+    flags: GraphFlags,
+    num_stages: int,
+    omissions: list[str],
+    notes: list[str],
 ) -> ModelSizes | None:
-    """Return the model's sizes and note what they omit; None for a model without an estimate."""
+    """Return the model's sizes and add what they omit; None for a model without an estimate."""
     if any(getattr(args, name, None) for name in _PATTERNS):
-        notes.append("Memory is not estimated for hybrid models.")
+        omissions.append("Memory is not estimated for hybrid models.")
         return None
     value = _value_of(args)
     num_layers = -(-args.num_layers // num_stages) * num_stages
@@ -107,12 +116,12 @@ def _model(
             "layers are not even over the stages."
         )
     if args.padded_vocab_size is None and args.vocab_size is None:
-        notes.append(
+        omissions.append(
             "Memory leaves out embedding and output layer, whose size only the tokenizer knows; "
             "pass Megatron's --vocab-size to count them."
         )
     if getattr(args, "mtp_num_layers", None):
-        notes.append("Memory leaves out the layers of multi-token prediction.")
+        omissions.append("Memory leaves out the layers of multi-token prediction.")
     changing = {
         "num_layers": num_layers,
         "vocab_size": args.padded_vocab_size or args.vocab_size or 1,

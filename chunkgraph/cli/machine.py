@@ -25,7 +25,7 @@ from chunkgraph.megatron.features.experts.deep_ep_needs import (
     wants_fused_grouped_mlp,
 )
 
-__all__ = ["LOOKS", "Finding"]
+__all__ = ["Finding", "examine"]
 
 State = Literal["ok", "absent", "wrong"]
 
@@ -70,8 +70,6 @@ def _torch() -> Finding:
 
 
 def _gpus() -> Finding:
-    if _version("torch") is None:
-        return Finding("GPUs", "absent", "unknown without torch")
     import torch
 
     if not torch.cuda.is_available():
@@ -84,8 +82,6 @@ def _gpus() -> Finding:
 
 def _capture() -> Finding:
     """Capture a small module and replay it on different input."""
-    if _version("torch") is None:
-        return Finding("capture", "absent", "unknown without torch")
     import torch
 
     from chunkgraph.engine import ChunkGraphs
@@ -134,27 +130,26 @@ def _training() -> Finding:
 
 
 def _transformer_engine() -> Finding:
+    advice = "pip install 'chunkgraph[te]'; Megatron's local layers are slow on GPUs"
     version = _version("transformer-engine") or _version("transformer-engine-torch")
-    if version is None:
-        advice = "pip install 'chunkgraph[te]'; Megatron's local layers are slow on GPUs"
-        return Finding("Transformer Engine", "absent", "not installed", advice)
-    return Finding("Transformer Engine", "ok", version)
+    return _optional("Transformer Engine", version, advice)
 
 
 def _triton() -> Finding:
-    version = _version("triton")
+    advice = "on GPUs, gradients are then added to main_grad by a slower kernel of torch"
+    return _optional("triton", _version("triton"), advice)
+
+
+def _optional(name: str, version: str | None, advice: str) -> Finding:
     if version is None:
-        advice = "on GPUs, gradients are then added to main_grad by a slower kernel of torch"
-        return Finding("triton", "absent", "not installed", advice)
-    return Finding("triton", "ok", version)
+        return Finding(name, "absent", "not installed", advice)
+    return Finding(name, "ok", version)
 
 
 def _cudnn() -> Finding:
-    number = None
-    if _version("torch") is not None:
-        import torch
+    import torch
 
-        number = torch.backends.cudnn.version()
+    number = torch.backends.cudnn.version()
     if not number:
         return Finding("cuDNN", "absent", "not found")
     text = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
@@ -211,8 +206,6 @@ def _grouped_mlp() -> Finding:
 
 def _grouped_gemm() -> Finding:
     name = "grouped GEMM"
-    if _version("torch") is None:
-        return Finding(name, "absent", "unknown without torch")
     import torch
 
     from chunkgraph.megatron.features.experts.grouped_gemm import choose_gemm
@@ -254,20 +247,35 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-LOOKS: Mapping[str, Callable[[], Finding]] = {
+_LOOKS: Mapping[str, Callable[[], Finding]] = {
     "Python": _python,
     "torch": _torch,
-    "GPUs": _gpus,
-    "capture and replay": _capture,
     "Megatron-core": _megatron,
     "Megatron's training program": _training,
     "Transformer Engine": _transformer_engine,
     "triton": _triton,
+    "determinism": _determinism,
+}
+_LOOKS_WITH_TORCH: Mapping[str, Callable[[], Finding]] = {
+    "GPUs": _gpus,
+    "capture and replay": _capture,
     "grouped GEMM": _grouped_gemm,
     "DeepEP": _deep_ep,
     "cuBLASLt": _cublaslt,
     "fused grouped MLP": _grouped_mlp,
     "cuDNN": _cudnn,
-    "determinism": _determinism,
 }
-"""All checks of a machine, by the name that the progress shows."""
+
+
+def examine(show: Callable[[str], object]) -> list[Finding]:
+    """Return all findings.
+
+    Args:
+        show: Called with the name of each look before it begins.
+    """
+    looks = {**_LOOKS, **(_LOOKS_WITH_TORCH if _version("torch") is not None else {})}
+    findings = []
+    for name, look in looks.items():
+        show(name)
+        findings.append(look())
+    return findings

@@ -3,64 +3,80 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from chunkgraph._outputs import check_output, is_stdout, output_file, write_output
+from chunkgraph._outputs import output_file, stream_next_to
 from chunkgraph._text import shown
-from chunkgraph.cli.arguments import add_json, prints_json, whole_number
-from chunkgraph.cli.packing_plot import check_picture
-from chunkgraph.cli.packing_progress import PackingProgress
+from chunkgraph.cli.arguments import whole_number
+from chunkgraph.cli.packing_plot import check_picture, draw
 from chunkgraph.errors import ConfigError
 from chunkgraph.packing import (
     DocumentLengths,
-    LongDocuments,
+    MicrobatchSizes,
     PackedShape,
-    ReadOptions,
-    ValueKind,
-    fit_long_documents,
+    Recommendation,
+    ShapeOutcome,
     pack_in_order,
+    quantile,
     read_lengths,
     recommend,
     sizes_of,
 )
 from chunkgraph.packing.offsets import MAX_TOKENS
-from chunkgraph.packing.study import PackingStudy
+from chunkgraph.packing.seq_counts import default_buckets_of_shape, recommended_seq_buckets
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
+    from rich.console import Console
+
 __all__ = ["add_parser", "run"]
 
 _DESCRIPTION = """\
-Read the lengths of a dataset's documents and find how many sequences (N) and
-tokens (T) the graphs of a packed microbatch should hold: the share of steps
-that would not fit and run eagerly, and the share of rows that would be
-padding. One microbatch that does not fit, on any data-parallel rank, makes its
-whole step eager.
+Find how many sequences (N) and tokens (T) the graphs of a packed microbatch
+should hold: the share of steps that would not fit and run eagerly, and the
+share of rows that would be padding.
 
-  chunkgraph packing --lengths sft.jsonl --max-packed-tokens 8192
-  chunkgraph packing --lengths my_text_document --target-fallback 0.5%
-"""
-_EPILOG = """\
-LENGTHS is a Megatron dataset (its .idx file, or the path before it), JSON
-lines (a length, tokens, text or a conversation under a key), or whole numbers,
-one document per line. Documents are shuffled and packed end to end. A
-microbatch ends before the first document that does not fit, as in a data path
-without graphs. If lines hold several lengths each, every line is one packed
-microbatch and is used unchanged. Steps draw microbatches in random order.
-
-N counts the dummy sequence that fills the tail: N - 1 documents fit. Misfits
-are microbatches with more documents or tokens than that.
+FILE is a Megatron dataset (its .idx file, or the path before it), a .npy array
+of document lengths, or text with one length per line. Documents are shuffled
+and packed end to end. A line of several lengths is one packed microbatch and is
+used unchanged. N counts the dummy sequence that fills the tail.
 """
 _DEFAULT_CAPACITY = 4096
 _DEFAULT_MICROBATCHES = 8
 # Kernels process tiles of this many rows.
 _ROUND_TOKENS = 128
+_QUANTILES = {"P50": 0.5, "P90": 0.9, "P99": 0.99, "max": 1.0}
+# The table omits shapes with a larger fallback share than this.
+_HOPELESS = 0.95
+# Shorter lengths are worth their graphs if they save this share of all rows.
+_WORTH = 0.01
+_LENGTH_BUCKETS = (0.25, 0.5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Study:
+    """A dataset's microbatches and the recommended shape.
+
+    Attributes:
+        lengths: Lengths as in the file.
+        num_long: Number of documents above the capacity, which are cut.
+        sizes: Sizes of the microbatches.
+        capacity: The largest token capacity; its N has no meaning.
+        result: Candidates and recommendation.
+    """
+
+    lengths: DocumentLengths
+    num_long: int
+    sizes: MicrobatchSizes
+    capacity: PackedShape
+    result: Recommendation
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -69,10 +85,9 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "packing",
         help="shapes for packed sequences, from a dataset's lengths; needs no torch",
         description=_DESCRIPTION,
-        epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--lengths", metavar="LENGTHS", required=True, type=Path, help="see below")
+    parser.add_argument("file", metavar="FILE", type=Path, help="document lengths, see above")
     parser.add_argument(
         "--target-fallback",
         metavar="SHARE",
@@ -83,92 +98,37 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "--max-packed-tokens",
         type=whole_number,
         metavar="T",
-        help="tokens that a microbatch is packed with, over all context-parallel ranks; also the "
-        "largest T to consider (default: the power of two above the longest document, at least "
-        f"{_DEFAULT_CAPACITY}; for packed microbatches, room for the largest)",
-    )
-    parser.add_argument(
-        "--max-document-tokens",
-        type=whole_number,
-        metavar="L",
-        help="tokens that a document may have (default: T); --long-documents decides what happens "
-        "to longer ones",
-    )
-    parser.add_argument(
-        "--max-packed-seqs",
-        type=whole_number,
-        metavar="N",
-        nargs="+",
-        default=[],
-        help="further values of N to consider",
-    )
-    parser.add_argument(
-        "--num-microbatches",
-        type=whole_number,
-        metavar="M",
-        help=f"microbatches of a step on each data-parallel rank (default {_DEFAULT_MICROBATCHES})",
-    )
-    parser.add_argument(
-        "--data-parallel-size",
-        type=whole_number,
-        metavar="D",
-        help="data-parallel ranks (default 1)",
+        help="tokens that a microbatch is packed with, over all context-parallel ranks; longer "
+        "documents are cut (default: the power of two above the longest document or "
+        f"{_DEFAULT_CAPACITY}; of packed microbatches, the largest)",
     )
     parser.add_argument(
         "--global-batch-size",
         type=whole_number,
         metavar="G",
-        help="packed microbatches of a step on all ranks, instead of M and D",
+        default=_DEFAULT_MICROBATCHES,
+        help="packed microbatches of a step on all data-parallel ranks; one that does not fit "
+        f"makes the step eager (default {_DEFAULT_MICROBATCHES})",
     )
     parser.add_argument(
         "--context-parallel-size",
         type=whole_number,
         metavar="C",
         default=1,
-        help="pads each document to a multiple of 2 C rows (default 1: not at all)",
+        help="pad each document to a multiple of 2 C rows (default 1: not at all)",
     )
     parser.add_argument(
         "--pad-seq-to-mult",
         type=whole_number,
         metavar="K",
         default=1,
-        help="pads each document to a multiple of K rows (default 1; 128 keeps documents apart to "
-        "the last bit in Mamba layers)",
-    )
-    _add_document_options(parser)
-    add_json(parser)
-    parser.add_argument(
-        "--plot", type=output_file, metavar="FILE", help="draw the choice (.png, .svg or .pdf)"
-    )
-
-
-def _add_document_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--long-documents",
-        choices=[policy.value for policy in LongDocuments],
-        default=LongDocuments.TRUNCATE.value,
-        help="what to do with documents longer than L (default: T): truncate or split them, or "
-        "keep them, so that their steps fall back (default truncate)",
-    )
-    parser.add_argument("--key", metavar="KEY", help="JSON lines: the key that holds the document")
-    parser.add_argument(
-        "--value",
-        choices=[kind.value for kind in ValueKind],
-        default=ValueKind.AUTO.value,
-        help="JSON lines: what the value is; lengths are of one packed microbatch (default auto)",
+        help="pad each document to a multiple of K rows (default 1; Mamba layers: 128)",
     )
     parser.add_argument(
-        "--bytes-per-token",
-        type=float,
-        metavar="B",
-        default=4.0,
-        help="JSON lines of text: bytes per token for the estimate (default 4)",
-    )
-    parser.add_argument(
-        "--seed",
-        type=whole_number,
-        default=0,
-        help="seed for the order of the documents (default 0)",
+        "--plot",
+        type=output_file,
+        metavar="FILE",
+        help="draw eager steps against N (.png, .svg or .pdf)",
     )
 
 
@@ -183,121 +143,75 @@ def run(args: argparse.Namespace) -> int:
         MissingDependencyError: The picture needs matplotlib.
         OutputError: Writing the picture failed.
     """
-    from chunkgraph.cli import packing_plot, packing_report
+    from rich.console import Console
 
-    # Check before reading a long file.
-    check_output("packing: --json", args.json)
-    check_picture(args.plot)
-    if prints_json(args) and args.plot and is_stdout(args.plot):
-        msg = "packing: --json and --plot cannot both be written to standard output"
-        raise ConfigError(msg)
-    study = _study(args)
-    if args.plot is not None:
-        packing_plot.draw(study, args.plot)
-    if args.json is not None:
-        content = json.dumps(packing_report.as_json(study), indent=2)
-        write_output("packing: --json", args.json, f"{content}\n")
-    if not prints_json(args):
-        packing_report.print_study(study, args.plot)
-    return 0 if study.result.best is not None else 1
-
-
-def _study(args: argparse.Namespace) -> PackingStudy:
     target = _share(args.target_fallback)
-    per_step = _microbatches_per_step(args)
-    for num_seqs in args.max_packed_seqs:
-        _at_least(2, "--max-packed-seqs", num_seqs)
-    _at_least(0, "--seed", args.seed)
-    if not args.bytes_per_token > 0:
-        msg = f"packing: --bytes-per-token {args.bytes_per_token:g} is not above 0"
-        raise ConfigError(msg)
-    wanted_tokens: int | None = args.max_packed_tokens
-    if args.max_document_tokens is not None:
-        _at_least(1, "--max-document-tokens", args.max_document_tokens)
-    _at_least(1, "--pad-seq-to-mult", args.pad_seq_to_mult)
-    # Report a wrong size before reading a long file.
-    if wanted_tokens is not None or args.context_parallel_size < 1:
-        _capacity(args.max_document_tokens or 1 if wanted_tokens is None else wanted_tokens, args)
-    elif _multiple(args) > MAX_TOKENS:
-        msg = (
+    for name in ("global_batch_size", "context_parallel_size", "pad_seq_to_mult"):
+        if (value := getattr(args, name)) < 1:
+            raise ConfigError(f"packing: --{name.replace('_', '-')} {value} is below 1")
+    if (multiple := _multiple(args)) > MAX_TOKENS:
+        raise ConfigError(
             f"packing: --context-parallel-size {args.context_parallel_size} with --pad-seq-to-mult "
-            f"{args.pad_seq_to_mult} pads documents to multiples of {_multiple(args)} rows; "
-            f"offsets end at {MAX_TOKENS}"
+            f"{args.pad_seq_to_mult} pads documents to multiples of {multiple} rows; offsets end "
+            f"at {MAX_TOKENS}"
         )
-        raise ConfigError(msg)
-    options = ReadOptions(
-        key=args.key, kind=ValueKind(args.value), bytes_per_token=args.bytes_per_token
-    )
-    policy = LongDocuments(args.long_documents)
-    with PackingProgress() as progress:
-        lengths = read_lengths(args.lengths, options, progress.phase("reading"))
-        tokens = lengths.tokens
-        capacity = _capacity(
-            _default_capacity(lengths, args) if wanted_tokens is None else wanted_tokens, args
+    # Check before reading a long file.
+    if args.max_packed_tokens is not None:
+        _capacity(args.max_packed_tokens, args)
+    check_picture(args.plot)
+    with Console(stderr=True).status(f"reading {shown(str(args.file))}"):
+        study = _study(args, target)
+    if args.plot is not None:
+        draw(study.sizes, study.result, args.plot, args.global_batch_size, target)
+    console = Console(file=stream_next_to(args.plot), highlight=False, markup=False)
+    _print_study(console, study, args)
+    if study.result.best is None:
+        console.print(
+            f"No shape of up to {study.capacity.max_packed_tokens} tokens keeps eager steps at or "
+            f"below {_percent(target)}. Raise --max-packed-tokens, or the target.",
+            style="bold",
         )
-        num_long = int((tokens > capacity.document_limit).sum())
-        ends = lengths.microbatch_ends
-        if ends is None:
-            tokens = fit_long_documents(tokens, capacity.document_limit, policy)
-            tokens = np.random.default_rng(args.seed).permutation(tokens)
-            ends = pack_in_order(tokens, capacity, progress.phase("packing"))
-        sizes = sizes_of(tokens, ends, capacity)
-    return PackingStudy(
-        path=str(args.lengths),
-        lengths=lengths,
-        num_long=num_long,
-        long_documents=policy if lengths.microbatch_ends is None else LongDocuments.KEEP,
-        sizes=sizes,
-        capacity=capacity,
-        is_default_capacity=wanted_tokens is None,
-        microbatches_per_step=per_step,
-        target=target,
-        extra_seqs=tuple(args.max_packed_seqs),
-        result=recommend(
-            sizes,
-            capacity,
-            microbatches_per_step=per_step,
-            target=target,
-            extra_seqs=args.max_packed_seqs,
-        ),
+        return 1
+    _print_recommendation(console, study, study.result.best, target)
+    return 0
+
+
+def _study(args: argparse.Namespace, target: float) -> _Study:
+    lengths = read_lengths(args.file)
+    tokens, ends = lengths.tokens, lengths.microbatch_ends
+    most = args.max_packed_tokens
+    capacity = _capacity(
+        _default_capacity(lengths, _multiple(args)) if most is None else most, args
     )
+    num_long = int((tokens > capacity.max_packed_tokens).sum())
+    if ends is None:
+        tokens = np.minimum(tokens, capacity.max_packed_tokens)
+        tokens = np.random.default_rng(0).permutation(tokens)
+        ends = pack_in_order(tokens, capacity)
+    sizes = sizes_of(tokens, ends, capacity)
+    result = recommend(sizes, capacity, microbatches_per_step=args.global_batch_size, target=target)
+    return _Study(lengths=lengths, num_long=num_long, sizes=sizes, capacity=capacity, result=result)
 
 
 def _share(text: str) -> float:
     """Parse ``1%`` or ``0.01`` as a number below 1."""
-    is_percent = text.rstrip().endswith("%")
+    number = text.rstrip().removesuffix("%")
     try:
-        value = float(text.rstrip().removesuffix("%")) / (100 if is_percent else 1)
+        value = float(number) / (100 if number != text.rstrip() else 1)
     except ValueError:
         value = -1.0
     if not 0 <= value < 1:
-        msg = (
+        raise ConfigError(
             f"packing: --target-fallback {shown(text)} is not a share below 1. Write a percentage, "
             "such as 1%, or a fraction, such as 0.01"
         )
-        raise ConfigError(msg)
     return value
 
 
-def _at_least(least: int, flag: str, value: int) -> int:
-    if value < least:
-        msg = f"packing: {flag} {value} is below {least}"
-        raise ConfigError(msg)
-    return value
-
-
-def _microbatches_per_step(args: argparse.Namespace) -> int:
-    if args.global_batch_size is not None:
-        if args.num_microbatches is not None or args.data_parallel_size is not None:
-            msg = (
-                "packing: --global-batch-size counts the microbatches of all ranks; leave out "
-                "--num-microbatches and --data-parallel-size"
-            )
-            raise ConfigError(msg)
-        return _at_least(1, "--global-batch-size", args.global_batch_size)
-    num = _DEFAULT_MICROBATCHES if args.num_microbatches is None else args.num_microbatches
-    ranks = 1 if args.data_parallel_size is None else args.data_parallel_size
-    return _at_least(1, "--num-microbatches", num) * _at_least(1, "--data-parallel-size", ranks)
+def _multiple(args: argparse.Namespace) -> int:
+    """Return the multiple of rows that documents are padded to."""
+    pieces = 1 if args.context_parallel_size == 1 else 2 * args.context_parallel_size
+    return math.lcm(pieces, args.pad_seq_to_mult)
 
 
 def _capacity(tokens: int, args: argparse.Namespace) -> PackedShape:
@@ -305,20 +219,12 @@ def _capacity(tokens: int, args: argparse.Namespace) -> PackedShape:
         max_packed_seqs=2,
         max_packed_tokens=tokens,
         context_parallel_size=args.context_parallel_size,
-        max_document_tokens=args.max_document_tokens,
         counts_padding=args.pad_seq_to_mult > 1,
         pad_seq_to_mult=args.pad_seq_to_mult,
     )
 
 
-def _multiple(args: argparse.Namespace) -> int:
-    """Return the multiple of rows that documents are padded to, from unchecked arguments."""
-    pieces = 1 if args.context_parallel_size == 1 else 2 * args.context_parallel_size
-    return math.lcm(pieces, args.pad_seq_to_mult)
-
-
-def _default_capacity(lengths: DocumentLengths, args: argparse.Namespace) -> int:
-    multiple = _multiple(args)
+def _default_capacity(lengths: DocumentLengths, multiple: int) -> int:
     # The user set no size, so limit the default to what offsets can count.
     most = MAX_TOKENS // multiple * multiple
     if lengths.microbatch_ends is not None:
@@ -326,9 +232,118 @@ def _default_capacity(lengths: DocumentLengths, args: argparse.Namespace) -> int
         totals = np.concatenate([[0], np.cumsum(padded)])[lengths.microbatch_ends]
         unit = math.lcm(_ROUND_TOKENS, multiple)
         return min(most, -(-int(np.diff(totals, prepend=0).max()) // unit) * unit)
-    longest = int(lengths.tokens.max())
-    if args.max_document_tokens is not None:
-        longest = args.max_document_tokens
-    longest = max(_DEFAULT_CAPACITY, longest)
+    longest = max(_DEFAULT_CAPACITY, int(lengths.tokens.max()))
     power = 1 << (longest - 1).bit_length()
     return min(most, -(-power // multiple) * multiple)
+
+
+def _print_study(console: Console, study: _Study, args: argparse.Namespace) -> None:
+    from rich import box
+    from rich.table import Table
+
+    lengths, sizes, most = study.lengths, study.sizes, study.capacity.max_packed_tokens
+    console.print(f"{args.file}", style="bold", soft_wrap=True)
+    parts = {"Documents": len(lengths.tokens), "empty, left out": lengths.num_empty}
+    what = "cut" if lengths.microbatch_ends is None else "never fit"
+    parts[f"longer than {most} tokens, {what}"] = study.num_long
+    console.print("; ".join(f"{name}: {number}" for name, number in parts.items() if number))
+    console.print(
+        f"Microbatches of up to {most} tokens: {len(sizes)}; in a step: {args.global_batch_size}"
+    )
+    spread = Table("", *_QUANTILES, box=box.SIMPLE_HEAD, pad_edge=False)
+    for name, values in {
+        "Tokens of a document": lengths.tokens,
+        "Documents of a microbatch": sizes.num_documents,
+        "Tokens of a microbatch": sizes.num_tokens,
+    }.items():
+        spread.add_row(name, *(str(quantile(values, q)) for q in _QUANTILES.values()))
+    headings = ("Sequences N", "Tokens T", "Misfits", "Eager steps", "Padding", "In buckets", "")
+    table = Table(*headings, box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in (*spread.columns[1:], *table.columns):
+        column.justify = "right"
+    for outcome in _telling(study.result):
+        is_best = outcome is study.result.best
+        table.add_row(
+            str(outcome.shape.max_packed_seqs),
+            str(outcome.shape.max_packed_tokens),
+            str(outcome.num_misfits),
+            _percent(outcome.fallback_share),
+            _percent(outcome.padding_waste),
+            _percent(outcome.bucketed_waste),
+            "<-" if is_best else "",
+            style="bold" if is_best else None,
+        )
+    console.print(spread, table)
+
+
+def _telling(result: Recommendation) -> Sequence[ShapeOutcome]:
+    """Choose the rows: each N that changes something, for the recommended T, or for the largest."""
+    shape = (result.best or result.outcomes[-1]).shape
+    rows: list[ShapeOutcome] = []
+    for outcome in result.outcomes:
+        if outcome.shape.max_packed_tokens != shape.max_packed_tokens:
+            continue
+        is_new = not rows or rows[-1].num_misfits != outcome.num_misfits
+        if outcome is result.best or (is_new and outcome.fallback_share <= _HOPELESS):
+            rows.append(outcome)
+    # The least bad row is more useful than an empty table.
+    return rows or [min(result.outcomes, key=lambda outcome: outcome.fallback_share)]
+
+
+def _percent(share: float | None) -> str:
+    if share is None:
+        return "-"
+    # Rounding must not make a rare event look impossible.
+    return "<0.01%" if 0 < share < 0.0001 else f"{share:.2%}"
+
+
+def _print_recommendation(
+    console: Console, study: _Study, best: ShapeOutcome, target: float
+) -> None:
+    shape, plain, bucketed = best.shape, best.padding_waste, best.bucketed_waste
+    values: dict[str, list[float]] = {
+        "max-packed-seqs": [shape.max_packed_seqs],
+        "max-packed-tokens": [shape.max_packed_tokens],
+    }
+    has_lengths = plain is not None and bucketed is not None and bucketed <= plain - _WORTH
+    if has_lengths:
+        values["packed-buckets"] = [*_LENGTH_BUCKETS]
+    if seq_buckets := recommended_seq_buckets(study.sizes, shape):
+        values["packed-seq-buckets"] = [*seq_buckets]
+    flags = " ".join(f"--cuda-graph-{name} {_words(n)}" for name, n in values.items())
+    keys = " ".join(map(_setting, values, values.values()))
+    if shape.pad_seq_to_mult > 1:
+        keys += f" packing.pad_seq_to_mult={shape.pad_seq_to_mult}"
+        console.print("Pretrain scripts (--sft) do not pad documents to --pad-seq-to-mult.")
+    else:
+        console.print(
+            f"Recommended for chunkgraph launch:\n  {flags}", style="bold", soft_wrap=True
+        )
+    console.print(f"Recommended for chunkgraph train:\n  {keys}", style="bold", soft_wrap=True)
+    padding = f", {_percent(bucketed)} with the length buckets" if has_lengths else ""
+    console.print(
+        f"{_percent(best.fallback_share)} of the steps run eagerly, target {_percent(target)}. "
+        f"{_percent(plain)} of the rows are padding{padding}."
+    )
+    if study.result.num_allowed_misfits == 0 and target > 0:
+        console.print(
+            f"The dataset is too small to distinguish {_percent(target)} of the steps from none: "
+            "the shape holds every microbatch."
+        )
+    counts = _words(default_buckets_of_shape(shape, _LENGTH_BUCKETS if has_lengths else ()))
+    if seq_buckets == [0]:
+        console.print("Graphs for fewer sequences would hardly be used.")
+    elif counts and not seq_buckets:
+        console.print(f"Graphs for fewer sequences are captured by default: {counts}.")
+
+
+def _words(values: Iterable[float]) -> str:
+    return " ".join(map(str, values))
+
+
+def _setting(name: str, values: Sequence[float]) -> str:
+    """Return a flag's setting, such as ``packing.seq_buckets=[32,64]``."""
+    if not name.endswith("buckets"):
+        return f"packing.{name.replace('-', '_')}={values[0]}"
+    items = "" if values == [0] else ",".join(map(str, values))
+    return f"packing.{name.removeprefix('packed-').replace('-', '_')}=[{items}]"

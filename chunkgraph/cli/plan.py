@@ -10,17 +10,20 @@ from typing import TYPE_CHECKING
 
 from chunkgraph._outputs import check_output, is_stdout, output_file, stream_next_to, write_output
 from chunkgraph.cli.arguments import add_json, prints_json, whole_number
-from chunkgraph.cli.plan_banks import add_bank_arguments
-from chunkgraph.cli.plan_compare import COMPARE_HELP, compare, comparison_steps
-from chunkgraph.cli.plan_costs import COSTS_HELP, add_costs_argument
-from chunkgraph.cli.plan_export import as_html, as_trace
-from chunkgraph.cli.plan_grid import MAX_PANELS, Grid, too_large
+from chunkgraph.cli.plan_compare import compare, comparison_steps
+from chunkgraph.cli.plan_export import (
+    MAX_DRAWN,
+    MAX_EXPORTED,
+    Grid,
+    as_html,
+    as_trace,
+    too_large,
+)
 from chunkgraph.cli.plan_memory import add_gpu_memory
 from chunkgraph.cli.plan_request import EXAMPLE, Request, request_of
-from chunkgraph.cli.plan_rows import exit_code, print_rows, rows_of, shape_of
-from chunkgraph.cli.plan_tables import RankRow, as_json
+from chunkgraph.cli.plan_tables import RankRow, as_json, exit_code, print_rows, rows_of
 from chunkgraph.errors import ConfigError
-from chunkgraph.schedules import PipelineShape, list_schedules
+from chunkgraph.schedules import list_schedules
 from chunkgraph.settings.pipeline import FILE_SUFFIX
 
 if TYPE_CHECKING:
@@ -30,31 +33,13 @@ __all__ = ["add_parser", "run"]
 
 _DESCRIPTION = f"""\
 Plan the slots of every rank and draw the schedule. Slots and graphs hold for
-every legal number of microbatches; the bubble ratio and the grid are of one
-step: --num-microbatches, or the largest in the config's train.num_microbatches.
-Without --costs times count in forwards; a backward takes two.
+every legal number of microbatches; bubble ratio and picture are of one step.
+Times count in forwards; a backward takes two.
 
   {EXAMPLE}
-  chunkgraph plan --pp 4 --costs F=1.6,B=4.6,I=2.4,W=2.4 --compare
-  chunkgraph plan --schedule mine.csv
   chunkgraph plan configs/cpu/gpt_pp2_vpp2_cpu.yaml model.num_layers=16
 """
-_EPILOG = f"""\
---json prints a list with one object per rank, also with --rank:
-  rank, slots_per_chunk (list), num_graphs, peak_in_flight (all chunks
-  together), bubble_ratio (idle share of the step); with --costs also step_ms;
-  with a config also slot_bytes_per_chunk (list), slot_bytes, scratch_bytes,
-  parameter_bytes, gradient_bytes, optimizer_bytes, logit_bytes (estimates);
-  with length buckets or --cuda-graph-cp-sizes also banks (list of objects),
-  which share the memory of their slots. With --gpu-memory the exit code is 1 if
-  a rank does not fit.
-
-{COSTS_HELP}
-{COMPARE_HELP}"""
 _MAX_PLANNED_CHUNKS = 20_000
-_MAX_DRAWN = 10_000
-_MAX_EXPORTED = 200_000
-"""Maximum number of actions in a page or trace, which zoom; ``_MAX_DRAWN``: in a picture."""
 
 
 class _Schedules(tuple[str, ...]):
@@ -71,24 +56,14 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "plan",
         help="slots, graphs, memory and the picture of a schedule; needs no torch",
+        usage="%(prog)s [CONFIG [section.key=value ...]] [options]",
         description=_DESCRIPTION,
-        epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config", nargs="?", metavar="CONFIG", help="YAML file")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="section.key=value",
-        help="settings that replace the file's, such as pipeline.pipeline_model_parallel_size=4",
-    )
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="its changes")
     parser.add_argument("--pp", type=whole_number, metavar="P", help="pipeline-parallel size")
-    parser.add_argument(
-        "--vpp",
-        type=whole_number,
-        metavar="V",
-        help="chunks on each rank (default 1, or the schedule's)",
-    )
+    parser.add_argument("--vpp", type=whole_number, metavar="V", help="chunks on each rank")
     parser.add_argument(
         "--group-size", type=whole_number, metavar="G", help="microbatch group size (default P)"
     )
@@ -96,45 +71,28 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "--num-microbatches",
         type=whole_number,
         metavar="M",
-        help="microbatches of the step that is drawn (default 2 G; with CONFIG its largest)",
+        help="of the drawn step (default 2 G; with CONFIG its largest)",
     )
     parser.add_argument(
         "--schedule",
         choices=_Schedules(("auto", *list_schedules())),
         default="auto",
         metavar="NAME|FILE.csv",
-        help=f"{', '.join(list_schedules())}, or a CSV file of actions; default auto: the one "
-        "that Megatron runs, 1f1b or interleaved",
+        help=f"{', '.join(list_schedules())}, or a CSV file of actions; default auto: Megatron's "
+        "own, 1f1b or interleaved",
     )
-    add_costs_argument(parser)
     parser.add_argument(
-        "--compare", action="store_true", help="print a table of all schedules, and recommend one"
+        "--compare", action="store_true", help="compare all schedules, and recommend one"
     )
-    add_bank_arguments(parser)
     add_gpu_memory(parser)
     parser.add_argument("--rank", type=whole_number, metavar="R", help="show this rank only")
     add_json(parser)
-    parser.add_argument(
-        "--svg",
-        type=output_file,
-        metavar="FILE",
-        help="draw the schedule into FILE; - is standard output",
-    )
-    parser.add_argument(
-        "--html",
-        type=output_file,
-        metavar="FILE",
-        help="draw it on a page that zooms; with --compare, all schedules",
-    )
-    parser.add_argument(
-        "--trace",
-        type=output_file,
-        metavar="FILE",
-        help="write the step as a trace for Perfetto or chrome://tracing",
-    )
-    parser.add_argument(
-        "--full", action="store_true", help=f"print the whole grid, not {MAX_PANELS} panels of it"
-    )
+    for option, what in {
+        "--svg": "draw the step",
+        "--html": "draw it on a page that zooms; with --compare, all schedules",
+        "--trace": "write it as a trace for Perfetto",
+    }.items():
+        parser.add_argument(option, type=output_file, metavar="FILE", help=what)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -148,51 +106,41 @@ def run(args: argparse.Namespace) -> int:
     request = request_of(args)
     if args.compare:
         return _compare(args, request)
-    shape = shape_of(request)
+    shape = request.shape()
     ranks = _ranks(request, args.rank)
-    _check_outputs(args, request, shape)
-    wants_grid = bool(_pictures(args)) or request.costs is not None or not prints_json(args)
-    most = _MAX_EXPORTED if args.html or args.trace else _MAX_DRAWN
-    has_grid = wants_grid and too_large(shape, most) is None
-    grid = Grid.of(request.build(), ranks, request.costs) if has_grid else None
-    rows = rows_of(request, shape, ranks, grid)
+    pictures = _checked_pictures(args, request)
+    most = MAX_EXPORTED if args.html or args.trace else MAX_DRAWN
+    wants_grid = (pictures or not prints_json(args)) and too_large(shape, most) is None
+    grid = Grid.of(request.build(), ranks) if wants_grid else None
+    rows = rows_of(request, ranks, grid)
     if grid is not None:
         _write_pictures(args, request, grid, rows)
     if args.json is not None:
-        _write_json(args.json, [as_json(row) for row in rows])
+        content = json.dumps([as_json(row) for row in rows], indent=2)
+        write_output("plan: --json", args.json, f"{content}\n")
     if not prints_json(args):
-        is_printed = too_large(shape) is None
-        _print_all(args, request, shape, rows, grid if is_printed else None)
+        _print_all(request, rows, grid, pictures)
     return exit_code(request, rows)
 
 
 def _compare(args: argparse.Namespace, request: Request) -> int:
-    wrong = {"--rank": args.rank is not None, "--svg": args.svg is not None, "--full": args.full}
-    wrong["--trace"] = args.trace is not None
-    wrong["--schedule"] = args.schedule != "auto" and request.file is None
-    for option in (option for option, is_given in wrong.items() if is_given):
+    from rich.console import Console
+
+    wrong = {"--rank": args.rank, "--svg": args.svg, "--trace": args.trace, "--json": args.json}
+    if args.schedule != "auto" and request.file is None:
+        wrong["--schedule"] = args.schedule
+    for option in (option for option, value in wrong.items() if value is not None):
         raise ConfigError(f"plan: {option} has no effect with --compare; leave it out")
-    check_output("plan: --json", args.json)
     check_output("plan: --html", args.html)
     _ranks(request, None)
     comparison = compare(request)
     if args.html is not None:
-        steps = comparison_steps(request, comparison)
-        page = as_html(steps, title=_title(request), has_costs=request.costs is not None)
+        page = as_html(comparison_steps(comparison), title=_title(request))
         write_output("plan: --html", args.html, page)
-    if args.json is not None:
-        _write_json(args.json, comparison.as_json())
-    if not prints_json(args):
-        from rich.console import Console
-
-        console = Console(file=stream_next_to(args.html), highlight=False)
-        console.print(f"Schedules for {_title(request)}", style="bold", soft_wrap=True)
-        comparison.print(console)
+    console = Console(file=stream_next_to(args.html), highlight=False)
+    console.print(f"Schedules for {_title(request)}", style="bold", soft_wrap=True)
+    comparison.print(console)
     return 0
-
-
-def _write_json(path: Path, content: Sequence[dict[str, object]]) -> None:
-    write_output("plan: --json", path, f"{json.dumps(content, indent=2)}\n")
 
 
 def _ranks(request: Request, rank: int | None) -> Sequence[int]:
@@ -212,28 +160,22 @@ def _title(request: Request) -> str:
     return f"{request.num_ranks} ranks, {request.num_microbatches} microbatches"
 
 
-def _pictures(args: argparse.Namespace) -> dict[str, Path]:
-    """Return the files that the step is drawn into, by option."""
-    paths = {"--svg": args.svg, "--html": args.html, "--trace": args.trace}
-    return {option: path for option, path in paths.items() if path is not None}
-
-
-def _check_outputs(args: argparse.Namespace, request: Request, shape: PipelineShape) -> None:
-    check_output("plan: --json", args.json)
-    pictures = _pictures(args)
-    for option, path in pictures.items():
+def _checked_pictures(args: argparse.Namespace, request: Request) -> dict[str, Path]:
+    """Check all outputs; return the files that the step is drawn into, by option."""
+    paths = {"--json": args.json, "--svg": args.svg, "--html": args.html, "--trace": args.trace}
+    outputs = {option: path for option, path in paths.items() if path is not None}
+    for option, path in outputs.items():
         check_output(f"plan: {option}", path)
-    if request.costs is not None and (problem := too_large(shape)) is not None:
-        raise ConfigError(f"plan: --costs: {problem}")
-    outputs = pictures | ({"--json": args.json} if args.json is not None else {})
-    printed = sorted(option for option, path in outputs.items() if is_stdout(path))
+    printed = [option for option, path in outputs.items() if is_stdout(path)]
     if len(printed) > 1:
         names = " and ".join(printed)
         raise ConfigError(f"plan: {names} cannot both be written to standard output")
-    for option in pictures:
-        most = _MAX_DRAWN if option == "--svg" else _MAX_EXPORTED
-        if (problem := too_large(shape, most)) is not None:
+    outputs.pop("--json", None)
+    for option in outputs:
+        most = MAX_DRAWN if option == "--svg" else MAX_EXPORTED
+        if (problem := too_large(request.shape(), most)) is not None:
             raise ConfigError(f"plan: {option}: {problem}")
+    return outputs
 
 
 def _write_pictures(
@@ -242,34 +184,27 @@ def _write_pictures(
     if args.svg is not None:
         write_output("plan: --svg", args.svg, grid.as_svg())
     if args.html is not None:
-        title = f"{request.schedule}: {_title(request)}"
-        page = as_html([(grid, rows)], title=title, has_costs=request.costs is not None)
+        page = as_html([(grid, rows)], title=f"{request.schedule}: {_title(request)}")
         write_output("plan: --html", args.html, page)
     if args.trace is not None:
         write_output("plan: --trace", args.trace, as_trace(grid))
 
 
 def _print_all(
-    args: argparse.Namespace,
-    request: Request,
-    shape: PipelineShape,
-    rows: Sequence[RankRow],
-    grid: Grid | None,
+    request: Request, rows: Sequence[RankRow], grid: Grid | None, pictures: dict[str, Path]
 ) -> None:
     # Only printed tables need rich.
     from rich.console import Console
 
-    pictures = _pictures(args)
     console = Console(file=stream_next_to(*pictures.values()), highlight=False)
     print_rows(console, request, rows)
     largest = " (the largest of the config)" if request.is_largest_of_many else ""
     count = f"{request.num_microbatches} microbatches{largest}"
-    step_ms = rows[0].step_ms
-    step = "" if step_ms is None else f": {step_ms:.1f} ms"
-    console.print(f"One step of {count}{step}", style="bold", soft_wrap=True)
-    if grid is None:
-        console.print(f"No grid: {too_large(shape)}.", soft_wrap=True)
+    console.print(f"One step of {count}", style="bold", soft_wrap=True)
+    problem = too_large(request.shape())
+    if grid is None or problem is not None:
+        console.print(f"No grid: {problem}.", soft_wrap=True)
     else:
-        grid.print(console, is_full=args.full)
+        grid.print(console)
     for path in pictures.values():
         console.print(f"Drawn in {path}", markup=False, soft_wrap=True)

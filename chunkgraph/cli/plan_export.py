@@ -1,40 +1,132 @@
-"""Export a simulated step as a zoomable page (``--html``) or a Perfetto trace (``--trace``)."""
+"""Draw a simulated step: on the terminal, as SVG, as a zoomable page or as a Perfetto trace."""
 
 from __future__ import annotations
 
 import html
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from chunkgraph.cli.plan_grid import Grid
-from chunkgraph.schedules import Op
+from chunkgraph.schedules import (
+    CostModel,
+    Op,
+    PipelineShape,
+    Schedule,
+    Simulation,
+    draw_svg,
+    simulate,
+    text_panels,
+)
 from chunkgraph.schedules.draw_svg import colour_of
+from chunkgraph.schedules.draw_text import legend
+from chunkgraph.slots import assign_slots
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from chunkgraph.cli.plan_tables import RankRow
 
-__all__ = ["as_html", "as_trace"]
+__all__ = ["MAX_DRAWN", "MAX_EXPORTED", "Grid", "as_html", "as_trace", "too_large"]
 
+MAX_DRAWN = 10_000
+"""Maximum number of actions in a picture."""
+MAX_EXPORTED = 200_000
+"""Maximum number of actions in a page or trace, which zoom."""
+_MAX_PANELS = 16
+"""Maximum number of printed panels (stretches of time)."""
+# A drawing has a row for each of them.
+_MAX_RANKS = 256
+# Named colours: a terminal with few colours would merge finer ones.
+_STYLES = {
+    Op.F: "white on blue",
+    Op.B: "black on green",
+    Op.I: "black on cyan",
+    Op.W: "black on yellow",
+}
 _NAMES = {Op.F: "forward", Op.B: "backward", Op.I: "input gradient", Op.W: "weight gradient"}
-_US_PER_MS = 1000.0
+_US_PER_FORWARD = 1000.0
+_PLACE = re.compile(r"\{\{(\w+)\}\}")
 
 
-def as_html(steps: Sequence[tuple[Grid, Sequence[RankRow]]], *, title: str, has_costs: bool) -> str:
+def too_large(shape: PipelineShape, max_actions: int = MAX_DRAWN) -> str | None:
+    """Explain why a step cannot be simulated and what to do; None if it can."""
+    num_actions = 2 * shape.num_microbatches * shape.num_stages
+    if shape.num_ranks > _MAX_RANKS:
+        return f"the step has {shape.num_ranks} ranks, and at most {_MAX_RANKS} are simulated"
+    if num_actions <= max_actions:
+        return None
+    return (
+        f"the step has {num_actions} forwards and backwards, and at most {max_actions} are "
+        "simulated. Choose fewer microbatches or stages to see how it goes"
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grid:
+    """A simulated step.
+
+    Attributes:
+        simulation: The timeline.
+        slots: Slot of every (stage, microbatch).
+        ranks: Ranks to draw.
+    """
+
+    simulation: Simulation
+    slots: Mapping[tuple[int, int], int]
+    ranks: Sequence[int]
+
+    @classmethod
+    def of(cls, schedule: Schedule, ranks: Sequence[int], costs: CostModel | None = None) -> Grid:
+        """Simulate a schedule; without costs, in forwards of a chunk."""
+        return cls(simulation=simulate(schedule, costs), slots=assign_slots(schedule), ranks=ranks)
+
+    def as_svg(self) -> str:
+        """Draw the whole picture."""
+        return draw_svg(self.simulation, slots=self.slots, ranks=self.ranks)
+
+    def print(self, console: Console) -> None:
+        """Print the whole step, or its beginning."""
+        from rich.text import Text
+
+        panels = text_panels(
+            self.simulation, slots=self.slots, width=console.width, ranks=self.ranks
+        )
+        digits = len(str(max(self.ranks)))
+        for panel in panels[:_MAX_PANELS]:
+            console.print(f"time {panel.start_ms:g} to {panel.end_ms:g}", style="dim")
+            for rank, cells in panel.rows:
+                line = Text(f"rank {rank:>{digits}} |")
+                for cell in cells:
+                    # The gap after an action stays white, so that neighbours do not run together.
+                    text = cell.text.rstrip(" ")
+                    line.append(text, style="" if cell.op is None else _STYLES[cell.op])
+                    line.append(cell.text[len(text) :])
+                line.rstrip()
+                console.print(line, soft_wrap=True)
+            console.print()
+        if (rest := len(panels) - _MAX_PANELS) > 0:
+            console.print(f"... {rest} more panels: --svg FILE draws them")
+        how_to_read = legend(self.simulation.schedule, has_slots=True)
+        console.print(how_to_read, style="dim", soft_wrap=True)
+
+
+def as_html(steps: Sequence[tuple[Grid, Sequence[RankRow]]], *, title: str) -> str:
     """Return one page with the timelines of one or several schedules, one below the other.
 
     Args:
         steps: The simulated steps, each with the plans of its ranks.
         title: Heading of the page.
-        has_costs: Whether times are milliseconds; otherwise they count forwards.
     """
     schedules = [_schedule(grid, rows) for grid, rows in steps]
     has_memory = all(rows[0].memory is not None for _, rows in steps)
-    data = {"has_costs": has_costs, "has_memory": has_memory, "schedules": schedules}
+    data = json.dumps({"has_memory": has_memory, "schedules": schedules}, separators=(",", ":"))
+    # Within a script element, "<" can end it or hide its end.
+    values = {"title": html.escape(title), "data": data.replace("<", "\\u003c")}
     page = resources.files("chunkgraph.cli").joinpath("plan_page.html").read_text("utf-8")
-    text = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
-    return page.replace("{{title}}", html.escape(title)).replace("{{data}}", text)
+    return _PLACE.sub(lambda place: values[place[1]], page)
 
 
 def as_trace(grid: Grid) -> str:
@@ -47,8 +139,8 @@ def as_trace(grid: Grid) -> str:
         name = {"name": f"rank {rank}"}
         events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": name})
         num_in_use = 0
-        for op, microbatch, chunk, slot, start_ms, end_ms in _actions(grid, rank):
-            times = {"ts": start_ms * _US_PER_MS, "dur": (end_ms - start_ms) * _US_PER_MS}
+        for op, microbatch, chunk, slot, start, end in _actions(grid, rank):
+            start_us, end_us = start * _US_PER_FORWARD, end * _US_PER_FORWARD
             events.append(
                 {
                     "ph": "X",
@@ -56,17 +148,17 @@ def as_trace(grid: Grid) -> str:
                     "cat": _NAMES[Op(op)],
                     "pid": 0,
                     "tid": rank,
-                    **times,
+                    "ts": start_us,
+                    "dur": end_us - start_us,
                     "args": {"microbatch": microbatch, "chunk": chunk, "slot": slot},
                 }
             )
             counter = {"ph": "C", "name": f"slots in use, rank {rank}", "pid": 0}
             if Op(op) is Op.F:
                 num_in_use += 1
-                events.append({**counter, "ts": times["ts"], "args": {"slots": num_in_use}})
+                events.append({**counter, "ts": start_us, "args": {"slots": num_in_use}})
             elif Op(op).ends_lifetime:
                 num_in_use -= 1
-                end_us = end_ms * _US_PER_MS
                 events.append({**counter, "ts": end_us, "args": {"slots": num_in_use}})
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n"
 

@@ -1,21 +1,41 @@
-"""Report memory in ``chunkgraph plan``: a table, and whether it fits on a GPU."""
+"""Estimate the memory of a plan: the model's sizes, a table, and whether it fits on a GPU."""
 
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from chunkgraph._text import format_bytes, shown
-from chunkgraph.slots import MemoryEstimate, ModelSizes, SlotPlan, estimate_memory
+from chunkgraph.slots import (
+    ExpertSizes,
+    LatentSizes,
+    MemoryEstimate,
+    ModelSizes,
+    SlotPlan,
+    estimate_memory,
+)
 
-__all__ = ["MEMORY_HEADINGS", "add_gpu_memory", "fit_lines", "fits", "kept_line", "memory_cells"]
+__all__ = [
+    "MEMORY_HEADINGS",
+    "add_gpu_memory",
+    "fit_lines",
+    "kept_line",
+    "memory_cells",
+    "sizes_of",
+]
 
 MEMORY_HEADINGS = ("Rank", "Weights", "Gradients", "Optimizer", "Slots", "Scratch", "Sum")
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(GiB|GB|MiB|MB)", re.IGNORECASE)
+_SIZE = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*(GiB|GB|MiB|MB)", re.IGNORECASE)
 _UNITS = {"gib": 2**30, "gb": 10**9, "mib": 2**20, "mb": 10**6}
+_ADAM_BYTES = 8
+_MASTER_BYTES = 4
+_DROPLESS_ROOM = 1.2 * 1.5
+"""Graphs have room for 1.2 times the largest load; a new router's is about 1.5 of an even one."""
+_LATENT = ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 _Estimates = Sequence[tuple[SlotPlan, MemoryEstimate]]
 
 
@@ -36,6 +56,81 @@ def _byte_count(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
+def sizes_of(
+    value: Callable[[str], Any],
+    *,
+    seq_length: int,
+    micro_batch_size: int,
+    num_copies: int,
+    is_local: bool,
+) -> ModelSizes:
+    """Return the sizes that the settings describe.
+
+    Args:
+        value: Function that returns a setting by Megatron's name, or None.
+        seq_length: Number of tokens of one sequence on one rank.
+        micro_batch_size: Number of sequences in one microbatch.
+        num_copies: Number of ranks that hold the same weights, including those of context
+            parallelism.
+        is_local: Whether the layers are Megatron's own, which save attention scores.
+    """
+    is_float = value("params_dtype") == "float32"
+    shards = num_copies if value("use_distributed_optimizer") else 1
+    granularity, parts = value("recompute_granularity"), value("recompute_modules") or ()
+    by_layer = value("recompute_method") == "block"
+    num_recomputed = value("recompute_num_layers") if granularity == "full" else None
+    return ModelSizes(
+        num_layers=value("num_layers"),
+        hidden_size=value("hidden_size"),
+        ffn_hidden_size=value("ffn_hidden_size"),
+        num_attention_heads=value("num_attention_heads"),
+        seq_length=seq_length,
+        micro_batch_size=micro_batch_size,
+        vocab_size=value("vocab_size"),
+        num_query_groups=value("num_query_groups"),
+        head_size=value("kv_channels"),
+        latent=_latent(value),
+        experts=_experts(value, shards),
+        bytes_per_element=4 if is_float else 2,
+        optimizer_bytes_per_parameter=_ADAM_BYTES + (0 if is_float else _MASTER_BYTES),
+        num_optimizer_shards=shards,
+        tensor_parallel_size=value("tensor_model_parallel_size"),
+        has_sequence_parallel=bool(value("sequence_parallel")),
+        has_flash_attention=not is_local or (granularity == "selective" and "core_attn" in parts),
+        has_gated_mlp=bool(value("swiglu")),
+        has_tied_embeddings=not value("untie_embeddings_and_output_weights"),
+        recompute_group_size=1 if by_layer and num_recomputed else num_recomputed,
+        num_recomputed_layers=num_recomputed if by_layer else None,
+    )
+
+
+def _latent(value: Callable[[str], Any]) -> LatentSizes | None:
+    if not value("multi_latent_attention"):
+        return None
+    sizes = {name: size for name in _LATENT if (size := value(name)) is not None}
+    return LatentSizes(q_lora_rank=value("q_lora_rank"), **sizes)
+
+
+def _experts(value: Callable[[str], Any], num_shards: int) -> ExpertSizes | None:
+    num_experts = value("num_moe_experts")
+    if not num_experts:
+        return None
+    num_ranks = value("expert_model_parallel_size") or 1
+    num_copies = num_shards * value("tensor_model_parallel_size") // num_ranks
+    num_local, top_k = -(-num_experts // num_ranks), value("moe_router_topk") or 1
+    factor = value("moe_expert_capacity_factor") or value("moe_expert_rank_capacity_factor")
+    room_for_all = num_ranks * min(top_k, num_local) / top_k
+    return ExpertSizes(
+        num_experts=num_experts,
+        num_local_experts=num_local,
+        top_k=top_k,
+        ffn_hidden_size=value("moe_ffn_hidden_size") or value("ffn_hidden_size"),
+        shared_ffn_hidden_size=value("moe_shared_expert_intermediate_size") or 0,
+        num_optimizer_shards=max(1, num_copies) if num_shards > 1 else 1,
+        room=factor or min(_DROPLESS_ROOM, room_for_all),
+    )
+
+
 def memory_cells(plan: SlotPlan, memory: MemoryEstimate) -> list[str]:
     """Return a rank's row of the table."""
     sizes = (
@@ -47,11 +142,6 @@ def memory_cells(plan: SlotPlan, memory: MemoryEstimate) -> list[str]:
         memory.total_bytes,
     )
     return [str(plan.rank), *map(format_bytes, sizes)]
-
-
-def fits(estimates: _Estimates, gpu_bytes: int) -> bool:
-    """Return whether every rank's sum fits in the memory of a GPU."""
-    return all(memory.total_bytes <= gpu_bytes for _, memory in estimates)
 
 
 def kept_line(estimates: _Estimates) -> str:
@@ -67,15 +157,29 @@ def kept_line(estimates: _Estimates) -> str:
 
 
 def fit_lines(
-    estimates: _Estimates, model: ModelSizes, gpu_bytes: int, *, shared_slots: bool
+    estimates: _Estimates,
+    model: ModelSizes,
+    gpu_bytes: int,
+    *,
+    shared_slots: bool,
+    is_complete: bool,
 ) -> Iterator[str]:
-    """Yield whether the largest rank fits and, if it does not, what lowers its memory."""
+    """Yield whether the largest rank fits and, if it does not, what lowers its memory.
+
+    Args:
+        estimates: Plan and memory of each rank.
+        model: Sizes of the model.
+        gpu_bytes: Memory of a GPU.
+        shared_slots: Whether the chunks of a rank share slots.
+        is_complete: Whether the estimate leaves out no part of the model.
+    """
     plan, memory = max(estimates, key=lambda one: one[1].total_bytes)
     size, total = format_bytes(gpu_bytes), format_bytes(memory.total_bytes)
-    if fits(estimates, gpu_bytes):
+    if memory.total_bytes <= gpu_bytes:
         left = format_bytes(gpu_bytes - memory.total_bytes)
+        verdict = "Fits" if is_complete else "What is estimated fits"
         yield (
-            f"Fits in {size}: rank {plan.rank} needs {total}. {left} are left for CUDA, NCCL, "
+            f"{verdict} in {size}: rank {plan.rank} needs {total}. {left} are left for CUDA, NCCL, "
             "workspaces and fragmentation, which are not estimated."
         )
         return
@@ -91,18 +195,16 @@ def _alternatives(
 ) -> Iterator[tuple[str, MemoryEstimate]]:
     if not shared_slots:
         yield "shared_slots=true", estimate_memory(plan, model, shared_slots=True)
-    half = model.micro_batch_size // 2
+    half = max(model.micro_batch_size // 2, 1)
+    tensor_ranks = 2 * model.tensor_parallel_size
     changes = {
-        "recompute_granularity=full": replace(
-            model, recompute_group_size=1, num_recomputed_layers=None
-        ),
-        "use_distributed_optimizer, 8 copies": replace(model, num_optimizer_shards=8),
-        f"micro_batch_size={half}": replace(model, micro_batch_size=max(half, 1)),
-        f"tensor_model_parallel_size={2 * model.tensor_parallel_size}": replace(
-            model, tensor_parallel_size=2 * model.tensor_parallel_size
-        ),
+        "recompute_granularity=full": {"recompute_group_size": 1, "num_recomputed_layers": None},
+        "use_distributed_optimizer, 8 copies": {"num_optimizer_shards": 8},
+        f"micro_batch_size={half}": {"micro_batch_size": half},
+        f"tensor_model_parallel_size={tensor_ranks}": {"tensor_parallel_size": tensor_ranks},
     }
     if model.num_optimizer_shards > 1:
         del changes["use_distributed_optimizer, 8 copies"]
-    for name, changed in changes.items():
+    for name, change in changes.items():
+        changed: ModelSizes = replace(model, **change)  # type: ignore[arg-type]
         yield name, estimate_memory(plan, changed, shared_slots=shared_slots)

@@ -5,23 +5,22 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from chunkgraph._text import shown
-from chunkgraph.cli.plan_banks import banks_of, rows_of_a_rank, seq_counts_of
-from chunkgraph.cli.plan_costs import costs_of
-from chunkgraph.cli.plan_model import sizes_of, value_of_config
+from chunkgraph.cli.plan_memory import sizes_of
 from chunkgraph.errors import ConfigError
 from chunkgraph.schedules import (
-    CostModel,
+    PipelineShape,
     Placement,
     Schedule,
     build_schedule,
+    check_step,
     get_family,
     megatron_schedule_name,
 )
 from chunkgraph.settings.pipeline import FILE_SUFFIX, read_matching_schedule, read_schedule
-from chunkgraph.slots import BankSizes, ModelSizes
+from chunkgraph.slots import ModelSizes, SlotPlan, plan_schedule, plan_slots
 
 if TYPE_CHECKING:
     from chunkgraph.settings import Config
@@ -37,19 +36,17 @@ class Request:
 
     Attributes:
         schedule: Name of the schedule, or its CSV file.
-        file: The schedule of the file; None for a name.
         num_ranks: Pipeline-parallel size.
         num_chunks: Model chunks on each rank.
         group_size: Microbatch group size; None for the default.
         num_microbatches: Number of microbatches of the drawn step.
-        costs: Costs of one action on one chunk; None if not measured.
+        file: The schedule of the file; None for a name.
         model: Sizes for the memory estimate; None without a config.
         is_largest_of_many: Whether the config also has steps of fewer microbatches.
         shared_slots: Whether the chunks of a rank share slots.
-        banks: Banks for the memory estimate.
-        seq_counts: Numbers of packed sequences that are captured.
         gpu_bytes: Memory of a GPU for comparison, or None.
-        notes: Notes on what the plan omits or assumes.
+        omissions: What the memory estimate leaves out.
+        notes: Further notes on the plan.
         is_for_megatron: Whether the pipeline is one of Megatron's.
     """
 
@@ -58,21 +55,38 @@ class Request:
     num_chunks: int
     group_size: int | None
     num_microbatches: int
-    costs: CostModel | None
+    file: Schedule | None = None
     model: ModelSizes | None = None
     is_largest_of_many: bool = False
     shared_slots: bool = False
-    banks: tuple[BankSizes, ...] = ()
-    seq_counts: tuple[int, ...] = ()
     gpu_bytes: int | None = None
+    omissions: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     is_for_megatron: bool = False
-    file: Schedule | None = None
 
     @property
     def placement(self) -> Placement:
         """Return the placement of the stages."""
         return (get_family(self.schedule) if self.file is None else self.file).placement
+
+    @property
+    def is_bounded(self) -> bool:
+        """Return whether the slots hold for any number of microbatches."""
+        return self.file is None and get_family(self.schedule).is_bounded
+
+    def shape(self) -> PipelineShape:
+        """Return the shape of the step.
+
+        Raises:
+            TopologyError: The sizes do not form a pipeline.
+        """
+        if self.file is not None:
+            return PipelineShape(
+                num_ranks=self.num_ranks,
+                num_microbatches=self.num_microbatches,
+                num_chunks=self.num_chunks,
+            )
+        return check_step(self.schedule, **self._sizes())
 
     def build(self) -> Schedule:
         """Build the schedule of the step.
@@ -80,15 +94,28 @@ class Request:
         Raises:
             TopologyError: The sizes do not form a pipeline.
         """
+        return self.file or build_schedule(self.schedule, **self._sizes())
+
+    def plan(self, rank: int) -> SlotPlan:
+        """Plan the slots of a rank."""
         if self.file is not None:
-            return self.file
-        return build_schedule(
-            self.schedule,
-            num_ranks=self.num_ranks,
-            num_microbatches=self.num_microbatches,
-            num_chunks=self.num_chunks,
-            group_size=self.group_size,
+            return plan_schedule(self.file, rank)
+        return plan_slots(
+            self.num_ranks,
+            self.num_chunks,
+            self.group_size,
+            rank=rank,
+            schedule=self.schedule,
+            max_num_microbatches=None if self.is_bounded else self.num_microbatches,
         )
+
+    def _sizes(self) -> dict[str, Any]:
+        return {
+            "num_ranks": self.num_ranks,
+            "num_microbatches": self.num_microbatches,
+            "num_chunks": self.num_chunks,
+            "group_size": self.group_size,
+        }
 
 
 def request_of(args: argparse.Namespace) -> Request:
@@ -107,8 +134,6 @@ def request_of(args: argparse.Namespace) -> Request:
             f"plan: {shown(args.config)} is a schedule, not a CONFIG; put --schedule before it"
         )
     if args.config is None:
-        if args.cuda_graph_cp_sizes or args.cuda_graph_max_packed_tokens is not None:
-            raise ConfigError("plan: banks need a CONFIG: their memory depends on its model")
         if args.gpu_memory is not None:
             raise ConfigError("plan: --gpu-memory needs a CONFIG: the memory depends on its model")
         file = read_schedule(args.schedule)
@@ -142,7 +167,6 @@ def _from_file(args: argparse.Namespace, file: Schedule) -> Request:
         num_chunks=file.num_chunks,
         group_size=None,
         num_microbatches=file.num_microbatches,
-        costs=costs_of(args.costs),
         file=file,
     )
 
@@ -160,58 +184,67 @@ def _from_flags(args: argparse.Namespace) -> Request:
         num_chunks=num_chunks,
         group_size=args.group_size,
         num_microbatches=default if args.num_microbatches is None else args.num_microbatches,
-        costs=costs_of(args.costs),
     )
 
 
 def _from_config(args: argparse.Namespace, config: Config) -> Request:
-    pipeline, model = config.pipeline, config.model
+    pipeline = config.pipeline
     counts, setting = config.train.num_microbatches, "train.num_microbatches"
     if args.num_microbatches is not None:
         counts, setting = (args.num_microbatches,), "--num-microbatches"
-    num_ranks = pipeline.pipeline_model_parallel_size
-    num_chunks = pipeline.virtual_pipeline_model_parallel_size or 1
-    if model.hybrid_layer_pattern is not None and args.cuda_graph_cp_sizes:
-        raise ConfigError(
-            "plan: --cuda-graph-cp-sizes shows memory, which is not estimated for a hybrid model; "
-            "leave it out, or set model.hybrid_layer_pattern=null"
-        )
-    if model.hybrid_layer_pattern is not None and args.gpu_memory is not None:
+    num_ranks, num_chunks = pipeline.pipeline_model_parallel_size, pipeline.num_model_chunks
+    is_hybrid = config.model.hybrid_layer_pattern is not None
+    if is_hybrid and args.gpu_memory is not None:
         raise ConfigError("plan: --gpu-memory: memory is not estimated for hybrid models")
-    is_local = model.layer_spec == "local" or (
-        model.layer_spec == "auto" and config.device == "cpu"
-    )
     schedule = pipeline.schedule if args.schedule == "auto" else args.schedule
     file = read_matching_schedule(schedule, num_ranks, num_chunks, counts, setting)
-    banks = banks_of(args, config)
     return Request(
         schedule=schedule_name(schedule, num_ranks, num_chunks),
         num_ranks=num_ranks,
         num_chunks=num_chunks,
         group_size=pipeline.microbatch_group_size_per_vp_stage,
         num_microbatches=max(counts),
-        costs=costs_of(args.costs),
+        file=file,
         # The memory of Mamba layers is not estimated; a sum without them would be wrong.
-        model=None
-        if model.hybrid_layer_pattern is not None
-        else sizes_of(
-            value_of_config(config),
-            seq_length=rows_of_a_rank(config, banks),
-            micro_batch_size=config.train.micro_batch_size,
-            num_copies=pipeline.data_parallel_size * pipeline.context_parallel_size,
-            is_local=is_local,
-        ),
+        model=None if is_hybrid else _model(config),
         is_largest_of_many=len(set(counts)) > 1,
         shared_slots=config.capture.shared_slots,
-        banks=banks,
-        seq_counts=seq_counts_of(args, config, banks),
         gpu_bytes=args.gpu_memory,
-        notes=()
-        if model.hybrid_layer_pattern is None
-        else ("Memory is not estimated for hybrid models.",),
+        omissions=("Memory is not estimated for hybrid models.",) if is_hybrid else (),
+        notes=_packed_notes(config),
         is_for_megatron=True,
-        file=file,
     )
+
+
+def _model(config: Config) -> ModelSizes:
+    model, pipeline = config.model, config.pipeline
+    sections = (model, config.moe, pipeline, config.train)
+    # With context_parallel_sizes, the rows are already those of a rank.
+    ranks = pipeline.context_parallel_size
+    return sizes_of(
+        lambda name: next((getattr(s, name) for s in sections if hasattr(s, name)), None),
+        seq_length=-(-config.tokens_per_sequence // ranks),
+        micro_batch_size=config.train.micro_batch_size,
+        num_copies=pipeline.data_parallel_size * ranks,
+        is_local=model.layer_spec == "local"
+        or (model.layer_spec == "auto" and config.device == "cpu"),
+    )
+
+
+def _packed_notes(config: Config) -> tuple[str, ...]:
+    """Count the graphs of each slot for the sizes that packed microbatches may have."""
+    from chunkgraph.settings import resolved
+
+    packing = resolved(config).packing
+    counts = {
+        "context-parallel sizes": len(packing.captured_context_parallel_sizes),
+        "lengths": len({*packing.buckets} - {1}) + 1,
+        "numbers of sequences": len({packing.max_packed_seqs, *(packing.seq_buckets or ())}),
+    }
+    parts = [f"{count} {name}" for name, count in counts.items() if count > 1]
+    if not parts:
+        return ()
+    return (f"For each of {' x '.join(parts)} there is a set of these graphs, in the same slots.",)
 
 
 def schedule_name(requested: str, num_ranks: int, num_chunks: int) -> str:

@@ -1,4 +1,4 @@
-"""Format the plan of each rank as tables and as JSON."""
+"""Plan each rank of a request, and print the plans as tables or JSON."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from chunkgraph.cli.plan_banks import BANK_HEADINGS, bank_rows
-from chunkgraph.cli.plan_memory import MEMORY_HEADINGS, kept_line, memory_cells
-from chunkgraph.slots import BankEstimate, MemoryEstimate, SlotPlan
+from chunkgraph.cli.plan_export import Grid
+from chunkgraph.cli.plan_memory import MEMORY_HEADINGS, fit_lines, kept_line, memory_cells
+from chunkgraph.cli.plan_request import Request
+from chunkgraph.schedules import get_family
+from chunkgraph.slots import MemoryEstimate, SlotPlan, estimate_memory
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-__all__ = ["RankRow", "as_json", "print_tables", "table"]
+__all__ = ["RankRow", "as_json", "exit_code", "print_rows", "rows_of", "table"]
 
 _MAX_RANKS = 256
+"""Maximum number of printed ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,8 +29,32 @@ class RankRow:
     plan: SlotPlan
     bubble_ratio: float
     memory: MemoryEstimate | None
-    step_ms: float | None = None
-    banks: tuple[BankEstimate, ...] = ()
+
+
+def rows_of(request: Request, ranks: Sequence[int], grid: Grid | None = None) -> list[RankRow]:
+    """Plan the ranks; take the bubble ratio from the grid, if there is one.
+
+    Raises:
+        TopologyError: The sizes do not form a pipeline.
+    """
+    if grid is None and request.file is not None:
+        grid = Grid.of(request.file, ranks)  # a file has no closed form
+    shape, model = request.shape(), request.model
+    rows = []
+    for rank in ranks:
+        plan = request.plan(rank)
+        ratio = (
+            get_family(request.schedule).bubble_ratio(shape)
+            if grid is None
+            else grid.simulation.bubble_ratio(rank)
+        )
+        memory = (
+            None
+            if model is None
+            else estimate_memory(plan, model, shared_slots=request.shared_slots)
+        )
+        rows.append(RankRow(plan=plan, bubble_ratio=ratio, memory=memory))
+    return rows
 
 
 def as_json(row: RankRow) -> dict[str, object]:
@@ -39,16 +66,20 @@ def as_json(row: RankRow) -> dict[str, object]:
         "num_graphs": plan.num_graphs,
         "peak_in_flight": plan.peak_in_flight,
         "bubble_ratio": round(row.bubble_ratio, 6),
-        **({} if row.step_ms is None else {"step_ms": row.step_ms}),
         **({} if row.memory is None else asdict(row.memory)),
-        **({"banks": [asdict(bank) for bank in row.banks]} if row.banks else {}),
     }
 
 
-def print_tables(console: Console, rows: Sequence[RankRow]) -> None:
-    """Print slots and, with a model, memory, also by bank; of the first ranks if there are many."""
-    num_left_out = len(rows) - _MAX_RANKS
-    rows = rows[:_MAX_RANKS]
+def print_rows(console: Console, request: Request, rows: Sequence[RankRow]) -> None:
+    """Print slots and memory, and whether they fit on the GPU."""
+    if request.file is not None:
+        holds = f"steps of {request.num_microbatches} microbatches"
+    elif request.is_bounded:
+        holds = "any legal number of microbatches"
+    else:
+        holds = f"up to {request.num_microbatches} microbatches"
+    console.print(f"{request.schedule}: slots for {holds}", style="bold", soft_wrap=True)
+    shown = rows[:_MAX_RANKS]
     planned = [
         [
             str(row.plan.rank),
@@ -57,21 +88,39 @@ def print_tables(console: Console, rows: Sequence[RankRow]) -> None:
             str(row.plan.peak_in_flight),
             f"{row.bubble_ratio:.1%}",
         ]
-        for row in rows
+        for row in shown
     ]
     headings = ("Rank", "Slots per chunk", "Graphs", "Peak in flight", "Bubble ratio")
     console.print(table(headings, planned))
     estimates = [(row.plan, row.memory) for row in rows if row.memory is not None]
     if estimates:
         console.print("Memory, estimated from the model's sizes", style="bold")
-        console.print(table(MEMORY_HEADINGS, [memory_cells(*one) for one in estimates]))
+        cells = [memory_cells(*one) for one in estimates[:_MAX_RANKS]]
+        console.print(table(MEMORY_HEADINGS, cells))
         console.print(kept_line(estimates))
-    banks = [cells for row in rows for cells in bank_rows(row.plan.rank, row.banks)]
-    if banks:
-        console.print("Banks, largest first; their variants of a slot share memory", style="bold")
-        console.print(table(BANK_HEADINGS, banks))
-    if num_left_out > 0:
-        console.print(f"... {num_left_out} more ranks: --json prints all, --rank R one of them")
+    if len(rows) > len(shown):
+        rest = len(rows) - len(shown)
+        console.print(f"... {rest} more ranks: --json prints all, --rank R one of them")
+    for note in (*request.omissions, *request.notes):
+        console.print(note, soft_wrap=True, markup=False)
+    if request.gpu_bytes is not None and request.model is not None:
+        first, *others = fit_lines(
+            estimates,
+            request.model,
+            request.gpu_bytes,
+            shared_slots=request.shared_slots,
+            is_complete=not request.omissions,
+        )
+        style = "bold red" if exit_code(request, rows) else "bold green"
+        console.print(first, style=style, soft_wrap=True)
+        for line in others:
+            console.print(line, soft_wrap=True)
+
+
+def exit_code(request: Request, rows: Sequence[RankRow]) -> int:
+    """Return 1 if a rank does not fit on the GPU, otherwise 0."""
+    most = max((row.memory.total_bytes for row in rows if row.memory is not None), default=0)
+    return int(request.gpu_bytes is not None and most > request.gpu_bytes)
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
@@ -81,7 +130,8 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in headings:
-        table.add_column(heading, justify="right")
+        # What has no blanks must not be cut.
+        table.add_column(heading, justify="right", no_wrap=" " not in heading)
     for row in rows:
         table.add_row(*row)
     return table

@@ -18,7 +18,7 @@ from pathlib import Path
 from chunkgraph._text import REPORT_WIDTH, did_you_mean
 from chunkgraph.errors import ConfigError
 from chunkgraph.launch.config_flags import merge_flags
-from chunkgraph.launch.flags import FLAGS, check_flag_values
+from chunkgraph.launch.flags import FLAGS, Flag, check_flag_values
 from chunkgraph.settings import Config, load_config
 
 __all__ = [
@@ -49,21 +49,39 @@ process; otherwise chunkgraph starts its processes on this machine.
 
 
 def _describe_flags() -> str:
-    """List the flags, each with its values and the first sentence of its help."""
-    lines = []
+    """List the flags with the first sentence of their help, and below them those that need them."""
+    lines: list[str] = []
     for flag in FLAGS:
-        values = f"{{{','.join(flag.choices)}}}" if flag.choices else "N"
-        lines.append(f"  {flag.name} {values}{' ...' if flag.setting.is_list else ''}")
+        if _needed(flag) is not flag:
+            continue
         sentence = re.split(r"(?<=[.;]) ", flag.setting.help)[0].rstrip(".;")
-        lines += textwrap.wrap(
-            sentence,
-            REPORT_WIDTH,
-            initial_indent=" " * 6,
-            subsequent_indent=" " * 6,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
+        lines += [f"  {_with_values(flag)}", *_wrapped(sentence)]
+        others = [other for other in FLAGS if other is not flag and _needed(other) is flag]
+        if further := [_with_values(other) for other in others]:
+            lines += _wrapped(f"With it: {', '.join(further)}")
     return "\n".join(lines)
+
+
+def _needed(flag: Flag) -> Flag:
+    """Return the flag without which this one has no effect, or itself."""
+    needed = next((other for other in FLAGS if other.path == flag.setting.needs), None)
+    return flag if needed is None else _needed(needed)
+
+
+def _with_values(flag: Flag) -> str:
+    values = f"{{{','.join(flag.choices)}}}" if flag.choices else "N"
+    return f"{flag.name} {values}{' ...' if flag.setting.is_list else ''}"
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(
+        text,
+        REPORT_WIDTH,
+        initial_indent=" " * 6,
+        subsequent_indent=" " * 6,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 DESCRIPTION = _DESCRIPTION.replace("{flags}", _describe_flags())
@@ -126,8 +144,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--config",
         metavar="FILE",
         type=Path,
-        help="YAML file as in configs/; its sections model, pipeline, moe, capture, packing "
-        "and stash become flags, unless the command line sets them",
+        help="YAML file as in configs/; its settings become flags, unless the command line sets "
+        "them",
     )
     parser.add_argument(
         "--nproc-per-node",

@@ -25,19 +25,17 @@ from chunkgraph.packing.fallback import (
     fits,
     padding_waste,
 )
-from chunkgraph.packing.json_value import ValueKind
-from chunkgraph.packing.lengths import DocumentLengths, ReadOptions, read_lengths
+from chunkgraph.packing.lengths import DocumentLengths, read_lengths
 from chunkgraph.packing.megatron_index import read_megatron_index
 from chunkgraph.packing.microbatches import (
-    LongDocuments,
     MicrobatchSizes,
-    fit_long_documents,
     pack_in_order,
+    quantile,
     sizes_of,
 )
 from chunkgraph.packing.offsets import check_offsets
 from chunkgraph.packing.pack import PackedSequences, pack
-from chunkgraph.packing.recommend import Recommendation, quantile, recommend
+from chunkgraph.packing.recommend import Recommendation, recommend
 from chunkgraph.packing.shape import (
     OverflowReason,
     PackedShape,
@@ -53,23 +51,19 @@ __all__ = [
     "ContextScheduler",
     "DocumentLengths",
     "ForcedSizes",
-    "LongDocuments",
     "MicrobatchSizes",
     "OverflowReason",
     "PackedSequences",
     "PackedShape",
     "RandomSizes",
-    "ReadOptions",
     "Recommendation",
     "ShapeOutcome",
     "SmallestSizes",
-    "ValueKind",
     "allowed_misfits",
     "bucket_multiple",
     "check_offsets",
     "evaluate",
     "fallback_share",
-    "fit_long_documents",
     "fits",
     "pack",
     "pack_in_order",

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkgraph.errors import PackingError
 from chunkgraph.packing.offsets import check_lengths
 from chunkgraph.packing.shape import PackedShape
 
-__all__ = ["LongDocuments", "MicrobatchSizes", "fit_long_documents", "pack_in_order", "sizes_of"]
+__all__ = ["MicrobatchSizes", "pack_in_order", "quantile", "sizes_of"]
 
 _BLOCK = 1 << 16
-
-
-class LongDocuments(enum.Enum):
-    """The treatment of documents that are longer than a microbatch."""
-
-    TRUNCATE = "truncate"
-    SPLIT = "split"
-    KEEP = "keep"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -41,37 +30,12 @@ class MicrobatchSizes:
         return len(self.num_documents)
 
 
-def fit_long_documents(
-    lengths: NDArray[np.int64], limit: int, policy: LongDocuments
-) -> NDArray[np.int64]:
-    """Return the lengths after truncating, splitting or keeping documents above ``limit`` tokens.
-
-    Raises:
-        PackingError: there is no memory for so many parts.
-    """
-    if policy is LongDocuments.KEEP:
-        return lengths
-    if policy is LongDocuments.TRUNCATE:
-        return np.minimum(lengths, limit)
-    num_parts = -(-lengths // limit)
-    total = int(num_parts.sum())
-    try:
-        parts = np.full(total, limit, dtype=np.int64)
-    except MemoryError:
-        msg = (
-            f"Splitting documents into parts of at most {limit} tokens makes {total} parts, for "
-            "which there is no memory. Allow longer parts, or truncate or keep long documents."
-        )
-        raise PackingError(msg) from None
-    parts[np.cumsum(num_parts) - 1] = lengths - (num_parts - 1) * limit
-    return parts
+def quantile(values: NDArray[np.int64], q: float) -> int:
+    """Return the smallest value that at least a share ``q`` of the values does not exceed."""
+    return int(np.quantile(values, q, method="inverted_cdf"))
 
 
-def pack_in_order(
-    lengths: NDArray[np.int64],
-    shape: PackedShape,
-    progress: Callable[[int, int], None] | None = None,
-) -> NDArray[np.int64]:
+def pack_in_order(lengths: NDArray[np.int64], shape: PackedShape) -> NDArray[np.int64]:
     """Fill microbatches with documents in order; each ends before the first that has no room.
 
     Only the shape's tokens limit a microbatch, not its sequences, as in a data path without
@@ -80,7 +44,6 @@ def pack_in_order(
     Args:
         lengths: tokens of each document, int64 [documents].
         shape: the capacity in tokens, and the context parallelism that pads documents.
-        progress: called with the number of documents done and the total.
 
     Returns:
         The end of each microbatch, int64 [microbatches], as the number of documents up to there.
@@ -101,8 +64,6 @@ def pack_in_order(
         while place < begin + len(block):
             place = following[place - begin]
             ends.append(place)
-        if progress is not None:
-            progress(begin + len(block), len(rows))
     return np.array(ends, dtype=np.int64)
 
 

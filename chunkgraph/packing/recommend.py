@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from chunkgraph.packing.fallback import ShapeOutcome, allowed_misfits, evaluate, fits
-from chunkgraph.packing.microbatches import MicrobatchSizes
+from chunkgraph.packing.microbatches import MicrobatchSizes, quantile
+from chunkgraph.packing.seq_counts import largest_count_with_same_launch
 from chunkgraph.packing.shape import PackedShape
 
-__all__ = ["Recommendation", "quantile", "recommend"]
+__all__ = ["Recommendation", "recommend"]
 
 _QUANTILES = (0.5, 0.9, 0.99)
 # Token capacities are rounded up to this fraction of the largest; finer ones hardly differ.
@@ -33,44 +33,45 @@ class Recommendation:
     """Misfits that the target allows; 0 if one misfit among so few microbatches exceeds it."""
 
 
-def quantile(values: NDArray[np.int64], q: float) -> int:
-    """Return the smallest value that at least a share ``q`` of the values does not exceed."""
-    return int(np.quantile(values, q, method="inverted_cdf"))
-
-
 def recommend(
     sizes: MicrobatchSizes,
     capacity: PackedShape,
     *,
     microbatches_per_step: int,
     target: float,
-    extra_seqs: Sequence[int] = (),
 ) -> Recommendation:
     """Evaluate shapes up to a capacity, and choose one.
 
     The candidates of a token capacity are powers of two and the fewest sequences that meet the
     target. The best is chosen among the fewest of each capacity: the least padding wins; within
-    one percentage point the fewest sequences; then the fewest tokens.
+    one percentage point the fewest sequences; then the fewest tokens. Its N is raised as far as
+    attention's kernels take no longer.
 
     Args:
         sizes: the dataset's microbatches.
         capacity: the largest token capacity, and the context-parallel size; its N is not used.
         microbatches_per_step: microbatches of a step on all data-parallel ranks together.
         target: the largest acceptable share of eager steps, 0 to 1.
-        extra_seqs: further values of N to evaluate.
     """
     budget = allowed_misfits(target, len(sizes), microbatches_per_step)
     shapes = {
         replace(shape, max_packed_seqs=num_seqs)
         for shape in _token_candidates(sizes, capacity)
-        for num_seqs in _sequence_candidates(sizes, shape, budget, extra_seqs)
+        for num_seqs in _sequence_candidates(sizes, shape, budget)
     }
-    outcomes = tuple(
-        evaluate(sizes, shape, microbatches_per_step)
-        for shape in sorted(shapes, key=lambda s: (s.max_packed_tokens, s.max_packed_seqs))
+    outcomes = {shape: evaluate(sizes, shape, microbatches_per_step) for shape in shapes}
+    best = _best(o for o in _sorted(outcomes.values()) if o.fallback_share <= target)
+    if best is not None:
+        num_seqs = largest_count_with_same_launch(best.shape)
+        shape = replace(best.shape, max_packed_seqs=num_seqs)
+        best = outcomes.setdefault(shape, evaluate(sizes, shape, microbatches_per_step))
+    return Recommendation(
+        outcomes=tuple(_sorted(outcomes.values())), best=best, num_allowed_misfits=budget
     )
-    best = _best(outcome for outcome in outcomes if outcome.fallback_share <= target)
-    return Recommendation(outcomes=outcomes, best=best, num_allowed_misfits=budget)
+
+
+def _sorted(outcomes: Iterable[ShapeOutcome]) -> list[ShapeOutcome]:
+    return sorted(outcomes, key=lambda o: (o.shape.max_packed_tokens, o.shape.max_packed_seqs))
 
 
 def _token_candidates(sizes: MicrobatchSizes, capacity: PackedShape) -> list[PackedShape]:
@@ -90,10 +91,8 @@ def _token_candidates(sizes: MicrobatchSizes, capacity: PackedShape) -> list[Pac
     ]
 
 
-def _sequence_candidates(
-    sizes: MicrobatchSizes, roomy: PackedShape, budget: int, extra_seqs: Sequence[int]
-) -> set[int]:
-    candidates = set(extra_seqs)
+def _sequence_candidates(sizes: MicrobatchSizes, roomy: PackedShape, budget: int) -> set[int]:
+    candidates = set()
     median = quantile(sizes.num_documents, 0.5)
     size = 2
     while size < 2 * roomy.max_packed_seqs:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from chunkgraph.packing.microbatches import MicrobatchSizes
-from chunkgraph.packing.recommend import quantile
+from chunkgraph.packing.microbatches import MicrobatchSizes, quantile
 from chunkgraph.packing.shape import PackedShape
 
 __all__ = [

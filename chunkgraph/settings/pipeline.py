@@ -33,6 +33,7 @@ __all__ = [
 
 FILE_SUFFIX = ".csv"
 """Distinguishes a schedule's file from a name."""
+_MAX_FILE_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,13 +142,19 @@ def read_schedule(name: str) -> Schedule | None:
     """
     if not name.endswith(FILE_SUFFIX):
         return None
+    path = Path(name)
     try:
-        text = Path(name).read_text(encoding="utf-8")
+        size = path.stat().st_size
+        # A device never ends, and a pipe without a writer never begins.
+        why = "" if path.is_file() else "it is not a regular file"
+        why = f"it is larger than {_MAX_FILE_BYTES} bytes" if size > _MAX_FILE_BYTES else why
+        text = "" if why else path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        why = (error.strerror or "") if isinstance(error, OSError) else "it is not UTF-8 text"
+    if why:
         raise ConfigError(
             f"{name}: cannot read the schedule: {why}. Pass a CSV file with a row for each rank."
-        ) from None
+        )
     schedule = Schedule.from_csv(text, name=name)
     validate(schedule)
     return schedule

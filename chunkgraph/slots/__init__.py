@@ -5,7 +5,6 @@ Needs no torch.
 
 from __future__ import annotations
 
-from .bank_memory import BankEstimate, BankSizes, estimate_banks
 from .estimate import MemoryEstimate, estimate_memory
 from .lifetime import InFlight, Lifetime, assign_slots, in_flight, lifetimes
 from .machine import SlotMachine, SlotState
@@ -13,8 +12,6 @@ from .model_sizes import ExpertSizes, LatentSizes, ModelSizes
 from .plan import SlotPlan, plan_all_ranks, plan_schedule, plan_slots
 
 __all__ = [
-    "BankEstimate",
-    "BankSizes",
     "ExpertSizes",
     "InFlight",
     "LatentSizes",
@@ -25,7 +22,6 @@ __all__ = [
     "SlotPlan",
     "SlotState",
     "assign_slots",
-    "estimate_banks",
     "estimate_memory",
     "in_flight",
     "lifetimes",

@@ -65,7 +65,7 @@ def test_help_and_version() -> None:
     ("arguments", "message"),
     [
         ([], "required: COMMAND"),
-        (["fly"], "invalid choice: 'fly'"),
+        (["plan"], "for example: chunkgraph plan --pp 4"),
         (["train"], "required: CONFIG"),
         (["train", CONFIG, "--fast"], "unrecognized arguments: --fast"),
         (["train", CONFIG, "--debug", "stray"], "unrecognized arguments: stray"),

@@ -14,8 +14,7 @@ import pytest
 
 from chunkgraph.cli.__main__ import main
 from chunkgraph.cli.launch_plan import request_of_arguments
-from chunkgraph.cli.plan_rows import plan_of, rows_of, shape_of
-from chunkgraph.cli.plan_tables import as_json
+from chunkgraph.cli.plan_tables import as_json, rows_of
 from chunkgraph.errors import ConfigError
 from chunkgraph.launch.flags import GraphFlags
 from chunkgraph.schedules import build_schedule
@@ -74,7 +73,7 @@ def test_arguments_become_sizes() -> None:
     request = request_of_arguments(arguments(), GraphFlags(), gpu_bytes=80)
     assert (request.schedule, request.num_ranks, request.num_chunks) == ("1f1b", 2, 1)
     assert request.num_microbatches == 64
-    assert (request.gpu_bytes, request.notes) == (80, ())
+    assert (request.gpu_bytes, request.omissions, request.notes) == (80, (), ())
     model = request.model
     assert model is not None
     assert model.num_query_groups == 8
@@ -101,8 +100,8 @@ def test_a_schedule_file_is_planned_and_compared_with_the_arguments(tmp_path: Pa
     flags = GraphFlags(schedule=str(path))
     request = request_of_arguments(arguments(), flags)
     named = request_of_arguments(arguments(), GraphFlags(schedule="zb-h1"))
-    assert [plan_of(request, rank).slots_per_chunk for rank in (0, 1)] == [(2,), (2,)]
-    rows = [rows_of(one, shape_of(one), range(2)) for one in (request, named)]
+    assert [request.plan(rank).slots_per_chunk for rank in (0, 1)] == [(2,), (2,)]
+    rows = [rows_of(one, range(2)) for one in (request, named)]
     assert [as_json(row) for row in rows[0]] == [as_json(row) for row in rows[1]]
     with pytest.raises(ConfigError, match=r"but a step has 32\. Change --global-batch-size"):
         request_of_arguments(arguments(global_batch_size=64), flags)
@@ -115,13 +114,15 @@ def test_what_memory_leaves_out_is_a_note() -> None:
     request = request_of_arguments(arguments(**changes), GraphFlags())
     assert request.model is not None
     assert request.model.num_layers == 62
-    assert [text.split(",")[0].split(";")[0] for text in request.notes] == [
-        "Memory counts 31 layers in every chunk",
+    assert request.notes[0].startswith("Memory counts 31 layers in every chunk; 61 layers are not")
+    assert [text.split(",")[0] for text in request.omissions] == [
         "Memory leaves out embedding and output layer",
         "Memory leaves out the layers of multi-token prediction.",
     ]
-    hybrid = request_of_arguments(arguments(hybrid_layer_pattern="M*"), GraphFlags(), gpu_bytes=1)
-    assert (hybrid.model, hybrid.gpu_bytes) == (None, None)
+    hybrid = arguments(hybrid_layer_pattern="M*")
+    assert request_of_arguments(hybrid, GraphFlags()).model is None
+    with pytest.raises(ConfigError, match="memory is not estimated for hybrid models"):
+        request_of_arguments(hybrid, GraphFlags(), gpu_bytes=1)
 
 
 def test_gpu_memory_needs_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,7 +147,7 @@ def plan(run_script: Callable[..., tuple[list[int], str]]) -> Callable[..., tupl
 def test_a_command_line_is_planned_without_a_gpu(plan: Callable[..., tuple[int, str]]) -> None:
     code, out = plan("--nproc-per-node", "64", "--gpu-memory", "80GiB", str(SCRIPT), *MIXTRAL)
     assert code == 0, out
-    assert "on 64 process(es) (data 16, pipeline 4, expert 8)" in out
+    assert "on 64 processes (data 16, pipeline 4, expert 8): all flags are compatible" in out
     assert "interleaved: slots for any legal number of microbatches" in out
     assert " 8 4 " in out  # rank 0
     assert "Fits in 80.0 GiB" in out

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import socket
 import stat
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -188,40 +186,3 @@ def test_names_of_no_file_are_usage_errors() -> None:
     }.items():
         with pytest.raises(Exception, match=problem):
             output_file(name)
-
-
-def chunkgraph(tmp_path: Path, *arguments: str, stdout: int) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "chunkgraph.cli", *arguments],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        stdout=stdout,
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-
-
-@needs_full
-@pytest.mark.parametrize(
-    ("options", "where"),
-    [((), "reading or writing"), (("--json", "-"), "plan: --json -: cannot be written")],
-)
-def test_full_standard_output_is_one_line(
-    tmp_path: Path, options: tuple[str, ...], where: str
-) -> None:
-    with FULL.open("w") as full:
-        done = chunkgraph(tmp_path, "plan", "--pp", "2", *options, stdout=full.fileno())
-    assert done.returncode == 1
-    assert done.stderr.startswith(f"error: {where}: No space left on device")
-    assert done.stderr.count("\n") == 1
-
-
-def test_a_picture_alone_is_on_standard_output(tmp_path: Path) -> None:
-    done = chunkgraph(tmp_path, "plan", "--pp", "2", "--svg", "-", stdout=subprocess.PIPE)
-    assert done.returncode == 0
-    assert done.stdout.startswith("<svg")
-    assert done.stdout.endswith("</svg>\n")
-    assert "slots for any legal number" in done.stderr
-    assert json.dumps(list(tmp_path.iterdir())) == "[]"

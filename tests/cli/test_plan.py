@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-import argparse
 import json
+import os
 import re
 import subprocess
 import sys
@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from plan_config import CONFIG
 
-from chunkgraph.cli import plan
 from chunkgraph.cli.__main__ import main
 from chunkgraph.errors import ConfigError, TopologyError
 from chunkgraph.schedules import build_schedule, list_schedules
@@ -54,18 +53,19 @@ def test_memory_is_of_the_rows_of_a_rank(run, tmp_path):
         CONFIG.rstrip("}\n") + ", micro_batch_size: 1}\npacking: {max_packed_seqs: 4}\n"
     )
 
-    def memory(*overrides, flags=()):
-        return json.loads(run(path, *overrides, "--json", "-", *flags))[0]
+    def memory(*overrides):
+        return json.loads(run(path, *overrides, "--json", "-"))[0]
 
     longer, shared = "packing.max_packed_tokens=128", "pipeline.context_parallel_size=2"
-    whole = memory("model.seq_length=128")
-    assert memory(longer) == whole != memory()
+    assert memory(longer) == memory("model.seq_length=128") != memory()
     assert memory(longer, shared) == memory("model.seq_length=64")
     assert memory("model.seq_length=128", shared) == memory("model.seq_length=64")
-    (bank, _) = memory(longer, shared, "packing.buckets=[0.5]")["banks"]
-    assert bank["slot_bytes"] == memory(longer, shared)["slot_bytes"]
-    of_flag = memory(flags=("--cuda-graph-cp-sizes", 1, 2, "--cuda-graph-max-packed-tokens", 128))
-    assert of_flag["slot_bytes"] == of_flag["banks"][0]["slot_bytes"] == whole["slot_bytes"]
+    # Shorter rows share the slots.
+    assert memory(longer, shared, "packing.buckets=[0.5]") == memory(longer, shared)
+    note = "For each of 2 lengths x 2 numbers of sequences there is a set of these graphs"
+    out = run(path, longer, "packing.buckets=[0.5]", "packing.seq_buckets=[2]")
+    assert note in out
+    assert "set of these graphs" not in run(path, longer)
 
 
 def test_memory_is_compared_with_a_gpu(config, capsys):
@@ -128,8 +128,8 @@ def test_memory_of_hybrid_models_is_not_made_up(run, config):
         set()
     ] * 2
     assert "Memory is not estimated for hybrid models" in run(*hybrid)
-    with pytest.raises(ConfigError, match="not estimated for a hybrid model"):
-        run(*hybrid, "--cuda-graph-cp-sizes", "2")
+    with pytest.raises(ConfigError, match="not estimated for hybrid models"):
+        run(*hybrid, "--gpu-memory", "80GiB")
 
 
 def test_table_and_grid(run, config):
@@ -148,12 +148,10 @@ def test_grid_of_one_rank(run):
     assert "rank 0 |" not in out
 
 
-def test_long_grids_are_cut_without_full(run):
-    arguments = ("--pp", 4, "--vpp", 2, "--num-microbatches", 64)
-    assert "more panels: --full prints them" in run(*arguments)
-    full = run(*arguments, "--full")
-    assert "more panels" not in full
-    assert "B63.0/" in full
+def test_long_grids_are_cut(run):
+    out = run("--pp", 4, "--vpp", 2, "--num-microbatches", 64)
+    assert "more panels: --svg FILE draws them" in out
+    assert out.count("time ") == 16
 
 
 def test_gpipe_states_its_limit(run):
@@ -196,32 +194,15 @@ def test_page_holds_the_whole_step(run, config, tmp_path):
         run(config, "--num-microbatches", 100_000, "--html", path)
 
 
-def test_page_compares_schedules(run, tmp_path):
-    path = tmp_path / "plan.html"
-    run("--pp", 4, "--num-microbatches", 8, "--compare", "--html", path)
-    data = page_data(path.read_text())
-    steps = {schedule["name"]: schedule["makespan"] for schedule in data["schedules"]}
-    assert set(steps) == set(list_schedules())
-    assert not data["has_memory"]
-    assert steps["interleaved"] < steps["1f1b"] == 33.0
-
-
 def test_trace_is_chromes(run, tmp_path):
     path = tmp_path / "trace.json"
-    run("--pp", 2, "--num-microbatches", 2, "--costs", "F=1,B=2", "--trace", path)
+    run("--pp", 2, "--num-microbatches", 2, "--trace", path)
     events = json.loads(path.read_text())["traceEvents"]
     boxes = [(e["tid"], e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
     assert boxes[:2] == [(0, "F0", 0.0, 1000.0), (0, "F1", 1000.0, 1000.0)]
     assert len(boxes) == 8
     in_use = [e["args"]["slots"] for e in events if e["ph"] == "C" and "rank 0" in e["name"]]
     assert in_use == [1, 2, 1, 0]
-
-
-def test_json_goes_to_a_file_next_to_the_report(run, tmp_path):
-    path = tmp_path / "plan.json"
-    out = run("--pp", 2, "--json", path)
-    assert json.loads(path.read_text()) == json.loads(run("--pp", 2, "--json", "-"))
-    assert out == run("--pp", 2)
 
 
 def test_svg_is_written_whole(run, tmp_path):
@@ -281,17 +262,6 @@ def test_impossible_sizes(run, arguments):
         run(*arguments)
 
 
-def test_the_help_fits_a_terminal_and_describes_json(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    parser = argparse.ArgumentParser()
-    plan.add_parser(parser.add_subparsers())
-    with pytest.raises(SystemExit):
-        parser.parse_args(["plan", "--help"])
-    out = capsys.readouterr().out
-    assert "--json prints a list with one object per rank" in out
-    assert max(map(len, out.splitlines())) <= 80
-
-
 def test_command_without_torch(config):
     """The whole command, with torch made impossible to import."""
     code = (
@@ -311,80 +281,6 @@ def test_command_without_torch(config):
     )
     assert done.returncode == 0, done.stderr
     assert "slots for any legal number of microbatches" in done.stdout
-
-
-def test_ctrl_c_while_a_command_is_imported(monkeypatch, capsys):
-    def interrupted(_name):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("chunkgraph.cli.__main__.import_module", interrupted)
-    assert main(["plan", "--pp", "2"]) == 130
-    assert capsys.readouterr().err.startswith("interrupted: ")
-
-
-def test_usage_error_exits_with_2():
-    done = subprocess.run(
-        [sys.executable, "-m", "chunkgraph.cli.__main__", "plan"],
-        cwd=REPOSITORY,
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 2
-    assert "for example: chunkgraph plan --pp 4" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_memory_by_bank(run, config, tmp_path):
-    flags = ("--cuda-graph-cp-sizes", 1, 4, 2, "--cuda-graph-max-packed-tokens", 16)
-    rows = json.loads(run(config, "--json", "-", *flags))
-    assert [[b["context_parallel_size"] for b in row["banks"]] for row in rows] == [[4, 2, 1]] * 2
-    assert {b["tokens_per_rank"] for row in rows for b in row["banks"]} == {16}
-    first, *others = rows[0]["banks"]
-    assert first["added_bytes"] > 10 * sum(bank["added_bytes"] for bank in others) > 0
-    printed = run(config, *flags)
-    assert "Banks, largest first; their variants of a slot share memory" in printed
-    assert "banks" not in json.loads(run(config, "--json", "-"))[0]
-    # Length buckets are banks too: fractions of the tokens, or numbers of tokens.
-    buckets = tmp_path / "buckets.yaml"
-    more = ", micro_batch_size: 1}\npacking: {max_packed_seqs: 4, buckets: [0.5, 8]}\n"
-    buckets.write_text(CONFIG.rstrip("}\n") + more)
-    (row, _) = json.loads(run(buckets, "--json", "-"))
-    assert [b["tokens_per_rank"] for b in row["banks"]] == [32, 16, 8]
-    assert [b["added_bytes"] for b in row["banks"][1:]] == [0, 0]
-    assert "packed sequences" not in run(buckets)
-    line = "For 4, 3, 2 packed sequences: 3 times as many graphs, in the same memory"
-    assert line in run(buckets, "packing.seq_buckets=[2,3]")
-    # The shortest bank decides about the default.
-    longer = ("packing.max_packed_seqs=100", "model.seq_length=1028")
-    assert "For 100, 32 packed sequences: 2 times as many" in run(buckets, *longer)
-    assert "packed sequences" not in run(buckets, *longer, "packing.buckets=[1026]")
-    shared = (*longer, "packing.buckets=[1026]", "pipeline.context_parallel_size=2")
-    assert "For 100, 32 packed sequences" in run(buckets, *shared)
-    # Rounded up as in a run: to the documents' padding, over all ranks together.
-    padded = ("packing.pad_seq_to_mult=8", "packing.buckets=[0.3,20]")
-    (row, _) = json.loads(run(buckets, *padded, "--json", "-"))
-    assert [b["tokens_per_rank"] for b in row["banks"]] == [32, 24, 16]
-    on_ranks = ("pipeline.context_parallel_size=2", "packing.buckets=[0.3,20]")
-    (row, _) = json.loads(run(buckets, *on_ranks, "--json", "-"))
-    assert [b["tokens_per_rank"] for b in row["banks"]] == [16, 10, 6]
-    # So are the context-parallel sizes of the file.
-    sizes = tmp_path / "sizes.yaml"
-    more = ", micro_batch_size: 1}\n"
-    more += "packing: {max_packed_seqs: 4, context_parallel_sizes: [1, 4]}\n"
-    sizes.write_text(CONFIG.rstrip("}\n") + more)
-    banks = json.loads(run(sizes, "pipeline.data_parallel_size=4", "--json", "-"))[0]["banks"]
-    assert [b["context_parallel_size"] for b in banks] == [4, 1]
-    assert {b["tokens_per_rank"] for b in banks} == {32}
-    # Whether there are graphs for fewer sequences by default depends on a rank's rows.
-    many = ("pipeline.data_parallel_size=4", "packing.max_packed_seqs=100", "model.seq_length=1028")
-    assert "packed sequences" not in run(sizes, *many)
-    limited = (*many, "--cuda-graph-max-packed-tokens", 1024)
-    assert "For 100, 32 packed sequences: 2 times as many" in run(sizes, *limited)
-    few = (*many[:2], "model.seq_length=1024")
-    assert "For 100, 32 packed" in run(sizes, *few)
-    assert "packed sequences" not in run(sizes, *few, "--cuda-graph-max-packed-tokens", 1026)
 
 
 def test_the_schedule_of_a_configuration_is_planned(run, config, tmp_path):
@@ -411,29 +307,75 @@ def test_a_file_is_planned_with_its_own_sizes(run, tmp_path):
     assert "mine.csv: slots for steps of 4 microbatches" in out
     assert "I/W: input/weight grad" in out
     named = ("--pp", 2, "--schedule", "zb-v", "--num-microbatches", 4)
-    for costs in ((), ("--costs", "F=1,I=2,W=1")):
-        rows = json.loads(run("--schedule", path, "--json", *costs))
-        assert rows == json.loads(run(*named, "--json", *costs))
+    assert json.loads(run("--schedule", path, "--json")) == json.loads(run(*named, "--json"))
     (row,) = json.loads(run("--schedule", path, "--rank", 1, "--json"))
     assert (row["slots_per_chunk"], row["num_graphs"]) == ([3, 2], 3 * 5)
 
 
-@pytest.mark.parametrize("costs", [(), ("--costs", "F=1,I=2,W=1")])
-def test_a_file_is_compared_with_the_schedules_by_name(run, config, tmp_path, costs):
+def compared(out):
+    """Return the cells of each schedule in a printed comparison."""
+    lines = (line.split() for line in out.splitlines() if "%" in line)
+    return {name.rstrip("*"): cells for name, *cells in lines}
+
+
+def test_schedules_are_compared(run, config, tmp_path):
+    out = run("--pp", 4, "--num-microbatches", 8, "--compare")
+    cells = compared(out)
+    assert set(cells) == set(list_schedules())
+    assert cells["1f1b"] == ["1", "27.3%", "33.0", "1.000", "4"]
+    assert cells["interleaved"] == ["2", "15.8%", "28.5", "0.864", "6"]
+    assert "Recommended: zb-v, 0.773 times 1f1b's step time and 1.12 times its peak" in out
+    assert "* Runs in Megatron; the best of these is interleaved-zb." in out
+    # With a config only what Megatron runs is recommended, and memory has a column.
+    out = run(config, "train.num_microbatches=[4]", "--compare")
+    assert "Recommended: interleaved-zb, " in out
+    assert out.count("iB") == len(list_schedules())
+    assert max(len(line) for line in out.splitlines() if "Recommended" not in line) <= 80
+
+
+def test_table_and_page_agree(run, tmp_path):
+    page = tmp_path / "plan.html"
+    sizes = ("--pp", 4, "--num-microbatches", 9, "--group-size", 4)
+    cells = compared(run(*sizes, "--compare", "--html", page))
+    schedules = page_data(page.read_text())["schedules"]
+    assert {one["name"] for one in schedules} == set(cells)
+    for one in schedules:
+        bubble, step = cells[one["name"]][1:3]
+        assert (f"{one['bubble_ratio']:.1%}", f"{one['makespan']:.1f}") == (bubble, step)
+
+
+def test_a_file_is_compared_with_the_schedules_by_name(run, config, tmp_path):
     path = csv_of(tmp_path, "interleaved-zb", num_ranks=2, num_chunks=2, num_microbatches=4)
-    arguments = (config, "train.num_microbatches=[4]", "--compare", "--schedule", path, *costs)
-    *named, own = json.loads(run(*arguments, "--json"))
-    (same,) = (row for row in named if row["schedule"] == "interleaved-zb")
-    assert own.pop("schedule") == str(path)
-    different = ("schedule", "is_recommended", "step_ms")
-    assert own == {**own, **{key: same[key] for key in same if key not in different}}
-    assert own["step_ms"] == pytest.approx(same["step_ms"])
+    arguments = (config, "train.num_microbatches=[4]", "--compare", "--schedule", path)
     out = run(*arguments)
     assert " mine.csv* " in out
-    assert max(map(len, out.splitlines())) <= 80
+    cells = compared(out)
+    assert cells["mine.csv"] == cells["interleaved-zb"]
     page = tmp_path / "plan.html"
     run(*arguments, "--html", page)
     assert [one["name"] for one in page_data(page.read_text())["schedules"]][-1] == str(path)
+
+
+@pytest.mark.parametrize("option", [("--json",), ("--rank", "1"), ("--schedule", "zb-h1")])
+def test_options_without_effect_on_a_comparison_are_refused(run, option):
+    with pytest.raises(ConfigError, match=f"{option[0]} has no effect with --compare"):
+        run("--pp", 4, "--compare", *option)
+
+
+@pytest.mark.parametrize(
+    "name", ["{{data}}<img src=x onerror=alert(1)>.csv", "<!--<script>.csv", "</script>.csv"]
+)
+def test_no_name_of_a_file_is_markup_in_a_page(run, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    folder = Path(name).parent
+    folder.mkdir(parents=True, exist_ok=True)
+    csv_of(tmp_path, "1f1b", num_ranks=2, num_microbatches=2).rename(name)
+    run("--schedule", name, "--html", "plan.html")
+    text = Path("plan.html").read_text()
+    assert page_data(text)["schedules"][0]["name"] == name
+    (head, rest) = text.split('type="application/json">')
+    assert "<img" not in head
+    assert "<" not in rest[: rest.index("</script>")]
 
 
 @pytest.mark.parametrize(
@@ -455,6 +397,9 @@ def test_a_file_is_compared_with_the_schedules_by_name(run, config, tmp_path, co
         (("--schedule", "words.csv"), "schedule 'words.csv', row 2, cell 2: 'forward' is not an"),
         (("--schedule", "deadlock.csv"), "schedule 'deadlock.csv', rank 1, position 0: deadlock"),
         (("--schedule", "empty.csv"), "schedule 'empty.csv' is empty"),
+        (("--schedule", "large.csv"), "large.csv: cannot read the schedule: it is larger than 83"),
+        (("--schedule", "pipe.csv"), "pipe.csv: cannot read the schedule: it is not a regular"),
+        (("--schedule", "zero.csv"), "zero.csv: cannot read the schedule: it is not a regular"),
     ],
 )
 @pytest.mark.usefixtures("config")
@@ -465,36 +410,8 @@ def test_a_file_that_cannot_be_planned_is_named(tmp_path, monkeypatch, capsys, a
     Path("deadlock.csv").write_text("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n")
     Path("empty.csv").write_text("")
     Path("bytes.csv").write_bytes(b"\xff")
+    Path("large.csv").write_text("0F0," * 2**22)
+    os.mkfifo("pipe.csv")
+    Path("zero.csv").symlink_to("/dev/zero")
     assert main(["plan", *arguments]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_banks_that_cannot_be_planned(run, config):
-    for arguments, message in (
-        (("--pp", 2, "--cuda-graph-cp-sizes", 2), "banks need a CONFIG"),
-        ((config, "--cuda-graph-max-packed-tokens", 8), "needs --cuda-graph-cp-sizes"),
-        ((config, "--cuda-graph-cp-sizes", 3), "3 is not a power of two"),
-        (
-            (config, "--cuda-graph-cp-sizes", 1, 2, "--cuda-graph-max-packed-tokens", 0),
-            "0 tokens per rank",
-        ),
-        (
-            (config, "--cuda-graph-cp-sizes", 1, 2, "--cuda-graph-max-packed-tokens", 7),
-            "--cuda-graph-max-packed-tokens 7 is odd",
-        ),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            run(*arguments)
-
-
-def test_json_goes_to_standard_output_and_never_over_a_configuration(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = tmp_path / "run.yaml"
-    config.write_text(CONFIG, encoding="utf-8")
-    assert main(["plan", str(config), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)
-    with pytest.raises(SystemExit):
-        main(["plan", "--json", str(config)])
-    assert "Put it before --json" in capsys.readouterr().err
-    assert config.read_text(encoding="utf-8") == CONFIG

@@ -29,18 +29,3 @@ def test_captures_and_the_memory_left_are_shown(free_bytes: int | None, note: st
             progress.update(capturing(number, free_bytes))
     lines = [line for line in shown.getvalue().splitlines() if "graph " in line]
     assert lines == [f"chunk graphs: graph 4/8{note}", f"chunk graphs: graph 8/8{note}"]
-
-
-def test_a_terminal_sees_every_graph_in_the_bar() -> None:
-    shown = io.StringIO()
-    config = load_config(CONFIG)
-    console = Console(file=shown, force_terminal=True, width=80)
-    with TrainProgress(config, console) as progress:
-        assert progress._bar is not None
-        progress.update(capturing(3, 5 << 29))
-        task = progress._bar.tasks[0]
-        assert (task.description, task.fields["note"]) == (
-            "chunk graphs: graph 3/8",
-            "2.5 GiB left",
-        )
-        assert task.completed == 0

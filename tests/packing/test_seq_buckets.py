@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from chunkgraph.packing.seq_counts import default_seq_buckets
+from chunkgraph.packing import MicrobatchSizes, PackedShape, sizes_of
+from chunkgraph.packing.seq_counts import default_seq_buckets, recommended_seq_buckets
 from chunkgraph.settings import config_from_mapping, resolved
 
 
@@ -88,3 +90,40 @@ def test_what_a_run_has(
         }
     )
     assert resolved(config).packing.seq_buckets == expected
+
+
+def sizes_of_counts(most: int, others: int) -> MicrobatchSizes:
+    """Return 100 microbatches, every twentieth with ``most`` short documents."""
+    counts = np.array([most if i % 20 == 0 else others for i in range(100)])
+    ends = np.cumsum(counts)
+    return sizes_of(np.ones(ends[-1], dtype=np.int64), ends, PackedShape(2, 16384))
+
+
+@pytest.mark.parametrize(
+    ("most", "others", "tokens", "fewer"),
+    [
+        (300, 40, 12032, []),  # the default has graphs for 64
+        (300, 10, 12032, []),  # 64 cost hardly more than 32
+        (99, 12, 4096, [32]),  # there is no default
+        (60, 12, 2432, []),  # all are cheap
+        (99, 60, 4096, []),  # not fewer than half
+        (180, 150, 7296, [0]),  # no microbatch has so few
+        (3199, 1200, 3200, [1536]),
+        (300, 40, 384, []),  # in short rows there are graphs for 32
+        (99, 60, 128, [0]),
+        (30, 12, 128, []),
+    ],
+)
+def test_fewer_sequences_are_recommended_where_the_default_does_not_have_them(
+    most: int, others: int, tokens: int, fewer: list[int]
+) -> None:
+    shape = PackedShape(most + 1, tokens)
+    assert recommended_seq_buckets(sizes_of_counts(most, others), shape) == fewer
+
+
+@pytest.mark.parametrize(("others", "fewest"), [(40, []), (20, [32 - 7])])
+def test_dummies_of_a_limit_on_documents_count(others: int, fewest: list[int]) -> None:
+    """Kernels for the default's 64 start as for 128, so graphs are for fewer."""
+    shape = PackedShape(501, 512, max_document_tokens=64)
+    buckets = recommended_seq_buckets(sizes_of_counts(500, others), shape)
+    assert buckets == [*fewest, 64 - 7, 128 - 7]

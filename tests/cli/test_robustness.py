@@ -1,0 +1,203 @@
+"""A wrong command line or file, Ctrl-C, a closed pipe and a full disk end in one message."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from chunkgraph.cli import train
+from chunkgraph.cli.__main__ import main
+
+ROOT = Path(__file__).parents[2]
+CONFIG = (ROOT / "configs" / "cpu" / "gpt_pp2_cpu.yaml").read_bytes()
+FULL = Path("/dev/full")
+
+
+def chunkgraph(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
+    """Run the command as a user does."""
+    return subprocess.run(
+        [sys.executable, "-m", "chunkgraph.cli", *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+        **options,  # type: ignore[call-overload]
+    )
+
+
+@pytest.fixture(autouse=True)
+def _sigterm() -> Iterator[None]:
+    """Restore what the command replaces in this process."""
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, handler)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plna"], "Did you mean 'plan'?"),
+        (["plan", "--schedule", "zbh1"], "Did you mean 'zb-h1'?"),
+        (["launch", "--nproc_per_node", "2", "x.py"], "Did you mean '--nproc-per-node'?"),
+        (["plan", "--pp", "9" * 5000], "is not a whole number"),
+        (["plan", "--pp", str(2**63)], "whole numbers end at 9223372036854775807"),
+        (["plan", "--gpu-memory", "9" * 400 + "GB"], "is not a size; write it as 80GiB"),
+        (["plan", "--svg", "x/"], "x/ is a folder"),
+        (["plan", "--json", "run.yaml"], "Put it before --json"),
+    ],
+)
+def test_a_wrong_flag_is_named_with_the_nearest(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert max(map(len, error.splitlines())) < 2000
+
+
+def test_the_option_after_the_script_is_noticed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "pretrain.py"
+    script.touch()
+    assert main(["launch", str(script), "--plan"]) == 2
+    assert "--plan belongs before the script" in capsys.readouterr().err
+
+
+_LAUGHS = [f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]" for a, b in ("ab", "bc", "cd", "de", "ef")]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"[]",
+        b"\xff\xfe",
+        b"\x00",
+        b"\x7fELF",
+        b"name: \x01",
+        b"[" * 5000,
+        b"{a: " * 5000,
+        b"a: " + b"9" * 5000,
+        b"a: " + b"x" * 300_000,
+        b"x: y\n" * 5000,
+        "\n".join(["a: &a [x, x, x]", *_LAUGHS]).encode(),
+        b"!!python/object/apply:os.getcwd []",
+        CONFIG + b"pipeline: {pipeline_model_parallel_size: 1.5}\n",
+        CONFIG + b"train: !!map [1]\n",
+    ],
+)
+def test_a_wrong_config_is_one_line(
+    content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_bytes(content)
+    started = time.process_time()
+    assert main(["plan", str(path)]) == 2
+    assert time.process_time() - started < 3
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert len(error) < 2000
+
+
+def test_no_changed_config_ends_in_a_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "_train", lambda *_: 0)  # no workers are started
+    path = tmp_path / "config.yaml"
+    words = ("", "~", "-1", "1.5", "1e400", ".nan", "[]", "{}", "x", "[4, 6]", "'", "&a [*a]")
+    for number in range(60):
+        rng = random.Random(number)
+        lines = CONFIG.decode().splitlines()
+        for _ in range(rng.choice((1, 2, 5))):
+            at = rng.randrange(len(lines))
+            lines[at] = f"{lines[at].partition(':')[0]}: {rng.choice(words)}"
+        path.write_text("\n".join(lines))
+        code = main([rng.choice(("plan", "train")), str(path)])
+        error = capsys.readouterr().err
+        assert code in (0, 2), (number, error)
+        assert (error == "") == (code == 0), (number, error)
+        assert "Traceback" not in error, number
+
+
+def test_large_sizes_end_soon(capsys: pytest.CaptureFixture[str]) -> None:
+    started = time.process_time()
+    assert main(["plan", "--pp", "100000", "--json", "-"]) == 2
+    assert main(["plan", "--pp", "1000", "--vpp", "4", "--json", "-"]) == 0
+    assert time.process_time() - started < 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_a_pipe_in_place_of_a_config_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    done = chunkgraph("plan", str(tmp_path / "fifo"))
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+
+
+def test_ctrl_c_while_a_command_is_imported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("chunkgraph.cli.__main__.import_module", interrupted)
+    assert main(["plan", "--pp", "2"]) == 130
+    assert capsys.readouterr().err.startswith("interrupted: ")
+
+
+def test_a_closed_pipe_is_no_error() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = chunkgraph("plan", "--pp", "2", stdout=writer)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
+@pytest.mark.parametrize(
+    ("options", "where"),
+    [((), "reading or writing"), (("--json", "-"), "plan: --json -: cannot be written")],
+)
+def test_a_full_disk_is_one_line(options: tuple[str, ...], where: str) -> None:
+    with FULL.open("w") as full:
+        done = chunkgraph("plan", "--pp", "2", *options, stdout=full)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: {where}: No space left on device")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_picture_alone_is_on_standard_output() -> None:
+    done = chunkgraph("plan", "--pp", "2", "--svg", "-", stdout=subprocess.PIPE)
+    assert done.returncode == 0
+    assert done.stdout.startswith("<svg")
+    assert done.stdout.endswith("</svg>\n")
+    assert "slots for any legal number" in done.stderr
+
+
+def test_a_shell_completes_every_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for argcomplete, which ends the process as the real one does."""
+    parsers = []
+
+    def autocomplete(parser: object) -> None:
+        parsers.append(parser)
+        raise SystemExit(0)
+
+    monkeypatch.setenv("_ARGCOMPLETE", "1")
+    module = SimpleNamespace(autocomplete=autocomplete, __spec__=SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "argcomplete", module)
+    with pytest.raises(SystemExit):
+        main([])
+    assert all(name in parsers[0].format_help() for name in ("plan", "launch", "doctor"))
