@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from chunkgraph.errors import ConfigError
 from chunkgraph.launch.packed_steps import PackedSteps
 from chunkgraph.launch.sft_data import ROWS as ROWS_OF_SAMPLE
 from chunkgraph.launch.spread_documents import SpreadDocuments
@@ -169,19 +168,3 @@ def test_experts_know_which_rows_are_padding(run: Any) -> None:
     assert filler.tolist() == [[True] * 8]
     _, (model,) = run(sample(0, 12))
     assert model.besides == [{}] * len(model.seen)
-
-
-def test_evaluation_is_left_alone(run: Any) -> None:
-    arguments, (model,) = run(sample(0, 4, 12), forward_only=True)
-    assert "contexts" not in arguments
-    assert model.seen[0][1].cu_seqlens_q.tolist() == [0, 4, 12]
-
-
-def test_forward_steps_that_make_other_documents_are_refused(run: Any) -> None:
-    def changes_documents(data: Any, model: nn.Module) -> None:
-        batch = next(data)
-        batch["cu_seqlens"] = torch.tensor([[0, 3, ROWS]], dtype=torch.int32)
-        forward_step(iter([batch]), model)
-
-    with pytest.raises(ConfigError, match=r"rank 3, microbatch 0, chunk 0: .* passed 3 offsets"):
-        run(sample(0, 12), each=changes_documents)

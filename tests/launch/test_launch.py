@@ -24,38 +24,13 @@ pytestmark = [
 ]
 
 MODEL = [
-    "--num-layers",
-    "4",
-    "--hidden-size",
-    "32",
-    "--num-attention-heads",
-    "4",
-    "--seq-length",
-    "16",
-    "--max-position-embeddings",
-    "16",
-    "--position-embedding-type",
-    "rope",
-    "--micro-batch-size",
-    "2",
-    "--tokenizer-type",
-    "NullTokenizer",
-    "--vocab-size",
-    "63",
-    "--mock-data",
-    "--num-workers",
-    "0",
+    *("--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "4"),
+    *("--seq-length", "16", "--max-position-embeddings", "16", "--micro-batch-size", "2"),
+    *("--position-embedding-type", "rope", "--tokenizer-type", "NullTokenizer"),
+    *("--vocab-size", "63", "--mock-data", "--num-workers", "0", "--log-interval", "1"),
     *("--lr", "1e-3", "--lr-decay-style", "constant"),  # otherwise it is 0 from the third step on
-    "--log-interval",
-    "1",
-    "--eval-iters",
-    "1",
-    "--attention-dropout",
-    "0.1",
-    "--hidden-dropout",
-    "0.1",
-    "--pipeline-model-parallel-size",
-    "2",
+    *("--eval-iters", "1", "--attention-dropout", "0.1", "--hidden-dropout", "0.1"),
+    *("--pipeline-model-parallel-size", "2"),
 ]
 # Microbatches of a step: 2, 2, 3, 3, 4, 4 (thresholds in tokens). The loss scale grows after every
 # second good step, until gradients overflow, a step is skipped and it shrinks.
@@ -63,14 +38,8 @@ STEPS = ["--step-batch-size-schedule", "0:4 128:6 320:8", "--train-iters", "6"]
 STEPS += ["--eval-interval", "2"]
 STEPS += ["--fp16", "--initial-loss-scale", "524288", "--hysteresis", "1"]
 STEPS += ["--loss-scale-window", "2"]
-CHUNK = [
-    "--cuda-graph-impl",
-    "local",
-    "--cuda-graph-granularity",
-    "chunk",
-    "--cuda-graph-warmup-steps",
-    "1",
-]
+CHUNK = ["--cuda-graph-impl", "local", "--cuda-graph-granularity", "chunk"]
+CHUNK += ["--cuda-graph-warmup-steps", "1"]
 EIGHT = ["--global-batch-size", "8"]
 
 
@@ -212,6 +181,41 @@ def test_dp2_pp2_vpp2_with_overlaps_and_whole_chunks_equals_eager(jobs: Jobs) ->
         for name in ("capture-seconds", "pool-bytes"):
             before, *after = scalars[f"chunk-graphs/{name}"]
             assert before == 0 < min(after)
+
+
+@pytest.fixture
+def delayed_layers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return flags of layers that delay weight gradients."""
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "support"))
+    return ["--spec", "delayed_layers", "delaying_layer"]
+
+
+@pytest.mark.timeout(360)
+def test_zero_bubble_equals_megatrons_1f1b(jobs: Jobs, delayed_layers: list[str]) -> None:
+    flags = [*delayed_layers, *STEPS]
+    expected = [*jobs.train("zb-eager", *flags), *_evaluations(jobs.output)]
+    assert len({line.split()[2] for line in expected[:6]}) > 1  # loss scales
+    flags += ["--pipeline-schedule", "zb-h1"]
+    assert [*jobs.train("zb-driven", *flags), *_evaluations(jobs.output)] == expected
+    assert "graph replays" not in jobs.output
+    replayed = jobs.train("zb-replayed", *flags, *CHUNK)
+    assert [*replayed, *_evaluations(jobs.output)] == expected
+    # 2 slots in 2 graphs (the first stage has no input gradient).
+    assert "captured 4 graphs, 2 slots on rank 0" in jobs.output
+    assert _replays(jobs.output) == [0, 2, 3, 3, 4, 4]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(360)
+def test_interleaved_zero_bubble_with_overlap_equals_megatrons_interleaved(
+    jobs: Jobs, delayed_layers: list[str]
+) -> None:
+    flags = [*delayed_layers, *EIGHT, "--train-iters", "3", "--eval-interval", "2"]
+    flags += ["--num-virtual-stages-per-pipeline-rank", "2", "--overlap-grad-reduce"]
+    expected = [*jobs.train("izb-eager", *flags), *_evaluations(jobs.output)]
+    flags += ["--pipeline-schedule", "interleaved-zb"]
+    for name, more in {"izb-driven": [], "izb-replayed": CHUNK}.items():
+        assert [*jobs.train(name, *flags, *more), *_evaluations(jobs.output)] == expected
 
 
 def test_experts_that_stash_and_run_steps_again_equal_eager(jobs: Jobs) -> None:

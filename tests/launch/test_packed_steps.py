@@ -442,15 +442,6 @@ def test_forward_steps_that_do_otherwise_are_refused(
         step([batch(4, 12), batch(4, 12)], each=each)
 
 
-def test_reading_on_is_refused(step: Step) -> None:
-    def reads_on(data: Any, model: nn.Module) -> None:
-        forward_step(data, model)
-        next(data)
-
-    with pytest.raises(ConfigError, match="reads more microbatches than the step has"):
-        step([batch(12)], each=reads_on, num_microbatches=1)
-
-
 @pytest.mark.parametrize(
     ("data", "error", "message"),
     [

@@ -83,8 +83,6 @@ def test_a_stage_without_a_graphed_schedule_warns_that_it_trains_eagerly(one_ran
         schedule.step(x, target=x)
 
 
-
-
 def test_evaluation_needs_no_slots(pipeline: Make) -> None:
     module = nn.Linear(4, 4)
     one = pipeline(module, cls=ScheduleGPipe)

@@ -45,11 +45,13 @@ def environment(marked: Any, num_ranks: int = 2) -> dict[str, str]:
     }
 
 
-def launch(marked: Any, *arguments: str, num_ranks: int = 2) -> subprocess.CompletedProcess[str]:
+def launch(
+    marked: Any, *arguments: str, num_ranks: int = 2, **variables: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [SCRIPT, *arguments],
         cwd=marked.folder,
-        env=environment(marked, num_ranks),
+        env={**environment(marked, num_ranks), **variables},
         capture_output=True,
         text=True,
         timeout=90,
@@ -58,45 +60,34 @@ def launch(marked: Any, *arguments: str, num_ranks: int = 2) -> subprocess.Compl
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "variables", "message"),
     [
-        ([], "usage: scripts/launch_local.sh"),
-        (["train"], "'train' is neither a .yaml configuration nor a .py script"),
-        (["none.yaml"], "there is no file 'none.yaml'"),
-        (["none.py", "--flag"], "there is no file 'none.py'"),
-        (["--config", CONFIG], "needs a script after it"),
-        (["--config=x.yaml", "none.py"], "there is no file 'none.py'"),
+        ([], {}, "usage: scripts/launch_local.sh"),
+        (["train"], {}, "'train' is neither a .yaml configuration nor a .py script"),
+        (["none.yaml"], {}, "there is no file 'none.yaml'"),
+        (["none.py", "--flag"], {}, "there is no file 'none.py'"),
+        (["--config", CONFIG], {}, "needs a script after it"),
+        (["--config=x.yaml", "none.py"], {}, "there is no file 'none.py'"),
+        (
+            [CONFIG],
+            {"CHUNKGRAPH_NPROC_PER_NODE": "two"},
+            "CHUNKGRAPH_NPROC_PER_NODE is 'two'; expected a number from 1",
+        ),
+        (
+            [CONFIG],
+            {"CHUNKGRAPH_PYTHON": "no-such-python"},
+            "there is no program 'no-such-python'",
+        ),
     ],
 )
 def test_wrong_usage_ends_with_2_and_starts_nothing(
-    marked: Any, arguments: list[str], message: str
+    marked: Any, arguments: list[str], variables: dict[str, str], message: str
 ) -> None:
-    result = launch(marked, *arguments)
+    result = launch(marked, *arguments, **variables)
     assert result.returncode == 2
     assert message in result.stderr
+    assert all(name in result.stderr for name in variables)
     assert result.stdout == ""
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("CHUNKGRAPH_NPROC_PER_NODE", "two", "'two'; expected a number from 1"),
-        ("CHUNKGRAPH_PYTHON", "no-such-python", "there is no program 'no-such-python'"),
-    ],
-)
-def test_a_wrong_variable_is_named(marked: Any, name: str, value: str, message: str) -> None:
-    result = subprocess.run(
-        [SCRIPT, CONFIG],
-        cwd=marked.folder,
-        env={**environment(marked), name: value},
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
-    assert result.returncode == 2
-    assert name in result.stderr
-    assert message in result.stderr
 
 
 def test_help_names_every_variable_that_is_read(marked: Any) -> None:
