@@ -126,6 +126,8 @@ def test_a_bad_override_is_named_with_the_reason(
     ("override", "error", "parts"),
     [
         ("model.num_layers=6", TopologyError, ["num_layers is 6", "4 stages", "4 or 8"]),
+        ("model.num_layers=3", TopologyError, ["num_layers is 3", "make it 4, or"]),
+        ("model.num_layers=0", ConfigError, ["model.num_layers is 0", "greater than 0"]),
         ("model.hidden_size=66", ConfigError, ["hidden_size is 66", "num_attention_heads=4"]),
         ("model.hidden_size=68", ConfigError, ["rope", "17"]),
         ("model.vocab_size=200", ConfigError, ["vocab_size is 200", "257"]),
@@ -183,6 +185,8 @@ def test_a_bad_override_is_named_with_the_reason(
         ),
         ("model.layer_spec=te", ConfigError, ["'te'", "package.module:function"]),
         ("train.num_microbatches=[4,3]", TopologyError, ["num_microbatches[1] is 3", "2 or 4"]),
+        ("train.num_microbatches=[1]", TopologyError, ["smaller than a microbatch group of 2"]),
+        ("train.num_microbatches=[0]", ConfigError, ["num_microbatches[0] is 0"]),
         ("train.num_microbatches=[]", ConfigError, ["is empty"]),
         (
             "train.overlap_grad_reduce=true",
