@@ -62,7 +62,7 @@ _TORCH_SETTINGS = (
     *("model.num_attention_heads", "model.params_dtype", "model.layer_spec"),
     *("train.num_microbatches", "train.micro_batch_size", "train.seed", "train.lr"),
     *("train.deterministic", "train.compare"),
-    *("capture.num_warmup_steps", "capture.memory_plan", "capture.shared_slots"),
+    *("capture.num_warmup_steps", "capture.shared_slots"),
     *("capture.verify", "capture.num_verify_steps", "capture.on_failure"),
 )
 """Settings and sections that have an effect on torch pipelines."""

@@ -45,7 +45,6 @@ _DESCRIPTION = {
     "DP": ("pipeline", "data_parallel_size", 1),
     "sequence": ("model", "seq_length", None),
     "recompute": ("model", "recompute_granularity", None),
-    "memory plan": ("capture", "memory_plan", "shared_backward"),
     "shared slots": ("capture", "shared_slots", False),
     "gradient fusion": ("train", "gradient_accumulation_fusion", False),
 }

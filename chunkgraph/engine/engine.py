@@ -119,7 +119,7 @@ class ChunkGraphs:
             chunks=self._chunks,
             num_slots=self._num_slots,
             settings=SessionSettings(
-                memory_plan=plan_for_slots(self.options.memory_plan, sum(self._num_slots)),
+                memory_plan=plan_for_slots(sum(self._num_slots)),
                 shared_slots=self.options.shared_slots,
                 num_together=num_together,
                 num_passes=self.num_warmup_passes,

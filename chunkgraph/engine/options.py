@@ -10,7 +10,6 @@ from typing import Literal, TypeGuard, get_args
 
 from chunkgraph._text import did_you_mean, shown
 from chunkgraph.errors import ConfigError
-from chunkgraph.memory import MemoryPlan
 
 __all__ = ["CaptureOptions", "OnCapture", "VerifyMode", "is_whole"]
 
@@ -34,15 +33,12 @@ class CaptureOptions:
         num_warmup_steps: eager training steps before the capture session.
         num_warmup_passes: eager passes over each chunk on the capture stream, in the session.
             None: 1 on a GPU, 0 on the CPU recorder.
-        memory_plan: the pools of the graphs; see `chunkgraph.memory.pools`.
         shared_slots: share the slots between the chunks of a rank: a slot holds one microbatch of
             any chunk. Interleaved schedules have fewer microbatches in flight than the chunks have
             slots in total, so this takes less memory, but every slot has graphs of every chunk.
         memset_kernels: run small memsets inside CUDA graphs as kernels, for which the device waits
-            less, and let graphs contain copies of output gradients and of a single input
-            (`chunkgraph.graphs.memset_nodes`, `chunkgraph.graphs.copy_nodes`), if torch and its
-            CUDA bindings support it. Results stay the same. Ignored if a backend is passed to the
-            engine.
+            less (`chunkgraph.graphs.memset_nodes`), if torch and its CUDA bindings support it.
+            Results stay the same. Ignored if a backend is passed to the engine.
         verify: how to check replays (for debugging; slow; results stay the same). ``poison``: fill
             scratch and freed slots with NaN around every replay. ``shadow``: compare every replay
             bit for bit with an eager pass on the same inputs and random state, which takes the
@@ -59,7 +55,6 @@ class CaptureOptions:
 
     num_warmup_steps: int = 1
     num_warmup_passes: int | None = None
-    memory_plan: MemoryPlan = "shared_backward"
     shared_slots: bool = False
     memset_kernels: bool = field(
         default_factory=lambda: os.environ.get("CHUNKGRAPH_MEMSET_KERNELS", "1") != "0"
@@ -70,7 +65,6 @@ class CaptureOptions:
     on_failure: Literal["raise", "eager"] = "raise"
 
     def __post_init__(self) -> None:
-        self._check_choice("memory_plan", get_args(MemoryPlan))
         self._check_choice("verify", get_args(VerifyMode))
         self._check_choice("on_failure", ("raise", "eager"))
         for name in ("shared_slots", "memset_kernels"):

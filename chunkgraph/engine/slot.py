@@ -15,7 +15,7 @@ from chunkgraph.engine.constant_inputs import LoadedSource
 from chunkgraph.engine.layout import copy_into, duplicate, same_layout
 from chunkgraph.engine.signature import distinct_tensors, unflatten
 from chunkgraph.errors import ReplayMismatchError
-from chunkgraph.graphs import CopyNode, Graph, Pool
+from chunkgraph.graphs import Graph, Pool
 
 __all__ = ["Slot"]
 
@@ -38,12 +38,8 @@ class Slot:
         output_grads: static gradients of ``receiving``; the backward replay reads them.
         has_grad_layouts: whether ``output_grads`` have the strides observed in a warmup step. If
             so, a gradient with other strides is refused, otherwise copied.
-        input_nodes: copies to ``inputs`` with which ``forward_graph`` begins; None where the host
-            starts the copy. Empty: none of them.
-        grad_nodes: copies to ``output_grads`` with which ``backward_graph`` begins; None where the
-            host starts the copy. Empty: none of them.
         input_grads: gradients of ``inputs`` (None where there is none); valid until the next
-            replay of any backward, or of any graph under the plan ``shared_temporaries``.
+            replay of any backward.
         backward_graph: graph of the whole backward, or of the input half of a split one; None for
             a split one if no input takes a gradient.
         weight_graph: graph of the weight half of a split backward; None for a whole one.
@@ -83,8 +79,6 @@ class Slot:
     backward_graph: Graph | None
     weight_graph: Graph | None
     pool: Pool
-    input_nodes: tuple[CopyNode | None, ...] = ()
-    grad_nodes: tuple[CopyNode | None, ...] = ()
     has_grad_layouts: bool = False
     trained: tuple[int, ...] = ()
     guarded: tuple[int, ...] = ()
@@ -116,8 +110,6 @@ class Slot:
         self._places = [(i, t.data_ptr(), t.stride(), t) for i, t in enumerate(self.inputs)]
         self._addresses = {t.data_ptr() for t in self.inputs}
         self._sources: list[LoadedSource | None] = [None] * len(self.inputs)
-        # The input that the forward graph copies; None if it copies none.
-        self._copied_input: int | None = None
         self.has_frozen_outputs = len(self.differentiable) < len(self.output_tensors)
         self._hand_out = tuple(
             (self._hand_over(i, t), t) for i, t in enumerate(self.output_tensors)
@@ -133,10 +125,9 @@ class Slot:
             for g in self.input_grads
             if g is not None
         )
-        nodes = self.grad_nodes or [None] * len(self.output_grads)
         self._grad_places = [
-            (i, static.data_ptr(), static.stride(), copy_into(static), node)
-            for i, static, node in zip(self.receiving, self.output_grads, nodes, strict=True)
+            (i, static.data_ptr(), static.stride(), copy_into(static))
+            for i, static in zip(self.receiving, self.output_grads, strict=True)
         ]
 
     def _hand_over(
@@ -168,7 +159,6 @@ class Slot:
         sources = self._sources
         statics: list[torch.Tensor] = []
         copied: list[torch.Tensor] = []
-        index = 0
         for i, address, stride, static in self._places:
             tensor = tensors[i]
             source = sources[i]
@@ -178,7 +168,6 @@ class Slot:
                 sources[i] = None
             pointer = tensor.data_ptr()
             if pointer != address:
-                index = i
                 # Read a tensor in another static input before that input is written.
                 copied.append(tensor.clone() if pointer in self._addresses else tensor)
                 statics.append(static)
@@ -187,40 +176,10 @@ class Slot:
             elif tensor.stride() != stride:  # a view of what was received
                 copied.append(tensor.clone())
                 statics.append(static)
-        if len(copied) == 1 and self._leave_to_graph(index, tensors, copied[0]):
-            return
-        if self._copied_input is not None:
-            self._copy_in_graph(None)
         if len(copied) == 1:
             statics[0].copy_(copied[0])
         elif copied:  # one launch for all that have one dtype
             torch._foreach_copy_(statics, copied)
-
-    def _leave_to_graph(
-        self, index: int, tensors: Sequence[torch.Tensor], copied: torch.Tensor
-    ) -> bool:
-        """Return whether the forward graph copies input ``index``, the only one to copy."""
-        node = self.input_nodes[index] if self.input_nodes else None
-        if (
-            node is None
-            or copied is not tensors[index]  # a clone, which is freed before the replay
-            or self._sources[index] is not None  # copied once, and not by each replay
-            or copied.stride() != self._places[index][2]
-            or not _is_plain(copied, copied.data_ptr())
-        ):
-            return False
-        if index != self._copied_input:
-            self._copy_in_graph(index)
-        return node.read(copied.data_ptr())
-
-    def _copy_in_graph(self, index: int | None) -> None:
-        """Let the forward graph copy input ``index``, or none, instead of another one."""
-        before = self._copied_input
-        if before is not None:
-            node = self.input_nodes[before]
-            assert node is not None
-            node.read(self._places[before][1])
-        self._copied_input = index
 
     def forget_sources(self) -> None:
         """Load every input again next time: a step ended between a receive and its forward."""
@@ -237,14 +196,12 @@ class Slot:
             num_gradients = sum(grad is not None for grad in grads)
             if num_gradients != len(self.receiving):
                 raise self._other_gradients(grads)
-        for position, address, strides, copy, node in self._grad_places:
+        for position, address, strides, copy in self._grad_places:
             grad = grads[position]
             if grad is None:
                 raise self._other_gradients(grads)
             pointer = grad.data_ptr()
             if grad.stride() == strides:
-                if node is not None and _is_plain(grad, pointer) and node.read(pointer):
-                    continue
                 if pointer != address:
                     copy(grad)
             elif (
@@ -255,8 +212,6 @@ class Slot:
                 copy(grad.clone() if pointer == address else grad)
             else:
                 raise self._other_layout(position, grad.stride(), strides)
-            if node is not None:
-                node.read(address)
 
     def _other_gradients(self, grads: Sequence[torch.Tensor | None]) -> ReplayMismatchError:
         now = [i for i, grad in enumerate(grads) if grad is not None]
@@ -298,14 +253,6 @@ class Slot:
         """Drop the graphs; the buffers go with the slot."""
         for graph in self.graphs:
             graph.release()
-
-
-def _is_plain(tensor: torch.Tensor, pointer: int) -> bool:
-    """Return whether the memory of ``tensor``, at ``pointer``, holds its values.
-
-    That of a lazy negation or conjugation holds others; a tensor of zeros may have none.
-    """
-    return not (tensor.is_neg() or tensor.is_conj() or pointer == 0)
 
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:

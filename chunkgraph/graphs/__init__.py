@@ -2,16 +2,11 @@
 
 from chunkgraph.graphs.addresses import AddressRange, AddressRanges, tensor_at
 from chunkgraph.graphs.allocations import Allocation, AllocationLog, block_bytes
-from chunkgraph.graphs.captured_generator import DrawOffsets
-from chunkgraph.graphs.contract import CopyNode, Graph, GraphBackend, Pool, Router
+from chunkgraph.graphs.contract import Graph, GraphBackend, Pool
 from chunkgraph.graphs.cuda import CUDABackend
-from chunkgraph.graphs.cuda_draws import resumed_generators
-from chunkgraph.graphs.failure import capture_failure
-from chunkgraph.graphs.input_watch import InputWatch
-from chunkgraph.graphs.location import SourceLocation, location_of
+from chunkgraph.graphs.failure import SourceLocation, capture_failure, location_of
+from chunkgraph.graphs.operators import InputWatch, storage_address
 from chunkgraph.graphs.recorder import RecorderBackend, host_call
-from chunkgraph.graphs.recording import storage_address
-from chunkgraph.graphs.temporaries import OperatorTrace, ScratchRouter, watch_operators
 
 __all__ = [
     "AddressRange",
@@ -19,23 +14,16 @@ __all__ = [
     "Allocation",
     "AllocationLog",
     "CUDABackend",
-    "CopyNode",
-    "DrawOffsets",
     "Graph",
     "GraphBackend",
     "InputWatch",
-    "OperatorTrace",
     "Pool",
     "RecorderBackend",
-    "Router",
-    "ScratchRouter",
     "SourceLocation",
     "block_bytes",
     "capture_failure",
     "host_call",
     "location_of",
-    "resumed_generators",
     "storage_address",
     "tensor_at",
-    "watch_operators",
 ]

@@ -11,13 +11,11 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
-from torch._ops import OpOverload
 
-from chunkgraph.graphs.addresses import AddressRange, AddressRanges
+from chunkgraph.graphs.addresses import AddressRanges
 from chunkgraph.graphs.allocations import AllocationLog
-from chunkgraph.graphs.captured_generator import DrawOffsets
 
-__all__ = ["CopyNode", "Graph", "GraphBackend", "Pool", "Router"]
+__all__ = ["Graph", "GraphBackend", "Pool"]
 
 
 class Pool(Protocol):
@@ -57,17 +55,6 @@ class Pool(Protocol):
         """Fill the whole pool with 0xFF bytes (a NaN in every floating dtype), in stream order."""
 
 
-class CopyNode(Protocol):
-    """A copy at the start of each replay, to a fixed place; nothing is copied at first."""
-
-    def read(self, address: int) -> bool:
-        """Copy from ``address`` in all further replays; from the target itself, copy nothing.
-
-        Return False if a graph cannot copy from there; then it copies nothing either.
-        The memory must be in use until the replay is launched, on the stream that used it last.
-        """
-
-
 class Graph(Protocol):
     """A captured callable: every replay does the same work on the same addresses.
 
@@ -76,13 +63,6 @@ class Graph(Protocol):
     """
 
     label: str
-
-    @property
-    def copy_nodes(self) -> Sequence[CopyNode | None]:
-        """Return a copy to each of the capture's ``targets``.
-
-        None where there is no target, or if the graph cannot contain copies.
-        """
 
     def replay(self) -> None:
         """Run the captured work again on the current stream.
@@ -96,15 +76,6 @@ class Graph(Protocol):
 
     def release(self) -> None:
         """Free the graph; a replay afterwards is an error."""
-
-
-class Router(Protocol):
-    """Choose the pool of each operator's results in a capture."""
-
-    scratch: Pool
-
-    def goes_to_scratch(self, func: OpOverload) -> bool:
-        """Return whether ``func``, the next captured operator, allocates from scratch."""
 
 
 class GraphBackend(Protocol):
@@ -123,41 +94,23 @@ class GraphBackend(Protocol):
         """Return a new, empty pool."""
 
     def capture(
-        self,
-        label: str,
-        pool: Pool,
-        generators: Sequence[torch.Generator] = (),
-        router: Router | None = None,
-        *,
-        offsets: DrawOffsets | None = None,
-        resumed: Graph | None = None,
-        targets: Sequence[AddressRange | None] = (),
+        self, label: str, pool: Pool, generators: Sequence[torch.Generator] = ()
     ) -> AbstractContextManager[Graph]:
         """Capture the work inside the ``with`` block; allocations inside come from ``pool``.
 
         The graph can be replayed after the block. The capture does not change external memory that
         the captured work writes (nothing runs, or the bytes are restored), nor the random state.
+        Captured work that sets a random state and then draws is refused.
         Tensors created inside hold undefined values until the first replay.
 
         Args:
             label: Name of the graph in errors.
             pool: Pool of the allocations.
             generators: Random generators, besides the device's default, that the work draws from.
-            router: Sends the results of some operators to another pool.
-            offsets: `measure_draws` of an eager pass over the same work.
-            resumed: Graph whose saved random states the work sets, to draw the same numbers again.
-                It replays before each replay of this graph.
-            targets: Memory outside of all pools to which each replay first copies, from where
-                `Graph.copy_nodes` read.
 
         Raises:
             CaptureError: A graph cannot hold the work; the graph and its allocations are freed.
         """
-
-    def measure_draws(
-        self, generators: Sequence[torch.Generator] = ()
-    ) -> AbstractContextManager[DrawOffsets]:
-        """Measure where an eager pass saves random states, so that graphs can resume them."""
 
     def on_capture_stream(self) -> AbstractContextManager[None]:
         """Run eager work on the stream that captures use (capture warmup)."""

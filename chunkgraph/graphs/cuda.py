@@ -9,36 +9,30 @@ from __future__ import annotations
 import contextlib
 import gc
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
+from torch.utils._python_dispatch import _disable_current_modes
 
 from chunkgraph._collector import collector_paused
 from chunkgraph.errors import CaptureError, ChunkGraphError
-from chunkgraph.graphs.addresses import AddressRange, AddressRanges
-from chunkgraph.graphs.captured_generator import CapturedGenerator, DrawOffsets
-from chunkgraph.graphs.contract import Graph, Pool, Router
-from chunkgraph.graphs.copy_nodes import CopyNodes, CudaCopyNode, warn_of_host_copies
-from chunkgraph.graphs.cuda_allocations import CudaAllocations
-from chunkgraph.graphs.cuda_draws import (
-    CudaGenerator,
-    GraphDraws,
-    Sequences,
-    measured_draws,
-    saving_states,
-)
-from chunkgraph.graphs.cuda_pool import CUDAPool
-from chunkgraph.graphs.failure import capture_failure
+from chunkgraph.graphs.addresses import AddressRanges
+from chunkgraph.graphs.contract import Pool
+from chunkgraph.graphs.cuda_pool import CudaAllocations, CUDAPool
+from chunkgraph.graphs.failure import capture_failure, check_backward
 from chunkgraph.graphs.graph_driver import DamagedGraphError, GraphDriver
 from chunkgraph.graphs.host_constants import HostConstants, HostMemory
-from chunkgraph.graphs.legality import check_backward
 from chunkgraph.graphs.memset_nodes import MemsetKernels
-from chunkgraph.graphs.operator_mode import OperatorMode
-from chunkgraph.graphs.random_state import preserve_states, private_generator
+from chunkgraph.graphs.operators import OperatorMode
+from chunkgraph.graphs.random_state import (
+    CapturedGenerator,
+    patched,
+    preserve_states,
+    private_generator,
+)
 
 __all__ = ["CUDABackend"]
 
@@ -49,68 +43,48 @@ def _graphs_exist() -> bool:
     return any(issubclass(kind, torch.cuda.CUDAGraph) for kind in kinds)
 
 
-@dataclass(frozen=True)
-class GraphChanges:
-    """What a graph is changed with before it is instantiated."""
-
-    memset_kernels: MemsetKernels | None = None
-    copies: CopyNodes | None = None
-
-
-UNCHANGED = GraphChanges()
-
-
 class CUDAGraphHandle:
-    """A captured CUDA graph and the pool that it writes."""
+    """A captured CUDA graph and the pool that it writes.
+
+    Args:
+        label: Name of the graph in errors.
+        pool: Pool that the graph writes.
+        constants: Host memory that the graph copies from, kept while the graph exists.
+        memset_kernels: Replaces small memsets before the graph is instantiated; None keeps them.
+    """
 
     def __init__(
         self,
         label: str,
         pool: CUDAPool,
-        scratch: CUDAPool | None = None,
         constants: HostConstants | None = None,
-        *,
-        draws: GraphDraws,
-        resumed: GraphDraws | None = None,
-        changes: GraphChanges = UNCHANGED,
-        targets: Sequence[AddressRange | None] = (),
+        memset_kernels: MemsetKernels | None = None,
     ) -> None:
         self.label = label
         self.pool = pool
-        self.scratch = scratch
-        self._constants = constants  # keeps the host memory that the graph copies from
-        self.draws = draws
-        self._resumed = resumed
-        self._changes = changes
-        self._targets = targets
-        self.copy_nodes: tuple[CudaCopyNode | None, ...] = (None,) * len(targets)
+        self._constants = constants
+        self._memset_kernels = memset_kernels
         self.graph: torch.cuda.CUDAGraph | None = (
             torch.cuda.CUDAGraph()
-            if changes == UNCHANGED
+            if memset_kernels is None
             else torch.cuda.CUDAGraph(keep_graph=True)
         )
         self.num_memset_kernels = 0
         self.memsets_kept = ""
 
     def finish(self) -> None:
-        """End the capture, replace memsets, add copies and instantiate the graph.
+        """End the capture, replace memsets and instantiate the graph.
 
         If memsets cannot be replaced, the graph keeps them and ``memsets_kept`` holds the reason.
         """
         graph = self.graph
         assert graph is not None
         graph.capture_end()
-        if self._changes == UNCHANGED:
+        if self._memset_kernels is None:
             return
         try:
-            if self._changes.memset_kernels is not None:
-                self._replace_memsets(self._changes.memset_kernels, graph.raw_cuda_graph())
-            if self._changes.copies is not None:
-                self.copy_nodes = self._changes.copies.add(graph.raw_cuda_graph(), self._targets)
+            self._replace_memsets(self._memset_kernels, graph.raw_cuda_graph())
             graph.instantiate()
-            for node in self.copy_nodes:
-                if node is not None:
-                    node.begin(graph.raw_cuda_graph_exec())
         except BaseException:
             self.release()
             raise
@@ -136,66 +110,72 @@ class CUDAGraphHandle:
         if self._constants is not None:
             for tensor in self._constants.outside:
                 tensor.check(self.label)
-        if self._resumed is not None:
-            self._resumed.load()
-        if not self.draws.is_resumed:
-            self.graph.replay()
-            return
-        self.draws.begin_replay()
         self.graph.replay()
-        self.draws.end_replay()
 
     def writes(self) -> AddressRanges:
-        """Return all memory of its pools; a CUDA graph does not expose what its kernels write."""
-        addresses = self.pool.reserved()
-        return addresses if self.scratch is None else addresses | self.scratch.reserved()
+        """Return all memory of its pool; a CUDA graph does not expose what its kernels write."""
+        return self.pool.reserved()
 
     def release(self) -> None:
         """Destroy the graph; its pool is freed with its last graph."""
         if self.graph is not None:
-            for node in self.copy_nodes:
-                if node is not None:
-                    node.end()
             self.graph.reset()
             self.graph = self._constants = None
 
 
 class _CaptureMode(OperatorMode):
-    """Intercept the operators of a capture: choose their pools and handle their host tensors.
+    """Intercept the operators of a capture: refuse some, and handle their host tensors.
 
     Args:
         label: Name of the graph in errors.
-        router: Chooses the pools; None for a single pool.
         memory: Host memory of the constants.
         generator: Replaces the device's default generator.
     """
 
-    def __init__(
-        self,
-        label: str,
-        router: Router | None,
-        memory: HostMemory,
-        generator: CapturedGenerator,
-    ) -> None:
+    def __init__(self, label: str, memory: HostMemory, generator: CapturedGenerator) -> None:
         super().__init__()
-        self.scratch: CUDAPool | None = None
-        if router is not None:
-            assert isinstance(router.scratch, CUDAPool)
-            router.scratch.hold()
-            self.scratch = router.scratch
         self.constants = HostConstants(label, memory)
-        self.generator = generator
+        self._generator = generator
         self._label = label
-        self._router = router
 
     def run_operator(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `OperatorMode`."""
         check_backward(func, args, self._label)
-        self.generator.draw(func, args, kwargs)
-        if self.scratch is None or self._router is None or not self._router.goes_to_scratch(func):
-            return self.constants.run(func, args, kwargs)
-        with self.scratch.serving_this_thread():
-            return self.constants.run(func, args, kwargs)
+        self._generator.draw(func, args, kwargs)
+        return self.constants.run(func, args, kwargs)
+
+
+@contextmanager
+def _states_checked(generator: CapturedGenerator) -> Iterator[None]:
+    """Make `torch.cuda.get_rng_state` and ``set_rng_state`` use ``generator`` in a capture.
+
+    Recomputation calls them in the backward, which runs in a thread of autograd.
+    """
+
+    def getting(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
+            if not torch.cuda.is_current_stream_capturing():
+                return original(*args, **kwargs)
+            # An empty state: code outside of the capture cannot set it.
+            with _disable_current_modes():
+                return generator.marked(torch.empty(0, dtype=torch.uint8))
+
+        return get_rng_state
+
+    def setting(original: Callable[..., None]) -> Callable[..., None]:
+        def set_rng_state(new_state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+            if torch.cuda.is_current_stream_capturing():
+                generator.set_state(new_state)
+            else:
+                original(new_state, *args, **kwargs)
+
+        return set_rng_state
+
+    with (
+        patched(torch.cuda, "get_rng_state", getting),
+        patched(torch.cuda, "set_rng_state", setting),
+    ):
+        yield
 
 
 @contextmanager
@@ -227,9 +207,8 @@ class CUDABackend:
 
     Args:
         device: The device; default the current one.
-        memset_kernels: Whether to change captured graphs: kernels replace small memsets, and
-            graphs begin with the copies to ``targets``. If this torch and its CUDA bindings cannot
-            replace memsets, ``memsets_kept`` holds the reason.
+        memset_kernels: Whether kernels replace small memsets in captured graphs. If this torch and
+            its CUDA bindings cannot replace them, ``memsets_kept`` holds the reason.
     """
 
     name = "cuda"
@@ -238,26 +217,19 @@ class CUDABackend:
         self.device = device or torch.device("cuda", torch.cuda.current_device())
         self.stream = torch.cuda.Stream(self.device)
         self._token = torch.zeros(1, device=self.device)
-        self._sequences = Sequences(self.device)
         self._host_memory: HostMemory | None = None
-        self._changes = UNCHANGED
+        self._memset_kernels: MemsetKernels | None = None
         self.memsets_kept = ""
         if memset_kernels:
             with torch.cuda.device(self.device):
-                self._prepare_changes()
+                self._prepare_kernels()
 
-    def _prepare_changes(self) -> None:
+    def _prepare_kernels(self) -> None:
         words = torch.zeros(3, dtype=torch.int32, device=self.device)
         try:
-            driver = GraphDriver()
-            self._changes = GraphChanges(MemsetKernels(driver, words))
+            self._memset_kernels = MemsetKernels(GraphDriver(), words)
         except Exception as error:  # noqa: BLE001 - graphs work without the kernels
             self.memsets_kept = str(error) or type(error).__name__
-            return
-        try:
-            self._changes = replace(self._changes, copies=CopyNodes(driver, words))
-        except Exception as error:  # noqa: BLE001 - graphs work without the copies
-            warn_of_host_copies(str(error) or type(error).__name__)
 
     def new_pool(self, label: str) -> CUDAPool:
         """Return a new private pool."""
@@ -265,37 +237,15 @@ class CUDABackend:
 
     @contextmanager
     def capture(
-        self,
-        label: str,
-        pool: Pool,
-        generators: Sequence[torch.Generator] = (),
-        router: Router | None = None,
-        *,
-        offsets: DrawOffsets | None = None,
-        resumed: Graph | None = None,
-        targets: Sequence[AddressRange | None] = (),
+        self, label: str, pool: Pool, generators: Sequence[torch.Generator] = ()
     ) -> Iterator[CUDAGraphHandle]:
         """Stream-capture the block. See `GraphBackend.capture`."""
         assert isinstance(pool, CUDAPool)
         if self._host_memory is None:
             self._host_memory = HostMemory(is_pinned=True)
-        draws = GraphDraws(label, self._own(generators), offsets, self._sequences)
-        assert resumed is None or isinstance(resumed, CUDAGraphHandle)
-        earlier = resumed.draws if resumed is not None else None
-        if earlier is not None:
-            generators = (*generators, *earlier.prepare())
-        generator = CudaGenerator(label, draws, earlier, self.default_generator)
-        mode = _CaptureMode(label, router, self._host_memory, generator)
-        handle = CUDAGraphHandle(
-            label,
-            pool,
-            mode.scratch,
-            mode.constants,
-            draws=draws,
-            resumed=earlier,
-            changes=self._changes,
-            targets=targets,
-        )
+        generator = CapturedGenerator(label)
+        mode = _CaptureMode(label, self._host_memory, generator)
+        handle = CUDAGraphHandle(label, pool, mode.constants, self._memset_kernels)
         graph = handle.graph
         assert graph is not None
         for registered in generators:
@@ -306,7 +256,7 @@ class CUDABackend:
             try:
                 with (
                     private_generator(CapturedGenerator(label)),
-                    saving_states(generator),
+                    _states_checked(generator),
                     _lifting_from_host(),
                     mode,
                 ):
@@ -324,7 +274,7 @@ class CUDABackend:
                     self._abandon(handle, generators)
                 raise capture_failure(label, error) from error
             if handle.memsets_kept:
-                self._changes = replace(self._changes, memset_kernels=None)
+                self._memset_kernels = None
                 self.memsets_kept = handle.memsets_kept
                 warnings.warn(
                     f"From {label} on, memsets in graphs are not replaced by kernels, so each "
@@ -361,16 +311,6 @@ class CUDABackend:
     def default_generator(self) -> torch.Generator:
         """See `GraphBackend.default_generator`."""
         return torch.cuda.default_generators[self.device.index]
-
-    def _own(self, generators: Sequence[torch.Generator]) -> tuple[torch.Generator, ...]:
-        """Return the default generator's present sequence and ``generators``."""
-        return (self.default_generator.graphsafe_get_state(), *generators)
-
-    @contextmanager
-    def measure_draws(self, generators: Sequence[torch.Generator] = ()) -> Iterator[DrawOffsets]:
-        """See `GraphBackend.measure_draws`."""
-        with measured_draws(self._own(generators), self.default_generator) as offsets:
-            yield offsets
 
     @contextmanager
     def on_capture_stream(self) -> Iterator[None]:

@@ -17,10 +17,8 @@ from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from chunkgraph.errors import ReplayMismatchError
-from chunkgraph.graphs.legality import illegal_operation
-from chunkgraph.graphs.location import current_location
-from chunkgraph.graphs.random_state import draws
-from chunkgraph.graphs.recording import storages_written, tensors_in
+from chunkgraph.graphs.failure import current_location, illegal_operation
+from chunkgraph.graphs.operators import draws, storages_written, tensors_in
 
 __all__ = ["HostConstants", "HostMemory", "OutsideTensor"]
 

@@ -1,40 +1,35 @@
-"""Give one thread a private default random generator of the CPU during a capture session.
+"""The default random generators of the CPU and of the device while graphs are captured.
 
-The draws of a session are discarded, and all threads of the process share the default generator. A
-session that drew from it and restored it would repeat the draws of other threads. Instead, the
-session draws from a copy. On its thread, calls such as `torch.get_rng_state` use the copy too.
+All threads of the process share the CPU's default generator, and what a session draws is discarded.
+A session that drew from it and restored it would repeat the draws of other threads, so it draws
+from a copy. On its thread, calls such as `torch.get_rng_state` use the copy too.
 """
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _get_current_dispatch_mode_stack,
-    _pop_mode_temporarily,
-)
+
+from chunkgraph.errors import IllegalOperationError
+from chunkgraph.graphs.failure import illegal_operation
+from chunkgraph.graphs.operators import draws, explicit_generator
 
 __all__ = [
-    "PrivateDraws",
-    "are_same",
-    "draw_privately",
-    "draws",
-    "explicit_generator",
+    "CapturedGenerator",
     "patched",
     "preserve_states",
+    "private_copy",
     "private_generator",
-    "thread_generator",
     "without_access",
-    "without_private_draws",
 ]
+
+_MARK = "_chunkgraph_position"
 
 
 class _ThreadLocal(threading.local):
@@ -77,26 +72,29 @@ class _ThreadsGenerator:
     """Replace the default generator in `torch.random` by the calling thread's generator."""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(_local.access or thread_generator(), name)
+        return getattr(_local.access or _thread_generator(), name)
 
 
-def thread_generator() -> torch.Generator:
+def _thread_generator() -> torch.Generator:
     """Return the generator that this thread draws from by default."""
     return _local.generator or torch.default_generator
+
+
+def private_copy() -> torch.Generator | None:
+    """Return this thread's copy of the default generator; None outside of sessions."""
+    return _local.generator
 
 
 @contextmanager
 def private_generator(access: Any = None) -> Iterator[None]:
     """Make this thread draw from a copy of its default generator, which does not change.
 
-    Operators draw from the copy through `draw_privately`.
-
     Args:
         access: Handles calls of `torch.random` on this thread; None for the copy itself.
     """
     outer = (_local.generator, _local.access)
     generator = torch.Generator()
-    generator.set_state(thread_generator().get_state())
+    generator.set_state(_thread_generator().get_state())
     with patched(torch.random, "default_generator", lambda _: _ThreadsGenerator()):
         _local.generator, _local.access = generator, access
         try:
@@ -126,81 +124,93 @@ def preserve_states(generators: Sequence[torch.Generator]) -> Iterator[None]:
             generator.set_state(state)
 
 
-def draw_privately(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run ``func``; if it draws from the default generator, draw from this thread's copy."""
-    generator = _local.generator
-    if generator is None or not draws(func) or explicit_generator(args, kwargs) is not None:
-        return func(*args, **kwargs)
-    drawing = _with_generator(func)
-    if drawing is not None:
-        return drawing(*args, **{**kwargs, "generator": generator})
-    # The operator takes no generator. Draws of other threads in these microseconds repeat.
-    default = torch.default_generator
-    state = default.get_state()
-    default.set_state(generator.get_state())
-    try:
-        return func(*args, **kwargs)
-    finally:
-        generator.set_state(default.get_state())
-        default.set_state(state)
+class CapturedGenerator:
+    """Replace a device's default generator in a capture, and refuse what a replay cannot repeat.
+
+    A replay draws from the state that the generator has at that time. Activation checkpoints save
+    the state in one graph, set it in another, and put the current one back. This is legal if the
+    work draws nothing in between. Seeds and states from elsewhere are refused.
+
+    Args:
+        label: Name of the graph in errors.
+    """
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._num_draws = 0
+        self._is_elsewhere = False  # another state than the current one is set
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_thread_generator(), name)
+
+    def get_state(self) -> torch.Tensor:
+        """Return the state, which `set_state` accepts in this and other captures."""
+        return self.marked(_thread_generator().get_state())
+
+    def set_state(self, state: torch.Tensor) -> torch.Generator:
+        """Accept a state that `get_state` returned in a capture.
+
+        Raises:
+            IllegalOperationError: The state comes from elsewhere.
+        """
+        mark = getattr(state, _MARK, None)
+        if mark is None:
+            raise self._refused("torch.set_rng_state")
+        self._is_elsewhere = mark != (self, self._num_draws, False)
+        return _thread_generator()
+
+    def marked(self, state: torch.Tensor) -> torch.Tensor:
+        """Return ``state``, which from now on stands for the current one."""
+        setattr(state, _MARK, (self, self._num_draws, self._is_elsewhere))
+        return state
+
+    def draw(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Count a draw of ``func`` if it uses the default generator.
+
+        Raises:
+            IllegalOperationError: The work draws again after it has set an earlier state.
+        """
+        if not draws(func) or explicit_generator(args, kwargs) is not None:
+            return
+        if _draws_nothing(func, args, kwargs):
+            return
+        if self._is_elsewhere:
+            raise illegal_operation(
+                str(func),
+                "draws random numbers in a recomputation, which a replay cannot repeat",
+                self._label,
+                "set the dropout of what is recomputed to 0, or do not recompute it.",
+            )
+        self._num_draws += 1
+
+    def finish(self) -> None:
+        """Check the end of the captured work.
+
+        Raises:
+            IllegalOperationError: A state that the work has set is not put back.
+        """
+        if self._is_elsewhere:
+            raise self._refused("torch.set_rng_state")
+
+    def manual_seed(self, _seed: int) -> torch.Generator:
+        """Raise IllegalOperationError."""
+        raise self._refused("torch.manual_seed")
+
+    def seed(self) -> int:
+        """Raise IllegalOperationError."""
+        raise self._refused("torch.seed")
+
+    def _refused(self, what: str) -> IllegalOperationError:
+        return illegal_operation(
+            what, "sets the random state, which a replay would not repeat", self._label
+        )
 
 
-class PrivateDraws(TorchDispatchMode):
-    """Send every operator of this thread through `draw_privately`."""
-
-    def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        return draw_privately(func, args, kwargs or {})
-
-
-@contextmanager
-def without_private_draws() -> Iterator[None]:
-    """Suspend `PrivateDraws`, if it is on, for work that draws privately itself."""
-    modes = _get_current_dispatch_mode_stack()
-    index = next((i for i, mode in enumerate(modes) if isinstance(mode, PrivateDraws)), None)
-    if index is None:
-        yield
-        return
-    with ExitStack() as stack:
-        for _ in modes[index:]:
-            stack.enter_context(_pop_mode_temporarily())
-        for mode in modes[index + 1 :]:
-            stack.enter_context(mode)
-        yield
-
-
-@functools.cache
-def draws(func: OpOverload) -> bool:
-    """Return whether ``func`` draws random numbers."""
-    return torch.Tag.nondeterministic_seeded in func.tags
-
-
-def are_same(one: torch.Generator, other: torch.Generator) -> bool:
-    """Return whether both objects are the same generator; torch may create several objects."""
-    return bool(one._cdata == other._cdata)  # type: ignore[attr-defined]
-
-
-def explicit_generator(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Generator | None:
-    """Return the generator among an operator's arguments, unless it is the default one."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Generator) and not are_same(value, torch.default_generator):
-            return value
-    return None
-
-
-@functools.cache
-def _with_generator(func: OpOverload) -> OpOverload | None:
-    """Return ``func`` or its overload that takes a generator by name; None if there is none."""
-    name = func._overloadname
-    packet = func.overloadpacket
-    for candidate in (name, "generator" if name == "default" else f"{name}_generator"):
-        if candidate in packet.overloads():
-            overload = getattr(packet, candidate)
-            if any(argument.name == "generator" for argument in overload._schema.arguments):
-                return overload
-    return None
+def _draws_nothing(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Return whether ``func`` is attention or dropout with a probability of 0, or in evaluation."""
+    arguments = func._schema.arguments
+    values = {a.name: a.default_value for a in arguments}
+    values |= {a.name: v for a, v in zip(arguments, args, strict=False)} | kwargs
+    if func is torch.ops.aten.native_dropout.default:
+        return values["train"] is False
+    return values.get("dropout_p") == 0.0

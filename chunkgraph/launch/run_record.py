@@ -107,8 +107,7 @@ def start_line(graphs: MegatronChunkGraphs, flags: GraphFlags, record: Path | No
     steps = f"{num_steps} eager step{'s' if num_steps > 1 else ''}"
     return (
         f"chunk graphs: scope {scope}, {_slots(slots, flags.capture.shared_slots)} on rank 0 "
-        f"({_num_graphs(graphs)} graphs), "
-        f"memory plan {flags.capture.memory_plan}, verify {flags.capture.verify}; "
+        f"({_num_graphs(graphs)} graphs), verify {flags.capture.verify}; "
         f"capture after {steps}; {saved}"
     )
 

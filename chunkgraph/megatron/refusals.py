@@ -10,6 +10,7 @@ from typing import Any
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.core.fp8_recipe import fp8_recipe
+from chunkgraph.settings.model import RECOMPUTE_RULES
 from chunkgraph.settings.pipeline import SLOT_RULES
 from chunkgraph.settings.rule import Facts, Rule, Words
 from chunkgraph.settings.words import PROGRAM
@@ -19,13 +20,6 @@ __all__ = ["DELAY_RULES", "DRIVER_RULES", "MODEL_RULES", "facts_of_model", "refu
 
 def _dropout(f: Facts) -> float:
     return max(f.hidden_dropout or 0.0, f.attention_dropout or 0.0)
-
-
-def _recomputes_attention(f: Facts) -> bool:
-    is_selective = f.recompute_granularity == "selective"
-    return f.recompute_granularity == "full" or (
-        is_selective and "core_attn" in (f.recompute_modules or ())
-    )
 
 
 _GATHERED_WEIGHTS = "Python hooks gather the weights for every use, and a replay does not run hooks"
@@ -100,6 +94,7 @@ DRIVER_RULES = (
 """Rules of a schedule that drives a model without chunk graphs."""
 MODEL_RULES = (
     *SLOT_RULES,
+    *RECOMPUTE_RULES,
     Rule(f"fp4: {_QUANTIZED_WEIGHTS}"),
     Rule(f"use_kitchen: {_QUANTIZED_WEIGHTS}"),
     Rule(f"quant_recipe: {_QUANTIZED_WEIGHTS}"),
@@ -167,14 +162,6 @@ MODEL_RULES = (
         "recompute_granularity: the RNG tracker is not graph-safe, and recomputation would read "
         f"the random state in a capture; {_SAFE_RNG}",
         lambda f: f.recompute_granularity and f.on_gpu and not f.is_rng_graph_safe,
-    ),
-    Rule(
-        "recompute_granularity attention_dropout sequence_parallel: Megatron's recomputation "
-        "starts from an outdated state of its RNG tracker, so its masks differ from the first "
-        "ones in a way that depends on the tracker; set {attention_dropout=0}",
-        lambda f: (
-            f.attention_dropout and f.on_gpu and f.sequence_parallel and _recomputes_attention(f)
-        ),
     ),
     Rule(
         "hidden_dropout attention_dropout moe_router_force_load_balancing: the RNG tracker is not "

@@ -69,6 +69,6 @@ def prove_disjoint(slots: Sequence[SlotFootprint]) -> None:
     raise MemoryPlanError(
         f"The captured graphs share memory that is in use: {len(conflicts)} conflicts.\n"
         f"{shown}{more}\n"
-        "  Replays would compute wrong results, so the graphs were freed. "
-        "Use memory_plan 'shared_backward' or 'pool_per_slot'."
+        "  Replays would compute wrong results, so the graphs were freed. This is a bug of "
+        "chunkgraph: please report this message, and train without graphs."
     )

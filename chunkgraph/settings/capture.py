@@ -31,13 +31,6 @@ class CaptureConfig:
         bounds=NOT_NEGATIVE,
         megatron="--cuda-graph-warmup-steps",
     )
-    memory_plan: Literal["shared_backward", "shared_temporaries", "pool_per_slot"] = setting(
-        "shared_backward",
-        help="Where graphs keep their memory: all backwards share one pool (shared_backward), the "
-        "temporaries of forwards use that pool too (shared_temporaries), or each slot has its own "
-        "pool (pool_per_slot).",
-        flag="--cuda-graph-memory-plan",
-    )
     shared_slots: bool = setting(
         False,
         help="Share slots between the model chunks of a rank. Interleaved schedules then use less "

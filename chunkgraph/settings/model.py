@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from chunkgraph.settings.rule import Rule
+from chunkgraph.settings.rule import Rule, recomputes
 from chunkgraph.settings.setting import POSITIVE, Bounds, setting
 
-__all__ = ["FP8_RULES", "ModelConfig"]
+__all__ = ["FP8_RULES", "RECOMPUTE_RULES", "ModelConfig"]
 
 _PROBABILITY = Bounds(minimum=0, below=1)
 
@@ -182,3 +182,16 @@ FP8_RULES = (
     ),
 )
 """Rules of a model in FP8, from a file, a program or a command line."""
+
+RECOMPUTE_RULES = (
+    Rule(
+        "recompute_granularity hidden_dropout attention_dropout: a replay cannot repeat the "
+        "dropout masks of what is recomputed; set the dropout to 0, or recompute parts of a layer "
+        "without dropout",
+        lambda f: (
+            (f.hidden_dropout and f.recompute_granularity == "full")
+            or (f.attention_dropout and recomputes(f, "core_attn"))
+        ),
+    ),
+)
+"""Rules of a model whose activations are recomputed."""

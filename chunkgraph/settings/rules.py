@@ -14,7 +14,7 @@ from chunkgraph.schedules import is_legal_count, nearest_legal_counts
 from chunkgraph.settings.contexts import CONTEXT_FILE_RULES
 from chunkgraph.settings.experts import EXPERT_FILE_RULES, EXPERT_RULES
 from chunkgraph.settings.hybrid import HYBRID_RULES, check_hybrid
-from chunkgraph.settings.model import FP8_RULES
+from chunkgraph.settings.model import FP8_RULES, RECOMPUTE_RULES
 from chunkgraph.settings.packing import PACKING_FILE_RULES, PACKING_RULES
 from chunkgraph.settings.pipeline import (
     FILE_SUFFIX,
@@ -327,6 +327,7 @@ _RULES = (
     *SCHEDULE_RULES,
     *SLOT_RULES,
     *FP8_RULES,
+    *RECOMPUTE_RULES,
     *PACKING_RULES,
     *PACKING_FILE_RULES,
     *CONTEXT_FILE_RULES,

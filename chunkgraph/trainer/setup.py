@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from chunkgraph.errors import ConfigError, TopologyError
 from chunkgraph.megatron.core.access import import_megatron
-from chunkgraph.megatron.core.random_state import masks_repeated, seed_model_parallel
+from chunkgraph.megatron.core.random_state import seed_model_parallel
 from chunkgraph.megatron.cpu.host import cpu_host
 from chunkgraph.settings import Config
 
@@ -59,8 +59,6 @@ def training_process(config: Config) -> Iterator[torch.device]:
         if choose_device(config).type == "cpu":
             stack.enter_context(cpu_host())
         device = stack.enter_context(rank_process(config))
-        if device.type == "cuda":
-            stack.enter_context(masks_repeated())
         state = import_megatron("megatron.core.parallel_state")
         virtual = config.pipeline.num_model_chunks
         state.initialize_model_parallel(

@@ -243,7 +243,6 @@ def capture_options(config: Config) -> CaptureOptions:
         verify=config.capture.verify,
         num_verify_steps=config.capture.num_verify_steps,
         on_failure=config.capture.on_failure,
-        memory_plan=config.capture.memory_plan,
         shared_slots=config.capture.shared_slots,
     )
 

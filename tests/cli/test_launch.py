@@ -78,11 +78,11 @@ def test_a_wrong_key_of_the_file_names_the_nearest(
     script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     raw = yaml.safe_load((CONFIGS / "cpu" / "gpt_pp2_cpu.yaml").read_text(encoding="utf-8"))
-    raw["capture"] = {"memory_plam": "pool_per_slot"}
+    raw["capture"] = {"num_warmup_step": 1}
     path = tmp_path / "wrong.yaml"
     path.write_text(yaml.safe_dump(raw), encoding="utf-8")
     assert main(["launch", "--config", str(path), str(script)]) == 2
-    assert "Did you mean 'memory_plan'?" in capsys.readouterr().err
+    assert "Did you mean 'num_warmup_steps'?" in capsys.readouterr().err
 
 
 def test_a_configuration_becomes_flags(script: Path) -> None:
@@ -206,7 +206,7 @@ def test_flags_as_values() -> None:
     everything = flags_from(
         _parse(
             *("--cuda-graph-granularity", "chunk", "--cuda-graph-chunk-scope", "chunk"),
-            *("--cuda-graph-memory-plan", "pool_per_slot", "--cuda-graph-verify", "poison"),
+            *("--cuda-graph-verify", "poison"),
             *("--cuda-graph-on-failure", "eager", "--cuda-graph-warmup-steps", "2"),
             *("--cuda-graph-num-verify-steps", "4"),
             *("--cuda-graph-shared-slots", "true"),
@@ -216,7 +216,6 @@ def test_flags_as_values() -> None:
         capture=CaptureConfig(
             shared_slots=True,
             scope="chunk",
-            memory_plan="pool_per_slot",
             verify="poison",
             num_verify_steps=4,
             on_failure="eager",
@@ -244,7 +243,7 @@ def test_flags_of_the_stash_as_values() -> None:
 def test_flags_that_make_no_sense_are_refused() -> None:
     chunk = ("--cuda-graph-granularity", "chunk")
     with pytest.raises(ConfigError, match="no effect with --cuda-graph-granularity layer"):
-        flags_from(_parse("--cuda-graph-memory-plan", "pool_per_slot"))
+        flags_from(_parse("--cuda-graph-verify", "poison"))
     with pytest.raises(ConfigError, match="--cuda-graph-warmup-steps 0"):
         flags_from(_parse("--cuda-graph-granularity", "chunk", "--cuda-graph-warmup-steps", "0"))
     with pytest.raises(ConfigError, match="verify-steps 2 has no effect without --cuda-graph-ver"):

@@ -41,7 +41,6 @@ def schedules_of(num_ranks: int, num_chunks: int, group: int, counts: list[int])
 @given(
     run=runs(),
     main_grad=st.booleans(),
-    plan=st.sampled_from(["shared_temporaries", "shared_backward", "pool_per_slot"]),
     shared=st.booleans(),
 )
 def test_random_schedules_and_counts_equal_eager(
@@ -49,7 +48,6 @@ def test_random_schedules_and_counts_equal_eager(
     new_backend: Callable[[], GraphBackend],
     run: tuple[int, int, int, list[int], int],
     main_grad: bool,
-    plan: str,
     shared: bool,
 ) -> None:
     num_ranks, num_chunks, group, counts, seed = run
@@ -58,7 +56,7 @@ def test_random_schedules_and_counts_equal_eager(
     graphed = make_pipeline(num_ranks, num_chunks, main_grad=main_grad)
     plans = plan_all_ranks(num_ranks, num_chunks, group if num_chunks > 1 else None)
     slots = [(p.peak_in_flight,) * num_chunks if shared else p.slots_per_chunk for p in plans]
-    graphed.attach(slots, new_backend(), memory_plan=plan, verify="poison", shared_slots=shared)
+    graphed.attach(slots, new_backend(), verify="poison", shared_slots=shared)
     assert graphed.train(schedules, seed).equals(eager.train(schedules, seed))
     for graphs, num_slots in zip(graphed.graphs, slots, strict=True):
         assert graphs.counters.captures == sum(num_slots)

@@ -17,7 +17,6 @@ from chunkgraph.engine.capture import session
 from chunkgraph.engine.capture.grad_memory import GradMemory
 from chunkgraph.errors import CaptureError
 from chunkgraph.graphs import Allocation, GraphBackend, RecorderBackend
-from chunkgraph.memory import MemoryPlan
 from chunkgraph.schedules import megatron_schedule
 
 
@@ -383,17 +382,13 @@ def test_too_little_memory_is_reported_before_anything_is_captured() -> None:
 
 
 @pytest.mark.parametrize(
-    ("plan", "num_slots", "sizes"),
+    ("num_slots", "sizes"),
     [
-        ("shared_backward", 2, {"slot": 7, "scratch": 6}),
-        ("shared_temporaries", 2, {"slot": 4, "scratch": 6}),
-        ("pool_per_slot", 2, {"slot": 4 + 3 + 6}),  # with a gap of three
-        ("shared_backward", 1, {"slot": 4 + 3 + 6}),
+        (2, {"slot": 7, "scratch": 6}),
+        (1, {"slot": 4 + 3 + 6}),  # with a gap of three
     ],
 )
-def test_pools_reserve_what_a_pass_allocates(
-    plan: MemoryPlan, num_slots: int, sizes: dict[str, int]
-) -> None:
+def test_pools_reserve_what_a_pass_allocates(num_slots: int, sizes: dict[str, int]) -> None:
     """Four MiB are kept for the backward, a workspace of 32 for good."""
 
     class Log:
@@ -416,7 +411,7 @@ def test_pools_reserve_what_a_pass_allocates(
             yield Log()
 
     backend = Observing()
-    options = CaptureOptions(num_warmup_passes=1, memory_plan=plan)
+    options = CaptureOptions(num_warmup_passes=1)
     graphs = ChunkGraphs([nn.Linear(8, 8)], [num_slots], backend=backend, options=options)
     graphs.capture([(torch.ones(4, 8, requires_grad=True),)])
     for pool in backend._pools:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from array import array
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from pool_plans import use_plan
 from torch import nn
 
 from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs
@@ -32,12 +32,11 @@ def schedules() -> list[Any]:
     return [megatron_schedule(2, 1, m, None) for m in COUNTS]
 
 
-@pytest.mark.parametrize("plan", ["shared_temporaries", "shared_backward"])
 def test_a_rank_with_one_slot_has_one_pool(
-    make_pipeline: Callable[..., Any], backend: GraphBackend, plan: str
+    make_pipeline: Callable[..., Any], backend: GraphBackend
 ) -> None:
     """Its backward reuses what its forward frees, as in eager training."""
-    pipeline = attached(make_pipeline, backend, memory_plan=plan)
+    pipeline = attached(make_pipeline, backend)
     trained = pipeline.train(schedules(), seed=1)
     assert trained.equals(make_pipeline(2).train(schedules(), seed=1))
     several, one = (graphs.report for graphs in pipeline.graphs)
@@ -45,132 +44,35 @@ def test_a_rank_with_one_slot_has_one_pool(
     assert one.scratch_bytes == 0 < one.slot_bytes
 
 
-def test_a_naive_shared_pool_is_caught_by_the_proof(
+def test_one_pool_for_all_is_refused_by_the_proof_and_gives_wrong_numbers(
     make_pipeline: Callable[..., Any], backend: GraphBackend
 ) -> None:
-    pipeline = attached(make_pipeline, backend, memory_plan="one_pool")
+    pipeline = attached(make_pipeline, backend)
+    for graphs in pipeline.graphs:
+        use_plan(graphs, "one_pool")
     with pytest.raises(
         MemoryPlanError,
         match=r"(?s)replaying chunk 0 slot \d (for|back)ward overwrites.*still reads",
     ):
         pipeline.train(schedules(), seed=1)
-
-
-def test_a_naive_shared_pool_gives_wrong_numbers(
-    make_pipeline: Callable[..., Any], backend: GraphBackend
-) -> None:
-    pipeline = attached(make_pipeline, backend, memory_plan="one_pool")
+    pipeline = attached(make_pipeline, backend)
     for graphs in pipeline.graphs:
-        unproved = dataclasses.replace(graphs._capturer.settings, prove=False)
-        graphs._capturer = dataclasses.replace(graphs._capturer, settings=unproved)
+        use_plan(graphs, "one_pool", prove=False)
     eager = make_pipeline(2).train(schedules(), seed=1)
     assert not pipeline.train(schedules(), seed=1).equals(eager)
-
-
-@pytest.mark.parametrize("plan", ["shared_temporaries", "shared_backward", "pool_per_slot"])
-def test_the_other_plans_are_proved_and_right(
-    make_pipeline: Callable[..., Any], backend: GraphBackend, plan: str
-) -> None:
-    pipeline = attached(make_pipeline, backend, memory_plan=plan)
-    assert pipeline.train(schedules(), seed=1).equals(make_pipeline(2).train(schedules(), seed=1))
 
 
 def test_all_backwards_share_one_scratch_pool(
     make_pipeline: Callable[..., Any], backend: GraphBackend
 ) -> None:
-    reports = {}
-    for plan in ("shared_backward", "pool_per_slot"):
-        pipeline = make_pipeline(1)
-        pipeline.attach([(4,)], backend, memory_plan=plan)
-        pipeline.train([megatron_schedule(1, 1, m, None) for m in (1, 1)], seed=1)
-        reports[plan] = pipeline.graphs[0].report
-    assert reports["shared_backward"].scratch_bytes > 0
-    assert reports["pool_per_slot"].scratch_bytes == 0
-    assert reports["shared_backward"].num_graphs == reports["pool_per_slot"].num_graphs == 8
-
-
-def _width(device: torch.device) -> int:
-    """CUDA's allocator reserves pieces of 20 MiB, so tensors must be as large."""
-    return 1 << (17 if device.type == "cuda" else 13)
-
-
-class ManyTemporaries(torch.nn.Module):
-    """Autograd saves neither the parts nor their stack."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.full((_width(device),), 1.25, device=device))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        parts = [x + float(i) for i in range(6)]
-        return torch.stack(parts).sum(0).neg() * self.weight
-
-
-def test_temporaries_of_forwards_share_scratch_too(backend: GraphBackend) -> None:
-    """Of 12 simultaneous temporaries a slot's pool holds all or none."""
-    width = _width(backend.device)
-    samples = [(torch.randn(32, width, device=backend.device, requires_grad=True),)]
-    reports, grads = {}, {}
-    plans: list[Any] = ["shared_temporaries", "shared_backward"]
-    for plan in plans:
-        module = ManyTemporaries(backend.device)
-        options = CaptureOptions(memory_plan=plan, verify="poison")
-        graphs = ChunkGraphs([module], [3], backend=backend, options=options)
-        reports[plan] = graphs.capture(samples)
-        x = torch.linspace(-1, 1, 32 * width, device=backend.device).view(32, -1).requires_grad_()
-        with graphs.step(2):
-            outputs = [graphs.callables[0](x), graphs.callables[0](x * 2)]
-            for y in reversed(outputs):
-                y.square().sum().backward()
-        assert x.grad is not None
-        grads[plan] = x.grad
-        del graphs, outputs
-    small, large = reports["shared_temporaries"], reports["shared_backward"]
-    kept_bytes = 2 * samples[0][0].nbytes  # the product's other factor, and the output
-    assert small.slot_bytes <= 3 * kept_bytes * 1.5 < large.slot_bytes
-    assert small.scratch_bytes > 0
-    assert torch.equal(grads["shared_temporaries"], grads["shared_backward"])
-
-
-def test_what_a_forward_keeps_only_when_captured_is_not_left_in_scratch(
-    backend: GraphBackend,
-) -> None:
-    class Caching(ManyTemporaries):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = x + 1.0
-            self.num_calls = getattr(self, "num_calls", 0) + 1
-            if self.num_calls > 1:
-                self.kept = y
-            return y.neg() * self.weight
-
-    options = CaptureOptions(memory_plan="shared_temporaries")
-    graphs = ChunkGraphs([Caching(backend.device)], [2], backend=backend, options=options)
-    sample = torch.randn(2, _width(backend.device), device=backend.device, requires_grad=True)
-    with pytest.raises(MemoryPlanError, match=r"slot 0.*keeps \d+ bytes.*shared_backward"):
-        graphs.capture([(sample,)])
-
-
-def test_an_unexpected_operator_ends_the_routing_not_the_capture(backend: GraphBackend) -> None:
-    """The slot keeps tensors that the eager pass did not show."""
-
-    class Changing(ManyTemporaries):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = x.clone() + 1.0 if has_run[0] else x + 1.0
-            has_run[0] = 1
-            return y.neg() * self.weight
-
-    has_run = array("b", [0])  # a capture session does not see this
-    module = Changing(backend.device)
-    options = CaptureOptions(memory_plan="shared_temporaries", verify="poison")
-    graphs = ChunkGraphs([module], [1], backend=backend, options=options)
-    x = torch.randn(2, _width(backend.device), device=backend.device, requires_grad=True)
-    graphs.capture([(x,)])
-    with graphs.step(1):
-        y = graphs.callables[0](x)
-        assert torch.equal(y, (x + 1.0).neg() * module.weight)
-        y.sum().backward()
-    assert x.grad is not None
-    assert torch.equal(x.grad, -module.weight.detach().expand_as(x))
+    pipeline = make_pipeline(1)
+    pipeline.attach([(4,)], backend)
+    pipeline.train([megatron_schedule(1, 1, m, None) for m in (1, 1)], seed=1)
+    (graphs,) = pipeline.graphs
+    assert graphs.report.num_graphs == 8
+    pools = graphs._captured.pools
+    assert len(pools.slot_pools) == 4
+    assert pools.scratch.reserved_bytes == graphs.report.scratch_bytes > 0
 
 
 def test_poison_shows_an_output_that_is_lent_for_too_short_a_time(
@@ -210,9 +112,9 @@ class WritesOverItsSavedTensor(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("verify", ["none", "poison", "shadow"])
-@pytest.mark.parametrize("plan", ["shared_temporaries", "shared_backward", "pool_per_slot"])
+@pytest.mark.parametrize("num_slots", [1, 2])
 def test_gradients_written_over_saved_tensors(
-    backend: GraphBackend, plan: Any, verify: Any
+    backend: GraphBackend, num_slots: int, verify: Any
 ) -> None:
     class Donating(torch.nn.Module):
         def __init__(self) -> None:
@@ -223,14 +125,14 @@ def test_gradients_written_over_saved_tensors(
             return WritesOverItsSavedTensor.apply(x) * self.scale
 
     module = Donating()
-    options = CaptureOptions(memory_plan=plan, verify=verify)
-    graphs = ChunkGraphs([module], [2], backend=backend, options=options)
+    options = CaptureOptions(verify=verify)
+    graphs = ChunkGraphs([module], [num_slots], backend=backend, options=options)
     x = torch.randn(3, 8, device=backend.device, requires_grad=True)
     graphs.capture([(x,)])
     inputs = [torch.randn(3, 8, device=backend.device, requires_grad=True) for _ in range(4)]
     with graphs.step(4):
-        for first, second in (inputs[:2], inputs[2:]):
-            outputs = [graphs.callables[0](first), graphs.callables[0](second)]
+        for first in range(0, 4, num_slots):
+            outputs = [graphs.callables[0](x) for x in inputs[first : first + num_slots]]
             for y in outputs:
                 y.square().sum().backward()
     replayed, module.scale.grad = module.scale.grad.clone(), None

@@ -21,7 +21,6 @@ from chunkgraph.graphs import RecorderBackend
         ({"verify": None}, "verify is None"),
         ({"verify": "x" * 10_000}, "^.{0,300}$"),
         ({"on_failure": "warn"}, "on_failure is 'warn'; it must be 'raise' or 'eager'"),
-        ({"memory_plan": "pool-per-slot"}, "Did you mean 'pool_per_slot'"),
         ({"num_warmup_steps": -3}, "num_warmup_steps is -3; it must be a whole number, 0 or"),
         ({"num_warmup_steps": 1.5}, "num_warmup_steps is 1.5"),
         ({"num_warmup_steps": True}, "num_warmup_steps is True"),
@@ -39,9 +38,8 @@ def test_options_that_cannot_be_are_refused(option: dict[str, Any], named: str) 
 
 
 def test_the_defaults_and_every_choice_are_accepted() -> None:
-    for plan in ("shared_temporaries", "shared_backward", "pool_per_slot", "one_pool"):
-        for verify in ("none", "poison", "shadow"):
-            CaptureOptions(memory_plan=plan, verify=verify, num_warmup_steps=0)  # type: ignore[arg-type]
+    for verify in ("none", "poison", "shadow"):
+        CaptureOptions(verify=verify, num_warmup_steps=0)  # type: ignore[arg-type]
 
 
 def test_options_that_are_none_are_refused() -> None:

@@ -17,7 +17,6 @@ WIDTH = 8
 PASSES: list[dict[str, Any]] = [
     {"num_warmup_passes": 0},
     {"num_warmup_passes": 2},
-    {"num_warmup_passes": 0, "memory_plan": "shared_temporaries"},
 ]
 
 
@@ -59,7 +58,7 @@ UPDATES: dict[str, Callable[[Updating], object]] = {
 
 
 @pytest.mark.parametrize("what", UPDATES)
-@pytest.mark.parametrize("options", PASSES, ids=["no pass", "2 passes", "traced"])
+@pytest.mark.parametrize("options", PASSES, ids=["no pass", "2 passes"])
 def test_what_a_forward_updates_is_put_back(
     backend: GraphBackend, what: str, options: dict[str, Any]
 ) -> None:
@@ -104,7 +103,7 @@ class Drawing(nn.Module):
         return self.linear(x) * drawn
 
 
-@pytest.mark.parametrize("options", PASSES, ids=["no pass", "2 passes", "traced"])
+@pytest.mark.parametrize("options", PASSES, ids=["no pass", "2 passes"])
 def test_declared_generators_go_on_where_they_were(
     backend: GraphBackend, options: dict[str, Any]
 ) -> None:
@@ -134,7 +133,7 @@ def test_declared_generators_go_on_where_they_were(
 
 
 @pytest.mark.parametrize("kind", ["expanded", "inference"])
-@pytest.mark.parametrize("options", PASSES, ids=["no pass", "2 passes", "traced"])
+@pytest.mark.parametrize("options", PASSES, ids=["no pass", "2 passes"])
 def test_constant_buffers_that_nobody_can_write_are_left_alone(
     backend: GraphBackend, kind: str, options: dict[str, Any]
 ) -> None:

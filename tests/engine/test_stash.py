@@ -179,7 +179,6 @@ def _params(module: nn.Module) -> list[nn.Parameter]:
 @given(
     num_slots=st.lists(st.integers(1, 3), min_size=1, max_size=3),
     seed=st.integers(0, 1000),
-    plan=st.sampled_from(["shared_temporaries", "shared_backward", "pool_per_slot"]),
     num_spill=st.sampled_from([0, 30]),
     prefetches=st.booleans(),
 )
@@ -187,7 +186,6 @@ def test_a_thousand_random_replays_equal_eager_and_conserve_pages(
     new_backend: Callable[[], GraphBackend],
     num_slots: list[int],
     seed: int,
-    plan: str,
     num_spill: int,
     prefetches: bool,
 ) -> None:
@@ -197,7 +195,7 @@ def test_a_thousand_random_replays_equal_eager_and_conserve_pages(
         num_spill = 0
     pages = 9 * MOST_PAGES - num_spill
     saving = make_saving(pages, backend.device, num_spill, prefetches=prefetches)
-    run = Captured(num_slots, backend, saving, memory_plan=plan, verify="poison")
+    run = Captured(num_slots, backend, saving, verify="poison")
     rng = random.Random(seed)
     torch.manual_seed(seed)
     for _ in range(10):

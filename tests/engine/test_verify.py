@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from array import array
 from collections.abc import Callable, Iterator
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from pool_plans import use_plan
 from torch import nn
 
 from chunkgraph.engine import CaptureOptions, ChunkGraphs
@@ -352,10 +352,9 @@ def test_poison_names_the_layer_that_read_dead_memory(
 
 
 def test_shadow_finds_what_one_pool_for_all_corrupts(stack: Stack, backend: GraphBackend) -> None:
-    options = CaptureOptions(verify="shadow", memory_plan="one_pool")
+    options = CaptureOptions(verify="shadow")
     graphs = ChunkGraphs([stack], [2], backend=backend, options=options)
-    unproved = dataclasses.replace(graphs._capturer.settings, prove=False)
-    graphs._capturer = dataclasses.replace(graphs._capturer, settings=unproved)
+    use_plan(graphs, "one_pool", prove=False)
     graphs.capture([(new_input(backend),)])
     with pytest.raises(VerifyError, match="the replayed backward of microbatch"):
         train_in_flight(graphs, backend, 2, lambda: None, order=-1)

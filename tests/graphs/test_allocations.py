@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from chunkgraph.graphs import Allocation, CUDABackend, block_bytes
-from chunkgraph.graphs.simulated_pool import SimulatedPool
+from chunkgraph.graphs.recorder.simulated_pool import SimulatedPool
 
 MIB = 2**20
 

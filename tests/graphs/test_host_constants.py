@@ -12,14 +12,14 @@ import torch
 
 from chunkgraph.errors import IllegalOperationError, ReplayMismatchError
 from chunkgraph.graphs import GraphBackend
-from chunkgraph.graphs.captured_generator import CapturedGenerator
 from chunkgraph.graphs.cuda import _CaptureMode
 from chunkgraph.graphs.host_constants import HostConstants, HostMemory
+from chunkgraph.graphs.random_state import CapturedGenerator
 
 
 def mode_of(constants: HostConstants) -> _CaptureMode:
     """Return the dispatch mode of a CUDA capture, for another device."""
-    mode = _CaptureMode("chunk", None, HostMemory(is_pinned=False), CapturedGenerator("chunk"))
+    mode = _CaptureMode("chunk", HostMemory(is_pinned=False), CapturedGenerator("chunk"))
     mode.constants = constants
     return mode
 

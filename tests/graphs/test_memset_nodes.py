@@ -14,8 +14,7 @@ import torch
 
 from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs, arguments
 from chunkgraph.graphs import CUDABackend, RecorderBackend
-from chunkgraph.graphs.cuda import CUDAGraphHandle, GraphChanges
-from chunkgraph.graphs.cuda_draws import GraphDraws, Sequences
+from chunkgraph.graphs.cuda import CUDAGraphHandle
 from chunkgraph.graphs.graph_driver import DamagedGraphError, GraphDriver
 from chunkgraph.graphs.memset_nodes import MAX_BYTES, MemsetKernels
 
@@ -245,8 +244,7 @@ class _Graph:
 
 def _handle(monkeypatch: pytest.MonkeyPatch, graph: _Graph, kernels: Any) -> CUDAGraphHandle:
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda keep_graph: graph)
-    draws = GraphDraws("graph", (), None, Sequences(torch.device("cuda", 0)))
-    return CUDAGraphHandle("graph", None, draws=draws, changes=GraphChanges(kernels))  # type: ignore[arg-type]
+    return CUDAGraphHandle("graph", None, memset_kernels=kernels)  # type: ignore[arg-type]
 
 
 def test_memsets_that_cannot_be_replaced_fail_no_capture(

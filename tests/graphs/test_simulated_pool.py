@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chunkgraph.graphs.addresses import AddressRanges
-from chunkgraph.graphs.simulated_pool import SimulatedPool
+from chunkgraph.graphs.recorder.simulated_pool import SimulatedPool
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 200_000)), max_size=40))

@@ -91,14 +91,14 @@ CASES = {
         *(*NO_DROPOUT, *COUNTS, "--cuda-graph-chunk-scope", "chunk"),
         *("--cuda-graph-token-drops", "rerun"),
     ],
-    # Megatron's default dropout of 0.1. The run without the flag has Megatron's ordinary tracker.
-    "pp2-full-recompute-dropout": [
-        *("--pipeline-model-parallel-size", "2", *COUNTS),
+    "pp2-full-recompute": [
+        *("--pipeline-model-parallel-size", "2", *NO_DROPOUT, *COUNTS),
         *("--recompute-granularity", "full", "--recompute-method", "uniform"),
         *("--recompute-num-layers", "1"),
     ],
-    "pp2-block-recompute-dropout": [
-        *("--pipeline-model-parallel-size", "2", *COUNTS, "--cuda-graph-chunk-scope", "chunk"),
+    "pp2-block-recompute": [
+        *("--pipeline-model-parallel-size", "2", *NO_DROPOUT, *COUNTS),
+        *("--cuda-graph-chunk-scope", "chunk"),
         *("--recompute-granularity", "full", "--recompute-method", "block"),
         *("--recompute-num-layers", "1"),
     ],
@@ -211,8 +211,8 @@ def test_fp8_weights_of_one_rank(case: str, tmp_path: Path) -> None:
 @pytest.mark.megatron
 @pytest.mark.gpu
 @pytest.mark.timeout(360)
-@pytest.mark.parametrize("case", ["pp2-full-recompute-dropout", "pp2-block-recompute-dropout"])
-def test_recomputed_dropout_of_one_rank(case: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", ["pp2-full-recompute", "pp2-block-recompute"])
+def test_recomputed_layers_of_one_rank(case: str, tmp_path: Path) -> None:
     _skip_without_packages(case)
     flags = [*CASES[case], "--pipeline-model-parallel-size", "1"]
     _compare(tmp_path, flags, num_processes=1)

@@ -70,7 +70,6 @@ CHANGES: dict[str, dict[str, list[str]]] = {
         "enabled": ["enabled=false"],
         "scope": ["scope=chunk"],
         "num_warmup_steps": ["num_warmup_steps=3"],
-        "memory_plan": ["memory_plan=pool_per_slot"],
         "shared_slots": ["shared_slots=true"],
         "verify": ["verify=poison"],
         "num_verify_steps": ["verify=poison", "num_verify_steps=2"],

@@ -84,7 +84,7 @@ def test_settings_that_are_not_saved_are_reported(tmp_path: Path) -> None:
     graphs = _graphs()
     assert save_run_record(graphs, GraphFlags(), _arguments(), None) is None
     line = start_line(graphs, GraphFlags(), None)
-    assert "scope chunk, 4 + 2 slots on rank 0 (12 graphs), memory plan shared_backward" in line
+    assert "scope chunk, 4 + 2 slots on rank 0 (12 graphs), verify none" in line
     assert "settings not saved (neither --save nor --run-dir is set)" in line
     assert "\n" not in line
     assert f"settings in {tmp_path}" in start_line(graphs, GraphFlags(), tmp_path)

@@ -65,7 +65,10 @@ CASES = {
     ),
     "megatron_recomputed": (
         2,
-        f"{RECIPE} {DROPOUT} --recompute-granularity selective --recompute-modules core_attn",
+        (
+            f"{RECIPE} --hidden-dropout 0.1 --attention-dropout 0 "
+            "--recompute-granularity selective --recompute-modules core_attn"
+        ),
         "--cuda-graph-verify poison",
     ),
     "torch": (2, f"{FSDP2} {DROPOUT}", "--cuda-graph-verify poison"),
@@ -73,7 +76,7 @@ CASES = {
     "torch_recomputed": (
         2,
         (
-            f"{FSDP2} {DROPOUT} --recompute-granularity full --recompute-method uniform "
+            f"{FSDP2} {NO_DROPOUT} --recompute-granularity full --recompute-method uniform "
             "--recompute-num-layers 1"
         ),
         "",

@@ -78,6 +78,7 @@ def test_what_does_not_go_with_fp8_is_refused(
     rules = (*MODEL_RULES, *Fp8State.rules)
     facts = {"is_rng_graph_safe": True, "has_transformer_engine": True}
     config.fp8, config.fp8_recipe = "e4m3", "tensorwise"
+    config.hidden_dropout = config.attention_dropout = 0.0
     assert refused(rules, vars(config), **facts) == []
     setattr(config, name, value)
     (refusal,) = refused(rules, vars(config), **facts)

@@ -40,8 +40,7 @@ def test_shadow_agrees_and_changes_nothing(
         f"{name}_{scope}": {
             "config": make_config(
                 model={
-                    **_DROPOUT,
-                    **(_RECOMPUTED if name == "tp2" else {}),
+                    **(_RECOMPUTED if name == "tp2" else _DROPOUT),
                     "num_layers": 4 if name == "pp2_vpp2" else 2,
                 },
                 pipeline=pipeline,

@@ -17,7 +17,7 @@ from chunkgraph.data import PackedText
 from chunkgraph.engine.verify import same_bits
 from chunkgraph.errors import ChunkGraphError
 from chunkgraph.graphs import RecorderBackend, host_call
-from chunkgraph.graphs.recorded_graph import RecordedGraph
+from chunkgraph.graphs.recorder.recorded_graph import RecordedGraph
 from chunkgraph.megatron.attachment import MegatronChunkGraphs, attach
 from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.settings import Config

@@ -74,10 +74,10 @@ OVERLAPPED = [
             id="pp2-dropout",
         ),
         pytest.param(
-            ["train.overlap_grad_reduce=true", "capture.memory_plan=pool_per_slot"],
+            ["train.overlap_grad_reduce=true"],
             [2, 5, 3],
             marks=TWO,
-            id="pp2-overlap-pool-per-slot",
+            id="pp2-overlap",
         ),
         pytest.param(
             ["train.gradient_accumulation_fusion=true", "capture.scope=chunk"],
@@ -150,32 +150,19 @@ OVERLAPPED = [
             id="pp1-full-recompute",
         ),
         pytest.param(
-            [*PP1, *FULL_RECOMPUTE, *DROPOUT, "capture.verify=shadow"],
-            [3, 1, 5],
-            marks=ONE,
-            id="pp1-full-recompute-dropout-shadow",
-        ),
-        pytest.param(
             [
-                *(*PP1, *FULL_RECOMPUTE, *DROPOUT),
+                *(*PP1, *FULL_RECOMPUTE, "capture.scope=chunk", "capture.verify=shadow"),
                 *("model.recompute_method=block", "model.recompute_num_layers=3"),
-                *("capture.scope=chunk", "capture.memory_plan=shared_temporaries"),
             ],
             [3, 1, 5],
             marks=ONE,
-            id="pp1-block-recompute-dropout-whole-chunk-shared-temporaries",
+            id="pp1-block-recompute-whole-chunk-shadow",
         ),
         pytest.param(
-            [*FULL_RECOMPUTE, *DROPOUT, "capture.verify=poison"],
+            [*PP1, *TP2_SEQUENCE, *FULL_RECOMPUTE],
             [2, 5, 3],
             marks=TWO,
-            id="pp2-full-recompute-dropout-poison",
-        ),
-        pytest.param(
-            [*PP1, *TP2_SEQUENCE, *FULL_RECOMPUTE, "model.hidden_dropout=0.1"],
-            [2, 5, 3],
-            marks=TWO,
-            id="tp2-sequence-full-recompute-dropout",
+            id="tp2-sequence-full-recompute",
         ),
         pytest.param(
             [
@@ -194,7 +181,7 @@ OVERLAPPED = [
                 "model.recompute_granularity=selective",
                 "model.recompute_modules=[core_attn,mlp]",
                 "model.swiglu=true",
-                *DROPOUT,
+                "model.hidden_dropout=0.1",
             ],
             [2, 5, 3],
             marks=TWO,
@@ -215,13 +202,7 @@ OVERLAPPED = [
             id="pp1-fp8-delayed-whole-chunk-shadow",
         ),
         pytest.param(
-            [*PP1, *TENSORWISE, "capture.memory_plan=shared_temporaries"],
-            [3, 1, 5],
-            marks=ONE,
-            id="pp1-fp8-tensorwise-shared-temporaries",
-        ),
-        pytest.param(
-            [*PP1, *DELAYED, "model.recompute_granularity=selective", *DROPOUT],
+            [*PP1, *DELAYED, "model.recompute_granularity=selective", "model.hidden_dropout=0.1"],
             [3, 1, 5],
             marks=ONE,
             id="pp1-fp8-delayed-recomputed-core-attention",
@@ -312,10 +293,10 @@ OVERLAPPED = [
             id="pp2-zb-fused-overlap-whole-chunk-poison",
         ),
         pytest.param(
-            [*ZB, *FULL_RECOMPUTE, *DROPOUT],
+            [*ZB, *FULL_RECOMPUTE],
             [2, 5, 3],
             marks=TWO,
-            id="pp2-zb-full-recompute-dropout",
+            id="pp2-zb-full-recompute",
         ),
         pytest.param([*ZB, *TENSORWISE], [4, 1, 2, 7], marks=TWO, id="pp2-zb-fp8-tensorwise"),
         pytest.param([*ZB, *DELAYED], [4, 1, 2, 7], marks=TWO, id="pp2-zb-fp8-delayed"),

@@ -99,7 +99,6 @@ def test_one_rank(
                     "position_embedding_type": "learned_absolute",
                     "params_dtype": "bfloat16",
                 },
-                capture={"memory_plan": "pool_per_slot"},
             )
         },
     }

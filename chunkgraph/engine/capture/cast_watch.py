@@ -10,7 +10,7 @@ from torch._ops import OpOverload
 
 from chunkgraph.engine.autocast import Autocast, ForwardCasts, num_autocast_blocks
 from chunkgraph.graphs import storage_address
-from chunkgraph.graphs.operator_mode import OperatorMode
+from chunkgraph.graphs.operators import OperatorMode
 
 __all__ = ["BlockWatch"]
 

@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from chunkgraph.engine.bits import same_bits
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.module_tree import containers
-from chunkgraph.graphs.operator_mode import OperatorMode
-from chunkgraph.graphs.recording import storages_written
+from chunkgraph.graphs.operators import OperatorMode, storages_written
 
 __all__ = ["KeptTensors", "put_back", "regions", "tensors_kept", "versions"]
 

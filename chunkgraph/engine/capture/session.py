@@ -82,7 +82,7 @@ class SessionSettings:
 
     Attributes:
         host: the program around the chunks.
-        memory_plan: see `CaptureOptions`.
+        memory_plan: see `chunkgraph.memory.pools`.
         shared_slots: see `CaptureOptions`.
         num_together: see `ChunkGraphs`.
         num_passes: eager passes over each chunk and bank.
@@ -342,14 +342,8 @@ def _warm_up(session: _Session) -> None:
             settings.before_graph(key)
             around = session.sinks[c], session.aliases[c].leaves, session.backend
             with session.models[c].outside.restored():
-                warm = warm_up(
-                    chunk,
-                    call,
-                    *around,
-                    settings.host.generators(),
-                    num_passes=settings.num_passes,
-                    plan=settings.memory_plan,
-                )
+                plan, num_passes = settings.memory_plan, settings.num_passes
+                warm = warm_up(chunk, call, *around, num_passes=num_passes, plan=plan)
                 split = plan_split(chunk, call, *around) if chunk.is_split else None
             if split is not None:
                 warm = replace(warm, held_bytes=max(warm.held_bytes, split.held_bytes))
@@ -399,8 +393,6 @@ def _capture_forward(session: _Session, key: Hashable, c: int, s: int) -> None:
         session.chunks[c],
         session.samples[key][c],
         session.aliases[c].leaves,
-        session.warm_ups[key][c].trace,
-        session.warm_ups[key][c].offsets,
         session.maker,
     )
     session.forwards.append(forward)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,22 +24,11 @@ from chunkgraph.engine.capture.static_inputs import (
 )
 from chunkgraph.engine.chunk import Chunk, GradientMarker
 from chunkgraph.engine.host import Host
-from chunkgraph.engine.layout import memory_of
 from chunkgraph.engine.module_tree import containers
 from chunkgraph.engine.signature import Call, argument_paths, distinct_tensors, flatten
 from chunkgraph.engine.slot import Slot
-from chunkgraph.errors import CaptureError, MemoryPlanError
-from chunkgraph.graphs import (
-    AddressRanges,
-    CopyNode,
-    DrawOffsets,
-    Graph,
-    GraphBackend,
-    OperatorTrace,
-    Pool,
-    ScratchRouter,
-    storage_address,
-)
+from chunkgraph.errors import CaptureError
+from chunkgraph.graphs import AddressRanges, Graph, GraphBackend, Pool, storage_address
 from chunkgraph.memory import PoolPlan, SlotFootprint
 
 __all__ = [
@@ -50,7 +39,6 @@ __all__ = [
     "capture_forward",
     "footprint",
     "make_output_grads",
-    "memory_between",
     "new_slot",
     "refuse_undeclared",
     "take_input_grads",
@@ -71,25 +59,9 @@ class GraphMaker:
     pools: PoolPlan
     host: Host
 
-    def capture(
-        self,
-        label: str,
-        pool: Pool,
-        router: ScratchRouter | None = None,
-        *,
-        offsets: DrawOffsets | None = None,
-        resumed: Graph | None = None,
-        targets: Sequence[torch.Tensor] = (),
-    ) -> AbstractContextManager[Graph]:
-        """Capture the operators of the block into one graph. See `GraphBackend.capture`.
-
-        Of ``targets``, which are static tensors, those on another device are not copied to.
-        """
-        backend, generators = self.backend, self.host.generators()
-        memory = [memory_of(t) if t.device == backend.device else None for t in targets]
-        return backend.capture(
-            label, pool, generators, router, offsets=offsets, resumed=resumed, targets=memory
-        )
+    def capture(self, label: str, pool: Pool) -> AbstractContextManager[Graph]:
+        """Capture the operators of the block into one graph. See `GraphBackend.capture`."""
+        return self.backend.capture(label, pool, self.host.generators())
 
 
 @dataclass(frozen=True)
@@ -154,7 +126,6 @@ class CapturedForward:
     backward_autocast: Autocast | None = None
     backward_has_blocks: bool = True
     grads: list[torch.Tensor] = field(default_factory=list)
-    grad_nodes: Sequence[CopyNode | None] = ()
     input_grads: list[torch.Tensor | None] = field(default_factory=list)
     backward: Graph | None = None
     weight: Graph | None = None
@@ -201,8 +172,6 @@ def capture_forward(
     chunk: Chunk,
     sample: Call,
     leaves: Sequence[nn.Parameter],
-    trace: OperatorTrace | None,
-    offsets: DrawOffsets | None,
     maker: GraphMaker,
 ) -> CapturedForward:
     """Capture the forward of one slot in one bank.
@@ -212,39 +181,26 @@ def capture_forward(
         chunk: runs the forward.
         sample: arguments of the call.
         leaves: aliases of the chunk's parameters.
-        trace: operators of the forward, where the memory plan needs them.
-        offsets: where an eager forward saved random states; None if there was none.
         maker: makes the graph.
 
     Raises:
         CaptureError: it cannot be captured; no graph is left.
-        MemoryPlanError: it keeps scratch memory.
     """
     statics = place.statics
     inputs = [statics.input_like(i, t) for i, t in enumerate(sample.tensors)]
     versions = [t._version for t in inputs]
     results_grads: dict[int, torch.Tensor] = {}
-    router = maker.pools.router(trace)
+    before = place.pool.live()
     with (
         BlockWatch(inputs, sample.autocast) as watch,
-        memory_between(place, router) as memory,
         torch.enable_grad(),
-        maker.capture(
-            f"{place.label} forward", place.pool, router, offsets=offsets, targets=inputs
-        ) as graph,
+        maker.capture(f"{place.label} forward", place.pool) as graph,
         stale_casts_refused(chunk, sample.autocast),
     ):
         result = call_with(chunk, sample, inputs, results_grads)
-    if memory.in_scratch:
-        graph.release()
-        raise MemoryPlanError(
-            f"{place.label}: its forward keeps {memory.in_scratch.num_bytes} bytes that its eager "
-            "pass dropped, so they were taken from scratch, where the next replay would overwrite "
-            "them. A forward that caches something in some calls does this. Use memory_plan "
-            "'shared_backward'."
-        )
+    kept = place.pool.live() - before
     results, spec = flatten(result)
-    forward = CapturedForward(place, inputs, results, spec, graph, memory.kept, results_grads)
+    forward = CapturedForward(place, inputs, results, spec, graph, kept, results_grads)
     forward.casts = watch.casts()
     try:
         _refuse_written(chunk.label, sample, inputs, versions)
@@ -388,16 +344,14 @@ def capture_backward(
         sinks.accumulating(leaves, forward.marker) as sums,
         forward.casting(),
         BlockWatch((), forward.backward_autocast) as watch,
-        maker.capture(
-            f"{place.label} backward", pool, resumed=forward.graph, targets=forward.grads
-        ) as graph,
+        maker.capture(f"{place.label} backward", pool) as graph,
     ):
         # Not autograd.grad, which forbids the inner backwards of recomputation.
         torch.autograd.backward(outputs, forward.grads)
         sums.finish()
         if chunk.end_of_backward is not None:
             chunk.end_of_backward()
-    forward.backward, forward.grad_nodes = graph, graph.copy_nodes
+    forward.backward = graph
     forward.backward_has_blocks = watch.casts().has_blocks
     forward.trained = sinks.interned(tuple(sorted(sums.trained)))
     take_input_grads(forward)
@@ -418,31 +372,6 @@ def take_input_grads(forward: CapturedForward) -> None:
     for tensor in forward.inputs:
         forward.input_grads.append(forward.results_grads.pop(id(tensor), tensor.grad))
         tensor.grad = None
-
-
-@dataclass
-class _Memory:
-    """Memory that a capture allocated and did not free.
-
-    Attributes:
-        kept: memory of the slot's pool.
-        in_scratch: memory of the scratch pool, if the capture was routed there.
-    """
-
-    kept: AddressRanges = field(default_factory=AddressRanges)
-    in_scratch: AddressRanges = field(default_factory=AddressRanges)
-
-
-@contextmanager
-def memory_between(place: SlotPlace, router: ScratchRouter | None) -> Iterator[_Memory]:
-    """Record the memory that captures in this block allocate and do not free."""
-    memory = _Memory()
-    before = place.pool.live()
-    in_scratch = router.scratch.live() if router is not None else AddressRanges()
-    yield memory
-    memory.kept = place.pool.live() - before
-    if router is not None:
-        memory.in_scratch = router.scratch.live() - in_scratch
 
 
 def new_slot(forward: CapturedForward, chunk: Chunk, backend: GraphBackend) -> Slot:
@@ -469,8 +398,6 @@ def new_slot(forward: CapturedForward, chunk: Chunk, backend: GraphBackend) -> S
         backward_autocast=forward.backward_autocast,
         backward_has_blocks=forward.backward_has_blocks,
         output_grads=tuple(forward.grads),
-        input_nodes=tuple(forward.graph.copy_nodes),
-        grad_nodes=tuple(forward.grad_nodes),
         input_grads=tuple(forward.input_grads),
         forward_graph=forward.graph,
         backward_graph=forward.backward,

@@ -17,7 +17,7 @@ from chunkgraph.engine.layout import dense_strides, span
 from chunkgraph.engine.plain_values import key_of
 from chunkgraph.engine.signature import Call, flatten_call
 from chunkgraph.errors import CaptureError
-from chunkgraph.graphs.written_casts import CastWatch
+from chunkgraph.graphs.operators import CastWatch
 
 __all__ = [
     "SlotStatics",

@@ -17,14 +17,7 @@ from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.signature import Call, flatten
 from chunkgraph.engine.split.delayed import DelayedModules
 from chunkgraph.errors import CaptureError
-from chunkgraph.graphs import (
-    Allocation,
-    DrawOffsets,
-    GraphBackend,
-    OperatorTrace,
-    block_bytes,
-    watch_operators,
-)
+from chunkgraph.graphs import Allocation, GraphBackend, block_bytes
 from chunkgraph.memory import MemoryPlan
 
 __all__ = ["WarmUp", "check_memory", "warm_up"]
@@ -39,16 +32,12 @@ class WarmUp:
             backend does not count.
         slot_bytes: `block_bytes` of what the pass allocates in a slot's pool.
         scratch_bytes: `block_bytes` of what it allocates in the pool that all backwards share.
-        trace: trace of the forward's operators, if the memory plan needs it.
-        offsets: where the forward saved random states; None without a pass.
         changes_state: whether the passes write tensors of the chunk; True without a pass.
     """
 
     held_bytes: int
     slot_bytes: int
     scratch_bytes: int
-    trace: OperatorTrace | None
-    offsets: DrawOffsets | None
     changes_state: bool = True
 
 
@@ -58,7 +47,6 @@ def warm_up(
     sinks: GradientSinks,
     leaves: Sequence[nn.Parameter],
     backend: GraphBackend,
-    generators: Sequence[torch.Generator],
     *,
     num_passes: int,
     plan: MemoryPlan,
@@ -73,36 +61,27 @@ def warm_up(
         sinks: its gradient sinks; gradients are discarded.
         leaves: aliases of its parameters.
         backend: the backend of the capture stream.
-        generators: random generators that it draws from, besides the device's default.
         num_passes: number of passes.
-        plan: memory plan; ``shared_temporaries`` needs a trace, and so at least one pass.
+        plan: see `chunkgraph.memory.pools`.
 
     Raises:
         CaptureError: the forward uses tensors whose gradients a replay would lose.
     """
-    held_bytes, sizes, trace, offsets = 0, (0, 0), None, None
-    traces = plan == "shared_temporaries"
-    num_passes = max(num_passes, int(traces))
+    held_bytes, sizes = 0, (0, 0)
     if not num_passes:
-        return WarmUp(0, 0, 0, None, None)
+        return WarmUp(0, 0, 0)
     with (
         backend.on_capture_stream(),
         tensors_kept(chunk) as kept,
         sinks.discarding(leaves),
     ):
-        for number in range(num_passes):
+        for _ in range(num_passes):
             before = backend.allocated_bytes()
             inputs = [static_like(t) for t in sample.tensors]
-            is_last = number == num_passes - 1
             with backend.observe_allocations() as log:
-                with (
-                    watch_operators() if traces and is_last else nullcontext() as watch,
-                    backend.measure_draws(generators) as offsets,
-                ):
-                    results = flatten(call_with(chunk, sample, inputs))[0]
+                results = flatten(call_with(chunk, sample, inputs))[0]
                 held_bytes = backend.allocated_bytes() - before
                 num_forward = log.num_events()
-                trace = watch.trace() if watch is not None else None
                 outputs = [t for t in results if isinstance(t, torch.Tensor) and t.requires_grad]
                 refuse_undeclared(chunk, outputs, [*inputs, *leaves])
                 grads = [torch.ones_like(t) for t in outputs]
@@ -118,7 +97,7 @@ def warm_up(
                 for leaf in inputs:
                     leaf.grad = None
                 sizes = _blocks(log.allocations(), num_forward, num_before, plan)
-    return WarmUp(held_bytes, *sizes, trace, offsets, kept.were_written)
+    return WarmUp(held_bytes, *sizes, kept.were_written)
 
 
 def _blocks(
@@ -133,16 +112,12 @@ def _blocks(
         num_before: number of events before the backward.
         plan: see `chunkgraph.memory.pools`.
     """
-    freed = [(a, a.end) for a in allocations if a.end is not None]
-    forward = [(a, end) for a, end in freed if a.begin < num_forward]
-    backward = [a for a, _ in freed if a.begin >= num_before]
+    freed = [a for a in allocations if a.end is not None]
+    forward = [a for a in freed if a.begin < num_forward]
+    backward = [a for a in freed if a.begin >= num_before]
     if plan in ("pool_per_slot", "one_pool"):
-        return block_bytes([a for a, _ in forward] + backward), 0
-    if plan == "shared_backward":
-        return block_bytes(a for a, _ in forward), block_bytes(backward)
-    kept = block_bytes(a for a, end in forward if end >= num_forward)
-    temporary = block_bytes(a for a, end in forward if end < num_forward)
-    return kept, max(temporary, block_bytes(backward))
+        return block_bytes(forward + backward), 0
+    return block_bytes(forward), block_bytes(backward)
 
 
 def check_memory(

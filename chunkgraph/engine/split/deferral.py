@@ -18,8 +18,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from chunkgraph.engine.split.trace import BackwardTrace, Geometry
 from chunkgraph.errors import CaptureError
-from chunkgraph.graphs.operator_mode import OperatorMode
-from chunkgraph.graphs.recording import replace_leaves, run_to_its_end, tensors_in
+from chunkgraph.graphs.operators import (
+    OperatorMode,
+    replace_leaves,
+    run_to_its_end,
+    tensors_in,
+)
 
 __all__ = ["Deferral", "DeferredTensor"]
 

@@ -1,7 +1,7 @@
 """The two halves of a slot's backward: planned from eager passes, then captured one by one.
 
-Memory that the input half leaves for the weight half lies in the slot's own pool; memory that it
-frees, as an eager pass shows, comes from scratch. The weight half uses scratch alone.
+The input half allocates from the slot's own pool, where it leaves memory for the weight half. The
+weight half uses scratch alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from chunkgraph.engine.capture.slot_capture import (
     CapturedForward,
     GraphMaker,
     make_output_grads,
-    memory_between,
     take_input_grads,
 )
 from chunkgraph.engine.capture.static_inputs import call_with, static_like
@@ -31,14 +30,8 @@ from chunkgraph.engine.signature import Call, distinct_tensors, flatten
 from chunkgraph.engine.split.deferral import Deferral, Receive
 from chunkgraph.engine.split.delayed import DelayedModules
 from chunkgraph.engine.split.trace import BackwardTrace, BackwardTracer, ForwardWatch
-from chunkgraph.errors import CaptureError, ChunkGraphError, MemoryPlanError
-from chunkgraph.graphs import (
-    Allocation,
-    GraphBackend,
-    OperatorTrace,
-    block_bytes,
-    watch_operators,
-)
+from chunkgraph.errors import CaptureError, ChunkGraphError
+from chunkgraph.graphs import GraphBackend, block_bytes
 
 __all__ = ["SplitPlan", "capture_halves", "plan_split", "refuse_shared_with_split"]
 
@@ -50,13 +43,11 @@ class SplitPlan:
     Attributes:
         trace: Operators of the backward; None if no input takes a gradient, so that all of it is
             the weight half.
-        temporaries: Operators of the input half, with those whose results are dead at its end.
         held_bytes: Bytes that stay allocated between the two halves; 0 if unknown.
-        scratch_bytes: `block_bytes` of what the halves allocate from scratch.
+        scratch_bytes: `block_bytes` of what the weight half allocates.
     """
 
     trace: BackwardTrace | None = None
-    temporaries: OperatorTrace | None = None
     held_bytes: int = 0
     scratch_bytes: int = 0
 
@@ -110,13 +101,12 @@ def plan_split(
         deferral = Deferral(trace, chunk.label)
         take = deferral.take
         with backend.observe_allocations() as log:
-            with forward.casting(), watch_operators() as watch, _explained(chunk.label):
+            with forward.casting(), _explained(chunk.label):
                 with deferral:
                     forward.backward()
                 if chunk.end_of_backward is not None:
                     chunk.end_of_backward()
             grads = forward.input_grads()
-            temporaries = watch.trace()
             held_bytes = backend.allocated_bytes() - num_bytes
             num_input = log.num_events()
             del grads, forward
@@ -124,15 +114,8 @@ def plan_split(
             deferral.run(dropped.add)
             delayed.run(leaves, dropped.add)
             dropped.finish()
-            scratch_bytes = _scratch_bytes(log.allocations(), num_input)
-    return SplitPlan(trace, temporaries, max(0, held_bytes), scratch_bytes)
-
-
-def _scratch_bytes(allocations: Sequence[Allocation], num_input: int) -> int:
-    """Return the block of what the halves free; the input half has ``num_input`` events."""
-    freed = [(a, a.end) for a in allocations if a.end is not None]
-    of_input = block_bytes(a for a, end in freed if end < num_input)
-    return max(of_input, block_bytes(a for a, _ in freed if a.begin >= num_input))
+            of_weight = [a for a in log.allocations() if a.begin >= num_input and a.end is not None]
+    return SplitPlan(trace, max(0, held_bytes), block_bytes(of_weight))
 
 
 def refuse_shared_with_split(chunks: Sequence[Chunk]) -> None:
@@ -223,7 +206,6 @@ def capture_halves(
 
     Raises:
         CaptureError: A half cannot be captured.
-        MemoryPlanError: The input half keeps scratch memory.
     """
     place = forward.place
     forward.marker = chunk.new_marker() if chunk.new_marker is not None else None
@@ -232,20 +214,16 @@ def capture_halves(
     label = f"{place.label} weight gradient"
     pool = maker.pools.backward_pool(place.pool)
     if plan.trace is None:
-        with (
-            weights.whole(),
-            forward.casting(),
-            maker.capture(label, pool, resumed=forward.graph) as graph,
-        ):
+        with weights.whole(), forward.casting(), maker.capture(label, pool) as graph:
             _run_backward(forward, chunk, nullcontext())
             weights.finish()
         forward.weight = graph
     else:
         deferral = Deferral(plan.trace, place.label)
         with weights.taken(deferral.take):
-            _capture_input_half(forward, chunk, maker, plan, deferral)
+            _capture_input_half(forward, chunk, maker, deferral)
             on_graph()
-            with maker.capture(label, pool, resumed=forward.graph) as graph:
+            with maker.capture(label, pool) as graph:
                 deferral.run(weights.sums.add)
                 weights.finish()
         forward.weight = graph
@@ -256,29 +234,16 @@ def capture_halves(
 
 
 def _capture_input_half(
-    forward: CapturedForward, chunk: Chunk, maker: GraphMaker, plan: SplitPlan, deferral: Deferral
+    forward: CapturedForward, chunk: Chunk, maker: GraphMaker, deferral: Deferral
 ) -> None:
     place = forward.place
-    label = f"{place.label} input gradient"
-    router = maker.pools.input_router(plan.temporaries)
-    with (
-        memory_between(place, router) as memory,
-        forward.casting(),
-        maker.capture(
-            label, place.pool, router, resumed=forward.graph, targets=forward.grads
-        ) as graph,
-    ):
+    before = place.pool.live()
+    with forward.casting(), maker.capture(f"{place.label} input gradient", place.pool) as graph:
         _run_backward(forward, chunk, deferral)
-    forward.backward, forward.grad_nodes = graph, graph.copy_nodes
+    forward.backward = graph
     take_input_grads(forward)
     # Memory that the forward keeps is read later, or was freed for later allocations.
-    forward.live = forward.live | memory.kept
-    if memory.in_scratch:
-        raise MemoryPlanError(
-            f"{place.label}: its input gradient keeps {memory.in_scratch.num_bytes} bytes that its "
-            "eager pass dropped, so they were taken from scratch, where the next replay would "
-            "overwrite them. Use memory_plan 'pool_per_slot'."
-        )
+    forward.live = forward.live | (place.pool.live() - before)
 
 
 def _run_backward(

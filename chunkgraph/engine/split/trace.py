@@ -29,9 +29,13 @@ from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from chunkgraph.errors import CaptureError
-from chunkgraph.graphs.legality import is_decided_by_node
-from chunkgraph.graphs.operator_mode import OperatorMode
-from chunkgraph.graphs.recording import run_to_its_end, storages_written, tensors_in
+from chunkgraph.graphs.failure import is_decided_by_node
+from chunkgraph.graphs.operators import (
+    OperatorMode,
+    run_to_its_end,
+    storages_written,
+    tensors_in,
+)
 
 __all__ = ["BackwardTrace", "BackwardTracer", "ForwardWatch", "Geometry", "TracedOperator"]
 

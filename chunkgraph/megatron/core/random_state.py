@@ -10,14 +10,12 @@ from typing import Any, Protocol
 
 import torch
 
-from chunkgraph.graphs import resumed_generators
 from chunkgraph.megatron.core.access import import_megatron, patch_attributes, private_names
 
 __all__ = [
     "HostGenerator",
     "RandomStates",
     "graph_safe_generators",
-    "masks_repeated",
     "patch_rng",
     "preserve_rng",
     "rng_is_graph_safe",
@@ -46,10 +44,10 @@ class HostGenerator(Protocol):
         """Make ``state`` the live one; when captured, every replay repeats this."""
 
     def save(self, states: Iterable[Any]) -> Any:
-        """Save the values of the live state and of ``states``; captured like `switch_to`."""
+        """Save the values of the live state and of ``states``."""
 
     def restore(self, saved: Any) -> None:
-        """Restore the values that `save` returned; captured like `switch_to`."""
+        """Restore the values that `save` returned."""
 
 
 def patch_rng(host: HostGenerator) -> Callable[[], None]:
@@ -62,7 +60,7 @@ def patch_rng(host: HostGenerator) -> Callable[[], None]:
 
     Recomputation saves and restores all states. Megatron saves references to graph-safe states,
     which have advanced by the time of the restore, so the recomputed dropout would differ from the
-    first. Here they are saved by value, in a replay as well.
+    first. Here they are saved by value. Captures refuse such dropout (`recomputing`).
     """
     module = import_megatron(_RANDOM)
     base, default_name = private_names(
@@ -177,66 +175,28 @@ def graph_safe_generators() -> list[torch.Generator]:
 
 
 class RandomStates:
-    """Save the default generators and every state of Megatron's tracker, by value.
-
-    In a capture on a GPU, states are saved and restored as a replay does it (`chunkgraph.graphs`):
-    the tracker's states are the generators that are declared first.
-    """
+    """Save the default generators and every state of Megatron's tracker, by value."""
 
     def __init__(self) -> None:
         tracker = _tracker()
         self._states = tracker.get_states() if tracker.is_initialized() else {}
         self._host = torch.get_rng_state()
         self._device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-        self._saved: dict[str, Any] | None = None
-        if not _is_capturing():
-            self._saved = {
-                name: state.clone() if isinstance(state, torch.Tensor) else state.get_state()
-                for name, state in self._states.items()
-            }
+        self._saved = {
+            name: state.clone() if isinstance(state, torch.Tensor) else state.get_state()
+            for name, state in self._states.items()
+        }
 
     def restore(self) -> None:
         """Restore all saved states."""
-        if self._saved is not None:
-            for name, state in self._states.items():
-                if not isinstance(state, torch.Tensor):
-                    state.set_state(self._saved[name])
-            if self._states and all(isinstance(s, torch.Tensor) for s in self._states.values()):
-                _tracker().set_states(self._saved)
+        for name, state in self._states.items():
+            if not isinstance(state, torch.Tensor):
+                state.set_state(self._saved[name])
+        if self._states and all(isinstance(s, torch.Tensor) for s in self._states.values()):
+            _tracker().set_states(self._saved)
         torch.set_rng_state(self._host)
-        if self._device is None:
-            return
-        torch.cuda.set_rng_state(self._device)
-        if self._saved is None:
-            resumed = resumed_generators(self._device)
-            states = self._states.values() if resumed is None else resumed[1:]
-            _tracker().set_states(dict(zip(self._states, states, strict=False)))
-
-
-def _is_capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
-@contextlib.contextmanager
-def masks_repeated() -> Iterator[None]:
-    """Make Megatron's recomputation draw the forward's numbers again on a GPU.
-
-    Megatron saves references to the states of a graph-safe tracker, which have advanced by the time
-    of the recomputation, so its masks would differ. An ordinary tracker's states are values.
-    """
-    module = import_megatron(_RANDOM)
-    private_names(_RANDOM, "_get_all_rng_states", "_set_all_rng_states")
-    undo = patch_attributes(
-        module,
-        {
-            "_get_all_rng_states": lambda: (RandomStates(),),
-            "_set_all_rng_states": RandomStates.restore,
-        },
-    )
-    try:
-        yield
-    finally:
-        undo()
+        if self._device is not None:
+            torch.cuda.set_rng_state(self._device)
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Self
 
@@ -212,40 +213,24 @@ class HostRng:
         host_call(switch)
 
     def save(self, states: Iterable[HostRngState]) -> SavedRng:
-        """Save the values of the live state and of ``states`` for `restore`.
-
-        If this is captured, every replay saves its current values into the same object.
-        """
-        states = tuple(states)
-        saved = SavedRng()
-
-        def save() -> None:
-            saved.current = self.current
-            saved.values = {s: s.get_state() for s in (self.current, *states)}
-
-        host_call(save)
-        return saved
+        """Save the values of the live state and of ``states`` for `restore`."""
+        return SavedRng(self.current, {s: s.get_state() for s in (self.current, *states)})
 
     def restore(self, saved: SavedRng) -> None:
-        """Continue from the values that were saved last; if captured, every replay does so."""
-
-        def restore() -> None:
-            assert saved.current is not None
-            self.current.stored = torch.get_rng_state()
-            for state, value in saved.values.items():
-                state.stored = value.clone()
-            self.current = saved.current
-            torch.set_rng_state(self.current.stored)
-
-        host_call(restore)
+        """Continue from the values that were saved."""
+        self.current.stored = torch.get_rng_state()
+        for state, value in saved.values.items():
+            state.stored = value.clone()
+        self.current = saved.current
+        torch.set_rng_state(self.current.stored)
 
 
+@dataclass(frozen=True)
 class SavedRng:
     """Saved values of the states of a `HostRng`."""
 
-    def __init__(self) -> None:
-        self.current: HostRngState | None = None
-        self.values: dict[HostRngState, torch.Tensor] = {}
+    current: HostRngState
+    values: dict[HostRngState, torch.Tensor]
 
 
 def _cuda_stubs() -> dict[str, Any]:

@@ -306,7 +306,6 @@ PLAIN: dict[str, Callable[[], nn.Module]] = {
     "conv_groups": lambda: Channels(nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=4)),
     "conv_transposed": lambda: Channels(nn.ConvTranspose1d(WIDTH, WIDTH, 3, padding=1)),
     "average_pool": lambda: Channels(nn.AvgPool1d(3, 1, 1)),
-    "max_pool": lambda: Channels(nn.MaxPool1d(3, 1, 1)),
     "attention": lambda: Attention(0.0, needs_weights=True),
     "attention_dropout": lambda: Attention(0.2, needs_weights=False),
     "encoder": lambda: nn.TransformerEncoderLayer(WIDTH, 2, 16, 0.1, batch_first=True),

@@ -72,7 +72,6 @@ class Program:
     num_slots: tuple[int, ...] = (1,)
     engines: str = "one"
     shared_slots: bool = False
-    memory_plan: str = "shared_backward"
     verify: str = "none"
     on_failure: str = "raise"
     num_warmup_steps: int = 1
@@ -242,7 +241,6 @@ def make_program(choose: Choose) -> Program:
         ),
         engines="one" if shared else choose(("one", "one", "each")),
         shared_slots=shared,
-        memory_plan=choose(("shared_backward", "shared_temporaries", "pool_per_slot")),
         verify=choose(("none", "none", "poison", "shadow")),
         on_failure=choose(("raise", "raise", "eager")),
         num_warmup_steps=choose((1, 1, 2)),

@@ -153,12 +153,11 @@ PROGRAMS = {
     "one_backward_of_two_losses": _of(
         "linear", steps=(ONCE, Step(6, order="unordered", backward="sum")), num_slots=(2,)
     ),
-    "state_in_an_attribute": _of("state", memory_plan="shared_temporaries"),
+    "state_in_an_attribute": _of("state"),
     "a_parameter_that_the_forward_updates": _of("decay", num_warmup_passes=1),
     "a_cast_that_autocast_shares_and_a_parameter_that_the_forward_updates": _of(
         "decay", autocast="step", steps=(ONCE, Step(2))
     ),
-    "the_layout_of_a_pool_that_runs_without_gradients": _of("reentrant:max_pool"),
     "attention_that_runs_without_gradients": _of("eval:reentrant:attention"),
     "an_encoder_that_runs_without_gradients": _of("eval:reentrant:encoder"),
     "an_encoder_that_runs_without_gradients_under_autocast": _of(
@@ -244,12 +243,6 @@ PROGRAMS = {
         links="joined",
         autocast="outside",
     ),
-    "shadow_and_an_operator_that_watches_take_apart": Program(
-        chunks=(ChunkSpec(("reentrant:max_pool", "linear")),),
-        steps=(ONCE, Step(3)),
-        autocast="step",
-        verify="shadow",
-    ),
     "a_returned_parameter_that_is_kept_until_it_is_updated": Program(
         chunks=(ChunkSpec(("linear",), form="named", extras=("parameter!",)),),
         steps=(ONCE, Step(inside=(Action(1, "keep_view", 1),))),
@@ -332,7 +325,6 @@ def test_a_program_that_once_differed_is_equal_or_refused(name: str) -> None:
         "a_frozen_parameter_captured_again",
         "a_replaced_layer_captured_again",
         "a_replaced_parameter_captured_again",
-        "the_layout_of_a_pool_that_runs_without_gradients",
         "attention_that_runs_without_gradients",
         "an_encoder_that_runs_without_gradients",
         "chunks_that_are_joined",

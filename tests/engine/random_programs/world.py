@@ -111,7 +111,6 @@ class World:
         options = CaptureOptions(
             num_warmup_steps=program.num_warmup_steps,
             num_warmup_passes=program.num_warmup_passes,
-            memory_plan=program.memory_plan,  # type: ignore[arg-type]
             shared_slots=program.shared_slots,
             verify=program.verify,  # type: ignore[arg-type]
             on_failure=program.on_failure,  # type: ignore[arg-type]

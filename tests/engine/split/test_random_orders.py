@@ -28,7 +28,6 @@ class Case:
     num_slots: tuple[int, ...]
     counts: tuple[int, ...]
     seed: int
-    memory_plan: str
     shared_slots: bool
     verify: str
     main_grad: bool
@@ -56,9 +55,6 @@ def cases(draw: Any) -> Case:
         num_slots=tuple(num_slots or each(st.integers(1, 3))),
         counts=tuple(draw(st.lists(st.integers(1, 20), min_size=1, max_size=2))),
         seed=draw(st.integers(0, 2**16)),
-        memory_plan=draw(
-            st.sampled_from(["shared_backward", "shared_temporaries", "pool_per_slot"])
-        ),
         shared_slots=shared,
         verify=draw(st.sampled_from(["none", "none", "poison", "shadow"])),
         main_grad=draw(st.booleans()),
@@ -195,7 +191,6 @@ def test_any_legal_order_has_the_bits_of_eager_training(
         case.num_slots,
         backend=backend,
         options=CaptureOptions(
-            memory_plan=case.memory_plan,  # type: ignore[arg-type]
             shared_slots=case.shared_slots,
             verify=case.verify,  # type: ignore[arg-type]
         ),

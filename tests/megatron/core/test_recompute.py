@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
+import torch
 from refused import refused as refused_settings
+from torch import nn
 
+from chunkgraph.errors import CaptureError
+from chunkgraph.graphs import RecorderBackend
+from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.megatron.refusals import MODEL_RULES
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(150)]
 
 _DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
-_FOUR_LAYERS = {**_DROPOUT, "num_layers": 4}
+_FOUR_LAYERS = {"num_layers": 4}
 _UNIFORM = {
     "recompute_granularity": "full",
     "recompute_method": "uniform",
@@ -35,7 +41,7 @@ def _assert_replayed(results: dict[str, dict[str, Any]]) -> None:
 def test_one_rank(
     run_equal: Callable[..., Any], make_config: Callable[..., Any], once: Callable[..., Any]
 ) -> None:
-    """Every kind of recomputation has the bits of saved activations, with dropout."""
+    """Every kind of recomputation has the bits of saved activations."""
     ways: dict[str, dict[str, Any]] = {
         "kept": {},
         "uniform": _UNIFORM,
@@ -51,10 +57,7 @@ def test_one_rank(
         name: {"config": make_config(model={**_FOUR_LAYERS, **way}, capture={"verify": "poison"})}
         for name, way in ways.items()
     }
-    plan = {"scope": "chunk", "memory_plan": "pool_per_slot"}
     model = {**_FOUR_LAYERS, **_UNIFORM}
-    # Not for each release: Megatron has no part in memory plans, and two ranks have chunks too.
-    cases |= once({"uniform_chunk": {"config": make_config(model=model, capture=plan)}})
     shadow = {"verify": "shadow"}
     cases |= once({"uniform_shadow": {"config": make_config(model=model, capture=shadow)}})
     cases |= once(
@@ -68,7 +71,7 @@ def test_one_rank(
     )
     cases["mlp"] = {
         "config": make_config(
-            model={**_DROPOUT, **_selective("core_attn", "mlp"), "swiglu": True},
+            model={**_selective("core_attn", "mlp"), "swiglu": True, "hidden_dropout": 0.1},
             capture={"scope": "chunk"},
         )
     }
@@ -85,11 +88,11 @@ def test_one_rank(
 
 @pytest.mark.slow
 def test_two_ranks(run_equal: Callable[..., Any], make_config: Callable[..., Any]) -> None:
-    """PP 2 x VPP 2, TP 2 and DP 2 with overlapped reduction, in both scopes and plans."""
+    """PP 2 x VPP 2, TP 2 and DP 2 with overlapped reduction, in both scopes."""
     cases = {
         "pp2_vpp2": {
             "config": make_config(
-                model={**_DROPOUT, **_UNIFORM, "untie_embeddings_and_output_weights": False},
+                model={**_UNIFORM, "untie_embeddings_and_output_weights": False},
                 pipeline={
                     "pipeline_model_parallel_size": 2,
                     "virtual_pipeline_model_parallel_size": 2,
@@ -110,14 +113,13 @@ def test_two_ranks(run_equal: Callable[..., Any], make_config: Callable[..., Any
             "config": make_config(
                 model={**_FOUR_LAYERS, **_BLOCK, "recompute_num_layers": 2},
                 pipeline={"tensor_model_parallel_size": 2},
-                capture={"memory_plan": "pool_per_slot"},
             )
         },
         "dp2": {
             "config": make_config(
                 model={
-                    **_DROPOUT,
                     **_selective("core_attn", "mlp"),
+                    "hidden_dropout": 0.1,
                     "num_layers": 2,
                     "swiglu": True,
                 },
@@ -178,7 +180,7 @@ def test_slots_hold_only_the_inputs_of_layers(
 
 @pytest.mark.parametrize("granularity", ["full", "selective"])
 def test_recomputation_on_a_gpu_needs_a_graph_safe_tracker(granularity: str) -> None:
-    settings = {**_DROPOUT, "recompute_granularity": granularity}
+    settings = {"recompute_granularity": granularity}
     for on_gpu, graph_safe in ((True, False), (True, True), (False, True)):
         facts = {"on_gpu": on_gpu, "is_rng_graph_safe": graph_safe}
         reasons = "\n".join(refused_settings(MODEL_RULES, settings, **facts))
@@ -194,18 +196,38 @@ def test_recomputation_on_a_gpu_needs_a_graph_safe_tracker(granularity: str) -> 
         ({"recompute_granularity": "full"}, True),
         (_selective("core_attn"), True),
         (_selective("mlp"), False),
-        ({"recompute_granularity": "full", "attention_dropout": 0.0}, False),
+        ({**_selective("core_attn"), "attention_dropout": 0.0}, False),
+        ({"recompute_granularity": "full", "attention_dropout": 0.0}, True),
+        ({"recompute_granularity": "full", "attention_dropout": 0.0, "hidden_dropout": 0.0}, False),
         ({}, False),
     ],
 )
-def test_masks_that_depend_on_the_kind_of_tracker_are_refused(
-    settings: dict[str, Any], refused: bool
+def test_dropout_in_what_is_recomputed_is_refused(settings: dict[str, Any], refused: bool) -> None:
+    for on_gpu in (False, True):
+        facts = {"on_gpu": on_gpu, "is_rng_graph_safe": True}
+        reasons = refused_settings(MODEL_RULES, {**_DROPOUT, **settings}, **facts)
+        assert len(reasons) == refused
+        assert all("cannot repeat the dropout masks" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_a_layers_own_dropout_in_megatrons_checkpoint_is_refused(
+    one_rank: Any, draws: bool
 ) -> None:
-    reasons = refused_settings(
-        MODEL_RULES,
-        {**_DROPOUT, "sequence_parallel": True, **settings},
-        on_gpu=True,
-        is_rng_graph_safe=True,
+    """It has no setting that a rule could read."""
+    from chunkgraph.engine import Chunk, ChunkGraphs
+    from chunkgraph.megatron.core.recompute import recomputing
+
+    module = import_megatron("megatron.core.tensor_parallel")
+    layer = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5 if draws else 0.0))
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return module.checkpoint(layer, False, nn.functional.dropout(x, 0.5))
+
+    chunk = Chunk(
+        forward=forward, parameters=tuple(layer.parameters()), label="chunk 0", module=layer
     )
-    assert len(reasons) == refused
-    assert all("outdated state" in reason for reason in reasons)
+    graphs = ChunkGraphs([chunk], [1], backend=RecorderBackend())
+    refused = pytest.raises(CaptureError, match="draws random numbers in a recomputation")
+    with recomputing(), refused if draws else nullcontext():
+        graphs.capture([torch.ones(4, 8, requires_grad=True)])

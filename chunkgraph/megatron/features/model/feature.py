@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Self
 
 from torch import nn
@@ -14,12 +14,7 @@ from chunkgraph.megatron.core.capture_flag import capture_flag
 from chunkgraph.megatron.core.data_parallel import is_fully_sharded
 from chunkgraph.megatron.core.delayed_weights import facts_of_delays
 from chunkgraph.megatron.core.gated_delta import states_on_device
-from chunkgraph.megatron.core.host_tensors import has_gpu
-from chunkgraph.megatron.core.random_state import (
-    masks_repeated,
-    preserve_rng,
-    rng_is_graph_safe,
-)
+from chunkgraph.megatron.core.random_state import preserve_rng, rng_is_graph_safe
 from chunkgraph.megatron.core.recompute import recomputing
 from chunkgraph.megatron.core.test_mode import without_realtime_tests
 from chunkgraph.megatron.feature import Feature
@@ -56,11 +51,6 @@ class ModelState(Feature):
     def of(cls, site: Site) -> Self:
         """Apply to every model."""
         return cls([module for part in site.parts for module in part.modules])
-
-    def install(self, undo: ExitStack) -> None:
-        """Make recomputation repeat its masks in eager steps, as it does in graphs."""
-        if has_gpu():
-            undo.enter_context(masks_repeated())
 
     @contextmanager
     def preserving(self) -> Iterator[None]:

@@ -93,9 +93,7 @@ def test_one_rank(
         "softmax": _case(make, _EXPERTS, capture={"verify": "poison"}),
         "biased": _case(make, _BIASED, capture={**whole, "verify": "shadow"}),
         "grouped": _case(make, {**_GROUPED, "moe_layer_freq": [0, 1]}, train={"use_ddp": False}),
-        "gathered": _case(
-            make, {**_BIASED, **_GATHERED}, capture={"memory_plan": "shared_temporaries"}
-        ),
+        "gathered": _case(make, {**_BIASED, **_GATHERED}),
         "recomputed": _case(
             make,
             _BIASED,
@@ -130,6 +128,7 @@ def test_one_rank(
                         "recompute_granularity": "full",
                         "recompute_method": "uniform",
                         "recompute_num_layers": 1,
+                        "hidden_dropout": 0.0,
                     },
                     capture=whole,
                 ),

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from chunkgraph.graphs.recorded_graph import RecordedGraph
-from chunkgraph.graphs.recording import storages_written, tensors_in
+from chunkgraph.graphs.operators import storages_written, tensors_in
+from chunkgraph.graphs.recorder.recorded_graph import RecordedGraph
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(60)]
 

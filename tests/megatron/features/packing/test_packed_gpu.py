@@ -30,7 +30,7 @@ _CASES = {
     "rope_by_row": (_MANY, {"scope": "chunk", "verify": "poison"}, {}),
     "rope_by_row_shadow": (
         _MANY,
-        {"scope": "block", "verify": "shadow", "memory_plan": "shared_temporaries"},
+        {"scope": "block", "verify": "shadow"},
         {},
     ),
     "rope_by_row_recompute": (

@@ -98,7 +98,6 @@ def test_one_rank(
                 experts={"moe_token_dispatcher_type": "allgather"},
                 model={"params_dtype": "bfloat16"},
                 stash={"initial_bytes": 4096, "spill_bytes": 1 << 20},
-                capture={"memory_plan": "shared_temporaries"},
             ),
         }
     )

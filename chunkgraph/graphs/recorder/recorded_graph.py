@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -11,21 +10,23 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from chunkgraph.errors import CaptureError, ReplayMismatchError
-from chunkgraph.graphs.addresses import AddressRange, AddressRanges
-from chunkgraph.graphs.recording import (
-    External,
-    HostCall,
-    Operation,
-    TensorRef,
+from chunkgraph.graphs.addresses import AddressRanges
+from chunkgraph.graphs.operators import (
     is_collective,
-    owner_of,
     replace_leaves,
-    span,
     storages_written,
     tensors_in,
     wait_for_work,
 )
-from chunkgraph.graphs.simulated_pool import SimulatedPool
+from chunkgraph.graphs.recorder.recording import (
+    External,
+    HostCall,
+    Operation,
+    TensorRef,
+    owner_of,
+    span,
+)
+from chunkgraph.graphs.recorder.simulated_pool import SimulatedPool
 
 __all__ = ["Binding", "RecordedGraph"]
 
@@ -40,46 +41,17 @@ _copy = torch.ops.aten.copy_.default
 _Step = Callable[[], None]
 
 
-class RecordedCopy:
-    """A copy at the start of a recorded graph. See `chunkgraph.graphs.contract.CopyNode`."""
-
-    def __init__(self, target: AddressRange) -> None:
-        self.target = target
-        self._source = target.start
-
-    def read(self, address: int) -> bool:
-        """See `chunkgraph.graphs.contract.CopyNode`."""
-        self._source = address
-        return True
-
-    def run(self) -> None:
-        """Copy, unless the source is the target itself."""
-        start, end = self.target.start, self.target.end
-        if self._source != start:
-            ctypes.memmove(start, self._source, end - start)
-
-
 class RecordedGraph:
     """A recording of `RecorderBackend.capture`, which calls `finish`.
 
     Args:
         label: Name of the graph in errors.
         pool: Pool of the graph, kept alive by it.
-        targets: See `chunkgraph.graphs.contract.GraphBackend.capture`.
-
-    Attributes:
-        states: Identifies the graph in the random states that it saves.
     """
 
-    def __init__(
-        self, label: str, pool: SimulatedPool, targets: Sequence[AddressRange | None] = ()
-    ) -> None:
+    def __init__(self, label: str, pool: SimulatedPool) -> None:
         self.label = label
-        self.copy_nodes: Sequence[RecordedCopy | None] = tuple(
-            None if t is None else RecordedCopy(t) for t in targets
-        )
         self.pool = pool
-        self.states = object()
         self._steps: list[_Step] | None = None
         self._externals: list[External] = []
         self._writes = AddressRanges()
@@ -97,9 +69,7 @@ class RecordedGraph:
         """
         binding = Binding(pools)
         writes: list[tuple[int, int]] = []
-        copies = [node for node in self.copy_nodes if node is not None]
-        writes.extend((copy.target.start, copy.target.end) for copy in copies)
-        steps: list[_Step] = [copy.run for copy in copies]
+        steps: list[_Step] = []
         grad_mode = False  # as in `replay`
         with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
             for entry in log:

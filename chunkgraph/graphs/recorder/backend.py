@@ -24,44 +24,44 @@ from torch.utils._python_dispatch import (
 )
 
 from chunkgraph.errors import CaptureError, ChunkGraphError
-from chunkgraph.graphs.addresses import AddressRange, AddressRanges
+from chunkgraph.graphs.addresses import AddressRanges
 from chunkgraph.graphs.allocations import AllocationLog, NoAllocations
-from chunkgraph.graphs.captured_generator import CapturedGenerator, DrawOffsets, SavedState
-from chunkgraph.graphs.contract import Graph, Pool, Router
-from chunkgraph.graphs.failure import capture_failure
-from chunkgraph.graphs.legality import (
-    HostReadGuard,
-    as_without_guard,
-    as_without_modes,
-    check_generator,
-    check_operator,
-    fills_evenly,
-)
-from chunkgraph.graphs.location import current_location
-from chunkgraph.graphs.random_state import (
-    PrivateDraws,
-    draw_privately,
+from chunkgraph.graphs.contract import Pool
+from chunkgraph.graphs.failure import capture_failure, current_location
+from chunkgraph.graphs.operators import (
     draws,
-    preserve_states,
-    private_generator,
-    thread_generator,
-    without_access,
-    without_private_draws,
-)
-from chunkgraph.graphs.recorded_graph import Binding, RecordedGraph
-from chunkgraph.graphs.recording import (
-    External,
-    HostCall,
-    Operation,
-    TensorRef,
     is_collective,
-    owner_of,
     replace_leaves,
     storages_written,
     tensors_in,
     wait_for_work,
 )
-from chunkgraph.graphs.simulated_pool import SimulatedPool
+from chunkgraph.graphs.random_state import (
+    CapturedGenerator,
+    preserve_states,
+    private_generator,
+    without_access,
+)
+from chunkgraph.graphs.recorder.legality import (
+    HostReadGuard,
+    as_without_guard,
+    check_generator,
+    check_operator,
+)
+from chunkgraph.graphs.recorder.private_draws import (
+    PrivateDraws,
+    draw_privately,
+    without_private_draws,
+)
+from chunkgraph.graphs.recorder.recorded_graph import Binding, RecordedGraph
+from chunkgraph.graphs.recorder.recording import (
+    External,
+    HostCall,
+    Operation,
+    TensorRef,
+    owner_of,
+)
+from chunkgraph.graphs.recorder.simulated_pool import SimulatedPool
 
 __all__ = ["RecorderBackend", "host_call"]
 
@@ -85,13 +85,8 @@ def host_call(call: Callable[[], None]) -> None:
     if recording is None:
         with _disable_current_modes():
             call()
-    else:
-        _run_logged(call, recording.log)
-
-
-def _run_logged(call: Callable[[], None], log: list[Operation | HostCall]) -> None:
-    """Run ``call`` now and, at this point of ``log``, in every replay."""
-    log.append(HostCall(call))
+        return
+    recording.log.append(HostCall(call))
     with _disable_current_modes(), torch._C.DisableTorchFunction(), without_access():
         call()
 
@@ -125,26 +120,16 @@ class RecorderBackend:
 
     @contextmanager
     def capture(
-        self,
-        label: str,
-        pool: Pool,
-        generators: Sequence[torch.Generator] = (),
-        router: Router | None = None,
-        *,
-        offsets: DrawOffsets | None = None,  # noqa: ARG002 - states are saved by value
-        resumed: Graph | None = None,
-        targets: Sequence[AddressRange | None] = (),
+        self, label: str, pool: Pool, generators: Sequence[torch.Generator] = ()
     ) -> Iterator[RecordedGraph]:
         """Log the operators inside the block. See `GraphBackend.capture`."""
         assert isinstance(pool, SimulatedPool)
-        graph = RecordedGraph(label, pool, targets)
-        assert resumed is None or isinstance(resumed, RecordedGraph)
-        mode = _RecordingMode(graph, resumed, tuple(self._pools), tuple(generators), router)
+        graph = RecordedGraph(label, pool)
+        mode = _RecordingMode(graph, tuple(self._pools), tuple(generators))
         try:
             with (
                 preserve_states(generators),
                 private_generator(mode.generator),
-                as_without_modes(),
                 as_without_guard(),
                 HostReadGuard(label),
                 without_private_draws(),  # a second mode would cost as much as the operator
@@ -161,11 +146,6 @@ class RecorderBackend:
             mode.restore()
 
     @contextmanager
-    def measure_draws(self, _generators: Sequence[torch.Generator] = ()) -> Iterator[DrawOffsets]:
-        """Measure nothing: graphs save random states by value."""
-        yield DrawOffsets()
-
-    @contextmanager
     def on_capture_stream(self) -> Iterator[None]:
         """Do nothing: there is one stream."""
         yield
@@ -176,7 +156,6 @@ class RecorderBackend:
         with (
             preserve_states(generators),
             private_generator(),
-            as_without_modes(),
             PrivateDraws(),
         ):
             yield
@@ -220,61 +199,22 @@ class RecorderBackend:
         return AddressRanges([(storage.data_ptr(), storage.data_ptr() + storage.nbytes())])
 
 
-class _RecordedGenerator(CapturedGenerator):
-    """Save and set random states by value, in replays as well.
-
-    Args:
-        label: Name of the graph in errors.
-        log: Log of the graph.
-        owner: Identifies the graph.
-        resumed: Identifies the graph whose states it resumes.
-    """
-
-    def __init__(
-        self, label: str, log: list[Operation | HostCall], owner: object, resumed: object
-    ) -> None:
-        super().__init__(label, owner)
-        self._log = log
-        self._resumable = (owner, resumed)
-
-    def save(self, saved: SavedState, /) -> None:
-        """See `CapturedGenerator`."""
-
-        def save() -> None:
-            saved.value = thread_generator().get_state()
-
-        _run_logged(save, self._log)
-
-    def switch_to(self, saved: SavedState, /) -> bool:
-        """See `CapturedGenerator`."""
-
-        def restore() -> None:
-            thread_generator().set_state(saved.value)
-
-        _run_logged(restore, self._log)
-        return saved.owner in self._resumable
-
-
 class _RecordingMode(TorchDispatchMode):
     """Record every operator of forward and backward below autograd; both run in this thread."""
 
     def __init__(
         self,
         graph: RecordedGraph,
-        resumed: RecordedGraph | None,
         pools: tuple[SimulatedPool, ...],
         generators: tuple[torch.Generator, ...],
-        router: Router | None,
     ) -> None:
         super().__init__()
         self.label = graph.label
         self.pool = graph.pool
-        self.router = router
         self.pools = pools
         self.generators = generators
         self.log: list[Operation | HostCall] = []
-        states = resumed.states if resumed is not None else None
-        self.generator = _RecordedGenerator(self.label, self.log, graph.states, states)
+        self.generator = CapturedGenerator(self.label)
         self.externals: list[External] = []
         # The current external memory at each address; an address can serve several in turn.
         self._current: dict[int, External] = {}
@@ -293,9 +233,9 @@ class _RecordingMode(TorchDispatchMode):
             check_generator(func, args, kwargs, self.generators, self.label)
             self.generator.draw(func, args, kwargs)
         if func is _aten.lift_fresh.default:
-            return self._lift(func, args[0])
-        func, args = _as_recorded(func, args)
-        pool = self._pool_of(func)
+            return self._lift(args[0])
+        if func is _aten._efficientzerotensor.default:  # a zero gradient without memory
+            func = _aten.zeros.default
         if _is_view(func):  # half of all operators: without memory, so a replay needs none of them
             return func(*args, **kwargs)
         # Read the arguments before the operator runs: it may change their geometry, or allocate
@@ -313,7 +253,7 @@ class _RecordingMode(TorchDispatchMode):
             out = self._run_collective(func, args, kwargs, refs, inputs)
         else:
             out = draw_privately(func, args, kwargs)
-        results = self._place(out, {*addresses}, pool)
+        results = self._place(out, {*addresses})
         has_effect = any(r is not None for r in results) or written or _only_checks(func)
         if has_effect and not _has_undefined_contents(func):
             self._log(func, args, kwargs, refs, results)
@@ -340,10 +280,10 @@ class _RecordingMode(TorchDispatchMode):
         out = wait_for_work(func(*args, **kwargs))
         return replace_leaves(out, torch.Tensor, lambda t: originals.get(id(t), t))
 
-    def _lift(self, func: OpOverload, tensor: torch.Tensor) -> torch.Tensor:
+    def _lift(self, tensor: torch.Tensor) -> torch.Tensor:
         """Record host numbers, such as those of ``torch.tensor``, as a constant of the graph."""
         constant = tensor.clone()
-        results = self._place(tensor, set(), self._pool_of(func))
+        results = self._place(tensor, set())
         self._log(_aten.clone.default, (constant,), {}, {id(constant): constant}, results)
         return tensor
 
@@ -403,15 +343,7 @@ class _RecordingMode(TorchDispatchMode):
         if external is not None and external.saved is None:
             external.saved = torch.empty(0, dtype=torch.uint8).set_(external.alias()).clone()
 
-    def _pool_of(self, func: OpOverload) -> SimulatedPool:
-        if self.router is None or not self.router.goes_to_scratch(func):
-            return self.pool
-        assert isinstance(self.router.scratch, SimulatedPool)
-        return self.router.scratch
-
-    def _place(
-        self, out: Any, input_addresses: set[int], pool: SimulatedPool
-    ) -> tuple[TensorRef | None, ...]:
+    def _place(self, out: Any, input_addresses: set[int]) -> tuple[TensorRef | None, ...]:
         """Move fresh results into the pool; return where a replay writes each result."""
         moved: dict[int, torch.UntypedStorage] = {}
         results: list[TensorRef | None] = []
@@ -423,7 +355,7 @@ class _RecordingMode(TorchDispatchMode):
                     results.append(None)
                     continue
                 if start not in moved:
-                    moved[start] = pool.allocate(storage.nbytes())
+                    moved[start] = self.pool.allocate(storage.nbytes())
                     moved[start].copy_(storage)
                 tensor.set_(moved[start], tensor.storage_offset(), tensor.size(), tensor.stride())
                 results.append(TensorRef.of(tensor))
@@ -465,16 +397,3 @@ def _has_undefined_contents(func: OpOverload) -> bool:
 def _only_checks(func: OpOverload) -> bool:
     """Return whether an operator returns nothing, such as ``torch._assert_async``."""
     return func.namespace == "aten" and not func._schema.returns
-
-
-def _as_recorded(func: OpOverload, args: tuple[Any, ...]) -> tuple[OpOverload, tuple[Any, ...]]:
-    """Return the operator to log instead of ``func``, with the bits of eager work on a CPU."""
-    if func is _aten._efficientzerotensor.default:  # a zero gradient without memory
-        return _aten.zeros.default, args
-    if func is _aten.mul.Tensor and args[0].dtype == torch.bool:
-        node = torch._C._current_autograd_node()
-        if node is not None and fills_evenly(node.name()):
-            # Under a dispatch mode torch multiplies the gradient of a maximum by a mask: zeros then
-            # have the gradient's sign, and are NaN if the gradient is not finite.
-            return _aten.where.ScalarOther, (*args, 0.0)
-    return func, args

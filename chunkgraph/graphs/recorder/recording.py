@@ -8,7 +8,6 @@ memory must keep it alive; a replay refuses to run after it is freed.
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import mul
@@ -18,24 +17,10 @@ import torch
 from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from chunkgraph.graphs.location import SourceLocation
-from chunkgraph.graphs.simulated_pool import SimulatedPool
+from chunkgraph.graphs.failure import SourceLocation
+from chunkgraph.graphs.recorder.simulated_pool import SimulatedPool
 
-__all__ = [
-    "External",
-    "HostCall",
-    "Operation",
-    "TensorRef",
-    "is_collective",
-    "owner_of",
-    "replace_leaves",
-    "run_to_its_end",
-    "span",
-    "storage_address",
-    "storages_written",
-    "tensors_in",
-    "wait_for_work",
-]
+__all__ = ["External", "HostCall", "Operation", "TensorRef", "owner_of", "span"]
 
 
 @dataclass(eq=False)
@@ -138,77 +123,6 @@ class HostCall:
     call: Callable[[], None]
 
 
-def storages_written(
-    func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
-) -> list[torch.Tensor]:
-    """Return the arguments that ``func`` writes, by its schema; all arguments of a collective.
-
-    Running statistics of batch normalization, which its schemas do not mark, are included.
-    """
-    written: list[torch.Tensor] = []
-    for index, name in _written_arguments(func):
-        value = args[index] if index < len(args) else kwargs.get(name)
-        written.extend(tensors_in(value))
-    return written
-
-
-def storage_address(tensor: torch.Tensor) -> int:
-    """Return the address of the tensor's storage; 0 if it has no memory itself.
-
-    Sparse tensors, wrappers (``DTensor``) and meta tensors have none.
-    """
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except RuntimeError:
-        return 0
-
-
-# Cached, since torch creates schema objects per access.
-@functools.cache
-def is_collective(func: OpOverload) -> bool:
-    """Return whether ``func`` is a collective of a process group."""
-    return func.namespace == "c10d"
-
-
-def wait_for_work(out: Any) -> Any:
-    """Wait for a collective's work; return its result with finished work instead."""
-
-    def finish(item: Any) -> Any:
-        if not isinstance(item, torch.ScriptObject):
-            return item
-        c10d = torch._C._distributed_c10d
-        c10d.Work.unbox(item).wait()
-        return c10d.FakeWork().boxed()
-
-    if isinstance(out, (list, tuple)):
-        return type(out)(finish(item) for item in out)
-    return finish(out)
-
-
-def run_to_its_end(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator; a collective of CPU tensors until it has ended.
-
-    Gloo ends some collectives (reduce-scatter) with operators of the thread that waits, which would
-    be seen as operators of its caller. CUDA's collectives run none there, and overlap with others.
-    """
-    out = func(*args, **kwargs)
-    if is_collective(func) and all(t.is_cpu for t in tensors_in(*args, *kwargs.values())):
-        return wait_for_work(out)
-    return out
-
-
-@functools.cache
-def _written_arguments(func: OpOverload) -> tuple[tuple[int, str], ...]:
-    """Return the position and name of each written argument."""
-    return tuple(
-        (index, argument.name)
-        for index, argument in enumerate(func._schema.arguments)
-        if is_collective(func)
-        or (argument.alias_info is not None and argument.alias_info.is_write)
-        or argument.name in ("running_mean", "running_var")
-    )
-
-
 def span(tensor: torch.Tensor | TensorRef) -> tuple[int, int]:
     """Return the first byte of a strided tensor's memory, and the one after the last."""
     if isinstance(tensor, TensorRef):
@@ -223,26 +137,6 @@ def span(tensor: torch.Tensor | TensorRef) -> tuple[int, int]:
         return first, first
     last = sum(map(mul, shape, stride)) - sum(stride)
     return first, first + (last + 1) * item
-
-
-def tensors_in(*values: Any) -> list[torch.Tensor]:
-    """Return the tensors of an operator's arguments or result, nested in lists and tuples."""
-    tensors: list[torch.Tensor] = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            tensors.append(value)
-        elif isinstance(value, (list, tuple)):
-            tensors.extend(tensors_in(*value))
-    return tensors
-
-
-def replace_leaves(value: Any, kind: type, replace: Callable[[Any], Any]) -> Any:
-    """Return an operator's argument with ``replace`` applied to every leaf of type ``kind``."""
-    if isinstance(value, kind):
-        return replace(value)
-    if isinstance(value, (list, tuple)):
-        return type(value)([replace_leaves(item, kind, replace) for item in value])
-    return value
 
 
 def owner_of(pools: Sequence[SimulatedPool], address: int) -> SimulatedPool | None:

@@ -1,0 +1,235 @@
+"""See, describe and watch the operators that eager code runs."""
+
+from __future__ import annotations
+
+import functools
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from chunkgraph.graphs.failure import current_location
+
+__all__ = [
+    "CastWatch",
+    "InputWatch",
+    "OperatorMode",
+    "are_same",
+    "draws",
+    "explicit_generator",
+    "is_collective",
+    "replace_leaves",
+    "run_to_its_end",
+    "storage_address",
+    "storages_written",
+    "tensors_in",
+    "wait_for_work",
+]
+
+
+class OperatorMode(TorchDispatchMode):
+    """Pass every operator inside the mode to `run_operator`, one call for a compiled part."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return True, so that compiled parts stay compiled."""
+        return True
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return self.run_operator(func, args, kwargs or {})
+
+    @abstractmethod
+    def run_operator(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run ``func`` and return its result."""
+
+
+class InputWatch(OperatorMode):
+    """Record tensors that operators read or write and that none in the block has returned.
+
+    Args:
+        inputs: The record of both; a dictionary with weak keys.
+        before_write: Called before an operator writes to memory from outside of the block.
+        arguments: Tensors of the block itself.
+    """
+
+    def __init__(
+        self,
+        inputs: Any,
+        before_write: Callable[[torch.UntypedStorage], None],
+        arguments: Iterable[torch.Tensor],
+    ) -> None:
+        super().__init__()
+        self._inputs = inputs
+        self._before_write = before_write
+        self._results: Any = WeakIdKeyDictionary()
+        self._own = {0}  # the address of tensors that wrap others
+        for tensor in arguments:
+            self._results[tensor] = None
+
+    def run_operator(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `OperatorMode`."""
+        tensors = tensors_in(*args, *kwargs.values())
+        for tensor in tensors:
+            if tensor not in self._results:
+                self._inputs[tensor] = None
+        for tensor in storages_written(func, args, kwargs):
+            if storage_address(tensor) not in self._own:
+                self._before_write(tensor.untyped_storage())
+        result = func(*args, **kwargs)
+        known = {*map(storage_address, tensors)}
+        for tensor in tensors_in(result):
+            if tensor not in self._inputs:
+                self._results[tensor] = None
+            self._own |= {storage_address(tensor)} - known
+        return result
+
+
+class CastWatch(OperatorMode):
+    """Record which of ``tensors`` are cast, and where each is first written.
+
+    A cast that calls share would hold the value from before the write.
+
+    Args:
+        tensors: The tensors, which are recognized by their memory.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self._storages = {storage_address(tensor) for tensor in tensors} - {0}
+        self._cast: set[int] = set()
+        self._written: dict[int, str] = {}
+
+    def run_operator(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `OperatorMode`."""
+        if func is torch.ops.aten._to_copy.default:
+            self._cast.update(map(storage_address, tensors_in(args)))
+        for tensor in storages_written(func, args, kwargs):
+            storage = storage_address(tensor)
+            if storage in self._storages and storage not in self._written:
+                self._written[storage] = str(current_location() or "an unknown line")
+        return func(*args, **kwargs)
+
+    def place_written(self, tensor: torch.Tensor) -> str:
+        """Return where ``tensor`` is first written; "" if it is not written, or not cast."""
+        storage = storage_address(tensor)
+        return self._written.get(storage, "") if storage in self._cast else ""
+
+
+def tensors_in(*values: Any) -> list[torch.Tensor]:
+    """Return the tensors of an operator's arguments or result, nested in lists and tuples."""
+    tensors: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+        elif isinstance(value, (list, tuple)):
+            tensors.extend(tensors_in(*value))
+    return tensors
+
+
+def replace_leaves(value: Any, kind: type, replace: Callable[[Any], Any]) -> Any:
+    """Return an operator's argument with ``replace`` applied to every leaf of type ``kind``."""
+    if isinstance(value, kind):
+        return replace(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)([replace_leaves(item, kind, replace) for item in value])
+    return value
+
+
+def storages_written(
+    func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
+) -> list[torch.Tensor]:
+    """Return the arguments that ``func`` writes, by its schema; all arguments of a collective.
+
+    Running statistics of batch normalization, which its schemas do not mark, are included.
+    """
+    written: list[torch.Tensor] = []
+    for index, name in _written_arguments(func):
+        value = args[index] if index < len(args) else kwargs.get(name)
+        written.extend(tensors_in(value))
+    return written
+
+
+def storage_address(tensor: torch.Tensor) -> int:
+    """Return the address of the tensor's storage; 0 if it has no memory itself.
+
+    Sparse tensors, wrappers (``DTensor``) and meta tensors have none.
+    """
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return 0
+
+
+@functools.cache
+def _written_arguments(func: OpOverload) -> tuple[tuple[int, str], ...]:
+    """Return the position and name of each written argument."""
+    return tuple(
+        (index, argument.name)
+        for index, argument in enumerate(func._schema.arguments)
+        if is_collective(func)
+        or (argument.alias_info is not None and argument.alias_info.is_write)
+        or argument.name in ("running_mean", "running_var")
+    )
+
+
+# Cached, since torch creates schema objects per access.
+@functools.cache
+def is_collective(func: OpOverload) -> bool:
+    """Return whether ``func`` is a collective of a process group."""
+    return func.namespace == "c10d"
+
+
+def wait_for_work(out: Any) -> Any:
+    """Wait for a collective's work; return its result with finished work instead."""
+
+    def finish(item: Any) -> Any:
+        if not isinstance(item, torch.ScriptObject):
+            return item
+        c10d = torch._C._distributed_c10d
+        c10d.Work.unbox(item).wait()
+        return c10d.FakeWork().boxed()
+
+    if isinstance(out, (list, tuple)):
+        return type(out)(finish(item) for item in out)
+    return finish(out)
+
+
+def run_to_its_end(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator; a collective of CPU tensors until it has ended.
+
+    Gloo ends some collectives (reduce-scatter) with operators of the thread that waits, which would
+    be seen as operators of its caller. CUDA's collectives run none there, and overlap with others.
+    """
+    out = func(*args, **kwargs)
+    if is_collective(func) and all(t.is_cpu for t in tensors_in(*args, *kwargs.values())):
+        return wait_for_work(out)
+    return out
+
+
+@functools.cache
+def draws(func: OpOverload) -> bool:
+    """Return whether ``func`` draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def are_same(one: torch.Generator, other: torch.Generator) -> bool:
+    """Return whether both objects are the same generator; torch may create several objects."""
+    return bool(one._cdata == other._cdata)  # type: ignore[attr-defined]
+
+
+def explicit_generator(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Generator | None:
+    """Return the generator among an operator's arguments, unless it is the default one."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Generator) and not are_same(value, torch.default_generator):
+            return value
+    return None
