@@ -31,7 +31,6 @@ from torch import nn
 
 from chunkgraph._collector import collector_paused
 from chunkgraph.engine.banks import Bank
-from chunkgraph.engine.call_context import active_modes, refuse_contexts
 from chunkgraph.engine.capture.captured_rank import CapturedRank, CaptureReport
 from chunkgraph.engine.capture.dangling import Bookkeeping, refuse_dangling
 from chunkgraph.engine.capture.eager_call import fill_test_gradient
@@ -69,6 +68,7 @@ from chunkgraph.engine.capture.warm_up import (
 from chunkgraph.engine.checks import ModelGuard
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.digest import digests_of
+from chunkgraph.engine.hooks import active_modes, refuse_contexts
 from chunkgraph.engine.host import Host
 from chunkgraph.engine.options import OnCapture
 from chunkgraph.engine.signature import Call, Signature
