@@ -362,7 +362,7 @@ def _choose_slots(session: _Session) -> None:
 
 def _make_room(session: _Session) -> None:
     """Refuse a session that cannot fit, and give the allocator's cache back to the device."""
-    session.kept = tuple(Bookkeeping(chunk.module) for chunk in session.chunks)
+    session.kept = tuple(map(Bookkeeping, session.chunks))
     backend = session.backend
     check_memory(
         session.chunks,
