@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from chunkgraph._text import shown
@@ -70,6 +72,8 @@ def refuse_contexts(label: str, error: Error, modes: Sequence[str]) -> None:
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     found = ["anomaly detection"] if torch.is_anomaly_enabled() else []
     found += ["saved_tensors_hooks"] if hooks is not None and not _is_of_library(hooks[0]) else []
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        found.append("torch.func or forward-mode autograd")
     found += [f"{m}, which was not active at the capture" for m in active_modes() if m not in modes]
     if found:
         raise error(
@@ -79,9 +83,9 @@ def refuse_contexts(label: str, error: Error, modes: Sequence[str]) -> None:
 
 
 def active_modes() -> list[str]:
-    """Return the kinds of torch's dispatch and function modes that are active."""
+    """Return the kinds of active dispatch and function modes, except default devices."""
     modes = (*_get_current_dispatch_mode_stack(), *_get_current_function_mode_stack())
-    return [type(mode).__qualname__ for mode in modes]
+    return [type(mode).__qualname__ for mode in modes if not isinstance(mode, DeviceContext)]
 
 
 def _is_of_library(hook: Any) -> bool:

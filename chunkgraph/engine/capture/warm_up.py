@@ -59,7 +59,7 @@ def warm_up(
     leaves: Sequence[nn.Parameter],
     backend: GraphBackend,
     host: Host,
-    layers: LayerWatch,
+    layers: LayerWatch,  # one parameter for each thing around a pass
     plan: MemoryPlan,
 ) -> WarmUp:
     """Run eager passes on the capture stream, where libraries create handles and tune.
