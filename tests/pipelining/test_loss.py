@@ -72,9 +72,9 @@ def _set(name: str, value: Any) -> Callable[[Any], object]:
         (
             lambda: nn.CrossEntropyLoss(label_smoothing=0.2),
             _set("label_smoothing", 0.0),
-            r"stage 0: loss_fn\.label_smoothing was changed from 0\.2 to 0\.0",
+            r"stage 0: loss_fn\.label_smoothing was 0\.2 .* is 0\.0 now",
         ),
-        (_Dropped, nn.Module.eval, r"stage 0: loss_fn was put into another mode"),
+        (_Dropped, nn.Module.eval, r"stage 0: loss_fn\.training was True"),
         (
             lambda: nn.CrossEntropyLoss(weight=torch.ones(4)),
             _set("weight", torch.arange(1.0, 5.0)),
@@ -108,7 +108,7 @@ def test_errors_name_the_stage_and_its_layers_as_without_a_loss(one_rank: None) 
     for _ in range(2):
         _step(schedules)
     module.eval()
-    with pytest.raises(ReplayMismatchError, match=r"^stage 0: the chunk was put into another mode"):
+    with pytest.raises(ReplayMismatchError, match=r"^stage 0: the chunk\.training was True"):
         _step(schedules)
     module.train()
     _step(schedules)
