@@ -90,8 +90,8 @@ class ModelGuard:
         if (now := self._facts_now()) != self._facts:
             raise ReplayMismatchError(
                 f"{self.label}: {self._change(now)} after the capture; replays would ignore this. "
-                "Update tensors in place (copy_), release the graphs and capture again, or ask for an "
-                "eager step (`step(eager=True)`)."
+                "Update tensors in place (copy_), release the graphs and capture again, or ask "
+                "for an eager step (`step(eager=True)`)."
             )
 
     def refuse_hooks(self, error: Error) -> None:
