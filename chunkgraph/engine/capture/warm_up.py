@@ -81,8 +81,9 @@ def warm_up(
         CaptureError: the forward uses tensors whose gradients a replay would lose, or the passes
             differ by more than rounding.
     """
-    passes = []
+    passes: list[Measured] = []
     for _ in range(1 if backend.repeats_bits else 2):
+        backend.release_cached_memory()  # blocks of another pass have other sizes
         sinks.clear()
         with (
             backend.on_capture_stream(),
