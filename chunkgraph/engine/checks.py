@@ -7,8 +7,7 @@ else a forward reads from Python must not change; see docs/contract.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from typing import Any
@@ -18,6 +17,7 @@ from torch import nn
 
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.hooks import Error, active_modes, refuse_hooks
+from chunkgraph.engine.tensor_guard import new_guard
 from chunkgraph.errors import CaptureError, ReplayMismatchError
 
 __all__ = ["ModelGuard"]
@@ -72,7 +72,7 @@ class ModelGuard:
         self._filled = [held for held in self._dicts if held]
         self._empty = [held for held in self._dicts if not held]
         self._values = [*chain.from_iterable(map(dict.values, self._filled))]
-        self._fit = _comparison(self._tensors)
+        self._fit = new_guard(self._tensors)
         self._names = [
             *([name for name, _ in self._objects], names, names, names, [*with_mode]),
             [named[id(p)][0] for p in self._of_grads],
@@ -134,7 +134,7 @@ class ModelGuard:
             and all(map(is_, values, self._values))
             and not any(self._empty)
             and [*map(_address, self._tensors)] == addresses
-            and self._fit()
+            and self._fit(*self._tensors)
             and self._cheap_facts() == others
         )
 
@@ -149,22 +149,6 @@ class ModelGuard:
                     detail = f" from {old!r} to {new!r}" if a is self._facts[-1] else ""
                     return f"{name} {what}{detail}"
         raise AssertionError("nothing has changed")
-
-
-def _comparison(tensors: Sequence[torch.Tensor]) -> Callable[[], bool]:
-    """Return a function that compares strides and ``requires_grad`` with the present ones."""
-    strides: Any = [[*t.stride()] for t in tensors]
-    sizes: Any = [[*t.shape] for t in tensors]
-    try:  # torch.compile's guard compares all tensors in one call
-        guards: Any = torch._C._dynamo.guards
-        guard = guards.TensorGuards(
-            *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
-        )
-        if guard.check(*tensors):
-            return partial(guard.check, *tensors)
-    except (AttributeError, TypeError, RuntimeError, SystemError):  # not for these tensors
-        pass
-    return lambda: False  # compare the slow way
 
 
 def _settings(module: nn.Module) -> list[str]:
