@@ -7,8 +7,7 @@ else a forward reads from Python must not change; see docs/contract.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Sequence
 from itertools import chain, repeat
 from operator import is_, itemgetter
 from typing import Any
@@ -19,6 +18,7 @@ from torch import nn
 from chunkgraph._text import shown
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.hooks import Error, refuse_hooks
+from chunkgraph.engine.tensor_guard import new_guard
 from chunkgraph.errors import CaptureError, ReplayMismatchError
 
 __all__ = ["ModelGuard"]
@@ -66,8 +66,9 @@ class ModelGuard:
         self._objects = self._objects_now()
         self._modes = [own for own in map(vars, layers) if "training" in own]
         self._settings = [(vars(layer), key) for layer in layers for key in _settings(layer)]
-        self._layouts = _layouts(self._tensors_now())
-        self._facts, self._flat = self._facts_now(), self._flat_now()
+        tensors = self._tensors_now()
+        self._fits, self._layouts = new_guard(tensors), _layouts(tensors)
+        self._facts, self._others = self._facts_now(), self._others_now(tensors)
 
     def check(self) -> None:
         """Compare everything, when a step begins.
@@ -89,9 +90,15 @@ class ModelGuard:
         refuse_hooks(self.label, self._layers, own, error)
 
     def _is_as_captured(self) -> bool:
-        now = self._objects_now()
-        is_same = len(now) == len(self._objects) and all(map(is_, now, self._objects))
-        return is_same and not any(self._empty) and self._flat_now() == self._flat
+        """Return whether all facts are those of the capture, at the least cost for the host."""
+        objects, tensors = self._objects_now(), self._tensors_now()
+        return (
+            len(objects) == len(self._objects)
+            and all(map(is_, objects, self._objects))
+            and not any(self._empty)
+            and self._others_now(tensors) == self._others
+            and (self._fits(*tensors) or _layouts(tensors) == self._layouts)
+        )
 
     def _objects_now(self) -> list[Any]:
         return [*chain.from_iterable(map(dict.values, self._filled))]
@@ -110,11 +117,9 @@ class ModelGuard:
         grads = [getattr(p, "main_grad", None) for p in self._graded]
         return [*self._tensors, *[grad for grad in grads if grad is not None]]
 
-    def _flat_now(self) -> tuple[Any, ...]:
-        tensors = self._tensors_now()
+    def _others_now(self, tensors: Sequence[torch.Tensor]) -> tuple[list[Any], ...]:
         return (
             [*map(torch.Tensor.data_ptr, tensors)],
-            self._layouts(*tensors),
             [*map(hasattr, self.parameters, repeat("main_grad"))],
             [*map(itemgetter("training"), self._modes)],
             [own.get(key) for own, key in self._settings],
@@ -153,17 +158,8 @@ class ModelGuard:
         return ""
 
 
-def _layouts(tensors: list[torch.Tensor]) -> Callable[..., Any]:
-    """Return a function whose result differs for other shapes, strides or ``requires_grad``."""
-    with suppress(AttributeError, TypeError, RuntimeError, SystemError):
-        sizes, strides = [[*t.shape] for t in tensors], [[*t.stride()] for t in tensors]
-        # Guards of torch.compile, several times as fast as Python.
-        guards: Any = torch._C._dynamo.guards.TensorGuards
-        guard = guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-        if guard.check(*tensors) is True:
-            check: Callable[..., bool] = guard.check
-            return check
-    return lambda *now: [(t.shape, t.stride(), t.requires_grad) for t in now]
+def _layouts(tensors: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:
+    return [(t.shape, t.stride(), t.requires_grad) for t in tensors]
 
 
 def _settings(layer: nn.Module) -> list[str]:

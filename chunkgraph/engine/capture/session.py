@@ -465,6 +465,7 @@ def _test(session: _Session, forward: CapturedForward) -> None:
     ):
         forward.graph.replay()
         digests = digests_of([*tensors, *chunk.buffers])
+        random = random_states(backend, host)
         if what := forward_difference(warm.passes, digests, plain, warm.noise):
             eager = warm.passes[-1].saved
             assert eager is not None
@@ -475,7 +476,6 @@ def _test(session: _Session, forward: CapturedForward) -> None:
         trained = set(forward.trained)
         sums = [sink if i in trained else None for i, sink in enumerate(sinks.buffers)]
         backward = digests_of([*forward.input_grads, *sums])
-        random = random_states(backend, host)
     replay = Measured(digests, backward, len(tensors), plain, random)
     what, layer = backward_difference(chunk, warm.passes, replay, warm.noise)
     if what:
