@@ -9,21 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from operator import attrgetter, itemgetter
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import torch
 from torch import nn
 
-from chunkgraph._text import shown
-from chunkgraph.engine.call_context import Error, active_modes, is_of_library
 from chunkgraph.engine.chunk import Chunk
+from chunkgraph.engine.hooks import Error, active_modes, refuse_hooks
+from chunkgraph.engine.tensor_guard import new_guard
 from chunkgraph.errors import CaptureError, ReplayMismatchError
 
 __all__ = ["ModelGuard"]
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_OF_GRADS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _PARTS = itemgetter("_modules", "_parameters", "_buffers")
 _FACTS = (
     *("was replaced, added or removed", "was moved to other memory", "has other strides"),
@@ -71,6 +69,10 @@ class ModelGuard:
         self._attributes = [*with_mode.values()]
         self._settings = [(n, vars(m), k) for n, m in self._modules.items() for k in _settings(m)]
         self._facts = self._facts_now()
+        self._filled = [held for held in self._dicts if held]
+        self._empty = [held for held in self._dicts if not held]
+        self._values = [*chain.from_iterable(map(dict.values, self._filled))]
+        self._fit = new_guard(self._tensors)
         self._names = [
             *([name for name, _ in self._objects], names, names, names, [*with_mode]),
             [named[id(p)][0] for p in self._of_grads],
@@ -83,34 +85,18 @@ class ModelGuard:
         Raises:
             ReplayMismatchError: something has changed since the capture.
         """
+        if self._is_unchanged():
+            return
         if (now := self._facts_now()) != self._facts:
             raise ReplayMismatchError(
                 f"{self.label}: {self._change(now)} after the capture; replays would ignore this. "
-                "Update tensors in place (copy_), or release the graphs and capture again."
+                "Update tensors in place (copy_), release the graphs and capture again, or ask "
+                "for an eager step (`step(eager=True)`)."
             )
 
     def refuse_hooks(self, error: Error) -> None:
-        """Raise ``error`` for others' hooks on modules, any on gradients, and DDP wrappers."""
-        places = [("all modules", vars(nn.modules.module), "_global{}")]
-        places += [(path, vars(module), "{}") for path, module in self._modules.items()]
-        of_modules = ((w, own.get(k.format(n)), True) for w, own, k in places for n in _HOOKS)
-        # Owners of a main_grad do the work of its hooks.
-        own = [p for p in self.parameters if not hasattr(p, "main_grad")]
-        of_grads = (("a gradient", getattr(p, n, None), False) for p in own for n in _OF_GRADS)
-        for where, hooks, may_be_known in chain(of_modules, of_grads):
-            for hook in (hooks or {}).values():
-                if not (may_be_known and is_of_library(hook)):
-                    raise error(
-                        f"{self.label}: there is a hook on {where} ({shown(hook)}), and a replay "
-                        "calls no hooks. Remove it, or do its work outside of the chunk: after the "
-                        "step, or in Chunk.after_backward."
-                    )
-        if any(isinstance(m, nn.parallel.DistributedDataParallel) for m in self._modules.values()):
-            raise error(
-                f"{self.label} has a torch DistributedDataParallel, which does not see the "
-                "gradients of replays. Pass ChunkGraphs the module without the wrapper, and "
-                "reduce the gradients after the step."
-            )
+        """Raise ``error`` for hooks and wrappers that replays would skip; see `refuse_hooks`."""
+        refuse_hooks(self.label, self._modules, self.parameters, error)
 
     def _objects_now(self) -> list[tuple[str, Any]]:
         """Return parts and tensors with their names, except caches that eager calls replace."""
@@ -129,10 +115,28 @@ class ModelGuard:
             [*map(_address, tensors)],
             [*map(_stride, tensors)],
             [*map(_requires_grad, tensors)],
+            *self._cheap_facts(),
+        ]
+
+    def _cheap_facts(self) -> list[list[Any]]:
+        return [
             [*map(_training, self._attributes)],
             [*map(_address_of_main_grad, self._of_grads)],
             [own.get(key) for _, own, key in self._settings],
         ]
+
+    def _is_unchanged(self) -> bool:
+        """Return whether all facts are those of the capture, at the least cost for the host."""
+        values = [*chain.from_iterable(map(dict.values, self._filled))]
+        _, addresses, _, _, *others = self._facts
+        return (
+            len(values) == len(self._values)
+            and all(map(is_, values, self._values))
+            and not any(self._empty)
+            and [*map(_address, self._tensors)] == addresses
+            and self._fit(*self._tensors)
+            and self._cheap_facts() == others
+        )
 
     def _change(self, now: Sequence[Sequence[Any]]) -> str:
         """Describe the first fact that differs."""

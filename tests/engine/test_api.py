@@ -259,11 +259,6 @@ def test_the_defaults_and_every_choice_are_accepted() -> None:
         CaptureOptions(verify=verify, num_warmup_steps=0)  # type: ignore[arg-type]
 
 
-def test_options_that_are_none_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"options is \{'verify': 'shadow'\}; pass Cap"):
-        ChunkGraphs(nn.Linear(4, 4), 1, options={"verify": "shadow"})  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("key", [float("nan"), (128, float("nan")), [128], torch.tensor(1.0)])
 def test_a_shape_key_that_is_never_equal_is_refused(key: Any) -> None:
     graphs = ChunkGraphs(nn.Linear(4, 4), 1, backend=RecorderBackend())
@@ -277,8 +272,3 @@ def test_a_shape_key_that_is_never_equal_is_refused(key: Any) -> None:
 def test_banks_have_different_keys(keys: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match="at least one key, and each once"):
         Banks(keys)
-
-
-def test_keys_alone_are_no_banks() -> None:
-    with pytest.raises(ConfigError, match=r"pass Banks\(keys=\.\.\.\)"):
-        ChunkGraphs(nn.Linear(4, 4), 1, banks=(2, 1))  # type: ignore[arg-type]

@@ -113,15 +113,12 @@ _TWO_RANKS = {"pipeline_model_parallel_size": 2, "global_batch_size": 8}
         ({}, None),
         ({"global_batch_size": 16}, "4 microbatches, but a step has 8. Change --global-batch-size"),
         ({"global_batch_size": 16, "micro_batch_size": 2}, None),
-        ({"global_batch_size": None}, "a step has 1"),
         ({"context_parallel_size": 2, "global_batch_size": 4}, None),
         ({"pipeline_model_parallel_size": 4}, "has 2 ranks of 1 chunk(s), but the pipeline has 4"),
-        ({"num_virtual_stages_per_pipeline_rank": 2}, "but the pipeline has 2 of 2"),
         (
             {"step_batch_size_schedule": "0:4 128:8", "global_batch_size": None},
             "--step-batch-size-schedule with --pipeline-schedule mine.csv: the file is",
         ),
-        ({"rampup_batch_size": [2, 2, 8]}, "--rampup-batch-size with --pipeline-schedule"),
         (
             {"pipeline_schedule": "zb-h1", "num_virtual_stages_per_pipeline_rank": 2},
             "num_chunks is 2: use 'interleaved-zb'",

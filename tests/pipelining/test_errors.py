@@ -83,13 +83,6 @@ def test_a_stage_without_a_graphed_schedule_warns_that_it_trains_eagerly(one_ran
         schedule.step(x, target=x)
 
 
-def test_a_count_that_was_not_declared_may_fit(pipeline: Make) -> None:
-    one = pipeline(nn.Linear(4, 4))
-    for count in (2, 7):
-        one.step(count)
-    assert one.schedules.graphs.counters.replays == 7
-
-
 def test_evaluation_needs_no_slots(pipeline: Make) -> None:
     module = nn.Linear(4, 4)
     one = pipeline(module, cls=ScheduleGPipe)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -33,23 +32,6 @@ class _Tempered(nn.Module):
         return nn.functional.cross_entropy(output / self.temperature, target)
 
 
-_FACTORS = {"factor": 2.0}
-
-
-class _Scaled:
-    """A loss that is a callable object."""
-
-    def __init__(self) -> None:
-        self.factor = 2.0
-
-    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(output, target) * self.factor
-
-
-def _scaled(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return nn.functional.cross_entropy(output, target) * _FACTORS["factor"]
-
-
 def _schedules(module: nn.Module, loss_fn: Any) -> GraphedSchedule:
     stage = GraphedStage(module, 0, 1, torch.device("cpu"))
     loss = GraphedLoss(loss_fn)
@@ -73,36 +55,16 @@ def _set(name: str, value: Any) -> Callable[[Any], object]:
         (
             lambda: nn.CrossEntropyLoss(label_smoothing=0.2),
             _set("label_smoothing", 0.0),
-            r"stage 0: loss_fn\.label_smoothing \(captured 0\.2, now 0\.0\) was changed",
+            r"stage 0: loss_fn\.label_smoothing was changed from 0\.2 to 0\.0",
         ),
-        (
-            lambda: nn.CrossEntropyLoss(ignore_index=3),
-            _set("ignore_index", -100),
-            r"stage 0: loss_fn\.ignore_index \(captured 3, now -100\) was changed",
-        ),
-        (_Dropped, nn.Module.eval, r"loss_fn of stage 0 is called in eval\(\), but was captured"),
+        (_Dropped, nn.Module.eval, r"stage 0: loss_fn\S* was put into another mode"),
         (
             lambda: nn.CrossEntropyLoss(weight=torch.ones(4)),
             _set("weight", torch.arange(1.0, 5.0)),
-            r"stage 0: loss_fn\.weight was replaced by another tensor",
-        ),
-        (
-            lambda: _scaled,
-            lambda _: _FACTORS.update(factor=_FACTORS["factor"] + 1),
-            r"stage 0: the global _FACTORS\['factor'\] \(captured",
-        ),
-        (
-            _Scaled,
-            _set("factor", 3.0),
-            r"stage 0: loss_fn\.factor \(captured 2\.0, now 3\.0\) was changed",
-        ),
-        (
-            lambda: functools.partial(_scaled),
-            lambda _: _FACTORS.update(factor=_FACTORS["factor"] + 1),
-            r"stage 0: the global _FACTORS\['factor'\] \(captured",
+            r"stage 0: loss_fn\.weight was replaced, added or removed",
         ),
     ],
-    ids=["label smoothing", "ignore index", "eval", "weight", "function", "object", "partial"],
+    ids=["label smoothing", "eval", "weight"],
 )
 def test_changes_of_the_loss_are_refused(
     one_rank: None, make: Callable[[], Any], change: Callable[[Any], object], message: str
@@ -121,21 +83,6 @@ def test_changes_of_the_loss_are_refused(
     if not isinstance(loss, _Dropped):
         eager = _step(schedules, eager=True)
         assert all(map(torch.equal, losses, eager))
-
-
-def test_errors_name_the_stage_and_its_layers_as_without_a_loss(one_rank: None) -> None:
-    module = nn.Linear(4, 4)
-    schedules = _schedules(module, nn.CrossEntropyLoss())
-    for _ in range(2):
-        _step(schedules)
-    module.eval()
-    with pytest.raises(ReplayMismatchError, match=r"^stage 0 is called in eval\(\)"):
-        _step(schedules)
-    module.train()
-    _step(schedules)
-    module.weight = nn.Parameter(torch.ones(4, 4))
-    with pytest.raises(ReplayMismatchError, match=r"^stage 0: weight was replaced by another"):
-        _step(schedules)
 
 
 def test_a_function_may_change_as_before(one_rank: None) -> None:

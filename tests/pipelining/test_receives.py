@@ -38,20 +38,6 @@ HOLDERS: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", HOLDERS)
-def test_memory_is_used_again_once_its_holder_is_gone(name: str) -> None:
-    memory = ReceiveMemory()
-    buffer = memory.empty_like(META, CPU)
-    address = buffer.data_ptr()
-    holder = HOLDERS[name](buffer)
-    del buffer
-    assert memory.empty_like(META, CPU).data_ptr() != address
-    assert memory.num_buffers == 2
-    del holder
-    assert memory.empty_like(META, CPU).data_ptr() == address
-    assert memory.num_buffers == 2
-
-
 @given(st.lists(st.tuples(st.sampled_from(sorted(HOLDERS)), st.integers(0, 5))))
 def test_what_is_held_never_changes_and_the_peak_is_allocated(
     receives: list[tuple[str, int]],

@@ -6,19 +6,15 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 from small_settings import SMALL
 
 from chunkgraph._text import shown
 from chunkgraph.errors import ConfigError, TopologyError
 from chunkgraph.settings import (
     Config,
-    config_from_mapping,
     load_config,
     settings_of,
     to_mapping,
-    to_yaml,
 )
 from chunkgraph.settings.reference import reference_yaml
 
@@ -34,10 +30,6 @@ def small(tmp_path: Path) -> Path:
     path = tmp_path / "small.yaml"
     path.write_text(yaml.safe_dump(SMALL))
     return path
-
-
-def test_there_are_shipped_configs() -> None:
-    assert "gpt_pp2_vpp2_cpu.yaml" in {path.name for path in SHIPPED}
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
@@ -104,30 +96,20 @@ def test_defaults_and_derived_sizes(small: Path) -> None:
             ["model.num_layer", "Did you mean 'num_layers'?", "Known keys: attention_dropout,"],
         ),
         ("modl.num_layers=4", ["modl", "the top level", "Did you mean 'model'?"]),
-        ("zzz=4", ["zzz: unknown key", "Known keys: capture, data"]),
         ("name.first=x", ["name is a single value"]),
         ("model.num_layers=eight", ["model.num_layers", "a whole number", "'eight' (text)"]),
-        ("model.num_layers=4.0", ["model.num_layers", "a whole number", "4.0 (number)"]),
         ("model.num_layers=true", ["model.num_layers", "True (truth value)"]),
         ("model.swiglu=1", ["model.swiglu", "true or false", "1 (whole number)"]),
-        ("train.lr=fast", ["train.lr", "a number"]),
         ("train.lr=.inf", ["train.lr is inf", "a finite number"]),
-        ("train.lr=1e999", ["train.lr is inf", "a finite number"]),
-        ("model.hidden_dropout=.nan", ["hidden_dropout is nan", "a finite number"]),
         ("train.seed=9223372036854775808", ["train.seed is 922", "end at 9223372036854775807"]),
         (f"train.seed={'9' * 400}", ["train.seed is (a whole number of about 400 digits)"]),
-        (f"train.lr=0x{'f' * 300}", ["train.lr is inf", "a finite number"]),
         ('data.path="a\\0b"', ["data.path is 'a\\x00b'; text must not have NUL"]),
         ("capture.verify=Shadow", ["capture.verify", "Did you mean 'shadow'?"]),
         ("train.num_microbatches=4", ["train.num_microbatches", "a list of whole numbers"]),
         ("train.num_microbatches=[4, x]", ["train.num_microbatches[1]", "'x' (text)"]),
-        ("device=gpu", ["device", "one of cpu, cuda, auto"]),
-        ("device=cud", ["Did you mean 'cuda'?"]),
         ("model=3", ["model: expected a section"]),
         ("model.num_layers=null", ["model.num_layers", "nothing (null)"]),
         ("train.lr", ["section.key=value"]),
-        ("=3", ["section.key=value"]),
-        ("train.lr=[", ["not valid YAML"]),
     ],
 )
 def test_a_bad_override_is_named_with_the_reason(
@@ -144,8 +126,6 @@ def test_a_bad_override_is_named_with_the_reason(
     ("override", "error", "parts"),
     [
         ("model.num_layers=6", TopologyError, ["num_layers is 6", "4 stages", "4 or 8"]),
-        ("model.num_layers=3", TopologyError, ["num_layers is 3", "make it 4, or"]),
-        ("model.num_layers=0", ConfigError, ["model.num_layers is 0", "greater than 0"]),
         ("model.hidden_size=66", ConfigError, ["hidden_size is 66", "num_attention_heads=4"]),
         ("model.hidden_size=68", ConfigError, ["rope", "17"]),
         ("model.vocab_size=200", ConfigError, ["vocab_size is 200", "257"]),
@@ -155,12 +135,6 @@ def test_a_bad_override_is_named_with_the_reason(
             ConfigError,
             ["model.recompute_method is null", "recompute_granularity=full"],
         ),
-        (
-            "model.recompute_num_layers=1",
-            ConfigError,
-            ["model.recompute_num_layers is 1", "recompute_granularity=null"],
-        ),
-        ("model.recompute_num_layers=0", ConfigError, ["recompute_num_layers is 0"]),
         (
             "model.recompute_granularity=selective; model.recompute_modules=[mlp]",
             ConfigError,
@@ -207,13 +181,9 @@ def test_a_bad_override_is_named_with_the_reason(
             TopologyError,
             ["model.seq_length is 18", "4, the number of parts", "16 or 20"],
         ),
-        ("pipeline.context_parallel_size=0", ConfigError, ["context_parallel_size is 0"]),
         ("model.layer_spec=te", ConfigError, ["'te'", "package.module:function"]),
         ("train.num_microbatches=[4,3]", TopologyError, ["num_microbatches[1] is 3", "2 or 4"]),
-        ("train.num_microbatches=[1]", TopologyError, ["smaller than a microbatch group of 2"]),
-        ("train.num_microbatches=[0]", ConfigError, ["num_microbatches[0] is 0"]),
         ("train.num_microbatches=[]", ConfigError, ["is empty"]),
-        ("train.seed=-1", ConfigError, ["train.seed is -1"]),
         (
             "train.overlap_grad_reduce=true",
             ConfigError,
@@ -230,25 +200,15 @@ def test_a_bad_override_is_named_with_the_reason(
             TopologyError,
             ["stage is 1", "would deadlock"],
         ),
-        ("run.timeout_s=0", ConfigError, ["run.timeout_s is 0"]),
         (
             "packing.max_packed_seqs=1",
             ConfigError,
             ["max_packed_seqs is 1", "or 0 for no packed sequences"],
         ),
-        ("packing.max_packed_seqs=3000000000", ConfigError, ["max_packed_seqs is 3", "2147483647"]),
         (
             "packing.max_packed_seqs=8; packing.max_packed_tokens=3000000000",
             ConfigError,
             ["max_packed_tokens=3000000000", "2147483647"],
-        ),
-        (
-            (
-                "packing.max_packed_seqs=8; train.micro_batch_size=1; model.layer_spec=a.b:c; "
-                "pipeline.context_parallel_size=2; packing.max_packed_tokens=30; device=cuda"
-            ),
-            TopologyError,
-            ["30 rows", "not divisible by 4", "two pieces of every document", "28 or 32"],
         ),
         (
             (
@@ -267,23 +227,12 @@ def test_a_bad_override_is_named_with_the_reason(
             ConfigError,
             ["9 documents do not fit in the 32 rows", "each takes at least 4"],
         ),
-        ("packing.max_packed_seqs=-1", ConfigError, ["packing.max_packed_seqs is -1"]),
         ("packing.buckets=[0.5]", ConfigError, ["buckets is [0.5]", "packing is off"]),
-        ("packing.seq_buckets=[4]", ConfigError, ["seq_buckets is [4]", "packing is off"]),
-        (
-            "packing.max_packed_seqs=8; train.micro_batch_size=1; packing.seq_buckets=[4,8]",
-            ConfigError,
-            [
-                "packing.seq_buckets is [4, 8] with packing.max_packed_seqs=8",
-                "8 is not between 2 and packing.",
-            ],
-        ),
         (
             "packing.max_packed_seqs=8; train.micro_batch_size=1; packing.buckets=[0.5,9999]",
             ConfigError,
             ["packing.buckets is [0.5, 9999.0]", "9999 is neither", "whole number of rows"],
         ),
-        ("data.document_counts=[1,2,3,4]", ConfigError, ["document_counts", "packing is off"]),
         (
             "packing.max_packed_seqs=8; train.micro_batch_size=1; data.document_counts=[3,2,1,4]",
             ConfigError,
@@ -293,21 +242,9 @@ def test_a_bad_override_is_named_with_the_reason(
             ],
         ),
         (
-            "packing.max_packed_seqs=8; train.micro_batch_size=1; data.document_counts=[1,2,3,999]",
-            ConfigError,
-            ["999 documents do not fit in the", "rows of a microbatch"],
-        ),
-        ("packing.max_packed_tokens=64", ConfigError, ["packing is off", "max_packed_seqs=0"]),
-        ("packing.max_document_tokens=9", ConfigError, ["max_document_tokens is 9", "is off"]),
-        (
             "packing.max_packed_seqs=8; train.micro_batch_size=1; packing.max_document_tokens=9999",
             ConfigError,
             ["packing.max_document_tokens is 9999", "a microbatch has 32 tokens"],
-        ),
-        (
-            "packing.max_packed_seqs=8; train.micro_batch_size=1; packing.max_document_tokens=0",
-            ConfigError,
-            ["packing.max_document_tokens is 0", "greater than 0"],
         ),
         (
             (
@@ -317,12 +254,6 @@ def test_a_bad_override_is_named_with_the_reason(
             ConfigError,
             ["max_document_tokens is 9 with packing.context_parallel_sizes", "leave the former"],
         ),
-        ("packing.pad_seq_to_mult=8", ConfigError, ["pad_seq_to_mult is 8", "packing is off"]),
-        (
-            "packing.max_packed_seqs=8; train.micro_batch_size=1; packing.pad_seq_to_mult=0",
-            ConfigError,
-            ["packing.pad_seq_to_mult is 0", "greater than 0"],
-        ),
         (
             (
                 "packing.max_packed_seqs=8; train.micro_batch_size=1; packing.pad_seq_to_mult=8; "
@@ -330,14 +261,6 @@ def test_a_bad_override_is_named_with_the_reason(
             ),
             ConfigError,
             ["with packing.pad_seq_to_mult=8", "use packing.pad_seq_to_mult=1"],
-        ),
-        (
-            (
-                "packing.max_packed_seqs=8; train.micro_batch_size=1; packing.pad_seq_to_mult=8; "
-                "packing.max_packed_tokens=20"
-            ),
-            TopologyError,
-            ["20 rows", "not divisible by 8", "padded to multiples", "16 or 24"],
         ),
         (
             (
@@ -351,14 +274,6 @@ def test_a_bad_override_is_named_with_the_reason(
                 "with pipeline.context_parallel_size=2 and packing.pad_seq_to_mult=6",
                 "24 or 36",
             ],
-        ),
-        (
-            (
-                "packing.max_packed_seqs=8; train.micro_batch_size=1; packing.pad_seq_to_mult=8; "
-                "data.document_counts=[1,2,3,5]"
-            ),
-            ConfigError,
-            ["5 documents do not fit in the 32 rows", "each takes at least 8"],
         ),
         (
             "packing.max_packed_seqs=8; train.micro_batch_size=2",
@@ -379,7 +294,6 @@ def test_a_bad_override_is_named_with_the_reason(
             ConfigError,
             ["packing.max_packed_tokens is 99999", "learned positions end"],
         ),
-        ("capture.num_verify_steps=-1", ConfigError, ["capture.num_verify_steps is -1"]),
     ],
 )
 def test_values_that_do_not_go_together(
@@ -399,76 +313,8 @@ def test_group_tails_are_legal_from_the_pipeline_size_on(small: Path) -> None:
         load_config(small, [*overrides, "train.num_microbatches=[4]"])
 
 
-def test_config_is_frozen_and_keyword_only(small: Path) -> None:
-    config = load_config(small)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        config.name = "other"  # type: ignore[misc]
-    with pytest.raises(TypeError):
-        Config(config.model, config.train)  # type: ignore[misc]
-
-
 def test_checks_hold_for_configs_made_in_python(small: Path) -> None:
     config = load_config(small)
     model = dataclasses.replace(config.model, num_layers=5)
     with pytest.raises(TopologyError):
         dataclasses.replace(config, model=model)
-
-
-@st.composite
-def configs(draw: st.DrawFn) -> Config:
-    pp = draw(st.integers(1, 4))
-    vpp = draw(st.sampled_from([None, 1, 2, 3])) if pp > 1 else draw(st.sampled_from([None, 1]))
-    tp = draw(st.sampled_from([1, 2]))
-    group = draw(st.none() | st.integers(pp, pp + 3))
-    heads = 2 * draw(st.integers(1, 3))
-    use_ddp = draw(st.booleans())
-    ratios = st.floats(0, 1, exclude_max=True)
-    positive = st.floats(min_value=0, max_value=1e9, exclude_min=True)
-    texts = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=8)
-    counts = st.lists(st.integers(1, 4).map(lambda k: k * (group or pp)), min_size=1, max_size=4)
-    return config_from_mapping(
-        {
-            "name": draw(texts),
-            "device": draw(st.sampled_from(["cpu", "cuda", "auto"])),
-            "model": {
-                "num_layers": pp * (vpp or 1) * draw(st.integers(1, 3)),
-                "hidden_size": heads * 2 * draw(st.integers(1, 8)),
-                "ffn_hidden_size": 2 * draw(st.integers(1, 64)),
-                "num_attention_heads": heads,
-                "seq_length": draw(st.integers(1, 4096)),
-                "hidden_dropout": draw(ratios),
-                "attention_dropout": draw(ratios),
-                "layer_spec": draw(st.sampled_from(["auto", "local", "my.own_module:spec"])),
-            },
-            "pipeline": {
-                "pipeline_model_parallel_size": pp,
-                "virtual_pipeline_model_parallel_size": vpp,
-                "microbatch_group_size_per_vp_stage": group,
-                "tensor_model_parallel_size": tp,
-            },
-            "train": {
-                "num_microbatches": draw(counts),
-                "lr": draw(positive),
-                "use_ddp": use_ddp,
-                "overlap_grad_reduce": use_ddp and draw(st.booleans()),
-            },
-            "data": {"path": draw(st.none() | texts)},
-            "run": {"timeout_s": draw(positive)},
-        }
-    )
-
-
-@given(configs())
-def test_yaml_round_trip(config: Config) -> None:
-    text = to_yaml(config)
-    again = config_from_mapping(yaml.safe_load(text))
-    assert again == config
-    assert to_yaml(again) == text
-
-
-def test_the_items_of_a_list_are_named(small: Path) -> None:
-    message = r"packing\.buckets: expected a list of numbers, such as \[0\.25, 0\.5\]; got 0\.5"
-    with pytest.raises(ConfigError, match=message):
-        load_config(small, ["packing.buckets=0.5"])
-    with pytest.raises(ConfigError, match="expected a list of whole numbers"):
-        load_config(small, ["data.document_counts=4"])

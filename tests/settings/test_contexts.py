@@ -35,31 +35,11 @@ _EXPERTS = ("moe.num_moe_experts=4", "moe.moe_expert_capacity_factor=2")
 @pytest.mark.parametrize(
     ("changes", "kind", "message"),
     [
-        (
-            ["packing.captured_context_parallel_sizes=[8]"],
-            ConfigError,
-            r"sizes is \[8\] with .* \[8\] is not in the latter",
-        ),
         (["packing.context_parallel_sizes=[1,3]"], TopologyError, "3 is not a power of two"),
-        (
-            ["packing.context_parallel_sizes=[8]"],
-            TopologyError,
-            "data_parallel_size=4: .* too few for a size of 8",
-        ),
         (
             ["pipeline.data_parallel_size=6"],
             TopologyError,
             "data_parallel_size=6: .* need a power of two",
-        ),
-        (
-            ["packing.max_packed_tokens=255"],
-            TopologyError,
-            "255 rows .* into 2 equal parts",
-        ),
-        (
-            ["packing.buckets=[0.5]"],
-            ConfigError,
-            r"packing.buckets=\[0.5\]",
         ),
         (["model.fp8=hybrid"], ConfigError, "model.fp8=hybrid"),
         (["data.document_counts=[1,2,3,4]"], ConfigError, r"data.document_counts=\[1, 2, 3"),
@@ -69,24 +49,9 @@ _EXPERTS = ("moe.num_moe_experts=4", "moe.moe_expert_capacity_factor=2")
             "only with sequence parallelism",
         ),
         (
-            [
-                *_EXPERTS,
-                "model.recompute_granularity=selective",
-                "model.recompute_modules=[moe]",
-            ],
-            ConfigError,
-            r"recompute_modules=\[moe\]",
-        ),
-        (
             ["model.position_embedding_type=learned_absolute", "model.seq_length=512"],
             ConfigError,
             r"1024 tokens, and learned positions end at model.seq_length=512",
-        ),
-        (["pipeline.context_parallel_size=2"], ConfigError, "context_parallel_size=2"),
-        (
-            ["packing.max_packed_seqs=0", "packing.max_packed_tokens=null"],
-            ConfigError,
-            "packing is off",
         ),
         (
             ["packing.context_parallel_sizes=[]"],

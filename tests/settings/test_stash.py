@@ -34,10 +34,6 @@ def _config(stash: dict[str, Any], moe: Any = None, stages: int = 2, **model: An
     ("stash", "moe", "model", "message"),
     [
         ({"page_bytes": 100}, {}, {}, "page_bytes is 100"),
-        ({"page_bytes": 0}, {}, {}, "page_bytes is 0"),
-        ({"headroom": 0}, {}, {}, "headroom is 0"),
-        ({"initial_bytes": -1}, {}, {}, "initial_bytes is -1"),
-        ({"max_recaptures": -1}, {}, {}, "max_recaptures is -1"),
         ({}, {"num_moe_experts": None}, {}, "only experts stash"),
         (
             {},

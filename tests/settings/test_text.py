@@ -2,12 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from chunkgraph._text import did_you_mean, format_bytes, name_list, nearest, shorten, shown
-
-
-def test_did_you_mean_asks_only_when_something_is_near() -> None:
-    assert did_you_mean("num_layer", ["num_layers", "seed"]) == " Did you mean 'num_layers'?"
-    assert did_you_mean("qqq", ["num_layers", "seed"]) == ""
+from chunkgraph._text import format_bytes, nearest, shorten, shown
 
 
 @pytest.mark.parametrize(
@@ -24,18 +19,6 @@ def test_did_you_mean_asks_only_when_something_is_near() -> None:
 )
 def test_nearest_finds_a_choice_in_any_case_and_no_far_one(word: str, expected: str) -> None:
     assert nearest(word, ("none", "poison", "shadow")) == expected
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        *("text", b"bytes", 17, -2.5, None, True, [], (), {}, (1,), [1, "a"], {"a": [1, (2, 3)]}),
-        {1: {2: [3]}},
-        10**199,
-    ],
-)
-def test_a_short_value_is_shown_as_python_writes_it(value: object) -> None:
-    assert shown(value) == repr(value)
 
 
 def test_a_value_in_a_message_is_cut_at_200_characters() -> None:
@@ -60,10 +43,6 @@ def test_a_value_that_python_cannot_print_is_shown_all_the_same() -> None:
     for _ in range(60):
         laughs = [laughs] * 9
     assert len(shown(laughs)) <= 200
-
-
-def test_name_list_is_sorted() -> None:
-    assert name_list({"b", "a"}) == "a, b"
 
 
 @pytest.mark.parametrize(

@@ -62,24 +62,6 @@ OVERLAPPED = [
         pytest.param(["pipeline.pipeline_model_parallel_size=1"], [3, 1, 5], marks=ONE, id="pp1"),
         pytest.param([], [4, 1, 2, 7], marks=TWO, id="pp2"),
         pytest.param(
-            ["pipeline.virtual_pipeline_model_parallel_size=2", "capture.verify=poison"],
-            [4, 2, 12, 6],
-            marks=TWO,
-            id="pp2-vpp2-poison",
-        ),
-        pytest.param(
-            ["train.overlap_grad_reduce=true"],
-            [2, 5, 3],
-            marks=TWO,
-            id="pp2-overlap",
-        ),
-        pytest.param(
-            ["train.gradient_accumulation_fusion=true", "capture.scope=chunk"],
-            [2, 5, 3],
-            marks=TWO,
-            id="pp2-fused-weight-gradients",
-        ),
-        pytest.param(
             [
                 "pipeline.pipeline_model_parallel_size=1",
                 "pipeline.data_parallel_size=2",
@@ -109,22 +91,6 @@ OVERLAPPED = [
             [4, 2, 12, 6],
             marks=TWO,
             id="pp2-vpp2-whole-chunk-tied-overlap-poison",
-        ),
-        pytest.param(
-            [
-                "pipeline.pipeline_model_parallel_size=1",
-                "pipeline.tensor_model_parallel_size=2",
-                "capture.scope=chunk",
-            ],
-            [2, 5, 3],
-            marks=TWO,
-            id="tp2-whole-chunk",
-        ),
-        pytest.param(
-            [*PP1, *FULL_RECOMPUTE],
-            [3, 1, 5],
-            marks=ONE,
-            id="pp1-full-recompute",
         ),
         pytest.param(
             [
@@ -190,9 +156,6 @@ OVERLAPPED = [
             id="pp2-fp8-tensorwise-fused-poison",
         ),
         pytest.param(
-            [*DELAYED, "model.hidden_dropout=0.1"], [4, 1, 2, 7], marks=TWO, id="pp2-fp8-delayed"
-        ),
-        pytest.param(
             [
                 *DELAYED,
                 "pipeline.virtual_pipeline_model_parallel_size=2",
@@ -202,17 +165,6 @@ OVERLAPPED = [
             [4, 2, 12, 6],
             marks=TWO,
             id="pp2-vpp2-fp8-delayed-whole-chunk-poison",
-        ),
-        pytest.param(
-            [
-                *PP1,
-                *DELAYED,
-                "pipeline.data_parallel_size=2",
-                *OVERLAPPED,
-            ],
-            [2, 5, 3],
-            marks=TWO,
-            id="dp2-fp8-delayed-parameters-gathered-in-the-forward",
         ),
         pytest.param(
             [*PP1, *TP2_SEQUENCE, *TENSORWISE], [2, 5, 3], marks=TWO, id="tp2-sequence-fp8"
@@ -231,7 +183,6 @@ OVERLAPPED = [
             id="cp2-whole-chunk-overlap",
         ),
         pytest.param([*CP2], [4, 1, 2, 7], marks=FOUR, id="pp2-cp2"),
-        pytest.param([*PP4, "capture.scope=chunk"], [4, 1, 2, 7], marks=FOUR, id="pp4"),
         pytest.param(
             [
                 *PP4,
@@ -273,21 +224,13 @@ OVERLAPPED = [
         ),
         pytest.param([*ZB, *TENSORWISE], [4, 1, 2, 7], marks=TWO, id="pp2-zb-fp8-tensorwise"),
         pytest.param([*ZB, *DELAYED], [4, 1, 2, 7], marks=TWO, id="pp2-zb-fp8-delayed"),
-        pytest.param(ZB_VPP2, [4, 2, 12, 6], marks=TWO, id="pp2-vpp2-zb"),
         pytest.param(
             [*ZB_VPP2, "train.gradient_accumulation_fusion=true", "capture.scope=chunk"],
             [4, 2, 12, 6],
             marks=TWO,
             id="pp2-vpp2-zb-fused-whole-chunk",
         ),
-        pytest.param(
-            [*ZB, "pipeline.data_parallel_size=2", *OVERLAPPED],
-            [4, 1, 2, 7],
-            marks=FOUR,
-            id="pp2-dp2-zb-overlap",
-        ),
         pytest.param([*ZB, *TIED, *DROPOUT], [4, 1, 2, 7], marks=TWO, id="pp2-zb-tied-dropout"),
-        pytest.param([*ZB_VPP2, *TIED], [4, 2, 12, 6], marks=TWO, id="pp2-vpp2-zb-tied"),
         pytest.param([*ZB, *PACKED], [4, 1, 2, 7], marks=TWO, id="pp2-zb-packed"),
         pytest.param([*ZB, *DROPLESS], [4, 1, 2, 7], marks=TWO, id="pp2-zb-dropless-experts"),
         pytest.param(

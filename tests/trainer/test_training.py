@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(150)]
 
@@ -225,7 +223,3 @@ def test_four_ranks(
     }
     cases = {**in_both_scopes(cases), **deep}
     _check(run_equal(cases, 4), cases, slots)
-
-
-def test_no_more_threads_than_the_environment_allows(one_rank: torch.device) -> None:
-    assert torch.get_num_threads() <= int(os.environ["OMP_NUM_THREADS"])

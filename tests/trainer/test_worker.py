@@ -67,31 +67,6 @@ def test_layer_that_reads_on_the_host(run_worker: RunWorker, make_config: MakeCo
         assert "Traceback" in rest
 
 
-@pytest.mark.megatron
-@pytest.mark.every_release
-def test_failed_capture_may_train_on_eagerly(
-    run_worker: RunWorker, make_config: MakeConfig
-) -> None:
-    """With ``on_failure: eager`` training continues, equal to eager training."""
-    config = make_config(
-        model={
-            "layer_spec": "user_specs:watchful",
-            "hidden_dropout": 0.1,
-            "attention_dropout": 0.1,
-        },
-        capture={"on_failure": "eager"},
-    )
-    codes, folder = run_worker(config, 1, forked=True)
-    assert codes == [0], (folder / "log0.txt").read_text()
-    result = json.loads((folder / "rank0.json").read_text(encoding="utf-8"))
-    assert all(s["loss_equal"] and s["grad_norm_equal"] for s in result["steps"])
-    assert result["parameters_equal"] is True
-    assert result["capture_sessions"] == 0
-    reasons = [s["fallbacks"] for s in result["steps"]]
-    assert reasons == [{"capture warmup": 1}, {"capture failed": 1}, {"capture failed": 1}]
-    assert "user_specs.py" in (folder / "log0.txt").read_text()
-
-
 # No `megatron` marker: these are refused before Megatron is imported.
 @pytest.mark.parametrize(
     ("sections", "num_ranks", "words"),
@@ -115,19 +90,3 @@ def test_bad_usage(
     message = (folder / "error_rank0.txt").read_text(encoding="utf-8").partition("\n\n")[0]
     for word in words:
         assert word in message
-
-
-# No `megatron` marker: one rank's layer fails, and gloo reports it to the other.
-def test_a_rank_that_fails_ends_the_others(
-    run_worker: RunWorker, make_config: MakeConfig, tmp_path: Path
-) -> None:
-    """A rank whose peer fails ends by itself, and reports that it is not the cause."""
-    config = make_config(
-        model={"layer_spec": "user_specs:fails_on_last_rank"},
-        pipeline={"pipeline_model_parallel_size": 2},
-        run={"timeout_s": 20},
-    )
-    codes, folder = run_worker(config, 2, timeout_s=60, forked=True)
-    assert codes == [1, 1]
-    assert "fails on purpose" in (folder / "error_rank1.txt").read_text().partition("\n\n")[0]
-    assert "another rank" in (folder / "error_rank0.txt").read_text().partition("\n\n")[0]
