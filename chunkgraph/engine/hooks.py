@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from chunkgraph._text import shown
 from chunkgraph.errors import CaptureError, ReplayMismatchError
 
-__all__ = ["Error", "active_modes", "refuse_contexts", "refuse_hooks"]
+__all__ = ["Error", "refuse_contexts", "refuse_hooks"]
 
 Error = type[CaptureError] | type[ReplayMismatchError]
 """The class of an error, at a capture or at a replay."""
@@ -29,7 +29,7 @@ _LIBRARIES = frozenset({"chunkgraph", "megatron", "torch", "transformer_engine"}
 def refuse_hooks(
     label: str,
     modules: Mapping[str, nn.Module],
-    parameters: Sequence[nn.Parameter],
+    parameters: Mapping[str, nn.Parameter],
     error: Error,
 ) -> None:
     """Raise ``error`` for others' hooks on modules, any hooks on gradients, and DDP wrappers.
@@ -37,14 +37,14 @@ def refuse_hooks(
     Args:
         label: label of the chunk.
         modules: the chunk's modules by their paths.
-        parameters: its parameters. The owner of a ``main_grad`` does the work of its hooks.
+        parameters: the parameters that must have no hooks, by their names.
         error: class of the error.
     """
     places = [("all modules", vars(nn.modules.module), "_global{}")]
     places += [(path, vars(module), "{}") for path, module in modules.items()]
     of_modules = ((w, own.get(k.format(n)), True) for w, own, k in places for n in _HOOKS)
-    own = [p for p in parameters if not hasattr(p, "main_grad")]
-    of_grads = (("a gradient", getattr(p, n, None), False) for p in own for n in _OF_GRADS)
+    grads = [(f"the gradient of {name}", p) for name, p in parameters.items()]
+    of_grads = ((where, getattr(p, n, None), False) for where, p in grads for n in _OF_GRADS)
     for where, hooks, may_be_known in chain(of_modules, of_grads):
         for hook in (hooks or {}).values():
             if not (may_be_known and _is_of_library(hook)):
@@ -61,31 +61,21 @@ def refuse_hooks(
         )
 
 
-def refuse_contexts(label: str, error: Error, modes: Sequence[str]) -> None:
-    """Raise ``error`` in contexts that change eager work, but not replays.
-
-    Args:
-        label: label of the chunk.
-        error: class of the error.
-        modes: kinds of torch's dispatch and function modes that may be active; see `active_modes`.
-    """
+def refuse_contexts(label: str, error: Error) -> None:
+    """Raise ``error`` in contexts that change eager work, but not replays."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     found = ["anomaly detection"] if torch.is_anomaly_enabled() else []
     found += ["saved_tensors_hooks"] if hooks is not None and not _is_of_library(hooks[0]) else []
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         found.append("torch.func or forward-mode autograd")
-    found += [f"{m}, which was not active at the capture" for m in active_modes() if m not in modes]
+    modes = (*_get_current_dispatch_mode_stack(), *_get_current_function_mode_stack())
+    # A default device is harmless: what a capture creates on it belongs to the graph.
+    found += [type(mode).__name__.lstrip("_") for mode in modes if type(mode) is not DeviceContext]
     if found:
         raise error(
             f"{label} is called under {found[0]}, and a replay runs no Python, so it would have no "
             "effect. Leave its block, or ask for an eager step (`step(eager=True)`)."
         )
-
-
-def active_modes() -> list[str]:
-    """Return the kinds of active dispatch and function modes, except default devices."""
-    modes = (*_get_current_dispatch_mode_stack(), *_get_current_function_mode_stack())
-    return [type(mode).__qualname__ for mode in modes if not isinstance(mode, DeviceContext)]
 
 
 def _is_of_library(hook: Any) -> bool:

@@ -114,17 +114,20 @@ def test_passes_of_a_session_leave_every_bit_of_main_grads(value: float) -> None
     assert all(p.main_grad is grad for p, grad in zip(parameters, own, strict=True))
 
 
-@pytest.mark.parametrize("change", ["moved", "removed"])
+@pytest.mark.parametrize("change", ["moved to other memory", "removed", "added"])
 def test_a_main_grad_that_is_not_as_it_was_is_refused(change: str) -> None:
     module = nn.Linear(2, 2)
     module.bias.main_grad = torch.zeros(2)  # type: ignore[assignment]
     graphs = ChunkGraphs(module, 1, backend=RecorderBackend())
     graphs.capture([torch.ones(1, 2)])
-    if change == "moved":
+    if change == "added":
+        module.weight.main_grad = torch.zeros(2, 2)  # type: ignore[assignment]
+    elif change == "moved to other memory":
         module.bias.main_grad = torch.zeros(2)  # type: ignore[assignment]
     else:
         del module.bias.main_grad
-    message = "bias has its main_grad in other memory, or none after the capture"
+    name = "weight" if change == "added" else "bias"
+    message = rf"{name}\.main_grad was {change}"
     with pytest.raises(ReplayMismatchError, match=message), graphs.step(1):
         pass
 

@@ -79,8 +79,7 @@ def test_a_capture_leaves_nothing_in_attributes(
 ) -> None:
     """They keep what they had before; replays change none of it, and gradients are eager's."""
     module = Leaving(leave).to(backend.device)
-    options = CaptureOptions(num_warmup_passes=0)
-    graphs = ChunkGraphs([module], [2], backend=backend, options=options)
+    graphs = ChunkGraphs([module], [2], backend=backend)
     x = torch.ones(3, WIDTH, device=backend.device)
     for _ in range(num_warmup_steps):
         with graphs.step(1):
@@ -121,8 +120,7 @@ class Tabled(nn.Module):
 def test_each_graph_makes_its_own_table(backend: GraphBackend) -> None:
     """A table of one slot's capture is neither read by other slots nor by eager passes."""
     module = Tabled().to(backend.device)
-    options = CaptureOptions(num_warmup_passes=0)
-    graphs = ChunkGraphs([module], [2], backend=backend, options=options)
+    graphs = ChunkGraphs([module], [2], backend=backend)
     xs = [torch.randn(5, WIDTH, device=backend.device) for _ in range(2)]
     graphs.capture([xs[0]])
     assert not module.tables

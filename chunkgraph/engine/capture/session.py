@@ -68,7 +68,7 @@ from chunkgraph.engine.capture.warm_up import (
 from chunkgraph.engine.checks import ModelGuard
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.digest import digests_of
-from chunkgraph.engine.hooks import active_modes, refuse_contexts
+from chunkgraph.engine.hooks import refuse_contexts
 from chunkgraph.engine.host import Host
 from chunkgraph.engine.options import OnCapture
 from chunkgraph.engine.signature import Call, Signature
@@ -136,7 +136,7 @@ def capture_session(
         CaptureError: a chunk cannot be captured; no graph, pool or buffer is left.
         MemoryPlanError: the proof failed; no graph, pool or buffer is left.
     """
-    refuse_contexts(chunks[0].label, CaptureError, active_modes())
+    refuse_contexts(chunks[0].label, CaptureError)
     pools = PoolPlan(settings.memory_plan, backend, chunks[0].label.split(" chunk")[0])
     captured: CapturedRank | None = None
     try:

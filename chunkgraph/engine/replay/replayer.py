@@ -166,7 +166,7 @@ class Replayer:
         """
         captured: CapturedRank = self._captured  # type: ignore[assignment]
         if not self._is_called:  # inside the contexts of the caller
-            refuse_contexts(self._label, ReplayMismatchError, captured.models[c].modes)
+            refuse_contexts(self._label, ReplayMismatchError)
             self._is_called = True
         if RemovableHandle.next_id != self._num_hooks:
             self._refuse_hooks()
