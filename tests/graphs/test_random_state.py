@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from chunkgraph.errors import IllegalOperationError
 from chunkgraph.graphs import RecorderBackend
 from chunkgraph.graphs.cuda import _states_checked
-from chunkgraph.graphs.operators import OperatorMode
 from chunkgraph.graphs.random_state import CapturedGenerator
-from chunkgraph.graphs.recorder.private_draws import PrivateDraws
 
 
 def test_what_another_thread_draws_in_a_session_is_drawn_once() -> None:
@@ -63,24 +59,6 @@ def test_another_thread_keeps_its_calls_of_the_random_state() -> None:
         thread.join()
     assert torch.equal(torch.rand(2), expected)
     assert torch.random.default_generator is torch.default_generator
-
-
-class _Outer(OperatorMode):
-    def run_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return func(*args, **kwargs)
-
-
-def test_a_recording_draws_privately_itself() -> None:
-    """A second mode would take as long as the operator, also under another mode of the engine."""
-    backend = RecorderBackend()
-    outer = _Outer()
-    with backend.preserve_random_state(), outer:
-        before = _get_current_dispatch_mode_stack()
-        with backend.capture("nothing", backend.new_pool("pool")):
-            *others, _ = _get_current_dispatch_mode_stack()
-        assert _get_current_dispatch_mode_stack() == before
-    assert [type(mode) for mode in before] == [PrivateDraws, _Outer]
-    assert others == [outer]
 
 
 def test_declared_generators_are_left_as_they_are_and_drawn_from_in_replays() -> None:

@@ -20,6 +20,7 @@ from split_models import (
     run_split,
 )
 from torch import nn
+from toys import add_to_main_grads
 
 from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs
 from chunkgraph.errors import CaptureError
@@ -113,12 +114,6 @@ class Transposed(nn.Linear):
         return x @ self.weight.t()
 
 
-def _into_main_grad(parameter: torch.Tensor) -> None:
-    if not getattr(parameter, "grad_added_to_main_grad", False):
-        parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
-    parameter.grad = None
-
-
 @pytest.mark.parametrize("verify", ["none", "shadow", "poison"])
 @pytest.mark.parametrize("main_grad", [False, True])
 @pytest.mark.parametrize("requires_grad", [True, False], ids=["inner", "first"])
@@ -129,9 +124,8 @@ def test_modules_that_delay_their_weights_have_the_bits_of_those_that_do_not(
     for kind in (Transposed, Delaying):
         torch.manual_seed(3)
         modules.append(Delayed(kind).to(backend.device))
-    for parameter in [p for module in modules for p in module.parameters()] if main_grad else ():
-        parameter.main_grad = torch.zeros_like(parameter)  # type: ignore[attr-defined]
-        parameter.register_post_accumulate_grad_hook(_into_main_grad)
+    for module in modules if main_grad else ():
+        add_to_main_grads(module)
     eager, module = modules
     graphs = as_split(module, backend, verify=verify)
     for lag in (0, 2, 1):
