@@ -8,7 +8,7 @@ else a forward reads from Python must not change; see docs/contract.md.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain, repeat
+from itertools import chain
 from operator import is_, itemgetter
 from typing import Any
 
@@ -60,6 +60,8 @@ class ModelGuard:
         # The same facts as flat lists, which every step compares.
         self._tensors = [*self._names]
         self._graded = [p for p in self.parameters if hasattr(p, "main_grad")]
+        # An owner of gradients adds all of them at once.
+        self._first_without = [p for p in self.parameters if not hasattr(p, "main_grad")][:1]
         holders = [*chain.from_iterable(map(_HOLDERS, map(vars, layers)))]
         holders = [h for h in holders if not self._caches & h.keys()]
         self._filled, self._empty = [h for h in holders if h], [h for h in holders if not h]
@@ -120,7 +122,7 @@ class ModelGuard:
     def _others_now(self, tensors: Sequence[torch.Tensor]) -> tuple[list[Any], ...]:
         return (
             [*map(torch.Tensor.data_ptr, tensors)],
-            [*map(hasattr, self.parameters, repeat("main_grad"))],
+            [hasattr(p, "main_grad") for p in self._first_without],
             [*map(itemgetter("training"), self._modes)],
             [own.get(key) for own, key in self._settings],
         )
