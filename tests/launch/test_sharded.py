@@ -91,7 +91,7 @@ SLOW = {
 }
 
 
-# Known fault: with dropout, the gradient norms of Megatron-FSDP differ from the step after a capture
+# Known fault: with dropout, gradient norms of Megatron-FSDP differ from the step after a capture
 # on. The eager passes of a capture session leave something over.
 KNOWN = pytest.mark.xfail(strict=False, reason="the passes of a session change what follows")
 

@@ -206,8 +206,6 @@ def test_a_middle_stage_reads_the_received_tensor_alone(middle_stage: Any) -> No
         assert operators.seen["copied tensors"] == 2
         (third,) = _runs(graphs, call_in_place, num_steps=1)
         assert operators.seen["copied tensors"] == 1  # the mask
-        (slot,) = graphs.engine._captured.slots[0]
-        assert slot._copied_input is not None
         assert graphs.counters.replays == 2
         assert torch.equal(second, first)
         assert torch.equal(third, first)

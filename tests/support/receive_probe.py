@@ -162,8 +162,8 @@ def run(
         mock.patch.object(trained_model, "attach", probe.attach),
     ):
         # The mode that counts copies is a context of a test alone.
-    session.refuse_contexts = replayer.refuse_contexts = lambda *_: None  # type: ignore[attr-defined]
-    chunk = run_training(config, device, use_graphs=True)
+        session.refuse_contexts = replayer.refuse_contexts = lambda *_: None  # type: ignore[attr-defined]
+        chunk = run_training(config, device, use_graphs=True)
     comparison = compare_runs(eager, chunk)
     mine = {
         "equal": all(comparison.losses)
