@@ -130,7 +130,7 @@ class ModelGuard:
     def _facts_now(self) -> dict[str, Any]:
         """Return all that is compared, by name: parts and tensors, then what is known of them."""
         facts = self._held_now()
-        tensors: dict[str, torch.Tensor | None] = {n: t for t, n in self._names.items()}
+        tensors: dict[str, Any] = {name: t for t, name in self._names.items()}
         for p in self.parameters:
             tensors[f"{self._names[p]}.main_grad"] = getattr(p, "main_grad", None)
         for name, t in tensors.items():

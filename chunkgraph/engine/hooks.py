@@ -69,10 +69,10 @@ def refuse_contexts(label: str, error: Error) -> None:
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         found.append("torch.func or forward-mode autograd")
     modes = (*_get_current_dispatch_mode_stack(), *_get_current_function_mode_stack())
-    # Not those of chunkgraph itself, nor default devices: what a capture creates on one belongs
-    # to the graph.
-    kinds = [type(mode) for mode in modes if not isinstance(mode, DeviceContext)]
-    found += [k.__name__.lstrip("_") for k in kinds if not k.__module__.startswith("chunkgraph.")]
+    # A default device is harmless: what a capture creates on it belongs to the graph. So is the
+    # mode of the CPU host.
+    kinds = [kind for kind in map(type, modes) if kind is not DeviceContext]
+    found += [k.__name__ for k in kinds if not k.__module__.startswith("chunkgraph.")]
     if found:
         raise error(
             f"{label} is called under {found[0]}, and a replay runs no Python, so it would have no "

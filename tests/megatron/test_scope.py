@@ -175,7 +175,7 @@ def test_without_labels_the_logits_come_out(chunks: list[nn.Module]) -> None:
 
 @pytest.mark.usefixtures("modes_may_be_active")
 def test_a_middle_stage_reads_the_received_tensor_alone(middle_stage: Any) -> None:
-    """The host loads the mask and the received tensor; the graph copies the mask alone."""
+    """A replay copies the mask, and a hidden state that was not received in place."""
     from chunkgraph.megatron.attachment import attach
 
     generator = torch.Generator().manual_seed(2)
@@ -205,9 +205,7 @@ def test_a_middle_stage_reads_the_received_tensor_alone(middle_stage: Any) -> No
         first, second = _runs(graphs, call, num_steps=2)
         assert operators.seen["copied tensors"] == 2
         (third,) = _runs(graphs, call_in_place, num_steps=1)
-        assert operators.seen["copied tensors"] == 0
-        (slot,) = graphs.engine._captured.slots[0]
-        assert slot._copied_input is not None
+        assert operators.seen["copied tensors"] == 1  # the mask
         assert graphs.counters.replays == 2
         assert torch.equal(second, first)
         assert torch.equal(third, first)
