@@ -72,7 +72,7 @@ def refuse_contexts(label: str, error: Error) -> None:
     # A default device is harmless: what a capture creates on it belongs to the graph. So is the
     # mode of the CPU host.
     kinds = [kind for kind in map(type, modes) if kind is not DeviceContext]
-    found += [k.__name__ for k in kinds if not k.__module__.startswith("chunkgraph.")]
+    found += [k.__name__.lstrip("_") for k in kinds if not k.__module__.startswith("chunkgraph.")]
     if found:
         raise error(
             f"{label} is called under {found[0]}, and a replay runs no Python, so it would have no "
