@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,25 +57,6 @@ _HOPELESS = 0.95
 # Shorter lengths are worth their graphs if they save this share of all rows.
 _WORTH = 0.01
 _LENGTH_BUCKETS = (0.25, 0.5)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Study:
-    """A dataset's microbatches and the recommended shape.
-
-    Attributes:
-        lengths: Lengths as in the file.
-        num_long: Number of documents above the capacity, which are cut.
-        sizes: Sizes of the microbatches.
-        capacity: The largest token capacity; its N has no meaning.
-        result: Candidates and recommendation.
-    """
-
-    lengths: DocumentLengths
-    num_long: int
-    sizes: MicrobatchSizes
-    capacity: PackedShape
-    result: Recommendation
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -160,37 +140,53 @@ def run(args: argparse.Namespace) -> int:
         _capacity(args.max_packed_tokens, args)
     check_picture(args.plot)
     with Console(stderr=True).status(f"reading {shown(str(args.file))}"):
-        study = _study(args, target)
+        lengths = read_lengths(args.file)
+        most = args.max_packed_tokens or _default_capacity(lengths, multiple)
+        sizes = _microbatches(lengths, _capacity(most, args))
+        result = recommend(
+            sizes,
+            _capacity(most, args),
+            microbatches_per_step=args.global_batch_size,
+            target=target,
+        )
     if args.plot is not None:
-        draw(study.sizes, study.result, args.plot, args.global_batch_size, target)
+        draw(sizes, result, args.plot, args.global_batch_size, target)
     console = Console(file=stream_next_to(args.plot), highlight=False, markup=False)
-    _print_study(console, study, args)
-    if study.result.best is None:
+    console.print(f"{args.file}", style="bold", soft_wrap=True)
+    _print_lengths(console, lengths, most)
+    console.print(
+        f"Microbatches of up to {most} tokens: {len(sizes)}; in a step: {args.global_batch_size}"
+    )
+    _print_tables(console, lengths, sizes, result)
+    if result.best is None:
         console.print(
-            f"No shape of up to {study.capacity.max_packed_tokens} tokens keeps eager steps at or "
-            f"below {_percent(target)}. Raise --max-packed-tokens, or the target.",
+            f"No shape of up to {most} tokens keeps eager steps at or below {_percent(target)}. "
+            "Raise --max-packed-tokens, or the target.",
             style="bold",
         )
         return 1
-    _print_recommendation(console, study, study.result.best, target)
+    _print_recommendation(console, sizes, result.best)
+    padding = f"{_percent(result.best.padding_waste)} of the rows are padding"
+    console.print(
+        f"{_percent(result.best.fallback_share)} of the steps run eagerly, target "
+        f"{_percent(target)}. {padding}, {_percent(result.best.bucketed_waste)} with length "
+        "buckets."
+    )
+    if result.num_allowed_misfits == 0 and target > 0:
+        console.print(
+            f"The dataset is too small to distinguish {_percent(target)} of the steps from none: "
+            "the shape holds every microbatch."
+        )
     return 0
 
 
-def _study(args: argparse.Namespace, target: float) -> _Study:
-    lengths = read_lengths(args.file)
+def _microbatches(lengths: DocumentLengths, capacity: PackedShape) -> MicrobatchSizes:
     tokens, ends = lengths.tokens, lengths.microbatch_ends
-    most = args.max_packed_tokens
-    capacity = _capacity(
-        _default_capacity(lengths, _multiple(args)) if most is None else most, args
-    )
-    num_long = int((tokens > capacity.max_packed_tokens).sum())
     if ends is None:
         tokens = np.minimum(tokens, capacity.max_packed_tokens)
         tokens = np.random.default_rng(0).permutation(tokens)
         ends = pack_in_order(tokens, capacity)
-    sizes = sizes_of(tokens, ends, capacity)
-    result = recommend(sizes, capacity, microbatches_per_step=args.global_batch_size, target=target)
-    return _Study(lengths=lengths, num_long=num_long, sizes=sizes, capacity=capacity, result=result)
+    return sizes_of(tokens, ends, capacity)
 
 
 def _share(text: str) -> float:
@@ -237,19 +233,22 @@ def _default_capacity(lengths: DocumentLengths, multiple: int) -> int:
     return min(most, -(-power // multiple) * multiple)
 
 
-def _print_study(console: Console, study: _Study, args: argparse.Namespace) -> None:
+def _print_lengths(console: Console, lengths: DocumentLengths, most: int) -> None:
+    what = "cut" if lengths.microbatch_ends is None else "never fit"
+    parts = {
+        "Documents": len(lengths.tokens),
+        "empty, left out": lengths.num_empty,
+        f"longer than {most} tokens, {what}": int((lengths.tokens > most).sum()),
+    }
+    console.print("; ".join(f"{name}: {number}" for name, number in parts.items() if number))
+
+
+def _print_tables(
+    console: Console, lengths: DocumentLengths, sizes: MicrobatchSizes, result: Recommendation
+) -> None:
     from rich import box
     from rich.table import Table
 
-    lengths, sizes, most = study.lengths, study.sizes, study.capacity.max_packed_tokens
-    console.print(f"{args.file}", style="bold", soft_wrap=True)
-    parts = {"Documents": len(lengths.tokens), "empty, left out": lengths.num_empty}
-    what = "cut" if lengths.microbatch_ends is None else "never fit"
-    parts[f"longer than {most} tokens, {what}"] = study.num_long
-    console.print("; ".join(f"{name}: {number}" for name, number in parts.items() if number))
-    console.print(
-        f"Microbatches of up to {most} tokens: {len(sizes)}; in a step: {args.global_batch_size}"
-    )
     spread = Table("", *_QUANTILES, box=box.SIMPLE_HEAD, pad_edge=False)
     for name, values in {
         "Tokens of a document": lengths.tokens,
@@ -261,8 +260,8 @@ def _print_study(console: Console, study: _Study, args: argparse.Namespace) -> N
     table = Table(*headings, box=box.SIMPLE_HEAD, pad_edge=False)
     for column in (*spread.columns[1:], *table.columns):
         column.justify = "right"
-    for outcome in _telling(study.result):
-        is_best = outcome is study.result.best
+    for outcome in _telling(result):
+        is_best = outcome is result.best
         table.add_row(
             str(outcome.shape.max_packed_seqs),
             str(outcome.shape.max_packed_tokens),
@@ -297,19 +296,17 @@ def _percent(share: float | None) -> str:
     return "<0.01%" if 0 < share < 0.0001 else f"{share:.2%}"
 
 
-def _print_recommendation(
-    console: Console, study: _Study, best: ShapeOutcome, target: float
-) -> None:
+def _print_recommendation(console: Console, sizes: MicrobatchSizes, best: ShapeOutcome) -> None:
     shape, plain, bucketed = best.shape, best.padding_waste, best.bucketed_waste
-    values: dict[str, list[float]] = {
+    values: dict[str, Sequence[float]] = {
         "max-packed-seqs": [shape.max_packed_seqs],
         "max-packed-tokens": [shape.max_packed_tokens],
     }
-    has_lengths = plain is not None and bucketed is not None and bucketed <= plain - _WORTH
-    if has_lengths:
-        values["packed-buckets"] = [*_LENGTH_BUCKETS]
-    if seq_buckets := recommended_seq_buckets(study.sizes, shape):
-        values["packed-seq-buckets"] = [*seq_buckets]
+    if plain is not None and bucketed is not None and bucketed <= plain - _WORTH:
+        values["packed-buckets"] = _LENGTH_BUCKETS
+    captured = default_buckets_of_shape(shape, values.get("packed-buckets", ()))
+    if seq_buckets := recommended_seq_buckets(sizes, shape):
+        values["packed-seq-buckets"] = seq_buckets
     flags = " ".join(f"--cuda-graph-{name} {_words(n)}" for name, n in values.items())
     keys = " ".join(map(_setting, values, values.values()))
     if shape.pad_seq_to_mult > 1:
@@ -320,21 +317,10 @@ def _print_recommendation(
             f"Recommended for chunkgraph launch:\n  {flags}", style="bold", soft_wrap=True
         )
     console.print(f"Recommended for chunkgraph train:\n  {keys}", style="bold", soft_wrap=True)
-    padding = f", {_percent(bucketed)} with the length buckets" if has_lengths else ""
-    console.print(
-        f"{_percent(best.fallback_share)} of the steps run eagerly, target {_percent(target)}. "
-        f"{_percent(plain)} of the rows are padding{padding}."
-    )
-    if study.result.num_allowed_misfits == 0 and target > 0:
-        console.print(
-            f"The dataset is too small to distinguish {_percent(target)} of the steps from none: "
-            "the shape holds every microbatch."
-        )
-    counts = _words(default_buckets_of_shape(shape, _LENGTH_BUCKETS if has_lengths else ()))
     if seq_buckets == [0]:
         console.print("Graphs for fewer sequences would hardly be used.")
-    elif counts and not seq_buckets:
-        console.print(f"Graphs for fewer sequences are captured by default: {counts}.")
+    elif captured and not seq_buckets:
+        console.print(f"Graphs for fewer sequences are captured by default: {_words(captured)}.")
 
 
 def _words(values: Iterable[float]) -> str:

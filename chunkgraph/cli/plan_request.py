@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -237,14 +238,15 @@ def _packed_notes(config: Config) -> tuple[str, ...]:
 
     packing = resolved(config).packing
     counts = {
-        "context-parallel sizes": len(packing.captured_context_parallel_sizes),
+        "context-parallel sizes": max(1, len(packing.captured_context_parallel_sizes)),
         "lengths": len({*packing.buckets} - {1}) + 1,
         "numbers of sequences": len({packing.max_packed_seqs, *(packing.seq_buckets or ())}),
     }
-    parts = [f"{count} {name}" for name, count in counts.items() if count > 1]
+    parts = " x ".join(f"{count} {name}" for name, count in counts.items() if count > 1)
     if not parts:
         return ()
-    return (f"For each of {' x '.join(parts)} there is a set of these graphs, in the same slots.",)
+    times = math.prod(counts.values())
+    return (f"Each graph is captured {times} times in the same slots: for {parts}.",)
 
 
 def schedule_name(requested: str, num_ranks: int, num_chunks: int) -> str:

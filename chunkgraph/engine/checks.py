@@ -9,29 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from operator import attrgetter, itemgetter
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
 from torch import nn
 
 from chunkgraph._text import shown
-from chunkgraph.engine.call_context import Error, active_modes, is_of_library
 from chunkgraph.engine.chunk import Chunk
+from chunkgraph.engine.hooks import Error, refuse_hooks
+from chunkgraph.engine.tensor_guard import new_guard
 from chunkgraph.errors import CaptureError, ReplayMismatchError
 
 __all__ = ["ModelGuard"]
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_OF_GRADS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-_PARTS = itemgetter("_modules", "_parameters", "_buffers")
-_FACTS = (
-    *("was replaced, added or removed", "was moved to other memory", "has other strides"),
-    *("was frozen or unfrozen", "was put into another mode (train, eval)"),
-    *("has its main_grad in other memory, or none", "was changed"),
-)
-_address, _stride, _training = torch.Tensor.data_ptr, torch.Tensor.stride, itemgetter("training")
-_requires_grad = attrgetter("requires_grad")
+_HOLDERS = itemgetter("_modules", "_parameters", "_buffers")
+_MEMORY = "the memory of "
+_OBJECTS = (nn.Module, torch.Tensor)
+_PLAIN = (bool, float, str, tuple, type(None))
 
 
 class ModelGuard:
@@ -43,39 +38,39 @@ class ModelGuard:
     Attributes:
         label: label of the chunk.
         parameters: trainable parameters of the chunk.
-        modes: see `refuse_contexts`.
 
     Raises:
         CaptureError: replays would skip a hook or a wrapper.
     """
 
     def __init__(self, chunk: Chunk) -> None:
-        self.label, self.parameters, self._caches = chunk.label, chunk.parameters, chunk.caches
-        modules = chunk.module.named_modules() if chunk.module is not None else ()
-        self._modules = {path or "the chunk": module for path, module in modules}
-        self.modes = active_modes()
-        self.refuse_hooks(CaptureError)
+        self.label, self.parameters = chunk.label, chunk.parameters
+        self._module, self._caches = chunk.module, frozenset(chunk.caches)
         self.take()
+        self.refuse_hooks(CaptureError)
 
     def take(self) -> None:
         """Record the present state, at the end of a session."""
-        self._dicts = [*chain.from_iterable(_PARTS(vars(m)) for m in self._modules.values())]
-        self._objects = self._objects_now()  # held, so that no other object gets their ids
-        named: dict[int, tuple[str, torch.Tensor]] = {
-            id(p): (f"shape {tuple(p.shape)}", p) for p in self.parameters
-        }
-        named |= {id(t): (name, t) for name, t in self._objects if isinstance(t, torch.Tensor)}
-        names, self._tensors = [n for n, _ in named.values()], [t for _, t in named.values()]
-        self._of_grads = [p for p in self.parameters if hasattr(p, "main_grad")]
-        with_mode = {n: vars(m) for n, m in self._modules.items() if "training" in vars(m)}
-        self._attributes = [*with_mode.values()]
-        self._settings = [(n, vars(m), k) for n, m in self._modules.items() for k in _settings(m)]
-        self._facts = self._facts_now()
-        self._names = [
-            *([name for name, _ in self._objects], names, names, names, [*with_mode]),
-            [named[id(p)][0] for p in self._of_grads],
-            [f"{name}.{key}" for name, _, key in self._settings],
-        ]
+        modules = self._module.named_modules() if self._module is not None else ()
+        self._layers = {path or "the chunk": layer for path, layer in modules}
+        held, layers = self._held_now(), self._layers.values()
+        self._names = {t: name for name, t in held.items() if isinstance(t, torch.Tensor)}
+        for p in self.parameters:
+            self._names.setdefault(p, f"a parameter of shape {tuple(p.shape)}")
+        # The same facts as flat lists, which every step compares.
+        self._tensors = [*self._names]
+        self._graded = [p for p in self.parameters if hasattr(p, "main_grad")]
+        # An owner of gradients adds all of them at once.
+        self._first_without = [p for p in self.parameters if not hasattr(p, "main_grad")][:1]
+        holders = [*chain.from_iterable(map(_HOLDERS, map(vars, layers)))]
+        holders = [h for h in holders if not self._caches & h.keys()]
+        self._filled, self._empty = [h for h in holders if h], [h for h in holders if not h]
+        self._objects = self._objects_now()
+        self._modes = [own for own in map(vars, layers) if "training" in own]
+        self._settings = [(vars(layer), key) for layer in layers for key in _settings(layer)]
+        tensors = self._tensors_now()
+        self._fits, self._layouts = new_guard(tensors), _layouts(tensors)
+        self._facts, self._others = self._facts_now(), self._others_now(tensors)
 
     def check(self) -> None:
         """Compare everything, when a step begins.
@@ -83,78 +78,95 @@ class ModelGuard:
         Raises:
             ReplayMismatchError: something has changed since the capture.
         """
-        if (now := self._facts_now()) != self._facts:
+        if not self._is_as_captured() and (change := self._change()):
             raise ReplayMismatchError(
-                f"{self.label}: {self._change(now)} after the capture; replays would ignore this. "
-                "Update tensors in place (copy_), or release the graphs and capture again."
+                f"{self.label}: {change}; replays would ignore this. Undo it (update tensors in "
+                "place, with copy_), ask for an eager step (`step(eager=True)`), or release the "
+                "graphs and capture again."
             )
 
     def refuse_hooks(self, error: Error) -> None:
-        """Raise ``error`` for others' hooks on modules, any on gradients, and DDP wrappers."""
-        places = [("all modules", vars(nn.modules.module), "_global{}")]
-        places += [(path, vars(module), "{}") for path, module in self._modules.items()]
-        of_modules = ((w, own.get(k.format(n)), True) for w, own, k in places for n in _HOOKS)
-        # Owners of a main_grad do the work of its hooks.
-        own = [p for p in self.parameters if not hasattr(p, "main_grad")]
-        of_grads = (("a gradient", getattr(p, n, None), False) for p in own for n in _OF_GRADS)
-        for where, hooks, may_be_known in chain(of_modules, of_grads):
-            for hook in (hooks or {}).values():
-                if not (may_be_known and is_of_library(hook)):
-                    raise error(
-                        f"{self.label}: there is a hook on {where} ({shown(hook)}), and a replay "
-                        "calls no hooks. Remove it, or do its work outside of the chunk: after the "
-                        "step, or in Chunk.after_backward."
-                    )
-        if any(isinstance(m, nn.parallel.DistributedDataParallel) for m in self._modules.values()):
-            raise error(
-                f"{self.label} has a torch DistributedDataParallel, which does not see the "
-                "gradients of replays. Pass ChunkGraphs the module without the wrapper, and "
-                "reduce the gradients after the step."
-            )
+        """Raise ``error`` for hooks and wrappers that replays would skip."""
+        # The owner of a main_grad does the work of its hooks.
+        own = {self._names[p]: p for p in self.parameters if not hasattr(p, "main_grad")}
+        refuse_hooks(self.label, self._layers, own, error)
 
-    def _objects_now(self) -> list[tuple[str, Any]]:
-        """Return parts and tensors with their names, except caches that eager calls replace."""
-        return [
-            (f"{path}.{key}".removeprefix("the chunk."), value)
-            for path, module in self._modules.items()
-            for held in _PARTS(vars(module))
-            for key, value in held.items()
+    def _is_as_captured(self) -> bool:
+        """Return whether all facts are those of the capture, at the least cost for the host."""
+        objects, tensors = self._objects_now(), self._tensors_now()
+        return (
+            len(objects) == len(self._objects)
+            and all(map(is_, objects, self._objects))
+            and not any(self._empty)
+            and self._others_now(tensors) == self._others
+            and (self._fits(*tensors) or _layouts(tensors) == self._layouts)
+        )
+
+    def _objects_now(self) -> list[Any]:
+        return [*chain.from_iterable(map(dict.values, self._filled))]
+
+    def _held_now(self) -> dict[str, Any]:
+        """Return parts and tensors by name, except caches that eager calls may replace."""
+        return {
+            f"{path}.{key}".removeprefix("the chunk."): value
+            for path, layer in self._layers.items()
+            for holder in _HOLDERS(vars(layer))
+            for key, value in holder.items()
             if key not in self._caches
-        ]
+        }
 
-    def _facts_now(self) -> list[list[Any]]:
-        tensors, objects = self._tensors, chain.from_iterable(map(dict.values, self._dicts))
-        return [
-            [*map(id, (o for _, o in self._objects_now()) if self._caches else objects)],
-            [*map(_address, tensors)],
-            [*map(_stride, tensors)],
-            [*map(_requires_grad, tensors)],
-            [*map(_training, self._attributes)],
-            [*map(_address_of_main_grad, self._of_grads)],
-            [own.get(key) for _, own, key in self._settings],
-        ]
+    def _tensors_now(self) -> list[torch.Tensor]:
+        grads = [getattr(p, "main_grad", None) for p in self._graded]
+        return [*self._tensors, *[grad for grad in grads if grad is not None]]
 
-    def _change(self, now: Sequence[Sequence[Any]]) -> str:
-        """Describe the first fact that differs."""
-        for what, names, a, b in zip(_FACTS, self._names, self._facts, now, strict=True):
-            if len(a) != len(b):
-                changed = {*names} ^ {name for name, _ in self._objects_now()}
-                return f"{min(changed, default='a tensor')} {what}"
-            for name, old, new in zip(names, a, b, strict=True):
-                if old != new:
-                    detail = f" from {old!r} to {new!r}" if a is self._facts[-1] else ""
-                    return f"{name} {what}{detail}"
-        raise AssertionError("nothing has changed")
+    def _others_now(self, tensors: Sequence[torch.Tensor]) -> tuple[list[Any], ...]:
+        return (
+            [*map(torch.Tensor.data_ptr, tensors)],
+            [hasattr(p, "main_grad") for p in self._first_without],
+            [*map(itemgetter("training"), self._modes)],
+            [own.get(key) for own, key in self._settings],
+        )
+
+    def _facts_now(self) -> dict[str, Any]:
+        """Return all that is compared, by name: parts and tensors, then what is known of them."""
+        facts = self._held_now()
+        tensors: dict[str, Any] = {name: t for t, name in self._names.items()}
+        for p in self.parameters:
+            tensors[f"{self._names[p]}.main_grad"] = getattr(p, "main_grad", None)
+        for name, t in tensors.items():
+            facts[f"{_MEMORY}{name}"] = None if t is None else t.data_ptr()
+            if t is not None:
+                facts |= {f"{name}.stride()": t.stride(), f"{name}.shape": t.shape}
+                facts[f"{name}.requires_grad"] = t.requires_grad
+        for path, layer in self._layers.items():
+            own = {key: vars(layer).get(key) for key in ("training", *_settings(layer))}
+            facts |= {f"{path}.{key}": value for key, value in own.items()}
+        return facts
+
+    def _change(self) -> str:
+        """Describe the first fact that differs; "" if none does."""
+        now = self._facts_now()
+        for name in {**self._facts, **now}:
+            old, new = self._facts.get(name), now.get(name)
+            if old is new or (not isinstance(old, _OBJECTS) and old == new):
+                continue
+            is_place = name.startswith(_MEMORY)
+            if is_place or isinstance(old, _OBJECTS) or isinstance(new, _OBJECTS):
+                kind = "module" if isinstance(new, nn.Module) else "tensor"
+                what = "moved to other memory" if is_place else f"replaced by another {kind}"
+                what = "added" if old is None else "removed" if new is None else what
+                return f"{name.removeprefix(_MEMORY)} was {what}"
+            return f"{name} was {shown(old)} at the capture, and is {shown(new)} now"
+        return ""
 
 
-def _settings(module: nn.Module) -> list[str]:
-    """Return the names of the settings of a layer of torch.nn: ``p``, ``eps``, ``momentum``."""
-    if not type(module).__module__.startswith("torch.nn."):
+def _layouts(tensors: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:
+    return [(t.shape, t.stride(), t.requires_grad) for t in tensors]
+
+
+def _settings(layer: nn.Module) -> list[str]:
+    """Return the settings that a layer of torch.nn declares, such as ``p`` and ``eps``."""
+    if not type(layer).__module__.startswith("torch.nn."):
         return []
-    own = ((k, v) for k, v in vars(module).items() if k != "training" and not k.startswith("_"))
-    return [key for key, value in own if isinstance(value, (float, bool, str, type(None)))]
-
-
-def _address_of_main_grad(parameter: nn.Parameter) -> int:
-    main_grad = getattr(parameter, "main_grad", None)
-    return 0 if main_grad is None else main_grad.data_ptr()
+    declared = (*getattr(type(layer), "__constants__", ()), "dropout")
+    return [key for key in declared if isinstance(vars(layer).get(key, ...), _PLAIN)]

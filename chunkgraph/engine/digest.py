@@ -30,13 +30,13 @@ class Digests:
         bits: int64, shape (n, 492): sums of the elements' bits.
         sums: float64, shape (n, 251): sums of the elements' values.
         norms: float64, shape (n,): Euclidean norms; 0 if one is not finite.
-        sizes: int64, shape (n,): numbers of elements.
+        are_float: bool, shape (n,): whether the tensors hold floating-point numbers.
     """
 
     bits: torch.Tensor
     sums: torch.Tensor
     norms: torch.Tensor
-    sizes: torch.Tensor
+    are_float: torch.Tensor
 
     def __add__(self, other: Digests) -> Digests:
         """Return the digests of both lists of tensors."""
@@ -47,6 +47,10 @@ class Digests:
     def equal(self, other: Digests) -> torch.Tensor:
         """Return, for each tensor, whether all bits are equal: bool, shape (n,)."""
         return (self.bits == other.bits).all(dim=1)
+
+    def ratios(self, other: Digests) -> torch.Tensor:
+        """Return the norms of the differences as fractions of ``other``'s norms, at most 1."""
+        return (self.distance(other) / other.norms.clamp_min(1e-300)).clamp_max(1.0)
 
     def distance(self, other: Digests) -> torch.Tensor:
         """Estimate the norm of each difference: float64, shape (n,); inf if one alone has a NaN."""
@@ -62,11 +66,11 @@ def digests_of(tensors: Sequence[torch.Tensor | None]) -> Digests:
     """
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         rows = [_digest(t) if t is not None else None for t in tensors]
-        return _on_host(rows, [0 if t is None else t.numel() for t in tensors])
+        return _on_host(rows, [t is not None and t.is_floating_point() for t in tensors])
 
 
 def _on_host(
-    rows: Sequence[tuple[torch.Tensor, torch.Tensor] | None], sizes: Sequence[int]
+    rows: Sequence[tuple[torch.Tensor, torch.Tensor] | None], are_float: Sequence[bool]
 ) -> Digests:
     present = [row for row in rows if row is not None]
     n = len(rows)
@@ -77,7 +81,7 @@ def _on_host(
         device = max((row[0].device for row in present), key=lambda d: d.type == "cuda")
         bits[places] = torch.stack([row[0].to(device) for row in present]).cpu()
         sums[places] = torch.stack([row[1].to(device) for row in present]).cpu()
-    return Digests(bits, sums[:, :-1], sums[:, -1], torch.tensor(sizes, dtype=torch.int64))
+    return Digests(bits, sums[:, :-1], sums[:, -1], torch.tensor(are_float, dtype=torch.bool))
 
 
 @torch.no_grad()

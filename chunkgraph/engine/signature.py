@@ -21,6 +21,7 @@ from chunkgraph._text import shorten, shown
 from chunkgraph.engine.autocast import Autocast
 from chunkgraph.engine.layout import same_layout
 from chunkgraph.engine.plain_values import Uncomparable, key_of
+from chunkgraph.engine.tensor_guard import new_guard
 from chunkgraph.errors import ReplayMismatchError
 
 if TYPE_CHECKING:
@@ -187,6 +188,8 @@ _Facts = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, bool]
 class Signature:
     """The structure, the tensors' shapes and layouts, and the plain values of a captured call.
 
+    A call is compared at once; its differences are computed only if that fails.
+
     Args:
         call: the captured call.
         label: the chunk's name in errors.
@@ -200,8 +203,12 @@ class Signature:
         plain = [(i, v) for i, v in enumerate(call.leaves) if not isinstance(v, torch.Tensor)]
         self._keys = {i: key_of(value) for i, value in plain}
         # Often the same objects are passed again, which need no key.
-        self._constants = {i: v if type(v) in _IMMUTABLE else object() for i, v in plain}
-        self._facts = [_facts(tensor) for tensor in call.tensors]
+        self._constants = [(i, v if type(v) in _IMMUTABLE else object()) for i, v in plain]
+        self._facts: list[_Facts] = [
+            (t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in call.tensors
+        ]
+        # Compares all tensors at once with those of the last call that was compared one by one.
+        self._fits = new_guard(call.tensors)
         self._firsts = [self._places.index(n) for n in range(len(self._facts))]
         self._repeated = [
             (i, self._firsts[n])
@@ -233,19 +240,21 @@ class Signature:
                 raise self._mismatch(self._other_structure(call))
             leaves = call.leaves
         tensors = [*map(leaves.__getitem__, self._firsts)]
-        if (
-            [_facts(t) if isinstance(t, torch.Tensor) else None for t in tensors] != self._facts
-            or len({*map(id, tensors)}) != len(tensors)
-            or any(leaves[i] is not leaves[first] for i, first in self._repeated)
-            or any(
-                leaves[i] is not constant and not _has_key(leaves[i], self._keys[i])
-                for i, constant in self._constants.items()
-            )
-        ):
-            call = flatten_call(args, kwargs)
-            if differences := self._differences(call):
+        if not self._fits(*tensors) or not self._are_equal(leaves):
+            if differences := self._differences(flatten_call(args, kwargs)):
                 raise self._mismatch(differences)
+            self._fits = new_guard(tensors)
         return tensors
+
+    def _are_equal(self, leaves: Sequence[Any]) -> bool:
+        """Return whether repeated tensors and plain values are the captured ones."""
+        for i, first in self._repeated:
+            if leaves[i] is not leaves[first]:
+                return False
+        for i, constant in self._constants:
+            if leaves[i] is not constant and not _has_key(leaves[i], self._keys[i]):
+                return False
+        return True
 
     def _mismatch(self, differences: Sequence[str]) -> ReplayMismatchError:
         return ReplayMismatchError(
@@ -309,10 +318,6 @@ class Signature:
             ("called with, but not captured", more),
         ]
         return [f"structure, {what}: {shorten(', '.join(names))}" for what, names in lines if names]
-
-
-def _facts(tensor: torch.Tensor) -> _Facts:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
 
 
 def _fits(tensor: torch.Tensor, captured: _Facts) -> bool:

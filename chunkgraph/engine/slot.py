@@ -15,7 +15,7 @@ from chunkgraph.engine.constant_inputs import LoadedSource
 from chunkgraph.engine.layout import copy_into, duplicate, same_layout
 from chunkgraph.engine.signature import distinct_tensors, unflatten
 from chunkgraph.errors import ReplayMismatchError
-from chunkgraph.graphs import Graph, Pool
+from chunkgraph.graphs import Graph, Pool, memcpy_into
 
 __all__ = ["Slot"]
 
@@ -90,6 +90,7 @@ class Slot:
             i for i, grad in enumerate(self.input_grads) if grad is not None
         )
         self._places = [(i, t.data_ptr(), t.stride(), t) for i, t in enumerate(self.inputs)]
+        self._loads = {id(t): memcpy_into(t, t.copy_) for t in self.inputs}
         self._addresses = {t.data_ptr() for t in self.inputs}
         self._sources: list[LoadedSource | None] = [None] * len(self.inputs)
         self.has_frozen_outputs = len(self.differentiable) < len(self.output_tensors)
@@ -104,8 +105,8 @@ class Slot:
             if g is not None
         )
         self._grad_places = [
-            (i, static.data_ptr(), static.stride(), copy_into(static))
-            for i, static in zip(self.receiving, self.output_grads, strict=True)
+            (i, t.data_ptr(), t.stride(), memcpy_into(t, copy_into(t)), copy_into(t))
+            for i, t in zip(self.receiving, self.output_grads, strict=True)
         ]
 
     def _hand_over(
@@ -154,8 +155,8 @@ class Slot:
             elif tensor.stride() != stride:  # a view of what was received
                 copied.append(tensor.clone())
                 statics.append(static)
-        if len(copied) == 1:
-            statics[0].copy_(copied[0])
+        if len(copied) == 1 and copied[0].stride() == statics[0].stride():
+            self._loads[id(statics[0])](copied[0])
         elif copied:  # one launch for all that have one dtype
             torch._foreach_copy_(statics, copied)
 
@@ -174,14 +175,14 @@ class Slot:
             num_gradients = sum(grad is not None for grad in grads)
             if num_gradients != len(self.receiving):
                 raise self._other_gradients(grads)
-        for position, address, strides, copy in self._grad_places:
+        for position, address, strides, load, copy in self._grad_places:
             grad = grads[position]
             if grad is None:
                 raise self._other_gradients(grads)
             pointer = grad.data_ptr()
             if grad.stride() == strides:
                 if pointer != address:
-                    copy(grad)
+                    load(grad)
             elif (
                 not self.has_grad_layouts
                 or position in self.lent  # only added to the parameter's other gradients

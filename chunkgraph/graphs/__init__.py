@@ -5,7 +5,8 @@ from chunkgraph.graphs.allocations import Allocation, AllocationLog, block_bytes
 from chunkgraph.graphs.contract import Graph, GraphBackend, Pool
 from chunkgraph.graphs.cuda import CUDABackend
 from chunkgraph.graphs.failure import SourceLocation, capture_failure, location_of
-from chunkgraph.graphs.operators import InputWatch, storage_address
+from chunkgraph.graphs.memcpy import memcpy_into
+from chunkgraph.graphs.operators import storage_address
 from chunkgraph.graphs.recorder import RecorderBackend, host_call, is_capturing
 
 __all__ = [
@@ -16,7 +17,6 @@ __all__ = [
     "CUDABackend",
     "Graph",
     "GraphBackend",
-    "InputWatch",
     "Pool",
     "RecorderBackend",
     "SourceLocation",
@@ -25,6 +25,7 @@ __all__ = [
     "host_call",
     "is_capturing",
     "location_of",
+    "memcpy_into",
     "storage_address",
     "tensor_at",
 ]

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import functools
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.weak import WeakIdKeyDictionary
-
-from chunkgraph.graphs.failure import current_location
 
 __all__ = [
-    "CastWatch",
-    "InputWatch",
     "OperatorMode",
     "are_same",
     "draws",
@@ -51,78 +46,6 @@ class OperatorMode(TorchDispatchMode):
     @abstractmethod
     def run_operator(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``func`` and return its result."""
-
-
-class InputWatch(OperatorMode):
-    """Record tensors that operators read or write and that none in the block has returned.
-
-    Args:
-        inputs: The record of both; a dictionary with weak keys.
-        before_write: Called before an operator writes to memory from outside of the block.
-        arguments: Tensors of the block itself.
-    """
-
-    def __init__(
-        self,
-        inputs: Any,
-        before_write: Callable[[torch.UntypedStorage], None],
-        arguments: Iterable[torch.Tensor],
-    ) -> None:
-        super().__init__()
-        self._inputs = inputs
-        self._before_write = before_write
-        self._results: Any = WeakIdKeyDictionary()
-        self._own = {0}  # the address of tensors that wrap others
-        for tensor in arguments:
-            self._results[tensor] = None
-
-    def run_operator(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See `OperatorMode`."""
-        tensors = tensors_in(*args, *kwargs.values())
-        for tensor in tensors:
-            if tensor not in self._results:
-                self._inputs[tensor] = None
-        for tensor in storages_written(func, args, kwargs):
-            if storage_address(tensor) not in self._own:
-                self._before_write(tensor.untyped_storage())
-        result = func(*args, **kwargs)
-        known = {*map(storage_address, tensors)}
-        for tensor in tensors_in(result):
-            if tensor not in self._inputs:
-                self._results[tensor] = None
-            self._own |= {storage_address(tensor)} - known
-        return result
-
-
-class CastWatch(OperatorMode):
-    """Record which of ``tensors`` are cast, and where each is first written.
-
-    A cast that calls share would hold the value from before the write.
-
-    Args:
-        tensors: The tensors, which are recognized by their memory.
-    """
-
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        super().__init__()
-        self._storages = {storage_address(tensor) for tensor in tensors} - {0}
-        self._cast: set[int] = set()
-        self._written: dict[int, str] = {}
-
-    def run_operator(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See `OperatorMode`."""
-        if func is torch.ops.aten._to_copy.default:
-            self._cast.update(map(storage_address, tensors_in(args)))
-        for tensor in storages_written(func, args, kwargs):
-            storage = storage_address(tensor)
-            if storage in self._storages and storage not in self._written:
-                self._written[storage] = str(current_location() or "an unknown line")
-        return func(*args, **kwargs)
-
-    def place_written(self, tensor: torch.Tensor) -> str:
-        """Return where ``tensor`` is first written; "" if it is not written, or not cast."""
-        storage = storage_address(tensor)
-        return self._written.get(storage, "") if storage in self._cast else ""
 
 
 def tensors_in(*values: Any) -> list[torch.Tensor]:

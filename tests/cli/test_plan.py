@@ -62,10 +62,12 @@ def test_memory_is_of_the_rows_of_a_rank(run, tmp_path):
     assert memory("model.seq_length=128", shared) == memory("model.seq_length=64")
     # Shorter rows share the slots.
     assert memory(longer, shared, "packing.buckets=[0.5]") == memory(longer, shared)
-    note = "For each of 2 lengths x 2 numbers of sequences there is a set of these graphs"
+    note = (
+        "Each graph is captured 4 times in the same slots: for 2 lengths x 2 numbers of sequences"
+    )
     out = run(path, longer, "packing.buckets=[0.5]", "packing.seq_buckets=[2]")
     assert note in out
-    assert "set of these graphs" not in run(path, longer)
+    assert "in the same slots" not in run(path, longer)
 
 
 def test_memory_is_compared_with_a_gpu(config, capsys):

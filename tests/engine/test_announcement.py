@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from thread_ranks import run_ranks
 
 from chunkgraph.engine import Banks, CaptureOptions, ChunkGraphs
 from chunkgraph.errors import SlotError
@@ -69,7 +70,6 @@ def _run(
     group = Collectives(len(plans))
     modes: list[list[str]] = [[] for _ in plans]
     engines: list[Any] = [None] * len(plans)
-    errors: list[BaseException] = []
 
     def rank_main(rank: int) -> None:
         graphs = engines[rank] = ChunkGraphs(
@@ -108,19 +108,7 @@ def _run(
             if when == "after":
                 announce(k)
 
-    def guarded(rank: int) -> None:
-        try:
-            rank_main(rank)
-        except BaseException as error:  # noqa: BLE001
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(r,), daemon=True) for r in range(len(plans))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-        assert not thread.is_alive()
-    assert not errors, errors
+    run_ranks(len(plans), rank_main)
     return modes, engines
 
 

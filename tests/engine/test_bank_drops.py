@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thread_ranks import Agreeing, run_ranks
 from torch import nn
 
 from chunkgraph.engine import Banks, CaptureOptions, ChunkGraphs
@@ -179,34 +179,16 @@ def test_dropping_needs_the_word_of_every_step(backend: GraphBackend) -> None:
         )
 
 
-class Ranks:
-    """Element-wise maximum between threads; one that waits alone breaks the barrier."""
-
-    def __init__(self, num: int) -> None:
-        self.values: list[Any] = [None] * num
-        self.barrier = threading.Barrier(num, timeout=60)
-
-    def agree(self, rank: int) -> Any:
-        def ask(values: Sequence[int]) -> list[int]:
-            self.values[rank] = list(values)
-            self.barrier.wait()
-            maxima = [max(column) for column in zip(*self.values, strict=True)]
-            self.barrier.wait()
-            return maxima
-
-        return ask
-
-
 @pytest.mark.parametrize("fails_at", [None, 0, 2, 5])
 def test_ranks_with_different_numbers_of_graphs_end_together(fails_at: int | None) -> None:
     """Rank 1 fails after ``fails_at`` of its six graphs; the others have two and nine."""
-    ranks = Ranks(3)
+    ranks = Agreeing(3)
     ended: dict[int, str] = {}
 
-    def session(rank: int, num_graphs: int) -> None:
-        lockstep = Lockstep(ranks.agree(rank))
+    def session(rank: int) -> None:
+        lockstep = Lockstep(ranks.rank(rank))
         try:
-            for number in range(num_graphs):
+            for number in range((2, 6, 9)[rank]):
                 lockstep.begin("large" if number < 3 else "small")
                 if rank == 1 and number == fails_at:
                     raise CaptureError
@@ -218,11 +200,7 @@ def test_ranks_with_different_numbers_of_graphs_end_together(fails_at: int | Non
             lockstep.fail()
             ended[rank] = f"failed in {lockstep.bank}"
 
-    threads = [threading.Thread(target=session, args=(r, n)) for r, n in enumerate((2, 6, 9))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_ranks(3, session)
     if fails_at is None:
         assert ended == {0: "done", 1: "done", 2: "done"}
     else:

@@ -2,58 +2,23 @@
 
 from __future__ import annotations
 
-import threading
-import weakref
+import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+from thread_ranks import Agreeing, run_ranks
 from torch import nn
+from toys import SYNC_LINE, Tower, sample, towers, train_microbatch
 
-from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs, Host, StepMode
+from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs, StepMode
 from chunkgraph.engine.capture import session
 from chunkgraph.engine.capture.grad_memory import GradMemory
 from chunkgraph.errors import CaptureError
 from chunkgraph.graphs import Allocation, GraphBackend, RecorderBackend
 from chunkgraph.schedules import megatron_schedule
-
-
-class Tower(nn.Module):
-    """A small chunk; ``syncs`` makes it read the device from the host."""
-
-    def __init__(self, *, syncs: bool = False) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.dropout = nn.Dropout(0.1)
-        self.register_buffer("num_calls", torch.zeros(()))
-        self.syncs = syncs
-
-    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        self.num_calls += 1
-        h = self.linear(self.dropout(x))
-        if self.syncs and h.abs().max().item() > 1e9:
-            h = h / 2
-        return h * scale
-
-
-SYNC_LINE = Tower.forward.__code__.co_firstlineno + 3
-
-
-def sample(backend: GraphBackend, rows: int = 4) -> torch.Tensor:
-    return torch.randn(rows, 8, device=backend.device, requires_grad=True)
-
-
-def towers(backend: GraphBackend, *syncs: bool) -> list[Tower]:
-    torch.manual_seed(4)
-    return [Tower(syncs=s).to(backend.device) for s in syncs]
-
-
-def train_microbatch(call: Callable[..., Any], x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-    y = call(x, **kwargs)
-    y.square().sum().backward()
-    return y.detach().clone()
 
 
 def train_steps(graphs: ChunkGraphs, backend: GraphBackend, num_steps: int) -> None:
@@ -102,7 +67,7 @@ def test_a_session_that_fails_half_way_leaves_a_working_eager_model(backend: Gra
     with pytest.raises(CaptureError) as error:
         graphs.capture([(x,), (x,)])
     message = str(error.value)
-    assert f"{__file__}:{SYNC_LINE}" in message
+    assert re.search(SYNC_LINE, message)
     assert "chunk 1 slot 0" in message
     assert graphs.counters.captures == 0
     assert graphs.report is None
@@ -129,7 +94,7 @@ def test_on_failure_eager_warns_once_and_trains_on() -> None:
     )
     with graphs.step(1):
         train_microbatch(graphs.callables[0], sample(backend))
-    with pytest.warns(UserWarning, match=rf"(?s)test_capture\.py:{SYNC_LINE}.*eagerly") as records:
+    with pytest.warns(UserWarning, match=rf"(?s){SYNC_LINE}.*eagerly") as records:
         train_steps(graphs, backend, num_steps=3)
     assert len(records) == 1
     assert dict(graphs.counters.fallbacks) == {"capture warmup": 1, "capture failed": 3}
@@ -150,43 +115,6 @@ def test_release_and_capture_again(
     counters = graphed.graphs[0].counters
     assert (counters.capture_sessions, counters.captures) == (2, 4)
     assert dict(counters.fallbacks) == {"capture warmup": 1, "released": 1}
-
-
-def test_the_cache_is_emptied_around_what_takes_more(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Before gradients, a capture's scope and pools are allocated, and after graphs are freed."""
-    backend = RecorderBackend()
-    events: list[str] = []
-
-    class Noting(Host):
-        def capturing(self) -> AbstractContextManager[object]:
-            events.append("scope")
-            return nullcontext()
-
-    graphs = ChunkGraphs(towers(backend, False), [2], backend=backend, host=Noting())
-    graphs.release()
-    pools: list[weakref.ref[Any]] = []
-
-    def new_pool(label: str) -> Any:
-        pool = RecorderBackend.new_pool(backend, label)
-        pools.append(weakref.ref(pool))
-        return pool
-
-    def release() -> None:
-        events.append(f"{sum(pool() is not None for pool in pools)} of {len(pools)}")
-
-    monkeypatch.setattr(backend, "new_pool", new_pool)
-    monkeypatch.setattr(backend, "release_cached_memory", release)
-    graphs.capture([(sample(backend),)])
-    # The pool is that of scratch, which is still empty.
-    assert events[:4] == ["1 of 1", "1 of 1", "scope", "1 of 1"]
-    assert len(pools) > 1
-    events.clear()
-    graphs.release()
-    assert events == [f"0 of {len(pools)}"]
-    graphs.release()  # there are no graphs
-    assert len(events) == 1
 
 
 def test_gradients_take_no_memory_during_the_passes_before_a_capture(
@@ -262,28 +190,10 @@ def test_accumulators_that_ddp_keeps_from_another_stream_do_not_disturb(
     assert len(hooked) == len(kept)
 
 
-class Together:
-    """Ranks as threads, which agree through a barrier as through a collective."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self.barrier = threading.Barrier(num_ranks, timeout=60)
-        self.values: list[Sequence[int]] = [()] * num_ranks
-
-    def agree(self, rank: int) -> Callable[[Sequence[int]], list[int]]:
-        def all_reduce(values: Sequence[int]) -> list[int]:
-            self.values[rank] = values
-            self.barrier.wait()
-            result = [max(column) for column in zip(*self.values, strict=True)]
-            self.barrier.wait()
-            return result
-
-        return all_reduce
-
-
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("failing", [None, 0, 1])
 def test_all_ranks_take_every_decision_alike(failing: int | None) -> None:
-    together = Together(2)
+    together = Agreeing(2)
     modes: list[list[StepMode]] = [[], []]
     errors: list[str] = ["", ""]
     fallbacks: list[dict[str, int]] = [{}, {}]
@@ -296,7 +206,7 @@ def test_all_ranks_take_every_decision_alike(failing: int | None) -> None:
             [Chunk.from_module(module, f"rank {rank} chunk 0")],
             [2],
             backend=backend,
-            agree=together.agree(rank),
+            agree=together.rank(rank),
             options=CaptureOptions(num_warmup_steps=1 + rank),  # rank 1 is ready a step later
         )
         for wants_eager in (False, False, False, rank == 1, False):
@@ -308,12 +218,7 @@ def test_all_ranks_take_every_decision_alike(failing: int | None) -> None:
                 errors[rank] = str(error)
         fallbacks[rank] = dict(graphs.counters.fallbacks)
 
-    threads = [threading.Thread(target=rank_main, args=(r,), daemon=True) for r in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-        assert not thread.is_alive()
+    run_ranks(2, rank_main)
     eager, replay = StepMode.EAGER, StepMode.REPLAY
     assert modes[0] == modes[1]
     assert fallbacks[0] == fallbacks[1]
@@ -322,7 +227,7 @@ def test_all_ranks_take_every_decision_alike(failing: int | None) -> None:
         assert fallbacks[0] == {"capture warmup": 2, "requested": 1}
     else:
         assert modes[0] == [eager] * 4  # the step whose capture failed raised on both ranks
-        assert f"{__file__}:{SYNC_LINE}" in errors[failing]
+        assert re.search(SYNC_LINE, errors[failing])
         assert "another rank" in errors[1 - failing]
         assert fallbacks[0] == {"capture warmup": 2, "capture failed": 2}
 
@@ -413,48 +318,3 @@ def test_pools_reserve_what_a_pass_allocates(num_slots: int, sizes: dict[str, in
         kind = "slot" if "slot" in pool.label else "scratch"
         step = 2 * 2**20
         assert pool.reserved_bytes == -(-sizes[kind] * 2**20 // step) * step, pool.label
-
-
-def test_capture_warmup_leaves_no_gradient_anywhere(backend: GraphBackend) -> None:
-    (module,) = towers(backend, False)
-    for p in module.parameters():
-        p.main_grad = torch.full_like(p, 3.0)
-    graphs = ChunkGraphs([module], [1], backend=backend)
-    graphs.capture([(sample(backend),)])
-    for p in module.parameters():
-        assert torch.equal(p.main_grad, torch.full_like(p, 3.0))
-        assert p.grad is None
-
-
-def test_a_session_leaves_layers_the_path_of_eager_training(backend: GraphBackend) -> None:
-    """An encoder in evaluation has a fast path, unless one of its parts has a hook."""
-
-    class Guided(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.guide = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
-            self.layer = nn.Linear(8, 8)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            with torch.no_grad():
-                guide = self.guide(x)
-            return self.layer(x) * guide
-
-    paths: list[bool] = []
-
-    def watch(*args: Any) -> torch.Tensor:
-        paths.append(True)
-        return fast_path(*args)
-
-    torch.manual_seed(0)
-    module = Guided().to(backend.device)
-    x = torch.randn(2, 3, 8, device=backend.device)
-    graphs = ChunkGraphs([module], [1], backend=backend)
-    fast_path = torch._transformer_encoder_layer_fwd
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "_transformer_encoder_layer_fwd", watch)
-        graphs.capture([x])
-    assert paths
-    with graphs.step(1):
-        output = train_microbatch(graphs.callables[0], x)
-    assert torch.equal(output, module(x))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thread_ranks import Agreeing, run_ranks
 from torch import nn
 
 from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs
@@ -118,28 +118,13 @@ def test_a_mended_cause_is_captured_after_release() -> None:
 
 def together(texts: Sequence[str]) -> list[tuple[str, bool]]:
     """Run `agree_on_cause` of ranks as threads."""
-    barrier = threading.Barrier(len(texts), timeout=60)
-    values_by_rank: list[Sequence[int]] = [()] * len(texts)
+    agreement = Agreeing(len(texts))
     results: list[Any] = [None] * len(texts)
 
-    def agree_as(rank: int) -> Callable[[Sequence[int]], list[int]]:
-        def agree(values: Sequence[int]) -> list[int]:
-            values_by_rank[rank] = values
-            barrier.wait()
-            largest = [max(column) for column in zip(*values_by_rank, strict=True)]
-            barrier.wait()
-            return largest
-
-        return agree
-
     def run(rank: int) -> None:
-        results[rank] = agree_on_cause(agree_as(rank), texts[rank])
+        results[rank] = agree_on_cause(agreement.rank(rank), texts[rank])
 
-    threads = [threading.Thread(target=run, args=(r,), daemon=True) for r in range(len(texts))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
+    run_ranks(len(texts), run)
     return results
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from chunkgraph.engine import CaptureOptions, ChunkGraphs
+from chunkgraph.engine import ChunkGraphs
 from chunkgraph.engine.capture.gradients import GradientSinks
 from chunkgraph.errors import ReplayMismatchError
 from chunkgraph.graphs import GraphBackend, RecorderBackend
@@ -114,121 +114,22 @@ def test_passes_of_a_session_leave_every_bit_of_main_grads(value: float) -> None
     assert all(p.main_grad is grad for p, grad in zip(parameters, own, strict=True))
 
 
-@pytest.mark.parametrize("change", ["moved", "removed", "added"])
-def test_a_main_grad_that_is_not_as_it_was_is_refused_by_number(change: str) -> None:
+@pytest.mark.parametrize("change", ["moved to other memory", "removed", "added"])
+def test_a_main_grad_that_is_not_as_it_was_is_refused(change: str) -> None:
     module = nn.Linear(2, 2)
     module.bias.main_grad = torch.zeros(2)  # type: ignore[assignment]
     graphs = ChunkGraphs(module, 1, backend=RecorderBackend())
     graphs.capture([torch.ones(1, 2)])
     if change == "added":
         module.weight.main_grad = torch.zeros(2, 2)  # type: ignore[assignment]
-    elif change == "moved":
+    elif change == "moved to other memory":
         module.bias.main_grad = torch.zeros(2)  # type: ignore[assignment]
     else:
         del module.bias.main_grad
-    index = 0 if change == "added" else 1
-    message = rf"the main_grad of parameter {index} "
+    name = "weight" if change == "added" else "bias"
+    message = rf"{name}\.main_grad was {change}"
     with pytest.raises(ReplayMismatchError, match=message), graphs.step(1):
         pass
-
-
-class Gapped(torch.autograd.Function):
-    """Its gradient is expanded, with gaps between its rows."""
-
-    @staticmethod
-    def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.sum()
-
-    @staticmethod
-    def backward(_ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad.new_ones(4, 4 * 8)[:, :1].expand(4, 8)
-
-
-class TwoOutputs(nn.Linear):
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
-        return super().forward(x), 2 * x
-
-
-@pytest.mark.parametrize("verify", ["none", "poison", "shadow"])
-def test_a_missing_output_gradient_is_refused_as_without(
-    backend: GraphBackend, verify: Any
-) -> None:
-    x = torch.randn(4, 8, device=backend.device, requires_grad=True)
-    module = TwoOutputs(8, 8).to(backend.device)
-    graphs = ChunkGraphs(module, 1, options=CaptureOptions(verify=verify), backend=backend)
-    for _ in range(2):
-        with graphs.step(1):
-            y, z = graphs.callables[0](x)
-            (Gapped.apply(y) + z.sum()).backward()
-    assert graphs.counters.replays == 1
-    with (
-        pytest.raises(ReplayMismatchError, match="gradients of the output tensors"),
-        graphs.step(1),
-    ):
-        graphs.callables[0](x)[1].sum().backward()
-
-
-class OnWorkspace(torch.autograd.Function):
-    """Its gradient of the weight is a part of a workspace that all layers share."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, workspace: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.workspace = workspace
-        return x @ weight
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        x, weight = ctx.saved_tensors
-        part = ctx.workspace.data[1]
-        torch.mm(x.t(), grad, out=part)
-        return grad @ weight.t(), part, None
-
-
-class Workspaces(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(nn.Parameter(torch.randn(4, 4)) for _ in range(3))
-        self.register_buffer("workspace", torch.zeros(4, 4, 4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for weight in self.weights:
-            x = torch.tanh(OnWorkspace.apply(x, weight, self.workspace))
-        return x
-
-
-def test_gradients_in_a_workspace_are_added_before_it_is_written_again(
-    backend: GraphBackend,
-) -> None:
-    def train(*, has_graphs: bool) -> list[torch.Tensor]:
-        torch.manual_seed(1)
-        module = Workspaces().to(backend.device)
-        for parameter in module.parameters():
-            parameter.main_grad = torch.zeros_like(parameter)  # type: ignore[attr-defined]
-
-        def add(parameter: Any) -> None:  # as Megatron's DDP does
-            parameter.main_grad.add_(parameter.grad)
-            parameter.grad = None
-
-        x = torch.randn(3, 4, device=backend.device, requires_grad=True)
-        if has_graphs:
-            graphs = ChunkGraphs(module, 1, backend=backend)
-            graphs.capture([x])
-            for _ in range(2):
-                with graphs.step(1):
-                    graphs.callables[0](x).sum().backward()
-            assert graphs.counters.replays == 2
-        else:
-            for parameter in module.parameters():
-                parameter.register_post_accumulate_grad_hook(add)
-            for _ in range(2):
-                module(x).sum().backward()
-        return [parameter.main_grad for parameter in module.parameters()]  # type: ignore[misc]
-
-    eager, graphed = (train(has_graphs=has_graphs) for has_graphs in (False, True))
-    assert all(map(torch.equal, graphed, eager))
 
 
 @pytest.mark.parametrize("when", ["before the first backward", "after it"])

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from chunkgraph.engine import CaptureOptions, ChunkGraphs, mark_constant
-from chunkgraph.engine.capture.static_inputs import SlotStatics
 from chunkgraph.graphs import GraphBackend
 
 NUM_SLOTS = 2
@@ -164,18 +163,6 @@ def test_a_new_tensor_at_a_used_address_is_loaded(
     train(second, second)
 
 
-def test_memory_moved_under_a_tensor_is_loaded(
-    train: Callable[..., None], backend: GraphBackend, num_copies: list[Any]
-) -> None:
-    mask = mark_constant(new_mask(backend, 2.0))
-    train(mask, mask)
-    version = mask._version
-    mask.data = new_mask(backend, 6.0)
-    assert mask._version == version
-    train(mask, mask)
-    assert len(num_copies) == 2 * NUM_SLOTS
-
-
 def test_the_source_is_held_until_another_takes_its_place(
     train: Callable[..., None], backend: GraphBackend
 ) -> None:
@@ -197,22 +184,6 @@ def test_released_slots_hold_no_source(train: Callable[..., None], backend: Grap
     train.graphs.release()  # type: ignore[attr-defined]
     del mask
     assert source() is None
-
-
-def test_an_inference_tensor_is_copied_as_ever(
-    train: Callable[..., None], backend: GraphBackend
-) -> None:
-    """It has no version counter, so a promise about it cannot be checked."""
-    with torch.inference_mode():
-        mask = mark_constant(new_mask(backend, 2.0))
-    train(mask.clone(), mask.clone())
-    for slot in train.graphs._captured.slots[0]:  # type: ignore[attr-defined]
-        for value in (2.0, 3.0):
-            with torch.inference_mode():
-                mask.fill_(value)
-            slot.load_inputs([slot.inputs[0], mask])
-            slot.forward_graph.replay()
-            assert torch.equal(slot.inputs[1], mask)
 
 
 def test_receiving_into_the_static_input_forgets_the_source(
@@ -257,28 +228,3 @@ def test_an_input_may_be_received_in_some_microbatches(backend: GraphBackend) ->
                 assert torch.equal(y, module(hidden, scale))
                 y.sum().backward()
     assert num_received == 3 * 3
-
-
-def test_variants_of_a_slot_share_what_they_read_one_at_a_time() -> None:
-    statics = SlotStatics(is_shared=True)
-    large = torch.ones(6, 2).requires_grad_()
-    small = torch.ones(2, 3, dtype=torch.float64).t().requires_grad_()
-    one, two = statics.input_like(0, large), statics.input_like(0, small)
-    assert one.data_ptr() == two.data_ptr()
-    assert (two.shape, two.dtype, two.stride()) == (small.shape, small.dtype, (1, 3))
-    assert two.is_leaf
-    assert two.requires_grad
-    assert torch.equal(two, small)
-    version = one._version
-    two.data.add_(1)
-    assert one._version == version  # as with its own memory
-    for other in (
-        statics.input_like(1, large),
-        statics.input_like(0, large.detach()),  # may be marked constant
-        statics.gradient_like(0, large, None),
-        statics.input_like(0, torch.ones(9, 2).requires_grad_()),  # too large
-        SlotStatics(is_shared=False).input_like(0, large),
-    ):
-        assert other.data_ptr() != one.data_ptr()
-    assert not statics.gradient_like(0, large, None).requires_grad
-    assert not statics.gradient_like(0, large, None).any()

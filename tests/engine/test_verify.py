@@ -13,7 +13,7 @@ from pool_plans import use_plan
 from torch import nn
 
 from chunkgraph.engine import CaptureOptions, ChunkGraphs
-from chunkgraph.errors import CaptureError, ConfigError, VerifyError
+from chunkgraph.errors import VerifyError
 from chunkgraph.graphs import GraphBackend, tensor_at
 from chunkgraph.schedules import megatron_schedule
 
@@ -148,23 +148,6 @@ def test_a_number_of_python_that_changes_after_the_capture(
     train(graphs, backend, 2)  # the failed step leaves nothing over
 
 
-def test_a_counter_in_the_chunk_is_found_at_the_capture(backend: GraphBackend) -> None:
-    class Counting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
-            self.number = array("d", [0.0])  # a capture session does not see this
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.number[0] += 1.0
-            return self.linear(x) / self.number[0]
-
-    chunk = Counting().to(backend.device)
-    graphs = ChunkGraphs([chunk], [1], backend=backend)
-    with pytest.raises(CaptureError, match=r"(?s)output 0 differs.*Counting"):
-        graphs.capture([(new_input(backend),)])
-
-
 def test_an_input_overwritten_before_the_backward(
     attach: Callable[..., ChunkGraphs], backend: GraphBackend
 ) -> None:
@@ -251,13 +234,6 @@ def test_only_the_steps_asked_for_are_verified(
             seen.append(step)
             graphs.counters.replayed_steps += 1  # the failed step ended early
     assert seen == verified
-
-
-def test_impossible_counts_are_refused() -> None:
-    with pytest.raises(ConfigError, match="verify_every"):
-        CaptureOptions(verify_every=0)
-    with pytest.raises(ConfigError, match="num_verify_steps"):
-        CaptureOptions(num_verify_steps=-1)
 
 
 @pytest.mark.parametrize("verify", ["poison", "shadow"])
@@ -358,34 +334,6 @@ def test_shadow_finds_what_one_pool_for_all_corrupts(stack: Stack, backend: Grap
         train_in_flight(graphs, backend, 2, lambda: None, order=-1)
 
 
-class Buffers(nn.Module):
-    """Has buffers that autograd saves; every forward updates one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
-        self.register_buffer("table", torch.ones(WIDTH))
-        self.register_buffer("num_calls", torch.zeros(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.num_calls.add_(1)
-        return self.norm(self.linear(x) * self.table) * self.num_calls
-
-
-class LazyMask(nn.Module):
-    """Makes a mask in its first forward, which may be a warmup pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.mask: torch.Tensor | None = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.mask is None:
-            self.mask = torch.full((WIDTH,), 2.0, device=x.device)
-        return self.linear(x) * self.mask
-
-
 class PartlyTrained(nn.Module):
     """Has a parameter without a gradient."""
 
@@ -396,26 +344,6 @@ class PartlyTrained(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x)
-
-
-@pytest.mark.parametrize("mode", ["none", "poison", "shadow"])
-@pytest.mark.parametrize("kind", [Buffers, LazyMask, PartlyTrained])
-def test_nothing_is_found_where_nothing_is_wrong(
-    backend: GraphBackend, kind: type[nn.Module], mode: Any
-) -> None:
-    torch.manual_seed(0)
-    module = kind().to(backend.device)
-    options = CaptureOptions(verify=mode)
-    graphs = ChunkGraphs(module, 1, backend=backend, options=options)
-    x = torch.randn(3, WIDTH, device=backend.device)
-    if kind is LazyMask:
-        graphs.capture([x])
-    for _ in range(3):
-        with graphs.step(1):
-            graphs.callables[0](x).square().mean().backward()
-    assert graphs.counters.replays >= 2
-    with torch.no_grad():
-        assert module(x).isfinite().all()
 
 
 def test_a_gradient_that_nothing_came_to_is_not_searched(backend: GraphBackend) -> None:
@@ -470,3 +398,48 @@ def test_what_a_forward_updates_in_place_is_put_back_after_the_eager_pass(
         states[-1] += [p.grad for p in module.parameters() if p.grad is not None]
     assert graphs.counters.replays == 2
     assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
+
+
+class DrawsNaN(nn.Linear):
+    """Multiplies its input by a NaN for half of the random numbers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        draw = torch.rand((), device=x.device)
+        return super().forward(x * torch.where(draw < 0.5, torch.nan, 1.0))
+
+
+def test_poison_draws_the_random_numbers_of_the_replay(backend: GraphBackend) -> None:
+    """The NaNs are then the model's own, in the eager pass too."""
+    chunk = DrawsNaN(WIDTH, WIDTH).to(backend.device)
+    options = CaptureOptions(verify="poison")
+    graphs = ChunkGraphs([chunk], [1], backend=backend, options=options)
+    graphs.capture([(new_input(backend),)])
+
+    def train_often() -> None:
+        for seed in range(12):
+            torch.manual_seed(seed)
+            chunk.zero_grad(set_to_none=False)
+            train(graphs, backend)
+
+    with pytest.warns(UserWarning, match="NaN"):
+        train_often()
+
+
+def test_poison_accepts_infinite_gradients_that_add_up_to_a_nan(backend: GraphBackend) -> None:
+    class Shift(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = nn.Parameter(torch.zeros(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.bias
+
+    chunk = Shift().to(backend.device)
+    options = CaptureOptions(verify="poison")
+    graphs = ChunkGraphs([chunk], [1], backend=backend, options=options)
+    graphs.capture([(new_input(backend),)])
+    with graphs.step(2):
+        for sign in (1, -1):
+            (graphs.callables[0](new_input(backend)) * (sign * torch.inf)).sum().backward()
+    assert chunk.bias.grad is not None
+    assert chunk.bias.grad.isnan().all()

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
 
+import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from chunkgraph.errors import IllegalOperationError
 from chunkgraph.graphs import RecorderBackend
-from chunkgraph.graphs.operators import OperatorMode
-from chunkgraph.graphs.recorder.private_draws import PrivateDraws
+from chunkgraph.graphs.cuda import _states_checked
+from chunkgraph.graphs.random_state import CapturedGenerator
 
 
 def test_what_another_thread_draws_in_a_session_is_drawn_once() -> None:
@@ -61,24 +61,6 @@ def test_another_thread_keeps_its_calls_of_the_random_state() -> None:
     assert torch.random.default_generator is torch.default_generator
 
 
-class _Outer(OperatorMode):
-    def run_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return func(*args, **kwargs)
-
-
-def test_a_recording_draws_privately_itself() -> None:
-    """A second mode would take as long as the operator, also under another mode of the engine."""
-    backend = RecorderBackend()
-    outer = _Outer()
-    with backend.preserve_random_state(), outer:
-        before = _get_current_dispatch_mode_stack()
-        with backend.capture("nothing", backend.new_pool("pool")):
-            *others, _ = _get_current_dispatch_mode_stack()
-        assert _get_current_dispatch_mode_stack() == before
-    assert [type(mode) for mode in before] == [PrivateDraws, _Outer]
-    assert others == [outer]
-
-
 def test_declared_generators_are_left_as_they_are_and_drawn_from_in_replays() -> None:
     backend = RecorderBackend()
     generator = torch.Generator().manual_seed(3)
@@ -93,3 +75,31 @@ def test_declared_generators_are_left_as_they_are_and_drawn_from_in_replays() ->
         graph.replay()
         results.append(out.clone())
     assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+
+
+def test_a_capture_on_a_gpu_draws_only_from_its_current_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A checkpoint's backward sets the state that its forward saved, and puts the current back."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    draw = torch.ops.aten.rand.default, ([3],), {}
+    forward, backward = CapturedGenerator("forward"), CapturedGenerator("backward")
+    with _states_checked(forward):
+        saved = torch.cuda.get_rng_state()
+        forward.draw(*draw)
+        forward.finish()
+    with _states_checked(backward):
+        current = torch.cuda.get_rng_state()
+        torch.cuda.set_rng_state(saved)
+        with pytest.raises(IllegalOperationError, match="in a recomputation"):
+            backward.draw(*draw)
+        with pytest.raises(IllegalOperationError, match="sets the random state"):
+            backward.finish()
+        torch.cuda.set_rng_state(current)
+        backward.draw(*draw)
+        backward.finish()
+        torch.cuda.set_rng_state(current)  # from before the draw
+        with pytest.raises(IllegalOperationError, match="in a recomputation"):
+            backward.draw(*draw)
+        with pytest.raises(IllegalOperationError, match="sets the random state"):
+            torch.cuda.set_rng_state(torch.zeros(3, dtype=torch.uint8))

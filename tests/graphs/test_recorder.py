@@ -54,25 +54,6 @@ def test_a_tensor_of_another_device_is_refused_before_its_address_is_read() -> N
         x.mul_(2)
 
 
-def test_numbers_of_the_host_are_constants_of_the_graph() -> None:
-    """Also where the chunk changes them, and after autograd has kept them for the backward."""
-    backend = RecorderBackend()
-    x = torch.ones(2, requires_grad=True)
-    with backend.capture("forward", backend.new_pool("forward")) as forward:
-        table = torch.tensor([1.0, 2.0])
-        table.add_(1)
-        y = x * torch.tensor(3.0) + torch.as_tensor([4.0, 5.0]) * table
-    with backend.capture("backward", backend.new_pool("backward")) as backward:
-        (gradient,) = torch.autograd.grad(y, x, torch.ones(2))
-    for value in (2.0, 5.0):
-        with torch.no_grad():
-            x.fill_(value)
-        forward.replay()
-        backward.replay()
-        assert y.tolist() == [3 * value + 8, 3 * value + 15]
-        assert gradient.tolist() == [3.0, 3.0]
-
-
 def test_memory_shared_with_the_host_is_refused() -> None:
     backend = RecorderBackend()
     table = np.ones(3)

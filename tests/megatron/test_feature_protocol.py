@@ -200,7 +200,7 @@ def test_every_method_of_a_feature_is_called(chunks: list[nn.Module]) -> None:
     assert calls["shortage"] == calls["answer"] == 4
     assert calls["having_room"] == calls["make_room"] == 1
     assert calls["forwards of chunk 0"] == 10
-    assert calls["preserving"] == 1 + calls["verifying"] > 1  # also around eager passes of `verify`
+    assert calls["preserving"] > calls["verifying"] > 1  # also around captures and passes
 
     calls.clear()
     plain = _outputs(chunks, FEATURES)

@@ -132,7 +132,8 @@ def _check_off(ranks: list[dict[str, Any]], reason: str, communicators: Sequence
             assert step["off_because"].startswith(reason)
             assert step["in_place"] == step["inputs_in_slots"] == 0
             if rank == 1:
-                assert step["copies"] == 2 * count  # the input and its gradient
+                # The input, its gradient and that of the output.
+                assert step["copies"] == 3 * count
 
 
 def _check_interleaved_case(

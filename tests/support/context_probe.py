@@ -82,10 +82,7 @@ class BankedGraphs(Host):
             missing_graphs=self._missing_graphs,
         )
         self.engine = ChunkGraphs(
-            [
-                replace(Chunk.from_module(chunk, f"chunk {i}"), may_leave_values=True)
-                for i, chunk in enumerate(chunks)
-            ],
+            [Chunk.from_module(chunk, f"chunk {i}") for i, chunk in enumerate(chunks)],
             tuple(num_slots),
             options=options,
             agree=agree,

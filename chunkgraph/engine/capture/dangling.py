@@ -18,8 +18,8 @@ from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
-from torch import nn
 
+from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.pool_memory import PoolMemory
 from chunkgraph.engine.slot import Slot
 from chunkgraph.errors import CaptureError
@@ -38,16 +38,18 @@ _looking = threading.RLock()
 
 
 class Bookkeeping:
-    """What a module keeps: attributes, buffers, and entries of objects, dicts and lists in these.
+    """What modules keep: attributes, buffers, and entries of objects, dicts and lists in these.
 
     Args:
-        module: the module of a chunk; None: nothing is put back.
+        chunk: the chunk of the modules; without a module, nothing is put back.
     """
 
-    def __init__(self, module: nn.Module | None) -> None:
+    def __init__(self, chunk: Chunk) -> None:
+        self._label, self._caches = chunk.label, chunk.caches
+        layers = [*chunk.module.named_modules()] if chunk.module is not None else []
+        self._buffers = [(f"{path}.".lstrip("."), layer._buffers) for path, layer in layers]
         found: dict[int, Any] = {}
-        layers = module.modules() if module is not None else ()
-        level: list[Any] = [vars(layer) for layer in layers]
+        level: list[Any] = [vars(layer) for _, layer in layers]
         for _ in range(_DEPTH + 1):
             level = [holder for holder in level if id(holder) not in found]
             found.update((id(holder), holder) for holder in level)
@@ -57,15 +59,38 @@ class Bookkeeping:
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
-        """Put back, on exit, what the module kept before the block."""
+        """Put back, on exit, what the modules kept before the block.
+
+        Raises:
+            CaptureError: the block replaced a buffer, which is state of the model.
+        """
         before = [holder.copy() for holder in self._holders]
+        buffers = self._named_buffers()
         try:
             yield
+            now = self._named_buffers()
+            if replaced := [
+                name for name, buffer in buffers.items() if now.get(name) is not buffer
+            ]:
+                raise CaptureError(
+                    f"{self._label}: its forward replaces {', '.join(replaced)} by another tensor, "
+                    "so every replay would start from the value of the capture. Update it in place "
+                    "(add_, copy_), or keep it out of the chunk."
+                )
         finally:
             for holder, entries in zip(self._holders, before, strict=True):
                 if not _same(holder, entries):
                     holder.clear()
                     holder.update(entries) if isinstance(holder, dict) else holder.extend(entries)
+
+    def _named_buffers(self) -> dict[str, torch.Tensor]:
+        """Return the present buffers by name, except caches."""
+        return {
+            path + name: buffer
+            for path, buffers in self._buffers
+            for name, buffer in buffers.items()
+            if buffer is not None and name not in self._caches
+        }
 
 
 def _holder(value: Any) -> Any:

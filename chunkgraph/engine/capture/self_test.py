@@ -34,8 +34,10 @@ __all__ = [
 
 # Estimates of a difference from sums in buckets, and the difference of two passes itself, vary.
 _FACTOR = 4.0
-_LARGE = 4096  # elements; the difference of smaller tensors is too much a matter of luck
-_MOST_NOISE = 0.05
+_MOST_NOISE = 0.05  # of a tensor that differs little in two passes by chance
+_LEAST_NOISE = 0.002
+_ROUTED = 0.5  # of one expert's gradient, where tokens may be routed otherwise
+_ROUTED_IN_ALL = 0.02
 # Kernels differ by rounding; outputs that differ by this much depend on something else.
 _MOST_OF_OUTPUTS = 0.1
 
@@ -74,7 +76,7 @@ class Measured:
         backward: of the inputs' gradients, then of the parameters' gradients.
         num_outputs: number of tensors in the result.
         plain: the other leaves of the result.
-        random: states of the random generators at the end.
+        random: states of the random generators after the forward.
         order: parameters in the order in which their gradients were ready; empty for replays.
         saved: what the forward keeps for its backward; None for replays.
     """
@@ -90,54 +92,51 @@ class Measured:
 
 @dataclass(frozen=True)
 class Noise:
-    """How far eager passes over one call are from repeating themselves.
+    """How far two eager passes over one call are from repeating themselves.
+
+    Where they repeat every bit, so must a replay. If a forward does not, a token may be routed to
+    another expert, whose gradients then change by more than rounding.
 
     Attributes:
-        forward: for each tensor of `Measured.forward`, the norm of the difference of two passes as
+        forward: for each tensor of `Measured.forward`, the norm of the difference of both passes as
             a fraction of the tensor's norm; 0 where all bits are equal.
         backward: the same for `Measured.backward`.
-        level: the largest of these among large tensors, at most 0.05.
     """
 
     forward: torch.Tensor
     backward: torch.Tensor
-    level: float
 
     @staticmethod
     def of(passes: Sequence[Measured]) -> Noise:
         """Compare the first pass with the last one."""
         one, other = passes[0], passes[-1]
-        forward = _relative(one.forward, other.forward)
-        backward = _relative(one.backward, other.backward)
-        relative = torch.cat([forward, backward])
-        sizes = torch.cat([other.forward.sizes, other.backward.sizes])
-        level = float(torch.cat([relative[sizes >= _LARGE], torch.zeros(1)]).max())
-        return Noise(forward, backward, min(level, _MOST_NOISE))
-
-    def tolerance(self, relative: torch.Tensor, norm: float) -> float:
-        """Return the largest difference, of a tensor of this norm, that is noise.
-
-        Args:
-            relative: the tensor's entry in ``forward`` or ``backward``.
-            norm: norm of the tensor.
-        """
-        return (_FACTOR * float(relative) + self.level) * norm if relative else 0.0
-
-    def covers(self, relative: torch.Tensor, replayed: torch.Tensor, eager: torch.Tensor) -> bool:
-        """Return whether the difference of two tensors is noise; ``relative`` as in `tolerance`."""
-        if not relative or not eager.is_floating_point():
-            return False
-        dtype = torch.promote_types(eager.dtype, torch.float32)
-        distance, norm = (
-            float(torch.linalg.vector_norm(t, dtype=dtype))
-            for t in (replayed.to(dtype) - eager.to(dtype), eager)
+        forward = one.forward.ratios(other.forward).masked_fill(~one.forward.are_float, 1.0)
+        backward = one.backward.ratios(other.backward)
+        return Noise(
+            forward.masked_fill(one.forward.equal(other.forward), 0.0),
+            backward.masked_fill(one.backward.equal(other.backward), 0.0),
         )
-        return distance <= self.tolerance(relative, norm)
 
+    def of_forward(self, index: int) -> float:
+        """Return the largest ratio, as in ``forward``, that is noise; 0: all bits must be equal."""
+        if not self.forward.any():
+            return 0.0
+        return _FACTOR * float(self.forward[index]) + self._level()
 
-def _relative(one: Digests, other: Digests) -> torch.Tensor:
-    relative = one.distance(other) / other.norms.clamp_min(1e-300)
-    return relative.clamp_max(1.0).masked_fill(one.equal(other), 0.0)
+    def of_backward(self, index: int) -> float:
+        """Return the largest ratio, as in ``backward``, that is noise; 0: all bits are equal."""
+        if self.forward.any():
+            return _FACTOR * float(self.backward[index]) + _ROUTED
+        return _FACTOR * float(self.backward[index]) + _MOST_NOISE if self.backward.any() else 0.0
+
+    def of_all_gradients(self) -> float:
+        """Return the largest root mean square of all ratios of a backward that is noise."""
+        slack = _ROUTED_IN_ALL if self.forward.any() else _LEAST_NOISE
+        return _FACTOR * float(self.backward.square().mean().sqrt()) + slack
+
+    def _level(self) -> float:
+        floats = self.forward[self.forward < 1.0]
+        return min(float(floats.max()) if floats.numel() else 0.0, _MOST_NOISE)
 
 
 def check_passes(label: str, passes: Sequence[Measured]) -> Noise:
@@ -151,7 +150,10 @@ def check_passes(label: str, passes: Sequence[Measured]) -> Noise:
         CaptureError: they differ; the message names the output.
     """
     noise = Noise.of(passes)
-    outputs = noise.forward[: passes[0].num_outputs]
+    outputs = (
+        noise.forward[: passes[0].num_outputs]
+        * passes[0].forward.are_float[: passes[0].num_outputs]
+    )
     if (outputs > _MOST_OF_OUTPUTS).any():
         index = int(outputs.argmax())
         raise CaptureError(
@@ -174,7 +176,8 @@ def forward_difference(
         noise: the noise of the passes.
     """
     eager = passes[-1]
-    wrong = _wrong([p.forward for p in passes], replayed, noise, noise.forward)
+    ratios = _ratios([p.forward for p in passes], replayed)
+    wrong = [i for i, r in ratios.items() if not (limit := noise.of_forward(i)) or r > limit]
     if wrong:
         index = wrong[0]
         is_output = index < eager.num_outputs
@@ -190,8 +193,12 @@ def backward_difference(
 ) -> tuple[str, str]:
     """Return what differs after the replay of a backward, and its layer; "" if nothing does."""
     eager = passes[-1]
-    wrong = _wrong([p.backward for p in passes], replay.backward, noise, noise.backward)
-    num_inputs = len(eager.backward.sizes) - len(chunk.parameters)
+    ratios = _ratios([p.backward for p in passes], replay.backward)
+    wrong = [i for i, r in ratios.items() if not (limit := noise.of_backward(i)) or r > limit]
+    if not wrong and ratios:
+        in_all = (sum(r * r for r in ratios.values()) / len(eager.backward.norms)) ** 0.5
+        wrong = [*ratios] if in_all > noise.of_all_gradients() else []
+    num_inputs = len(eager.backward.norms) - len(chunk.parameters)
     if of_parameters := [i - num_inputs for i in wrong if i >= num_inputs]:
         ranks = {index: rank for rank, index in enumerate(eager.order)}
         first = min(of_parameters, key=lambda i: ranks.get(i, -1))
@@ -238,18 +245,12 @@ def wrong_replay(label: str, what: str, layer: str) -> CaptureError:
     )
 
 
-def _wrong(
-    passes: Sequence[Digests], replayed: Digests, noise: Noise, relative: torch.Tensor
-) -> list[int]:
-    """Return the indices of tensors that differ from each pass by more than noise."""
-    wrong = torch.stack([~p.equal(replayed) for p in passes]).all(dim=0)
-    distances = torch.stack([p.distance(replayed) for p in passes]).amin(dim=0)
-    return [
-        i
-        for i in wrong.nonzero().flatten().tolist()
-        if not relative[i]
-        or distances[i] > noise.tolerance(relative[i], float(passes[-1].norms[i]))
-    ]
+def _ratios(passes: Sequence[Digests], replayed: Digests) -> dict[int, float]:
+    """Return, for each tensor with other bits than in every pass, the least ratio to a pass."""
+    differs = torch.stack([~p.equal(replayed) for p in passes]).all(dim=0)
+    ratios = torch.stack([replayed.ratios(p) for p in passes]).amin(dim=0)
+    ratios = ratios.masked_fill(~replayed.are_float, 0.0)  # counts follow the values
+    return {i: float(ratios[i]) for i in differs.nonzero().flatten().tolist()}
 
 
 def _size(eager: Digests, replayed: Digests, index: int) -> str:

@@ -31,7 +31,6 @@ from torch import nn
 
 from chunkgraph._collector import collector_paused
 from chunkgraph.engine.banks import Bank
-from chunkgraph.engine.call_context import active_modes, refuse_contexts
 from chunkgraph.engine.capture.captured_rank import CapturedRank, CaptureReport
 from chunkgraph.engine.capture.dangling import Bookkeeping, refuse_dangling
 from chunkgraph.engine.capture.eager_call import fill_test_gradient
@@ -69,6 +68,7 @@ from chunkgraph.engine.capture.warm_up import (
 from chunkgraph.engine.checks import ModelGuard
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.digest import digests_of
+from chunkgraph.engine.hooks import refuse_contexts
 from chunkgraph.engine.host import Host
 from chunkgraph.engine.options import OnCapture
 from chunkgraph.engine.signature import Call, Signature
@@ -136,7 +136,7 @@ def capture_session(
         CaptureError: a chunk cannot be captured; no graph, pool or buffer is left.
         MemoryPlanError: the proof failed; no graph, pool or buffer is left.
     """
-    refuse_contexts(chunks[0].label, CaptureError, active_modes())
+    refuse_contexts(chunks[0].label, CaptureError)
     pools = PoolPlan(settings.memory_plan, backend, chunks[0].label.split(" chunk")[0])
     captured: CapturedRank | None = None
     try:
@@ -362,7 +362,7 @@ def _choose_slots(session: _Session) -> None:
 
 def _make_room(session: _Session) -> None:
     """Refuse a session that cannot fit, and give the allocator's cache back to the device."""
-    session.kept = tuple(Bookkeeping(chunk.module) for chunk in session.chunks)
+    session.kept = tuple(map(Bookkeeping, session.chunks))
     backend = session.backend
     check_memory(
         session.chunks,
@@ -465,6 +465,7 @@ def _test(session: _Session, forward: CapturedForward) -> None:
     ):
         forward.graph.replay()
         digests = digests_of([*tensors, *chunk.buffers])
+        random = random_states(backend, host)
         if what := forward_difference(warm.passes, digests, plain, warm.noise):
             eager = warm.passes[-1].saved
             assert eager is not None
@@ -475,7 +476,6 @@ def _test(session: _Session, forward: CapturedForward) -> None:
         trained = set(forward.trained)
         sums = [sink if i in trained else None for i, sink in enumerate(sinks.buffers)]
         backward = digests_of([*forward.input_grads, *sums])
-        random = random_states(backend, host)
     replay = Measured(digests, backward, len(tensors), plain, random)
     what, layer = backward_difference(chunk, warm.passes, replay, warm.noise)
     if what:

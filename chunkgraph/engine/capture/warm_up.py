@@ -59,7 +59,7 @@ def warm_up(
     leaves: Sequence[nn.Parameter],
     backend: GraphBackend,
     host: Host,
-    layers: LayerWatch,
+    layers: LayerWatch,  # one parameter for each thing around a pass
     plan: MemoryPlan,
 ) -> WarmUp:
     """Run eager passes on the capture stream, where libraries create handles and tune.
@@ -81,8 +81,9 @@ def warm_up(
         CaptureError: the forward uses tensors whose gradients a replay would lose, or the passes
             differ by more than rounding.
     """
-    passes = []
+    passes: list[Measured] = []
     for _ in range(1 if backend.repeats_bits else 2):
+        backend.release_cached_memory()  # blocks of another pass have other sizes
         sinks.clear()
         with (
             backend.on_capture_stream(),
@@ -99,6 +100,7 @@ def warm_up(
                 refuse_undeclared(chunk, call.outputs, [*call.inputs, *leaves])
                 forward = digests_of([*call.tensors, *chunk.buffers])
                 num_outputs, plain = len(call.tensors), plain_leaves(call.leaves)
+                random = random_states(backend, host)
                 saved = SavedDigests.of(saved_tensors(call.leaves, layers))
                 call.make_output_grads()
                 num_before = log.num_events()
@@ -110,7 +112,6 @@ def warm_up(
                 del totals
                 events = num_forward, num_before, num_backward, num_end
                 sizes = _blocks(log.allocations(), *events, plan)
-            random = random_states(backend, host)
         passes.append(Measured(forward, backward, num_outputs, plain, random, order, saved))
     noise = check_passes(label, passes)
     return WarmUp(held_bytes, *sizes, tuple(passes), noise, tuple(written))

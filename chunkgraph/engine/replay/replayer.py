@@ -13,11 +13,11 @@ from torch.utils.hooks import RemovableHandle
 from chunkgraph.engine.arguments import rank_label
 from chunkgraph.engine.autocast import Autocast
 from chunkgraph.engine.banks import StepBanks
-from chunkgraph.engine.call_context import refuse_contexts
 from chunkgraph.engine.capture.captured_rank import CapturedRank
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.counters import Counters
 from chunkgraph.engine.decide.reasons import NOTHING_REPLAYED
+from chunkgraph.engine.hooks import refuse_contexts
 from chunkgraph.engine.options import CaptureOptions
 from chunkgraph.engine.replay.autograd_node import SlotRunner, replay_node
 from chunkgraph.engine.replay.optimizer_watch import optimizers_watched
@@ -166,7 +166,7 @@ class Replayer:
         """
         captured: CapturedRank = self._captured  # type: ignore[assignment]
         if not self._is_called:  # inside the contexts of the caller
-            refuse_contexts(self._label, ReplayMismatchError, captured.models[c].modes)
+            refuse_contexts(self._label, ReplayMismatchError)
             self._is_called = True
         if RemovableHandle.next_id != self._num_hooks:
             self._refuse_hooks()

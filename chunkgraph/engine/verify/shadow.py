@@ -123,17 +123,16 @@ class ShadowVerifier(Verifier):
         noise, positions = self._noise[slot.bank, slot.chunk], self._positions(slot)
         for i, (mine, theirs) in enumerate(zip(slot.outputs, eager.leaves, strict=True)):
             if isinstance(mine, torch.Tensor) and isinstance(theirs, torch.Tensor):
-                relative = noise.forward[positions[id(mine)]]
-                if not same_bits(mine, theirs) and not noise.covers(relative, mine, theirs):
+                limit = noise.of_forward(positions[id(mine)])
+                if not same_bits(mine, theirs) and not _is_within(limit, mine, theirs):
                     return f"output {i}: {describe_difference(mine, theirs)}"
             elif type(mine) is not type(theirs) or (
                 isinstance(mine, (bool, int, float, str)) and mine != theirs
             ):
                 return f"output {i}: {mine!r} captured, {theirs!r} eager"
         buffers = self._chunks[slot.chunk].buffers
-        of_buffers = noise.forward[len(positions) :]
         return self._around.state_of(buffers).difference(
-            eager.after, lambda i, mine, theirs: noise.covers(of_buffers[i], mine, theirs)
+            eager.after, lambda i, *ab: _is_within(noise.of_forward(len(positions) + i), *ab)
         )
 
     def _backward_difference(
@@ -142,11 +141,11 @@ class ShadowVerifier(Verifier):
         """Return the difference and the name of its layer; two empty strings if there is none."""
         names = self._names[slot.chunk]
         buffers, noise = self._gradients[slot.chunk], self._noise[slot.bank, slot.chunk]
-        of_inputs, of_parameters = noise.backward.tensor_split([len(slot.inputs)])
         wrong = [
             i
             for i, (mine, theirs) in enumerate(zip(buffers, eager.sums, strict=True))
-            if not same_bits(mine, theirs) and not noise.covers(of_parameters[i], mine, theirs)
+            if not same_bits(mine, theirs)
+            and not _is_within(noise.of_backward(len(slot.inputs) + i), mine, theirs)
         ]
         if wrong:
             rank = {index: place for place, index in enumerate(eager.order)}
@@ -163,7 +162,7 @@ class ShadowVerifier(Verifier):
                 return f"there is a gradient of tensor argument {i}: {which}", "the chunk's input"
             if mine is None or theirs is None or same_bits(mine, theirs):
                 continue
-            if not noise.covers(of_inputs[i], mine, theirs):
+            if not _is_within(noise.of_backward(i), mine, theirs):
                 what = f"the gradient of tensor argument {i}: {describe_difference(mine, theirs)}"
                 return what, "the chunk's input (no parameter's gradient differs)"
         return "", ""
@@ -184,3 +183,12 @@ class ShadowVerifier(Verifier):
             f"{records[-1].layer or 'the chunk'}, or what follows it in the chunk (all tensors "
             "kept for the backward are correct)"
         )
+
+
+def _is_within(limit: float, replayed: torch.Tensor, eager: torch.Tensor) -> bool:
+    """Return whether two tensors differ by at most ``limit`` of the eager one's norm."""
+    if not limit or not eager.is_floating_point():
+        return bool(limit)
+    dtype = torch.promote_types(eager.dtype, torch.float32)
+    a, b = replayed.detach().to(dtype), eager.detach().to(dtype)
+    return bool(torch.linalg.vector_norm(a - b) <= limit * torch.linalg.vector_norm(b))

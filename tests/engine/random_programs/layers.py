@@ -86,22 +86,18 @@ class Counter(nn.Module):
 
 
 class Elsewhere(nn.Module):
-    """Settings and tensors outside of the module's state, one of which the forward writes."""
+    """Settings and tensors outside of the module's state."""
 
     def __init__(self) -> None:
         super().__init__()
         self.temperature = 1.0
         self.masks = [torch.ones(WIDTH)]
-        values = {"shift": torch.full((WIDTH,), 0.1), "mean": torch.zeros(2, WIDTH)}
+        values = {"shift": torch.full((WIDTH,), 0.1)}
         self.read: Callable[[str], torch.Tensor] = lambda name: values[name]
         self.replace: Callable[[], None] = lambda: values.update(shift=values["shift"] * 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        mean = self.read("mean")
-        with torch.no_grad():
-            mean[1].mul_(0.9).add_(x.float().mean((0, 1)), alpha=0.1)
-        y = (x - mean[1].to(x.dtype)) * self.temperature
-        return y * self.masks[0].to(x.dtype) + self.read("shift").to(x.dtype)
+        return x * self.temperature * self.masks[0].to(x.dtype) + self.read("shift").to(x.dtype)
 
 
 class LazyMask(nn.Module):
@@ -123,33 +119,17 @@ class LazyMask(nn.Module):
         return scores.softmax(-1).to(x.dtype) @ x
 
 
-class Metric(nn.Module):
-    """Stores a value in an attribute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.metric: torch.Tensor | None = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.metric = x.detach().float().square().mean()
-        return x
-
-
 class State(nn.Module):
     """Reads the value that the previous call stored in an attribute."""
 
-    def __init__(self, *, in_place: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.in_place = in_place
         self.previous = torch.zeros(WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = x + self.previous.to(x.dtype)
         with torch.no_grad():
-            if self.in_place:
-                self.previous.copy_(y.float().mean((0, 1)))
-            else:
-                self.previous = y.float().mean((0, 1))
+            self.previous.copy_(y.float().mean((0, 1)))
         return y
 
 
@@ -357,9 +337,7 @@ PLAIN: dict[str, Callable[[], nn.Module]] = {
 EXOTIC: dict[str, Callable[[], nn.Module]] = {
     "embedding_max_norm": lambda: Embedded(max_norm=0.5),
     "lazy_mask": lambda: LazyMask(is_buffer=False),
-    "metric": Metric,
-    "state": lambda: State(in_place=True),
-    "state_replaced": lambda: State(in_place=False),
+    "state": State,
     "listed": Listed,
     "decay": DecayInForward,
     "old_weight_norm": lambda: weight_norm(_linear()),

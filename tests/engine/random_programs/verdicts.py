@@ -36,8 +36,8 @@ def compare(program: Program) -> Verdict:
 
 
 def _compare(program: Program) -> Verdict:
-    eager, theirs = _run(program, uses_graphs=False)
-    graphs, ours = _run(program, uses_graphs=True)
+    eager, theirs = run(program, uses_graphs=False)
+    graphs, ours = run(program, uses_graphs=True)
     num = graphs.num_replays
     refused = Verdict("refused", f"{type(ours).__name__} at {graphs.where}: {ours}", num)
     if isinstance(ours, (VerifyError, MemoryPlanError)):
@@ -68,7 +68,8 @@ def _compare(program: Program) -> Verdict:
     return Verdict("equal", "", num)
 
 
-def _run(program: Program, *, uses_graphs: bool) -> tuple[World, Exception | None]:
+def run(program: Program, *, uses_graphs: bool) -> tuple[World, Exception | None]:
+    """Run a program; return its end and its error."""
     world = World(program, uses_graphs=uses_graphs)
     try:
         world.run()

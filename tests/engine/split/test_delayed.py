@@ -20,6 +20,7 @@ from split_models import (
     run_split,
 )
 from torch import nn
+from toys import add_to_main_grads
 
 from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs
 from chunkgraph.errors import CaptureError
@@ -57,7 +58,8 @@ class _Store:
     def __init__(self) -> None:
         self.context: queue.Queue[tuple[torch.Tensor, torch.Tensor]] = queue.Queue()
         self.is_enabled = True
-        self.num_switched_off = 0
+        # Not a number, which a session would put back.
+        self.switched_off: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
     def delay_wgrad_compute(self) -> bool:
         return self.is_enabled
@@ -67,7 +69,7 @@ class _Store:
 
     def disable_delay_wgrad_compute(self) -> None:
         self.is_enabled = False
-        self.num_switched_off += 1
+        self.switched_off.put(True)
 
 
 class Delaying(nn.Linear):
@@ -112,12 +114,6 @@ class Transposed(nn.Linear):
         return x @ self.weight.t()
 
 
-def _into_main_grad(parameter: torch.Tensor) -> None:
-    if not getattr(parameter, "grad_added_to_main_grad", False):
-        parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
-    parameter.grad = None
-
-
 @pytest.mark.parametrize("verify", ["none", "shadow", "poison"])
 @pytest.mark.parametrize("main_grad", [False, True])
 @pytest.mark.parametrize("requires_grad", [True, False], ids=["inner", "first"])
@@ -128,9 +124,8 @@ def test_modules_that_delay_their_weights_have_the_bits_of_those_that_do_not(
     for kind in (Transposed, Delaying):
         torch.manual_seed(3)
         modules.append(Delayed(kind).to(backend.device))
-    for parameter in [p for module in modules for p in module.parameters()] if main_grad else ():
-        parameter.main_grad = torch.zeros_like(parameter)  # type: ignore[attr-defined]
-        parameter.register_post_accumulate_grad_hook(_into_main_grad)
+    for module in modules if main_grad else ():
+        add_to_main_grads(module)
     eager, module = modules
     graphs = as_split(module, backend, verify=verify)
     for lag in (0, 2, 1):
@@ -146,7 +141,7 @@ def test_modules_that_delay_their_weights_have_the_bits_of_those_that_do_not(
             assert_equal(gradients(module), gradients(eager))
     assert graphs.counters.weight_replays == 8
     # Where no input takes a gradient, the weight graph is the whole backward.
-    assert bool(module.first.wgrad_store.num_switched_off) is not requires_grad
+    assert module.first.wgrad_store.switched_off.empty() is requires_grad
 
 
 def test_a_delaying_module_that_runs_twice_is_refused() -> None:

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from split_models import MODELS, WIDTH
 from torch import nn
+from toys import add_to_main_grads
 
 from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs
 from chunkgraph.graphs import GraphBackend
@@ -113,9 +114,8 @@ class Rank:
         for name in self.case.models:
             torch.manual_seed(5)
             self.modules.append(MODELS[name]().to(self.device))
-        for parameter in self.parameters() if self.case.main_grad else ():
-            parameter.main_grad = torch.zeros_like(parameter)  # type: ignore[attr-defined]
-            parameter.register_post_accumulate_grad_hook(_into_main_grad)
+            if self.case.main_grad:
+                add_to_main_grads(self.modules[-1])
 
     def parameters(self) -> list[nn.Parameter]:
         return [p for m in self.modules for p in m.parameters() if p.requires_grad]
@@ -165,11 +165,6 @@ class Rank:
         for module in self.modules:
             if self.case.clears and not self.case.main_grad:
                 module.zero_grad()
-
-
-def _into_main_grad(parameter: torch.Tensor) -> None:
-    parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
-    parameter.grad = None
 
 
 def nothing(_chunk: int) -> None:

@@ -31,12 +31,18 @@ from chunkgraph.errors import CaptureError, ConfigError, ReplayMismatchError, Sl
 from chunkgraph.graphs import RecorderBackend
 
 
+@pytest.fixture
+def x() -> torch.Tensor:
+    return inputs_of(torch.device("cpu"), 1)[0]
+
+
 def backward(graphs: ChunkGraphs, x: torch.Tensor, c: int = 0) -> None:
     graphs.callables[c](x.detach().requires_grad_()).square().sum().backward()
 
 
-def warmed(graphs: ChunkGraphs, x: torch.Tensor, *, replays: bool) -> ChunkGraphs:
-    """Make graphs whose next step replays or is eager."""
+def warmed(x: torch.Tensor, *, replays: bool = True, num_slots: int = 3) -> ChunkGraphs:
+    """Make graphs of a block, whose next step replays or is eager."""
+    graphs: ChunkGraphs = as_split(Block(), RecorderBackend(), num_slots)
     if replays:
         graphs.capture([x])
     return graphs
@@ -52,10 +58,8 @@ both_modes = pytest.mark.parametrize("replays", [True, False], ids=["replay", "e
 
 
 @both_modes
-def test_weights_run_in_the_order_of_the_input_gradients(replays: bool) -> None:
-    backend = RecorderBackend()
-    x = inputs_of(backend.device, 1)[0]
-    graphs = warmed(as_split(Block(), backend), x, replays=replays)
+def test_weights_run_in_the_order_of_the_input_gradients(x: torch.Tensor, replays: bool) -> None:
+    graphs = warmed(x, replays=replays)
     half = partial(backward, graphs, x)
     pending: list[int] = []
     runners: list[Callable[[], None]] = []
@@ -72,10 +76,10 @@ def test_weights_run_in_the_order_of_the_input_gradients(replays: bool) -> None:
 
 
 @both_modes
-def test_weights_that_were_not_run_end_the_step_with_an_error(replays: bool) -> None:
-    backend = RecorderBackend()
-    x = inputs_of(backend.device, 1)[0]
-    graphs = warmed(as_split(Block(), backend), x, replays=replays)
+def test_weights_that_were_not_run_end_the_step_with_an_error(
+    x: torch.Tensor, replays: bool
+) -> None:
+    graphs = warmed(x, replays=replays)
     half, weights = partial(backward, graphs, x), partial(graphs.weights.run, 0)
     with pytest.raises(SlotError, match=r"1 weight gradients were not run \(microbatch 1 of"):
         step(graphs, half, weights, half)
@@ -83,10 +87,8 @@ def test_weights_that_were_not_run_end_the_step_with_an_error(replays: bool) -> 
 
 
 @both_modes
-def test_weights_run_once(replays: bool) -> None:
-    backend = RecorderBackend()
-    x = inputs_of(backend.device, 1)[0]
-    graphs = warmed(as_split(Block(), backend), x, replays=replays)
+def test_weights_run_once(x: torch.Tensor, replays: bool) -> None:
+    graphs = warmed(x, replays=replays)
     half = partial(backward, graphs, x)
     runners: list[Callable[[], None]] = []
     with pytest.raises(SlotError, match="no microbatch waits"):
@@ -106,10 +108,8 @@ def test_weights_run_once(replays: bool) -> None:
         graphs.weights.run(0)
 
 
-def test_a_slot_is_in_use_until_its_weights_have_run() -> None:
-    backend = RecorderBackend()
-    x = inputs_of(backend.device, 1)[0]
-    graphs = warmed(as_split(Block(), backend, num_slots=1), x, replays=True)
+def test_a_slot_is_in_use_until_its_weights_have_run(x: torch.Tensor) -> None:
+    graphs = warmed(x, num_slots=1)
     half = partial(backward, graphs, x)
     with pytest.raises(SlotError, match="input gradient done, waits for its weight gradient"):
         step(graphs, half, half)
@@ -124,10 +124,8 @@ def test_a_whole_backward_has_no_weight_half() -> None:
         Chunk.from_module(Block(), "chunk", backward="half")  # type: ignore[arg-type]
 
 
-def test_one_backward_through_two_microbatches_is_refused() -> None:
-    backend = RecorderBackend()
-    x = inputs_of(backend.device, 1)[0]
-    graphs = warmed(as_split(Block(), backend), x, replays=True)
+def test_one_backward_through_two_microbatches_is_refused(x: torch.Tensor) -> None:
+    graphs = warmed(x)
     call = graphs.callables[0]
     with pytest.raises(ReplayMismatchError, match="several microbatches"):
         step(graphs, lambda: (call(x) + call(x)).sum().backward())
@@ -168,15 +166,6 @@ class Fused(nn.Linear):
         return _Fused.apply(x, self.weight)
 
 
-def test_weight_gradients_that_are_added_too_early_are_refused() -> None:
-    backend = RecorderBackend()
-    module = Fused(WIDTH, WIDTH, bias=False)
-    module.weight.main_grad = torch.zeros_like(module.weight)  # type: ignore[assignment]
-    graphs = as_split(module, backend)
-    with pytest.raises(CaptureError, match="delay_wgrad_compute=True"):
-        graphs.capture([inputs_of(backend.device, 1)[0]])
-
-
 class _InPlace(torch.autograd.Function):
     """Scales the incoming gradient in place, which a parameter may already hold."""
 
@@ -200,15 +189,6 @@ class Shifted(nn.Module):
         return (_InPlace.apply(x) + self.shift) * 2.0
 
 
-def test_what_is_changed_in_place_is_read_before() -> None:
-    backend = RecorderBackend()
-    eager, module, x = Shifted(), Shifted(), inputs_of(backend.device, 1)[0]
-    graphs = as_split(module, backend)
-    graphs.capture([x])
-    assert_equal(run_split(graphs, [x], 0), run_eagerly(eager, [x]))
-    assert_equal(gradients(module), gradients(eager))
-
-
 class Stashed(nn.Linear):
     """Saves its input in memory that all microbatches share."""
 
@@ -230,18 +210,6 @@ class Stashed(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with self.stashing():
             return super().forward(x)
-
-
-@pytest.mark.parametrize("lag", [0, 1])
-def test_memory_that_every_forward_writes_is_read_in_the_input_half(lag: int) -> None:
-    backend = RecorderBackend()
-    eager, module = Stashed(), Stashed()
-    module.load_state_dict(eager.state_dict())
-    inputs = inputs_of(backend.device, 3)
-    graphs = as_split(module, backend)
-    graphs.capture([inputs[0]])
-    assert_equal(run_split(graphs, inputs, lag), run_eagerly(eager, inputs))
-    assert_equal(gradients(module), gradients(eager))
 
 
 class _Scaled(torch.autograd.Function):
@@ -276,16 +244,6 @@ class Scratched(nn.Module):
         return scaled
 
 
-@pytest.mark.parametrize("lag", [0, 1])
-def test_memory_that_every_backward_writes_is_read_in_the_input_half(lag: int) -> None:
-    backend = RecorderBackend()
-    eager, module, inputs = Scratched(), Scratched(), inputs_of(backend.device, 3)
-    graphs = as_split(module, backend)
-    graphs.capture([inputs[0]])
-    assert_equal(run_split(graphs, inputs, lag), run_eagerly(eager, inputs))
-    assert_equal(gradients(module), gradients(eager))
-
-
 class _OneMemory(torch.autograd.Function):
     """Returns both inputs' gradients in the same memory."""
 
@@ -303,13 +261,6 @@ class ShiftedInOneMemory(Shifted):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return _OneMemory.apply(_InPlace.apply(x), self.shift) * 2.0
-
-
-def test_a_gradient_that_is_changed_after_it_arrived_is_refused() -> None:
-    backend = RecorderBackend()
-    graphs = as_split(ShiftedInOneMemory(), backend)
-    with pytest.raises(CaptureError, match="changes a parameter's gradient in place"):
-        graphs.capture([inputs_of(backend.device, 1)[0]])
 
 
 class UnseenBeforeHead(nn.Module):
@@ -338,29 +289,6 @@ class UnseenOfWeight(nn.Linear):
         return x @ Unseen.apply(self.weight).t()
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        UnseenBeforeHead,
-        UnseenRecomputed,
-        lambda: UnseenOfWeight(WIDTH, WIDTH, bias=False),
-    ],
-    ids=["head", "recomputed", "weight"],
-)
-def test_what_an_unseen_kernel_reads_is_not_deferred(model: Callable[[], nn.Module]) -> None:
-    backend = RecorderBackend()
-    modules = []
-    for _ in range(2):
-        torch.manual_seed(3)
-        modules.append(model())
-    eager, module = modules
-    inputs = inputs_of(backend.device, 3)
-    graphs = as_split(module, backend)
-    graphs.capture([inputs[0]])
-    assert_equal(run_split(graphs, inputs, 1), run_eagerly(eager, inputs))
-    assert_equal(gradients(module), gradients(eager))
-
-
 class Hooked(nn.Linear):
     """A hook reads the gradient of a transposed weight by its address."""
 
@@ -370,11 +298,50 @@ class Hooked(nn.Linear):
         return x @ weight
 
 
-def test_a_hook_that_reads_a_weight_gradient_is_refused() -> None:
-    backend = RecorderBackend()
-    graphs = as_split(Hooked(WIDTH, WIDTH), backend)
-    with pytest.raises(CaptureError, match=r"weight gradient, .* backward='whole'"):
-        graphs.capture([inputs_of(backend.device, 1)[0]])
+def with_main_grad() -> nn.Module:
+    module = Fused(WIDTH, WIDTH, bias=False)
+    module.weight.main_grad = torch.zeros_like(module.weight)  # type: ignore[assignment]
+    return module
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize(
+    "model",
+    [
+        Shifted,  # what is changed in place is read before
+        Stashed,  # memory that every forward writes is read in the input half
+        Scratched,  # as is memory that every backward writes
+        UnseenBeforeHead,  # what an unseen kernel reads is not deferred
+        UnseenRecomputed,
+        lambda: UnseenOfWeight(WIDTH, WIDTH, bias=False),
+    ],
+)
+def test_what_the_weight_half_would_read_too_late_is_read_in_time(
+    model: Callable[[], nn.Module], lag: int
+) -> None:
+    eager, module = model(), model()
+    module.load_state_dict(eager.state_dict())
+    inputs = inputs_of(torch.device("cpu"), 3)
+    graphs = as_split(module, RecorderBackend())
+    graphs.capture([inputs[0]])
+    assert_equal(run_split(graphs, inputs, lag), run_eagerly(eager, inputs))
+    assert_equal(gradients(module), gradients(eager))
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (with_main_grad, "delay_wgrad_compute=True"),
+        (ShiftedInOneMemory, "changes a parameter's gradient in place"),
+        (lambda: Hooked(WIDTH, WIDTH), r"weight gradient, .* backward='whole'"),
+    ],
+    ids=["added too early", "changed after it arrived", "read by a hook"],
+)
+def test_weight_gradients_that_cannot_wait_are_refused(
+    x: torch.Tensor, model: Callable[[], nn.Module], message: str
+) -> None:
+    with pytest.raises(CaptureError, match=message):
+        as_split(model(), RecorderBackend()).capture([x])
 
 
 def test_the_end_of_a_backward_is_that_of_the_input_half() -> None:
@@ -399,7 +366,8 @@ def test_the_end_of_a_backward_is_that_of_the_input_half() -> None:
 def test_gradients_are_added_by_the_weight_half() -> None:
     backend = RecorderBackend()
     module, x = Block(), inputs_of(backend.device, 1)[0]
-    graphs = warmed(as_split(module, backend), x, replays=True)
+    graphs = as_split(module, backend)
+    graphs.capture([x])
     with graphs.step(1):
         backward(graphs, x)
         assert all(p.grad is None for p in module.parameters())
@@ -447,7 +415,8 @@ def test_gradients_may_be_cleared_between_the_halves() -> None:
     backend = RecorderBackend()
     eager, module = pair("layers", backend.device)
     first, second = inputs_of(backend.device, 2)
-    graphs = warmed(as_split(module, backend), first, replays=True)
+    graphs = as_split(module, backend)
+    graphs.capture([first])
     torch.manual_seed(1)
     run_eagerly(eager, [first])
     eager.zero_grad()

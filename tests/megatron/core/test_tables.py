@@ -6,12 +6,14 @@ import functools
 import gc
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from chunkgraph.engine import Chunk
 from chunkgraph.engine.capture.dangling import Bookkeeping
 from chunkgraph.graphs import RecorderBackend
 from chunkgraph.settings import config_from_mapping
@@ -182,13 +184,13 @@ def test_no_cache_hands_a_table_to_another_graph(
     one_rank: torch.device, make: Callable[[], nn.Module]
 ) -> None:
     """Graphs share the tables from outside of captures, also more than Megatron's cache has."""
-    from chunkgraph.megatron.core.cached_tables import CachedTables
+    from chunkgraph.megatron.core.cached_tables import GROWING_BUFFERS, CachedTables
 
     module, backend = make().to(one_rank), RecorderBackend()
     cache: Any = type(module).forward
     pools = [backend.new_pool(f"pool {i}") for i in range(2)]
     tables = CachedTables([module])
-    kept = Bookkeeping(module)
+    kept = Bookkeeping(replace(Chunk.from_module(module, "it"), caches=GROWING_BUFFERS))
     lengths = range(3, 3 + cache.cache_info().maxsize + 2)
     with tables.hold():
         outside = {length: module(length) for length in lengths}

@@ -37,7 +37,8 @@ def test_a_replayed_step_walks_over_no_modules() -> None:
         outer[0].cp_group = outer[1].cp_group = "of its first call"
     assert (outer[0].cp_group, hasattr(outer[1], "cp_group")) == ("before", False)
     outer[1].cp_group = "the user's"
-    held.find_holders()
+    with held.capturing():
+        pass
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nn.Module, "named_modules", None)  # the iterator of modules()
         with held.put_back(is_replayed=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import re
 from contextlib import AbstractContextManager
@@ -403,7 +402,7 @@ def test_fused_operations_are_built_again_for_a_capture(one_rank: Any) -> None:
     layer(x).sum().backward()
     eager, held = layer.weight.grad, layer._fused_ops
     layer.zero_grad()
-    chunk = dataclasses.replace(Chunk.from_module(layer, "it"), may_leave_values=True)
+    chunk = Chunk.from_module(layer, "it")
 
     class NewOperations(Host):
         def capturing(self) -> AbstractContextManager[object]:

@@ -455,7 +455,7 @@ def test_a_bias_follows_the_loads_of_a_step_once(
     def count(self: Any, *_: Any, **__: Any) -> None:
         if torch.is_grad_enabled():
             with torch.no_grad():
-                self.local_tokens_per_expert += chosen[0].sum(0)
+                self.local_tokens_per_expert += chosen.pop().sum(0)  # it lies in a pool
 
     monkeypatch.setattr(router, "topk_routing_with_score_function", choosing)
     monkeypatch.setattr(router.TopKRouter, "_apply_expert_bias", count)

@@ -1,0 +1,550 @@
+"""What a step checks before its first launch, and what programs may do (docs/contract.md)."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs
+from chunkgraph.errors import CaptureError, ReplayMismatchError, VerifyError
+from chunkgraph.graphs import GraphBackend, RecorderBackend
+
+WIDTH = 4
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.dropout = nn.Dropout(0.0)
+        self.softplus = nn.Softplus()
+        self.head = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.register_buffer("scale", torch.ones(1))
+        self.register_buffer("shift", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.softplus(self.dropout(self.norm(x)))) * self.scale
+
+
+class Loop:
+    """Steps of one microbatch."""
+
+    def __init__(self, module: nn.Module, backend: GraphBackend, **options: Any) -> None:
+        self.device = backend.device
+        self.module: Any = module.to(self.device)
+        self.graphs = ChunkGraphs([module], [2], backend=backend, options=CaptureOptions(**options))
+
+    def rows(self) -> torch.Tensor:
+        return torch.randn(3, WIDTH, device=self.device, requires_grad=True)
+
+    def step(self, **arguments: Any) -> torch.Tensor:
+        x = self.rows()
+        with self.graphs.step(1, **arguments):
+            y: torch.Tensor = self.graphs.callables[0](x)
+            y.sum().backward()
+        return y
+
+    def capture(self) -> Any:
+        """Capture, replay one step, and return the module."""
+        self.graphs.capture([self.rows()])
+        with self.graphs.counters.expect(replays=1):
+            self.step()
+        return self.module
+
+
+@pytest.fixture
+def loop(backend: GraphBackend) -> Loop:
+    torch.manual_seed(1)
+    return Loop(Stack(), backend)
+
+
+def new_layer(module: Stack) -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH).to(module.scale.device)
+
+
+def replace_parameter(module: Stack) -> None:
+    module.head.weight = nn.Parameter(module.head.weight.detach().clone(), requires_grad=False)
+
+
+def swap_layers(module: Stack) -> None:
+    module.layers[0], module.layers[1] = module.layers[1], module.layers[0]
+
+
+def set_data(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Stack], None]:
+    def change_weight(module: Stack) -> None:
+        weight = module.layers[0].weight
+        weight.data = change(weight.data)
+
+    return change_weight
+
+
+CHANGES: dict[str, tuple[Callable[[Stack], object], str]] = {
+    "layer replaced": (
+        lambda m: m.layers.__setitem__(1, new_layer(m)),
+        r"layers\.1 was replaced by another module",
+    ),
+    "layer added": (lambda m: m.layers.append(new_layer(m)), r"layers\.2 was added"),
+    "layer removed": (lambda m: m.layers.pop(1), r"layers\.1 was removed"),
+    "layers swapped": (swap_layers, r"layers\.0 was replaced"),
+    "layer None": (lambda m: setattr(m, "norm", None), "norm was removed"),
+    "parameter replaced": (replace_parameter, r"head\.weight was replaced by another tensor"),
+    "parameter added": (
+        lambda m: m.register_parameter("more", nn.Parameter(m.scale.clone())),
+        "more was added",
+    ),
+    "parameter None": (lambda m: setattr(m.layers[0], "bias", None), r"layers\.0\.bias was rem"),
+    "buffer replaced": (lambda m: setattr(m, "scale", m.scale + 1), "scale was replaced by anoth"),
+    "buffer None": (lambda m: setattr(m, "scale", None), "scale was removed"),
+    "buffer set": (lambda m: setattr(m, "shift", m.scale.clone()), "shift was added"),
+    "buffer added": (lambda m: m.register_buffer("more", m.scale.clone()), "more was added"),
+    "moved": (set_data(torch.clone), r"layers\.0\.weight was moved to other memory"),
+    "transposed": (
+        set_data(torch.t),
+        r"layers\.0\.weight\.stride\(\) was \(4, 1\) at the capture, and is \(1, 4\) now",
+    ),
+    "halved": (set_data(lambda t: t[:2]), r"layers\.0\.weight\.shape was .*4, 4.* is .*2, 4.* now"),
+    "frozen": (
+        lambda m: m.norm.bias.requires_grad_(False),
+        r"norm\.bias\.requires_grad was True at the capture, and is False now",
+    ),
+    "thawed": (lambda m: m.head.weight.requires_grad_(), r"head\.weight\.requires_grad was False"),
+    "evaluation": (nn.Module.eval, r"the chunk\.training was True at the capture, and is False"),
+    "part in evaluation": (lambda m: m.norm.eval(), r"norm\.training was True"),
+    "probability": (lambda m: setattr(m.dropout, "p", 0.5), r"dropout\.p was 0\.0 .* is 0\.5 now"),
+    "epsilon": (lambda m: setattr(m.norm, "eps", 0.1), r"norm\.eps was 1e-05 .* is 0\.1 now"),
+    "setting": (lambda m: setattr(m.softplus, "beta", 2.0), r"softplus\.beta was 1\.0"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), CHANGES.values(), ids=CHANGES)
+def test_a_change_is_refused_by_name(
+    loop: Loop, change: Callable[[Stack], object], message: str
+) -> None:
+    module = loop.capture()
+    change(module)
+    with (
+        loop.graphs.counters.expect(replays=0),
+        pytest.raises(ReplayMismatchError, match=f"chunk 0: {message}") as error,
+    ):
+        loop.step()
+    assert "release the graphs and capture again" in str(error.value)
+    assert "step(eager=True)" in str(error.value)
+
+
+def test_a_change_that_is_undone_is_accepted(loop: Loop) -> None:
+    module = loop.capture()
+    for change, undo in ((module.eval, module.train), (swap_layers, swap_layers)):
+        arguments = () if change == module.eval else (module,)
+        change(*arguments)
+        with pytest.raises(ReplayMismatchError):
+            loop.step()
+        undo(*arguments)
+        with loop.graphs.counters.expect(replays=1):
+            loop.step()
+
+
+def test_an_eager_step_may_follow_a_change(loop: Loop) -> None:
+    module = loop.capture()
+    module.layers[0] = new_layer(module)
+    with loop.graphs.counters.expect(replays=0):
+        loop.step(eager=True)
+
+
+def test_values_that_are_updated_in_place_count(loop: Loop) -> None:
+    module = loop.capture()
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            tensor.mul_(0.5)
+    x = loop.rows()
+    with loop.graphs.counters.expect(replays=1), loop.graphs.step(1):
+        y = loop.graphs.callables[0](x)
+        assert torch.equal(y, module(x))
+        y.sum().backward()
+
+
+def test_modules_in_the_wrapper_of_torch_compile_have_a_mode(backend: GraphBackend) -> None:
+    """The wrapper has none itself, but a property that asks its module."""
+    inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    wrapped = torch.compiler.disable(inner)  # the same wrapper, without a compiler
+    loop = Loop(nn.Sequential(nn.Linear(WIDTH, WIDTH), wrapped), backend)
+    loop.capture()
+    inner[1].eval()
+    with pytest.raises(ReplayMismatchError, match=r"1\.training was True"):
+        loop.step()
+
+
+def test_a_declared_cache_may_grow_in_an_eager_step(backend: GraphBackend) -> None:
+    module = Stack().to(backend.device)
+    chunk = replace(Chunk.from_module(module, "stage"), caches=("scale",))
+    graphs = ChunkGraphs([chunk], [1], backend=backend)
+    graphs.capture([torch.ones(3, WIDTH, device=backend.device)])
+    module.scale = torch.ones(4, device=backend.device)
+    with graphs.counters.expect(replays=1), graphs.step(1):
+        graphs.callables[0](torch.ones(3, WIDTH, device=backend.device)).sum().backward()
+
+
+def test_a_forward_that_replaces_a_buffer_is_refused(backend: GraphBackend) -> None:
+    """Every replay would continue from the captured value."""
+
+    class Counting(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.scale = self.scale + 1
+            return super().forward(x)
+
+    loop = Loop(Counting(), backend)
+    buffer = loop.module.scale
+    with pytest.raises(CaptureError, match="its forward replaces scale"):
+        loop.capture()
+    assert loop.module.scale is buffer
+    assert buffer.item() == 1
+
+
+# -- hooks -----------------------------------------------------------------------------------------
+
+_all_modules = nn.modules.module
+HOOKS: dict[str, tuple[Callable[[Stack, Callable[..., None]], Any], str]] = {
+    "forward": (lambda m, h: m.norm.register_forward_hook(h), "norm"),
+    "forward pre": (lambda m, h: m.norm.register_forward_pre_hook(h), "norm"),
+    "backward": (lambda m, h: m.norm.register_full_backward_hook(h), "norm"),
+    "backward pre": (lambda m, h: m.register_full_backward_pre_hook(h), "the chunk"),
+    "partial": (lambda m, h: m.norm.register_forward_hook(functools.partial(h)), "norm"),
+    "all forward": (lambda _, h: _all_modules.register_module_forward_hook(h), "all modules"),
+    "all pre": (lambda _, h: _all_modules.register_module_forward_pre_hook(h), "all modules"),
+    "all backward": (
+        lambda _, h: _all_modules.register_module_full_backward_hook(h),
+        "all modules",
+    ),
+    "gradient": (lambda m, h: m.norm.weight.register_hook(h), r"the gradient of norm\.weight"),
+    "accumulated": (
+        lambda m, h: m.norm.weight.register_post_accumulate_grad_hook(h),
+        r"the gradient of norm\.weight",
+    ),
+    "gradients": (
+        lambda m, h: torch.autograd.graph.register_multi_grad_hook([*m.norm.parameters()], h),
+        r"the gradient of norm\.weight",
+    ),
+}
+
+
+@contextmanager
+def hooked(loop: Loop, kind: str) -> Iterator[None]:
+    handle = HOOKS[kind][0](loop.module, lambda *_: None)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_a_hook_is_refused_at_the_capture_and_before_the_next_replay(loop: Loop, kind: str) -> None:
+    where = f"there is a hook on {HOOKS[kind][1]} .*a replay calls no hooks"
+    with hooked(loop, kind), pytest.raises(CaptureError, match=where):
+        loop.capture()
+    loop.capture()
+    with hooked(loop, kind), pytest.raises(ReplayMismatchError, match=where):
+        loop.step()
+    with loop.graphs.counters.expect(replays=1):
+        loop.step()
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_a_hook_that_is_removed_before_the_step_ends_is_refused(loop: Loop, kind: str) -> None:
+    loop.capture()
+
+    def step() -> None:
+        with loop.graphs.step(2):
+            loop.graphs.callables[0](loop.rows()).sum().backward()
+            with hooked(loop, kind):
+                loop.graphs.callables[0](loop.rows()).sum().backward()
+
+    with pytest.raises(ReplayMismatchError, match=f"hook on {HOOKS[kind][1]}"):
+        step()
+
+
+def test_hooks_of_libraries_are_accepted(loop: Loop) -> None:
+    def hook(*_: object) -> None:
+        pass
+
+    hook.__module__ = "transformer_engine.pytorch.module.base"
+    loop.module.norm.register_forward_hook(hook)
+    loop.capture()
+    loop.module.softplus.register_forward_pre_hook(hook)
+    with loop.graphs.counters.expect(replays=1):
+        loop.step()
+
+
+def test_torchs_data_parallelism_is_refused(
+    backend: GraphBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The type is enough, so this needs no process group."""
+
+    class Wrapper(nn.Module):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+    monkeypatch.setattr(nn.parallel, "DistributedDataParallel", Wrapper)
+    loop = Loop(Wrapper(Stack()), backend)
+    with pytest.raises(CaptureError, match=r"torch DistributedDataParallel.*does not see"):
+        loop.capture()
+
+
+# -- contexts --------------------------------------------------------------------------------------
+
+
+class Dispatch(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Function(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+CONTEXTS: dict[str, tuple[Callable[[], Any], str]] = {
+    "anomaly": (torch.autograd.detect_anomaly, "anomaly detection"),
+    "flops": (lambda: FlopCounterMode(display=False), "FlopCounterMode"),
+    "dispatch": (Dispatch, "Dispatch"),
+    "function": (Function, "Function"),
+    "saved tensors": (
+        lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
+        "saved_tensors_hooks",
+    ),
+    "forward mode": (torch.autograd.forward_ad.dual_level, "forward-mode autograd"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@pytest.mark.parametrize("place", ["step", "call"])
+@pytest.mark.parametrize(("context", "name"), CONTEXTS.values(), ids=CONTEXTS)
+def test_a_context_that_replays_would_ignore_is_refused(
+    loop: Loop, context: Callable[[], Any], name: str, place: str
+) -> None:
+    with context(), pytest.raises(CaptureError, match=f"chunk 0 is called under.* {name}"):
+        loop.capture()
+    loop.capture()
+
+    def step() -> None:
+        if place == "step":
+            with context():
+                loop.step()
+            return
+        with loop.graphs.step(1), context():
+            loop.graphs.callables[0](loop.rows())
+
+    with (
+        loop.graphs.counters.expect(replays=0),
+        pytest.raises(ReplayMismatchError, match=rf"{name}.*step\(eager=True\)"),
+    ):
+        step()
+    with loop.graphs.counters.expect(replays=1):
+        loop.step()
+    if name != "forward-mode autograd":
+        with context():
+            loop.step(eager=True)
+
+
+def test_contexts_of_torch_that_change_no_result_are_accepted(loop: Loop) -> None:
+    loop.capture()
+    with loop.graphs.counters.expect(replays=3):
+        with torch.autograd.graph.save_on_cpu():
+            loop.step()
+        with torch.device(loop.device):
+            loop.step()
+        with loop.graphs.step(1):
+            call = loop.graphs.callables[0]
+            checkpoint(call, loop.rows(), use_reentrant=True).sum().backward()
+
+
+# -- optimizers ------------------------------------------------------------------------------------
+
+
+def test_an_optimizer_that_steps_while_a_microbatch_is_in_flight_is_refused(loop: Loop) -> None:
+    module = loop.capture()
+    trained = [p for p in module.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.1)
+
+    def step() -> None:
+        with loop.graphs.step(1):
+            loop.graphs.callables[0](loop.rows())
+            optimizer.step()
+
+    loop.step()
+    with pytest.raises(ReplayMismatchError, match=r"\(SGD\) steps while 1 microbatches wait"):
+        step()
+    optimizer.step()
+    other = nn.Linear(WIDTH, WIDTH)
+    other(torch.ones(2, WIDTH)).sum().backward()
+    with loop.graphs.step(2):
+        loop.graphs.callables[0](loop.rows()).sum().backward()
+        optimizer.step()  # nothing is in flight
+        y = loop.graphs.callables[0](loop.rows())
+        torch.optim.SGD(other.parameters(), lr=0.1).step()
+        y.sum().backward()
+
+
+# -- what is nobody's business ---------------------------------------------------------------------
+
+
+class Free(nn.Module):
+    note: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.global_step, self.tag, self.calls = 0, "a", 0
+        self.history: list[float] = []
+        self.cache: dict[int, torch.Tensor] = {}
+        self.config = SimpleNamespace(lr=0.1, scale=2.0)
+        self.unread = torch.ones(2)
+        self.last_mean: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if x.shape[1] not in self.cache:
+            self.cache[x.shape[1]] = torch.full_like(x[0], 2.0)
+        y = self.layer(x) * self.config.scale * TABLE["read"] * self.cache[x.shape[1]]
+        self.last_mean = y.mean().detach()
+        return y
+
+
+TABLE: dict[str, float] = {"read": 1.0}
+
+
+def _add(module: Any, name: str, value: Any) -> None:
+    setattr(module, name, value)
+
+
+FREE: dict[str, Callable[[Any, int], object]] = {
+    "a counter": lambda m, i: _add(m, "global_step", i),
+    "a string": lambda m, i: _add(m, "tag", f"epoch {i}"),
+    "an attribute of the class": lambda _, i: _add(Free, "note", i),
+    "a list": lambda m, i: m.history.append(float(i)),
+    "another key of a dict": lambda _, i: TABLE.update(unread=float(i)),
+    "another attribute of an object": lambda m, i: _add(m.config, "lr", 0.1 / (i + 1)),
+    "a new attribute": lambda m, i: _add(m, "ema", i),
+    "a tensor": lambda m, _: _add(m, "unread", torch.zeros(3)),
+    "an attribute of a torch layer": lambda m, i: _add(m.layer, "last_used", float(i)),
+    "modes": lambda m, _: m.eval().train(),
+}
+
+
+@pytest.mark.parametrize("change", FREE.values(), ids=FREE)
+def test_what_no_forward_reads_may_change(
+    backend: GraphBackend, change: Callable[[Any, int], object]
+) -> None:
+    loop = Loop(Free(), backend)
+    for i in range(4):
+        x = loop.rows()
+        with loop.graphs.step(1):
+            y = loop.graphs.callables[0](x)
+            y.sum().backward()
+        assert torch.equal(y, loop.module(x))
+        change(loop.module, i)
+    assert loop.graphs.counters.replays == 3
+
+
+def test_a_container_of_torch_may_keep_books(backend: GraphBackend) -> None:
+    loop = Loop(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), backend)
+    for i in range(4):
+        loop.step()
+        loop.module.tag, loop.module.loss, loop.module.is_last = f"epoch {i}", i / 2, i == 3
+    assert loop.graphs.counters.replays == 3
+
+
+def test_parameters_in_plain_objects_of_a_module_train(backend: GraphBackend) -> None:
+    class Delegating(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4, 4))
+            self.helper = SimpleNamespace(weight=self.weight)
+            short_lived = Loop.__new__(Loop)
+            self.gone = weakref.proxy(short_lived)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.helper.weight
+
+    loop = Loop(Delegating(), backend)
+    module = loop.module
+    module.helper.weight = weight = module.weight
+    loop.graphs.capture([loop.rows()])
+    assert module.helper.weight is module.weight is weight
+    x = loop.rows()
+    with loop.graphs.step(1):
+        loop.graphs.callables[0](x).sum().backward()
+    assert torch.equal(weight.grad, x.detach().sum(0)[:, None].expand(4, 4))
+
+
+# -- what only `verify="shadow"` finds -------------------------------------------------------------
+
+FACTOR = 1.0
+
+
+class Reader(nn.Module):
+    """Reads Python values and tensors that no check knows."""
+
+    def __init__(self, closed: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.temperature, self.is_scaled = 2.0, True
+        self.function: Callable[[torch.Tensor], torch.Tensor] = torch.tanh
+        self.masks = [torch.ones(WIDTH)]
+        self.config = SimpleNamespace(scale=1.0)
+        self.teacher = [nn.Linear(WIDTH, WIDTH).requires_grad_(False)]
+        self.closed = lambda: closed["bias"]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(x) * self.masks[0] * FACTOR * self.config.scale + self.closed()
+        x = x + self.teacher[0](x.detach())
+        return self.function(x * self.temperature if self.is_scaled else x)
+
+
+def set_factor(_: Reader, __: Any) -> None:
+    global FACTOR  # noqa: PLW0603
+    FACTOR = 3.0
+
+
+UNSEEN: dict[str, Callable[[Reader, dict[str, torch.Tensor]], object]] = {
+    "global": set_factor,
+    "attribute": lambda m, _: _add(m, "temperature", 3.0),
+    "flag": lambda m, _: _add(m, "is_scaled", False),
+    "function": lambda m, _: _add(m, "function", torch.sin),
+    "object": lambda m, _: _add(m.config, "scale", 2.0),
+    "mask in a list": lambda m, _: m.masks.__setitem__(0, torch.full((WIDTH,), 3.0)),
+    "tensor in a closure": lambda _, closed: closed.update(bias=torch.full((WIDTH,), 3.0)),
+    "layer in a list": lambda m, _: m.teacher.__setitem__(0, nn.Linear(WIDTH, WIDTH)),
+    "method": lambda m, _: _add(m.layer, "forward", lambda x: x * 0.5 + m.layer.weight.sum()),
+}
+
+
+@pytest.mark.parametrize("change", UNSEEN.values(), ids=UNSEEN)
+def test_shadow_finds_what_the_checks_leave_to_the_program(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[Reader, dict[str, torch.Tensor]], object]
+) -> None:
+    monkeypatch.setattr(f"{__name__}.FACTOR", 1.0)  # restored afterwards
+    torch.manual_seed(2)
+    closed = {"bias": torch.ones(WIDTH)}
+    loop = Loop(Reader(closed), RecorderBackend(), verify="shadow")
+    module = loop.capture()
+    old = [module.masks[0], closed["bias"], *module.teacher]  # or graphs would read freed memory
+    change(module, closed)
+    with pytest.raises(VerifyError):
+        loop.step()
+    assert len(old) == 3
