@@ -94,6 +94,26 @@ def test_chunks_that_share_a_parameter_add_to_one_gradient(
         assert torch.equal(weight.grad, expected.grad)
 
 
+def test_a_wrapper_may_set_main_grad_around_each_backward(backend: GraphBackend) -> None:
+    """Megatron-FSDP moves every gradient there after a backward, and removes it after the step."""
+    chunks, x = _two_chunks(backend)
+    (chunk,), weight = chunks[:1], chunks[0].weight
+    expected = copy.deepcopy(weight)
+    graphs = ChunkGraphs([chunk], 1, backend=backend)
+    graphs.capture([(x,)])
+    total = torch.zeros_like(weight)
+    for _ in range(2):
+        with graphs.step(3):
+            for scale in (1.0, 2.0, 3.0):
+                (graphs.callables[0](x) * scale).sum().backward()
+                (Tied(expected)(x) * scale).sum().backward()
+                weight.main_grad = weight.grad.clone()
+                total += weight.main_grad
+                weight.grad = None
+        del weight.main_grad
+    assert torch.equal(total, expected.grad)
+
+
 @pytest.mark.parametrize("value", [0.0, 2.0, -0.0, float("nan")])
 def test_passes_of_a_session_leave_every_bit_of_main_grads(value: float) -> None:
     parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(()))]

@@ -91,17 +91,9 @@ SLOW = {
 }
 
 
-# Known fault: with dropout, gradient norms of Megatron-FSDP differ from the step after a capture
-# on. The eager passes of a capture session leave something over.
-KNOWN = pytest.mark.xfail(strict=False, reason="the passes of a session change what follows")
-
-
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(c, marks=[*[pytest.mark.slow] * (c in SLOW), *[KNOWN] * ("megatron" in c)])
-        for c in CASES
-    ],
+    [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES],
 )
 def test_sharded_models_equal_eager(
     case: str, tmp_path: Path, run_ranks: Callable[..., tuple[list[int], str]]

@@ -45,12 +45,12 @@ class GradientSinks:
         self._label = label
         self._memory = GradMemory(self.parameters) if memory is None else memory
         self._has_main_grad = [hasattr(p, "main_grad") for p in self.parameters]
+        self._are_all_main = all(self._has_main_grad)
         self._sinks: list[torch.Tensor] = [
             p.main_grad if has else self._memory.sink(p)  # type: ignore[attr-defined]
             for p, has in zip(self.parameters, self._has_main_grad, strict=True)
         ]
         self._accumulate = new_accumulate(self._sinks, [p.dtype for p in self.parameters])
-        self._own = [*filter(_has_own_grad, self.parameters)]
         self._trained: dict[tuple[int, ...], tuple[int, ...]] = {}
         # What the last `bind` found, and for which parameters. A caller that clears gradients
         # inside a step clears the first one too.
@@ -180,10 +180,11 @@ class GradientSinks:
         Raises:
             ReplayMismatchError: a gradient cannot be bound; see `GradMemory.bind`.
         """
-        if not self._own:
+        if self._are_all_main:
             return
         if trained is not self._bound_for or self._first.grad is not self._first_grad:
-            own = [p for p in map(self.parameters.__getitem__, trained) if _has_own_grad(p)]
+            # A wrapper may set and remove main_grad around each backward (Megatron-FSDP).
+            own = [self.parameters[i] for i in trained if not self._has_main_grad[i]]
             self._unbind()
             with torch.no_grad():
                 self._left = self._memory.bind(own)
@@ -205,11 +206,6 @@ class GradientSinks:
         if grads:
             with torch.no_grad():
                 torch._foreach_copy_(grads, sinks)
-
-
-def _has_own_grad(parameter: nn.Parameter) -> bool:
-    """Return whether gradients go to ``parameter.grad``."""
-    return not hasattr(parameter, "main_grad")
 
 
 class _Total:
