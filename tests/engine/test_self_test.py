@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from chunkgraph import engine
 from chunkgraph.engine import CaptureOptions, ChunkGraphs
-from chunkgraph.engine.capture.self_test import Measured, Noise, check_passes, forward_difference
+from chunkgraph.engine.capture import session
+from chunkgraph.engine.capture.self_test import Measured, Noise, check_passes, difference
 from chunkgraph.engine.capture.static_inputs import SlotStatics
 from chunkgraph.engine.digest import digests_of
 from chunkgraph.errors import CaptureError, VerifyError
@@ -253,6 +255,31 @@ def test_passes_that_differ_by_more_than_rounding_are_refused() -> None:
         noisy_steps(Noisy(0.0, counting()))
 
 
+def test_a_replay_that_rarely_repeats_its_bits_is_repeated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both eager passes may agree by chance, where a kernel adds in no fixed order."""
+
+    def rounded(tensors: list[torch.Tensor | None]) -> Any:
+        factor = next(factors, 1.0)
+        return digests_of([t if t is None else t * factor for t in tensors])
+
+    def measure(*values: float) -> None:
+        nonlocal factors
+        factors = iter(values)
+        graphs = ChunkGraphs([Chunk()], [1])
+        graphs.capture([torch.randn(2, WIDTH, requires_grad=True)])
+
+    factors = iter([1.0])
+    monkeypatch.setattr(session, "digests_of", rounded)
+    measure(1 + 1e-6, 1.0)
+    measure(1 + 1e-6, 1.0, 1 + 3e-6, 1 + 1e-6)
+    with pytest.raises(CaptureError, match=r"output 0 differs by [\d.]+e-0[67]"):
+        measure(*[1 + 1e-6, 1.0] * 4)
+    with pytest.raises(CaptureError, match="output 0 differs by"):
+        measure(*[x for i in range(4) for x in (1.1 + i / 10, 1.0)])
+
+
 def _measured(*tensors: torch.Tensor) -> Measured:
     return Measured(digests_of(tensors), digests_of([]), len(tensors), (), ())
 
@@ -262,16 +289,19 @@ def _measured(*tensors: torch.Tensor) -> Measured:
 def test_digests_see_every_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     torch.manual_seed(sum(shape))
     one = torch.randn(shape).to(dtype)
+    chunk = engine.Chunk(nn.Identity(), (), "chunk 0")
     passes = [_measured(one)]
     noise = Noise.of(passes)
-    assert not forward_difference(passes, digests_of([one.clone()]), (), noise)
+    assert difference(chunk, passes, _measured(one.clone()), noise) == ("", "")
     for _ in range(5):
         other = one.clone().reshape(-1)
         place = int(torch.randint(other.numel(), ()))
         other[place] = torch.nextafter(other[place].float(), torch.tensor(9e9)).to(dtype)
         if torch.equal(other.view_as(one), one):  # too small a step for this dtype
             other[place] = -other[place]
-        assert forward_difference(passes, digests_of([other.view_as(one)]), (), noise)
+        assert difference(chunk, passes, _measured(other.view_as(one)), noise)[0].startswith(
+            "output 0"
+        )
 
 
 def test_digests_see_elements_that_change_places() -> None:

@@ -216,9 +216,7 @@ class _Total:
     def add(self, gradient: torch.Tensor) -> None:
         if self.value is not None:
             self.value += gradient
-        elif gradient.untyped_storage().nbytes() == gradient.numel() * gradient.element_size():
-            self.value = gradient.detach()
-        else:  # a part of memory that others may write
+        else:  # a copy, so that the gradient is freed when a capture frees it
             self.value = gradient.detach().clone()
 
 

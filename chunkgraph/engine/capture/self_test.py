@@ -25,10 +25,8 @@ __all__ = [
     "Measured",
     "Noise",
     "SavedDigests",
-    "backward_difference",
     "check_passes",
-    "first_layer",
-    "forward_difference",
+    "difference",
     "wrong_replay",
 ]
 
@@ -78,7 +76,7 @@ class Measured:
         plain: the other leaves of the result.
         random: states of the random generators after the forward.
         order: parameters in the order in which their gradients were ready; empty for replays.
-        saved: what the forward keeps for its backward; None for replays.
+        saved: what the forward keeps for its backward; None if nobody asked.
     """
 
     forward: Digests
@@ -116,6 +114,15 @@ class Noise:
             forward.masked_fill(one.forward.equal(other.forward), 0.0),
             backward.masked_fill(one.backward.equal(other.backward), 0.0),
         )
+
+    def widened(self, replays: Sequence[Measured]) -> Noise:
+        """Return the noise of these passes or of replays, whichever is larger.
+
+        Replays that differ by more than rounding show a fault.
+        """
+        other = Noise.of(replays)
+        pairs = (self.forward, other.forward), (self.backward, other.backward)
+        return Noise(*(torch.maximum(a, b.masked_fill(b > _MOST_NOISE, 0.0)) for a, b in pairs))
 
     def of_forward(self, index: int) -> float:
         """Return the largest ratio, as in ``forward``, that is noise; 0: all bits must be equal."""
@@ -164,31 +171,40 @@ def check_passes(label: str, passes: Sequence[Measured]) -> Noise:
     return noise
 
 
-def forward_difference(
-    passes: Sequence[Measured], replayed: Digests, plain: Sequence[Any], noise: Noise
-) -> str:
-    """Return what differs after the replay of a forward, or "".
+def difference(
+    chunk: Chunk, passes: Sequence[Measured], replay: Measured, noise: Noise
+) -> tuple[str, str]:
+    """Return what differs in a replay, and its layer; "" if nothing does.
 
     Args:
-        passes: the eager passes.
-        replayed: see `Measured.forward`.
-        plain: see `Measured.plain`.
-        noise: the noise of the passes.
+        chunk: the chunk.
+        passes: its eager passes.
+        replay: the replay.
+        noise: the noise of passes and replays.
     """
+    what = _forward_difference(passes, replay, noise)
+    if not what:
+        return _backward_difference(chunk, passes, replay, noise)
+    eager = passes[-1].saved
+    return what, _first_layer(eager, replay.saved) if eager and replay.saved else "unknown"
+
+
+def _forward_difference(passes: Sequence[Measured], replay: Measured, noise: Noise) -> str:
+    """Return what differs after the replay of a forward, or ""."""
     eager = passes[-1]
-    ratios = _ratios([p.forward for p in passes], replayed)
+    ratios = _ratios([p.forward for p in passes], replay.forward)
     wrong = [i for i, r in ratios.items() if not (limit := noise.of_forward(i)) or r > limit]
     if wrong:
         index = wrong[0]
         is_output = index < eager.num_outputs
         name = f"output {index}" if is_output else f"buffer {index - eager.num_outputs}"
-        return name + _size(eager.forward, replayed, index)
-    if not _equal_plain(plain, eager.plain):
-        return f"the result holds {tuple(plain)!r}, in an eager pass {eager.plain!r}"
+        return name + _size(eager.forward, replay.forward, index)
+    if not _equal_plain(replay.plain, eager.plain):
+        return f"the result holds {tuple(replay.plain)!r}, in an eager pass {eager.plain!r}"
     return ""
 
 
-def backward_difference(
+def _backward_difference(
     chunk: Chunk, passes: Sequence[Measured], replay: Measured, noise: Noise
 ) -> tuple[str, str]:
     """Return what differs after the replay of a backward, and its layer; "" if nothing does."""
@@ -217,7 +233,7 @@ def backward_difference(
     return "", ""
 
 
-def first_layer(eager: SavedDigests, replayed: SavedDigests) -> str:
+def _first_layer(eager: SavedDigests, replayed: SavedDigests) -> str:
     """Return the first layer that keeps another tensor for its backward than in an eager pass.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -83,7 +83,6 @@ def warm_up(
     """
     passes: list[Measured] = []
     for _ in range(1 if backend.repeats_bits else 2):
-        backend.release_cached_memory()  # blocks of another pass have other sizes
         sinks.clear()
         with (
             backend.on_capture_stream(),
@@ -185,11 +184,10 @@ def _blocks(
         num_forward: number of events of the forward.
         num_before: number of events before the backward.
         num_backward: number of events up to its end.
-        num_end: number of events before the sums of gradients are freed, which graphs do not keep.
+        num_end: number of events before the sums of gradients are freed, which no graph allocates.
         plan: see `chunkgraph.memory.pools`.
     """
-    every = [a if (a.end or 0) < num_end else replace(a, end=a.begin + 1) for a in allocations]
-    freed = [a for a in every if a.end is not None]
+    freed = [a for a in allocations if a.end is not None and a.end < num_end]
     forward = [a for a in freed if a.begin < num_forward]
     backward = [a for a in freed if num_before <= a.begin < num_backward]
     if plan in ("pool_per_slot", "one_pool"):
