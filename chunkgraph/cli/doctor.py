@@ -31,7 +31,7 @@ _NEEDS = {
     "train experts": ("torch", "capture", "megatron-core"),
 }
 """Findings that each use of a machine needs."""
-_WITHOUT_CAPACITY = {"grouped GEMM", "DeepEP"}
+_WITHOUT_CAPACITY = {"grouped GEMM"}
 _STYLES = {"ok": "green", "absent": "yellow", "wrong": "bold red"}
 
 

@@ -18,12 +18,7 @@ from chunkgraph.megatron.features.experts.cublaslt import (
     cublaslt_version,
     version_text,
 )
-from chunkgraph.megatron.features.experts.deep_ep_needs import (
-    FUSED_GROUPED_MLP,
-    deep_ep_state,
-    supports_worst_case,
-    wants_fused_grouped_mlp,
-)
+from chunkgraph.megatron.features.experts.hybrid_ep import deep_ep_version, has_hybrid_ep
 
 __all__ = ["Finding", "examine"]
 
@@ -155,21 +150,14 @@ def _cudnn() -> Finding:
     return Finding("cuDNN", "ok", text)
 
 
-def _deep_ep() -> Finding:
-    name = "DeepEP"
-    version, has_hybrid_ep = deep_ep_state()
-    if version is None:
-        advice = (
-            "without it, mixture of experts uses all-to-all or all-gather; DeepEP's branch "
-            "hybrid-ep has HybridEP and the dispatch within a node"
-        )
-        return Finding(name, "absent", "not installed", advice)
-    if not has_hybrid_ep:
-        advice = "this build has no HybridEP; build the hybrid-ep branch"
-        if supports_worst_case():
-            return Finding(name, "ok", f"{version}, only deepep", advice)
-        return Finding(name, "absent", version, advice)
-    return Finding(name, "ok", version)
+def _hybrid_ep() -> Finding:
+    name = "HybridEP"
+    version = deep_ep_version()
+    if version is not None and has_hybrid_ep():
+        return Finding(name, "ok", version)
+    text = "not installed" if version is None else f"not in this build of deep_ep ({version})"
+    advice = "build DeepEP's branch hybrid-ep, or use all-to-all or all-gather"
+    return Finding(name, "absent", text, advice)
 
 
 def _cublaslt() -> Finding:
@@ -179,22 +167,11 @@ def _cublaslt() -> Finding:
         return Finding(name, "absent", "not found")
     if number < CUBLASLT_NEEDED:
         advice = (
-            f"a rank budget with DeepEP needs {version_text(CUBLASLT_NEEDED)}: a grouped MLP whose "
-            "token counts stay on the device"
+            f"Transformer Engine's grouped GEMM with counts on the device, also for float16 and "
+            f"FP8, needs {version_text(CUBLASLT_NEEDED)}"
         )
         return Finding(name, "absent", version_text(number), advice)
     return Finding(name, "ok", version_text(number))
-
-
-def _grouped_mlp() -> Finding:
-    name = "fused grouped MLP"
-    if wants_fused_grouped_mlp():
-        return Finding(name, "ok", f"{FUSED_GROUPED_MLP}=1")
-    advice = (
-        f"a rank budget with DeepEP needs {FUSED_GROUPED_MLP}=1, for "
-        "use_transformer_engine_op_fuser; on Hopper too"
-    )
-    return Finding(name, "absent", "not enabled", advice)
 
 
 def _grouped_gemm() -> Finding:
@@ -253,9 +230,8 @@ _LOOKS_WITH_TORCH: Mapping[str, Callable[[], Finding]] = {
     "GPUs": _gpus,
     "capture and replay": _capture,
     "grouped GEMM": _grouped_gemm,
-    "DeepEP": _deep_ep,
+    "HybridEP": _hybrid_ep,
     "cuBLASLt": _cublaslt,
-    "fused grouped MLP": _grouped_mlp,
     "cuDNN": _cudnn,
 }
 

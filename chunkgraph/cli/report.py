@@ -126,13 +126,9 @@ def _notes(config: Config, results: RunResults) -> list[str]:
         if why
     ]
     if config.moe.num_moe_experts is not None and config.capture.enabled:
-        has_budget = config.moe.moe_expert_rank_capacity_factor is not None
-        what = (
-            "dispatches over the ranks' budget"
-            if has_budget
-            else "tokens that an expert had no room for"
+        lines.append(
+            f"tokens that an expert had no room for: {results.dropped_tokens:,}, all ranks"
         )
-        lines.append(f"{what}: {results.dropped_tokens:,}, all ranks")
     lines += _banks(results)
     if config.stash.enabled and config.capture.enabled:
         sizes = ", ".join(f"{size / 2**20:.1f}" for size in results.stash_bytes)

@@ -15,8 +15,8 @@ from chunkgraph.errors import ConfigError
 from chunkgraph.launch.flags import GraphFlags, forget_defaults, read_flags, write_defaults
 from chunkgraph.launch.packing_rules import SCRIPT_PACKING_RULES
 from chunkgraph.megatron.features import FEATURES
-from chunkgraph.megatron.features.experts.deep_ep_needs import BACKEND_NAMES, deep_ep_is_missing
 from chunkgraph.megatron.features.experts.device_gemms import FP8_MULTIPLES, native_need
+from chunkgraph.megatron.features.experts.hybrid_ep import hybrid_ep_need, uses_hybrid_ep
 from chunkgraph.megatron.features.experts.overlap import OVERLAP_RULES
 from chunkgraph.megatron.features.fp8.primary_weights import keeps_transposes
 from chunkgraph.megatron.refusals import DELAY_RULES, DRIVER_RULES, facts_of_model
@@ -99,9 +99,9 @@ _PROGRAM_RULES = (
 
 def _missing_needs(f: Facts) -> object:
     """Return what a dispatcher lacks on this machine."""
-    if f.is_plan or not f.num_moe_experts or f.moe_flex_dispatcher_backend not in BACKEND_NAMES:
+    if f.is_plan or not uses_hybrid_ep(f):
         return False
-    missing = deep_ep_is_missing(f) if f.on_gpu else "it needs GPUs"
+    missing = hybrid_ep_need(f) if f.on_gpu else "it needs GPUs"
     return missing and {"missing": missing}
 
 
@@ -211,10 +211,6 @@ def settle_arguments(
         raise ConfigError("\n".join(problems))
     _refuse([*(text.rstrip(".") for text in problems), *broken])
     _check_schedule(args)
-    if facts.moe_flex_dispatcher_backend == "deepep" and facts.num_moe_experts:
-        # Megatron's config refuses a budget with this backend; it is set on the built config later.
-        args.cuda_graph_expert_rank_capacity_factor = args.moe_expert_rank_capacity_factor
-        args.moe_expert_rank_capacity_factor = None
     # With any other value Megatron builds its own graphs and takes other code paths.
     args.cuda_graph_impl = "none"
     if _wants_te_rng(args, on_cpu):

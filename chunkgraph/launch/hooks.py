@@ -51,9 +51,7 @@ from chunkgraph.megatron.core.collectives import gather_from_data_ranks, share_i
 from chunkgraph.megatron.core.delayed_weights import delay_in_new_configs
 from chunkgraph.megatron.features.contexts import ContextGroups, follow_groups
 from chunkgraph.megatron.features.experts.overlap import turn_off_overlap
-from chunkgraph.megatron.features.experts.rows_in_use import moe_layers_of
 from chunkgraph.megatron.features.experts.state import scale_expert_metrics
-from chunkgraph.megatron.features.experts.worst_case_dispatch import use_worst_case_dispatch
 from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.megatron.features.stash.feature import stash_options
 from chunkgraph.megatron.pipeline import ScheduleDriver
@@ -158,7 +156,6 @@ class ChunkGraphsInPretrain:
         with contextlib.ExitStack() as undo:
             undo.callback(self._forget)
             contexts = self._contexts(flags, args, chunks, undo)
-            _set_rank_budget(args, chunks)
             modules = (module for chunk in chunks for module in chunk.modules())
             for line in (*flags.turned_off, turn_off_overlap(modules, undo)):
                 if line:
@@ -304,20 +301,6 @@ class ChunkGraphsInPretrain:
             dispatch = graphs.expert_dispatch
             if _rank() == 0 or (dispatch and _has_first_experts(graphs)):
                 _print(capture_line(engine.report, dispatch, _rank()))
-
-
-def _set_rank_budget(args: argparse.Namespace, chunks: Sequence[Any]) -> None:
-    """Set the rank budget that `settle_arguments` put aside on models with DeepEP's dispatch.
-
-    Also install, for the whole process, the dispatch that respects the budget.
-    """
-    factor = getattr(args, "cuda_graph_expert_rank_capacity_factor", None)
-    if factor is None:
-        return
-    for chunk in chunks:
-        config_of(chunk).moe_expert_rank_capacity_factor = factor
-        # Evaluation after training needs it too: its results must not depend on graphs.
-        use_worst_case_dispatch(moe_layers_of(list(chunk.modules())))
 
 
 def _document_source(

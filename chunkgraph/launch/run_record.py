@@ -66,7 +66,6 @@ _EXPERTS = (
     "moe_flex_dispatcher_backend",
     "moe_expert_capacity_factor",
     "moe_expert_rank_capacity_factor",
-    "cuda_graph_expert_rank_capacity_factor",
     "moe_pad_expert_input_to_capacity",
     "moe_router_load_balancing_type",
     "moe_aux_loss_coeff",

@@ -105,7 +105,7 @@ def attach(
             and refuses capacity factors below 1. ``raise`` raises TokenDropError on all ranks at
             the end of the step's schedule, for which the host waits. ``rerun`` repeats
             the step eagerly on all ranks with room for all tokens, and captures again with more
-            room. A rank budget of DeepEP allows only ``raise`` and ``rerun``.
+            room.
         stash: Pages for what experts save for the backward. A step that runs out of them runs
             again eagerly: it must begin without gradients, and its forward step keep no state.
         schedule: Name in `chunkgraph.schedules.list_schedules`, or a CSV file of actions, that
@@ -117,8 +117,7 @@ def attach(
         ConfigError: The model uses something that a chunk graph cannot hold, a chunk has no block,
             or ``packing`` differs between ranks.
         PackingError: ``packing`` asks for lengths that do not exist.
-        MissingDependencyError: The model dispatches through DeepEP, and a package or feature that
-            its graphs need is missing.
+        MissingDependencyError: The model dispatches through HybridEP, which is not installed.
     """
     _refuse_unknown(engine)
     refuse_other_releases()

@@ -18,7 +18,6 @@ from chunkgraph.settings.config import (
     StashConfig,
     TrainConfig,
 )
-from chunkgraph.settings.deep_ep import DEEPEP_RANKS
 from chunkgraph.settings.loader import (
     Loaded,
     config_from_mapping,
@@ -31,7 +30,6 @@ from chunkgraph.settings.resolved import resolved
 from chunkgraph.settings.setting import Setting, settings_of
 
 __all__ = [
-    "DEEPEP_RANKS",
     "CaptureConfig",
     "Config",
     "DataConfig",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from chunkgraph.errors import TopologyError
-from chunkgraph.settings.deep_ep import DEEPEP_RULES, STATIC, measures_budget
+from chunkgraph.settings.deep_ep import HYBRID_EP_RULES, STATIC
 from chunkgraph.settings.rule import Facts, Rule
 from chunkgraph.settings.setting import NOT_NEGATIVE, POSITIVE, setting
 
@@ -60,18 +60,17 @@ class ExpertConfig:
         megatron="--moe-token-dispatcher-type",
         needs="moe.num_moe_experts",
     )
-    moe_flex_dispatcher_backend: Literal["hybridep", "deepep"] | None = setting(
+    moe_flex_dispatcher_backend: Literal["hybridep"] | None = setting(
         None,
-        help="Backend of the flex dispatcher: DeepEP's HybridEP (hybridep), or DeepEP within a "
-        "node (deepep). Null without flex.",
+        help="Backend of the flex dispatcher: DeepEP's HybridEP. Null without flex.",
         megatron="--moe-flex-dispatcher-backend",
         needs="moe.num_moe_experts",
     )
     moe_expert_rank_capacity_factor: float | None = setting(
         None,
         help="With flex, rows that the experts of a rank have room for together, as a multiple of "
-        "the tokens of a microbatch times moe_router_topk. Null, with hybridep only: by the loads "
-        "of eager steps.",
+        "the tokens of a microbatch times moe_router_topk. A step that needs more runs again. "
+        "Null: by the loads of eager steps.",
         megatron="--moe-expert-rank-capacity-factor",
         needs="moe.num_moe_experts",
     )
@@ -181,17 +180,13 @@ def _enough(f: Facts) -> float:
 
 
 def uses_dropless(model: Any) -> bool:
-    """Return whether experts take all tokens, without a capacity or a budget.
+    """Return whether experts take all tokens, without a capacity.
 
     Args:
         model: `Facts`, or a TransformerConfig.
     """
     factor = getattr(model, "moe_expert_capacity_factor", None)
-    return bool(
-        getattr(model, "num_moe_experts", None)
-        and (factor is None or factor < 0)
-        and (getattr(model, "moe_token_dispatcher_type", None) != "flex" or measures_budget(model))
-    )
+    return bool(getattr(model, "num_moe_experts", None) and (factor is None or factor < 0))
 
 
 def _captures_dropless(f: Facts) -> bool:
@@ -270,7 +265,7 @@ EXPERT_RULES = (
         "{token_drops=raise}, or train without FP8",
         lambda f: f.num_moe_experts and f.token_drops == "rerun" and f.fp8,
     ),
-    *DEEPEP_RULES,
+    *HYBRID_EP_RULES,
 )
 """Rules of a model with experts, from a file, a program or a command line."""
 

@@ -14,7 +14,6 @@ from chunkgraph.engine.options import OnCapture
 from chunkgraph.engine.verify import same_bits
 from chunkgraph.megatron.core.access import versions
 from chunkgraph.megatron.features.experts.capacity import factor_for_all
-from chunkgraph.megatron.features.experts.rank_budget import rank_factor_for_all
 from chunkgraph.settings import Config
 from chunkgraph.settings.experts import uses_dropless
 from chunkgraph.trainer.loop import RankTotals, TrainingRun, run_training
@@ -140,10 +139,6 @@ def _with_room_for_all(config: Config) -> Config:
         return config
     if uses_dropless(moe):  # all tokens have room
         return config
-    if moe.moe_token_dispatcher_type == "flex":
-        ranks = config.pipeline.expert_model_parallel_size
-        factor = rank_factor_for_all(moe.num_moe_experts, moe.moe_router_topk, ranks)
-        return replace(config, moe=replace(moe, moe_expert_rank_capacity_factor=factor))
     factor = factor_for_all(moe.num_moe_experts, moe.moe_router_topk)
     return replace(config, moe=replace(moe, moe_expert_capacity_factor=factor))
 

@@ -8,13 +8,12 @@ from typing import Any
 from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.settings import Config
 
-__all__ = ["expert_block_spec", "expert_settings", "rank_capacity_factor"]
+__all__ = ["expert_block_spec", "expert_settings"]
 
 _NOT_MEGATRONS = ("token_drops",)
-_FACTOR = "moe_expert_rank_capacity_factor"
 _WITH_FLEX = (
     "moe_flex_dispatcher_backend",
-    _FACTOR,
+    "moe_expert_rank_capacity_factor",
     "use_transformer_engine_op_fuser",
 )
 
@@ -32,9 +31,8 @@ def expert_settings(config: Config) -> dict[str, Any]:
     frequency = settings.pop("moe_layer_freq")
     if moe.moe_token_dispatcher_type == "flex":
         settings["moe_pad_expert_input_to_capacity"] = False
-        settings[_FACTOR] = rank_capacity_factor(config)
-        if moe.moe_flex_dispatcher_backend == "deepep":
-            del settings[_FACTOR]  # set after Megatron's config is created
+        if not config.capture.enabled:  # nothing would report rows without room
+            settings["moe_expert_rank_capacity_factor"] = None
     else:
         if moe.moe_expert_capacity_factor is None:
             settings["moe_pad_expert_input_to_capacity"] = False
@@ -48,11 +46,6 @@ def expert_settings(config: Config) -> dict[str, Any]:
         "expert_model_parallel_size": config.pipeline.expert_model_parallel_size,
         "expert_tensor_parallel_size": 1,
     }
-
-
-def rank_capacity_factor(config: Config) -> float | None:
-    """Return the rank budget; None without graphs, which count the tokens that it drops."""
-    return config.moe.moe_expert_rank_capacity_factor if config.capture.enabled else None
 
 
 def expert_block_spec(

@@ -14,11 +14,8 @@ from torch import nn
 from torch.nn import functional
 
 from chunkgraph.errors import ConfigError, MissingDependencyError
-from chunkgraph.megatron.core.access import import_megatron, versions
-from chunkgraph.megatron.features.experts.deep_ep_needs import deep_ep_is_missing
-from chunkgraph.megatron.features.experts.rank_budget import flex_backend, knows_rank_budget
-from chunkgraph.megatron.features.experts.rows_in_use import moe_layers_of
-from chunkgraph.megatron.features.experts.worst_case_dispatch import use_worst_case_dispatch
+from chunkgraph.megatron.core.access import import_megatron
+from chunkgraph.megatron.features.experts.hybrid_ep import refuse_without_hybrid_ep
 from chunkgraph.megatron.features.packing.attention_limits import (
     AttentionSite,
     refuse_large_deterministic,
@@ -27,7 +24,7 @@ from chunkgraph.packing import PackedShape
 from chunkgraph.settings import Config
 from chunkgraph.settings.pipeline import splits_backward
 from chunkgraph.settings.words import facts_of
-from chunkgraph.trainer.expert_model import expert_block_spec, expert_settings, rank_capacity_factor
+from chunkgraph.trainer.expert_model import expert_block_spec, expert_settings
 from chunkgraph.trainer.fusion import fuse_weight_gradients
 from chunkgraph.trainer.hybrid_model import HybridChunks, hybrid_settings
 
@@ -82,8 +79,6 @@ def build_model(
             post_process=rank == last_rank and index == num_chunks - 1,
         )
         prepare(chunk)
-        if flex_backend(transformer_config) == "deepep":
-            use_worst_case_dispatch(moe_layers_of(list(chunk.modules())))
         chunks.append(chunk.to(device))
     if config.model.params_dtype == "bfloat16":
         half = import_megatron("megatron.core.transformer.module").Float16Module
@@ -119,14 +114,7 @@ def _refuse_missing_dispatcher(config: Config, device: torch.device) -> None:
             f"(device is {device.type}, model.layer_spec {layer_spec_name(config, device)}). Set "
             "moe.moe_token_dispatcher_type=alltoall and moe.moe_expert_capacity_factor."
         )
-    if not knows_rank_budget():
-        raise ConfigError(
-            f"megatron-core {versions()['megatron_core']} has no "
-            "moe.moe_expert_rank_capacity_factor. Use 0.18 or later, or set "
-            "moe.moe_token_dispatcher_type=alltoall and moe.moe_expert_capacity_factor."
-        )
-    if (missing := deep_ep_is_missing(facts_of(config))) is not None:
-        raise MissingDependencyError(missing)
+    refuse_without_hybrid_ep(facts_of(config))
 
 
 def _hybrid_chunks(
@@ -347,11 +335,7 @@ def _transformer_config(config: Config, device: torch.device, options: Mapping[s
         settings["microbatch_group_size_per_vp_stage"] = pipeline.microbatch_group_size
     settings.update(options)
     kind = "MLATransformerConfig" if settings.get("multi_latent_attention") else "TransformerConfig"
-    result = getattr(transformer_config, kind)(**settings)
-    if flex_backend(result) == "deepep":
-        # Megatron's check accepts no budget with this backend.
-        result.moe_expert_rank_capacity_factor = rank_capacity_factor(config)
-    return result
+    return getattr(transformer_config, kind)(**settings)
 
 
 def _wrap_for_data_parallel(

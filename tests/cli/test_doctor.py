@@ -126,24 +126,22 @@ def test_a_cudnn_that_captures_some_lengths_only_is_reported(
     assert ("multiple of 128" in finding.advice) == (number == 91400)
 
 
-def test_what_deep_ep_needs_has_a_line_each(
+def test_what_hybrid_ep_needs_has_a_line_each(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("NVTE_CUTEDSL_FUSED_GROUPED_MLP", raising=False)
-    monkeypatch.setattr(doctor, "deep_ep_state", lambda: ("1.1.0", False))
+    monkeypatch.setattr(doctor, "deep_ep_version", lambda: "1.1.0")
     monkeypatch.setattr(doctor, "cublaslt_version", lambda: 130100)
     findings = findings_of(capsys, 0)
-    names = ("DeepEP", "cuBLASLt", "fused grouped MLP")
-    assert [findings[name]["state"] for name in names] == ["absent"] * 3
-    assert "hybrid-ep branch" in findings[names[0]]["advice"]
+    names = ("HybridEP", "cuBLASLt")
+    assert [findings[name]["state"] for name in names] == ["absent"] * 2
+    assert "branch hybrid-ep" in findings[names[0]]["advice"]
     assert findings[names[1]]["found"] == "13.1.0"
     assert "13.8.1" in findings[names[1]]["advice"]
-    assert "NVTE_CUTEDSL_FUSED_GROUPED_MLP=1" in findings[names[2]]["advice"]
-    monkeypatch.setenv("NVTE_CUTEDSL_FUSED_GROUPED_MLP", "1")
-    monkeypatch.setattr(doctor, "deep_ep_state", lambda: ("1.2.1", True))
+    monkeypatch.setattr(doctor, "deep_ep_version", lambda: "1.2.1")
+    monkeypatch.setattr(doctor, "has_hybrid_ep", lambda: True)
     monkeypatch.setattr(doctor, "cublaslt_version", lambda: 130802)
     findings = findings_of(capsys, 0)
-    assert [findings[name]["state"] for name in names] == ["ok"] * 3
+    assert [findings[name]["state"] for name in names] == ["ok"] * 2
 
 
 def test_the_verdict_goes_by_use(

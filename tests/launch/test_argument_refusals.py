@@ -216,11 +216,7 @@ def test_arguments_that_the_script_changes_later_are_looked_at_again() -> None:
             "--expert-tensor-parallel-size 2 --recompute-granularity selective "
             "--recompute-modules moe_act"
         ),
-        (
-            f"{EXPERTS}flex --moe-flex-dispatcher-backend deepep --moe-router-topk 99 --fp16 "
-            "--hidden-size 100000 --expert-model-parallel-size 3 "
-            "--moe-expert-rank-capacity-factor 0.5"
-        ),
+        (f"{EXPERTS}flex --moe-flex-dispatcher-backend deepep --expert-model-parallel-size 3"),
         (
             f"{EXPERTS}alltoall --moe-expert-capacity-factor 2 --moe-pad-expert-input-to-capacity "
             "--cuda-graph-stash true --recompute-granularity selective --recompute-modules moe "

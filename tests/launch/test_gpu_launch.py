@@ -135,7 +135,6 @@ RECIPES = {
 }
 CASES |= RECIPES
 CASES["ep2-hybridep-stash"] = [*CASES["ep2-hybridep"], "--cuda-graph-stash", "true"]
-CASES["ep2-deepep"] = ["deepep" if flag == "hybridep" else flag for flag in CASES["ep2-hybridep"]]
 HYBRIDEP = ("ep2-hybridep", "ep2-hybridep-stash")
 
 
@@ -158,7 +157,7 @@ def _train(
         CUDA_DEVICE_MAX_CONNECTIONS="8" if _needs_connections(flags) else "1",
         # Megatron requires it next to offloading, so that weights stay on the GPU.
         NVTE_CPU_OFFLOAD_V1=str(int("--fine-grained-activation-offloading" in flags)),
-        # For DeepEP's dispatch alone; without it Megatron uses no fused grouped MLP.
+        # Without it Megatron uses no fused grouped MLP.
         NVTE_CUTEDSL_FUSED_GROUPED_MLP="1",
     )
 
@@ -209,7 +208,7 @@ def _skip_without_packages(case: str) -> None:
         pytest.skip("Megatron-FSDP needs einops")
     if "fsdp2" in case and _release("torch") < (2, 13):
         pytest.skip("FSDP2 of this torch is refused")
-    if case in (*HYBRIDEP, "ep2-deepep") and importlib.util.find_spec("deep_ep") is None:
+    if case in HYBRIDEP and importlib.util.find_spec("deep_ep") is None:
         pytest.skip("DeepEP is not installed")
 
 
@@ -217,9 +216,6 @@ def _compare(folder: Path, flags: list[str], num_processes: int) -> None:
     ours = ("--cuda-graph-chunk-scope", "chunk", "--cuda-graph-token-drops", "rerun")
     ours += ("--cuda-graph-stash", "true")
     plain = [f for f in flags if f not in ours]
-    if "deepep" in flags:
-        # Megatron's own run has the same dispatch without a budget, and never captures.
-        plain = [*flags, *CHUNK, "--cuda-graph-warmup-steps", "99"]
     eager, _ = _train(folder, "eager", plain, num_processes)
     chunk, output = _train(folder, "chunk", [*flags, *CHUNK], num_processes)
     assert len(eager) == 5

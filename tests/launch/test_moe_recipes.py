@@ -122,12 +122,7 @@ _REFUSED = (
     (
         _QWEN,
         "--moe-token-dispatcher-type flex",
-        "-parallel-size 1 with --moe-flex-dispatcher-backend deepep: it dispatches",
-    ),
-    (
-        _QWEN,
-        f"--moe-token-dispatcher-type flex {_EP2} --moe-router-dtype fp32",
-        "--moe-flex-dispatcher-backend deepep without --moe-expert-rank-capacity-factor: ",
+        "--moe-flex-dispatcher-backend deepep: only HybridEP can dispatch in a graph",
     ),
     (
         _QWEN,
@@ -189,8 +184,8 @@ def _parser() -> argparse.ArgumentParser:
 
 @pytest.fixture(autouse=True)
 def of_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recipes run where DeepEP is installed."""
-    monkeypatch.setattr("chunkgraph.launch.arguments.deep_ep_is_missing", lambda _: None)
+    """Recipes run where HybridEP is installed."""
+    monkeypatch.setattr("chunkgraph.launch.arguments.hybrid_ep_need", lambda _: None)
 
 
 def _parsed(recipe: str, more: str) -> argparse.Namespace:

@@ -1,10 +1,10 @@
-"""A model whose experts DeepEP serves."""
+"""A model whose experts HybridEP serves."""
 
 from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["BACKENDS", "HOLDS"]
+__all__ = ["HOLDS"]
 
 HOLDS: dict[str, Any] = {
     "num_moe_experts": 8,
@@ -19,4 +19,3 @@ HOLDS: dict[str, Any] = {
     "bf16": True,
     "expert_model_parallel_size": 2,
 }
-BACKENDS = ("hybridep", "deepep")

@@ -28,8 +28,8 @@ def run(config: Any, device: torch.device, case: dict[str, Any]) -> list[dict[st
         config: configuration of the run.
         device: device of the model.
         case: ``num_steps``; ``is_growing``: whether the load of the first rank's experts grows
-            from step to step, with room for little more than the last load. The dispatcher
-            ``flex`` is HybridEP's stand-in.
+            from step to step, with room for little more than the last load; ``budget``: the room
+            that the user gives. The dispatcher ``flex`` is HybridEP's stand-in.
 
     Returns:
         By rank: ``differing``: steps and names of unequal values; ``reruns``: steps that ran
@@ -42,7 +42,7 @@ def run(config: Any, device: torch.device, case: dict[str, Any]) -> list[dict[st
 def _trained(config: Any, device: torch.device, case: dict[str, Any]) -> list[dict[str, Any]]:
     eager = _Model(config, device, None)
     alone = {"num_slots": [1]} if config.pipeline.pipeline_model_parallel_size == 1 else {}
-    graphs = _Model(config, device, alone)
+    graphs = _Model(config, device, alone, case.get("budget"))
     differing, reruns = [], []
     preferred = _growing if case.get("is_growing") else _random
     margin = 0.02 if case.get("is_growing") else -0.2
@@ -80,7 +80,13 @@ def _are_same(eager: torch.Tensor, graphs: torch.Tensor, device: torch.device) -
 class _Model:
     """A model whose routers prefer other experts in every step."""
 
-    def __init__(self, config: Any, device: torch.device, graphs: dict[str, Any] | None) -> None:
+    def __init__(
+        self,
+        config: Any,
+        device: torch.device,
+        graphs: dict[str, Any] | None,
+        budget: float | None = None,
+    ) -> None:
         forget_expert_metrics()
         seed_everything(config.train.seed, device)
         self._config, self._device = config, device
@@ -90,6 +96,11 @@ class _Model:
         self._train = schedule.get_forward_backward_func()
         self._metrics: Any = None
         self.graphs: Any = None
+        if budget is not None:  # Megatron's check of it asks for fused operations
+            for module in (m for chunk in self._chunks for m in chunk.modules()):
+                if hasattr(module, "token_dispatcher"):
+                    module.config.moe_expert_rank_capacity_factor = budget
+                    module.token_dispatcher._comm_manager.moe_expert_rank_capacity_factor = budget
         if graphs is not None:
             options = CaptureOptions(verify=config.capture.verify)
             self.graphs = attach(self._chunks, options=options, **graphs)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from chunkgraph.megatron.core.access import import_megatron
-from chunkgraph.megatron.features.experts import deep_ep
+from chunkgraph.megatron.features.experts import hybrid_ep as needs
 from chunkgraph.megatron.features.experts.dropless_rows import ChosenRows
 from chunkgraph.trainer import model
 
@@ -39,7 +39,7 @@ def hybrid_ep(*, is_on: bool = True) -> Iterator[None]:
             (import_megatron(f"{_MOE}token_dispatcher"), "hybrid_ep_dispatch", _dispatch),
             (import_megatron(f"{_MOE}token_dispatcher"), "hybrid_ep_combine", _combine),
             (import_megatron(f"{_MOE}fused_a2a"), "_hybrid_ep_buffer", buffer),
-            (deep_ep, "deep_ep_is_missing", lambda _: None),
+            (needs, "hybrid_ep_need", lambda _: None),
             (model, "_refuse_missing_dispatcher", lambda *_: None),
         ):
             stack.enter_context(mock.patch.object(target, name, value))

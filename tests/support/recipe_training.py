@@ -90,7 +90,7 @@ def _batches(args: Any) -> Iterator[dict[str, torch.Tensor]]:
 
 @contextmanager
 def plain_kernels(flags: list[str], hooks: ChunkGraphsInPretrain) -> Iterator[None]:
-    """Replace what Transformer Engine and DeepEP compute for these flags by plain operators."""
+    """Replace what Transformer Engine and HybridEP compute for these flags by plain operators."""
     user_specs = importlib.import_module("user_specs")
     provider = import_megatron("megatron.core.models.backends").LocalSpecProvider
     is_fused = "--use-transformer-engine-op-fuser" in flags
@@ -103,7 +103,7 @@ def plain_kernels(flags: list[str], hooks: ChunkGraphsInPretrain) -> Iterator[No
     if "--multi-latent-attention" in flags:
         replaced[provider, "core_attention"] = lambda _: user_specs.LatentCore
     if "hybridep" in flags:
-        replaced[arguments, "deep_ep_is_missing"] = lambda _: None
+        replaced[arguments, "hybrid_ep_need"] = lambda _: None
         replaced[hooks, "_on_cpu"] = False
     with ExitStack() as stack:
         for (target, name), value in replaced.items():

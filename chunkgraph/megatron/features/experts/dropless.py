@@ -2,8 +2,9 @@
 
 Megatron's dispatchers and experts read on the host how many tokens chose each expert. Captures
 replace these methods by others with the same results; eager passes run Megatron's. With experts on
-several ranks, graphs have room for the heaviest load of the eager steps so far plus a margin. A
-step with a heavier load runs again eagerly, and the next capture has more room.
+several ranks, graphs have room for the heaviest load of the eager steps so far plus a margin, or
+the user's budget (``moe_expert_rank_capacity_factor``). A step with a heavier load runs again
+eagerly, and the next capture has more room.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ from chunkgraph.megatron.features.experts.dropless_experts import (
 )
 from chunkgraph.megatron.features.experts.grouped_gemm import choose_gemm
 from chunkgraph.megatron.features.experts.grouped_weights import lay_together
-from chunkgraph.megatron.features.experts.hybrid_ep import HybridEPRows, manager_of
+from chunkgraph.megatron.features.experts.hybrid_ep import HybridEPRows
 from chunkgraph.megatron.features.experts.room import RoomWords
 from chunkgraph.megatron.features.experts.sinkhorn import BoundedSinkhorn, uses_sinkhorn
 from chunkgraph.settings.experts import uses_dropless
 
-__all__ = ["Dropless", "DroplessRoom", "is_bounded", "may_lack_room"]
+__all__ = ["Dropless", "DroplessRoom", "budget_of", "is_bounded", "may_lack_room"]
 
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
 _EXPERTS = "megatron.core.transformer.moe.experts"
@@ -51,6 +52,11 @@ def is_bounded(config: Any) -> bool:
     """Return whether the experts of ``config`` have limited room for rows."""
     ranks = getattr(config, "expert_model_parallel_size", None) or 1
     return uses_dropless(config) and ranks > 1
+
+
+def budget_of(config: Any) -> float:
+    """Return the rows that the user gives a rank's experts, per row of its tokens; 0 for none."""
+    return getattr(config, "moe_expert_rank_capacity_factor", None) or 0.0
 
 
 def may_lack_room(config: Any) -> bool:
@@ -100,6 +106,7 @@ class Dropless:
                 )
         self._gemm_name = self._check_gemm(device)
         self._bounded = is_bounded(layers[0].config)
+        self._budget = budget_of(layers[0].config) * layers[0].config.moe_router_topk
         self._dispatches: list[tuple[Any, Dispatch]] = [
             (layer.token_dispatcher, self._dispatch(index, layer))
             for index, layer in enumerate(layers)
@@ -125,8 +132,9 @@ class Dropless:
         """
         del marks_padding
         undo = ExitStack()
-        if self._bounded:
-            for dispatcher, dispatch in self._dispatches:
+        for dispatcher, dispatch in self._dispatches:
+            undo.callback(dispatch.install())
+            if self._bounded:
                 name = dispatch.names[0]
                 undo.callback(_replace(dispatcher, {name: self._measured(dispatcher, dispatch)}))
         if next(self._experts[0].parameters()).is_cuda:
@@ -139,7 +147,7 @@ class Dropless:
     def capturing(self) -> Iterator[None]:
         """Make passes read nothing on the host and use the room of graphs."""
         doubled = 2 ** min(self._num_widened, _MOST_DOUBLED)
-        factor = self._most_load / LOAD_OF * (1 + _MARGIN * doubled)
+        factor = max(self._budget, self._most_load / LOAD_OF * (1 + _MARGIN * doubled))
         room, self.room.factor = self.room.factor, factor or math.inf
         self._num_rows = 0
         try:
@@ -185,7 +193,6 @@ class Dropless:
         (gathering,) = private_names(_DISPATCHER, "MoEAllGatherTokenDispatcher")
         kind: type[Dispatch] = AllToAllRows
         if layer.config.moe_token_dispatcher_type == "flex":
-            manager_of(layer)
             kind = HybridEPRows
         elif isinstance(layer.token_dispatcher, gathering):
             kind = AllGatherRows

@@ -87,6 +87,10 @@ class Dispatch:
         """Return the tensors that a captured forward changes, in addition to the notes."""
         return ()
 
+    def install(self) -> Callable[[], None]:
+        """Prepare eager passes; return the undo function."""
+        return lambda: None
+
     def load(self, *args: Any) -> tuple[int, torch.Tensor]:
         """Return the tokens of a microbatch and the rows that need room, in an eager pass.
 

@@ -1,8 +1,8 @@
 """Mixture of experts in the graphs of one rank: the state of routers, and dropped tokens.
 
-Dispatch with a fixed capacity has fixed shapes. The cost: more tokens may choose an expert, or with
-DeepEP a rank, than it has room for, and Megatron drops the excess silently. This feature counts
-every dropped token, on the device and inside the graphs.
+Dispatch with a fixed capacity has fixed shapes. The cost: more tokens may choose an expert than it
+has room for, and Megatron drops the excess silently. This feature counts every dropped token, on
+the device and inside the graphs.
 """
 
 from __future__ import annotations
@@ -23,31 +23,29 @@ from chunkgraph.errors import ConfigError, TokenDropError
 from chunkgraph.megatron.captured_part import CapturedPart
 from chunkgraph.megatron.core.collectives import agree_by_maximum
 from chunkgraph.megatron.feature import Feature, chained
-from chunkgraph.megatron.features.experts.deep_ep import refuse_for_deep_ep
-from chunkgraph.megatron.features.experts.deep_ep_buffer import DeepEPBuffer
-from chunkgraph.megatron.features.experts.deep_ep_needs import BACKEND_NAMES
 from chunkgraph.megatron.features.experts.dispatch import static_dispatch
 from chunkgraph.megatron.features.experts.drop_report import DropReport
 from chunkgraph.megatron.features.experts.dropless import (
     Dropless,
     DroplessRoom,
+    budget_of,
     is_bounded,
     may_lack_room,
 )
 from chunkgraph.megatron.features.experts.drops import TokenDrops as DroppedTokens
 from chunkgraph.megatron.features.experts.fused_operations import rebuilt_fused_operations
-from chunkgraph.megatron.features.experts.packed_padding import padded_routing
-from chunkgraph.megatron.features.experts.rank_budget import (
-    RankBudget,
-    flex_backend,
-    uses_rank_budget,
+from chunkgraph.megatron.features.experts.hybrid_ep import (
+    HybridEPBuffer,
+    refuse_without_hybrid_ep,
+    uses_hybrid_ep,
 )
+from chunkgraph.megatron.features.experts.packed_padding import padded_routing
 from chunkgraph.megatron.features.experts.refusals import (
     IDLE_RULES,
     MOE_RULES,
     PADDED_ROWS_RULES,
 )
-from chunkgraph.megatron.features.experts.room import ExpertRoom, RankRoom, SharedOut
+from chunkgraph.megatron.features.experts.room import ExpertRoom, SharedOut
 from chunkgraph.megatron.features.experts.rows_in_use import moe_layers_of
 from chunkgraph.megatron.features.experts.state import ExpertState, routers_of
 from chunkgraph.megatron.site import Site
@@ -93,30 +91,24 @@ class Experts(Feature):
         keeps_padding: bool = False,
         marks_padding: bool = False,
     ) -> None:
-        self._measures_room = is_bounded(config)
+        self._measures_room = is_bounded(config) and not budget_of(config)
         self.repeats_steps = may_lack_room(config) or (
             token_drops == "rerun" and not uses_dropless(config)
         )
         self._layers = moe_layers_of([m for c in model_chunks for m in c.modules()])
-        self._buffer: DeepEPBuffer | None = None
+        self._buffer = HybridEPBuffer() if self._layers and uses_hybrid_ep(config) else None
         self._undo = contextlib.ExitStack()
         self._padding = padded_routing(model_chunks, config) if keeps_padding else None
         routers = routers_of([m for chunk in model_chunks for m in chunk.modules()])
         self._modules = [m for part in parts for m in part.modules]
         captured = routers_of(self._modules)
         self._state = ExpertState(captured) if captured else None
-        self._drops: DroppedTokens | RankBudget | Dropless | None = None
+        self._drops: DroppedTokens | Dropless | None = None
         self._dropless: Dropless | None = None
         self.room: ExpertRoom = SharedOut(self._layers)
         # For the whole model: this rank may have no experts.
         self.words = SharedOut.words
-        if uses_rank_budget(config):
-            self.words = RankRoom.words
-        if self._layers and uses_rank_budget(self._layers[0].config):
-            self._drops = budget = RankBudget(self._layers)
-            self._undo.callback(budget.restore_managers)
-            self.room = RankRoom(budget, self._layers[0].config)
-        elif uses_dropless(config):
+        if uses_dropless(config):
             if self._layers:
                 self._dropless = Dropless(self._layers, has_padding=keeps_padding)
                 self._drops = self._dropless
@@ -124,8 +116,6 @@ class Experts(Feature):
             self.words = self.room.words
         elif routers:
             self._drops = DroppedTokens(routers)
-        if self._layers and (backend := flex_backend(self._layers[0].config)) in BACKEND_NAMES:
-            self._buffer = DeepEPBuffer(is_hybrid=backend == "hybridep")
         self._report: DropReport | None = None
         if self._drops is not None:
             self._report = DropReport(self._drops.counts.total, self._drops.layers)
@@ -148,16 +138,16 @@ class Experts(Feature):
 
     @classmethod
     def check(cls, site: Site) -> None:
-        """Refuse unsupported uses of DeepEP, and log settings that have no effect.
+        """Refuse a missing HybridEP, and log settings that have no effect.
 
         Raises:
-            ConfigError: The choice for dropped tokens is unknown, or DeepEP cannot be captured.
-            MissingDependencyError: A requirement of captured DeepEP is missing.
+            ConfigError: The choice for dropped tokens is unknown, or HybridEP cannot be captured.
+            MissingDependencyError: HybridEP is not installed.
         """
         if site.token_drops not in get_args(TokenDrops):
             choices = ", ".join(map(repr, get_args(TokenDrops)))
             raise ConfigError(f"token_drops is {site.token_drops!r}; it must be one of {choices}.")
-        refuse_for_deep_ep(site.facts())
+        refuse_without_hybrid_ep(site.facts())
         for idle in refusals(IDLE_RULES, site.facts()) if site.place.rank == 0 else ():
             _log.warning("%s.", idle)
 
@@ -180,11 +170,11 @@ class Experts(Feature):
         undo.callback(self.detach)
 
     def bind(self, graphs: MegatronChunkGraphs) -> None:
-        """Release the graphs when DeepEP replaces the buffer that they write to."""
+        """Release the graphs when HybridEP replaces the buffer that they write to."""
 
         def release() -> None:
             _log.warning(
-                "rank %d: a pass with more tokens replaced DeepEP's buffer, which graphs use, on "
+                "rank %d: a pass with more tokens replaced HybridEP's buffer, which graphs use, on "
                 "some rank; this step runs eagerly, and graphs are captured again.",
                 graphs.site.place.rank,
             )
@@ -238,7 +228,7 @@ class Experts(Feature):
         return self._dropless.description if self._dropless is not None else ""
 
     def is_memory_replaced(self) -> bool:
-        """Return whether DeepEP has replaced a buffer that graphs write to."""
+        """Return whether HybridEP has replaced the buffer that graphs write to."""
         return self._buffer is not None and self._buffer.is_replaced()
 
     @contextlib.contextmanager
@@ -246,8 +236,8 @@ class Experts(Feature):
         """Discard the counts of a failed step, and check the buffers of a replayed one.
 
         Raises:
-            ReplayMismatchError: Since the capture, Megatron's metrics were replaced, or DeepEP's
-                buffer was replaced outside of a step.
+            ReplayMismatchError: Since the capture, Megatron's metrics were replaced, or
+                HybridEP's buffer was replaced outside of a step.
         """
         if step.is_training and self._was_abandoned:
             self._was_abandoned = False

@@ -7,46 +7,96 @@ the same order either way.
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
 
-from chunkgraph.errors import ConfigError
-from chunkgraph.megatron.core.access import private_names, versions
+from chunkgraph.errors import ConfigError, MissingDependencyError, ReplayMismatchError
+from chunkgraph.megatron.core.access import import_megatron, private_names, versions
 from chunkgraph.megatron.features.experts.device_splits import DeviceSplits
 from chunkgraph.megatron.features.experts.dropless_dispatch import Dispatch
+from chunkgraph.settings.deep_ep import ALL_TO_ALL
+from chunkgraph.settings.rule import Facts
 
-__all__ = ["HybridEPRows", "manager_of", "overflow_of"]
+__all__ = [
+    "HybridEPBuffer",
+    "HybridEPRows",
+    "deep_ep_version",
+    "has_hybrid_ep",
+    "hybrid_ep_need",
+    "refuse_without_hybrid_ep",
+    "uses_hybrid_ep",
+]
 
+_CONFIG = "megatron.core.transformer.transformer_config"
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
+_FUSED = "megatron.core.transformer.moe.fused_a2a"
+_FACTOR = "moe_expert_rank_capacity_factor"
 _HANDLE_LENGTH = 11
 """Length of the tuple that HybridEP's dispatch returns, in which `_OVERFLOW` is an index."""
 _OVERFLOW = 10
 
 
-def manager_of(layer: Any, kind: type[Any] | None = None) -> Any:
-    """Return the object that sends the tokens of an expert layer.
+def uses_hybrid_ep(model: Any) -> bool:
+    """Return whether a model dispatches through HybridEP.
 
     Args:
-        layer: An expert layer.
-        kind: Expected class; None for Megatron's class of HybridEP.
+        model: `Facts`, or a TransformerConfig.
+    """
+    return (
+        bool(getattr(model, "num_moe_experts", None))
+        and getattr(model, "moe_token_dispatcher_type", None) == "flex"
+        and getattr(model, "moe_flex_dispatcher_backend", None) == "hybridep"
+    )
+
+
+def deep_ep_version() -> str | None:
+    """Return the version of the package ``deep_ep``; None if it is not installed."""
+    if importlib.util.find_spec("deep_ep") is None:
+        return None
+    with suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version("deep_ep")
+    return "unknown version"
+
+
+def has_hybrid_ep() -> bool:
+    """Return whether the installed ``deep_ep`` has HybridEP."""
+    return importlib.util.find_spec("hybrid_ep_cpp") is not None
+
+
+def hybrid_ep_need(facts: Facts) -> str | None:
+    """Describe what to install before HybridEP can be captured; None if nothing."""
+    version = deep_ep_version()
+    if version is not None and has_hybrid_ep():
+        return None
+    state = "deep_ep is not installed" if version is None else f"deep_ep ({version}) lacks HybridEP"
+    return facts.text(f"{state}; build DeepEP's branch hybrid-ep for this machine, or {ALL_TO_ALL}")
+
+
+def refuse_without_hybrid_ep(facts: Facts) -> None:
+    """Check what HybridEP needs beyond settings, if a model uses it.
 
     Raises:
-        ConfigError: It is of another class.
+        ConfigError: This release of Megatron does not report rows without room.
+        MissingDependencyError: The package is missing.
     """
-    if kind is None:
-        (kind,) = private_names(_DISPATCHER, "_HybridEPManager")
-    manager = getattr(layer.token_dispatcher, "_comm_manager", None)
-    if not isinstance(manager, kind):
+    if not uses_hybrid_ep(facts):
+        return
+    config = import_megatron(_CONFIG).TransformerConfig
+    if _FACTOR not in config.__dataclass_fields__:
         raise ConfigError(
-            f"Layer {layer.layer_number} dispatches its tokens by {type(manager).__name__}, "
-            f"not by {kind.__name__} of megatron-core {versions()['megatron_core']}. "
-            "Give all layers one dispatcher."
+            f"HybridEP of megatron-core {versions()['megatron_core']} does not report rows without "
+            "room. Use 0.18 or later, or set moe_token_dispatcher_type to 'alltoall'."
         )
-    return manager
+    if (missing := hybrid_ep_need(facts)) is not None:
+        raise MissingDependencyError(missing)
 
 
-def overflow_of(manager: Any) -> torch.Tensor:
+def _overflow_of(manager: Any) -> torch.Tensor:
     """Return whether HybridEP's last dispatch omitted rows, an integer on the device.
 
     Raises:
@@ -70,8 +120,21 @@ class HybridEPRows(Dispatch):
 
     def __init__(self, dispatcher: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(dispatcher, *args, **kwargs)
-        self._manager = dispatcher._comm_manager
+        (kind,) = private_names(_DISPATCHER, "_HybridEPManager")
+        self._manager: Any = getattr(dispatcher, "_comm_manager", None)
+        if not isinstance(self._manager, kind):
+            raise ConfigError(
+                f"A layer dispatches its tokens by {type(self._manager).__name__}, not by "
+                f"{kind.__name__} of megatron-core {versions()['megatron_core']}. Give all layers "
+                "one dispatcher."
+            )
         self._is_limited = False
+
+    def install(self) -> Callable[[], None]:
+        """See `Dispatch`. Eager passes have room for all rows, whatever the user's budget."""
+        budget = getattr(self._manager, _FACTOR, None)
+        setattr(self._manager, _FACTOR, None)
+        return lambda: setattr(self._manager, _FACTOR, budget)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -114,7 +177,7 @@ class HybridEPRows(Dispatch):
         finally:
             manager.moe_expert_rank_capacity_factor = None
         if torch.is_grad_enabled():
-            self._note(overflow_of(manager))
+            self._note(_overflow_of(manager))
         return received
 
     def dispatch_postprocess(
@@ -130,3 +193,49 @@ class HybridEPRows(Dispatch):
         """Return the tokens of the current microbatch on this rank."""
         *sizes, _ = self._megatrons.hidden_shape
         return int(torch.Size(sizes).numel())
+
+
+class HybridEPBuffer:
+    """Notices that HybridEP has replaced the process's buffer, to which graphs write.
+
+    Its size depends on the tokens of a pass.
+    """
+
+    def __init__(self) -> None:
+        private_names(_FUSED, "_hybrid_ep_buffer")
+        self._fused = import_megatron(_FUSED)
+        self._captured: tuple[Any, int] | None = None
+
+    def remember(self) -> None:
+        """Remember the current buffer, with which graphs were captured."""
+        self._captured = self._current()
+
+    def is_replaced(self) -> bool:
+        """Return whether HybridEP has replaced its buffer since the last capture."""
+        if self._captured is None:
+            return False
+        (captured, before), (now, tokens) = self._captured, self._current()
+        return now is not captured or tokens != before
+
+    def check(self) -> None:
+        """Check the buffer before a replay.
+
+        Raises:
+            ReplayMismatchError: HybridEP has replaced its buffer since the capture.
+        """
+        if not self.is_replaced():
+            return
+        assert self._captured is not None
+        (_, before), (_, tokens) = self._captured, self._current()
+        raise ReplayMismatchError(
+            "HybridEP replaced its buffer outside of all steps since the graphs were captured: a "
+            f"pass had {tokens} tokens on this rank, and the graphs write to the buffer of "
+            f"{before}. Run such passes through the wrapped schedule (forward_only), after which "
+            "all ranks capture again, or release() the graphs before them."
+        )
+
+    def _current(self) -> tuple[Any, int]:
+        buffer = self._fused._hybrid_ep_buffer
+        if buffer is None:
+            return None, 0
+        return buffer, int(buffer.configurer.buffer_config.max_num_of_tokens_per_rank)

@@ -9,9 +9,8 @@ from typing import Any, Protocol
 
 from chunkgraph.megatron.features.experts.capacity import factor_for_all, set_capacity_factor
 from chunkgraph.megatron.features.experts.counts import LOAD_OF
-from chunkgraph.megatron.features.experts.rank_budget import RankBudget, rank_factor_for_all
 
-__all__ = ["ExpertRoom", "RankRoom", "RoomWords", "SharedOut"]
+__all__ = ["ExpertRoom", "RoomWords", "SharedOut"]
 
 _HEADROOM = 1.1
 """Room after tokens were dropped, as a multiple of the load."""
@@ -85,37 +84,3 @@ class SharedOut:
         # Never less than before: shapes may have changed since the tokens were counted.
         factor = max(load / share * _HEADROOM, config.moe_expert_capacity_factor)
         set_capacity_factor(self._layers, min(factor, enough))
-
-
-class RankRoom:
-    """Room with DeepEP and a budget: a rank's experts share a fixed number of rows.
-
-    Args:
-        budget: Budget of the local layers.
-        config: Megatron's config.
-    """
-
-    words = RoomWords(
-        "Expert-parallel ranks had no room for tokens (moe_expert_rank_capacity_factor)",
-        "dispatches over the ranks' budget",
-        "raise moe_expert_rank_capacity_factor, or set token_drops='rerun', which runs such a "
-        "step again and then gives more room.",
-    )
-
-    def __init__(self, budget: RankBudget, config: Any) -> None:
-        self._budget = budget
-        self._config = config
-
-    def for_all(self) -> AbstractContextManager[None]:
-        """See `ExpertRoom`."""
-        return self._budget.room_for_all()
-
-    def give(self, load: int) -> None:
-        """See `ExpertRoom`; the load is the rows sent to one rank."""
-        config = self._config
-        now = config.moe_expert_rank_capacity_factor
-        factor = load / (LOAD_OF * config.moe_router_topk) * _HEADROOM
-        enough = rank_factor_for_all(
-            config.num_moe_experts, config.moe_router_topk, config.expert_model_parallel_size
-        )
-        self._budget.set_factor(max(now, min(factor, enough)))

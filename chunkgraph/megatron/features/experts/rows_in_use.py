@@ -5,7 +5,7 @@ with those that did. Here filler rows carry probability -1 from the router to th
 collective is needed to mark them on other ranks, and a token that chose an expert at probability 0
 still counts. The experts themselves still receive probability 0 for fillers.
 
-With DeepEP and a budget, and without a capacity, there are no fillers: the used rows come first.
+Without a capacity there are no fillers: the used rows come first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import torch
 from chunkgraph.megatron.core.access import private_names
 from chunkgraph.megatron.features.experts.device_splits import DeviceSplits
 from chunkgraph.megatron.features.experts.dropless_experts import experts_on_device
-from chunkgraph.megatron.features.experts.rank_budget import uses_rank_budget
 from chunkgraph.memory.stash import RowsInUse
 from chunkgraph.settings.experts import uses_dropless
 
@@ -45,7 +44,7 @@ def watch_expert_rows(
 ) -> Callable[[], None]:
     """Replace the forwards of the experts of ``layers``; the new ones know the rows in use.
 
-    The routers must mark padding (`TokenDrops.install`), unless there is a rank budget.
+    The routers must mark padding (`TokenDrops.install`), unless experts take all tokens.
 
     Args:
         layers: Expert layers.
@@ -62,9 +61,6 @@ def watch_expert_rows(
         watched = _Watched(layer.experts, name, is_on, scope)
         if uses_dropless(layer.config):
             watched.divert(layer.experts, watched.dropless_rows, undo)
-            continue
-        if uses_rank_budget(layer.config):
-            watched.divert(layer.experts, watched.leading_rows, undo)
             continue
         watched.divert(layer.experts, watched.all_experts, undo)
         if isinstance(layer.experts, sequential):

@@ -245,6 +245,7 @@ _RANDOM = {
     "ep2-long": ("alltoall", _SPREAD, 1, 100),
     "ep2-gathered": ("allgather", _SPREAD, 1, 12),
     "ep2-hybridep": ("flex", _SPREAD, 1, 12),
+    "ep2-hybridep-budget": ("flex", _SPREAD, 1, 12),
     "ep4": ("alltoall", _SPREAD_4, 1, 9),
     "ep4-gathered": ("allgather", _SPREAD_4, 1, 6),
     "ep4-hybridep": ("flex", _SPREAD_4, 1, 6),
@@ -257,7 +258,7 @@ _RANDOM = {
 @pytest.mark.parametrize(
     ("num_ranks", "names"),
     [
-        (2, ("ep2", "ep2-gathered", "ep2-hybridep")),
+        (2, ("ep2", "ep2-gathered", "ep2-hybridep", "ep2-hybridep-budget")),
         pytest.param(2, ("ep2-long",), marks=pytest.mark.slow),
         pytest.param(
             4,
@@ -290,6 +291,8 @@ def test_random_steps_with_too_little_room_are_equal_to_eager_training(
             pipeline=pipeline,
         )
         cases[name] = {**case, "probe": "dropless", "num_steps": num_steps}
+        if name.endswith("budget"):
+            cases[name]["budget"] = 0.8
     results = run_cases(cases, num_ranks, timeout_s=250.0)
     for name in names:
         num_steps = _RANDOM[name][-1]

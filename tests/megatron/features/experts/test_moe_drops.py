@@ -342,7 +342,7 @@ _HOLDS = {
         ({"expert_model_parallel_size": 3}, "expert_model_parallel_size=3: it does not divide"),
         (
             {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "ncclep"},
-            "only DeepEP.*moe_token_dispatcher_type='alltoall'",
+            "only HybridEP.*moe_token_dispatcher_type='alltoall'",
         ),
         (
             {"moe_token_dispatcher_type": "allgather", "moe_permute_fusion": True},
