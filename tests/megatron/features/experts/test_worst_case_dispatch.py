@@ -6,11 +6,10 @@ rows are NaN.
 
 from __future__ import annotations
 
-import importlib
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import permutation_stand_in
 import pytest
 import torch
 from hypothesis import given
@@ -98,8 +97,7 @@ def manager(monkeypatch: pytest.MonkeyPatch) -> WorstCaseManager:
     result._fused = SimpleNamespace(
         Buffer=OneRank, _buffer=None, get_hidden_bytes=lambda x: x.shape[1] * 4
     )
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "support"))
-    result._utils = importlib.import_module("permutation_stand_in").utils()
+    result._utils = permutation_stand_in.utils()
     monkeypatch.setattr(result, "_most_tokens", lambda num_tokens: num_tokens)
     return result
 

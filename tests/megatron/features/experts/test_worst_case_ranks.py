@@ -6,13 +6,12 @@ ordered by rank and token, every rank numbers its experts from 0, and unwritten 
 
 from __future__ import annotations
 
-import importlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import permutation_stand_in
 import pytest
 import torch
 
@@ -123,7 +122,7 @@ def _manager(node: Node, rank: int) -> WorstCaseManager:
         router_topk=TOP_K,
     )
     result = WorstCaseManager(replaced)
-    result._utils = importlib.import_module("permutation_stand_in").utils()
+    result._utils = permutation_stand_in.utils()
     buffer = Buffer(node, rank)
     result.buffer = lambda _: buffer  # type: ignore[method-assign]
     result._most_tokens = lambda num: max(node.all_of(rank, num))  # type: ignore[method-assign]
@@ -162,11 +161,8 @@ def _of_rank(node: Node, rank: int) -> dict[str, torch.Tensor]:
     }
 
 
-def test_tokens_of_two_ranks_meet_their_experts_and_come_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_tokens_of_two_ranks_meet_their_experts_and_come_back() -> None:
     """Ranks have different numbers of tokens, more than one of them would expect by itself."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "support"))
     node = Node()
     with ThreadPoolExecutor(RANKS) as threads:
         results = list(threads.map(lambda rank: _of_rank(node, rank), range(RANKS)))
