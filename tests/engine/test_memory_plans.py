@@ -92,7 +92,6 @@ def test_poison_shows_an_output_that_is_lent_for_too_short_a_time(
         assert y.isfinite().all()
         y.sum().backward()
         assert y.isnan().all()
-        assert x.grad is not None
         assert x.grad.isfinite().all()
 
 
@@ -207,7 +206,6 @@ def test_outputs_and_input_gradients_keep_no_block(backward: str, backend: Graph
     options = CaptureOptions(shared_slots=True)
     graphs = ChunkGraphs(chunks, [2, 2], backend=backend, options=options)
     graphs.capture([(torch.ones(3, 8, device=backend.device, requires_grad=True),)] * 2)
-    assert graphs._captured is not None
     pools = graphs._captured.pools.pools
     assert len(pools) == 3
     assert not any(pool.live() for pool in pools)

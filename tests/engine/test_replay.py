@@ -298,7 +298,6 @@ def test_the_backward_runs_whether_the_input_takes_a_gradient_or_not(
     x = sample(backend).detach().requires_grad_(requires_grad)
     train(graphs, x)
     assert graphs.counters.backward_replays == 1
-    assert module.linear.weight.grad is not None
     assert module.linear.weight.grad.any()
     assert (x.grad is not None) is requires_grad
 

@@ -408,5 +408,4 @@ def test_poison_accepts_infinite_gradients_that_add_up_to_a_nan(backend: GraphBa
     with graphs.step(2):
         for sign in (1, -1):
             (graphs.callables[0](new_input(backend)) * (sign * torch.inf)).sum().backward()
-    assert chunk.bias.grad is not None
     assert chunk.bias.grad.isnan().all()

@@ -264,7 +264,6 @@ def test_a_tensor_saved_twice_takes_pages_once_and_parts_are_stashed() -> None:
     (z.sum() + sum(half.sum() for half in halves)).backward()
     assert stash.arena.status().num_required_pages == 0
     saving.check_all_read()
-    assert x.grad is not None
     assert x.grad[:3].any()
 
 

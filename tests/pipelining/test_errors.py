@@ -172,7 +172,6 @@ def test_a_refused_step_may_run_eagerly_as_its_error_says(pipeline: Make) -> Non
     module = nn.Linear(4, 4)
     one = pipeline(module)
     one.step()
-    assert module.weight.grad is not None
     gradient = module.weight.grad.clone()  # of the warmup step
     one.step()
     before = one.schedules.graphs.counters.replays
