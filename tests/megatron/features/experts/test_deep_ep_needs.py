@@ -14,7 +14,11 @@ import torch
 from deep_ep_config import BACKENDS, HOLDS
 
 from chunkgraph.errors import ConfigError, MissingDependencyError
+from chunkgraph.launch.arguments import settle_arguments
+from chunkgraph.launch.flags import FLAGS
+from chunkgraph.launch.hooks import _set_rank_budget
 from chunkgraph.megatron.features.experts import cublaslt as cublaslt_module
+from chunkgraph.megatron.features.experts import deep_ep as moe_flex
 from chunkgraph.megatron.features.experts import deep_ep_needs
 from chunkgraph.megatron.features.experts.deep_ep import refuse_for_deep_ep
 from chunkgraph.megatron.refusals import facts_of_model
@@ -104,8 +108,6 @@ def test_experts_of_several_nodes_are_refused_where_deep_ep_stays_within_one(
     local: tuple[str | None, str | None],
     others: list[int],
 ) -> None:
-    from chunkgraph.megatron.features.experts import deep_ep as moe_flex
-
     machine(monkeypatch)
     monkeypatch.setattr(moe_flex, "expert_ranks", lambda: ranks)
     monkeypatch.setattr(moe_flex.dist, "get_rank", lambda: rank)
@@ -139,9 +141,6 @@ def test_the_worst_case_is_looked_for_without_an_import(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_launch_names_what_the_machine_lacks(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
-    from chunkgraph.launch.arguments import settle_arguments
-    from chunkgraph.launch.flags import FLAGS
-
     flags = dict.fromkeys(flag.dest for flag in FLAGS)
     arguments: dict[str, Any] = {
         **flags,
@@ -175,8 +174,6 @@ def test_launch_names_what_the_machine_lacks(monkeypatch: pytest.MonkeyPatch, ba
 
 
 def test_launch_puts_the_budget_where_megatron_refuses_it(one_rank: Any) -> None:
-    from chunkgraph.launch.hooks import _set_rank_budget
-
     chunk = torch.nn.Linear(2, 2)
     chunk.config = SimpleNamespace(moe_expert_rank_capacity_factor=None)  # type: ignore[assignment]
     _set_rank_budget(argparse.Namespace(), [chunk])

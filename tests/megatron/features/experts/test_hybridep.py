@@ -13,10 +13,20 @@ import torch
 from deep_ep_config import BACKENDS, HOLDS
 from refused import refused
 
+from chunkgraph.engine import Chunk, ChunkGraphs, Host
 from chunkgraph.errors import ConfigError, ReplayMismatchError
 from chunkgraph.graphs import RecorderBackend
+from chunkgraph.megatron.core.access import import_megatron, patch_attributes, private_names
+from chunkgraph.megatron.features.experts.counts import LOAD_OF
+from chunkgraph.megatron.features.experts.deep_ep_buffer import DeepEPBuffer
+from chunkgraph.megatron.features.experts.feature import Experts
+from chunkgraph.megatron.features.experts.fused_operations import rebuilt_fused_operations
+from chunkgraph.megatron.features.experts.rank_budget import RankBudget
 from chunkgraph.megatron.features.experts.refusals import MOE_RULES, PADDED_ROWS_RULES
+from chunkgraph.megatron.features.experts.room import RankRoom
 from chunkgraph.megatron.features.rerun.rewind import StepState
+from chunkgraph.settings import config_from_mapping
+from chunkgraph.trainer.model import build_model
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(60)]
 
@@ -168,8 +178,6 @@ def test_a_capture_without_eager_steps_is_refused() -> None:
 
 def test_flags_of_megatron_are_put_back_with_a_step_that_runs_again() -> None:
     """Otherwise Megatron's training loop would run the step once more."""
-    from chunkgraph.megatron.features.experts.feature import Experts
-
     counts, flag = torch.zeros(2, dtype=torch.int64), torch.zeros(1, dtype=torch.bool)
     experts: Any = SimpleNamespace(_drops=SimpleNamespace(counts=counts, tensors=(counts, flag)))
     written = Experts.tensors.fget(experts)  # type: ignore[attr-defined]
@@ -183,9 +191,6 @@ def test_flags_of_megatron_are_put_back_with_a_step_that_runs_again() -> None:
 
 
 def test_training_on_a_cpu_offers_another_way(one_rank: Any, make_config: Any) -> None:
-    from chunkgraph.settings import config_from_mapping
-    from chunkgraph.trainer.model import build_model
-
     fields = ("moe_flex_dispatcher_backend", "moe_token_dispatcher_type", RANK_FACTOR)
     moe = {
         **{name: HOLDS[name] for name in (*fields, "moe_router_dtype", "moe_grouped_gemm")},
@@ -205,8 +210,6 @@ NUM_RANKS, TOKENS, LOCAL = 2, 4, 3
 
 def _layer(num_rows: torch.Tensor) -> Any:
     """Make a layer with a stand-in for HybridEP's dispatcher that needs ``num_rows`` rows."""
-    from chunkgraph.megatron.core.access import private_names
-
     (base,) = private_names("megatron.core.transformer.moe.token_dispatcher", "_HybridEPManager")
 
     class Manager(base):  # type: ignore[misc, valid-type]
@@ -242,8 +245,6 @@ def _layer(num_rows: torch.Tensor) -> Any:
 
 
 def test_what_a_rank_has_no_room_for_is_counted_in_replays(one_rank: Any) -> None:
-    from chunkgraph.megatron.features.experts.rank_budget import RankBudget
-
     num_rows = torch.tensor([3])
     layer = _layer(num_rows)
     manager = layer.token_dispatcher._comm_manager
@@ -278,8 +279,6 @@ def _num_operators(graph: Any) -> int:
 @pytest.mark.parametrize("num_layers", [1, 5])
 def test_counting_adds_three_operators_to_a_chunk(one_rank: Any, num_layers: int) -> None:
     """For any number of layers: the forward's end adds up flags, without stacking a single one."""
-    from chunkgraph.megatron.features.experts.rank_budget import RankBudget
-
     row_counts = [torch.tensor([0]) for _ in range(num_layers)]
     layers = [_layer(count) for count in row_counts]
     budget = RankBudget(layers)
@@ -309,10 +308,6 @@ def test_counting_adds_three_operators_to_a_chunk(one_rank: Any, num_layers: int
 
 
 def test_room_is_for_all_where_nobody_would_hear_of_a_flag(one_rank: Any) -> None:
-    from chunkgraph.megatron.features.experts.counts import LOAD_OF
-    from chunkgraph.megatron.features.experts.rank_budget import RankBudget
-    from chunkgraph.megatron.features.experts.room import RankRoom
-
     layer = _layer(torch.tensor([9]))
     manager = layer.token_dispatcher._comm_manager
     budget = RankBudget([layer])
@@ -346,9 +341,6 @@ def test_room_is_for_all_where_nobody_would_hear_of_a_flag(one_rank: Any) -> Non
 
 
 def test_a_replaced_buffer_stops_the_replays(one_rank: Any) -> None:
-    from chunkgraph.megatron.core.access import import_megatron, patch_attributes
-    from chunkgraph.megatron.features.experts.deep_ep_buffer import DeepEPBuffer
-
     watched = DeepEPBuffer(is_hybrid=True)
     limits = SimpleNamespace(max_num_of_tokens_per_rank=64)
     buffer = SimpleNamespace(configurer=SimpleNamespace(buffer_config=limits))
@@ -369,8 +361,6 @@ def test_a_replaced_buffer_stops_the_replays(one_rank: Any) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_another_dispatcher_is_named(one_rank: Any, backend: str) -> None:
-    from chunkgraph.megatron.features.experts.rank_budget import RankBudget
-
     layer = SimpleNamespace(
         layer_number=3,
         token_dispatcher=SimpleNamespace(_comm_manager=None),
@@ -382,8 +372,6 @@ def test_another_dispatcher_is_named(one_rank: Any, backend: str) -> None:
 
 def test_fused_operations_are_built_again_for_a_capture(one_rank: Any) -> None:
     """They hold parameters, which a capture replaces."""
-    from chunkgraph.engine import Chunk, ChunkGraphs, Host
-    from chunkgraph.megatron.features.experts.fused_operations import rebuilt_fused_operations
 
     class Layer(torch.nn.Linear):
         _fused_ops: Any
