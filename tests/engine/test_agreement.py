@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -69,16 +71,9 @@ def test_an_expired_question_is_asked_again_though_it_is_the_same_here() -> None
 def test_a_release_before_the_capture_has_all_ranks_ask_again() -> None:
     """Also ranks that were not ready to capture, whose question stays the same."""
     ranks = Ranks()
-    graphs = ChunkGraphs(
-        [torch.nn.Linear(4, 4)],
-        [1],
-        options=CaptureOptions(num_warmup_steps=5),
-        backend=RecorderBackend(),
-        agree=ranks,
-    )
+    graphs = _graphs(ranks, num_warmup_steps=5)
     for _ in range(2):
-        with graphs.step(1):
-            graphs.callables[0](torch.randn(2, 4)).sum().backward()
+        _step(graphs)
     assert len(ranks.questions) == 3
     graphs.release()
     with graphs.step(1):
@@ -99,21 +94,28 @@ def test_a_plain_agreement_is_never_asked_early() -> None:
     assert agreement.answer("kind", [1]) == [1]
 
 
-def test_training_steps_ask_ahead_and_another_rank_still_decides() -> None:
-    ranks = Ranks()
-    module = torch.nn.Linear(4, 4)
-    graphs = ChunkGraphs(
-        [module], [1], options=CaptureOptions(), backend=RecorderBackend(), agree=ranks
+def _graphs(ranks: Ranks, **options: Any) -> ChunkGraphs:
+    return ChunkGraphs(
+        [torch.nn.Linear(4, 4)],
+        [1],
+        options=CaptureOptions(**options),
+        backend=RecorderBackend(),
+        agree=ranks,
     )
 
-    def step(key: int = 1, *, forward_only: bool = False) -> None:
-        with graphs.step(1, shape_key=key, forward_only=forward_only):
-            if forward_only:
-                with torch.no_grad():
-                    graphs.callables[0](torch.ones(2, 4))
-            else:
-                graphs.callables[0](torch.ones(2, 4)).sum().backward()
 
+def _step(graphs: ChunkGraphs, *, forward_only: bool = False) -> None:
+    with graphs.step(1, forward_only=forward_only), torch.set_grad_enabled(not forward_only):
+        result = graphs.callables[0](torch.ones(2, 4))
+        if not forward_only:
+            result.sum().backward()
+
+
+def test_training_steps_ask_ahead_and_another_rank_still_decides() -> None:
+    ranks = Ranks()
+    graphs = _graphs(ranks)
+
+    step = functools.partial(_step, graphs)
     num_questions = lambda: len(ranks.questions)  # noqa: E731
     step()  # warmup: asks, and posts the next step's question
     assert num_questions() == 2
@@ -151,10 +153,7 @@ class WithReason(Ranks):
 @pytest.mark.parametrize("is_here", [True, False])
 def test_memory_that_was_replaced_on_one_rank_makes_all_capture_again(is_here: bool) -> None:
     ranks = WithReason()
-    module = torch.nn.Linear(4, 4)
-    graphs = ChunkGraphs(
-        [module], [1], options=CaptureOptions(), backend=RecorderBackend(), agree=ranks
-    )
+    graphs = _graphs(ranks)
     is_replaced, released = False, []
 
     def release() -> None:
@@ -164,13 +163,7 @@ def test_memory_that_was_replaced_on_one_rank_makes_all_capture_again(is_here: b
 
     graphs.watch_memory(lambda: is_replaced, release)
 
-    def step(*, forward_only: bool = False) -> None:
-        with graphs.step(1, forward_only=forward_only):
-            if forward_only:
-                with torch.no_grad():
-                    graphs.callables[0](torch.ones(2, 4))
-            else:
-                graphs.callables[0](torch.ones(2, 4)).sum().backward()
+    step = functools.partial(_step, graphs)
 
     for _ in range(3):
         step()

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from toys import Apply, capture
 
 from chunkgraph.engine import ChunkGraphs
 from chunkgraph.engine.plain_values import Uncomparable, key_of
@@ -46,9 +47,7 @@ class Layer(nn.Module):
 
 
 def captured(module: nn.Module, *args: Any) -> ChunkGraphs:
-    graphs = ChunkGraphs(module, 1, backend=RecorderBackend())
-    graphs.capture([args])
-    return graphs
+    return capture(module, *args, backend=RecorderBackend())
 
 
 def call(graphs: ChunkGraphs, *args: Any) -> torch.Tensor:
@@ -257,12 +256,11 @@ def test_a_result_of_an_operator_is_one_in_the_capture(
     """A forward may check whether its input is a leaf."""
     seen: list[bool] = []
 
-    class Looks(Layer):
-        def forward(self, x: torch.Tensor, *_: Any) -> torch.Tensor:
-            seen.append(x.is_leaf)
-            return self.linear(x)
+    def look(module: Any, tensor: torch.Tensor) -> torch.Tensor:
+        seen.append(tensor.is_leaf)
+        return module.linear(tensor)
 
-    graphs = ChunkGraphs(Looks(), 1, backend=RecorderBackend())
+    graphs = ChunkGraphs(Apply(look, linear=nn.Linear(4, 4)), 1, backend=RecorderBackend())
     for _ in range(2):
         tensor = x().requires_grad_()
         with scope():

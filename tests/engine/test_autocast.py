@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from toys import Apply, all_equal
 
 from chunkgraph.engine import CaptureOptions, ChunkGraphs
 from chunkgraph.errors import ReplayMismatchError
@@ -129,18 +130,23 @@ def test_casts_of_leaves_are_shared_as_in_eager_training(
     backend: GraphBackend, block: str, cache: bool, is_leaf: bool
 ) -> None:
     """Gradients of a shared cast are added up in the lower precision."""
+    settings = {"dtype": torch.bfloat16, "cache_enabled": cache}
+    assert_as_in_eager(backend, block=block, settings=settings, is_leaf=is_leaf)
+
+
+def assert_as_in_eager(backend: GraphBackend, verify: Any = "none", **how: Any) -> None:
+    """Compare what `trained` returns with graphs and without."""
     engines: list[ChunkGraphs] = []
 
     def capture(module: nn.Module) -> Callable[..., Any]:
-        engines.append(ChunkGraphs(module, 2, backend=backend))
+        options = CaptureOptions(verify=verify)
+        engines.append(ChunkGraphs(module, 2, backend=backend, options=options))
         return engines[0].callables[0]
 
-    settings = {"dtype": torch.bfloat16, "cache_enabled": cache}
-    how: dict[str, Any] = {"block": block, "settings": settings, "is_leaf": is_leaf}
     expected = trained(backend, lambda module: module, **how)
     actual = trained(backend, capture, step=lambda: engines[0].step(2), **how)
     assert engines[0].counters.replays == 4
-    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+    assert all_equal(actual, expected)
 
 
 def test_a_capture_leaves_no_cast_to_its_caller(backend: GraphBackend) -> None:
@@ -167,35 +173,16 @@ def recomputed(module: Shares, x: torch.Tensor) -> torch.Tensor:
     return checkpoint(two_blocks, module, x, use_reentrant=False)
 
 
-class Casts(Shares):
-    """Enters autocast in its forward."""
-
-    def __init__(self, function: Callable[[Shares, torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.function(self, x)
-
-
 @pytest.mark.parametrize("verify", ["none", "shadow"])
 @pytest.mark.parametrize("settings", [None, {"dtype": torch.bfloat16}])
 @pytest.mark.parametrize("function", [two_blocks, recomputed])
 def test_a_forward_may_enter_autocast_itself(
     backend: GraphBackend, function: Any, settings: Any, verify: Any
 ) -> None:
-    engines: list[ChunkGraphs] = []
+    def new_module() -> nn.Module:
+        return Apply(lambda m, x: function(m.shares, x), shares=Shares())
 
-    def capture(module: nn.Module) -> Callable[..., Any]:
-        options = CaptureOptions(verify=verify)
-        engines.append(ChunkGraphs(module, 2, backend=backend, options=options))
-        return engines[0].callables[0]
-
-    how: dict[str, Any] = {"settings": settings, "new_module": lambda: Casts(function)}
-    expected = trained(backend, lambda module: module, **how)
-    actual = trained(backend, capture, step=lambda: engines[0].step(2), **how)
-    assert engines[0].counters.replays == 4
-    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+    assert_as_in_eager(backend, verify, settings=settings, new_module=new_module)
 
 
 def test_another_autocast_of_the_backward_is_refused(

@@ -10,6 +10,7 @@ import pytest
 import torch
 from pool_plans import use_plan
 from torch import nn
+from toys import Apply
 
 from chunkgraph.engine import Banks, CaptureOptions, Chunk, ChunkGraphs
 from chunkgraph.engine.capture.static_inputs import SlotStatics
@@ -129,20 +130,16 @@ def test_any_mixture_equals_eager(backend: GraphBackend, verify: Any) -> None:
 def test_variants_of_a_slot_lie_in_the_same_memory(backend: GraphBackend) -> None:
     """Three banks take hardly more memory than the largest alone."""
 
-    class Wide(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(1 << (16 if backend.name != "recorder" else 10)))
+    width = 1 << (16 if backend.name != "recorder" else 10)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for _ in range(8):
-                x = (x * self.weight).tanh()
-            return x.sum(-1)
+    def wide(module: Any, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(8):
+            x = (x * module.weight).tanh()
+        return x.sum(-1)
 
     def captured(banks: tuple[int, ...]) -> Any:
-        module = Wide().to(backend.device)
+        module = Apply(wide, weight=nn.Parameter(torch.ones(width))).to(backend.device)
         graphs = ChunkGraphs([module], [3], backend=backend, banks=Banks(banks))
-        width = module.weight.numel()
         samples = {
             rows: [torch.ones(rows, width, device=backend.device, requires_grad=True)]
             for rows in banks
@@ -169,9 +166,7 @@ def test_other_slots_are_still_proved_apart(backend: GraphBackend) -> None:
         banks=Banks(BANKS, derive),
     )
     use_plan(graphs, "one_pool")
-    x = torch.ones(12, WIDTH, device=backend.device, requires_grad=True)
-    with graphs.step(1, banks=[12]):
-        graphs.callables[0](x, rows=12).sum().backward()
+    _train(graphs, 12)
     with (
         pytest.raises(MemoryPlanError, match=r"slot \d, bank \d+ (for|back)ward overwrites"),
         graphs.step(1, banks=[12]),
@@ -190,19 +185,21 @@ def _forward(graphs: ChunkGraphs, rows: int) -> torch.Tensor:
     return graphs.callables[0](torch.ones(rows, WIDTH, device=device), rows=rows)
 
 
+def _train(graphs: ChunkGraphs, *lengths: int) -> None:
+    with graphs.step(len(lengths), banks=lengths):
+        for rows in lengths:
+            _forward(graphs, rows).sum().backward()
+
+
 def test_without_derived_samples_capture_waits_for_every_bank(graphs: ChunkGraphs) -> None:
     for lengths in ([12, 6], [6], [3]):
-        with graphs.step(len(lengths), banks=lengths):
-            for rows in lengths:
-                _forward(graphs, rows).sum().backward()
+        _train(graphs, *lengths)
         assert graphs.counters.captures == 0
-    with graphs.step(1, banks=[6]):
-        _forward(graphs, 6).sum().backward()
+    _train(graphs, 6)
     assert graphs.counters.captures == 6
     assert graphs.counters.fallbacks == {"capture warmup": 3}
     graphs.release()
-    with graphs.step(1, banks=[6]):
-        _forward(graphs, 6).sum().backward()
+    _train(graphs, 6)
     assert graphs.counters.fallbacks["released"] == 1
 
 
@@ -222,10 +219,8 @@ def test_a_step_names_the_banks_of_its_microbatches(graphs: ChunkGraphs) -> None
 
 
 def test_a_call_of_another_length_than_announced_is_named(graphs: ChunkGraphs) -> None:
-    for lengths in ([12, 6, 3],) * 2:
-        with graphs.step(3, banks=lengths):
-            for rows in lengths:
-                _forward(graphs, rows).sum().backward()
+    for _ in range(2):
+        _train(graphs, 12, 6, 3)
     with (
         pytest.raises(ReplayMismatchError, match=r"argument 0: captured \(6, 8\).*called \(3, 8\)"),
         graphs.step(1, banks=[6]),
@@ -245,8 +240,7 @@ def test_a_sample_that_cannot_be_derived_fails_the_session(backend: GraphBackend
     graphs = ChunkGraphs(
         modules(backend.device)[:1], [2], backend=backend, banks=Banks(BANKS, fails)
     )
-    with graphs.step(1, banks=[12]):
-        _forward(graphs, 12).sum().backward()
+    _train(graphs, 12)
     with pytest.raises(CaptureError, match="cannot be cut"), graphs.step(1, banks=[12]):
         pass
 
@@ -265,8 +259,7 @@ def test_a_sample_that_a_chunk_refuses_fails_the_session(backend: GraphBackend, 
 
     chunk = replace(Chunk.from_module(module, "chunk 0"), check_sample=check)
     graphs = ChunkGraphs([chunk], [2], backend=backend, banks=Banks(BANKS, derive))
-    with graphs.step(1, banks=[12]):
-        _forward(graphs, 12).sum().backward()
+    _train(graphs, 12)
     with pytest.raises(ConfigError, match=f"{bad} rows are refused"), graphs.step(1, banks=[12]):
         pass
     assert seen == list(BANKS)[: len(seen)]

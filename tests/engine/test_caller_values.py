@@ -4,70 +4,60 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from toys import Apply, capture, train
 
-from chunkgraph.engine import CaptureOptions, ChunkGraphs
+from chunkgraph.engine import ChunkGraphs
 from chunkgraph.engine.verify import same_bits
 from chunkgraph.errors import CaptureError, ReplayMismatchError
 from chunkgraph.graphs import GraphBackend
 
-Program = Callable[[nn.Module, Callable[..., Any], Any], list[Any]]
 
-
-class TwoHeads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk, self.a, self.b = (nn.Linear(8, 8) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        h = self.trunk(x)
-        return self.a(h), self.b(h)
-
-
-class Loss(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x).square().mean()
+def two_heads() -> nn.Module:
+    parts = {name: nn.Linear(8, 8) for name in ("trunk", "a", "b")}
+    return Apply(lambda m, x: (m.a(h := m.trunk(x)), m.b(h)), **parts)
 
 
 @pytest.fixture
-def both(backend: GraphBackend) -> Callable[..., None]:
-    """Run a program eagerly and with graphs; compare the results."""
+def both(backend: GraphBackend) -> Callable[..., Any]:
+    """Train eagerly and with graphs; compare what the body returns, and gradients."""
 
-    def run(module: nn.Module, program: Program, num_slots: int = 1, **options: Any) -> None:
-        results = []
+    def run(
+        module: nn.Module,
+        body: Callable[[Any, Callable[..., Any]], list[Any]],
+        *,
+        num_steps: int = 2,
+        count: int = 1,
+        begin: Callable[[], object] = lambda: None,
+    ) -> Any:
+        results: list[list[Any]] = []
         for is_eager in (True, False):
             of_run = copy.deepcopy(module).to(backend.device)
             torch.manual_seed(5)
-            graphs = ChunkGraphs(
-                [of_run], [num_slots], backend=backend, options=CaptureOptions(**options)
-            )
-            if is_eager:
-                results.append(program(of_run, of_run, _no_step))
-            else:
-                results.append(program(of_run, graphs.callables[0], graphs.step))
-                assert graphs.counters.replays
+            begin()
+            graphs = ChunkGraphs([of_run], [1], backend=backend)
+            call = of_run if is_eager else graphs.callables[0]
+            results.append([])
+            for _ in range(num_steps):
+                with nullcontext() if is_eager else graphs.step(count):
+                    for _ in range(count):
+                        results[-1] += body(of_run, call)
+            results[-1] += [p.grad for p in of_run.parameters()]
+        assert graphs.counters.replays
         for expected, value in zip(*results, strict=True):
             if isinstance(expected, torch.Tensor):
                 assert isinstance(value, torch.Tensor)
                 assert same_bits(value, expected)
             else:
                 assert value is expected
+        return of_run
 
     return run
-
-
-class _no_step:  # noqa: N801 - stands for a method
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-    def __enter__(self) -> None: ...
-    def __exit__(self, *_: object) -> None: ...
 
 
 def rows(module: nn.Module, **options: Any) -> torch.Tensor:
@@ -75,181 +65,138 @@ def rows(module: nn.Module, **options: Any) -> torch.Tensor:
 
 
 def test_losses_may_be_kept(both: Callable[..., None]) -> None:
-    def program(module: nn.Module, call: Callable[..., Any], step: Any) -> list[Any]:
-        losses = []
-        for _ in range(3):
-            with step(4):
-                for _ in range(4):
-                    loss = call(rows(module))
-                    loss.backward()
-                    losses += [loss.detach(), loss]
-        return losses
+    def body(module: nn.Module, call: Callable[..., Any]) -> list[Any]:
+        loss = call(rows(module))
+        loss.backward()
+        return [loss.detach(), loss]
 
-    both(Loss(), program)
+    loss = Apply(lambda m, x: m.layer(x).square().mean(), layer=nn.Linear(8, 8))
+    both(loss, body, num_steps=3, count=4)
 
 
 def test_outputs_keep_their_strides(both: Callable[..., None]) -> None:
-    class Sliced(nn.Linear):
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            y = super().forward(x)
-            return y.t(), y[:, 2:5], y.sum().expand(3, 2)
+    def sliced(module: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = module.layer(x)
+        return y.t(), y[:, 2:5], y.sum().expand(3, 2)
 
-    def program(module: nn.Module, call: Callable[..., Any], step: Any) -> list[Any]:
-        values: list[Any] = []
-        for _ in range(2):
-            with step(1):
-                outputs = call(rows(module))
-                sum(y.square().sum() for y in outputs).backward()
-                values += [*outputs, *[torch.tensor(y.stride()) for y in outputs]]
-        return values
+    def body(module: nn.Module, call: Callable[..., Any]) -> list[Any]:
+        outputs = call(rows(module))
+        sum(y.square().sum() for y in outputs).backward()
+        return [*outputs, *[torch.tensor(y.stride()) for y in outputs]]
 
-    both(Sliced(8, 8), program)
+    both(Apply(sliced, layer=nn.Linear(8, 8)), body)
 
 
 def test_an_output_with_gaps_may_be_changed_in_place(both: Callable[..., None]) -> None:
-    class Sliced(nn.Linear):
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            return super().forward(x)[:, 2:5], x.sum()
+    def body(module: nn.Module, call: Callable[..., Any]) -> list[Any]:
+        y, total = call(rows(module))
+        y.mul_(2)
+        (y.square().sum() + total).backward()
+        return [y]
 
-    def program(module: nn.Module, call: Callable[..., Any], step: Any) -> list[Any]:
-        values: list[Any] = []
-        for _ in range(2):
-            with step(1):
-                y, total = call(rows(module))
-                y.mul_(2)
-                (y.square().sum() + total).backward()
-                values.append(y)
-        return [*values, *(p.grad for p in module.parameters())]
+    both(Apply(lambda m, x: (m.layer(x)[:, 2:5], x.sum()), layer=nn.Linear(8, 8)), body)
 
-    both(Sliced(8, 8), program)
+
+class Memory:
+    """Makes tensors of other values each time, in memory of any kind."""
+
+    def __init__(self) -> None:
+        self.num_made, self.buffers = 0, {}
+
+    def of(self, kind: str, values: torch.Tensor) -> torch.Tensor:
+        self.num_made += 1
+        values = values.view(4, 8) * (1.0 + 0.3 * self.num_made)
+        match kind:
+            case "negated":
+                return torch._neg_view(values)
+            case "conjugated":
+                return torch.complex(values, values.cos()).conj()
+            case "expanded":
+                return values[0, 3].expand(4, 8)
+            case "offset":
+                return torch.cat([values, values])[3:7]
+            case "same memory":
+                return self.buffers.setdefault(values.device, values.clone()).copy_(values)
+        return values
 
 
 @pytest.mark.parametrize("kind", ["new", "same memory", "negated", "expanded", "offset"])
 def test_output_gradients_come_from_any_memory(both: Callable[..., None], kind: str) -> None:
     """Copies of graphs read memory: a lazy negation there has other values than the tensor."""
-    buffers: dict[torch.device, torch.Tensor] = {}
 
     class Gradient(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, y: torch.Tensor, factor: float) -> torch.Tensor:
-            ctx.factor = factor
+        def forward(ctx: Any, y: torch.Tensor) -> torch.Tensor:
             return y.sum()
 
         @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-            values = torch.arange(32.0, device=grad.device).view(4, 8) * ctx.factor
-            if kind == "negated":
-                return torch._neg_view(values), None
-            if kind == "expanded":
-                return values[0, 3].expand(4, 8), None
-            if kind == "offset":
-                return torch.cat([values, values])[3:7], None
-            if kind == "same memory":
-                return buffers.setdefault(grad.device, values.clone()).copy_(values), None
-            return values, None
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return memory.of(kind, torch.arange(32.0, device=grad.device))
 
-    def program(module: nn.Module, call: Callable[..., Any], step: Any) -> list[Any]:
-        for s in range(3):
-            with step(3):
-                for i in range(3):
-                    Gradient.apply(call(rows(module)), 1.0 + s + 0.3 * i).backward()
-        return [p.grad for p in module.parameters()]
+    def body(module: nn.Module, call: Callable[..., Any]) -> list[Any]:
+        Gradient.apply(call(rows(module))).backward()
+        return []
 
-    both(nn.Linear(8, 8), program)
+    memory = Memory()
+    both(nn.Linear(8, 8), body, num_steps=3, count=3, begin=memory.__init__)
 
 
 @pytest.mark.parametrize("kind", ["new", "same memory", "negated", "conjugated", "offset"])
 def test_inputs_come_from_any_memory(both: Callable[..., None], kind: str) -> None:
-    buffers: dict[torch.device, torch.Tensor] = {}
+    def body(module: Any, call: Callable[..., Any]) -> list[Any]:
+        output = call(memory.of(kind, torch.arange(32.0, device=module.weight.device).sin()))
+        output.abs().sum().backward()
+        return [output]
 
-    def argument(device: torch.device, factor: float) -> torch.Tensor:
-        values = torch.arange(32.0, device=device).view(4, 8).sin() * factor
-        if kind == "negated":
-            return torch._neg_view(values)
-        if kind == "conjugated":
-            return torch.complex(values, values.cos()).conj()
-        if kind == "offset":
-            return torch.cat([values, values])[3:7]
-        if kind == "same memory":
-            return buffers.setdefault(device, values.clone()).copy_(values)
-        return values
-
-    def program(module: nn.Module, call: Callable[..., Any], step: Any) -> list[Any]:
-        device = next(module.parameters()).device
-        outputs = []
-        for s in range(3):
-            with step(3):
-                for i in range(3):
-                    outputs.append(call(argument(device, 1.0 + s + 0.3 * i)))
-                    outputs[-1].abs().sum().backward()
-        return [*outputs, *[p.grad for p in module.parameters()]]
-
+    memory = Memory()
     dtype = torch.complex64 if kind == "conjugated" else torch.float32
-    both(nn.Linear(8, 8, dtype=dtype), program)
+    both(nn.Linear(8, 8, dtype=dtype), body, num_steps=3, count=3, begin=memory.__init__)
 
 
 def test_one_output_that_is_returned_twice_is_one_tensor(both: Callable[..., None]) -> None:
-    class Twice(nn.Linear):
-        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-            y = super().forward(x).tanh()
-            return {"a": y, "b": y}
+    def body(module: nn.Module, call: Callable[..., Any]) -> list[Any]:
+        module.zero_grad()
+        y = call(rows(module))
+        assert y["a"] is y["b"]
+        (y["a"].exp() * y["b"].sin()).sum().backward()
+        return []
 
-    def program(module: nn.Module, call: Callable[..., Any], step: Any) -> list[Any]:
-        for _ in range(2):
-            module.zero_grad()
-            with step(1):
-                y = call(rows(module))
-                assert y["a"] is y["b"]
-                (y["a"].exp() * y["b"].sin()).sum().backward()
-        return [p.grad for p in module.parameters()]
-
-    both(Twice(8, 8), program)
-
-
-class ReturnsItself(nn.Module):
-    """Returns a frozen parameter and a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(8)
-        self.frozen = nn.Parameter(torch.ones(8), requires_grad=False)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.norm(x), self.frozen, self.norm.running_mean
+    layer = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    both(Apply(lambda m, x: dict.fromkeys("ab", m.layer(x)), layer=layer), body)
 
 
 def test_a_returned_buffer_stays_the_buffer(both: Callable[..., None]) -> None:
     """So does a frozen parameter, which can be thawed."""
 
-    def program(module: Any, call: Callable[..., Any], step: Any) -> list[Any]:
-        kept = []
-        for _ in range(3):
-            with step(2):
-                for _ in range(2):
-                    y, *own = call(torch.randn(4, 8, device=module.frozen.device))
-                    kept += own
-                    y.square().sum().backward()
-        module.frozen.requires_grad_()
-        return [*kept, *(tensor.requires_grad for tensor in kept)]
+    def body(module: Any, call: Callable[..., Any]) -> list[Any]:
+        y, *own = call(torch.randn(4, 8, device=module.frozen.device))
+        y.square().sum().backward()
+        kept.extend(own)
+        return own
 
-    both(ReturnsItself(), program)
+    kept: list[torch.Tensor] = []
+    module = Apply(
+        lambda m, x: (m.norm(x), m.frozen, m.norm.running_mean),
+        norm=nn.BatchNorm1d(8),
+        frozen=nn.Parameter(torch.ones(8), requires_grad=False),
+    )
+    of_graphs = both(module, body, num_steps=3, count=2, begin=kept.clear)
+    of_graphs.frozen.requires_grad_()
+    assert [tensor.requires_grad for tensor in kept] == [True, False] * 6
 
 
 def test_parameters_below_an_unused_output_get_no_gradient(both: Callable[..., None]) -> None:
-    def program(module: Any, call: Callable[..., Any], step: Any) -> list[Any]:
-        optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
-        for _ in range(3):
-            optimizer.zero_grad()
-            with step(1):
-                call(rows(module))[0].square().mean().backward()
-            optimizer.step()
-        return [module.b.weight.grad, *module.parameters()]
+    def body(module: Any, call: Callable[..., Any]) -> list[Any]:
+        module.zero_grad()
+        call(rows(module))[0].square().mean().backward()
+        torch.optim.AdamW(module.parameters(), lr=0.1).step()
+        return [module.b.weight.grad, *(p.detach().clone() for p in module.parameters())]
 
-    both(TwoHeads(), program)
+    both(two_heads(), body, num_steps=3)
 
 
 def test_another_use_of_the_outputs_than_captured_is_refused(backend: GraphBackend) -> None:
-    module = TwoHeads().to(backend.device)
+    module = two_heads().to(backend.device)
     graphs = ChunkGraphs([module], [1], backend=backend)
     with graphs.step(1):
         a, b = graphs.callables[0](rows(module))
@@ -278,14 +225,6 @@ def keep_and_drop(module: Any, _: Any) -> None:
     module.zero_grad(set_to_none=True)
 
 
-def clear_in_place(module: nn.Module, _: Any) -> None:
-    module.zero_grad(set_to_none=False)
-
-
-def clip(module: nn.Module, _: Any) -> None:
-    nn.utils.clip_grad_norm_(module.parameters(), 0.1)
-
-
 def alias(module: nn.Module, _: Any) -> None:
     for p in module.parameters():
         p.grad = p.grad.view_as(p.grad)
@@ -293,75 +232,69 @@ def alias(module: nn.Module, _: Any) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [step_and_clear, halve, clear_one, keep_and_drop, clear_in_place, clip, alias],
+    [
+        step_and_clear,
+        halve,
+        clear_one,
+        keep_and_drop,
+        lambda module, _: module.zero_grad(set_to_none=False),
+        lambda module, _: nn.utils.clip_grad_norm_(module.parameters(), 0.1),
+        alias,
+    ],
 )
 @pytest.mark.parametrize("num_microbatches", [1, 3])
 def test_what_is_done_to_gradients_between_backwards_counts(
     both: Callable[..., None], change: Callable[..., None], num_microbatches: int
 ) -> None:
-    def program(module: Any, call: Callable[..., Any], step: Any) -> list[Any]:
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        for _ in range(3):
-            with step(num_microbatches):
-                for _ in range(num_microbatches):
-                    call(rows(module)).square().mean().backward()
-                    change(module, optimizer)
-        kept = getattr(module, "kept", [])
-        return [*module.parameters(), *[p.grad for p in module.parameters()], *kept]
+    def body(module: Any, call: Callable[..., Any]) -> list[Any]:
+        call(rows(module)).square().mean().backward()
+        change(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        return [*getattr(module, "kept", []), *(p.detach().clone() for p in module.parameters())]
 
-    both(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), program)
+    module = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    both(module, body, num_steps=3, count=num_microbatches)
 
 
 def test_gradients_that_are_views_of_one_buffer_stay_there(both: Callable[..., None]) -> None:
-    def program(module: nn.Module, call: Callable[..., Any], step: Any) -> list[Any]:
+    def body(module: nn.Module, call: Callable[..., Any]) -> list[Any]:
         parameters = list(module.parameters())
-        flat = torch.zeros(sum(p.numel() for p in parameters), device=parameters[0].device)
-        for p, g in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
-            p.grad = g.view_as(p)
-        flats = []
-        for _ in range(3):
-            flat.zero_()
-            with step(2):
-                for _ in range(2):
-                    call(rows(module)).square().mean().backward()
-            flats.append(flat.clone())
-        return flats
+        if not flats:
+            flat = torch.zeros(sum(p.numel() for p in parameters), device=parameters[0].device)
+            for p, g in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+                p.grad = g.view_as(p)
+            flats.append(flat)
+        call(rows(module)).square().mean().backward()
+        return [flats[0].clone()]
 
-    both(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), program)
+    flats: list[torch.Tensor] = []
+    both(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), body, count=2, begin=flats.clear)
 
 
 def test_gradients_kept_by_reference_keep_their_values(both: Callable[..., None]) -> None:
-    def program(module: nn.Module, call: Callable[..., Any], step: Any) -> list[Any]:
-        kept = []
-        for _ in range(4):
-            module.zero_grad(set_to_none=True)
-            with step(1):
-                call(rows(module)).square().sum().backward()
-            kept += [p.grad for p in module.parameters()]
-        return kept
+    def body(module: nn.Module, call: Callable[..., Any]) -> list[Any]:
+        module.zero_grad(set_to_none=True)
+        call(rows(module)).square().sum().backward()
+        return [p.grad for p in module.parameters()]
 
-    both(nn.Linear(8, 8), program)
+    both(nn.Linear(8, 8), body, num_steps=4)
 
 
 def test_views_of_a_dropped_gradient_are_refused(backend: GraphBackend) -> None:
     module = nn.Linear(8, 8).to(backend.device)
-    graphs = ChunkGraphs([module], [1], backend=backend)
-    graphs.capture([rows(module)])
-    with graphs.step(1):
-        graphs.callables[0](rows(module)).sum().backward()
+    graphs = capture(module, rows(module), backend=backend)
+    train(graphs, rows(module))
     view = module.weight.grad.view(-1)
     module.zero_grad()
-    with pytest.raises(ReplayMismatchError, match="views of its memory"), graphs.step(1):
-        graphs.callables[0](rows(module)).sum().backward()
+    with pytest.raises(ReplayMismatchError, match="views of its memory"):
+        train(graphs, rows(module))
     assert view.numel() == 64
 
 
 @pytest.mark.parametrize("asks", ["grad", "grad of a parameter", "inputs"])
 def test_a_backward_for_some_gradients_alone_is_refused(backend: GraphBackend, asks: str) -> None:
     module = nn.Linear(8, 8).to(backend.device)
-    graphs = ChunkGraphs([module], [1], backend=backend)
     x = rows(module, requires_grad=True)
-    graphs.capture([x])
+    graphs = capture(module, x, backend=backend)
     inputs = [x, module.weight] if "parameter" in asks else [x]
 
     def ask() -> None:
@@ -377,64 +310,43 @@ def test_a_backward_for_some_gradients_alone_is_refused(backend: GraphBackend, a
 
 
 def test_without_parameters_autograd_grad_is_as_ever(both: Callable[..., None]) -> None:
-    def program(module: nn.Module, call: Callable[..., Any], step: Any) -> list[Any]:
+    def body(module: Any, call: Callable[..., Any]) -> list[Any]:
         x = torch.randn(4, 8, requires_grad=True, device=module.scale.device)
-        values: list[Any] = []
-        for _ in range(2):
-            with step(1):
-                values += torch.autograd.grad(call(x).square().sum(), x)
-        return values
+        return list(torch.autograd.grad(call(x).square().sum(), x))
 
-    class Scale(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.randn(8), requires_grad=False)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (x * self.scale).tanh()
-
-    both(Scale(), program)
+    scale = nn.Parameter(torch.randn(8), requires_grad=False)
+    both(Apply(lambda m, x: (x * m.scale).tanh(), scale=scale), body)
 
 
 def test_an_argument_that_the_chunk_changes_is_refused(backend: GraphBackend) -> None:
-    class Adds(nn.Linear):
-        def forward(self, x: torch.Tensor, *, total: torch.Tensor) -> torch.Tensor:
-            y = super().forward(x)
-            total.add_(y.detach().sum())
-            return y
+    def add(module: Any, x: torch.Tensor, *, total: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = module.layer(x)
+        total.add_(y.detach().sum())
+        return y
 
-    module = Adds(8, 8).to(backend.device)
+    module = Apply(add, layer=nn.Linear(8, 8)).to(backend.device)
     graphs = ChunkGraphs([module], [1], backend=backend)
     with pytest.raises(CaptureError, match="changes argument 'total' in place"):
         graphs.capture([{"x": rows(module), "total": torch.zeros((), device=backend.device)}])
 
 
 def test_received_memory_may_be_another_argument(both: Callable[..., None]) -> None:
-    class Delay(nn.Linear):
-        def forward(self, x: torch.Tensor, last: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            return super().forward(x) + last, x, last
+    def body(module: Any, call: Callable[..., Any]) -> list[Any]:
+        lasts.append(torch.zeros(4, 8, device=module.layer.weight.device))
+        y, last, before = call(rows(module), lasts.pop(0))
+        lasts[:] = [last]
+        y.square().sum().backward()
+        return [y, last, before]
 
-    def program(module: nn.Module, call: Callable[..., Any], step: Any) -> list[Any]:
-        last, values = torch.zeros(4, 8, device=next(module.parameters()).device), []
-        for _ in range(4):
-            with step(1):
-                y, last, before = call(rows(module), last)
-                y.square().sum().backward()
-                values += [y, last, before]
-        return values
-
-    both(Delay(8, 8), program)
+    lasts: list[torch.Tensor] = []
+    delay = Apply(lambda m, x, last: (m.layer(x) + last, x, last), layer=nn.Linear(8, 8))
+    both(delay, body, num_steps=4, begin=lasts.clear)
 
 
 def test_two_tensors_of_one_call_are_received_into_one_slot(backend: GraphBackend) -> None:
-    class Add(nn.Linear):
-        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-            return super().forward(x) + y
-
-    module = Add(8, 8).to(backend.device)
-    graphs = ChunkGraphs([module], [1], backend=backend)
+    module = Apply(lambda m, x, y: m.layer(x) + y, layer=nn.Linear(8, 8)).to(backend.device)
     a, b = rows(module), rows(module)
-    graphs.capture([(a, b)])
+    graphs = capture(module, a, b, backend=backend)
     with graphs.step(1):
         x, y = graphs.reserve_input(0, 0), graphs.reserve_input(0, 1)
         assert x is not None

@@ -11,7 +11,17 @@ import pytest
 import torch
 from thread_ranks import Agreeing, run_ranks
 from torch import nn
-from toys import SYNC_LINE, Tower, sample, towers, train_microbatch
+from toys import (
+    SYNC_LINE,
+    Apply,
+    Tower,
+    all_equal,
+    capture,
+    sample,
+    towers,
+    train,
+    train_microbatch,
+)
 
 from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs, StepMode
 from chunkgraph.engine.capture import session
@@ -47,13 +57,11 @@ def test_a_session_changes_no_gradient_buffer_or_random_state(backend: GraphBack
     report = graphs.capture([(x,), (x,)])
     assert report.num_graphs == 10
     assert report.num_slots == (3, 2)
-    assert all(torch.equal(a, b) for a, b in zip(states, random_states(backend), strict=True))
+    assert all_equal(states, random_states(backend))
     assert calls == [m.num_calls.item() for m in modules]
-    after = [p.grad for m in modules for p in m.parameters()]
-    assert all(torch.equal(a, b) for a, b in zip(grads, after, strict=True))
+    assert all_equal(grads, [p.grad for m in modules for p in m.parameters()])
     # Existing gradients stay and are added to, as by autograd.
-    with graphs.step(1):
-        train_microbatch(graphs.callables[0], x)
+    train(graphs, x)
     assert not torch.equal(modules[0].linear.weight.grad, grads[0])
     assert modules[0].num_calls.item() == calls[0] + 1
 
@@ -71,14 +79,13 @@ def test_a_session_that_fails_half_way_leaves_a_working_eager_model(backend: Gra
     assert "chunk 1 slot 0" in message
     assert graphs.counters.captures == 0
     assert graphs.report is None
-    for before, now in zip(states, random_states(backend), strict=True):
-        assert torch.equal(before, now)
+    assert all_equal(states, random_states(backend))
     torch.manual_seed(4)
     [nn.Linear(8, 8) for _ in range(2)]  # the draws that `towers` makes before `expected`
     with graphs.step(1) as mode:
         assert mode is StepMode.EAGER
         outputs = [train_microbatch(call, x) for call in graphs.callables]
-    assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
+    assert all_equal(outputs, expected)
     assert dict(graphs.counters.fallbacks) == {"capture failed": 1}
     modules[1].syncs = False  # repaired: capturing works now
     graphs.capture([(x,), (x,)])
@@ -92,8 +99,7 @@ def test_on_failure_eager_warns_once_and_trains_on() -> None:
     graphs = ChunkGraphs(
         towers(backend, True), [2], backend=backend, options=CaptureOptions(on_failure="eager")
     )
-    with graphs.step(1):
-        train_microbatch(graphs.callables[0], sample(backend))
+    train(graphs, sample(backend))
     with pytest.warns(UserWarning, match=rf"(?s){SYNC_LINE}.*eagerly") as records:
         train_steps(graphs, backend, num_steps=3)
     assert len(records) == 1
@@ -134,9 +140,7 @@ def test_gradients_take_no_memory_during_the_passes_before_a_capture(
             return super().forward(*args, **kwargs)
 
     monkeypatch.setattr(session, "GradMemory", Noted)
-    module = Noting(syncs=False).to(backend.device)
-    options = CaptureOptions()
-    ChunkGraphs([module], [1], backend=backend, options=options).capture([(sample(backend),)])
+    capture(Noting(), sample(backend), backend=backend)
     (memory,) = memories
     assert sizes == [0, memory.num_bytes]
     assert memory.num_bytes > 0
@@ -240,18 +244,12 @@ def test_any_exception_in_the_session_reaches_all_ranks() -> None:
         agreed.append(list(values))
         return list(values)
 
-    class Raises(Tower):
-        def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-            raise KeyError("gone")
+    def fail(*_: Any) -> None:
+        raise KeyError("gone")
 
     backend = RecorderBackend()
-    graphs = ChunkGraphs(
-        [Raises()],
-        [1],
-        backend=backend,
-        agree=agree,
-        options=CaptureOptions(),
-    )
+    module = Apply(fail, linear=nn.Linear(8, 8))
+    graphs = ChunkGraphs([module], [1], backend=backend, agree=agree)
     with pytest.raises(CaptureError, match=r"KeyError: 'gone'\n.*test_capture\.py"):
         graphs.capture([(sample(backend),)])
     assert len(agreed[0]) == 1  # the outcome, agreed on before anything else

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
+from toys import Apply, capture, train
 
 from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs
 from chunkgraph.errors import CaptureError, ReplayMismatchError, VerifyError
@@ -192,11 +193,10 @@ def test_modules_in_the_wrapper_of_torch_compile_have_a_mode(backend: GraphBacke
 def test_a_declared_cache_may_grow_in_an_eager_step(backend: GraphBackend) -> None:
     module = Stack().to(backend.device)
     chunk = replace(Chunk.from_module(module, "stage"), caches=("scale",))
-    graphs = ChunkGraphs([chunk], [1], backend=backend)
-    graphs.capture([torch.ones(3, WIDTH, device=backend.device)])
+    graphs = capture(chunk, torch.ones(3, WIDTH, device=backend.device), backend=backend)
     module.scale = torch.ones(4, device=backend.device)
-    with graphs.counters.expect(replays=1), graphs.step(1):
-        graphs.callables[0](torch.ones(3, WIDTH, device=backend.device)).sum().backward()
+    with graphs.counters.expect(replays=1):
+        train(graphs, torch.ones(3, WIDTH, device=backend.device))
 
 
 def test_a_forward_that_replaces_a_buffer_is_refused(backend: GraphBackend) -> None:
@@ -293,14 +293,9 @@ def test_torchs_data_parallelism_is_refused(
     backend: GraphBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The type is enough, so this needs no process group."""
-
-    class Wrapper(nn.Module):
-        def __init__(self, module: nn.Module) -> None:
-            super().__init__()
-            self.module = module
-
-    monkeypatch.setattr(nn.parallel, "DistributedDataParallel", Wrapper)
-    loop = Loop(Wrapper(Stack()), backend)
+    wrapper = type("Wrapper", (Apply,), {})
+    monkeypatch.setattr(nn.parallel, "DistributedDataParallel", wrapper)
+    loop = Loop(wrapper(lambda m, x: m.module(x), module=Stack()), backend)
     with pytest.raises(CaptureError, match=r"torch DistributedDataParallel.*does not see"):
         loop.capture()
 
@@ -470,25 +465,20 @@ def test_a_container_of_torch_may_keep_books(backend: GraphBackend) -> None:
 
 
 def test_parameters_in_plain_objects_of_a_module_train(backend: GraphBackend) -> None:
-    class Delegating(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(4, 4))
-            self.helper = SimpleNamespace(weight=self.weight)
-            short_lived = Loop.__new__(Loop)
-            self.gone = weakref.proxy(short_lived)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x @ self.helper.weight
-
-    loop = Loop(Delegating(), backend)
-    module = loop.module
+    short_lived = Loop.__new__(Loop)
+    module = Apply(
+        lambda m, x: x @ m.helper.weight,
+        weight=nn.Parameter(torch.ones(4, 4)),
+        helper=SimpleNamespace(),
+        gone=weakref.proxy(short_lived),
+    )
+    del short_lived
+    loop = Loop(module, backend)
     module.helper.weight = weight = module.weight
     loop.graphs.capture([loop.rows()])
     assert module.helper.weight is module.weight is weight
     x = loop.rows()
-    with loop.graphs.step(1):
-        loop.graphs.callables[0](x).sum().backward()
+    train(loop.graphs, x)
     assert torch.equal(weight.grad, x.detach().sum(0)[:, None].expand(4, 4))
 
 

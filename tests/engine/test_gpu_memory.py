@@ -41,7 +41,6 @@ def sample() -> torch.Tensor:
 def gradient_of(call: object, module: Tower) -> torch.Tensor:
     module.scales.grad = None
     call(sample()).square().mean().backward()  # type: ignore[operator]
-    assert module.scales.grad is not None
     return module.scales.grad.clone()
 
 
@@ -112,7 +111,6 @@ def test_scratch_is_one_block_for_all_backwards() -> None:
     module = Tower()
     graphs = ChunkGraphs([module], [3])
     graphs.capture([(sample(),)])
-    assert graphs._captured is not None
     scratch = graphs._captured.pools.scratch
     assert isinstance(scratch, CUDAPool)
     large = [s for s in scratch._segments() if s["segment_type"] == "large"]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from toys import Apply, all_equal, capture, train
 
 from chunkgraph.engine import ChunkGraphs
 from chunkgraph.engine.capture.gradients import GradientSinks
@@ -17,19 +18,14 @@ from chunkgraph.errors import ReplayMismatchError
 from chunkgraph.graphs import GraphBackend, RecorderBackend
 
 
-class Tied(nn.Module):
-    def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__()
-        self.weight = weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(x @ self.weight)
+def tied(weight: nn.Parameter) -> nn.Module:
+    return Apply(lambda m, x: torch.tanh(x @ m.weight), weight=weight)
 
 
 def _two_chunks(backend: GraphBackend) -> tuple[list[nn.Module], torch.Tensor]:
     torch.manual_seed(3)
     weight = nn.Parameter(torch.randn(4, 4, device=backend.device))
-    return [Tied(weight), Tied(weight)], torch.randn(2, 4, device=backend.device)
+    return [tied(weight), tied(weight)], torch.randn(2, 4, device=backend.device)
 
 
 def _step(
@@ -54,23 +50,15 @@ class _WithoutGradient(torch.autograd.Function):
         return grad, None
 
 
-class PartlyTrained(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.scale = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _WithoutGradient.apply(self.linear(x), self.scale)
-
-
 def test_a_parameter_that_a_function_gives_no_gradient_has_none(backend: GraphBackend) -> None:
-    module = PartlyTrained().to(backend.device)
+    module = Apply(
+        lambda m, x: _WithoutGradient.apply(m.linear(x), m.scale),
+        linear=nn.Linear(4, 4),
+        scale=nn.Parameter(torch.ones(4)),
+    ).to(backend.device)
     eager = copy.deepcopy(module)
-    graphs = ChunkGraphs([module], 1, backend=backend)
     x = torch.randn(2, 4, device=backend.device, requires_grad=True)
-    graphs.capture([x])
-    with graphs.step(1):
-        graphs.callables[0](x).sum().backward()
+    train(capture(module, x, backend=backend), x)
     eager(x).sum().backward()
     assert module.scale.grad is eager.scale.grad is None
     assert module.linear.weight.grad is not None
@@ -99,14 +87,13 @@ def test_a_wrapper_may_set_main_grad_around_each_backward(backend: GraphBackend)
     chunks, x = _two_chunks(backend)
     (chunk,), weight = chunks[:1], chunks[0].weight
     expected = copy.deepcopy(weight)
-    graphs = ChunkGraphs([chunk], 1, backend=backend)
-    graphs.capture([(x,)])
+    graphs = capture(chunk, x, backend=backend)
     total = torch.zeros_like(weight)
     for _ in range(2):
         with graphs.step(3):
             for scale in (1.0, 2.0, 3.0):
                 (graphs.callables[0](x) * scale).sum().backward()
-                (Tied(expected)(x) * scale).sum().backward()
+                (tied(expected)(x) * scale).sum().backward()
                 weight.main_grad = weight.grad.clone()
                 total += weight.main_grad
                 weight.grad = None
@@ -130,7 +117,7 @@ def test_passes_of_a_session_leave_every_bit_of_main_grads(value: float) -> None
         sinks.clear()
         assert not any(grad.any() for grad in own)
     after = [grad.reshape(-1).view(torch.int32) for grad in own]
-    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+    assert all_equal(after, before)
     assert all(p.main_grad is grad for p, grad in zip(parameters, own, strict=True))
 
 
@@ -138,37 +125,31 @@ def test_passes_of_a_session_leave_every_bit_of_main_grads(value: float) -> None
 def test_a_main_grad_that_is_not_as_it_was_is_refused(change: str) -> None:
     module = nn.Linear(2, 2)
     module.bias.main_grad = torch.zeros(2)  # type: ignore[assignment]
-    graphs = ChunkGraphs(module, 1, backend=RecorderBackend())
-    graphs.capture([torch.ones(1, 2)])
-    if change == "added":
-        module.weight.main_grad = torch.zeros(2, 2)  # type: ignore[assignment]
-    elif change == "moved to other memory":
-        module.bias.main_grad = torch.zeros(2)  # type: ignore[assignment]
-    else:
-        del module.bias.main_grad
-    name = "weight" if change == "added" else "bias"
-    message = rf"{name}\.main_grad was {change}"
+    graphs = capture(module, torch.ones(1, 2), backend=RecorderBackend())
+    match change:
+        case "added":
+            module.weight.main_grad = torch.zeros(2, 2)  # type: ignore[assignment]
+        case "moved to other memory":
+            module.bias.main_grad = torch.zeros(2)  # type: ignore[assignment]
+        case _:
+            del module.bias.main_grad
+    message = rf"{'weight' if change == 'added' else 'bias'}\.main_grad was {change}"
     with pytest.raises(ReplayMismatchError, match=message), graphs.step(1):
         pass
 
 
 @pytest.mark.parametrize("when", ["before the first backward", "after it"])
 def test_two_parameters_with_one_gradient_are_refused(backend: GraphBackend, when: str) -> None:
-    module = nn.Linear(8, 8, bias=False, device=backend.device)
-    other = nn.Linear(8, 8, bias=False, device=backend.device)
-    graphs = ChunkGraphs([nn.Sequential(module, other)], [1], backend=backend)
-    graphs.capture([(torch.randn(4, 8, device=backend.device),)])
+    module, other = layers = [nn.Linear(8, 8, bias=False) for _ in range(2)]
+    x = torch.randn(4, 8, device=backend.device)
+    graphs = capture(nn.Sequential(*layers), x, backend=backend)
     if when == "after it":
-        with graphs.step(1):
-            graphs.callables[0](torch.randn(4, 8, device=backend.device)).sum().backward()
+        train(graphs, x)
         module.weight.grad = other.weight.grad
     else:
         module.weight.grad = other.weight.grad = torch.zeros_like(other.weight)
-    with (
-        pytest.raises(ReplayMismatchError, match="Two parameters have gradients in the same"),
-        graphs.step(1),
-    ):
-        graphs.callables[0](torch.randn(4, 8, device=backend.device)).sum().backward()
+    with pytest.raises(ReplayMismatchError, match="Two parameters have gradients in the same"):
+        train(graphs, x)
 
 
 def test_gradients_that_are_columns_of_one_buffer_stay_there(backend: GraphBackend) -> None:
@@ -191,12 +172,9 @@ def test_gradients_that_are_columns_of_one_buffer_stay_there(backend: GraphBacke
 
 def test_a_sparse_gradient_is_refused(backend: GraphBackend) -> None:
     module = nn.Linear(4, 4, device=backend.device)
-    graphs = ChunkGraphs([module], [1], backend=backend)
     x = torch.ones(2, 4, device=backend.device)
-    for _ in range(2):
-        with graphs.step(1):
-            graphs.callables[0](x).sum().backward()
+    graphs = capture(module, x, backend=backend)
     module.weight.grad = torch.eye(4, device=backend.device).to_sparse()
     message = r"(?s)shape \(4, 4\) is torch.sparse_coo.*to_dense"
-    with pytest.raises(ReplayMismatchError, match=message), graphs.step(1):
-        graphs.callables[0](x).sum().backward()
+    with pytest.raises(ReplayMismatchError, match=message):
+        train(graphs, x)

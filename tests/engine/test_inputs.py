@@ -196,23 +196,16 @@ def test_receiving_into_the_static_input_forgets_the_source(
 
     def received() -> torch.Tensor:
         memory = graphs.reserve_input(0, index=1)
-        assert memory is not None
         return memory.fill_(9.0)
 
     train(received, received)
     train(mask, mask)
 
 
-class Scaled(nn.Linear):
-    def forward(self, hidden: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        return super().forward(hidden) * scale
-
-
 def test_an_input_may_be_received_in_some_microbatches(backend: GraphBackend) -> None:
     """Then the graph copies the other one; otherwise the host copies both."""
-    module = Scaled(4, 4).to(backend.device)
+    module = Masked().to(backend.device)
     graphs = ChunkGraphs([module], [2], backend=backend)
-    module.zero_grad()
     ways, num_received = [True, False, False, True, True, False], 0
     for step in range(4):
         with graphs.step(len(ways)):

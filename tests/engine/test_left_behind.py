@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from toys import Apply, all_equal, capture, train
 
-from chunkgraph.engine import CaptureOptions, ChunkGraphs
+from chunkgraph.engine import ChunkGraphs
 from chunkgraph.errors import CaptureError, MemoryPlanError
-from chunkgraph.graphs import GraphBackend, is_capturing
+from chunkgraph.graphs import GraphBackend, RecorderBackend, is_capturing
 
 WIDTH = 8
 
@@ -41,20 +42,8 @@ class Leaving(nn.Module):
         return h
 
 
-def set_child(module: Leaving, h: torch.Tensor) -> None:
-    module.linear.last = h.detach()
-
-
-def swap(module: Leaving, _: torch.Tensor) -> None:
-    module.pair = (module.pair[1], module.pair[0])
-
-
-def count(module: Leaving, _: torch.Tensor) -> None:
-    module.num_calls += 1
-
-
-def alternate(module: Leaving, _: torch.Tensor) -> None:
-    module.is_even = not module.is_even
+def rows(backend: GraphBackend) -> torch.Tensor:
+    return torch.ones(3, WIDTH, device=backend.device)
 
 
 LEFT: dict[str, Callable[[Leaving, torch.Tensor], object]] = {
@@ -63,10 +52,10 @@ LEFT: dict[str, Callable[[Leaving, torch.Tensor], object]] = {
     "list": lambda m, h: m.listed.append(h.detach()),
     "dict": lambda m, h: m.named["deep"].update(h=h.detach()),
     "object": lambda m, h: setattr(m.object, "value", h.detach()),
-    "child": set_child,
-    "swapped": swap,
-    "counter": count,
-    "alternating": alternate,
+    "child": lambda m, h: setattr(m.linear, "last", h.detach()),
+    "swapped": lambda m, _: setattr(m, "pair", m.pair[::-1]),
+    "counter": lambda m, _: setattr(m, "num_calls", m.num_calls + 1),
+    "alternating": lambda m, _: setattr(m, "is_even", not m.is_even),
 }
 
 
@@ -80,18 +69,16 @@ def test_a_capture_leaves_no_memory_of_graphs_in_attributes(
     """What eager passes leave stays; replays change none of it, and gradients are eager's."""
     module = Leaving(leave).to(backend.device)
     graphs = ChunkGraphs([module], [2], backend=backend)
-    x = torch.ones(3, WIDTH, device=backend.device)
+    x = rows(backend)
     for _ in range(num_warmup_steps):
-        with graphs.step(1):
-            graphs.callables[0](x).sum().backward()
+        train(graphs, x)
     eager = torch.autograd.grad(module(x).sum(), module.linear.weight)
     module.linear.zero_grad()
     graphs.capture([x])
     before = dict(vars(module)), dict(vars(module.linear)), dict(vars(module.object))
     listed, named = list(module.listed), dict(module.named["deep"])
     values = [t.clone() for t in (module.previous, *listed, *named.values())]
-    with graphs.step(1):
-        graphs.callables[0](x).sum().backward()
+    train(graphs, x)
     assert graphs.counters.replays == 1
     assert torch.equal(module.linear.weight.grad, eager[0])
     for owner, old in zip((module, module.linear, module.object), before, strict=True):
@@ -103,24 +90,17 @@ def test_a_capture_leaves_no_memory_of_graphs_in_attributes(
     assert all(map(torch.equal, now, values))
 
 
-class Tabled(nn.Module):
-    """Keeps a table for each input, which slots and eager passes may have."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.tables: dict[int, torch.Tensor] = {}
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        n, key = len(x), x.data_ptr()
-        if key not in self.tables:
-            self.tables[key] = torch.arange(n, device=x.device, dtype=x.dtype).cos()[:, None]
-        return (self.linear(x) * self.tables[key]).square()
+def tabled(module: Any, x: torch.Tensor) -> torch.Tensor:
+    """Keep a table for each input, which slots and eager passes may have."""
+    n, key = len(x), x.data_ptr()
+    if key not in module.tables:
+        module.tables[key] = torch.arange(n, device=x.device, dtype=x.dtype).cos()[:, None]
+    return (module.linear(x) * module.tables[key]).square()
 
 
 def test_each_graph_makes_its_own_table(backend: GraphBackend) -> None:
     """A table of one slot's capture is neither read by other slots nor by eager passes."""
-    module = Tabled().to(backend.device)
+    module = Apply(tabled, linear=nn.Linear(WIDTH, WIDTH), tables={}).to(backend.device)
     graphs = ChunkGraphs([module], [2], backend=backend)
     xs = [torch.randn(5, WIDTH, device=backend.device) for _ in range(2)]
     graphs.capture([xs[0]])
@@ -134,7 +114,7 @@ def test_each_graph_makes_its_own_table(backend: GraphBackend) -> None:
         expected = [module(x).sum() for x in xs]
         for loss in reversed(expected):
             loss.backward()
-        assert all(torch.equal(a, b) for a, b in zip(losses, expected, strict=True))
+        assert all_equal(losses, expected)
         assert torch.equal(gradient, module.linear.weight.grad)
         module.linear.zero_grad()
         graphs.release()
@@ -147,22 +127,17 @@ TABLES: dict[int, torch.Tensor] = {}
 def test_a_graph_that_reads_anothers_memory_is_refused() -> None:
     """The proof knows it, although no tensor of a pool is left at the end of the session."""
 
-    class Reading(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
+    def read(module: Any, x: torch.Tensor) -> torch.Tensor:
+        table = TABLES.pop(0, None)
+        if not is_capturing():
+            table = torch.arange(WIDTH, dtype=x.dtype).cos()
+        elif table is None:
+            table = TABLES[0] = torch.arange(WIDTH, dtype=x.dtype).cos()
+        return module.linear(x) * table
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            table = TABLES.pop(0, None)
-            if not is_capturing():
-                table = torch.arange(WIDTH, dtype=x.dtype).cos()
-            elif table is None:
-                table = TABLES[0] = torch.arange(WIDTH, dtype=x.dtype).cos()
-            return self.linear(x) * table
-
-    graphs = ChunkGraphs([Reading()], [2])
+    module, backend = Apply(read, linear=nn.Linear(WIDTH, WIDTH)), RecorderBackend()
     with pytest.raises(MemoryPlanError, match=r"slot 0 forward overwrites 32 bytes that .*slot 1"):
-        graphs.capture([torch.ones(3, WIDTH)])
+        capture(module, torch.ones(3, WIDTH), backend=backend, num_slots=2)
     assert not TABLES
 
 
@@ -170,14 +145,11 @@ KEPT: list[torch.Tensor] = []
 
 
 def test_tensors_kept_outside_of_the_module_are_refused(backend: GraphBackend) -> None:
-    module = Leaving(lambda _, h: KEPT.append(h.detach())).to(backend.device)
-    graphs = ChunkGraphs([module], [1], backend=backend)
-    x = torch.ones(3, WIDTH, device=backend.device)
+    module = Leaving(lambda _, h: KEPT.append(h.detach()))
+    message = r"1 tensors .* still referenced.*\(3, 8\) torch\.float32"
     try:
-        with pytest.raises(
-            CaptureError, match=r"1 tensors .* still referenced.*\(3, 8\) torch\.float32"
-        ):
-            graphs.capture([x])
+        with pytest.raises(CaptureError, match=message):
+            capture(module, rows(backend), backend=backend)
     finally:
         KEPT.clear()
 
@@ -191,18 +163,12 @@ class Result:
 
 
 def test_tensors_in_results_that_are_no_trees_are_refused(backend: GraphBackend) -> None:
-    class Giving(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
+    def give(module: Any, x: torch.Tensor) -> tuple[torch.Tensor, Result]:
+        h = module.linear(x)
+        return h.sum(), Result(h.mean(), h)
 
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, Result]:
-            h = self.linear(x)
-            return h.sum(), Result(h.mean(), h)
-
-    graphs = ChunkGraphs([Giving().to(backend.device)], [1], backend=backend)
     with pytest.raises(CaptureError, match=r"Result\.(y|hidden)"):
-        graphs.capture([torch.ones(3, WIDTH, device=backend.device)])
+        capture(Apply(give, linear=nn.Linear(WIDTH, WIDTH)), rows(backend), backend=backend)
 
 
 def make_mask(module: Leaving, h: torch.Tensor) -> None:
@@ -220,37 +186,24 @@ def test_what_only_a_first_call_sets_is_kept(
 ) -> None:
     module = Leaving(leave).to(backend.device)
     graphs = ChunkGraphs([module], [2], backend=backend)
-    x = torch.ones(3, WIDTH, device=backend.device)
     for _ in range(3):
-        with graphs.step(1):
-            graphs.callables[0](x).sum().backward()
+        train(graphs, rows(backend))
     assert graphs.counters.replays == 2
     assert module.metric is not None
 
 
 def test_a_cache_made_in_a_warmup_pass_is_kept(backend: GraphBackend) -> None:
-    module = Leaving(make_mask).to(backend.device)
-    options = CaptureOptions()
-    graphs = ChunkGraphs([module], [1], backend=backend, options=options)
-    graphs.capture([torch.ones(3, WIDTH, device=backend.device)])
+    module = Leaving(make_mask)
+    capture(module, rows(backend), backend=backend)
     assert torch.equal(module.metric, torch.ones(WIDTH, device=backend.device))
 
 
 def test_a_refused_capture_adds_to_no_unknown_leaf(backend: GraphBackend) -> None:
     extra = torch.randn(WIDTH, device=backend.device, requires_grad=True)
-
-    class Closing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.linear(x * extra)
-
     extra.grad = torch.ones_like(extra)
-    graphs = ChunkGraphs([Closing().to(backend.device)], [1], backend=backend)
+    closing = Apply(lambda m, x: m.linear(x * extra), linear=nn.Linear(WIDTH, WIDTH))
     with pytest.raises(CaptureError, match="neither arguments nor among its parameters"):
-        graphs.capture([torch.ones(3, WIDTH, device=backend.device)])
+        capture(closing, rows(backend), backend=backend)
     assert torch.equal(extra.grad, torch.ones_like(extra))
 
 
@@ -267,9 +220,7 @@ def test_leaves_of_other_modules_are_no_concern(backend: GraphBackend) -> None:
     others = [nn.LazyLinear(WIDTH), torch.ones(WIDTH, requires_grad=True).as_subclass(Unusable)]
     with torch._C.DisableTorchFunctionSubclass():
         others.append(torch.ones(WIDTH).as_subclass(Unusable).requires_grad_())
-    module = nn.Linear(WIDTH, WIDTH).to(backend.device)
-    graphs = ChunkGraphs([module], [1], backend=backend)
-    graphs.capture([torch.ones(3, WIDTH, device=backend.device)])
+    capture(nn.Linear(WIDTH, WIDTH), rows(backend), backend=backend)
     assert len(others) == 3
 
 
@@ -291,10 +242,7 @@ def test_a_stale_view_elsewhere_in_the_process_does_not_matter(backend: GraphBac
     views = (torch.ones(2, 2, requires_grad=True) * 1).unbind()
     with pytest.raises(RuntimeError, match="modified inplace"):
         views[0].mul_(2)
-    module = nn.Linear(WIDTH, WIDTH).to(backend.device)
-    graphs = ChunkGraphs([module], [1], backend=backend)
     inputs = torch.ones(2, WIDTH, device=backend.device, requires_grad=True)
-    for _ in range(2):
-        with graphs.step(1):
-            graphs.callables[0](inputs).sum().backward()
+    graphs = capture(nn.Linear(WIDTH, WIDTH), inputs, backend=backend)
+    train(graphs, inputs)
     assert graphs.counters.replays == 1

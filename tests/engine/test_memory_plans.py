@@ -10,6 +10,7 @@ import pytest
 import torch
 from pool_plans import use_plan
 from torch import nn
+from toys import Apply, capture
 
 from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs
 from chunkgraph.engine.capture import session
@@ -83,16 +84,14 @@ def test_poison_shows_an_output_that_is_lent_for_too_short_a_time(
     chunk = dataclasses.replace(
         Chunk.from_module(module, "it"), copies_outputs=lambda *_, **__: False
     )
-    # A single slot also holds its input gradients.
-    graphs = ChunkGraphs([chunk], [2], backend=backend, options=CaptureOptions(verify="poison"))
     x = torch.randn(3, 8, device=backend.device, requires_grad=True)
-    graphs.capture([x])
+    # A single slot also holds its input gradients.
+    graphs = capture(chunk, x, backend=backend, num_slots=2, verify="poison")
     with graphs.step(1):
         y = graphs.callables[0](x)
         assert y.isfinite().all()
         y.sum().backward()
         assert y.isnan().all()
-        assert x.grad is not None
         assert x.grad.isfinite().all()
 
 
@@ -116,19 +115,10 @@ class WritesOverItsSavedTensor(torch.autograd.Function):
 def test_gradients_written_over_saved_tensors(
     backend: GraphBackend, num_slots: int, verify: Any
 ) -> None:
-    class Donating(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = torch.nn.Parameter(torch.full((8,), 1.5, device=backend.device))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return WritesOverItsSavedTensor.apply(x) * self.scale
-
-    module = Donating()
-    options = CaptureOptions(verify=verify)
-    graphs = ChunkGraphs([module], [num_slots], backend=backend, options=options)
+    scale = nn.Parameter(torch.full((8,), 1.5))
+    module = Apply(lambda m, x: WritesOverItsSavedTensor.apply(x) * m.scale, scale=scale)
     x = torch.randn(3, 8, device=backend.device, requires_grad=True)
-    graphs.capture([(x,)])
+    graphs = capture(module, x, backend=backend, num_slots=num_slots, verify=verify)
     inputs = [torch.randn(3, 8, device=backend.device, requires_grad=True) for _ in range(4)]
     with graphs.step(4):
         for first in range(0, 4, num_slots):
@@ -216,7 +206,6 @@ def test_outputs_and_input_gradients_keep_no_block(backward: str, backend: Graph
     options = CaptureOptions(shared_slots=True)
     graphs = ChunkGraphs(chunks, [2, 2], backend=backend, options=options)
     graphs.capture([(torch.ones(3, 8, device=backend.device, requires_grad=True),)] * 2)
-    assert graphs._captured is not None
     pools = graphs._captured.pools.pools
     assert len(pools) == 3
     assert not any(pool.live() for pool in pools)

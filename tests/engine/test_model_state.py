@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from toys import Apply, all_equal, capture, train
 
-from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs
+from chunkgraph.engine import Chunk, ChunkGraphs
 from chunkgraph.errors import CaptureError
 from chunkgraph.graphs import GraphBackend
 
@@ -26,30 +28,18 @@ class Loop:
         backend: backend of the graphs; None: eager.
     """
 
-    def __init__(
-        self, modules: Sequence[nn.Module], backend: GraphBackend | None, **options: Any
-    ) -> None:
+    def __init__(self, modules: Sequence[nn.Module], backend: GraphBackend | None) -> None:
         self.modules = list(modules)
         self.graphs: ChunkGraphs | None = None
         self.calls: Sequence[Callable[..., Any]] = self.modules
         if backend is not None:
-            self.graphs = ChunkGraphs(
-                self.modules,
-                [2] * len(self.modules),
-                backend=backend,
-                options=CaptureOptions(**options),
-            )
+            self.graphs = ChunkGraphs(self.modules, 2, backend=backend)
             self.calls = self.graphs.callables
 
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        if self.graphs is None:
-            yield
-            return
-        with self.graphs.step(2):
-            yield
+    def step(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.graphs is None else self.graphs.step(2)
 
-    def train(self, device: torch.device, *, forgets: bool = True) -> list[torch.Tensor]:
+    def train(self, device: torch.device) -> list[torch.Tensor]:
         """Run one step of two microbatches with plain SGD; return its results."""
         results: list[torch.Tensor] = []
         with self.step():
@@ -68,18 +58,13 @@ class Loop:
             if parameter.grad is not None:
                 results.append(parameter.grad.clone())
                 parameter.data.sub_(parameter.grad, alpha=0.1)
-            if forgets:
-                parameter.grad = None
+            parameter.grad = None
             results.append(parameter.detach().clone())
         return results
 
     def capture_again(self) -> None:
         if self.graphs is not None:
             self.graphs.release()
-
-
-def same(eager: Sequence[torch.Tensor], graphs: Sequence[torch.Tensor]) -> bool:
-    return len(eager) == len(graphs) and all(map(torch.equal, eager, graphs))
 
 
 def both(
@@ -89,7 +74,21 @@ def both(
     torch.manual_seed(5)
     eager = program(None)
     torch.manual_seed(5)
-    assert same(eager, program(backend))
+    assert all_equal(eager, program(backend))
+
+
+def train_both(backend: GraphBackend, make: Callable[[], list[nn.Module]]) -> None:
+    """Run three steps of newly made modules, eagerly and with graphs."""
+
+    def program(graphs: GraphBackend | None) -> list[torch.Tensor]:
+        loop = Loop([module.to(backend.device) for module in make()], graphs)
+        return [t for _ in range(3) for t in loop.train(backend.device)]
+
+    both(backend, program)
+
+
+def rows(backend: GraphBackend) -> torch.Tensor:
+    return torch.randn(3, WIDTH, device=backend.device)
 
 
 def layers(device: torch.device) -> nn.Sequential:
@@ -148,10 +147,7 @@ def test_explicit_parameters_that_are_frozen_get_no_gradient(backend: GraphBacke
     module = layers(backend.device)
     chunk = Chunk(module, tuple(module.parameters()), "stage", module)
     module[0].requires_grad_(False)
-    graphs = ChunkGraphs([chunk], [1], backend=backend)
-    graphs.capture([torch.randn(3, WIDTH, device=backend.device)])
-    with graphs.step(1):
-        graphs.callables[0](torch.randn(3, WIDTH, device=backend.device)).sum().backward()
+    train(capture(chunk, rows(backend), backend=backend), rows(backend))
     assert module[0].weight.grad is None
     assert module[2].weight.grad is not None
 
@@ -165,7 +161,7 @@ def test_explicit_parameters_that_miss_a_thawed_one_are_refused_by_name(
     graphs = ChunkGraphs([Chunk(module, trained, "stage", module, "body")], [1], backend=backend)
     module[0].bias.requires_grad_()
     with pytest.raises(CaptureError, match=r"stage: .*body\.0\.bias: \(8,\).*Chunk\.parameters"):
-        graphs.capture([torch.randn(3, WIDTH, device=backend.device)])
+        graphs.capture([rows(backend)])
 
 
 def test_parameters_frozen_after_they_were_promised_are_refused(backend: GraphBackend) -> None:
@@ -179,114 +175,86 @@ def test_parameters_frozen_after_they_were_promised_are_refused(backend: GraphBa
     graphs = ChunkGraphs([chunk], [1], backend=backend)
     module[0].bias.requires_grad_(False)
     with pytest.raises(CaptureError, match=r"1 parameters \(0\.bias\) were frozen after"):
-        graphs.capture([torch.randn(3, WIDTH, device=backend.device)])
+        graphs.capture([rows(backend)])
 
 
 def test_a_parameter_without_a_shape_is_refused_by_name(backend: GraphBackend) -> None:
-    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LazyLinear(WIDTH)).to(backend.device)
-    graphs = ChunkGraphs([module], [1], backend=backend)
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LazyLinear(WIDTH))
     with pytest.raises(CaptureError, match=r"1\.weight has no shape yet"):
-        graphs.capture([torch.randn(3, WIDTH, device=backend.device)])
+        capture(module, rows(backend), backend=backend)
 
 
-class Shared(nn.Module):
-    """Calls a layer that it holds in one of several ways."""
-
-    def __init__(self, layer: nn.Module, way: str) -> None:
-        super().__init__()
-        self.own = nn.Linear(WIDTH, WIDTH)
-        self.layer: Any = layer if way == "registered" else None
-        self.kept: Any = {
-            "registered": None,
-            "list": [layer],
-            "dict": {"layers": ({"first": layer},)},
-            "object": Holder(layer),
-        }[way]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.layer is not None:
-            layer = self.layer
-        elif isinstance(self.kept, dict):
-            layer = self.kept["layers"][0]["first"]
-        else:
-            layer = self.kept[0] if isinstance(self.kept, list) else self.kept.layer
-        return self.own(layer(x).tanh())
+# How a module holds a layer, and how it finds it.
+WAYS: dict[str, tuple[Callable[[nn.Module], Any], Callable[[Any], nn.Module]]] = {
+    "registered": (lambda layer: layer, lambda kept: kept),
+    "list": (lambda layer: [layer], lambda kept: kept[0]),
+    "dict": (
+        lambda layer: {"layers": ({"first": layer},)},
+        lambda kept: kept["layers"][0]["first"],
+    ),
+    "object": (lambda layer: SimpleNamespace(layer=layer), lambda kept: kept.layer),
+}
 
 
-class Holder:
-    def __init__(self, layer: nn.Module) -> None:
-        self.layer = layer
-
-
-@pytest.mark.parametrize("way", ["registered", "list", "dict", "object"])
+@pytest.mark.parametrize(("hold", "find"), WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("recomputes", [False, True])
-def test_chunks_may_share_a_layer(backend: GraphBackend, way: str, recomputes: bool) -> None:
-    def program(graphs: GraphBackend | None) -> list[torch.Tensor]:
+def test_chunks_may_share_a_layer(
+    backend: GraphBackend, hold: Any, find: Any, recomputes: bool
+) -> None:
+    def make() -> list[nn.Module]:
         layer = nn.Linear(WIDTH, WIDTH)
-        first: nn.Module = nn.Sequential(layer, nn.Tanh())
-        second: nn.Module = Shared(layer, way)
-        second.register_module("tied", layer)
-        if recomputes:
-            first, second = Recomputed(first), Recomputed(second)
-        loop = Loop([first.to(backend.device), second.to(backend.device)], graphs)
-        return [t for _ in range(3) for t in loop.train(backend.device)]
+        first = nn.Sequential(layer, nn.Tanh())
+        second = Apply(
+            lambda m, x: m.own(find(m.kept)(x).tanh()),
+            own=nn.Linear(WIDTH, WIDTH),
+            kept=hold(layer),
+            tied=layer,
+        )
+        return [Apply(recomputed, module=m) if recomputes else m for m in (first, second)]
 
-    both(backend, program)
+    train_both(backend, make)
 
 
-class Recomputed(nn.Module):
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self.module, x, use_reentrant=True, preserve_rng_state=False)
+def recomputed(module: Any, x: torch.Tensor) -> torch.Tensor:
+    return checkpoint(module.module, x, use_reentrant=True, preserve_rng_state=False)
 
 
 def test_one_module_may_be_two_chunks(backend: GraphBackend) -> None:
-    def program(graphs: GraphBackend | None) -> list[torch.Tensor]:
-        module = layers(backend.device)
-        loop = Loop([module, module], graphs)
-        return [t for _ in range(3) for t in loop.train(backend.device)]
-
-    both(backend, program)
+    train_both(backend, lambda: [layers(backend.device)] * 2)
 
 
 class Kept(nn.Module):
     """Uses its own parameter through another reference."""
 
-    def __init__(self, way: str) -> None:
+    def __init__(
+        self, kept: Callable[[Any], Any], weight_of: Callable[[Any], torch.Tensor]
+    ) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
-        self.kept: Any = {
-            "list": [self.weight],
-            "tuple": (1, (self.weight, 2)),
-            "dict": {"w": [self.weight]},
-        }[way]
-
-    def weights(self) -> torch.Tensor:
-        if isinstance(self.kept, dict):
-            return self.kept["w"][0]
-        return self.kept[0] if isinstance(self.kept, list) else self.kept[1][0]
+        self.kept, self.weight_of = kept(self.weight), weight_of
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         def inner(h: torch.Tensor) -> torch.Tensor:
-            return (h @ self.weights()).tanh()
+            return (h @ self.weight_of(self.kept)).tanh()
 
         return self.linear(checkpoint(inner, x, use_reentrant=True, preserve_rng_state=False))
 
 
-@pytest.mark.parametrize("way", ["list", "tuple", "dict"])
-def test_parameters_in_containers_train(backend: GraphBackend, way: str) -> None:
-    def program(graphs: GraphBackend | None) -> list[torch.Tensor]:
-        module = Kept(way)
-        weight = module.weight
-        module = module.to(backend.device)
-        assert module.weight is weight
-        loop = Loop([module], graphs)
-        results = [t for _ in range(3) for t in loop.train(backend.device)]
-        assert module.weights() is weight
-        return results
+@pytest.mark.parametrize(
+    "way",
+    [
+        (lambda w: [w], lambda kept: kept[0]),
+        (lambda w: (1, (w, 2)), lambda kept: kept[1][0]),
+        (lambda w: {"w": [w]}, lambda kept: kept["w"][0]),
+    ],
+    ids=["list", "tuple", "dict"],
+)
+def test_parameters_in_containers_train(backend: GraphBackend, way: Any) -> None:
+    def make() -> list[nn.Module]:
+        modules.append(Kept(*way))
+        return modules[-1:]
 
-    both(backend, program)
+    modules: list[Kept] = []
+    train_both(backend, make)
+    assert all(m.weight_of(m.kept) is m.weight for m in modules)

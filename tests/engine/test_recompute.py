@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from toys import capture
 
-from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs
+from chunkgraph.engine import Chunk, ChunkGraphs
 from chunkgraph.errors import CaptureError
 from chunkgraph.graphs import GraphBackend
 
@@ -38,10 +39,9 @@ class Deep(nn.Module):
         return x
 
 
-def _captured(model: nn.Module, backend: GraphBackend, **options: Any) -> ChunkGraphs:
-    graphs = ChunkGraphs([model], [2], backend=backend, options=CaptureOptions(**options))
-    graphs.capture([torch.randn(ROWS, WIDTH, device=backend.device, requires_grad=True)])
-    return graphs
+def _captured(model: nn.Module | Chunk, backend: GraphBackend, **options: Any) -> ChunkGraphs:
+    x = torch.randn(ROWS, WIDTH, device=backend.device, requires_grad=True)
+    return capture(model, x, backend=backend, num_slots=2, **options)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -86,15 +86,9 @@ def test_a_slot_holds_only_the_inputs_of_what_is_recomputed(backend: GraphBacken
 def test_a_gradient_that_would_be_lost_is_refused(backend: GraphBackend) -> None:
     model = Deep(None).to(backend.device)
     extra = torch.ones(WIDTH, device=backend.device, requires_grad=True)
-    chunk = Chunk(
-        forward=lambda x: model(x) * extra,
-        parameters=tuple(model.parameters()),
-        label="rank 0 chunk 0",
-        module=model,
-    )
-    graphs = ChunkGraphs([chunk], [1], backend=backend)
+    chunk = _chunk(model, lambda x: model(x) * extra)
     with pytest.raises(CaptureError, match=r"neither arguments nor among its parameters \(\(32,\)"):
-        graphs.capture([torch.randn(ROWS, WIDTH, device=backend.device, requires_grad=True)])
+        _captured(chunk, backend)
 
 
 def _chunk(layer: nn.Module, forward: Any, **options: Any) -> Chunk:
@@ -149,10 +143,9 @@ def test_dropout_in_a_recomputation_is_refused(
     def nested(x: torch.Tensor) -> torch.Tensor:
         return checkpoint(forward, x, use_reentrant=reentrant)
 
-    graphs = ChunkGraphs([_chunk(layer, nested if is_nested else forward)], [1], backend=backend)
     with pytest.raises(
         CaptureError,
         match=r"(?s)draws random numbers in a recomputation.*slot 0 backward.*"
         r"To do: set the dropout of what is recomputed to 0",
     ):
-        graphs.capture([torch.randn(ROWS, WIDTH, device=backend.device, requires_grad=True)])
+        _captured(_chunk(layer, nested if is_nested else forward), backend)

@@ -7,11 +7,12 @@ import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
-from toys import sample, towers, train_microbatch
+from toys import Apply, capture, sample, towers, train, train_microbatch
 
 from chunkgraph.engine import Chunk, ChunkGraphs, StepMode
 from chunkgraph.errors import ReplayMismatchError, SlotError
@@ -61,8 +62,7 @@ def test_changed_arguments_are_refused_with_their_difference(
 def test_a_gradient_that_was_not_captured_is_refused(backend: GraphBackend) -> None:
     graphs = ChunkGraphs(towers(backend, False), [1], backend=backend)
     graphs.capture([(sample(backend).detach(),)])
-    with graphs.step(1):
-        train_microbatch(graphs.callables[0], sample(backend).detach())
+    train(graphs, sample(backend).detach())
     with (
         pytest.raises(ReplayMismatchError, match=r"argument 0: .*without grad.*requires grad"),
         graphs.step(1),
@@ -133,16 +133,11 @@ def test_input_gradients_are_copies_that_later_replays_do_not_touch(
 
 
 def test_structured_results_and_unused_gradients(backend: GraphBackend) -> None:
-    class Several(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.unused = nn.Linear(8, 8), nn.Linear(8, 8)
+    def several(module: Any, x: torch.Tensor, mask: torch.Tensor) -> dict[str, Any]:
+        hidden = module.used(x)
+        return {"hidden": hidden, "aux": [hidden.sum(), mask], "note": "plain"}
 
-        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> dict[str, Any]:
-            hidden = self.used(x)
-            return {"hidden": hidden, "aux": [hidden.sum(), mask], "note": "plain"}
-
-    module = Several().to(backend.device)
+    module = Apply(several, used=nn.Linear(8, 8), unused=nn.Linear(8, 8)).to(backend.device)
     graphs = ChunkGraphs([module], [2], backend=backend)
     x, mask = sample(backend), torch.ones(4, dtype=torch.bool, device=backend.device)
     for _ in range(2):
@@ -173,12 +168,9 @@ def test_hooks_run_around_replays_and_forward_only_steps_are_counted() -> None:
         after_backward=lambda: seen.append("after"),
     )
     graphs = ChunkGraphs([chunk], [1], backend=backend)
-    with graphs.step(1):
-        train_microbatch(graphs.callables[0], sample(backend))
+    train(graphs, sample(backend))
     assert seen == []
-    with graphs.step(2):
-        for _ in range(2):
-            train_microbatch(graphs.callables[0], sample(backend))
+    train(graphs, sample(backend), sample(backend))
     assert seen == ["before", "after"] * 2
     with graphs.step(1, forward_only=True), torch.no_grad():
         graphs.callables[0](sample(backend))
@@ -196,9 +188,8 @@ def test_receiving_into_a_slot_copies_nothing(backend: GraphBackend) -> None:
     chunk = dataclasses.replace(
         Chunk.from_module(modules[0], "rank 0 chunk 0"), keeps_input_grads=False
     )
-    graphs = ChunkGraphs([chunk], [2], backend=backend)
     x, g = sample(backend), torch.randn(4, 8, device=backend.device)
-    graphs.capture([(x,)])
+    graphs = capture(chunk, x, num_slots=2, backend=backend)
     assert graphs.reserve_input(0) is None  # outside a step
     slots = graphs._captured.slots[0]
     inputs = [torch.randn_like(x) for _ in range(3)]
@@ -238,32 +229,20 @@ def finish(graphs: ChunkGraphs, flying: list, g: torch.Tensor, grads: list, slot
 
 
 def test_markers_follow_every_gradient_and_every_replay(backend: GraphBackend) -> None:
-    class Marker:
-        def __init__(self) -> None:
-            self.seen: list[int] = []
-            self.num_replays = 0
+    markers: list[mock.Mock] = []
 
-        def accumulated(self, index: int) -> None:
-            self.seen.append(index)
-
-        def replayed(self) -> None:
-            self.num_replays += 1
-
-    markers: list[Marker] = []
-
-    def new_marker() -> Marker:
-        markers.append(Marker())
+    def new_marker() -> mock.Mock:
+        markers.append(mock.Mock())
         return markers[-1]
 
     (module,) = towers(backend, False)
     chunk = dataclasses.replace(Chunk.from_module(module, "rank 0 chunk 0"), new_marker=new_marker)
-    graphs = ChunkGraphs([chunk], [2], backend=backend)
-    graphs.capture([(sample(backend),)])
-    with graphs.step(2):
-        for _ in range(2):
-            train_microbatch(graphs.callables[0], sample(backend))
-    assert [sorted(m.seen) for m in markers] == [[0, 1]] * 2
-    assert [m.num_replays for m in markers] == [2, 0]  # the lowest free slot serves both
+    graphs = capture(chunk, sample(backend), num_slots=2, backend=backend)
+    train(graphs, sample(backend), sample(backend))
+    seen = [sorted(call.args[0] for call in m.accumulated.call_args_list) for m in markers]
+    assert seen == [[0, 1]] * 2
+    # The lowest free slot serves both.
+    assert [m.replayed.call_count for m in markers] == [2, 0]
 
 
 def test_a_step_whose_calls_want_no_gradient_is_counted_as_eager(
@@ -290,8 +269,7 @@ def test_a_result_outlives_its_slot_where_it_is_copied(
     (module,) = towers(backend, False)
     module.dropout.p = 0.0
     chunk = dataclasses.replace(Chunk.from_module(module, "it"), copies_outputs=copies_outputs)
-    graphs = ChunkGraphs([chunk], [1], backend=backend)
-    graphs.capture([(sample(backend), 2.0)])
+    graphs = capture(chunk, sample(backend), 2.0, backend=backend)
     assert calls == [((4, 8), {})]
     kept, x = [], sample(backend)
     with graphs.step(2):
@@ -316,13 +294,10 @@ def test_the_backward_runs_whether_the_input_takes_a_gradient_or_not(
 ) -> None:
     """The captured input takes one."""
     (module,) = towers(backend, False)
-    graphs = ChunkGraphs([module], [1], backend=backend)
-    graphs.capture([sample(backend)])
+    graphs = capture(module, sample(backend), backend=backend)
     x = sample(backend).detach().requires_grad_(requires_grad)
-    with graphs.step(1):
-        graphs.callables[0](x).sum().backward()
+    train(graphs, x)
     assert graphs.counters.backward_replays == 1
-    assert module.linear.weight.grad is not None
     assert module.linear.weight.grad.any()
     assert (x.grad is not None) is requires_grad
 
@@ -339,54 +314,38 @@ def test_keyword_arguments_may_come_in_any_order(backend: GraphBackend) -> None:
         y.sum().backward()
 
 
-def abort(graphs: ChunkGraphs, x: torch.Tensor, left: list[torch.Tensor]) -> None:
-    with graphs.step(1):
-        left.append(graphs.callables[0](x))
-        raise KeyError
-
-
-def backward_of(graphs: ChunkGraphs, x: torch.Tensor, left: torch.Tensor) -> None:
-    with graphs.step(1):
-        graphs.callables[0](x)
-        left.sum().backward()
-
-
-def reserve_and_abort(graphs: ChunkGraphs) -> None:
-    with graphs.step(1):
-        assert graphs.reserve_input(0) is not None
-        raise KeyError
-
-
-def test_a_second_backward_is_not_run_on_the_next_microbatch(
-    graphs: ChunkGraphs, backend: GraphBackend
+@pytest.mark.parametrize("aborts", [False, True])
+def test_a_backward_is_not_run_on_another_microbatch(
+    graphs: ChunkGraphs, backend: GraphBackend, aborts: bool
 ) -> None:
-    def train() -> None:
-        first = graphs.callables[0](sample(backend)).sum()
-        first.backward(retain_graph=True)
-        graphs.callables[0](sample(backend))
-        first.backward()
+    """Neither a second one in its step, nor the first one in the step after its own."""
 
-    with pytest.raises(SlotError, match="now holds another microbatch"), graphs.step(2):
-        train()
+    def forward() -> torch.Tensor:
+        return graphs.callables[0](sample(backend)).sum()
 
+    first: list[torch.Tensor] = []
 
-def test_a_backward_of_an_aborted_step_is_not_run_in_the_next(
-    graphs: ChunkGraphs, backend: GraphBackend
-) -> None:
-    left: list[torch.Tensor] = []
-    with pytest.raises(KeyError):
-        abort(graphs, sample(backend), left)
+    def run() -> None:
+        if aborts:
+            with pytest.raises(KeyError), graphs.step(1):
+                raise KeyError(first.append(forward()))
+        with graphs.step(2):
+            if not aborts:
+                first.append(forward())
+                first[0].backward(retain_graph=True)
+            forward()
+            first[0].backward()
+
     with pytest.raises(SlotError, match="now holds another microbatch"):
-        backward_of(graphs, sample(backend), left[0])
-    with graphs.step(1):  # neither leaves anything over
-        graphs.callables[0](sample(backend)).sum().backward()
+        run()
+    train(graphs, sample(backend))  # nothing is left over
 
 
 def test_nothing_holds_a_slot_that_was_reserved_in_an_aborted_step(graphs: ChunkGraphs) -> None:
     """After the graphs are released."""
     slot = weakref.ref(graphs._captured.slots[0][0])  # type: ignore[union-attr]
-    with pytest.raises(KeyError):
-        reserve_and_abort(graphs)
+    with pytest.raises(KeyError), graphs.step(1):
+        raise KeyError(graphs.reserve_input(0) is not None)
     graphs.release()
     gc.collect()
     assert slot() is None

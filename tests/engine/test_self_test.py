@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from toys import Apply, all_equal, capture
 
-from chunkgraph import engine
-from chunkgraph.engine import CaptureOptions, ChunkGraphs
+from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs
 from chunkgraph.engine.capture import session
 from chunkgraph.engine.capture.self_test import Measured, Noise, check_passes, difference
 from chunkgraph.engine.capture.static_inputs import SlotStatics
@@ -47,15 +48,9 @@ class _Scaled(torch.autograd.Function):
         return grad * ctx.backward_scale(), None, None
 
 
-class Chunk(nn.Module):
-    def __init__(self, num_layers: int = 3) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Layer() for _ in range(num_layers)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+def three_layers() -> Any:
+    layers = nn.Sequential(*(Layer() for _ in range(3)))
+    return Apply(lambda m, x: m.layers(x), layers=layers)
 
 
 def counting() -> Callable[[], float]:
@@ -74,12 +69,12 @@ def steps(module: nn.Module, num_slots: int = 2, num: int = 3, **options: Any) -
 
 
 def test_a_chunk_that_repeats_itself_is_captured() -> None:
-    graphs = steps(Chunk())
+    graphs = steps(three_layers())
     assert graphs.counters.replays == 2
 
 
 def test_a_number_that_the_forward_reads_and_that_changes_names_its_layer() -> None:
-    chunk = Chunk()
+    chunk = three_layers()
     chunk.layers[1].scale = counting()
     with pytest.raises(CaptureError, match=r"chunk 0 slot 0: a replay of its graphs differs"):
         steps(chunk)
@@ -89,23 +84,17 @@ def test_a_number_that_the_forward_reads_and_that_changes_names_its_layer() -> N
 
 
 def test_a_number_that_the_backward_reads_and_that_changes_names_the_parameter() -> None:
-    chunk = Chunk()
+    chunk = three_layers()
     chunk.layers[1].backward_scale = counting()
     with pytest.raises(CaptureError, match=r"(?s)gradient of layers\.1\.linear\.\w+ differs"):
         steps(chunk)
 
 
 def test_a_branch_taken_in_the_capture_alone_is_found() -> None:
-    class Branching(Layer):
-        num_calls = 0
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.num_calls += 1
-            y = super().forward(x)
-            return y if self.num_calls < 3 else -y  # an eager step, a pass, then the capture
-
+    calls = itertools.count(1)
+    signs = (1 if number < 3 else -1 for number in calls)  # an eager step, a pass, the capture
     with pytest.raises(CaptureError, match="differs from an eager pass"):
-        steps(Branching())
+        steps(Apply(lambda m, x: m.layer(x) * next(signs), layer=Layer()))
 
 
 def test_memory_of_a_slot_that_overlaps_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,12 +112,12 @@ def test_memory_of_a_slot_that_overlaps_is_found(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(SlotStatics, "input_like", remember)
     monkeypatch.setattr(SlotStatics, "gradient_like", input_memory)
     with pytest.raises(CaptureError, match="differs from an eager pass"):
-        steps(Chunk())
+        steps(three_layers())
 
 
 def test_the_first_slot_is_tested_before_the_next_is_captured() -> None:
     done: list[int] = []
-    chunk = Chunk()
+    chunk = three_layers()
     chunk.layers[0].scale = counting()
     graphs = ChunkGraphs([chunk], [4], progress=lambda num, *_: done.append(num))
     with pytest.raises(CaptureError):
@@ -137,17 +126,15 @@ def test_the_first_slot_is_tested_before_the_next_is_captured() -> None:
 
 
 def test_other_numbers_of_draws_are_found() -> None:
-    class Drawing(Layer):
-        num_calls = 0
+    calls = itertools.count(1)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.num_calls += 1
-            if self.num_calls > 2:
-                torch.rand(3)
-            return super().forward(x)
+    def draw(module: Any, x: torch.Tensor) -> torch.Tensor:
+        if next(calls) > 2:
+            torch.rand(3)
+        return module.layer(x)
 
     with pytest.raises(CaptureError, match="a different number of random values is drawn"):
-        steps(Drawing())
+        steps(Apply(draw, layer=Layer()))
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -159,13 +146,11 @@ def test_gradients_random_state_and_buffers_are_as_before(split: bool, dropout: 
     grads = [p.grad.clone() for p in module.parameters() if p.grad is not None]
     buffers = [b.clone() for b in module.buffers()]
     state = torch.get_rng_state()
-    from chunkgraph.engine.chunk import Chunk as EngineChunk
-
-    chunk = EngineChunk.from_module(module, "chunk 0", backward="split" if split else "whole")
+    chunk = Chunk.from_module(module, "chunk 0", backward="split" if split else "whole")
     ChunkGraphs([chunk], [2]).capture([torch.ones(4, WIDTH, requires_grad=True)])
     assert torch.equal(torch.get_rng_state(), state)
-    assert all(torch.equal(p.grad, g) for p, g in zip(module.parameters(), grads, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(module.buffers(), buffers, strict=True))
+    assert all_equal([p.grad for p in module.parameters()], grads)
+    assert all_equal(module.buffers(), buffers)
 
 
 @pytest.mark.parametrize("value", [0.0, 2.0, float("nan")])
@@ -173,27 +158,20 @@ def test_main_grads_are_as_before(value: float) -> None:
     module = nn.Linear(WIDTH, WIDTH)
     for p in module.parameters():
         p.main_grad = torch.full_like(p, value)  # type: ignore[attr-defined]
-    graphs = ChunkGraphs([module], [2])
-    graphs.capture([torch.ones(4, WIDTH, requires_grad=True)])
+    capture(module, torch.ones(4, WIDTH, requires_grad=True), backend=RecorderBackend())
     expected = torch.full((WIDTH, WIDTH), value)
     assert torch.equal(module.weight.main_grad.nan_to_num(7), expected.nan_to_num(7))
 
 
-class Noisy(nn.Module):
-    """A layer whose forward and backward differ from call to call, as kernels with atomics do."""
-
-    def __init__(self, size: float, fault: Callable[[], float] = lambda: 0.0) -> None:
-        super().__init__()
-        self.linear = nn.Linear(64, 64)
-        self.size, self.fault = size, fault
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _Noise.apply(self.linear(x), self)
+def noisy(size: float, fault: Callable[[], float] = lambda: 0.0) -> Any:
+    """Make a layer whose forward and backward differ from call to call, as atomics do."""
+    parts: dict[str, Any] = {"linear": nn.Linear(64, 64), "size": size, "fault": fault}
+    return Apply(lambda m, x: _Noise.apply(m.linear(x), m), **parts)
 
 
 class _Noise(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, layer: Noisy) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, layer: Any) -> torch.Tensor:
         ctx.layer = layer
         return _disturbed(x, layer)
 
@@ -202,7 +180,7 @@ class _Noise(torch.autograd.Function):
         return _disturbed(grad, ctx.layer), None
 
 
-def _disturbed(x: torch.Tensor, layer: Noisy) -> torch.Tensor:
+def _disturbed(x: torch.Tensor, layer: Any) -> torch.Tensor:
     return torch.ops.chunkgraph_test.disturbed(x, layer.size, layer.fault())
 
 
@@ -233,17 +211,17 @@ def noisy_steps(module: nn.Module, **options: Any) -> ChunkGraphs:
 @pytest.mark.parametrize("size", [0.0, 1e-6, 1e-3])
 @pytest.mark.parametrize("verify", ["none", "shadow"])
 def test_noise_of_kernels_is_accepted(size: float, verify: Any) -> None:
-    assert noisy_steps(Noisy(size), verify=verify).counters.replays == 3
+    assert noisy_steps(noisy(size), verify=verify).counters.replays == 3
 
 
 def test_a_fault_larger_than_the_noise_is_found() -> None:
     values = iter([0.0, 0.0, 0.0, 0.0, 0.0, 0.0])  # an eager step, and two passes
     with pytest.raises(CaptureError, match="differs from an eager pass"):
-        noisy_steps(Noisy(1e-6, lambda: next(values, 1e-2)))
+        noisy_steps(noisy(1e-6, lambda: next(values, 1e-2)))
 
 
 def test_shadow_finds_a_fault_larger_than_the_noise() -> None:
-    module = Noisy(1e-6)
+    module = noisy(1e-6)
     graphs = noisy_steps(module, verify="shadow")
     module.fault = lambda: 1e-2  # eager passes see it, replays do not
     with pytest.raises(VerifyError, match="output 0"), graphs.step(2):
@@ -252,7 +230,7 @@ def test_shadow_finds_a_fault_larger_than_the_noise() -> None:
 
 def test_passes_that_differ_by_more_than_rounding_are_refused() -> None:
     with pytest.raises(CaptureError, match="two eager passes on the same inputs"):
-        noisy_steps(Noisy(0.0, counting()))
+        noisy_steps(noisy(0.0, counting()))
 
 
 def test_a_replay_that_rarely_repeats_its_bits_is_repeated(
@@ -267,7 +245,7 @@ def test_a_replay_that_rarely_repeats_its_bits_is_repeated(
     def measure(*values: float) -> None:
         nonlocal factors
         factors = iter(values)
-        graphs = ChunkGraphs([Chunk()], [1])
+        graphs = ChunkGraphs([three_layers()], [1])
         graphs.capture([torch.randn(2, WIDTH, requires_grad=True)])
 
     factors = iter([1.0])
@@ -289,7 +267,7 @@ def _measured(*tensors: torch.Tensor) -> Measured:
 def test_digests_see_every_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     torch.manual_seed(sum(shape))
     one = torch.randn(shape).to(dtype)
-    chunk = engine.Chunk(nn.Identity(), (), "chunk 0")
+    chunk = Chunk(nn.Identity(), (), "chunk 0")
     passes = [_measured(one)]
     noise = Noise.of(passes)
     assert difference(chunk, passes, _measured(one.clone()), noise) == ("", "")

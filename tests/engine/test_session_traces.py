@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from toys import Apply, capture
 
 from chunkgraph.engine import ChunkGraphs, Host
 from chunkgraph.graphs import GraphBackend
@@ -84,33 +85,22 @@ def move(module: Updating, name: str, device: torch.device) -> None:
     setattr(module, name, value)
 
 
-class Drawing(nn.Module):
-    def __init__(self, generator: torch.Generator) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.generator = generator
+def drawing(generator: torch.Generator) -> Any:
+    def draw(module: Any, x: torch.Tensor) -> torch.Tensor:
+        return module.linear(x) * torch.rand(WIDTH, generator=generator, device=x.device)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        drawn = torch.rand(WIDTH, generator=self.generator, device=x.device)
-        return self.linear(x) * drawn
+    return Apply(draw, linear=nn.Linear(WIDTH, WIDTH)).to(generator.device)
 
 
 def test_declared_generators_go_on_where_they_were(backend: GraphBackend) -> None:
     generator = torch.Generator(backend.device).manual_seed(3)
-    eager = Drawing(torch.Generator(backend.device).manual_seed(3)).to(backend.device)
-    module = Drawing(generator).to(backend.device)
+    eager = drawing(torch.Generator(backend.device).manual_seed(3))
+    module = drawing(generator)
     module.linear.load_state_dict(eager.linear.state_dict())
 
-    class Declaring(Host):
-        def generators(self) -> tuple[torch.Generator, ...]:
-            return (generator,)
-
-    graphs = ChunkGraphs(
-        [module],
-        [1],
-        backend=backend,
-        host=Declaring(),
-    )
+    host = Host()
+    host.generators = lambda: (generator,)  # type: ignore[method-assign]
+    graphs = ChunkGraphs([module], [1], backend=backend, host=host)
     x = torch.ones(3, WIDTH, device=backend.device)
     for _ in range(3):
         with graphs.step(1):
@@ -126,25 +116,17 @@ def test_constant_buffers_that_nobody_can_write_are_left_alone(
 ) -> None:
     with torch.inference_mode(kind == "inference"):
         table = torch.full((1, 1) if kind == "expanded" else (3, WIDTH), 2.0)
-    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), Scaling(table)).to(backend.device)
+    module: Any = Apply(lambda m, x: m.linear(x) + m.table.sum(), linear=nn.Linear(WIDTH, WIDTH))
+    module.register_buffer("table", table)
+    module = module.to(backend.device)
     if kind == "expanded":
-        module[1].table = module[1].table.expand(3, WIDTH)
-    graphs = ChunkGraphs([module], [1], backend=backend)
+        module.table = module.table.expand(3, WIDTH)
     x = torch.ones(3, WIDTH, device=backend.device)
-    graphs.capture([x])
+    graphs = capture(module, x, backend=backend)
     with graphs.step(1):
         y = graphs.callables[0](x)
         assert torch.equal(y, module(x))
         y.sum().backward()
-
-
-class Scaling(nn.Module):
-    def __init__(self, table: torch.Tensor) -> None:
-        super().__init__()
-        self.register_buffer("table", table)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.table.sum()
 
 
 def test_calls_without_gradients_are_no_samples(backend: GraphBackend) -> None:

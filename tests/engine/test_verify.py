@@ -11,6 +11,7 @@ import pytest
 import torch
 from pool_plans import use_plan
 from torch import nn
+from toys import Apply, all_equal, capture
 
 from chunkgraph.engine import CaptureOptions, ChunkGraphs
 from chunkgraph.errors import VerifyError
@@ -61,11 +62,7 @@ def stack(backend: GraphBackend) -> Stack:
 @pytest.fixture
 def attach(stack: Stack, backend: GraphBackend) -> Callable[..., ChunkGraphs]:
     def make(num_slots: int = 2, **options: Any) -> ChunkGraphs:
-        graphs = ChunkGraphs(
-            [stack], [num_slots], backend=backend, options=CaptureOptions(**options)
-        )
-        graphs.capture([(new_input(backend),)])
-        return graphs
+        return capture(stack, new_input(backend), backend=backend, num_slots=num_slots, **options)
 
     return make
 
@@ -299,14 +296,12 @@ class BadBackward(torch.autograd.Function):
 def test_a_nan_of_the_backward_is_named_by_its_first_gradient(
     backend: GraphBackend, verify: Any
 ) -> None:
-    class Bad(Stack):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            first, second, third = self.layers
-            return third(BadBackward.apply(second(first(x))))
+    def bad(module: Any, x: torch.Tensor) -> torch.Tensor:
+        first, second, third = module.layers
+        return third(BadBackward.apply(second(first(x))))
 
-    chunk = Bad().to(backend.device)
-    graphs = ChunkGraphs([chunk], [1], backend=backend, options=CaptureOptions(verify=verify))
-    graphs.capture([(new_input(backend),)])
+    chunk = Apply(bad, layers=nn.ModuleList(Layer() for _ in range(3)))
+    graphs = capture(chunk, new_input(backend), backend=backend, verify=verify)
     with pytest.warns(UserWarning, match=r"backward of .*is that of layers\.1\.linear\."):
         train(graphs, backend)
 
@@ -334,32 +329,17 @@ def test_shadow_finds_what_one_pool_for_all_corrupts(stack: Stack, backend: Grap
         train_in_flight(graphs, backend, 2, lambda: None, order=-1)
 
 
-class PartlyTrained(nn.Module):
-    """Has a parameter without a gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.unused = nn.Parameter(torch.full((WIDTH,), 3.0))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x)
-
-
 def test_a_gradient_that_nothing_came_to_is_not_searched(backend: GraphBackend) -> None:
     """The memory of such a gradient may hold anything."""
-    module = PartlyTrained().to(backend.device)
-    options = CaptureOptions(verify="poison")
-    graphs = ChunkGraphs(module, 1, backend=backend, options=options)
-    x = torch.randn(3, WIDTH, device=backend.device)
-    graphs.capture([x])
+    unused = nn.Parameter(torch.full((WIDTH,), 3.0))
+    module = Apply(lambda m, x: m.linear(x), linear=nn.Linear(WIDTH, WIDTH), unused=unused)
+    graphs = capture(module, new_input(backend), backend=backend, verify="poison")
     assert graphs._captured is not None
     for sink in graphs._captured.sinks[0].buffers:
         sink.fill_(float("nan"))
-    with graphs.step(1):
-        graphs.callables[0](x).square().mean().backward()
+    train(graphs, backend)
     assert module.unused.grad is None
-    assert module.linear.weight.grad.isfinite().all()  # type: ignore[union-attr]
+    assert module.linear.weight.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("what", ["attribute", "parameter", "embedding"])
@@ -368,27 +348,28 @@ def test_what_a_forward_updates_in_place_is_put_back_after_the_eager_pass(
 ) -> None:
     """Buffers, plain attributes and parameters."""
 
-    class Updates(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.linear = nn.Linear(WIDTH, WIDTH)
-            self.embedding = nn.Embedding(5, WIDTH, max_norm=1.0)
-            self.state = torch.zeros(WIDTH, device=backend.device)
+    def update(module: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            if what == "attribute":
+                module.state.add_(1)
+            elif what == "parameter":
+                module.linear.weight.mul_(0.9)
+        if what == "embedding":
+            x = x + module.embedding(torch.arange(3, device=x.device))
+        return module.linear(x) * (1 + module.state)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            with torch.no_grad():
-                if what == "attribute":
-                    self.state.add_(1)
-                elif what == "parameter":
-                    self.linear.weight.mul_(0.9)
-            if what == "embedding":
-                x = x + self.embedding(torch.arange(3, device=x.device))
-            return self.linear(x) * (1 + self.state)
+    def new_module() -> nn.Module:
+        torch.manual_seed(0)
+        return Apply(
+            update,
+            linear=nn.Linear(WIDTH, WIDTH),
+            embedding=nn.Embedding(5, WIDTH, max_norm=1.0),
+            state=torch.zeros(WIDTH, device=backend.device),
+        ).to(backend.device)
 
     states: list[list[torch.Tensor]] = []
     for is_captured in (False, True):
-        module = Updates().to(backend.device)
+        module = new_module()
         options = CaptureOptions(verify="shadow")
         graphs = ChunkGraphs(module, 1, backend=backend, options=options)
         for _ in range(3):
@@ -397,23 +378,19 @@ def test_what_a_forward_updates_in_place_is_put_back_after_the_eager_pass(
         states.append([module.state, *[p.detach() for p in module.parameters()]])
         states[-1] += [p.grad for p in module.parameters() if p.grad is not None]
     assert graphs.counters.replays == 2
-    assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
-
-
-class DrawsNaN(nn.Linear):
-    """Multiplies its input by a NaN for half of the random numbers."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        draw = torch.rand((), device=x.device)
-        return super().forward(x * torch.where(draw < 0.5, torch.nan, 1.0))
+    assert all_equal(*states)
 
 
 def test_poison_draws_the_random_numbers_of_the_replay(backend: GraphBackend) -> None:
     """The NaNs are then the model's own, in the eager pass too."""
-    chunk = DrawsNaN(WIDTH, WIDTH).to(backend.device)
-    options = CaptureOptions(verify="poison")
-    graphs = ChunkGraphs([chunk], [1], backend=backend, options=options)
-    graphs.capture([(new_input(backend),)])
+
+    def draw(module: Any, x: torch.Tensor) -> torch.Tensor:
+        """Multiply the input by a NaN for half of the random numbers."""
+        is_nan = torch.rand((), device=x.device) < 0.5
+        return module.linear(x * torch.where(is_nan, torch.nan, 1.0))
+
+    chunk = Apply(draw, linear=nn.Linear(WIDTH, WIDTH))
+    graphs = capture(chunk, new_input(backend), backend=backend, verify="poison")
 
     def train_often() -> None:
         for seed in range(12):
@@ -426,20 +403,9 @@ def test_poison_draws_the_random_numbers_of_the_replay(backend: GraphBackend) ->
 
 
 def test_poison_accepts_infinite_gradients_that_add_up_to_a_nan(backend: GraphBackend) -> None:
-    class Shift(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bias = nn.Parameter(torch.zeros(8))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + self.bias
-
-    chunk = Shift().to(backend.device)
-    options = CaptureOptions(verify="poison")
-    graphs = ChunkGraphs([chunk], [1], backend=backend, options=options)
-    graphs.capture([(new_input(backend),)])
+    chunk = Apply(lambda m, x: x + m.bias, bias=nn.Parameter(torch.zeros(8)))
+    graphs = capture(chunk, new_input(backend), backend=backend, verify="poison")
     with graphs.step(2):
         for sign in (1, -1):
             (graphs.callables[0](new_input(backend)) * (sign * torch.inf)).sum().backward()
-    assert chunk.bias.grad is not None
     assert chunk.bias.grad.isnan().all()

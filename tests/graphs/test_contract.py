@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from toys import capturing
 
 from chunkgraph.errors import CaptureError
 from chunkgraph.graphs import CUDABackend, GraphBackend
@@ -36,7 +37,7 @@ def new_input(backend: GraphBackend) -> torch.Tensor:
 
 def test_replay_computes_from_current_inputs_into_fixed_memory(backend: GraphBackend) -> None:
     module, x = make_module(backend), new_input(backend)
-    with torch.no_grad(), backend.capture("forward", backend.new_pool("slot")) as graph:
+    with torch.no_grad(), capturing(backend, "forward") as graph:
         y = module(x)
     address = y.data_ptr()
     for _ in range(3):
@@ -53,9 +54,9 @@ def test_backward_is_captured_from_the_forwards_saved_tensors(backend: GraphBack
     x, g = new_input(backend).requires_grad_(), new_input(backend)
     parameters = list(module.parameters())
     sums = [torch.zeros_like(p) for p in parameters]
-    with backend.capture("forward", backend.new_pool("slot")) as forward:
+    with capturing(backend, "forward") as forward:
         y = module(x)
-    with backend.capture("backward", backend.new_pool("scratch")) as backward:
+    with capturing(backend, "backward") as backward:
         dx, *grads = torch.autograd.grad(y, [x, *parameters], g, retain_graph=True)
         for total, grad in zip(sums, grads, strict=True):
             total.add_(grad)
@@ -76,7 +77,7 @@ def test_backward_is_captured_from_the_forwards_saved_tensors(backend: GraphBack
 
 def test_capture_leaves_external_memory_as_it_was(backend: GraphBackend) -> None:
     counter = torch.full((3,), 5.0, device=backend.device)
-    with backend.capture("count", backend.new_pool("pool")) as graph:
+    with capturing(backend, "count") as graph:
         counter.add_(1)
     assert counter.tolist() == [5.0] * 3
     graph.replay()
@@ -89,7 +90,7 @@ def test_capture_leaves_the_random_state_and_replays_draw_like_eager(backend: Gr
     torch.manual_seed(3)
     expected = [module(x).detach() for _ in range(3)]
     torch.manual_seed(3)
-    with torch.no_grad(), backend.capture("dropout", backend.new_pool("slot")) as graph:
+    with torch.no_grad(), capturing(backend, "dropout") as graph:
         y = module(x)
     results = []
     for _ in range(3):
@@ -189,10 +190,7 @@ _ILLEGAL: dict[str, Callable[[torch.Tensor], object]] = {
 @pytest.mark.parametrize("name", _ILLEGAL)
 def test_illegal_work_is_refused_with_file_and_line(backend: GraphBackend, name: str) -> None:
     module, x = make_module(backend, dropout=0.5), new_input(backend)
-    with (
-        pytest.raises(CaptureError) as error,
-        backend.capture("chunk 0 slot 0 forward", backend.new_pool("slot")),
-    ):
+    with pytest.raises(CaptureError) as error, capturing(backend, "chunk 0 slot 0 forward"):
         _ILLEGAL[name](module(x))
     message = str(error.value)
     line = _ILLEGAL[name].__code__.co_firstlineno
@@ -200,7 +198,7 @@ def test_illegal_work_is_refused_with_file_and_line(backend: GraphBackend, name:
     assert "chunk 0 slot 0 forward" in message
     # A failed capture leaves nothing over: eager work, randomness and new captures go on.
     assert module(x).sum().isfinite()
-    with torch.no_grad(), backend.capture("again", backend.new_pool("slot")) as graph:
+    with torch.no_grad(), capturing(backend, "again") as graph:
         y = module(x)
     torch.manual_seed(1)
     graph.replay()
@@ -213,13 +211,13 @@ def test_what_a_collection_would_free_does_not_spoil_a_capture() -> None:
     """Tracebacks hold the graphs of failed captures in cycles, which only a collection frees."""
     backend = CUDABackend()
     x = torch.ones(8, device=backend.device)
-    with backend.capture("old", backend.new_pool("old")) as old:
+    with capturing(backend, "old") as old:
         x + 1
     cycle: list[object] = [old.graph]
     cycle.append(cycle)
     old.graph = None
     del cycle
-    with backend.capture("new", backend.new_pool("new")) as new:
+    with capturing(backend, "new") as new:
         _ = [
             [i] for i in range(20 * gc.get_threshold()[0])
         ]  # starts collections of the youngest generation
@@ -241,7 +239,7 @@ def test_filling_by_a_mask_is_legal(backend: GraphBackend) -> None:
         z = (y * y).sum()
         return y, torch.autograd.grad(z, x)[0]
 
-    with backend.capture("fill", backend.new_pool("slot")) as graph:
+    with capturing(backend, "fill") as graph:
         results = fill()
     with torch.no_grad():
         x.copy_(torch.randn(6, 4))
@@ -258,7 +256,7 @@ def test_a_failed_capture_on_a_gpu_keeps_no_memory() -> None:
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     for _ in range(2):
-        with pytest.raises(CaptureError), backend.capture("chunk", backend.new_pool("slot")):
+        with pytest.raises(CaptureError), capturing(backend, "chunk"):
             (x.expand(16, -1) + 1).sum().item()
     gc.collect()
     torch.cuda.empty_cache()
@@ -287,7 +285,7 @@ def test_what_fails_on_the_capture_stream_is_waited_for() -> None:
 def test_a_user_error_in_the_chunk_is_named_with_its_line(backend: GraphBackend) -> None:
     with (
         pytest.raises(CaptureError, match=r"RuntimeError.*\n.*test_contract\.py:\d+") as error,
-        backend.capture("chunk", backend.new_pool("slot")),
+        capturing(backend, "chunk"),
     ):
         torch.ones(2, 3, device=backend.device) @ torch.ones(2, 3, device=backend.device)
     assert error.value.__cause__ is not None
@@ -295,7 +293,7 @@ def test_a_user_error_in_the_chunk_is_named_with_its_line(backend: GraphBackend)
 
 def test_a_released_graph_refuses_to_replay(backend: GraphBackend) -> None:
     x = torch.ones(8, device=backend.device)
-    with backend.capture("add", backend.new_pool("slot")) as graph:
+    with capturing(backend, "add") as graph:
         x + 1
     graph.release()
     with pytest.raises(CaptureError, match="add was released"):

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
+from toys import capturing
 
 from chunkgraph.errors import IllegalOperationError, ReplayMismatchError
 from chunkgraph.graphs import RecorderBackend
@@ -42,11 +43,11 @@ def assert_equal_to_eager(
         for leaf in leaves:
             leaf.grad = None
 
-    with backend.capture("forward", backend.new_pool("forward")) as forward:
+    with capturing(backend, "forward") as forward:
         out = program(static)
     gradient = torch.zeros_like(out)
     clear()
-    with backend.capture("backward", backend.new_pool("backward")) as backward:
+    with capturing(backend, "backward") as backward:
         out.backward(gradient)
     gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
     assert torch.equal(torch.get_rng_state(), before)
@@ -73,7 +74,7 @@ def test_a_replay_ignores_the_callers_autocast() -> None:
     layer, x = nn.Linear(16, 16), torch.randn(9, 16)
     backend = RecorderBackend()
     with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
-        with backend.capture("parts", backend.new_pool("pool")) as graph:
+        with capturing(backend, "parts") as graph:
             out = layer(x)
         expected = bits([layer(x)])
         graph.replay()
@@ -101,7 +102,7 @@ def test_what_reaches_the_host_is_refused_with_its_line(name: str) -> None:
     line = illegal.__code__.co_firstlineno
     with (
         pytest.raises(IllegalOperationError, match=rf"{__file__}:{line}"),
-        backend.capture("chunk", backend.new_pool("pool")),
+        capturing(backend, "chunk"),
     ):
         illegal(torch.zeros(3))
     assert torch.equal(torch.get_rng_state(), before)
@@ -112,11 +113,11 @@ def test_backwards_that_read_values_are_refused_by_name(name: str) -> None:
     backend = RecorderBackend()
     x = torch.randn(3, requires_grad=True)
     number = torch.tensor(2.0, requires_grad=True)
-    with backend.capture("forward", backend.new_pool("forward")):
+    with capturing(backend, "forward"):
         out = x.prod() if name == "prod" else x.masked_fill(x > 0, number).sum()
     with (
         pytest.raises(IllegalOperationError, match=r"(Prod|MaskedFill)Backward reads"),
-        backend.capture("backward", backend.new_pool("backward")),
+        capturing(backend, "backward"),
     ):
         torch.autograd.grad(out, [x, number], torch.ones(()), allow_unused=True)
 
@@ -124,7 +125,7 @@ def test_backwards_that_read_values_are_refused_by_name(name: str) -> None:
 def test_a_shape_that_depends_on_values_is_never_broadcast() -> None:
     backend = RecorderBackend()
     lengths, x = torch.tensor([4]), torch.randn(1, 4, 8)
-    with backend.capture("packed", backend.new_pool("pool")) as graph:
+    with capturing(backend, "packed") as graph:
         nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
     graph.replay()
     lengths.fill_(1)
@@ -135,7 +136,7 @@ def test_a_shape_that_depends_on_values_is_never_broadcast() -> None:
 def test_assertions_on_the_device_hold_in_replays() -> None:
     backend = RecorderBackend()
     x = torch.zeros(3)
-    with backend.capture("asserts", backend.new_pool("pool")) as graph:
+    with capturing(backend, "asserts") as graph:
         torch._assert_async((x < 1).all())
     graph.replay()
     x.fill_(2)

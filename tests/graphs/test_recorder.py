@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch import library, nn
+from toys import capturing
 
 from chunkgraph.errors import CaptureError, IllegalOperationError, ReplayMismatchError
 from chunkgraph.graphs import AddressRanges, RecorderBackend, host_call
@@ -14,7 +15,7 @@ from chunkgraph.graphs import AddressRanges, RecorderBackend, host_call
 def test_writes_are_exact_for_views_in_place_and_results() -> None:
     backend = RecorderBackend()
     target = torch.zeros(4, 8)
-    with backend.capture("mixed", backend.new_pool("pool")) as graph:
+    with capturing(backend, "mixed") as graph:
         y = target.sum(1)
         target[1, 2:4].add_(1)
     first = target.data_ptr() + (8 + 2) * 4
@@ -27,7 +28,7 @@ def test_writes_are_exact_for_views_in_place_and_results() -> None:
 def test_freed_external_memory_is_an_error_and_names_the_operator() -> None:
     backend = RecorderBackend()
     weight = nn.Parameter(torch.ones(4))
-    with torch.no_grad(), backend.capture("scale", backend.new_pool("pool")) as graph:
+    with torch.no_grad(), capturing(backend, "scale") as graph:
         weight * 2
     weight.data = torch.ones(4)  # rebinding instead of copying in place
     with pytest.raises(ReplayMismatchError, match=r"aten\.mul.*test_recorder\.py"):
@@ -39,7 +40,7 @@ def test_one_number_of_a_freed_tensor_is_no_constant() -> None:
     x, factors = torch.ones(2), [torch.arange(4.0)[3]]
     with (
         pytest.raises(CaptureError, match=r"aten\.mul(.|\n)*was freed before the capture ended"),
-        backend.capture("scale", backend.new_pool("pool")),
+        capturing(backend, "scale"),
     ):
         x * factors.pop()
 
@@ -49,7 +50,7 @@ def test_a_tensor_of_another_device_is_refused_before_its_address_is_read() -> N
     x = torch.ones(4, device="meta")
     with (
         pytest.raises(CaptureError, match=r"on meta; capturing scale(.|\n)*test_recorder\.py"),
-        backend.capture("scale", backend.new_pool("pool")),
+        capturing(backend, "scale"),
     ):
         x.mul_(2)
 
@@ -59,7 +60,7 @@ def test_memory_shared_with_the_host_is_refused() -> None:
     table = np.ones(3)
     with (
         pytest.raises(IllegalOperationError, match=r"from_numpy.*(\n.*)*test_recorder\.py:\d+"),
-        backend.capture("table", backend.new_pool("pool")),
+        capturing(backend, "table"),
     ):
         torch.from_numpy(table) * 2
 
@@ -76,11 +77,11 @@ def test_an_illegal_operator_inside_a_custom_backward_is_found() -> None:
 
     backend = RecorderBackend()
     x = torch.ones(4, requires_grad=True)
-    with backend.capture("forward", backend.new_pool("pool")):
+    with capturing(backend, "forward"):
         y = Syncs.apply(x)
     with (
         pytest.raises(IllegalOperationError, match=r"(?s)grad\.sum\(\)\.item\(\).*SyncsBackward"),
-        backend.capture("backward", backend.new_pool("pool")),
+        capturing(backend, "backward"),
     ):
         torch.autograd.grad(y, x, torch.ones(4))
 
@@ -90,7 +91,7 @@ def test_host_calls_run_again_in_every_replay_in_order() -> None:
     seen: list[float] = []
     x = torch.zeros(1)
     host_call(lambda: seen.append(-1))  # outside a capture: just runs
-    with backend.capture("calls", backend.new_pool("pool")) as graph:
+    with capturing(backend, "calls") as graph:
         x.add_(1)
         host_call(lambda: seen.append(x.item()))
         x.add_(1)
@@ -104,7 +105,7 @@ def test_integer_indexing_and_sized_repeat_are_legal() -> None:
     backend = RecorderBackend()
     x, index = torch.arange(6.0), torch.tensor([5, 0, 2])
     repeats = torch.tensor([1, 2, 0])
-    with backend.capture("index", backend.new_pool("pool")) as graph:
+    with capturing(backend, "index") as graph:
         y = x[index]
         z = torch.repeat_interleave(index, repeats, output_size=3)
     index.copy_(torch.tensor([1, 1, 4]))
@@ -116,7 +117,7 @@ def test_integer_indexing_and_sized_repeat_are_legal() -> None:
 def test_results_with_several_tensors_and_shared_storage() -> None:
     backend = RecorderBackend()
     x = torch.randn(4, 6)
-    with backend.capture("several", backend.new_pool("pool")) as graph:
+    with capturing(backend, "several") as graph:
         values, indices = x.max(dim=1)
         left, right = (x + 1).split(3, dim=1)
     x.copy_(torch.randn(4, 6))

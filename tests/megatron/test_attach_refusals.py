@@ -13,7 +13,14 @@ from refused import refused
 from torch import nn
 
 from chunkgraph.errors import ConfigError
+from chunkgraph.megatron import attach
+from chunkgraph.megatron.features.contexts import ContextGroups, feature, follow_groups
+from chunkgraph.megatron.features.fp8.feature import Fp8State
+from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.megatron.refusals import MODEL_RULES
+from chunkgraph.megatron.scope_choice import SCOPE_RULES
+from chunkgraph.megatron.topology import PipelinePlace
+from chunkgraph.packing import ContextLimits
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(60)]
 
@@ -47,8 +54,6 @@ def _block(chunks: list[nn.Module]) -> Any:
 def test_unsupported_settings_are_refused_by_name(
     chunks: list[nn.Module], name: str, value: object
 ) -> None:
-    from chunkgraph.megatron.attachment import attach
-
     setattr(chunks[0].config, name, value)
     with pytest.raises(ConfigError, match=rf"{name}={value!r}"):
         attach(chunks)
@@ -72,8 +77,6 @@ def test_unsupported_settings_are_refused_by_name(
 def test_what_does_not_go_with_fp8_is_refused(
     chunks: list[nn.Module], name: str, value: object, message: str
 ) -> None:
-    from chunkgraph.megatron.features.fp8.feature import Fp8State
-
     config = chunks[0].config
     rules = (*MODEL_RULES, *Fp8State.rules)
     facts = {"is_rng_graph_safe": True, "has_transformer_engine": True}
@@ -86,8 +89,6 @@ def test_what_does_not_go_with_fp8_is_refused(
 
 
 def test_only_one_update_of_delayed_scales_fits_in_a_backward() -> None:
-    from chunkgraph.megatron.scope_choice import SCOPE_RULES
-
     settings = {"fp8": "e4m3", "fp8_recipe": "delayed", "mtp_num_layers": 1}
     (refusal,) = refused(SCOPE_RULES, settings, scope="chunk")
     assert refusal.startswith("scope='chunk' with fp8_recipe='delayed' and mtp_num_layers: ")
@@ -100,16 +101,12 @@ def test_only_one_update_of_delayed_scales_fits_in_a_backward() -> None:
     reason="Transformer Engine is installed",
 )
 def test_fp8_needs_transformer_engine(chunks: list[nn.Module]) -> None:
-    from chunkgraph.megatron.attachment import attach
-
     chunks[0].config.fp8, chunks[0].config.fp8_recipe = "e4m3", "delayed"
     with pytest.raises(ConfigError, match=r"fp8='e4m3': it needs Transformer Engine.*\[te\]"):
         attach(chunks)
 
 
 def test_several_refusals_are_reported_at_once(chunks: list[nn.Module]) -> None:
-    from chunkgraph.megatron.attachment import attach
-
     chunks[0].config.cpu_offloading = True
     chunks[0].config.num_moe_experts = 2
     chunks[0].config.moe_enable_routing_replay = True
@@ -121,11 +118,6 @@ def test_rows_of_several_lengths_of_contexts_are_refused(
     chunks: list[nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stages and experts would receive all microbatches with the rows of the longest one."""
-    from chunkgraph.megatron import attach
-    from chunkgraph.megatron.features.contexts import ContextGroups, follow_groups
-    from chunkgraph.megatron.features.packing.banks import PackedBanks
-    from chunkgraph.megatron.topology import PipelinePlace
-    from chunkgraph.packing import ContextLimits
 
     limits = ContextLimits(world_size=1, max_tokens_per_rank=8, max_packed_seqs=3)
     banks = PackedBanks.of_limits(limits, ContextGroups([0], {1: None}), buckets=[4])
@@ -151,10 +143,6 @@ def test_padding_that_is_not_counted_is_reported_where_sizes_change(
     chunks: list[nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This concerns heads that share keys; `test_attention_limits` defines them."""
-    from chunkgraph.megatron import attach
-    from chunkgraph.megatron.features.contexts import ContextGroups, feature, follow_groups
-    from chunkgraph.megatron.features.packing.banks import PackedBanks
-    from chunkgraph.packing import ContextLimits
 
     monkeypatch.setattr(
         feature,
@@ -181,15 +169,11 @@ def test_padding_that_is_not_counted_is_reported_where_sizes_change(
 
 
 def test_an_unknown_keyword_is_refused(chunks: list[nn.Module]) -> None:
-    from chunkgraph.megatron import attach
-
     with pytest.raises(ConfigError, match=r"^attach\(\) takes no sequences=\.\.\."):
         attach(chunks, sequences=[4])  # type: ignore[call-arg]
 
 
 def test_fully_sharded_parameters_are_refused(chunks: list[nn.Module]) -> None:
-    from chunkgraph.megatron.attachment import attach
-
     class FullyShardedDataParallel(nn.Module):
         def __init__(self, module: nn.Module) -> None:
             super().__init__()
@@ -214,8 +198,6 @@ def test_random_numbers_need_a_graph_safe_tracker(
 ) -> None:
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-    from chunkgraph.megatron.attachment import attach
-
     monkeypatch.setattr(get_cuda_rng_tracker(), "use_cudagraphable_rng", False)
     with pytest.raises(ConfigError, match="graph-safe"):
         attach(chunks)
@@ -228,8 +210,6 @@ def test_random_numbers_need_a_graph_safe_tracker(
 
 
 def test_other_modules_are_refused(one_rank: torch.device) -> None:
-    from chunkgraph.megatron.attachment import attach
-
     with pytest.raises(ConfigError, match="not a Megatron-core model"):
         attach([nn.Linear(2, 2)])
     with pytest.raises(ConfigError, match="no model chunk"):

@@ -14,6 +14,7 @@ from torch import nn
 
 from chunkgraph.engine import CaptureOptions, Chunk, StepMode
 from chunkgraph.errors import ConfigError
+from chunkgraph.megatron import attach
 from chunkgraph.megatron.feature import Feature, Features
 from chunkgraph.megatron.features import FEATURES
 from chunkgraph.megatron.step import Shortage, Step, StepPlanner
@@ -153,8 +154,6 @@ def _from_nothing() -> None:
 
 def _outputs(chunks: list[nn.Module], features: Any, num_forwards: int = 1) -> list[torch.Tensor]:
     """Return the outputs of an eager step, two replayed ones and one that may run again."""
-    from chunkgraph.megatron import attach
-
     block: Any = next(m for m in chunks[0].modules() if hasattr(m, "input_tensor"))
     block = getattr(block, "decoder", block)
     mask = torch.triu(torch.ones(1, 1, 16, 16, dtype=torch.bool), diagonal=1)
@@ -209,8 +208,6 @@ def test_every_method_of_a_feature_is_called(chunks: list[nn.Module]) -> None:
 
 
 def test_a_feature_refuses_a_model_with_the_others(chunks: list[nn.Module]) -> None:
-    from chunkgraph.megatron import attach
-
     config: Any = chunks[0].config
     config.init_method_std, config.cpu_offloading = 0.5, True
     with pytest.raises(ConfigError, match=r"(?s)cpu_offloading=True.*init_method_std=0.5: too"):

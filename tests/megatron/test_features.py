@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import metadata
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from in_process import Trained
 from refused import refused
 
+from chunkgraph.engine import CaptureOptions
 from chunkgraph.errors import ConfigError
+from chunkgraph.megatron.core.access import versions
+from chunkgraph.megatron.features.sparse.feature import SparseAttention, constants_on_device
+from chunkgraph.settings import config_from_mapping
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(200)]
 
@@ -200,44 +204,23 @@ def _metrics(
     device: Any, config: Any, options: dict[str, Any], log: Any, **graph_options: Any
 ) -> list[dict[str, Any]]:
     """Return the metrics in Megatron's ``log`` after each of three steps."""
-    from chunkgraph.data import PackedText
-    from chunkgraph.engine import CaptureOptions
-    from chunkgraph.megatron import attach
-    from chunkgraph.megatron.core.access import import_megatron
-    from chunkgraph.trainer.batches import sequence_batches as microbatches
-    from chunkgraph.trainer.forward_step import forward_step
-    from chunkgraph.trainer.model import build_model
-    from chunkgraph.trainer.setup import seed_everything
-
-    seed_everything(1, device)
-    chunks = build_model(config, device, transformer_options=options)
-    train = import_megatron("megatron.core.pipeline_parallel").get_forward_backward_func()
     graphs = None
     if graph_options:
         verify = CaptureOptions(verify=graph_options.pop("verify", "none"))
-        graphs = attach(chunks, options=verify, **graph_options)
-        train = graphs.wrap_forward_backward(train)
-    text = PackedText.from_file(None, seq_length=16, seed=1)
+        graphs = {"options": verify, **graph_options}
+    model = Trained(device, config, graphs, transformer_options=options)
     tracker, seen = log.tracker, []
     tracker.clear()
     for step, count in enumerate((2, 3, 1)):
-        train(
-            forward_step_func=forward_step,
-            data_iterator=[microbatches(config, text, step, count, device)],
-            model=chunks,
-            num_microbatches=count,
-            seq_length=16,
-            micro_batch_size=2,
-            forward_only=False,
-        )
+        model.step(step, count)
         seen.append(
             {n: v.tolist() if hasattr(v, "tolist") else v is None for n, v in tracker.items()}
         )
         clean = getattr(log, "clean_metrics_in_tracker", None)
         (clean or log.clean_loss_in_tracker)()
     if graphs is not None:
-        assert graphs.counters.replays == 4
-        graphs.detach()
+        assert model.graphs.counters.replays == 4
+        model.graphs.detach()
     return seen
 
 
@@ -283,16 +266,11 @@ def test_sparse_attention(run_equal: Callable[..., Any], make_config: Callable[.
     _check(run_equal({"pp2": {"config": staged, "transformer_options": _SPARSE}}, 2))
 
 
-def test_metrics_of_sparse_attention_go_on(
-    one_rank: Any, make_config: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_metrics_of_sparse_attention_go_on(one_rank: Any, make_config: Callable[..., Any]) -> None:
     from megatron.core.transformer.experimental_attention_variant.dsa import (
         DSAIndexerLossLoggingHelper,
     )
 
-    from chunkgraph.settings import config_from_mapping
-
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "support"))
     config = config_from_mapping(_sparse(make_config))
     _check_metrics(one_rank, config, _SPARSE, DSAIndexerLossLoggingHelper)
 
@@ -319,8 +297,6 @@ def _indexer_grads(device: str) -> Callable[[], tuple[torch.Tensor, ...]]:
 
 
 def test_a_constant_of_the_indexers_loss_is_made_on_the_device() -> None:
-    from chunkgraph.megatron.features.sparse.feature import constants_on_device
-
     run = _indexer_grads("cpu")
     expected = run()
     with (
@@ -338,8 +314,6 @@ def test_a_constant_of_the_indexers_loss_is_made_on_the_device() -> None:
 
 @pytest.mark.gpu
 def test_a_gpu_captures_the_indexers_loss() -> None:
-    from chunkgraph.megatron.features.sparse.feature import constants_on_device
-
     run = _indexer_grads("cuda")
     expected = run()
     torch.cuda.synchronize()
@@ -363,8 +337,6 @@ def test_a_gpu_captures_the_indexers_loss() -> None:
 def test_what_sparse_attention_cannot_go_with_is_named(
     changes: dict[str, Any], message: str
 ) -> None:
-    from chunkgraph.megatron.features.sparse.feature import SparseAttention
-
     assert refused(SparseAttention.rules, _SPARSE) == []
     (reason,) = refused(SparseAttention.rules, {**_SPARSE, **changes})
     assert message in reason
@@ -373,9 +345,6 @@ def test_what_sparse_attention_cannot_go_with_is_named(
 
 @pytest.mark.every_release
 def test_sparse_attention_of_earlier_releases_is_refused() -> None:
-    from chunkgraph.megatron.core.access import versions
-    from chunkgraph.megatron.features.sparse.feature import SparseAttention
-
     site: Any = SimpleNamespace(config=SimpleNamespace(experimental_attention_variant="dsa"))
     if str(versions()["megatron_core"]) >= "0.19":
         SparseAttention.check(site)

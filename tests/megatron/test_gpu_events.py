@@ -8,6 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from chunkgraph.megatron.core.data_parallel import DDP_MODULE, gradient_marker
+from chunkgraph.megatron.core.parameter_gather import ParameterGates
+
 pytestmark = [pytest.mark.gpu(in_process=True), pytest.mark.megatron]
 
 LATE = 20_000_000  # cycles, some 10 ms: far longer than a launch
@@ -61,9 +64,6 @@ class _Layer(nn.Module):
 
 
 def test_a_replayed_forward_waits_for_parameters_that_arrive_late() -> None:
-    from chunkgraph.megatron.core.data_parallel import DDP_MODULE
-    from chunkgraph.megatron.core.parameter_gather import ParameterGates
-
     module = nn.Sequential(_Layer(), _Layer(), _Layer()).cuda()
     ddp = _DDP(module, DDP_MODULE)
     gates = ParameterGates(ddp, module, list(module)[:2])
@@ -84,8 +84,6 @@ def test_a_replayed_forward_waits_for_parameters_that_arrive_late() -> None:
 
 def test_a_reduction_waits_for_a_gradient_that_the_graph_writes_late() -> None:
     from types import SimpleNamespace
-
-    from chunkgraph.megatron.core.data_parallel import gradient_marker
 
     parameter = nn.Parameter(torch.zeros(1 << 20, device="cuda"))
     gradient = torch.zeros(1 << 20, device="cuda")

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from chunkgraph.errors import ConfigError
+from chunkgraph.megatron.attachment import attach
+from chunkgraph.megatron.captured_part import new_part
 from chunkgraph.megatron.module_hooks import refuse_hooks
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(60)]
@@ -35,8 +37,6 @@ def _norm(chunk: nn.Module) -> nn.Module:
 
 
 def test_a_hook_inside_the_block_is_refused_with_its_place(chunks: list[Any]) -> None:
-    from chunkgraph.megatron.attachment import attach
-
     handle = _norm(chunks[0]).register_forward_hook(keep)
     with pytest.raises(ConfigError) as error:
         attach(chunks, scope="block")
@@ -51,8 +51,6 @@ def test_a_hook_inside_the_block_is_refused_with_its_place(chunks: list[Any]) ->
 
 def test_a_hook_around_the_captured_part_stays(chunks: list[Any]) -> None:
     """It runs outside of the graph, at every call."""
-    from chunkgraph.megatron.attachment import attach
-
     block = next(m for name, m in chunks[0].named_modules() if name.endswith("decoder"))
     embedding = next(m for name, m in chunks[0].named_modules() if name.endswith("embedding"))
     block.register_forward_hook(keep)
@@ -63,8 +61,6 @@ def test_a_hook_around_the_captured_part_stays(chunks: list[Any]) -> None:
 
 
 def test_a_hook_that_comes_after_attach_is_refused_at_the_capture(chunks: list[Any]) -> None:
-    from chunkgraph.megatron.captured_part import new_part
-
     part = new_part("block", chunks[0], "rank 0, chunk 0")
     check = part.chunk().check_sample
     assert check is not None

@@ -7,10 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+from in_process import attach
 from torch import nn
 
+from chunkgraph.engine import ChunkGraphs
 from chunkgraph.errors import ConfigError, SlotError
+from chunkgraph.megatron import attachment as plugin
+from chunkgraph.megatron.features.contexts import ContextGroups, follow_groups
+from chunkgraph.megatron.features.packing.banks import PackedBanks
+from chunkgraph.memory.stash import StashOptions
+from chunkgraph.packing import ContextLimits, PackedShape
 from chunkgraph.settings import Config, config_from_mapping
+from chunkgraph.trainer.loop import run_training
+from chunkgraph.trainer.model import build_model
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(60)]
 
@@ -54,11 +63,6 @@ def _of_the_model(chunk: nn.Module) -> list[Any]:
 def test_a_failure_half_way_leaves_the_model_as_it_was(
     one_rank: Any, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
-    from chunkgraph.megatron import attachment as plugin
-    from chunkgraph.memory.stash import StashOptions
-    from chunkgraph.packing import PackedShape
-    from chunkgraph.trainer.model import build_model
-
     experts = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_expert_capacity_factor": 2.0}
     model = {"swiglu": True, "normalization": "RMSNorm"}
     (chunk,) = build_model(config_from_mapping(make_config(model=model, moe=experts)), one_rank)
@@ -86,12 +90,6 @@ def test_a_failure_half_way_leaves_the_model_as_it_was(
 def test_groups_are_not_closed_under_their_graphs(
     chunks: list[nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from chunkgraph.engine import ChunkGraphs
-    from chunkgraph.megatron import attach
-    from chunkgraph.megatron.features.contexts import ContextGroups, follow_groups
-    from chunkgraph.megatron.features.packing.banks import PackedBanks
-    from chunkgraph.packing import ContextLimits
-
     limits = ContextLimits(world_size=1, max_tokens_per_rank=8, max_packed_seqs=3)
     banks = PackedBanks.of_limits(limits, ContextGroups([0], {1: None}))
     undo = follow_groups(chunks)
@@ -107,8 +105,6 @@ def test_groups_are_not_closed_under_their_graphs(
 
 
 def test_attach_twice_is_refused_and_detach_puts_all_back(chunks: list[nn.Module]) -> None:
-    from chunkgraph.megatron.attachment import attach
-
     block = _block(chunks)
     before = dict(block.__dict__)
     names = list(chunks[0].state_dict())
@@ -123,31 +119,21 @@ def test_attach_twice_is_refused_and_detach_puts_all_back(chunks: list[nn.Module
 
 
 def test_training_outside_a_step_names_the_chunk(chunks: list[nn.Module]) -> None:
-    from chunkgraph.megatron.attachment import attach
-
-    graphs = attach(chunks, scope="block")
-    try:
-        with pytest.raises(SlotError, match="rank 0, pipeline stage 0, chunk 0"):
-            _block(chunks)(**_inputs())
-    finally:
-        graphs.detach()
+    attach(chunks, scope="block")
+    with pytest.raises(SlotError, match="rank 0, pipeline stage 0, chunk 0"):
+        _block(chunks)(**_inputs())
 
 
 def test_evaluation_and_no_grad_run_eagerly_anywhere(chunks: list[nn.Module]) -> None:
-    from chunkgraph.megatron.attachment import attach
-
     block = _block(chunks)
     block.eval()
     expected = block(**_inputs())
     graphs = attach(chunks)
-    try:
-        assert torch.equal(block(**_inputs()), expected)
-        block.train()
-        with torch.no_grad():
-            block(**_inputs(requires_grad=False))
-        assert graphs.counters.replays == 0
-    finally:
-        graphs.detach()
+    assert torch.equal(block(**_inputs()), expected)
+    block.train()
+    with torch.no_grad():
+        block(**_inputs(requires_grad=False))
+    assert graphs.counters.replays == 0
 
 
 def _reductions(
@@ -155,8 +141,6 @@ def _reductions(
 ) -> list[tuple[int, int, int]]:
     """Return each step's ready signals of last microbatches, their reductions, and all of these."""
     from megatron.core.distributed import param_and_grad_buffer
-
-    from chunkgraph.trainer.loop import run_training
 
     group_class = param_and_grad_buffer._ParamAndGradBucketGroup
     register, start = group_class.register_grad_ready, group_class.start_grad_sync
@@ -204,29 +188,24 @@ def test_gradient_ready_signals_are_those_of_eager_training(
 
 def test_a_schedule_is_wrapped_with_its_keywords(chunks: list[nn.Module]) -> None:
     """Evaluation steps count as such, and the schedule's result is returned."""
-    from chunkgraph.megatron.attachment import attach
 
     graphs = attach(chunks)
-    try:
-        seen: list[dict[str, Any]] = []
+    seen: list[dict[str, Any]] = []
 
-        def schedule(**kwargs: Any) -> str:
-            seen.append(kwargs)
-            return "losses"
+    def schedule(**kwargs: Any) -> str:
+        seen.append(kwargs)
+        return "losses"
 
-        keywords = {"num_microbatches": 3, "seq_length": 16, "forward_only": True}
-        assert graphs.wrap_forward_backward(schedule)(**keywords) == "losses"
-        assert seen == [keywords]
-        assert graphs.counters.fallbacks == {"forward only": 1}
-    finally:
-        graphs.detach()
+    keywords = {"num_microbatches": 3, "seq_length": 16, "forward_only": True}
+    assert graphs.wrap_forward_backward(schedule)(**keywords) == "losses"
+    assert seen == [keywords]
+    assert graphs.counters.fallbacks == {"forward only": 1}
 
 
 def test_another_sequence_length_runs_eagerly_and_equal(
     one_rank: torch.device, config: Config, chunks: list[nn.Module]
 ) -> None:
     """A step of other shapes between replayed ones runs eagerly as a whole."""
-    from chunkgraph.megatron.attachment import attach
 
     block = _block(chunks)
 
@@ -243,22 +222,18 @@ def test_another_sequence_length_runs_eagerly_and_equal(
     state = torch.get_rng_state()
     expected = [schedule(**k) for k in keywords]
     graphs = attach(chunks, scope="block")
-    try:
-        torch.set_rng_state(state)
-        wrapped = graphs.wrap_forward_backward(schedule)
-        results = [wrapped(**k) for k in keywords]
-        assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
-        assert graphs.counters.fallbacks == {"capture warmup": 1, "input shapes differ": 1}
-        assert graphs.counters.replays == 2
-        with graphs.counters.expect(captures=0, capture_sessions=0):
-            wrapped(**keywords[0])
-    finally:
-        graphs.detach()
+    torch.set_rng_state(state)
+    wrapped = graphs.wrap_forward_backward(schedule)
+    results = [wrapped(**k) for k in keywords]
+    assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+    assert graphs.counters.fallbacks == {"capture warmup": 1, "input shapes differ": 1}
+    assert graphs.counters.replays == 2
+    with graphs.counters.expect(captures=0, capture_sessions=0):
+        wrapped(**keywords[0])
 
 
 def test_a_later_stage_reads_its_input_and_keeps_it(chunks: list[nn.Module]) -> None:
     """Neither capture nor replay leaves a static buffer as the block's input."""
-    from chunkgraph.megatron.attachment import attach
 
     inputs = _inputs()
     block = _block(chunks)
@@ -275,10 +250,7 @@ def test_a_later_stage_reads_its_input_and_keeps_it(chunks: list[nn.Module]) -> 
         assert received.grad is not None
         return out.detach().clone()
 
-    try:
-        wrapped = graphs.wrap_forward_backward(schedule)
-        first, *others = [wrapped(num_microbatches=1) for _ in range(3)]
-        assert graphs.counters.replays == 2
-        assert all(torch.equal(out, first) for out in others)
-    finally:
-        graphs.detach()
+    wrapped = graphs.wrap_forward_backward(schedule)
+    first, *others = [wrapped(num_microbatches=1) for _ in range(3)]
+    assert graphs.counters.replays == 2
+    assert all(torch.equal(out, first) for out in others)

@@ -9,15 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from in_process import attach
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkgraph.engine.replay import replayer
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.refusals import facts_of_model
-from chunkgraph.megatron.scope_choice import ChosenScope
+from chunkgraph.megatron.scope_choice import SCOPE_RULES, ChosenScope, choose_scope
 from chunkgraph.settings import Config
 from chunkgraph.settings.rule import refusals
+from chunkgraph.trainer.model import layer_spec
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(60)]
 
@@ -29,8 +31,6 @@ LENGTH, BATCH = 16, 2
 def middle_stage(chunks: list[nn.Module], config: Config) -> Any:
     """Make a GPTModel of a stage that is neither first nor last."""
     from megatron.core.models.gpt import GPTModel
-
-    from chunkgraph.trainer.model import layer_spec
 
     return GPTModel(
         config=chunks[0].config,
@@ -103,8 +103,6 @@ def test_a_replayed_chunk_runs_nothing_but_the_copies_of_its_inputs(
     chunks: list[nn.Module],
 ) -> None:
     """It copies tokens, labels and mask, but no unread ids, and runs neither embedding nor loss."""
-    from chunkgraph.megatron.attachment import attach
-
     model, batch = _model(chunks[0]), _batch()
     graphs = attach(chunks)
     assert graphs.scope == ChosenScope("chunk")
@@ -115,69 +113,53 @@ def test_a_replayed_chunk_runs_nothing_but_the_copies_of_its_inputs(
             operators.seen.clear()
             return chunks[0](**batch)
 
-    try:
-        first, *others = _runs(graphs, call)
-        assert graphs.counters.replays == 2
-        assert all(torch.equal(output, first) for output in others)
-        assert first.shape == (BATCH, LENGTH)
-        assert operators.seen == {
-            "copied tensors": 3,
-            "aten.clone.default": 1,  # the caller may keep losses
-        }
-        assert "forward" in model.__dict__
-        assert "forward" not in model.decoder.__dict__
-    finally:
-        graphs.detach()
+    first, *others = _runs(graphs, call)
+    assert graphs.counters.replays == 2
+    assert all(torch.equal(output, first) for output in others)
+    assert first.shape == (BATCH, LENGTH)
+    # The caller may keep losses.
+    assert operators.seen == {"copied tensors": 3, "aten.clone.default": 1}
+    assert "forward" in model.__dict__
+    assert "forward" not in model.decoder.__dict__
+    graphs.detach()
     assert "forward" not in model.__dict__
 
 
 def test_captured_gradients_are_those_of_all_parameters(chunks: list[nn.Module]) -> None:
-    from chunkgraph.megatron.attachment import attach
-
     batch, model = _batch(), _model(chunks[0])
     graphs = attach(chunks, scope="chunk")
-    try:
-        gradients = []
-        for _ in range(3):
-            for parameter in model.parameters():
-                parameter.main_grad.zero_()
-            _runs(graphs, lambda _: chunks[0](**batch), num_steps=1)
-            gradients.append({n: p.main_grad.clone() for n, p in model.named_parameters()})
-        assert graphs.counters.replays == 2
-        for name, eager in gradients[0].items():
-            assert eager.any(), name
-            assert torch.equal(gradients[1][name], eager), name
-            assert torch.equal(gradients[2][name], eager), name
-    finally:
-        graphs.detach()
+    gradients = []
+    for _ in range(3):
+        for parameter in model.parameters():
+            parameter.main_grad.zero_()
+        _runs(graphs, lambda _: chunks[0](**batch), num_steps=1)
+        gradients.append({n: p.main_grad.clone() for n, p in model.named_parameters()})
+    assert graphs.counters.replays == 2
+    for name, eager in gradients[0].items():
+        assert eager.any(), name
+        assert torch.equal(gradients[1][name], eager), name
+        assert torch.equal(gradients[2][name], eager), name
 
 
 def test_without_labels_the_logits_come_out(chunks: list[nn.Module]) -> None:
-    from chunkgraph.megatron.attachment import attach
-
     batch = _batch()
     del batch["labels"]
     graphs = attach(chunks, scope="chunk")
-    try:
-        first, *others = _runs(graphs, lambda _: chunks[0](**batch))
-        assert first.shape == (BATCH, LENGTH, 264)
-        assert all(torch.equal(output, first) for output in others)
-        # Positional arguments and explicit defaults make the same call.
-        (output,) = _runs(
-            graphs,
-            lambda _: chunks[0](*batch.values(), labels=None, loss_mask=None),
-            num_steps=1,
-        )
-        assert torch.equal(output, first)
-    finally:
-        graphs.detach()
+    first, *others = _runs(graphs, lambda _: chunks[0](**batch))
+    assert first.shape == (BATCH, LENGTH, 264)
+    assert all(torch.equal(output, first) for output in others)
+    # Positional arguments and explicit defaults make the same call.
+    (output,) = _runs(
+        graphs,
+        lambda _: chunks[0](*batch.values(), labels=None, loss_mask=None),
+        num_steps=1,
+    )
+    assert torch.equal(output, first)
 
 
 @pytest.mark.usefixtures("modes_may_be_active")
 def test_a_middle_stage_reads_the_received_tensor_alone(middle_stage: Any) -> None:
     """A replay copies the mask, and a hidden state that was not received in place."""
-    from chunkgraph.megatron.attachment import attach
-
     generator = torch.Generator().manual_seed(2)
     values = torch.randn(LENGTH, BATCH, 32, generator=generator)
     batch, operators = _batch(), _Operators()
@@ -201,24 +183,19 @@ def test_a_middle_stage_reads_the_received_tensor_alone(middle_stage: Any) -> No
             memory.copy_(values)
         return call(num_microbatches, memory)
 
-    try:
-        first, second = _runs(graphs, call, num_steps=2)
-        assert operators.seen["copied tensors"] == 2
-        (third,) = _runs(graphs, call_in_place, num_steps=1)
-        assert operators.seen["copied tensors"] == 1  # the mask
-        assert graphs.counters.replays == 2
-        assert torch.equal(second, first)
-        assert torch.equal(third, first)
-        assert received[0].grad is not None
-        assert all(torch.equal(r.grad, received[0].grad) for r in received)
-    finally:
-        graphs.detach()
+    first, second = _runs(graphs, call, num_steps=2)
+    assert operators.seen["copied tensors"] == 2
+    (third,) = _runs(graphs, call_in_place, num_steps=1)
+    assert operators.seen["copied tensors"] == 1  # the mask
+    assert graphs.counters.replays == 2
+    assert torch.equal(second, first)
+    assert torch.equal(third, first)
+    assert received[0].grad is not None
+    assert all(torch.equal(r.grad, received[0].grad) for r in received)
 
 
 def test_a_subclass_gets_every_argument(middle_stage: Any) -> None:
     """A user's model may read arguments that Megatron's ignores."""
-    from chunkgraph.megatron.attachment import attach
-
     parent = type(middle_stage)
 
     class Looks(parent):  # type: ignore[misc,valid-type]
@@ -233,22 +210,17 @@ def test_a_subclass_gets_every_argument(middle_stage: Any) -> None:
         middle_stage.set_input_tensor(hidden.clone().requires_grad_())
         return middle_stage(**_batch())
 
-    try:
-        first, second = _runs(graphs, call, num_steps=2)
-        assert torch.equal(first, second)
-        middle_stage.set_input_tensor(hidden)
-        with torch.no_grad():
-            middle_stage.eval()
-            plain = parent.forward(middle_stage, **_batch())
-        assert not torch.equal(plain, middle_stage(**_batch()))
-    finally:
-        graphs.detach()
+    first, second = _runs(graphs, call, num_steps=2)
+    assert torch.equal(first, second)
+    middle_stage.set_input_tensor(hidden)
+    with torch.no_grad():
+        middle_stage.eval()
+        plain = parent.forward(middle_stage, **_batch())
+    assert not torch.equal(plain, middle_stage(**_batch()))
 
 
 def test_a_caller_may_keep_losses(chunks: list[nn.Module]) -> None:
     """A loss function may store its input, as in eager training."""
-    from chunkgraph.megatron.attachment import attach
-
     batches = [_batch(seed) for seed in (1, 2, 3)]
     torch.manual_seed(5)
     expected = [chunks[0](**batch).detach() for batch in batches]
@@ -264,29 +236,20 @@ def test_a_caller_may_keep_losses(chunks: list[nn.Module]) -> None:
         return kept
 
     wrapped = graphs.wrap_forward_backward(schedule)
-    try:
-        for _ in range(2):
-            kept = wrapped(num_microbatches=3)
-            assert all(torch.equal(a, b) for a, b in zip(kept, expected, strict=True))
-        assert graphs.counters.replays == 3
-    finally:
-        graphs.detach()
+    for _ in range(2):
+        kept = wrapped(num_microbatches=3)
+        assert all(torch.equal(a, b) for a, b in zip(kept, expected, strict=True))
+    assert graphs.counters.replays == 3
 
 
 def test_evaluation_of_a_chunk_runs_eagerly(chunks: list[nn.Module]) -> None:
-    from chunkgraph.megatron.attachment import attach
-
     batch = _batch()
     chunks[0].eval()
     with torch.no_grad():
         expected = chunks[0](**batch)
         graphs = attach(chunks, scope="chunk")
-        try:
-            assert torch.equal(chunks[0](**batch), expected)
-            assert graphs.counters.replays == 0
-        finally:
-            graphs.detach()
-    chunks[0].train()
+        assert torch.equal(chunks[0](**batch), expected)
+        assert graphs.counters.replays == 0
 
 
 @pytest.mark.parametrize("scope", ["block", "chunk"])
@@ -294,20 +257,15 @@ def test_evaluation_of_a_chunk_runs_eagerly(chunks: list[nn.Module]) -> None:
 def test_arguments_that_a_graph_cannot_hold_are_refused(
     chunks: list[nn.Module], scope: Any, name: str
 ) -> None:
-    from chunkgraph.megatron.attachment import attach
-
-    graphs = attach(chunks, scope=scope)
+    attach(chunks, scope=scope)
     module = _model(chunks[0]) if scope == "chunk" else _model(chunks[0]).decoder
     arguments = {
         **_batch(),
         "hidden_states": torch.ones(LENGTH, BATCH, 32),
         name: SimpleNamespace(),
     }
-    try:
-        with pytest.raises(ConfigError, match=rf"pipeline stage 0.*{name}"):
-            module.forward(**arguments)
-    finally:
-        graphs.detach()
+    with pytest.raises(ConfigError, match=rf"pipeline stage 0.*{name}"):
+        module.forward(**arguments)
 
 
 @pytest.mark.parametrize(
@@ -328,18 +286,13 @@ def test_arguments_that_a_graph_cannot_hold_are_refused(
 def test_settings_of_output_layer_and_loss_keep_the_block_and_are_refused_for_chunks(
     chunks: list[nn.Module], settings: dict[str, Any], message: str, flag: str
 ) -> None:
-    from chunkgraph.megatron.attachment import attach
-
     vars(chunks[0].config).update(settings)
     with pytest.raises(ConfigError, match=rf"scope='chunk' with {message}"):
         attach(chunks, scope="chunk")
     attach(chunks, scope="block").detach()
     graphs = attach(chunks)
-    try:
-        assert graphs.scope == ChosenScope("block", flag)
-        assert "forward" not in _model(chunks[0]).__dict__
-    finally:
-        graphs.detach()
+    assert graphs.scope == ChosenScope("block", flag)
+    assert "forward" not in _model(chunks[0]).__dict__
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
@@ -347,8 +300,6 @@ def test_settings_of_output_layer_and_loss_keep_the_block_and_are_refused_for_ch
 def test_predicting_layers_are_captured_where_their_state_can_be(
     chunks: list[nn.Module], is_packed: bool, recipe: str | None
 ) -> None:
-    from chunkgraph.megatron.scope_choice import SCOPE_RULES, choose_scope
-
     config = chunks[0].config
     vars(config).update(mtp_num_layers=1, fp8="hybrid" if recipe else None, fp8_recipe=recipe)
     facts = facts_of_model(config, {"packed": is_packed, "scope": "chunk"})
@@ -365,8 +316,6 @@ def test_predicting_layers_are_captured_where_their_state_can_be(
 
 def test_all_ranks_capture_the_same(chunks: list[nn.Module]) -> None:
     """A session runs the collectives of the captured parts."""
-    from chunkgraph.megatron.scope_choice import choose_scope
-
     config = chunks[0].config
     facts = facts_of_model(config)
     assert choose_scope("auto", facts, chunks, agree=lambda _: [1]) == (
@@ -380,20 +329,16 @@ def test_all_ranks_capture_the_same(chunks: list[nn.Module]) -> None:
 
 def test_a_forward_or_hook_of_the_users_is_left_alone(chunks: list[nn.Module]) -> None:
     """Python around the block still runs; the work of Megatron and its layers is captured."""
-    from chunkgraph.megatron.attachment import attach
-
     model, batch, seen = _model(chunks[0]), _batch(), []
     hook = model.output_layer.register_forward_hook(lambda *_: seen.append(1))
     graphs = attach(chunks)
-    try:
-        assert graphs.scope == ChosenScope("block", "hooks on output_layer")
-        first, *others = _runs(graphs, lambda _: chunks[0](**batch))
-        assert graphs.counters.replays == 2
-        assert len(seen) == 3
-        assert all(torch.equal(output, first) for output in others)
-    finally:
-        graphs.detach()
-        hook.remove()
+    assert graphs.scope == ChosenScope("block", "hooks on output_layer")
+    first, *others = _runs(graphs, lambda _: chunks[0](**batch))
+    assert graphs.counters.replays == 2
+    assert len(seen) == 3
+    assert all(torch.equal(output, first) for output in others)
+    graphs.detach()
+    hook.remove()
     parent = type(model)
     name = parent.__name__
 
@@ -404,13 +349,11 @@ def test_a_forward_or_hook_of_the_users_is_left_alone(chunks: list[nn.Module]) -
 
     model.__class__ = Looks
     graphs = attach(chunks)
-    try:
-        assert graphs.scope == ChosenScope("block", "Looks, which overrides forward")
-        _runs(graphs, lambda _: chunks[0](**batch))
-        assert seen == [1, 1, 1, 2, 2, 2]
-    finally:
-        graphs.detach()
-        model.__class__ = parent
+    assert graphs.scope == ChosenScope("block", "Looks, which overrides forward")
+    _runs(graphs, lambda _: chunks[0](**batch))
+    assert seen == [1, 1, 1, 2, 2, 2]
+    graphs.detach()
+    model.__class__ = parent
     model.compute_language_model_loss = model.compute_language_model_loss
     graphs = attach(chunks)
     graphs.detach()
@@ -420,8 +363,6 @@ def test_a_forward_or_hook_of_the_users_is_left_alone(chunks: list[nn.Module]) -
 @pytest.mark.parametrize("first", ["block", "chunk"])
 @pytest.mark.parametrize("second", ["block", "chunk"])
 def test_one_scope_at_a_time(chunks: list[nn.Module], first: Any, second: Any) -> None:
-    from chunkgraph.megatron.attachment import attach
-
     graphs = attach(chunks, scope=first)
     with pytest.raises(ConfigError, match="detach"):
         attach(chunks, scope=second)
@@ -430,8 +371,6 @@ def test_one_scope_at_a_time(chunks: list[nn.Module], first: Any, second: Any) -
 
 
 def test_a_model_unlike_gpt_is_not_captured_whole(chunks: list[nn.Module]) -> None:
-    from chunkgraph.megatron.attachment import attach
-
     class Other(nn.Module):
         def __init__(self, decoder: nn.Module, config: Any) -> None:
             super().__init__()

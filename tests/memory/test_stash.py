@@ -30,6 +30,13 @@ def make_stash(num_pages: int, num_spill: int = 0, page_bytes: int = 64) -> Page
     return PagedStash(ArenaSize(page_bytes, num_pages, num_spill), CPU)
 
 
+def stashing(num_pages: int = 64, page_bytes: int = 64, **options: Any) -> Saving:
+    """Make what saves into a stash of so many pages."""
+    saving = Saving(page_bytes, **options)
+    saving.mode, saving.stash = "stash", make_stash(num_pages, page_bytes=page_bytes)
+    return saving
+
+
 def expected(tensor: torch.Tensor, rows: RowsInUse) -> torch.Tensor:
     return torch.where((rows.places >= 0).view(-1, *[1] * (tensor.dim() - 1)), tensor, 0).to(
         tensor.dtype
@@ -163,9 +170,8 @@ def _expert(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch
 
 def test_only_rows_are_stashed_once_each_and_no_weights() -> None:
     """A weight with as many rows as tokens is not stashed."""
-    stash = make_stash(64)
-    saving = Saving(64)
-    saving.mode, saving.stash = "stash", stash
+    saving = stashing()
+    stash = saving.stash
     first, second = (torch.randn(16, 16, requires_grad=True) for _ in range(2))
     grads = []
     for is_stashed in (False, True):
@@ -210,9 +216,8 @@ class _Flat(torch.autograd.Function):
 
 
 def test_rows_in_one_dimension_are_stashed() -> None:
-    stash = make_stash(64)
-    saving = Saving(64)
-    saving.mode, saving.stash = "stash", stash
+    saving = stashing()
+    stash = saving.stash
     weight = torch.randn(16, 12, requires_grad=True)
     x = torch.zeros(8, 16)
     x[:3] = torch.randn(3, 16)
@@ -225,10 +230,7 @@ def test_rows_in_one_dimension_are_stashed() -> None:
     assert stash.arena.status().num_required_pages == 3
     out.square().sum().backward()
     assert stash.arena.status().num_required_pages == 0
-    assert eager[0] is not None
-    assert eager[1] is not None
-    assert torch.equal(x.grad, eager[0])
-    assert torch.equal(weight.grad, eager[1])
+    assert all(map(torch.equal, (x.grad, weight.grad), eager))
 
 
 def test_a_rank_that_gets_no_row_stashes_nothing() -> None:
@@ -247,9 +249,8 @@ def test_a_rank_that_gets_no_row_stashes_nothing() -> None:
 
 
 def test_a_tensor_saved_twice_takes_pages_once_and_parts_are_stashed() -> None:
-    stash = make_stash(64)
-    saving = Saving(64)
-    saving.mode, saving.stash = "stash", stash
+    saving = stashing()
+    stash = saving.stash
     x = torch.randn(8, 16)
     x[3:4] = x[6:] = 0.0
     x.requires_grad_()
@@ -263,7 +264,6 @@ def test_a_tensor_saved_twice_takes_pages_once_and_parts_are_stashed() -> None:
     (z.sum() + sum(half.sum() for half in halves)).backward()
     assert stash.arena.status().num_required_pages == 0
     saving.check_all_read()
-    assert x.grad is not None
     assert x.grad[:3].any()
 
 
@@ -271,9 +271,8 @@ def test_columns_of_rows_are_stashed_with_all_columns_once() -> None:
     """A gate and its values, split from one product: neither keeps the memory of all rows."""
     grads, num_pages = [], []
     for is_stashed in (False, True):
-        stash = make_stash(64, page_bytes=256)
-        saving = Saving(256)
-        saving.mode, saving.stash = "stash", stash
+        saving = stashing(page_bytes=256)
+        stash = saving.stash
         torch.manual_seed(0)
         x = torch.randn(8, 32)
         x[5:] = 0.0
@@ -299,11 +298,10 @@ def test_columns_of_rows_are_stashed_with_all_columns_once() -> None:
 
 @pytest.mark.parametrize("prefetches", [False, True])
 def test_a_backward_reloads_a_layer_while_the_one_after_it_runs(prefetches: bool) -> None:
-    stash, order = make_stash(64, page_bytes=256), []
+    saving, order = stashing(page_bytes=256, prefetches=prefetches), []
+    stash: Any = saving.stash
     reload = stash.reload
-    stash.reload = lambda held: order.append("reload") or reload(held)  # type: ignore[assignment]
-    saving = Saving(256, prefetches=prefetches)
-    saving.mode, saving.stash = "stash", stash
+    stash.reload = lambda held: order.append("reload") or reload(held)
     x = torch.randn(8, 16, requires_grad=True)
     twin = x.detach().clone().requires_grad_()
     rows = RowsInUse.of(torch.ones(8, dtype=torch.bool))
@@ -334,8 +332,7 @@ def test_a_backward_reloads_a_layer_while_the_one_after_it_runs(prefetches: bool
 
 
 def test_what_no_backward_reads_or_reads_twice_is_an_error() -> None:
-    saving = Saving(64)
-    saving.mode, saving.stash = "stash", make_stash(64)
+    saving = stashing()
     x = torch.randn(8, 16, requires_grad=True)
     rows = RowsInUse.first(torch.tensor([8]), 8)
     with saving.scope(rows, [], "layer 3"):

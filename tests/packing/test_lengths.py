@@ -14,7 +14,6 @@ from chunkgraph.packing import DocumentLengths, read_lengths
 
 def groups(document_lengths: DocumentLengths) -> list[list[int]]:
     """Return the microbatches of a file that has any."""
-    assert document_lengths.microbatch_ends is not None
     ends = document_lengths.microbatch_ends.tolist()
     tokens = document_lengths.tokens.tolist()
     return [tokens[a:b] for a, b in zip([0, *ends], ends, strict=False)]

@@ -406,7 +406,6 @@ def compare(case: Case, place: Place, folder: Path) -> dict[str, Any]:
     eager = train(case, place, folder, has_graphs=False)
     run = train(case, place, folder, has_graphs=True)
     graphs = run.graphs
-    assert graphs is not None
     slots = graphs.slots
     indices = [stage.stage_index for stage in graphs._stages]
     shared = case.options.get("shared_slots")

@@ -9,27 +9,20 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B
+from torch.nn import functional as F
+from toys import Apply
 
 from chunkgraph.errors import CaptureError, ReplayMismatchError
 from chunkgraph.pipelining import GraphedLoss, GraphedSchedule, GraphedStage
 
 
-class _Dropped(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.dropout = nn.Dropout()
-
-    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(self.dropout(output), target)
+def _dropped() -> nn.Module:
+    return Apply(lambda m, y, target: F.cross_entropy(m.dropout(y), target), dropout=nn.Dropout())
 
 
-class _Tempered(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.temperature = nn.Parameter(torch.tensor(2.0))
-
-    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(output / self.temperature, target)
+def _tempered() -> nn.Module:
+    temperature = nn.Parameter(torch.tensor(2.0))
+    return Apply(lambda m, y, to: F.cross_entropy(y / m.temperature, to), temperature=temperature)
 
 
 def _schedules(module: nn.Module, loss_fn: Any) -> GraphedSchedule:
@@ -57,7 +50,7 @@ def _set(name: str, value: Any) -> Callable[[Any], object]:
             _set("label_smoothing", 0.0),
             r"stage 0: loss_fn\.label_smoothing was 0\.2 .* is 0\.0 now",
         ),
-        (_Dropped, nn.Module.eval, r"stage 0: loss_fn\S*\.training was True"),
+        (_dropped, nn.Module.eval, r"stage 0: loss_fn\S*\.training was True"),
         (
             lambda: nn.CrossEntropyLoss(weight=torch.ones(4)),
             _set("weight", torch.arange(1.0, 5.0)),
@@ -80,7 +73,7 @@ def test_changes_of_the_loss_are_refused(
     schedules.graphs.release()
     losses = [_step(schedules) for _ in range(3)][-1]
     assert schedules.graphs.counters.capture_sessions == 2
-    if not isinstance(loss, _Dropped):
+    if not isinstance(loss, Apply):
         eager = _step(schedules, eager=True)
         assert all(map(torch.equal, losses, eager))
 
@@ -95,7 +88,7 @@ def test_parameters_of_the_loss_train(one_rank: None) -> None:
     gradients = []
     for is_eager in (True, False):
         torch.manual_seed(0)
-        loss = _Tempered()
+        loss = _tempered()
         schedules = _schedules(nn.Linear(4, 4), loss)
         for _ in range(3):
             _step(schedules, eager=is_eager)

@@ -80,26 +80,23 @@ def test_no_free_slot(running):
     assert arrow == "  -> forward chunk 1 microbatch 4"
 
 
-def test_backward_of_a_free_slot(running):
-    refused(lambda: running.begin_backward(0, 1), "slot 1 is free", "No slot is in use.")
-
-
-def test_backward_twice(running):
-    running.acquire_forward(0)
-    running.begin_backward(0, 0)
-    refused(lambda: running.begin_backward(0, 0), "in backward already")
-
-
-def test_release_twice(running):
-    running.acquire_forward(0)
-    running.begin_backward(0, 0)
-    running.release(0, 0)
-    refused(lambda: running.release(0, 0), "free already", "release chunk 0 microbatch 0 slot 0")
-
-
-def test_release_before_backward(running):
-    running.acquire_forward(0)
-    refused(lambda: running.release(0, 0), "still waits for its backward")
+# Calls that are accepted, one that is refused after them, and parts of its message.
+@pytest.mark.parametrize(
+    ("accepted", "last", "parts"),
+    [
+        ("", "begin_backward", ("slot 0 is free", "No slot is in use.")),
+        ("f", "release", ("still waits for its backward",)),
+        ("fb", "begin_backward", ("in backward already",)),
+        ("fbr", "release", ("free already", "release chunk 0 microbatch 0 slot 0")),
+    ],
+)
+def test_calls_out_of_order(running, accepted, last, parts):
+    for call in accepted:
+        if call == "f":
+            running.acquire_forward(0)
+        else:
+            {"b": running.begin_backward, "r": running.release}[call](0, 0)
+    refused(lambda: getattr(running, last)(0, 0), *parts)
 
 
 def test_a_weight_gradient_comes_after_its_input_gradient(running):

@@ -8,17 +8,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from hybrid_ep_stand_in import hybrid_ep
+from in_process import Trained
 
-from chunkgraph.data import PackedText
 from chunkgraph.engine import CaptureOptions
-from chunkgraph.megatron import attach
-from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.megatron.features.experts import dropless
-from chunkgraph.megatron.features.experts.state import forget_expert_metrics, take_expert_metrics
-from chunkgraph.trainer.batches import sequence_batches
-from chunkgraph.trainer.forward_step import forward_step
-from chunkgraph.trainer.model import build_model
-from chunkgraph.trainer.setup import seed_everything
 
 
 def run(config: Any, device: torch.device, case: dict[str, Any]) -> list[dict[str, Any]]:
@@ -40,9 +33,13 @@ def run(config: Any, device: torch.device, case: dict[str, Any]) -> list[dict[st
 
 
 def _trained(config: Any, device: torch.device, case: dict[str, Any]) -> list[dict[str, Any]]:
-    eager = _Model(config, device, None)
+    eager = _Model(device, config, None, seed=config.train.seed)
     alone = {"num_slots": [1]} if config.pipeline.pipeline_model_parallel_size == 1 else {}
-    graphs = _Model(config, device, alone, case.get("budget"))
+    options = CaptureOptions(verify=config.capture.verify)
+    graphs = _Model(device, config, None, seed=config.train.seed)
+    if "budget" in case:  # Megatron's check of it asks for fused operations
+        graphs.set_budget(case["budget"])
+    graphs.attach(options=options, **alone)
     differing, reruns = [], []
     preferred = _growing if case.get("is_growing") else _random
     margin = 0.02 if case.get("is_growing") else -0.2
@@ -50,7 +47,7 @@ def _trained(config: Any, device: torch.device, case: dict[str, Any]) -> list[di
     with mock.patch.multiple(dropless, _MARGIN=margin, _MOST_DOUBLED=0):
         for step in range(case["num_steps"]):
             bias = preferred(config, step)
-            results = [model.step(step, bias) for model in (eager, graphs)]
+            results = [model.run(step, bias) for model in (eager, graphs)]
             reruns += [step] * (counters.overflow_reruns["expert capacity"] - len(reruns))
             names = [
                 n for n, value in results[0].items() if not _are_same(value, results[1][n], device)
@@ -77,65 +74,24 @@ def _are_same(eager: torch.Tensor, graphs: torch.Tensor, device: torch.device) -
     return difference <= 0.02 * size
 
 
-class _Model:
+class _Model(Trained):
     """A model whose routers prefer other experts in every step."""
 
-    def __init__(
-        self,
-        config: Any,
-        device: torch.device,
-        graphs: dict[str, Any] | None,
-        budget: float | None = None,
-    ) -> None:
-        forget_expert_metrics()
-        seed_everything(config.train.seed, device)
-        self._config, self._device = config, device
-        self._chunks: Any = build_model(config, device)
-        self._text = PackedText.from_file(None, seq_length=config.model.seq_length, seed=1)
-        schedule = import_megatron("megatron.core.pipeline_parallel")
-        self._train = schedule.get_forward_backward_func()
-        self._metrics: Any = None
-        self.graphs: Any = None
-        if budget is not None:  # Megatron's check of it asks for fused operations
-            for module in (m for chunk in self._chunks for m in chunk.modules()):
-                if hasattr(module, "token_dispatcher"):
-                    module.config.moe_expert_rank_capacity_factor = budget
-                    module.token_dispatcher._comm_manager.moe_expert_rank_capacity_factor = budget
-        if graphs is not None:
-            options = CaptureOptions(verify=config.capture.verify)
-            self.graphs = attach(self._chunks, options=options, **graphs)
-            self._train = self.graphs.wrap_forward_backward(self._train)
+    def set_budget(self, budget: float) -> None:
+        """Give the experts of a rank room for ``budget`` times the rows of its tokens."""
+        for module in (m for chunk in self.chunks for m in chunk.modules()):
+            if hasattr(module, "token_dispatcher"):
+                module.config.moe_expert_rank_capacity_factor = budget
+                module.token_dispatcher._comm_manager.moe_expert_rank_capacity_factor = budget
 
-    def step(self, step: int, bias: torch.Tensor) -> dict[str, torch.Tensor]:
+    def run(self, step: int, bias: torch.Tensor) -> dict[str, torch.Tensor]:
         """Run a step; return its losses, gradients, buffers and metrics."""
-        for module in (m for chunk in self._chunks for m in chunk.modules()):
+        for module in (m for chunk in self.chunks for m in chunk.modules()):
             if getattr(module, "expert_bias", None) is not None:
                 module.expert_bias.copy_(bias)
-        for chunk in self._chunks:
-            chunk.zero_grad_buffer()
-        pipeline = self._config.pipeline
-        count = (1 + step % 2) * pipeline.pipeline_model_parallel_size
-        data = [
-            sequence_batches(self._config, self._text, step, count, self._device)
-            for _ in self._chunks
-        ]
-        losses = self._train(
-            forward_step_func=forward_step,
-            data_iterator=data,
-            model=self._chunks,
-            num_microbatches=count,
-            seq_length=self._config.model.seq_length,
-            micro_batch_size=self._config.train.micro_batch_size,
-            forward_only=False,
+        return self.results(
+            step, (1 + step % 2) * self.config.pipeline.pipeline_model_parallel_size
         )
-        results = {}
-        for index, chunk in enumerate(self._chunks):
-            grads = {n: p.main_grad for n, p in chunk.named_parameters()}
-            for name, value in {**grads, **dict(chunk.named_buffers())}.items():
-                results[f"chunk {index}: {name}"] = value.clone()
-        results["losses"] = torch.tensor([float(loss["lm loss"]) for loss in losses])
-        results.update({n: torch.tensor(v) for n, v in take_expert_metrics().items()})
-        return results
 
 
 def _random(config: Any, step: int) -> torch.Tensor:

@@ -194,11 +194,26 @@ def repeat(t: torch.Tensor, pattern: str, *, g: int, n: int, r: int) -> torch.Te
     return t.unflatten(-1, (g, 1, n)).expand(*t.shape[:-1], g, r, n).flatten(-3)
 
 
+def _places(padded: torch.Tensor, num_rows: int, size: int) -> torch.Tensor:
+    """Return the packed places of the rows of rank 0, then of rank 1, ...; int64 [size * rows]."""
+    starts, ends = padded[:-1].long(), padded[1:].long()
+    rows = torch.arange(num_rows)
+    document = torch.searchsorted(ends // size, rows, right=True).clamp(max=len(starts) - 1)
+    within = rows - starts[document] // size
+    half = (ends - starts)[document] // (2 * size)
+    places = []
+    for rank in range(size):
+        from_front = starts[document] + rank * half + within
+        from_back = ends[document] - (rank + 1) * half + (within - half)
+        places.append(torch.where(within < half, from_front, from_back))
+    return torch.cat(places)
+
+
 def thd_get_partitioned_indices(
     offsets: torch.Tensor, num_rows: int, size: int, rank: int
 ) -> torch.Tensor:
     """Stand in for Transformer Engine: return the documents' rows on one of ``size`` ranks."""
-    return split_specs._places(offsets, num_rows // size, size).chunk(size)[rank]
+    return _places(offsets, num_rows // size, size).chunk(size)[rank]
 
 
 def _modules() -> dict[str, ModuleType]:

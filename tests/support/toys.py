@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 
-from chunkgraph.graphs import GraphBackend
-
-__all__ = ["SYNC_LINE", "Tower", "add_to_main_grads", "sample", "towers", "train_microbatch"]
+from chunkgraph.engine import CaptureOptions, ChunkGraphs
+from chunkgraph.graphs import Graph, GraphBackend
 
 
 class Tower(nn.Module):
@@ -64,3 +64,44 @@ def _into_main_grad(parameter: torch.Tensor) -> None:
     if not getattr(parameter, "grad_added_to_main_grad", False):
         parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
     parameter.grad = None
+
+
+class Apply(nn.Module):
+    """Its forward is ``function(self, *args, **kwargs)``; the parts are its attributes."""
+
+    def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self, *args, **kwargs)
+
+
+def capture(
+    chunk: Any, *sample: Any, backend: GraphBackend, num_slots: int = 1, **options: Any
+) -> ChunkGraphs:
+    """Move a module to the backend's device, and capture it with one sample."""
+    if isinstance(chunk, nn.Module):
+        chunk = chunk.to(backend.device)
+    graphs = ChunkGraphs([chunk], [num_slots], backend=backend, options=CaptureOptions(**options))
+    graphs.capture([sample])
+    return graphs
+
+
+def capturing(backend: GraphBackend, label: str) -> AbstractContextManager[Graph]:
+    """Capture into a pool of its own."""
+    return backend.capture(label, backend.new_pool(label))
+
+
+def train(graphs: ChunkGraphs, *inputs: torch.Tensor) -> None:
+    """Run a step with a microbatch of each input through the first chunk."""
+    with graphs.step(len(inputs)):
+        for x in inputs:
+            graphs.callables[0](x).sum().backward()
+
+
+def all_equal(ones: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> bool:
+    """Return whether there are as many tensors, and pairs of them are equal."""
+    return all(torch.equal(a, b) for a, b in zip(ones, others, strict=True))

@@ -161,7 +161,8 @@ class World:
                 self.see(f"chunk {c}.{name}", buffer)
             for name, module in chunk.named_modules():
                 for key, value in vars(module).items():
-                    if isinstance(value, torch.Tensor):
+                    # A replay assigns no attributes: results of forwards are of an eager pass.
+                    if isinstance(value, torch.Tensor) and value.is_leaf:
                         self.see(f"chunk {c}.{name}.{key}", value)
         self.see("random state", torch.get_rng_state())
 

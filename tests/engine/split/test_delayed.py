@@ -180,7 +180,6 @@ def test_a_chunk_without_an_input_half_reserves_what_a_whole_backward_needs(
         with mock.patch.object(queue.Queue, "put") as put:
             graphs.capture([torch.randn(2, 20_000, WIDTH, device=backend.device)])
         assert not put.called
-        assert graphs._captured is not None
         scratch_bytes.append(graphs._captured.report.scratch_bytes)
         graphs.release()
     assert 0 < scratch_bytes[1] < 1.5 * scratch_bytes[0]

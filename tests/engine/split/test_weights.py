@@ -25,6 +25,7 @@ from split_models import (
 )
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from toys import Apply
 
 from chunkgraph.engine import Chunk, ChunkGraphs
 from chunkgraph.errors import CaptureError, ConfigError, ReplayMismatchError, SlotError
@@ -230,18 +231,10 @@ class _Scaled(torch.autograd.Function):
         return grad * scale, (ctx.scratch * x).sum((0, 1)), None
 
 
-class Scratched(nn.Module):
-    """A layer whose scratch is no state of the module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(WIDTH))
-        scratch = torch.zeros(2, 5, WIDTH)
-        self.scaled = lambda x, scale: _Scaled.apply(x, scale, scratch)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        scaled: torch.Tensor = self.scaled(x, self.scale)
-        return scaled
+def scratched() -> nn.Module:
+    """Make a layer whose scratch is no state of the module."""
+    scratch, scale = torch.zeros(2, 5, WIDTH), nn.Parameter(torch.ones(WIDTH))
+    return Apply(lambda m, x: _Scaled.apply(x, m.scale, scratch), scale=scale)
 
 
 class _OneMemory(torch.autograd.Function):
@@ -263,15 +256,10 @@ class ShiftedInOneMemory(Shifted):
         return _OneMemory.apply(_InPlace.apply(x), self.shift) * 2.0
 
 
-class UnseenBeforeHead(nn.Module):
-    """A head computes from its gradient the one that a kernel reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(Unseen.apply(self.first(x))).tanh()
+def unseen_before_head() -> nn.Module:
+    """Make layers whose head computes from its gradient the one that a kernel reads."""
+    layers = {"first": nn.Linear(WIDTH, WIDTH), "head": nn.Linear(WIDTH, WIDTH)}
+    return Apply(lambda m, x: m.head(Unseen.apply(m.first(x))).tanh(), **layers)
 
 
 class UnseenRecomputed(UnseenBeforeBias):
@@ -310,8 +298,8 @@ def with_main_grad() -> nn.Module:
     [
         Shifted,  # what is changed in place is read before
         Stashed,  # memory that every forward writes is read in the input half
-        Scratched,  # as is memory that every backward writes
-        UnseenBeforeHead,  # what an unseen kernel reads is not deferred
+        scratched,  # as is memory that every backward writes
+        unseen_before_head,  # what an unseen kernel reads is not deferred
         UnseenRecomputed,
         lambda: UnseenOfWeight(WIDTH, WIDTH, bias=False),
     ],

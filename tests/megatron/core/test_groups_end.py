@@ -13,6 +13,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from chunkgraph.engine import ChunkGraphs
+from chunkgraph.errors import SlotError
+from chunkgraph.megatron.attachment import attach
+from chunkgraph.megatron.core.process_groups import before_groups_end
+
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(200)]
 
 GONE = {"was_captured": True, "is_captured": False, "has_groups": False}
@@ -34,8 +39,6 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 
 def test_graphs_are_detached_before_the_groups_end(chunks: list[Any], ended: list[Any]) -> None:
-    from chunkgraph.megatron.attachment import attach
-
     graphs = attach(chunks)
     diverted = [m for chunk in chunks for m in chunk.modules() if "forward" in m.__dict__]
     assert diverted
@@ -56,10 +59,6 @@ def test_graphs_are_detached_before_the_groups_end(chunks: list[Any], ended: lis
 def test_a_detach_that_fails_leaves_the_groups_and_is_tried_again(
     chunks: list[Any], ended: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from chunkgraph.engine import ChunkGraphs
-    from chunkgraph.errors import SlotError
-    from chunkgraph.megatron.attachment import attach
-
     graphs = attach(chunks)
     with monkeypatch.context() as patch:
         patch.setattr(ChunkGraphs, "report", "there are graphs")
@@ -77,8 +76,6 @@ def test_a_detach_that_fails_leaves_the_groups_and_is_tried_again(
 
 def test_graphs_that_nobody_holds_are_detached_too(chunks: list[Any], ended: list[Any]) -> None:
     """The model holds them, and frees them with itself."""
-    from chunkgraph.megatron.attachment import attach
-
     graphs = attach(chunks)
     gone, released = weakref.ref(graphs), []
     graphs.engine.release = lambda: released.append(len(ended))  # type: ignore[method-assign]
@@ -102,8 +99,6 @@ class Graphs:
 
 
 def test_several_end_in_any_order_and_are_not_kept_alive(ended: list[Any]) -> None:
-    from chunkgraph.megatron.core.process_groups import before_groups_end
-
     before = dist.destroy_process_group
     events: list[str] = []
     first, second, third = (Graphs(events, name) for name in ("first", "second", "third"))
@@ -122,8 +117,6 @@ def test_several_end_in_any_order_and_are_not_kept_alive(ended: list[Any]) -> No
 
 
 def test_who_stands_before_it_is_called(ended: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    from chunkgraph.megatron.core.process_groups import before_groups_end
-
     events: list[str] = []
     graphs = Graphs(events, "graphs")
     with monkeypatch.context() as patch:

@@ -8,13 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from in_process import Trained
 from refused import refused as refused_settings
 from torch import nn
 
+from chunkgraph.engine import Chunk, ChunkGraphs
 from chunkgraph.errors import CaptureError
 from chunkgraph.graphs import RecorderBackend
 from chunkgraph.megatron.core.access import import_megatron
+from chunkgraph.megatron.core.recompute import recomputing
 from chunkgraph.megatron.refusals import MODEL_RULES
+from chunkgraph.settings import config_from_mapping
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(150)]
 
@@ -139,36 +143,14 @@ def test_two_ranks(run_equal: Callable[..., Any], make_config: Callable[..., Any
 def test_slots_hold_only_the_inputs_of_layers(
     one_rank: Any, make_config: Callable[..., Any]
 ) -> None:
-    from chunkgraph.data import PackedText
-    from chunkgraph.megatron import attach
-    from chunkgraph.megatron.core.access import import_megatron
-    from chunkgraph.settings import config_from_mapping
-    from chunkgraph.trainer.batches import sequence_batches as microbatches
-    from chunkgraph.trainer.forward_step import forward_step
-    from chunkgraph.trainer.model import build_model
-    from chunkgraph.trainer.setup import seed_everything
-
     held: list[int] = []
     for way in ({}, _UNIFORM):
         config = config_from_mapping(make_config(model={**_FOUR_LAYERS, **way, "seq_length": 64}))
-        seed_everything(1, one_rank)
-        chunks = build_model(config, one_rank)
-        graphs = attach(chunks, scope="block")
-        schedule = import_megatron("megatron.core.pipeline_parallel").get_forward_backward_func()
-        train = graphs.wrap_forward_backward(schedule)
-        text = PackedText.from_file(None, seq_length=64, seed=1)
+        model = Trained(one_rank, config, {"scope": "block"})
+        graphs = model.graphs
         for step in range(2):
-            train(
-                forward_step_func=forward_step,
-                data_iterator=[microbatches(config, text, step, 1, one_rank)],
-                model=chunks,
-                num_microbatches=1,
-                seq_length=64,
-                micro_batch_size=2,
-                forward_only=False,
-            )
+            model.step(step, 1)
         report = graphs.engine.report
-        assert report is not None
         held.append(report.held_bytes)
         graphs.detach()
     kept, recomputed = held
@@ -215,9 +197,6 @@ def test_a_layers_own_dropout_in_megatrons_checkpoint_is_refused(
     one_rank: Any, draws: bool
 ) -> None:
     """It has no setting that a rule could read."""
-    from chunkgraph.engine import Chunk, ChunkGraphs
-    from chunkgraph.megatron.core.recompute import recomputing
-
     module = import_megatron("megatron.core.tensor_parallel")
     layer = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5 if draws else 0.0))
 

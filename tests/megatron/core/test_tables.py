@@ -11,21 +11,22 @@ from typing import Any
 
 import pytest
 import torch
+from in_process import attach
 from torch import nn
 
 from chunkgraph.engine import Chunk
 from chunkgraph.engine.capture.dangling import Bookkeeping
 from chunkgraph.graphs import RecorderBackend
+from chunkgraph.megatron.core.cached_tables import GROWING_BUFFERS, CachedTables
 from chunkgraph.settings import config_from_mapping
+from chunkgraph.trainer.model import build_model
+from chunkgraph.trainer.setup import seed_everything
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(60)]
 
 
 @pytest.fixture
 def chunks(one_rank: torch.device, make_config: Callable[..., dict[str, Any]]) -> list[nn.Module]:
-    from chunkgraph.trainer.model import build_model
-    from chunkgraph.trainer.setup import seed_everything
-
     config = config_from_mapping(make_config())
     seed_everything(config.train.seed, one_rank)
     return build_model(config, one_rank)
@@ -48,8 +49,6 @@ def _losses(graphs: Any, chunk: nn.Module, num_steps: int) -> list[torch.Tensor]
 @pytest.mark.parametrize("scope", ["block", "chunk"])
 def test_tables_outlive_the_cache_they_came_from(chunks: list[nn.Module], scope: Any) -> None:
     """Megatron's cache may drop the rotary table that the graphs read."""
-    from chunkgraph.megatron.attachment import attach
-
     (rotary,) = [m for m in chunks[0].modules() if type(m).__name__ == "RotaryEmbedding"]
     cache = type(rotary).forward
     cache.cache_clear()
@@ -61,21 +60,19 @@ def test_tables_outlive_the_cache_they_came_from(chunks: list[nn.Module], scope:
         tables.append(weakref.ref(table))
         return table
 
-    try:
-        with pytest.MonkeyPatch.context() as patch:  # a hook would be refused
-            patch.setitem(vars(rotary), "forward", noting)
-            first, second = _losses(graphs, chunks[0], 2)
-        (table,) = {id(ref()): ref for ref in tables}.values()
-        cache.cache_clear()
-        gc.collect()
-        assert table() is not None
-        (third,) = _losses(graphs, chunks[0], 1)
-        assert torch.equal(second, first)
-        assert torch.equal(third, first)
-        assert graphs.counters.replays == 2
-        cache.cache_clear()
-    finally:
-        graphs.detach()
+    with pytest.MonkeyPatch.context() as patch:  # a hook would be refused
+        patch.setitem(vars(rotary), "forward", noting)
+        first, second = _losses(graphs, chunks[0], 2)
+    (table,) = {id(ref()): ref for ref in tables}.values()
+    cache.cache_clear()
+    gc.collect()
+    assert table() is not None
+    (third,) = _losses(graphs, chunks[0], 1)
+    assert torch.equal(second, first)
+    assert torch.equal(third, first)
+    assert graphs.counters.replays == 2
+    cache.cache_clear()
+    graphs.detach()
     gc.collect()
     assert table() is None
 
@@ -85,52 +82,43 @@ def test_global_buffers_outlive_their_replacement(chunks: list[nn.Module], scope
     """Megatron makes a larger one for a longer sequence and drops the one in the graphs."""
     from megatron.core.parallel_state import get_global_memory_buffer
 
-    from chunkgraph.megatron.attachment import attach
-
     buffers = get_global_memory_buffer().buffer
     graphs = attach(chunks, scope=scope)
-    try:
-        first, second = _losses(graphs, chunks[0], 2)
-        used = [weakref.ref(buffer) for buffer in buffers.values()]
-        assert used
-        for key, buffer in buffers.items():
-            buffers[key] = torch.empty(2 * buffer.numel())
-        del buffer
-        assert all(ref() is not None for ref in used)
-        (third,) = _losses(graphs, chunks[0], 1)
-        assert graphs.counters.replays == 2
-        assert torch.equal(second, first)
-        assert torch.equal(third, first)
-    finally:
-        graphs.detach()
+    first, second = _losses(graphs, chunks[0], 2)
+    used = [weakref.ref(buffer) for buffer in buffers.values()]
+    assert used
+    for key, buffer in buffers.items():
+        buffers[key] = torch.empty(2 * buffer.numel())
+    del buffer
+    assert all(ref() is not None for ref in used)
+    (third,) = _losses(graphs, chunks[0], 1)
+    assert graphs.counters.replays == 2
+    assert torch.equal(second, first)
+    assert torch.equal(third, first)
+    graphs.detach()
     assert all(ref() is None for ref in used)
 
 
 @pytest.mark.parametrize("scope", ["block", "chunk"])
 def test_a_table_made_in_a_capture_is_the_graphs_alone(chunks: list[nn.Module], scope: Any) -> None:
     """Neither eager passes nor graphs of a second capture get it from Megatron's cache."""
-    from chunkgraph.megatron.attachment import attach
-
     (rotary,) = [m for m in chunks[0].modules() if type(m).__name__ == "RotaryEmbedding"]
     cache: Any = type(rotary).forward
     graphs = attach(chunks, scope=scope)
-    try:
-        (first,) = _losses(graphs, chunks[0], 1)
-        cache.cache_clear()
-        losses = _losses(graphs, chunks[0], 2)
-        table = rotary(16)
-        values = table.clone()
-        losses += _losses(graphs, chunks[0], 1)
-        assert graphs.counters.replays == 3
-        assert torch.equal(table, values)
-        assert torch.equal(table, cache.__wrapped__(rotary, 16))
-        graphs.release()
-        cache.cache_clear()
-        losses += _losses(graphs, chunks[0], 3)
-        assert graphs.counters.captures == 2
-        assert all(torch.equal(loss, first) for loss in losses)
-    finally:
-        graphs.detach()
+    (first,) = _losses(graphs, chunks[0], 1)
+    cache.cache_clear()
+    losses = _losses(graphs, chunks[0], 2)
+    table = rotary(16)
+    values = table.clone()
+    losses += _losses(graphs, chunks[0], 1)
+    assert graphs.counters.replays == 3
+    assert torch.equal(table, values)
+    assert torch.equal(table, cache.__wrapped__(rotary, 16))
+    graphs.release()
+    cache.cache_clear()
+    losses += _losses(graphs, chunks[0], 3)
+    assert graphs.counters.captures == 2
+    assert all(torch.equal(loss, first) for loss in losses)
 
 
 class _LatentTables(nn.Module):
@@ -153,8 +141,6 @@ class _LatentTables(nn.Module):
 
 def test_tables_outlive_longer_ones() -> None:
     """Tables from the time of the capture stay; a longer one comes later."""
-    from chunkgraph.megatron.core.cached_tables import CachedTables
-
     module = _LatentTables()
     tables = CachedTables([module])
     module.get_cached_cos_sin(4)
@@ -184,8 +170,6 @@ def test_no_cache_hands_a_table_to_another_graph(
     one_rank: torch.device, make: Callable[[], nn.Module]
 ) -> None:
     """Graphs share the tables from outside of captures, also more than Megatron's cache has."""
-    from chunkgraph.megatron.core.cached_tables import GROWING_BUFFERS, CachedTables
-
     module, backend = make().to(one_rank), RecorderBackend()
     cache: Any = type(module).forward
     pools = [backend.new_pool(f"pool {i}") for i in range(2)]

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from chunkgraph.graphs import RecorderBackend
+from chunkgraph.megatron.core.random_state import preserve_rng
 from chunkgraph.megatron.cpu.host import CpuHost, cpu_host
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(60)]
@@ -120,7 +121,6 @@ def test_an_error_inside_is_undone_too(host: CpuHost) -> None:
 
     def fail() -> None:
         with cpu_host() as inner:
-            assert inner.rng is not None
             inner.rng.switch_to(inner.rng.clone_current())
             raise ZeroDivisionError
 
@@ -153,7 +153,6 @@ def test_a_fork_that_fails_switches_back(host: CpuHost, tracker) -> None:  # typ
 
 
 def test_states_can_be_read_and_set_live_or_not(host: CpuHost) -> None:
-    assert host.rng is not None
     other = host.rng.clone_current().manual_seed(5)
     kept = other.get_state()
     host.rng.switch_to(other)
@@ -176,8 +175,6 @@ def _noisy(tracker, x: torch.Tensor) -> torch.Tensor:  # type: ignore[no-untyped
 
 
 def test_replays_draw_what_eager_calls_would(host: CpuHost, tracker) -> None:  # type: ignore[no-untyped-def]
-    from chunkgraph.megatron.core.random_state import preserve_rng
-
     x = torch.ones(64)
     with preserve_rng():
         expected = [_noisy(tracker, x) for _ in range(6)]
@@ -195,8 +192,6 @@ def test_replays_draw_what_eager_calls_would(host: CpuHost, tracker) -> None:  #
 
 
 def test_preserving_random_state_covers_every_sequence(tracker) -> None:  # type: ignore[no-untyped-def]
-    from chunkgraph.megatron.core.random_state import preserve_rng
-
     x = torch.ones(32)
     with preserve_rng():
         first = _noisy(tracker, x)
@@ -205,7 +200,6 @@ def test_preserving_random_state_covers_every_sequence(tracker) -> None:  # type
 
 def test_random_states_go_through_a_checkpoint(host: CpuHost) -> None:
     convert = importlib.import_module("megatron.core.tensor_parallel").convert_cuda_rng_state
-    assert host.rng is not None
     live, other = host.rng.default, host.rng.clone_current()
     expected = torch.rand(3)
     for state in (other, live):

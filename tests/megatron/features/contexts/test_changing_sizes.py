@@ -9,7 +9,9 @@ import pytest
 from refused import refused
 from torch import nn
 
+from chunkgraph.engine import StepMode
 from chunkgraph.errors import SlotError
+from chunkgraph.megatron.attached import MegatronChunkGraphs
 from chunkgraph.megatron.features.contexts import (
     HeldGroups,
     groups_put_back,
@@ -49,9 +51,6 @@ def test_a_replayed_step_walks_over_no_modules() -> None:
 
 @pytest.mark.parametrize("may_run_again", [False, True])
 def test_a_step_is_announced_after_one_that_may_run_again(may_run_again: bool) -> None:
-    from chunkgraph.engine import StepMode
-    from chunkgraph.megatron.attached import MegatronChunkGraphs
-
     announcements: list[str] = []
     graphs: Any = SimpleNamespace(
         features=SimpleNamespace(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from expert_cases import EXPERTS
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(150)]
 
@@ -150,14 +151,7 @@ _LATENT = {
     "v_head_dim": 16,
     "apply_rope_fusion": False,
 }
-_EXPERTS = {
-    "num_moe_experts": 4,
-    "moe_router_topk": 2,
-    "moe_ffn_hidden_size": 32,
-    "moe_expert_capacity_factor": 2.0,
-    "moe_aux_loss_coeff": 0.1,
-    "moe_z_loss_coeff": 0.01,
-}
+_EXPERTS = {**EXPERTS, "moe_expert_capacity_factor": 2.0}
 
 
 # 0.16's multi-latent attention cannot be built without Transformer Engine.

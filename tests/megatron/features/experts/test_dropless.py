@@ -8,70 +8,30 @@ from typing import Any
 
 import pytest
 import torch
+from expert_cases import BIASED, EXPERTS, GROUPED, OVERLAP, case
+
+from chunkgraph.megatron.features.experts.dropless import DroplessRoom
+from chunkgraph.megatron.features.experts.sinkhorn import BoundedSinkhorn
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(200)]
 
-_EXPERTS = {
-    "num_moe_experts": 4,
-    "moe_router_topk": 2,
-    "moe_ffn_hidden_size": 32,
-    "moe_aux_loss_coeff": 0.1,
-    "moe_z_loss_coeff": 0.01,
-}
-_BIASED = {
-    **_EXPERTS,
-    "moe_router_topk": 3,
-    "moe_router_score_function": "sigmoid",
-    "moe_router_enable_expert_bias": True,
-    "moe_router_load_balancing_type": "seq_aux_loss",
-    "moe_shared_expert_intermediate_size": 32,
-}
-_GROUPED = {
-    **_EXPERTS,
-    "moe_router_pre_softmax": True,
-    "moe_router_num_groups": 2,
-    "moe_router_group_topk": 1,
-    "moe_router_load_balancing_type": "global_aux_loss",
-    "moe_z_loss_coeff": None,
-}
-_GATED = {"num_layers": 2, "swiglu": True, "normalization": "RMSNorm", "hidden_dropout": 0.1}
 # Megatron's own experts with biases fail on one rank.
 _UNBIASED = {"add_bias_linear": False}
 _GATHERED = {"moe_token_dispatcher_type": "allgather"}
 _RANDOM_LOADS = {"moe_router_force_load_balancing": True}
-_OVERLAP = {"moe_shared_expert_overlap": True, "add_bias_linear": False}
-
-
-def _case(
-    make_config: Callable[..., dict[str, Any]],
-    experts: dict[str, Any],
-    *,
-    model: dict[str, Any] | None = None,
-    counts: tuple[int, ...] = (2, 1, 3),
-    options: dict[str, Any] | None = None,
-    train: dict[str, Any] | None = None,
-    **sections: dict[str, Any],
-) -> dict[str, Any]:
-    config = make_config(
-        model={**_GATED, **(model or {})},
-        moe=experts,
-        train={"num_microbatches": list(counts), **(train or {})},
-        **sections,
-    )
-    return {"config": config, "transformer_options": options or {}}
 
 
 def _split(
     make_config: Callable[..., dict[str, Any]], experts: dict[str, Any], **pipeline: int
 ) -> dict[str, Any]:
     """Make a case with each expert split over two ranks, with sequence parallelism."""
-    case = _case(
+    whole = case(
         make_config,
         experts,
         model={"num_layers": 1, "layer_spec": "user_specs:experts_split"},
         pipeline={"tensor_model_parallel_size": 2, "sequence_parallel": True, **pipeline},
     )
-    return {**case, "expert_tensor_parallel_size": 2}
+    return {**whole, "expert_tensor_parallel_size": 2}
 
 
 def _check(results: dict[str, dict[str, Any]]) -> None:
@@ -90,40 +50,40 @@ def test_one_rank(
     make = make_config
     whole = {"scope": "chunk"}
     cases = {
-        "softmax": _case(make, _EXPERTS, capture={"verify": "poison"}),
-        "biased": _case(make, _BIASED, capture={**whole, "verify": "shadow"}),
-        "grouped": _case(make, {**_GROUPED, "moe_layer_freq": [0, 1]}, train={"use_ddp": False}),
-        "gathered": _case(make, {**_BIASED, **_GATHERED}),
-        "recomputed": _case(
+        "softmax": case(make, EXPERTS, capture={"verify": "poison"}),
+        "biased": case(make, BIASED, capture={**whole, "verify": "shadow"}),
+        "grouped": case(make, {**GROUPED, "moe_layer_freq": [0, 1]}, train={"use_ddp": False}),
+        "gathered": case(make, {**BIASED, **_GATHERED}),
+        "recomputed": case(
             make,
-            _BIASED,
+            BIASED,
             model={"recompute_granularity": "selective", "recompute_modules": ["moe"]},
         ),
-        "recomputed_shared_experts": _case(
+        "recomputed_shared_experts": case(
             make,
-            _BIASED,
+            BIASED,
             model={"recompute_granularity": "selective", "recompute_modules": ["shared_experts"]},
         ),
-        "random_loads": _case(make, _EXPERTS, options=_RANDOM_LOADS),
-        "plain": _case(make, _EXPERTS, model={"swiglu": False}, options=_UNBIASED),
-        "overlapped": _case(make, _BIASED, options=_OVERLAP, capture={"verify": "poison"}),
-        "sinkhorn": _case(
+        "random_loads": case(make, EXPERTS, options=_RANDOM_LOADS),
+        "plain": case(make, EXPERTS, model={"swiglu": False}, options=_UNBIASED),
+        "overlapped": case(make, BIASED, options=OVERLAP, capture={"verify": "poison"}),
+        "sinkhorn": case(
             make,
-            {**_EXPERTS, "moe_aux_loss_coeff": 0.0},
+            {**EXPERTS, "moe_aux_loss_coeff": 0.0},
             options={"moe_router_load_balancing_type": "sinkhorn"},
         ),
         **once(
             {
-                "half_precision": _case(make, _BIASED, model={"params_dtype": "bfloat16"}),
-                "predicting": _case(make, _EXPERTS, options={"mtp_num_layers": 1}, capture=whole),
-                "one_expert": _case(
+                "half_precision": case(make, BIASED, model={"params_dtype": "bfloat16"}),
+                "predicting": case(make, EXPERTS, options={"mtp_num_layers": 1}, capture=whole),
+                "one_expert": case(
                     make,
-                    {**_EXPERTS, "moe_router_topk": 1, "moe_router_pre_softmax": True},
+                    {**EXPERTS, "moe_router_topk": 1, "moe_router_pre_softmax": True},
                     options={"moe_apply_probs_on_input": True},
                 ),
-                "recomputed_layers": _case(
+                "recomputed_layers": case(
                     make,
-                    _EXPERTS,
+                    EXPERTS,
                     model={
                         "recompute_granularity": "full",
                         "recompute_method": "uniform",
@@ -143,16 +103,16 @@ def test_experts_that_are_multiplied_at_once(
 ) -> None:
     """Megatron's experts of Transformer Engine, with a stand-in for its layer: see `user_specs`."""
     grouped = {"layer_spec": "user_specs:grouped_experts"}
-    many = {**_BIASED, "moe_grouped_gemm": True}
+    many = {**BIASED, "moe_grouped_gemm": True}
     cases = {
-        "gated": _case(make_config, many, model=grouped),
-        "plain": _case(
+        "gated": case(make_config, many, model=grouped),
+        "plain": case(
             make_config,
             {**many, **_GATHERED, "moe_shared_expert_intermediate_size": None},
             model={**grouped, "swiglu": False},
             capture={"verify": "poison"},
         ),
-        "fused": _case(make_config, many, model={"layer_spec": "user_specs:fused_experts"}),
+        "fused": case(make_config, many, model={"layer_spec": "user_specs:fused_experts"}),
     }
     _check(run_equal(cases, 1))
 
@@ -169,13 +129,13 @@ def test_two_ranks(run_equal: Callable[..., Any], make_config: Callable[..., Any
     }
     overlap = {"overlap_grad_reduce": True, "use_distributed_optimizer": True}
     cases = {
-        "ep2": _case(make, _BIASED, pipeline=shared, train=overlap),
-        "ep2_gathered": _case(make, {**_BIASED, **_GATHERED}, pipeline=shared),
-        "ep2_stash": _case(make, _BIASED, pipeline=shared, stash={"enabled": True}),
-        "tp2": _split(make, _BIASED),
-        "pp2_vpp2": _case(
+        "ep2": case(make, BIASED, pipeline=shared, train=overlap),
+        "ep2_gathered": case(make, {**BIASED, **_GATHERED}, pipeline=shared),
+        "ep2_stash": case(make, BIASED, pipeline=shared, stash={"enabled": True}),
+        "tp2": _split(make, BIASED),
+        "pp2_vpp2": case(
             make,
-            _BIASED,
+            BIASED,
             counts=(2, 2, 4),
             model={"num_layers": 4},
             pipeline=interleaved,
@@ -193,13 +153,13 @@ def test_two_ranks_with_other_options(
 ) -> None:
     make, shared = make_config, _SHARED
     cases = {
-        "ep2_overlapped": _case(make, _BIASED, options=_OVERLAP, pipeline=shared),
-        "ep2_random_loads": _case(make, _EXPERTS, options=_RANDOM_LOADS, pipeline=shared),
-        "ep2_plain": _case(make, _EXPERTS, model={"swiglu": False}, pipeline=shared),
-        "tp2_gathered": _split(make, {**_EXPERTS, **_GATHERED}),
-        "pp2_dense_stage": _case(
+        "ep2_overlapped": case(make, BIASED, options=OVERLAP, pipeline=shared),
+        "ep2_random_loads": case(make, EXPERTS, options=_RANDOM_LOADS, pipeline=shared),
+        "ep2_plain": case(make, EXPERTS, model={"swiglu": False}, pipeline=shared),
+        "tp2_gathered": _split(make, {**EXPERTS, **_GATHERED}),
+        "pp2_dense_stage": case(
             make,
-            {**_EXPERTS, "moe_layer_freq": [0, 1]},
+            {**EXPERTS, "moe_layer_freq": [0, 1]},
             counts=(3, 1, 5),
             pipeline={"pipeline_model_parallel_size": 2},
             capture={"scope": "chunk"},
@@ -214,12 +174,12 @@ def test_four_ranks(run_equal: Callable[..., Any], make_config: Callable[..., An
     shared = {"data_parallel_size": 2, "expert_model_parallel_size": 2}
     pipeline = {**shared, "pipeline_model_parallel_size": 2}
     cases = {
-        "pp2_ep2": _case(make_config, _BIASED, pipeline=pipeline, capture={"scope": "chunk"}),
-        "tp2_ep2_split": _split(make_config, _BIASED, **shared),
-        "tp2_ep2_split_gathered": _split(make_config, {**_EXPERTS, **_GATHERED}, **shared),
-        "tp2_ep2": _case(
+        "pp2_ep2": case(make_config, BIASED, pipeline=pipeline, capture={"scope": "chunk"}),
+        "tp2_ep2_split": _split(make_config, BIASED, **shared),
+        "tp2_ep2_split_gathered": _split(make_config, {**EXPERTS, **_GATHERED}, **shared),
+        "tp2_ep2": case(
             make_config,
-            _BIASED,
+            BIASED,
             model={"num_layers": 1, "layer_spec": "user_specs:experts_split"},
             pipeline={**shared, "tensor_model_parallel_size": 2, "sequence_parallel": True},
         ),
@@ -278,8 +238,8 @@ def test_random_steps_with_too_little_room_are_equal_to_eager_training(
     for name in names:
         dispatcher, pipeline, num_layers, num_steps = _RANDOM[name]
         num_experts = 2 * pipeline["expert_model_parallel_size"]
-        experts = {**_BIASED, "num_moe_experts": num_experts, "moe_router_topk": 2}
-        case = _case(
+        experts = {**BIASED, "num_moe_experts": num_experts, "moe_router_topk": 2}
+        of_name = case(
             make_config,
             {**experts, **_DISPATCHERS[dispatcher]},
             model={
@@ -290,7 +250,7 @@ def test_random_steps_with_too_little_room_are_equal_to_eager_training(
             counts=(2,),
             pipeline=pipeline,
         )
-        cases[name] = {**case, "probe": "dropless", "num_steps": num_steps}
+        cases[name] = {**of_name, "probe": "dropless", "num_steps": num_steps}
         if name.endswith("budget"):
             cases[name]["budget"] = 0.8
     results = run_cases(cases, num_ranks, timeout_s=250.0)
@@ -314,9 +274,9 @@ def test_room_grows_as_long_as_loads_do(
     """
     cases = {}
     for verify in ("none", "shadow"):
-        config = _case(
+        config = case(
             make_config,
-            {**_BIASED, "num_moe_experts": 8, "moe_router_topk": 2},
+            {**BIASED, "num_moe_experts": 8, "moe_router_topk": 2},
             model={"num_layers": 1, "seq_length": 64, "hidden_dropout": 0.0},
             counts=(2,),
             pipeline=_SPREAD,
@@ -341,17 +301,17 @@ def test_without_megatrons_overlap_bits_change_only_of_an_embedding_used_for_pre
     tied = {**half, "untie_embeddings_and_output_weights": False}
     predicting = {"mtp_num_layers": 1}
     same = {
-        "ep2": _case(make, _BIASED, model=half, pipeline=_SPREAD),
-        "tied": _case(make, _BIASED, model=tied, pipeline=_SPREAD),
+        "ep2": case(make, BIASED, model=half, pipeline=_SPREAD),
+        "tied": case(make, BIASED, model=tied, pipeline=_SPREAD),
     }
     other = {
-        "predicting": _case(make, _BIASED, model=half, pipeline=_SPREAD, options=predicting),
+        "predicting": case(make, BIASED, model=half, pipeline=_SPREAD, options=predicting),
     }
     spread = {"counts": (2,), "pipeline": _INTERLEAVED}
     staged = {
-        "tied": _case(make, _BIASED, model={**tied, "num_layers": 4}, **spread),
-        "predicting": _case(
-            make, _BIASED, model={**half, "num_layers": 4}, options=predicting, **spread
+        "tied": case(make, BIASED, model={**tied, "num_layers": 4}, **spread),
+        "predicting": case(
+            make, BIASED, model={**half, "num_layers": 4}, options=predicting, **spread
         ),
     }
     stages = _overlapped(run_cases, staged, 4)
@@ -370,7 +330,7 @@ def test_without_megatrons_overlap_bits_change_only_of_an_embedding_used_for_pre
 def _overlapped(
     run_cases: Callable[..., Any], cases: dict[str, Any], num_ranks: int
 ) -> dict[str, list[list[str]]]:
-    probed = {name: {**case, "probe": "overlap"} for name, case in cases.items()}
+    probed = {name: {**of_name, "probe": "overlap"} for name, of_name in cases.items()}
     results: dict[str, list[list[str]]] = run_cases(probed, num_ranks)
     return results
 
@@ -388,8 +348,6 @@ def _overlapped(
     ],
 )
 def test_a_rerun_names_what_lacked_room(num_ranks: int, balancing: Any, counted: str) -> None:
-    from chunkgraph.megatron.features.experts.dropless import DroplessRoom
-
     config = SimpleNamespace(
         num_moe_experts=4,
         expert_model_parallel_size=num_ranks,
@@ -401,8 +359,6 @@ def test_a_rerun_names_what_lacked_room(num_ranks: int, balancing: Any, counted:
 def test_sinkhorn_ends_where_megatrons_does() -> None:
     """Few and many rounds; a lack of rounds is reported."""
     from megatron.core.transformer.moe.moe_utils import sinkhorn
-
-    from chunkgraph.megatron.features.experts.sinkhorn import BoundedSinkhorn
 
     torch.manual_seed(1)
     for spread, is_short in ((0.1, False), (1.0, False), (4.0, True)):

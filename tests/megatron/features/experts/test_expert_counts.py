@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
+from chunkgraph.megatron.features.experts.counts import LOAD_OF, DropCounts, HeaviestLoad
+
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(60)]
 
 CPU = torch.device("cpu")
 
 
 def test_counts_of_layers_are_added_up_at_the_end_of_a_forward() -> None:
-    from chunkgraph.megatron.features.experts.counts import DropCounts
-
     counts = DropCounts(6, CPU)
     counts.add(5, torch.tensor([[True, False], [True, True]]))
     assert counts.total.tolist() == [0, 0, 0, 0, 0, 3]  # outside of a forward, added at once
@@ -41,8 +41,6 @@ def _failing_forward(counts: Any) -> None:
 
 
 def test_recomputation_in_a_backward_is_counted_there() -> None:
-    from chunkgraph.megatron.features.experts.counts import DropCounts
-
     counts = DropCounts(2, CPU)
     x = torch.ones(2, requires_grad=True)
     with counts.forward():
@@ -55,8 +53,6 @@ def test_recomputation_in_a_backward_is_counted_there() -> None:
 
 def test_the_heaviest_load_is_relative_to_the_tokens() -> None:
     """Microbatches of several lengths: the longest need not be the least balanced."""
-    from chunkgraph.megatron.features.experts.counts import LOAD_OF, HeaviestLoad
-
     load = HeaviestLoad()
     assert load.take() == 0
     load.add(3, torch.tensor(1))

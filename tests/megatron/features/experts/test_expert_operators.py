@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,23 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from in_process import EXPERTS, Trained
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkgraph.engine.capture import session
 from chunkgraph.engine.replay import replayer
 from chunkgraph.graphs.operators import storages_written, tensors_in
 from chunkgraph.graphs.recorder.recorded_graph import RecordedGraph
+from chunkgraph.memory.stash import StashOptions
+from chunkgraph.settings import config_from_mapping
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(60)]
-
-_EXPERTS = {
-    "num_moe_experts": 4,
-    "moe_router_topk": 2,
-    "moe_ffn_hidden_size": 32,
-    "moe_expert_capacity_factor": 2.0,
-    "moe_aux_loss_coeff": 0.1,
-}
-
 
 _UNDEFINED_CONTENTS = ("aten::empty", "aten::new_empty")
 
@@ -87,49 +80,19 @@ def _operators(
     graphs: dict[str, Any] | None,
 ) -> tuple[Counter[str], Counter[str]]:
     """Return the operators in graphs and in eager code of a step of one microbatch."""
-    from chunkgraph.data import PackedText
-    from chunkgraph.megatron import attach
-    from chunkgraph.megatron.core.access import import_megatron
-    from chunkgraph.megatron.features.experts.state import forget_expert_metrics
-    from chunkgraph.settings import config_from_mapping
-    from chunkgraph.trainer.batches import sequence_batches as microbatches
-    from chunkgraph.trainer.forward_step import forward_step
-    from chunkgraph.trainer.model import build_model
-    from chunkgraph.trainer.setup import seed_everything
-
-    forget_expert_metrics()
-    seed_everything(1, device)
-    config = config_from_mapping(
-        make_config(
-            model={"num_layers": num_layers, "swiglu": True},
-            moe=_EXPERTS,
-            train={"micro_batch_size": 3},
-        )
+    config = make_config(
+        model={"num_layers": num_layers, "swiglu": True},
+        moe=EXPERTS,
+        train={"micro_batch_size": 3},
     )
-    chunks: Any = build_model(config, device)
-    schedule = import_megatron("megatron.core.pipeline_parallel")
-    train = schedule.get_forward_backward_func()
-    attached = attach(chunks, **graphs) if graphs is not None else None
-    if attached is not None:
-        train = attached.wrap_forward_backward(train)
-    text = PackedText.from_file(None, seq_length=16, seed=1)
+    model = Trained(device, config_from_mapping(config), graphs)
     with _graph_operators() as captured:
         for step in range(3):
-            chunks[0].zero_grad_buffer()
-            data = list(itertools.islice(microbatches(config, text, step, 1, device), 1))
             with _EagerOperators() as eager:
-                train(
-                    forward_step_func=forward_step,
-                    data_iterator=[iter(data)],
-                    model=chunks,
-                    num_microbatches=1,
-                    seq_length=16,
-                    micro_batch_size=3,
-                    forward_only=False,
-                )
-    if attached is not None:
-        assert attached.counters.replayed_steps == 2
-        attached.detach()
+                model.step(step, 1)
+    if graphs is not None:
+        assert model.graphs.counters.replayed_steps == 2
+        model.graphs.detach()
     return sum(captured.values(), Counter()), eager.counts
 
 
@@ -167,8 +130,6 @@ def test_a_layer_adds_one_operator_that_counts(
 
 def test_the_stash_looks_at_rows_once(one_rank: Any, make_config: Any) -> None:
     """Here experts run one after the other, and each also counts its rows."""
-    from chunkgraph.memory.stash import StashOptions
-
     added, _ = _added(one_rank, make_config, 1, stash=StashOptions(page_bytes=512))
     # One comparison for tokens without room, and one for rows without a token.
     assert added["gt"] == 2

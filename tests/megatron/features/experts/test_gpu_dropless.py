@@ -13,6 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from chunkgraph.megatron.features.experts.device_gemms import TorchGemm, native_gemm, native_need
+from chunkgraph.megatron.features.experts.device_splits import DeviceSplits
+from chunkgraph.megatron.features.experts.grouped_gemm import add_biases, grouped_linear
+
 CONFIG = Path(__file__).resolve().parents[4] / "configs" / "bench" / "moe_ep1_dropless.yaml"
 SMALL = [
     *("model.num_layers=4", "model.hidden_size=1024", "model.ffn_hidden_size=2048"),
@@ -290,8 +294,6 @@ def test_two_gpus_through_hybrid_ep(more: list[str], tmp_path: Path) -> None:
 )
 def test_quantized_experts_equal_eager(recipe: str, settings: list[str], tmp_path: Path) -> None:
     """Needs Transformer Engine's grouped GEMM; eager passes pad rows on the host."""
-    from chunkgraph.megatron.features.experts.device_gemms import native_need
-
     if (need := native_need(torch.bfloat16, recipe)) is not None:
         pytest.skip(need)
     quantized = ["model.fp8=hybrid", f"model.fp8_recipe={recipe}"]
@@ -303,10 +305,6 @@ def test_quantized_experts_equal_eager(recipe: str, settings: list[str], tmp_pat
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 def test_products_equal_a_loop_whatever_the_ends(is_native: bool, dtype: torch.dtype) -> None:
     """One capture; experts without rows get zero gradients instead of old memory."""
-    from chunkgraph.megatron.features.experts.device_gemms import TorchGemm, native_gemm
-    from chunkgraph.megatron.features.experts.device_splits import DeviceSplits
-    from chunkgraph.megatron.features.experts.grouped_gemm import add_biases, grouped_linear
-
     gemm, text = native_gemm(dtype) if is_native else (TorchGemm(), "")
     if gemm is None:
         pytest.skip(text)

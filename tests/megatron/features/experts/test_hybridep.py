@@ -12,9 +12,16 @@ import torch
 from deep_ep_config import HOLDS
 from refused import refused
 
+from chunkgraph.engine import Chunk, ChunkGraphs, Host
 from chunkgraph.errors import ConfigError, ReplayMismatchError
+from chunkgraph.megatron.core.access import import_megatron, patch_attributes
+from chunkgraph.megatron.features.experts.feature import Experts
+from chunkgraph.megatron.features.experts.fused_operations import rebuilt_fused_operations
+from chunkgraph.megatron.features.experts.hybrid_ep import HybridEPBuffer
 from chunkgraph.megatron.features.experts.refusals import MOE_RULES, PADDED_ROWS_RULES
 from chunkgraph.megatron.features.rerun.rewind import StepState
+from chunkgraph.settings import config_from_mapping
+from chunkgraph.trainer.model import build_model
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(60)]
 
@@ -72,8 +79,6 @@ def test_a_capture_without_eager_steps_is_refused() -> None:
 
 def test_flags_of_megatron_are_put_back_with_a_step_that_runs_again() -> None:
     """Otherwise Megatron's training loop would run the step once more."""
-    from chunkgraph.megatron.features.experts.feature import Experts
-
     counts, flag = torch.zeros(2, dtype=torch.int64), torch.zeros(1, dtype=torch.bool)
     experts: Any = SimpleNamespace(_drops=SimpleNamespace(counts=counts, tensors=(counts, flag)))
     written = Experts.tensors.fget(experts)  # type: ignore[attr-defined]
@@ -87,9 +92,6 @@ def test_flags_of_megatron_are_put_back_with_a_step_that_runs_again() -> None:
 
 
 def test_training_on_a_cpu_offers_another_way(one_rank: Any, make_config: Any) -> None:
-    from chunkgraph.settings import config_from_mapping
-    from chunkgraph.trainer.model import build_model
-
     fields = ("moe_flex_dispatcher_backend", "moe_token_dispatcher_type", RANK_FACTOR)
     moe = {
         **{name: HOLDS[name] for name in (*fields, "moe_router_dtype", "moe_grouped_gemm")},
@@ -105,9 +107,6 @@ def test_training_on_a_cpu_offers_another_way(one_rank: Any, make_config: Any) -
 
 
 def test_a_replaced_buffer_stops_the_replays(one_rank: Any) -> None:
-    from chunkgraph.megatron.core.access import import_megatron, patch_attributes
-    from chunkgraph.megatron.features.experts.hybrid_ep import HybridEPBuffer
-
     watched = HybridEPBuffer()
     limits = SimpleNamespace(max_num_of_tokens_per_rank=64)
     buffer = SimpleNamespace(configurer=SimpleNamespace(buffer_config=limits))
@@ -128,8 +127,6 @@ def test_a_replaced_buffer_stops_the_replays(one_rank: Any) -> None:
 
 def test_fused_operations_are_built_again_for_a_capture(one_rank: Any) -> None:
     """They hold parameters, which a capture replaces."""
-    from chunkgraph.engine import Chunk, ChunkGraphs, Host
-    from chunkgraph.megatron.features.experts.fused_operations import rebuilt_fused_operations
 
     class Layer(torch.nn.Linear):
         _fused_ops: Any

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from in_process import Trained, attach
 from refused import refused
 
 from chunkgraph.errors import (
@@ -18,6 +19,10 @@ from chunkgraph.errors import (
     ReplayMismatchError,
     TokenDropError,
 )
+from chunkgraph.launch.step_metrics import StepMetrics
+from chunkgraph.megatron.features.experts import feature, sinkhorn
+from chunkgraph.megatron.features.experts.refusals import MOE_RULES
+from chunkgraph.megatron.features.experts.state import forget_expert_metrics
 from chunkgraph.settings import config_from_mapping
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(60)]
@@ -26,7 +31,7 @@ _COUNTS = (2, 1, 3)
 _NUM_TOKENS = 16 * 2  # of a microbatch
 
 
-class _Run:
+class _Run(Trained):
     """A model whose routers prefer the first experts, trained for a few steps.
 
     Args:
@@ -45,41 +50,10 @@ class _Run:
         graphs: dict[str, Any] | None,
         **model_options: Any,
     ) -> None:
-        from chunkgraph.megatron import attach
-        from chunkgraph.megatron.core.access import import_megatron
-        from chunkgraph.megatron.features.experts.state import forget_expert_metrics
-        from chunkgraph.trainer.model import build_model
-        from chunkgraph.trainer.setup import seed_everything
-
-        forget_expert_metrics()
-        seed_everything(1, device)
-        self.device, self.config = device, config
-        self.chunks: Any = build_model(config, device, **model_options)
+        super().__init__(device, config, graphs, **model_options)
         for module in self.chunks[0].modules():
             if getattr(module, "expert_bias", None) is not None:
                 module.expert_bias[: len(bias)] = torch.tensor(bias)
-        self.train = import_megatron("megatron.core.pipeline_parallel").get_forward_backward_func()
-        self.graphs = attach(self.chunks, **graphs) if graphs is not None else None
-        if self.graphs is not None:
-            self.train = self.graphs.wrap_forward_backward(self.train)
-
-    def step(self, step: int, count: int) -> list[float]:
-        """Run a step and return its losses; keep the gradients."""
-        from chunkgraph.data import PackedText
-        from chunkgraph.trainer.batches import sequence_batches as microbatches
-        from chunkgraph.trainer.forward_step import forward_step
-
-        text = PackedText.from_file(None, seq_length=16, seed=1)
-        losses = self.train(
-            forward_step_func=forward_step,
-            data_iterator=[microbatches(self.config, text, step, count, self.device)],
-            model=self.chunks,
-            num_microbatches=count,
-            seq_length=16,
-            micro_batch_size=2,
-            forward_only=False,
-        )
-        return [float(loss["lm loss"]) for loss in losses]
 
     def all_steps(self) -> dict[str, Any]:
         """Return everything that can be compared."""
@@ -90,7 +64,7 @@ class _Run:
 
         steps = []
         for step, count in enumerate(_COUNTS):
-            losses = self.step(step, count)
+            losses = self.step(step, count, clears=False)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)
                 metrics = {
@@ -99,11 +73,7 @@ class _Run:
                 }
                 clear_aux_losses_tracker()  # as Megatron's training loop does
             steps.append((losses, metrics))
-        named = {
-            **{n: p.main_grad for n, p in self.chunks[0].named_parameters()},
-            **dict(self.chunks[0].named_buffers()),
-        }
-        return {"steps": steps, "tensors": {n: t.clone() for n, t in named.items()}}
+        return {"steps": steps, "tensors": self.tensors()}
 
 
 def _make(make_config: Callable[..., dict[str, Any]], **experts: Any) -> Any:
@@ -144,12 +114,9 @@ def test_uneven_loads_are_as_in_eager_training_and_every_drop_is_counted(
         moe_token_dispatcher_type=dispatcher,
         token_drops="count",
     )
-    from chunkgraph.launch.step_metrics import StepMetrics
-
     bias = [20.0, 10.0]
     eager = _Run(one_rank, config, bias, None).all_steps()
     run = _Run(one_rank, config, bias, {"token_drops": "count"})
-    assert run.graphs is not None
     name = {"alltoall": "all-to-all", "allgather": "all-gather"}[dispatcher]
     metrics = StepMetrics(run.graphs)
     with warnings.catch_warnings():
@@ -175,8 +142,6 @@ def test_uneven_loads_are_as_in_eager_training_and_every_drop_is_counted(
 def test_steps_run_again_until_sinkhorn_routing_has_enough_rounds(
     one_rank: Any, make_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from chunkgraph.megatron.features.experts import sinkhorn
-
     monkeypatch.setattr(sinkhorn, "_FEWEST_ROUNDS", 1)
     softmax = {"moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False}
     config = _make(make_config, moe_router_topk=2, moe_aux_loss_coeff=0.0, **softmax)
@@ -186,21 +151,18 @@ def test_steps_run_again_until_sinkhorn_routing_has_enough_rounds(
         run = _Run(one_rank, config, [], graphs, transformer_options=options)
         results = []
         for step in range(6):
-            run.chunks[0].zero_grad_buffer()
             losses = run.step(step, 1 + step % 3)
             results.append([losses, *(p.main_grad.tolist() for p in run.chunks[0].parameters())])
         return run, results
 
     _, eager = steps(None)
     run, chunk = steps({})
-    assert run.graphs is not None
     assert chunk == eager
     counters = run.graphs.counters
     reruns = counters.overflow_reruns["expert capacity"]
     assert 1 < reruns < 5  # after an eager step; the last one has enough
     assert counters.recaptures == ["expert capacity"] * reruns
     assert run.graphs.dropped_tokens(wait=True) == {1: 0, 2: 0}
-    run.graphs.detach()
 
 
 def test_drops_are_an_error_where_that_is_asked_for_and_reported_once_otherwise(
@@ -208,12 +170,10 @@ def test_drops_are_an_error_where_that_is_asked_for_and_reported_once_otherwise(
 ) -> None:
     config = _make(make_config, moe_expert_capacity_factor=1.0)
     run = _Run(one_rank, config, [], {"token_drops": "raise"})
-    assert run.graphs is not None
     with pytest.raises(TokenDropError, match=r"(?s)layer 1: \d+.*moe_expert_capacity_factor"):
         run.step(0, 2)
     run.graphs.detach()
     run = _Run(one_rank, config, [], {})
-    assert run.graphs is not None
     with pytest.warns(UserWarning, match=r"Experts had no room for tokens.*layer"):
         run.step(0, 2)
     with warnings.catch_warnings():
@@ -222,10 +182,8 @@ def test_drops_are_an_error_where_that_is_asked_for_and_reported_once_otherwise(
     run.graphs.detach()
     enough = _make(make_config, moe_expert_capacity_factor=2.0)
     run = _Run(one_rank, enough, [20.0, 10.0], {"token_drops": "raise"})
-    assert run.graphs is not None
     run.all_steps()
     assert run.graphs.counters.replays == sum(_COUNTS[1:])
-    run.graphs.detach()
 
 
 def test_detach_leaves_the_router_as_it_was(one_rank: Any, make_config: Any) -> None:
@@ -233,7 +191,6 @@ def test_detach_leaves_the_router_as_it_was(one_rank: Any, make_config: Any) -> 
 
     before = router.apply_router_token_dropping
     run = _Run(one_rank, _make(make_config, moe_expert_capacity_factor=2.0), [], {})
-    assert run.graphs is not None
     assert router.apply_router_token_dropping is not before
     run.graphs.detach()
     assert router.apply_router_token_dropping is before
@@ -243,28 +200,20 @@ def test_detach_leaves_the_router_as_it_was(one_rank: Any, make_config: Any) -> 
 
 @pytest.mark.every_release
 def test_metrics_that_were_replaced_are_reported(one_rank: Any, make_config: Any) -> None:
-    from chunkgraph.megatron.features.experts.state import forget_expert_metrics
-
     run = _Run(one_rank, _make(make_config, moe_expert_capacity_factor=2.0), [], {})
-    assert run.graphs is not None
     for step in range(2):
         run.step(step, 1)
     forget_expert_metrics()
     with pytest.raises(ReplayMismatchError, match="load_balancing_loss"):
         run.step(2, 1)
-    run.graphs.detach()
 
 
 def test_a_metric_first_recorded_in_the_capture_is_refused(one_rank: Any, make_config: Any) -> None:
-    from chunkgraph.megatron.features.experts.state import forget_expert_metrics
-
     run = _Run(one_rank, _make(make_config, moe_expert_capacity_factor=2.0), [], {})
-    assert run.graphs is not None
     run.step(0, 1)
     forget_expert_metrics()
     with pytest.raises(CaptureError, match=r"load_balancing_loss.*first time in the capture"):
         run.step(1, 1)
-    run.graphs.detach()
 
 
 def test_the_scale_of_a_replaced_loss_scaler_reaches_the_graphs(
@@ -277,9 +226,9 @@ def test_the_scale_of_a_replaced_loss_scaler_reaches_the_graphs(
     for graphs in (None, {}):
         run = _Run(one_rank, config, [], graphs)
         for step in range(3):
-            run.step(step, 1)
+            run.step(step, 1, clears=False)
             Scaler.main_loss_backward_scale = torch.full((1,), 3.0)  # another tensor from now on
-        run.step(3, 4)
+        run.step(3, 4, clears=False)
         grads = [p.main_grad.clone() for p in run.chunks[0].parameters()]
         results.append(grads)
         if run.graphs is not None:
@@ -294,18 +243,14 @@ def test_without_the_static_dispatch_the_recorder_names_the_read_on_the_host(
     """A CUDA graph could not hold this read either."""
     from contextlib import nullcontext
 
-    from chunkgraph.megatron.features.experts import feature
-
     monkeypatch.setattr(feature, "static_dispatch", nullcontext)
     config = _make(
         make_config, moe_expert_capacity_factor=2.0, moe_token_dispatcher_type="allgather"
     )
     run = _Run(one_rank, config, [], {})
-    assert run.graphs is not None
     run.step(0, 1)
     with pytest.raises(IllegalOperationError, match=r"(?s)cpu.*token_dispatcher\.py"):
         run.step(1, 1)
-    run.graphs.detach()
 
 
 _HOLDS = {
@@ -355,8 +300,6 @@ _HOLDS = {
 def test_what_a_graph_cannot_hold_of_experts_is_refused_by_name(
     changes: dict[str, Any], message: str
 ) -> None:
-    from chunkgraph.megatron.features.experts.refusals import MOE_RULES
-
     assert refused(MOE_RULES, _HOLDS) == []
     dense = {"num_moe_experts": None, "moe_token_dispatcher_type": "flex"}
     assert refused(MOE_RULES, dense) == []
@@ -369,15 +312,11 @@ def test_a_small_capacity_is_for_those_who_ask_for_drops(one_rank: Any, make_con
     config = _make(make_config, moe_expert_capacity_factor=0.5, token_drops="count")
     with pytest.raises(ConfigError, match=r"moe_expert_capacity_factor=0\.5: below 1"):
         _Run(one_rank, config, [], {})
-    run = _Run(one_rank, config, [], {"token_drops": "count"})
-    assert run.graphs is not None
-    run.graphs.detach()
+    _Run(one_rank, config, [], {"token_drops": "count"})
 
 
 def test_a_refused_attach_leaves_the_model_as_it_was(one_rank: Any, make_config: Any) -> None:
     from megatron.core.transformer.moe import router
-
-    from chunkgraph.megatron import attach
 
     run = _Run(one_rank, _make(make_config, moe_expert_capacity_factor=1.0), [], None)
 

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from packed_flights import differing, packed_batch
 
-from chunkgraph.errors import ConfigError
+from chunkgraph.errors import ConfigError, SlotError
+from chunkgraph.megatron import attach, keep_padding_from_experts
+from chunkgraph.megatron.attachment import config_of
+from chunkgraph.megatron.features.experts.padded_rows import PaddedRows
+from chunkgraph.megatron.features.experts.padding import rows_within_capacity
+from chunkgraph.megatron.features.experts.state import forget_expert_metrics, take_expert_metrics
 from chunkgraph.packing import PackedShape
 from chunkgraph.settings import config_from_mapping
+from chunkgraph.trainer.model import build_model
+from chunkgraph.trainer.setup import seed_everything
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(100)]
 
@@ -47,9 +53,8 @@ _OPTIONS = {"by_position": {"moe_token_drop_policy": "position"}}
 
 
 @pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Use one thread, since more slow down tensors this small; make the specs importable."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "support"))
+def one_thread() -> Iterator[None]:
+    """Use one thread, since more slow down tensors this small."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -78,12 +83,6 @@ class _Model:
         graphs: dict[str, Any] | bool | None,
         case: str = "dropping",
     ) -> None:
-        from chunkgraph.megatron import attach, keep_padding_from_experts
-        from chunkgraph.megatron.attachment import config_of
-        from chunkgraph.megatron.features.experts.state import forget_expert_metrics
-        from chunkgraph.trainer.model import build_model
-        from chunkgraph.trainer.setup import seed_everything
-
         config = config_from_mapping(
             make_config(
                 model={
@@ -127,8 +126,6 @@ class _Model:
         self, packings: list[list[int]], *, rows: int | None = 32, mask: bool = True
     ) -> dict[str, torch.Tensor]:
         """Run both microbatches; return losses of tokens, gradients, metrics and counts."""
-        from chunkgraph.megatron.features.experts.state import take_expert_metrics
-
         for parameter in self.chunk.parameters():
             parameter.main_grad.zero_()
 
@@ -289,9 +286,6 @@ def test_no_expert_takes_padding() -> None:
     """Capacities depend on tokens alone, as Megatron computes them without padding."""
     from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping, get_capacity
 
-    from chunkgraph.megatron.features.experts.padded_rows import PaddedRows
-    from chunkgraph.megatron.features.experts.padding import rows_within_capacity
-
     torch.manual_seed(1)
     for num_tokens, factor in [(24, 1.0), (7, 1.5), (32, 2.0), (1, 2.0), (13, 0.5)]:
         scores = torch.rand(32, 4)
@@ -338,8 +332,6 @@ def test_a_forward_step_without_the_mask_is_reported(one_rank: Any, make_config:
 def test_what_cannot_be_packed_is_refused_by_name(options: dict[str, Any], message: str) -> None:
     from types import SimpleNamespace
 
-    from chunkgraph.megatron import keep_padding_from_experts
-
     with pytest.raises(ConfigError, match=message):
         keep_padding_from_experts([], SimpleNamespace(num_moe_experts=4, **options))
 
@@ -381,8 +373,6 @@ def test_detach_leaves_everything_as_it_was(one_rank: Any, make_config: Any) -> 
 def test_no_step_is_announced_while_one_runs_that_may_run_again(
     one_rank: Any, make_config: Callable[..., dict[str, Any]]
 ) -> None:
-    from chunkgraph.errors import SlotError
-
     model = _Model(one_rank, make_config, {"token_drops": "rerun"})
     with (
         model.graphs.engine.step(1, misfit=""),

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from chunkgraph.megatron.features.experts.padding import PaddedRouting
+from chunkgraph.megatron.features.experts.state import (
+    forget_expert_metrics,
+    routers_of,
+    take_expert_metrics,
+)
+from chunkgraph.settings import config_from_mapping
+from chunkgraph.trainer.model import build_model
+from chunkgraph.trainer.setup import seed_everything
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(60)]
 
@@ -21,12 +30,6 @@ def make_chunk(
     """Make a model with experts, from the same seed every time."""
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-    from chunkgraph.megatron.features.experts.state import forget_expert_metrics
-    from chunkgraph.settings import config_from_mapping
-    from chunkgraph.trainer.model import build_model
-    from chunkgraph.trainer.setup import seed_everything
-
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "support"))
     monkeypatch.setattr(MoEAuxLossAutoScaler, "main_loss_backward_scale", None)
     config = config_from_mapping(
         make_config(
@@ -58,9 +61,6 @@ def make_chunk(
 
 def _routed(chunk: Any, *, is_padded: bool) -> dict[str, torch.Tensor]:
     """Return a router's results and counts for the same tokens, with padding after them or not."""
-    from chunkgraph.megatron.features.experts.padding import PaddedRouting
-    from chunkgraph.megatron.features.experts.state import routers_of, take_expert_metrics
-
     undo = PaddedRouting(list(chunk.modules())).install()
     router = routers_of(list(chunk.modules()))[0]
     router.weight.main_grad.zero_()

@@ -10,6 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkgraph.graphs import RecorderBackend
+from chunkgraph.megatron.features.experts.padded_rows import RowsOfForward
+from chunkgraph.megatron.features.experts.padding import rows_within_capacity
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(60)]
 
@@ -28,8 +30,6 @@ class _Operators(TorchDispatchMode):
 
 def _kept(padding: torch.Tensor, rows_of: Any, factor: float = 1.0) -> torch.Tensor:
     """Return the rows of a layer's experts, if all rows choose the first two experts."""
-    from chunkgraph.megatron.features.experts.padding import rows_within_capacity
-
     probs = torch.zeros(_NUM_ROWS, _NUM_EXPERTS)
     probs[:, :2] = 0.5
     kept: torch.Tensor = rows_within_capacity(
@@ -46,8 +46,6 @@ def _padding(num_tokens: int) -> torch.Tensor:
 
 
 def test_layers_of_a_forward_share_it(one_rank: Any) -> None:
-    from chunkgraph.megatron.features.experts.padded_rows import RowsOfForward
-
     rows_of, padding = RowsOfForward(), _padding(6)
     with _Operators() as apart:
         alone = [_kept(padding, rows_of) for _ in range(3)]
@@ -62,8 +60,6 @@ def test_layers_of_a_forward_share_it(one_rank: Any) -> None:
 
 def test_nothing_is_known_of_another_padding(one_rank: Any) -> None:
     """Another tensor, a write to the tensor and another forward compute the values again."""
-    from chunkgraph.megatron.features.experts.padded_rows import RowsOfForward
-
     rows_of, padding = RowsOfForward(), _padding(6)
     with rows_of.forward():
         assert int(_kept(padding, rows_of).sum()) == _NUM_EXPERTS * 3
@@ -84,8 +80,6 @@ def test_nothing_is_known_of_another_padding(one_rank: Any) -> None:
 
 def test_a_backward_computes_it_again(one_rank: Any) -> None:
     """The values of a forward's graph belong to its slot, and are gone in the backward."""
-    from chunkgraph.megatron.features.experts.padded_rows import RowsOfForward
-
     rows_of, padding = RowsOfForward(), _padding(6)
     x = torch.ones(2, requires_grad=True)
     masks = []
@@ -101,8 +95,6 @@ def test_a_backward_computes_it_again(one_rank: Any) -> None:
 
 def test_padding_that_was_made_in_inference_mode_is_read_again(one_rank: Any) -> None:
     """Such a tensor has no version counter."""
-    from chunkgraph.megatron.features.experts.padded_rows import RowsOfForward
-
     rows_of = RowsOfForward()
     with torch.inference_mode(), rows_of.forward():
         padding = _padding(6)

@@ -9,10 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from in_process import Trained
 
 from chunkgraph.engine import CaptureOptions
 from chunkgraph.errors import CaptureError
+from chunkgraph.megatron import attach
+from chunkgraph.megatron.features.fp8.feature import reset_fp8
 from chunkgraph.settings import config_from_mapping
+from chunkgraph.trainer.model import build_model
+from chunkgraph.trainer.optimizer import build_optimizer, zero_gradients
+from chunkgraph.trainer.setup import seed_everything
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(120)]
 
@@ -116,7 +122,6 @@ def test_several_graphs_of_a_slot(
 @pytest.fixture
 def stand_in(one_rank: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Install the stand-in where chunkgraph expects Transformer Engine's FP8."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "support"))
     import fp8_stand_in
 
     monkeypatch.setitem(sys.modules, fp8_stand_in.MODULE, fp8_stand_in)
@@ -127,47 +132,25 @@ def _losses(
     device: Any, config: Any, recipe: str, *, graphs: bool, kinds: str, scope: Any = "block"
 ) -> tuple[list[float], list[torch.Tensor], Any]:
     """Run training (``t``) and evaluation (``e``) steps; return losses, parameters and counters."""
-    from chunkgraph.data import PackedText
-    from chunkgraph.megatron import attach
-    from chunkgraph.megatron.core.access import import_megatron
-    from chunkgraph.trainer.batches import sequence_batches as microbatches
-    from chunkgraph.trainer.forward_step import forward_step
-    from chunkgraph.trainer.model import build_model
-    from chunkgraph.trainer.optimizer import build_optimizer, zero_gradients
-    from chunkgraph.trainer.setup import seed_everything
-
-    seed_everything(1, device)
     options = {"fp8": "hybrid", "fp8_recipe": recipe}
-    chunks = build_model(config, device, transformer_options=options)
-    optimizer = build_optimizer(config, chunks)
-    run = import_megatron("megatron.core.pipeline_parallel").get_forward_backward_func()
-    attached = attach(chunks, scope=scope) if graphs else None
-    if attached is not None:
-        run = attached.wrap_forward_backward(run)
-    text = PackedText.from_file(None, seq_length=16, seed=1)
+    model = Trained(
+        device, config, {"scope": scope} if graphs else None, transformer_options=options
+    )
+    optimizer = build_optimizer(config, model.chunks)
     losses: list[float] = []
     for step, kind in enumerate(kinds):
-        for chunk in chunks:
+        for chunk in model.chunks:
             chunk.train(kind == "t")
-        zero_gradients(chunks, optimizer)
-        count = (3, 1, 4, 2)[step % 4]
+        zero_gradients(model.chunks, optimizer)
         with torch.set_grad_enabled(kind == "t"):
-            entries = run(
-                forward_step_func=forward_step,
-                data_iterator=[microbatches(config, text, step, count, device)],
-                model=chunks,
-                num_microbatches=count,
-                seq_length=16,
-                micro_batch_size=2,
-                forward_only=kind == "e",
-            )
+            count = (3, 1, 4, 2)[step % 4]
+            losses += model.step(step, count, clears=False, forward_only=kind == "e")
         if kind == "t":
             optimizer.step()
-        losses += [float(entry["lm loss"]) for entry in entries]
-    parameters = [p.detach().clone() for p in chunks[0].parameters()]
-    if attached is not None:
-        attached.detach()
-    return losses, parameters, attached.counters if attached is not None else None
+    parameters = [p.detach().clone() for p in model.chunks[0].parameters()]
+    if graphs:
+        model.graphs.detach()
+    return losses, parameters, model.graphs.counters if graphs else None
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
@@ -206,11 +189,6 @@ def test_a_session_leaves_no_trace(
     one_rank: Any, make_config: Callable[..., Any], stand_in: Any
 ) -> None:
     """Not in histories, scales, or the layers' flags of the first microbatch."""
-    from chunkgraph.megatron import attach
-    from chunkgraph.megatron.features.fp8.feature import reset_fp8
-    from chunkgraph.trainer.model import build_model
-    from chunkgraph.trainer.setup import seed_everything
-
     seed_everything(1, one_rank)
     config = config_from_mapping(make_config(model=_MODEL))
     options = {"fp8": "hybrid", "fp8_recipe": "delayed"}

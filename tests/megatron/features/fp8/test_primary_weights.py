@@ -15,6 +15,7 @@ from quantized_weight import Quantized, QuantizedWeight
 from chunkgraph.engine import Chunk, ChunkGraphs, Host
 from chunkgraph.errors import CaptureError, ReplayMismatchError
 from chunkgraph.graphs import RecorderBackend
+from chunkgraph.megatron.features.fp8.feature import Fp8State
 from chunkgraph.megatron.features.fp8.primary_weights import keeps_transposes
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(60)]
@@ -72,8 +73,6 @@ class _Training:
 @pytest.fixture
 def training(one_rank: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[_Training]:
     import fp8_stand_in
-
-    from chunkgraph.megatron.features.fp8.feature import Fp8State
 
     monkeypatch.setitem(sys.modules, fp8_stand_in.MODULE, fp8_stand_in)
     made = _Training(Fp8State)

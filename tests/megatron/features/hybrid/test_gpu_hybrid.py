@@ -12,12 +12,12 @@ configuration of each kernel instead of the fastest one of this run (or, with Tr
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import mamba_needs
 import pytest
 
 _CHUNK = {"scope": "chunk"}
@@ -36,8 +36,7 @@ pytestmark = [pytest.mark.megatron, pytest.mark.timeout(500)]
 def _needs_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     if importlib.util.find_spec("transformer_engine") is None:
         pytest.skip("Transformer Engine is not installed")
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "support"))
-    if missing := importlib.import_module("mamba_needs").missing_kernels():
+    if missing := mamba_needs.missing_kernels():
         pytest.skip(missing)
     monkeypatch.setenv("MAMBA_DETERMINISTIC", "1")
 

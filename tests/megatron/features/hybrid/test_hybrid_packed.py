@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from in_process import attach
 from packed_flights import differing, packed_batch, run_eager, run_flight
 from refused import refused
 
 from chunkgraph.errors import ConfigError
+from chunkgraph.megatron.features.contexts.feature import Contexts
+from chunkgraph.megatron.features.hybrid.feature import Hybrid
+from chunkgraph.megatron.features.hybrid.layers import mamba_mixers_of, packed_mamba_rows
 from chunkgraph.packing import PackedShape
+from chunkgraph.settings import config_from_mapping
+from chunkgraph.trainer.model import build_model
+from chunkgraph.trainer.setup import seed_everything
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(100)]
 
@@ -39,13 +45,8 @@ def spec() -> str:
 
 
 @pytest.fixture
-def chunks(one_rank: Any, make_config: Any, spec: str, pattern: str, monkeypatch: Any) -> list[Any]:
+def chunks(one_rank: Any, make_config: Any, spec: str, pattern: str) -> list[Any]:
     """Make a hybrid model whose backward reads the starts of documents, as kernels on a GPU do."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "support"))
-    from chunkgraph.settings import config_from_mapping
-    from chunkgraph.trainer.model import build_model
-    from chunkgraph.trainer.setup import seed_everything
-
     config = config_from_mapping(
         make_config(
             model={
@@ -99,15 +100,10 @@ class Flight:
 
 
 @pytest.fixture(params=["block", "chunk"])
-def flight(chunks: list[Any], request: Any) -> Iterator[Flight]:
+def flight(chunks: list[Any], request: Any) -> Flight:
     """Make graphs of two slots."""
-    from chunkgraph.megatron.attachment import attach
-
     attached = attach(chunks, scope=request.param, num_slots=[2], packing=_SHAPE)
-    try:
-        yield Flight(chunks[0], attached)
-    finally:
-        attached.detach()
+    return Flight(chunks[0], attached)
 
 
 only_block = pytest.mark.parametrize("flight", ["block"], indirect=True)
@@ -311,8 +307,6 @@ def test_the_rows_of_earlier_releases_are_the_same_without_the_host(chunks: list
     """Also with empty sequences in the middle and a tail."""
     from types import SimpleNamespace
 
-    from chunkgraph.megatron.features.hybrid.layers import mamba_mixers_of, packed_mamba_rows
-
     (mixer,) = mamba_mixers_of(chunks[0].modules())[:1]
     if not hasattr(mixer, "_create_packed_seq_idx"):
         pytest.skip("this release receives the rows")
@@ -340,8 +334,6 @@ def test_the_rows_of_earlier_releases_are_the_same_without_the_host(chunks: list
     ],
 )
 def test_what_cannot_be_captured_is_named(chunks: list[Any], change: Any, message: str) -> None:
-    from chunkgraph.megatron.attachment import attach
-
     change(chunks[0].module)
     with pytest.raises(ConfigError, match=message):
         attach(chunks, packing=_SHAPE)
@@ -373,9 +365,6 @@ def test_clearing_rows_without_a_token_changes_no_bit_of_the_others(flight: Flig
 
 
 def test_sizes_that_change_are_refused(chunks: list[Any]) -> None:
-    from chunkgraph.megatron.features.contexts.feature import Contexts
-    from chunkgraph.megatron.features.hybrid.feature import Hybrid
-
     facts = Hybrid.facts(SimpleNamespace(chunks=chunks))  # type: ignore[arg-type]
     config = vars(chunks[0].module.config)
     rules = (*Hybrid.rules, *Contexts.rules)

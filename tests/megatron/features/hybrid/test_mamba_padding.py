@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from chunkgraph.megatron.features.hybrid.padding import rows_after_documents
 from chunkgraph.packing import PackedShape, pack
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release]
@@ -13,7 +14,6 @@ pytestmark = [pytest.mark.megatron, pytest.mark.every_release]
 
 def test_which_rows_are_after_the_documents() -> None:
     """Padding and empty documents between documents are not cleared."""
-    from chunkgraph.megatron.features.hybrid.padding import rows_after_documents
 
     def tail_rows(offsets: list[int], padded: list[int] | None, first: int, num: int) -> list[int]:
         rows = None if padded is None else torch.tensor(padded, dtype=torch.int32)
@@ -30,8 +30,6 @@ def test_which_rows_are_after_the_documents() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_they_are_the_tail_of_the_packing_on_every_rank(size: int) -> None:
-    from chunkgraph.megatron.features.hybrid.padding import rows_after_documents
-
     shape = PackedShape(6, 64, context_parallel_size=size)
     for lengths in ([5, 11, 3], [1], [16, 16, 16, 16], [9, 1, 1, 1, 20]):
         packed = pack(lengths, shape)

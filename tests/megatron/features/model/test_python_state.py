@@ -9,6 +9,8 @@ from unittest import mock
 import pytest
 import torch
 
+from chunkgraph.megatron.core.gated_delta import _with_state
+
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(120)]
 
 _DELTA = {
@@ -63,8 +65,6 @@ def _inputs(device: str) -> list[torch.Tensor]:
 
 def test_the_first_state_is_made_on_the_device() -> None:
     """No tensor comes from the host, and all bits are equal."""
-    from chunkgraph.megatron.core.gated_delta import _with_state
-
     eager, inputs = _rule(), _inputs("cpu")
     expected, _ = eager(*inputs)
     unnamed = mock.Mock(side_effect=AssertionError("a tensor without a device"))
@@ -80,8 +80,6 @@ def test_the_first_state_is_made_on_the_device() -> None:
 
 @pytest.mark.gpu
 def test_a_gpu_captures_the_gated_delta_rule() -> None:
-    from chunkgraph.megatron.core.gated_delta import _with_state
-
     eager, inputs = _rule(), _inputs("cuda")
     expected, _ = eager(*inputs)
     torch.cuda.synchronize()

@@ -16,6 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from chunkgraph.graphs import RecorderBackend
+from chunkgraph.megatron.features.packing.fused_rope import blocks_spared, pays
+from chunkgraph.megatron.features.packing.rope import forget_rope_rows, packed_rope
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(120)]
 
@@ -36,6 +38,7 @@ class Kernels:
 
     def __init__(self) -> None:
         self.num_packed = self.num_plain = 0
+        self.utils: Any = None
 
     def packed(
         self,
@@ -74,6 +77,7 @@ def kernels(one_rank: Any, monkeypatch: pytest.MonkeyPatch) -> Kernels:
     from megatron.core.models.common.embeddings import rope_utils
 
     kernels = Kernels()
+    kernels.utils = rope_utils
     monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb_thd", kernels.packed)
     monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", kernels.plain)
     return kernels
@@ -95,8 +99,6 @@ def _offsets(lengths: list[int], num_seqs: int) -> torch.Tensor:
 def test_rows_are_turned_as_in_their_documents(
     kernels: Kernels, rotated: Callable[..., Any], data: st.DataObject, cp_size: int
 ) -> None:
-    from chunkgraph.megatron.features.packing.rope import packed_rope
-
     pieces = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=12).filter(any))
     lengths = [2 * cp_size * n for n in pieces]
     rank = data.draw(st.integers(0, cp_size - 1))
@@ -118,10 +120,6 @@ def test_rows_are_turned_as_in_their_documents(
 def test_layers_share_the_table_by_row(
     kernels: Kernels, rotated: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron.core.models.common.embeddings import rope_utils
-
-    from chunkgraph.megatron.features.packing.rope import packed_rope
-
     tokens, freqs = _drawn(64, 256)
     offsets = _offsets([30, 34], 65)
     seen: list[torch.Tensor] = []
@@ -131,7 +129,7 @@ def test_layers_share_the_table_by_row(
         seen.append(table)
         return plain(t, table, **options)
 
-    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", watching)
+    monkeypatch.setattr(kernels.utils, "fused_apply_rotary_pos_emb", watching)
     with packed_rope():
         seen.clear()
         for _layer in range(3):
@@ -141,8 +139,6 @@ def test_layers_share_the_table_by_row(
 
 
 def test_one_capture_serves_all_offsets(kernels: Kernels, rotated: Callable[..., Any]) -> None:
-    from chunkgraph.megatron.features.packing.rope import packed_rope
-
     backend = RecorderBackend()
     tokens, freqs = _drawn(64, 256)
     tokens.requires_grad_()
@@ -163,13 +159,9 @@ def test_one_capture_serves_all_offsets(kernels: Kernels, rotated: Callable[...,
 
 
 def test_the_patch_ends_with_the_capture(kernels: Kernels) -> None:
-    from megatron.core.models.common.embeddings import rope_utils
-
-    from chunkgraph.megatron.features.packing.rope import packed_rope
-
     with packed_rope():
-        assert rope_utils.fused_apply_rotary_pos_emb_thd != kernels.packed
-    assert rope_utils.fused_apply_rotary_pos_emb_thd == kernels.packed
+        assert kernels.utils.fused_apply_rotary_pos_emb_thd != kernels.packed
+    assert kernels.utils.fused_apply_rotary_pos_emb_thd == kernels.packed
 
 
 def _raises(*_args: Any, **_options: Any) -> torch.Tensor:
@@ -211,11 +203,7 @@ def test_what_gives_other_bits_is_not_used(
     plain: Callable[..., torch.Tensor],
     why: str,
 ) -> None:
-    from megatron.core.models.common.embeddings import rope_utils
-
-    from chunkgraph.megatron.features.packing.rope import packed_rope
-
-    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", plain)
+    monkeypatch.setattr(kernels.utils, "fused_apply_rotary_pos_emb", plain)
     tokens, freqs = _drawn(64, 256)
     few, many = _offsets([64], 4), _offsets([64], 65)
     with caplog.at_level(logging.WARNING), packed_rope():
@@ -237,9 +225,6 @@ def test_transformer_engines_kernel_for_each_row_is_tried_too(
     takes_rows: bool,
 ) -> None:
     """It runs if it saves 65536 blocks or more; below that the difference does not matter."""
-    from megatron.core.models.common.embeddings import rope_utils
-
-    from chunkgraph.megatron.features.packing.rope import packed_rope
 
     def packed(
         t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, **options: Any
@@ -248,7 +233,7 @@ def test_transformer_engines_kernel_for_each_row_is_tried_too(
         spared = (cu_seqlens.numel() - 1) * freqs.size(0) - t.size(0)
         return output if spared < 1 << 16 else output * 1.01
 
-    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb_thd", packed)
+    monkeypatch.setattr(kernels.utils, "fused_apply_rotary_pos_emb_thd", packed)
     tokens, freqs = _drawn(64, 256)
     with caplog.at_level(logging.WARNING), packed_rope():
         kernels.num_plain = 0
@@ -258,23 +243,17 @@ def test_transformer_engines_kernel_for_each_row_is_tried_too(
 
 
 def test_interleaved_angles_keep_the_packed_kernel(kernels: Kernels) -> None:
-    from megatron.core.models.common.embeddings import rope_utils
-
-    from chunkgraph.megatron.features.packing.rope import packed_rope
-
     tokens, freqs = _drawn(64, 256)
     offsets = _offsets([64], 65)
     with packed_rope():
         kernels.num_plain = kernels.num_packed = 0
-        rope_utils.fused_apply_rotary_pos_emb_thd(tokens, offsets, freqs, interleaved=True)
+        kernels.utils.fused_apply_rotary_pos_emb_thd(tokens, offsets, freqs, interleaved=True)
     assert (kernels.num_plain, kernels.num_packed) == (0, 1)
 
 
 def test_a_table_for_several_sequences_next_to_each_other_keeps_the_packed_kernel(
     kernels: Kernels, rotated: Callable[..., Any]
 ) -> None:
-    from chunkgraph.megatron.features.packing.rope import packed_rope
-
     tokens, freqs = _drawn(64, 256)
     with packed_rope():
         kernels.num_plain = kernels.num_packed = 0
@@ -285,15 +264,13 @@ def test_a_table_for_several_sequences_next_to_each_other_keeps_the_packed_kerne
 @pytest.fixture
 def tables(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[torch.Tensor]]:
     """Collect weak references to the table of every call by row."""
-    from megatron.core.models.common.embeddings import rope_utils
-
     references: list[weakref.ref[torch.Tensor]] = []
 
     def watching(t: torch.Tensor, table: torch.Tensor, **options: Any) -> torch.Tensor:
         references.append(weakref.ref(table))
         return kernels.plain(t, table, **options)
 
-    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", watching)
+    monkeypatch.setattr(kernels.utils, "fused_apply_rotary_pos_emb", watching)
     return references
 
 
@@ -305,8 +282,6 @@ def test_a_call_leaves_no_table(
 ) -> None:
     """Recomputed layers share one table, though each has its own tensor of frequencies."""
     from torch.utils.checkpoint import checkpoint
-
-    from chunkgraph.megatron.features.packing.rope import forget_rope_rows, packed_rope
 
     tokens, freqs = _drawn(64, 256)
     params = SimpleNamespace(cu_seqlens_q=_offsets([30, 34], 80), max_seqlen_q=64)
@@ -351,8 +326,6 @@ def test_layers_with_different_tables_keep_one_at_a_time(
     """In a backward that recomputes the layers one after the other."""
     from torch.utils.checkpoint import checkpoint
 
-    from chunkgraph.megatron.features.packing.rope import forget_rope_rows, packed_rope
-
     tokens, _ = _drawn(64, 256)
     params = SimpleNamespace(cu_seqlens_q=_offsets([30, 34], 80), max_seqlen_q=64)
     alive: list[int] = []
@@ -387,6 +360,4 @@ def test_layers_with_different_tables_keep_one_at_a_time(
     ],
 )
 def test_where_it_pays(shape: tuple[int, int, int], does: bool) -> None:
-    from chunkgraph.megatron.features.packing.fused_rope import blocks_spared, pays
-
     assert pays(blocks_spared(*shape)) is does

@@ -10,12 +10,13 @@ release of NCCL that supports it.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import mamba_needs
+import packed_cases
 import pytest
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(590)]
@@ -41,9 +42,7 @@ def make(
     """Return a function that makes a case of one kind of model."""
     if importlib.util.find_spec("transformer_engine") is None:
         pytest.skip("Transformer Engine is not installed")
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "support"))
     monkeypatch.setenv("MAMBA_DETERMINISTIC", "1")
-    packed_cases = importlib.import_module("packed_cases")
     # From 64 tokens on, all pieces for four ranks have a token (docs/packed_sequences.md).
     texts = {
         "short": write_documents(range(9, 110), 200),
@@ -64,7 +63,7 @@ def make(
 
 
 def _missing_kernels() -> str:
-    return importlib.import_module("mamba_needs").missing_kernels()
+    return mamba_needs.missing_kernels()
 
 
 def _check(results: dict[str, dict[str, Any]]) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from chunkgraph.megatron.features.packing.rope import packed_rope
+
 pytestmark = [pytest.mark.gpu(in_process=True), pytest.mark.megatron]
 
 
@@ -21,8 +23,6 @@ def test_the_plain_one_is_used_by_row_and_has_the_same_bits(
 ) -> None:
     pytest.importorskip("transformer_engine")
     from megatron.core.models.common.embeddings import rope_utils
-
-    from chunkgraph.megatron.features.packing.rope import packed_rope
 
     own, plain = rope_utils.fused_apply_rotary_pos_emb_thd, rope_utils.fused_apply_rotary_pos_emb
     num_plain = 0

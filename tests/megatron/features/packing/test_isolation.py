@@ -6,12 +6,13 @@ kernels. On a GPU the kernels are those of Transformer Engine, mamba-ssm and cau
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import mamba_needs
+import packed_cases
 import pytest
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(300)]
@@ -23,11 +24,6 @@ _CHANGED = 1
 _ROUNDED_LOSS = {"float32": 1e-5, "bfloat16": 1e-3}
 _ROUNDED_GRADIENT = {"float32": 2e-3, "bfloat16": 3e-2}
 _DEPENDENT = 5e-2
-
-
-@pytest.fixture(autouse=True)
-def _support_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "support"))
 
 
 def _check(results: dict[str, dict[str, Any]]) -> None:
@@ -47,7 +43,6 @@ def test_on_a_cpu(
     make_config: Callable[..., Any],
     write_documents: Callable[..., Path],
 ) -> None:
-    packed_cases = importlib.import_module("packed_cases")
     text = write_documents(range(2, 23))
     probe = {"probe": "isolation", "lengths": [7, 9, 4, 8], "changed": _CHANGED}
     kinds = ["attention", "grouped", "hybrid", *(["latent"] if packed_cases.HAS_LATENT else [])]
@@ -73,7 +68,6 @@ def test_on_a_gpu(
 ) -> None:
     if importlib.util.find_spec("transformer_engine") is None:
         pytest.skip("Transformer Engine is not installed")
-    packed_cases = importlib.import_module("packed_cases")
     text = write_documents(range(9, 110), 200)
     probe = {"probe": "isolation", "lengths": [70, 61, 9, 80], "changed": _CHANGED}
     cases = {
@@ -96,10 +90,9 @@ def hybrid(
     """Return a function that makes a case: bfloat16, Mamba and attention, Mamba's own kernels."""
     if importlib.util.find_spec("transformer_engine") is None:
         pytest.skip("Transformer Engine is not installed")
-    if missing := importlib.import_module("mamba_needs").missing_kernels():
+    if missing := mamba_needs.missing_kernels():
         pytest.skip(missing)
     monkeypatch.setenv("MAMBA_DETERMINISTIC", "1")
-    packed_cases = importlib.import_module("packed_cases")
     text = write_documents(range(9, 110), 200)
 
     def make(lengths: list[int], scope: str, **packing: int) -> dict[str, Any]:

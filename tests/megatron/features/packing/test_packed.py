@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from in_process import attach
 from packed_flights import (
     PACKINGS,
     SHAPE,
@@ -26,8 +25,16 @@ from chunkgraph.errors import (
     PackingError,
     ReplayMismatchError,
 )
+from chunkgraph.megatron.features.contexts import ContextGroups, follow_groups
+from chunkgraph.megatron.features.packing.banks import PackedBanks
+from chunkgraph.megatron.features.packing.offset_cutter import OffsetCutter
 from chunkgraph.megatron.features.packing.options import PackingOptions
-from chunkgraph.packing import PackedShape
+from chunkgraph.megatron.features.packing.params import split_params
+from chunkgraph.megatron.features.packing.steps import StepPlans
+from chunkgraph.packing import ContextLimits, PackedShape
+from chunkgraph.settings import config_from_mapping
+from chunkgraph.trainer.model import build_model
+from chunkgraph.trainer.setup import seed_everything
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(100)]
 
@@ -38,13 +45,8 @@ def spec() -> str:
 
 
 @pytest.fixture
-def chunks(one_rank: Any, make_config: Any, spec: str, monkeypatch: Any) -> list[Any]:
+def chunks(one_rank: Any, make_config: Any, spec: str) -> list[Any]:
     """Make a GPTModel on packed sequences whose backward reads the offsets, as on a GPU."""
-    from chunkgraph.settings import config_from_mapping
-    from chunkgraph.trainer.model import build_model
-    from chunkgraph.trainer.setup import seed_everything
-
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "support"))
     config = config_from_mapping(
         make_config(
             model={
@@ -61,15 +63,9 @@ def chunks(one_rank: Any, make_config: Any, spec: str, monkeypatch: Any) -> list
 
 
 @pytest.fixture(params=["block", "chunk"])
-def graphs(chunks: list[Any], request: Any) -> Iterator[Any]:
+def graphs(chunks: list[Any], request: Any) -> Any:
     """Make graphs of two slots."""
-    from chunkgraph.megatron.attachment import attach
-
-    attached = attach(chunks, scope=request.param, num_slots=[2], packing=SHAPE)
-    try:
-        yield attached
-    finally:
-        attached.detach()
+    return attach(chunks, scope=request.param, num_slots=[2], packing=SHAPE)
 
 
 @pytest.mark.every_release
@@ -206,8 +202,6 @@ def test_a_step_that_does_not_fit_runs_eagerly(chunks: list[Any], graphs: Any) -
 
 def test_sequences_no_longer_than_a_document_may_be(chunks: list[Any]) -> None:
     """The tail has several sequences; rows and losses are as without the limit."""
-    from chunkgraph.megatron.attachment import attach
-
     shape = PackedShape(6, 32, max_document_tokens=9)
     packings = [[[9, 8, 6], [3]], [[1], [9, 9, 9, 5]], [[2, 2, 2, 2, 2], [9]]]
 
@@ -217,25 +211,20 @@ def test_sequences_no_longer_than_a_document_may_be(chunks: list[Any]) -> None:
     plain = [run_flight(chunks[0], batches(pair, SHAPE)) for pair in packings]
     limited = [run_flight(chunks[0], batches(pair, shape)) for pair in packings]
     graphs = attach(chunks, scope="block", num_slots=[2], packing=shape)
-    try:
-        for pair, one, other in zip(packings, plain, limited, strict=True):
-            flight = batches(pair, shape)
-            assert flight[0]["packed_seq_params"].max_seqlen_q == 9
-            assert flight[0]["packed_seq_params"].cu_seqlens_q.numel() == 10
-            run = graphs.wrap_forward_backward(
-                lambda flight=flight, **_: run_flight(chunks[0], flight)
-            )
-            actual = run(num_microbatches=2, packings=pair)
-            assert differing(actual, other) == []
-            for number, lengths in enumerate(pair):
-                name, end = f"losses {number}", sum(lengths)
-                torch.testing.assert_close(actual[name][0, :end], one[name][0, :end])
-        assert graphs.counters.replays == 4
-        wrapped = graphs.wrap_forward_backward(lambda **_: None)
-        wrapped(num_microbatches=1, packings=[[10, 1]])
-        assert graphs.counters.packing_overflows == {"a document is longer than allowed": 1}
-    finally:
-        graphs.detach()
+    for pair, one, other in zip(packings, plain, limited, strict=True):
+        flight = batches(pair, shape)
+        assert flight[0]["packed_seq_params"].max_seqlen_q == 9
+        assert flight[0]["packed_seq_params"].cu_seqlens_q.numel() == 10
+        run = graphs.wrap_forward_backward(lambda flight=flight, **_: run_flight(chunks[0], flight))
+        actual = run(num_microbatches=2, packings=pair)
+        assert differing(actual, other) == []
+        for number, lengths in enumerate(pair):
+            name, end = f"losses {number}", sum(lengths)
+            torch.testing.assert_close(actual[name][0, :end], one[name][0, :end])
+    assert graphs.counters.replays == 4
+    wrapped = graphs.wrap_forward_backward(lambda **_: None)
+    wrapped(num_microbatches=1, packings=[[10, 1]])
+    assert graphs.counters.packing_overflows == {"a document is longer than allowed": 1}
 
 
 def test_what_differs_from_the_capture_is_named(chunks: list[Any], graphs: Any) -> None:
@@ -277,9 +266,6 @@ def test_steps_must_know_their_packings(chunks: list[Any], graphs: Any) -> None:
 
 
 def test_ranks_of_different_shapes_are_reported() -> None:
-    from chunkgraph.megatron.features.packing.banks import PackedBanks
-    from chunkgraph.megatron.features.packing.steps import StepPlans
-
     questions: list[Any] = []
 
     def first(values: Any) -> list[int]:
@@ -309,8 +295,6 @@ def test_rows_after_the_last_offset_are_refused(
     chunks: list[Any], graphs: Any, names: tuple[str, ...]
 ) -> None:
     """Megatron's unfused RoPE cannot rotate them; its kernel leaves such rows unchanged."""
-    from chunkgraph.megatron.features.packing.params import split_params
-
     batch = packed_batch([7, 5])
     params = batch["packed_seq_params"]
     check = graphs.features.wrap(graphs.site.parts[0]).check_sample
@@ -355,11 +339,8 @@ def test_rows_after_the_last_offset_are_refused(
     ],
 )
 def test_graphs_for_fewer_sequences(chunks: list[Any], packing: Any, seq_counts: list[int]) -> None:
-    from chunkgraph.megatron.attachment import attach
-
     attached = attach(chunks, packing=packing)
     assert [one.max_packed_seqs for one in attached.packed_shapes] == seq_counts
-    attached.detach()
 
 
 @pytest.fixture
@@ -384,8 +365,6 @@ def test_offsets_of_the_most_sequences_are_cut(
     chunks: list[Any], seen: list[int], scope: Any, longest: int | None
 ) -> None:
     """For graphs of fewer sequences and in eager steps; offsets may also have the final number."""
-    from chunkgraph.megatron.attachment import attach
-
     shape = PackedShape(6, 32, max_document_tokens=longest)
     extra = shape.num_sequences - shape.max_packed_seqs  # for a tail of several sequences
     attached = attach(
@@ -411,20 +390,16 @@ def test_offsets_of_the_most_sequences_are_cut(
     expected = run_eager(chunks[0], attached, [[7], [20]], few)
     assert differing(run_step(attached, chunks[0], [[7], [20]], few), expected) == []
     assert attached.counters.replays == of_graphs + 2
-    attached.detach()
 
 
 def test_another_length_of_the_decoder_is_refused(chunks: list[Any]) -> None:
     """Megatron's stages receive that many rows, while others send as many as are packed."""
-    from chunkgraph.megatron.attachment import attach
-
     attached = attach(chunks, num_slots=[1], packing=SHAPE)
     run = attached.wrap_forward_backward(lambda **_: run_flight(chunks[0], [packed_batch([5])]))
     step: dict[str, Any] = {"num_microbatches": 1, "packings": [[5]], "seq_length": 32}
     with pytest.raises(ConfigError, match=r"decoder_seq_length 64.*packed microbatches have 32"):
         run(**step, decoder_seq_length=64)
     run(**step, decoder_seq_length=32)
-    attached.detach()
 
 
 @pytest.mark.parametrize("lengths", [[7, 5, 20], [4, 4, 4], [7, 5, 4, 3, 2]])
@@ -432,9 +407,6 @@ def test_documents_that_were_not_announced_are_not_lost(
     chunks: list[Any], lengths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Documents that fill the rows or not; only one of them is announced."""
-    from chunkgraph.megatron.attachment import attach
-    from chunkgraph.megatron.features.packing.offset_cutter import OffsetCutter
-
     attached = attach(chunks, num_slots=[2], packing=PackingOptions(SHAPE, seq_buckets=(2,)))
     batch = packed_batch(lengths)
     run = attached.wrap_forward_backward(lambda **_: run_flight(chunks[0], [batch]))
@@ -446,17 +418,11 @@ def test_documents_that_were_not_announced_are_not_lost(
     batch = packed_batch([5])
     run(num_microbatches=1, packings=[[5]])
     assert attached.counters.replays == 1
-    attached.detach()
 
 
 def test_offsets_are_cut_for_banks_of_context_parallel_sizes(
     chunks: list[Any], seen: list[int]
 ) -> None:
-    from chunkgraph.megatron.attachment import attach
-    from chunkgraph.megatron.features.contexts import ContextGroups, follow_groups
-    from chunkgraph.megatron.features.packing.banks import PackedBanks
-    from chunkgraph.packing import ContextLimits
-
     limits = ContextLimits(world_size=1, max_tokens_per_rank=32, max_packed_seqs=6)
     groups = ContextGroups([0], {1: None})
     banks = PackedBanks.of_limits(limits, groups, seq_buckets=(3,))

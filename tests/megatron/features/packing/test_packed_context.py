@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import packed_cases
 import pytest
+from expert_cases import EXPERTS
 
 from chunkgraph.data import Documents
 from chunkgraph.settings import config_from_mapping
+from chunkgraph.trainer.batches import context_limits, packed_shape
 
 pytestmark = pytest.mark.timeout(150)
 
 _TOKENS, _SIZE = 48, 2
 _COUNTS = [3, 1, 2]
 _ONE_LAYER: dict[str, Any] = {"model": {"num_layers": 1}}
-_EXPERTS = {
-    "num_moe_experts": 4,
-    "moe_router_topk": 2,
-    "moe_ffn_hidden_size": 32,
-    "moe_expert_capacity_factor": 2.0,
-    "moe_aux_loss_coeff": 0.1,
-    "moe_z_loss_coeff": 0.01,
-}
+_EXPERTS = {**EXPERTS, "moe_expert_capacity_factor": 2.0}
 _WITH_EXPERTS: dict[str, Any] = {
     "spec": "split_specs:split_experts",
     "model": {"swiglu": True, "normalization": "LayerNorm", "num_layers": 1},
@@ -207,11 +202,9 @@ def test_a_pipeline(run_equal: Callable[..., Any], make_case: Case) -> None:
 @pytest.mark.timeout(200)
 @pytest.mark.slow
 def test_four_ranks_share_documents_in_a_pipeline(
-    run_equal: Callable[..., Any], make_case: Case, monkeypatch: pytest.MonkeyPatch
+    run_equal: Callable[..., Any], make_case: Case
 ) -> None:
     """Eight ranks. `test_a_pipeline` has experts in a pipeline of four."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "support"))
-    packed_cases = importlib.import_module("packed_cases")
     shape = {"size": 4, "pipeline_model_parallel_size": 2}
     pattern = {"hybrid_layer_pattern": "M*-M", "num_layers": 4}
     hybrid = {**_HYBRID, "model": {**_HYBRID["model"], **pattern}}
@@ -226,8 +219,6 @@ def test_four_ranks_share_documents_in_a_pipeline(
 
 @pytest.mark.parametrize("num_query_groups", [2, 4])
 def test_padding_counts_where_heads_share_keys(make_case: Case, num_query_groups: int) -> None:
-    from chunkgraph.trainer.batches import context_limits, packed_shape
-
     config = config_from_mapping(make_case([1])["config"])
     model = SimpleNamespace(num_attention_heads=4, num_query_groups=num_query_groups)
     shape = packed_shape(config, model)

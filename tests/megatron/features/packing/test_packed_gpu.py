@@ -17,6 +17,9 @@ from typing import Any
 import pytest
 from packed_cases import GPU_MODEL
 
+from chunkgraph.megatron.features.packing.fused_rope import blocks_spared, pays
+from chunkgraph.packing import PackedShape, pack
+
 Case = Callable[..., dict[str, Any]]
 
 _UNFUSED = {"apply_rope_fusion": False}
@@ -108,8 +111,6 @@ def _shared(size: int) -> dict[str, Any]:
 
 def _has_own_kernel(num_seqs: int, num_tokens: int) -> bool:
     """Return whether Transformer Engine starts RoPE by row on a rank with 256 rows."""
-    from chunkgraph.megatron.features.packing.fused_rope import blocks_spared
-
     return blocks_spared(256, num_seqs, num_tokens + 1) >= 1 << 16
 
 
@@ -123,8 +124,6 @@ def _check(results: dict[str, dict[str, Any]]) -> None:
 @pytest.mark.megatron
 @pytest.mark.timeout(500)
 def test_one_gpu(run_equal: Callable[..., Any], make_case: Case) -> None:
-    from chunkgraph.megatron.features.packing.fused_rope import blocks_spared, pays
-
     assert pays(blocks_spared(256, _MANY["max_packed_seqs"], 257))
     assert _has_own_kernel(300, 256)
     cases = {name: make_case([2, 3, 1, 4], *case) for name, case in _CASES.items()}
@@ -273,8 +272,6 @@ def test_ranks_hold_the_rows_that_transformer_engine_gives_them() -> None:
 
     importlib.import_module("transformer_engine.pytorch")  # the import finds the library
     tex = importlib.import_module("transformer_engine_torch")
-    from chunkgraph.packing import PackedShape, pack
-
     for size in (2, 4):
         packed = pack([7, 30, 1, 64, 5], PackedShape(9, 256, context_parallel_size=size))
         offsets = torch.from_numpy(packed.cu_seqlens_padded).cuda()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import packed_cases
 import pytest
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(150)]
@@ -18,11 +18,8 @@ _PP2 = {"pipeline_model_parallel_size": 2}
 def make(
     make_config: Callable[..., Any],
     write_documents: Callable[..., Path],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[..., dict[str, Any]]:
     """Return a function that makes a run of two layers on documents of 3 to 23 bytes."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "support"))
-    packed_cases = importlib.import_module("packed_cases")
     if not packed_cases.HAS_LATENT:
         pytest.skip("this release's multi-latent attention cannot be built on a CPU")
     text = write_documents(range(2, 23))

@@ -10,6 +10,13 @@ import pytest
 import torch
 
 from chunkgraph.errors import ConfigError
+from chunkgraph.megatron.features.packing.params import (
+    join_params,
+    make_params,
+    refuse_other_context,
+    refuse_predictions_over_padding,
+    split_params,
+)
 from chunkgraph.packing import PackedShape, pack
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(100)]
@@ -18,8 +25,6 @@ pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeo
 def test_pieces_come_together_as_they_were(one_rank: Any) -> None:
     """Also one tensor in two fields, and attributes that a user added."""
     from megatron.core.packed_seq_params import PackedSeqParams
-
-    from chunkgraph.megatron.features.packing.params import join_params, split_params
 
     offsets = torch.tensor([0, 3, 8], dtype=torch.int32)
     params = PackedSeqParams("thd", offsets, offsets, None, offsets.clone(), 8, 8)
@@ -42,8 +47,6 @@ def test_pieces_come_together_as_they_were(one_rank: Any) -> None:
 
 
 def test_a_shape_for_another_context_parallel_size_is_refused() -> None:
-    from chunkgraph.megatron.features.packing.params import refuse_other_context
-
     shape = PackedShape(4, 32, context_parallel_size=2)
     alone = SimpleNamespace(context_parallel_size=1)
     with pytest.raises(ConfigError, match="for context_parallel_size 2, but the model has 1"):
@@ -53,8 +56,6 @@ def test_a_shape_for_another_context_parallel_size_is_refused() -> None:
 
 def test_labels_of_other_documents_are_refused() -> None:
     """Megatron rolls labels by the offsets of tokens as if they were offsets of rows."""
-    from chunkgraph.megatron.features.packing.params import refuse_predictions_over_padding
-
     predicts = SimpleNamespace(mtp_num_layers=1)
     shape = PackedShape(4, 32, context_parallel_size=2)
     with pytest.raises(ConfigError, match=r"mtp_num_layers=1 .* 2 context-.*counts_padding=True"):
@@ -67,8 +68,6 @@ def test_labels_of_other_documents_are_refused() -> None:
 
 @pytest.mark.parametrize("counts_padding", [False, True])
 def test_attention_gets_tokens_rows_and_padding(counts_padding: bool) -> None:
-    from chunkgraph.megatron.features.packing.params import make_params
-
     shape = PackedShape(4, 32, context_parallel_size=2, counts_padding=counts_padding)
     params = make_params(pack([5, 8], shape), torch.device("cpu"))
     ends = [0, 8, 16, 16, 16] if counts_padding else [0, 5, 13, 13, 13]

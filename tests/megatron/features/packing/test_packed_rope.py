@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from chunkgraph.graphs import RecorderBackend
+from chunkgraph.megatron.features.packing.rope import packed_rope
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(60)]
 
@@ -64,8 +65,6 @@ def test_equal_to_megatrons_own(
     rank: int,
     options: dict[str, Any],
 ) -> None:
-    from chunkgraph.megatron.features.packing.rope import packed_rope
-
     table, group = torch.tensor(offsets, dtype=torch.int32), _group(size, rank)
     inputs = _inputs(num_freqs, 48 // size)
     try:
@@ -80,8 +79,6 @@ def test_equal_to_megatrons_own(
 
 
 def test_one_capture_serves_all_offsets(one_rank: Any) -> None:
-    from chunkgraph.megatron.features.packing.rope import packed_rope
-
     backend = RecorderBackend()
     pool = backend.new_pool("rope")
     padded = {n: (o + [48] * 7)[:7] for n, o in _OFFSETS.items()}
@@ -100,8 +97,6 @@ def test_one_capture_serves_all_offsets(one_rank: Any) -> None:
 
 def test_patch_ends_with_the_capture(one_rank: Any) -> None:
     from megatron.core.models.common.embeddings import rope_utils
-
-    from chunkgraph.megatron.features.packing.rope import packed_rope
 
     own = rope_utils._apply_rotary_pos_emb_thd
     with packed_rope():

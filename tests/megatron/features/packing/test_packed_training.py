@@ -7,6 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from expert_cases import EXPERTS
+
+from chunkgraph.data import Documents
+from chunkgraph.megatron.features.packing.banks import PackedBanks
+from chunkgraph.megatron.features.packing.options import PackingOptions
+from chunkgraph.settings import config_from_mapping
+from chunkgraph.trainer.batches import packed_shape
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -129,9 +136,6 @@ def test_two_ranks(run_equal: Callable[..., Any], make_case: Case) -> None:
 @pytest.mark.slow
 def test_overflow_on_one_of_two_pipelines(run_equal: Callable[..., Any], make_case: Case) -> None:
     """One data-parallel rank gets documents that do not fit in the middle of the run."""
-    from chunkgraph.data import Documents
-    from chunkgraph.settings import config_from_mapping
-
     counts = [2, 3, 2, 1, 3, 2, 1]
     cases = {"dp2_pp2": make_case(counts, seqs=5, pp=2, dp=2)}
     config = config_from_mapping(cases["dp2_pp2"]["config"])
@@ -152,12 +156,6 @@ _BUCKETS = (12, 0.75, 42)  # in rows of 48 tokens: 12 is never enough, but captu
 
 def _lengths(case: dict[str, Any]) -> set[int]:
     """Return the buckets of a run's microbatches."""
-    from chunkgraph.data import Documents
-    from chunkgraph.megatron.features.packing.banks import PackedBanks
-    from chunkgraph.megatron.features.packing.options import PackingOptions
-    from chunkgraph.settings import config_from_mapping
-    from chunkgraph.trainer.batches import packed_shape
-
     config = config_from_mapping(case["config"])
     shape = packed_shape(config)
     assert shape is not None
@@ -204,8 +202,6 @@ def test_length_buckets(run_equal: Callable[..., Any], make_case: Case) -> None:
 
 def test_documents_that_are_too_long(run_equal: Callable[..., Any], make_case: Case) -> None:
     """Their steps are eager; graphs have sequences within the limit."""
-    from chunkgraph.data import Documents
-
     counts, longest = [2, 3, 1, 4, 2, 3, 1], 22
     cases = {
         "limited": make_case(
@@ -277,15 +273,7 @@ def test_length_buckets_on_two_ranks(run_equal: Callable[..., Any], make_case: C
     _check(run_equal(cases, 2))
 
 
-_EXPERTS = {
-    "num_moe_experts": 4,
-    "moe_router_topk": 2,
-    "moe_ffn_hidden_size": 32,
-    "moe_expert_capacity_factor": 1.0,
-    "moe_aux_loss_coeff": 0.1,
-    "moe_z_loss_coeff": 0.01,
-    "token_drops": "count",
-}
+_EXPERTS = {**EXPERTS, "moe_expert_capacity_factor": 1.0, "token_drops": "count"}
 _SPARSE = {"layer_spec": "user_specs:packed_experts", "swiglu": True, "num_layers": 2}
 
 

@@ -9,12 +9,13 @@ tokens: these texts have many equal ones, and nothing defines which of them is d
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import mamba_needs
+import packed_cases
 import pytest
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(300)]
@@ -24,11 +25,6 @@ _CPU_LOSS, _CPU_GRADIENT = 1e-6, 1e-5
 # bfloat16 has 8 bits: another rounding of a product differs by 2^-8; a gradient adds up many.
 # Also, a token whose second and third expert score nearly the same may change its expert.
 _GPU_LOSS, _GPU_GRADIENT, _GPU_GRADIENT_OF_EXPERTS = 2e-4, 2e-2, 2e-2
-
-
-@pytest.fixture(autouse=True)
-def _beside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "support"))
 
 
 def _check(
@@ -57,7 +53,6 @@ def test_on_a_cpu(
     make_config: Callable[..., Any],
     write_documents: Callable[..., Path],
 ) -> None:
-    packed_cases = importlib.import_module("packed_cases")
     text = write_documents(range(2, 23))
     kinds = [
         "attention",
@@ -95,11 +90,10 @@ def test_on_a_gpu(
 ) -> None:
     if importlib.util.find_spec("transformer_engine") is None:
         pytest.skip("Transformer Engine is not installed")
-    packed_cases = importlib.import_module("packed_cases")
     monkeypatch.setenv("MAMBA_DETERMINISTIC", "1")
     text = write_documents(range(9, 110), 200)
     kinds = ["attention", "grouped", "unfused", "latent", "roomy_experts"]
-    if not importlib.import_module("mamba_needs").missing_kernels():
+    if not mamba_needs.missing_kernels():
         kinds.append("hybrid")
     chunk = {"capture": {"scope": "chunk"}}
     cases = {
@@ -125,8 +119,7 @@ def test_on_a_gpu(
 
 
 @pytest.mark.gpu
-def test_hybrid_models_are_among_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hybrid_models_are_among_them() -> None:
     """Skipped to show that the cases above leave them out."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "support"))
-    if missing := importlib.import_module("mamba_needs").missing_kernels():
+    if missing := mamba_needs.missing_kernels():
         pytest.skip(missing)

@@ -8,25 +8,31 @@ from typing import Any
 
 import pytest
 import torch
+from in_process import EXPERTS, Trained, attach
 from refused import refused
 
 from chunkgraph.engine import CaptureOptions
 from chunkgraph.errors import ConfigError, SlotError, VerifyError
+from chunkgraph.megatron import site
+from chunkgraph.megatron.features.experts.capacity import factor_for_all
+from chunkgraph.megatron.features.experts.drop_report import DropReport
+from chunkgraph.megatron.features.experts.feature import Experts
+from chunkgraph.megatron.features.experts.refusals import MOE_RULES
+from chunkgraph.megatron.features.packing.options import PackingOptions
+from chunkgraph.megatron.features.rerun.running_metrics import running_metrics
+from chunkgraph.memory.stash import StashOptions, StashReadout
+from chunkgraph.packing import PackedShape
+from chunkgraph.settings import config_from_mapping
+from chunkgraph.slots import SlotMachine
+from chunkgraph.trainer.forward_step import forward_step
+from chunkgraph.trainer.model import build_model
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(60)]
-
-_EXPERTS = {
-    "num_moe_experts": 4,
-    "moe_router_topk": 2,
-    "moe_ffn_hidden_size": 32,
-    "moe_expert_capacity_factor": 2.0,
-    "moe_aux_loss_coeff": 0.1,
-}
 
 _BIASED = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
 
 
-class _Run:
+class _Run(Trained):
     """A model in this process, trained step by step; the forward ``fails_at`` raises."""
 
     def __init__(
@@ -37,27 +43,12 @@ class _Run:
         graphs: dict[str, Any],
         **model_options: Any,
     ) -> None:
-        from chunkgraph.megatron import attach
-        from chunkgraph.megatron.core.access import import_megatron
-        from chunkgraph.megatron.features.experts.state import forget_expert_metrics
-        from chunkgraph.settings import config_from_mapping
-        from chunkgraph.trainer.model import build_model
-        from chunkgraph.trainer.setup import seed_everything
-
-        forget_expert_metrics()
-        seed_everything(1, device)
-        self.device = device
-        self.config = config_from_mapping(
-            make_config(
-                model={"num_layers": 2, "swiglu": True},
-                moe={**_EXPERTS, **experts},
-                train={"micro_batch_size": 3},
-            )
+        config = make_config(
+            model={"num_layers": 2, "swiglu": True},
+            moe={**EXPERTS, **experts},
+            train={"micro_batch_size": 3},
         )
-        self.chunks: Any = build_model(self.config, device, **model_options)
-        schedule = import_megatron("megatron.core.pipeline_parallel")
-        self.graphs = attach(self.chunks, **graphs)
-        self.train = self.graphs.wrap_forward_backward(schedule.get_forward_backward_func())
+        super().__init__(device, config_from_mapping(config), graphs, **model_options)
 
     def step(
         self,
@@ -66,12 +57,6 @@ class _Run:
         fails_at: int | None = None,
         on_backward: Callable[[], None] | None = None,
     ) -> list[float]:
-        from chunkgraph.data import PackedText
-        from chunkgraph.trainer.batches import sequence_batches as microbatches
-        from chunkgraph.trainer.forward_step import forward_step
-
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
         num_forwards = 0
 
         def failing(data: Any, chunk: Any) -> Any:
@@ -84,17 +69,7 @@ class _Run:
                 raise KeyError("a loss that is not there")
             return output, loss
 
-        text = PackedText.from_file(None, seq_length=16, seed=1)
-        losses = self.train(
-            forward_step_func=failing,
-            data_iterator=[microbatches(self.config, text, step, count, self.device)],
-            model=self.chunks,
-            num_microbatches=count,
-            seq_length=16,
-            micro_batch_size=3,
-            forward_only=False,
-        )
-        return [float(loss["lm loss"]) for loss in losses]
+        return super().step(step, count, forward=failing)
 
 
 def _biases(run: _Run) -> list[list[float]]:
@@ -103,8 +78,6 @@ def _biases(run: _Run) -> list[list[float]]:
 
 def test_room_for_all_is_no_row_more_than_there_are_tokens() -> None:
     from megatron.core.transformer.moe.moe_utils import get_capacity
-
-    from chunkgraph.megatron.features.experts.capacity import factor_for_all
 
     some_is_too_much = False
     for num_experts, top_k in ((4, 2), (7, 3), (60, 4), (64, 6), (160, 6), (384, 8)):
@@ -129,16 +102,12 @@ def test_a_step_runs_again_where_room_for_all_rounds_up(
     assert run.graphs.dropped_tokens(wait=True) == {1: 0, 2: 0}
     text = r"rank 0: the step runs again eagerly: tokens without room at an expert: \d+\."
     assert re.search(text, caplog.text)
-    run.graphs.detach()
 
 
 @pytest.mark.every_release
 @pytest.mark.parametrize("scope", ["block", "chunk"])
 def test_no_metric_counts_a_step_twice(one_rank: Any, make_config: Any, scope: str) -> None:
     """Metrics of routers and of multi-token prediction; in scope block the latter stays eager."""
-    from chunkgraph.megatron.features.experts.capacity import factor_for_all
-    from chunkgraph.megatron.features.rerun.running_metrics import running_metrics
-
     seen = []
     for factor, drops in ((factor_for_all(4, 2), "count"), (1.0, "rerun")):
         running = running_metrics()
@@ -167,8 +136,6 @@ def test_no_metric_counts_a_step_twice(one_rank: Any, make_config: Any, scope: s
 
 def test_a_wrong_replay_of_a_step_with_room_is_an_error(one_rank: Any, make_config: Any) -> None:
     """At the end of the step, when it is known that it does not run again."""
-    from chunkgraph.memory.stash import StashOptions
-
     stash = StashOptions(page_bytes=512, initial_bytes=1 << 20)
     graphs = {"stash": stash, "options": CaptureOptions(verify="shadow")}
     run = _Run(one_rank, make_config, {}, graphs)
@@ -182,12 +149,9 @@ def test_a_wrong_replay_of_a_step_with_room_is_an_error(one_rank: Any, make_conf
         run.step(2, 2, on_backward=lambda: backwards.append(1))
     assert len(backwards) == 2
     assert run.graphs.stash.num_pages_left(steps_ago=0) == 0
-    run.graphs.detach()
 
 
 def test_an_aborted_step_leaves_no_page_in_use(one_rank: Any, make_config: Any) -> None:
-    from chunkgraph.memory.stash import StashOptions
-
     losses = []
     for fails in (False, True):
         graphs = {"stash": StashOptions(page_bytes=512, initial_bytes=1 << 20)}
@@ -198,9 +162,7 @@ def test_an_aborted_step_leaves_no_page_in_use(one_rank: Any, make_config: Any) 
             with pytest.raises(KeyError):
                 run.step(2, 3, fails_at=0)  # takes pages without a backward
         losses.append([run.step(2, 3), run.step(3, 1)])
-        assert run.graphs.stash is not None
         status = run.graphs.stash.status()
-        assert status is not None
         assert status.num_short == 0
         assert run.graphs.stash.num_pages_left(steps_ago=0) == 0
         assert run.graphs.stash.size is not None
@@ -215,9 +177,6 @@ def test_graphs_and_pages_are_made_again_where_their_memory_was_replaced(
     one_rank: Any, make_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """DeepEP replaces its buffer when a pass has more tokens than earlier ones."""
-    from chunkgraph.megatron.features.experts.feature import Experts
-    from chunkgraph.memory.stash import StashOptions
-
     losses, now = [], False
     monkeypatch.setattr(Experts, "is_memory_replaced", lambda _: now)
     for is_replaced in (False, True):
@@ -243,9 +202,6 @@ def test_what_forwards_decide_is_sent_before_the_last_backward(
     one_rank: Any, make_config: Any, is_recomputed: bool
 ) -> None:
     """Recomputed experts are counted in backwards, so their counts are sent after those."""
-    from chunkgraph.megatron.features.experts.drop_report import DropReport
-    from chunkgraph.memory.stash import StashOptions, StashReadout
-
     options = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
     run = _Run(
         one_rank,
@@ -274,7 +230,6 @@ def test_what_forwards_decide_is_sent_before_the_last_backward(
         # The stash also sends its counts at the end, after all pages are freed.
         sent = ["DropReport", "StashReadout"]
         assert events == ["backward"] * 2 + sent + ["backward", "StashReadout"]
-    run.graphs.detach()
 
 
 def _recompute_experts(patch: pytest.MonkeyPatch) -> None:
@@ -312,8 +267,6 @@ def _recompute_experts_alone(chunks: Sequence[Any]) -> None:
 def test_experts_that_are_recomputed_without_a_setting_are_checked_after_backwards(
     one_rank: Any, make_config: Any, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    from chunkgraph.memory.stash import StashOptions
-
     if "alone" not in what:
         _recompute_experts(monkeypatch)
     graphs: dict[str, Any] = {"token_drops": "rerun"}
@@ -330,7 +283,6 @@ def test_experts_that_are_recomputed_without_a_setting_are_checked_after_backwar
         assert reruns[name] == 0
         run.step(step, 1)
     assert reruns[name] == 1
-    run.graphs.detach()
 
 
 @pytest.mark.parametrize("is_after", [False, True])
@@ -338,9 +290,6 @@ def test_tokens_of_a_step_that_failed_are_not_the_next_ones(
     one_rank: Any, make_config: Any, monkeypatch: pytest.MonkeyPatch, is_after: bool
 ) -> None:
     """The step fails in its schedule, or in the engine's checks after it."""
-    from chunkgraph.megatron.features.experts.feature import Experts
-    from chunkgraph.slots import SlotMachine
-
     run = _Run(one_rank, make_config, {}, {"token_drops": "raise"})
     run.step(0, 2)
     experts: Any = run.graphs.features.find(Experts)
@@ -354,7 +303,6 @@ def test_tokens_of_a_step_that_failed_are_not_the_next_ones(
         with pytest.raises(KeyError):
             run.step(1, 2, fails_at=0)
     run.step(1, 2)
-    run.graphs.detach()
 
 
 def _fail(_: Any) -> None:
@@ -366,12 +314,6 @@ def test_ranks_agree_on_buckets_apart_from_steps(
 ) -> None:
     """An announcing rank asks about a step earlier than other ranks. In a common group its question
     would meet another kind."""
-    from chunkgraph.megatron import attach, site
-    from chunkgraph.megatron.features.packing.options import PackingOptions
-    from chunkgraph.packing import PackedShape
-    from chunkgraph.settings import config_from_mapping
-    from chunkgraph.trainer.model import build_model
-
     questions: list[tuple[int, int]] = []
     closed = []
 
@@ -404,8 +346,6 @@ def test_a_row_that_no_page_holds_is_refused_before_training(
     one_rank: Any, make_config: Any
 ) -> None:
     """In training only the ranks with experts would raise the error."""
-    from chunkgraph.memory.stash import StashOptions
-
     # Two halves of 32 elements of 4 bytes.
     with pytest.raises(ConfigError, match=r"page_bytes=240: .* rows of 256 bytes.* 256 or more"):
         _Run(one_rank, make_config, {}, {"stash": StashOptions(page_bytes=240)})
@@ -413,11 +353,9 @@ def test_a_row_that_no_page_holds_is_refused_before_training(
 
 
 def test_what_is_done_about_drops_is_checked(one_rank: Any, make_config: Any) -> None:
-    from chunkgraph.megatron.features.experts.refusals import MOE_RULES
-
     with pytest.raises(ConfigError, match=r"token_drops is 'rasie'.*'raise'"):
         _Run(one_rank, make_config, {}, {"token_drops": "rasie"})
-    holds = {**_EXPERTS, "moe_pad_expert_input_to_capacity": True, "fp8": "hybrid"}
+    holds = {**EXPERTS, "moe_pad_expert_input_to_capacity": True, "fp8": "hybrid"}
     holds["moe_token_dispatcher_type"] = "alltoall"
     assert refused(MOE_RULES, holds, token_drops="raise") == []
     (refusal,) = refused(MOE_RULES, holds, token_drops="rerun")
@@ -435,7 +373,6 @@ def test_a_bias_that_cannot_move_is_reported(
     for step in range(2):
         run.step(step, 2)
     assert _biases(run) == [[0.0] * 4] * 2  # otherwise the message is outdated
-    run.graphs.detach()
 
 
 @pytest.mark.every_release

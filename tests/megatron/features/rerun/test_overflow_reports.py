@@ -15,7 +15,9 @@ from chunkgraph.engine.counters import Counters
 from chunkgraph.engine.decide.reasons import StepMode
 from chunkgraph.errors import StashError
 from chunkgraph.megatron.feature import Feature, Features
+from chunkgraph.megatron.features.experts.drop_report import DropReport
 from chunkgraph.megatron.features.rerun.guard import OverflowGuard
+from chunkgraph.megatron.features.rerun.last_forward import notify_after_last_forward
 from chunkgraph.megatron.features.stash.feature import ExpertStash
 from chunkgraph.megatron.step import Shortage
 
@@ -174,8 +176,6 @@ class _Event:
 
 def test_waiting_for_dropped_tokens_gives_those_of_the_last_step() -> None:
     """Also if that step was not copied, because the previous copy was still running."""
-    from chunkgraph.megatron.features.experts.drop_report import DropReport
-
     counts = torch.zeros(2, dtype=torch.int64)
     copies: list[Callable[[], Any]] = []
     report = DropReport(counts, [1, 2])
@@ -202,8 +202,6 @@ def test_waiting_for_dropped_tokens_gives_those_of_the_last_step() -> None:
 
 
 def test_a_further_forward_withdraws_the_report() -> None:
-    from chunkgraph.megatron.features.rerun.last_forward import notify_after_last_forward
-
     events: list[str] = []
     kwargs = {"forward_step_func": lambda *_: events.append("forward"), "num_microbatches": 2}
     wrapped = notify_after_last_forward(

@@ -7,19 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+from in_process import EXPERTS, Trained
 from refused import refused
 
 from chunkgraph.errors import CaptureError, ConfigError, StashError
+from chunkgraph.megatron.features.stash.feature import ExpertStash
+from chunkgraph.memory.stash import RowLayout, RowsInUse, StashOptions, StashStatus
+from chunkgraph.settings import config_from_mapping
 from chunkgraph.settings.stash import STASH_RULES
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(200)]
 
 _EXPERTS = {
-    "num_moe_experts": 4,
-    "moe_router_topk": 2,
-    "moe_ffn_hidden_size": 32,
-    "moe_expert_capacity_factor": 2.0,
-    "moe_aux_loss_coeff": 0.1,
+    **EXPERTS,
     "moe_z_loss_coeff": 0.01,
     "moe_router_score_function": "sigmoid",
     "moe_router_enable_expert_bias": True,
@@ -180,69 +180,26 @@ def test_two_ranks(run_cases: Callable[..., Any], make_config: Callable[..., Any
     assert alone["steps"][-1]["replays"] == 4
 
 
-class _Run:
-    """A model in this process, trained step by step."""
-
-    def __init__(self, device: Any, config: Any, **graphs: Any) -> None:
-        from chunkgraph.megatron import attach
-        from chunkgraph.megatron.core.access import import_megatron
-        from chunkgraph.megatron.features.experts.state import forget_expert_metrics
-        from chunkgraph.trainer.model import build_model
-        from chunkgraph.trainer.setup import seed_everything
-
-        forget_expert_metrics()
-        seed_everything(1, device)
-        self.device, self.config = device, config
-        self.chunks: Any = build_model(config, device)
-        schedule = import_megatron("megatron.core.pipeline_parallel")
-        self.graphs = attach(self.chunks, **graphs)
-        self.train = self.graphs.wrap_forward_backward(schedule.get_forward_backward_func())
-
-    def step(self, step: int, count: int) -> list[float]:
-        from chunkgraph.data import PackedText
-        from chunkgraph.trainer.batches import sequence_batches as microbatches
-        from chunkgraph.trainer.forward_step import forward_step
-
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
-        text = PackedText.from_file(None, seq_length=16, seed=1)
-        losses = self.train(
-            forward_step_func=forward_step,
-            data_iterator=[microbatches(self.config, text, step, count, self.device)],
-            model=self.chunks,
-            num_microbatches=count,
-            seq_length=16,
-            micro_batch_size=3,
-            forward_only=False,
-        )
-        return [float(loss["lm loss"]) for loss in losses]
-
-
 @pytest.fixture
 def config(make_config: Callable[..., dict[str, Any]]) -> Any:
-    from chunkgraph.settings import config_from_mapping
-
     return config_from_mapping(_case(make_config, [1])["config"])
 
 
 def _options(**changes: Any) -> Any:
-    from chunkgraph.memory.stash import StashOptions
-
     return StashOptions(page_bytes=512, **changes)
 
 
 def test_an_overflow_is_an_error_where_that_is_asked_for(one_rank: Any, config: Any) -> None:
-    run = _Run(one_rank, config, stash=_options(initial_bytes=2048, on_overflow="raise"))
+    run = Trained(one_rank, config, {"stash": _options(initial_bytes=2048, on_overflow="raise")})
     run.step(0, 2)
     with pytest.raises(StashError, match=r"(?s)saved tensors did not fit .*stash\.headroom"):
         run.step(1, 2)
-    run.graphs.detach()
 
 
 def test_the_log_has_the_reason_of_a_rerun_and_detach_leaves_nothing(
     one_rank: Any, config: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = _Run(one_rank, config, stash=_options(initial_bytes=2048, max_recaptures=1))
+    run = Trained(one_rank, config, {"stash": _options(initial_bytes=2048, max_recaptures=1)})
     first = [run.step(step, 2) for step in range(3)]
     log = caplog.text
     assert "did not fit in the stash (it has 4 pages of 512 bytes" in log
@@ -253,16 +210,15 @@ def test_the_log_has_the_reason_of_a_rerun_and_detach_leaves_nothing(
     assert any("forward" in vars(m) for m in modules)
     run.graphs.detach()
     assert not any("forward" in vars(m) for m in modules)
-    plain = _Run(one_rank, config)
+    plain = Trained(one_rank, config, {})
     assert [plain.step(step, 2) for step in range(3)] == first
-    plain.graphs.detach()
 
 
 @pytest.mark.parametrize(("skips", "stashes"), [(False, True), (True, False)])
 def test_a_chunk_with_one_slot_may_keep_what_it_saves(
     one_rank: Any, config: Any, *, skips: bool, stashes: bool
 ) -> None:
-    run = _Run(one_rank, config, stash=_options(skips_single_slots=skips))
+    run = Trained(one_rank, config, {"stash": _options(skips_single_slots=skips)})
     losses = [run.step(step, 2) for step in range(3)]
     assert run.graphs.num_slots == (1,)
     assert bool(run.graphs.stash.size.num_pages) == stashes
@@ -270,21 +226,19 @@ def test_a_chunk_with_one_slot_may_keep_what_it_saves(
     assert (run.graphs.stash.status().num_peak_pages > 0) == stashes
     assert run.graphs.counters.replays
     run.graphs.detach()
-    plain = _Run(one_rank, config)
+    plain = Trained(one_rank, config, {})
     assert [plain.step(step, 2) for step in range(3)] == losses
-    plain.graphs.detach()
 
 
 def test_without_a_measured_step_the_capture_names_what_is_missing(
     one_rank: Any, config: Any
 ) -> None:
-    run = _Run(one_rank, config, stash=_options())
+    run = Trained(one_rank, config, {"stash": _options()})
     with (
         pytest.raises(CaptureError, match=r"never measured.*initial_bytes"),
         run.graphs.stash.capturing(),
     ):
         pass
-    run.graphs.detach()
 
 
 @pytest.mark.parametrize(
@@ -309,16 +263,11 @@ def test_what_cannot_stash_is_refused_by_name(changes: dict[str, Any], message: 
 
 
 def _shortage(pages: int) -> Any:
-    from chunkgraph.memory.stash import StashStatus
-
     return StashStatus(0, 0, 0, num_peak_pages=pages, num_short=1)
 
 
 def _stash(num_pages: int, **options: Any) -> Any:
     """Make the stash of a rank with ``num_pages`` pages on the device and ten on the host."""
-    from chunkgraph.megatron.features.stash.feature import ExpertStash
-    from chunkgraph.memory.stash import StashOptions
-
     settings = {"initial_bytes": num_pages * 65536, "spill_bytes": 10 * 65536, **options}
     stash = ExpertStash([], (2,), StashOptions(page_bytes=65536, **settings), torch.device("cpu"))
     _capture(stash)
@@ -360,8 +309,6 @@ def test_without_a_margin_there_is_none_later(headroom: float) -> None:
 
 
 def test_no_more_pages_are_taken_than_can_be_used_or_are_allowed() -> None:
-    from chunkgraph.memory.stash import RowLayout, RowsInUse
-
     stash = _stash(20, headroom=1.5)
     meter, rows = stash._saving.meter, RowsInUse.of(torch.ones(64, dtype=torch.bool))
     with meter.forward(0):
