@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -160,7 +160,6 @@ class MegatronChunkGraphs:
         is_training = not kwargs.get("forward_only", False)
         features.begin_run()
         with (
-            self._abandoning(is_training=is_training),
             self.engine.step(
                 kwargs["num_microbatches"],
                 forward_only=not is_training,
@@ -180,18 +179,7 @@ class MegatronChunkGraphs:
                     features.forwards_resumed,
                 )
             keywords = self.receiver.begin_step(mode, forward_backward, kwargs, plan.rows)
-            result = forward_backward(**keywords)
-        features.end_step(step)
-        return result, mode
-
-    @contextmanager
-    def _abandoning(self, *, is_training: bool) -> Iterator[None]:
-        """Make features discard the state of a run that fails, in its schedule or after it."""
-        try:
-            yield
-        except BaseException:
-            self.features.abandon_step(is_training=is_training)
-            raise
+            return forward_backward(**keywords), mode
 
     @property
     def num_banks(self) -> int:

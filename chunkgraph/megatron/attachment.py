@@ -137,14 +137,12 @@ def attach(
     site.packing = packing
     facts = site.facts(fact for kind in kinds for fact in kind.facts(site).items())
     refuse_model([text for kind in kinds for text in refusals(kind.rules, facts)])
-    for kind in kinds:
-        kind.check(site)
     with ExitStack() as failure:
         undo = failure.enter_context(ExitStack())
         for kind in kinds:
             kind.prepare(site, undo)
         site.find_parts(undo)
-        installed = Features.install_on(site, kinds, undo)
+        installed = Features.of(site, kinds, undo)
         chunk_graphs = _chunk_graphs(site, installed, **engine)
         driver = _driver(site, chunk_graphs, undo)
         receiver = SlotReceiver(
@@ -206,13 +204,13 @@ class _Host(Host):
         self._on_capture = on_capture
 
     def preserving(self) -> AbstractContextManager[None]:
-        return self._features.preserving()
+        return self._features.around("session")
 
     def capturing(self) -> AbstractContextManager[None]:
-        return self._features.capturing()
+        return self._features.around("capture")
 
     def verifying(self) -> AbstractContextManager[None]:
-        return self._features.verifying()
+        return self._features.around("verify")
 
     def judge(self, wrong_replay: VerifyError) -> None:
         self._features.judge(wrong_replay)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Literal, Self, TypeVar
 
 import torch
 
@@ -27,10 +27,19 @@ if TYPE_CHECKING:
 __all__ = [
     "Feature",
     "Features",
+    "LimitedFeature",
+    "Work",
     "chained",
 ]
 
 Context = AbstractContextManager[None]
+Work = Literal["session", "capture", "verify"]
+"""Work of the engine outside of steps.
+
+- ``session``: a capture session; state on the host is restored at its end.
+- ``capture``: the passes and captures of a session, inside.
+- ``verify``: an eager pass of ``verify``, inside a ``session``.
+"""
 AnyFeature = TypeVar("AnyFeature", bound="Feature")
 
 
@@ -38,18 +47,12 @@ class Feature:
     """Support for one capability of a captured model. The base class does nothing.
 
     Attributes:
-        repeats_steps: Whether a training step runs again if the feature had no room in it; the
-            same on all ranks.
+        rules: Settings that a graph cannot hold, of the model or with this capability.
+        planner: Planner of the slots' variants; at most one feature has one.
     """
 
-    repeats_steps = False
     rules: ClassVar[Sequence[Rule]] = ()
-    """Settings that a graph cannot hold, of the model or with this capability."""
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Return the tensors that a step writes, apart from buffers and Megatron's metrics."""
-        return ()
+    planner: StepPlanner | None = None
 
     @classmethod
     def facts(cls, site: Site) -> Mapping[str, object]:
@@ -57,28 +60,19 @@ class Feature:
         return {}
 
     @classmethod
-    def check(cls, site: Site) -> None:
-        """Refuse options of `attach` that do not fit the model or each other.
+    def prepare(cls, site: Site, undo: ExitStack) -> None:
+        """Refuse options that do not fit, and change the model before its parts are chosen.
+
+        ``undo`` is closed when the graphs are detached.
 
         Raises:
-            ConfigError: An option does not fit; the message names it.
+            ConfigError: An option does not fit the model or another one; the message names it.
         """
 
     @classmethod
-    def prepare(cls, site: Site, undo: ExitStack) -> None:
-        """Change the model before its captured parts are chosen."""
-
-    @classmethod
-    def of(cls, site: Site) -> Self | None:
-        """Create the feature for this model; return None if it does not apply."""
+    def of(cls, site: Site, undo: ExitStack) -> Self | None:
+        """Create the feature, which may change the model or Megatron; None if it does not apply."""
         return cls()
-
-    def install(self, undo: ExitStack) -> None:
-        """Change the model or Megatron; ``undo`` is closed when the graphs are detached."""
-
-    def planner(self) -> StepPlanner | None:
-        """Return the planner of the slots' variants; at most one feature has one."""
-        return None
 
     def wrap(self, part: CapturedPart, chunk: Chunk) -> Chunk:
         """Return ``chunk`` as the engine captures it; the first feature wraps innermost."""
@@ -91,23 +85,15 @@ class Feature:
     def bind(self, graphs: MegatronChunkGraphs) -> None:
         """Receive the graphs that the feature belongs to, before their first step."""
 
-    def preserving(self) -> Context:
-        """Enclose a capture session; restore host-side state at its end."""
-        return nullcontext()
-
-    def capturing(self) -> Context:
-        """Enclose the warmup and the captures of a session."""
-        return nullcontext()
-
-    def verifying(self) -> Context:
-        """Enclose an eager pass of ``verify``, inside `preserving`."""
+    def around(self, work: Work) -> Context:
+        """Enclose work of the engine outside of steps; see `Work`."""
         return nullcontext()
 
     def begin_run(self) -> None:
         """Act before one run of a schedule, ahead of the engine's checks and captures."""
 
     def step(self, step: Step) -> Context:
-        """Enclose one run of a schedule."""
+        """Enclose one run of a schedule; an exception tells that it failed."""
         return nullcontext()
 
     def forwards_done(self, step: Step) -> None:
@@ -116,11 +102,23 @@ class Feature:
     def forwards_resumed(self) -> None:
         """Undo `forwards_done`: the schedule has another forward."""
 
-    def end_step(self, step: Step) -> None:
-        """End a run; its slots are free again."""
+    def release(self) -> None:
+        """Free memory that only graphs use; the graphs no longer exist."""
 
-    def abandon_step(self, *, is_training: bool) -> None:
-        """Discard the state of a run that failed before `end_step`."""
+
+class LimitedFeature(Feature):
+    """A feature that may have no room in a training step, which then runs again.
+
+    Attributes:
+        repeats_steps: Whether it checks its room; the same on all ranks.
+    """
+
+    repeats_steps = True
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Return the tensors that a step writes, apart from buffers and Megatron's metrics."""
+        return ()
 
     def shortage(self, mode: StepMode) -> Shortage | None:
         """Return this rank's shortage of room in a training step, with amount 0 if all had room.
@@ -145,10 +143,7 @@ class Feature:
         """Provide more room after the second run, before the next capture; ranks may agree."""
 
     def drop_step(self) -> None:
-        """Discard a run that fails after `end_step`, or whose result is not used."""
-
-    def release(self) -> None:
-        """Free memory that only graphs use; the graphs no longer exist."""
+        """Discard a run that failed, or whose result is not used."""
 
 
 class Features:
@@ -156,6 +151,10 @@ class Features:
 
     Args:
         features: The features in order.
+
+    Attributes:
+        limited: Those that may have no room in a step.
+        planner: The planner of the slots' variants.
 
     Raises:
         ConfigError: Several features have a planner.
@@ -168,25 +167,21 @@ class Features:
             for name in vars(Feature)
             if not name.startswith("_") and callable(getattr(Feature, name))
         }
-        planners = [p for f in self._all if (p := f.planner()) is not None]
+        self.limited = tuple(f for f in self._all if isinstance(f, LimitedFeature))
+        planners = [f.planner for f in self._all if f.planner is not None]
         if len(planners) > 1:
             raise ConfigError(f"Several features plan steps, and one may: {planners}.")
         self.planner = planners[0] if planners else StepPlanner()
         self._wrong_replay: VerifyError | None = None
 
     @classmethod
-    def install_on(cls, site: Site, kinds: Iterable[type[Feature]], undo: ExitStack) -> Features:
-        """Create and install every feature that applies to the model."""
-        features = []
-        for kind in kinds:
-            feature = kind.of(site)
-            if feature is not None:
-                feature.install(undo)
-                features.append(feature)
-        return cls(features)
+    def of(cls, site: Site, kinds: Iterable[type[Feature]], undo: ExitStack) -> Features:
+        """Create every feature that applies to the model."""
+        features = (kind.of(site, undo) for kind in kinds)
+        return cls([feature for feature in features if feature is not None])
 
     def find(self, kind: type[AnyFeature]) -> AnyFeature | None:
-        """Return the installed feature of ``kind``, or None."""
+        """Return the feature of ``kind``, or None."""
         return next((feature for feature in self._all if isinstance(feature, kind)), None)
 
     def wrap(self, part: CapturedPart) -> Chunk:
@@ -207,17 +202,9 @@ class Features:
         for feature in self._overriding["bind"]:
             feature.bind(graphs)
 
-    def preserving(self) -> Context:
-        """Enclose a capture session."""
-        return _all_of(f.preserving() for f in self._overriding["preserving"])
-
-    def capturing(self) -> Context:
-        """Enclose the warmup and the captures of a session."""
-        return _all_of(f.capturing() for f in self._overriding["capturing"])
-
-    def verifying(self) -> Context:
-        """Enclose an eager pass of ``verify``."""
-        return _all_of(f.verifying() for f in self._overriding["verifying"])
+    def around(self, work: Work) -> Context:
+        """Enclose work of the engine outside of steps."""
+        return _all_of(f.around(work) for f in self._overriding["around"])
 
     def judge(self, wrong_replay: VerifyError) -> None:
         """Raise the error, or keep the first of a step that may run again until `raise_judged`.
@@ -247,12 +234,12 @@ class Features:
     @property
     def repeats_steps(self) -> bool:
         """Return whether a training step runs again if a feature had no room in it."""
-        return any(feature.repeats_steps for feature in self._all)
+        return any(feature.repeats_steps for feature in self.limited)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors that a step writes, apart from buffers and Megatron's metrics."""
-        return [tensor for feature in self._all for tensor in feature.tensors]
+        return [tensor for feature in self.limited for tensor in feature.tensors]
 
     @property
     def awaits_forwards(self) -> bool:
@@ -269,24 +256,14 @@ class Features:
         for feature in self._overriding["forwards_resumed"]:
             feature.forwards_resumed()
 
-    def end_step(self, step: Step) -> None:
-        """End a run in every feature."""
-        for feature in reversed(self._overriding["end_step"]):
-            feature.end_step(step)
-
-    def abandon_step(self, *, is_training: bool) -> None:
-        """Discard the state of a failed run in every feature."""
-        for feature in reversed(self._overriding["abandon_step"]):
-            feature.abandon_step(is_training=is_training)
-
-    def shortages(self, mode: StepMode) -> list[tuple[Feature, Shortage]]:
+    def shortages(self, mode: StepMode) -> list[tuple[LimitedFeature, Shortage]]:
         """List the shortages of features that check, last feature first; alike on all ranks."""
-        shortages = [(f, f.shortage(mode)) for f in reversed(self._overriding["shortage"])]
+        shortages = [(f, f.shortage(mode)) for f in reversed(self.limited)]
         return [(feature, shortage) for feature, shortage in shortages if shortage is not None]
 
     def drop_step(self) -> None:
-        """Discard a finished run in every feature."""
-        for feature in reversed(self._overriding["drop_step"]):
+        """Discard a run in every feature."""
+        for feature in reversed(self.limited):
             feature.drop_step()
 
     def release(self) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from chunkgraph.engine import Chunk
-from chunkgraph.megatron.feature import chained
+from chunkgraph.megatron.feature import Work, chained
 
 __all__ = ["TrackedLoss"]
 
@@ -43,23 +43,29 @@ class TrackedLoss:
             before_backward=chained(chunk.before_backward, self._before_backward),
         )
 
+    def around(self, work: Work) -> AbstractContextManager[None]:
+        """Enclose passes of the engine, which are not part of the training."""
+        if work == "session":
+            return nullcontext()
+        return self._capturing() if work == "capture" else self._restoring()
+
     @contextmanager
-    def capturing(self) -> Iterator[None]:
+    def _capturing(self) -> Iterator[None]:
         """Set Megatron's scale to the tensor that the graphs read; restore the metrics on exit."""
         current = self._scaler.main_loss_backward_scale
         self._scale = current.detach().clone()
         tracker = self._log.tracker
         self._scaler.main_loss_backward_scale = self._scale
         try:
-            with self.verifying():
+            with self._restoring():
                 yield
                 self._groups = {name: tracker[name] for name in _GROUPS if name in tracker}
         finally:
             self._scaler.main_loss_backward_scale = current
 
     @contextmanager
-    def verifying(self) -> Iterator[None]:
-        """Enclose forwards that are not part of the training; restore the metrics on exit."""
+    def _restoring(self) -> Iterator[None]:
+        """Restore the metrics on exit."""
         tracker = self._log.tracker
         saved = {name: v.clone() for name, v in tracker.items() if isinstance(v, torch.Tensor)}
         groups = {name: tracker[name] for name in _GROUPS if name in tracker}

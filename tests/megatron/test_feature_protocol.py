@@ -15,7 +15,7 @@ from torch import nn
 from chunkgraph.engine import CaptureOptions, Chunk, StepMode
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron import attach
-from chunkgraph.megatron.feature import Feature, Features
+from chunkgraph.megatron.feature import Feature, Features, LimitedFeature, Work
 from chunkgraph.megatron.features import FEATURES
 from chunkgraph.megatron.step import Shortage, Step, StepPlanner
 from chunkgraph.settings.rule import Rule
@@ -23,10 +23,9 @@ from chunkgraph.settings.rule import Rule
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(150)]
 
 
-class Counting(Feature):
+class Counting(LimitedFeature):
     """Counts its calls, and doubles the output of every chunk."""
 
-    repeats_steps = True
     rules = (Rule("init_method_std: too much", lambda f: f.init_method_std > f.most_std),)
     num_short: ClassVar[int] = 0
     calls: ClassVar[Counter[str]] = Counter()
@@ -45,29 +44,17 @@ class Counting(Feature):
         return {"most_std": 0.25}
 
     @classmethod
-    def check(cls, site: Any) -> None:
-        cls.calls["check"] += 1
-        assert not site.parts
-
-    @classmethod
     def prepare(cls, site: Any, undo: ExitStack) -> None:
         cls.calls["prepare"] += 1
         assert not site.parts
         undo.callback(lambda: cls.calls.update(["unprepared"]))
 
     @classmethod
-    def of(cls, site: Any) -> Counting:
+    def of(cls, site: Any, undo: ExitStack) -> Counting:
         cls.calls["of"] += 1
         assert [part.index for part in site.parts] == [0]
+        undo.callback(lambda: cls.calls.update(["undone"]))
         return cls()
-
-    def install(self, undo: ExitStack) -> None:
-        self.calls["install"] += 1
-        undo.callback(lambda: self.calls.update(["undone"]))
-
-    def planner(self) -> StepPlanner | None:
-        self.calls["planner"] += 1
-        return None
 
     def wrap(self, part: Any, chunk: Chunk) -> Chunk:
         self.calls["wrap"] += 1
@@ -87,22 +74,24 @@ class Counting(Feature):
         self.calls["bind"] += 1
         assert graphs.features.find(Counting) is self
 
-    def preserving(self) -> Any:
-        return self._around("preserving")
-
-    def capturing(self) -> Any:
-        return self._around("capturing")
-
-    def verifying(self) -> Any:
-        return self._around("verifying")
+    def around(self, work: Work) -> Any:
+        self.calls["around"] += 1
+        return self._around(work)
 
     def begin_run(self) -> None:
         self.calls["begin_run"] += 1
         assert "step" not in self.now_around
 
-    def step(self, step: Step) -> Any:
+    @contextmanager
+    def step(self, step: Step) -> Iterator[None]:
         self.calls[f"step {step.mode.name}"] += 1
-        return self._around("step")
+        try:
+            with self._around("step"):
+                yield
+        except KeyError:
+            self.calls["failed step"] += 1
+            self.now_around.clear()
+            raise
 
     def forwards_done(self, step: Step) -> None:
         assert step.is_training
@@ -110,16 +99,6 @@ class Counting(Feature):
 
     def forwards_resumed(self) -> None:
         self.calls["forwards_resumed"] += 1
-
-    def end_step(self, step: Step) -> None:
-        assert step.mode is not StepMode.OUTSIDE
-        assert "step" not in self.now_around
-        self.calls["end_step"] += 1
-
-    def abandon_step(self, *, is_training: bool) -> None:
-        assert is_training
-        self.calls["abandon_step"] += 1
-        self.now_around.clear()
 
     def shortage(self, mode: StepMode) -> Shortage:
         assert mode is not StepMode.OUTSIDE
@@ -186,20 +165,20 @@ def _outputs(chunks: list[nn.Module], features: Any, num_forwards: int = 1) -> l
 
 def test_every_method_of_a_feature_is_called(chunks: list[nn.Module]) -> None:
     doubled = _outputs(chunks, (*FEATURES, Counting), num_forwards=2)
-    names = {name for name in vars(Feature) if not name.startswith("_")}
+    names = {n for kind in (Feature, LimitedFeature) for n in vars(kind) if n[0] != "_"}
     calls = Counting.calls
-    names -= {"repeats_steps", "rules", "tensors", "step"}
+    names -= {"planner", "repeats_steps", "rules", "tensors", "step"}
     assert names - set(calls) == set()
-    assert calls["capturing"] == 1
+    assert calls["capture"] == 1
     assert calls["step REPLAY"] == 4
     assert calls["step EAGER"] == 2  # the last one equals the first
-    assert calls["end_step"] == calls["forwards_done"] == calls["forwards_resumed"] == 5
-    assert calls["abandon_step"] == calls["drop_step"] == 1
+    assert calls["forwards_done"] == calls["forwards_resumed"] == 5
+    assert calls["failed step"] == calls["drop_step"] == 1
     assert calls["undone"] == calls["unprepared"] == 1
     assert calls["shortage"] == calls["answer"] == 4
     assert calls["having_room"] == calls["make_room"] == 1
     assert calls["forwards of chunk 0"] == 10
-    assert calls["preserving"] > calls["verifying"] > 1  # also around captures and passes
+    assert calls["session"] > calls["verify"] > 1  # also around captures and passes
 
     calls.clear()
     plain = _outputs(chunks, FEATURES)
@@ -223,7 +202,8 @@ def test_features_are_entered_in_order_and_left_in_reverse() -> None:
             self.name = name
 
         @contextmanager
-        def capturing(self) -> Iterator[None]:
+        def around(self, work: Work) -> Iterator[None]:
+            assert work == "capture"
             events.append(f"enter {self.name}")
             yield
             events.append(f"leave {self.name}")
@@ -232,7 +212,7 @@ def test_features_are_entered_in_order_and_left_in_reverse() -> None:
             events.append(f"release {self.name}")
 
     features = Features([Noted("a"), Feature(), Noted("b")])
-    with features.capturing():
+    with features.around("capture"):
         events.append("captures")
     features.release()
     assert events == [
@@ -243,9 +223,8 @@ def test_features_are_entered_in_order_and_left_in_reverse() -> None:
 
 
 def test_two_features_cannot_both_plan_steps() -> None:
-    class Planning(Feature, StepPlanner):
-        def planner(self) -> StepPlanner:
-            return self
+    class Planning(Feature):
+        planner = StepPlanner()
 
     assert Features([Planning()]).planner.keys == (None,)
     with pytest.raises(ConfigError, match="Several features plan steps"):

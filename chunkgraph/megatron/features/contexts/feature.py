@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Self
 
-from chunkgraph.megatron.feature import Feature
+from chunkgraph.megatron.feature import Feature, Work
 from chunkgraph.megatron.features.contexts.attention import refuse_without_groups
 from chunkgraph.megatron.features.contexts.groups import (
     ContextGroups,
@@ -65,7 +65,7 @@ class Contexts(Feature):
         }
 
     @classmethod
-    def check(cls, site: Site) -> None:
+    def prepare(cls, site: Site, _undo: ExitStack) -> None:
         """Refuse a model that `follow_groups` has not prepared; warn of empty pieces.
 
         Raises:
@@ -86,7 +86,7 @@ class Contexts(Feature):
             )
 
     @classmethod
-    def of(cls, site: Site) -> Self | None:
+    def of(cls, site: Site, _undo: ExitStack) -> Self | None:
         """Return the feature if the banks have context-parallel groups, else None."""
         groups = None if site.packing is None else site.packing.groups
         return None if groups is None else cls(site, groups)
@@ -96,9 +96,9 @@ class Contexts(Feature):
         self._engine = graphs.engine
         self._groups.hold(graphs.engine)
 
-    def capturing(self) -> AbstractContextManager[None]:
+    def around(self, work: Work) -> AbstractContextManager[None]:
         """Restore the modules' groups after a capture."""
-        return self._held.capturing()
+        return self._held.capturing() if work == "capture" else nullcontext()
 
     @contextmanager
     def step(self, step: Step) -> Iterator[None]:

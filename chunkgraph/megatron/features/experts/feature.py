@@ -22,7 +22,7 @@ from chunkgraph.engine.decide.reasons import agree_alone
 from chunkgraph.errors import ConfigError, TokenDropError
 from chunkgraph.megatron.captured_part import CapturedPart
 from chunkgraph.megatron.core.collectives import agree_by_maximum
-from chunkgraph.megatron.feature import Feature, chained
+from chunkgraph.megatron.feature import LimitedFeature, Work, chained
 from chunkgraph.megatron.features.experts.dispatch import static_dispatch
 from chunkgraph.megatron.features.experts.drop_report import DropReport
 from chunkgraph.megatron.features.experts.dropless import (
@@ -64,7 +64,7 @@ TokenDrops = Literal["warn", "count", "raise", "rerun"]
 """Reaction to a token that an expert has no room for; see `attach`."""
 
 
-class Experts(Feature):
+class Experts(LimitedFeature):
     """Support for models with experts, installed on every rank, including ranks without experts.
 
     Args:
@@ -137,7 +137,7 @@ class Experts(Feature):
             raise
 
     @classmethod
-    def check(cls, site: Site) -> None:
+    def prepare(cls, site: Site, _undo: contextlib.ExitStack) -> None:
         """Refuse a missing HybridEP, and log settings that have no effect.
 
         Raises:
@@ -152,11 +152,11 @@ class Experts(Feature):
             _log.warning("%s.", idle)
 
     @classmethod
-    def of(cls, site: Site) -> Self | None:
+    def of(cls, site: Site, undo: contextlib.ExitStack) -> Self | None:
         """Return the feature for models with experts, also on ranks without experts."""
         if not getattr(site.config, "num_moe_experts", None):
             return None
-        return cls(
+        experts = cls(
             site.chunks,
             site.parts,
             site.token_drops,
@@ -164,10 +164,8 @@ class Experts(Feature):
             keeps_padding=site.largest_shape is not None and site.has_padding,
             marks_padding=site.stash is not None,
         )
-
-    def install(self, undo: contextlib.ExitStack) -> None:
-        """Schedule the removal of the changes that the constructor made."""
-        undo.callback(self.detach)
+        undo.callback(experts.detach)
+        return experts
 
     def bind(self, graphs: MegatronChunkGraphs) -> None:
         """Release the graphs when HybridEP replaces the buffer that they write to."""
@@ -201,8 +199,16 @@ class Experts(Feature):
             before_backward=chained(chunk.before_backward, self._state.before_backward),
         )
 
+    def around(self, work: Work) -> contextlib.AbstractContextManager[None]:
+        """Capture without host reads; make passes of ``verify`` compute the bits of replays."""
+        if work == "capture":
+            return self._capturing()
+        if work == "verify" and self._dropless is not None:
+            return self._dropless.verifying()
+        return contextlib.nullcontext()
+
     @contextlib.contextmanager
-    def capturing(self) -> Iterator[None]:
+    def _capturing(self) -> Iterator[None]:
         """Capture without host reads in the dispatch; restore the metrics afterwards."""
         with contextlib.ExitStack() as stack:
             if self._dropless is not None:
@@ -216,12 +222,6 @@ class Experts(Feature):
         if self._buffer is not None:
             self._buffer.remember()
 
-    def verifying(self) -> contextlib.AbstractContextManager[None]:
-        """Make eager passes compute the same bits as replays, for comparisons."""
-        return (
-            self._dropless.verifying() if self._dropless is not None else contextlib.nullcontext()
-        )
-
     @property
     def dispatch(self) -> str:
         """Describe the dispatch; see `MegatronChunkGraphs.expert_dispatch`."""
@@ -233,9 +233,12 @@ class Experts(Feature):
 
     @contextlib.contextmanager
     def step(self, step: Step) -> Iterator[None]:
-        """Discard the counts of a failed step, and check the buffers of a replayed one.
+        """Check the buffers of a replayed step; report dropped tokens at its end.
+
+        The next step discards the counts of a failed one.
 
         Raises:
+            TokenDropError: Tokens were dropped on some rank, and ``token_drops`` is ``raise``.
             ReplayMismatchError: Since the capture, Megatron's metrics were replaced, or
                 HybridEP's buffer was replaced outside of a step.
         """
@@ -247,7 +250,14 @@ class Experts(Feature):
                 self._state.check()
             if self._buffer is not None:
                 self._buffer.check()
-        yield
+        try:
+            yield
+            if step.is_training:
+                self._end_step(step)
+        except BaseException:
+            if step.is_training:
+                self._is_reported, self._was_abandoned = False, True
+            raise
 
     def forwards_done(self, _step: Step) -> None:
         """Send the counts of the forwards to the host while backwards run.
@@ -267,19 +277,8 @@ class Experts(Feature):
         """Return whether experts are recomputed, so that they count only in the backward."""
         return self._drops is not None and self._drops.counts.is_recomputed
 
-    def abandon_step(self, *, is_training: bool) -> None:
-        """Make the next step discard the counts of a failed training step."""
-        if is_training:
-            self._is_reported, self._was_abandoned = False, True
-
-    def end_step(self, step: Step) -> None:
-        """Report dropped tokens of a training step, before its gradients are used.
-
-        Raises:
-            TokenDropError: Tokens were dropped on some rank, and ``token_drops`` is ``raise``.
-        """
-        if not step.is_training:
-            return
+    def _end_step(self, step: Step) -> None:
+        """Report dropped tokens of a training step, before its gradients are used."""
         if self._measures_room and not step.is_replayed:
             load = self._dropless.load.take() if self._dropless is not None else 0
             (most,) = (self._agree or agree_alone)([load])

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, Self
 
@@ -33,7 +33,7 @@ from chunkgraph.engine.chunk import Chunk
 from chunkgraph.errors import CaptureError, ConfigError, MissingDependencyError
 from chunkgraph.megatron.captured_part import CapturedPart
 from chunkgraph.megatron.core.fp8_recipe import fp8_recipe
-from chunkgraph.megatron.feature import Feature
+from chunkgraph.megatron.feature import Feature, Work
 from chunkgraph.megatron.features.fp8.primary_weights import (
     PrimaryWeights,
     keeps_transposes,
@@ -181,7 +181,7 @@ class Fp8State(Feature):
         }
 
     @classmethod
-    def of(cls, site: Site) -> Self | None:
+    def of(cls, site: Site, _undo: ExitStack) -> Self | None:
         """Apply to models in FP8."""
         recipe = fp8_recipe(site.config)
         if recipe is None:
@@ -219,8 +219,17 @@ class Fp8State(Feature):
             end_of_backward=self._update_scales if self._is_delayed else None,
         )
 
+    def around(self, work: Work) -> AbstractContextManager[None]:
+        """Restore histories and scales; capture with this object's tensor."""
+        contexts = {
+            "session": self._preserving,
+            "capture": self._capturing,
+            "verify": self._verifying,
+        }
+        return contexts[work]()
+
     @contextmanager
-    def capturing(self) -> Iterator[None]:
+    def _capturing(self) -> Iterator[None]:
         """Make captured layers read this object's tensor; keep the caches alive afterwards.
 
         Raises:
@@ -252,7 +261,7 @@ class Fp8State(Feature):
         self._references += [*self._histories(), *self._scales()]
 
     @contextmanager
-    def preserving(self) -> Iterator[None]:
+    def _preserving(self) -> Iterator[None]:
         """Restore histories, scales and the layers' ``is_first_microbatch`` on exit."""
         saved = [(t, t.detach().clone()) for t in (*self._histories(), *self._scales())]
         saved_ids = {id(tensor) for tensor, _ in saved}
@@ -274,8 +283,8 @@ class Fp8State(Feature):
                 setattr(module, _FIRST, is_first)
 
     @contextmanager
-    def verifying(self) -> Iterator[None]:
-        """Give an eager pass the replay's ``is_first_microbatch``; used inside `preserving`."""
+    def _verifying(self) -> Iterator[None]:
+        """Give an eager pass the replay's ``is_first_microbatch``; inside `_preserving`."""
         for layers in self._layers:
             _set_first(layers, self._is_first)
         yield

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Self
 
 from torch import nn
@@ -11,7 +11,7 @@ from torch import nn
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.captured_part import Call, CapturedPart
 from chunkgraph.megatron.core.model_kinds import is_stack
-from chunkgraph.megatron.feature import Feature
+from chunkgraph.megatron.feature import Feature, Work
 from chunkgraph.megatron.features.hybrid.layers import mamba_mixers_of, packed_mamba_rows
 from chunkgraph.megatron.features.hybrid.padding import clear_mamba_padding
 from chunkgraph.megatron.features.packing.params import ARGUMENT
@@ -47,18 +47,9 @@ _RULES = (
 
 
 class Hybrid(Feature):
-    """Support Mamba layers in captured parts.
-
-    Args:
-        modules: All modules of the captured parts.
-        has_padding: Whether microbatches may contain rows without a token.
-    """
+    """Support Mamba layers in captured parts."""
 
     rules = _RULES
-
-    def __init__(self, modules: Sequence[nn.Module], *, has_padding: bool) -> None:
-        self._modules = tuple(modules)
-        self._has_padding = has_padding
 
     @classmethod
     def facts(cls, site: Site) -> Mapping[str, object]:
@@ -66,15 +57,17 @@ class Hybrid(Feature):
         return {"hybrid_layer_pattern": _pattern_of(site.chunks)}
 
     @classmethod
-    def of(cls, site: Site) -> Self | None:
-        """Apply to models with a Mamba layer in a captured part."""
-        modules = [module for part in site.parts for module in part.modules]
-        return cls(modules, has_padding=site.has_padding) if mamba_mixers_of(modules) else None
+    def of(cls, site: Site, undo: ExitStack) -> Self | None:
+        """Apply to models with a Mamba layer in a captured part.
 
-    def install(self, undo: ExitStack) -> None:
-        """Clear rows after the last document, also in eager passes."""
-        if self._has_padding:
-            undo.callback(clear_mamba_padding(self._modules))
+        Rows after the last document are cleared, also in eager passes.
+        """
+        modules = [module for part in site.parts for module in part.modules]
+        if not mamba_mixers_of(modules):
+            return None
+        if site.has_padding:
+            undo.callback(clear_mamba_padding(modules))
+        return cls()
 
     def call(self, part: CapturedPart, call: Call) -> Call:
         """Refuse packed sequences whose beginnings are unknown to Mamba layers."""
@@ -90,15 +83,9 @@ class Hybrid(Feature):
 
         return checked
 
-    @contextmanager
-    def capturing(self) -> Iterator[None]:
-        """Number the documents' rows on the device."""
-        with packed_mamba_rows():
-            yield
-
-    def verifying(self) -> AbstractContextManager[None]:
-        """Number the documents' rows as in a capture."""
-        return self.capturing()
+    def around(self, work: Work) -> AbstractContextManager[None]:
+        """Number the documents' rows on the device, also in the passes of ``verify``."""
+        return nullcontext() if work == "session" else packed_mamba_rows()
 
 
 def _pattern_of(chunks: Iterable[nn.Module]) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Self
 
 from torch import nn
@@ -17,7 +17,7 @@ from chunkgraph.megatron.core.gated_delta import states_on_device
 from chunkgraph.megatron.core.random_state import preserve_rng, rng_is_graph_safe
 from chunkgraph.megatron.core.recompute import recomputing
 from chunkgraph.megatron.core.test_mode import without_realtime_tests
-from chunkgraph.megatron.feature import Feature
+from chunkgraph.megatron.feature import Feature, Work
 from chunkgraph.megatron.refusals import MODEL_RULES
 from chunkgraph.megatron.scope_choice import SCOPE_RULES
 from chunkgraph.megatron.site import Site
@@ -48,32 +48,29 @@ class ModelState(Feature):
         }
 
     @classmethod
-    def of(cls, site: Site) -> Self:
+    def of(cls, site: Site, _undo: ExitStack) -> Self:
         """Apply to every model."""
         return cls([module for part in site.parts for module in part.modules])
 
     @contextmanager
-    def preserving(self) -> Iterator[None]:
-        """Restore random state after a session."""
-        with preserve_rng():
-            yield
+    def around(self, work: Work) -> Iterator[None]:
+        """Restore random state; set Megatron's flag of a capture, and hold tables that it reads.
 
-    @contextmanager
-    def capturing(self) -> Iterator[None]:
-        """Set Megatron's flag of a capture, and hold the tables that captures read."""
-        with (
-            capture_flag(),
-            recomputing(),
-            self._tables.hold(),
-            states_on_device(self._modules),
-            without_realtime_tests(),
-        ):
-            yield
-
-    @contextmanager
-    def verifying(self) -> Iterator[None]:
-        """Choose attention as in a capture, and keep DDP's hooks inactive."""
-        with same_attention(), capture_flag(), recomputing():
+        Eager passes of ``verify`` choose attention as in a capture; DDP's hooks stay inactive.
+        """
+        with ExitStack() as stack:
+            if work == "session":
+                stack.enter_context(preserve_rng())
+            elif work == "verify":
+                stack.enter_context(same_attention())
+                stack.enter_context(capture_flag())
+                stack.enter_context(recomputing())
+            else:
+                stack.enter_context(capture_flag())
+                stack.enter_context(recomputing())
+                stack.enter_context(self._tables.hold())
+                stack.enter_context(states_on_device(self._modules))
+                stack.enter_context(without_realtime_tests())
             yield
 
     def release(self) -> None:

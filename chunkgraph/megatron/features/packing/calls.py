@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from chunkgraph.engine import Chunk
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.captured_part import Call, CapturedPart
-from chunkgraph.megatron.feature import Feature
+from chunkgraph.megatron.feature import Feature, Work
 from chunkgraph.megatron.features.packing.params import (
     ARGUMENT,
     is_packed,
@@ -64,11 +64,9 @@ class PackedCalls(Feature):
         check = partial(_check_sample, part, chunk.check_sample)
         return replace(chunk, forward=forward, check_sample=check)
 
-    @contextmanager
-    def capturing(self) -> Iterator[None]:
+    def around(self, work: Work) -> AbstractContextManager[None]:
         """Compute rotary embeddings of packed rows on the device only."""
-        with packed_rope():
-            yield
+        return packed_rope() if work == "capture" else nullcontext()
 
 
 def _check_sample(

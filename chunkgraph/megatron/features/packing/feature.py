@@ -16,7 +16,6 @@ from chunkgraph.megatron.features.packing.params import (
 )
 from chunkgraph.megatron.features.packing.steps import StepPlans
 from chunkgraph.megatron.site import Site, new_agreement
-from chunkgraph.megatron.step import StepPlanner
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -29,14 +28,19 @@ class Packing(OffsetCutter):
 
     Args:
         site: The site of a model with packed shapes.
+
+    Attributes:
+        planner: The plans of this rank's steps.
     """
+
+    planner: StepPlans
 
     def __init__(self, site: Site) -> None:
         banks = site.packing
         assert banks is not None
         super().__init__(banks, len(site.parts))
         has_experts = bool(getattr(site.config, "num_moe_experts", None))
-        self._plans = StepPlans(
+        self.planner = StepPlans(
             banks,
             site.place.rank,
             site.agree,
@@ -46,7 +50,7 @@ class Packing(OffsetCutter):
         )
 
     @classmethod
-    def check(cls, site: Site) -> None:
+    def prepare(cls, site: Site, _undo: ExitStack) -> None:
         """Refuse shapes that the model's ranks or layers do not support."""
         banks = site.packing
         if banks is None:
@@ -58,19 +62,15 @@ class Packing(OffsetCutter):
         refuse_for_layers(site.chunks, site.config, shape, site.device)
 
     @classmethod
-    def of(cls, site: Site) -> Self | None:
+    def of(cls, site: Site, undo: ExitStack) -> Self | None:
         """Return the feature for attachments with packed shapes, which ranks compare."""
-        return None if site.packing is None else cls(site)
-
-    def install(self, undo: ExitStack) -> None:
-        """Create the communication with which ranks agree on lengths."""
-        if self._plans.has_lengths:
+        if site.packing is None:
+            return None
+        packing = cls(site)
+        if packing.planner.has_lengths:
             # Not the engine's: it communicates ahead of steps, and not on all ranks at once.
-            self._plans.agree_on_rows = new_agreement(undo)
-
-    def planner(self) -> StepPlanner:
-        """Return the plans of this rank's steps."""
-        return self._plans
+            packing.planner.agree_on_rows = new_agreement(undo)
+        return packing
 
     def _missing_graphs(self, banks: Sequence[Hashable]) -> str:
         assert self._engine is not None

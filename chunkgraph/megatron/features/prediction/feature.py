@@ -6,9 +6,9 @@ captured forward checks on the device.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, Self
 
 import torch
@@ -16,7 +16,7 @@ import torch
 from chunkgraph.engine import Chunk
 from chunkgraph.megatron.captured_part import CapturedPart
 from chunkgraph.megatron.core.access import import_megatron, patch_attributes, private_names
-from chunkgraph.megatron.feature import Feature
+from chunkgraph.megatron.feature import Feature, Work
 from chunkgraph.megatron.site import Site
 from chunkgraph.megatron.tracked_loss import TrackedLoss
 
@@ -34,7 +34,7 @@ class TokenPrediction(Feature):
         )
 
     @classmethod
-    def of(cls, site: Site) -> Self | None:
+    def of(cls, site: Site, _undo: ExitStack) -> Self | None:
         """Apply if a captured part predicts several tokens at once."""
         return cls() if any(part.predicts_tokens for part in site.parts) else None
 
@@ -42,19 +42,14 @@ class TokenPrediction(Feature):
         """Handle the scale and the metrics of a part that predicts several tokens."""
         return self._loss.wrap(chunk) if part.predicts_tokens else chunk
 
-    @contextlib.contextmanager
-    def capturing(self) -> Iterator[None]:
+    @contextmanager
+    def around(self, work: Work) -> Iterator[None]:
         """Let graphs read the scale from a fixed tensor, and count tokens on the device."""
-        unpatch = _count_on_the_device()
-        try:
-            with self._loss.capturing():
-                yield
-        finally:
-            unpatch()
-
-    def verifying(self) -> contextlib.AbstractContextManager[None]:
-        """Enclose forwards that are not part of the training; restore the metrics on exit."""
-        return self._loss.verifying()
+        with ExitStack() as stack:
+            if work == "capture":
+                stack.callback(_count_on_the_device())
+            stack.enter_context(self._loss.around(work))
+            yield
 
 
 class _Count(torch.Tensor):

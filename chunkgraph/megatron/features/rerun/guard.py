@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from chunkgraph.engine.counters import Counters
 from chunkgraph.engine.decide.reasons import Agree, StepMode, agree_alone
-from chunkgraph.megatron.feature import Feature, Features
+from chunkgraph.megatron.feature import Features, LimitedFeature
 from chunkgraph.megatron.features.rerun.rewind import RewindableInputs, StepState
 from chunkgraph.megatron.site import new_agreement
 from chunkgraph.megatron.step import Shortage
@@ -115,7 +115,7 @@ class OverflowGuard:
         self._state.restore()
         return self._run_again(step, kwargs, mode, shortages)
 
-    def _agree_on_shortages(self, mode: StepMode) -> list[tuple[Feature, Shortage]]:
+    def _agree_on_shortages(self, mode: StepMode) -> list[tuple[LimitedFeature, Shortage]]:
         """Return the features that had no room on any rank, each with the largest shortage."""
         local_shortages = self._features.shortages(mode)
         if not local_shortages:
@@ -143,7 +143,7 @@ class OverflowGuard:
         step: RunStep,
         kwargs: dict[str, Any],
         mode: StepMode,
-        shortages: Sequence[tuple[Feature, Shortage]],
+        shortages: Sequence[tuple[LimitedFeature, Shortage]],
     ) -> Any:
         was_captured = mode is StepMode.REPLAY
         growing = [(feature, largest) for feature, largest in shortages if not largest.is_at_limit]

@@ -7,8 +7,8 @@ around the captured part reduce the gradients after every backward, as without g
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, Self
 
 from chunkgraph.megatron.captured_part import Call, CapturedPart
@@ -17,7 +17,6 @@ from chunkgraph.megatron.features.sharded.megatron_fsdp import MegatronShards
 from chunkgraph.megatron.features.sharded.shards import remove_hooks
 from chunkgraph.megatron.features.sharded.torch_fsdp import TorchShards
 from chunkgraph.megatron.site import Site
-from chunkgraph.megatron.step import Step
 from chunkgraph.settings.rule import Rule
 
 __all__ = ["Sharding"]
@@ -59,7 +58,6 @@ class Sharding(Feature):
 
     Args:
         shards: The shards of each chunk.
-        parts: The captured part of each chunk.
     """
 
     rules = (
@@ -72,9 +70,8 @@ class Sharding(Feature):
         ),
     )
 
-    def __init__(self, shards: Sequence[_AnyShards], parts: Sequence[CapturedPart]) -> None:
+    def __init__(self, shards: Sequence[_AnyShards]) -> None:
         self._shards = shards
-        self._parts = parts
 
     @classmethod
     def facts(cls, site: Site) -> Mapping[str, object]:
@@ -88,15 +85,16 @@ class Sharding(Feature):
             shards.keep_in_place(undo)
 
     @classmethod
-    def of(cls, site: Site) -> Self | None:
-        """Apply if a wrapper shards the model."""
-        shards = _shards_of(site)
-        return cls(shards, site.parts) if shards else None
+    def of(cls, site: Site, undo: ExitStack) -> Self | None:
+        """Apply if a wrapper shards the model.
 
-    def install(self, undo: ExitStack) -> None:
-        """Remove the hooks that a replay does not run; those around captured parts remain."""
-        for shards, part in zip(self._shards, self._parts, strict=True):
-            remove_hooks(shards.package, part.inner_modules.values(), shards.parameters, undo)
+        Hooks that a replay does not run are removed; those around captured parts remain.
+        """
+        if not (shards := _shards_of(site)):
+            return None
+        for of_chunk, part in zip(shards, site.parts, strict=True):
+            remove_hooks(of_chunk.package, part.inner_modules.values(), of_chunk.parameters, undo)
+        return cls(shards)
 
     def call(self, part: CapturedPart, call: Call) -> Call:
         """Point the modules at gathered parameters before each forward."""
@@ -112,18 +110,6 @@ class Sharding(Feature):
         """Gather the parameters that the last step has changed."""
         for shards in self._shards:
             shards.gather()
-
-    @contextmanager
-    def step(self, _: Step) -> Iterator[None]:
-        """Point the modules at gathered parameters at the end, where the engine checks them."""
-        yield
-        for shards in self._shards:
-            shards.show_gathered()
-
-    def end_step(self, _: Step) -> None:
-        """Point the modules at shards, as without graphs."""
-        for shards in self._shards:
-            shards.show_shards()
 
 
 def _shards_of(site: Site) -> list[_AnyShards]:

@@ -39,7 +39,6 @@ class MegatronShards(Shards):
     def __init__(self, wrapper: Any) -> None:
         self._wrapper = wrapper
         self.parameters = list(wrapper.raw_param.values())
-        self._had_shards = False
 
     @classmethod
     def of(cls, chunk: nn.Module) -> Self | None:
@@ -94,13 +93,7 @@ class MegatronShards(Shards):
 
     def show_gathered(self) -> None:
         """Undo the end of a step's reduction, which shows shards."""
-        self._had_shards = self._wrapper.is_param_fsdp_distributed
         self._wrapper._replace_param_with_raw_if_needed()
-
-    def show_shards(self) -> None:
-        """Show shards if they were shown before `show_gathered`."""
-        if self._had_shards:
-            self._wrapper._replace_param_with_distributed_if_needed()
 
 
 def _keep(_bucket_id: int) -> None:

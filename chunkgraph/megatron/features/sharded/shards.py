@@ -40,10 +40,6 @@ class Shards:
         """Point the modules at the values that `gather` has gathered."""
         raise NotImplementedError
 
-    def show_shards(self) -> None:
-        """Point the modules at shards, as after a step without graphs."""
-        raise NotImplementedError
-
 
 def wrapper_of(chunk: nn.Module, module_name: str, class_name: str) -> Any:
     """Return the wrapper of this class among those of ``chunk``, or None."""

@@ -56,12 +56,12 @@ class TorchShards(Shards):
             for parameter in group.fsdp_params:
                 parameter.free_unsharded_param = _keep
                 undo.callback(parameter.__dict__.pop, "free_unsharded_param", None)
-        undo.callback(self.show_shards)
+        undo.callback(self._show_shards)
         self.gather()
 
     def gather(self) -> None:
         """Gather all parameters, which the optimizer may have changed."""
-        self.show_shards()
+        self._show_shards()
         for part in self._parts:
             part.unshard()
 
@@ -70,7 +70,7 @@ class TorchShards(Shards):
         for group in self._groups():
             group._to_unsharded()
 
-    def show_shards(self) -> None:
+    def _show_shards(self) -> None:
         """Show shards; gathered parameters keep their memory."""
         for part in self._parts:
             part.reshard()

@@ -6,8 +6,8 @@ cannot hold; here it is filled on the device.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from typing import Any, Self
 
@@ -22,7 +22,7 @@ from chunkgraph.megatron.core.access import (
     private_names,
     versions,
 )
-from chunkgraph.megatron.feature import Feature
+from chunkgraph.megatron.feature import Feature, Work
 from chunkgraph.megatron.site import Site
 from chunkgraph.megatron.tracked_loss import TrackedLoss
 from chunkgraph.settings.rule import Facts, Rule
@@ -63,7 +63,7 @@ class SparseAttention(Feature):
     )
 
     @classmethod
-    def check(cls, site: Site) -> None:
+    def prepare(cls, site: Site, _undo: ExitStack) -> None:
         """Refuse the sparse attention of earlier releases.
 
         Raises:
@@ -81,7 +81,7 @@ class SparseAttention(Feature):
         )
 
     @classmethod
-    def of(cls, site: Site) -> Self | None:
+    def of(cls, site: Site, _undo: ExitStack) -> Self | None:
         """Apply if an indexer in a captured part has a loss."""
         return cls() if any(map(_has_loss, site.parts)) else None
 
@@ -89,18 +89,17 @@ class SparseAttention(Feature):
         """Handle the scale and the metrics of a part with indexers."""
         return self._loss.wrap(chunk) if _has_loss(part) else chunk
 
-    @contextlib.contextmanager
-    def capturing(self) -> Iterator[None]:
+    @contextmanager
+    def around(self, work: Work) -> Iterator[None]:
         """Let graphs read the scale from a fixed tensor, and copy nothing from the host."""
-        with constants_on_device(), self._loss.capturing():
+        with ExitStack() as stack:
+            if work == "capture":
+                stack.enter_context(constants_on_device())
+            stack.enter_context(self._loss.around(work))
             yield
 
-    def verifying(self) -> contextlib.AbstractContextManager[None]:
-        """Enclose forwards that are not part of the training; restore the metrics on exit."""
-        return self._loss.verifying()
 
-
-@contextlib.contextmanager
+@contextmanager
 def constants_on_device() -> Iterator[None]:
     """Make Megatron's module fill tensors of one number on their device."""
     unpatch = patch_attributes(import_megatron(_MODULE), {"torch": _FillingTorch()})

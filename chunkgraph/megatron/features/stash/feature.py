@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -16,7 +16,7 @@ from chunkgraph.engine import Chunk, StepMode
 from chunkgraph.errors import CaptureError, ConfigError, StashError
 from chunkgraph.megatron.captured_part import CapturedPart
 from chunkgraph.megatron.core.backward_pass import is_in_backward
-from chunkgraph.megatron.feature import Feature
+from chunkgraph.megatron.feature import LimitedFeature, Work
 from chunkgraph.megatron.features.experts.rows_in_use import moe_layers_of, watch_expert_rows
 from chunkgraph.megatron.site import Site
 from chunkgraph.megatron.step import Shortage, Step
@@ -44,7 +44,7 @@ _MAX_DOUBLINGS = 4
 """Maximum number of times that the margin doubles."""
 
 
-class ExpertStash(Feature):
+class ExpertStash(LimitedFeature):
     """Stash the activations of Megatron's experts. On a rank without experts this does nothing.
 
     Args:
@@ -62,7 +62,6 @@ class ExpertStash(Feature):
             pass has no gradients and stashes nothing.
     """
 
-    repeats_steps = True
     rules = STASH_RULES
 
     def __init__(
@@ -107,7 +106,7 @@ class ExpertStash(Feature):
         return self._saving.scope(rows, parameters, name)
 
     @classmethod
-    def check(cls, site: Site) -> None:
+    def prepare(cls, site: Site, _undo: ExitStack) -> None:
         """Refuse options that exclude each other."""
         stash = site.stash
         if stash is None:
@@ -119,14 +118,14 @@ class ExpertStash(Feature):
             )
 
     @classmethod
-    def of(cls, site: Site) -> Self | None:
+    def of(cls, site: Site, undo: ExitStack) -> Self | None:
         """Apply if `attach` has a stash, also on ranks without experts."""
         if site.stash is None:
             return None
         # All chunks share the pages, even if they do not share slots. Slots that the user requests
         # may all be in use.
         most = site.place.num_slots(are_shared=True)[0] if site.requested_slots is None else None
-        return cls(
+        stash = cls(
             site.chunks,
             site.num_slots,
             site.stash,
@@ -134,10 +133,8 @@ class ExpertStash(Feature):
             most_in_flight=most,
             are_shared=site.options.shared_slots,
         )
-
-    def install(self, undo: ExitStack) -> None:
-        """Restore the experts' forwards, which the constructor replaced, in ``undo``."""
-        undo.callback(self.detach)
+        undo.callback(stash.detach)
+        return stash
 
     def bind(self, graphs: MegatronChunkGraphs) -> None:
         """Keep the engine, to check whether there are graphs."""
@@ -177,6 +174,12 @@ class ExpertStash(Feature):
             with self._saving.during("off" if is_captured else "measure"):
                 yield
 
+    def around(self, work: Work) -> AbstractContextManager[None]:
+        """Stash in captures; in eager passes of ``verify`` autograd saves tensors as usual."""
+        if work == "session":
+            return nullcontext()
+        return self.capturing() if work == "capture" else self._saving.during("off")
+
     @contextmanager
     def capturing(self) -> Iterator[None]:
         """Allocate the pages, and make experts save into them.
@@ -197,12 +200,6 @@ class ExpertStash(Feature):
             self.release()
             raise
         self._saving.check_all_read()
-
-    @contextmanager
-    def verifying(self) -> Iterator[None]:
-        """Enclose an eager pass of ``verify``: autograd saves tensors as usual."""
-        with self._saving.during("off"):
-            yield
 
     def _begin_replays(self) -> None:
         if self._saving.stash is not None and self._steps is not None:

@@ -28,13 +28,13 @@ class _Host(Host):
         self._state = state
 
     def preserving(self) -> AbstractContextManager[None]:
-        return self._state.preserving()
+        return self._state.around("session")
 
     def capturing(self) -> AbstractContextManager[None]:
-        return self._state.capturing()
+        return self._state.around("capture")
 
     def verifying(self) -> AbstractContextManager[None]:
-        return self._state.verifying()
+        return self._state.around("verify")
 
 
 class _Training:

@@ -12,7 +12,7 @@ from in_process import EXPERTS, Trained, attach
 from refused import refused
 
 from chunkgraph.engine import CaptureOptions
-from chunkgraph.errors import ConfigError, SlotError, VerifyError
+from chunkgraph.errors import ConfigError, VerifyError
 from chunkgraph.megatron import site
 from chunkgraph.megatron.features.experts.capacity import factor_for_all
 from chunkgraph.megatron.features.experts.drop_report import DropReport
@@ -23,7 +23,6 @@ from chunkgraph.megatron.features.rerun.running_metrics import running_metrics
 from chunkgraph.memory.stash import StashOptions, StashReadout
 from chunkgraph.packing import PackedShape
 from chunkgraph.settings import config_from_mapping
-from chunkgraph.slots import SlotMachine
 from chunkgraph.trainer.forward_step import forward_step
 from chunkgraph.trainer.model import build_model
 
@@ -285,28 +284,16 @@ def test_experts_that_are_recomputed_without_a_setting_are_checked_after_backwar
     assert reruns[name] == 1
 
 
-@pytest.mark.parametrize("is_after", [False, True])
 def test_tokens_of_a_step_that_failed_are_not_the_next_ones(
-    one_rank: Any, make_config: Any, monkeypatch: pytest.MonkeyPatch, is_after: bool
+    one_rank: Any, make_config: Any
 ) -> None:
-    """The step fails in its schedule, or in the engine's checks after it."""
     run = _Run(one_rank, make_config, {}, {"token_drops": "raise"})
     run.step(0, 2)
     experts: Any = run.graphs.features.find(Experts)
     experts._drops.counts.total[0] += 5  # as if its forwards had dropped tokens
-    if is_after:
-        with monkeypatch.context() as patch:
-            patch.setattr(SlotMachine, "end_step", _fail)
-            with pytest.raises(SlotError, match="failure of the test"):
-                run.step(1, 2)
-    else:
-        with pytest.raises(KeyError):
-            run.step(1, 2, fails_at=0)
+    with pytest.raises(KeyError):
+        run.step(1, 2, fails_at=0)
     run.step(1, 2)
-
-
-def _fail(_: Any) -> None:
-    raise SlotError("failure of the test")
 
 
 def test_ranks_agree_on_buckets_apart_from_steps(

@@ -14,7 +14,7 @@ import torch
 from chunkgraph.engine.counters import Counters
 from chunkgraph.engine.decide.reasons import StepMode
 from chunkgraph.errors import StashError
-from chunkgraph.megatron.feature import Feature, Features
+from chunkgraph.megatron.feature import Feature, Features, LimitedFeature
 from chunkgraph.megatron.features.experts.drop_report import DropReport
 from chunkgraph.megatron.features.rerun.guard import OverflowGuard
 from chunkgraph.megatron.features.rerun.last_forward import notify_after_last_forward
@@ -87,7 +87,7 @@ def test_an_eager_step_gives_room_where_no_graph_has_less(has_graphs: bool) -> N
     """Eager passes next to replays, as `verify` runs them, must drop what the replays drop."""
     done: list[Any] = []
 
-    class Short(Feature):
+    class Short(LimitedFeature):
         def shortage(self, mode: StepMode) -> Shortage:
             assert mode is StepMode.EAGER
             return Shortage("expert capacity", 2, "2 tokens")
@@ -122,7 +122,7 @@ def test_one_feature_at_its_limit_keeps_no_other_from_growing(
     """The limit of a feature is its own, and the warning names the settings."""
     grown = []
 
-    class Short(Feature):
+    class Short(LimitedFeature):
         def __init__(self, name: str, *, is_at_limit: bool) -> None:
             self._shortage = Shortage(name, 1, f"no {name}", is_at_limit, f"{name}.max")
 
