@@ -27,7 +27,7 @@ from transformer_engine.pytorch import GroupedLinear
 
 from chunkgraph.megatron.core.access import versions
 from chunkgraph.megatron.features.experts.device_gemms import TorchGemm, native_gemm
-from chunkgraph.megatron.features.experts.device_splits import DeviceSplits
+from chunkgraph.megatron.features.experts.dropless_rows import DeviceSplits
 from chunkgraph.megatron.features.experts.grouped_gemm import GroupedGemm
 from chunkgraph.megatron.features.experts.grouped_weights import lay_together
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from chunkgraph.megatron.core.releases import RANGE, is_known
-from chunkgraph.megatron.features.experts.cublaslt import (
+from chunkgraph.megatron.features.experts.device_gemms import (
     CUBLASLT_NEEDED,
     cublaslt_version,
     version_text,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from chunkgraph.launch.hooks import enable
     from chunkgraph.megatron.attachment import MegatronChunkGraphs, attach
-    from chunkgraph.megatron.features.experts.packed_padding import keep_padding_from_experts
+    from chunkgraph.megatron.features.experts.padding import keep_padding_from_experts
     from chunkgraph.megatron.features.packing.banks import PackedBanks
     from chunkgraph.megatron.features.packing.options import PackingOptions
 

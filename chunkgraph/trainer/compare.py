@@ -13,7 +13,7 @@ import torch.distributed as dist
 from chunkgraph.engine.options import OnCapture
 from chunkgraph.engine.verify import same_bits
 from chunkgraph.megatron.core.access import versions
-from chunkgraph.megatron.features.experts.capacity import factor_for_all
+from chunkgraph.megatron.features.experts.room import factor_for_all
 from chunkgraph.settings import Config
 from chunkgraph.settings.experts import uses_dropless
 from chunkgraph.trainer.loop import RankTotals, TrainingRun, run_training

@@ -17,7 +17,7 @@ from chunkgraph.engine.options import OnCapture
 from chunkgraph.megatron.attachment import MegatronChunkGraphs, attach, config_of
 from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.megatron.features.contexts import follow_groups
-from chunkgraph.megatron.features.experts.packed_padding import keep_padding_from_experts
+from chunkgraph.megatron.features.experts.padding import keep_padding_from_experts
 from chunkgraph.megatron.features.experts.state import forget_expert_metrics
 from chunkgraph.megatron.features.stash.feature import stash_options
 from chunkgraph.megatron.pipeline.eager import eager_driver

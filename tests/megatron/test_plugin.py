@@ -57,7 +57,7 @@ def _of_the_model(chunk: nn.Module) -> list[Any]:
         *("features.stash.feature.Saving", "attachment.SlotReceiver"),
         "features.packing.feature.StepPlans",
         *("attachment.ChunkGraphs", "features.rerun.guard.StepState"),
-        "features.experts.drops.TokenDrops.install",
+        "features.experts.counts.TokenDrops.install",
     ],
 )
 def test_a_failure_half_way_leaves_the_model_as_it_was(

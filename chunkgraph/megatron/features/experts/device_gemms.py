@@ -6,6 +6,8 @@ and FP8 as well, but needs a newer cuBLASLt than torch brings. torch's needs not
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -15,15 +17,53 @@ import torch
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.core.access import private_names, versions
-from chunkgraph.megatron.features.experts.cublaslt import (
-    cublaslt_need,
-    cublaslt_version,
-    version_text,
-)
-from chunkgraph.megatron.features.experts.device_splits import DeviceSplits
+from chunkgraph.megatron.features.experts.dropless_rows import DeviceSplits
 from chunkgraph.megatron.features.experts.grouped_weights import as_one, zero_empty
 
-__all__ = ["FP8_MULTIPLES", "NativeGemm", "TorchGemm", "native_gemm", "native_need"]
+__all__ = [
+    "CUBLASLT_NEEDED",
+    "FP8_MULTIPLES",
+    "NativeGemm",
+    "TorchGemm",
+    "cublaslt_need",
+    "cublaslt_version",
+    "native_gemm",
+    "native_need",
+    "version_text",
+]
+
+CUBLASLT_NEEDED = 130801
+"""13.8.1: the first version that correctly reads a grouped product's counts on the device."""
+
+
+def cublaslt_version() -> int | None:
+    """Return the version of this process's cuBLASLt, as 130801 for 13.8.1; None without one."""
+    for library in ("libcublasLt.so.13", "libcublasLt.so.12", "libcublasLt.so"):
+        with contextlib.suppress(OSError, AttributeError):
+            get_version = ctypes.CDLL(library).cublasLtGetVersion
+            get_version.restype = ctypes.c_size_t
+            return int(get_version())
+    return None
+
+
+def version_text(number: int) -> str:
+    """Format ``130801`` as 13.8.1."""
+    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+
+
+def cublaslt_need() -> str | None:
+    """Describe the cuBLASLt to load for counts on the device; None if this process has it."""
+    number = cublaslt_version()
+    needed = version_text(CUBLASLT_NEEDED)
+    if number is None:
+        return f"cuBLASLt {needed} or newer was not found"
+    if number < CUBLASLT_NEEDED:
+        return (
+            f"cuBLASLt {version_text(number)} moves token counts through the host; load "
+            f"{needed} or newer (a newer nvidia-cublas, or LD_PRELOAD of its two libraries)"
+        )
+    return None
+
 
 _SUMMED = 8
 """Columns of the matrix of ones that sums rows: the fewest that are aligned."""

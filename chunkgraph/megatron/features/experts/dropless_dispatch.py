@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from chunkgraph.megatron.core.access import import_megatron
-from chunkgraph.megatron.features.experts.device_splits import DeviceSplits
 from chunkgraph.megatron.features.experts.dropless_rows import (
     ChosenRows,
+    DeviceSplits,
     PairedRows,
     Shuffle,
     pieces_of,

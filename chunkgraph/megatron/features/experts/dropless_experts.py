@@ -15,14 +15,13 @@ import torch
 from chunkgraph.megatron.core.access import patch_attributes, private_names
 from chunkgraph.megatron.core.fp8_recipe import fp8_recipe
 from chunkgraph.megatron.features.experts.device_gemms import FP8_MULTIPLES
-from chunkgraph.megatron.features.experts.device_splits import DeviceSplits
+from chunkgraph.megatron.features.experts.dropless_rows import DeviceSplits, RowPadding
 from chunkgraph.megatron.features.experts.grouped_gemm import (
     GroupedGemm,
     add_biases,
     choose_gemm,
     grouped_linear,
 )
-from chunkgraph.megatron.features.experts.row_padding import RowPadding
 
 __all__ = ["expert_linears", "experts_on_device"]
 

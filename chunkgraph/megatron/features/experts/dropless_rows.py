@@ -2,20 +2,62 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 
 __all__ = [
     "ChosenRows",
+    "DeviceSplits",
     "PairedRows",
+    "RowPadding",
     "Shuffle",
     "inverse_of",
     "pieces_of",
     "sum_rows",
     "take_rows",
 ]
+
+
+@dataclass(frozen=True)
+class DeviceSplits:
+    """Replacement for Megatron's ``tokens_per_expert`` on the device.
+
+    Attributes:
+        ends: End of each local expert's rows, shape [experts], int32, on the device.
+    """
+
+    ends: torch.Tensor
+    _offsets: dict[int, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    def tolist(self) -> DeviceSplits:
+        """Return this object: Megatron asks for a list, but only passes it on."""
+        return self
+
+    def sum(self) -> torch.Tensor:
+        """Return the number of rows in use, a scalar on the device."""
+        return self.ends[-1]
+
+    @cached_property
+    def counts(self) -> torch.Tensor:
+        """Number of rows of each expert, shape [experts], int64."""
+        return self._begins.diff()
+
+    def offsets(self, width: int) -> torch.Tensor:
+        """Return the first element of each expert in rows of ``width`` elements, and the end.
+
+        Returns:
+            Tensor of shape [experts + 1], int64. Calls with one width share it.
+        """
+        if width not in self._offsets:
+            self._offsets[width] = self._begins * width
+        return self._offsets[width]
+
+    @cached_property
+    def _begins(self) -> torch.Tensor:
+        return torch.nn.functional.pad(self.ends.long(), (1, 0))
 
 
 @dataclass(frozen=True)
@@ -268,3 +310,41 @@ def _gathered(rows: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
     unused = sources < 0
     gathered = rows.index_select(0, sources.clamp(min=0))
     return gathered.masked_fill_(unused.view(-1, *[1] * (rows.dim() - 1)), 0)
+
+
+class RowPadding:
+    """Transformer Engine's padding of experts' rows, without a read on the host.
+
+    Padding rows are zeros, after the rows of their expert.
+
+    Args:
+        splits: Rows of each expert.
+        num_rows: Rows of the buffer, in use or not.
+        multiple: Divisor of every padded number of rows.
+
+    Attributes:
+        splits: Padded rows of each expert.
+    """
+
+    def __init__(self, splits: DeviceSplits, num_rows: int, multiple: int) -> None:
+        num_experts = len(splits.ends)
+        padded = (splits.counts + multiple - 1) // multiple * multiple
+        ends = padded.cumsum(0)
+        self.splits = DeviceSplits(ends.int())
+        places = torch.arange(num_rows, device=ends.device)
+        expert = torch.searchsorted(splits.ends, places.int(), right=True)
+        # Padding rows in front of an expert's rows.
+        moved = (ends - padded) - (splits.ends - splits.counts)
+        target = places + moved.index_select(0, expert.clamp(max=num_experts - 1))
+        target = torch.where(expert < num_experts, target, -1)
+        num_padded = num_rows + num_experts * (multiple - 1)
+        num_padded += -num_padded % multiple
+        self._shuffle = Shuffle(inverse_of(target, num_padded), target)
+
+    def pad(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the padded buffer, with gradients."""
+        return self._shuffle.move(rows)
+
+    def unpad(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the buffer without the padding rows, with gradients."""
+        return self._shuffle.move_back(rows)

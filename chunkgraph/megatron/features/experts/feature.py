@@ -23,8 +23,9 @@ from chunkgraph.errors import ConfigError, TokenDropError
 from chunkgraph.megatron.captured_part import CapturedPart
 from chunkgraph.megatron.core.collectives import agree_by_maximum
 from chunkgraph.megatron.feature import LimitedFeature, Work, chained
+from chunkgraph.megatron.features.experts.counts import DropReport
+from chunkgraph.megatron.features.experts.counts import TokenDrops as DroppedTokens
 from chunkgraph.megatron.features.experts.dispatch import static_dispatch
-from chunkgraph.megatron.features.experts.drop_report import DropReport
 from chunkgraph.megatron.features.experts.dropless import (
     Dropless,
     DroplessRoom,
@@ -32,14 +33,13 @@ from chunkgraph.megatron.features.experts.dropless import (
     is_bounded,
     may_lack_room,
 )
-from chunkgraph.megatron.features.experts.drops import TokenDrops as DroppedTokens
 from chunkgraph.megatron.features.experts.fused_operations import rebuilt_fused_operations
 from chunkgraph.megatron.features.experts.hybrid_ep import (
     HybridEPBuffer,
     refuse_without_hybrid_ep,
     uses_hybrid_ep,
 )
-from chunkgraph.megatron.features.experts.packed_padding import padded_routing
+from chunkgraph.megatron.features.experts.padding import padded_routing
 from chunkgraph.megatron.features.experts.refusals import (
     IDLE_RULES,
     MOE_RULES,

@@ -19,7 +19,7 @@ from torch import library
 
 from chunkgraph.engine.capture.accumulate import add_together
 from chunkgraph.megatron.features.experts.device_gemms import TorchGemm, native_gemm
-from chunkgraph.megatron.features.experts.device_splits import DeviceSplits
+from chunkgraph.megatron.features.experts.dropless_rows import DeviceSplits
 
 __all__ = ["GroupedGemm", "add_biases", "choose_gemm", "grouped_linear"]
 

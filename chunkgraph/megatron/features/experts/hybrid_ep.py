@@ -17,8 +17,8 @@ import torch
 
 from chunkgraph.errors import ConfigError, MissingDependencyError, ReplayMismatchError
 from chunkgraph.megatron.core.access import import_megatron, private_names, versions
-from chunkgraph.megatron.features.experts.device_splits import DeviceSplits
 from chunkgraph.megatron.features.experts.dropless_dispatch import Dispatch
+from chunkgraph.megatron.features.experts.dropless_rows import DeviceSplits
 from chunkgraph.settings.deep_ep import ALL_TO_ALL
 from chunkgraph.settings.rule import Facts
 

@@ -9,8 +9,9 @@ actual tokens.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,17 +24,91 @@ from chunkgraph.megatron.core.access import (
     private_names,
     versions,
 )
+from chunkgraph.megatron.core.backward_pass import is_in_backward
 from chunkgraph.megatron.features.experts.dispatch import gather_fixed_rows
 from chunkgraph.megatron.features.experts.dropless import Dropless
-from chunkgraph.megatron.features.experts.padded_rows import PaddedRows, RowsOfForward
+from chunkgraph.megatron.features.experts.refusals import PADDED_ROWS_RULES
+from chunkgraph.megatron.refusals import facts_of_model
 from chunkgraph.settings.experts import uses_dropless
+from chunkgraph.settings.rule import check
 
-__all__ = ["PaddedRouting", "rows_within_capacity"]
+__all__ = [
+    "PaddedRouting",
+    "PaddedRows",
+    "RowsOfForward",
+    "keep_padding_from_experts",
+    "padded_routing",
+    "rows_within_capacity",
+]
 
 _MASK = "padding_mask"
 _LAYER = "megatron.core.transformer.moe.moe_layer"
 _ROUTER = "megatron.core.transformer.moe.router"
 _UTILS = "megatron.core.transformer.moe.moe_utils"
+
+
+class PaddedRows:
+    """The rows of a microbatch, some of which hold no token.
+
+    Args:
+        padding: True for rows without a token, bool, shape [rows].
+    """
+
+    def __init__(self, padding: torch.Tensor) -> None:
+        self.padding = padding
+        self._room: dict[tuple[int, int, float], torch.Tensor] = {}
+
+    @cached_property
+    def tokens(self) -> torch.Tensor:
+        """Return True for rows with a token, bool, shape [rows]."""
+        return ~self.padding
+
+    def room(self, num_experts: int, top_k: int, capacity_factor: float) -> torch.Tensor:
+        """Return the usable places of an expert, bool, shape [places for all rows].
+
+        The first places are usable, as many as Megatron gives an expert for an input of only these
+        tokens.
+        """
+        key = (num_experts, top_k, capacity_factor)
+        if key not in self._room:
+            (get_capacity,) = private_names(_UTILS, "get_capacity")
+            num_rows = self.padding.shape[0]
+            most = min(get_capacity(num_rows * top_k, num_experts, capacity_factor), num_rows)
+            # The same arithmetic as Megatron's, in the same precision.
+            num_chosen = self.tokens.sum().double() * top_k
+            capacity = torch.ceil(num_chosen / num_experts * capacity_factor)
+            self._room[key] = torch.arange(most, device=self.padding.device) < capacity
+        return self._room[key]
+
+
+class RowsOfForward:
+    """Shares `PaddedRows` of the same padding between the layers of one forward."""
+
+    def __init__(self) -> None:
+        self._cache: dict[tuple[object, ...], PaddedRows] | None = None
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Surround the forward of a chunk, so that a graph never reads another graph's tensors."""
+        outer, self._cache = self._cache, {}
+        try:
+            yield
+        finally:
+            self._cache = outer
+
+    def of(self, padding: torch.Tensor) -> PaddedRows:
+        """Return the rows of a microbatch; a new object in a backward and outside of a forward.
+
+        Inference mode returns a new object too, as its tensors have no version counter.
+
+        Args:
+            padding: True for rows without a token, bool, shape [rows].
+        """
+        if self._cache is None or is_in_backward() or padding.is_inference():
+            return PaddedRows(padding)
+        # The cache keeps the tensor alive, so no other tensor can take its address.
+        key = (padding.data_ptr(), padding.shape, padding.stride(), padding._version)
+        return self._cache.setdefault(key, PaddedRows(padding))
 
 
 class PaddedRouting:
@@ -235,3 +310,38 @@ def _of_this_rank(padding: torch.Tensor, num_rows: int) -> torch.Tensor:
             "tensor-parallel ranks. Pass a mask of the microbatch's rows, [1, rows]."
         )
     return padding.chunk(size, dim=1)[state.get_tensor_model_parallel_rank()]
+
+
+def keep_padding_from_experts(
+    model_chunks: nn.Module | Sequence[nn.Module], config: Any
+) -> Callable[[], None]:
+    """Make routers ignore padding rows, as if there were only rows with tokens.
+
+    ``attach(packing=...)`` does this itself, for its eager steps too. Call this function to train a
+    model on the same padded rows without chunk graphs; to use both, call it before `attach`. The
+    model then takes ``padding_mask``, bool, shape [1, rows], True for rows without a token, on
+    every pipeline stage. A padding row goes to no expert and counts in no loss or count of a
+    router, and the capacity of experts depends on the tokens alone.
+
+    Args:
+        model_chunks: The schedule's argument ``model``.
+        config: Megatron's TransformerConfig.
+
+    Returns:
+        A function that undoes the change.
+
+    Raises:
+        ConfigError: A setting or this release of Megatron does not support it.
+    """
+    return padded_routing(model_chunks, config).install()
+
+
+def padded_routing(model_chunks: nn.Module | Sequence[nn.Module], config: Any) -> PaddedRouting:
+    """Return the object that `keep_padding_from_experts` installs."""
+    check(
+        PADDED_ROWS_RULES,
+        facts_of_model(config, {"pads_rows": True}),
+        "Experts with these settings cannot be trained on packed sequences:",
+    )
+    chunks = [model_chunks] if isinstance(model_chunks, nn.Module) else model_chunks
+    return PaddedRouting([m for chunk in chunks for m in chunk.modules()])

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from chunkgraph.megatron.core.access import private_names
-from chunkgraph.megatron.features.experts.device_splits import DeviceSplits
 from chunkgraph.megatron.features.experts.dropless_experts import experts_on_device
+from chunkgraph.megatron.features.experts.dropless_rows import DeviceSplits
 from chunkgraph.memory.stash import RowsInUse
 from chunkgraph.settings.experts import uses_dropless
 

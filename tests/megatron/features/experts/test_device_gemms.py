@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from chunkgraph.errors import ConfigError
-from chunkgraph.megatron.features.experts import cublaslt, device_gemms, grouped_gemm
+from chunkgraph.megatron.features.experts import device_gemms, grouped_gemm
 
 _GPU = torch.device("cuda")
 
@@ -30,8 +30,7 @@ def _machine(
         "find_spec",
         lambda name: object() if name == "transformer_engine" else real(name),
     )
-    for module in (cublaslt, device_gemms):
-        monkeypatch.setattr(module, "cublaslt_version", lambda: version)
+    monkeypatch.setattr(device_gemms, "cublaslt_version", lambda: version)
     monkeypatch.setattr(device_gemms, "private_names", names)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
 

@@ -14,11 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from chunkgraph.engine.capture.accumulate import Accumulation
 from chunkgraph.graphs import RecorderBackend
 from chunkgraph.megatron.features.experts.device_gemms import TorchGemm
-from chunkgraph.megatron.features.experts.device_splits import DeviceSplits
 from chunkgraph.megatron.features.experts.dropless_dispatch import RowRoom
 from chunkgraph.megatron.features.experts.dropless_rows import (
     ChosenRows,
+    DeviceSplits,
     PairedRows,
+    RowPadding,
     pieces_of,
     sum_rows,
     take_rows,
@@ -29,7 +30,6 @@ from chunkgraph.megatron.features.experts.grouped_gemm import (
     grouped_linear,
 )
 from chunkgraph.megatron.features.experts.grouped_weights import as_one, lay_together, zero_empty
-from chunkgraph.megatron.features.experts.row_padding import RowPadding
 
 _SIZES = (3, 5, 4)  # experts, in, out
 

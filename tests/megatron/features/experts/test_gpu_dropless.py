@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from chunkgraph.megatron.features.experts.device_gemms import TorchGemm, native_gemm, native_need
-from chunkgraph.megatron.features.experts.device_splits import DeviceSplits
+from chunkgraph.megatron.features.experts.dropless_rows import DeviceSplits
 from chunkgraph.megatron.features.experts.grouped_gemm import add_biases, grouped_linear
 
 CONFIG = Path(__file__).resolve().parents[4] / "configs" / "bench" / "moe_ep1_dropless.yaml"

@@ -13,8 +13,7 @@ from packed_flights import differing, packed_batch
 from chunkgraph.errors import ConfigError, SlotError
 from chunkgraph.megatron import attach, keep_padding_from_experts
 from chunkgraph.megatron.attachment import config_of
-from chunkgraph.megatron.features.experts.padded_rows import PaddedRows
-from chunkgraph.megatron.features.experts.padding import rows_within_capacity
+from chunkgraph.megatron.features.experts.padding import PaddedRows, rows_within_capacity
 from chunkgraph.megatron.features.experts.state import forget_expert_metrics, take_expert_metrics
 from chunkgraph.packing import PackedShape
 from chunkgraph.settings import config_from_mapping

@@ -10,8 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkgraph.graphs import RecorderBackend
-from chunkgraph.megatron.features.experts.padded_rows import RowsOfForward
-from chunkgraph.megatron.features.experts.padding import rows_within_capacity
+from chunkgraph.megatron.features.experts.padding import RowsOfForward, rows_within_capacity
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(60)]
 

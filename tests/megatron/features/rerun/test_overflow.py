@@ -14,10 +14,10 @@ from refused import refused
 from chunkgraph.engine import CaptureOptions
 from chunkgraph.errors import ConfigError, VerifyError
 from chunkgraph.megatron import site
-from chunkgraph.megatron.features.experts.capacity import factor_for_all
-from chunkgraph.megatron.features.experts.drop_report import DropReport
+from chunkgraph.megatron.features.experts.counts import DropReport
 from chunkgraph.megatron.features.experts.feature import Experts
 from chunkgraph.megatron.features.experts.refusals import MOE_RULES
+from chunkgraph.megatron.features.experts.room import factor_for_all
 from chunkgraph.megatron.features.packing.options import PackingOptions
 from chunkgraph.megatron.features.rerun.running_metrics import running_metrics
 from chunkgraph.memory.stash import StashOptions, StashReadout

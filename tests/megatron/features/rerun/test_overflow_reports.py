@@ -15,7 +15,7 @@ from chunkgraph.engine.counters import Counters
 from chunkgraph.engine.decide.reasons import StepMode
 from chunkgraph.errors import StashError
 from chunkgraph.megatron.feature import Feature, Features, LimitedFeature
-from chunkgraph.megatron.features.experts.drop_report import DropReport
+from chunkgraph.megatron.features.experts.counts import DropReport
 from chunkgraph.megatron.features.rerun.guard import OverflowGuard
 from chunkgraph.megatron.features.rerun.last_forward import notify_after_last_forward
 from chunkgraph.megatron.features.stash.feature import ExpertStash
