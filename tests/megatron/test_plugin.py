@@ -156,7 +156,7 @@ def _reductions(
     """Return each step's ready signals of last microbatches, their reductions, and all of these."""
     from megatron.core.distributed import param_and_grad_buffer
 
-    from chunkgraph.trainer.loop import run_training
+    from chunkgraph.trainer.compare import run_training
 
     group_class = param_and_grad_buffer._ParamAndGradBucketGroup
     register, start = group_class.register_grad_ready, group_class.start_grad_sync

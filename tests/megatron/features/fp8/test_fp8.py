@@ -132,8 +132,7 @@ def _losses(
     from chunkgraph.megatron.core.access import import_megatron
     from chunkgraph.trainer.batches import sequence_batches as microbatches
     from chunkgraph.trainer.forward_step import forward_step
-    from chunkgraph.trainer.model import build_model
-    from chunkgraph.trainer.optimizer import build_optimizer, zero_gradients
+    from chunkgraph.trainer.model import build_model, build_optimizer, zero_gradients
     from chunkgraph.trainer.setup import seed_everything
 
     seed_everything(1, device)
