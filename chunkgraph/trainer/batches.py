@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -41,9 +42,6 @@ __all__ = [
 
 Batch = dict[str, Any]
 """A microbatch; `forward_step` lists its entries."""
-
-_NUM_REMEMBERED = 4
-"""Steps that are remembered: this one, and the next, which is announced."""
 
 
 class SequenceBatches:
@@ -257,10 +255,12 @@ class PackedBatches(SequenceBatches):
             num_tokens=shape.max_packed_tokens,
             seed=config.train.seed,
             # Where sizes change, documents of a row go to ranks and groups of any size.
-            multiple=1 if self.banks.groups else shape.document_multiple,
+            multiple=shape.document_multiple if self.banks.groups is None else 1,
             **({"counts": counts} if counts else {}),
         )
-        self._steps: dict[tuple[int, int], _Step] = {}
+        draw = self._fixed_step if self.banks.groups is None else self._scheduled_step
+        # Of this step, and of the next, which is announced.
+        self._step = lru_cache(maxsize=4)(draw)
 
     def step(self, step: int, count: int) -> Iterator[Batch]:
         """Draw this rank's rows of the step's microbatches, for one chunk."""
@@ -289,15 +289,6 @@ class PackedBatches(SequenceBatches):
         for owner in (self._agree, self.banks.groups):
             if owner is not None:
                 owner.close()
-
-    def _step(self, step: int, count: int) -> _Step:
-        key = (step, count)
-        if key not in self._steps:
-            while len(self._steps) >= _NUM_REMEMBERED:
-                del self._steps[next(iter(self._steps))]
-            draw = self._fixed_step if self.banks.groups is None else self._scheduled_step
-            self._steps[key] = draw(step, count)
-        return self._steps[key]
 
     def _fixed_step(self, step: int, count: int) -> _Step:
         """Draw a step whose microbatches each data-parallel rank has for itself."""
@@ -352,8 +343,8 @@ class PackedBatches(SequenceBatches):
             values["padding_mask"] = ~is_counted
         if bank.size > 1:
             state = import_megatron("megatron.core.parallel_state")
-            cp_rank = groups.rank % bank.size if groups else state.get_context_parallel_rank()
-            rows = packed.rows_of_rank(cp_rank)
+            cp_rank = state.get_context_parallel_rank() if groups is None else groups.rank
+            rows = packed.rows_of_rank(cp_rank % bank.size)
             values = {name: value[rows] for name, value in values.items()}
         batch: Batch = {
             name: to_device(value[None], self._device) for name, value in values.items()

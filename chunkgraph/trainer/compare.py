@@ -115,7 +115,9 @@ def _totals(model: TrainedModel) -> dict[str, Any]:
         "missing_banks": dict(counters.missing_banks),
         "slots_per_chunk": graphs.num_slots if graphs is not None else (),
         "replays_of_bank": graphs.replays_of_bank if graphs is not None else {},
-        "dropped_tokens": sum(graphs.dropped_tokens(wait=True).values()) if graphs else 0,
+        "dropped_tokens": (
+            sum(graphs.dropped_tokens(wait=True).values()) if graphs is not None else 0
+        ),
         "num_graphs": report.num_graphs if report is not None else 0,
         "memsets_kept": report.memsets_kept if report is not None else "",
         "stash_bytes": stash_size.device_bytes if stash_size is not None else 0,
