@@ -237,11 +237,11 @@ class Run:
 
     def __init__(self, config: Config, device: torch.device, variant: Variant) -> None:
         self._config, self._device, self._variant = config, device, variant
-        options = {
+        options: dict[str, Any] = {
             "transformer_options": variant.transformer_options(),
             "ddp_scope": variant.ddp_scope,
         }
-        self._model = model = TrainedModel(config, device, model_options=options)
+        self._model = model = TrainedModel(config, device, **options)
         variant.prepare(model)
         self._records: list[StepRecord] = []
         self._num_tokens: list[int] = []

@@ -1,12 +1,10 @@
-"""Read real text as packed training sequences: NumPy only, and reproducible by seed."""
+"""Read real text as training sequences or packed documents: NumPy only, reproducible by seed."""
 
 from __future__ import annotations
 
-from chunkgraph.data.counts import check_counts
+from chunkgraph.data.counts import DrawnDocuments, check_counts
 from chunkgraph.data.documents import DocumentRow, Documents
-from chunkgraph.data.drawn import DrawnDocuments
-from chunkgraph.data.packed import PackedBatch, PackedText
-from chunkgraph.data.text import read_documents, shipped_text
+from chunkgraph.data.text import PackedText, read_documents
 from chunkgraph.data.vocabulary import END_OF_DOCUMENT, NUM_TOKENS
 
 __all__ = [
@@ -15,9 +13,7 @@ __all__ = [
     "DocumentRow",
     "Documents",
     "DrawnDocuments",
-    "PackedBatch",
     "PackedText",
     "check_counts",
     "read_documents",
-    "shipped_text",
 ]

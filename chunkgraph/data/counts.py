@@ -1,13 +1,16 @@
-"""The number of documents of a microbatch, as a distribution described by quantiles."""
+"""Draw microbatches whose number of documents follows a distribution, for measurements."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
+from chunkgraph.data.documents import Documents
 from chunkgraph.errors import ConfigError
 
-__all__ = ["COUNT_SHARES", "check_counts", "count_at"]
+__all__ = ["COUNT_SHARES", "DrawnDocuments", "check_counts", "count_at"]
 
 COUNT_SHARES = (0.5, 0.9, 0.99, 1.0)
 """The shares of the quantiles: 50%, 90%, 99% and 100% of all microbatches."""
@@ -42,12 +45,57 @@ def count_at(counts: Sequence[int], share: float) -> int:
         counts: as in `check_counts`.
         share: 0 to 1.
     """
-    low_share, low = 0.0, 1
-    for high_share, high in zip(COUNT_SHARES, counts, strict=True):
-        if share <= high_share:
-            part = (share - low_share) / (high_share - low_share)
-            exact = math.exp(math.log(low) + part * math.log(high / low))
-            # Ignore rounding errors of up to 1 in 10^9.
-            return min(high, max(1, math.ceil(exact * (1 - 1e-9))))
-        low_share, low = high_share, high
-    return counts[-1]
+    exact = np.exp(np.interp(share, (0, *COUNT_SHARES), np.log((1, *counts))))
+    # Ignore rounding errors of up to 1 in 10^9.
+    return int(np.ceil(exact * (1 - 1e-9)))
+
+
+class DrawnDocuments(Documents):
+    """Deterministic microbatches of documents whose number follows a distribution.
+
+    A microbatch of n documents ends them at n random positions of its row; the rest of the row
+    stays empty, about as long as a document. So rows are as full as those of a data path that ends
+    a microbatch before the first document that does not fit. A document's tokens are a stretch of
+    the text from a random position.
+
+    Args:
+        documents: the bytes of each document of the text.
+        counts: quantiles of the number of documents, see `check_counts`.
+        num_tokens: tokens of a row.
+        seed: the seed of all draws.
+        multiple: documents are padded to a multiple of this many rows; divides ``num_tokens``.
+
+    Raises:
+        ConfigError: the quantiles are invalid, or the documents have no room.
+    """
+
+    def __init__(
+        self,
+        documents: Sequence[bytes],
+        *,
+        counts: Sequence[int],
+        num_tokens: int,
+        seed: int,
+        multiple: int = 1,
+    ) -> None:
+        check_counts(counts)
+        if counts[-1] * multiple > num_tokens:
+            each = f" of at least {multiple} rows each" if multiple > 1 else ""
+            msg = f"{counts[-1]} documents{each} do not fit in {num_tokens} tokens."
+            raise ConfigError(msg)
+        super().__init__(documents, num_tokens=num_tokens, seed=seed, multiple=multiple)
+        self._text = np.frombuffer(b"\n\n".join(documents), dtype=np.uint8)
+        self._counts = counts
+
+    def _draw(self, rng: np.random.Generator) -> list[NDArray[np.uint8]]:
+        count = count_at(self._counts, float(rng.random()))
+        multiple = self._multiple
+        ends = np.sort(1 + rng.choice(self.num_tokens // multiple, size=count, replace=False))
+        lengths: NDArray[np.int64] = (ends - np.append(0, ends[:-1])) * multiple
+        if multiple > 1:
+            lengths -= rng.integers(multiple, size=count)
+        starts = rng.integers(len(self._text), size=count)
+        return [
+            self._text.take(np.arange(start, start + length), mode="wrap")
+            for start, length in zip(starts, lengths, strict=True)
+        ]

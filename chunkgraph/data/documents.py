@@ -1,18 +1,16 @@
-"""Draw whole documents into microbatches, each a row of independent documents.
-
-Shape: T, the tokens of a row.
-"""
+"""Draw whole documents into microbatches, each a row of independent documents."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkgraph.data.text import read_documents
+from chunkgraph.data.text import generator, read_documents
 from chunkgraph.data.vocabulary import END_OF_DOCUMENT
 from chunkgraph.errors import ConfigError
 
@@ -21,29 +19,40 @@ __all__ = ["DocumentRow", "Documents"]
 
 @dataclass(frozen=True, eq=False)
 class DocumentRow:
-    """The documents of one microbatch, end to end, without padding."""
+    """The documents of one microbatch, end to end, without padding.
+
+    Attributes:
+        tokens: tokens of all documents, [sum of lengths].
+        labels: the token after each token, [sum of lengths]; the end of document after its last.
+        lengths: tokens of each document.
+    """
 
     tokens: NDArray[np.int64]
-    """Tokens of all documents, [sum of lengths]."""
     labels: NDArray[np.int64]
-    """The next token of each token's document, [sum of lengths]; the end of document at its end."""
     lengths: tuple[int, ...]
-    """Tokens of each document."""
+
+    @classmethod
+    def of_documents(cls, documents: Sequence[NDArray[np.integer]]) -> DocumentRow:
+        """Return the row of the tokens of these documents, in order; it may be empty."""
+        lengths = tuple(len(document) for document in documents)
+        tokens = np.concatenate([np.empty(0, np.int64), *documents], dtype=np.int64)
+        labels = np.append(tokens[1:], END_OF_DOCUMENT)[: len(tokens)]
+        labels[np.cumsum(lengths, dtype=np.int64) - 1] = END_OF_DOCUMENT
+        return cls(tokens, labels, lengths)
 
 
 class Documents:
     """Deterministic microbatches of whole documents.
 
     A document longer than a row is split into parts, and each part is a document. A row is filled
-    with documents drawn with replacement as long as they fit; their number is not limited. A row is
-    a pure function of seed, step, microbatch and data-parallel rank.
+    with documents drawn with replacement as long as they fit; their number is not limited.
 
     Args:
         documents: the bytes of each document.
-        num_tokens: T.
+        num_tokens: tokens of a row.
         seed: seed of the order in which documents are drawn.
         multiple: documents are padded to a multiple of this many rows, which count as well; divides
-            T.
+            ``num_tokens``.
 
     Raises:
         ConfigError: there is no document of at least one byte.
@@ -65,43 +74,35 @@ class Documents:
             raise ConfigError(msg)
 
     @classmethod
-    def from_file(
-        cls, path: str | Path | None, *, num_tokens: int, seed: int, multiple: int = 1
-    ) -> Documents:
-        """Read the documents of a text file; None: the shipped text.
+    def from_file(cls, path: str | Path | None, **options: Any) -> Self:
+        """Read the documents of a text file; None: the shipped text. Options are the class's.
 
         Raises:
             ConfigError: the file cannot be read or is empty.
         """
-        return cls(read_documents(path), num_tokens=num_tokens, seed=seed, multiple=multiple)
+        return cls(read_documents(path), **options)
 
     def lengths(self, step: int, microbatch: int, dp_rank: int = 0) -> tuple[int, ...]:
-        """Return the length of each document of a microbatch, without reading its tokens."""
-        return tuple(len(self._parts[i]) for i in self._draw(step, microbatch, dp_rank))
+        """Return the length of each document of a microbatch."""
+        return self.row(step, microbatch, dp_rank).lengths
 
     def row(self, step: int, microbatch: int, dp_rank: int = 0) -> DocumentRow:
-        """Return one microbatch.
+        """Draw one microbatch.
 
         Args:
             step: training step, from 0.
             microbatch: microbatch of the step, from 0.
             dp_rank: data-parallel rank.
         """
-        parts = [self._parts[i].astype(np.int64) for i in self._draw(step, microbatch, dp_rank)]
-        end = np.array([END_OF_DOCUMENT], dtype=np.int64)
-        return DocumentRow(
-            tokens=np.concatenate(parts),
-            labels=np.concatenate([a for part in parts for a in (part[1:], end)]),
-            lengths=tuple(len(part) for part in parts),
-        )
+        return DocumentRow.of_documents(self._draw(generator(self.seed, step, microbatch, dp_rank)))
 
-    def _draw(self, step: int, microbatch: int, dp_rank: int) -> list[int]:
-        rng = np.random.Generator(np.random.Philox([self.seed, step, microbatch, dp_rank]))
-        indices: list[int] = []
+    def _draw(self, rng: np.random.Generator) -> list[NDArray[np.uint8]]:
+        """Return the documents of a microbatch."""
+        drawn: list[NDArray[np.uint8]] = []
         num_free = self.num_tokens
         while True:
-            index = int(rng.integers(len(self._parts)))
-            num_free -= -(-len(self._parts[index]) // self._multiple) * self._multiple
+            part = self._parts[int(rng.integers(len(self._parts)))]
+            num_free -= -(-len(part) // self._multiple) * self._multiple
             if num_free < 0:
-                return indices
-            indices.append(index)
+                return drawn
+            drawn.append(part)

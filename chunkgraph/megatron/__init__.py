@@ -31,7 +31,7 @@ _HOMES = {
     "PackingOptions": "chunkgraph.megatron.features.packing.options",
     "attach": "chunkgraph.megatron.attachment",
     "enable": "chunkgraph.launch.hooks",
-    "keep_padding_from_experts": "chunkgraph.megatron.features.experts.packed_padding",
+    "keep_padding_from_experts": "chunkgraph.megatron.features.experts.padding",
 }
 
 

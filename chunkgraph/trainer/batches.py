@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from chunkgraph.data import DocumentRow, Documents, DrawnDocuments, PackedText
+from chunkgraph.data.vocabulary import END_OF_DOCUMENT
 from chunkgraph.engine.decide.maximum import Maximum
-from chunkgraph.megatron.core.access import import_megatron
+from chunkgraph.megatron.core.access import import_megatron, private_names
 from chunkgraph.megatron.core.collectives import agree_by_maximum
 from chunkgraph.megatron.features.contexts import ContextGroups
 from chunkgraph.megatron.features.packing.attention_limits import shares_keys
@@ -32,18 +32,107 @@ from chunkgraph.packing import (
 from chunkgraph.settings import Config
 
 __all__ = [
+    "Batch",
     "PackedBatches",
     "SequenceBatches",
     "context_limits",
-    "make_batches",
     "packed_shape",
     "sequence_batches",
 ]
 
 Batch = dict[str, Any]
+"""A microbatch; `forward_step` lists its entries."""
 
-_NUM_REMEMBERED = 4
-"""Steps that are remembered: this one, and the next, which is announced."""
+
+class SequenceBatches:
+    """Sequences of one length, cut from all documents end to end.
+
+    Args:
+        config: the run.
+        device: this rank's device.
+
+    Attributes:
+        banks: what microbatches are packed into; None if nothing is packed.
+    """
+
+    banks: PackedBanks | None = None
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        self._config = config
+        self._device = device
+        self._text = PackedText.from_file(
+            config.data.path, seq_length=config.model.seq_length, seed=config.train.seed
+        )
+
+    def step(self, step: int, count: int) -> Iterator[Batch]:
+        """Draw this rank's part of the step's microbatches, for one chunk."""
+        return sequence_batches(self._config, self._text, step, count, self._device)
+
+    def schedule_options(self, _step: int, _count: int, has_graphs: bool) -> dict[str, Any]:
+        """Return keywords of the schedule that Megatron's own does not take."""
+        del has_graphs
+        return {}
+
+    def num_microbatches(self, _step: int, count: int) -> int:
+        """Return the step's microbatches, if the documents are those of ``count`` full ones."""
+        return count
+
+    def packings(self, _step: int, _count: int) -> list[Sequence[int]] | None:
+        """Return the document lengths of this rank's microbatches; None if nothing is packed."""
+        return None
+
+    def close(self) -> None:
+        """Destroy the process groups that ranks agreed in, or shared microbatches."""
+
+
+def sequence_batches(
+    config: Config, text: PackedText, step: int, count: int, device: torch.device
+) -> Iterator[Batch]:
+    """Draw a step's microbatches for this data- and context-parallel rank.
+
+    Positions begin anew in each document. Layers other than Transformer Engine's, whose causal
+    kernel takes no mask, also get a mask that separates the documents of a sequence. The first
+    token of a document is no label.
+    """
+    state = import_megatron("megatron.core.parallel_state")
+    dp_rank, cp_rank = state.get_data_parallel_rank(), state.get_context_parallel_rank()
+    cp_size = config.pipeline.context_parallel_size
+    (masks_of,) = private_names(
+        "megatron.core.datasets.gpt_dataset", "_get_ltor_masks_and_position_ids"
+    )
+    spec = config.model.layer_spec
+    on_engine = spec == "transformer_engine" or (spec == "auto" and device.type == "cuda")
+    for microbatch in range(count):
+        drawn = text.batch(step, microbatch, config.train.micro_batch_size, dp_rank)
+        rows = torch.from_numpy(drawn)
+        tokens = rows[:, :-1]
+        mask, loss_mask, positions = zip(
+            *(masks_of(row, END_OF_DOCUMENT, True, True, True, not on_engine) for row in tokens),
+            strict=True,
+        )
+        values = {
+            "tokens": tokens,
+            "labels": rows[:, 1:],
+            "position_ids": torch.stack(positions),
+            "is_counted": torch.stack(loss_mask).bool(),
+        }
+        if cp_size > 1:
+            count_of_all = values["is_counted"].sum(dtype=torch.float32)
+            values = {n: _part(value, cp_rank, cp_size) for n, value in values.items()}
+            values["num_counted"] = count_of_all
+        if not on_engine:
+            values["attention_mask"] = torch.stack(mask)
+        yield {n: to_device(value.contiguous().numpy(), device) for n, value in values.items()}
+
+
+def _part(rows: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    """Return one context-parallel rank's part of every row, [b, s / size].
+
+    Of ``2 * size`` equal pieces, a rank holds piece ``rank`` from the front and piece ``rank`` from
+    the end, so all ranks have the same work under a causal mask.
+    """
+    pieces = rows.chunk(2 * size, dim=1)
+    return torch.cat([pieces[rank], pieces[-1 - rank]], dim=1)
 
 
 def packed_shape(config: Config, model_config: Any = None) -> PackedShape | None:
@@ -59,14 +148,15 @@ def packed_shape(config: Config, model_config: Any = None) -> PackedShape | None
     Returns:
         The shape; None without packing, or if microbatches differ in their context-parallel size.
     """
-    if not config.packing.max_packed_seqs or config.packing.context_parallel_sizes:
+    packing = config.packing
+    if not packing.max_packed_seqs or packing.context_parallel_sizes:
         return None
-    multiple = config.packing.pad_seq_to_mult
+    multiple = packing.pad_seq_to_mult
     return PackedShape(
-        config.packing.max_packed_seqs,
+        packing.max_packed_seqs,
         config.tokens_per_sequence,
         context_parallel_size=config.pipeline.context_parallel_size,
-        max_document_tokens=config.packing.max_document_tokens,
+        max_document_tokens=packing.max_document_tokens,
         counts_padding=multiple > 1 or (model_config is not None and shares_keys(model_config)),
         pad_seq_to_mult=multiple,
     )
@@ -107,104 +197,26 @@ def _banks(config: Config, model_config: Any) -> PackedBanks:
     )
 
 
-def make_batches(
-    config: Config, device: torch.device, model_config: Any
-) -> SequenceBatches | PackedBatches:
-    """Create the source of the run's microbatches. All ranks call this together.
-
-    Args:
-        config: the run.
-        device: this rank's device.
-        model_config: Megatron's TransformerConfig.
-    """
-    if config.packing.max_packed_seqs:
-        return PackedBatches(config, device, model_config)
-    return SequenceBatches(config, device)
-
-
-def _documents(config: Config, shape: PackedShape) -> Documents | DrawnDocuments:
-    path, counts = config.data.path, config.data.document_counts
-    # Where sizes change, documents of a row go to ranks and groups of any size.
-    multiple = 1 if config.packing.context_parallel_sizes else shape.document_multiple
-    rows = {
-        "num_tokens": shape.max_packed_tokens,
-        "seed": config.train.seed,
-        "multiple": multiple,
-    }
-    if counts:
-        return DrawnDocuments.from_file(path, counts, **rows)
-    return Documents.from_file(path, **rows)
-
-
-class SequenceBatches:
-    """Sequences of one length, cut from all documents end to end."""
-
-    banks: None = None
-
-    def __init__(self, config: Config, device: torch.device) -> None:
-        self._config = config
-        self._device = device
-        self._text = PackedText.from_file(
-            config.data.path, seq_length=config.model.seq_length, seed=config.train.seed
-        )
-
-    def schedule_options(self, _step: int, _count: int, *, has_graphs: bool) -> dict[str, Any]:
-        """Return nothing: every microbatch has the same shape."""
-        del has_graphs
-        return {}
-
-    def packings(self, _step: int, _num_microbatches: int) -> None:
-        """Return None: nothing is packed."""
-
-    def buckets(self, _step: int, _num_microbatches: int) -> None:
-        """Return None: there is one length."""
-
-    def num_microbatches(self, _step: int, count: int) -> int:
-        """Return ``count``."""
-        return count
-
-    def close(self) -> None:
-        """Do nothing."""
-
-    def step(self, step: int, num_microbatches: int) -> Iterator[Batch]:
-        """Draw the step's microbatches, for one chunk."""
-        return sequence_batches(self._config, self._text, step, num_microbatches, self._device)
-
-
-@dataclass(frozen=True)
-class _Microbatch:
-    """Whole documents that the ranks of one context-parallel group share.
-
-    Attributes:
-        bank: the shape that they are packed into, and the group.
-        lengths: tokens of each document; none: a filler, which only keeps ranks in step.
-        draw: draws the documents.
-    """
-
-    bank: PackedBank
-    lengths: Sequence[int]
-    draw: Callable[[], DocumentRow]
-
-
 @dataclass(frozen=True)
 class _Step:
     """A step of this rank.
 
     Attributes:
-        microbatches: its microbatches.
-        options: keywords of the schedule that chunk graphs need.
-        eager_options: keywords that eager steps need, too.
+        rows: the documents of each microbatch; no document: a filler, which only keeps ranks in
+            step.
+        banks: the shape that each microbatch is packed into, and the group that shares it.
+        options: keywords of the schedule that chunk graphs need; ``buckets`` eager steps, too.
         loss_scale: makes the sum of a microbatch's losses a share of the step's mean; None: the
             loss is the mean over each microbatch.
     """
 
-    microbatches: Sequence[_Microbatch]
+    rows: Sequence[DocumentRow]
+    banks: Sequence[PackedBank]
     options: dict[str, Any]
-    eager_options: dict[str, Any] = field(default_factory=dict)
     loss_scale: float | None = None
 
 
-class PackedBatches:
+class PackedBatches(SequenceBatches):
     """Whole documents in one row, with their offsets.
 
     Everything is computed on the host and copied to the device. A microbatch that does not fit the
@@ -225,10 +237,9 @@ class PackedBatches:
         config: the run.
         device: this rank's device.
         model_config: Megatron's TransformerConfig.
-
-    Attributes:
-        banks: what microbatches are packed into.
     """
+
+    banks: PackedBanks
 
     def __init__(self, config: Config, device: torch.device, model_config: Any) -> None:
         self._config = config
@@ -238,113 +249,89 @@ class PackedBatches:
         if self.banks.groups is None and config.pipeline.expert_model_parallel_size > 1:
             # Ranks that share experts run their microbatches through a chunk together.
             self._agree = agree_by_maximum() if len(self.banks.shapes) > 1 else None
-        self._documents = _documents(config, self.banks.largest_shape)
-        self._steps: dict[tuple[int, int], _Step] = {}
-
-    def schedule_options(self, step: int, count: int, *, has_graphs: bool) -> dict[str, Any]:
-        """Return keywords of the schedule that Megatron's own does not take."""
-        contents = self._step(step, count)
-        return {**contents.eager_options, **(contents.options if has_graphs else {})}
-
-    def num_microbatches(self, step: int, count: int) -> int:
-        """Return the step's microbatches, if the documents are those of ``count`` full ones."""
-        return len(self._step(step, count).microbatches)
-
-    def packings(self, step: int, count: int) -> list[Sequence[int]]:
-        """Return the document lengths of the step's microbatches, for this rank."""
-        return [microbatch.lengths for microbatch in self._step(step, count).microbatches]
-
-    def buckets(self, step: int, count: int) -> list[int] | None:
-        """Return the rows of each microbatch, if ranks agree on one of several lengths.
-
-        All ranks call this for the same steps in the same order.
-        """
-        return self._step(step, count).eager_options.get("buckets")
-
-    def close(self) -> None:
-        """Destroy the process groups that ranks agreed in, or shared microbatches."""
-        if self._agree is not None:
-            self._agree.close()
-        if self.banks.groups is not None:
-            self.banks.groups.close()
+        shape, counts = self.banks.largest_shape, config.data.document_counts
+        self._documents = (DrawnDocuments if counts else Documents).from_file(
+            config.data.path,
+            num_tokens=shape.max_packed_tokens,
+            seed=config.train.seed,
+            # Where sizes change, documents of a row go to ranks and groups of any size.
+            multiple=shape.document_multiple if self.banks.groups is None else 1,
+            **({"counts": counts} if counts else {}),
+        )
+        draw = self._fixed_step if self.banks.groups is None else self._scheduled_step
+        # Of this step, and of the next, which is announced.
+        self._step = lru_cache(maxsize=4)(draw)
 
     def step(self, step: int, count: int) -> Iterator[Batch]:
         """Draw this rank's rows of the step's microbatches, for one chunk."""
         contents = self._step(step, count)
-        for number, microbatch in enumerate(contents.microbatches):
-            batch = self._batch(microbatch, f"step {step}, microbatch {number}")
+        for number, (row, bank) in enumerate(zip(contents.rows, contents.banks, strict=True)):
+            batch = self._batch(row, bank, f"step {step}, microbatch {number}")
             if contents.loss_scale is not None:
                 batch["loss_scale"] = contents.loss_scale
             yield batch
 
-    # -- what a step holds ---------------------------------------------------------------------
+    def schedule_options(self, step: int, count: int, has_graphs: bool) -> dict[str, Any]:
+        """Return keywords of the schedule that Megatron's own does not take."""
+        options = self._step(step, count).options
+        return {name: v for name, v in options.items() if has_graphs or name == "buckets"}
 
-    def _step(self, step: int, count: int) -> _Step:
-        key = (step, count)
-        if key not in self._steps:
-            while len(self._steps) >= _NUM_REMEMBERED:
-                del self._steps[next(iter(self._steps))]
-            is_fixed = self.banks.groups is None
-            self._steps[key] = (self._fixed_step if is_fixed else self._scheduled_step)(step, count)
-        return self._steps[key]
+    def num_microbatches(self, step: int, count: int) -> int:
+        """Return the step's microbatches, if the documents are those of ``count`` full ones."""
+        return len(self._step(step, count).rows)
+
+    def packings(self, step: int, count: int) -> list[Sequence[int]]:
+        """Return the document lengths of this rank's microbatches."""
+        return [row.lengths for row in self._step(step, count).rows]
+
+    def close(self) -> None:
+        """Destroy the process groups that ranks agreed in, or shared microbatches."""
+        for owner in (self._agree, self.banks.groups):
+            if owner is not None:
+                owner.close()
 
     def _fixed_step(self, step: int, count: int) -> _Step:
         """Draw a step whose microbatches each data-parallel rank has for itself."""
-        documents, banks, rank = self._documents, self.banks, _data_parallel_rank()
-        packings = [documents.lengths(step, number, rank) for number in range(count)]
-        rows = banks.choose(packings, self._agree)
-        shapes = banks.by_rows
-        microbatches = [
-            _Microbatch(
-                banks.fewest_sequences(lengths, shapes[num_rows]),
-                lengths,
-                partial(documents.row, step, number, rank),
-            )
-            for number, (lengths, num_rows) in enumerate(zip(packings, rows, strict=True))
+        dp_rank = import_megatron("megatron.core.parallel_state").get_data_parallel_rank()
+        rows = [self._documents.row(step, number, dp_rank) for number in range(count)]
+        packings = [row.lengths for row in rows]
+        buckets = self.banks.choose(packings, self._agree)
+        shapes = self.banks.by_rows
+        banks = [
+            self.banks.fewest_sequences(lengths, shapes[num_rows])
+            for lengths, num_rows in zip(packings, buckets, strict=True)
         ]
-        has_lengths = len(shapes) > 1
-        return _Step(
-            microbatches,
-            {"packings": packings, "buckets": rows if has_lengths else None},
-            {"buckets": rows} if has_lengths else {},
-        )
+        options = {"buckets": buckets} if len(shapes) > 1 else {}
+        return _Step(rows, banks, {"packings": packings, **options})
 
     def _scheduled_step(self, step: int, count: int) -> _Step:
         """Draw a step whose documents are spread over all data-parallel ranks."""
         limits, groups = self.banks.limits, self.banks.groups
         assert limits is not None
         assert groups is not None
-        documents: list[DocumentRow] = []
-        for number in range(count * limits.world_size // limits.group_sizes[0]):
-            row = self._documents.row(step, number)
-            ends = np.cumsum(row.lengths)[:-1]
-            parts = zip(np.split(row.tokens, ends), np.split(row.labels, ends), strict=True)
-            documents += [DocumentRow(tokens, labels, (len(tokens),)) for tokens, labels in parts]
-        lengths = [len(document.tokens) for document in documents]
+        num_rows = count * limits.world_size // limits.group_sizes[0]
+        whole = [self._documents.row(step, number) for number in range(num_rows)]
+        lengths = [length for row in whole for length in row.lengths]
+        documents = np.split(np.concatenate([row.tokens for row in whole]), np.cumsum(lengths)[:-1])
         name, seed = self._config.packing.context_parallel_schedule, self._config.train.seed
         scheduler = scheduler_of(name, limits, f"{seed} {step}")
         schedule = schedule_contexts(lengths, limits, scheduler)
         banks = self.banks.of_schedule(schedule, lengths)
-        microbatches = [
-            _Microbatch(
-                bank,
-                [lengths[d] for d in mine.documents],
-                partial(_joined, [documents[d] for d in mine.documents]),
-            )
-            for mine, bank in zip(schedule.of_rank(groups.rank), banks, strict=True)
+        rows = [
+            DocumentRow.of_documents([documents[d] for d in mine.documents])
+            for mine in schedule.of_rank(groups.rank)
         ]
         scale = schedule.num_microbatches * limits.world_size / sum(lengths)
-        return _Step(microbatches, {"contexts": banks}, loss_scale=scale)
+        return _Step(rows, banks, {"contexts": banks}, loss_scale=scale)
 
-    # -- one microbatch ------------------------------------------------------------------------
-
-    def _batch(self, microbatch: _Microbatch, where: str) -> Batch:
+    def _batch(self, row: DocumentRow, bank: PackedBank, where: str) -> Batch:
         """Return this rank's rows of a microbatch."""
-        row, bank, groups = microbatch.draw(), microbatch.bank, self.banks.groups
+        groups = self.banks.groups
+        is_filler = not row.lengths
+        if is_filler:  # it has one token, which does not count
+            row = DocumentRow.of_documents([np.zeros(1, np.int64)])
         packed = pack(row.lengths, self._shape_for(row.lengths, bank), where=where)
-        is_counted = ~packed.padding_mask
-        if not microbatch.lengths:  # the one token of a filler does not count
-            is_counted = np.zeros_like(is_counted)
+        is_counted = ~packed.padding_mask & (not is_filler)
         values = {
             "tokens": packed.place(row.tokens),
             "labels": packed.place(row.labels),
@@ -355,8 +342,9 @@ class PackedBatches:
             # Only experts read it, and slots would keep copies.
             values["padding_mask"] = ~is_counted
         if bank.size > 1:
-            rank = _context_parallel_rank() if groups is None else groups.rank % bank.size
-            rows = packed.rows_of_rank(rank)
+            state = import_megatron("megatron.core.parallel_state")
+            cp_rank = state.get_context_parallel_rank() if groups is None else groups.rank
+            rows = packed.rows_of_rank(cp_rank % bank.size)
             values = {name: value[rows] for name, value in values.items()}
         batch: Batch = {
             name: to_device(value[None], self._device) for name, value in values.items()
@@ -378,58 +366,3 @@ class PackedBatches:
         # The tokens always fit: they were drawn for this shape.
         seqs = max(shape.max_packed_seqs, len(lengths) + 1)
         return replace(shape, max_packed_seqs=seqs, max_document_tokens=None)
-
-
-def _joined(documents: Sequence[DocumentRow]) -> DocumentRow:
-    """Return documents end to end; for a filler, one token."""
-    filler = DocumentRow(np.zeros(1, np.int64), np.zeros(1, np.int64), (1,))
-    every = documents or [filler]
-    return DocumentRow(
-        np.concatenate([document.tokens for document in every]),
-        np.concatenate([document.labels for document in every]),
-        tuple(len(document.tokens) for document in every),
-    )
-
-
-def sequence_batches(
-    config: Config, text: PackedText, step: int, num_microbatches: int, device: torch.device
-) -> Iterator[Batch]:
-    """Draw the step's microbatches for this data- and context-parallel rank.
-
-    Each chunk draws them again.
-    """
-    dp_rank = _data_parallel_rank()
-    cp_rank = _context_parallel_rank()
-    cp_size = config.pipeline.context_parallel_size
-    masked = _has_mask(config, device)
-    for microbatch in range(num_microbatches):
-        whole = text.batch(step, microbatch, config.train.micro_batch_size, dp_rank)
-        batch = whole.part(cp_rank, cp_size)
-        arrays: dict[str, NDArray[Any]] = {
-            "tokens": batch.tokens,
-            "labels": batch.labels,
-            "loss_mask": batch.loss_mask,
-            "position_ids": batch.position_ids,
-        }
-        if cp_size > 1:
-            arrays["num_labels"] = np.array(whole.num_labels, dtype=np.float32)
-        if masked:
-            arrays["attention_mask"] = batch.attention_mask()
-        yield {name: to_device(array, device) for name, array in arrays.items()}
-
-
-def _data_parallel_rank() -> int:
-    return import_megatron("megatron.core.parallel_state").get_data_parallel_rank()
-
-
-def _context_parallel_rank() -> int:
-    return import_megatron("megatron.core.parallel_state").get_context_parallel_rank()
-
-
-def _has_mask(config: Config, device: torch.device) -> bool:
-    """Return whether attention gets a mask that separates the documents of a sequence.
-
-    Transformer Engine's causal kernel takes no mask.
-    """
-    spec = config.model.layer_spec
-    return spec != "transformer_engine" and not (spec == "auto" and device.type == "cuda")

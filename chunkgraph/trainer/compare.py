@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,66 +15,169 @@ from chunkgraph.engine.options import OnCapture
 from chunkgraph.engine.verify import same_bits
 from chunkgraph.megatron.core.access import versions
 from chunkgraph.megatron.features.experts.room import factor_for_all
+from chunkgraph.megatron.features.fp8.feature import reset_fp8
 from chunkgraph.settings import Config
 from chunkgraph.settings.experts import uses_dropless
-from chunkgraph.trainer.loop import RankTotals, TrainingRun, run_training
 from chunkgraph.trainer.results import RunResults, StepResult
-from chunkgraph.trainer.trained_model import StepRecord
+from chunkgraph.trainer.trained_model import StepRecord, TrainedModel
 
-__all__ = ["Comparison", "compare_runs", "run_eager", "same_bits", "train"]
+__all__ = ["TrainingRun", "run_eager", "run_training", "train"]
 
-OnStep = Callable[[str, StepRecord], None]
-"""A callback with ``eager`` or ``chunk`` and the step's record."""
+_OF_EACH_RANK = (
+    "slots_per_chunk",
+    "stash_bytes",
+    "bytes_without_stash",
+    "replays_of_bank",
+    "missing_banks",
+    "memsets_kept",
+    "reserved_bytes",
+)
+"""Totals that the results hold for each rank."""
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Two runs of one rank, to the last bit.
+@dataclass(frozen=True, kw_only=True)
+class TrainingRun:
+    """A run of all steps on this rank.
 
     Attributes:
-        losses: True for each step whose loss is equal.
-        grad_norms: True for each step whose gradient norm is equal.
-        different_parameters: names of parameters that differ after the run.
-        num_parameters: number of compared elements.
-        expert_metrics: True for each step whose metrics of the experts are equal on this rank.
+        steps: one record for each step.
+        totals: this rank's values of the fields of `RunResults` that are not about single steps.
+        parameters: final parameters and buffers on the CPU, named ``chunk index.name``.
     """
 
-    losses: tuple[bool, ...]
-    grad_norms: tuple[bool, ...]
-    different_parameters: tuple[str, ...]
-    num_parameters: int
-    expert_metrics: tuple[bool, ...] = ()
-
-
-@dataclass(frozen=True)
-class _RankRun:
-    """A rank's run without its parameters, for gathering."""
-
     steps: Sequence[StepRecord]
-    totals: RankTotals
-    comparison: Comparison | None
+    totals: Mapping[str, Any]
+    parameters: Mapping[str, torch.Tensor]
+
+
+def run_training(
+    config: Config,
+    device: torch.device,
+    *,
+    use_graphs: bool,
+    on_step: Callable[[StepRecord], None] = lambda _: None,
+    on_capture: OnCapture | None = None,
+    **model_options: Any,
+) -> TrainingRun:
+    """Build the model from the seed, train every step of ``config``, and free the model.
+
+    Args:
+        config: the run.
+        device: this rank's device; process groups must be initialized.
+        use_graphs: whether to attach chunk graphs.
+        on_step: callback after every step.
+        on_capture: callback after every captured graph.
+        model_options: more arguments of `build_model`.
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    with ExitStack() as stack:
+        if config.model.fp8 is not None:
+            # Otherwise the next model's scales are reduced together with these.
+            stack.callback(reset_fp8)
+        model = TrainedModel(config, device, **model_options)
+        stack.callback(model.close)
+        if use_graphs:
+            model.attach_graphs(on_capture)
+        else:
+            model.train_eagerly()
+        steps: list[StepRecord] = []
+        num_late_captures = 0
+        num_steps = len(config.train.num_microbatches)
+        for step in range(num_steps):
+            num_sessions = model.counters.capture_sessions
+            record = model.run_step(step, model.draw(step), announces_next=step + 1 < num_steps)
+            if num_sessions > len(model.counters.recaptures):
+                num_late_captures += record.captures
+            steps.append(record)
+            on_step(record)
+        totals = {**_totals(model), "captures_after_first_session": num_late_captures}
+        model.finish_parameter_gather()
+        parameters = {
+            f"{index}.{name}": value.detach().to("cpu", copy=True)
+            for index, chunk in enumerate(model.chunks)
+            for name, value in (*chunk.named_parameters(), *chunk.named_buffers())
+        }
+        return TrainingRun(steps=steps, totals=totals, parameters=parameters)
+
+
+def _totals(model: TrainedModel) -> dict[str, Any]:
+    counters, graphs = model.counters, model.graphs
+    report = graphs.engine.report if graphs is not None else None
+    stash = graphs.stash if graphs is not None else None
+    stash_size = stash.size if stash is not None else None
+    is_gpu = model.device.type == "cuda"
+    return {
+        "capture_sessions": counters.capture_sessions,
+        "overflow_reruns": dict(counters.overflow_reruns),
+        "recaptures": list(counters.recaptures),
+        "missing_banks": dict(counters.missing_banks),
+        "slots_per_chunk": graphs.num_slots if graphs is not None else (),
+        "replays_of_bank": graphs.replays_of_bank if graphs is not None else {},
+        "dropped_tokens": (
+            sum(graphs.dropped_tokens(wait=True).values()) if graphs is not None else 0
+        ),
+        "num_graphs": report.num_graphs if report is not None else 0,
+        "memsets_kept": report.memsets_kept if report is not None else "",
+        "stash_bytes": stash_size.device_bytes if stash_size is not None else 0,
+        "bytes_without_stash": stash.full_bytes() if stash and stash_size is not None else 0,
+        "reserved_bytes": torch.cuda.max_memory_reserved(model.device) if is_gpu else 0,
+    }
+
+
+def run_eager(
+    config: Config,
+    device: torch.device,
+    *,
+    on_step: Callable[[StepRecord], None] = lambda _: None,
+    **model_options: Any,
+) -> TrainingRun:
+    """Run ``config`` without graphs, by Megatron's own schedule; see `run_training`."""
+    config = replace(config, pipeline=replace(config.pipeline, schedule="auto"))
+    run = run_training(
+        replace(config, moe=_with_room_for_all(config)),
+        device,
+        use_graphs=False,
+        on_step=on_step,
+        **model_options,
+    )
+    gc.collect()  # cycles of modules and hooks, to free their memory for the next run
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return run
+
+
+def _with_room_for_all(config: Config) -> Any:
+    """Give experts room for all tokens, to compare with a run that drops none.
+
+    Rows without a token add zeros to the gradients. If a matrix product sums more rows in another
+    order, the two runs differ in the last bits.
+    """
+    moe = config.moe
+    if moe.num_moe_experts is None or moe.token_drops != "rerun" or uses_dropless(moe):
+        return moe
+    factor = factor_for_all(moe.num_moe_experts, moe.moe_router_topk)
+    return replace(moe, moe_expert_capacity_factor=factor)
 
 
 def train(
     config: Config,
     device: torch.device,
     *,
-    ddp_options: Mapping[str, Any] | None = None,
-    model_options: Mapping[str, Any] | None = None,
-    on_step: OnStep = lambda *_: None,
+    on_step: Callable[[str, StepRecord], None] = lambda *_: None,
     on_capture: OnCapture | None = None,
     eager: TrainingRun | None = None,
+    **model_options: Any,
 ) -> RunResults:
     """Run ``config`` on this rank, and compare with an eager run if ``train.compare`` is ``eager``.
 
     Args:
         config: the run.
         device: this rank's device; process groups must be initialized.
-        ddp_options: more fields of Megatron's DistributedDataParallelConfig.
-        model_options: more arguments of `build_model`.
-        on_step: callback after every step of either run.
+        on_step: callback after every step, with ``eager`` or ``chunk``.
         on_capture: callback after every captured graph of this rank.
         eager: an eager run of the same steps by `run_eager`; None to run it here.
+        model_options: more arguments of `build_model`.
 
     Returns:
         The whole job's results, the same on every rank.
@@ -82,129 +186,64 @@ def train(
         eager = None
     elif eager is None:
         eager = run_eager(
-            config, device, ddp_options=ddp_options, model_options=model_options, on_step=on_step
+            config, device, on_step=lambda record: on_step("eager", record), **model_options
         )
     chunk = run_training(
         config,
         device,
         use_graphs=config.capture.enabled,
-        ddp_options=ddp_options,
-        model_options=model_options,
         on_step=lambda record: on_step("chunk", record),
         on_capture=on_capture,
+        **model_options,
     )
-    comparison = compare_runs(eager, chunk) if eager is not None else None
-    ranks = _gather(_RankRun(chunk.steps, chunk.totals, comparison))
-    return _results(chunk, eager, ranks)
-
-
-def run_eager(
-    config: Config,
-    device: torch.device,
-    *,
-    ddp_options: Mapping[str, Any] | None = None,
-    model_options: Mapping[str, Any] | None = None,
-    on_step: OnStep = lambda *_: None,
-) -> TrainingRun:
-    """Run ``config`` without graphs, for comparison, and free its model.
-
-    Args:
-        config: the run.
-        device: this rank's device.
-        ddp_options: see `train`.
-        model_options: see `train`.
-        on_step: callback after every step.
-    """
-    pipeline = replace(config.pipeline, schedule="auto")  # the oracle is Megatron's own
-    run = run_training(
-        replace(_with_room_for_all(config), pipeline=pipeline),
-        device,
-        use_graphs=False,
-        ddp_options=ddp_options,
-        model_options=model_options,
-        on_step=lambda record: on_step("eager", record),
-    )
-    _forget_model(device)
-    return run
-
-
-def _with_room_for_all(config: Config) -> Config:
-    """Give experts room for all tokens, to compare with a run that drops none.
-
-    Rows without a token add zeros to the gradients. If a matrix product sums more rows in another
-    order, the two runs differ in the last bits.
-    """
-    moe = config.moe
-    if moe.num_moe_experts is None or moe.token_drops != "rerun":
-        return config
-    if uses_dropless(moe):  # all tokens have room
-        return config
-    factor = factor_for_all(moe.num_moe_experts, moe.moe_router_topk)
-    return replace(config, moe=replace(moe, moe_expert_capacity_factor=factor))
-
-
-def compare_runs(eager: TrainingRun, chunk: TrainingRun) -> Comparison:
-    """Compare two runs of the same steps on this rank, bit for bit."""
-    assert eager.parameters.keys() == chunk.parameters.keys()
-    pairs = list(zip(eager.steps, chunk.steps, strict=True))
-    return Comparison(
-        losses=tuple(a.loss.hex() == b.loss.hex() for a, b in pairs),
-        grad_norms=tuple(a.grad_norm.hex() == b.grad_norm.hex() for a, b in pairs),
-        different_parameters=tuple(
-            name
-            for name, value in eager.parameters.items()
-            if not same_bits(value, chunk.parameters[name])
-        ),
-        num_parameters=sum(value.numel() for value in eager.parameters.values()),
-        expert_metrics=tuple(_hex(a.expert_metrics) == _hex(b.expert_metrics) for a, b in pairs),
-    )
-
-
-def _hex(metrics: Mapping[str, tuple[float, ...]]) -> dict[str, list[str]]:
-    """Return the nonzero metrics in hexadecimal, to the last bit."""
-    return {name: [v.hex() for v in values] for name, values in metrics.items() if any(values)}
-
-
-def _forget_model(device: torch.device) -> None:
-    """Collect the cycles of modules and hooks, to free their memory for the next run."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
-def _gather(run: _RankRun) -> list[_RankRun]:
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [run]
+    different: list[str] = []
+    if eager is not None:
+        pairs = ((name, value, chunk.parameters[name]) for name, value in eager.parameters.items())
+        different = [name for name, value, other in pairs if not same_bits(value, other)]
+    num_parameters = sum(value.numel() for value in chunk.parameters.values())
     ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, run)
-    return ranks
+    mine = _Rank(chunk.steps, eager.steps if eager else [], different, num_parameters, chunk.totals)
+    dist.all_gather_object(ranks, mine)
+    return _results(ranks)
 
 
-def _results(
-    chunk: TrainingRun, eager: TrainingRun | None, ranks: Sequence[_RankRun]
-) -> RunResults:
-    comparisons = [rank.comparison for rank in ranks if rank.comparison is not None]
-    are_equal = not any(comparison.different_parameters for comparison in comparisons)
+@dataclass(frozen=True)
+class _Rank:
+    """A rank's runs without their parameters."""
+
+    chunk: Sequence[StepRecord]
+    eager: Sequence[StepRecord]
+    different: Sequence[str]
+    num_parameters: int
+    totals: Mapping[str, Any]
+
+
+def _results(ranks: Sequence[_Rank]) -> RunResults:
+    first = ranks[0]
+    totals = [rank.totals for rank in ranks]
+    of_each: dict[str, Any] = {name: [of[name] for of in totals] for name in _OF_EACH_RANK}
     return RunResults(
         versions=versions(),
-        steps=[
-            _step(record, eager.steps[index] if eager is not None else None, ranks)
-            for index, record in enumerate(chunk.steps)
-        ],
-        parameters_equal=are_equal if comparisons else None,
+        steps=[_step(ranks, index) for index in range(len(first.chunk))],
+        parameters_equal=not any(rank.different for rank in ranks) if first.eager else None,
         different_parameters={
-            f"rank {rank}": list(comparison.different_parameters)
-            for rank, comparison in enumerate(comparisons)
-            if comparison.different_parameters
+            f"rank {i}": rank.different for i, rank in enumerate(ranks) if rank.different
         },
-        num_parameters_compared=sum(comparison.num_parameters for comparison in comparisons),
-        **RankTotals.combined([rank.totals for rank in ranks]),
+        num_parameters_compared=sum(rank.num_parameters for rank in ranks if rank.eager),
+        capture_sessions=totals[0]["capture_sessions"],
+        captures_after_first_session=max(of["captures_after_first_session"] for of in totals),
+        num_graphs=sum(of["num_graphs"] for of in totals),
+        dropped_tokens=sum(of["dropped_tokens"] for of in totals),
+        overflow_reruns=totals[0]["overflow_reruns"],
+        recaptures=totals[0]["recaptures"],
+        **of_each,
     )
 
 
-def _step(record: StepRecord, eager: StepRecord | None, ranks: Sequence[_RankRun]) -> StepResult:
-    index = record.step
-    comparisons = [rank.comparison for rank in ranks if rank.comparison is not None]
+def _step(ranks: Sequence[_Rank], index: int) -> StepResult:
+    record = ranks[0].chunk[index]
+    metrics = [rank.chunk[index].expert_metrics for rank in ranks]
+    names = dict.fromkeys(name for of_rank in metrics for name in of_rank)
     result = StepResult(
         step=record.step,
         num_microbatches=record.num_microbatches,
@@ -212,29 +251,30 @@ def _step(record: StepRecord, eager: StepRecord | None, ranks: Sequence[_RankRun
         grad_norm_chunk=record.grad_norm,
         loss_chunk_hex=record.loss.hex(),
         grad_norm_chunk_hex=record.grad_norm.hex(),
-        expert_metrics=_summed([rank.steps[index].expert_metrics for rank in ranks]),
-        context_sizes=[rank.steps[index].context_sizes for rank in ranks],
+        expert_metrics={name: sum(sum(of.get(name, ())) for of in metrics) for name in names},
+        context_sizes=[rank.chunk[index].context_sizes for rank in ranks],
         captures=record.captures,
         replays=record.replays,
         fallbacks=record.fallbacks,
         step_ms_chunk=record.step_ms,
     )
-    if eager is None:
+    if not ranks[0].eager:
         return result
+    eager = ranks[0].eager[index]
+    pairs = [(rank.eager[index], rank.chunk[index]) for rank in ranks]
     return replace(
         result,
         loss_eager=eager.loss,
         grad_norm_eager=eager.grad_norm,
-        loss_eager_hex=eager.loss.hex(),
-        grad_norm_eager_hex=eager.grad_norm.hex(),
-        loss_equal=all(comparison.losses[index] for comparison in comparisons),
-        grad_norm_equal=all(comparison.grad_norms[index] for comparison in comparisons),
-        expert_metrics_equal=all(comparison.expert_metrics[index] for comparison in comparisons),
+        loss_equal=all(a.loss.hex() == b.loss.hex() for a, b in pairs),
+        grad_norm_equal=all(a.grad_norm.hex() == b.grad_norm.hex() for a, b in pairs),
+        expert_metrics_equal=all(
+            _hex(a.expert_metrics) == _hex(b.expert_metrics) for a, b in pairs
+        ),
         step_ms_eager=eager.step_ms,
     )
 
 
-def _summed(metrics: Sequence[Mapping[str, tuple[float, ...]]]) -> dict[str, float]:
-    """Sum each metric over all layers, microbatches and ranks."""
-    names = dict.fromkeys(name for of_rank in metrics for name in of_rank)
-    return {name: sum(sum(of_rank.get(name, ())) for of_rank in metrics) for name in names}
+def _hex(metrics: Mapping[str, tuple[float, ...]]) -> dict[str, list[str]]:
+    """Return the nonzero metrics in hexadecimal, to the last bit."""
+    return {name: [v.hex() for v in values] for name, values in metrics.items() if any(values)}

@@ -1,4 +1,4 @@
-"""Megatron's forward step of the training command, and its losses."""
+"""Megatron's forward step of the training command, and its loss."""
 
 from __future__ import annotations
 
@@ -18,7 +18,18 @@ __all__ = ["forward_step", "shared_loss"]
 def forward_step(
     data: Iterator[dict[str, Any]], chunk: nn.Module
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]]:
-    """Run a microbatch through ``chunk``; return its output and its loss function."""
+    """Run a microbatch through ``chunk``.
+
+    Args:
+        data: microbatches, as dictionaries: ``tokens``, ``labels`` and ``position_ids``, int64
+            [b, s]; ``is_counted``, bool [b, s], True where the label counts; ``attention_mask``,
+            ``packed_seq_params`` and ``padding_mask`` as Megatron's models take them, if any; and
+            ``num_counted`` or ``loss_scale``, see `_loss`.
+        chunk: one of Megatron's models, wrapped or not.
+
+    Returns:
+        The chunk's output, and its loss function.
+    """
     batch = next(data)
     # Releases without experts on packed sequences do not have the argument.
     padding = {"padding_mask": batch["padding_mask"]} if "padding_mask" in batch else {}
@@ -30,52 +41,35 @@ def forward_step(
         packed_seq_params=batch.get("packed_seq_params"),
         **padding,
     )
-    if "loss_scale" in batch:
-        return output, partial(_share_of_step, batch["is_counted"], batch["loss_scale"])
-    if "is_counted" in batch:
-        return output, partial(_mean_of, batch["is_counted"], batch.get("num_counted"))
-    return output, partial(_masked_mean, batch["loss_mask"], batch.get("num_labels"))
+    counted, scale = batch.get("num_counted"), batch.get("loss_scale")
+    return output, partial(_loss, batch["is_counted"], counted, scale)
 
 
-def _mean_of(
-    is_counted: torch.Tensor, num_counted: int | None, losses: torch.Tensor
+def _loss(
+    is_counted: torch.Tensor,
+    num_counted: torch.Tensor | int | None,
+    scale: float | None,
+    losses: torch.Tensor,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Average the loss over the rows that hold a token.
+    """Average the losses that count.
 
-    Other rows are removed by selection: a factor 0 would pass a NaN on.
+    Others are removed by selection: a factor 0 would pass a NaN on.
 
-    ``num_counted`` is the number of rows on all context-parallel ranks; the result is then this
-    rank's share of the mean, as in `_masked_mean`.
+    Args:
+        is_counted: the losses that count, [b, s].
+        num_counted: their number on all context-parallel ranks. The result is then this rank's
+            share of the mean, which the schedule multiplies by the number of these ranks before
+            DDP averages gradients over them. None: this rank has all of them.
+        scale: makes the sum a share of the step's mean loss per token, instead. It undoes the means
+            over microbatches (in the schedule) and over ranks (in DDP), which count documents on
+            several ranks more than once.
+        losses: the losses of all tokens, [b, s].
     """
     total = losses.float().masked_fill(~is_counted, 0.0).sum()
-    loss = total / (is_counted.sum().clamp(min=1) if num_counted is None else num_counted)
-    return loss, {"lm loss": loss.detach().clone()}
-
-
-def _share_of_step(
-    is_counted: torch.Tensor, scale: float, losses: torch.Tensor
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Compute the share of this rank and microbatch in the step's mean loss per token.
-
-    Rows without a token are removed by selection. The scale undoes the means over microbatches (in
-    the schedule) and over ranks (in DDP), which count documents on several ranks more than once.
-    """
-    loss = losses.float().masked_fill(~is_counted, 0.0).sum() * scale
-    return loss, {"lm loss": loss.detach().clone()}
-
-
-def _masked_mean(
-    loss_mask: torch.Tensor, num_labels: torch.Tensor | None, losses: torch.Tensor
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Average the loss over the labels that count; ``losses`` and ``loss_mask`` are [b, s].
-
-    ``num_labels`` is the number of labels on all context-parallel ranks; the result is then this
-    rank's share of the mean. The schedule multiplies it by the number of these ranks before DDP
-    averages gradients over them.
-    """
-    if num_labels is None:
-        num_labels = loss_mask.sum()
-    loss = (losses.float() * loss_mask).sum() / num_labels.clamp(min=1.0)
+    if scale is not None:
+        loss = total * scale
+    else:
+        loss = total / (is_counted.sum().clamp(min=1) if num_counted is None else num_counted)
     return loss, {"lm loss": loss.detach().clone()}
 
 

@@ -1,41 +1,42 @@
-"""Build this rank's chunks of Megatron-core's model from a configuration."""
+"""Build this rank's chunks of Megatron-core's model, and its optimizer, from a configuration."""
 
 from __future__ import annotations
 
-import importlib
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 
-from chunkgraph.errors import ConfigError, MissingDependencyError
+from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.core.access import import_megatron
-from chunkgraph.megatron.features.experts.hybrid_ep import refuse_without_hybrid_ep
-from chunkgraph.megatron.features.packing.attention_limits import (
-    AttentionSite,
-    refuse_large_deterministic,
-)
-from chunkgraph.packing import PackedShape
 from chunkgraph.settings import Config
 from chunkgraph.settings.pipeline import splits_backward
-from chunkgraph.settings.words import facts_of
-from chunkgraph.trainer.expert_model import expert_block_spec, expert_settings
-from chunkgraph.trainer.fusion import fuse_weight_gradients
-from chunkgraph.trainer.hybrid_model import HybridChunks, hybrid_settings
+from chunkgraph.trainer.layer_specs import (
+    gpt_arguments,
+    hybrid_model,
+    layer_spec,
+    layer_spec_name,
+)
+from chunkgraph.trainer.transformer_config import transformer_config
 
-__all__ = ["build_model", "layer_spec"]
+__all__ = [
+    "build_model",
+    "build_optimizer",
+    "fuse_weight_gradients",
+    "layer_spec",
+    "zero_gradients",
+]
+
+_FUSES = "fuse_wgrad_accumulation"
 
 
 def build_model(
     config: Config,
     device: torch.device,
-    ddp_options: Mapping[str, Any] | None = None,
     *,
+    ddp_options: Mapping[str, Any] | None = None,
     transformer_options: Mapping[str, Any] | None = None,
     prepare: Callable[[nn.Module], None] = lambda _: None,
     ddp_scope: Callable[[], AbstractContextManager[object]] = nullcontext,
@@ -53,38 +54,44 @@ def build_model(
         ddp_scope: returns a context for the time that chunks are wrapped in DDP.
 
     Raises:
-        ConfigError: The layers do not support the configured packed sequences or expert dispatch.
-        MissingDependencyError: A package that DeepEP needs is missing.
+        ConfigError: The layers, the device or the installed release do not support the model.
+        MissingDependencyError: Kernels of the layers are missing.
     """
-    _refuse_packed_attention(config, device)
     _refuse_missing_dispatcher(config, device)
-    transformer_config = _transformer_config(config, device, transformer_options or {})
+    model_config = transformer_config(config, device, transformer_options or {})
     delays = splits_backward(config.pipeline.schedule)
     # Megatron's check of the field requires expert-parallel overlap.
-    transformer_config.delay_wgrad_compute = delays
-    ddp_options = {"delay_wgrad_compute": delays, **(ddp_options or {})}
-    build = (
-        _gpt_chunks(config, transformer_config, device)
-        if config.model.hybrid_layer_pattern is None
-        else _hybrid_chunks(config, transformer_config, device)
-    )
+    model_config.delay_wgrad_compute = delays
+    model, num_chunks = config.model, config.pipeline.num_model_chunks
+    if model.hybrid_layer_pattern is None:
+        kind = import_megatron("megatron.core.models.gpt").GPTModel
+        arguments = gpt_arguments(config, model_config, device)
+    else:
+        kind, of_layers = hybrid_model(config, device)
+        arguments = [of_layers] * num_chunks
     rank = import_megatron("megatron.core.parallel_state").get_pipeline_model_parallel_rank()
-    num_chunks = config.pipeline.num_model_chunks
     last_rank = config.pipeline.pipeline_model_parallel_size - 1
     chunks: list[nn.Module] = []
     for index in range(num_chunks):
-        chunk = build(
-            index=index,
+        chunk = kind(
+            config=model_config,
+            vocab_size=model.vocab_size,
+            max_sequence_length=model.seq_length,
             pre_process=rank == 0 and index == 0,
             post_process=rank == last_rank and index == num_chunks - 1,
+            position_embedding_type=model.position_embedding_type,
+            share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+            **arguments[index],
+            **({"vp_stage": index} if num_chunks > 1 else {}),
         )
         prepare(chunk)
         chunks.append(chunk.to(device))
-    if config.model.params_dtype == "bfloat16":
+    if model_config.bf16:
         half = import_megatron("megatron.core.transformer.module").Float16Module
-        chunks = [half(transformer_config, chunk) for chunk in chunks]
+        chunks = [half(model_config, chunk) for chunk in chunks]
     with ddp_scope():
-        chunks = _wrap_for_data_parallel(config, transformer_config, chunks, ddp_options)
+        options = {"delay_wgrad_compute": delays, **(ddp_options or {})}
+        chunks = _wrap_for_data_parallel(config, model_config, chunks, options)
     if config.train.gradient_accumulation_fusion:
         fuse_weight_gradients(chunks)
     for chunk in chunks:
@@ -92,272 +99,41 @@ def build_model(
     return chunks
 
 
-def _refuse_packed_attention(config: Config, device: torch.device) -> None:
-    """Refuse packed sequences that attention does not support, also in eager runs."""
-    seqs, pipeline = config.packing.max_packed_seqs, config.pipeline
-    if seqs and layer_spec_name(config, device) == "transformer_engine":
-        heads = config.model.num_attention_heads // pipeline.tensor_model_parallel_size
-        most = max(config.packing.context_parallel_sizes, default=1)
-        shape = PackedShape(seqs, config.tokens_per_sequence * most)
-        refuse_large_deterministic(AttentionSite.here(device, with_padding=True), shape, heads)
-
-
 def _refuse_missing_dispatcher(config: Config, device: torch.device) -> None:
-    """Refuse an expert dispatcher that is not available, also in eager runs."""
-    moe = config.moe
+    """Refuse an expert dispatcher that the device does not have, also in eager runs."""
+    moe, spec_name = config.moe, layer_spec_name(config, device)
     if moe.num_moe_experts is None or moe.moe_token_dispatcher_type != "flex":
         return
-    if device.type != "cuda" or layer_spec_name(config, device) != "transformer_engine":
+    if device.type != "cuda" or spec_name != "transformer_engine":
         raise ConfigError(
             f"moe.moe_flex_dispatcher_backend={moe.moe_flex_dispatcher_backend} needs GPUs and "
-            "Transformer Engine's layers "
-            f"(device is {device.type}, model.layer_spec {layer_spec_name(config, device)}). Set "
-            "moe.moe_token_dispatcher_type=alltoall and moe.moe_expert_capacity_factor."
+            f"Transformer Engine's layers (device is {device.type}, model.layer_spec {spec_name}). "
+            "Set moe.moe_token_dispatcher_type=alltoall and moe.moe_expert_capacity_factor."
         )
-    refuse_without_hybrid_ep(facts_of(config))
-
-
-def _hybrid_chunks(
-    config: Config, transformer_config: Any, device: torch.device
-) -> Callable[..., nn.Module]:
-    """Return a function that builds chunks of a hybrid model."""
-    # Call the user's function first: it may prepare something.
-    spec = layer_spec(config, device)
-    if layer_spec_name(config, device) == "transformer_engine":
-        if config.moe.num_moe_experts is not None and not config.moe.moe_grouped_gemm:
-            raise ConfigError(
-                "moe.moe_grouped_gemm is false, but the experts of Megatron's hybrid stack with "
-                "Transformer Engine use a grouped GEMM. Set it to true."
-            )
-        return HybridChunks(config, transformer_config, None).build  # Megatron has a stack for it
-    experts = None
-    if config.moe.num_moe_experts is not None:
-        specs = import_megatron("megatron.core.models.gpt.gpt_layer_specs")
-        layer = specs.get_gpt_layer_local_spec(
-            num_experts=config.moe.num_moe_experts, moe_grouped_gemm=config.moe.moe_grouped_gemm
-        )
-        experts = layer.submodules.mlp
-    return HybridChunks(config, transformer_config, spec, experts).build
-
-
-def _gpt_chunks(
-    config: Config, transformer_config: Any, device: torch.device
-) -> Callable[..., nn.Module]:
-    """Return a function that builds chunks of a GPT model."""
-    gpt_model = import_megatron("megatron.core.models.gpt").GPTModel
-    latent = getattr(transformer_config, "multi_latent_attention", False)
-    has_experts = transformer_config.num_moe_experts is not None
-    spec_name = layer_spec_name(config, device)
-    num_chunks = config.pipeline.num_model_chunks
-    if not has_experts or spec_name not in {"local", "transformer_engine"}:
-        spec = layer_spec(config, device, {"multi_latent_attention": True} if latent else {})
-        specs = [spec] * num_chunks
-    else:
-        specs = [
-            expert_block_spec(
-                config,
-                transformer_config,
-                index,
-                use_transformer_engine=spec_name == "transformer_engine",
-            )
-            for index in range(num_chunks)
-        ]
-
-    def build(*, index: int, pre_process: bool, post_process: bool) -> nn.Module:
-        stage = index if num_chunks > 1 else None
-        spec = specs[index]
-        if device.type == "cpu":
-            spec = _with_torch_norm(spec, transformer_config, stage)
-        chunk: nn.Module = gpt_model(
-            config=transformer_config,
-            transformer_layer_spec=spec,
-            vocab_size=config.model.vocab_size,
-            max_sequence_length=config.model.seq_length,
-            pre_process=pre_process,
-            post_process=post_process,
-            position_embedding_type=config.model.position_embedding_type,
-            share_embeddings_and_output_weights=(
-                not config.model.untie_embeddings_and_output_weights
-            ),
-            vp_stage=stage,
-            **_token_predictors(config, transformer_config, device, specs[index], index),
-        )
-        return chunk
-
-    return build
-
-
-def _with_torch_norm(spec: Any, transformer_config: Any, stage: int | None) -> Any:
-    """Return a block's spec with torch's final norm.
-
-    If Transformer Engine is installed, Megatron uses its final norm after layers of any spec, and
-    this norm needs a GPU.
-    """
-    block = import_megatron("megatron.core.transformer.transformer_block")
-    norm = import_megatron("megatron.core.transformer.torch_norm").WrappedTorchNorm
-    layer = import_megatron("megatron.core.transformer.transformer_layer").BaseTransformerLayer
-    kind = getattr(spec, "module", None)
-    is_layer = isinstance(kind, type) and issubclass(kind, layer)
-    if not is_layer or block.LayerNormImpl is norm:
-        return spec
-    num_layers = block.get_num_layers_to_build(transformer_config, stage)
-    return block.TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=norm)
-
-
-def _token_predictors(
-    config: Config, transformer_config: Any, device: torch.device, spec: Any, index: int
-) -> dict[str, Any]:
-    """Return GPTModel's argument for multi-token prediction, if it is configured."""
-    if not getattr(transformer_config, "mtp_num_layers", None):
-        return {}
-    make = import_megatron("megatron.core.models.gpt.gpt_layer_specs").get_gpt_mtp_block_spec
-    stage = index if config.pipeline.num_model_chunks > 1 else None
-    name = layer_spec_name(config, device)
-    return {
-        "mtp_block_spec": make(
-            transformer_config, spec, use_transformer_engine=name != "local", vp_stage=stage
-        )
-    }
-
-
-def layer_spec_name(config: Config, device: torch.device) -> str:
-    """Return ``model.layer_spec``; the device decides ``auto``."""
-    name = config.model.layer_spec
-    if name == "auto":
-        return "local" if device.type == "cpu" else "transformer_engine"
-    return name
-
-
-def layer_spec(
-    config: Config, device: torch.device, options: Mapping[str, Any] | None = None
-) -> Any:
-    """Return the spec of a transformer layer that ``model.layer_spec`` names.
-
-    Args:
-        config: the run.
-        device: decides what ``auto`` is.
-        options: more arguments of Megatron's function that returns the spec.
-
-    Raises:
-        ConfigError: The user's function cannot be imported.
-        MissingDependencyError: Transformer Engine is required and not installed.
-    """
-    name = layer_spec_name(config, device)
-    options = options or {}
-    if name == "local" and config.model.fp8 is not None:
-        raise ConfigError(
-            f"model.fp8 is {config.model.fp8}, but local layers have no FP8. Use Transformer "
-            "Engine's layers on a GPU (model.layer_spec=transformer_engine), or set "
-            "model.fp8=null."
-        )
-    if name not in {"local", "transformer_engine"}:
-        return _user_spec(name)
-    specs = import_megatron("megatron.core.models.gpt.gpt_layer_specs")
-    if name == "transformer_engine":
-        try:
-            importlib.import_module("transformer_engine.pytorch")
-        except ImportError as error:
-            raise MissingDependencyError(
-                "model.layer_spec is transformer_engine, which cannot be imported "
-                f"({error}). Install chunkgraph[te], or set model.layer_spec=local."
-            ) from error
-        return specs.get_gpt_layer_with_transformer_engine_spec(**options)
-    make = specs.get_gpt_layer_local_spec
-    parameters = inspect.signature(make).parameters
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    if "normalization" in parameters or takes_any:
-        return make(normalization=config.model.normalization, **options)
-    return make(**options)
-
-
-def _user_spec(name: str) -> Any:
-    module_name, _, function_name = name.partition(":")
-    try:
-        function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"model.layer_spec is {name}, but {error}. Use package.module:function, importable by "
-            "the workers, that returns a Megatron module spec."
-        ) from error
-    return function()
-
-
-def _transformer_config(config: Config, device: torch.device, options: Mapping[str, Any]) -> Any:
-    transformer_config = import_megatron("megatron.core.transformer.transformer_config")
-    model, pipeline = config.model, config.pipeline
-    dtype = torch.bfloat16 if model.params_dtype == "bfloat16" else torch.float32
-    on_cpu = device.type == "cpu"
-    interleaved = pipeline.num_model_chunks > 1
-    settings: dict[str, Any] = {
-        "num_layers": model.num_layers,
-        "hidden_size": model.hidden_size,
-        "ffn_hidden_size": model.ffn_hidden_size,
-        "num_attention_heads": model.num_attention_heads,
-        "hidden_dropout": model.hidden_dropout,
-        "attention_dropout": model.attention_dropout,
-        "normalization": model.normalization,
-        "gated_linear_unit": model.swiglu,
-        "activation_func": functional.silu if model.swiglu else functional.gelu,
-        "add_bias_linear": not model.swiglu,
-        "params_dtype": dtype,
-        "pipeline_dtype": dtype,
-        "bf16": dtype is torch.bfloat16,
-        "use_cpu_initialization": on_cpu,
-        "tensor_model_parallel_size": pipeline.tensor_model_parallel_size,
-        "sequence_parallel": pipeline.sequence_parallel,
-        "context_parallel_size": pipeline.context_parallel_size,
-        "pipeline_model_parallel_size": pipeline.pipeline_model_parallel_size,
-        "virtual_pipeline_model_parallel_size": pipeline.num_model_chunks if interleaved else None,
-        "deallocate_pipeline_outputs": True,
-        # Megatron's defaults on a GPU. Between two ranks that are both previous and next of each
-        # other, batched sends of an interleaved schedule match the wrong receives. Gloo has no
-        # batched sends, and its overlapped sends read a buffer after Megatron has freed it.
-        "overlap_p2p_comm": interleaved and not on_cpu,
-        "batch_p2p_comm": not interleaved and not on_cpu,
-        # On by default in Megatron's training script; their kernels need a GPU.
-        "apply_rope_fusion": not on_cpu and model.position_embedding_type == "rope",
-        "bias_activation_fusion": not on_cpu,
-        "bias_dropout_fusion": not on_cpu,
-        "deterministic_mode": config.train.deterministic,
-    }
-    settings.update(expert_settings(config))
-    names = {field.name for field in fields(transformer_config.TransformerConfig)}
-    settings.update({k: v for k, v in hybrid_settings(config).items() if k in names})
-    if model.recompute_granularity is not None:
-        settings["recompute_granularity"] = model.recompute_granularity
-        settings["recompute_method"] = model.recompute_method
-        settings["recompute_num_layers"] = model.recompute_num_layers
-        settings["recompute_modules"] = list(model.recompute_modules)
-    if model.fp8 is not None:
-        settings["fp8"] = model.fp8
-        settings["fp8_recipe"] = model.fp8_recipe
-    if interleaved:
-        settings["microbatch_group_size_per_vp_stage"] = pipeline.microbatch_group_size
-    settings.update(options)
-    kind = "MLATransformerConfig" if settings.get("multi_latent_attention") else "TransformerConfig"
-    return getattr(transformer_config, kind)(**settings)
 
 
 def _wrap_for_data_parallel(
-    config: Config, transformer_config: Any, chunks: list[nn.Module], options: Mapping[str, Any]
+    config: Config, model_config: Any, chunks: list[nn.Module], options: Mapping[str, Any]
 ) -> list[nn.Module]:
     distributed = import_megatron("megatron.core.distributed")
     train = config.train
-    ddp_config = distributed.DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
-        overlap_grad_reduce=train.overlap_grad_reduce,
-        use_distributed_optimizer=train.use_distributed_optimizer,
-        **{"overlap_param_gather": train.overlap_param_gather, **options},
-    )
+    settings = {
+        "grad_reduce_in_fp32": True,
+        "overlap_grad_reduce": train.overlap_grad_reduce,
+        "use_distributed_optimizer": train.use_distributed_optimizer,
+        "overlap_param_gather": train.overlap_param_gather,
+        **options,
+    }
+    ddp_config = distributed.DistributedDataParallelConfig(**settings)
     if not train.use_ddp:
-        _check_without_ddp(config)
+        _refuse_several_gradients(config)
         for chunk in chunks:
             # Megatron's optimizer reads it from every chunk, wrapped or not.
             chunk.ddp_config = ddp_config
         return chunks
     wrapped: list[nn.Module] = [
         distributed.DistributedDataParallel(
-            config=transformer_config,
+            config=model_config,
             ddp_config=ddp_config,
             module=chunk,
             # Only the first chunk's reduction is on the critical path.
@@ -367,24 +143,70 @@ def _wrap_for_data_parallel(
     ]
     if train.overlap_grad_reduce:
         no_sync: list[Any] = [chunk.no_sync for chunk in wrapped]
-        transformer_config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
-    transformer_config.finalize_model_grads_func = distributed.finalize_model_grads
+        model_config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+    model_config.finalize_model_grads_func = distributed.finalize_model_grads
     return wrapped
 
 
-def _check_without_ddp(config: Config) -> None:
+def _refuse_several_gradients(config: Config) -> None:
+    """Refuse to train without DDP where it would add the gradients of several ranks."""
     pipeline = config.pipeline
-    if pipeline.data_parallel_size * pipeline.context_parallel_size > 1:
+    is_tied = not config.model.untie_embeddings_and_output_weights
+    is_replicated = pipeline.data_parallel_size * pipeline.context_parallel_size > 1
+    if is_replicated or (is_tied and pipeline.pipeline_model_parallel_size > 1):
         raise ConfigError(
-            "train.use_ddp is false, but pipeline.data_parallel_size is "
-            f"{pipeline.data_parallel_size} and pipeline.context_parallel_size "
-            f"{pipeline.context_parallel_size}: nothing would reduce the gradients. Set "
-            "train.use_ddp=true."
+            "train.use_ddp is false, and nothing else would add the gradients of data- or context-"
+            "parallel ranks, or of embeddings that are tied across stages. Set train.use_ddp=true."
         )
-    split = config.pipeline.pipeline_model_parallel_size > 1
-    if split and not config.model.untie_embeddings_and_output_weights:
+
+
+def fuse_weight_gradients(chunks: Sequence[nn.Module]) -> None:
+    """Make every Transformer Engine layer of ``chunks`` accumulate its weight gradient in its GEMM.
+
+    Megatron's switch (``gradient_accumulation_fusion``) applies to the whole model, and its output
+    layer then needs an extension that no package registry has. Transformer Engine's layers need no
+    extension, and each has its own switch. Eager and captured training then run the same kernels.
+
+    Call this after DDP has wrapped the chunks, since the GEMM adds into ``weight.main_grad``.
+
+    Raises:
+        ConfigError: There is no such layer, or a weight has no ``main_grad``.
+    """
+    layers = [m for chunk in chunks for m in chunk.modules() if hasattr(m, _FUSES)]
+    weights = [p for layer in layers for p in layer.parameters(recurse=False) if p.requires_grad]
+    if not layers or not all(hasattr(weight, "main_grad") for weight in weights):
         raise ConfigError(
-            "train.use_ddp is false and the embedding is tied across pipeline stages: nothing "
-            "would add their gradients. Set train.use_ddp=true or "
-            "model.untie_embeddings_and_output_weights=true."
+            "gradient_accumulation_fusion is on. It needs Transformer Engine's layers "
+            "(model.layer_spec=transformer_engine), and use_ddp=true for a main_grad to accumulate "
+            "into. Set both, or turn it off."
         )
+    for layer in layers:
+        setattr(layer, _FUSES, True)
+
+
+def build_optimizer(config: Config, chunks: list[nn.Module]) -> Any:
+    """Return ``get_megatron_optimizer``'s Adam with gradient clipping over all stages."""
+    optimizers = import_megatron("megatron.core.optimizer")
+    dtype = getattr(torch, config.model.params_dtype)
+    optimizer = optimizers.get_megatron_optimizer(
+        optimizers.OptimizerConfig(
+            optimizer="adam",
+            lr=config.train.lr,
+            bf16=dtype is torch.bfloat16,
+            params_dtype=dtype,
+            clip_grad=config.train.clip_grad,
+            use_distributed_optimizer=config.train.use_distributed_optimizer,
+        ),
+        chunks,
+    )
+    model_config: Any = chunks[0].config
+    model_config.grad_scale_func = optimizer.scale_loss
+    return optimizer
+
+
+def zero_gradients(chunks: list[nn.Module], optimizer: Any) -> None:
+    """Reset the last step's gradients in DDP's buffers and in the parameters."""
+    for chunk in chunks:
+        if hasattr(chunk, "zero_grad_buffer"):
+            chunk.zero_grad_buffer()  # type: ignore[operator]
+    optimizer.zero_grad()

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from chunkgraph.errors import ConfigError, TopologyError
+from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.megatron.core.random_state import seed_model_parallel
 from chunkgraph.megatron.cpu.host import cpu_host
 from chunkgraph.settings import Config
 
-__all__ = ["choose_device", "rank_process", "seed_everything", "training_process"]
+__all__ = ["choose_device", "seed_everything", "training_process"]
 
 
 def choose_device(config: Config) -> torch.device:
@@ -47,61 +47,22 @@ def choose_device(config: Config) -> torch.device:
 def training_process(config: Config) -> Iterator[torch.device]:
     """Set up one rank for Megatron's training inside the block; yield its device.
 
-    In addition to `rank_process`, this initializes Megatron's model parallel groups, and on a CPU
-    the CPU host. Graphs must be freed before the block ends.
-
-    Raises:
-        TopologyError: The configuration needs another number of processes.
-        ConfigError: The device does not exist.
-    """
-    with ExitStack() as stack:
-        if choose_device(config).type == "cpu":
-            stack.enter_context(cpu_host())
-        device = stack.enter_context(rank_process(config))
-        state = import_megatron("megatron.core.parallel_state")
-        virtual = config.pipeline.num_model_chunks
-        state.initialize_model_parallel(
-            tensor_model_parallel_size=config.pipeline.tensor_model_parallel_size,
-            pipeline_model_parallel_size=config.pipeline.pipeline_model_parallel_size,
-            virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
-            context_parallel_size=config.pipeline.context_parallel_size,
-            expert_model_parallel_size=config.pipeline.expert_model_parallel_size,
-            # As in `expert_settings`; Megatron's default is the tensor-parallel size.
-            expert_tensor_parallel_size=None if config.moe.num_moe_experts is None else 1,
-            distributed_timeout_minutes=config.run.timeout_s / 60,
-        )
-        stack.callback(state.destroy_model_parallel)
-        yield device
-
-
-@contextmanager
-def rank_process(config: Config) -> Iterator[torch.device]:
-    """Set up one rank inside the block; yield its device.
-
     This selects the device and the kernels, and initializes the process group (gloo on a CPU, NCCL
-    on a GPU). Collectives time out after ``run.timeout_s``.
+    on a GPU), Megatron's model parallel groups, and on a CPU the CPU host. Collectives time out
+    after ``run.timeout_s``. Graphs must be freed before the block ends.
 
     Raises:
-        TopologyError: The configuration needs another number of processes.
         ConfigError: The device does not exist.
     """
-    device = choose_device(config)
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size != config.pipeline.world_size:
-        raise TopologyError(
-            f"The configuration needs {config.pipeline.world_size} processes (pipeline "
-            f"{config.pipeline.pipeline_model_parallel_size} x tensor "
-            f"{config.pipeline.tensor_model_parallel_size} x context "
-            f"{config.pipeline.context_parallel_size} x data "
-            f"{config.pipeline.data_parallel_size}), but WORLD_SIZE is {world_size}."
-        )
+    device, pipeline = choose_device(config), config.pipeline
     with ExitStack() as stack:
         if device.type == "cpu":
+            stack.enter_context(cpu_host())
             num_threads = torch.get_num_threads()
             stack.callback(torch.set_num_threads, num_threads)
             # At most as many as the caller allows, for example by OMP_NUM_THREADS: threads that
             # wait for a core spin, and a step then takes several times as long.
-            share = max(1, (os.cpu_count() or 1) // world_size)
+            share = max(1, (os.cpu_count() or 1) // pipeline.world_size)
             torch.set_num_threads(min(num_threads, share))
         else:
             torch.cuda.set_device(device)
@@ -112,6 +73,19 @@ def rank_process(config: Config) -> Iterator[torch.device]:
             timeout=timedelta(seconds=config.run.timeout_s),
         )
         stack.push(partial(_end_groups, device))
+        state = import_megatron("megatron.core.parallel_state")
+        virtual = pipeline.num_model_chunks
+        state.initialize_model_parallel(
+            tensor_model_parallel_size=pipeline.tensor_model_parallel_size,
+            pipeline_model_parallel_size=pipeline.pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
+            context_parallel_size=pipeline.context_parallel_size,
+            expert_model_parallel_size=pipeline.expert_model_parallel_size,
+            # As in `expert_settings`; Megatron's default is the tensor-parallel size.
+            expert_tensor_parallel_size=None if config.moe.num_moe_experts is None else 1,
+            distributed_timeout_minutes=config.run.timeout_s / 60,
+        )
+        stack.callback(state.destroy_model_parallel)
         yield device
 
 
@@ -122,12 +96,7 @@ def _end_groups(device: torch.device, _kind: Any, error: BaseException | None, _
 
 
 def seed_everything(seed: int, device: torch.device) -> None:
-    """Seed torch's and Megatron's random numbers; pipeline ranks get different seeds.
-
-    Args:
-        seed: the run's seed.
-        device: this rank's device.
-    """
+    """Seed torch's and Megatron's random numbers; pipeline ranks get different seeds."""
     state = import_megatron("megatron.core.parallel_state")
     seed += 100 * state.get_pipeline_model_parallel_rank()
     torch.manual_seed(seed)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,18 +18,15 @@ from chunkgraph.megatron.attachment import MegatronChunkGraphs, attach, config_o
 from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.megatron.features.contexts import follow_groups
 from chunkgraph.megatron.features.experts.padding import keep_padding_from_experts
-from chunkgraph.megatron.features.experts.state import forget_expert_metrics
+from chunkgraph.megatron.features.experts.state import forget_expert_metrics, take_expert_metrics
+from chunkgraph.megatron.features.packing.attention_limits import refuse_for_layers
 from chunkgraph.megatron.features.stash.feature import stash_options
 from chunkgraph.megatron.pipeline.eager import eager_driver
 from chunkgraph.megatron.receive import receiving_lengths
 from chunkgraph.settings import Config
-from chunkgraph.trainer.batches import (
-    Batch,
-    make_batches,
-)
+from chunkgraph.trainer.batches import Batch, PackedBatches, SequenceBatches
 from chunkgraph.trainer.forward_step import forward_step, shared_loss
-from chunkgraph.trainer.model import build_model
-from chunkgraph.trainer.optimizer import build_optimizer, zero_gradients
+from chunkgraph.trainer.model import build_model, build_optimizer, zero_gradients
 from chunkgraph.trainer.setup import seed_everything
 
 __all__ = ["StepRecord", "TrainedModel", "capture_options", "synchronize"]
@@ -48,7 +45,6 @@ class StepRecord:
         captures: number of graph pairs captured in the step, on this rank.
         replays: number of replayed forward graphs, on this rank.
         fallbacks: mapping from the reason of an eager step to 1.
-        overflows: mapping from each kind of packed documents that did not fit to 1.
         expert_metrics: this rank's sums over the step of each metric of the experts, by layer.
         context_sizes: context-parallel size of each microbatch of this rank, if sizes differ.
     """
@@ -61,7 +57,6 @@ class StepRecord:
     captures: int = 0
     replays: int = 0
     fallbacks: dict[str, int] = field(default_factory=dict)
-    overflows: dict[str, int] = field(default_factory=dict)
     expert_metrics: dict[str, tuple[float, ...]] = field(default_factory=dict)
     context_sizes: tuple[int, ...] = ()
 
@@ -72,7 +67,6 @@ class TrainedModel:
     Args:
         config: the run; model parallel groups must be initialized.
         device: this rank's device.
-        ddp_options: more fields of Megatron's DistributedDataParallelConfig.
         model_options: more arguments of `build_model`.
 
     Attributes:
@@ -83,30 +77,27 @@ class TrainedModel:
         schedule: Megatron's schedule function, wrapped as the run requires.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        device: torch.device,
-        *,
-        ddp_options: Mapping[str, Any] | None = None,
-        model_options: Mapping[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, config: Config, device: torch.device, **model_options: Any) -> None:
         seed_everything(config.train.seed, device)
         if config.moe.num_moe_experts is not None:
             forget_expert_metrics()  # those of an earlier model, before graphs use them
         self.config = config
         self.device = device
-        self.chunks = build_model(config, device, ddp_options, **(model_options or {}))
+        self.chunks = build_model(config, device, **model_options)
         self.optimizer = build_optimizer(config, self.chunks)
         self.graphs: MegatronChunkGraphs | None = None
         pipeline = import_megatron("megatron.core.pipeline_parallel")
         self.schedule: Callable[..., Any] = pipeline.get_forward_backward_func()
-        self._model_config = config_of(self.chunks[0])
         self._undo = ExitStack()
-        self.batches = make_batches(config, device, self._model_config)
-        self._undo.callback(self.batches.close)
-        if self.batches.banks is not None and self.batches.banks.groups is not None:
-            self._undo.callback(follow_groups(self.chunks, self.batches.banks.groups))
+        if not config.packing.max_packed_seqs:
+            self.batches = SequenceBatches(config, device)
+            return
+        model_config = config_of(self.chunks[0])
+        self.batches = batches = PackedBatches(config, device, model_config)
+        self._undo.callback(batches.close)
+        refuse_for_layers(self.chunks, model_config, batches.banks.largest_shape, device)
+        if batches.banks.groups is not None:
+            self._undo.callback(follow_groups(self.chunks, batches.banks.groups))
 
     def attach_graphs(self, on_capture: OnCapture | None = None) -> MegatronChunkGraphs:
         """Attach chunk graphs as configured.
@@ -137,7 +128,8 @@ class TrainedModel:
         if not config.packing.max_packed_seqs:
             return
         if config.moe.num_moe_experts is not None:
-            self._undo.callback(keep_padding_from_experts(self.chunks, self._model_config))
+            model_config = config_of(self.chunks[0])
+            self._undo.callback(keep_padding_from_experts(self.chunks, model_config))
         if config.packing.buckets:
             self.schedule = receiving_lengths(self.chunks, self.device, self.schedule)
 
@@ -171,7 +163,7 @@ class TrainedModel:
         options = self._schedule_options(step)
         next_options = self._schedule_options(step + 1) if announces_next else {}
         num_microbatches = self.batches.num_microbatches(step, self.count(step))
-        before = _counts(self.graphs)
+        before = replace(self.counters, fallbacks=Counter(self.counters.fallbacks))
         synchronize(self.device)
         with timed or nullcontext():
             started = time.perf_counter()
@@ -192,19 +184,24 @@ class TrainedModel:
             _, grad_norm, _ = self.optimizer.step()
             synchronize(self.device)
             step_ms = (time.perf_counter() - started) * 1e3
-        after = _counts(self.graphs)
+        has_experts = self.config.moe.num_moe_experts is not None
         return StepRecord(
             step=step,
             num_microbatches=num_microbatches,
             loss=shared_loss(losses, self.device),
             grad_norm=0.0 if grad_norm is None else float(grad_norm),
             step_ms=step_ms,
-            captures=after.captures - before.captures,
-            replays=after.replays - before.replays,
-            fallbacks=dict(after.fallbacks - before.fallbacks),
-            overflows=dict(after.packing_overflows - before.packing_overflows),
+            captures=self.counters.captures - before.captures,
+            replays=self.counters.replays - before.replays,
+            fallbacks=dict(self.counters.fallbacks - before.fallbacks),
+            expert_metrics=take_expert_metrics() if has_experts else {},
             context_sizes=tuple(key.size for key in options.get("contexts", ())),
         )
+
+    @property
+    def counters(self) -> Counters:
+        """Return the graphs' counters; all are 0 without graphs."""
+        return Counters() if self.graphs is None else self.graphs.counters
 
     def finish_parameter_gather(self) -> None:
         """Gather the last step's parameters, if the next step would gather them overlapped.
@@ -220,8 +217,7 @@ class TrainedModel:
         self._undo.close()
 
     def _schedule_options(self, step: int) -> dict[str, Any]:
-        has_graphs = self.graphs is not None
-        return self.batches.schedule_options(step, self.count(step), has_graphs=has_graphs)
+        return self.batches.schedule_options(step, self.count(step), self.graphs is not None)
 
 
 def capture_options(config: Config) -> CaptureOptions:
@@ -239,16 +235,3 @@ def synchronize(device: torch.device) -> None:
     """Wait for a GPU; do nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _counts(graphs: MegatronChunkGraphs | None) -> Counters:
-    """Copy the counters that a step record compares; all are 0 without graphs."""
-    if graphs is None:
-        return Counters()
-    counters = graphs.counters
-    return Counters(
-        captures=counters.captures,
-        replays=counters.replays,
-        fallbacks=Counter(counters.fallbacks),
-        packing_overflows=Counter(counters.packing_overflows),
-    )

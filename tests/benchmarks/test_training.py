@@ -66,7 +66,7 @@ def test_packed_steps_are_measured_and_equal(tmp_path: Path) -> None:
     done = run(*SETTINGS, "--variants", variants, *sizes, "--json", str(path))
     assert done.returncode == 0, done.stdout + done.stderr
     eager, chunk, local = json.loads(path.read_text())["variants"]
-    drawn = DrawnDocuments.from_file(None, COUNTS, num_tokens=TOKENS, seed=8)
+    drawn = DrawnDocuments.from_file(None, counts=COUNTS, num_tokens=TOKENS, seed=8)
     steps = [
         [drawn.lengths(step, m, 0) for m in range(2 + step % 2)]
         for step in range(WARMUP, WARMUP + STEPS)

@@ -25,7 +25,7 @@ def test_the_quantile_function_rises_through_the_known_ones(
 
 
 def test_drawn_microbatches_have_the_shipped_quantiles() -> None:
-    documents = DrawnDocuments.from_file(None, _SHIPPED, num_tokens=4096, seed=3)
+    documents = DrawnDocuments.from_file(None, counts=_SHIPPED, num_tokens=4096, seed=3)
     drawn = [documents.lengths(step, 0) for step in range(3000)]
     numbers = np.array([len(lengths) for lengths in drawn])
     counts = np.quantile(numbers, COUNT_SHARES, method="inverted_cdf")
@@ -36,7 +36,7 @@ def test_drawn_microbatches_have_the_shipped_quantiles() -> None:
 
 def test_rows_hold_stretches_of_the_text_and_end_each_document() -> None:
     text = bytes(range(200)) + b"a text that is not very long"
-    documents = DrawnDocuments(text, (3, 5, 8, 12), num_tokens=40, seed=1)
+    documents = DrawnDocuments([text], counts=(3, 5, 8, 12), num_tokens=40, seed=1)
     endless = text * 2
     for step in range(30):
         row = documents.row(step, 1, 2)
@@ -51,7 +51,8 @@ def test_rows_hold_stretches_of_the_text_and_end_each_document() -> None:
 
 def test_other_places_and_seeds_draw_otherwise() -> None:
     datasets = [
-        DrawnDocuments(b"text", (3, 5, 8, 12), num_tokens=40, seed=seed) for seed in (1, 1, 2)
+        DrawnDocuments([b"text"], counts=(3, 5, 8, 12), num_tokens=40, seed=seed)
+        for seed in (1, 1, 2)
     ]
     places = [(s, m, r) for s in range(3) for m in range(3) for r in range(2)]
     first, again, other = ([d.lengths(*place) for place in places] for d in datasets)
@@ -61,12 +62,12 @@ def test_other_places_and_seeds_draw_otherwise() -> None:
 
 
 def test_documents_fit_with_the_padding_of_each() -> None:
-    documents = DrawnDocuments(b"text", (3, 5, 8, 10), num_tokens=40, seed=1, multiple=4)
+    documents = DrawnDocuments([b"text"], counts=(3, 5, 8, 10), num_tokens=40, seed=1, multiple=4)
     drawn = [documents.lengths(step, 0) for step in range(60)]
     assert all(sum(-(-n // 4) * 4 for n in lengths) <= 40 for lengths in drawn)
     assert {n % 4 for lengths in drawn for n in lengths} == {0, 1, 2, 3}
     with pytest.raises(ConfigError, match="11 documents of at least 4 rows each do not fit in 40"):
-        DrawnDocuments(b"text", (3, 5, 8, 11), num_tokens=40, seed=1, multiple=4)
+        DrawnDocuments([b"text"], counts=(3, 5, 8, 11), num_tokens=40, seed=1, multiple=4)
 
 
 @pytest.mark.parametrize("counts", [(), (1, 2, 3), (3, 2, 4, 5), (0, 1, 2, 3)])
@@ -77,4 +78,4 @@ def test_what_is_no_distribution_is_refused(counts: tuple[int, ...]) -> None:
 
 def test_more_documents_than_tokens_are_refused() -> None:
     with pytest.raises(ConfigError, match="12 documents do not fit in 8 tokens"):
-        DrawnDocuments(b"text", (3, 5, 8, 12), num_tokens=8, seed=1)
+        DrawnDocuments([b"text"], counts=(3, 5, 8, 12), num_tokens=8, seed=1)

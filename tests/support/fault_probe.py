@@ -23,8 +23,7 @@ from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.settings import Config
 from chunkgraph.trainer.batches import sequence_batches as microbatches
 from chunkgraph.trainer.forward_step import forward_step, shared_loss
-from chunkgraph.trainer.model import build_model
-from chunkgraph.trainer.optimizer import build_optimizer, zero_gradients
+from chunkgraph.trainer.model import build_model, build_optimizer, zero_gradients
 from chunkgraph.trainer.setup import seed_everything
 from chunkgraph.trainer.trained_model import capture_options
 

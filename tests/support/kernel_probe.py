@@ -26,16 +26,14 @@ def run(config: Any, device: torch.device, case: dict[str, Any]) -> dict[str, An
         loss and gradient norm of each step of unmodified eager training.
     """
     options = {"transformer_options": case.get("transformer_options") or {}}
-    unmodified = run_eager(config, device, model_options=options)
+    unmodified = run_eager(config, device, **options)
     with ExitStack() as stack:
 
         def use_products_of_graphs(chunk: nn.Module) -> None:
             dropless = Dropless(moe_layers_of(list(chunk.modules())))
             stack.enter_context(dropless.on_device())
 
-        same = run_eager(
-            config, device, model_options={**options, "prepare": use_products_of_graphs}
-        )
-    results = train(config, device, eager=same, model_options=options).to_mapping()
+        same = run_eager(config, device, **options, prepare=use_products_of_graphs)
+    results = train(config, device, eager=same, **options).to_mapping()
     steps = [[step.loss, step.grad_norm] for step in unmodified.steps]
     return {**results, "unmodified": steps}

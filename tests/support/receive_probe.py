@@ -17,8 +17,7 @@ from chunkgraph.engine.replay import replayer
 from chunkgraph.megatron.attachment import MegatronChunkGraphs, attach
 from chunkgraph.settings import Config
 from chunkgraph.trainer import trained_model
-from chunkgraph.trainer.compare import compare_runs, run_eager
-from chunkgraph.trainer.loop import TrainingRun, run_training
+from chunkgraph.trainer.compare import TrainingRun, run_eager, train
 
 _COPIES = (
     "aten::copy_",
@@ -143,7 +142,7 @@ class Probe:
 def run(
     config: Config, device: torch.device, case: dict[str, Any], eager_of: Callable[..., TrainingRun]
 ) -> list[dict[str, Any]]:
-    """Run the case; return each rank's results of `Probe` and ``compare_runs``.
+    """Run the case; return each rank's results of `Probe`, and whether all equals eager.
 
     The eager run has no overlap, so the comparison also shows that overlap changes no number.
     """
@@ -163,12 +162,9 @@ def run(
     ):
         # The mode that counts copies is a context of a test alone.
         session.refuse_contexts = replayer.refuse_contexts = lambda *_: None  # type: ignore[attr-defined]
-        chunk = run_training(config, device, use_graphs=True)
-    comparison = compare_runs(eager, chunk)
+        results = train(config, device, eager=eager)
     mine = {
-        "equal": all(comparison.losses)
-        and all(comparison.grad_norms)
-        and not comparison.different_parameters,
+        "equal": all(step.is_equal for step in results.steps) and results.parameters_equal,
         "steps": probe.steps,
         "communicators": sorted(probe.communicators),
     }

@@ -39,8 +39,7 @@ from chunkgraph.megatron.features.packing.bank import PackedBank
 from chunkgraph.packing import PackedShape
 from chunkgraph.settings import config_from_mapping
 from chunkgraph.trainer.batches import PackedBatches
-from chunkgraph.trainer.compare import run_eager, train
-from chunkgraph.trainer.loop import TrainingRun
+from chunkgraph.trainer.compare import TrainingRun, run_eager, train
 from chunkgraph.trainer.setup import training_process
 
 
@@ -101,13 +100,11 @@ def run_case(case: dict[str, Any], eager_runs: EagerRuns) -> Any:
         frozen = case.get("frozen", [])
         options: dict[str, Any] = {
             "ddp_options": case.get("ddp_options"),
-            "model_options": {
-                "transformer_options": {
-                    **(case.get("transformer_options") or {}),
-                    **_among(case, "expert_tensor_parallel_size"),
-                },
-                "prepare": lambda chunk: _freeze(chunk, frozen),
+            "transformer_options": {
+                **(case.get("transformer_options") or {}),
+                **_among(case, "expert_tensor_parallel_size"),
             },
+            "prepare": lambda chunk: _freeze(chunk, frozen),
         }
         eager = eager_runs.of(case, lambda: run_eager(config, device, **options))
         return train(config, device, eager=eager, **options).to_mapping()

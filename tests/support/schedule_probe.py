@@ -11,8 +11,7 @@ from chunkgraph.megatron.pipeline import ScheduleDriver
 from chunkgraph.megatron.topology import PipelinePlace
 from chunkgraph.schedules import build_schedule
 from chunkgraph.settings import Config
-from chunkgraph.trainer.compare import run_eager
-from chunkgraph.trainer.loop import TrainingRun
+from chunkgraph.trainer.compare import TrainingRun, run_eager
 from chunkgraph.trainer.trained_model import TrainedModel
 
 

@@ -20,8 +20,7 @@ from chunkgraph.megatron.features.packing.params import make_params
 from chunkgraph.packing import PackedShape, pack
 from chunkgraph.trainer.batches import PackedBatches, packed_shape, to_device
 from chunkgraph.trainer.forward_step import forward_step
-from chunkgraph.trainer.model import build_model
-from chunkgraph.trainer.optimizer import build_optimizer, zero_gradients
+from chunkgraph.trainer.model import build_model, build_optimizer, zero_gradients
 from chunkgraph.trainer.setup import seed_everything
 from chunkgraph.trainer.trained_model import capture_options
 

@@ -1,4 +1,4 @@
-"""On a CPU with Transformer Engine installed, Megatron would put its norm after local layers."""
+"""On a CPU with Transformer Engine installed, Megatron would add its norm after any layers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_no_norm_that_needs_a_gpu_is_built(
         raise AssertionError("Transformer Engine's norm was built")
 
     monkeypatch.setattr(transformer_block, "LayerNormImpl", needs_a_gpu)
-    config = config_from_mapping(make_config())
+    config = config_from_mapping(make_config(model={"layer_spec": "user_specs:packed"}))
     (chunk,) = build_model(config, one_rank)
     (decoder,) = (m for m in chunk.modules() if isinstance(m, transformer_block.TransformerBlock))
     assert len(decoder.layers) == config.model.num_layers

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,6 +53,16 @@ OVERLAPPED = [
     "train.use_distributed_optimizer=true",
     "train.overlap_param_gather=true",
 ]
+VPP2 = ["pipeline.virtual_pipeline_model_parallel_size=2"]
+DP2 = "pipeline.data_parallel_size=2"
+CHUNK, POISON, SHADOW = "capture.scope=chunk", "capture.verify=poison", "capture.verify=shadow"
+OVERLAP, FUSED = "train.overlap_grad_reduce=true", "train.gradient_accumulation_fusion=true"
+HIDDEN_DROPOUT = "model.hidden_dropout=0.1"
+
+
+def case(name: str, mark: Any, counts: list[int], *settings: str) -> Any:
+    """Return a case with these counts of microbatches and other settings."""
+    return pytest.param([*settings], counts, marks=mark, id=name)
 
 
 @pytest.mark.megatron
@@ -59,199 +70,129 @@ OVERLAPPED = [
 @pytest.mark.parametrize(
     ("settings", "counts"),
     [
-        pytest.param(["pipeline.pipeline_model_parallel_size=1"], [3, 1, 5], marks=ONE, id="pp1"),
-        pytest.param([], [4, 1, 2, 7], marks=TWO, id="pp2"),
-        pytest.param(
-            [
-                "pipeline.pipeline_model_parallel_size=1",
-                "pipeline.data_parallel_size=2",
-                *OVERLAPPED,
-                "capture.scope=chunk",
-            ],
-            [2, 5, 3],
-            marks=TWO,
-            id="dp2-parameters-gathered-in-the-forward",
+        case("pp1", ONE, [3, 1, 5], *PP1),
+        case("pp2", TWO, [4, 1, 2, 7]),
+        case(
+            "dp2-parameters-gathered-in-the-forward", TWO, [2, 5, 3], *PP1, DP2, *OVERLAPPED, CHUNK
         ),
-        pytest.param(["train.use_ddp=false"], [2, 5, 3], marks=TWO, id="pp2-without-ddp"),
-        pytest.param(
-            ["pipeline.pipeline_model_parallel_size=1", "capture.scope=block"],
-            [3, 1, 5],
-            marks=ONE,
-            id="pp1-block",
-        ),
-        pytest.param(
-            [
-                "pipeline.virtual_pipeline_model_parallel_size=2",
-                "model.untie_embeddings_and_output_weights=false",
-                "model.hidden_dropout=0.1",
-                "train.overlap_grad_reduce=true",
-                "capture.scope=chunk",
-                "capture.verify=poison",
-            ],
+        case("pp2-without-ddp", TWO, [2, 5, 3], "train.use_ddp=false"),
+        case("pp1-block", ONE, [3, 1, 5], *PP1, "capture.scope=block"),
+        case(
+            "pp2-vpp2-whole-chunk-tied-overlap-poison",
+            TWO,
             [4, 2, 12, 6],
-            marks=TWO,
-            id="pp2-vpp2-whole-chunk-tied-overlap-poison",
+            *VPP2,
+            "model.untie_embeddings_and_output_weights=false",
+            HIDDEN_DROPOUT,
+            OVERLAP,
+            CHUNK,
+            POISON,
         ),
-        pytest.param(
-            [
-                *(*PP1, *FULL_RECOMPUTE, "capture.scope=chunk", "capture.verify=shadow"),
-                *("model.recompute_method=block", "model.recompute_num_layers=3"),
-            ],
+        case(
+            "pp1-block-recompute-whole-chunk-shadow",
+            ONE,
             [3, 1, 5],
-            marks=ONE,
-            id="pp1-block-recompute-whole-chunk-shadow",
+            *PP1,
+            *FULL_RECOMPUTE,
+            CHUNK,
+            SHADOW,
+            "model.recompute_method=block",
+            "model.recompute_num_layers=3",
         ),
-        pytest.param(
-            [*PP1, *TP2_SEQUENCE, *FULL_RECOMPUTE],
+        case("tp2-sequence-full-recompute", TWO, [2, 5, 3], *PP1, *TP2_SEQUENCE, *FULL_RECOMPUTE),
+        case(
+            "pp2-full-recompute-overlap-fused-poison",
+            TWO,
             [2, 5, 3],
-            marks=TWO,
-            id="tp2-sequence-full-recompute",
+            *FULL_RECOMPUTE,
+            CHUNK,
+            OVERLAP,
+            FUSED,
+            POISON,
         ),
-        pytest.param(
-            [
-                *FULL_RECOMPUTE,
-                "capture.scope=chunk",
-                "train.overlap_grad_reduce=true",
-                "train.gradient_accumulation_fusion=true",
-                "capture.verify=poison",
-            ],
+        case(
+            "pp2-selective-recompute-dropout",
+            TWO,
             [2, 5, 3],
-            marks=TWO,
-            id="pp2-full-recompute-overlap-fused-poison",
+            "model.recompute_granularity=selective",
+            "model.recompute_modules=[core_attn,mlp]",
+            "model.swiglu=true",
+            HIDDEN_DROPOUT,
         ),
-        pytest.param(
-            [
-                "model.recompute_granularity=selective",
-                "model.recompute_modules=[core_attn,mlp]",
-                "model.swiglu=true",
-                "model.hidden_dropout=0.1",
-            ],
-            [2, 5, 3],
-            marks=TWO,
-            id="pp2-selective-recompute-dropout",
-        ),
-        pytest.param([*PP1, *TENSORWISE], [3, 1, 5], marks=ONE, id="pp1-fp8-tensorwise"),
-        pytest.param(
-            [*PP1, "model.fp8=e4m3", "model.fp8_recipe=blockwise", "capture.scope=chunk"],
+        case("pp1-fp8-tensorwise", ONE, [3, 1, 5], *PP1, *TENSORWISE),
+        case(
+            "pp1-fp8-blockwise-whole-chunk",
+            ONE,
             [3, 1, 5],
-            marks=ONE,
-            id="pp1-fp8-blockwise-whole-chunk",
+            *PP1,
+            "model.fp8=e4m3",
+            "model.fp8_recipe=blockwise",
+            CHUNK,
         ),
-        pytest.param(
-            [*PP1, *DELAYED, "capture.verify=shadow", "capture.scope=chunk"],
+        case("pp1-fp8-delayed-whole-chunk-shadow", ONE, [3, 1, 5], *PP1, *DELAYED, SHADOW, CHUNK),
+        case(
+            "pp1-fp8-delayed-recomputed-core-attention",
+            ONE,
             [3, 1, 5],
-            marks=ONE,
-            id="pp1-fp8-delayed-whole-chunk-shadow",
+            *PP1,
+            *DELAYED,
+            "model.recompute_granularity=selective",
+            HIDDEN_DROPOUT,
         ),
-        pytest.param(
-            [*PP1, *DELAYED, "model.recompute_granularity=selective", "model.hidden_dropout=0.1"],
-            [3, 1, 5],
-            marks=ONE,
-            id="pp1-fp8-delayed-recomputed-core-attention",
-        ),
-        pytest.param(
-            [*TENSORWISE, "train.gradient_accumulation_fusion=true", "capture.verify=poison"],
-            [4, 1, 2, 7],
-            marks=TWO,
-            id="pp2-fp8-tensorwise-fused-poison",
-        ),
-        pytest.param(
-            [
-                *DELAYED,
-                "pipeline.virtual_pipeline_model_parallel_size=2",
-                "capture.scope=chunk",
-                "capture.verify=poison",
-            ],
+        case("pp2-fp8-tensorwise-fused-poison", TWO, [4, 1, 2, 7], *TENSORWISE, FUSED, POISON),
+        case(
+            "pp2-vpp2-fp8-delayed-whole-chunk-poison",
+            TWO,
             [4, 2, 12, 6],
-            marks=TWO,
-            id="pp2-vpp2-fp8-delayed-whole-chunk-poison",
+            *DELAYED,
+            *VPP2,
+            CHUNK,
+            POISON,
         ),
-        pytest.param(
-            [*PP1, *TP2_SEQUENCE, *TENSORWISE], [2, 5, 3], marks=TWO, id="tp2-sequence-fp8"
-        ),
-        pytest.param(
-            [*PP1, *TP2_SEQUENCE, "capture.scope=chunk", "model.hidden_dropout=0.1"],
+        case("tp2-sequence-fp8", TWO, [2, 5, 3], *PP1, *TP2_SEQUENCE, *TENSORWISE),
+        case(
+            "tp2-sequence-whole-chunk-dropout",
+            TWO,
             [2, 5, 3],
-            marks=TWO,
-            id="tp2-sequence-whole-chunk-dropout",
+            *PP1,
+            *TP2_SEQUENCE,
+            CHUNK,
+            HIDDEN_DROPOUT,
         ),
-        pytest.param([*TP2_SEQUENCE], [2, 5, 3], marks=FOUR, id="pp2-tp2-sequence"),
-        pytest.param(
-            [*PP1, *CP2, "capture.scope=chunk", "train.overlap_grad_reduce=true"],
-            [2, 5, 3],
-            marks=TWO,
-            id="cp2-whole-chunk-overlap",
-        ),
-        pytest.param([*CP2], [4, 1, 2, 7], marks=FOUR, id="pp2-cp2"),
-        pytest.param(
-            [
-                *PP4,
-                "pipeline.virtual_pipeline_model_parallel_size=2",
-                "train.overlap_grad_reduce=true",
-                "capture.verify=poison",
-            ],
-            [4, 12, 8],
-            marks=FOUR,
-            id="pp4-vpp2-overlap-poison",
-        ),
-        pytest.param(
-            [
-                "pipeline.data_parallel_size=2",
-                *OVERLAPPED,
-                "capture.scope=chunk",
-            ],
+        case("pp2-tp2-sequence", FOUR, [2, 5, 3], *TP2_SEQUENCE),
+        case("cp2-whole-chunk-overlap", TWO, [2, 5, 3], *PP1, *CP2, CHUNK, OVERLAP),
+        case("pp2-cp2", FOUR, [4, 1, 2, 7], *CP2),
+        case("pp4-vpp2-overlap-poison", FOUR, [4, 12, 8], *PP4, *VPP2, OVERLAP, POISON),
+        case("pp2-dp2-distributed-optimizer-overlap", FOUR, [4, 1, 2, 7], DP2, *OVERLAPPED, CHUNK),
+        case(
+            "pp2-zb-fused-overlap-whole-chunk-poison",
+            TWO,
             [4, 1, 2, 7],
-            marks=FOUR,
-            id="pp2-dp2-distributed-optimizer-overlap",
+            *ZB,
+            FUSED,
+            OVERLAP,
+            CHUNK,
+            POISON,
         ),
-        pytest.param(
-            [
-                *ZB,
-                "train.gradient_accumulation_fusion=true",
-                "train.overlap_grad_reduce=true",
-                "capture.scope=chunk",
-                "capture.verify=poison",
-            ],
+        case("pp2-zb-full-recompute", TWO, [2, 5, 3], *ZB, *FULL_RECOMPUTE),
+        case("pp2-zb-fp8-tensorwise", TWO, [4, 1, 2, 7], *ZB, *TENSORWISE),
+        case("pp2-zb-fp8-delayed", TWO, [4, 1, 2, 7], *ZB, *DELAYED),
+        case("pp2-vpp2-zb-fused-whole-chunk", TWO, [4, 2, 12, 6], *ZB_VPP2, FUSED, CHUNK),
+        case("pp2-zb-tied-dropout", TWO, [4, 1, 2, 7], *ZB, *TIED, *DROPOUT),
+        case("pp2-zb-packed", TWO, [4, 1, 2, 7], *ZB, *PACKED),
+        case("pp2-zb-dropless-experts", TWO, [4, 1, 2, 7], *ZB, *DROPLESS),
+        case(
+            "pp2-ep2-zb-dropless-experts",
+            FOUR,
             [4, 1, 2, 7],
-            marks=TWO,
-            id="pp2-zb-fused-overlap-whole-chunk-poison",
+            *ZB,
+            *DROPLESS,
+            DP2,
+            "pipeline.expert_model_parallel_size=2",
         ),
-        pytest.param(
-            [*ZB, *FULL_RECOMPUTE],
-            [2, 5, 3],
-            marks=TWO,
-            id="pp2-zb-full-recompute",
-        ),
-        pytest.param([*ZB, *TENSORWISE], [4, 1, 2, 7], marks=TWO, id="pp2-zb-fp8-tensorwise"),
-        pytest.param([*ZB, *DELAYED], [4, 1, 2, 7], marks=TWO, id="pp2-zb-fp8-delayed"),
-        pytest.param(
-            [*ZB_VPP2, "train.gradient_accumulation_fusion=true", "capture.scope=chunk"],
-            [4, 2, 12, 6],
-            marks=TWO,
-            id="pp2-vpp2-zb-fused-whole-chunk",
-        ),
-        pytest.param([*ZB, *TIED, *DROPOUT], [4, 1, 2, 7], marks=TWO, id="pp2-zb-tied-dropout"),
-        pytest.param([*ZB, *PACKED], [4, 1, 2, 7], marks=TWO, id="pp2-zb-packed"),
-        pytest.param([*ZB, *DROPLESS], [4, 1, 2, 7], marks=TWO, id="pp2-zb-dropless-experts"),
-        pytest.param(
-            [
-                *ZB,
-                *DROPLESS,
-                "pipeline.data_parallel_size=2",
-                "pipeline.expert_model_parallel_size=2",
-            ],
-            [4, 1, 2, 7],
-            marks=FOUR,
-            id="pp2-ep2-zb-dropless-experts",
-        ),
-        pytest.param([*ZB, *TP2_SEQUENCE], [4, 1, 2, 7], marks=FOUR, id="pp2-tp2-zb-sequence"),
-        pytest.param(
-            [*ZB, *PP4, "train.overlap_grad_reduce=true", "capture.verify=poison"],
-            [8, 3, 4, 13],
-            marks=FOUR,
-            id="pp4-zb-overlap-poison",
-        ),
-        pytest.param([*ZB_VPP2, *PP4], [4, 12, 8], marks=FOUR, id="pp4-vpp2-zb"),
+        case("pp2-tp2-zb-sequence", FOUR, [4, 1, 2, 7], *ZB, *TP2_SEQUENCE),
+        case("pp4-zb-overlap-poison", FOUR, [8, 3, 4, 13], *ZB, *PP4, OVERLAP, POISON),
+        case("pp4-vpp2-zb", FOUR, [4, 12, 8], *ZB_VPP2, *PP4),
     ],
 )
 def test_training_on_gpus_equals_eager(
