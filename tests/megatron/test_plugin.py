@@ -18,7 +18,7 @@ from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.memory.stash import StashOptions
 from chunkgraph.packing import ContextLimits, PackedShape
 from chunkgraph.settings import Config, config_from_mapping
-from chunkgraph.trainer.loop import run_training
+from chunkgraph.trainer.compare import run_training
 from chunkgraph.trainer.model import build_model
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(60)]

@@ -16,8 +16,7 @@ from chunkgraph.errors import CaptureError
 from chunkgraph.megatron import attach
 from chunkgraph.megatron.features.fp8.feature import reset_fp8
 from chunkgraph.settings import config_from_mapping
-from chunkgraph.trainer.model import build_model
-from chunkgraph.trainer.optimizer import build_optimizer, zero_gradients
+from chunkgraph.trainer.model import build_model, build_optimizer, zero_gradients
 from chunkgraph.trainer.setup import seed_everything
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(120)]
