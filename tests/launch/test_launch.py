@@ -153,6 +153,7 @@ def test_pp2_saved_resumed_and_with_other_counts_equals_eager(jobs: Jobs, eager:
     assert [*both, *evaluations] == eager
 
 
+@pytest.mark.slow
 def test_dp2_pp2_vpp2_with_overlaps_and_whole_chunks_equals_eager(jobs: Jobs) -> None:
     flags = [
         *EIGHT,
@@ -218,6 +219,7 @@ def test_interleaved_zero_bubble_with_overlap_equals_megatrons_interleaved(
         assert [*jobs.train(name, *flags, *more), *_evaluations(jobs.output)] == expected
 
 
+@pytest.mark.slow
 def test_experts_that_stash_and_run_steps_again_equal_eager(jobs: Jobs) -> None:
     """Pages run out in the first replayed step, on the first stage alone."""
     experts = "--num-experts 4 --moe-router-topk 2 --moe-expert-capacity-factor 2.0 "
@@ -241,6 +243,7 @@ def test_experts_that_stash_and_run_steps_again_equal_eager(jobs: Jobs) -> None:
     assert _replays(jobs.output)[-1] == 4
 
 
+@pytest.mark.slow
 def test_overlapped_transfers_of_experts_are_off_and_named(jobs: Jobs) -> None:
     experts = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --bf16 "
     experts += "--expert-model-parallel-size 2 --pipeline-model-parallel-size 1 --num-layers 2 "
@@ -315,6 +318,7 @@ runpy.run_path({script!r}, run_name="__main__")
 """
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_ends_well(
     jobs: Jobs, wait_for_line: Callable[[subprocess.Popen[str], str], list[str]]
 ) -> None:
@@ -350,6 +354,7 @@ runpy.run_path({script!r}, run_name="__main__")
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_no_process(
     jobs: Jobs, wait_for_line: Callable[[subprocess.Popen[str], str], list[str]]
 ) -> None:
@@ -380,6 +385,7 @@ def _assert_gone(pid: int) -> None:
     assert not Path(f"/proc/{pid}").exists()
 
 
+@pytest.mark.slow
 def test_a_script_that_fails_is_explained_in_the_last_line(jobs: Jobs) -> None:
     script = jobs.folder / "fails.py"
     script.write_text("raise ValueError('no such corpus')\n", encoding="utf-8")

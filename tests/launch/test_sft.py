@@ -175,6 +175,7 @@ def test_pp2_vpp2_saved_and_resumed_equals_eager(
         assert of_rank["train 0"] == of_rank["train 1"] == list(range(6 * 4))
 
 
+@pytest.mark.slow
 def test_steps_are_announced_before_they_begin(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also with changing numbers of microbatches, a step that runs again, and a skipped one."""
     logs = []
@@ -223,6 +224,7 @@ def test_experts_that_stash_and_run_steps_again_equal_eager(runs: Runs) -> None:
     assert "eager steps (packing overflow): 1" in runs.output
 
 
+@pytest.mark.slow
 def test_tp2_whole_chunks_equal_eager(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the first of the tensor-parallel ranks reads data; it informs the other one ahead."""
     flags = ["--train-iters", "4", "--eval-interval", "9", "--hidden-dropout", "0.1"]
@@ -283,6 +285,7 @@ def test_ranks_share_each_microbatch_as_its_documents_need(
     assert logs["banks"] == pytest.approx(logs["own"], rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", ["pipeline", pytest.param("tensor", marks=pytest.mark.slow)])
 def test_ranks_share_microbatches_of_experts(runs: Runs, ranks: str) -> None:
     """Bit for bit equal to the same groups without graphs; experts are on two ranks.

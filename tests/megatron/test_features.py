@@ -133,6 +133,7 @@ def test_latent_attention(run_equal: Callable[..., Any], make_config: Callable[.
     _check(run_equal(_alternately(cases), 1))
 
 
+@pytest.mark.slow
 @pytest.mark.every_release
 def test_two_ranks(
     run_equal: Callable[..., Any],
@@ -251,6 +252,7 @@ def _sparse(make_config: Callable[..., Any], **sections: Any) -> dict[str, Any]:
     )
 
 
+@pytest.mark.slow
 def test_sparse_attention(run_equal: Callable[..., Any], make_config: Callable[..., Any]) -> None:
     """The scale of the indexers' loss changes with the number of microbatches."""
     train = {"num_microbatches": [2, 1, 3]}

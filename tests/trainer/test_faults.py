@@ -44,6 +44,7 @@ def line_of(marker: str) -> int:
     return next(i for i, line in enumerate(text.splitlines(), start=1) if marker in line)
 
 
+@pytest.mark.slow
 def test_faults_of_one_rank(run_cases: RunCases, case: Callable[..., dict[str, Any]]) -> None:
     """On rank 1: a failed capture, lack of memory, SIGTERM; also evaluation and other shapes."""
     watchful = {"layer_spec": "user_specs:watchful_where_faulty"}

@@ -105,6 +105,7 @@ def test_one_rank(
     _check(run_equal(cases, 1), cases, slots)
 
 
+@pytest.mark.slow
 @pytest.mark.every_release
 def test_two_ranks(
     run_equal: Callable[..., Any],

@@ -160,9 +160,10 @@ class World:
             for name, buffer in chunk.named_buffers():
                 self.see(f"chunk {c}.{name}", buffer)
             for name, module in chunk.named_modules():
+                if module._forward_pre_hooks:  # assigns attributes, which a replay does not
+                    continue
                 for key, value in vars(module).items():
-                    # A replay assigns no attributes: results of forwards are of an eager pass.
-                    if isinstance(value, torch.Tensor) and value.is_leaf:
+                    if isinstance(value, torch.Tensor):
                         self.see(f"chunk {c}.{name}.{key}", value)
         self.see("random state", torch.get_rng_state())
 

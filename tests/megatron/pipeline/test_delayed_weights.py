@@ -15,6 +15,7 @@ from chunkgraph.megatron.refusals import DELAY_RULES
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(240)]
 
 
+@pytest.mark.slow
 def test_weight_gradients_in_w_equal_those_of_whole_backwards(
     run_equal: Callable[..., Any], make_config: Callable[..., Any]
 ) -> None:

@@ -37,6 +37,7 @@ def _check(results: dict[str, dict[str, Any]]) -> None:
         assert len({loss for loss, _ in result["losses"]}) == len(result["losses"]), name
 
 
+@pytest.mark.slow
 @pytest.mark.every_release
 def test_eager_steps_equal_megatrons_functions(
     run_cases: Callable[..., Any], make_config: Callable[..., Any]

@@ -30,6 +30,7 @@ def case(make_config: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
     return make
 
 
+@pytest.mark.slow
 def test_faults_of_one_rank(
     run_cases: Callable[..., dict[str, Any]], case: Callable[..., dict[str, Any]]
 ) -> None:
@@ -72,6 +73,7 @@ def test_a_rank_killed_in_a_replayed_step(
     assert "Rank 0 stopped because another rank ended" in messages[0]
 
 
+@pytest.mark.slow
 def test_a_step_without_room_runs_again_under_the_same_schedule(
     run_cases: Callable[..., dict[str, Any]], make_config: Callable[..., Any]
 ) -> None:

@@ -120,6 +120,7 @@ def test_experts_that_stash(run_cases: Run, make: Make) -> None:
     assert [bool(result["recaptures"]) for result in results.values()] == [False, True, False]
 
 
+@pytest.mark.slow
 def test_recomputation(run_equal: Run, make: Make) -> None:
     full = {
         "recompute_granularity": "full",
@@ -192,6 +193,7 @@ def test_tensor_and_data_parallel_ranks(run_equal: Run, make: Make) -> None:
     )
 
 
+@pytest.mark.slow
 def test_gradients_are_reduced_after_the_last_input_gradients(
     run_equal: Run, make: Make, tmp_path: Path
 ) -> None:

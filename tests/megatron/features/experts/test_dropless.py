@@ -214,6 +214,7 @@ _RANDOM = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("num_ranks", "names"),

@@ -94,6 +94,7 @@ def test_one_rank(
         assert drops["recomputed_layers"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.every_release
 def test_two_ranks(
     run_equal: Callable[..., Any], make: Callable[..., Any], once: Callable[..., Any]

@@ -138,6 +138,7 @@ def test_uneven_loads_are_as_in_eager_training_and_every_drop_is_counted(
     assert different == []
 
 
+@pytest.mark.slow
 @pytest.mark.every_release
 def test_steps_run_again_until_sinkhorn_routing_has_enough_rounds(
     one_rank: Any, make_config: Any, monkeypatch: pytest.MonkeyPatch

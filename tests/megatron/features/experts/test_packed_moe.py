@@ -160,6 +160,7 @@ def _batch(lengths: list[int], seed: int, rows: int | None = 32) -> dict[str, An
     return {"padding_mask": ~batch.pop("is_counted"), **batch}
 
 
+@pytest.mark.slow
 @pytest.mark.every_release
 @pytest.mark.parametrize(
     ("case", "scope"),
@@ -266,6 +267,7 @@ def _poison(model: _Model, poison: float) -> None:
         layer.register_forward_hook(spoil_grad, with_kwargs=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["dropping", "biased", "dropless"])
 def test_a_poisoned_tail_reaches_nothing(one_rank: Any, make_config: Any, case: str) -> None:
     """NaN in the experts' padding rows changes no loss, gradient, metric or count."""

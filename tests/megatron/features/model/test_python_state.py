@@ -25,6 +25,7 @@ _DELTA = {
 }
 
 
+@pytest.mark.slow
 def test_checks_of_norms_and_gated_delta_nets_equal_eager_training(
     run_equal: Callable[..., Any], make_config: Callable[..., Any]
 ) -> None:

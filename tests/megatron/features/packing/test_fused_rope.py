@@ -94,6 +94,7 @@ def _offsets(lengths: list[int], num_seqs: int) -> torch.Tensor:
     return torch.tensor((ends + [ends[-1]] * num_seqs)[: num_seqs + 1], dtype=torch.int32)
 
 
+@pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(data=st.data(), cp_size=st.sampled_from([1, 2, 4]))
 def test_rows_are_turned_as_in_their_documents(

@@ -38,6 +38,7 @@ def _check(results: dict[str, dict[str, Any]]) -> None:
         assert result["replays"] == 4 + 2 * len(changes), name
 
 
+@pytest.mark.slow
 def test_on_a_cpu(
     run_cases: Callable[..., Any],
     make_config: Callable[..., Any],

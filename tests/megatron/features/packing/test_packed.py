@@ -359,6 +359,7 @@ def seen(chunks: list[Any], monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scope", ["block", "chunk"])
 @pytest.mark.parametrize("longest", [None, 20])
 def test_offsets_of_the_most_sequences_are_cut(

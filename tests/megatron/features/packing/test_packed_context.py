@@ -104,6 +104,7 @@ def _check(results: dict[str, dict[str, Any]], overflows: dict[str, int] | None 
         assert all(s["replays"] for s in steps[1:] if s not in overflow_steps), name
 
 
+@pytest.mark.slow
 @pytest.mark.every_release
 @pytest.mark.megatron
 def test_graphs_equal_eager(

@@ -46,6 +46,7 @@ def test_one_rank(run_equal: Callable[..., Any], make: Callable[..., dict[str, A
     _check(run_equal(cases, 1))
 
 
+@pytest.mark.slow
 def test_two_ranks(run_equal: Callable[..., Any], make: Callable[..., dict[str, Any]]) -> None:
     """Two stages, and two ranks that share every document."""
     chunk = {"capture": {"scope": "chunk"}}
@@ -56,6 +57,7 @@ def test_two_ranks(run_equal: Callable[..., Any], make: Callable[..., dict[str, 
     _check(run_equal(cases, 2))
 
 
+@pytest.mark.slow
 def test_four_ranks(run_equal: Callable[..., Any], make: Callable[..., dict[str, Any]]) -> None:
     cases = {"cp2_pp2": make("shared_latent", [2, 1], context_parallel_size=2, **_PP2)}
     _check(run_equal(cases, 4))

@@ -94,6 +94,7 @@ def _check(
             assert bool(step["replays"]) == (not expected), f"{name}, step {index}"
 
 
+@pytest.mark.slow
 @pytest.mark.every_release
 @pytest.mark.megatron
 def test_one_rank(run_equal: Callable[..., Any], make_case: Case, once: Callable[..., Any]) -> None:
@@ -325,6 +326,7 @@ def _check_reruns(results: dict[str, dict[str, Any]], reruns: dict[str, list[str
         assert result["steps"][-1]["replays"], name
 
 
+@pytest.mark.slow
 @pytest.mark.megatron
 def test_experts_that_stash_or_run_again(run_cases: Callable[..., Any], make_case: Case) -> None:
     """A step that runs again keeps the announced packings, buckets and misfit."""
@@ -362,6 +364,7 @@ def test_experts_that_stash_on_two_ranks(run_cases: Callable[..., Any], make_cas
     assert results["ep2"]["steps"][1]["fallbacks"] == {"packing overflow": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.megatron
 def test_experts_of_split_sequences_in_a_pipeline(
     run_equal: Callable[..., Any], make_case: Case

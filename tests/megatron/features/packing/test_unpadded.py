@@ -48,6 +48,7 @@ def _check(
         assert result["loss_error"] <= loss, f"{name}: {result}"
 
 
+@pytest.mark.slow
 def test_on_a_cpu(
     run_cases: Callable[..., Any],
     make_config: Callable[..., Any],

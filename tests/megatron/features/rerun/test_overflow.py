@@ -103,6 +103,7 @@ def test_a_step_runs_again_where_room_for_all_rounds_up(
     assert re.search(text, caplog.text)
 
 
+@pytest.mark.slow
 @pytest.mark.every_release
 @pytest.mark.parametrize("scope", ["block", "chunk"])
 def test_no_metric_counts_a_step_twice(one_rank: Any, make_config: Any, scope: str) -> None:
@@ -172,6 +173,7 @@ def test_an_aborted_step_leaves_no_page_in_use(one_rank: Any, make_config: Any) 
     assert losses[0] == losses[1]
 
 
+@pytest.mark.slow
 def test_graphs_and_pages_are_made_again_where_their_memory_was_replaced(
     one_rank: Any, make_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

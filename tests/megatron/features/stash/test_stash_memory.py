@@ -79,6 +79,7 @@ def _saved_without_drops(config: Any, device: Any) -> int:
     return sum(saved.values())
 
 
+@pytest.mark.slow
 def test_the_stash_takes_little_more_than_dropless_training_saves(
     one_rank: Any, make_config: Callable[..., dict[str, Any]]
 ) -> None:
