@@ -50,6 +50,7 @@ from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.megatron.core.collectives import gather_from_data_ranks, share_in_tensor_group
 from chunkgraph.megatron.core.delayed_weights import delay_in_new_configs
 from chunkgraph.megatron.features.contexts import ContextGroups, follow_groups
+from chunkgraph.megatron.features.experts.feature import Experts, dropped_tokens
 from chunkgraph.megatron.features.experts.overlap import turn_off_overlap
 from chunkgraph.megatron.features.experts.state import scale_expert_metrics
 from chunkgraph.megatron.features.packing.banks import PackedBanks
@@ -298,7 +299,8 @@ class ChunkGraphsInPretrain:
                 )
                 sys.stderr.flush()
         elif engine.report is not None:
-            dispatch = graphs.expert_dispatch
+            experts = graphs.find(Experts)
+            dispatch = "" if experts is None else experts.dispatch
             if _rank() == 0 or (dispatch and _has_first_experts(graphs)):
                 _print(capture_line(engine.report, dispatch, _rank()))
 
@@ -338,7 +340,7 @@ def _has_first_experts(graphs: MegatronChunkGraphs) -> bool:
         state.get_tensor_model_parallel_rank()
         or state.get_data_parallel_rank(with_context_parallel=True)
     )
-    return is_first and first_expert_layer(pretrain_arguments()) in graphs.dropped_tokens()
+    return is_first and first_expert_layer(pretrain_arguments()) in dropped_tokens(graphs)
 
 
 def _rank() -> int:

@@ -116,7 +116,7 @@ def capture_line(report: CaptureReport, expert_dispatch: str = "", rank: int = 0
 
     Args:
         report: The report of the capture.
-        expert_dispatch: See `MegatronChunkGraphs.expert_dispatch`.
+        expert_dispatch: See `Experts.dispatch`.
         rank: This rank.
     """
     total = report.slot_bytes + report.scratch_bytes + report.static_bytes

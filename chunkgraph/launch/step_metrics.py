@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from chunkgraph.megatron.attachment import MegatronChunkGraphs
+from chunkgraph.megatron.features.experts.feature import dropped_tokens
 
 __all__ = ["StepMetrics"]
 
@@ -69,14 +70,14 @@ class StepMetrics:
 
     def _dropped(self, since: Counter[str], name: str) -> dict[str, int]:
         """Return the number of dropped tokens that has arrived from the device."""
-        return {name: since["dropped tokens"]} if self._graphs.dropped_tokens() else {}
+        return {name: since["dropped tokens"]} if dropped_tokens(self._graphs) else {}
 
     def _read(self) -> Counter[str]:
         counters = self._graphs.counters
         return Counter(
             {
                 "replays": counters.replays,
-                "dropped tokens": sum(self._graphs.dropped_tokens().values()),
+                "dropped tokens": sum(dropped_tokens(self._graphs).values()),
                 **{f"eager: {reason}": n for reason, n in counters.fallbacks.items()},
                 **{f"rerun: {reason}": n for reason, n in counters.overflow_reruns.items()},
             }

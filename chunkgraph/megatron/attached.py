@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,19 +11,14 @@ from chunkgraph.engine import ChunkGraphs
 from chunkgraph.engine.decide.reasons import StepMode
 from chunkgraph.errors import ConfigError, SlotError
 from chunkgraph.megatron.core.process_groups import before_groups_end
-from chunkgraph.megatron.feature import Features
-from chunkgraph.megatron.features.experts.feature import Experts
-from chunkgraph.megatron.features.packing.bank import PackedBank
-from chunkgraph.megatron.features.packing.steps import Packings
-from chunkgraph.megatron.features.rerun.last_forward import notify_after_last_forward
-from chunkgraph.megatron.features.stash.feature import ExpertStash
+from chunkgraph.megatron.feature import AnyFeature, Features
+from chunkgraph.megatron.last_forward import notify_after_last_forward
 from chunkgraph.megatron.pipeline.driver import ScheduleDriver
 from chunkgraph.megatron.receive import SlotReceiver
 from chunkgraph.megatron.site import Site
 from chunkgraph.megatron.step import Step, StepInputs, StepPlan
 
 if TYPE_CHECKING:
-    from chunkgraph.megatron.features.rerun.guard import OverflowGuard
     from chunkgraph.packing import PackedShape
 
 __all__ = ["MegatronChunkGraphs"]
@@ -57,7 +52,7 @@ class MegatronChunkGraphs:
         self.scope = site.scope
         self.num_slots = site.num_slots
         self.receiver = receiver
-        self.guard: OverflowGuard | None = None
+        self.guard: Any = None
         self.driver: ScheduleDriver | None = None
         self.before_run: Callable[[], None] = lambda: None
         self._undo = undo
@@ -70,32 +65,9 @@ class MegatronChunkGraphs:
         """Return the counts of captures, replays and eager fallbacks so far."""
         return self.engine.counters
 
-    @property
-    def stash(self) -> ExpertStash | None:
-        """Return the stash of the experts, or None."""
-        return self.features.find(ExpertStash)
-
-    def dropped_tokens(self, *, wait: bool = False) -> dict[int, int]:
-        """Count how often an expert of this rank had no room for a token that chose it, so far.
-
-        A token that finds no room at two of its experts counts twice. Forwards without gradients
-        do not count. With a rank budget, the count is of dispatches that exceeded the budget.
-
-        Args:
-            wait: Wait for the device, so that the last step is included. By default the count ends
-                with the last step whose count has arrived on the host.
-
-        Returns:
-            Mapping from layer number (from 1) to count; empty without experts.
-        """
-        experts = self.features.find(Experts)
-        return {} if experts is None else experts.dropped_tokens(wait=wait)
-
-    @property
-    def expert_dispatch(self) -> str:
-        """Dispatch, grouped product and rows of the dropless experts in the graphs; "" for none."""
-        experts = self.features.find(Experts)
-        return "" if experts is None else experts.dispatch
+    def find(self, kind: type[AnyFeature]) -> AnyFeature | None:
+        """Return the feature of this kind, or None; ``find(Experts).dropped_tokens()``."""
+        return self.features.find(kind)
 
     def wrap_forward_backward(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the function that ``get_forward_backward_func()`` returned.
@@ -121,10 +93,10 @@ class MegatronChunkGraphs:
 
         def chunk_graph_forward_backward(
             *,
-            packings: Packings | None = None,
+            packings: Sequence[Sequence[int]] | None = None,
             misfit: str = "",
             buckets: Sequence[int] | None = None,
-            contexts: Sequence[PackedBank] | None = None,
+            contexts: Sequence[Hashable] | None = None,
             **kwargs: Any,
         ) -> Any:
             inputs = StepInputs(packings, misfit, buckets, contexts)
@@ -190,7 +162,7 @@ class MegatronChunkGraphs:
         return len(self.features.planner.keys)
 
     @property
-    def context_banks(self) -> tuple[PackedBank, ...]:
+    def context_banks(self) -> tuple[Any, ...]:
         """Return the banks of all captured context-parallel sizes; empty if the size is fixed."""
         packing = self.site.packing
         return () if packing is None or packing.groups is None else packing.keys
@@ -215,7 +187,7 @@ class MegatronChunkGraphs:
         """Return every captured shape, largest first; a microbatch uses the smallest that fits."""
         return tuple(self.features.planner.all_shapes)
 
-    def agree_on_buckets(self, packings: Packings) -> list[int]:
+    def agree_on_buckets(self, packings: Sequence[Sequence[int]]) -> list[int]:
         """Return the rows of each microbatch of a step, the same on all ranks.
 
         All ranks must call this together. It is for ranks that share experts, whose microbatches
@@ -225,11 +197,11 @@ class MegatronChunkGraphs:
 
     def announce(
         self,
-        packings: Packings | None = None,
+        packings: Sequence[Sequence[int]] | None = None,
         misfit: str = "",
         buckets: Sequence[int] | None = None,
         *,
-        contexts: Sequence[PackedBank] | None = None,
+        contexts: Sequence[Hashable] | None = None,
     ) -> None:
         """Announce the contents of the next training step, so that ranks agree ahead of time.
 

@@ -101,7 +101,7 @@ def attach(
             `MegatronChunkGraphs.wrap_forward_backward`), and a step with a microbatch that does
             not fit runs eagerly on all ranks.
         token_drops: Policy for tokens that an expert has no room for, which Megatron drops.
-            ``count`` counts them (`MegatronChunkGraphs.dropped_tokens`). ``warn`` also warns once,
+            ``count`` counts them (`Experts.dropped_tokens`). ``warn`` also warns once,
             and refuses capacity factors below 1. ``raise`` raises TokenDropError on all ranks at
             the end of the step's schedule, for which the host waits. ``rerun`` repeats
             the step eagerly on all ranks with room for all tokens, and captures again with more

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from chunkgraph.megatron.site import Site
 
 __all__ = [
+    "AnyFeature",
     "Feature",
     "Features",
     "LimitedFeature",

@@ -14,8 +14,10 @@ import torch.distributed as dist
 from chunkgraph.engine.options import OnCapture
 from chunkgraph.engine.verify import same_bits
 from chunkgraph.megatron.core.access import versions
+from chunkgraph.megatron.features.experts.feature import dropped_tokens
 from chunkgraph.megatron.features.experts.room import factor_for_all
 from chunkgraph.megatron.features.fp8.feature import reset_fp8
+from chunkgraph.megatron.features.stash.feature import ExpertStash
 from chunkgraph.settings import Config
 from chunkgraph.settings.experts import uses_dropless
 from chunkgraph.trainer.results import RunResults, StepResult
@@ -104,7 +106,7 @@ def run_training(
 def _totals(model: TrainedModel) -> dict[str, Any]:
     counters, graphs = model.counters, model.graphs
     report = graphs.engine.report if graphs is not None else None
-    stash = graphs.stash if graphs is not None else None
+    stash = graphs.find(ExpertStash) if graphs is not None else None
     stash_size = stash.size if stash is not None else None
     is_gpu = model.device.type == "cuda"
     return {
@@ -115,7 +117,7 @@ def _totals(model: TrainedModel) -> dict[str, Any]:
         "slots_per_chunk": graphs.num_slots if graphs is not None else (),
         "replays_of_bank": graphs.replays_of_bank if graphs is not None else {},
         "dropped_tokens": (
-            sum(graphs.dropped_tokens(wait=True).values()) if graphs is not None else 0
+            sum(dropped_tokens(graphs, wait=True).values()) if graphs is not None else 0
         ),
         "num_graphs": report.num_graphs if report is not None else 0,
         "memsets_kept": report.memsets_kept if report is not None else "",

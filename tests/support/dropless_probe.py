@@ -12,6 +12,7 @@ from in_process import Trained
 
 from chunkgraph.engine import CaptureOptions
 from chunkgraph.megatron.features.experts import dropless
+from chunkgraph.megatron.features.experts.feature import Experts, dropped_tokens
 
 
 def run(config: Any, device: torch.device, case: dict[str, Any]) -> list[dict[str, Any]]:
@@ -58,8 +59,8 @@ def _trained(config: Any, device: torch.device, case: dict[str, Any]) -> list[di
         "reruns": reruns,
         "recaptures": len(counters.recaptures),
         "replays": counters.replays,
-        "dispatch": graphs.graphs.expert_dispatch,
-        "dropped": sum(graphs.graphs.dropped_tokens(wait=True).values()),
+        "dispatch": graphs.graphs.find(Experts).dispatch,
+        "dropped": sum(dropped_tokens(graphs.graphs, wait=True).values()),
     }
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, mine)

@@ -56,7 +56,7 @@ from chunkgraph.settings.rule import refusals
 if TYPE_CHECKING:
     from chunkgraph.megatron.attached import MegatronChunkGraphs
 
-__all__ = ["Experts", "TokenDrops"]
+__all__ = ["Experts", "TokenDrops", "dropped_tokens"]
 
 _log = logging.getLogger(__name__)
 
@@ -224,7 +224,7 @@ class Experts(LimitedFeature):
 
     @property
     def dispatch(self) -> str:
-        """Describe the dispatch; see `MegatronChunkGraphs.expert_dispatch`."""
+        """Return dispatch, grouped GEMM and rows of dropless experts in graphs; "" for others."""
         return self._dropless.description if self._dropless is not None else ""
 
     def is_memory_replaced(self) -> bool:
@@ -352,7 +352,18 @@ class Experts(LimitedFeature):
             self._seen = sum(self.dropped_tokens(wait=True).values())
 
     def dropped_tokens(self, *, wait: bool = False) -> dict[int, int]:
-        """Return the dropped tokens by layer; see `MegatronChunkGraphs.dropped_tokens`."""
+        """Count how often an expert of this rank had no room for a token that chose it, so far.
+
+        A token that finds no room at two of its experts counts twice. Forwards without gradients
+        do not count.
+
+        Args:
+            wait: Wait for the device, so that the last step is included. By default the count ends
+                with the last step whose count has arrived on the host.
+
+        Returns:
+            Mapping from layer number (from 1) to count; empty on a rank without experts.
+        """
         return self._report.by_layer(wait=wait) if self._report is not None else {}
 
     def detach(self) -> None:
@@ -381,3 +392,9 @@ class Experts(LimitedFeature):
     def _drops_by_layer(self) -> str:
         counts = self.dropped_tokens().items()
         return ", ".join(f"layer {layer}: {count}" for layer, count in counts if count)
+
+
+def dropped_tokens(graphs: MegatronChunkGraphs, *, wait: bool = False) -> dict[int, int]:
+    """Return `Experts.dropped_tokens` of a model; empty for one without experts."""
+    experts = graphs.find(Experts)
+    return {} if experts is None else experts.dropped_tokens(wait=wait)

@@ -21,6 +21,7 @@ from chunkgraph.errors import (
 )
 from chunkgraph.launch.step_metrics import StepMetrics
 from chunkgraph.megatron.features.experts import feature, sinkhorn
+from chunkgraph.megatron.features.experts.feature import Experts, dropped_tokens
 from chunkgraph.megatron.features.experts.refusals import MOE_RULES
 from chunkgraph.megatron.features.experts.state import forget_expert_metrics
 from chunkgraph.settings import config_from_mapping
@@ -125,11 +126,11 @@ def test_uneven_loads_are_as_in_eager_training_and_every_drop_is_counted(
     assert run.graphs.counters.replays == sum(_COUNTS[1:])
     gemm = "a loop over experts in one operator (CPU)"
     text = f"dispatch {name}, GEMM {gemm}, room for {_NUM_TOKENS * top_k} rows"
-    assert run.graphs.expert_dispatch == (text if factor is None else "")
+    assert run.graphs.find(Experts).dispatch == (text if factor is None else "")
     metrics.step()
     assert metrics.scalars()["chunk-graphs/dropped-tokens"] == 2 * dropped * sum(_COUNTS)
     assert f" dropped tokens: {2 * dropped * sum(_COUNTS)} |" in metrics.take_line()
-    assert run.graphs.dropped_tokens(wait=True) == dict.fromkeys((1, 2), dropped * sum(_COUNTS))
+    assert dropped_tokens(run.graphs, wait=True) == dict.fromkeys((1, 2), dropped * sum(_COUNTS))
     run.graphs.detach()
     assert chunk["steps"] == eager["steps"]
     assert all(metrics["load_balancing_loss"][0] > 0 for _, metrics in chunk["steps"])
@@ -163,7 +164,7 @@ def test_steps_run_again_until_sinkhorn_routing_has_enough_rounds(
     reruns = counters.overflow_reruns["expert capacity"]
     assert 1 < reruns < 5  # after an eager step; the last one has enough
     assert counters.recaptures == ["expert capacity"] * reruns
-    assert run.graphs.dropped_tokens(wait=True) == {1: 0, 2: 0}
+    assert dropped_tokens(run.graphs, wait=True) == {1: 0, 2: 0}
 
 
 def test_drops_are_an_error_where_that_is_asked_for_and_reported_once_otherwise(

@@ -13,6 +13,7 @@ from packed_flights import differing, packed_batch
 from chunkgraph.errors import ConfigError, SlotError
 from chunkgraph.megatron import attach, keep_padding_from_experts
 from chunkgraph.megatron.attachment import config_of
+from chunkgraph.megatron.features.experts.feature import dropped_tokens
 from chunkgraph.megatron.features.experts.padding import PaddedRows, rows_within_capacity
 from chunkgraph.megatron.features.experts.state import forget_expert_metrics, take_expert_metrics
 from chunkgraph.packing import PackedShape
@@ -186,7 +187,7 @@ def test_packings_never_seen_at_capture(
         if model.graphs is not None:
             assert model.graphs.counters.capture_sessions == 1
             assert model.graphs.counters.replays == 6
-            dropped = sum(model.graphs.dropped_tokens(wait=True).values())
+            dropped = sum(dropped_tokens(model.graphs, wait=True).values())
         model.close()
     for eager, chunk in zip(*results, strict=True):
         assert all(value.isfinite().all() for value in eager.values())

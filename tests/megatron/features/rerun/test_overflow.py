@@ -15,11 +15,12 @@ from chunkgraph.engine import CaptureOptions
 from chunkgraph.errors import ConfigError, VerifyError
 from chunkgraph.megatron import site
 from chunkgraph.megatron.features.experts.counts import DropReport
-from chunkgraph.megatron.features.experts.feature import Experts
+from chunkgraph.megatron.features.experts.feature import Experts, dropped_tokens
 from chunkgraph.megatron.features.experts.refusals import MOE_RULES
 from chunkgraph.megatron.features.experts.room import factor_for_all
 from chunkgraph.megatron.features.packing.options import PackingOptions
 from chunkgraph.megatron.features.rerun.running_metrics import running_metrics
+from chunkgraph.megatron.features.stash.feature import ExpertStash
 from chunkgraph.memory.stash import StashOptions, StashReadout
 from chunkgraph.packing import PackedShape
 from chunkgraph.settings import config_from_mapping
@@ -98,7 +99,7 @@ def test_a_step_runs_again_where_room_for_all_rounds_up(
     for step in range(3):
         run.step(step, 2)
     assert run.graphs.counters.overflow_reruns["expert capacity"] >= 1
-    assert run.graphs.dropped_tokens(wait=True) == {1: 0, 2: 0}
+    assert dropped_tokens(run.graphs, wait=True) == {1: 0, 2: 0}
     text = r"rank 0: the step runs again eagerly: tokens without room at an expert: \d+\."
     assert re.search(text, caplog.text)
 
@@ -148,7 +149,7 @@ def test_a_wrong_replay_of_a_step_with_room_is_an_error(one_rank: Any, make_conf
     with pytest.raises(VerifyError, match=r"(?s)replayed forward of microbatch 0 .*changes"):
         run.step(2, 2, on_backward=lambda: backwards.append(1))
     assert len(backwards) == 2
-    assert run.graphs.stash.num_pages_left(steps_ago=0) == 0
+    assert run.graphs.find(ExpertStash).num_pages_left(steps_ago=0) == 0
 
 
 def test_an_aborted_step_leaves_no_page_in_use(one_rank: Any, make_config: Any) -> None:
@@ -162,13 +163,13 @@ def test_an_aborted_step_leaves_no_page_in_use(one_rank: Any, make_config: Any) 
             with pytest.raises(KeyError):
                 run.step(2, 3, fails_at=0)  # takes pages without a backward
         losses.append([run.step(2, 3), run.step(3, 1)])
-        status = run.graphs.stash.status()
+        status = run.graphs.find(ExpertStash).status()
         assert status.num_short == 0
-        assert run.graphs.stash.num_pages_left(steps_ago=0) == 0
-        assert run.graphs.stash.size is not None
+        assert run.graphs.find(ExpertStash).num_pages_left(steps_ago=0) == 0
+        assert run.graphs.find(ExpertStash).size is not None
         # These numbers are of the last forward, when one microbatch has pages.
         pages = status.num_free_pages + status.num_required_pages
-        assert pages == run.graphs.stash.size.num_pages
+        assert pages == run.graphs.find(ExpertStash).size.num_pages
         run.graphs.detach()
     assert losses[0] == losses[1]
 

@@ -17,8 +17,8 @@ from chunkgraph.errors import StashError
 from chunkgraph.megatron.feature import Feature, Features, LimitedFeature
 from chunkgraph.megatron.features.experts.counts import DropReport
 from chunkgraph.megatron.features.rerun.guard import OverflowGuard
-from chunkgraph.megatron.features.rerun.last_forward import notify_after_last_forward
 from chunkgraph.megatron.features.stash.feature import ExpertStash
+from chunkgraph.megatron.last_forward import notify_after_last_forward
 from chunkgraph.megatron.step import Shortage
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release]

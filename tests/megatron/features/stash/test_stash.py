@@ -205,7 +205,7 @@ def test_the_log_has_the_reason_of_a_rerun_and_detach_leaves_nothing(
     assert "did not fit in the stash (it has 4 pages of 512 bytes" in log
     assert "captured again with more room (stash pages); recaptures so far: 1." in log
     assert run.graphs.counters.capture_sessions == 2
-    assert run.graphs.stash.status().num_short == 0
+    assert run.graphs.find(ExpertStash).status().num_short == 0
     modules = list(run.chunks[0].modules())
     assert any("forward" in vars(m) for m in modules)
     run.graphs.detach()
@@ -221,9 +221,9 @@ def test_a_chunk_with_one_slot_may_keep_what_it_saves(
     run = Trained(one_rank, config, {"stash": _options(skips_single_slots=skips)})
     losses = [run.step(step, 2) for step in range(3)]
     assert run.graphs.num_slots == (1,)
-    assert bool(run.graphs.stash.size.num_pages) == stashes
-    assert bool(run.graphs.stash.full_bytes()) == stashes
-    assert (run.graphs.stash.status().num_peak_pages > 0) == stashes
+    assert bool(run.graphs.find(ExpertStash).size.num_pages) == stashes
+    assert bool(run.graphs.find(ExpertStash).full_bytes()) == stashes
+    assert (run.graphs.find(ExpertStash).status().num_peak_pages > 0) == stashes
     assert run.graphs.counters.replays
     run.graphs.detach()
     plain = Trained(one_rank, config, {})
@@ -236,7 +236,7 @@ def test_without_a_measured_step_the_capture_names_what_is_missing(
     run = Trained(one_rank, config, {"stash": _options()})
     with (
         pytest.raises(CaptureError, match=r"never measured.*initial_bytes"),
-        run.graphs.stash.capturing(),
+        run.graphs.find(ExpertStash).capturing(),
     ):
         pass
 

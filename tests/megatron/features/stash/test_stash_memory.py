@@ -11,6 +11,8 @@ import torch
 from in_process import Trained
 
 from chunkgraph.megatron.attachment import config_of
+from chunkgraph.megatron.features.experts.feature import dropped_tokens
+from chunkgraph.megatron.features.stash.feature import ExpertStash
 from chunkgraph.memory.stash import StashOptions
 from chunkgraph.settings import config_from_mapping
 
@@ -92,9 +94,9 @@ def test_the_stash_takes_little_more_than_dropless_training_saves(
         model.step(0, 1)
     assert graphs.counters.replayed_steps >= 1
     assert not graphs.counters.overflow_reruns
-    size = graphs.stash.size
+    size = graphs.find(ExpertStash).size
     assert size is not None
-    assert sum(graphs.dropped_tokens(wait=True).values()) == 0
+    assert sum(dropped_tokens(graphs, wait=True).values()) == 0
     # Otherwise it could not hold all saved tensors.
     assert dropless < size.device_bytes <= 1.15 * dropless
-    assert graphs.stash.full_bytes() > 1.6 * dropless
+    assert graphs.find(ExpertStash).full_bytes() > 1.6 * dropless
