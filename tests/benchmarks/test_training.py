@@ -58,6 +58,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 # Not for each release of Megatron: tests of packed training cover their differences.
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_packed_steps_are_measured_and_equal(tmp_path: Path) -> None:
     path = tmp_path / "out.json"

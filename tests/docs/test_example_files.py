@@ -38,6 +38,7 @@ def torchrun(script: str, port: int) -> str:
     return run(*options, EXAMPLES / script)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_own_loop_is_equal_to_eager(free_port: Callable[[], int]) -> None:
     out = torchrun("own_1f1b.py", free_port())

@@ -141,6 +141,7 @@ def _ends(
     return [json.loads((folder / f"out{rank}.json").read_text()) for rank in range(2)]
 
 
+@pytest.mark.slow
 def test_a_script_that_forgets_to_detach_ends(
     start_cases: Callable[..., list[int]], make_config: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -30,6 +30,7 @@ LIMITS = ContextLimits(world_size=4, max_tokens_per_rank=8, max_packed_seqs=3)
 RankResults = list[dict[str, Any]]
 
 
+@pytest.mark.slow
 def test_jobs_of_four_ranks(
     run_cases: Callable[..., dict[str, Any]], make_config: Callable[..., dict[str, Any]]
 ) -> None:
