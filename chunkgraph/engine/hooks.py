@@ -69,8 +69,8 @@ def refuse_contexts(label: str, error: Error) -> None:
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         found.append("torch.func or forward-mode autograd")
     modes = (*_get_current_dispatch_mode_stack(), *_get_current_function_mode_stack())
-    # A default device is harmless: what a capture creates on it belongs to the graph. So is the
-    # mode of the CPU host.
+    # Harmless: a default device, since what a capture creates on it belongs to the graph, and the
+    # CPU host's own mode.
     kinds = [kind for kind in map(type, modes) if kind is not DeviceContext]
     found += [k.__name__.lstrip("_") for k in kinds if not k.__module__.startswith("chunkgraph.")]
     if found:

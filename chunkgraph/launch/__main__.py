@@ -116,7 +116,7 @@ def run_script(options: LaunchOptions) -> int:
             sys.argv = [str(options.script), *script_args]
             from chunkgraph.launch.hooks import enable
 
-            hooks = enable(on_cpu=options.device == "cpu", run_dir=options.run_dir)
+            hooks = enable(on_cpu=options.device == "cpu")
         hooks.on_parser = explain_in_one_line
         stack.callback(hooks.disable)
         code, is_over = 0, True

@@ -18,7 +18,6 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -42,7 +41,7 @@ from chunkgraph.launch.patches import (
     pretrain_hooks,
     tensorboard_writers,
 )
-from chunkgraph.launch.run_record import capture_line, save_run_record, start_line
+from chunkgraph.launch.report_lines import capture_line, start_line
 from chunkgraph.launch.spread_documents import SpreadDocuments
 from chunkgraph.launch.step_metrics import StepMetrics
 from chunkgraph.megatron.attachment import MegatronChunkGraphs, attach, config_of
@@ -63,7 +62,7 @@ from chunkgraph.settings.pipeline import splits_backward
 __all__ = ["ChunkGraphsInPretrain", "enable"]
 
 
-def enable(*, on_cpu: bool = False, run_dir: Path | None = None) -> ChunkGraphsInPretrain:
+def enable(*, on_cpu: bool = False) -> ChunkGraphsInPretrain:
     """Add the flags of chunk graphs to Megatron's ``pretrain()``, and hooks that implement them.
 
     Call it before Megatron's arguments are parsed. Without ``--cuda-graph-granularity chunk`` among
@@ -72,7 +71,6 @@ def enable(*, on_cpu: bool = False, run_dir: Path | None = None) -> ChunkGraphsI
 
     Args:
         on_cpu: Whether a CPU host is active (see :mod:`chunkgraph.megatron.cpu.pretrain`).
-        run_dir: Folder for the resolved settings; the default is Megatron's ``--save`` folder.
 
     Returns:
         The hooks; ``disable()`` removes them from Megatron.
@@ -84,7 +82,7 @@ def enable(*, on_cpu: bool = False, run_dir: Path | None = None) -> ChunkGraphsI
     hooks = pretrain_hooks()
     if isinstance(hooks, ChunkGraphsInPretrain):
         return hooks
-    hooks = ChunkGraphsInPretrain(on_cpu=on_cpu, run_dir=run_dir)
+    hooks = ChunkGraphsInPretrain(on_cpu=on_cpu)
     undo = contextlib.ExitStack()
     undo.callback(patch_pretrain(hooks))
     undo.callback(hooks.stop_delaying)
@@ -106,7 +104,7 @@ class ChunkGraphsInPretrain:
         on_parser: Callback with Megatron's parser after all flags are added.
     """
 
-    def __init__(self, *, on_cpu: bool = False, run_dir: Path | None = None) -> None:
+    def __init__(self, *, on_cpu: bool = False) -> None:
         self.flags: GraphFlags | None = None
         self.graphs: MegatronChunkGraphs | None = None
         self.was_parsed = False
@@ -114,7 +112,6 @@ class ChunkGraphsInPretrain:
         self.disable: Callable[[], None] = lambda: None
         self.on_parser: Callable[[argparse.ArgumentParser], None] = lambda _: None
         self._on_cpu = on_cpu
-        self._run_dir = run_dir
         self._schedule = "auto"
         self._driver: ScheduleDriver | None = None
         self._undo_delay: Callable[[], None] = lambda: None
@@ -177,8 +174,7 @@ class ChunkGraphsInPretrain:
             self._metrics = StepMetrics(graphs)
             self._has_reported_failure = False
             if _rank() == 0:
-                record = save_run_record(graphs, flags, args, self._run_dir)
-                _print_on_rank_0(start_line(graphs, flags, record))
+                _print_on_rank_0(start_line(graphs, flags))
             if graphs.site.packing is not None:
                 source = _document_source(flags, args, graphs, contexts)
                 self._steps = PackedSteps(source, chunks, _rank())

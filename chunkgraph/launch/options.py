@@ -98,7 +98,6 @@ class LaunchOptions:
         config: Contents of the configuration file, or None.
         config_path: The configuration file, or None.
         device: Device; ``cpu`` runs the script on a machine without a GPU.
-        run_dir: Folder for the resolved settings, or None for Megatron's ``--save`` folder.
         nproc: Number of processes to start.
         has_nproc_option: Whether the command line sets the number of processes.
         debug: Whether errors show tracebacks.
@@ -111,7 +110,6 @@ class LaunchOptions:
     config: Config | None
     config_path: Path | None
     device: str
-    run_dir: Path | None
     nproc: int
     has_nproc_option: bool
     debug: bool
@@ -133,8 +131,6 @@ class LaunchOptions:
         options = ["--device", self.device]
         if self.config_path is not None:
             options += ["--config", str(self.config_path)]
-        if self.run_dir is not None:
-            options += ["--run-dir", str(self.run_dir)]
         return ["-m", "chunkgraph.launch", *options, str(self.script), *self.line_args]
 
 
@@ -158,12 +154,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         choices=("cuda", "cpu"),
         help="cpu: run on a machine without a GPU, with gloo, for tests (default: the device "
         "of --config, or cuda)",
-    )
-    parser.add_argument(
-        "--run-dir",
-        metavar="DIR",
-        type=Path,
-        help="save the resolved settings in DIR (default: the script's --save folder)",
     )
     parser.add_argument("--debug", action="store_true", help="show tracebacks of the launcher")
     parser.add_argument("script", metavar="SCRIPT", type=Path, help="such as pretrain_gpt.py")
@@ -209,7 +199,6 @@ def options_from(args: argparse.Namespace) -> LaunchOptions:
         config=config,
         config_path=args.config,
         device=args.device or device,
-        run_dir=args.run_dir,
         nproc=nproc,
         has_nproc_option=args.nproc_per_node is not None,
         debug=args.debug,

@@ -162,12 +162,6 @@ class MegatronChunkGraphs:
         return len(self.features.planner.keys)
 
     @property
-    def context_banks(self) -> tuple[Any, ...]:
-        """Return the banks of all captured context-parallel sizes; empty if the size is fixed."""
-        packing = self.site.packing
-        return () if packing is None or packing.groups is None else packing.keys
-
-    @property
     def buckets(self) -> Mapping[int, PackedShape]:
         """Return the captured shapes by their rows, largest first; empty without packing.
 

@@ -1,0 +1,95 @@
+"""The reports of a run, without Megatron's training program."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from chunkgraph.engine import CaptureReport
+from chunkgraph.engine.counters import Counters
+from chunkgraph.launch.flags import GraphFlags
+from chunkgraph.launch.hooks import _is_profiled
+from chunkgraph.launch.report_lines import capture_line, start_line
+from chunkgraph.launch.step_metrics import StepMetrics
+from chunkgraph.megatron.scope_choice import ChosenScope
+from chunkgraph.settings import load_config
+from chunkgraph.trainer.trained_model import capture_options
+
+pytestmark = [pytest.mark.megatron, pytest.mark.every_release]
+
+
+def _graphs(**changes: Any) -> Any:
+    values = {"num_slots": (4, 2), "num_banks": 1, "scope": ChosenScope("chunk")}
+    return SimpleNamespace(**{**values, **changes})
+
+
+def test_memsets_that_stay_are_reported() -> None:
+    numbers = {"num_graphs": 8, "slot_bytes": 1, "held_bytes": 1, "scratch_bytes": 1}
+    more = {"shared_slots": False, "static_bytes": 1, "duration_ms": 1.0, **numbers}
+    replaced = CaptureReport(num_slots=(4,), **more)  # type: ignore[arg-type]
+    assert "memsets" not in capture_line(replaced)
+    assert "experts" not in capture_line(replaced)
+    experts = "dispatch all-to-all, GEMM some, room for 1,536 rows"
+    assert capture_line(replaced, experts).endswith(f"; experts: {experts}")
+    kept = replace(replaced, memsets_kept="no bindings")
+    assert capture_line(kept).endswith("; memset nodes were kept: no bindings")
+
+
+@pytest.mark.parametrize("value", ["1", "0"])
+def test_the_environment_chooses_how_memsets_are_captured(
+    value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CHUNKGRAPH_MEMSET_KERNELS", value)
+    config = load_config(Path(__file__).parents[2] / "configs" / "cpu" / "gpt_pp2_cpu.yaml")
+    assert capture_options(config).memset_kernels == (value == "1")
+    assert GraphFlags().capture_options().memset_kernels == (value == "1")
+
+
+def test_the_first_line_has_scope_slots_and_graphs() -> None:
+    graphs = _graphs()
+    line = start_line(graphs, GraphFlags())
+    assert "scope chunk, 4 + 2 slots on rank 0 (12 graphs), verify none; capture after" in line
+    assert "\n" not in line
+    graphs.num_banks = 2  # context-parallel sizes, or buckets
+    assert "rank 0 (24 graphs)" in start_line(graphs, GraphFlags())
+
+
+def test_the_reason_for_a_partial_capture_is_reported() -> None:
+    graphs = _graphs(scope=ChosenScope("block", "--cross-entropy-fusion-impl te"))
+    line = start_line(graphs, GraphFlags())
+    assert "scope block (no whole chunk with --cross-entropy-fusion-impl te), 4 + 2" in line
+
+
+@pytest.mark.parametrize("flag", ["profile", "use_pytorch_profiler", "nvtx_ranges"])
+def test_replays_are_named_in_runs_that_are_profiled(flag: str) -> None:
+    assert _is_profiled(argparse.Namespace(**{flag: True}))
+    assert not _is_profiled(argparse.Namespace(**{flag: False}))
+
+
+def test_reasons_are_zero_again_after_their_step() -> None:
+    """Otherwise a curve would keep its last value."""
+    counters = Counters()
+    graphs: Any = SimpleNamespace(
+        counters=counters, find=lambda _: None, engine=SimpleNamespace(report=None)
+    )
+    metrics = StepMetrics(graphs)
+    counters.fallbacks["capture warmup"] += 1
+    counters.overflow_reruns["stash pages"] += 2
+    metrics.step()
+    assert metrics.scalars()["chunk-graphs/steps-run-again/stash pages"] == 2
+    assert metrics.scalars()["chunk-graphs/eager-steps/capture warmup"] == 1
+    counters.replays += 4
+    metrics.step()
+    scalars = metrics.scalars()
+    assert scalars["chunk-graphs/replays"] == 4
+    assert scalars["chunk-graphs/eager-steps/capture warmup"] == 0
+    assert "chunk-graphs/dropped-tokens" not in scalars
+    line = metrics.take_line()
+    rerun_text = "steps run again (stash pages): 2 |"
+    assert line == f" graph replays:     4 | {rerun_text} eager steps (capture warmup): 1 |"
+    assert metrics.take_line() == " graph replays:     0 |"
