@@ -28,11 +28,9 @@ from chunkgraph.launch.arguments import (
     schedule_of,
     settle_arguments,
 )
-from chunkgraph.launch.document_source import DocumentSource
+from chunkgraph.launch.documents import OwnDocuments, SpreadDocuments
 from chunkgraph.launch.flags import GraphFlags
-from chunkgraph.launch.look_ahead import num_microbatches_at
-from chunkgraph.launch.own_documents import OwnDocuments
-from chunkgraph.launch.packed_steps import PackedSteps
+from chunkgraph.launch.packed_steps import DocumentSource, PackedSteps, num_microbatches_at
 from chunkgraph.launch.packing_rules import changing_limits, packing_options
 from chunkgraph.launch.patches import (
     count_documents_on_cpu,
@@ -42,7 +40,6 @@ from chunkgraph.launch.patches import (
     tensorboard_writers,
 )
 from chunkgraph.launch.report_lines import capture_line, start_line
-from chunkgraph.launch.spread_documents import SpreadDocuments
 from chunkgraph.launch.step_metrics import StepMetrics
 from chunkgraph.megatron.attachment import MegatronChunkGraphs, attach, config_of
 from chunkgraph.megatron.core.access import import_megatron

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from chunkgraph.launch.documents import SpreadDocuments
+from chunkgraph.launch.packed_steps import ROWS as ROWS_OF_SAMPLE
 from chunkgraph.launch.packed_steps import PackedSteps
-from chunkgraph.launch.sft_data import ROWS as ROWS_OF_SAMPLE
-from chunkgraph.launch.spread_documents import SpreadDocuments
 from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.megatron.features.contexts import ContextGroups
 from chunkgraph.megatron.features.packing.banks import PackedBanks

@@ -12,10 +12,14 @@ import torch
 from torch import nn
 
 from chunkgraph.errors import ConfigError, PackingError
-from chunkgraph.launch.look_ahead import look_ahead, num_microbatches_at
-from chunkgraph.launch.own_documents import OwnDocuments
-from chunkgraph.launch.packed_steps import PackedSteps
-from chunkgraph.launch.sft_data import cut, documents_of
+from chunkgraph.launch.documents import OwnDocuments
+from chunkgraph.launch.packed_steps import (
+    PackedSteps,
+    cut,
+    documents_of,
+    look_ahead,
+    num_microbatches_at,
+)
 from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.packing import PackedShape
 
