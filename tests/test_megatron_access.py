@@ -18,11 +18,12 @@ OUTSIDE = {"megatron", "transformer_engine"}
 PUBLIC_ROOMS = {"launch", "megatron", "trainer"}
 """Rooms that import modules of Megatron or Transformer Engine."""
 PRIVATE_ROOMS = {
-    "launch/look_ahead.py",
+    "launch/packed_steps.py",
     "launch/patches.py",
     "megatron/core",
     "megatron/cpu",
     "megatron/features",
+    "trainer/batches.py",
 }
 """Rooms and files that use private names or replace attributes."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from importlib import metadata
 from types import SimpleNamespace
 from typing import Any
@@ -349,7 +350,7 @@ def test_what_sparse_attention_cannot_go_with_is_named(
 def test_sparse_attention_of_earlier_releases_is_refused() -> None:
     site: Any = SimpleNamespace(config=SimpleNamespace(experimental_attention_variant="dsa"))
     if str(versions()["megatron_core"]) >= "0.19":
-        SparseAttention.check(site)
+        SparseAttention.prepare(site, ExitStack())
         return
     with pytest.raises(ConfigError, match=r"megatron-core 0\.1\d.* are untested"):
-        SparseAttention.check(site)
+        SparseAttention.prepare(site, ExitStack())
