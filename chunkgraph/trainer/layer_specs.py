@@ -198,8 +198,12 @@ def hybrid_stack_spec(spec: Any, experts: Any = None) -> Any:
         in_proj=linear.ColumnParallelLinear,
         out_proj=linear.RowParallelLinear,
     )
+    kind = import_megatron("megatron.core.ssm.mamba_mixer").MambaMixer
     parts: dict[str, dict[str, Any]] = {
-        "mamba_layer": {"norm": norm, "mixer": replace(mixer, submodules=projections)},
+        "mamba_layer": {
+            "norm": norm,
+            "mixer": replace(mixer, module=kind, submodules=projections),
+        },
         "attention_layer": {"input_layernorm": norm, "self_attention": layer.self_attention},
         "mlp_layer": {"pre_mlp_layernorm": layer.pre_mlp_layernorm, "mlp": layer.mlp},
     }
