@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import itertools
 import os
+import re
 import shutil
 import signal
 import socket
@@ -77,21 +78,23 @@ _JOB_FIXTURES = {
 
 
 _MEGATRON = "mark.megatron"
-# The marker expressions of runs with the oldest release of Megatron and with the newest.
-_OLDEST = (
-    "not megatron or every_release",
-    "(not megatron or every_release) and not slow",
-    "(not megatron or every_release) and slow",
-)
+_ALL_MEGATRON = re.compile(r"^pytestmark = [^=]*mark\.megatron\b", re.MULTILINE)
+# The marker expressions of runs without Megatron, with its oldest release and with the newest.
+_WITHOUT = ("not megatron", "not megatron and not slow")
+_OLDEST = ("every_release", "every_release or (slow and not megatron)")
 _NEWEST = ("megatron", "megatron and not slow", "megatron and slow")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Skip files without tests for ``-m megatron``, since every worker imports what it collects."""
+    """Skip files without tests for the run's ``-m``: every worker imports what it collects."""
+    expression = config.getoption("markexpr")
     is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
-    if config.getoption("markexpr") not in _NEWEST or not is_test:
+    if expression not in (*_WITHOUT, *_NEWEST) or not is_test:
         return None
-    return None if _MEGATRON in collection_path.read_text(encoding="utf-8") else True
+    text = collection_path.read_text(encoding="utf-8")
+    if expression in _WITHOUT:
+        return True if _ALL_MEGATRON.search(text) else None
+    return None if _MEGATRON in text else True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

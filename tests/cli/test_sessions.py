@@ -177,6 +177,7 @@ def test_no_process_is_left_when_the_launcher_ends(job: Job, end: str) -> None:
     }.get(end, "") in output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", ["launcher", "torchrun"])
 def test_no_process_is_left_when_a_rank_is_killed(job: Job, by: str) -> None:
     pytest.importorskip("torch")

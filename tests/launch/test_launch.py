@@ -189,6 +189,7 @@ def delayed_layers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ["--spec", "delayed_layers", "delaying_layer"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(360)
 def test_zero_bubble_equals_megatrons_1f1b(jobs: Jobs, delayed_layers: list[str]) -> None:
     flags = [*delayed_layers, *STEPS]

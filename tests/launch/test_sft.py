@@ -231,6 +231,7 @@ def test_tp2_whole_chunks_equal_eager(runs: Runs, monkeypatch: pytest.MonkeyPatc
     assert runs.words("tp.words") == [["asks", *ahead]] * 2
 
 
+@pytest.mark.slow
 def test_cp2_equals_eager(runs: Runs) -> None:
     """Both ranks read the same samples; each works on its pieces of every document."""
     flags = ["--train-iters", "4", "--eval-interval", "9", "--hidden-dropout", "0.1"]

@@ -120,6 +120,7 @@ def test_experts_that_are_multiplied_at_once(
 _SHARED = {"data_parallel_size": 2, "expert_model_parallel_size": 2}
 
 
+@pytest.mark.slow
 def test_two_ranks(run_equal: Callable[..., Any], make_config: Callable[..., Any]) -> None:
     """Experts on two ranks by both dispatchers, with biases; PP 2 x VPP 2."""
     make, shared = make_config, _SHARED
