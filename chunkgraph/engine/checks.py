@@ -65,9 +65,10 @@ class ModelGuard:
         holders = [*chain.from_iterable(map(_HOLDERS, map(vars, layers)))]
         holders = [h for h in holders if not self._caches & h.keys()]
         self._filled, self._empty = [h for h in holders if h], [h for h in holders if not h]
-        self._objects = self._objects_now()
+        self._objects = [*chain.from_iterable(map(dict.values, self._filled))]
         self._modes = [own for own in map(vars, layers) if "training" in own]
-        self._settings = [(vars(layer), key) for layer in layers for key in _settings(layer)]
+        settings = [(vars(layer), key) for layer in layers for key in _settings(layer)]
+        self._owners, self._keys = [own for own, _ in settings], [key for _, key in settings]
         tensors = self._tensors_now()
         self._fits, self._layouts = new_guard(tensors), _layouts(tensors)
         self._facts, self._others = self._facts_now(), self._others_now(tensors)
@@ -93,17 +94,14 @@ class ModelGuard:
 
     def _is_as_captured(self) -> bool:
         """Return whether all facts are those of the capture, at the least cost for the host."""
-        objects, tensors = self._objects_now(), self._tensors_now()
+        tensors, objects = self._tensors_now(), chain.from_iterable(map(dict.values, self._filled))
         return (
-            len(objects) == len(self._objects)
+            sum(map(len, self._filled)) == len(self._objects)
             and all(map(is_, objects, self._objects))
             and not any(self._empty)
             and self._others_now(tensors) == self._others
             and (self._fits(*tensors) or _layouts(tensors) == self._layouts)
         )
-
-    def _objects_now(self) -> list[Any]:
-        return [*chain.from_iterable(map(dict.values, self._filled))]
 
     def _held_now(self) -> dict[str, Any]:
         """Return parts and tensors by name, except caches that eager calls may replace."""
@@ -124,7 +122,7 @@ class ModelGuard:
             [*map(torch.Tensor.data_ptr, tensors)],
             [hasattr(p, "main_grad") for p in self._first_without],
             [*map(itemgetter("training"), self._modes)],
-            [own.get(key) for own, key in self._settings],
+            [*map(dict.get, self._owners, self._keys)],
         )
 
     def _facts_now(self) -> dict[str, Any]:
