@@ -158,17 +158,16 @@ class ExpertConfig:
     use_transformer_engine_op_fuser: bool = setting(
         False,
         help="Run the experts as one Transformer Engine operation that reads the token counts on "
-        "the device; a rank budget needs it.",
+        "the device; Megatron asks for it next to moe_expert_rank_capacity_factor.",
         megatron="--use-transformer-engine-op-fuser",
         needs="moe.num_moe_experts",
     )
     token_drops: Literal["warn", "count", "raise", "rerun"] = setting(
         "warn",
-        help="What to do about tokens that an expert (with flex, a rank) has no room for, which "
+        help="What to do about tokens that an expert with a capacity has no room for, which "
         "Megatron drops: count them and warn once, and refuse capacity factors below 1 (warn); "
         "only count them (count); raise an error (raise); or rerun the step eagerly with room for "
-        "all tokens and recapture with more room (rerun). A rank budget supports raise and rerun "
-        "only.",
+        "all tokens and recapture with more room (rerun).",
         flag="--cuda-graph-token-drops",
         needs="moe.num_moe_experts",
     )
