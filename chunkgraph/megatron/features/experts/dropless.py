@@ -55,8 +55,12 @@ def is_bounded(config: Any) -> bool:
 
 
 def budget_of(config: Any) -> float:
-    """Return the rows that the user gives a rank's experts, per row of its tokens; 0 for none."""
-    return getattr(config, "moe_expert_rank_capacity_factor", None) or 0.0
+    """Return the rows that the user gives a rank's experts, per row of its tokens; 0 for none.
+
+    With all experts on one rank the number of rows is known, and a budget has no meaning.
+    """
+    budget: float | None = getattr(config, "moe_expert_rank_capacity_factor", None)
+    return (budget or 0.0) if is_bounded(config) else 0.0
 
 
 def may_lack_room(config: Any) -> bool:

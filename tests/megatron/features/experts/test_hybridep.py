@@ -15,6 +15,7 @@ from refused import refused
 from chunkgraph.engine import Chunk, ChunkGraphs, Host
 from chunkgraph.errors import ConfigError, ReplayMismatchError
 from chunkgraph.megatron.core.access import import_megatron, patch_attributes
+from chunkgraph.megatron.features.experts.dropless import budget_of, may_lack_room
 from chunkgraph.megatron.features.experts.feature import Experts
 from chunkgraph.megatron.features.experts.fused_operations import rebuilt_fused_operations
 from chunkgraph.megatron.features.experts.hybrid_ep import HybridEPBuffer
@@ -70,6 +71,15 @@ def test_packed_sequences_go_with_it() -> None:
     assert "moe_router_fusion=True" in reason
     others = {**HOLDS, "moe_token_dispatcher_type": "alltoall"}
     assert refused(PADDED_ROWS_RULES, others, pads_rows=True) == []  # experts take all tokens
+
+
+@pytest.mark.parametrize(("num_ranks", "budget"), [(1, 0.0), (2, 0.5)])
+def test_a_budget_limits_rows_only_between_ranks(num_ranks: int, budget: float) -> None:
+    """With all experts on one rank nothing would report rows that it leaves out."""
+    changes = {RANK_FACTOR: 0.5, "expert_model_parallel_size": num_ranks}
+    config = SimpleNamespace(**{**HOLDS, **changes})
+    assert budget_of(config) == budget
+    assert may_lack_room(config) == (num_ranks > 1)
 
 
 def test_a_capture_without_eager_steps_is_refused() -> None:
