@@ -46,7 +46,7 @@ train: $(VENV)/.installed ## Train a tiny GPT through a pipeline on this CPU
 
 # Tests marked `megatron` run with the newest Megatron, in the second run. Those also marked
 # `every_release` run with the oldest one too, in `test-slow`.
-test: ## Lint, types, and the tests that need no GPU: five minutes
+test: ## Lint, types, unit tests, and one job of each feature; needs no GPU
 	@# The second environment, some gigabytes, is created during lint and tests in the first one.
 	@$(MAKE) -j2 test-first $(VENV_MCORE)/.installed
 	@echo "== tests marked megatron (megatron-core $(MCORE))"

@@ -90,9 +90,8 @@ def sequence_batches(
 ) -> Iterator[Batch]:
     """Draw a step's microbatches for this data- and context-parallel rank.
 
-    Positions begin anew in each document. Layers other than Transformer Engine's, whose causal
-    kernel takes no mask, also get a mask that separates the documents of a sequence. The first
-    token of a document is no label.
+    Each document starts at position 0, and its first token is not a label. A mask separates the
+    documents of a sequence, except for Transformer Engine, whose causal kernel takes no mask.
     """
     state = import_megatron("megatron.core.parallel_state")
     dp_rank, cp_rank = state.get_data_parallel_rank(), state.get_context_parallel_rank()

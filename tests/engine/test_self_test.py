@@ -173,18 +173,18 @@ class _Noise(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layer: Any) -> torch.Tensor:
         ctx.layer = layer
-        return _disturbed(x, layer)
+        return _with_noise(x, layer)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _disturbed(grad, ctx.layer), None
+        return _with_noise(grad, ctx.layer), None
 
 
-def _disturbed(x: torch.Tensor, layer: Any) -> torch.Tensor:
-    return torch.ops.chunkgraph_test.disturbed(x, layer.size, layer.fault())
+def _with_noise(x: torch.Tensor, layer: Any) -> torch.Tensor:
+    return torch.ops.self_test.add_noise(x, layer.size, layer.fault())
 
 
-@torch.library.custom_op("chunkgraph_test::disturbed", mutates_args=())
+@torch.library.custom_op("self_test::add_noise", mutates_args=())
 def _operator(x: torch.Tensor, size: float, fault: float) -> torch.Tensor:
     """Add noise that no seed repeats, and a fault."""
     noise = torch.randn(x.shape, generator=_unseeded, dtype=x.dtype)

@@ -459,7 +459,7 @@ def _test(session: _Session, forward: CapturedForward) -> None:
     chunk, sinks, warm = session.chunks[c], session.sinks[c], session.warm_ups[key][c]
     trained, plain = set(forward.trained), plain_leaves(forward.leaves)
     replays: list[Measured] = []
-    for is_last in (*[False] * (_NUM_REPLAYS - 1), True):
+    for number in range(1, _NUM_REPLAYS + 1):
         sinks.clear()
         for gradient in forward.grads:
             fill_test_gradient(gradient)
@@ -472,7 +472,7 @@ def _test(session: _Session, forward: CapturedForward) -> None:
             forward.graph.replay()
             digests = digests_of([*forward.tensors, *chunk.buffers])
             random = random_states(backend, host)
-            saved = SavedDigests.of(session.saved) if is_last else None
+            saved = SavedDigests.of(session.saved) if number == _NUM_REPLAYS else None
             for graph in forward.graphs[1:]:
                 graph.replay()
             sums = [sink if i in trained else None for i, sink in enumerate(sinks.buffers)]

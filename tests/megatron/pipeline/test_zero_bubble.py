@@ -8,6 +8,7 @@ from typing import Any
 
 import packed_cases
 import pytest
+from expert_cases import EXPERTS
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(300)]
 
@@ -15,13 +16,6 @@ ZB = {"pipeline_model_parallel_size": 2, "schedule": "zb-h1"}
 ZB_VPP = {**ZB, "virtual_pipeline_model_parallel_size": 2, "schedule": "interleaved-zb"}
 COUNTS = [1, 3, 1, 2]
 """Two slots on each of two ranks: below, at and above them."""
-EXPERTS = {
-    "num_moe_experts": 4,
-    "moe_router_topk": 2,
-    "moe_ffn_hidden_size": 32,
-    "moe_aux_loss_coeff": 0.1,
-    "moe_z_loss_coeff": 0.01,
-}
 GATED = {"num_layers": 2, "swiglu": True, "normalization": "RMSNorm", "hidden_dropout": 0.1}
 FIXED = {"moe_expert_capacity_factor": 2.0, "moe_pad_expert_input_to_capacity": True}
 OVERLAP = {"overlap_grad_reduce": True, "use_distributed_optimizer": True}

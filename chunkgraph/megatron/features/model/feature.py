@@ -61,13 +61,12 @@ class ModelState(Feature):
         with ExitStack() as stack:
             if work == "session":
                 stack.enter_context(preserve_rng())
-            elif work == "verify":
+            if work == "verify":
                 stack.enter_context(same_attention())
+            if work != "session":
                 stack.enter_context(capture_flag())
                 stack.enter_context(recomputing())
-            else:
-                stack.enter_context(capture_flag())
-                stack.enter_context(recomputing())
+            if work == "capture":
                 stack.enter_context(self._tables.hold())
                 stack.enter_context(states_on_device(self._modules))
                 stack.enter_context(without_realtime_tests())
