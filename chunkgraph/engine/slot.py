@@ -15,7 +15,7 @@ from chunkgraph.engine.constant_inputs import LoadedSource
 from chunkgraph.engine.layout import copy_into, duplicate, same_layout
 from chunkgraph.engine.signature import distinct_tensors, unflatten
 from chunkgraph.errors import ReplayMismatchError
-from chunkgraph.graphs import Graph, Pool, memcpy_into
+from chunkgraph.graphs import CopyNode, Graph, Pool
 
 __all__ = ["Slot"]
 
@@ -89,8 +89,11 @@ class Slot:
         self.differentiable_inputs = tuple(
             i for i, grad in enumerate(self.input_grads) if grad is not None
         )
-        self._places = [(i, t.data_ptr(), t.stride(), t) for i, t in enumerate(self.inputs)]
-        self._loads = {id(t): memcpy_into(t, t.copy_) for t in self.inputs}
+        nodes = self.forward_graph.copy_nodes or [None] * len(self.inputs)
+        self._places = [
+            (i, t.data_ptr(), t.stride(), t, node)
+            for i, (t, node) in enumerate(zip(self.inputs, nodes, strict=True))
+        ]
         self._addresses = {t.data_ptr() for t in self.inputs}
         self._sources: list[LoadedSource | None] = [None] * len(self.inputs)
         self.has_frozen_outputs = len(self.differentiable) < len(self.output_tensors)
@@ -104,9 +107,13 @@ class Slot:
             for g in self.input_grads
             if g is not None
         )
+        # Of a split backward without an input half, whose graph begins with no copies, None.
+        copies = self.backward_graph.copy_nodes if self.backward_graph is not None else ()
+        grads = zip(
+            self.receiving, self.output_grads, copies or [None] * len(self.receiving), strict=True
+        )
         self._grad_places = [
-            (i, t.data_ptr(), t.stride(), memcpy_into(t, copy_into(t)), copy_into(t))
-            for i, t in zip(self.receiving, self.output_grads, strict=True)
+            (i, t.data_ptr(), t.stride(), copy_into(t), node) for i, t, node in grads
         ]
 
     def _hand_over(
@@ -126,7 +133,9 @@ class Slot:
         return [graph for graph in graphs if graph is not None]
 
     def load_inputs(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy a call's tensors into the static inputs, except those that are already there.
+        """Load a call's tensors into the static inputs, except those that are already there.
+
+        The graph copies them if it can, else the host starts a copy.
 
         A tensor is already there if it was received into the static input itself, or if it is the
         constant tensor from which the input was last loaded. Skipping the latter is safe: it is the
@@ -138,7 +147,7 @@ class Slot:
         sources = self._sources
         statics: list[torch.Tensor] = []
         copied: list[torch.Tensor] = []
-        for i, address, stride, static in self._places:
+        for i, address, stride, static, node in self._places:
             tensor = tensors[i]
             source = sources[i]
             if source is not None:
@@ -146,17 +155,29 @@ class Slot:
                     continue
                 sources[i] = None
             pointer = tensor.data_ptr()
-            if pointer != address:
-                # Read a tensor in another static input before that input is written.
-                copied.append(tensor.clone() if pointer in self._addresses else tensor)
-                statics.append(static)
+            has_stride = tensor.stride() == stride
+            if pointer == address:
+                if not has_stride:  # a view of what was received
+                    copied.append(tensor.clone())
+                    statics.append(static)
+            else:
                 if tensor.__dict__:
                     sources[i] = LoadedSource.of(tensor)
-            elif tensor.stride() != stride:  # a view of what was received
-                copied.append(tensor.clone())
+                is_static = pointer in self._addresses
+                is_constant = sources[i] is not None  # and need not be copied by each replay
+                if (
+                    not (is_static or is_constant)
+                    and has_stride
+                    and _is_read(node, tensor, pointer)
+                ):
+                    continue
+                # Read a tensor in another static input before that input is written.
+                copied.append(tensor.clone() if is_static else tensor)
                 statics.append(static)
-        if len(copied) == 1 and copied[0].stride() == statics[0].stride():
-            self._loads[id(statics[0])](copied[0])
+            if node is not None:
+                node.read(address)
+        if len(copied) == 1:
+            statics[0].copy_(copied[0])
         elif copied:  # one launch for all that have one dtype
             torch._foreach_copy_(statics, copied)
 
@@ -175,14 +196,16 @@ class Slot:
             num_gradients = sum(grad is not None for grad in grads)
             if num_gradients != len(self.receiving):
                 raise self._other_gradients(grads)
-        for position, address, strides, load, copy in self._grad_places:
+        for position, address, strides, copy, node in self._grad_places:
             grad = grads[position]
             if grad is None:
                 raise self._other_gradients(grads)
             pointer = grad.data_ptr()
             if grad.stride() == strides:
+                if _is_read(node, grad, pointer):
+                    continue
                 if pointer != address:
-                    load(grad)
+                    copy(grad)
             elif (
                 not self.has_grad_layouts
                 or position in self.lent  # only added to the parameter's other gradients
@@ -191,6 +214,8 @@ class Slot:
                 copy(grad.clone() if pointer == address else grad)
             else:
                 raise self._other_layout(position, grad.stride(), strides)
+            if node is not None:
+                node.read(address)
 
     def _other_gradients(self, grads: Sequence[torch.Tensor | None]) -> ReplayMismatchError:
         now = [i for i, grad in enumerate(grads) if grad is not None]
@@ -232,6 +257,16 @@ class Slot:
         """Drop the graphs; the buffers go with the slot."""
         for graph in self.graphs:
             graph.release()
+
+
+def _is_read(node: CopyNode | None, tensor: torch.Tensor, pointer: int) -> bool:
+    """Return whether a graph copies ``tensor``, which has the layout of the node's target.
+
+    The memory of a lazy negation or conjugation holds other values; zeros may have none.
+    """
+    if node is None or not pointer or tensor.is_neg() or tensor.is_conj():
+        return False
+    return node.read(pointer)
 
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,10 +2,9 @@
 
 from chunkgraph.graphs.addresses import AddressRange, AddressRanges, tensor_at
 from chunkgraph.graphs.allocations import Allocation, AllocationLog, block_bytes
-from chunkgraph.graphs.contract import Graph, GraphBackend, Pool
+from chunkgraph.graphs.contract import CopyNode, Graph, GraphBackend, Pool
 from chunkgraph.graphs.cuda import CUDABackend
 from chunkgraph.graphs.failure import SourceLocation, capture_failure, location_of
-from chunkgraph.graphs.memcpy import memcpy_into
 from chunkgraph.graphs.operators import storage_address
 from chunkgraph.graphs.recorder import RecorderBackend, host_call, is_capturing
 
@@ -15,6 +14,7 @@ __all__ = [
     "Allocation",
     "AllocationLog",
     "CUDABackend",
+    "CopyNode",
     "Graph",
     "GraphBackend",
     "Pool",
@@ -25,7 +25,6 @@ __all__ = [
     "host_call",
     "is_capturing",
     "location_of",
-    "memcpy_into",
     "storage_address",
     "tensor_at",
 ]

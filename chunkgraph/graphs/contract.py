@@ -15,7 +15,7 @@ import torch
 from chunkgraph.graphs.addresses import AddressRanges
 from chunkgraph.graphs.allocations import AllocationLog
 
-__all__ = ["Graph", "GraphBackend", "Pool"]
+__all__ = ["CopyNode", "Graph", "GraphBackend", "Pool"]
 
 
 class Pool(Protocol):
@@ -55,6 +55,20 @@ class Pool(Protocol):
         """Fill the whole pool with 0xFF bytes (a NaN in every floating dtype), in stream order."""
 
 
+class CopyNode(Protocol):
+    """A copy to a fixed tensor, the target, with which each replay of a graph begins."""
+
+    def read(self, address: int) -> bool:
+        """Copy from ``address`` from now on; from the target's own, copy nothing.
+
+        The source has the target's dtype and layout, and is in use until the replays that read it
+        are done, in stream order.
+
+        Returns:
+            False if the graph cannot read this memory. It then copies nothing.
+        """
+
+
 class Graph(Protocol):
     """A captured callable: every replay does the same work on the same addresses.
 
@@ -63,6 +77,13 @@ class Graph(Protocol):
     """
 
     label: str
+
+    @property
+    def copy_nodes(self) -> Sequence[CopyNode | None]:
+        """Return a copy to each of the capture's ``targets``, None where there is none.
+
+        Each copies nothing until `CopyNode.read`. Empty: the backend makes none.
+        """
 
     def replay(self) -> None:
         """Run the captured work again on the current stream.
@@ -102,7 +123,11 @@ class GraphBackend(Protocol):
         """Return a new, empty pool."""
 
     def capture(
-        self, label: str, pool: Pool, generators: Sequence[torch.Generator] = ()
+        self,
+        label: str,
+        pool: Pool,
+        generators: Sequence[torch.Generator] = (),
+        targets: Sequence[torch.Tensor] = (),
     ) -> AbstractContextManager[Graph]:
         """Capture the work inside the ``with`` block; allocations inside come from ``pool``.
 
@@ -115,6 +140,7 @@ class GraphBackend(Protocol):
             label: Name of the graph in errors.
             pool: Pool of the allocations.
             generators: Random generators, besides the device's default, that the work draws from.
+            targets: Tensors outside of all pools that `Graph.copy_nodes` copy to.
 
         Raises:
             CaptureError: A graph cannot hold the work; the graph and its allocations are freed.

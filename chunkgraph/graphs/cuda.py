@@ -21,6 +21,7 @@ from chunkgraph._collector import collector_paused
 from chunkgraph.errors import CaptureError, ChunkGraphError
 from chunkgraph.graphs.addresses import AddressRanges
 from chunkgraph.graphs.contract import Pool
+from chunkgraph.graphs.copy_nodes import CudaCopyNode, add_copy_nodes, memory_to_copy_to
 from chunkgraph.graphs.cuda_pool import CudaAllocations, CUDAPool
 from chunkgraph.graphs.failure import capture_failure, check_backward
 from chunkgraph.graphs.graph_driver import DamagedGraphError, GraphDriver
@@ -50,7 +51,9 @@ class CUDAGraphHandle:
         label: Name of the graph in errors.
         pool: Pool that the graph writes.
         constants: Host memory that the graph copies from, kept while the graph exists.
-        memset_kernels: Replaces small memsets before the graph is instantiated; None keeps them.
+        driver: Changes the graph before it is instantiated; None: nothing does.
+        memset_kernels: Replaces small memsets; None keeps them.
+        targets: Tensors that ``copy_nodes`` copy to, if there is a driver.
     """
 
     def __init__(
@@ -58,33 +61,45 @@ class CUDAGraphHandle:
         label: str,
         pool: CUDAPool,
         constants: HostConstants | None = None,
+        driver: GraphDriver | None = None,
         memset_kernels: MemsetKernels | None = None,
+        targets: Sequence[torch.Tensor] = (),
     ) -> None:
         self.label = label
         self.pool = pool
         self._constants = constants
+        self._driver = driver
         self._memset_kernels = memset_kernels
+        can_copy = hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph_exec")
+        self._targets = [memory_to_copy_to(t, pool.device) for t in targets if can_copy]
+        self.copy_nodes: Sequence[CudaCopyNode | None] = ()
         self.graph: torch.cuda.CUDAGraph | None = (
-            torch.cuda.CUDAGraph()
-            if memset_kernels is None
-            else torch.cuda.CUDAGraph(keep_graph=True)
+            torch.cuda.CUDAGraph() if driver is None else torch.cuda.CUDAGraph(keep_graph=True)
         )
         self.num_memset_kernels = 0
         self.memsets_kept = ""
 
     def finish(self) -> None:
-        """End the capture, replace memsets and instantiate the graph.
+        """End the capture, replace memsets, add copies and instantiate the graph.
 
         If memsets cannot be replaced, the graph keeps them and ``memsets_kept`` holds the reason.
         """
         graph = self.graph
         assert graph is not None
         graph.capture_end()
-        if self._memset_kernels is None:
+        if self._driver is None:
             return
         try:
-            self._replace_memsets(self._memset_kernels, graph.raw_cuda_graph())
+            if self._memset_kernels is not None:
+                self._replace_memsets(self._memset_kernels, graph.raw_cuda_graph())
+            nodes: Sequence[CudaCopyNode | None] = ()
+            if self._targets:
+                nodes = add_copy_nodes(self._driver, graph.raw_cuda_graph(), self._targets)
             graph.instantiate()
+            for node in nodes:
+                if node is not None:
+                    node.begin(graph.raw_cuda_graph_exec())
+            self.copy_nodes = nodes
         except BaseException:
             self.release()
             raise
@@ -123,6 +138,9 @@ class CUDAGraphHandle:
     def release(self) -> None:
         """Destroy the graph; its pool is freed with its last graph."""
         if self.graph is not None:
+            for node in self.copy_nodes:
+                if node is not None:
+                    node.end()
             self.graph.reset()
             self.graph = self._constants = None
 
@@ -223,6 +241,7 @@ class CUDABackend:
         self.stream = torch.cuda.Stream(self.device)
         self._token = torch.zeros(1, device=self.device)
         self._host_memory: HostMemory | None = None
+        self._driver: GraphDriver | None = None
         self._memset_kernels: MemsetKernels | None = None
         self.memsets_kept = ""
         if memset_kernels:
@@ -232,7 +251,9 @@ class CUDABackend:
     def _prepare_kernels(self) -> None:
         words = torch.zeros(3, dtype=torch.int32, device=self.device)
         try:
-            self._memset_kernels = MemsetKernels(GraphDriver(), words)
+            driver = GraphDriver()
+            self._memset_kernels = MemsetKernels(driver, words)
+            self._driver = driver
         except Exception as error:  # noqa: BLE001 - graphs work without the kernels
             self.memsets_kept = str(error) or type(error).__name__
 
@@ -242,7 +263,11 @@ class CUDABackend:
 
     @contextmanager
     def capture(
-        self, label: str, pool: Pool, generators: Sequence[torch.Generator] = ()
+        self,
+        label: str,
+        pool: Pool,
+        generators: Sequence[torch.Generator] = (),
+        targets: Sequence[torch.Tensor] = (),
     ) -> Iterator[CUDAGraphHandle]:
         """Stream-capture the block. See `GraphBackend.capture`."""
         assert isinstance(pool, CUDAPool)
@@ -250,7 +275,9 @@ class CUDABackend:
             self._host_memory = HostMemory(is_pinned=True)
         generator = CapturedGenerator(label)
         mode = _CaptureMode(label, self._host_memory, generator)
-        handle = CUDAGraphHandle(label, pool, mode.constants, self._memset_kernels)
+        handle = CUDAGraphHandle(
+            label, pool, mode.constants, self._driver, self._memset_kernels, targets
+        )
         graph = handle.graph
         assert graph is not None
         for registered in generators:

@@ -142,7 +142,7 @@ def test_gradients_take_no_memory_during_the_passes_before_a_capture(
     monkeypatch.setattr(session, "GradMemory", Noted)
     capture(Noting(), sample(backend), backend=backend)
     (memory,) = memories
-    assert sizes == [0, memory.num_bytes]
+    assert sizes == [0] * (1 if backend.repeats_bits else 2) + [memory.num_bytes]
     assert memory.num_bytes > 0
 
 

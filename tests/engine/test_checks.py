@@ -209,7 +209,8 @@ def test_a_forward_that_replaces_a_buffer_is_refused(backend: GraphBackend) -> N
 
     loop = Loop(Counting(), backend)
     buffer = loop.module.scale
-    with pytest.raises(CaptureError, match="its forward replaces scale"):
+    # Where two eager passes run, they already differ.
+    with pytest.raises(CaptureError, match=r"its forward replaces scale|a tensor that it replaces"):
         loop.capture()
     assert loop.module.scale is buffer
     assert buffer.item() == 1

@@ -13,6 +13,8 @@ from toys import Apply, all_equal, capture
 
 from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs
 from chunkgraph.engine.capture import session
+from chunkgraph.engine.capture.layers import LayerWatch
+from chunkgraph.engine.capture.saved import saved_tensors
 from chunkgraph.engine.capture.self_test import Measured, Noise, check_passes, difference
 from chunkgraph.engine.capture.static_inputs import SlotStatics
 from chunkgraph.engine.digest import digests_of
@@ -302,3 +304,34 @@ def test_outputs_that_two_passes_give_otherwise_are_named() -> None:
     one = torch.randn(100)
     with pytest.raises(CaptureError, match=r"chunk 3.*output 1 differs by"):
         check_passes("chunk 3", [_measured(one, one), _measured(one, 2 * one)])
+
+
+def test_saved_tensors_whose_memory_is_freed_are_not_read() -> None:
+    """Recomputation frees a tensor that an operator keeps, and fills it again in the backward."""
+    x = torch.ones(4, requires_grad=True)
+    hidden = x.tanh()
+    y = hidden * x
+    assert len(saved_tensors([y], LayerWatch())) == 3
+    hidden.untyped_storage().resize_(0)
+    (kept,) = saved_tensors([y], LayerWatch())
+    assert kept.address == x.data_ptr()
+    digests_of([kept.read()])
+
+
+def test_digests_of_large_tensors_take_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sum in another dtype first copies what it sums."""
+    largest = 0
+    total = torch.Tensor.sum
+
+    def counting(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        nonlocal largest
+        largest = max(largest, tensor.numel())
+        return total(tensor, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "sum", counting)
+    tensor = torch.randn(3 << 20)
+    digests = digests_of([tensor])
+    assert 0 < largest <= 1 << 20
+    assert digests.norms[0] == pytest.approx(float(tensor.norm()))
+    tensor[2 << 20] += 1.0
+    assert not digests_of([tensor]).equal(digests).any()

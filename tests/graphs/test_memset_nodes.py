@@ -244,7 +244,8 @@ class _Graph:
 
 def _handle(monkeypatch: pytest.MonkeyPatch, graph: _Graph, kernels: Any) -> CUDAGraphHandle:
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda keep_graph: graph)
-    return CUDAGraphHandle("graph", None, memset_kernels=kernels)  # type: ignore[arg-type]
+    driver = kernels._graphs
+    return CUDAGraphHandle("graph", None, None, driver, kernels)  # type: ignore[arg-type]
 
 
 def test_memsets_that_cannot_be_replaced_fail_no_capture(

@@ -198,8 +198,13 @@ def _kept_by(node: Any) -> list[tuple[str, torch.Tensor]]:
     return [
         (name, t)
         for name, t in kept
-        if type(t) in (torch.Tensor, nn.Parameter) and t.layout is torch.strided and t.numel()
+        if type(t) in (torch.Tensor, nn.Parameter) and t.layout is torch.strided and _has_memory(t)
     ]
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Return whether ``tensor`` has elements whose memory is there; recomputation frees it."""
+    return bool(tensor.numel() and tensor.untyped_storage().nbytes())
 
 
 def _is_plain(raw: Any) -> bool:

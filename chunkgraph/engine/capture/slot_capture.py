@@ -52,9 +52,11 @@ class GraphMaker:
     pools: PoolPlan
     host: Host
 
-    def capture(self, label: str, pool: Pool) -> AbstractContextManager[Graph]:
+    def capture(
+        self, label: str, pool: Pool, targets: Sequence[torch.Tensor] = ()
+    ) -> AbstractContextManager[Graph]:
         """Capture the operators of the block into one graph. See `GraphBackend.capture`."""
-        return self.backend.capture(label, pool, self.host.generators())
+        return self.backend.capture(label, pool, self.host.generators(), targets)
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,7 @@ def capture_forward(
     before = place.pool.live()
     with (
         torch.enable_grad(),
-        maker.capture(f"{place.label} forward", place.pool) as graph,
+        maker.capture(f"{place.label} forward", place.pool, inputs) as graph,
     ):
         result = call_with(chunk, sample, inputs, results_grads)
     kept = place.pool.live() - before
@@ -306,7 +308,7 @@ def capture_backward(
     with (
         sinks.accumulating(leaves, forward.marker) as sums,
         forward.casting(),
-        maker.capture(f"{place.label} backward", pool) as graph,
+        maker.capture(f"{place.label} backward", pool, forward.grads) as graph,
     ):
         # Not autograd.grad, which forbids the inner backwards of recomputation.
         torch.autograd.backward(outputs, forward.grads)

@@ -215,7 +215,8 @@ def _capture_input_half(
 ) -> None:
     place = forward.place
     before = place.pool.live()
-    with forward.casting(), maker.capture(f"{place.label} input gradient", place.pool) as graph:
+    label = f"{place.label} input gradient"
+    with forward.casting(), maker.capture(label, place.pool, forward.grads) as graph:
         _run_backward(forward, chunk, deferral)
     forward.backward = graph
     take_input_grads(forward)

@@ -131,11 +131,15 @@ class RecorderBackend:
 
     @contextmanager
     def capture(
-        self, label: str, pool: Pool, generators: Sequence[torch.Generator] = ()
+        self,
+        label: str,
+        pool: Pool,
+        generators: Sequence[torch.Generator] = (),
+        targets: Sequence[torch.Tensor] = (),
     ) -> Iterator[RecordedGraph]:
         """Log the operators inside the block. See `GraphBackend.capture`."""
         assert isinstance(pool, SimulatedPool)
-        graph = RecordedGraph(label, pool)
+        graph = RecordedGraph(label, pool, targets)
         mode = _RecordingMode(graph, tuple(self._pools), tuple(generators))
         try:
             with (

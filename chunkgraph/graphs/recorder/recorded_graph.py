@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -11,7 +12,8 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
 from chunkgraph.errors import CaptureError, ReplayMismatchError
-from chunkgraph.graphs.addresses import AddressRanges
+from chunkgraph.graphs.addresses import AddressRange, AddressRanges
+from chunkgraph.graphs.copy_nodes import memory_to_copy_to
 from chunkgraph.graphs.operators import (
     draws,
     is_collective,
@@ -44,16 +46,40 @@ _copy = torch.ops.aten.copy_.default
 _Step = Callable[[], None]
 
 
+class RecordedCopy:
+    """A copy at the start of a recorded graph. See `chunkgraph.graphs.contract.CopyNode`."""
+
+    def __init__(self, target: AddressRange) -> None:
+        self._target = target
+        self._source = target.start
+
+    def read(self, address: int) -> bool:
+        """See `chunkgraph.graphs.contract.CopyNode`."""
+        self._source = address
+        return True
+
+    def run(self) -> None:
+        """Copy, unless the source is the target itself."""
+        start, end = self._target.start, self._target.end
+        if self._source != start:
+            ctypes.memmove(start, self._source, end - start)
+
+
 class RecordedGraph:
     """A recording of `RecorderBackend.capture`, which calls `finish`.
 
     Args:
         label: Name of the graph in errors.
         pool: Pool of the graph, kept alive by it.
+        targets: See `chunkgraph.graphs.contract.GraphBackend.capture`.
     """
 
-    def __init__(self, label: str, pool: SimulatedPool) -> None:
+    def __init__(
+        self, label: str, pool: SimulatedPool, targets: Sequence[torch.Tensor] = ()
+    ) -> None:
         self.label = label
+        memory = [memory_to_copy_to(t, torch.device("cpu")) for t in targets]
+        self.copy_nodes = [None if m is None else RecordedCopy(m) for m in memory]
         self.pool = pool
         self._steps: list[_Step] | None = None
         self._externals: list[External] = []
@@ -74,7 +100,7 @@ class RecordedGraph:
         """
         binding = Binding(pools)
         writes: list[tuple[int, int]] = []
-        steps: list[_Step] = []
+        steps: list[_Step] = [node.run for node in self.copy_nodes if node is not None]
         grad_mode = False  # as in `replay`
         with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
             for entry in log:
