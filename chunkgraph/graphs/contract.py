@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from chunkgraph.graphs.addresses import AddressRanges
+from chunkgraph.graphs.addresses import AddressRange, AddressRanges
 from chunkgraph.graphs.allocations import AllocationLog
 
 __all__ = ["CopyNode", "Graph", "GraphBackend", "Pool"]
@@ -56,12 +56,12 @@ class Pool(Protocol):
 
 
 class CopyNode(Protocol):
-    """A copy to a fixed tensor, the target, with which each replay of a graph begins."""
+    """A copy to fixed memory, the target, with which each replay of a graph begins."""
 
     def read(self, address: int) -> bool:
         """Copy from ``address`` from now on; from the target's own, copy nothing.
 
-        The source has the target's dtype and layout, and is in use until the replays that read it
+        The source is as long as the target, and in use until the replays that read it
         are done, in stream order.
 
         Returns:
@@ -127,7 +127,7 @@ class GraphBackend(Protocol):
         label: str,
         pool: Pool,
         generators: Sequence[torch.Generator] = (),
-        targets: Sequence[torch.Tensor] = (),
+        targets: Sequence[AddressRange | None] = (),
     ) -> AbstractContextManager[Graph]:
         """Capture the work inside the ``with`` block; allocations inside come from ``pool``.
 
@@ -140,7 +140,8 @@ class GraphBackend(Protocol):
             label: Name of the graph in errors.
             pool: Pool of the allocations.
             generators: Random generators, besides the device's default, that the work draws from.
-            targets: Tensors outside of all pools that `Graph.copy_nodes` copy to.
+            targets: Memory of the device, outside of all pools, that `Graph.copy_nodes` copy to;
+                None: there is no such copy.
 
         Raises:
             CaptureError: A graph cannot hold the work; the graph and its allocations are freed.

@@ -11,12 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from chunkgraph.graphs.addresses import AddressRange
 from chunkgraph.graphs.graph_driver import DamagedGraphError, GraphDriver
 
-__all__ = ["CudaCopyNode", "add_copy_nodes", "memory_to_copy_to"]
+__all__ = ["CudaCopyNode", "add_copy_nodes"]
 
 
 class CudaCopyNode:
@@ -112,12 +110,3 @@ def add_copy_nodes(
         return tuple(None if target is None else added(target) for target in targets)
     except RuntimeError as error:
         raise DamagedGraphError(str(error)) from error
-
-
-def memory_to_copy_to(tensor: torch.Tensor, device: torch.device) -> AddressRange | None:
-    """Return the memory of a dense tensor on ``device``; None: a graph cannot copy to it."""
-    size = tensor.numel() * tensor.element_size()
-    is_dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
-    if tensor.device != device or not size or not is_dense:
-        return None
-    return AddressRange(tensor.data_ptr(), tensor.data_ptr() + size)

@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from chunkgraph._collector import collector_paused
 from chunkgraph.errors import CaptureError, ChunkGraphError
-from chunkgraph.graphs.addresses import AddressRanges
+from chunkgraph.graphs.addresses import AddressRange, AddressRanges
 from chunkgraph.graphs.contract import Pool
-from chunkgraph.graphs.copy_nodes import CudaCopyNode, add_copy_nodes, memory_to_copy_to
+from chunkgraph.graphs.copy_nodes import CudaCopyNode, add_copy_nodes
 from chunkgraph.graphs.cuda_pool import CudaAllocations, CUDAPool
 from chunkgraph.graphs.failure import capture_failure, check_backward
 from chunkgraph.graphs.graph_driver import DamagedGraphError, GraphDriver
@@ -53,7 +53,7 @@ class CUDAGraphHandle:
         constants: Host memory that the graph copies from, kept while the graph exists.
         driver: Changes the graph before it is instantiated; None: nothing does.
         memset_kernels: Replaces small memsets; None keeps them.
-        targets: Tensors that ``copy_nodes`` copy to, if there is a driver.
+        targets: Memory that ``copy_nodes`` copy to, if there is a driver.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class CUDAGraphHandle:
         constants: HostConstants | None = None,
         driver: GraphDriver | None = None,
         memset_kernels: MemsetKernels | None = None,
-        targets: Sequence[torch.Tensor] = (),
+        targets: Sequence[AddressRange | None] = (),
     ) -> None:
         self.label = label
         self.pool = pool
@@ -71,7 +71,7 @@ class CUDAGraphHandle:
         self._driver = driver
         self._memset_kernels = memset_kernels
         can_copy = hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph_exec")
-        self._targets = [memory_to_copy_to(t, pool.device) for t in targets if can_copy]
+        self._targets = targets if can_copy else ()
         self.copy_nodes: Sequence[CudaCopyNode | None] = ()
         self.graph: torch.cuda.CUDAGraph | None = (
             torch.cuda.CUDAGraph() if driver is None else torch.cuda.CUDAGraph(keep_graph=True)
@@ -267,7 +267,7 @@ class CUDABackend:
         label: str,
         pool: Pool,
         generators: Sequence[torch.Generator] = (),
-        targets: Sequence[torch.Tensor] = (),
+        targets: Sequence[AddressRange | None] = (),
     ) -> Iterator[CUDAGraphHandle]:
         """Stream-capture the block. See `GraphBackend.capture`."""
         assert isinstance(pool, CUDAPool)

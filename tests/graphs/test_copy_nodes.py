@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs
+from chunkgraph.engine.layout import memory_of
 from chunkgraph.graphs import CUDABackend, GraphBackend
-from chunkgraph.graphs.copy_nodes import add_copy_nodes, memory_to_copy_to
+from chunkgraph.graphs.copy_nodes import add_copy_nodes
 from chunkgraph.graphs.graph_driver import DamagedGraphError, GraphDriver
 from chunkgraph.graphs.recorder.recorded_graph import RecordedCopy
 
@@ -20,7 +21,7 @@ def test_each_replay_copies_from_the_present_source(backend: GraphBackend) -> No
     """Also one that was written since, and nothing from the target itself."""
     target = torch.full((3,), -1.0, device=backend.device)
     sources = [torch.full((3,), float(i), device=backend.device) for i in range(3)]
-    targets = [target, torch.empty(0, device=backend.device)]
+    targets = [memory_of(target), None]
     with backend.capture("graph", backend.new_pool("slot"), targets=targets) as graph:
         y = target * 2
     node, none = graph.copy_nodes
@@ -46,7 +47,8 @@ def test_each_replay_copies_from_the_present_source(backend: GraphBackend) -> No
 
 def test_copies_precede_all_branches_of_a_graph(backend: GraphBackend) -> None:
     a, b = (torch.zeros(1 << 16, device=backend.device) for _ in range(2))
-    with backend.capture("graph", backend.new_pool("slot"), targets=[a, b]) as graph:
+    targets = [memory_of(a), memory_of(b)]
+    with backend.capture("graph", backend.new_pool("slot"), targets=targets) as graph:
         if isinstance(backend, CUDABackend):
             other = torch.cuda.Stream()
             other.wait_stream(torch.cuda.current_stream())
@@ -70,7 +72,7 @@ def test_copies_precede_all_branches_of_a_graph(backend: GraphBackend) -> None:
 def test_a_released_graph_loads_nothing() -> None:
     backend = CUDABackend()
     x = torch.zeros(2, device=backend.device)
-    with backend.capture("graph", backend.new_pool("slot"), targets=[x]) as graph:
+    with backend.capture("graph", backend.new_pool("slot"), targets=[memory_of(x)]) as graph:
         x + 1
     (node,) = graph.copy_nodes
     graph.release()
@@ -135,7 +137,7 @@ class FakeDriver(GraphDriver):
 
 def test_a_source_is_set_only_if_it_is_another_one() -> None:
     driver = FakeDriver()
-    target = memory_to_copy_to(torch.zeros(2), torch.device("cpu"))
+    target = memory_of(torch.zeros(2))
     assert target is not None
     copy, none = add_copy_nodes(driver, 7, [target, None])
     assert none is None
@@ -183,3 +185,32 @@ def test_the_host_copies_where_graphs_cannot(
         gradients.append([p.grad.clone() for p in module.parameters()])  # type: ignore[union-attr]
     assert all(map(torch.equal, *gradients))
     assert num_asked > 40
+
+
+def test_graphs_copy_expanded_gradients(
+    backend: GraphBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a sum: one element in memory."""
+    module = nn.Linear(4, 4, device=backend.device)
+    twin = nn.Linear(4, 4, device=backend.device)
+    twin.load_state_dict(module.state_dict())
+    graphs = ChunkGraphs([module], [2], backend=backend)
+    x = torch.randn(3, 4, device=backend.device)
+
+    def train(call: Any, factor: float) -> None:
+        with graphs.step(2):
+            for _ in range(2):
+                (call(x).sum() * factor).backward()
+
+    for _ in range(2):  # the second step captures
+        train(graphs.callables[0], 2.0)
+    (slots,) = graphs._captured.slots  # type: ignore[union-attr]
+    assert {slot.output_grads[0].stride() for slot in slots} == {(0, 0)}
+    module.zero_grad()
+    with monkeypatch.context() as patches:
+        patches.setattr(torch.Tensor, "copy_", None)  # that the host starts
+        for factor in (3.0, 5.0):
+            train(graphs.callables[0], factor)
+    for factor in (3.0, 5.0):
+        train(twin, factor)
+    assert torch.equal(module.weight.grad, twin.weight.grad)  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ from chunkgraph.engine.capture.output_gradients import OutputGradients
 from chunkgraph.engine.capture.static_inputs import SlotStatics, call_with
 from chunkgraph.engine.chunk import Chunk, GradientMarker
 from chunkgraph.engine.host import Host
+from chunkgraph.engine.layout import memory_of
 from chunkgraph.engine.module_tree import containers
 from chunkgraph.engine.signature import Call, argument_paths, distinct_tensors, flatten
 from chunkgraph.engine.slot import Slot
@@ -55,8 +56,13 @@ class GraphMaker:
     def capture(
         self, label: str, pool: Pool, targets: Sequence[torch.Tensor] = ()
     ) -> AbstractContextManager[Graph]:
-        """Capture the operators of the block into one graph. See `GraphBackend.capture`."""
-        return self.backend.capture(label, pool, self.host.generators(), targets)
+        """Capture the operators of the block into one graph. See `GraphBackend.capture`.
+
+        Of ``targets``, which are static tensors, those on another device are not copied to.
+        """
+        backend, generators = self.backend, self.host.generators()
+        memory = [memory_of(t) if t.device == backend.device else None for t in targets]
+        return backend.capture(label, pool, generators, memory)
 
 
 @dataclass(frozen=True)

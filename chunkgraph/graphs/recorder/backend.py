@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import (
 )
 
 from chunkgraph.errors import CaptureError, ChunkGraphError
-from chunkgraph.graphs.addresses import AddressRanges
+from chunkgraph.graphs.addresses import AddressRange, AddressRanges
 from chunkgraph.graphs.allocations import AllocationLog, NoAllocations
 from chunkgraph.graphs.contract import Pool
 from chunkgraph.graphs.failure import capture_failure, current_location
@@ -135,7 +135,7 @@ class RecorderBackend:
         label: str,
         pool: Pool,
         generators: Sequence[torch.Generator] = (),
-        targets: Sequence[torch.Tensor] = (),
+        targets: Sequence[AddressRange | None] = (),
     ) -> Iterator[RecordedGraph]:
         """Log the operators inside the block. See `GraphBackend.capture`."""
         assert isinstance(pool, SimulatedPool)

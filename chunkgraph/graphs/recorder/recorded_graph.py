@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from chunkgraph.errors import CaptureError, ReplayMismatchError
 from chunkgraph.graphs.addresses import AddressRange, AddressRanges
-from chunkgraph.graphs.copy_nodes import memory_to_copy_to
 from chunkgraph.graphs.operators import (
     draws,
     is_collective,
@@ -75,11 +74,10 @@ class RecordedGraph:
     """
 
     def __init__(
-        self, label: str, pool: SimulatedPool, targets: Sequence[torch.Tensor] = ()
+        self, label: str, pool: SimulatedPool, targets: Sequence[AddressRange | None] = ()
     ) -> None:
         self.label = label
-        memory = [memory_to_copy_to(t, torch.device("cpu")) for t in targets]
-        self.copy_nodes = [None if m is None else RecordedCopy(m) for m in memory]
+        self.copy_nodes = [None if t is None else RecordedCopy(t) for t in targets]
         self.pool = pool
         self._steps: list[_Step] | None = None
         self._externals: list[External] = []
