@@ -94,9 +94,10 @@ class ModelGuard:
 
     def _is_as_captured(self) -> bool:
         """Return whether all facts are those of the capture, at the least cost for the host."""
-        tensors, objects = self._tensors_now(), chain.from_iterable(map(dict.values, self._filled))
+        tensors = self._tensors_now()
+        objects = [*chain.from_iterable(map(dict.values, self._filled))]
         return (
-            sum(map(len, self._filled)) == len(self._objects)
+            len(objects) == len(self._objects)
             and all(map(is_, objects, self._objects))
             and not any(self._empty)
             and self._others_now(tensors) == self._others
