@@ -146,7 +146,7 @@ class ExpertStash(LimitedFeature):
         else:
             is_captured = self._engine is not None and self._engine.report is not None
             if not is_captured:
-                self.release()  # a capture that failed on another rank also freed the graphs here
+                self.release()  # a capture that failed, here or on another rank, freed the graphs
             with self._saving.during("off" if is_captured else "measure"):
                 yield
 
@@ -168,13 +168,8 @@ class ExpertStash(LimitedFeature):
             yield
             return
         self._allocate()
-        try:
-            with self._saving.during("stash"):
-                yield
-        except BaseException:
-            self._saving.forget_waiting()
-            self.release()
-            raise
+        with self._saving.during("stash"):
+            yield
         self._saving.check_all_read()
 
     def forwards_done(self, step: Step) -> None:
@@ -225,6 +220,7 @@ class ExpertStash(LimitedFeature):
     def release(self) -> None:
         """Free the pages; the graphs that used them no longer exist."""
         self._saving.stash = None
+        self._saving.forget_waiting()
 
     def detach(self) -> None:
         """Free the pages and restore the experts' forwards."""
