@@ -75,7 +75,7 @@ class PagedStash:
     can be captured: shapes are fixed, and the host reads nothing.
 
     Args:
-        page_bytes: Bytes of a page, a multiple of 16.
+        page_bytes: Bytes of a page, a multiple of 8.
         num_pages: Number of pages.
         device: Device of the pages.
 

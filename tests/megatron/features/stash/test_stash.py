@@ -199,7 +199,8 @@ def test_the_log_has_the_reason_of_a_rerun_and_detach_leaves_nothing(
     assert any("forward" in vars(m) for m in modules)
     run.graphs.detach()
     assert not any("forward" in vars(m) for m in modules)
-    plain = Trained(one_rank, config, {})
+    plain = Trained(one_rank, config, {"stash": StashConfig()})
+    assert plain.graphs.find(ExpertStash) is None
     assert [plain.step(step, 2) for step in range(3)] == first
 
 
