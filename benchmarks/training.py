@@ -65,8 +65,8 @@ class Variant:
     @property
     def must_be_equal(self) -> bool:
         """Return whether a failure or a difference fails the command."""
-        own_settings = self.name.split("+")[1:]
-        changes_model = any(not s.startswith(("pipeline.", "capture.")) for s in own_settings)
+        own_settings, same_model = self.name.split("+")[1:], ("pipeline.", "capture.", "stash.")
+        changes_model = any(not s.startswith(same_model) for s in own_settings)
         return self.implementation in ("eager", "chunk") and not changes_model
 
     def steps(self, key: str) -> list[Any]:
@@ -123,6 +123,13 @@ def _arguments() -> argparse.Namespace:
         "--profile",
         action="store_true",
         help="also profile two steps of each variant: the share of their time with a kernel (GPU)",
+    )
+    parser.add_argument(
+        "--router-skew",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="prefer some experts by a bias from 0 to S on their scores; in every layer others",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all measurements")
     parser.add_argument("--logs", type=Path, metavar="DIR", help="keep the workers' output")
@@ -188,6 +195,7 @@ def _train(variant: Variant, args: argparse.Namespace, folder: Path) -> None:
         "num_warmup_steps": args.num_warmup_steps,
         "num_steps": args.num_steps,
         "profiles": args.profile,
+        "router_skew": args.router_skew,
     }
     (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
     num_ranks = str(variant.config.pipeline.world_size)

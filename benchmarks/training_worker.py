@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.core.access import import_megatron, private_names, versions
 from chunkgraph.settings import Config, load_config
 from chunkgraph.settings.experts import uses_dropless
@@ -233,15 +234,20 @@ class Run:
         config: The run; model parallel groups must be initialized.
         device: This rank's device.
         variant: The variant to run.
+        router_skew: See `skew_routers`; 0 leaves routers as they are.
     """
 
-    def __init__(self, config: Config, device: torch.device, variant: Variant) -> None:
+    def __init__(
+        self, config: Config, device: torch.device, variant: Variant, router_skew: float = 0.0
+    ) -> None:
         self._config, self._device, self._variant = config, device, variant
         options: dict[str, Any] = {
             "transformer_options": variant.transformer_options(),
             "ddp_scope": variant.ddp_scope,
         }
         self._model = model = TrainedModel(config, device, **options)
+        if router_skew:
+            skew_routers(model.chunks, router_skew)
         variant.prepare(model)
         self._records: list[StepRecord] = []
         self._num_tokens: list[int] = []
@@ -368,6 +374,22 @@ def busy_share(events: Sequence[Mapping[str, Any]]) -> float | None:
     return busy / total if total else None
 
 
+def skew_routers(chunks: Sequence[torch.nn.Module], skew: float) -> None:
+    """Make routers prefer some experts, by a bias that falls from ``skew`` to 0.
+
+    The preferred experts begin at the first one in even layers and in the middle in odd layers, so
+    with experts on two ranks each rank has the load of every other layer.
+    """
+    routers = [m for chunk in chunks for m in chunk.modules() if hasattr(m, "expert_bias")]
+    if not routers or any(router.expert_bias is None for router in routers):
+        raise ConfigError("--router-skew needs moe.moe_router_enable_expert_bias=true.")
+    for router in routers:
+        num_experts = len(router.expert_bias)
+        first = router.layer_number % 2 * (num_experts // 2)
+        bias = torch.linspace(skew, 0.0, num_experts).roll(first)
+        router.expert_bias.copy_(bias)
+
+
 def summary(
     config: Config, device: torch.device, own: dict[str, Any], share: float | None
 ) -> dict[str, Any]:
@@ -425,7 +447,7 @@ def _main(request: Mapping[str, Any], result_path: Path) -> None:
     first, last = request["num_warmup_steps"], request["num_warmup_steps"] + request["num_steps"]
     variant = VARIANTS[request["variant"]](config, first)
     with training_process(config) as device:
-        run = Run(config, device, variant)
+        run = Run(config, device, variant, request["router_skew"])
         for index in range(last):
             run.step(announces_next=request["profiles"] or index < last - 1)
         share = run.kernel_share() if request["profiles"] else None

@@ -14,7 +14,7 @@
      +-- ReplayMismatchError    (ValueError)    a call does not match the capture
      +-- VerifyError            (RuntimeError)  a verified replay differs from the eager pass
      +-- TokenDropError         (RuntimeError)  an expert had no room for a token
-     +-- StashError             (RuntimeError)  the paged stash ran out or was misused
+     +-- StashError             (RuntimeError)  the paged stash was misused
      +-- MemoryPlanError        (RuntimeError)  two graphs could overwrite each other
      +-- WorkerError            (RuntimeError)  a training process failed or was killed
      +-- OutputError            (OSError)       results could not be written after the run
@@ -103,7 +103,7 @@ class TokenDropError(ChunkGraphError, RuntimeError):
 
 
 class StashError(ChunkGraphError, RuntimeError):
-    """The paged stash ran out of pages with ``on_overflow`` ``raise``, or was misused."""
+    """The paged stash was misused."""
 
 
 class MemoryPlanError(ChunkGraphError, RuntimeError):

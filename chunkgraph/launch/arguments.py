@@ -321,7 +321,6 @@ def _facts(args: argparse.Namespace, flags: GraphFlags, *, on_cpu: bool, is_plan
         "packed": flags.packing.max_packed_seqs > 0,
         "packing": flags.packing,
         "pads_rows": bool(sizes),
-        "page_bytes": None if flags.stash is None else flags.stash.page_bytes,
         "schedule": flags.schedule,
         "scope": flags.capture.scope,
         "splits_backward": splits_backward(flags.schedule),

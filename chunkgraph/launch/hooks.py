@@ -50,7 +50,6 @@ from chunkgraph.megatron.features.experts.feature import Experts, dropped_tokens
 from chunkgraph.megatron.features.experts.overlap import turn_off_overlap
 from chunkgraph.megatron.features.experts.state import scale_expert_metrics
 from chunkgraph.megatron.features.packing.banks import PackedBanks
-from chunkgraph.megatron.features.stash.feature import stash_options
 from chunkgraph.megatron.pipeline import ScheduleDriver
 from chunkgraph.megatron.pipeline.eager import eager_driver
 from chunkgraph.megatron.topology import PipelinePlace
@@ -161,7 +160,7 @@ class ChunkGraphsInPretrain:
                 options=flags.capture_options(),
                 token_drops=flags.token_drops,
                 packing=contexts or packing_options(flags.packing, args),
-                stash=stash_options(flags.stash),
+                stash=flags.stash,
                 schedule=flags.schedule,
             )
             undo.callback(graphs.detach)

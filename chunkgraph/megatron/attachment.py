@@ -38,8 +38,8 @@ from chunkgraph.megatron.pipeline.driver import ScheduleDriver
 from chunkgraph.megatron.receive import SlotReceiver
 from chunkgraph.megatron.refusals import refuse_model
 from chunkgraph.megatron.site import Site, config_of
-from chunkgraph.memory.stash import StashOptions
 from chunkgraph.packing import PackedShape
+from chunkgraph.settings import StashConfig
 from chunkgraph.settings.rule import refusals
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def attach(
     options: CaptureOptions | None = None,
     packing: PackedShape | PackingOptions | PackedBanks | None = None,
     token_drops: TokenDrops = "warn",
-    stash: StashOptions | None = None,
+    stash: StashConfig | None = None,
     schedule: str = "auto",
     features: Iterable[type[Feature]] = FEATURES,
     **engine: Unpack[EngineOptions],
@@ -106,8 +106,9 @@ def attach(
             the end of the step's schedule, for which the host waits. ``rerun`` repeats
             the step eagerly on all ranks with room for all tokens, and captures again with more
             room.
-        stash: Pages for what experts save for the backward. A step that runs out of them runs
-            again eagerly: it must begin without gradients, and its forward step keep no state.
+        stash: Pages for what experts save for the backward, if it is enabled. A step that runs out
+            of them runs again eagerly: it must begin without gradients, and its forward step keep
+            no state.
         schedule: Name in `chunkgraph.schedules.list_schedules`, or a CSV file of actions, that
             replaces Megatron's schedule in training steps; ``auto`` does not.
         features: Kinds of `Feature`, in order; those that apply are installed.
@@ -127,7 +128,7 @@ def attach(
         requested_scope=scope,
         options=options if options is not None else CaptureOptions(),
         token_drops=token_drops,
-        stash=stash,
+        stash=stash if stash is not None and stash.enabled else None,
         zero_copy=engine.pop("zero_copy", True),
         requested_slots=engine.pop("num_slots", None),
         requested_schedule=schedule,

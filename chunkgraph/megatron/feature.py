@@ -128,14 +128,6 @@ class LimitedFeature(Feature):
         """
         return None
 
-    def answer(self, local: Shortage, largest: Shortage) -> None:
-        """Handle a shortage on any rank: raise on all ranks, or request more room here.
-
-        Args:
-            local: The shortage of this rank.
-            largest: The largest numbers of all ranks.
-        """
-
     def having_room(self) -> Context:
         """Enclose the second run of a step in which this feature had no room."""
         return nullcontext()

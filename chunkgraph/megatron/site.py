@@ -28,8 +28,8 @@ from chunkgraph.settings.rule import Facts
 if TYPE_CHECKING:
     from chunkgraph.megatron.features.experts.feature import TokenDrops
     from chunkgraph.megatron.features.packing.banks import PackedBanks
-    from chunkgraph.memory.stash import StashOptions
     from chunkgraph.packing import PackedShape
+    from chunkgraph.settings import StashConfig
 
 __all__ = ["Site", "config_of", "new_agreement"]
 
@@ -57,7 +57,7 @@ class Site:
     options: CaptureOptions = field(default_factory=CaptureOptions)
     packing: PackedBanks | None = None
     token_drops: TokenDrops = "warn"
-    stash: StashOptions | None = None
+    stash: StashConfig | None = None
     zero_copy: bool = True
     requested_slots: Sequence[int] | None = None
     requested_schedule: str = "auto"
@@ -113,7 +113,6 @@ class Site:
             "on_gpu": self.device.type == "cuda",
             "packed": self.largest_shape is not None,
             "pads_rows": self.packing is not None and self.has_padding,
-            "page_bytes": None if self.stash is None else self.stash.page_bytes,
             "schedule": self.requested_schedule,
             "scope": self.requested_scope,
             "splits_backward": self.schedule is not None and self.schedule.splits_backward,

@@ -91,7 +91,6 @@ class Shortage:
         text: Text for the log of this rank.
         is_at_limit: Whether this rank cannot provide more room.
         limit: Names of the settings that limit the room.
-        late: Counts of the previous step, which are errors.
     """
 
     name: str
@@ -99,12 +98,11 @@ class Shortage:
     text: str = ""
     is_at_limit: bool = False
     limit: str = ""
-    late: tuple[int, ...] = ()
 
     @property
     def numbers(self) -> tuple[int, ...]:
         """Return the numbers whose maximum the ranks compute."""
-        return (self.amount, int(self.is_at_limit), *self.late)
+        return self.amount, int(self.is_at_limit)
 
 
 class StepPlanner:

@@ -44,7 +44,7 @@ _MEGATRON_FLAGS = {
 _WITHOUT_VALUES = {
     "hybrid_layer_pattern": "hybrid model",
     "context_parallel_sizes": "packing=PackedBanks.of_limits(...)",
-    "stash": "stash=StashOptions(...)",
+    "stash": "stash=StashConfig(...)",
     "te_rng_tracker": "model_parallel_cuda_manual_seed(seed, te_rng_tracker=True)",
 }
 """Settings that are not a single value in a program."""

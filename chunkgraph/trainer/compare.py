@@ -17,7 +17,7 @@ from chunkgraph.megatron.core.access import versions
 from chunkgraph.megatron.features.experts.feature import dropped_tokens
 from chunkgraph.megatron.features.experts.room import factor_for_all
 from chunkgraph.megatron.features.fp8.feature import reset_fp8
-from chunkgraph.megatron.features.stash.feature import ExpertStash
+from chunkgraph.megatron.features.stash import ExpertStash
 from chunkgraph.settings import Config
 from chunkgraph.settings.experts import uses_dropless
 from chunkgraph.trainer.results import RunResults, StepResult
@@ -107,7 +107,6 @@ def _totals(model: TrainedModel) -> dict[str, Any]:
     counters, graphs = model.counters, model.graphs
     report = graphs.engine.report if graphs is not None else None
     stash = graphs.find(ExpertStash) if graphs is not None else None
-    stash_size = stash.size if stash is not None else None
     is_gpu = model.device.type == "cuda"
     return {
         "capture_sessions": counters.capture_sessions,
@@ -121,8 +120,8 @@ def _totals(model: TrainedModel) -> dict[str, Any]:
         ),
         "num_graphs": report.num_graphs if report is not None else 0,
         "memsets_kept": report.memsets_kept if report is not None else "",
-        "stash_bytes": stash_size.device_bytes if stash_size is not None else 0,
-        "bytes_without_stash": stash.full_bytes() if stash and stash_size is not None else 0,
+        "stash_bytes": stash.num_bytes() if stash is not None else 0,
+        "bytes_without_stash": stash.full_bytes() if stash is not None else 0,
         "reserved_bytes": torch.cuda.max_memory_reserved(model.device) if is_gpu else 0,
     }
 

@@ -20,7 +20,6 @@ from chunkgraph.megatron.features.contexts import follow_groups
 from chunkgraph.megatron.features.experts.padding import keep_padding_from_experts
 from chunkgraph.megatron.features.experts.state import forget_expert_metrics, take_expert_metrics
 from chunkgraph.megatron.features.packing.attention_limits import refuse_for_layers
-from chunkgraph.megatron.features.stash.feature import stash_options
 from chunkgraph.megatron.pipeline.eager import eager_driver
 from chunkgraph.megatron.receive import receiving_lengths
 from chunkgraph.settings import Config
@@ -114,7 +113,7 @@ class TrainedModel:
             schedule=config.pipeline.schedule,
             progress=on_capture,
             token_drops=config.moe.token_drops,
-            stash=stash_options(config.stash),
+            stash=config.stash,
         )
         self._undo.callback(self.graphs.detach)  # before the process groups that graphs use
         self.schedule = self.graphs.wrap_forward_backward(self.schedule)

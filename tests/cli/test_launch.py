@@ -233,11 +233,11 @@ def test_flags_of_the_stash_as_values() -> None:
     arguments = (
         "--cuda-graph-granularity chunk --cuda-graph-token-drops rerun --cuda-graph-stash true"
     )
-    arguments += " --cuda-graph-stash-headroom 1.25 --cuda-graph-stash-on-overflow raise"
+    arguments += " --cuda-graph-stash-initial-bytes 0 --cuda-graph-stash-max-bytes 9"
     flags = flags_from(_parse(*arguments.split()))
     assert flags is not None
     assert flags.token_drops == "rerun"
-    assert flags.stash == StashConfig(enabled=True, headroom=1.25, on_overflow="raise")
+    assert flags.stash == StashConfig(enabled=True, initial_bytes=0, max_bytes=9)
 
 
 def test_flags_that_make_no_sense_are_refused() -> None:
@@ -261,10 +261,6 @@ def test_flags_that_make_no_sense_are_refused() -> None:
         )
     with pytest.raises(ConfigError, match="stash-max-bytes 9 has no effect without --cuda-graph-"):
         flags_from(_parse(*chunk, "--cuda-graph-stash-max-bytes", "9"))
-    with pytest.raises(ConfigError, match="stash-page-bytes 100: it must be a multiple of 16"):
-        flags_from(
-            _parse(*chunk, *("--cuda-graph-stash", "true", "--cuda-graph-stash-page-bytes", "100"))
-        )
     with pytest.raises(ConfigError, match="--cuda-graph-stash true has no effect with"):
         flags_from(_parse("--cuda-graph-stash", "true"))
     parser = argparse.ArgumentParser()

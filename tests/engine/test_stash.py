@@ -15,7 +15,7 @@ from torch import nn
 from chunkgraph import ChunkGraphs
 from chunkgraph.engine import CaptureOptions, Host
 from chunkgraph.graphs import GraphBackend
-from chunkgraph.memory.stash import ArenaSize, PagedStash, RowsInUse, Saving
+from chunkgraph.memory.stash import PagedStash, RowsInUse, Saving
 
 TOKENS, WIDTH, EXPERTS = 12, 16, 2
 PAGE_BYTES = 128  # two rows of the input, one of an expert's inner tensor
@@ -33,10 +33,6 @@ class Experts(nn.Module):
         self.saving = saving
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with nullcontext() if self.saving is None else self.saving.forward(0):
-            return self._forward(x)
-
-    def _forward(self, x: torch.Tensor) -> torch.Tensor:
         scores = self.router(x).softmax(-1)
         weight, chosen = scores.max(-1)
         chosen = (chosen.unsqueeze(-1) == torch.arange(EXPERTS, device=x.device)).long()
@@ -63,12 +59,9 @@ def make_chunks(num_chunks: int, saving: Saving | None, device: torch.device) ->
     return [Experts(saving).to(device) for _ in range(num_chunks)]
 
 
-def make_saving(
-    num_pages: int, device: torch.device, num_spill: int = 0, *, prefetches: bool = False
-) -> Saving:
-    saving = Saving(PAGE_BYTES, prefetches=prefetches)
-    size = ArenaSize(PAGE_BYTES, num_pages, num_spill)
-    saving.stash = PagedStash(size, device, "reference" if num_spill else "auto")
+def make_saving(num_pages: int, device: torch.device) -> Saving:
+    saving = Saving(PAGE_BYTES)
+    saving.stash = PagedStash(PAGE_BYTES, num_pages, device)
     return saving
 
 
@@ -148,21 +141,19 @@ class Captured:
             a.grad = b.grad = None
         if self.saving is None:
             return 0, equal
-        return self.saving.stash.arena.status().num_peak_pages, equal
+        return self.saving.stash.status().num_peak_pages, equal
 
     def check_pages(self) -> None:
         """Check that no page is free twice."""
         if self.saving is None:
             return
-        arena = self.saving.stash.arena
-        status = arena.status()
-        free = arena.stack[: status.num_free_pages].tolist()
-        if arena.spill_stack is not None:
-            free += arena.spill_stack[: status.num_free_spill_pages].tolist()
+        stash = self.saving.stash
+        status = stash.status()
+        free = stash.stack[: status.num_free_pages].tolist()
         assert len(set(free)) == len(free)
-        assert set(free) <= set(range(arena.size.total_pages))
+        assert set(free) <= set(range(stash.num_pages))
         if not status.num_short:
-            assert len(free) + status.num_required_pages == arena.size.total_pages
+            assert len(free) + status.num_required_pages == stash.num_pages
 
 
 def _params(module: nn.Module) -> list[nn.Parameter]:
@@ -177,29 +168,22 @@ def _params(module: nn.Module) -> list[nn.Parameter]:
 @given(
     num_slots=st.lists(st.integers(1, 3), min_size=1, max_size=3),
     seed=st.integers(0, 1000),
-    num_spill=st.sampled_from([0, 30]),
-    prefetches=st.booleans(),
 )
 def test_a_thousand_random_replays_equal_eager_and_conserve_pages(
     new_backend: Callable[[], GraphBackend],
     num_slots: list[int],
     seed: int,
-    num_spill: int,
-    prefetches: bool,
 ) -> None:
     """250 per example; poison fills every unused slot and scratch with NaN."""
     backend = new_backend()
-    if backend.device.type == "cuda":
-        num_spill = 0
-    pages = 9 * MOST_PAGES - num_spill
-    saving = make_saving(pages, backend.device, num_spill, prefetches=prefetches)
+    saving = make_saving(9 * MOST_PAGES, backend.device)
     run = Captured(num_slots, backend, saving, verify="poison")
     rng = random.Random(seed)
     torch.manual_seed(seed)
     for _ in range(10):
         assert run.step(rng, 25)[1]
     assert run.graphs.counters.replays == 250
-    status = saving.stash.arena.status()
+    status = saving.stash.status()
     assert (status.num_required_pages, status.num_short) == (0, 0)
 
 
@@ -212,20 +196,20 @@ def test_an_overflow_is_reported_once_for_its_step_and_the_next_step_is_right(
     peak, equal = enough.step(rng, 9)
     assert equal
     run = Captured([3], backend, make_saving(peak - 1, backend.device))
-    arena = run.saving.stash.arena
+    stash = run.saving.stash
     torch.manual_seed(0)
     peak_of_step, equal = run.step(random.Random(1), 1)
     assert equal
-    assert arena.status().num_short == 0
+    assert stash.status().num_short == 0
     assert peak_of_step < peak
     peaks = []
     for step in range(6):
-        arena.forget_overflow()
+        stash.forget_overflow()
         peak_of_step, equal = run.step(rng, 12 if step % 2 else 2)
         peaks.append(peak_of_step)
-        assert equal == (arena.status().num_short == 0) == (peak_of_step <= peak - 1), step
-        assert arena.status().num_required_pages == 0
-        assert arena.status().num_free_pages == peak - 1
+        assert equal == (stash.status().num_short == 0) == (peak_of_step <= peak - 1), step
+        assert stash.status().num_required_pages == 0
+        assert stash.status().num_free_pages == peak - 1
     assert max(peaks) >= peak > min(peaks)
 
 
@@ -233,7 +217,7 @@ def test_shadow_and_warmup_passes_leave_no_page_in_use(backend: GraphBackend) ->
     saving = make_saving(200, backend.device)
     run = Captured([2, 1], backend, saving, verify="shadow")
     assert run.step(random.Random(0), 12)[1]
-    assert saving.stash.arena.status().num_required_pages == 0
+    assert saving.stash.status().num_required_pages == 0
 
 
 def test_memory_follows_the_rows_in_use(backend: GraphBackend) -> None:

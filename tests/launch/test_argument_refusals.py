@@ -220,8 +220,7 @@ def test_arguments_that_the_script_changes_later_are_looked_at_again() -> None:
         (
             f"{EXPERTS}alltoall --moe-expert-capacity-factor 2 --moe-pad-expert-input-to-capacity "
             "--cuda-graph-stash true --recompute-granularity selective --recompute-modules moe "
-            "--cuda-graph-token-drops rerun --fp8-format hybrid --moe-router-fusion "
-            "--cuda-graph-stash-page-bytes 16 --hidden-size 64"
+            "--cuda-graph-token-drops rerun --fp8-format hybrid --moe-router-fusion"
         ),
         (
             f"{EXPERTS}alltoall --sft --cuda-graph-max-packed-seqs 4 --cuda-graph-cp-sizes 1 2 "

@@ -228,8 +228,7 @@ def test_experts_that_stash_and_run_steps_again_equal_eager(jobs: Jobs) -> None:
     flags = [*experts.split(), *EIGHT]
     eager = jobs.train("experts-eager", *flags)
     outputs = [jobs.output]
-    stash = "--cuda-graph-stash true --cuda-graph-stash-page-bytes 512 "
-    stash += "--cuda-graph-stash-initial-bytes 2048 --cuda-graph-stash-max-recaptures 1 "
+    stash = "--cuda-graph-stash true --cuda-graph-stash-initial-bytes 2048 "
     stash += "--cuda-graph-token-drops rerun"
     chunk = jobs.train("experts-chunk", *flags, *CHUNK, *stash.split())
     outputs.append(jobs.output)

@@ -203,7 +203,7 @@ def test_experts_that_stash_and_run_steps_again_equal_eager(runs: Runs) -> None:
     flags += ["--moe-pad-expert-input-to-capacity", "--moe-token-dispatcher-type", "alltoall"]
     flags += ["--moe-aux-loss-coeff", "0.01", "--moe-router-load-balancing-type", "seq_aux_loss"]
     flags += ["--disable-bias-linear"]
-    stash = ["--cuda-graph-stash", "true", "--cuda-graph-stash-page-bytes", "512"]
+    stash = ["--cuda-graph-stash", "true"]
     stash += ["--cuda-graph-stash-initial-bytes", "2048", "--cuda-graph-token-drops", "rerun"]
     eager = runs.train("experts-eager", *flags)
     balance = re.findall(r"load_balancing_loss: (\S+)", runs.output)
@@ -294,7 +294,7 @@ def test_ranks_share_microbatches_of_experts(runs: Runs, ranks: str) -> None:
     chunk = [*CHUNK, "--cuda-graph-verify", "poison"]
     if ranks == "pipeline":
         flags += ["--num-layers", "2", "--spec", "packed_spec", "contexts_experts_layer"]
-        chunk += ["--cuda-graph-stash", "true", "--cuda-graph-stash-page-bytes", "512"]
+        chunk += ["--cuda-graph-stash", "true"]
         chunk += ["--cuda-graph-stash-initial-bytes", "2048", "--cuda-graph-token-drops", "rerun"]
     else:
         flags += ["--num-layers", "1", "--spec", "packed_spec", "split_contexts_experts_layer"]

@@ -15,9 +15,8 @@ from chunkgraph.errors import ConfigError, SlotError
 from chunkgraph.megatron import attachment as plugin
 from chunkgraph.megatron.features.contexts import ContextGroups, follow_groups
 from chunkgraph.megatron.features.packing.banks import PackedBanks
-from chunkgraph.memory.stash import StashOptions
 from chunkgraph.packing import ContextLimits, PackedShape
-from chunkgraph.settings import Config, config_from_mapping
+from chunkgraph.settings import Config, StashConfig, config_from_mapping
 from chunkgraph.trainer.compare import run_training
 from chunkgraph.trainer.model import build_model
 
@@ -54,7 +53,7 @@ def _of_the_model(chunk: nn.Module) -> list[Any]:
 @pytest.mark.parametrize(
     "failing",
     [
-        *("features.stash.feature.Saving", "attachment.SlotReceiver"),
+        *("features.stash.Saving", "attachment.SlotReceiver"),
         "features.packing.feature.StepPlans",
         *("attachment.ChunkGraphs", "features.rerun.guard.StepState"),
         "features.experts.counts.TokenDrops.install",
@@ -68,7 +67,7 @@ def test_a_failure_half_way_leaves_the_model_as_it_was(
     (chunk,) = build_model(config_from_mapping(make_config(model=model, moe=experts)), one_rank)
     options: dict[str, Any] = {
         "packing": PackedShape(4, 16),
-        "stash": StashOptions(),
+        "stash": StashConfig(enabled=True),
         "token_drops": "rerun",
     }
     before = _of_the_model(chunk)

@@ -9,16 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunkgraph.errors import ConfigError, StashError
+from chunkgraph.errors import StashError
 from chunkgraph.memory.stash import (
-    ArenaSize,
     PagedStash,
     PageMeter,
     RowsInUse,
     Saving,
     Stashed,
-    StashOptions,
-    StashReadout,
     StashStatus,
 )
 
@@ -26,14 +23,14 @@ CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.uint8)
 
 
-def make_stash(num_pages: int, num_spill: int = 0, page_bytes: int = 64) -> PagedStash:
-    return PagedStash(ArenaSize(page_bytes, num_pages, num_spill), CPU)
+def make_stash(num_pages: int, page_bytes: int = 64) -> PagedStash:
+    return PagedStash(page_bytes, num_pages, CPU)
 
 
-def stashing(num_pages: int = 64, page_bytes: int = 64, **options: Any) -> Saving:
-    """Make what saves into a stash of so many pages."""
-    saving = Saving(page_bytes, **options)
-    saving.mode, saving.stash = "stash", make_stash(num_pages, page_bytes=page_bytes)
+def stashing(page_bytes: int = 64, meter: PageMeter | None = None) -> Saving:
+    """Make what saves into a stash of 64 pages."""
+    saving = Saving(page_bytes, meter)
+    saving.mode, saving.stash = "stash", make_stash(64, page_bytes)
     return saving
 
 
@@ -49,17 +46,15 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def check_pages(stash: PagedStash, live: list[Stashed]) -> StashStatus:
     """Check that every page is free or in exactly one table."""
-    arena, status = stash.arena, stash.arena.status()
-    free = arena.stack[: status.num_free_pages].tolist()
-    if arena.spill_stack is not None:
-        free += arena.spill_stack[: status.num_free_spill_pages].tolist()
+    status = stash.status()
+    free = stash.stack[: status.num_free_pages].tolist()
     held = []
     for stashed in live:
-        _, here, there = stashed.ticket.taken.tolist()
-        held += stashed.ticket.table[: here + there].tolist()
-        assert set(stashed.ticket.table[here + there :].tolist()) <= {arena.no_page}
-    assert sorted(free + held) == list(range(arena.size.total_pages))
-    assert status.num_required_pages == sum(int(s.ticket.taken[0]) for s in live)
+        _, num_taken = stashed.taken.tolist()
+        held += stashed.table[:num_taken].tolist()
+        assert set(stashed.table[num_taken:].tolist()) <= {stash.num_pages}
+    assert sorted(free + held) == list(range(stash.num_pages))
+    assert status.num_required_pages == sum(int(s.taken[0]) for s in live)
     return status
 
 
@@ -74,39 +69,36 @@ def tensors(draw: st.DrawFn) -> tuple[torch.Tensor, RowsInUse]:
 
 
 @settings(max_examples=60)
-@given(data=st.data(), num_pages=st.integers(0, 40), num_spill=st.sampled_from([0, 0, 9]))
+@given(data=st.data(), num_pages=st.integers(0, 40))
 def test_pages_are_conserved_and_rows_come_back_in_any_order(
-    data: st.DataObject, num_pages: int, num_spill: int
+    data: st.DataObject, num_pages: int
 ) -> None:
-    stash = make_stash(num_pages, num_spill)
+    stash = make_stash(num_pages)
     live: list[tuple[Stashed, torch.Tensor]] = []
     most = 0
     for _ in range(data.draw(st.integers(1, 12))):
         if live and data.draw(st.booleans()):
             stashed, tensor = live.pop(data.draw(st.integers(0, len(live) - 1)))
-            num_needed, here, there = stashed.ticket.taken.tolist()
+            num_needed, num_taken = stashed.taken.tolist()
             result = stash.reload(stashed)
-            if num_needed == here + there:
+            if num_needed == num_taken:
                 assert same_bits(result, tensor)
             else:
-                assert (here, there) == (0, 0)
+                assert num_taken == 0
                 assert not result.view(torch.uint8).any()
             stash.give_back(stashed)
         else:
             tensor, rows = data.draw(tensors())
-            free = stash.arena.status()
+            room = stash.status().num_free_pages
             stashed = stash.stash(tensor, rows)
-            num_needed, here, there = stashed.ticket.taken.tolist()
+            num_needed, num_taken = stashed.taken.tolist()
             assert num_needed == -(-int(rows.total) // (64 // tensor[0].nbytes))
-            room = free.num_free_pages + free.num_free_spill_pages
-            assert here + there == (num_needed if num_needed <= room else 0)
-            assert here == min(here + there, free.num_free_pages)  # the device first
+            assert num_taken == (num_needed if num_needed <= room else 0)
             live.append((stashed, expected(tensor, rows)))
         status = check_pages(stash, [s for s, _ in live])
         most = max(most, status.num_required_pages)
         assert status.num_peak_pages == most
-    short = stash.arena.status().num_short
-    assert (short > 0) == (most > num_pages + num_spill)
+    assert (stash.status().num_short > 0) == (most > num_pages)
     for stashed, _ in live:
         stash.give_back(stashed)
     assert check_pages(stash, []).num_required_pages == 0
@@ -120,48 +112,14 @@ def test_too_few_pages_are_reported_until_cleared_and_harm_nothing_that_is_stash
     assert not stash.reload(second).any()
     stash.give_back(second)
     assert same_bits(stash.reload(first), kept)
-    readout = StashReadout(stash.arena)
-    readout.send()
-    assert readout.wait() == StashStatus(0, 0, 4, 6, 1)
-    stash.arena.forget_overflow()
-    assert stash.arena.status() == StashStatus(0, 0, 4, 4, 0)
+    stash.send_status()
+    stash.forget_overflow()
+    assert stash.sent_status() == StashStatus(0, 4, 6, 1)
+    assert stash.status() == StashStatus(0, 4, 4, 0)
     stash.give_back(first)
-    assert stash.arena.status().num_free_pages == 4
-    stash.arena.reset()
-    assert stash.arena.status() == StashStatus(4, 0, 0, 0, 0)
-
-
-def test_sizes_that_cannot_be_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="page of 40 bytes"):
-        ArenaSize(40, 1)
-    with pytest.raises(ConfigError, match="-1 pages"):
-        ArenaSize(64, -1)
-    with pytest.raises(ConfigError, match=r"row of 68 bytes .*\(4, 17\).* page of 64 bytes"):
-        make_stash(1).stash(torch.zeros(4, 17), RowsInUse.first(torch.tensor([1]), 4))
-    with pytest.raises(ConfigError, match="need a GPU"):
-        PagedStash(ArenaSize(64, 1), CPU, "triton")
-    with pytest.raises(ConfigError, match=r"3 spill pages .* reference kernels on cuda"):
-        PagedStash(ArenaSize(64, 1, 3), torch.device("cuda"), "reference")
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"page_bytes": 100}, "page_bytes is 100; it must be a multiple of 16"),
-        ({"page_bytes": 0}, "page_bytes is 0"),
-        ({"headroom": 0.0}, "headroom is 0.0"),
-        ({"headroom": float("nan")}, "headroom is nan"),
-        ({"spill_bytes": -1}, "spill_bytes is -1"),
-        ({"max_recaptures": -1}, "max_recaptures is -1"),
-        ({"on_overflow": "rise"}, r"on_overflow is 'rise'.*'rerun', 'raise'"),
-        ({"kernels": "cuda"}, r"kernels is 'cuda'.*'auto'"),
-    ],
-)
-def test_options_of_the_stash_are_checked_where_they_are_given(
-    changes: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        StashOptions(**changes)
+    assert stash.status().num_free_pages == 4
+    stash.reset()
+    assert stash.status() == StashStatus(4, 0, 0, 0)
 
 
 def _expert(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
@@ -185,12 +143,12 @@ def test_only_rows_are_stashed_once_each_and_no_weights() -> None:
             # As wide as long, so that shapes do not distinguish them from weights.
             with saving.scope(rows, [], "experts"):
                 out = _expert(x, first.detach(), second.detach())
-            assert stash.arena.status().num_required_pages > 0
+            assert stash.status().num_required_pages > 0
             saving.forget_waiting()
-            stash.arena.reset()
+            stash.reset()
             with saving.scope(rows, [first, second], "experts"):
                 out = _expert(x, first, second)
-            assert stash.arena.status().num_required_pages == 0  # all have a weight's shape
+            assert stash.status().num_required_pages == 0  # all have a weight's shape
         else:
             out = _expert(x, first, second)
         out.square().sum().backward()
@@ -227,25 +185,25 @@ def test_rows_in_one_dimension_are_stashed() -> None:
     with saving.scope(RowsInUse.first(torch.tensor([3]), 8), [weight], "experts"):
         out = _Flat.apply(x, weight)
     # Three rows of 64 bytes; no copy of the weight, and no narrow column.
-    assert stash.arena.status().num_required_pages == 3
+    assert stash.status().num_required_pages == 3
     out.square().sum().backward()
-    assert stash.arena.status().num_required_pages == 0
+    assert stash.status().num_required_pages == 0
     assert all(map(torch.equal, (x.grad, weight.grad), eager))
 
 
 def test_a_rank_that_gets_no_row_stashes_nothing() -> None:
     """Other saved tensors, such as counts, are not stashed."""
     for mode in ("measure", "stash"):
-        saving = Saving(64)
-        saving.mode, saving.stash = mode, make_stash(4)  # type: ignore[assignment]
-        saving.meter = PageMeter(1, torch.device("cpu"))
+        meter = PageMeter([1], CPU)
+        saving = stashing(meter=meter)
+        saving.mode = mode  # type: ignore[assignment]
         weight, counts = torch.ones(2, 16, requires_grad=True), torch.zeros(16)
         no_rows = RowsInUse.first(torch.tensor([0]), 0)
-        with saving.forward(0), saving.scope(no_rows, [weight], "experts"):
+        with meter.forward(0), saving.scope(no_rows, [weight], "experts"):
             total = (torch.zeros(0, 16) @ weight.t()).sum() + (weight[0] * counts).sum()
         total.backward()
         saving.check_all_read()
-        assert saving.meter.pages_for([1], 1.0) == 0
+        assert meter.pages(1) == 0
 
 
 def test_a_tensor_saved_twice_takes_pages_once_and_parts_are_stashed() -> None:
@@ -260,9 +218,9 @@ def test_a_tensor_saved_twice_takes_pages_once_and_parts_are_stashed() -> None:
         z = y.sin() + y.cos()  # both save y
         halves = [half.sin() for half in y.split(4)]
     # All of y, and its two parts.
-    assert stash.arena.status().num_required_pages == 5 + 3 + 2
+    assert stash.status().num_required_pages == 5 + 3 + 2
     (z.sum() + sum(half.sum() for half in halves)).backward()
-    assert stash.arena.status().num_required_pages == 0
+    assert stash.status().num_required_pages == 0
     saving.check_all_read()
     assert x.grad[:3].any()
 
@@ -271,13 +229,13 @@ def test_columns_of_rows_are_stashed_with_all_columns_once() -> None:
     """A gate and its values, split from one product: neither keeps the memory of all rows."""
     grads, num_pages = [], []
     for is_stashed in (False, True):
-        saving = stashing(page_bytes=256)
+        meter = PageMeter([1], CPU)
+        saving = stashing(256, meter)
         stash = saving.stash
         torch.manual_seed(0)
         x = torch.randn(8, 32)
         x[5:] = 0.0
         x.requires_grad_()
-        meter = saving.meter = PageMeter(1, torch.device("cpu"))
         rows = RowsInUse.of(x.detach().any(1))
         for mode in ("measure", "stash") if is_stashed else ("off",):
             saving.mode = mode  # type: ignore[assignment]
@@ -286,49 +244,14 @@ def test_columns_of_rows_are_stashed_with_all_columns_once() -> None:
                 gate, value = whole.chunk(2, dim=1)
                 result = gate.sin() * value.cos()  # saves gate and value, and their sine and cosine
             del whole, gate, value
-        num_pages.append(stash.arena.status().num_required_pages)
+        num_pages.append(stash.status().num_required_pages)
         result.sum().backward()
-        assert stash.arena.status().num_required_pages == 0
+        assert stash.status().num_required_pages == 0
         grads.append(x.grad)
     # Rows of 128 bytes, two to a page, and twice rows of 64, four to a page.
     assert num_pages == [0, 3 + 2 * 2]
-    assert meter.pages_for([1], 1.0) == 7
+    assert meter.pages(1) == 7
     assert torch.equal(grads[0][:5], grads[1][:5])  # cos(0) of the other rows comes back as 0
-
-
-@pytest.mark.parametrize("prefetches", [False, True])
-def test_a_backward_reloads_a_layer_while_the_one_after_it_runs(prefetches: bool) -> None:
-    saving, order = stashing(page_bytes=256, prefetches=prefetches), []
-    stash: Any = saving.stash
-    reload = stash.reload
-    stash.reload = lambda held: order.append("reload") or reload(held)
-    x = torch.randn(8, 16, requires_grad=True)
-    twin = x.detach().clone().requires_grad_()
-    rows = RowsInUse.of(torch.ones(8, dtype=torch.bool))
-    for _ in range(2):  # two forwards are independent of each other
-        with saving.forward(0):
-            h = x
-            for layer in range(3):
-                with saving.scope(rows, [], f"layer {layer}"):
-                    h = (h * 1.5).exp()
-                with saving.scope(rows, [], "nothing is saved here"):
-                    h = h + 1.0
-                h = h.tanh()
-                h.register_hook(lambda _, layer=layer: order.append(f"backward {layer}"))
-        h.sum().backward()
-    if prefetches:
-        one = ["backward 2", "reload", "reload", "backward 1", "reload", "backward 0"]
-    else:
-        one = ["backward 2", "reload", "backward 1", "reload", "backward 0", "reload"]
-    assert order == one * 2
-    saving.check_all_read()
-    assert stash.arena.status().num_required_pages == 0
-    for _ in range(2):
-        h = twin
-        for _ in range(3):
-            h = ((h * 1.5).exp() + 1.0).tanh()
-        h.sum().backward()
-    assert torch.equal(x.grad, twin.grad)  # type: ignore[arg-type]
 
 
 def test_what_no_backward_reads_or_reads_twice_is_an_error() -> None:
@@ -347,28 +270,24 @@ def test_what_no_backward_reads_or_reads_twice_is_an_error() -> None:
 
 
 def test_the_meter_counts_what_slots_in_flight_would_take() -> None:
-    saving = Saving(64)
-    saving.meter = PageMeter(2, CPU)
-    assert not saving.meter.was_used
+    meter, x = PageMeter([2, 1], CPU), torch.randn(8, 16, requires_grad=True)
+    saving = Saving(64, meter)
+    assert not meter.was_used
     saving.mode = "measure"
-    x = torch.randn(8, 16, requires_grad=True)
     for chunk, count in ((0, 3), (0, 5), (0, 4), (1, 8)):
         rows = RowsInUse.first(torch.tensor([count]), 8)
-        with saving.forward(chunk), saving.scope(rows, [], "experts"):
+        with meter.forward(chunk), saving.scope(rows, [], "experts"):
             x.exp().sin().cos()  # saves two tensors, one of them twice
-    assert saving.meter.was_used
-    assert saving.meter.full_bytes == [2 * 8 * 64] * 2
-    assert saving.meter.pages_for([2, 1], 1.0) == 2 * 10 + 16
-    assert saving.meter.pages_for([2, 1], 1.1) == 40  # of at most 48
-    assert saving.meter.pages_for([2, 1], 9.0) == 48
-    # A microbatch takes 16 pages in chunk 1 and 10 in chunk 0; at most ``most`` are in flight.
-    assert [saving.meter.pages_for([2, 1], 1.0, most) for most in (1, 2, 3)] == [16, 26, 36]
-    assert saving.meter.pages_for([3, 3], 1.0, 3) == 3 * 16  # shared slots
-    small = Saving(48)
-    small.mode, small.meter = "measure", PageMeter(1, CPU)
-    with (
-        pytest.raises(ConfigError, match=r"layer 3: A row of 64 bytes .* page of 48"),
-        small.forward(0),
-        small.scope(rows, [], "layer 3"),
-    ):
-        x.exp()
+    assert meter.was_used
+    # A microbatch takes 16 pages in chunk 1 and 10 in chunk 0; both need 16 for all rows.
+    assert [meter.pages(in_flight) for in_flight in (1, 2, 3)] == [16, 26, 36]
+    assert [meter.most_pages(in_flight) for in_flight in (1, 2, 3)] == [16, 32, 48]
+
+
+def test_rows_wider_than_a_page_are_saved_as_usual() -> None:
+    saving = stashing(page_bytes=48)
+    x = torch.randn(8, 16, requires_grad=True)
+    with saving.scope(RowsInUse.first(torch.tensor([8]), 8), [], "experts"):
+        x.exp().sum().backward()
+    assert saving.stash.status().num_peak_pages == 0
+    assert torch.equal(x.grad, x.detach().exp())

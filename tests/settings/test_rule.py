@@ -25,7 +25,7 @@ def _facts(words: Words, **values: Any) -> Facts:
     ("words", "prefix"),
     [
         (FILE, "stash.enabled is true with model.fp8=e4m3: "),
-        (PROGRAM, "stash=StashOptions(...) with fp8='e4m3': "),
+        (PROGRAM, "stash=StashConfig(...) with fp8='e4m3': "),
         (FLAGS, "--cuda-graph-stash with --fp8-format e4m3: "),
     ],
 )

@@ -13,7 +13,7 @@ from chunkgraph.megatron.features.packing.feature import Packing
 from chunkgraph.megatron.features.prediction.feature import TokenPrediction
 from chunkgraph.megatron.features.sharded.feature import Sharding
 from chunkgraph.megatron.features.sparse.feature import SparseAttention
-from chunkgraph.megatron.features.stash.feature import ExpertStash
+from chunkgraph.megatron.features.stash import ExpertStash
 
 __all__ = ["FEATURES"]
 

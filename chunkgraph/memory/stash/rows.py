@@ -60,6 +60,12 @@ class RowLayout:
     row_bytes: int
     page_bytes: int
 
+    @staticmethod
+    def of(tensor: torch.Tensor, page_bytes: int) -> RowLayout:
+        """Return the layout of the rows (first dimension) of ``tensor``."""
+        row_bytes = tensor.numel() // tensor.shape[0] * tensor.element_size()
+        return RowLayout(tensor.shape[0], row_bytes, page_bytes)
+
     @property
     def rows_per_page(self) -> int:
         """Return the number of whole rows in a page; the rest of the page is unused."""

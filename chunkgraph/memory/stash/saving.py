@@ -2,50 +2,93 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from chunkgraph.errors import ConfigError, StashError
-from chunkgraph.memory.stash.meter import PageMeter
-from chunkgraph.memory.stash.paged_stash import PagedStash, Reload, Stashed, row_layout
+from chunkgraph.errors import StashError
+from chunkgraph.memory.stash.paged_stash import PagedStash, Stashed
 from chunkgraph.memory.stash.rows import RowLayout, RowsInUse
 
-__all__ = ["MIN_ROW_BYTES", "Saving", "SavingMode"]
+__all__ = ["PageMeter", "Saving", "SavingMode"]
 
-MIN_ROW_BYTES = 64
+_MIN_ROW_BYTES = 64
 """Smaller rows are not stashed: a page table would cost as much."""
 
 SavingMode = Literal["off", "measure", "stash"]
 
 
-class _Group:
-    """The tensors that were stashed in one scope.
+class PageMeter:
+    """Measure on the device, in eager steps, the most pages that one forward of each chunk needs.
 
-    ``previous`` is the group of the previous scope in the same forward. A backward reaches the
-    groups in reverse order.
+    Args:
+        num_slots: Number of slots of each chunk.
+        device: Device of the counters.
+
+    Attributes:
+        was_used: Whether a forward was measured.
     """
 
-    def __init__(self, previous: _Group | None) -> None:
-        self.previous = previous
-        self.members: list[_SavedTensor] = []
-        self.is_reached = False
+    def __init__(self, num_slots: Sequence[int], device: torch.device) -> None:
+        self.was_used = False
+        self._num_slots = num_slots
+        self._now = torch.zeros(1, dtype=torch.int64, device=device)
+        self._peaks = torch.zeros(len(num_slots), dtype=torch.int64, device=device)
+        self._limit, self._limits = 0, [0] * len(num_slots)
+
+    @contextmanager
+    def forward(self, chunk: int) -> Iterator[None]:
+        """Enclose one forward of a chunk."""
+        self._limit = 0
+        self._now.zero_()
+        yield
+        peak = self._peaks[chunk : chunk + 1]
+        peak.copy_(torch.maximum(peak, self._now))
+        self._limits[chunk] = max(self._limits[chunk], self._limit)
+        self.was_used = True
+
+    def add(self, rows: RowsInUse, layout: RowLayout) -> None:
+        """Count a tensor that would be stashed."""
+        self._now.add_((rows.total + (layout.rows_per_page - 1)) // layout.rows_per_page)
+        self._limit += layout.max_pages
+
+    def pages(self, num_in_flight: int) -> int:
+        """Return the pages for microbatches in flight, each with its chunk's measured maximum.
+
+        Waits for the device.
+
+        Args:
+            num_in_flight: Maximum number of microbatches in flight in all chunks together.
+        """
+        return self._at_once(self._peaks.tolist(), num_in_flight)
+
+    def most_pages(self, num_in_flight: int) -> int:
+        """Return `pages` if all rows were in use; 0 if no forward was measured."""
+        return self._at_once(self._limits, num_in_flight)
+
+    def _at_once(self, each: Sequence[int], num_in_flight: int) -> int:
+        total = 0
+        for pages, count in sorted(zip(each, self._num_slots, strict=True), reverse=True):
+            total += pages * min(count, num_in_flight)
+            num_in_flight -= min(count, num_in_flight)
+        return total
 
 
+@dataclass
 class _SavedTensor:
-    """A stashed tensor that one or more autograd nodes hold."""
+    """A stashed tensor that one or more autograd nodes hold, with its version."""
 
-    def __init__(self, stashed: Stashed, name: str, shape: torch.Size, group: _Group) -> None:
-        self.stashed = stashed
-        self.name = name
-        self.shape = shape
-        self.group = group
-        self.num_uses = 0
-        self.reload: Reload | None = None
+    stashed: Stashed | None
+    storage: StorageWeakRef
+    version: int
+    name: str
+    shape: torch.Size
+    num_uses: int = 0
+    reloaded: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -58,15 +101,6 @@ class _Columns:
     offset: int
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """A tensor that is already stashed in this scope, with its version."""
-
-    storage: StorageWeakRef
-    version: int
-    saved: _SavedTensor
-
-
 class Saving:
     """Choose and stash the tensors that autograd saves in a scope.
 
@@ -76,31 +110,23 @@ class Saving:
     saves all other tensors as usual.
 
     Args:
-        page_bytes: Bytes of a page of the stash.
-        min_row_bytes: Smaller rows are not stashed.
-        prefetches: Whether a backward that reaches a scope starts to reload the tensors of the
-            previous scope, which it needs next.
+        page_bytes: Bytes of a page of the stash. Wider rows are not stashed.
+        meter: The meter of ``measure``.
 
     Attributes:
-        mode: ``off``: autograd saves as usual. ``measure``: likewise, and ``meter`` counts.
+        mode: ``off``: autograd saves as usual. ``measure``: likewise, and the meter counts.
             ``stash``: save to ``stash``.
-        meter: The meter of ``measure``.
         stash: The stash of ``stash``.
         ambiguous: Shapes of tensors that were not stashed because a parameter has the same shape.
     """
 
-    def __init__(
-        self, page_bytes: int, *, min_row_bytes: int = MIN_ROW_BYTES, prefetches: bool = False
-    ) -> None:
+    def __init__(self, page_bytes: int, meter: PageMeter | None = None) -> None:
         self.mode: SavingMode = "off"
-        self.meter: PageMeter | None = None
         self.stash: PagedStash | None = None
         self.ambiguous: set[tuple[int, ...]] = set()
         self._page_bytes = page_bytes
-        self._min_row_bytes = min_row_bytes
-        self._prefetches = prefetches
+        self._meter = meter
         self._waiting: dict[int, _SavedTensor] = {}
-        self._last: _Group | None = None  # the last group of the running forward
 
     @contextmanager
     def during(self, mode: SavingMode) -> Iterator[None]:
@@ -110,17 +136,6 @@ class Saving:
             yield
         finally:
             self.mode = previous
-
-    @contextmanager
-    def forward(self, chunk: int) -> Iterator[None]:
-        """Enclose a chunk's forward; tensors stashed outside of one are never prefetched."""
-        self._last = _Group(None)
-        measures = self.mode == "measure" and self.meter is not None
-        try:
-            with self.meter.forward(chunk) if measures and self.meter else nullcontext():
-                yield
-        finally:
-            self._last = None
 
     @contextmanager
     def scope(
@@ -138,10 +153,8 @@ class Saving:
         if self.mode == "off" or not torch.is_grad_enabled():
             yield
             return
-        chosen = _Choice(rows, parameters, self._min_row_bytes, self.ambiguous)
-        entries: dict[tuple[Any, ...], _Entry] = {}
-        pack = self._measuring(chosen, name) if self.mode == "measure" else None
-        pack = pack or self._stashing(chosen, entries, name)
+        chosen = _Choice(rows, parameters, self._page_bytes, self.ambiguous)
+        pack = self._packing(chosen, name)
         with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
             yield
 
@@ -165,51 +178,33 @@ class Saving:
         """Forget the stashed tensors that no backward read, after a capture failed."""
         self._waiting.clear()
 
-    def _measuring(self, chosen: _Choice, name: str) -> Callable[[torch.Tensor], Any]:
-        seen: dict[tuple[Any, ...], StorageWeakRef] = {}
-        meter = self.meter
-        assert meter is not None
+    def _packing(self, chosen: _Choice, name: str) -> Callable[[torch.Tensor], Any]:
+        entries: dict[tuple[Any, ...], _SavedTensor] = {}
+        stash, meter = (None, self._meter) if self.mode == "measure" else (self.stash, None)
 
         def pack(tensor: torch.Tensor) -> Any:
             whole = _whole_rows(tensor)
-            part = chosen.rows_of(whole)
-            if part is not None:
-                storage = seen.get(_key(whole))
-                if storage is None or storage.expired():
-                    seen[_key(whole)] = StorageWeakRef(tensor.untyped_storage())
-                    meter.add(part, _layout_of(_by_rows(whole, part), self._page_bytes, name))
-            return tensor
-
-        return pack
-
-    def _stashing(
-        self, chosen: _Choice, entries: dict[tuple[Any, ...], _Entry], name: str
-    ) -> Callable[[torch.Tensor], Any]:
-        stash = self.stash
-        assert stash is not None
-        group = _Group(self._last)
-        if self._last is not None:
-            self._last = group
-
-        def pack(tensor: torch.Tensor) -> Any:
-            whole = _whole_rows(tensor)
-            part = chosen.rows_of(whole)
-            if part is None:
+            rows = chosen.rows_of(whole)
+            if rows is None:
                 return tensor
-            entry = entries.get(_key(whole))
-            is_same = entry is not None and not entry.storage.expired()
-            if entry is None or not is_same or entry.version != tensor._version:
-                stashed = stash.stash(_by_rows(whole, part), part)
-                saved = _SavedTensor(stashed, name, whole.shape, group)
-                group.members.append(saved)
+            key = whole.data_ptr(), tuple(whole.shape), whole.dtype
+            saved = entries.get(key)
+            if saved is None or saved.storage.expired() or saved.version != tensor._version:
+                # In one dimension, rows lie one after the other.
+                by_rows = whole.detach().view(rows.num_rows, -1) if whole.dim() == 1 else whole
+                if meter is not None:
+                    meter.add(rows, RowLayout.of(by_rows, self._page_bytes))
+                stashed = None if stash is None else stash.stash(by_rows, rows)
                 storage = StorageWeakRef(tensor.untyped_storage())
-                entry = entries[_key(whole)] = _Entry(storage, tensor._version, saved)
-                self._waiting[id(saved)] = saved
-            entry.saved.num_uses += 1
+                saved = _SavedTensor(stashed, storage, tensor._version, name, whole.shape)
+                entries[key] = saved
+            if stash is None:
+                return tensor
+            saved.num_uses += 1
+            self._waiting[id(saved)] = saved
             if whole is tensor:
-                return entry.saved
-            offset = int(tensor.storage_offset())
-            return _Columns(entry.saved, tensor.shape, tensor.stride(), offset)
+                return saved
+            return _Columns(saved, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
         return pack
 
@@ -224,30 +219,16 @@ class Saving:
                 "frees its pages after the first time: do not retain the graph of a chunk."
             )
         assert self.stash is not None
-        if packed.reload is None:
-            packed.reload = self.stash.reload_now(packed.stashed)
-        tensor = packed.reload.tensor().view(packed.shape)
-        if not packed.group.is_reached:
-            packed.group.is_reached = True
-            self._prefetch(packed.group.previous)
+        assert packed.stashed is not None
+        if packed.reloaded is None:
+            packed.reloaded = self.stash.reload(packed.stashed)
+        tensor = packed.reloaded.view(packed.shape)
         packed.num_uses -= 1
         if not packed.num_uses:
             self.stash.give_back(packed.stashed)
-            packed.reload = None
+            packed.reloaded = None
             self._waiting.pop(id(packed), None)
         return tensor
-
-    def _prefetch(self, group: _Group | None) -> None:
-        """Start to reload a group, or the nearest previous one with stashed tensors."""
-        while group is not None and not group.members:
-            group = group.previous
-        if group is None or group.is_reached or not self._prefetches:
-            return
-        assert self.stash is not None
-        pending = [saved for saved in group.members if saved.num_uses and saved.reload is None]
-        reloads = self.stash.reload_ahead([saved.stashed for saved in pending])
-        for saved, reload in zip(pending, reloads, strict=True):
-            saved.reload = reload
 
 
 class _Choice:
@@ -257,12 +238,12 @@ class _Choice:
         self,
         rows: RowsInUse,
         parameters: Collection[torch.Tensor],
-        min_row_bytes: int,
+        page_bytes: int,
         ambiguous: set[tuple[int, ...]],
     ) -> None:
         self._ambiguous = ambiguous
         self._rows = rows
-        self._min_row_bytes = min_row_bytes
+        self._page_bytes = page_bytes
         self._parts: dict[tuple[int, int], RowsInUse] = {}
         self._addresses = {p.untyped_storage().data_ptr() for p in parameters}
         # Copies of weights (in another dtype, or transposed) are not rows, for any number of rows.
@@ -286,10 +267,10 @@ class _Choice:
             return None
         if tensor.dim() == 1:
             width, rest = divmod(tensor.numel(), self._rows.num_rows)
-            is_whole = not rest and width * size >= self._min_row_bytes
+            is_whole = not rest and _MIN_ROW_BYTES <= width * size <= self._page_bytes
             return self._rows if is_whole else None
         row_bytes = tensor.numel() // tensor.shape[0] * size
-        if row_bytes < self._min_row_bytes:
+        if not _MIN_ROW_BYTES <= row_bytes <= self._page_bytes:
             return None
         if tensor.shape[0] == self._rows.num_rows:
             return self._rows
@@ -302,11 +283,6 @@ class _Choice:
         return part
 
 
-def _by_rows(tensor: torch.Tensor, rows: RowsInUse) -> torch.Tensor:
-    """Return a view whose first dimension is the rows."""
-    return tensor.detach().view(rows.num_rows, -1) if tensor.dim() == 1 else tensor
-
-
 def _whole_rows(tensor: torch.Tensor) -> torch.Tensor:
     """Return the matrix whose columns ``tensor`` is, if it fills the storage; else ``tensor``."""
     if tensor.dim() != 2 or tensor.is_contiguous() or not tensor.numel():
@@ -317,16 +293,4 @@ def _whole_rows(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     if tensor.storage_offset() + tensor.shape[1] > width:
         return tensor
-    with torch.no_grad():
-        return tensor.detach().as_strided((num_rows, width), (width, 1), 0)
-
-
-def _layout_of(tensor: torch.Tensor, page_bytes: int, name: str) -> RowLayout:
-    try:
-        return row_layout(tensor, page_bytes)
-    except ConfigError as error:
-        raise ConfigError(f"{name}: {error}") from None
-
-
-def _key(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tuple(tensor.shape), tensor.dtype
+    return tensor.detach().as_strided((num_rows, width), (width, 1), 0)

@@ -92,13 +92,13 @@ def test_experts_that_stash(run_cases: Run, make: Make) -> None:
             counts,
             model={**GATED, "num_layers": num_layers},
             moe={**EXPERTS, **FIXED},
-            stash={"enabled": True, "page_bytes": 512, **stash},
+            stash={"enabled": True, **stash},
             train={"micro_batch_size": 3},
         )
 
     results = run_cases(
         {
-            "spilled": case(ZB, COUNTS, initial_bytes=4096, spill_bytes=1 << 20),
+            "enough": case(ZB, COUNTS),
             "short": case(ZB, [*COUNTS, 4], initial_bytes=0),
             "interleaved": case(ZB_VPP, [2, 4, 2], num_layers=4),
         },

@@ -95,7 +95,6 @@ class OverflowGuard:
             The schedule's result in the last run.
 
         Raises:
-            StashError: Pages ran out, and ``on_overflow`` is ``raise``.
             VerifyError: All had room, and a replay is wrong.
         """
         inputs = RewindableInputs(kwargs["data_iterator"])
@@ -123,11 +122,8 @@ class OverflowGuard:
         numbers = iter(self._agree([n for _, local in local_shortages for n in local.numbers]))
         shortages, texts = [], []
         for feature, local in local_shortages:
-            amount, is_at_limit, *late = (next(numbers) for _ in local.numbers)
-            largest = replace(
-                local, amount=amount, text="", is_at_limit=bool(is_at_limit), late=tuple(late)
-            )
-            feature.answer(local, largest)
+            amount, is_at_limit = next(numbers), bool(next(numbers))
+            largest = replace(local, amount=amount, text="", is_at_limit=is_at_limit)
             if largest.amount:
                 shortages.append((feature, largest))
                 self._counters.overflow_reruns[local.name] += 1

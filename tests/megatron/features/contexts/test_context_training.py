@@ -201,7 +201,7 @@ def test_experts_that_stash_and_steps_that_run_again(
     """Slots of all sizes share pages; a step that runs again keeps its sizes."""
     model = {"num_layers": 2, "swiglu": True, "normalization": "LayerNorm"}
     model["layer_spec"] = "user_specs:packed_contexts_experts"
-    pages = {"enabled": True, "page_bytes": 512}
+    pages = {"enabled": True}
     pp2 = {"pipeline_model_parallel_size": 2, "data_parallel_size": 2}
     cases = {
         "enough": make_case(
@@ -217,7 +217,7 @@ def test_experts_that_stash_and_steps_that_run_again(
             [2, 3, 1, 2],
             [1, 2],
             moe={**_EXPERTS, "moe_expert_capacity_factor": 1.0, "token_drops": "rerun"},
-            stash={**pages, "headroom": 0.5},
+            stash={**pages, "initial_bytes": 2048},
             expert_model_parallel_size=2,
             model=model,
             **pp2,

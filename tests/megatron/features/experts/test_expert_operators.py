@@ -16,8 +16,7 @@ from chunkgraph.engine.capture import session
 from chunkgraph.engine.replay import replayer
 from chunkgraph.graphs.operators import storages_written, tensors_in
 from chunkgraph.graphs.recorder.recorded_graph import RecordedGraph
-from chunkgraph.memory.stash import StashOptions
-from chunkgraph.settings import config_from_mapping
+from chunkgraph.settings import StashConfig, config_from_mapping
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(60)]
 
@@ -130,7 +129,7 @@ def test_a_layer_adds_one_operator_that_counts(
 
 def test_the_stash_looks_at_rows_once(one_rank: Any, make_config: Any) -> None:
     """Here experts run one after the other, and each also counts its rows."""
-    added, _ = _added(one_rank, make_config, 1, stash=StashOptions(page_bytes=512))
+    added, _ = _added(one_rank, make_config, 1, stash=StashConfig(enabled=True))
     # One comparison for tokens without room, and one for rows without a token.
     assert added["gt"] == 2
     assert added["cumsum"] == 1 + 4

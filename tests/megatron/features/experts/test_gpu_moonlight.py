@@ -84,8 +84,7 @@ def make_case(make_config: Callable[..., Any], write_documents: Callable[..., Pa
                 "params_dtype": "bfloat16",
             },
             moe={**EXPERTS, **moe},
-            # Loads change as routers learn, but the first step decides the number of pages.
-            stash={"enabled": True, "headroom": 1.5, **(stash or {})},
+            stash={"enabled": True, **(stash or {})},
             pipeline=pipeline,
             train={"num_microbatches": counts, "micro_batch_size": 1, "lr": 1e-4},
             data={"path": str(write_documents(lengths, 400))},
@@ -103,7 +102,8 @@ def _check(result: dict[str, Any], most: float) -> None:
     steps = result["steps"]
     assert [bool(s["replays"]) for s in steps] == [False] + [True] * (len(steps) - 1)
     assert not any(s["fallbacks"] for s in steps[1:])
-    assert not any(result["overflow_reruns"].values())
+    # Loads change as routers learn, but the first step decides the number of pages.
+    assert sum(result["overflow_reruns"].values()) <= 2
     assert all(s["expert_metrics"]["seq_load_balancing_loss"] > 0 for s in steps)
     pairs = zip(result["stash_bytes"], result["bytes_without_stash"], strict=True)
     assert all(0 < pages < most * without for pages, without in pairs)
@@ -123,8 +123,8 @@ def test_rows_after_the_documents_are_sent_nowhere(
     """A document fills little more than half of the rows; no other rows are stashed."""
     ranks = {"data_parallel_size": 2, "expert_model_parallel_size": 2}
     case = make_case([4, 2, 3, 6], range(520, 600), **ranks)
-    # 0.55 x 1.5 (headroom) / 2 of rows for twice all tokens; with all rows it would be 0.75.
-    _check(run_equal({"padding": case}, 2, timeout_s=280.0)["padding"], most=0.6)
+    # 0.55 x 1.1 / 2 of rows for twice all tokens; with all rows it would be 0.55.
+    _check(run_equal({"padding": case}, 2, timeout_s=280.0)["padding"], most=0.45)
 
 
 @pytest.mark.multigpu

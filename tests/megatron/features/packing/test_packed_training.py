@@ -310,7 +310,7 @@ def test_experts_on_two_ranks(run_equal: Callable[..., Any], make_case: Case) ->
 
 
 _ROOMY = {**_EXPERTS, "moe_expert_capacity_factor": 2.0}
-_STASH = {"enabled": True, "page_bytes": 512}
+_STASH = {"enabled": True}
 
 
 def _check_reruns(results: dict[str, dict[str, Any]], reruns: dict[str, list[str]]) -> None:
@@ -345,10 +345,10 @@ def test_experts_that_stash_or_run_again(run_cases: Callable[..., Any], make_cas
 @pytest.mark.slow
 def test_experts_that_stash_on_two_ranks(run_cases: Callable[..., Any], make_case: Case) -> None:
     """On one rank packings do not fit in some steps, and pages run out in others."""
-    few = {**_STASH, "initial_bytes": 2048, "max_recaptures": 1}
+    enough, few = ({**_STASH, "initial_bytes": size} for size in (1 << 20, 2048))
     deep = {**_SPARSE, "num_layers": 4}
     cases = {
-        "pp2_vpp2": make_case([2, 4], pp=2, vpp=2, moe=_ROOMY, model=deep, stash=_STASH),
+        "pp2_vpp2": make_case([2, 4], pp=2, vpp=2, moe=_ROOMY, model=deep, stash=enough),
         "ep2": make_case(
             [2, 3, 2, 1, 2],
             moe=_ROOMY,

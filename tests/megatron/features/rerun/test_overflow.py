@@ -20,10 +20,10 @@ from chunkgraph.megatron.features.experts.refusals import MOE_RULES
 from chunkgraph.megatron.features.experts.room import factor_for_all
 from chunkgraph.megatron.features.packing.options import PackingOptions
 from chunkgraph.megatron.features.rerun.running_metrics import running_metrics
-from chunkgraph.megatron.features.stash.feature import ExpertStash
-from chunkgraph.memory.stash import StashOptions, StashReadout
+from chunkgraph.megatron.features.stash import ExpertStash
+from chunkgraph.memory.stash import PagedStash
 from chunkgraph.packing import PackedShape
-from chunkgraph.settings import config_from_mapping
+from chunkgraph.settings import StashConfig, config_from_mapping
 from chunkgraph.trainer.forward_step import forward_step
 from chunkgraph.trainer.model import build_model
 
@@ -137,7 +137,7 @@ def test_no_metric_counts_a_step_twice(one_rank: Any, make_config: Any, scope: s
 
 def test_a_wrong_replay_of_a_step_with_room_is_an_error(one_rank: Any, make_config: Any) -> None:
     """At the end of the step, when it is known that it does not run again."""
-    stash = StashOptions(page_bytes=512, initial_bytes=1 << 20)
+    stash = StashConfig(enabled=True, initial_bytes=1 << 20)
     graphs = {"stash": stash, "options": CaptureOptions(verify="shadow")}
     run = _Run(one_rank, make_config, {}, graphs)
     run.step(0, 2)
@@ -149,13 +149,18 @@ def test_a_wrong_replay_of_a_step_with_room_is_an_error(one_rank: Any, make_conf
     with pytest.raises(VerifyError, match=r"(?s)replayed forward of microbatch 0 .*changes"):
         run.step(2, 2, on_backward=lambda: backwards.append(1))
     assert len(backwards) == 2
-    assert run.graphs.find(ExpertStash).num_pages_left(steps_ago=0) == 0
+    assert _num_pages_left(run) == 0
+
+
+def _num_pages_left(run: Any) -> int:
+    """Return how many pages the last step did not free."""
+    return int(run.graphs.find(ExpertStash)._saving.stash.status().num_required_pages)
 
 
 def test_an_aborted_step_leaves_no_page_in_use(one_rank: Any, make_config: Any) -> None:
     losses = []
     for fails in (False, True):
-        graphs = {"stash": StashOptions(page_bytes=512, initial_bytes=1 << 20)}
+        graphs = {"stash": StashConfig(enabled=True, initial_bytes=1 << 20)}
         run = _Run(one_rank, make_config, {}, graphs)
         run.step(0, 2)
         run.step(1, 2)
@@ -165,11 +170,10 @@ def test_an_aborted_step_leaves_no_page_in_use(one_rank: Any, make_config: Any) 
         losses.append([run.step(2, 3), run.step(3, 1)])
         status = run.graphs.find(ExpertStash).status()
         assert status.num_short == 0
-        assert run.graphs.find(ExpertStash).num_pages_left(steps_ago=0) == 0
-        assert run.graphs.find(ExpertStash).size is not None
+        assert _num_pages_left(run) == 0
         # These numbers are of the last forward, when one microbatch has pages.
         pages = status.num_free_pages + status.num_required_pages
-        assert pages == run.graphs.find(ExpertStash).size.num_pages
+        assert pages == run.graphs.find(ExpertStash).num_pages
         run.graphs.detach()
     assert losses[0] == losses[1]
 
@@ -182,7 +186,9 @@ def test_graphs_and_pages_are_made_again_where_their_memory_was_replaced(
     losses, now = [], False
     monkeypatch.setattr(Experts, "is_memory_replaced", lambda _: now)
     for is_replaced in (False, True):
-        run = _Run(one_rank, make_config, {}, {"stash": StashOptions(), "token_drops": "rerun"})
+        run = _Run(
+            one_rank, make_config, {}, {"stash": StashConfig(enabled=True), "token_drops": "rerun"}
+        )
         losses_of_run = [run.step(step, 2) for step in range(3)]
         now = is_replaced
         losses_of_run.append(run.step(3, 3))  # noticed at its end
@@ -209,14 +215,14 @@ def test_what_forwards_decide_is_sent_before_the_last_backward(
         one_rank,
         make_config,
         {},
-        {"token_drops": "rerun", "stash": None if is_recomputed else StashOptions()},
+        {"token_drops": "rerun", "stash": None if is_recomputed else StashConfig(enabled=True)},
         transformer_options=options if is_recomputed else {},
     )
     for step in range(2):
         run.step(step, 2)
     events: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        for kind, method in ((DropReport, "end_step"), (StashReadout, "send")):
+        for kind, method in ((DropReport, "end_step"), (PagedStash, "send_status")):
             plain = getattr(kind, method)
 
             def noted(self: Any, plain: Any = plain, name: str = kind.__name__) -> None:
@@ -229,9 +235,7 @@ def test_what_forwards_decide_is_sent_before_the_last_backward(
     if is_recomputed:
         assert events == ["backward"] * 3 + ["DropReport"]
     else:
-        # The stash also sends its counts at the end, after all pages are freed.
-        sent = ["DropReport", "StashReadout"]
-        assert events == ["backward"] * 2 + sent + ["backward", "StashReadout"]
+        assert events == ["backward"] * 2 + ["DropReport", "PagedStash", "backward"]
 
 
 def _recompute_experts(patch: pytest.MonkeyPatch) -> None:
@@ -273,7 +277,7 @@ def test_experts_that_are_recomputed_without_a_setting_are_checked_after_backwar
         _recompute_experts(monkeypatch)
     graphs: dict[str, Any] = {"token_drops": "rerun"}
     if what != "drops":
-        graphs = {"stash": StashOptions(page_bytes=512, initial_bytes=3 * 512)}
+        graphs = {"stash": StashConfig(enabled=True, initial_bytes=2048)}
     factor = {"moe_expert_capacity_factor": 1.0 if what == "drops" else 2.0}
     run = _Run(one_rank, make_config, factor, graphs)
     if "alone" in what:
@@ -330,16 +334,6 @@ def test_ranks_agree_on_buckets_apart_from_steps(
     assert groups[of_buckets] is not graphs.site.agree  # the group for questions about steps
     graphs.detach()
     assert sorted(closed) == list(range(len(groups)))
-
-
-def test_a_row_that_no_page_holds_is_refused_before_training(
-    one_rank: Any, make_config: Any
-) -> None:
-    """In training only the ranks with experts would raise the error."""
-    # Two halves of 32 elements of 4 bytes.
-    with pytest.raises(ConfigError, match=r"page_bytes=240: .* rows of 256 bytes.* 256 or more"):
-        _Run(one_rank, make_config, {}, {"stash": StashOptions(page_bytes=240)})
-    _Run(one_rank, make_config, {}, {"stash": StashOptions(page_bytes=256)}).graphs.detach()
 
 
 def test_what_is_done_about_drops_is_checked(one_rank: Any, make_config: Any) -> None:

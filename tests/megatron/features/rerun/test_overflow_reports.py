@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -13,73 +13,13 @@ import torch
 
 from chunkgraph.engine.counters import Counters
 from chunkgraph.engine.decide.reasons import StepMode
-from chunkgraph.errors import StashError
 from chunkgraph.megatron.feature import Feature, Features, LimitedFeature
 from chunkgraph.megatron.features.experts.counts import DropReport
 from chunkgraph.megatron.features.rerun.guard import OverflowGuard
-from chunkgraph.megatron.features.stash.feature import ExpertStash
 from chunkgraph.megatron.last_forward import notify_after_last_forward
 from chunkgraph.megatron.step import Shortage
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release]
-
-
-class _Pages(ExpertStash):
-    """Stands for a rank's stash after a replayed step."""
-
-    def __init__(self, num_left: int, num_late: int) -> None:
-        self.num_left, self.num_late = num_left, num_late
-        self.was_dropped = False
-        self._rank = 1
-
-    def status(self) -> Any:
-        return SimpleNamespace(num_required_pages=7, num_short=0, num_peak_pages=9)
-
-    def num_pages_left(self, *, steps_ago: int = 1) -> int:
-        assert steps_ago == 1
-        return self.num_left
-
-    def num_short_late(self) -> int:
-        return self.num_late
-
-    def drop_step(self) -> None:
-        self.was_dropped = True
-
-
-@pytest.mark.parametrize("mine", [0, 3])
-@pytest.mark.parametrize(
-    ("place", "what"),
-    [
-        (2, r"Rank 1: {} pages .* not freed in the previous step \(on one rank 3\)"),
-        (3, r"Rank 1: {} tensors did not fit .* after its last forward"),
-    ],
-)
-def test_a_shortage_after_the_check_is_an_error_on_all_ranks(
-    mine: int, place: int, what: str
-) -> None:
-    """If one rank raised alone, the others would wait in the agreement."""
-    questions = []
-
-    def agree(values: Sequence[int]) -> list[int]:
-        questions.append(list(values))
-        others = [3 * (index == place) for index in range(4)]
-        return [max(value, other) for value, other in zip(values, others, strict=True)]
-
-    pages = _Pages(*(mine * (place == late) for late in (2, 3)))
-    nothing: Any = SimpleNamespace(save=lambda: None)
-    guard = OverflowGuard(
-        nothing,
-        Features([pages]),
-        agree=agree,
-        release=lambda: None,
-        has_graphs=lambda: True,
-        counters=Counters(),
-        rank=1,
-    )
-    with pytest.raises(StashError, match=what.format(mine)):
-        guard.run(lambda _kwargs, _eager: (None, StepMode.REPLAY), {"data_iterator": None})
-    assert questions == [[mine * (index == place) for index in range(4)]]
-    assert pages.was_dropped
 
 
 @pytest.mark.parametrize("has_graphs", [False, True])

@@ -10,10 +10,12 @@ import torch
 from in_process import EXPERTS, Trained
 from refused import refused
 
-from chunkgraph.errors import CaptureError, ConfigError, StashError
-from chunkgraph.megatron.features.stash.feature import ExpertStash
-from chunkgraph.memory.stash import RowLayout, RowsInUse, StashOptions, StashStatus
-from chunkgraph.settings import config_from_mapping
+from chunkgraph.engine import StepMode
+from chunkgraph.errors import CaptureError, ConfigError
+from chunkgraph.megatron.features.stash import ExpertStash
+from chunkgraph.megatron.step import Shortage
+from chunkgraph.memory.stash import RowLayout, RowsInUse, StashStatus
+from chunkgraph.settings import StashConfig, config_from_mapping
 from chunkgraph.settings.stash import STASH_RULES
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(200)]
@@ -25,7 +27,6 @@ _EXPERTS = {
     "moe_router_enable_expert_bias": True,
     "moe_shared_expert_intermediate_size": 32,
 }
-_STASH = {"enabled": True, "page_bytes": 512}
 _MODEL = {"num_layers": 2, "swiglu": True, "hidden_dropout": 0.1}
 
 
@@ -42,7 +43,7 @@ def _case(
     config = make_config(
         model={**_MODEL, **(model or {})},
         moe={**_EXPERTS, **(experts or {})},
-        stash={**_STASH, **(stash or {})},
+        stash={"enabled": True, **(stash or {})},
         train={"num_microbatches": counts, "micro_batch_size": 3, **(train or {})},
         **sections,
     )
@@ -92,12 +93,11 @@ def test_one_rank(
                 train={"use_ddp": False},
                 capture={"verify": "shadow"},  # of replays that lost what they stashed
             ),
-            "allgather_spilled": _case(
+            "allgather": _case(
                 make_config,
                 counts,
                 experts={"moe_token_dispatcher_type": "allgather"},
                 model={"params_dtype": "bfloat16"},
-                stash={"initial_bytes": 4096, "spill_bytes": 1 << 20},
             ),
         }
     )
@@ -105,7 +105,7 @@ def test_one_rank(
     _check_equal(results)
     # Half of the rows are in use, with a headroom of a tenth.
     assert 0.4 < _share(results["poison"]) < 0.7
-    for name in results.keys() & {"poison", "allgather_spilled"}:
+    for name in results.keys() & {"poison", "allgather"}:
         assert results[name]["overflow_reruns"] == {}, name
         assert all(step["replays"] for step in results[name]["steps"][1:]), name
     assert results["no_drops"]["overflow_reruns"]["expert capacity"] >= 1
@@ -113,7 +113,7 @@ def test_one_rank(
         never = results["never_enough"]
         assert never["overflow_reruns"] == {"stash pages": 2}
         assert never["recaptures"] == ["stash pages"]
-        assert never["stash_bytes"] == [4096 + 512]
+        assert never["stash_bytes"] == [4096]
 
 
 @pytest.mark.slow
@@ -126,7 +126,7 @@ def test_four_ranks(run_cases: Callable[..., Any], make_config: Callable[..., An
         [2, 4, 2, 2],
         model={"num_layers": 4},
         experts=experts,
-        stash={"headroom": 0.7},
+        stash={"initial_bytes": 4096},
         pipeline={**both, "data_parallel_size": 2, "expert_model_parallel_size": 2},
         train={"overlap_grad_reduce": True, "use_distributed_optimizer": True},
         capture={"scope": "chunk"},
@@ -155,14 +155,14 @@ def test_two_ranks(run_cases: Callable[..., Any], make_config: Callable[..., Any
             make_config,
             [3, 1, 5, 4],
             experts={"moe_layer_freq": [0, 1]},
-            stash={"headroom": 0.6},
+            stash={"initial_bytes": 4096},
             pipeline=pp2,
             capture={"scope": "chunk"},
         ),
         "ep2": _case(
             make_config,
             [2, 1, 3],
-            stash={"headroom": 0.7, "max_recaptures": 0},
+            stash={"initial_bytes": 4096, "max_bytes": 4096},
             pipeline={"data_parallel_size": 2, "expert_model_parallel_size": 2},
             train=overlap,
         ),
@@ -185,24 +185,13 @@ def config(make_config: Callable[..., dict[str, Any]]) -> Any:
     return config_from_mapping(_case(make_config, [1])["config"])
 
 
-def _options(**changes: Any) -> Any:
-    return StashOptions(page_bytes=512, **changes)
-
-
-def test_an_overflow_is_an_error_where_that_is_asked_for(one_rank: Any, config: Any) -> None:
-    run = Trained(one_rank, config, {"stash": _options(initial_bytes=2048, on_overflow="raise")})
-    run.step(0, 2)
-    with pytest.raises(StashError, match=r"(?s)saved tensors did not fit .*stash\.headroom"):
-        run.step(1, 2)
-
-
 def test_the_log_has_the_reason_of_a_rerun_and_detach_leaves_nothing(
     one_rank: Any, config: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = Trained(one_rank, config, {"stash": _options(initial_bytes=2048, max_recaptures=1)})
+    run = Trained(one_rank, config, {"stash": StashConfig(enabled=True, initial_bytes=2048)})
     first = [run.step(step, 2) for step in range(3)]
     log = caplog.text
-    assert "did not fit in the stash (it has 4 pages of 512 bytes" in log
+    assert "did not fit in the stash (it has 2 pages of 1024 bytes" in log
     assert "captured again with more room (stash pages); recaptures so far: 1." in log
     assert run.graphs.counters.capture_sessions == 2
     assert run.graphs.find(ExpertStash).status().num_short == 0
@@ -210,30 +199,15 @@ def test_the_log_has_the_reason_of_a_rerun_and_detach_leaves_nothing(
     assert any("forward" in vars(m) for m in modules)
     run.graphs.detach()
     assert not any("forward" in vars(m) for m in modules)
-    plain = Trained(one_rank, config, {})
+    plain = Trained(one_rank, config, {"stash": StashConfig()})
+    assert plain.graphs.find(ExpertStash) is None
     assert [plain.step(step, 2) for step in range(3)] == first
-
-
-@pytest.mark.parametrize(("skips", "stashes"), [(False, True), (True, False)])
-def test_a_chunk_with_one_slot_may_keep_what_it_saves(
-    one_rank: Any, config: Any, *, skips: bool, stashes: bool
-) -> None:
-    run = Trained(one_rank, config, {"stash": _options(skips_single_slots=skips)})
-    losses = [run.step(step, 2) for step in range(3)]
-    assert run.graphs.num_slots == (1,)
-    assert bool(run.graphs.find(ExpertStash).size.num_pages) == stashes
-    assert bool(run.graphs.find(ExpertStash).full_bytes()) == stashes
-    assert (run.graphs.find(ExpertStash).status().num_peak_pages > 0) == stashes
-    assert run.graphs.counters.replays
-    run.graphs.detach()
-    plain = Trained(one_rank, config, {})
-    assert [plain.step(step, 2) for step in range(3)] == losses
 
 
 def test_without_a_measured_step_the_capture_names_what_is_missing(
     one_rank: Any, config: Any
 ) -> None:
-    run = Trained(one_rank, config, {"stash": _options()})
+    run = Trained(one_rank, config, {"stash": StashConfig(enabled=True)})
     with (
         pytest.raises(CaptureError, match=r"never measured.*initial_bytes"),
         run.graphs.find(ExpertStash).capturing(),
@@ -262,16 +236,12 @@ def test_what_cannot_stash_is_refused_by_name(changes: dict[str, Any], message: 
         raise ConfigError(refusal)
 
 
-def _shortage(pages: int) -> Any:
-    return StashStatus(0, 0, 0, num_peak_pages=pages, num_short=1)
-
-
-def _stash(num_pages: int, **options: Any) -> Any:
-    """Make the stash of a rank with ``num_pages`` pages on the device and ten on the host."""
-    settings = {"initial_bytes": num_pages * 65536, "spill_bytes": 10 * 65536, **options}
-    stash = ExpertStash([], (2,), StashOptions(page_bytes=65536, **settings), torch.device("cpu"))
+def _stash(num_pages: int, **sizes: int) -> Any:
+    """Make the stash of a rank with ``num_pages`` pages of 4 bytes."""
+    config = StashConfig(enabled=True, initial_bytes=4 * num_pages, **sizes)
+    stash = ExpertStash([], (2,), config, torch.device("cpu"))
     _capture(stash)
-    assert stash.size.num_pages == num_pages
+    assert stash.num_pages == num_pages
     return stash
 
 
@@ -281,58 +251,39 @@ def _capture(stash: Any) -> None:
         pass
 
 
+def _run_short(stash: Any, num_pages: int) -> Shortage:
+    """Let a step need so many pages; return the shortage."""
+    stash.status = lambda: StashStatus(0, 0, num_peak_pages=num_pages, num_short=1)
+    shortage = stash.shortage(StepMode.REPLAY)
+    assert shortage is not None
+    if not shortage.is_at_limit:
+        stash.make_room(lambda values: values)
+    _capture(stash)
+    return shortage
+
+
 def test_every_time_more_pages_are_taken_with_twice_the_margin() -> None:
-    stash = _stash(90, headroom=1.25)
-    for _ in range(2000):  # only of steps that run again
-        assert stash.can_grow(_shortage(80))
-        stash.grow(_shortage(80))
+    stash, sizes = _stash(90), []
+    for wanted in (100, 200, 400, 1000, 2000):
+        assert not _run_short(stash, wanted).is_at_limit
+        sizes.append(stash.num_pages)
+    assert sizes == [120, 280, 720, 2600, 5200]
     _capture(stash)
-    assert stash.size.num_pages == 110  # 80 and half of it, ten of them on the host
-    _capture(stash)
-    assert stash.size.num_pages == 110
-    assert not stash.can_grow(_shortage(60))
-    stash.grow(_shortage(61))
-    _capture(stash)
-    assert stash.size.num_pages == 112  # 61 and all of it
-    stash.grow(_shortage(100))
-    _capture(stash)
-    assert stash.size.num_pages == 290
-
-
-@pytest.mark.parametrize("headroom", [0.5, 1.0])
-def test_without_a_margin_there_is_none_later(headroom: float) -> None:
-    stash = _stash(20, headroom=headroom)
-    assert not stash.can_grow(_shortage(30))
-    stash.grow(_shortage(31))
-    _capture(stash)
-    assert stash.size.num_pages == 21
+    assert stash.num_pages == 5200
 
 
 def test_no_more_pages_are_taken_than_can_be_used_or_are_allowed() -> None:
-    stash = _stash(20, headroom=1.5)
-    meter, rows = stash._saving.meter, RowsInUse.of(torch.ones(64, dtype=torch.bool))
-    with meter.forward(0):
+    stash, rows = _stash(20), RowsInUse.of(torch.ones(64, dtype=torch.bool))
+    with stash._meter.forward(0):
         for _ in range(20):
-            meter.add(rows, RowLayout(64, 1024, 65536))
-    assert meter.most_pages((2,)) == 40
-    stash.grow(_shortage(39))
-    _capture(stash)
-    assert stash.size.num_pages == 30
-    limited = _stash(20, headroom=1.5, max_bytes=25 * 65536)
-    limited.grow(_shortage(100))
-    _capture(limited)
-    assert limited.size.num_pages == 25
-    assert not limited.can_grow(_shortage(100))
-
-
-@pytest.mark.parametrize(("short", "left"), [(2, 0), (0, 3)])
-def test_what_the_last_step_left_is_reported_when_pages_are_released(
-    short: int, left: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stash = _stash(20)
-    last = stash._steps[0]
-    monkeypatch.setattr(last, "num_short_late", lambda: short)
-    monkeypatch.setattr(last, "num_pages_left", lambda: left)
-    with pytest.warns(UserWarning, match=f"step {short} tensors .* and {left} pages"):
-        stash.release()
-    stash.release()  # reported once
+            stash._meter.add(rows, RowLayout(64, 1, 64))
+    assert stash._meter.most_pages(2) == 40
+    _run_short(stash, 39)
+    assert stash.num_pages == 40
+    limited = _stash(20, max_bytes=25 * 4)
+    assert not _run_short(limited, 100).is_at_limit
+    assert limited.num_pages == 25
+    shortage = _run_short(limited, 100)
+    assert shortage.is_at_limit
+    assert shortage.limit == "stash.max_bytes"
+    assert limited.num_pages == 25

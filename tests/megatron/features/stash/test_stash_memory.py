@@ -12,9 +12,8 @@ from in_process import Trained
 
 from chunkgraph.megatron.attachment import config_of
 from chunkgraph.megatron.features.experts.feature import dropped_tokens
-from chunkgraph.megatron.features.stash.feature import ExpertStash
-from chunkgraph.memory.stash import StashOptions
-from chunkgraph.settings import config_from_mapping
+from chunkgraph.megatron.features.stash import ExpertStash
+from chunkgraph.settings import StashConfig, config_from_mapping
 
 # Not for each release: Megatron has no part in the bytes of stash and tensors.
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(120)]
@@ -88,15 +87,14 @@ def test_the_stash_takes_little_more_than_dropless_training_saves(
     """At most 15% more for the same tokens, with room for 2.5 times an expert's share."""
     config = _config(make_config)
     dropless = _saved_without_drops(config, one_rank)
-    model = Trained(one_rank, config, {"stash": StashOptions(page_bytes=1536)})
+    model = Trained(one_rank, config, {"stash": StashConfig(enabled=True)})
     graphs = model.graphs
     for _ in range(3):
         model.step(0, 1)
     assert graphs.counters.replayed_steps >= 1
     assert not graphs.counters.overflow_reruns
-    size = graphs.find(ExpertStash).size
-    assert size is not None
+    num_bytes = graphs.find(ExpertStash).num_bytes()
     assert sum(dropped_tokens(graphs, wait=True).values()) == 0
     # Otherwise it could not hold all saved tensors.
-    assert dropless < size.device_bytes <= 1.15 * dropless
+    assert dropless < num_bytes <= 1.15 * dropless
     assert graphs.find(ExpertStash).full_bytes() > 1.6 * dropless

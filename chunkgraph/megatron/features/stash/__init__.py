@@ -1,1 +1,0 @@
-"""Store the saved activations of experts in pages."""
