@@ -28,9 +28,8 @@ from chunkgraph.launch.arguments import (
     schedule_of,
     settle_arguments,
 )
-from chunkgraph.launch.documents import OwnDocuments, SpreadDocuments
 from chunkgraph.launch.flags import GraphFlags
-from chunkgraph.launch.packed_steps import DocumentSource, PackedSteps, num_microbatches_at
+from chunkgraph.launch.packed_steps import OwnDocuments, PackedSteps, SpreadDocuments
 from chunkgraph.launch.packing_rules import changing_limits, packing_options
 from chunkgraph.launch.patches import (
     count_documents_on_cpu,
@@ -173,8 +172,7 @@ class ChunkGraphsInPretrain:
             if _rank() == 0:
                 _print_on_rank_0(start_line(graphs, flags))
             if graphs.site.packing is not None:
-                source = _document_source(flags, args, graphs, contexts)
-                self._steps = PackedSteps(source, chunks, _rank())
+                self._steps = _packed_steps(flags, args, graphs, chunks, contexts)
                 undo.callback(self._steps.close)
             yield
 
@@ -265,19 +263,17 @@ class ChunkGraphsInPretrain:
         """
         args = pretrain_arguments()
         exit_interval = getattr(args, "exit_interval", None)
-        ends = (
+        if not (
             iteration >= args.train_iters
             or (exit_interval and iteration % exit_interval == 0)
             or iteration in (getattr(args, "phase_transition_iterations", None) or ())
-        )
-        # External loaders may save their position; rollouts are created for each step.
-        is_unknown = getattr(args, "dataloader_type", None) == "external"
-        is_unknown = is_unknown or getattr(args, "perform_rl_step", False)
-        if ends or is_unknown or iteration + 1 in (getattr(args, "iterations_to_skip", None) or ()):
-            return
-        num_microbatches = num_microbatches_at(args.consumed_train_samples)
-        if num_microbatches is not None:
-            steps.announce_next(num_microbatches)
+            or iteration + 1 in (getattr(args, "iterations_to_skip", None) or ())
+            # External loaders may save their position.
+            or getattr(args, "dataloader_type", None) == "external"
+        ):
+            # A step of another number, in a ramp-up, withdraws the announcement.
+            calculator = import_megatron("megatron.core.num_microbatches_calculator")
+            steps.announce_next(calculator.get_num_microbatches())
 
     # -- reports -------------------------------------------------------------------------------
 
@@ -298,14 +294,19 @@ class ChunkGraphsInPretrain:
                 _print(capture_line(engine.report, dispatch, _rank()))
 
 
-def _document_source(
-    flags: GraphFlags, args: Any, graphs: MegatronChunkGraphs, contexts: PackedBanks | None
-) -> DocumentSource:
-    """Create the source of each microbatch's documents; all ranks must call this together."""
+def _packed_steps(
+    flags: GraphFlags,
+    args: Any,
+    graphs: MegatronChunkGraphs,
+    chunks: Sequence[Any],
+    contexts: PackedBanks | None,
+) -> PackedSteps:
+    """Create the reader of each step's documents; all ranks must call this together."""
     if contexts is None:
-        return OwnDocuments(graphs, _rank(), share_in_tensor_group())
+        return OwnDocuments(graphs, chunks, _rank(), share_in_tensor_group())
     return SpreadDocuments(
         contexts,
+        chunks,
         _rank(),
         device=graphs.site.device,
         gather=gather_from_data_ranks(),
