@@ -22,12 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from chunkgraph.launch.arguments import (
-    first_expert_layer,
-    refuse_changed_arguments,
-    schedule_of,
-    settle_arguments,
-)
+from chunkgraph.launch.arguments import refuse_changed_arguments, schedule_of, settle_arguments
 from chunkgraph.launch.flags import GraphFlags
 from chunkgraph.launch.packed_steps import OwnDocuments, PackedSteps, SpreadDocuments
 from chunkgraph.launch.packing_rules import changing_limits, packing_options
@@ -38,14 +33,13 @@ from chunkgraph.launch.patches import (
     pretrain_hooks,
     tensorboard_writers,
 )
-from chunkgraph.launch.report_lines import capture_line, start_line
-from chunkgraph.launch.step_metrics import StepMetrics
+from chunkgraph.launch.reports import StepMetrics, capture_line, start_line
 from chunkgraph.megatron.attachment import MegatronChunkGraphs, attach, config_of
 from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.megatron.core.collectives import gather_from_data_ranks, share_in_tensor_group
 from chunkgraph.megatron.core.delayed_weights import delay_in_new_configs
 from chunkgraph.megatron.features.contexts import ContextGroups, follow_groups
-from chunkgraph.megatron.features.experts.feature import Experts, dropped_tokens
+from chunkgraph.megatron.features.experts.feature import Experts
 from chunkgraph.megatron.features.experts.overlap import turn_off_overlap
 from chunkgraph.megatron.features.experts.state import scale_expert_metrics
 from chunkgraph.megatron.features.packing.banks import PackedBanks
@@ -89,7 +83,7 @@ def enable(*, on_cpu: bool = False) -> ChunkGraphsInPretrain:
 
 
 class ChunkGraphsInPretrain:
-    """The hooks of chunk graphs in Megatron's pretrain program; see `PretrainHooks`.
+    """The hooks of chunk graphs in Megatron's pretrain program, which `patch_pretrain` installs.
 
     Attributes:
         flags: The parsed flags; None before parsing and for granularity ``layer``.
@@ -169,8 +163,7 @@ class ChunkGraphsInPretrain:
             self.has_trained = True
             self._metrics = StepMetrics(graphs)
             self._has_reported_failure = False
-            if _rank() == 0:
-                _print_on_rank_0(start_line(graphs, flags))
+            _print_on_rank_0(start_line(graphs, flags))
             if graphs.site.packing is not None:
                 self._steps = _packed_steps(flags, args, graphs, chunks, contexts)
                 undo.callback(self._steps.close)
@@ -290,8 +283,7 @@ class ChunkGraphsInPretrain:
         elif engine.report is not None:
             experts = graphs.find(Experts)
             dispatch = "" if experts is None else experts.dispatch
-            if _rank() == 0 or (dispatch and _has_first_experts(graphs)):
-                _print(capture_line(engine.report, dispatch, _rank()))
+            _print_on_rank_0(capture_line(engine.report, dispatch))
 
 
 def _packed_steps(
@@ -327,25 +319,11 @@ def _has_experts(args: argparse.Namespace) -> bool:
     return bool(getattr(args, "num_experts", None))
 
 
-def _has_first_experts(graphs: MegatronChunkGraphs) -> bool:
-    """Return whether this is the first rank of the stage with the model's first experts."""
-    state = import_megatron("megatron.core.parallel_state")
-    is_first = not (
-        state.get_tensor_model_parallel_rank()
-        or state.get_data_parallel_rank(with_context_parallel=True)
-    )
-    return is_first and first_expert_layer(pretrain_arguments()) in dropped_tokens(graphs)
-
-
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _print_on_rank_0(line: str) -> None:
     if _rank() == 0:
-        _print(line)
-
-
-def _print(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()

@@ -260,18 +260,6 @@ def test_overlapped_transfers_of_experts_are_off_and_named(jobs: Jobs) -> None:
     assert _replays(jobs.output)[-1] > 0
 
 
-def test_the_first_rank_with_experts_names_their_dispatch(jobs: Jobs) -> None:
-    """The first of two stages has dense layers, and two ranks have the same experts."""
-    flags = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --swiglu "
-    flags += "--moe-layer-freq [0]*2+[1]*2 --num-layers 4 --disable-bias-linear --train-iters 2 "
-    flags += "--eval-interval 2"
-    jobs.train("dense-first", *flags.split(), *EIGHT, *CHUNK, nproc=4)
-    captured = re.findall(r"captured .* on rank (\d), in .* static [\d.]+ \w+(.*)", jobs.output)
-    # Both experts of each of 32 tokens.
-    experts = "; experts: dispatch all-to-all, GEMM a loop over experts in one operator (CPU), "
-    assert sorted(captured) == [("0", ""), ("2", f"{experts}room for 64 rows")]
-
-
 def _has_tensorboard() -> bool:
     return importlib.util.find_spec("tensorboard") is not None
 

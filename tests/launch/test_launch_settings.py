@@ -149,29 +149,6 @@ def test_gated_layers_have_no_biases_as_in_chunkgraph_train() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "key"),
-    [
-        (["--fp16"], "model.params_dtype"),
-        (["--swiglu"], "model.swiglu"),
-        (["--recompute-activations"], "model.recompute_granularity"),
-        (["--num-layers-per-virtual-pipeline-stage=1"], "pipeline.virtual_pipeline_model_parallel"),
-        (["--context-parallel-size", "2"], "pipeline.context_parallel_size"),
-        (["--num-experts", "8"], "moe.num_moe_experts"),
-        (["--cuda-graph-granularity", "chunk"], "capture.enabled"),
-    ],
-)
-def test_flags_that_the_file_leaves_out_are_noted(arguments: list[str], key: str) -> None:
-    config = _load(
-        *("capture.enabled=false", "model.params_dtype=float32", "model.swiglu=false"),
-    )
-    flags, notes = merge_flags(config, arguments, source="run.yaml")
-    assert flags[-len(arguments) :] == arguments
-    assert len(notes) == 1
-    assert f"{arguments[0].partition('=')[0]} " in notes[0]
-    assert f"replaces {key}" in notes[0]
-
-
-@pytest.mark.parametrize(
     "arguments", [["--context-parallel-size", "1"], ["--cuda-graph-granularity", "layer"]]
 )
 def test_flags_without_effect_give_no_note(arguments: list[str]) -> None:
