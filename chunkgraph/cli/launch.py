@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         return main(options)
     from chunkgraph.jobs.launcher import Launcher
 
-    for note in (*options.notes, *options.notes_on_processes(options.nproc)):
+    for note in options.notes:
         print(f"note: {note}.", file=sys.stderr)
     environment = {"OMP_NUM_THREADS": "1"}  # as with torchrun
     if options.device == "cpu":

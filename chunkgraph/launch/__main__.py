@@ -138,7 +138,7 @@ def _check_processes(options: LaunchOptions, rank: int) -> None:
             "or run chunkgraph launch without one."
         )
     if rank == 0:
-        for note in (*options.notes, *options.notes_on_processes(num_processes)):
+        for note in options.notes:
             sys.stderr.write(f"note: {note}.\n")
 
 

@@ -287,11 +287,3 @@ def test_a_number_of_processes_is_for_what_starts_them(
         monkeypatch.setenv(name, value)
     assert main(["launch", "--nproc-per-node", "2", str(script)]) == 2
     assert "--nproc-per-node 2: this process is already one of 4" in capsys.readouterr().err
-
-
-def test_other_processes_than_the_file_is_for_are_reported(script: Path) -> None:
-    config = str(CONFIGS / "cpu" / "gpt_pp2_cpu.yaml")
-    options = parse_options(["--config", config, "--nproc-per-node", "4", str(script)], "launch")
-    assert options.notes_on_processes(2) == []
-    (note,) = options.notes_on_processes(options.nproc)
-    assert note.startswith(f"4 processes run, but the pipeline section of {config} is for 2")
