@@ -11,14 +11,14 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from chunkgraph._collector import collector_paused
 from chunkgraph.cli.arguments import add_json
 from chunkgraph.cli.train_setup import checked_config, report, worker_environment
-from chunkgraph.errors import ConfigError, TopologyError, WorkerError
+from chunkgraph.errors import TopologyError, WorkerError
 from chunkgraph.settings import Config
 
 if TYPE_CHECKING:
@@ -81,7 +81,8 @@ def _train_as_rank(args: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    num_ranks, num_local_ranks = _job(os.environ)
+    num_ranks = int(os.environ["WORLD_SIZE"])
+    num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
     config = checked_config(args, num_local_ranks)
     _check_world_size(config, num_ranks)
     for name, value in worker_environment(config).items():
@@ -126,23 +127,6 @@ def _output_to_stderr() -> Iterator[None]:
     finally:
         os.dup2(saved, 1)
         os.close(saved)
-
-
-def _job(environment: Mapping[str, str]) -> tuple[int, int]:
-    """Return the number of processes of the job, and of those on this machine.
-
-    Raises:
-        ConfigError: The address of rank 0 is missing.
-    """
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        if not environment.get(name):
-            raise ConfigError(
-                "RANK and WORLD_SIZE are set, so this process is taken for one rank of a job, but "
-                f"{name} is not set. Start the job by torchrun or scripts/, or unset RANK and "
-                "WORLD_SIZE to let this command start the processes itself."
-            )
-    num_ranks = int(environment["WORLD_SIZE"])
-    return num_ranks, int(environment.get("LOCAL_WORLD_SIZE", num_ranks))
 
 
 def _check_world_size(config: Config, num_ranks: int) -> None:

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from chunkgraph.errors import ChunkGraphError
+from chunkgraph.errors import ChunkGraphError, ConfigError
 from chunkgraph.jobs.processes import REPORT_FOLDER_VARIABLE, die_with_parent, guard_session
 from chunkgraph.jobs.reports import (
     describe_error,
@@ -44,6 +44,7 @@ def run_rank(work: Callable[[], int], *, debug: bool = False) -> int:
         # Ctrl-C reaches every process of the terminal; only the launcher handles it.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
+        _check_address()
         code = work()
     except (KeyboardInterrupt, SystemExit):
         raise
@@ -58,6 +59,16 @@ def run_rank(work: Callable[[], int], *, debug: bool = False) -> int:
     if code == 0:
         end_well()
     return code
+
+
+def _check_address() -> None:
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if os.environ.get("WORLD_SIZE", "1") != "1" and not os.environ.get(name):
+            raise ConfigError(
+                f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, so this process is taken for one rank "
+                f"of a job, but {name} is not set. Export the address and port of rank 0, or "
+                "start the processes with torchrun, chunkgraph or scripts/."
+            )
 
 
 def _print_once(error: BaseException, rank: int) -> None:

@@ -68,13 +68,6 @@ def run_script(options: LaunchOptions) -> int:
         ConfigError: The flags cannot be combined.
     """
     script_args = list(options.script_args)
-    world_size = os.environ.get("WORLD_SIZE", "1")
-    if world_size != "1" and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        raise ConfigError(
-            f"This is one of {world_size} processes, but MASTER_ADDR and MASTER_PORT "
-            "are not set. Export the address of rank 0 in both, or start the processes with "
-            "torchrun or chunkgraph launch."
-        )
     if options.device == "cpu":
         # Megatron compiles small functions for a GPU; torch reads the variable at import.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")

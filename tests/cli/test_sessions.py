@@ -139,7 +139,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
     job.kill()
 
 
-ALONE = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+ALONE = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "-", "MASTER_PORT": "-"}
 
 
 @pytest.mark.parametrize("end", ["SIGTERM", "SIGINT", "SIGKILL", "fails"])
