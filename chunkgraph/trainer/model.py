@@ -19,7 +19,6 @@ from chunkgraph.trainer.layer_specs import (
     gpt_arguments,
     hybrid_model,
     layer_spec,
-    layer_spec_name,
 )
 
 __all__ = [
@@ -69,7 +68,6 @@ def build_model(
         ConfigError: The layers, the device or the installed release do not support the model.
         MissingDependencyError: Kernels of the layers are missing.
     """
-    _refuse_missing_dispatcher(config, device)
     model_config = _transformer_config(config, device, transformer_options or {})
     delays = splits_backward(config.pipeline.schedule)
     # Megatron's check of the field requires expert-parallel overlap.
@@ -109,19 +107,6 @@ def build_model(
     for chunk in chunks:
         chunk.train()
     return chunks
-
-
-def _refuse_missing_dispatcher(config: Config, device: torch.device) -> None:
-    """Refuse an expert dispatcher that the device does not have, also in eager runs."""
-    moe, spec_name = config.moe, layer_spec_name(config, device)
-    if moe.num_moe_experts is None or moe.moe_token_dispatcher_type != "flex":
-        return
-    if device.type != "cuda" or spec_name != "transformer_engine":
-        raise ConfigError(
-            f"moe.moe_flex_dispatcher_backend={moe.moe_flex_dispatcher_backend} needs GPUs and "
-            f"Transformer Engine's layers (device is {device.type}, model.layer_spec {spec_name}). "
-            "Set moe.moe_token_dispatcher_type=alltoall and moe.moe_expert_capacity_factor."
-        )
 
 
 def _transformer_config(config: Config, device: torch.device, options: Mapping[str, Any]) -> Any:
