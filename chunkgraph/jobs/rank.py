@@ -26,12 +26,13 @@ _WAIT_S = 5.0
 """Time for the launcher to end this rank, if another one explains the failure better."""
 
 
-def run_rank(work: Callable[[], int], *, debug: bool = False) -> int:
+def run_rank(work: Callable[[], int], *, debug: bool | None = None) -> int:
     """Do the work of this rank, and end what it started if it dies.
 
     Args:
         work: Function that returns an exit code.
-        debug: Whether to show tracebacks of chunkgraph's own errors.
+        debug: Whether to show tracebacks, which `Launcher` appends itself; None: those of errors
+            that are not chunkgraph's, as of a script.
 
     Returns:
         The exit code of the work, or of its error.
@@ -49,7 +50,8 @@ def run_rank(work: Callable[[], int], *, debug: bool = False) -> int:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # noqa: BLE001 - torch's CheckpointException is no Exception
-        if debug or not isinstance(error, ChunkGraphError):
+        has_traceback = debug and folder is None
+        if has_traceback or (debug is None and not isinstance(error, ChunkGraphError)):
             traceback.print_exception(error)
         rank = int(os.environ.get("RANK", "0"))
         if folder is not None:

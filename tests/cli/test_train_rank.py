@@ -47,7 +47,7 @@ class TestErrors:
 
         self.setenv("RANK", str(number))
         self.setenv("LOCAL_RANK", str(number % 2))
-        return rank.run_rank(work)
+        return rank.run_rank(work, debug=False)
 
     def test_a_wrong_setting_is_nobodys_fault(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert self.report(0, TopologyError("No such pipeline.")) == 2

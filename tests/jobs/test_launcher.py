@@ -68,7 +68,11 @@ def test_output_is_that_of_the_launcher(
     ],
 )
 def test_a_failing_worker_is_explained_in_one_message(
-    launched: Launched, behaviour: str, code: int, message: str
+    launched: Launched,
+    behaviour: str,
+    code: int,
+    message: str,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(WorkerError) as exception:
         launched.run(behaviour)
@@ -76,6 +80,7 @@ def test_a_failing_worker_is_explained_in_one_message(
     assert exception.value.exit_code == code
     assert ("Rank" in str(exception.value)) is (code != 2), "a setting is no rank's fault"
     assert "Traceback" not in str(exception.value)
+    assert "".join(capfd.readouterr()) == ""
 
 
 def test_debug_adds_the_traceback(launched: Launched) -> None:

@@ -98,4 +98,4 @@ def behave(name: str, folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    leave(run_rank(lambda: behave(sys.argv[1], Path(sys.argv[2]))))
+    leave(run_rank(lambda: behave(sys.argv[1], Path(sys.argv[2])), debug=False))
