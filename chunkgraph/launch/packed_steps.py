@@ -376,7 +376,7 @@ class SpreadDocuments(PackedSteps):
             the padding rows, which are not routed to experts.
     """
 
-    def __init__(
+    def __init__(  # arguments that the hooks know independently of each other
         self,
         banks: PackedBanks,
         model_chunks: Sequence[nn.Module],
