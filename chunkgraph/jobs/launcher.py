@@ -22,7 +22,7 @@ from typing import Any
 
 from chunkgraph._collector import collector_paused
 from chunkgraph.jobs.processes import PARENT_PID_VARIABLE, REPORT_FOLDER_VARIABLE
-from chunkgraph.jobs.reports import error_path, first_failure, follows_from_another
+from chunkgraph.jobs.reports import first_failure, follows_from_another
 
 __all__ = ["Launcher"]
 
@@ -108,24 +108,21 @@ class Launcher:
         """Follow the ranks until all ended, or one failed and no other will explain it."""
         failed_at = time.monotonic()
         while self._running():
-            self._note_failures(folder)
+            self._note_failures()
             if not self._failed:
                 failed_at = time.monotonic()
             elif time.monotonic() > failed_at + self._patience_s(folder):
                 return
             time.sleep(_POLL_S)
-        self._note_failures(folder)
+        self._note_failures()
 
     def _running(self) -> list[int]:
         return [rank for rank, process in enumerate(self._processes) if process.poll() is None]
 
-    def _note_failures(self, folder: Path) -> None:
-        """Record the ranks that have failed since the last call, the first report first."""
-        new = {rank: code for rank, p in enumerate(self._processes) if (code := p.poll())}
-        paths = {rank: error_path(folder, rank) for rank in new}
-        reported_at = {r: path.stat().st_mtime_ns for r, path in paths.items() if path.exists()}
-        for rank in sorted(new, key=lambda rank: reported_at.get(rank, 0)):
-            self._failed.setdefault(rank, new[rank])
+    def _note_failures(self) -> None:
+        for rank, process in enumerate(self._processes):
+            if code := process.poll():
+                self._failed.setdefault(rank, code)
 
     def _patience_s(self, folder: Path) -> float:
         """Return how long the other ranks may run on after a failure, in seconds."""

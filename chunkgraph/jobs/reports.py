@@ -15,7 +15,6 @@ __all__ = [
     "EXIT_INTERRUPTED",
     "EXIT_USAGE",
     "describe_error",
-    "error_path",
     "exit_code_of",
     "first_failure",
     "follows_from_another",
@@ -55,7 +54,7 @@ def is_usage_error(error: BaseException) -> bool:
     return exit_code_of(error) == EXIT_USAGE
 
 
-def error_path(folder: Path, rank: int) -> Path:
+def _error_path(folder: Path, rank: int) -> Path:
     """Return the path of a rank's error file: the message, a blank line, the traceback."""
     return folder / f"error_rank{rank}.txt"
 
@@ -65,7 +64,7 @@ def write_error(folder: Path, rank: int, error: BaseException) -> int:
     text = f"{describe_error(error, rank)}\n\n{''.join(traceback.format_exception(error))}"
     partial = folder / f".error_rank{rank}.txt.{os.getpid()}"
     partial.write_text(text, encoding="utf-8")
-    partial.replace(error_path(folder, rank))
+    partial.replace(_error_path(folder, rank))
     return exit_code_of(error)
 
 
@@ -131,7 +130,7 @@ def first_failure(
 
 def _report(folder: Path, rank: int) -> tuple[str, str]:
     """Return a rank's message and traceback; empty if it wrote none."""
-    path = error_path(folder, rank)
+    path = _error_path(folder, rank)
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     message, _, details = text.partition("\n\n")
     return message, details

@@ -196,18 +196,12 @@ def tensorboard_writers(iteration: int) -> list[Callable[[str, float], None]]:
 def _import_training() -> tuple[Any, Any]:
     try:
         return import_megatron(_ARGUMENTS), import_megatron(_TRAINING)
-    except MissingDependencyError as error:
-        raise MissingDependencyError(
-            f"{error} Megatron's training program is in the wheels of megatron-core 0.17 and newer "
-            "(0.18 and newer need Python 3.12), and in every checkout of Megatron-LM; the "
-            "checkout must contain the script or be on PYTHONPATH."
-        ) from error
     except ImportError as error:
-        advice = "Install the missing package; megatron-core declares few of its dependencies."
-        if not isinstance(error, ModuleNotFoundError):  # `from typing import override`
-            advice = "From megatron-core 0.18 on it needs Python 3.12 or newer."
         raise MissingDependencyError(
-            f"megatron.training cannot be imported: {error}. {advice}"
+            f"megatron.training cannot be imported: {error} Megatron's training program is in the "
+            "wheels of megatron-core 0.17 and newer (0.18 and newer need Python 3.12), and in "
+            "every checkout of Megatron-LM, which must contain the script or be on PYTHONPATH. "
+            "Install the packages that it misses; megatron-core declares few of them."
         ) from error
 
 

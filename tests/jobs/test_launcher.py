@@ -111,7 +111,7 @@ def test_a_rank_that_waits_in_vain_names_the_rank_that_it_waited_for(launched: L
 def test_an_exception_on_the_way_leaves_no_worker(
     launched: Launched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupt(_launcher: Launcher, _folder: Path) -> None:
+    def interrupt(_launcher: Launcher) -> None:
         deadline = time.monotonic() + 60
         while len(list(launched.folder.glob("pid*"))) < 2 and time.monotonic() < deadline:
             time.sleep(0.05)
