@@ -283,7 +283,8 @@ def test_a_number_of_processes_is_for_what_starts_them(
     script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Under torchrun the launcher is one of these processes, and would ignore the number."""
-    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}.items():
+    job = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}
+    for name, value in {**job, "MASTER_ADDR": "-", "MASTER_PORT": "-"}.items():
         monkeypatch.setenv(name, value)
     assert main(["launch", "--nproc-per-node", "2", str(script)]) == 2
     assert "--nproc-per-node 2: this process is already one of 4" in capsys.readouterr().err
