@@ -18,7 +18,6 @@ OUTSIDE = {"megatron", "transformer_engine"}
 PUBLIC_ROOMS = {"launch", "megatron", "trainer"}
 """Rooms that import modules of Megatron or Transformer Engine."""
 PRIVATE_ROOMS = {
-    "launch/packed_steps.py",
     "launch/patches.py",
     "megatron/core",
     "megatron/cpu",

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from chunkgraph.cli.plan_memory import add_gpu_memory
@@ -55,17 +53,15 @@ def run(args: argparse.Namespace) -> int:
         return main(options)
     from chunkgraph.jobs.launcher import Launcher
 
-    for note in (*options.notes, *options.notes_on_processes(options.nproc)):
+    for note in options.notes:
         print(f"note: {note}.", file=sys.stderr)
     environment = {"OMP_NUM_THREADS": "1"}  # as with torchrun
     if options.device == "cpu":
         environment["GLOO_SOCKET_IFNAME"] = "lo"
-    with TemporaryDirectory(prefix="chunkgraph-", ignore_cleanup_errors=True) as folder:
-        Launcher(
-            command=options.rank_command(),
-            run_dir=Path(folder),
-            num_ranks=options.nproc,
-            environment=environment,
-            debug=options.debug,
-        ).run()
+    Launcher(
+        command=options.rank_command(),
+        num_ranks=options.nproc,
+        environment=environment,
+        debug=options.debug,
+    ).run()
     return 0

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import importlib.util
 import os
-import tempfile
-from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from chunkgraph._outputs import check_output, stream_next_to
-from chunkgraph._text import shorten
 from chunkgraph.data import Documents, PackedText
 from chunkgraph.errors import ConfigError, MissingDependencyError
 from chunkgraph.settings import Config, load_config
@@ -22,20 +17,15 @@ if TYPE_CHECKING:
     from chunkgraph.trainer.results import RunResults
 
 __all__ = [
-    "STALL_GRACE_S",
     "check_packages",
     "checked_config",
     "report",
     "resolve_device",
-    "run_folder",
     "worker_environment",
 ]
 
 # Ranks on a CPU share its cores; more ranks than this only fill memory.
 _FEWEST_PROCESSES, _PROCESSES_PER_CORE = 64, 8
-
-STALL_GRACE_S = 15.0
-"""Extra time for a rank's own limit on collectives, which explains more than a silence."""
 
 
 def checked_config(args: argparse.Namespace, num_local_ranks: int | None = None) -> Config:
@@ -61,8 +51,8 @@ def checked_config(args: argparse.Namespace, num_local_ranks: int | None = None)
     return config
 
 
-def report(args: argparse.Namespace, config: Config, results: RunResults) -> int:
-    """Print the closing table, write the requested files, and return the exit code."""
+def report(args: argparse.Namespace, config: Config, results: RunResults) -> list[str]:
+    """Print the closing table, write the requested file, and return the failures."""
     from rich.console import Console
 
     from chunkgraph._text import REPORT_WIDTH
@@ -72,7 +62,7 @@ def report(args: argparse.Namespace, config: Config, results: RunResults) -> int
     failures = print_report(config, results, console)
     if args.json is not None:
         write_json(args.json, config, results, failures)
-    return 1 if failures else 0
+    return failures
 
 
 def resolve_device(config: Config, num_local_ranks: int | None = None) -> Config:
@@ -158,32 +148,3 @@ def worker_environment(config: Config) -> dict[str, str]:
     if not config.run.debug:
         environment["PYTHONWARNINGS"] = "ignore"  # importing Megatron prints a page of them
     return environment
-
-
-@contextlib.contextmanager
-def run_folder(path: Path | None) -> Iterator[Path]:
-    """Provide the folder of the run: the user's, or a temporary one."""
-    if path is None:
-        with tempfile.TemporaryDirectory(
-            prefix="chunkgraph-", ignore_cleanup_errors=True
-        ) as folder:
-            yield Path(folder)
-        return
-    if _make_folder("--run-dir", path):
-        msg = f"--run-dir {shorten(str(path))}: the folder is not empty; name a new one."
-        raise ConfigError(msg)
-    yield path
-
-
-def _make_folder(option: str, path: Path) -> bool:
-    """Create a folder if there is none; return whether it contains anything."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        is_used = any(path.iterdir())
-        if not os.access(path, os.W_OK | os.X_OK):
-            raise PermissionError(None, "no permission to write in it")
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        msg = f"{option} {shorten(str(path))}: {reason}."
-        raise ConfigError(msg) from None
-    return is_used

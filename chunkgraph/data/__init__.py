@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from chunkgraph.data.counts import DrawnDocuments, check_counts
-from chunkgraph.data.documents import DocumentRow, Documents
-from chunkgraph.data.text import PackedText, read_documents
-from chunkgraph.data.vocabulary import END_OF_DOCUMENT, NUM_TOKENS
+from chunkgraph.data.text import (
+    END_OF_DOCUMENT,
+    NUM_TOKENS,
+    DocumentRow,
+    Documents,
+    PackedText,
+    read_documents,
+)
 
 __all__ = [
     "END_OF_DOCUMENT",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkgraph.data.documents import Documents
+from chunkgraph.data.text import Documents
 from chunkgraph.errors import ConfigError
 
 __all__ = ["COUNT_SHARES", "DrawnDocuments", "check_counts", "count_at"]

@@ -6,31 +6,27 @@ the failure of another one, and knows which ranks it ended itself.
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import FrameType
-from typing import Any, TextIO
+from typing import Any
 
 from chunkgraph._collector import collector_paused
-from chunkgraph.errors import WorkerError
 from chunkgraph.jobs.processes import PARENT_PID_VARIABLE, REPORT_FOLDER_VARIABLE
-from chunkgraph.jobs.reports import error_path, first_failure, follows_from_another
+from chunkgraph.jobs.reports import first_failure, follows_from_another
 
 __all__ = ["Launcher"]
 
 _POLL_S = 0.05
-_START_S = 120.0
-"""Least time until rank 0 reports something."""
 _EXPLAIN_S = 5.0
 """Time for the rank that caused the failure of another one to end."""
 _SAVE_S = 30.0
@@ -45,20 +41,12 @@ class Launcher:
 
     command: Sequence[str]
     """Arguments of Python in each rank."""
-    run_dir: Path
-    """Folder of the run, for progress and errors."""
     num_ranks: int
     """Processes to start."""
-    stall_timeout_s: float = math.inf
-    """Longest silence of rank 0, in seconds, before the run is ended."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables for the ranks, unless the user sets them."""
-    output: int | None = None
-    """File descriptor that the ranks print to; None for that of this process."""
     debug: bool = False
     """True to show a rank's traceback in the error."""
-    on_progress: Callable[[Mapping[str, Any]], None] = lambda _line: None
-    """Callback with each progress line of rank 0."""
 
     def __post_init__(self) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -71,26 +59,28 @@ class Launcher:
         SIGTERM is passed on to the ranks, which may save a checkpoint and end with 0.
 
         Raises:
-            WorkerError: A rank failed, was killed, or reported nothing for too long.
+            WorkerError: A rank failed or was killed.
             SystemExit: SIGTERM ended the ranks; the code is 143.
         """
-        old = signal.signal(signal.SIGTERM, self._pass_on)
-        try:
-            store, port = _store()
-            self._start(port)
-            self._follow()
-            running = self._running()
-        finally:
-            self._end()
-            signal.signal(signal.SIGTERM, old)
-        del store  # the ranks used it until now
-        if self._was_terminated and set(self._failed.values()) == {-signal.SIGTERM}:
-            print("terminated: the ranks ended.", file=sys.stderr)
-            raise SystemExit(128 + signal.SIGTERM)
-        if self._failed:
-            raise first_failure(self.run_dir, self._failed, running=running, debug=self.debug)
+        with TemporaryDirectory(prefix="chunkgraph-", ignore_cleanup_errors=True) as name:
+            folder = Path(name)
+            old = signal.signal(signal.SIGTERM, self._pass_on)
+            try:
+                store, port = _store()
+                self._start(port, folder)
+                self._follow(folder)
+                running = self._running()
+            finally:
+                self._end()
+                signal.signal(signal.SIGTERM, old)
+            del store  # the ranks used it until now
+            if self._was_terminated and set(self._failed.values()) == {-signal.SIGTERM}:
+                print("terminated: the ranks ended.", file=sys.stderr)
+                raise SystemExit(128 + signal.SIGTERM)
+            if self._failed:
+                raise first_failure(folder, self._failed, running=running, debug=self.debug)
 
-    def _start(self, port: int) -> None:
+    def _start(self, port: int, folder: Path) -> None:
         job = {
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
@@ -99,7 +89,7 @@ class Launcher:
             "WORLD_SIZE": str(self.num_ranks),
             "LOCAL_WORLD_SIZE": str(self.num_ranks),
             PARENT_PID_VARIABLE: str(os.getpid()),
-            REPORT_FOLDER_VARIABLE: str(self.run_dir),
+            REPORT_FOLDER_VARIABLE: str(folder),
         }
         for rank in range(self.num_ranks):
             of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -107,8 +97,6 @@ class Launcher:
                 [sys.executable, "-u", *self.command],
                 env={**self.environment, **os.environ, **job, **of_rank},
                 stdin=subprocess.DEVNULL,
-                stdout=self.output,
-                stderr=self.output,
                 # Only this process receives Ctrl-C; it then ends the others.
                 start_new_session=True,
             )
@@ -116,60 +104,32 @@ class Launcher:
             if self._was_terminated:  # while this loop ran
                 process.terminate()
 
-    def _follow(self) -> None:
+    def _follow(self, folder: Path) -> None:
         """Follow the ranks until all ended, or one failed and no other will explain it."""
-        allowed_s = max(self.stall_timeout_s, _START_S)
-        heard_at = failed_at = time.monotonic()
-        with (self.run_dir / "progress.jsonl").open("a+", encoding="utf-8") as progress:
-            progress.seek(0)
-            while True:
-                is_over = not self._running()
-                self._note_failures()
-                now = time.monotonic()
-                if self._pass_progress_on(progress):
-                    allowed_s, heard_at = self.stall_timeout_s, now
-                if not self._failed:
-                    failed_at = now
-                elif now > failed_at + self._patience_s():
-                    return
-                if is_over:
-                    return
-                if now > heard_at + allowed_s and not self._failed:
-                    raise WorkerError(
-                        f"The workers reported nothing for {allowed_s:g} s and were ended. If "
-                        "steps of this model take so long, raise run.timeout_s; otherwise a rank "
-                        "hangs: run again with --debug."
-                    )
-                time.sleep(_POLL_S)
+        failed_at = time.monotonic()
+        while self._running():
+            self._note_failures()
+            if not self._failed:
+                failed_at = time.monotonic()
+            elif time.monotonic() > failed_at + self._patience_s(folder):
+                return
+            time.sleep(_POLL_S)
+        self._note_failures()
 
     def _running(self) -> list[int]:
         return [rank for rank, process in enumerate(self._processes) if process.poll() is None]
 
     def _note_failures(self) -> None:
-        """Record the ranks that have failed since the last call, the first report first."""
-        new = {rank: code for rank, p in enumerate(self._processes) if (code := p.poll())}
-        paths = {rank: error_path(self.run_dir, rank) for rank in new}
-        reported_at = {r: path.stat().st_mtime_ns for r, path in paths.items() if path.exists()}
-        for rank in sorted(new, key=lambda rank: reported_at.get(rank, 0)):
-            self._failed.setdefault(rank, new[rank])
+        for rank, process in enumerate(self._processes):
+            if code := process.poll():
+                self._failed.setdefault(rank, code)
 
-    def _patience_s(self) -> float:
+    def _patience_s(self, folder: Path) -> float:
         """Return how long the other ranks may run on after a failure, in seconds."""
         if self._was_terminated:
             return _SAVE_S
-        is_explained = not all(follows_from_another(self.run_dir, r) for r in self._failed)
+        is_explained = not all(follows_from_another(folder, r) for r in self._failed)
         return 0.0 if is_explained else _EXPLAIN_S
-
-    def _pass_progress_on(self, progress: TextIO) -> bool:
-        """Pass on the whole lines that rank 0 has appended; return whether there were any."""
-        begin = progress.tell()
-        lines = progress.readlines()
-        if lines and not lines[-1].endswith("\n"):
-            progress.seek(begin)  # rank 0 is writing
-            return False
-        for line in lines:
-            self.on_progress(json.loads(line))
-        return bool(lines)
 
     def _pass_on(self, signum: int, _frame: FrameType | None) -> None:
         self._was_terminated = True

@@ -1,28 +1,34 @@
-"""What ranks write in the run folder, and what it says about the failure of a job."""
+"""Exit codes, and the error files of ranks: what they say about the failure of a job."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from chunkgraph.errors import ChunkGraphError, WorkerError
-from chunkgraph.jobs.exit_codes import EXIT_FAILED, exit_code_of, is_usage_error
 
 __all__ = [
-    "append_progress",
+    "EXIT_FAILED",
+    "EXIT_INTERRUPTED",
+    "EXIT_USAGE",
     "describe_error",
-    "error_path",
+    "exit_code_of",
     "first_failure",
     "follows_from_another",
+    "is_usage_error",
     "lost_a_peer",
     "write_error",
-    "write_whole",
 ]
+
+EXIT_FAILED = 1
+"""The run failed."""
+EXIT_USAGE = 2
+"""The configuration or the command line is wrong."""
+EXIT_INTERRUPTED = 130
+"""Ctrl-C ended the run."""
 
 _LOST_PEER = (
     "Connection closed by peer",
@@ -38,28 +44,28 @@ _SIGNAL_ADVICE: dict[int, str] = {
 }
 
 
-def error_path(folder: Path, rank: int) -> Path:
+def exit_code_of(error: BaseException) -> int:
+    """Return the exit code of a process that ends with ``error``."""
+    return int(getattr(error, "exit_code", EXIT_FAILED))
+
+
+def is_usage_error(error: BaseException) -> bool:
+    """Return True if the user has to change a setting or a file, or install a package."""
+    return exit_code_of(error) == EXIT_USAGE
+
+
+def _error_path(folder: Path, rank: int) -> Path:
     """Return the path of a rank's error file: the message, a blank line, the traceback."""
     return folder / f"error_rank{rank}.txt"
 
 
 def write_error(folder: Path, rank: int, error: BaseException) -> int:
-    """Write a rank's error file, unless there is one; return the exit code for the error."""
-    path = error_path(folder, rank)
-    if not path.exists():
-        text = f"{describe_error(error, rank)}\n\n{''.join(traceback.format_exception(error))}"
-        write_whole(path, text)
+    """Write a rank's error file, whole or not at all; return the exit code for the error."""
+    text = f"{describe_error(error, rank)}\n\n{''.join(traceback.format_exception(error))}"
+    partial = folder / f".error_rank{rank}.txt.{os.getpid()}"
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(_error_path(folder, rank))
     return exit_code_of(error)
-
-
-def append_progress(path: Path) -> Callable[[dict[str, Any]], None]:
-    """Return a progress callback that appends each line to a file, as JSON."""
-
-    def append(line: dict[str, Any]) -> None:
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-
-    return append
 
 
 def lost_a_peer(error: BaseException) -> bool:
@@ -86,14 +92,6 @@ def describe_error(error: BaseException, rank: int) -> str:
     elif is_usage_error(error) or text.lower().startswith("rank"):  # a setting concerns all ranks
         return text
     return f"Rank {rank} failed: {text}"
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file through a temporary one, so that no reader sees half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
 
 
 def follows_from_another(folder: Path, rank: int) -> bool:
@@ -132,7 +130,7 @@ def first_failure(
 
 def _report(folder: Path, rank: int) -> tuple[str, str]:
     """Return a rank's message and traceback; empty if it wrote none."""
-    path = error_path(folder, rank)
+    path = _error_path(folder, rank)
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     message, _, details = text.partition("\n\n")
     return message, details

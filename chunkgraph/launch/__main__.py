@@ -11,25 +11,16 @@ from __future__ import annotations
 import contextlib
 import os
 import runpy
-import signal
 import sys
 import time
-import traceback
 import warnings
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from chunkgraph._collector import collector_paused
-from chunkgraph.errors import ChunkGraphError, ConfigError
-from chunkgraph.jobs.exit_codes import EXIT_FAILED, exit_code_of, is_usage_error
-from chunkgraph.jobs.processes import (
-    REPORT_FOLDER_VARIABLE,
-    die_with_parent,
-    guard_session,
-    keep_quiet,
-    leave,
-)
-from chunkgraph.jobs.reports import write_error
+from chunkgraph.errors import ConfigError
+from chunkgraph.jobs.processes import REPORT_FOLDER_VARIABLE, keep_quiet, leave
+from chunkgraph.jobs.rank import run_rank
+from chunkgraph.jobs.reports import EXIT_FAILED
 from chunkgraph.launch.flags import GRANULARITY
 from chunkgraph.launch.options import (
     LaunchOptions,
@@ -56,28 +47,14 @@ def main(options: LaunchOptions | None = None) -> int:
         The exit code.
     """
     rank = _rank_variables()
-    folder: Path | None = None
-    try:
-        if options is None:
-            options = parse_options(sys.argv[1:], _PROG)
-        if REPORT_FOLDER_VARIABLE in os.environ:
-            folder = Path(os.environ[REPORT_FOLDER_VARIABLE])
-        if folder is not None or "TORCHELASTIC_RUN_ID" in os.environ:
-            die_with_parent()  # the parent ends all ranks while it is alive
-        end_well = guard_session()
-        if folder is not None:
-            # Ctrl-C reaches every process of the terminal; only the launcher handles it.
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-        else:  # the launcher makes these checks itself
-            _check_processes(options, rank)
-        code = run_script(options)
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # noqa: BLE001 - torch's CheckpointException is no Exception
-        return _report(error, rank, folder)
-    if code == 0:
-        end_well()
-    return code
+
+    def work() -> int:
+        parsed = parse_options(sys.argv[1:], _PROG) if options is None else options
+        if REPORT_FOLDER_VARIABLE not in os.environ:  # the launcher makes these checks itself
+            _check_processes(parsed, rank)
+        return run_script(parsed)
+
+    return run_rank(work)
 
 
 def run_script(options: LaunchOptions) -> int:
@@ -91,13 +68,6 @@ def run_script(options: LaunchOptions) -> int:
         ConfigError: The flags cannot be combined.
     """
     script_args = list(options.script_args)
-    world_size = os.environ.get("WORLD_SIZE", "1")
-    if world_size != "1" and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        raise ConfigError(
-            f"This is one of {world_size} processes, but MASTER_ADDR and MASTER_PORT "
-            "are not set. Export the address of rank 0 in both, or start the processes with "
-            "torchrun or chunkgraph launch."
-        )
     if options.device == "cpu":
         # Megatron compiles small functions for a GPU; torch reads the variable at import.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
@@ -161,7 +131,7 @@ def _check_processes(options: LaunchOptions, rank: int) -> None:
             "or run chunkgraph launch without one."
         )
     if rank == 0:
-        for note in (*options.notes, *options.notes_on_processes(num_processes)):
+        for note in options.notes:
             sys.stderr.write(f"note: {note}.\n")
 
 
@@ -186,20 +156,6 @@ def _rank_variables() -> int:
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "29500")
     return int(os.environ["RANK"])
-
-
-def _report(error: BaseException, rank: int, folder: Path | None) -> int:
-    """Report an error, through the launcher if there is one, so that it is printed once."""
-    if not isinstance(error, ChunkGraphError):
-        traceback.print_exception(error)
-    if folder is not None:
-        return write_error(folder, rank, error)
-    # A wrong command line is the same on all ranks.
-    if isinstance(error, ChunkGraphError) and (
-        not is_usage_error(error) or os.environ["LOCAL_RANK"] == "0"
-    ):
-        sys.stderr.write(f"error: {error}\n")
-    return exit_code_of(error)
 
 
 if __name__ == "__main__":

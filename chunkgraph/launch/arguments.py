@@ -32,7 +32,6 @@ from chunkgraph.settings.rule import Facts, Rule, refusals
 from chunkgraph.settings.words import FLAGS
 
 __all__ = [
-    "first_expert_layer",
     "refuse_changed_arguments",
     "schedule_of",
     "settle_arguments",
@@ -271,14 +270,6 @@ def _check_schedule(args: argparse.Namespace) -> None:
         counts,
         "--global-batch-size",
     )
-
-
-def first_expert_layer(args: argparse.Namespace) -> int:
-    """Return the number, from 1, of the first layer with experts of a model that has some."""
-    pattern, frequency = _hybrid_pattern(args), args.moe_layer_freq
-    if pattern is not None:
-        return pattern.replace("|", "").index("E") + 1
-    return frequency.index(1) + 1 if isinstance(frequency, list) else 1
 
 
 def _hybrid_pattern(args: argparse.Namespace) -> str | None:

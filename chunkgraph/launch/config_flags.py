@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from chunkgraph.launch.flags import GRANULARITY, flag_of
-from chunkgraph.launch.megatron_flags import flag_values, settings_that_are_off
+from chunkgraph.launch.megatron_flags import flag_values
 from chunkgraph.settings import Config, settings_of
 
 __all__ = ["merge_flags"]
@@ -42,11 +42,6 @@ def merge_flags(
     turned_off = line_flags.get(GRANULARITY) == ("layer",)
     if turned_off and config.capture.enabled:
         notes.append(f"{GRANULARITY} layer on the command line turns off capture of {source}")
-
-    def note(name: str, key: str) -> None:
-        shown = " ".join([name, *line_flags[name]])
-        notes.append(f"{shown} on the command line replaces {key} of {source}")
-
     off = {path for path, value in _SWITCHES.items() if line_flags.get(flag_of(path)) == (value,)}
     idle = {item.path for item in settings_of(Config) if item.needs in off}
     # Includes values of the section that map to Megatron's own flags.
@@ -60,11 +55,8 @@ def merge_flags(
         if override is None:
             flags += [setting.flag, *setting.values]
         elif override != setting.flag or line_flags[override] != setting.values:
-            note(override, setting.key)
-    for left_off in settings_that_are_off(config):
-        for name in left_off.flags:
-            if name in line_flags and line_flags[name] != (left_off.idle,):
-                note(name, left_off.key)
+            shown = " ".join([override, *line_flags[override]])
+            notes.append(f"{shown} on the command line replaces {setting.key} of {source}")
     return [*flags, *script_args], notes
 
 

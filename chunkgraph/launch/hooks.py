@@ -22,15 +22,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from chunkgraph.launch.arguments import (
-    first_expert_layer,
-    refuse_changed_arguments,
-    schedule_of,
-    settle_arguments,
-)
-from chunkgraph.launch.documents import OwnDocuments, SpreadDocuments
+from chunkgraph.launch.arguments import refuse_changed_arguments, schedule_of, settle_arguments
 from chunkgraph.launch.flags import GraphFlags
-from chunkgraph.launch.packed_steps import DocumentSource, PackedSteps, num_microbatches_at
+from chunkgraph.launch.packed_steps import OwnDocuments, PackedSteps, SpreadDocuments
 from chunkgraph.launch.packing_rules import changing_limits, packing_options
 from chunkgraph.launch.patches import (
     count_documents_on_cpu,
@@ -39,14 +33,13 @@ from chunkgraph.launch.patches import (
     pretrain_hooks,
     tensorboard_writers,
 )
-from chunkgraph.launch.report_lines import capture_line, start_line
-from chunkgraph.launch.step_metrics import StepMetrics
+from chunkgraph.launch.reports import StepMetrics, capture_line, start_line
 from chunkgraph.megatron.attachment import MegatronChunkGraphs, attach, config_of
 from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.megatron.core.collectives import gather_from_data_ranks, share_in_tensor_group
 from chunkgraph.megatron.core.delayed_weights import delay_in_new_configs
 from chunkgraph.megatron.features.contexts import ContextGroups, follow_groups
-from chunkgraph.megatron.features.experts.feature import Experts, dropped_tokens
+from chunkgraph.megatron.features.experts.feature import Experts
 from chunkgraph.megatron.features.experts.overlap import turn_off_overlap
 from chunkgraph.megatron.features.experts.state import scale_expert_metrics
 from chunkgraph.megatron.features.packing.banks import PackedBanks
@@ -89,7 +82,7 @@ def enable(*, on_cpu: bool = False) -> ChunkGraphsInPretrain:
 
 
 class ChunkGraphsInPretrain:
-    """The hooks of chunk graphs in Megatron's pretrain program; see `PretrainHooks`.
+    """The hooks of chunk graphs in Megatron's pretrain program, which `patch_pretrain` installs.
 
     Attributes:
         flags: The parsed flags; None before parsing and for granularity ``layer``.
@@ -169,11 +162,9 @@ class ChunkGraphsInPretrain:
             self.has_trained = True
             self._metrics = StepMetrics(graphs)
             self._has_reported_failure = False
-            if _rank() == 0:
-                _print_on_rank_0(start_line(graphs, flags))
+            _print_on_rank_0(start_line(graphs, flags))
             if graphs.site.packing is not None:
-                source = _document_source(flags, args, graphs, contexts)
-                self._steps = PackedSteps(source, chunks, _rank())
+                self._steps = _packed_steps(flags, args, graphs, chunks, contexts)
                 undo.callback(self._steps.close)
             yield
 
@@ -264,19 +255,17 @@ class ChunkGraphsInPretrain:
         """
         args = pretrain_arguments()
         exit_interval = getattr(args, "exit_interval", None)
-        ends = (
+        if not (
             iteration >= args.train_iters
             or (exit_interval and iteration % exit_interval == 0)
             or iteration in (getattr(args, "phase_transition_iterations", None) or ())
-        )
-        # External loaders may save their position; rollouts are created for each step.
-        is_unknown = getattr(args, "dataloader_type", None) == "external"
-        is_unknown = is_unknown or getattr(args, "perform_rl_step", False)
-        if ends or is_unknown or iteration + 1 in (getattr(args, "iterations_to_skip", None) or ()):
-            return
-        num_microbatches = num_microbatches_at(args.consumed_train_samples)
-        if num_microbatches is not None:
-            steps.announce_next(num_microbatches)
+            or iteration + 1 in (getattr(args, "iterations_to_skip", None) or ())
+            # External loaders may save their position.
+            or getattr(args, "dataloader_type", None) == "external"
+        ):
+            # A step of another number, in a ramp-up, withdraws the announcement.
+            calculator = import_megatron("megatron.core.num_microbatches_calculator")
+            steps.announce_next(calculator.get_num_microbatches())
 
     # -- reports -------------------------------------------------------------------------------
 
@@ -293,18 +282,22 @@ class ChunkGraphsInPretrain:
         elif engine.report is not None:
             experts = graphs.find(Experts)
             dispatch = "" if experts is None else experts.dispatch
-            if _rank() == 0 or (dispatch and _has_first_experts(graphs)):
-                _print(capture_line(engine.report, dispatch, _rank()))
+            _print_on_rank_0(capture_line(engine.report, dispatch))
 
 
-def _document_source(
-    flags: GraphFlags, args: Any, graphs: MegatronChunkGraphs, contexts: PackedBanks | None
-) -> DocumentSource:
-    """Create the source of each microbatch's documents; all ranks must call this together."""
+def _packed_steps(
+    flags: GraphFlags,
+    args: Any,
+    graphs: MegatronChunkGraphs,
+    chunks: Sequence[Any],
+    contexts: PackedBanks | None,
+) -> PackedSteps:
+    """Create the reader of each step's documents; all ranks must call this together."""
     if contexts is None:
-        return OwnDocuments(graphs, _rank(), share_in_tensor_group())
+        return OwnDocuments(graphs, chunks, _rank(), share_in_tensor_group())
     return SpreadDocuments(
         contexts,
+        chunks,
         _rank(),
         device=graphs.site.device,
         gather=gather_from_data_ranks(),
@@ -325,25 +318,11 @@ def _has_experts(args: argparse.Namespace) -> bool:
     return bool(getattr(args, "num_experts", None))
 
 
-def _has_first_experts(graphs: MegatronChunkGraphs) -> bool:
-    """Return whether this is the first rank of the stage with the model's first experts."""
-    state = import_megatron("megatron.core.parallel_state")
-    is_first = not (
-        state.get_tensor_model_parallel_rank()
-        or state.get_data_parallel_rank(with_context_parallel=True)
-    )
-    return is_first and first_expert_layer(pretrain_arguments()) in dropped_tokens(graphs)
-
-
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _print_on_rank_0(line: str) -> None:
     if _rank() == 0:
-        _print(line)
-
-
-def _print(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()

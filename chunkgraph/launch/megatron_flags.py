@@ -10,7 +10,7 @@ from chunkgraph.errors import ConfigError
 from chunkgraph.launch.flags import GRANULARITY, Flag
 from chunkgraph.settings import Config, Setting, resolved, settings_of
 
-__all__ = ["FlagValue", "Off", "flag_values", "settings_that_are_off"]
+__all__ = ["FlagValue", "flag_values"]
 
 _VIRTUAL = "pipeline.virtual_pipeline_model_parallel_size"
 _RIVALS = {
@@ -34,12 +34,6 @@ _WITHOUT_EFFECT: dict[str, Callable[[Config], bool]] = {
     "moe.moe_expert_rank_capacity_factor": lambda c: not c.capture.enabled,
 }
 """Settings that Megatron does not need, or refuses, although they are not null."""
-_OFF = {
-    "model.params_dtype": (("--bf16", "--fp16"), None),
-    "pipeline.context_parallel_size": (("--context-parallel-size",), "1"),
-    "capture.enabled": ((GRANULARITY,), "layer"),
-}
-"""Flags that would turn on these settings, and the flags' off value."""
 
 
 @dataclass(frozen=True)
@@ -57,21 +51,6 @@ class FlagValue:
     flag: str
     values: tuple[str, ...] = ()
     rivals: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Off:
-    """A setting that the file leaves off.
-
-    Attributes:
-        key: Dotted path in the file.
-        flags: Flags that would turn it on.
-        idle: The flags' off value, if they have one.
-    """
-
-    key: str
-    flags: tuple[str, ...]
-    idle: str | None = None
 
 
 def flag_values(config: Config, *, without_capture: bool) -> list[FlagValue]:
@@ -99,34 +78,6 @@ def flag_values(config: Config, *, without_capture: bool) -> list[FlagValue]:
     return values
 
 
-def settings_that_are_off(config: Config) -> list[Off]:
-    """List the settings that the file leaves off and a command line may turn on."""
-    settings = []
-    for item in settings_of(config.__class__):
-        if item.path in _OFF or _has_no_effect(item, config):
-            continue
-        value = _value_at(config, item.path)
-        flag = item.flag or item.megatron
-        if flag is None or item.path == "pipeline.microbatch_group_size_per_vp_stage":
-            continue
-        if item.path == _VIRTUAL:
-            value = None if config.pipeline.num_model_chunks == 1 else value
-        if value in (None, False, ()) or (item.path == _SEQS and not value):
-            idle = None
-            if item.flag and value is not None and value != ():
-                idle = Flag(item).text_of(value)[0]
-            settings.append(Off(item.path, (flag, *_RIVALS.get(item.path, ())), idle))
-    is_off = {
-        "model.params_dtype": config.model.params_dtype == "float32",
-        "pipeline.context_parallel_size": config.pipeline.context_parallel_size == 1,
-        "capture.enabled": not config.capture.enabled,
-    }
-    return [*settings, *(Off(path, *_OFF[path]) for path, off in is_off.items() if off)]
-
-
-_SEQS = "packing.max_packed_seqs"
-
-
 def _active_settings(config: Config) -> Iterator[tuple[Setting, str, Any]]:
     """Yield the settings that have an effect, each with its flag and its value."""
     pipeline = resolved(config).pipeline
@@ -146,7 +97,7 @@ def _active_settings(config: Config) -> Iterator[tuple[Setting, str, Any]]:
 
 def _is_off_switch(item: Setting, value: Any) -> bool:
     """Return whether a value is a section's switch that is off, or an empty list without effect."""
-    if item.path in ("stash.enabled", _SEQS):
+    if item.path in ("stash.enabled", "packing.max_packed_seqs"):
         return not value
     return value == () and not item.is_optional
 

@@ -94,9 +94,6 @@ class LaunchOptions:
     Attributes:
         script: The pretrain script.
         script_args: Flags of the script, including those from the configuration file.
-        line_args: Flags of the script on the command line.
-        config: Contents of the configuration file, or None.
-        config_path: The configuration file, or None.
         device: Device; ``cpu`` runs the script on a machine without a GPU.
         nproc: Number of processes to start.
         has_nproc_option: Whether the command line sets the number of processes.
@@ -106,32 +103,16 @@ class LaunchOptions:
 
     script: Path
     script_args: tuple[str, ...]
-    line_args: tuple[str, ...]
-    config: Config | None
-    config_path: Path | None
     device: str
     nproc: int
     has_nproc_option: bool
     debug: bool
     notes: tuple[str, ...]
 
-    def notes_on_processes(self, num_processes: int) -> list[str]:
-        """Return notes if the configuration file expects another number of processes."""
-        if self.config is None or num_processes == self.config.pipeline.world_size:
-            return []
-        note = (
-            f"{num_processes} processes run, but the pipeline section of {self.config_path} is "
-            f"for {self.config.pipeline.world_size}: Megatron derives the number of data-parallel "
-            "copies from the processes"
-        )
-        return [note]
-
     def rank_command(self) -> list[str]:
         """Return the arguments of Python for one rank."""
-        options = ["--device", self.device]
-        if self.config_path is not None:
-            options += ["--config", str(self.config_path)]
-        return ["-m", "chunkgraph.launch", *options, str(self.script), *self.line_args]
+        command = ["-m", "chunkgraph.launch", "--device", self.device]
+        return [*command, str(self.script), *self.script_args]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -195,9 +176,6 @@ def options_from(args: argparse.Namespace) -> LaunchOptions:
     return LaunchOptions(
         script=script,
         script_args=tuple(script_args),
-        line_args=tuple(args.script_args),
-        config=config,
-        config_path=args.config,
         device=args.device or device,
         nproc=nproc,
         has_nproc_option=args.nproc_per_node is not None,

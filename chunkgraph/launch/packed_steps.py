@@ -9,238 +9,48 @@ skipped step or a save finds the iterators in the same state as without chunk gr
 
 from __future__ import annotations
 
-import copy
+import contextlib
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from itertools import islice
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from chunkgraph.errors import ConfigError
-from chunkgraph.megatron.core.access import import_megatron, private_names
-from chunkgraph.megatron.core.gloo_agreement import Share
-from chunkgraph.megatron.features.packing.params import ARGUMENT
-from chunkgraph.packing import check_offsets
+from chunkgraph.errors import ConfigError, PackingError
+from chunkgraph.launch.documents import (
+    ROWS,
+    Documents,
+    Microbatches,
+    cut,
+    documents_of,
+    look_ahead,
+)
+from chunkgraph.megatron.attached import MegatronChunkGraphs
+from chunkgraph.megatron.core.gloo_agreement import Gather, Share
+from chunkgraph.megatron.features.packing.bank import PackedBank
+from chunkgraph.megatron.features.packing.banks import PackedBanks
+from chunkgraph.megatron.features.packing.params import (
+    ARGUMENT,
+    PADDING_MASK,
+    fixed_params,
+    make_params,
+    to_device,
+)
+from chunkgraph.packing import (
+    PackedSequences,
+    pack,
+    schedule_contexts,
+    scheduler_of,
+    smallest_that_fits,
+)
 
-__all__ = [
-    "ROWS",
-    "DocumentSource",
-    "Documents",
-    "Microbatches",
-    "PackedSteps",
-    "ReadAhead",
-    "StepData",
-    "Turn",
-    "cut",
-    "documents_of",
-    "look_ahead",
-    "num_microbatches_at",
-]
-
-_OFFSETS = "cu_seqlens"
-ROWS = ("tokens", "labels", "loss_mask", "position_ids")
-"""Fields of a sample with one value for each row."""
-
-
-@dataclass(frozen=True)
-class Documents:
-    """The documents of a microbatch.
-
-    Attributes:
-        offsets: Beginnings of the documents, as the script computes them, and the end of the last
-            one; documents may be empty.
-        num_needed: Number of rows up to the last one that a loss needs; all rows if rows may not
-            be cut.
-    """
-
-    offsets: tuple[int, ...]
-    num_needed: int
-
-    @property
-    def num_rows(self) -> int:
-        """Return the number of all rows."""
-        return self.offsets[-1]
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Return the rows of each nonempty document."""
-        steps = np.diff(self.offsets)
-        return tuple(steps[steps > 0].tolist())
-
-    def up_to(self, num_rows: int) -> Documents:
-        """Return the documents of the first ``num_rows`` rows; the last one may be cut."""
-        offsets = np.minimum(self.offsets, num_rows)
-        return Documents(tuple(offsets[: _end(offsets, num_rows)].tolist()), self.num_needed)
-
-
-def documents_of(
-    batch: Mapping[str, Any],
-    seq_length: int,
-    where: str,
-    *,
-    may_be_cut: bool = False,
-    multiple_of: int = 1,
-) -> Documents:
-    """Return the documents of a microbatch from the data set, samples end to end.
-
-    Args:
-        batch: Batch from Megatron's data iterator.
-        seq_length: Rows of a sample.
-        where: Rank and microbatch, for errors.
-        may_be_cut: Whether to find the rows that losses need; for microbatches of one sample.
-        multiple_of: Number of pieces into which context-parallel ranks cut each document.
-
-    Raises:
-        ConfigError: The batch has no offsets on the host, or documents that the ranks cannot
-            share.
-        PackingError: The offsets are invalid.
-    """
-    offsets = _on_host(batch, _OFFSETS, where)
-    starts = [0]
-    for row in offsets.reshape(-1, offsets.shape[-1]):
-        check_offsets(row, seq_length, where, may_repeat=True)
-        if row[-1] != seq_length:
-            raise ConfigError(
-                f"{where}: the documents of a sample end at {row[-1]}, not at its {seq_length} "
-                "rows. The data set must count the padding of a sample in its last document, as "
-                "Megatron's data sets do."
-            )
-        if multiple_of > 1 and (row % multiple_of).any():
-            raise ConfigError(
-                f"{where}: documents begin at {row[: _end(row, seq_length)].tolist()}, and the "
-                f"context-parallel ranks cut each in {multiple_of} equal pieces. The data set must "
-                "pad them, as Megatron's --sft does if GPTDatasetConfig has "
-                "context_parallel_size."
-            )
-        starts += (row[1 : _end(row, seq_length)] + starts[-1]).tolist()
-    num_needed = starts[-1]
-    if may_be_cut:
-        counted = np.flatnonzero(_on_host(batch, "loss_mask", where).reshape(-1))
-        num_needed = int(counted[-1]) + 1 if len(counted) else 1
-    return Documents(tuple(starts), num_needed)
-
-
-def cut(batch: Mapping[str, Any], num_rows: int, where: str) -> dict[str, Any]:
-    """Return a copy of a one-sample microbatch with only its first ``num_rows`` rows.
-
-    Attention is causal, and no loss needs the removed rows.
-    """
-    offsets = np.minimum(_on_host(batch, _OFFSETS, where), num_rows)
-    short = dict(batch)
-    for name in ROWS:
-        if short.get(name) is not None:
-            short[name] = short[name][:, :num_rows].contiguous()
-    short[_OFFSETS] = torch.from_numpy(offsets)
-    longest = batch.get("max_seqlen")
-    if isinstance(longest, torch.Tensor):
-        short["max_seqlen"] = torch.full_like(longest, int(np.diff(offsets.reshape(-1)).max()))
-    return short
-
-
-def _end(row: NDArray[Any], num_rows: int) -> int:
-    """Return the number of entries before the padding."""
-    return int(np.argmax(row == num_rows)) + 1
-
-
-def _on_host(batch: Mapping[str, Any], name: str, where: str) -> NDArray[Any]:
-    value = batch.get(name) if isinstance(batch, Mapping) else None
-    if not isinstance(value, torch.Tensor) or value.device.type != "cpu":
-        what = "nothing" if value is None else f"a {type(value).__name__} on a device"
-        raise ConfigError(
-            f"{where}: the data iterator gives {what} as {name!r}. With "
-            "--cuda-graph-max-packed-seqs every microbatch must contain its documents' offsets "
-            "on the host, as with Megatron's --sft, on every pipeline stage."
-        )
-    return value.numpy()
-
-
-class ReadAhead:
-    """An iterator whose next items can be inspected before they are read.
-
-    Args:
-        iterator: The underlying iterator, read on demand. An error that it raises surfaces when
-            the item is read, not when it is inspected.
-    """
-
-    def __init__(self, iterator: Iterator[Any]) -> None:
-        self._iterator = iterator
-        self._seen: deque[Any] = deque()
-        self._error: Exception | None = None  # raised after the items in _seen
-
-    def __iter__(self) -> ReadAhead:
-        return self
-
-    def __next__(self) -> Any:
-        if self._seen:
-            return self._seen.popleft()
-        if self._error is not None:
-            raise self._error
-        return next(self._iterator)
-
-    def __getattr__(self, name: str) -> Any:
-        # Forward all other public attributes to the underlying iterator.
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._iterator, name)
-
-    def first(self, num: int) -> list[Any] | None:
-        """Return the next items without consuming them; None if there are fewer."""
-        while len(self._seen) < num and self._error is None:
-            try:
-                self._seen.append(next(self._iterator))
-            except StopIteration:
-                return None
-            except Exception as error:  # noqa: BLE001
-                self._error = error
-        return list(islice(self._seen, num)) if len(self._seen) >= num else None
-
-
-def look_ahead(iterator: Any) -> ReadAhead | None:
-    """Return a look-ahead below one of Megatron's training iterators; None for other iterators.
-
-    Readers of the iterator still get the inspected items, and Megatron can still replay them if it
-    runs a step a second time: its `RerunDataIterator` stores the items that it returns, and the
-    look-ahead replaces the iterator below it. An iterator that saves its position is left alone:
-    the saved position would include inspected items.
-    """
-    kind = import_megatron("megatron.core.rerun_state_machine").RerunDataIterator
-    if type(iterator) is not kind or not hasattr(iterator, "iterable"):
-        return None
-    wrapped = iterator.iterable
-    if isinstance(wrapped, ReadAhead):
-        return wrapped
-    if any(hasattr(wrapped, name) for name in ("save_state", "state_dict")):
-        return None
-    iterator.iterable = ahead = ReadAhead(wrapped)
-    return ahead
-
-
-def num_microbatches_at(consumed_samples: int) -> int | None:
-    """Return the number of microbatches of a step that begins after ``consumed_samples``.
-
-    Return None if Megatron has no calculator for it. Megatron's own count does not change.
-    """
-    (calculator,) = private_names(
-        "megatron.core.num_microbatches_calculator", "_GLOBAL_NUM_MICROBATCHES_CALCULATOR"
-    )
-    if calculator is None:
-        return None
-    future = copy.copy(calculator)
-    future.update(consumed_samples, consistency_check=False)
-    return int(future.get())
-
-
-Microbatches = Sequence["deque[dict[str, Any]] | None"]
-"""The microbatches of a step for each model chunk; None for a chunk that another rank reads."""
-
-_Value = TypeVar("_Value")
+__all__ = ["OwnDocuments", "PackedSteps", "SpreadDocuments", "Turn"]
 
 
 @dataclass(frozen=True)
@@ -257,94 +67,159 @@ class Turn:
     inputs: Callable[[Any], dict[str, Any]]
 
 
-@dataclass(frozen=True)
-class StepData:
-    """The data and arguments that a step runs with.
-
-    Attributes:
-        batches: Data for the forward step.
-        turns: The microbatches, in order.
-        keywords: Additional keywords for the schedule.
-        metrics_scales: Factors for metrics; see `PackedSteps`.
-    """
-
-    batches: Microbatches
-    turns: Sequence[Turn]
-    keywords: dict[str, Any] = field(default_factory=dict)
-    metrics_scales: tuple[float, float] | None = None
-
-
-class DocumentSource(ABC):
-    """Determines the documents of each microbatch of a step from the samples that are read.
+class PackedSteps(ABC):
+    """Reads the microbatches of each step ahead, and passes their documents to the model's calls.
 
     Args:
+        model_chunks: The schedule's argument ``model``.
         rank: The rank, for errors.
         share: Function that broadcasts a value of the first tensor-parallel rank, which reads
             data, to the others; None without tensor parallelism.
+
+    Attributes:
+        metrics_scales: Factors that scale the routers' sums over the last training step from the
+            number of microbatches that ran to the number that the script requested; see
+            `scale_expert_metrics`. None if the numbers are equal.
     """
 
-    def __init__(self, rank: int, share: Share | None = None) -> None:
+    def __init__(
+        self, model_chunks: Sequence[nn.Module], rank: int, share: Share | None = None
+    ) -> None:
+        self.metrics_scales: tuple[float, float] | None = None
         self._rank = rank
         self._share = share
+        self._turns: Sequence[Turn] = ()  # of the running step; empty between steps
+        self._num_calls = [0] * len(model_chunks)
+        # From the last schedule call; the next step most likely uses the same ones.
+        self._iterators: list[Any] = []
+        self._hooks = [
+            chunk.register_forward_pre_hook(self._hook_of(c), with_kwargs=True)
+            for c, chunk in enumerate(model_chunks)
+        ]
 
     @abstractmethod
-    def begin(self, read: Microbatches, kwargs: dict[str, Any]) -> StepData:
+    def _begin(
+        self, read: Microbatches, kwargs: dict[str, Any]
+    ) -> tuple[Microbatches, Sequence[Turn], dict[str, Any]]:
         """Begin a step.
 
         Args:
             read: The microbatches that the forward step would read.
             kwargs: Keywords of the schedule.
+
+        Returns:
+            The microbatches for the forward step, its turns, and keywords that replace the
+            schedule's.
         """
 
     @abstractmethod
-    def announce_next(self, num_microbatches: int, iterators: Sequence[Any]) -> None:
+    def announce_next(self, num_microbatches: int) -> None:
         """Announce the documents of the next training step, if they are known in advance.
 
         All ranks must call this together, between two training steps.
-
-        Args:
-            num_microbatches: Number of microbatches of the next step.
-            iterators: The data iterators of the last schedule call, one for each chunk.
         """
 
+    def wrap(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap the schedule of a training or evaluation step, already wrapped by the graphs."""
+
+        def read_ahead(**kwargs: Any) -> Any:
+            if kwargs.get("forward_only", False):
+                return forward_backward(**kwargs)
+            iterators = kwargs["data_iterator"]
+            is_list = isinstance(iterators, (list, tuple))
+            self._iterators = list(iterators) if is_list else [iterators]
+            num_microbatches = kwargs["num_microbatches"]
+            read = [
+                None if one is None else deque([next(one) for _ in range(num_microbatches)])
+                for one in self._iterators
+            ]
+            batches, self._turns, keywords = self._begin(read, kwargs)
+            feeds = [None if one is None else _drain(one) for one in batches]
+            self.begin_run()
+            try:
+                result = forward_backward(
+                    **{**kwargs, **keywords, "data_iterator": feeds if is_list else feeds[0]}
+                )
+            finally:
+                self._turns = ()
+            if any(batches):  # without chunk graphs, the next step would read the rest
+                raise ConfigError(
+                    f"rank {self._rank}: the forward step left microbatches of its step unread. "
+                    "With --cuda-graph-max-packed-seqs it reads one for each call, on every "
+                    "pipeline stage, as pretrain_gpt.py does with --sft."
+                )
+            return result
+
+        return read_ahead
+
+    def begin_run(self) -> None:
+        """Count microbatches from 0: the schedule is about to run a step, or to run it again."""
+        self._num_calls = [0] * len(self._num_calls)
+
     def close(self) -> None:
-        """Release process groups."""
+        """Remove the hooks from the model, and release process groups."""
+        for hook in self._hooks:
+            hook.remove()
         if self._share is not None:
             self._share.close()
 
-    def _documents_of(
-        self, read: Microbatches, seq_length: int, *, may_be_cut: bool, multiple_of: int = 1
-    ) -> list[list[Documents]]:
-        """Return the documents of each sample, for each chunk that reads."""
-        return [
-            [
-                documents_of(
-                    batch,
-                    seq_length,
-                    f"rank {self._rank}, microbatch {i}",
-                    may_be_cut=may_be_cut,
-                    multiple_of=multiple_of,
+    def _hook_of(self, c: int) -> Callable[..., Any]:
+        """Return a pre-forward hook of a model chunk that replaces the script's offsets."""
+
+        def hook(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+            if not self._turns:
+                return None
+            number = self._num_calls[c]
+            self._num_calls[c] += 1
+            where = f"rank {self._rank}, microbatch {number}, chunk {c}"
+            params = kwargs.get(ARGUMENT)
+            if params is None:
+                raise ConfigError(
+                    f"{where}: the forward step calls its model without {ARGUMENT}=. With "
+                    "--cuda-graph-max-packed-seqs it must pass it by name on every stage, as "
+                    "pretrain_gpt.py does with --sft."
                 )
+            turn = self._turns[number] if number < len(self._turns) else None
+            num_offsets = params.cu_seqlens_q.numel()
+            if turn is None or num_offsets != turn.num_offsets:
+                expected = "no such microbatch" if turn is None else f"{turn.num_offsets}"
+                raise ConfigError(
+                    f"{where}: the forward step passed {num_offsets} offsets, but the data of the "
+                    f"step has {expected}. It must read one microbatch for each call of its "
+                    "model, in order, and must not change their documents."
+                )
+            return args, {**kwargs, **turn.inputs(params)}
+
+        return hook
+
+    def _documents_of(
+        self, read: Microbatches, seq_length: int, multiple_of: int = 1
+    ) -> list[Documents] | None:
+        """Return the documents of each microbatch, equal for all chunks; None if not read here.
+
+        Raises:
+            ConfigError: The chunks read different documents, or see `documents_of`.
+        """
+        by_chunk = [
+            [
+                documents_of(batch, seq_length, self._where(i), multiple_of)
                 for i, batch in enumerate(batches)
             ]
             for batches in read
             if batches is not None
         ]
-
-    def _of_chunks(self, values: Sequence[_Value]) -> _Value | None:
-        """Return the value that all chunks agree on; None if another rank reads.
-
-        Raises:
-            ConfigError: The values differ.
-        """
-        if any(value != values[0] for value in values):
+        if any(documents != by_chunk[0] for documents in by_chunk):
             raise ConfigError(
                 f"rank {self._rank}: the data iterators of its model chunks give different "
-                "documents for the same microbatch. They must read the same samples."
+                "documents for the same microbatch. They must read the same samples, each from an "
+                "iterator of its own, as Megatron's do."
             )
-        return values[0] if values else None
+        return by_chunk[0] if by_chunk else None
 
-    def _shared(self, local: _Value | None) -> _Value:
+    def _where(self, microbatch: int) -> str:
+        return f"rank {self._rank}, microbatch {microbatch}"
+
+    def _shared(self, local: Any) -> Any:
         """Return the first tensor-parallel rank's value on all tensor-parallel ranks.
 
         Raises:
@@ -360,159 +235,270 @@ class DocumentSource(ABC):
         return shared
 
 
-class PackedSteps:
-    """Reads ahead the microbatches of each step, and passes their documents to the model's calls.
+def _drain(batches: deque[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield each microbatch, and keep no reference to it."""
+    while batches:
+        yield batches.popleft()
+
+
+class _StepShape(NamedTuple):
+    """The amount of data that a step reads, from the schedule's keywords; equal on all ranks."""
+
+    num_microbatches: int
+    seq_length: int
+    micro_batch_size: int
+
+
+class OwnDocuments(PackedSteps):
+    """Passes on the documents of a rank's own samples, with a fixed context-parallel size.
 
     Args:
-        source: Source of the documents of each microbatch.
-        model_chunks: The schedule's argument ``model``.
+        graphs: Graphs attached with ``packing``, which receive the documents of each step.
+        model_chunks: See `PackedSteps`.
         rank: The rank, for errors.
-
-    Attributes:
-        source: See above.
-        metrics_scales: Factors that scale the routers' sums over the last training step from the
-            number of microbatches that ran to the number that the script requested; see
-            `scale_expert_metrics`. None if the numbers are equal.
+        share: See `PackedSteps`.
     """
 
     def __init__(
-        self, source: DocumentSource, model_chunks: Sequence[nn.Module], rank: int
+        self,
+        graphs: MegatronChunkGraphs,
+        model_chunks: Sequence[nn.Module],
+        rank: int,
+        share: Share | None = None,
     ) -> None:
-        self.source = source
-        self.metrics_scales: tuple[float, float] | None = None
-        self._rank = rank
-        self._turns: Sequence[Turn] = ()  # of the running step; empty between steps
-        self._num_calls = [0] * len(model_chunks)
-        # From the last schedule call; the next step most likely uses the same ones.
-        self._iterators: list[Any] = []
-        self._hooks = [
-            chunk.register_forward_pre_hook(self._hook_of(c), with_kwargs=True)
-            for c, chunk in enumerate(model_chunks)
-        ]
-
-    def wrap(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the schedule of a training or evaluation step, already wrapped by the graphs."""
-
-        def read_ahead(**kwargs: Any) -> Any:
-            if kwargs.get("forward_only", False):
-                return forward_backward(**kwargs)
-            iterators = kwargs["data_iterator"]
-            by_chunk = list(iterators) if isinstance(iterators, (list, tuple)) else [iterators]
-            self._iterators = by_chunk
-            read = self._read(by_chunk, kwargs["num_microbatches"])
-            data = self.source.begin(read, kwargs)
-            self.metrics_scales = data.metrics_scales
-            feeds = [
-                None if batches is None else _Feed(batches, self._rank) for batches in data.batches
-            ]
-            kwargs.update(data.keywords)
-            kwargs["data_iterator"] = feeds if isinstance(iterators, (list, tuple)) else feeds[0]
-            with self._running(data.turns):
-                result = forward_backward(**kwargs)
-            for feed in feeds:
-                if feed is not None:
-                    feed.refuse_rest()
-            return result
-
-        return read_ahead
-
-    def begin_run(self) -> None:
-        """Count microbatches from 0: the schedule is about to run a step, or to run it again."""
-        self._num_calls = [0] * len(self._num_calls)
+        super().__init__(model_chunks, rank, share)
+        self._graphs = graphs
+        self._last_shape: _StepShape | None = None
+        self._next_shape: _StepShape | None = None  # of the expected step, after `announce_next`
+        self._announced: list[Documents] | None = None
 
     def announce_next(self, num_microbatches: int) -> None:
-        """Announce the next training step; see `DocumentSource.announce_next`."""
-        self.source.announce_next(num_microbatches, self._iterators)
+        """Announce the documents of the next training step; see `PackedSteps`.
+
+        Announce nothing if the step's data cannot be inspected, end early, or are wrong; the step
+        reports wrong data when it begins.
+        """
+        if self._last_shape is None:
+            return
+        self._next_shape = shape = self._last_shape._replace(num_microbatches=num_microbatches)
+        read = look_ahead(self._iterators, num_microbatches)
+        documents: list[Documents] | None = None
+        with contextlib.suppress(ConfigError, PackingError):
+            documents = None if read is None else self._documents(read, shape)
+        self._announced = documents if self._share is None else self._share(documents)
+        if self._announced is not None:
+            try:
+                self._graphs.announce([d.lengths for d in self._fit(self._announced)])
+            except (ConfigError, PackingError):
+                self._announced = None
+
+    def _begin(
+        self, read: Microbatches, kwargs: dict[str, Any]
+    ) -> tuple[Microbatches, Sequence[Turn], dict[str, Any]]:
+        """Begin a step; check its documents against the announced ones."""
+        self._last_shape = shape = _StepShape(*(kwargs[name] for name in _StepShape._fields))
+        expected, self._next_shape = self._next_shape, None
+        announced, self._announced = self._announced, None
+        if expected not in (None, shape):
+            # The loop runs a different step than expected; all ranks run the same loop.
+            self._graphs.withdraw()
+            announced = None
+        local = self._documents(read, shape)
+        if announced is None:
+            documents: list[Documents] = self._shared(local)
+        elif local in (None, announced):
+            documents = announced
+        else:
+            raise ConfigError(
+                f"rank {self._rank}: the documents of the step differ from those that were "
+                "announced to the other ranks. Between two steps, do not read from the data "
+                "iterators and do not replace them."
+            )
+        fitted = self._fit(documents)
+        keywords: dict[str, Any] = {"packings": [d.lengths for d in fitted]}
+        for i, (whole, short) in enumerate(zip(documents, fitted, strict=True)):
+            if short.num_rows == whole.num_rows:
+                continue
+            # Activations between stages have the length of the longest shape.
+            keywords["seq_length"] = max(self._graphs.buckets)
+            for batches in read:
+                if batches is not None:
+                    batches[i] = cut(batches[i], short.num_rows, self._where(i))
+        return read, [Turn(len(d.offsets), partial(self._inputs, d)) for d in fitted], keywords
+
+    def _inputs(self, documents: Documents, params: Any) -> dict[str, Any]:
+        """Pack documents into the smallest shape that holds them; without one the step is eager."""
+        shape = smallest_that_fits(documents.lengths, self._graphs.packed_shapes)
+        if shape is None:
+            return {ARGUMENT: params}
+        return {ARGUMENT: fixed_params(params, pack(documents.lengths, shape))}
+
+    def _documents(self, read: Microbatches, shape: _StepShape) -> list[Documents] | None:
+        multiple = next(iter(self._graphs.buckets.values())).document_multiple
+        return self._documents_of(read, shape.seq_length, multiple)
+
+    def _fit(self, documents: Sequence[Documents]) -> list[Documents]:
+        """Cut each microbatch to the rows of the smallest shape that holds its needed rows.
+
+        Keep all rows of the step if a microbatch needs more than the longest shape has.
+        """
+        shapes = self._graphs.buckets
+        most = max(shapes)
+        if any(whole.num_needed > most for whole in documents):
+            return list(documents)
+        fitted = []
+        for whole in documents:
+            rows = min(length for length in shapes if length >= whole.num_needed)
+            if smallest_that_fits(whole.up_to(rows).lengths, shapes.values()) is None:
+                rows = most  # too many documents: stages expect the longest shape if none fits
+            fitted.append(whole if rows == whole.num_rows else whole.up_to(rows))
+        return fitted
+
+
+_Document = dict[str, NDArray[Any]]
+"""Rows of a document by the data set's name of the field."""
+
+
+class SpreadDocuments(PackedSteps):
+    """Schedules the documents of all ranks; a group of ranks shares each microbatch.
+
+    Args:
+        banks: Banks of this rank.
+        model_chunks: See `PackedSteps`.
+        rank: The rank, for errors.
+        device: Device of this rank.
+        gather: Function that exchanges documents between the data-parallel ranks.
+        share: See `PackedSteps`.
+        schedule: Rule that chooses the context-parallel size of a microbatch.
+        seed: Function that returns the seed of random sizes, which differs between steps and is
+            the same on all ranks and in a step's second run.
+        has_experts: Whether the model has experts, on any rank; the model then receives a mask of
+            the padding rows, which are not routed to experts.
+    """
+
+    def __init__(  # arguments that the hooks know independently of each other
+        self,
+        banks: PackedBanks,
+        model_chunks: Sequence[nn.Module],
+        rank: int,
+        *,
+        device: torch.device,
+        gather: Gather,
+        share: Share | None = None,
+        schedule: Literal["smallest", "random"] = "smallest",
+        seed: Callable[[], str] = str,
+        has_experts: bool = False,
+    ) -> None:
+        super().__init__(model_chunks, rank, share)
+        assert banks.limits is not None
+        assert banks.groups is not None
+        self._banks, self._limits, self._groups = banks, banks.limits, banks.groups
+        self._device = device
+        self._gather = gather
+        self._schedule = schedule
+        self._seed = seed
+        self._has_experts = has_experts
+
+    def announce_next(self, num_microbatches: int) -> None:
+        """Announce nothing: the schedule needs the documents of the other ranks."""
 
     def close(self) -> None:
-        """Remove the hooks from the model, and close the source."""
-        for hook in self._hooks:
-            hook.remove()
-        self.source.close()
+        """Remove the hooks from the model, and release process groups."""
+        super().close()
+        self._gather.close()
 
-    # -- reading -------------------------------------------------------------------------------
+    def _begin(
+        self, read: Microbatches, kwargs: dict[str, Any]
+    ) -> tuple[Microbatches, Sequence[Turn], dict[str, Any]]:
+        """Begin a step with the schedule that all ranks compute."""
+        of_ranks = self._gathered(read, kwargs["seq_length"])
+        local_lengths = None if of_ranks is None else [len(d["tokens"]) for d in of_ranks]
+        lengths: list[int] = self._shared(local_lengths)
+        schedule = schedule_contexts(
+            lengths, self._limits, scheduler_of(self._schedule, self._limits, self._seed())
+        )
+        banks = self._banks.of_schedule(schedule, lengths)
+        if self._has_experts:
+            num_requested = kwargs["num_microbatches"]
+            # Fillers add nothing to the metrics.
+            num_filled = schedule.mean_filled_microbatches, schedule.num_filled_rounds
+            self.metrics_scales = num_requested / num_filled[0], num_requested / num_filled[1]
+        share: list[deque[dict[str, Any]] | None] = [
+            None if batches is None else deque() for batches in read
+        ]
+        turns = []
+        for microbatch, bank in zip(schedule.of_rank(self._groups.rank), banks, strict=True):
+            # A filler forwards one token, whose loss does not count.
+            packed = pack([lengths[d] for d in microbatch.documents] or [1], bank.shape)
+            rows = packed.rows_of_rank(self._groups.rank % bank.size)
+            is_filler = not microbatch.documents
+            padding_mask = (packed.padding_mask | is_filler)[rows][None]
+            turns.append(Turn(2, partial(self._inputs, packed, bank, padding_mask)))
+            if of_ranks is not None:
+                filler = {name: np.zeros_like(values[:1]) for name, values in of_ranks[0].items()}
+                documents = [of_ranks[d] for d in microbatch.documents] or [filler]
+                batch = self._batch(documents, packed, rows, kwargs["seq_length"] + 1)
+                for batches in share:
+                    if batches is not None:
+                        batches.append(dict(batch))
+        keywords = {
+            "contexts": banks,
+            "num_microbatches": schedule.num_microbatches,
+            # Activations between stages have as many rows as a rank.
+            "seq_length": self._limits.max_tokens_per_rank,
+        }
+        return share, turns, keywords
 
-    def _read(self, iterators: Sequence[Any], num_microbatches: int) -> Microbatches:
-        """Read the step's microbatches of each chunk."""
-        sources = [iterator for iterator in iterators if iterator is not None]
-        if len({id(iterator) for iterator in sources}) < len(sources):
-            raise ConfigError(
-                f"rank {self._rank}: several model chunks read from one data iterator, so the "
-                "documents of a microbatch are not known before the step. Use one iterator per "
-                "chunk, as Megatron does, or leave out --cuda-graph-max-packed-seqs."
-            )
+    def _inputs(
+        self, packed: PackedSequences, bank: PackedBank, padding_mask: NDArray[Any], _params: Any
+    ) -> dict[str, Any]:
+        params = make_params(packed, self._device)
+        params.cp_group, params.local_cp_size = bank.group, bank.size
+        if not self._has_experts:
+            return {ARGUMENT: params}
+        return {ARGUMENT: params, PADDING_MASK: to_device(padding_mask, self._device)}
 
-        def take(iterator: Any) -> deque[dict[str, Any]]:
-            batches: deque[dict[str, Any]] = deque()
-            while len(batches) < num_microbatches:
-                batches.append(next(iterator))
-            return batches
+    def _gathered(self, read: Microbatches, seq_length: int) -> list[_Document] | None:
+        """Return the documents of all data-parallel ranks; None if another rank reads them."""
+        by_batch = self._documents_of(read, seq_length)
+        if by_batch is None:
+            return None
+        batches = next(batches for batches in read if batches is not None)
+        local = [
+            document
+            for batch, documents in zip(batches, by_batch, strict=True)
+            for document in _split(batch, documents)
+        ]
+        return [document for of_rank in self._gather(local) for document in of_rank]
 
-        return [None if iterator is None else take(iterator) for iterator in iterators]
-
-    # -- the model -----------------------------------------------------------------------------
-
-    @contextmanager
-    def _running(self, turns: Sequence[Turn]) -> Iterator[None]:
-        self._turns = turns
-        self.begin_run()
-        try:
-            yield
-        finally:
-            self._turns = ()
-
-    def _hook_of(self, c: int) -> Callable[..., Any]:
-        """Return a pre-forward hook of a model chunk that replaces the script's offsets."""
-
-        def hook(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-            if not self._turns:
-                return None
-            number = self._num_calls[c]
-            where = f"rank {self._rank}, microbatch {number}, chunk {c}"
-            if number == len(self._turns):
-                raise ConfigError(f"{where}: the forward step calls its model more than once.")
-            self._num_calls[c] += 1
-            turn, params = self._turns[number], kwargs.get(ARGUMENT)
-            if params is None:
-                raise ConfigError(
-                    f"{where}: the forward step calls its model without {ARGUMENT}=. With "
-                    "--cuda-graph-max-packed-seqs it must pass it by name on every stage, as "
-                    "pretrain_gpt.py does with --sft."
-                )
-            if params.cu_seqlens_q.numel() != turn.num_offsets:
-                raise ConfigError(
-                    f"{where}: the forward step passed {params.cu_seqlens_q.numel()} offsets, but "
-                    f"the data of the microbatch has {turn.num_offsets}. It must read one "
-                    "microbatch for each call, in order, and must not change their documents."
-                )
-            return args, {**kwargs, **turn.inputs(params)}
-
-        return hook
+    def _batch(
+        self,
+        documents: Sequence[_Document],
+        packed: PackedSequences,
+        rows: NDArray[Any],
+        width: int,
+    ) -> dict[str, torch.Tensor]:
+        """Return this rank's rows, as a sample of one document that fills them all."""
+        offsets = np.full((1, width), len(rows), dtype=np.int32)
+        offsets[0, 0] = 0
+        values = {
+            name: packed.place(np.concatenate([d[name] for d in documents]))[rows][None]
+            for name in documents[0]
+        }
+        values["cu_seqlens"] = offsets
+        values["max_seqlen"] = np.array([len(rows)], dtype=np.int32)
+        batch = {name: torch.from_numpy(value) for name, value in values.items()}
+        if self._device.type == "cuda":  # as from a data loader
+            batch = {name: value.pin_memory() for name, value in batch.items()}
+        return batch
 
 
-class _Feed:
-    """Iterates over the microbatches of a step, and drops each one when it returns it."""
-
-    def __init__(self, batches: deque[dict[str, Any]], rank: int) -> None:
-        self._batches = batches
-        self._rank = rank
-
-    def __iter__(self) -> _Feed:
-        return self
-
-    def __next__(self) -> dict[str, Any]:
-        if not self._batches:
-            raise ConfigError(
-                f"rank {self._rank}: the forward step reads more microbatches than the step has. "
-                "With --cuda-graph-max-packed-seqs it reads one for each call."
-            )
-        return self._batches.popleft()
-
-    def refuse_rest(self) -> None:
-        """Refuse unread microbatches: without chunk graphs, the next step would read them."""
-        if self._batches:
-            raise ConfigError(
-                f"rank {self._rank}: the forward step left {len(self._batches)} microbatches of "
-                "its step unread. With --cuda-graph-max-packed-seqs it reads one for each call, on "
-                "every pipeline stage, as pretrain_gpt.py does with --sft."
-            )
+def _split(batch: dict[str, Any], documents: Documents) -> list[_Document]:
+    """Return the documents of a sample, without rows at its end that no loss needs."""
+    rows = {name: batch[name][0].numpy() for name in ROWS if batch.get(name) is not None}
+    needed = documents.up_to(documents.num_needed)
+    ends = np.cumsum(needed.lengths)
+    return [
+        {name: values[end - length : end] for name, values in rows.items()}
+        for length, end in zip(needed.lengths, ends, strict=True)
+    ]

@@ -13,9 +13,9 @@ import importlib.util
 import inspect
 import traceback
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,8 +29,10 @@ from chunkgraph.megatron.core.access import (
 )
 from chunkgraph.megatron.core.releases import RANGE
 
+if TYPE_CHECKING:
+    from chunkgraph.launch.hooks import ChunkGraphsInPretrain
+
 __all__ = [
-    "PretrainHooks",
     "count_documents_on_cpu",
     "patch_pretrain",
     "pretrain_arguments",
@@ -46,29 +48,7 @@ _HELPERS = "megatron.core.datasets.helpers_cpp"
 _HOOKS = "chunkgraph_hooks"
 
 
-class PretrainHooks(Protocol):
-    """Callbacks from inside Megatron's pretrain program."""
-
-    def on_parser(self, parser: argparse.ArgumentParser) -> None:
-        """Receive Megatron's parser, complete with the flags of chunk graphs."""
-
-    def parsed(self, args: argparse.Namespace) -> None:
-        """Check and change the parsed arguments before Megatron validates them."""
-
-    def training(self, model: Any) -> AbstractContextManager[object]:
-        """Return a context that surrounds the whole training of the loaded and wrapped model."""
-
-    def wrap_schedule(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the schedule function that training or evaluation calls for one step."""
-
-    def before_log(self, iteration: int) -> None:
-        """Run after each training step, on every rank."""
-
-    def log_text(self) -> str:
-        """Return text to append to Megatron's line of an iteration: `` name: value |`` or ""."""
-
-
-def patch_pretrain(hooks: PretrainHooks) -> Callable[[], None]:
+def patch_pretrain(hooks: ChunkGraphsInPretrain) -> Callable[[], None]:
     """Install the flags and ``hooks`` in Megatron's pretrain program; return the undo function.
 
     Also skip the build of the dataset helpers if the wheel ships them built and has no Makefile.
@@ -216,18 +196,12 @@ def tensorboard_writers(iteration: int) -> list[Callable[[str, float], None]]:
 def _import_training() -> tuple[Any, Any]:
     try:
         return import_megatron(_ARGUMENTS), import_megatron(_TRAINING)
-    except MissingDependencyError as error:
-        raise MissingDependencyError(
-            f"{error} Megatron's training program is in the wheels of megatron-core 0.17 and newer "
-            "(0.18 and newer need Python 3.12), and in every checkout of Megatron-LM; the "
-            "checkout must contain the script or be on PYTHONPATH."
-        ) from error
     except ImportError as error:
-        advice = "Install the missing package; megatron-core declares few of its dependencies."
-        if not isinstance(error, ModuleNotFoundError):  # `from typing import override`
-            advice = "From megatron-core 0.18 on it needs Python 3.12 or newer."
         raise MissingDependencyError(
-            f"megatron.training cannot be imported: {error}. {advice}"
+            f"megatron.training cannot be imported: {error} Megatron's training program is in the "
+            "wheels of megatron-core 0.17 and newer (0.18 and newer need Python 3.12), and in "
+            "every checkout of Megatron-LM, which must contain the script or be on PYTHONPATH. "
+            "Install the packages that it misses; megatron-core declares few of them."
         ) from error
 
 

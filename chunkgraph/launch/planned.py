@@ -10,11 +10,12 @@ import os
 import runpy
 import sys
 import warnings
-from typing import Any, Never
+from typing import Never
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.launch.arguments import settle_arguments
 from chunkgraph.launch.flags import GRANULARITY, GraphFlags
+from chunkgraph.launch.hooks import ChunkGraphsInPretrain
 from chunkgraph.launch.options import LaunchOptions, explain_in_one_line, set_max_connections
 from chunkgraph.launch.patches import patch_pretrain, validate_arguments
 from chunkgraph.megatron.cpu.pretrain import cpu_pretrain_host
@@ -58,11 +59,10 @@ def planned_arguments(
     sys.path.insert(0, str(options.script.resolve().parent))
     sys.argv = [str(options.script), *args]
     warnings.simplefilter("ignore")
-    output = io.StringIO()
     with contextlib.ExitStack() as stack:
         stack.enter_context(cpu_pretrain_host())
         stack.callback(patch_pretrain(_PlanHooks(num_processes)))
-        stack.enter_context(contextlib.redirect_stdout(output))
+        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         try:
             runpy.run_path(str(options.script), run_name="__main__")
         except _ParsedError as parsed:
@@ -73,12 +73,12 @@ def planned_arguments(
     )
 
 
-class _PlanHooks:
-    """Hooks that end the script once its arguments are known; see `PretrainHooks`."""
-
-    on_parser = staticmethod(explain_in_one_line)
+class _PlanHooks(ChunkGraphsInPretrain):
+    """Hooks that end the script once its arguments are known."""
 
     def __init__(self, num_processes: int | None) -> None:
+        super().__init__()
+        self.on_parser = explain_in_one_line
         self._num_processes = num_processes
 
     def parsed(self, args: argparse.Namespace) -> Never:
@@ -92,21 +92,6 @@ class _PlanHooks:
         flags.capture_options()
         validate_arguments(args)
         raise _ParsedError(args, flags)
-
-    def training(self, model: Any) -> Never:
-        """Raise an error; the script exits before this call."""
-        raise NotImplementedError
-
-    def wrap_schedule(self, forward_backward: Any) -> Never:
-        """Raise an error; the script exits before this call."""
-        raise NotImplementedError
-
-    def before_log(self, iteration: int) -> None:
-        """Do nothing."""
-
-    def log_text(self) -> str:
-        """Return no text."""
-        return ""
 
 
 def _smallest_world_size(args: argparse.Namespace) -> int:

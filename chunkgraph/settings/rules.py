@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from chunkgraph._text import did_you_mean, shown
 from chunkgraph.data.counts import check_counts
-from chunkgraph.data.vocabulary import NUM_TOKENS
+from chunkgraph.data.text import NUM_TOKENS
 from chunkgraph.errors import ConfigError, TopologyError
 from chunkgraph.schedules import is_legal_count, nearest_legal_counts
 from chunkgraph.settings.contexts import CONTEXT_FILE_RULES

@@ -80,7 +80,7 @@ class RunConfig:
 
     timeout_s: float = setting(
         120.0,
-        help="Longest time in seconds for a collective, or for a worker that reports nothing.",
+        help="Longest time in seconds for a collective.",
         bounds=Bounds(above=0, maximum=10**9),
     )
     debug: bool = setting(

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from chunkgraph.data import DocumentRow, Documents, DrawnDocuments, PackedText
-from chunkgraph.data.vocabulary import END_OF_DOCUMENT
+from chunkgraph.data.text import END_OF_DOCUMENT
 from chunkgraph.engine.decide.maximum import Maximum
 from chunkgraph.megatron.core.access import import_megatron, private_names
 from chunkgraph.megatron.core.collectives import agree_by_maximum

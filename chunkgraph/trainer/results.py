@@ -1,18 +1,15 @@
-"""Hold the results of a training run, read them from a file, and check them."""
+"""Hold the results of a training run, and check them."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
-from chunkgraph.errors import WorkerError
 from chunkgraph.settings import Config
 
-__all__ = ["RunResults", "StepResult", "find_failures", "read_results", "results_from"]
+__all__ = ["RunResults", "StepResult", "find_failures"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,33 +115,6 @@ class RunResults:
     def to_mapping(self) -> dict[str, Any]:
         """Return plain values for JSON."""
         return asdict(self)
-
-
-def read_results(path: Path) -> RunResults:
-    """Read the results of rank 0.
-
-    Raises:
-        WorkerError: The file is missing or incomplete, although every worker succeeded.
-    """
-    try:
-        return results_from(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        msg = (
-            f"The workers ended without an error, but the results of rank 0 ({path.name}) are "
-            f"missing or incomplete: {type(error).__name__}: {error}. Run again with --debug."
-        )
-        raise WorkerError(msg) from None
-
-
-def results_from(mapping: Mapping[str, Any]) -> RunResults:
-    """Return the results of a mapping from `RunResults.to_mapping`.
-
-    Raises:
-        KeyError: There are no steps.
-        TypeError: A value is missing or unknown.
-    """
-    steps = [StepResult(**step) for step in mapping["steps"]]
-    return RunResults(**{**mapping, "steps": steps})
 
 
 def find_failures(config: Config, results: RunResults) -> list[str]:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.megatron.core.random_state import seed_model_parallel
 from chunkgraph.megatron.cpu.host import cpu_host
@@ -25,21 +24,12 @@ def choose_device(config: Config) -> torch.device:
     """Choose the device of this process by ``config.device`` and LOCAL_RANK.
 
     Ranks share GPUs only with ``NCCL_MULTI_RANK_GPU_ENABLE=1``, which makes NCCL allow it.
-
-    Raises:
-        ConfigError: ``config.device`` requires a GPU, and there is none for this process.
     """
-    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if config.device == "cpu" or (config.device == "auto" and num_devices == 0):
+    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if num_devices and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
-        local_rank %= num_devices
-    if local_rank >= num_devices:
-        raise ConfigError(
-            f"device is {config.device}, but local rank {local_rank} finds {num_devices} GPUs. "
-            "Use fewer processes on this machine, or device=cpu."
-        )
+    if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
+        local_rank %= torch.cuda.device_count()
     return torch.device("cuda", local_rank)
 
 
@@ -50,9 +40,6 @@ def training_process(config: Config) -> Iterator[torch.device]:
     This selects the device and the kernels, and initializes the process group (gloo on a CPU, NCCL
     on a GPU), Megatron's model parallel groups, and on a CPU the CPU host. Collectives time out
     after ``run.timeout_s``. Graphs must be freed before the block ends.
-
-    Raises:
-        ConfigError: The device does not exist.
     """
     device, pipeline = choose_device(config), config.pipeline
     with ExitStack() as stack:

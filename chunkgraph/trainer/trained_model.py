@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -221,13 +221,9 @@ class TrainedModel:
 
 def capture_options(config: Config) -> CaptureOptions:
     """Return the capture options of a configuration."""
-    return CaptureOptions(
-        num_warmup_steps=config.capture.num_warmup_steps,
-        verify=config.capture.verify,
-        num_verify_steps=config.capture.num_verify_steps,
-        on_failure=config.capture.on_failure,
-        shared_slots=config.capture.shared_slots,
-    )
+    values = asdict(config.capture)
+    del values["enabled"], values["scope"]
+    return CaptureOptions(**values)
 
 
 def synchronize(device: torch.device) -> None:

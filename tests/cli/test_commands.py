@@ -9,9 +9,9 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-import yaml
 
 from chunkgraph.cli.__main__ import main
 
@@ -38,13 +38,10 @@ def chunkgraph(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def train(behaviour: str, *arguments: str, alone: bool = False) -> subprocess.CompletedProcess[str]:
-    """``chunkgraph train`` with stand-in workers of a chosen behaviour; see ``driver.py``."""
+def train(behaviour: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """``chunkgraph train`` with a stand-in of a chosen behaviour; see ``driver.py``."""
     return subprocess.run(
-        [
-            *(sys.executable, str(WORKERS / "driver.py")),
-            *(f"{'alone:' * alone}stub_workers:{behaviour}", "train", CONFIG, *arguments),
-        ],
+        [sys.executable, str(WORKERS / "driver.py"), behaviour, "train", CONFIG, *arguments],
         env=environment(),
         capture_output=True,
         text=True,
@@ -77,7 +74,6 @@ def test_help_and_version() -> None:
         (["train", CONFIG, "data.path=none.txt"], "data.path: cannot read 'none.txt'"),
         (["train", CONFIG, "model.seq_length=1000000"], "fewer than the 1000001"),
         (["train", CONFIG, "--json", "none/x.json"], "does not exist"),
-        (["train", CONFIG, "--run-dir", str(ROOT)], "the folder is not empty"),
     ],
 )
 def test_bad_usage_ends_with_2_and_one_message(
@@ -155,13 +151,9 @@ class TestTrain:
 
     def test_success(self, tmp_path: Path) -> None:
         table = tmp_path / "table.json"
-        run_dir = tmp_path / "run"
-        result = train(
-            "succeed", "--json", str(table), "run.timeout_s=50", "--run-dir", str(run_dir)
-        )
+        result = train("{}", "--json", str(table), "run.timeout_s=50")
         assert result.returncode == 0, result.stderr
-        assert "chunk graphs: step 6/6  4 microbatches, loss 5.500000" in result.stderr
-        assert "hello from [rank 1]" in result.stderr
+        assert result.stderr.count("chunk graphs: step 6/6  4 microbatches, loss 5.123457") == 1
         assert "parameters after the run: equal (10 compared, all ranks)" in result.stdout
         assert "step 1 ran eagerly: capture warmup" in result.stdout
         assert result.stdout.count("equal") == 7
@@ -169,46 +161,60 @@ class TestTrain:
         assert max(map(len, result.stdout.splitlines())) <= 80
         content = json.loads(table.read_text())
         assert content["ok"] is True
-        assert content["config"]["run"]["timeout_s"] == 50
-        # as resolved
-        saved = yaml.safe_load((run_dir / "config.yaml").read_text())
-        for config in (saved, content["config"]):
-            assert config["model"]["layer_spec"] == "local"
-            assert config["pipeline"]["microbatch_group_size_per_vp_stage"] == 2
+        config = content["config"]  # as resolved
+        assert config["run"]["timeout_s"] == 50
+        assert config["model"]["layer_spec"] == "local"
+        assert config["pipeline"]["microbatch_group_size_per_vp_stage"] == 2
         assert content["steps"][0]["loss_chunk_hex"] == (5.123456789).hex()
-        assert {"config.yaml", "rank0.json"} <= {path.name for path in run_dir.iterdir()}
-        assert [path.name for path in tmp_path.iterdir() if path.name.endswith(".tmp")] == []
+        assert [path.name for path in tmp_path.iterdir()] == ["table.json"]
 
     @pytest.mark.parametrize(
-        ("behaviour", "message"),
+        ("changes", "message"),
         [
-            ("differ", "step 6: the losses differ: 5.123456789 captured, 5.123456788 eager"),
-            ("parameters_differ", "the parameters after the run differ from the eager run's"),
-            ("capture_again", "2 slot(s) were captured after the first session"),
+            (
+                {"last_step": {"loss_eager": 5.123456788, "loss_equal": False}},
+                "step 6: the losses differ: 5.123456789 captured, 5.123456788 eager",
+            ),
+            (
+                {"parameters_equal": False},
+                "the parameters after the run differ from the eager run's",
+            ),
+            (
+                {"captures_after_first_session": 2},
+                "2 slot(s) were captured after the first session",
+            ),
         ],
     )
     def test_a_broken_promise_ends_with_1(
-        self, tmp_path: Path, behaviour: str, message: str
+        self, tmp_path: Path, changes: dict[str, Any], message: str
     ) -> None:
         table = tmp_path / "table.json"
-        result = train(behaviour, "--json", str(table), alone=True)
+        result = train(json.dumps(changes), "--json", str(table))
         assert result.returncode == 1
         assert "FAILED: 1 problem(s)" in result.stdout
         assert message in " ".join(result.stdout.split())
+        assert "error: Rank 0 failed: the report lists 1 problem(s)" in result.stderr
         assert json.loads(table.read_text())["ok"] is False
 
-    def test_a_failed_run_ends_with_1_and_writes_nothing(self, tmp_path: Path) -> None:
-        table = tmp_path / "table.json"
-        result = train("fail", "--json", str(table))
+    def test_a_failed_run_ends_with_1_and_writes_nothing(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("STUB_FOLDER", str(tmp_path))
+        result = train("fail", "--json", str(tmp_path / "table.json"))
         assert result.returncode == 1
-        assert "error: Rank 1 failed: model.py:12: .item()" in result.stderr
+        assert result.stderr.count("error: Rank 1 failed: model.py:12: .item()") == 1
         assert "Traceback" not in result.stderr
-        assert list(tmp_path.iterdir()) == []
+        assert result.stdout == ""
+        assert not (tmp_path / "table.json").exists()
 
-    def test_missing_results_are_a_failed_run(self) -> None:
-        result = train("write_no_results", alone=True)
-        assert result.returncode == 1
-        assert "rank0.json" in result.stderr
+    def test_what_a_rank_prints_is_no_part_of_the_report(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("STUB_FOLDER", str(tmp_path))
+        result = train("succeed")
+        assert result.returncode == 0, result.stderr
+        assert "hello from [rank 1]" in result.stderr
+        assert "hello" not in result.stdout
 
     @pytest.mark.parametrize(
         ("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
@@ -217,11 +223,8 @@ class TestTrain:
         self, tmp_path: Path, signum: signal.Signals, code: int, has_ended: Callable[[int], bool]
     ) -> None:
         command = subprocess.Popen(
-            [
-                *(sys.executable, str(WORKERS / "driver.py"), "stub_workers:hang"),
-                *("train", CONFIG, "--run-dir", str(tmp_path)),
-            ],
-            env=environment(),
+            [sys.executable, str(WORKERS / "driver.py"), "hang", "train", CONFIG],
+            env={**environment(), "STUB_FOLDER": str(tmp_path)},
             stderr=subprocess.PIPE,
             text=True,
         )

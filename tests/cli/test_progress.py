@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -15,17 +14,12 @@ from chunkgraph.settings import load_config
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "cpu" / "gpt_pp2_cpu.yaml"
 
 
-def capturing(num_captured: int, free_bytes: int | None) -> dict[str, Any]:
-    line = {"phase": "chunk", "event": "capturing", "num_captured": num_captured}
-    return {**line, "num_graphs": 8, "free_bytes": free_bytes}
-
-
 @pytest.mark.parametrize(("free_bytes", "note"), [(3 << 30, "  3.0 GiB left"), (None, "")])
 def test_captures_and_the_memory_left_are_shown(free_bytes: int | None, note: str) -> None:
     shown = io.StringIO()
     config = load_config(CONFIG)
-    with TrainProgress(config, Console(file=shown)) as progress:
-        for number in range(1, 9):
-            progress.update(capturing(number, free_bytes))
+    progress = TrainProgress(config, Console(file=shown))
+    for number in range(1, 9):
+        progress.capture(number, 8, free_bytes)
     lines = [line for line in shown.getvalue().splitlines() if "graph " in line]
     assert lines == [f"chunk graphs: graph 4/8{note}", f"chunk graphs: graph 8/8{note}"]

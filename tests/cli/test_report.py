@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -12,23 +14,21 @@ from chunkgraph.cli.report import print_report
 from chunkgraph.cli.train_setup import report
 from chunkgraph.errors import OutputError
 from chunkgraph.settings import load_config
-from chunkgraph.trainer.results import RunResults, results_from
+from chunkgraph.trainer.results import RunResults, StepResult
 
 CONFIG = Path(__file__).parents[2] / "configs" / "cpu" / "gpt_pp2_cpu.yaml"
 
 
 def results_with(memsets_kept: list[str]) -> RunResults:
-    return results_from(
-        {
-            "steps": [],
-            "parameters_equal": True,
-            "num_parameters_compared": 10,
-            "capture_sessions": 1,
-            "captures_after_first_session": 0,
-            "slots_per_chunk": [[2], [1]],
-            "num_graphs": 6,
-            "memsets_kept": memsets_kept,
-        }
+    return RunResults(
+        steps=[],
+        parameters_equal=True,
+        num_parameters_compared=10,
+        capture_sessions=1,
+        captures_after_first_session=0,
+        slots_per_chunk=[[2], [1]],
+        num_graphs=6,
+        memsets_kept=memsets_kept,
     )
 
 
@@ -58,20 +58,20 @@ def test_results_are_printed_though_their_file_cannot_be_written(
     assert link.is_symlink()
 
 
-STEP = {
-    "step": 0,
-    "num_microbatches": 4,
-    "loss_chunk": 2.5,
-    "grad_norm_chunk": 1.5,
-    "captures": 0,
-    "replays": 4,
-    "fallbacks": {},
-    "step_ms_chunk": 12.34,
-}
+STEP = StepResult(
+    step=0,
+    num_microbatches=4,
+    loss_chunk=2.5,
+    grad_norm_chunk=1.5,
+    captures=0,
+    replays=4,
+    fallbacks={},
+    step_ms_chunk=12.34,
+)
 
 
-def report_of(*overrides: str, **changes: object) -> str:
-    results = results_from({**results_with([]).to_mapping(), "steps": [STEP], **changes})
+def report_of(*overrides: str, **changes: Any) -> str:
+    results = replace(results_with([]), steps=[STEP], **changes)
     console = Console(width=80, highlight=False)
     with console.capture() as capture:
         print_report(

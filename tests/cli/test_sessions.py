@@ -26,7 +26,7 @@ pytestmark = [
 RANK = """
 import multiprocessing, os, signal, subprocess, sys, time
 
-from chunkgraph.jobs.processes import guard_session, leave
+from chunkgraph.jobs.processes import leave
 from chunkgraph.launch import __main__ as launch
 
 
@@ -63,12 +63,11 @@ if __name__ == "__main__":
 """
 LAUNCHER = """
 import sys
-from pathlib import Path
 from chunkgraph.jobs.launcher import Launcher
 from chunkgraph.errors import ChunkGraphError
 
 try:
-    Launcher(command=[sys.argv[1]], run_dir=Path(sys.argv[1]).parent, num_ranks=2).run()
+    Launcher(command=[sys.argv[1]], num_ranks=2).run()
 except ChunkGraphError as error:
     sys.exit(f"error: {error}")
 """
@@ -140,7 +139,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
     job.kill()
 
 
-ALONE = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+ALONE = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "-", "MASTER_PORT": "-"}
 
 
 @pytest.mark.parametrize("end", ["SIGTERM", "SIGINT", "SIGKILL", "fails"])

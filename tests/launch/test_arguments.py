@@ -13,7 +13,7 @@ from launch_arguments import arguments
 from launch_flags import flags_from
 
 from chunkgraph.errors import ConfigError
-from chunkgraph.launch.arguments import first_expert_layer, settle_arguments
+from chunkgraph.launch.arguments import settle_arguments
 from chunkgraph.launch.flags import GraphFlags, add_flags
 from chunkgraph.launch.packing_rules import changing_limits, packing_options
 from chunkgraph.megatron.cpu.pretrain import cpu_flags
@@ -437,15 +437,3 @@ def test_a_cpu_run_gets_the_flags_it_needs() -> None:
     assert "--transformer-impl" not in added
     with pytest.raises(ConfigError, match="--transformer-impl transformer_engine needs a GPU"):
         cpu_flags(["--transformer-impl", "transformer_engine"])
-
-
-@pytest.mark.parametrize(
-    ("changes", "number"),
-    [
-        ({"moe_layer_freq": 2}, 1),
-        ({"moe_layer_freq": [0, 0, 0, 1]}, 4),
-        ({"moe_layer_freq": 1, "hybrid_layer_pattern": "M*|M-ME"}, 6),
-    ],
-)
-def test_the_first_layer_with_experts(changes: dict[str, Any], number: int) -> None:
-    assert first_expert_layer(arguments(**changes)) == number

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from chunkgraph.launch.documents import SpreadDocuments
-from chunkgraph.launch.packed_steps import ROWS as ROWS_OF_SAMPLE
-from chunkgraph.launch.packed_steps import PackedSteps
+from chunkgraph.launch.documents import ROWS as ROWS_OF_SAMPLE
+from chunkgraph.launch.packed_steps import SpreadDocuments
 from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.megatron.features.contexts import ContextGroups
 from chunkgraph.megatron.features.packing.banks import PackedBanks
@@ -101,10 +100,9 @@ def run(one_rank: Any) -> Callable[..., tuple[dict[str, Any], list[Model]]]:
         ]
         gather: Any = OtherRank(others)
         banks = PackedBanks.of_limits(replace(LIMITS, multiple_of=multiple_of), groups)
-        source = SpreadDocuments(
-            banks, 3, device=torch.device("cpu"), gather=gather, has_experts=has_experts
+        steps = SpreadDocuments(
+            banks, models, 3, device=torch.device("cpu"), gather=gather, has_experts=has_experts
         )
-        steps = PackedSteps(source, models, 3)
         arguments: dict[str, Any] = {}
 
         def schedule(**kwargs: Any) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from inspect import signature
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,14 +12,8 @@ import torch
 from torch import nn
 
 from chunkgraph.errors import ConfigError, PackingError
-from chunkgraph.launch.documents import OwnDocuments
-from chunkgraph.launch.packed_steps import (
-    PackedSteps,
-    cut,
-    documents_of,
-    look_ahead,
-    num_microbatches_at,
-)
+from chunkgraph.launch.documents import ReadAhead, cut, documents_of, look_ahead
+from chunkgraph.launch.packed_steps import OwnDocuments, PackedSteps
 from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.packing import PackedShape
 
@@ -122,7 +116,7 @@ def step(models: list[Model], words: list[Any], steps: list[PackedSteps]) -> Ite
             withdraw=lambda: words.append("withdrawn"),
         )
         if batches is not None or not steps:  # otherwise a further step of the same run
-            steps.append(PackedSteps(OwnDocuments(graphs, 3), models, 3))
+            steps.append(OwnDocuments(graphs, models, 3))
         arguments: dict[str, Any] = {}
 
         def schedule(**kwargs: Any) -> None:
@@ -162,17 +156,17 @@ def test_what_is_looked_at_stays_to_be_read() -> None:
     """Every later reader, and one that rereads, gets it."""
     batches = [batch(n, ROWS) for n in range(1, 5)]
     iterator = of_megatron(batches)
-    below = look_ahead(iterator)
-    assert below is not None
-    assert below.first(2) == batches[:2]
+    assert look_ahead([iterator, None], 2) == [deque(batches[:2]), None]
+    below = iterator.iterable
+    assert isinstance(below, ReadAhead)
     assert next(iterator) is batches[0]
-    assert look_ahead(iterator) is below
-    assert below.first(3) == batches[1:]
-    assert below.first(4) is None
+    assert look_ahead([iterator], 3) == [deque(batches[1:])]
+    assert iterator.iterable is below
+    assert look_ahead([iterator], 4) is None
     assert list(below) == batches[1:]
     with pytest.raises(StopIteration):
         next(iterator)
-    assert look_ahead(iter(batches)) is None
+    assert look_ahead([iter(batches)], 1) is None
 
 
 def test_an_error_of_the_data_comes_up_where_they_are_read() -> None:
@@ -181,41 +175,11 @@ def test_an_error_of_the_data_comes_up_where_they_are_read() -> None:
         raise OSError("a broken disk")
 
     iterator = of_megatron(read())  # type: ignore[arg-type]
-    below = look_ahead(iterator)
-    assert below is not None
-    assert below.first(2) is below.first(2) is None
+    assert look_ahead([iterator], 2) is look_ahead([iterator], 2) is None
     assert next(iterator)["max_seqlen"] == 12
     for _ in range(2):
         with pytest.raises(OSError, match="broken disk"):
             next(iterator)
-
-
-def test_loaders_that_save_where_they_stand_are_left_alone() -> None:
-    class Saving:
-        def __next__(self) -> dict[str, Any]:
-            return batch(12)
-
-        def save_state(self) -> int:
-            return 7
-
-    iterator = of_megatron([])
-    iterator.iterable = Saving()
-    assert look_ahead(iterator) is None
-    assert iterator.iterable.save_state() == 7
-
-
-def test_what_else_an_iterator_has_is_found_there() -> None:
-    class Named(list[Any]):
-        name = "of the script"
-
-        def __next__(self) -> Any:
-            return self.pop(0)
-
-    iterator = of_megatron([])
-    iterator.iterable = Named([batch(12)])
-    assert look_ahead(iterator) is not None
-    assert iterator.iterable.name == "of the script"
-    assert not hasattr(iterator.iterable, "save_state")
 
 
 def test_the_next_step_is_announced(step: Step, steps: list[PackedSteps], words: list[Any]) -> None:
@@ -276,19 +240,20 @@ def test_tensor_parallel_ranks_hear_of_the_next_step_once(
     shared: list[Any] = []
     of_first = of_megatron([batch(n, 12) for n in range(1, 5)])
     step(None, iterators=of_first)
-    source: Any = steps[0].source
-    source._share = lambda own: shared.append(own) or own
-    steps[0].announce_next(2)
+    own: Any = steps[0]
+    own._share = lambda read: shared.append(read) or read
+    own.announce_next(2)
     step(None, iterators=of_first)
     [documents] = shared
     assert [d.lengths for d in documents] == words[0]
-    source._share = lambda own: shared.append(own) or documents
-    source.announce_next(2, [None])
-    data = source.begin([None], {"num_microbatches": 2, "seq_length": ROWS, "micro_batch_size": 1})
-    assert data.batches == [None]
-    assert data.keywords["packings"] == words[1] == words[0]
+    own._share, own._iterators = lambda read: shared.append(read) or documents, [None]
+    own.announce_next(2)
+    call = {"num_microbatches": 2, "seq_length": ROWS, "micro_batch_size": 1}
+    batches, _, keywords = own._begin([None], call)
+    assert batches == [None]
+    assert keywords["packings"] == words[1] == words[0]
     assert shared[1:] == [None]
-    source._share = None
+    own._share = None
 
 
 def test_no_chunk_has_other_documents(
@@ -319,28 +284,6 @@ def test_nothing_is_announced_of_wrong_data_or_other_iterators(
     steps[0].announce_next(1)
     assert words == []
     assert len(list(plain)) == 1
-
-
-def test_the_next_step_has_as_many_microbatches_as_megatron_will_count() -> None:
-    """Megatron's own count stays unchanged."""
-    counting = import_megatron("megatron.core.num_microbatches_calculator")
-    assert num_microbatches_at(7) is None
-    if (
-        "step_batch_size_schedule"
-        in signature(counting.init_num_microbatches_calculator).parameters
-    ):
-        kind = {"global_batch_size": None, "step_batch_size_schedule": "0:4 6:6 12:8"}
-    else:  # before 0.18
-        kind = {"global_batch_size": 8, "rampup_batch_size": [4, 2, 12]}
-    default = {"rank": 0, "rampup_batch_size": None, "micro_batch_size": 2, "data_parallel_size": 1}
-    counting.init_num_microbatches_calculator(**{**default, **kind})
-    try:
-        before = counting.get_num_microbatches()
-        counts = [num_microbatches_at(samples) for samples in (0, 6, 12)]
-        assert counting.get_num_microbatches() == before
-    finally:
-        counting.destroy_num_microbatches_calculator()
-    assert (before, counts) == (2, [2, 3, 4])
 
 
 def test_the_model_gets_offsets_of_fixed_shape(step: Step, models: list[Model]) -> None:
@@ -417,9 +360,10 @@ def _reads_nothing(_data: Any, model: nn.Module) -> None:
     model(torch.zeros(1), packed_seq_params=params_of(batch(4, 12)))
 
 
-def _reads_twice(data: Any, model: nn.Module) -> None:
-    next(data)
-    forward_step(data, model)
+def _calls_twice(data: Any, model: nn.Module) -> None:
+    read = next(data)
+    for _ in range(2):
+        model(read["tokens"], packed_seq_params=params_of(read))
 
 
 def _gives_no_params(data: Any, model: nn.Module) -> None:
@@ -433,10 +377,10 @@ def _changes_documents(data: Any, model: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("each", "message"),
     [
-        (_reads_nothing, "left 2 microbatches of its step unread"),
-        (_reads_twice, "reads more microbatches than the step has"),
+        (_reads_nothing, "left microbatches of its step unread"),
         (_gives_no_params, "microbatch 0, chunk 0: .* without packed_seq_params="),
-        (_changes_documents, "passed 2 offsets, but the data of the microbatch has 3"),
+        (_changes_documents, "passed 2 offsets, but the data of the step has 3"),
+        (_calls_twice, "microbatch 2, chunk 0: .* the data of the step has no such microbatch"),
     ],
 )
 def test_forward_steps_that_do_otherwise_are_refused(
@@ -465,14 +409,12 @@ def test_data_without_right_offsets_are_named(
         step([batch(12), batch(12, **data)])
 
 
-@pytest.mark.parametrize("kind", ["none", "shared", "other"])
+@pytest.mark.parametrize("kind", ["none", "other"])
 def test_iterators_of_several_chunks(step: Step, models: list[Model], kind: str) -> None:
     models.append(Model())
-    one = iter([batch(12), batch(12)])
     iterators, message = {
         "none": ([None, None], "no data iterator"),
-        "shared": ([one, one], "read from one data iterator"),
-        "other": ([one, iter([batch(4, 12), batch(12)])], "give different documents"),
+        "other": ([iter([batch(12)] * 2), iter([batch(4, 12)] * 2)], "give different documents"),
     }[kind]
     with pytest.raises(ConfigError, match=f"rank 3: .*{message}"):
         step(None, iterators=iterators)

@@ -8,7 +8,7 @@ import pytest
 from chunkgraph.errors import ConfigError, TopologyError
 from chunkgraph.launch.megatron_flags import flag_values
 from chunkgraph.settings import config_from_mapping
-from chunkgraph.trainer.transformer_config import expert_settings
+from chunkgraph.trainer.model import expert_settings
 
 _EXPERTS = {"num_moe_experts": 8, "moe_expert_capacity_factor": 1.5}
 

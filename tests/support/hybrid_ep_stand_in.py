@@ -19,7 +19,6 @@ import torch.distributed as dist
 from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.megatron.features.experts import hybrid_ep as needs
 from chunkgraph.megatron.features.experts.dropless_rows import ChosenRows
-from chunkgraph.trainer import model
 
 __all__ = ["hybrid_ep"]
 
@@ -40,7 +39,6 @@ def hybrid_ep(*, is_on: bool = True) -> Iterator[None]:
             (import_megatron(f"{_MOE}token_dispatcher"), "hybrid_ep_combine", _combine),
             (import_megatron(f"{_MOE}fused_a2a"), "_hybrid_ep_buffer", buffer),
             (needs, "hybrid_ep_need", lambda _: None),
-            (model, "_refuse_missing_dispatcher", lambda *_: None),
         ):
             stack.enter_context(mock.patch.object(target, name, value))
         yield

@@ -250,18 +250,19 @@ def run_script(
 def run_worker(
     tmp_path: Path, start_ranks: StartRanks, free_port: Callable[[], int]
 ) -> Callable[..., tuple[list[int], Path]]:
-    """Return a runner of ``chunkgraph.trainer.worker``: exit codes and the run folder."""
+    """Return a runner of ``chunkgraph train`` in ranks: exit codes and the run folder."""
 
     def run(
         config: dict[str, Any], num_ranks: int, timeout_s: float = 60.0, *, forked: bool = False
     ) -> tuple[list[int], Path]:
         path = tmp_path / "config.yaml"
         path.write_text(json.dumps(config), encoding="utf-8")  # JSON is YAML
-        target = "chunkgraph.trainer.worker:main"
-        arguments = ["-m", "chunkgraph.jobs.worker_main", target, str(path), str(tmp_path)]
+        table = str(tmp_path / "table.json")
+        arguments = ["-m", "chunkgraph.cli", "train", str(path), "--json", table]
         host = "core" if forked else None
-        # As `chunkgraph train` sets it.
-        variables = {"TORCHDYNAMO_DISABLE": "1"} if config["device"] == "cpu" else {}
+        variables = {"CHUNKGRAPH_REPORT_FOLDER": str(tmp_path)}
+        if config["device"] == "cpu":
+            variables["TORCHDYNAMO_DISABLE"] = "1"  # as `chunkgraph train` sets it
         ranks = start_ranks(arguments, num_ranks, tmp_path, free_port(), host, **variables)
         return wait_for_ranks(ranks, timeout_s), tmp_path
 

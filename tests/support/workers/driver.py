@@ -1,34 +1,91 @@
-"""Runs ``chunkgraph`` with a stand-in for the training worker: driver.py TARGET ARGUMENT...
+"""Runs ``chunkgraph train`` with a stand-in for the training: driver.py BEHAVIOUR ARGUMENT...
 
-``alone:TARGET`` starts the workers one after the other without the import of torch, which takes
-longest. It is for tests of the command's handling of results.
+BEHAVIOUR is one of ``stub_workers.py``, for which STUB_FOLDER names the folder, or changes of the
+results as JSON. The latter start the ranks one after the other without the import of torch, which
+takes longest.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
+
+import stub_workers
 
 from chunkgraph.cli import __main__, train
+from chunkgraph.cli.progress import TrainProgress
 from chunkgraph.jobs import launcher
+from chunkgraph.settings import Config
+from chunkgraph.trainer.results import RunResults, StepResult
 
 
 class WithoutTorch(launcher.Launcher):
-    """Runs each worker to its end."""
+    """Runs each rank to its end."""
 
     def run(self) -> None:
-        for rank in range(self.num_ranks):
-            subprocess.run(
-                [sys.executable, *self.command],
-                env={**os.environ, **self.environment, "RANK": str(rank)},
-                check=True,
-            )
+        job = {"WORLD_SIZE": str(self.num_ranks), "MASTER_ADDR": "-", "MASTER_PORT": "-"}
+        for rank in reversed(range(self.num_ranks)):
+            command = [sys.executable, *self.command]
+            env = {**os.environ, **self.environment, **job, "RANK": str(rank)}
+            if code := subprocess.run(command, env=env, check=False).returncode:
+                sys.exit(code)
+
+
+def results_of(config: Config, last_step: dict[str, Any], **changes: Any) -> RunResults:
+    values = {"loss_chunk": 5.123456789, "loss_eager": 5.123456789, "loss_equal": True}
+    values |= {"grad_norm_chunk": 1.25, "grad_norm_eager": 1.25, "grad_norm_equal": True}
+    values |= {"loss_chunk_hex": (5.123456789).hex(), "step_ms_chunk": 10.0, "step_ms_eager": 20.0}
+    steps = [
+        {
+            **values,
+            "step": step,
+            "num_microbatches": count,
+            "captures": 6 if step == 1 else 0,
+            "replays": count if step else 0,
+            "fallbacks": {} if step else {"capture warmup": 1},
+        }
+        for step, count in enumerate(config.train.num_microbatches)
+    ]
+    steps[-1] |= last_step
+    results: dict[str, Any] = {
+        "parameters_equal": True,
+        "num_parameters_compared": 10,
+        "capture_sessions": 1,
+        "captures_after_first_session": 0,
+        "slots_per_chunk": [[2, 1]],
+        "num_graphs": 12,
+    }
+    return RunResults(steps=[StepResult(**step) for step in steps], **{**results, **changes})
+
+
+def stub(behaviour: str) -> Any:
+    def train_stub(config: Config, *, is_first: bool) -> RunResults:
+        progress = TrainProgress(config, is_shown=is_first)
+        if behaviour.startswith("{"):
+            changes = {"last_step": {}, **json.loads(behaviour)}
+            results = results_of(config, **changes)
+            for step in results.steps:
+                progress.step("chunk", _Record(step))  # type: ignore[arg-type]
+            return results
+        stub_workers.behave(behaviour, Path(os.environ["STUB_FOLDER"]))
+        return results_of(config, {})
+
+    return train_stub
+
+
+class _Record:
+    def __init__(self, step: StepResult) -> None:
+        self.step, self.num_microbatches = step.step, step.num_microbatches
+        self.captures, self.loss = step.captures, step.loss_chunk
 
 
 if __name__ == "__main__":
-    target = sys.argv[1].removeprefix("alone:")
-    if target != sys.argv[1]:
+    if sys.argv[1].startswith("{"):
         launcher.Launcher = WithoutTorch  # type: ignore[misc]
-    train._WORKER = target
+    train._COMMAND = (__file__, sys.argv[1])  # type: ignore[assignment]
+    train._train = stub(sys.argv[1])
     sys.exit(__main__.main(sys.argv[2:]))

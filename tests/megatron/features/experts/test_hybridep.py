@@ -13,7 +13,7 @@ from deep_ep_config import HOLDS
 from refused import refused
 
 from chunkgraph.engine import Chunk, ChunkGraphs, Host
-from chunkgraph.errors import ConfigError, ReplayMismatchError
+from chunkgraph.errors import ReplayMismatchError
 from chunkgraph.megatron.core.access import import_megatron, patch_attributes
 from chunkgraph.megatron.features.experts.dropless import budget_of, may_lack_room
 from chunkgraph.megatron.features.experts.feature import Experts
@@ -21,8 +21,6 @@ from chunkgraph.megatron.features.experts.fused_operations import rebuilt_fused_
 from chunkgraph.megatron.features.experts.hybrid_ep import HybridEPBuffer
 from chunkgraph.megatron.features.experts.refusals import MOE_RULES, PADDED_ROWS_RULES
 from chunkgraph.megatron.features.rerun.rewind import StepState
-from chunkgraph.settings import config_from_mapping
-from chunkgraph.trainer.model import build_model
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(60)]
 
@@ -99,21 +97,6 @@ def test_flags_of_megatron_are_put_back_with_a_step_that_runs_again() -> None:
     counts.add_(3)
     state.restore()
     assert (flag.item(), counts.tolist()) == (False, [0, 0])
-
-
-def test_training_on_a_cpu_offers_another_way(one_rank: Any, make_config: Any) -> None:
-    fields = ("moe_flex_dispatcher_backend", "moe_token_dispatcher_type", RANK_FACTOR)
-    moe = {
-        **{name: HOLDS[name] for name in (*fields, "moe_router_dtype", "moe_grouped_gemm")},
-        "num_moe_experts": 4,
-        "use_transformer_engine_op_fuser": True,
-        "token_drops": "rerun",
-    }
-    config = config_from_mapping(
-        make_config(model={"swiglu": True, "params_dtype": "bfloat16"}, moe=moe)
-    )
-    with pytest.raises(ConfigError, match=r"needs GPUs.*moe_token_dispatcher_type=alltoall"):
-        build_model(config, one_rank)
 
 
 def test_a_replaced_buffer_stops_the_replays(one_rank: Any) -> None:

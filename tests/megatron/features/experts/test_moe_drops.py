@@ -19,7 +19,7 @@ from chunkgraph.errors import (
     ReplayMismatchError,
     TokenDropError,
 )
-from chunkgraph.launch.step_metrics import StepMetrics
+from chunkgraph.launch.reports import StepMetrics
 from chunkgraph.megatron.features.experts import feature, sinkhorn
 from chunkgraph.megatron.features.experts.feature import Experts, dropped_tokens
 from chunkgraph.megatron.features.experts.refusals import MOE_RULES
