@@ -24,7 +24,7 @@ from chunkgraph.cli.plan_request import EXAMPLE, Request, request_of
 from chunkgraph.cli.plan_tables import RankRow, as_json, exit_code, print_rows, rows_of
 from chunkgraph.errors import ConfigError
 from chunkgraph.schedules import list_schedules
-from chunkgraph.settings.pipeline import FILE_SUFFIX
+from chunkgraph.settings.schedules import FILE_SUFFIX
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction

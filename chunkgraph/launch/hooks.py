@@ -59,7 +59,7 @@ from chunkgraph.megatron.features.stash.feature import stash_options
 from chunkgraph.megatron.pipeline import ScheduleDriver
 from chunkgraph.megatron.pipeline.eager import eager_driver
 from chunkgraph.megatron.topology import PipelinePlace
-from chunkgraph.settings.pipeline import splits_backward
+from chunkgraph.settings.schedules import splits_backward
 
 __all__ = ["ChunkGraphsInPretrain", "enable"]
 
@@ -182,7 +182,7 @@ class ChunkGraphsInPretrain:
                 record = save_run_record(graphs, flags, args, self._run_dir)
                 _print_on_rank_0(start_line(graphs, flags, record))
             if graphs.site.packing is not None:
-                source = _document_source(flags, args, graphs, contexts)
+                source = _document_source(args, graphs, contexts)
                 self._steps = PackedSteps(source, chunks, _rank())
                 undo.callback(self._steps.close)
             yield
@@ -221,7 +221,6 @@ class ChunkGraphsInPretrain:
         return PackedBanks.of_limits(
             limits,
             groups,
-            cuda_graph_cp_sizes=flags.packing.captured_context_parallel_sizes,
             seq_buckets=flags.packing.seq_buckets,
         )
 
@@ -321,7 +320,7 @@ def _set_rank_budget(args: argparse.Namespace, chunks: Sequence[Any]) -> None:
 
 
 def _document_source(
-    flags: GraphFlags, args: Any, graphs: MegatronChunkGraphs, contexts: PackedBanks | None
+    args: Any, graphs: MegatronChunkGraphs, contexts: PackedBanks | None
 ) -> DocumentSource:
     """Create the source of each microbatch's documents; all ranks must call this together."""
     if contexts is None:
@@ -332,8 +331,6 @@ def _document_source(
         device=graphs.site.device,
         gather=gather_from_data_ranks(),
         share=share_in_tensor_group(),
-        schedule=flags.packing.context_parallel_schedule,
-        seed=lambda: f"{args.seed} {args.curr_iteration}",
         has_experts=_has_experts(args),
     )
 

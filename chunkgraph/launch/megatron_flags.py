@@ -29,7 +29,6 @@ _WITHOUT_EFFECT: dict[str, Callable[[Config], bool]] = {
     _VIRTUAL: lambda c: c.pipeline.num_model_chunks == 1,
     "pipeline.microbatch_group_size_per_vp_stage": lambda c: c.pipeline.num_model_chunks == 1,
     "pipeline.context_parallel_size": lambda c: c.pipeline.context_parallel_size == 1,
-    "moe.moe_pad_expert_input_to_capacity": lambda c: c.moe.moe_expert_capacity_factor is None,
     # Without graphs nothing would count the dropped tokens.
     "moe.moe_expert_rank_capacity_factor": lambda c: not c.capture.enabled,
 }
@@ -152,8 +151,14 @@ def _is_off_switch(item: Setting, value: Any) -> bool:
 
 
 def _has_no_effect(item: Setting, config: Config) -> bool:
-    """Return whether the setting that ``item`` needs is off."""
-    return item.needs is not None and _value_at(config, item.needs) in (None, False, 0, (), "none")
+    """Return whether the setting without which ``item`` has no effect is off."""
+    return item.switch is not None and _value_at(config, item.switch) in (
+        None,
+        False,
+        0,
+        (),
+        "none",
+    )
 
 
 def _texts(item: Setting, value: Any) -> tuple[str, ...]:
@@ -182,8 +187,35 @@ def _special_values(config: Config, *, has_graphs: bool) -> Iterator[FlagValue]:
         # As in `chunkgraph train`; Megatron's default splits experts over the tensor ranks.
         key = "pipeline.tensor_model_parallel_size"
         yield FlagValue(key, "--expert-tensor-parallel-size", ("1",))
+    # Megatron's defaults are others.
+    yield FlagValue("model", "--position-embedding-type", ("rope",))
+    yield FlagValue("model", "--attention-dropout", ("0.0",))
+    if model.recompute_granularity == "full":
+        key = "model.recompute_granularity"
+        yield FlagValue(key, "--recompute-method", ("uniform",))
+        yield FlagValue(key, "--recompute-num-layers", ("1",))
+    if config.moe.num_moe_experts is not None:
+        yield from _expert_values(config, has_graphs=has_graphs)
     if has_graphs:
         yield FlagValue("capture.enabled", GRANULARITY, ("chunk",))
+
+
+def _expert_values(config: Config, *, has_graphs: bool) -> Iterator[FlagValue]:
+    """Yield what follows from the settings of experts, as `chunkgraph train` builds them."""
+    moe = config.moe
+    if not (config.model.layer_spec == "local" or config.device == "cpu"):
+        yield FlagValue("moe.num_moe_experts", "--moe-grouped-gemm")
+    if moe.moe_router_topk == 1:
+        yield FlagValue("moe.moe_router_topk", "--moe-router-pre-softmax")
+    if moe.moe_token_dispatcher_type == "flex":
+        key = "moe.moe_token_dispatcher_type"
+        yield FlagValue(key, "--moe-flex-dispatcher-backend", ("hybridep",))
+        yield FlagValue(key, "--moe-router-dtype", ("fp32",))
+        if moe.moe_expert_rank_capacity_factor is not None and has_graphs:
+            key = "moe.moe_expert_rank_capacity_factor"
+            yield FlagValue(key, "--use-transformer-engine-op-fuser")
+    elif moe.moe_expert_capacity_factor is not None:
+        yield FlagValue("moe.moe_expert_capacity_factor", "--moe-pad-expert-input-to-capacity")
 
 
 def _refuse(config: Config, *, has_graphs: bool) -> None:
@@ -194,11 +226,6 @@ def _refuse(config: Config, *, has_graphs: bool) -> None:
             f"packing.context_parallel_sizes is {list(packing.context_parallel_sizes)}, but "
             "documents of a pretrain script are spread over ranks only with capture. Set it "
             "to [], capture the chunks, or use chunkgraph train."
-        )
-    if packing.pad_seq_to_mult > 1:
-        raise ConfigError(
-            f"packing.pad_seq_to_mult is {packing.pad_seq_to_mult}, but a pretrain script's "
-            "data set (--sft) places its documents itself. Set it to 1, or use chunkgraph train."
         )
     if model.hybrid_layer_pattern is not None:
         raise ConfigError(

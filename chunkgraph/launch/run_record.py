@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +105,7 @@ def start_line(graphs: MegatronChunkGraphs, flags: GraphFlags, record: Path | No
     num_steps = flags.capture.num_warmup_steps
     steps = f"{num_steps} eager step{'s' if num_steps > 1 else ''}"
     return (
-        f"chunk graphs: scope {scope}, {_slots(slots, flags.capture.shared_slots)} on rank 0 "
+        f"chunk graphs: scope {scope}, {_slots(slots, are_shared=False)} on rank 0 "
         f"({_num_graphs(graphs)} graphs), verify {flags.capture.verify}; "
         f"capture after {steps}; {saved}"
     )
@@ -171,7 +170,7 @@ def save_run_record(
         },
         "cuda_graph_granularity": "chunk",
         "packing": {**settings["packing"], **_resolved_packing(graphs.site.packing)},
-        "capture": {**asdict(flags.capture), "scope": graphs.scope.scope},
+        "capture": {**settings["capture"], "scope": graphs.scope.scope},
         "graphs_of_rank_0": _graphs(graphs),
     }
     path = folder / RECORD_NAME

@@ -2,63 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import MISSING
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from chunkgraph._text import did_you_mean, shown
 from chunkgraph.data.counts import check_counts
 from chunkgraph.data.vocabulary import NUM_TOKENS
 from chunkgraph.errors import ConfigError, TopologyError
 from chunkgraph.schedules import is_legal_count, nearest_legal_counts
-from chunkgraph.settings.contexts import CONTEXT_FILE_RULES
-from chunkgraph.settings.experts import EXPERT_FILE_RULES, EXPERT_RULES
-from chunkgraph.settings.hybrid import HYBRID_RULES, check_hybrid
-from chunkgraph.settings.model import FP8_RULES, RECOMPUTE_RULES
-from chunkgraph.settings.packing import PACKING_FILE_RULES, PACKING_RULES
-from chunkgraph.settings.pipeline import (
+from chunkgraph.settings.models import Config
+from chunkgraph.settings.packing import PACKING_FILE_RULES
+from chunkgraph.settings.rule import Facts, Rule, check
+from chunkgraph.settings.schedules import (
     FILE_SUFFIX,
     SCHEDULE_RULES,
     SLOT_RULES,
     read_matching_schedule,
 )
-from chunkgraph.settings.rule import Facts, Rule, check
-from chunkgraph.settings.setting import Setting, check_bounds
-from chunkgraph.settings.stash import STASH_RULES
-from chunkgraph.settings.words import all_settings, fact_of, facts_of
-
-if TYPE_CHECKING:
-    from chunkgraph.settings.config import Config
+from chunkgraph.settings.words import facts_of
 
 __all__ = ["check_config"]
 
 _LAYER_SPECS = ("auto", "local", "transformer_engine")
-_SWITCHES = {
-    "packing.max_packed_seqs": "packing is off",
-    "packing.context_parallel_sizes": "microbatches do not have their own context-parallel size",
-    "model.hybrid_layer_pattern": "there are no Mamba layers",
-}
-"""Settings without which others have no effect, and why."""
 
 
 def check_config(config: Config) -> None:
-    """Check the range of each setting, then the settings against each other.
+    """Check the settings against each other.
 
     Raises:
-        ConfigError: a value is out of range, or settings cannot go together.
+        ConfigError: settings cannot go together.
         ScheduleError: the schedule's file holds no valid schedule.
         TopologyError: the sizes cannot form a pipeline.
     """
-    check_bounds(config)
-    if not config.train.num_microbatches:
-        msg = "train.num_microbatches is empty; set one number for each step, such as [4, 6, 8]."
-        raise ConfigError(msg)
     if config.data.document_counts:
         check_counts(config.data.document_counts, "data.document_counts")
     _check_layer_spec(config.model.layer_spec)
-    rules = (*_RULES, *_idle_rules(all_settings()))
-    check(rules, facts_of(config), "these settings cannot go together:")
-    check_hybrid(config)
+    check(_RULES, facts_of(config), "these settings cannot go together:")
     pipeline = config.pipeline
     read_matching_schedule(
         pipeline.schedule,
@@ -80,27 +59,6 @@ def _check_layer_spec(spec: str) -> None:
         f"package.module:function.{did_you_mean(spec, _LAYER_SPECS)}"
     )
     raise ConfigError(msg)
-
-
-def _idle_rules(settings: Iterable[Setting]) -> tuple[Rule, ...]:
-    """Return a rule for each setting that has no effect without another one."""
-
-    def is_idle(item: Setting) -> Callable[[Facts], bool]:
-        name, switch = fact_of(item.path), fact_of(item.needs or "")
-        default = None if item.default is MISSING else item.default
-        return lambda f: (
-            getattr(f, switch) in (None, 0, ()) and getattr(f, name) not in (default, ())
-        )
-
-    return tuple(
-        Rule(
-            f"{fact_of(item.path)} {fact_of(item.needs)}: {_SWITCHES[item.needs]}; leave the "
-            "former out, or set the latter",
-            is_idle(item),
-        )
-        for item in settings
-        if item.needs in _SWITCHES
-    )
 
 
 def _check_microbatches(config: Config) -> None:
@@ -179,36 +137,29 @@ def _is_local_with(name: str) -> Callable[[Facts], bool]:
     return is_local
 
 
-def _is_alone(name: str) -> Callable[[Facts], bool]:
-    return lambda f: (getattr(f, name) is not None) != (f.recompute_granularity == "full")
-
-
-def _needs_ddp(name: str) -> Callable[[Facts], bool]:
-    return lambda f: getattr(f, name) and not f.use_ddp
-
-
-def _group_size(f: Facts) -> int:
-    return int(f.microbatch_group_size_per_vp_stage or f.pipeline_model_parallel_size)
-
-
-def _uneven_groups(f: Facts) -> object:
-    layers, group = f.num_layers // _num_stages(f), f.recompute_num_layers
-    is_uneven = group is not None and f.recompute_method == "uniform" and layers % group
-    return is_uneven and {"layers": layers}
+def _with_experts(
+    text: str, when: Callable[[Facts], object], error: type[ConfigError] = ConfigError
+) -> Rule:
+    return Rule(text, lambda f: f.num_moe_experts is not None and when(f), error)
 
 
 _RULES = (
+    Rule(
+        "num_microbatches: set one number for each step, such as [4, 6, 8]",
+        lambda f: not f.num_microbatches,
+    ),
     Rule(
         "hidden_size num_attention_heads: every head has the same width; make the former a "
         "multiple of the latter",
         lambda f: f.hidden_size % f.num_attention_heads,
     ),
     Rule(
-        "position_embedding_type hidden_size num_attention_heads: it rotates pairs of elements, "
-        "but a head has {width} elements; make that even, or use "
-        "{position_embedding_type=learned_absolute}",
+        "hidden_size num_attention_heads: rotary positions rotate pairs of elements, but a head "
+        "has {width}; make that even",
         lambda f: (
-            f.position_embedding_type == "rope" and _head_size(f) % 2 and {"width": _head_size(f)}
+            f.hidden_size % f.num_attention_heads == 0
+            and _head_size(f) % 2
+            and {"width": _head_size(f)}
         ),
     ),
     Rule(
@@ -266,17 +217,10 @@ _RULES = (
         "would deadlock; leave the former out, or make it no smaller than the latter",
         lambda f: (
             (f.virtual_pipeline_model_parallel_size or 1) > 1
-            and _group_size(f) < f.pipeline_model_parallel_size
+            and (f.microbatch_group_size_per_vp_stage or f.pipeline_model_parallel_size)
+            < f.pipeline_model_parallel_size
         ),
         TopologyError,
-    ),
-    *(
-        Rule(
-            f"{setting} recompute_granularity: the former belongs to full recomputation; set "
-            "both, or neither",
-            _is_alone(setting),
-        )
-        for setting in ("recompute_method", "recompute_num_layers")
     ),
     Rule(
         "recompute_granularity recompute_modules: selective recomputation would recompute "
@@ -292,11 +236,6 @@ _RULES = (
         ),
     ),
     Rule(
-        "recompute_num_layers recompute_method: the {layers} layers of a chunk cannot be divided "
-        "into groups of that size; choose a divisor, or use {recompute_method=block}",
-        _uneven_groups,
-    ),
-    Rule(
         "fp8: only Transformer Engine's layers on a GPU support FP8; use {device=cuda} and "
         "{layer_spec=transformer_engine}, or leave it out",
         lambda f: f.fp8 and _is_local(f),
@@ -310,29 +249,36 @@ _RULES = (
         for setting in ("hidden_size", "ffn_hidden_size")
     ),
     Rule(
-        "overlap_param_gather: it gathers the parameters of a sharded optimizer; use "
-        "{use_distributed_optimizer=true} and {overlap_grad_reduce=true}",
-        lambda f: (
-            f.overlap_param_gather and not (f.use_distributed_optimizer and f.overlap_grad_reduce)
-        ),
+        "expert_model_parallel_size num_moe_experts: there are no experts to split; change one of "
+        "them",
+        lambda f: f.num_moe_experts is None and f.expert_model_parallel_size > 1,
+        TopologyError,
     ),
-    *(
-        Rule(f"{setting} use_ddp: the former is part of DDP; change one", _needs_ddp(setting))
-        for setting in (
-            "overlap_grad_reduce",
-            "gradient_accumulation_fusion",
-            "use_distributed_optimizer",
-        )
+    _with_experts(
+        "moe_router_topk num_moe_experts: a token cannot go to more experts than there are",
+        lambda f: f.moe_router_topk > f.num_moe_experts,
+    ),
+    _with_experts(
+        "expert_model_parallel_size data_parallel_size: data-parallel ranks split the experts, so "
+        "the former must divide the latter; change one of them",
+        lambda f: f.data_parallel_size % f.expert_model_parallel_size,
+        TopologyError,
+    ),
+    _with_experts(
+        "num_moe_experts tensor_model_parallel_size: Megatron trains experts on several "
+        "tensor-parallel ranks only with sequence parallelism; use {sequence_parallel=true}",
+        lambda f: f.tensor_model_parallel_size > 1 and not f.sequence_parallel,
+        TopologyError,
+    ),
+    _with_experts(
+        "moe_layer_freq num_layers: the former needs one number for each layer of the model, 1 "
+        "(experts) or 0 (feed-forward)",
+        lambda f: (
+            f.moe_layer_freq is not None
+            and (len(f.moe_layer_freq) != f.num_layers or set(f.moe_layer_freq) - {0, 1})
+        ),
     ),
     *SCHEDULE_RULES,
     *SLOT_RULES,
-    *FP8_RULES,
-    *RECOMPUTE_RULES,
-    *PACKING_RULES,
     *PACKING_FILE_RULES,
-    *CONTEXT_FILE_RULES,
-    *EXPERT_FILE_RULES,
-    *EXPERT_RULES,
-    *HYBRID_RULES,
-    *STASH_RULES,
 )

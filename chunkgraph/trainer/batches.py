@@ -24,10 +24,10 @@ from chunkgraph.megatron.features.packing.params import make_params, to_device
 from chunkgraph.packing import (
     ContextLimits,
     PackedShape,
+    SmallestSizes,
     pack,
     reason_not_to_fit,
     schedule_contexts,
-    scheduler_of,
 )
 from chunkgraph.settings import Config
 
@@ -49,8 +49,7 @@ _NUM_REMEMBERED = 4
 def packed_shape(config: Config, model_config: Any = None) -> PackedShape | None:
     """Return the fixed shape of the run's packed microbatches.
 
-    Padding counts as tokens if heads share keys (see `needs_tokens_in_pieces`), or if documents
-    are padded more than context parallelism requires.
+    Padding counts as tokens if heads share keys (see `needs_tokens_in_pieces`).
 
     Args:
         config: the run.
@@ -61,14 +60,11 @@ def packed_shape(config: Config, model_config: Any = None) -> PackedShape | None
     """
     if not config.packing.max_packed_seqs or config.packing.context_parallel_sizes:
         return None
-    multiple = config.packing.pad_seq_to_mult
     return PackedShape(
         config.packing.max_packed_seqs,
         config.tokens_per_sequence,
         context_parallel_size=config.pipeline.context_parallel_size,
-        max_document_tokens=config.packing.max_document_tokens,
-        counts_padding=multiple > 1 or (model_config is not None and shares_keys(model_config)),
-        pad_seq_to_mult=multiple,
+        counts_padding=model_config is not None and shares_keys(model_config),
     )
 
 
@@ -102,7 +98,6 @@ def _banks(config: Config, model_config: Any) -> PackedBanks:
     return PackedBanks.of_limits(
         limits,
         ContextGroups.of_data_parallel(limits.group_sizes, has_experts=has_experts),
-        cuda_graph_cp_sizes=packing.captured_context_parallel_sizes,
         seq_buckets=packing.seq_buckets,
     )
 
@@ -321,9 +316,7 @@ class PackedBatches:
             parts = zip(np.split(row.tokens, ends), np.split(row.labels, ends), strict=True)
             documents += [DocumentRow(tokens, labels, (len(tokens),)) for tokens, labels in parts]
         lengths = [len(document.tokens) for document in documents]
-        name, seed = self._config.packing.context_parallel_schedule, self._config.train.seed
-        scheduler = scheduler_of(name, limits, f"{seed} {step}")
-        schedule = schedule_contexts(lengths, limits, scheduler)
+        schedule = schedule_contexts(lengths, limits, SmallestSizes())
         banks = self.banks.of_schedule(schedule, lengths)
         microbatches = [
             _Microbatch(

@@ -15,8 +15,9 @@ from chunkgraph.engine.verify import same_bits
 from chunkgraph.megatron.core.access import versions
 from chunkgraph.megatron.features.experts.capacity import factor_for_all
 from chunkgraph.megatron.features.experts.rank_budget import rank_factor_for_all
+from chunkgraph.megatron.rules.experts import uses_dropless
 from chunkgraph.settings import Config
-from chunkgraph.settings.experts import uses_dropless
+from chunkgraph.settings.words import facts_of
 from chunkgraph.trainer.loop import RankTotals, TrainingRun, run_training
 from chunkgraph.trainer.results import RunResults, StepResult
 from chunkgraph.trainer.trained_model import StepRecord
@@ -116,9 +117,9 @@ def run_eager(
         model_options: see `train`.
         on_step: callback after every step.
     """
-    pipeline = replace(config.pipeline, schedule="auto")  # the oracle is Megatron's own
     run = run_training(
-        replace(_with_room_for_all(config), pipeline=pipeline),
+        # The oracle is Megatron's own schedule.
+        _with_room_for_all(config).replace(pipeline={"schedule": "auto"}),
         device,
         use_graphs=False,
         ddp_options=ddp_options,
@@ -138,14 +139,14 @@ def _with_room_for_all(config: Config) -> Config:
     moe = config.moe
     if moe.num_moe_experts is None or moe.token_drops != "rerun":
         return config
-    if uses_dropless(moe):  # all tokens have room
+    if uses_dropless(facts_of(config)):  # all tokens have room
         return config
     if moe.moe_token_dispatcher_type == "flex":
         ranks = config.pipeline.expert_model_parallel_size
         factor = rank_factor_for_all(moe.num_moe_experts, moe.moe_router_topk, ranks)
-        return replace(config, moe=replace(moe, moe_expert_rank_capacity_factor=factor))
+        return config.replace(moe={"moe_expert_rank_capacity_factor": factor})
     factor = factor_for_all(moe.num_moe_experts, moe.moe_router_topk)
-    return replace(config, moe=replace(moe, moe_expert_capacity_factor=factor))
+    return config.replace(moe={"moe_expert_capacity_factor": factor})
 
 
 def compare_runs(eager: TrainingRun, chunk: TrainingRun) -> Comparison:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 from chunkgraph.megatron.core.access import import_megatron
@@ -10,40 +9,36 @@ from chunkgraph.settings import Config
 
 __all__ = ["expert_block_spec", "expert_settings", "rank_capacity_factor"]
 
-_NOT_MEGATRONS = ("token_drops",)
-_FACTOR = "moe_expert_rank_capacity_factor"
-_WITH_FLEX = (
-    "moe_flex_dispatcher_backend",
-    _FACTOR,
-    "use_transformer_engine_op_fuser",
-)
 
+def expert_settings(config: Config, *, is_local: bool) -> dict[str, Any]:
+    """Return the fields of Megatron's TransformerConfig for experts; none without experts.
 
-def expert_settings(config: Config) -> dict[str, Any]:
-    """Return the fields of Megatron's TransformerConfig for experts; none without experts."""
+    Args:
+        config: the run.
+        is_local: whether layers are Megatron's local ones, whose experts have no grouped GEMM on a
+            CPU.
+    """
     moe = config.moe
     if moe.num_moe_experts is None:
         return {}
-    settings = {
-        item.name: getattr(moe, item.name)
-        for item in fields(moe)
-        if item.name not in _NOT_MEGATRONS
-    }
-    frequency = settings.pop("moe_layer_freq")
-    if moe.moe_token_dispatcher_type == "flex":
-        settings["moe_pad_expert_input_to_capacity"] = False
-        settings[_FACTOR] = rank_capacity_factor(config)
-        if moe.moe_flex_dispatcher_backend == "deepep":
-            del settings[_FACTOR]  # set after Megatron's config is created
-    else:
-        if moe.moe_expert_capacity_factor is None:
-            settings["moe_pad_expert_input_to_capacity"] = False
-        # fields that some releases do not have
-        for name in _WITH_FLEX:
-            del settings[name]
+    is_flex = moe.moe_token_dispatcher_type == "flex"
+    settings = moe.model_dump(exclude={"token_drops", "moe_expert_rank_capacity_factor"})
+    if is_flex:
+        # Fields that some releases do not have.
+        settings |= {
+            "moe_flex_dispatcher_backend": "hybridep",
+            "moe_expert_rank_capacity_factor": rank_capacity_factor(config),
+            "moe_router_dtype": "fp32",
+            "use_transformer_engine_op_fuser": moe.moe_expert_rank_capacity_factor is not None,
+        }
     return {
         **settings,
-        "moe_layer_freq": 1 if frequency is None else list(frequency),
+        "moe_pad_expert_input_to_capacity": moe.moe_expert_capacity_factor is not None
+        and not is_flex,
+        "moe_grouped_gemm": not is_local,
+        # The softmax over one chosen expert is always 1, so the router would not train.
+        "moe_router_pre_softmax": moe.moe_router_topk == 1,
+        "moe_layer_freq": 1 if moe.moe_layer_freq is None else list(moe.moe_layer_freq),
         "moe_ffn_hidden_size": moe.moe_ffn_hidden_size or config.model.ffn_hidden_size,
         "expert_model_parallel_size": config.pipeline.expert_model_parallel_size,
         "expert_tensor_parallel_size": 1,

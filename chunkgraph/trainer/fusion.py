@@ -41,7 +41,7 @@ def fuse_weight_gradients(chunks: Sequence[nn.Module]) -> int:
             if weight.requires_grad and not hasattr(weight, "main_grad"):
                 raise ConfigError(
                     f"gradient_accumulation_fusion is on, but {type(layer).__name__}.{name} has no "
-                    "main_grad to accumulate into: set use_ddp=true, or turn it off."
+                    "main_grad to accumulate into: wrap the model in DDP, or turn it off."
                 )
     for layer in layers:
         setattr(layer, _SWITCH, True)

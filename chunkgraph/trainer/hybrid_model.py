@@ -21,16 +21,7 @@ __all__ = ["HybridChunks", "hybrid_settings", "hybrid_stack_spec"]
 
 def hybrid_settings(config: Config) -> dict[str, Any]:
     """Return the fields of Megatron's TransformerConfig for a hybrid model; none for GPT."""
-    model = config.model
-    if model.hybrid_layer_pattern is None:
-        return {}
-    return {
-        "is_hybrid_model": True,
-        "mamba_state_dim": model.mamba_state_dim,
-        "mamba_head_dim": model.mamba_head_dim,
-        "mamba_num_groups": model.mamba_num_groups,
-        "mamba_num_heads": model.mamba_num_heads,
-    }
+    return {} if config.model.hybrid_layer_pattern is None else {"is_hybrid_model": True}
 
 
 class HybridChunks:
@@ -91,7 +82,7 @@ class HybridChunks:
             max_sequence_length=model.seq_length,
             pre_process=pre_process,
             post_process=post_process,
-            position_embedding_type=model.position_embedding_type,
+            position_embedding_type="rope",
             share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
             **{
                 self._names.spec_argument: self._stack,

@@ -25,7 +25,7 @@ from chunkgraph.megatron.features.packing.attention_limits import (
 )
 from chunkgraph.packing import PackedShape
 from chunkgraph.settings import Config
-from chunkgraph.settings.pipeline import splits_backward
+from chunkgraph.settings.schedules import splits_backward
 from chunkgraph.settings.words import facts_of
 from chunkgraph.trainer.expert_model import expert_block_spec, expert_settings, rank_capacity_factor
 from chunkgraph.trainer.fusion import fuse_weight_gradients
@@ -42,8 +42,9 @@ def build_model(
     transformer_options: Mapping[str, Any] | None = None,
     prepare: Callable[[nn.Module], None] = lambda _: None,
     ddp_scope: Callable[[], AbstractContextManager[object]] = nullcontext,
+    wraps_in_ddp: bool = True,
 ) -> list[nn.Module]:
-    """Build this rank's model chunks in training mode, wrapped in DDP if configured.
+    """Build this rank's model chunks in training mode, wrapped in DDP.
 
     Megatron's config, which all chunks share, is ``chunks[0].config``.
 
@@ -54,6 +55,7 @@ def build_model(
         transformer_options: more fields of Megatron's TransformerConfig.
         prepare: callback with every chunk before it is wrapped, for example to freeze parameters.
         ddp_scope: returns a context for the time that chunks are wrapped in DDP.
+        wraps_in_ddp: whether to wrap chunks in DDP.
 
     Raises:
         ConfigError: The layers do not support the configured packed sequences or expert dispatch.
@@ -88,8 +90,9 @@ def build_model(
     if config.model.params_dtype == "bfloat16":
         half = import_megatron("megatron.core.transformer.module").Float16Module
         chunks = [half(transformer_config, chunk) for chunk in chunks]
-    with ddp_scope():
-        chunks = _wrap_for_data_parallel(config, transformer_config, chunks, ddp_options)
+    if wraps_in_ddp:
+        with ddp_scope():
+            chunks = _wrap_for_data_parallel(config, transformer_config, chunks, ddp_options)
     if config.train.gradient_accumulation_fusion:
         fuse_weight_gradients(chunks)
     for chunk in chunks:
@@ -114,8 +117,7 @@ def _refuse_missing_dispatcher(config: Config, device: torch.device) -> None:
         return
     if device.type != "cuda" or layer_spec_name(config, device) != "transformer_engine":
         raise ConfigError(
-            f"moe.moe_flex_dispatcher_backend={moe.moe_flex_dispatcher_backend} needs GPUs and "
-            "Transformer Engine's layers "
+            "moe.moe_token_dispatcher_type=flex needs GPUs and Transformer Engine's layers "
             f"(device is {device.type}, model.layer_spec {layer_spec_name(config, device)}). Set "
             "moe.moe_token_dispatcher_type=alltoall and moe.moe_expert_capacity_factor."
         )
@@ -136,17 +138,13 @@ def _hybrid_chunks(
     # Call the user's function first: it may prepare something.
     spec = layer_spec(config, device)
     if layer_spec_name(config, device) == "transformer_engine":
-        if config.moe.num_moe_experts is not None and not config.moe.moe_grouped_gemm:
-            raise ConfigError(
-                "moe.moe_grouped_gemm is false, but the experts of Megatron's hybrid stack with "
-                "Transformer Engine use a grouped GEMM. Set it to true."
-            )
         return HybridChunks(config, transformer_config, None).build  # Megatron has a stack for it
     experts = None
     if config.moe.num_moe_experts is not None:
         specs = import_megatron("megatron.core.models.gpt.gpt_layer_specs")
         layer = specs.get_gpt_layer_local_spec(
-            num_experts=config.moe.num_moe_experts, moe_grouped_gemm=config.moe.moe_grouped_gemm
+            num_experts=config.moe.num_moe_experts,
+            moe_grouped_gemm=transformer_config.moe_grouped_gemm,
         )
         experts = layer.submodules.mlp
     return HybridChunks(config, transformer_config, spec, experts).build
@@ -187,7 +185,7 @@ def _gpt_chunks(
             max_sequence_length=config.model.seq_length,
             pre_process=pre_process,
             post_process=post_process,
-            position_embedding_type=config.model.position_embedding_type,
+            position_embedding_type="rope",
             share_embeddings_and_output_weights=(
                 not config.model.untie_embeddings_and_output_weights
             ),
@@ -306,7 +304,7 @@ def _transformer_config(config: Config, device: torch.device, options: Mapping[s
         "ffn_hidden_size": model.ffn_hidden_size,
         "num_attention_heads": model.num_attention_heads,
         "hidden_dropout": model.hidden_dropout,
-        "attention_dropout": model.attention_dropout,
+        "attention_dropout": 0.0,  # Megatron's default is 0.1
         "normalization": model.normalization,
         "gated_linear_unit": model.swiglu,
         "activation_func": functional.silu if model.swiglu else functional.gelu,
@@ -327,18 +325,18 @@ def _transformer_config(config: Config, device: torch.device, options: Mapping[s
         "overlap_p2p_comm": interleaved and not on_cpu,
         "batch_p2p_comm": not interleaved and not on_cpu,
         # On by default in Megatron's training script; their kernels need a GPU.
-        "apply_rope_fusion": not on_cpu and model.position_embedding_type == "rope",
+        "apply_rope_fusion": not on_cpu,
         "bias_activation_fusion": not on_cpu,
         "bias_dropout_fusion": not on_cpu,
         "deterministic_mode": config.train.deterministic,
     }
-    settings.update(expert_settings(config))
+    settings.update(expert_settings(config, is_local=layer_spec_name(config, device) == "local"))
     names = {field.name for field in fields(transformer_config.TransformerConfig)}
     settings.update({k: v for k, v in hybrid_settings(config).items() if k in names})
     if model.recompute_granularity is not None:
         settings["recompute_granularity"] = model.recompute_granularity
-        settings["recompute_method"] = model.recompute_method
-        settings["recompute_num_layers"] = model.recompute_num_layers
+        if model.recompute_granularity == "full":
+            settings |= {"recompute_method": "uniform", "recompute_num_layers": 1}
         settings["recompute_modules"] = list(model.recompute_modules)
     if model.fp8 is not None:
         settings["fp8"] = model.fp8
@@ -363,14 +361,8 @@ def _wrap_for_data_parallel(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=train.overlap_grad_reduce,
         use_distributed_optimizer=train.use_distributed_optimizer,
-        **{"overlap_param_gather": train.overlap_param_gather, **options},
+        **options,
     )
-    if not train.use_ddp:
-        _check_without_ddp(config)
-        for chunk in chunks:
-            # Megatron's optimizer reads it from every chunk, wrapped or not.
-            chunk.ddp_config = ddp_config
-        return chunks
     wrapped: list[nn.Module] = [
         distributed.DistributedDataParallel(
             config=transformer_config,
@@ -386,21 +378,3 @@ def _wrap_for_data_parallel(
         transformer_config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
     transformer_config.finalize_model_grads_func = distributed.finalize_model_grads
     return wrapped
-
-
-def _check_without_ddp(config: Config) -> None:
-    pipeline = config.pipeline
-    if pipeline.data_parallel_size * pipeline.context_parallel_size > 1:
-        raise ConfigError(
-            "train.use_ddp is false, but pipeline.data_parallel_size is "
-            f"{pipeline.data_parallel_size} and pipeline.context_parallel_size "
-            f"{pipeline.context_parallel_size}: nothing would reduce the gradients. Set "
-            "train.use_ddp=true."
-        )
-    split = config.pipeline.pipeline_model_parallel_size > 1
-    if split and not config.model.untie_embeddings_and_output_weights:
-        raise ConfigError(
-            "train.use_ddp is false and the embedding is tied across pipeline stages: nothing "
-            "would add their gradients. Set train.use_ddp=true or "
-            "model.untie_embeddings_and_output_weights=true."
-        )

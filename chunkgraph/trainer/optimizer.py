@@ -23,7 +23,6 @@ def build_optimizer(config: Config, chunks: list[nn.Module]) -> Any:
             lr=config.train.lr,
             bf16=bf16,
             params_dtype=torch.bfloat16 if bf16 else torch.float32,
-            clip_grad=config.train.clip_grad,
             use_distributed_optimizer=config.train.use_distributed_optimizer,
         ),
         chunks,

@@ -22,6 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from extended_config import extended
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -366,11 +367,10 @@ def num_packings() -> Callable[[dict[str, Any]], int]:
     def count(case: dict[str, Any]) -> int:
         from chunkgraph.data import Documents
         from chunkgraph.packing import pack
-        from chunkgraph.settings import config_from_mapping
         from chunkgraph.trainer.batches import packed_shape
 
-        config = config_from_mapping(case["config"])
-        shape = packed_shape(config)
+        with extended(case["config"]) as config:
+            shape = packed_shape(config)
         assert shape is not None
         documents = Documents.from_file(
             config.data.path,

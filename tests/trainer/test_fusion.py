@@ -38,6 +38,6 @@ def test_what_cannot_work_is_refused_with_the_remedy() -> None:
     with pytest.raises(ConfigError, match="layer_spec=transformer_engine"):
         fuse_weight_gradients([nn.Linear(4, 4)])
     layer = Layer(with_main_grad=False)
-    with pytest.raises(ConfigError, match=r"Layer\.weight has no main_grad.*use_ddp=true"):
+    with pytest.raises(ConfigError, match=r"Layer\.weight has no main_grad.*wrap the model in DDP"):
         fuse_weight_gradients([sound := Layer(), layer])
     assert not sound.fuse_wgrad_accumulation

@@ -9,12 +9,12 @@ from chunkgraph.engine.decide.maximum import Maximum
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.topology import PipelinePlace
 from chunkgraph.schedules import Schedule, build_schedule, get_family
-from chunkgraph.settings.pipeline import (
+from chunkgraph.settings.rule import Facts, check
+from chunkgraph.settings.schedules import (
     SCHEDULE_RULES,
     check_counts,
     read_matching_schedule,
 )
-from chunkgraph.settings.rule import Facts, check
 from chunkgraph.settings.words import PROGRAM
 from chunkgraph.slots import plan_schedule, plan_slots
 

@@ -11,7 +11,7 @@ from chunkgraph.errors import ConfigError, MissingDependencyError
 from chunkgraph.megatron.core.access import import_megatron, versions
 from chunkgraph.megatron.features.experts.deep_ep_needs import BACKEND_NAMES, deep_ep_is_missing
 from chunkgraph.megatron.features.experts.rank_budget import knows_rank_budget
-from chunkgraph.settings.deep_ep import measures_budget
+from chunkgraph.megatron.rules.deep_ep import measures_budget
 from chunkgraph.settings.rule import Facts
 
 __all__ = ["expert_ranks", "ranks_of_other_nodes", "refuse_for_deep_ep"]

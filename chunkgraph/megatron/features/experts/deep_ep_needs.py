@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 from chunkgraph.megatron.features.experts.cublaslt import cublaslt_need
-from chunkgraph.settings.deep_ep import ALL_TO_ALL, measures_budget
+from chunkgraph.megatron.rules.deep_ep import ALL_TO_ALL, measures_budget
 from chunkgraph.settings.rule import Facts
 
 __all__ = [

@@ -26,7 +26,7 @@ from chunkgraph.megatron.core.access import (
 from chunkgraph.megatron.features.experts.dispatch import gather_fixed_rows
 from chunkgraph.megatron.features.experts.dropless import Dropless
 from chunkgraph.megatron.features.experts.padded_rows import PaddedRows, RowsOfForward
-from chunkgraph.settings.experts import uses_dropless
+from chunkgraph.megatron.rules.experts import uses_dropless
 
 __all__ = ["PaddedRouting", "rows_within_capacity"]
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.core.access import import_megatron, private_names
-from chunkgraph.settings import DEEPEP_RANKS
+from chunkgraph.megatron.rules.deep_ep import DEEPEP_RANKS
 
 __all__ = ["WorstCaseManager", "rows_within", "use_worst_case_dispatch"]
 

@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -18,6 +18,7 @@ from chunkgraph.megatron.captured_part import CapturedPart
 from chunkgraph.megatron.core.backward_pass import is_in_backward
 from chunkgraph.megatron.feature import Feature
 from chunkgraph.megatron.features.experts.rows_in_use import moe_layers_of, watch_expert_rows
+from chunkgraph.megatron.rules.features import STASH_RULES, row_bytes
 from chunkgraph.megatron.site import Site
 from chunkgraph.megatron.step import Shortage, Step
 from chunkgraph.memory.stash import (
@@ -31,8 +32,9 @@ from chunkgraph.memory.stash import (
     StepReadout,
     most_at_once,
 )
+from chunkgraph.memory.stash.arena import PAGE_ALIGNMENT_BYTES
+from chunkgraph.memory.stash.options import PAGE_BYTES
 from chunkgraph.settings import StashConfig
-from chunkgraph.settings.stash import STASH_RULES, StashSettings
 
 if TYPE_CHECKING:
     from chunkgraph.engine import ChunkGraphs
@@ -86,7 +88,8 @@ class ExpertStash(Feature):
         self._num_distinct_slots = max(num_slots) if are_shared else sum(self._num_slots)
         self._most_in_flight = most_in_flight
         self._device = device
-        self._saving = Saving(options.page_bytes, prefetches=options.prefetches)
+        self._page_bytes = options.page_bytes or PAGE_BYTES
+        self._saving = Saving(self._page_bytes, prefetches=options.prefetches)
         self._saving.meter = PageMeter(len(self._num_slots), device)
         self._required_pages = 0  # as measured by steps that ran out of pages
         self._num_grown = 0  # number of captures with a larger arena
@@ -126,10 +129,14 @@ class ExpertStash(Feature):
         # All chunks share the pages, even if they do not share slots. Slots that the user requests
         # may all be in use.
         most = site.place.num_slots(are_shared=True)[0] if site.requested_slots is None else None
+        options = site.stash
+        if options.page_bytes is None:
+            row = PAGE_ALIGNMENT_BYTES * -(-row_bytes(site.facts()) // PAGE_ALIGNMENT_BYTES)
+            options = replace(options, page_bytes=max(PAGE_BYTES, row))
         return cls(
             site.chunks,
             site.num_slots,
-            site.stash,
+            options,
             site.device,
             most_in_flight=most,
             are_shared=site.options.shared_slots,
@@ -256,7 +263,7 @@ class ExpertStash(Feature):
         is_at_limit = status is not None and bool(short) and not self.can_grow(status)
         # The late counts are those of the previous step: this step's backwards still run.
         late = (self.num_pages_left(), self.num_short_late())
-        limit = "stash.max_bytes or stash.max_recaptures"
+        limit = "max_bytes or max_recaptures of StashOptions"
         return Shortage("stash pages", short, text, is_at_limit, limit, late)
 
     def answer(self, local: Shortage, largest: Shortage) -> None:
@@ -289,8 +296,8 @@ class ExpertStash(Feature):
             raise StashError(
                 "Pages of the stash ran out in this step: "
                 f"{local.text or 'another rank had no room'}. Its gradients are wrong; the "
-                "optimizer has not used them.\n  To do: raise stash.headroom or stash.max_bytes, "
-                "or set stash.on_overflow=rerun."
+                "optimizer has not used them.\n  To do: raise headroom or max_bytes "
+                "of StashOptions, or set its on_overflow to 'rerun'."
             )
         if largest.is_at_limit:
             return
@@ -362,7 +369,7 @@ class ExpertStash(Feature):
             )
             self._saving.ambiguous.clear()
         if options.initial_bytes is not None:
-            pages = options.initial_bytes // options.page_bytes
+            pages = options.initial_bytes // self._page_bytes
         elif meter.was_used:
             pages = meter.pages_for(self._num_slots, options.headroom, self._most_in_flight)
         else:
@@ -374,9 +381,9 @@ class ExpertStash(Feature):
         if self.size is not None and self._limited(self._required_pages) > self.size.num_pages:
             self._num_grown += 1
         self.size = ArenaSize(
-            options.page_bytes,
+            self._page_bytes,
             self._limited(max(pages, self._required_pages)),
-            options.spill_bytes // options.page_bytes,
+            options.spill_bytes // self._page_bytes,
         )
         self._saving.stash = PagedStash(self.size, self._device, options.kernels)
         arena = self._saving.stash.arena
@@ -397,12 +404,11 @@ class ExpertStash(Feature):
     def _limited(self, pages: int) -> int:
         if self.options.max_bytes is None:
             return pages
-        return min(pages, self.options.max_bytes // self.options.page_bytes)
+        return min(pages, self.options.max_bytes // self._page_bytes)
 
 
 def stash_options(stash: StashConfig | None) -> StashOptions | None:
     """Return the options of a configuration's or command line's stash; None without a stash."""
     if stash is None or not stash.enabled:
         return None
-    values = {item.name: getattr(stash, item.name) for item in fields(StashSettings)}
-    return StashOptions(**values)
+    return StashOptions()

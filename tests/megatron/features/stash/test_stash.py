@@ -10,7 +10,7 @@ import torch
 from refused import refused
 
 from chunkgraph.errors import CaptureError, ConfigError, StashError
-from chunkgraph.settings.stash import STASH_RULES
+from chunkgraph.megatron.rules.features import STASH_RULES
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(200)]
 

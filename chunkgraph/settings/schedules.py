@@ -1,10 +1,9 @@
-"""The section ``pipeline``."""
+"""Schedules by name or from a CSV file: their checks, and the rules of ``pipeline.schedule``."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 from chunkgraph.errors import ConfigError
@@ -18,13 +17,11 @@ from chunkgraph.schedules import (
     validate,
 )
 from chunkgraph.settings.rule import Facts, Rule
-from chunkgraph.settings.setting import POSITIVE, setting
 
 __all__ = [
     "FILE_SUFFIX",
     "SCHEDULE_RULES",
     "SLOT_RULES",
-    "PipelineConfig",
     "check_counts",
     "read_matching_schedule",
     "read_schedule",
@@ -34,88 +31,6 @@ __all__ = [
 FILE_SUFFIX = ".csv"
 """Distinguishes a schedule's file from a name."""
 _MAX_FILE_BYTES = 8 * 2**20
-
-
-@dataclass(frozen=True, kw_only=True)
-class PipelineConfig:
-    """How the model is distributed over ranks."""
-
-    pipeline_model_parallel_size: int = setting(
-        1,
-        help="Number of pipeline ranks, which split the layers.",
-        bounds=POSITIVE,
-        megatron="--pipeline-model-parallel-size",
-    )
-    virtual_pipeline_model_parallel_size: int | None = setting(
-        None,
-        help="Model chunks per rank. Null: 1.",
-        bounds=POSITIVE,
-        megatron="--num-virtual-stages-per-pipeline-rank",
-    )
-    microbatch_group_size_per_vp_stage: int | None = setting(
-        None,
-        help="Microbatches that pass through a chunk before the next chunk runs. Null: the "
-        "pipeline size, Megatron's default.",
-        bounds=POSITIVE,
-        megatron="--microbatch-group-size-per-virtual-pipeline-stage",
-    )
-    schedule: str = setting(
-        "auto",
-        help="Schedule of training steps: a name that chunkgraph plan --help lists, or a CSV file "
-        "of actions. auto: Megatron's own, 1F1B or interleaved.",
-        flag="--pipeline-schedule",
-    )
-    tensor_model_parallel_size: int = setting(
-        1,
-        help="Number of tensor-parallel ranks, which split each layer.",
-        bounds=POSITIVE,
-        megatron="--tensor-model-parallel-size",
-    )
-    sequence_parallel: bool = setting(
-        False,
-        help="Split the sequence over the tensor-parallel ranks in the parts of a layer that are "
-        "not split otherwise (normalization, dropout). Needs Transformer Engine's layers.",
-        megatron="--sequence-parallel",
-    )
-    context_parallel_size: int = setting(
-        1,
-        help="Number of context-parallel ranks, which split each sequence. Needs Transformer "
-        "Engine's layers.",
-        bounds=POSITIVE,
-        megatron="--context-parallel-size",
-    )
-    data_parallel_size: int = setting(
-        1,
-        help="Number of copies of the model, each with its own data.",
-        bounds=POSITIVE,
-    )
-    expert_model_parallel_size: int = setting(
-        1,
-        help="Number of data-parallel ranks that split the experts between them.",
-        bounds=POSITIVE,
-        megatron="--expert-model-parallel-size",
-        needs="moe.num_moe_experts",
-    )
-
-    @property
-    def num_model_chunks(self) -> int:
-        """Return the number of model chunks on each rank."""
-        return self.virtual_pipeline_model_parallel_size or 1
-
-    @property
-    def microbatch_group_size(self) -> int:
-        """Return the microbatches of a group, with the default applied."""
-        return self.microbatch_group_size_per_vp_stage or self.pipeline_model_parallel_size
-
-    @property
-    def world_size(self) -> int:
-        """Return the number of processes of the run."""
-        return (
-            self.pipeline_model_parallel_size
-            * self.tensor_model_parallel_size
-            * self.context_parallel_size
-            * self.data_parallel_size
-        )
 
 
 def _is_named(f: Facts) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from chunkgraph.errors import ChunkGraphError, ConfigError, TopologyError
+from chunkgraph.megatron.rules import check_features
 from chunkgraph.settings import Config, config_from_mapping
 
 
@@ -23,7 +24,7 @@ def _config(
         "virtual_pipeline_model_parallel_size": vpp,
         **sections.pop("pipeline", {}),
     }
-    return config_from_mapping(
+    config = config_from_mapping(
         {
             "device": "cuda",
             "model": {
@@ -32,7 +33,6 @@ def _config(
                 "ffn_hidden_size": 128,
                 "num_attention_heads": 4,
                 "seq_length": 32,
-                "mamba_head_dim": 16,
                 "hybrid_layer_pattern": pattern,
                 **(model or {}),
             },
@@ -41,6 +41,8 @@ def _config(
             **sections,
         }
     )
+    check_features(config)
+    return config
 
 
 @pytest.mark.parametrize(
@@ -74,43 +76,12 @@ def test_patterns(pattern: str, pp: int, vpp: int | None) -> None:
             TopologyError,
             "cannot be divided into 4 equal stages",
         ),
-        ("M-M*M-", {"model": {"mamba_head_dim": 48}}, ConfigError, r"\(48\) does not divide twice"),
-        (
-            "M-M*M-",
-            {"model": {"mamba_num_heads": 4}},
-            ConfigError,
-            "4 Mamba heads are not",
-        ),
-        (
-            "M-M*M-",
-            {"model": {"mamba_num_groups": 1}, "pipeline": {"tensor_model_parallel_size": 2}},
-            TopologyError,
-            r"mamba_num_groups \(1\): not divisible by .*tensor_model_parallel_size \(2\)",
-        ),
         ("M-M*M-", {"model": {"fp8": "hybrid"}}, ConfigError, "model.fp8 is hybrid with"),
-        (
-            "M-M*M-",
-            {"pipeline": {"context_parallel_size": 3}, "model": {"seq_length": 36}},
-            TopologyError,
-            r"\d+ Mamba heads .* are not divisible by pipeline.context_parallel_size \(3\)",
-        ),
-        (
-            "M-M*M-",
-            {
-                "pipeline": {"context_parallel_size": 2},
-                "model": {"mamba_num_heads": 12, "mamba_num_groups": 3},
-            },
-            TopologyError,
-            "mamba_num_groups is 3 on a tensor-parallel rank: neither",
-        ),
-        (None, {"model": {"mamba_num_heads": 4}}, ConfigError, "there are no Mamba layers"),
     ],
 )
 def test_what_cannot_be(
-    pattern: str | None, options: dict[str, Any], error: type[ChunkGraphError], message: str
+    pattern: str, options: dict[str, Any], error: type[ChunkGraphError], message: str
 ) -> None:
-    if pattern is None:
-        options = {**options, "model": {"mamba_head_dim": 64, **options["model"]}}
     with pytest.raises(error, match=message):
         _config(pattern, **options)
 

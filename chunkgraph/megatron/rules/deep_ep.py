@@ -1,4 +1,4 @@
-"""The rules of dispatch through DeepEP (``moe.moe_token_dispatcher_type: flex``)."""
+"""The rules of dispatch through DeepEP (``moe_token_dispatcher_type: flex``)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ DEEPEP_RANKS = (2, 4, 8)
 """Numbers of ranks of a node for which DeepEP has kernels that can be captured."""
 ALL_TO_ALL = "use {moe_token_dispatcher_type=alltoall}"
 """The remedy that needs no extra package, for dropless experts and a fixed capacity."""
-STATIC = (
-    f"{ALL_TO_ALL}, {{moe_expert_capacity_factor=}} and {{moe_pad_expert_input_to_capacity=true}}"
-)
+STATIC = f"{ALL_TO_ALL} and {{moe_expert_capacity_factor=}}"
 """The remedy where the grouped GEMM of dropless experts cannot be used."""
 _BACKENDS = ("hybridep", "deepep")
 _MOST_HIDDEN, _HIDDEN_MULTIPLE, _MOST_TOPK = 8176, 16, 32
