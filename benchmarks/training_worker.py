@@ -26,9 +26,9 @@ import torch
 import torch.distributed as dist
 
 from chunkgraph.megatron.core.access import import_megatron, private_names, versions
+from chunkgraph.megatron.rules.experts import uses_dropless
 from chunkgraph.settings import Config, load_config
 from chunkgraph.settings.words import facts_of
-from chunkgraph.megatron.rules.experts import uses_dropless
 from chunkgraph.trainer.forward_step import forward_step
 from chunkgraph.trainer.setup import training_process
 from chunkgraph.trainer.trained_model import StepRecord, TrainedModel, synchronize

@@ -111,8 +111,6 @@ def test_context_sizes_are_saved(tmp_path: Path) -> None:
     packing = PackingConfig(
         max_packed_seqs=512,
         context_parallel_sizes=(1, 2, 4),
-        captured_context_parallel_sizes=(1, 2),
-        context_parallel_schedule="random",
     )
     flags = GraphFlags(packing=packing)
     sizes = {"world_size": 4, "max_tokens_per_rank": 1024, "max_packed_seqs": 512}
@@ -123,8 +121,6 @@ def test_context_sizes_are_saved(tmp_path: Path) -> None:
     record = _saved(graphs, flags, tmp_path)
     saved = record["packing"]
     assert saved["context_parallel_sizes"] == [1, 2, 4]
-    assert saved["captured_context_parallel_sizes"] == [1, 2]
-    assert saved["context_parallel_schedule"] == "random"
     assert (saved["seq_buckets"], saved["max_packed_tokens"]) == ([32, 64, 128, 256], 1024)
     assert record["graphs_of_rank_0"]["context_banks"] == [
         {"context_parallel_size": size, "tokens_per_rank": 1024, "max_packed_seqs": count}
