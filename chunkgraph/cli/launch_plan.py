@@ -10,7 +10,7 @@ from chunkgraph.cli.plan_memory import sizes_of
 from chunkgraph.cli.plan_request import Request, schedule_name
 from chunkgraph.cli.plan_tables import exit_code, print_rows, rows_of
 from chunkgraph.errors import ConfigError
-from chunkgraph.settings.schedules import read_matching_schedule
+from chunkgraph.schedules import read_matching_schedule
 from chunkgraph.slots import ModelSizes
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ from chunkgraph._text import shown
 from chunkgraph.cli.plan_memory import sizes_of
 from chunkgraph.errors import ConfigError
 from chunkgraph.schedules import (
+    FILE_SUFFIX,
     PipelineShape,
     Placement,
     Schedule,
@@ -19,8 +20,9 @@ from chunkgraph.schedules import (
     check_step,
     get_family,
     megatron_schedule_name,
+    read_matching_schedule,
+    read_schedule,
 )
-from chunkgraph.settings.schedules import FILE_SUFFIX, read_matching_schedule, read_schedule
 from chunkgraph.slots import ModelSizes, SlotPlan, plan_schedule, plan_slots
 
 if TYPE_CHECKING:

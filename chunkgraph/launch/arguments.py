@@ -22,13 +22,9 @@ from chunkgraph.megatron.features.fp8.primary_weights import keeps_transposes
 from chunkgraph.megatron.refusals import DELAY_RULES, DRIVER_RULES, facts_of_model
 from chunkgraph.megatron.rules.deep_ep import STATIC
 from chunkgraph.megatron.rules.experts import uses_dropless
+from chunkgraph.megatron.rules.schedules import SCHEDULE_RULES
+from chunkgraph.schedules import FILE_SUFFIX, read_matching_schedule, splits_backward
 from chunkgraph.settings.rule import Facts, Rule, refusals
-from chunkgraph.settings.schedules import (
-    FILE_SUFFIX,
-    SCHEDULE_RULES,
-    read_matching_schedule,
-    splits_backward,
-)
 from chunkgraph.settings.words import FLAGS
 
 __all__ = [

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import ValidationError
 
 from chunkgraph.errors import ConfigError
+from chunkgraph.megatron.rules.contexts import SIZE_RULES
 from chunkgraph.settings import (
     CaptureConfig,
     Config,
@@ -26,7 +27,7 @@ from chunkgraph.settings import (
     settings_of,
 )
 from chunkgraph.settings.loader import problems_of
-from chunkgraph.settings.packing import NUM_SEQS_RULE, SIZE_RULES
+from chunkgraph.settings.packing import NUM_SEQS_RULE
 from chunkgraph.settings.rule import Facts
 from chunkgraph.settings.words import FLAGS as FLAG_WORDS
 

@@ -59,7 +59,7 @@ from chunkgraph.megatron.features.stash.feature import stash_options
 from chunkgraph.megatron.pipeline import ScheduleDriver
 from chunkgraph.megatron.pipeline.eager import eager_driver
 from chunkgraph.megatron.topology import PipelinePlace
-from chunkgraph.settings.schedules import splits_backward
+from chunkgraph.schedules import splits_backward
 
 __all__ = ["ChunkGraphsInPretrain", "enable"]
 

@@ -12,9 +12,10 @@ from chunkgraph.errors import PackingError
 from chunkgraph.megatron.features.packing.attention_limits import shares_keys
 from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.megatron.features.packing.options import PackingOptions
+from chunkgraph.megatron.rules.contexts import RANK_RULES
 from chunkgraph.packing import ContextLimits, PackedShape
 from chunkgraph.settings import PackingConfig
-from chunkgraph.settings.packing import PACKING_RULES, RANK_RULES
+from chunkgraph.settings.packing import PACKING_RULES
 from chunkgraph.settings.rule import Facts, Rule
 
 __all__ = [

@@ -11,8 +11,8 @@ from typing import Any
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.core.fp8_recipe import fp8_recipe
 from chunkgraph.megatron.rules.features import RECOMPUTE_RULES
+from chunkgraph.megatron.rules.schedules import SLOT_RULES
 from chunkgraph.settings.rule import Facts, Rule, Words
-from chunkgraph.settings.schedules import SLOT_RULES
 from chunkgraph.settings.words import PROGRAM
 
 __all__ = ["DELAY_RULES", "DRIVER_RULES", "MODEL_RULES", "facts_of_model", "refuse_model"]

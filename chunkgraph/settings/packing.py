@@ -1,4 +1,4 @@
-"""The rules of packed documents, and of context-parallel sizes for each microbatch."""
+"""The rules of packed documents."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from chunkgraph.errors import ConfigError, TopologyError
 from chunkgraph.packing.offsets import MAX_TOKENS
 from chunkgraph.settings.rule import Facts, Rule
 
-__all__ = ["NUM_SEQS_RULE", "PACKING_FILE_RULES", "PACKING_RULES", "RANK_RULES", "SIZE_RULES"]
+__all__ = ["NUM_SEQS_RULE", "PACKING_FILE_RULES", "PACKING_RULES"]
 
 
 def _rows(f: Facts) -> int:
-    """Return the rows of a microbatch: on all its ranks, or on one with several sizes."""
-    return int(f.max_packed_tokens or f.seq_length or 1)
+    """Return the rows of a microbatch on all its context-parallel ranks together."""
+    return int(f.max_packed_tokens or f.seq_length)
 
 
 def _packed(
@@ -24,29 +24,9 @@ def _packed(
     return Rule(text, lambda f: f.packed and when(f), error)
 
 
-def _sized(
-    text: str, when: Callable[[Facts], object], error: type[ConfigError] = ConfigError
-) -> Rule:
-    """Return a rule that applies only with ``context_parallel_sizes``."""
-    return Rule(
-        f"context_parallel_sizes {text}", lambda f: f.context_parallel_sizes and when(f), error
-    )
-
-
 def _wrong_counts(f: Facts) -> object:
     counts = [n for n in f.seq_buckets or () if not 2 <= n < f.max_packed_seqs]
     return counts and {"count": counts[0]}
-
-
-def _uneven_sizes(f: Facts) -> object:
-    sizes = [size for size in f.context_parallel_sizes if size < 1 or size.bit_count() > 1]
-    return sizes and {"size": sizes[0]}
-
-
-def _uneven_parts(f: Facts) -> object:
-    parts = f.tensor_model_parallel_size or 1 if f.sequence_parallel else 1
-    parts *= 2 if max(f.context_parallel_sizes) > 1 and parts % 2 else 1
-    return _rows(f) % parts and {"rows": _rows(f), "parts": parts}
 
 
 NUM_SEQS_RULE = Rule(
@@ -62,45 +42,6 @@ PACKING_RULES = (
     ),
 )
 """Rules of packed documents, from a file, a program or a command line."""
-SIZE_RULES = (
-    _sized(
-        ": {size} is not a power of two, and groups of 1, 2, 4, ... neighbours share microbatches; "
-        "leave it out",
-        _uneven_sizes,
-        TopologyError,
-    ),
-)
-"""Rules of the sizes themselves."""
-RANK_RULES = (
-    _sized(
-        "data_parallel_size: groups of 1, 2, 4, ... neighbours need a power of two; change the "
-        "number of data-parallel ranks",
-        lambda f: (f.data_parallel_size or 1).bit_count() > 1,
-        TopologyError,
-    ),
-    _sized(
-        "data_parallel_size: the data-parallel ranks share microbatches and are too few for a size "
-        "of {largest}; leave that size out, or use more ranks",
-        lambda f: (
-            f.data_parallel_size
-            and max(f.context_parallel_sizes) > f.data_parallel_size
-            and {"largest": max(f.context_parallel_sizes)}
-        ),
-        TopologyError,
-    ),
-    _sized(
-        "max_packed_tokens: the {rows} rows of a rank cannot be divided into {parts} equal parts; "
-        "use a multiple of {parts}",
-        _uneven_parts,
-        TopologyError,
-    ),
-    _sized(
-        "buckets: the training loop does not support several lengths with several sizes; use one "
-        "of them",
-        lambda f: f.buckets,
-    ),
-)
-"""Rules of a job's sizes, from a configuration file or a command line."""
 
 
 def _least_rows(f: Facts) -> int:
@@ -139,8 +80,6 @@ def _idle(name: str) -> Rule:
 PACKING_FILE_RULES = (
     NUM_SEQS_RULE,
     *PACKING_RULES,
-    *SIZE_RULES,
-    *RANK_RULES,
     *map(
         _idle,
         (
@@ -184,10 +123,6 @@ PACKING_FILE_RULES = (
         "sequences; use {layer_spec=transformer_engine} on a GPU, or your own layer spec "
         "(package.module:function) with an attention that does",
         lambda f: f.layer_spec == "local" or (f.layer_spec, f.device) == ("auto", "cpu"),
-    ),
-    _sized(
-        "document_counts: the training command does not support the two together; use one of them",
-        lambda f: f.document_counts,
     ),
 )
 """Rules of a configuration file."""

@@ -24,8 +24,8 @@ from chunkgraph.megatron.features.packing.attention_limits import (
     refuse_large_deterministic,
 )
 from chunkgraph.packing import PackedShape
+from chunkgraph.schedules import splits_backward
 from chunkgraph.settings import Config
-from chunkgraph.settings.schedules import splits_backward
 from chunkgraph.settings.words import facts_of
 from chunkgraph.trainer.expert_model import expert_block_spec, expert_settings, rank_capacity_factor
 from chunkgraph.trainer.fusion import fuse_weight_gradients

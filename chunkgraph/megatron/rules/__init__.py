@@ -5,14 +5,12 @@ They import no torch, so that a command checks a file before it starts a process
 
 from __future__ import annotations
 
+from chunkgraph.megatron.rules.contexts import CONTEXT_FILE_RULES
 from chunkgraph.megatron.rules.experts import EXPERT_RULES
-from chunkgraph.megatron.rules.features import (
-    CONTEXT_RULES,
-    FP8_RULES,
-    RECOMPUTE_RULES,
-    STASH_RULES,
-)
+from chunkgraph.megatron.rules.features import FP8_RULES, RECOMPUTE_RULES, STASH_RULES
+from chunkgraph.megatron.rules.file_only import FILE_ONLY_RULES
 from chunkgraph.megatron.rules.hybrid import HYBRID_RULES, check_hybrid
+from chunkgraph.megatron.rules.schedules import SCHEDULE_RULES, SLOT_RULES
 from chunkgraph.settings import Config
 from chunkgraph.settings.rule import check
 from chunkgraph.settings.words import facts_of
@@ -20,9 +18,12 @@ from chunkgraph.settings.words import facts_of
 __all__ = ["FILE_RULES", "check_features"]
 
 FILE_RULES = (
+    *SCHEDULE_RULES,
+    *SLOT_RULES,
+    *FILE_ONLY_RULES,
     *FP8_RULES,
     *RECOMPUTE_RULES,
-    *CONTEXT_RULES,
+    *CONTEXT_FILE_RULES,
     *EXPERT_RULES,
     *HYBRID_RULES,
     *STASH_RULES,

@@ -2,49 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from chunkgraph.settings.rule import Facts, Rule, recomputes
 
-__all__ = ["CONTEXT_RULES", "FP8_RULES", "RECOMPUTE_RULES", "STASH_RULES", "row_bytes"]
-
-
-def _recomputes_with_sizes(part: str) -> Callable[[Facts], object]:
-    return lambda f: (
-        f.context_parallel_sizes
-        and f.recompute_granularity == "selective"
-        and part in (f.recompute_modules or ())
-    )
-
-
-CONTEXT_RULES = (
-    Rule(
-        "context_parallel_sizes context_parallel_size: the groups are formed from the "
-        "data-parallel ranks; use {context_parallel_size=1}",
-        lambda f: f.context_parallel_sizes and (f.context_parallel_size or 1) > 1,
-    ),
-    Rule(
-        "context_parallel_sizes fp8: scales of ranks whose microbatches have several sizes are not "
-        "supported; use one of them"
-    ),
-    Rule(
-        "context_parallel_sizes mtp_num_layers: multi-token prediction sees only the rows on its "
-        "rank; use one of them"
-    ),
-    Rule(
-        "context_parallel_sizes hybrid_layer_pattern: a Mamba mixer splits its heads over the "
-        "ranks that it was built for; use one of them"
-    ),
-    *(
-        Rule(
-            f"context_parallel_sizes recompute_modules: {part} would be recomputed with the "
-            f"context-parallel group of another microbatch; leave {part} out",
-            _recomputes_with_sizes(part),
-        )
-        for part in ("moe", "mla_up_proj")
-    ),
-)
-"""Rules of microbatches that have a context-parallel size each."""
+__all__ = ["FP8_RULES", "RECOMPUTE_RULES", "STASH_RULES", "row_bytes"]
 
 
 def _recomputes_scales(f: Facts) -> bool:

@@ -1,4 +1,4 @@
-"""Schedules by name or from a CSV file: their checks, and the rules of ``pipeline.schedule``."""
+"""Schedules from CSV files, and their checks for a pipeline of Megatron."""
 
 from __future__ import annotations
 
@@ -7,21 +7,16 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from chunkgraph.errors import ConfigError
-from chunkgraph.schedules import (
-    Op,
-    Placement,
-    Schedule,
-    check_sizes,
-    get_family,
-    list_schedules,
-    validate,
-)
-from chunkgraph.settings.rule import Facts, Rule
+
+from .action import Op
+from .legality import check_sizes
+from .placement import Placement
+from .registry import get_family, list_schedules
+from .schedule import Schedule
+from .validate import validate
 
 __all__ = [
     "FILE_SUFFIX",
-    "SCHEDULE_RULES",
-    "SLOT_RULES",
     "check_counts",
     "read_matching_schedule",
     "read_schedule",
@@ -31,21 +26,6 @@ __all__ = [
 FILE_SUFFIX = ".csv"
 """Distinguishes a schedule's file from a name."""
 _MAX_FILE_BYTES = 8 * 2**20
-
-
-def _is_named(f: Facts) -> bool:
-    name = f.schedule
-    return name not in (None, "auto") and not name.endswith(FILE_SUFFIX)
-
-
-def _is_unknown(f: Facts) -> object:
-    known = list_schedules()
-    return _is_named(f) and f.schedule not in known and {"known": ", ".join(known)}
-
-
-def _is_in_v(f: Facts) -> bool:
-    known = _is_named(f) and f.schedule in list_schedules()
-    return known and get_family(f.schedule).placement is not Placement.LOOP
 
 
 def read_schedule(name: str) -> Schedule | None:
@@ -190,30 +170,3 @@ def splits_backward(name: str) -> bool:
     if (schedule := read_schedule(name)) is not None:
         return schedule.splits_backward
     return name in list_schedules() and get_family(name).splits_backward
-
-
-SCHEDULE_RULES = (
-    Rule(
-        "schedule: there is no such schedule; use auto, a CSV file of actions, or one of {known}",
-        _is_unknown,
-    ),
-    Rule(
-        "schedule: it places stages in a V, but Megatron's pipelines are loops (rank r holds the "
-        "stages r, r + size, ...); use zb-h1 or interleaved-zb",
-        _is_in_v,
-    ),
-)
-"""Rules of a schedule's name, from a file, a program or a command line."""
-SLOT_RULES = (
-    Rule(
-        "schedule: it holds every microbatch of a step at once, and chunk graphs have slots for a "
-        "fixed number; use 1f1b or zb-h1, or train without graphs",
-        lambda f: (
-            f.captures is not False  # None outside of a configuration file: graphs are on
-            and _is_named(f)
-            and f.schedule in list_schedules()
-            and not get_family(f.schedule).is_bounded
-        ),
-    ),
-)
-"""Rules of a schedule that drives chunk graphs."""
