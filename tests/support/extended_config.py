@@ -12,7 +12,8 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-from chunkgraph.settings import Config, config_from_mapping
+from chunkgraph import settings
+from chunkgraph.settings import Config
 
 _DERIVED = ("moe_pad_expert_input_to_capacity",)
 
@@ -24,7 +25,7 @@ def extended(raw: Mapping[str, Any]) -> Iterator[Config]:
     with ExitStack() as undo:
         for section, values in others.items():
             _PATCHES[section](undo, values)
-        yield config_from_mapping(own)
+        yield settings.config_from_mapping(own)
 
 
 def _split(raw: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
@@ -128,3 +129,22 @@ _PATCHES = {
     "train": _extend_train,
     "packing": _extend_packing,
 }
+
+
+_FIELDS: dict[int, tuple[Config, dict[str, Any]]] = {}
+
+
+def config_from_mapping(raw: Mapping[str, Any]) -> Config:
+    """Return the configuration, and keep Megatron's fields beyond it for `build_model`."""
+    own, others = _split(raw)
+    config = settings.config_from_mapping(own)
+    _FIELDS[id(config)] = config, {**others.get("model", {}), **others.get("moe", {})}
+    return config
+
+
+def build_model(config: Config, device: Any, **options: Any) -> Any:
+    """Build the chunks of a configuration of `config_from_mapping` in this module."""
+    from chunkgraph.trainer import model
+
+    fields = {**_FIELDS[id(config)][1], **(options.pop("transformer_options", None) or {})}
+    return model.build_model(config, device, transformer_options=fields, **options)

@@ -12,11 +12,9 @@ import pytest
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "gpu" / "gpt_pp2_gpu.yaml"
 SMALL = ["model.num_layers=8", "model.hidden_size=512", "model.ffn_hidden_size=1024"]
-DROPOUT = ["model.hidden_dropout=0.1", "model.attention_dropout=0.1"]
+DROPOUT = ["model.hidden_dropout=0.1"]
 FULL_RECOMPUTE = [
     "model.recompute_granularity=full",
-    "model.recompute_method=uniform",
-    "model.recompute_num_layers=1",
 ]
 ONE = pytest.mark.gpu
 TWO = pytest.mark.multigpu
@@ -44,13 +42,11 @@ PACKED = [
 ]
 DROPLESS = [
     *("moe.num_moe_experts=8", "moe.moe_router_topk=2", "moe.moe_ffn_hidden_size=256"),
-    *("moe.moe_pad_expert_input_to_capacity=false", "moe.moe_grouped_gemm=true"),
-    *("moe.moe_token_dispatcher_type=alltoall", "moe.moe_router_dtype=fp32"),
+    "moe.moe_token_dispatcher_type=alltoall",
 ]
 OVERLAPPED = [
     "train.overlap_grad_reduce=true",
     "train.use_distributed_optimizer=true",
-    "train.overlap_param_gather=true",
 ]
 
 
@@ -72,7 +68,6 @@ OVERLAPPED = [
             marks=TWO,
             id="dp2-parameters-gathered-in-the-forward",
         ),
-        pytest.param(["train.use_ddp=false"], [2, 5, 3], marks=TWO, id="pp2-without-ddp"),
         pytest.param(
             ["pipeline.pipeline_model_parallel_size=1", "capture.scope=block"],
             [3, 1, 5],
@@ -93,13 +88,10 @@ OVERLAPPED = [
             id="pp2-vpp2-whole-chunk-tied-overlap-poison",
         ),
         pytest.param(
-            [
-                *(*PP1, *FULL_RECOMPUTE, "capture.scope=chunk", "capture.verify=shadow"),
-                *("model.recompute_method=block", "model.recompute_num_layers=3"),
-            ],
+            [*PP1, *FULL_RECOMPUTE, "capture.scope=chunk", "capture.verify=shadow"],
             [3, 1, 5],
             marks=ONE,
-            id="pp1-block-recompute-whole-chunk-shadow",
+            id="pp1-recompute-whole-chunk-shadow",
         ),
         pytest.param(
             [*PP1, *TP2_SEQUENCE, *FULL_RECOMPUTE],

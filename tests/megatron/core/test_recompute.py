@@ -139,13 +139,13 @@ def test_two_ranks(run_equal: Callable[..., Any], make_config: Callable[..., Any
 def test_slots_hold_only_the_inputs_of_layers(
     one_rank: Any, make_config: Callable[..., Any]
 ) -> None:
+    from extended_config import build_model, config_from_mapping
+
     from chunkgraph.data import PackedText
     from chunkgraph.megatron import attach
     from chunkgraph.megatron.core.access import import_megatron
-    from chunkgraph.settings import config_from_mapping
     from chunkgraph.trainer.batches import sequence_batches as microbatches
     from chunkgraph.trainer.forward_step import forward_step
-    from chunkgraph.trainer.model import build_model
     from chunkgraph.trainer.setup import seed_everything
 
     held: list[int] = []

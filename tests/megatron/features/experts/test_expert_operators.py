@@ -87,14 +87,14 @@ def _operators(
     graphs: dict[str, Any] | None,
 ) -> tuple[Counter[str], Counter[str]]:
     """Return the operators in graphs and in eager code of a step of one microbatch."""
+    from extended_config import build_model, config_from_mapping
+
     from chunkgraph.data import PackedText
     from chunkgraph.megatron import attach
     from chunkgraph.megatron.core.access import import_megatron
     from chunkgraph.megatron.features.experts.state import forget_expert_metrics
-    from chunkgraph.settings import config_from_mapping
     from chunkgraph.trainer.batches import sequence_batches as microbatches
     from chunkgraph.trainer.forward_step import forward_step
-    from chunkgraph.trainer.model import build_model
     from chunkgraph.trainer.setup import seed_everything
 
     forget_expert_metrics()

@@ -16,16 +16,14 @@ SMALL = [
     *("model.num_layers=4", "model.hidden_size=512", "model.ffn_hidden_size=1024"),
     *("moe.num_moe_experts=8", "moe.moe_router_topk=2", "moe.moe_ffn_hidden_size=384"),
     *("moe.moe_shared_expert_intermediate_size=384", "moe.moe_layer_freq=[0,1,1,1]"),
-    *("model.seq_length=512", "moe.moe_z_loss_coeff=0.001", "moe.token_drops=rerun"),
+    *("model.seq_length=512", "moe.token_drops=rerun"),
 ]
 WIDE = "moe.moe_expert_rank_capacity_factor=2.0"  # room for all on two ranks
 EP2_PP1: list[str] = []
-DEEPEP = ["moe.moe_flex_dispatcher_backend=deepep"]
 PP2 = [
     *("pipeline.pipeline_model_parallel_size=2", "pipeline.data_parallel_size=1"),
     *("pipeline.expert_model_parallel_size=1",),
 ]
-BACKENDS = [pytest.param([], id="hybridep"), pytest.param(DEEPEP, id="deepep")]
 
 pytestmark = [
     pytest.mark.megatron,
@@ -65,8 +63,7 @@ def _trained(settings: list[str], tmp_path: Path) -> dict[str, Any]:
     [
         pytest.param([*EP2_PP1, WIDE], [4, 1, 2, 7], id="ep2"),
         pytest.param([*PP2, "moe.moe_expert_rank_capacity_factor=1.0"], [4, 1, 2, 7], id="pp2"),
-        pytest.param([*DEEPEP, WIDE], [4, 1, 2, 7], id="deepep"),
-        pytest.param([*DEEPEP, WIDE, "capture.verify=poison"], [2, 3, 1], id="deepep-poison"),
+        pytest.param([WIDE, "capture.verify=poison"], [2, 3, 1], id="poison"),
     ],
 )
 def test_replays_equal_eager(settings: list[str], counts: list[int], tmp_path: Path) -> None:
@@ -79,12 +76,11 @@ def test_deep_ep_computes_what_all_to_all_does(tmp_path: Path) -> None:
     """Up to rounding: both runs of a comparison with eager have the same dispatch."""
     apart = "train.compare=none", "train.num_microbatches=[4,2,3]"
     of_all = [
-        *("moe.moe_token_dispatcher_type=alltoall", "moe.moe_flex_dispatcher_backend=null"),
-        *("moe.moe_expert_rank_capacity_factor=null", "moe.use_transformer_engine_op_fuser=false"),
-        *("moe.moe_expert_capacity_factor=4.0", "moe.moe_pad_expert_input_to_capacity=true"),
+        *("moe.moe_token_dispatcher_type=alltoall", "moe.moe_expert_rank_capacity_factor=null"),
+        "moe.moe_expert_capacity_factor=4.0",
     ]
     runs = []
-    for name, settings in (("deepep", [*DEEPEP, WIDE]), ("alltoall", of_all)):
+    for name, settings in (("hybridep", [WIDE]), ("alltoall", of_all)):
         report = tmp_path / f"{name}.json"
         done = _train([*settings, *apart], report)
         assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
@@ -94,9 +90,8 @@ def test_deep_ep_computes_what_all_to_all_does(tmp_path: Path) -> None:
         assert step["grad_norm_chunk"] == pytest.approx(other["grad_norm_chunk"], rel=2e-2)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_stashed_rows_equal_eager(backend: list[str], tmp_path: Path) -> None:
-    settings = [*backend, WIDE, "stash.enabled=true", "train.num_microbatches=[4,1,2,7]"]
+def test_stashed_rows_equal_eager(tmp_path: Path) -> None:
+    settings = [WIDE, "stash.enabled=true", "train.num_microbatches=[4,1,2,7]"]
     results = _trained(settings, tmp_path)
     assert all(step["replays"] for step in results["steps"][1:])
     pairs = zip(results["stash_bytes"], results["bytes_without_stash"], strict=True)
@@ -104,22 +99,16 @@ def test_stashed_rows_equal_eager(backend: list[str], tmp_path: Path) -> None:
     assert all(0 < pages < 0.75 * without for pages, without in pairs)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_step_over_the_budget_runs_again(backend: list[str], tmp_path: Path) -> None:
+def test_a_step_over_the_budget_runs_again(tmp_path: Path) -> None:
     settings = [
-        *backend,
         *("moe.moe_expert_rank_capacity_factor=1.0", "train.num_microbatches=[2,3,1,4,2]"),
     ]
     results = _trained(settings, tmp_path)
     assert results["overflow_reruns"]["expert capacity"] >= 1
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_step_over_the_budget_is_an_error_where_it_may_not_run_again(
-    backend: list[str], tmp_path: Path
-) -> None:
+def test_a_step_over_the_budget_is_an_error_where_it_may_not_run_again(tmp_path: Path) -> None:
     settings = [
-        *backend,
         *("moe.moe_expert_rank_capacity_factor=1.0", "moe.token_drops=raise"),
         "train.num_microbatches=[2,3]",
     ]

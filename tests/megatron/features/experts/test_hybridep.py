@@ -183,8 +183,7 @@ def test_flags_of_megatron_are_put_back_with_a_step_that_runs_again() -> None:
 
 
 def test_training_on_a_cpu_offers_another_way(one_rank: Any, make_config: Any) -> None:
-    from chunkgraph.settings import config_from_mapping
-    from chunkgraph.trainer.model import build_model
+    from extended_config import build_model, config_from_mapping
 
     fields = ("moe_flex_dispatcher_backend", "moe_token_dispatcher_type", RANK_FACTOR)
     moe = {

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from extended_config import config_from_mapping
 from refused import refused
 
 from chunkgraph.errors import (
@@ -18,7 +19,6 @@ from chunkgraph.errors import (
     ReplayMismatchError,
     TokenDropError,
 )
-from chunkgraph.settings import config_from_mapping
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(60)]
 
@@ -45,10 +45,11 @@ class _Run:
         graphs: dict[str, Any] | None,
         **model_options: Any,
     ) -> None:
+        from extended_config import build_model
+
         from chunkgraph.megatron import attach
         from chunkgraph.megatron.core.access import import_megatron
         from chunkgraph.megatron.features.experts.state import forget_expert_metrics
-        from chunkgraph.trainer.model import build_model
         from chunkgraph.trainer.setup import seed_everything
 
         forget_expert_metrics()

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from extended_config import config_from_mapping
 from packed_flights import differing, packed_batch
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.packing import PackedShape
-from chunkgraph.settings import config_from_mapping
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(100)]
 
@@ -78,10 +78,11 @@ class _Model:
         graphs: dict[str, Any] | bool | None,
         case: str = "dropping",
     ) -> None:
+        from extended_config import build_model
+
         from chunkgraph.megatron import attach, keep_padding_from_experts
         from chunkgraph.megatron.attachment import config_of
         from chunkgraph.megatron.features.experts.state import forget_expert_metrics
-        from chunkgraph.trainer.model import build_model
         from chunkgraph.trainer.setup import seed_everything
 
         config = config_from_mapping(

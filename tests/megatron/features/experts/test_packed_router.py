@@ -19,11 +19,10 @@ def make_chunk(
     one_rank: Any, make_config: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[], Any]:
     """Make a model with experts, from the same seed every time."""
+    from extended_config import build_model, config_from_mapping
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
     from chunkgraph.megatron.features.experts.state import forget_expert_metrics
-    from chunkgraph.settings import config_from_mapping
-    from chunkgraph.trainer.model import build_model
     from chunkgraph.trainer.setup import seed_everything
 
     monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "support"))

@@ -42,8 +42,8 @@ def spec() -> str:
 def chunks(one_rank: Any, make_config: Any, spec: str, pattern: str, monkeypatch: Any) -> list[Any]:
     """Make a hybrid model whose backward reads the starts of documents, as kernels on a GPU do."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "support"))
-    from chunkgraph.settings import config_from_mapping
-    from chunkgraph.trainer.model import build_model
+    from extended_config import build_model, config_from_mapping
+
     from chunkgraph.trainer.setup import seed_everything
 
     config = config_from_mapping(

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from extended_config import config_from_mapping
 
 from chunkgraph.data import Documents
-from chunkgraph.settings import config_from_mapping
 
 pytestmark = pytest.mark.timeout(150)
 

@@ -129,8 +129,9 @@ def test_two_ranks(run_equal: Callable[..., Any], make_case: Case) -> None:
 @pytest.mark.slow
 def test_overflow_on_one_of_two_pipelines(run_equal: Callable[..., Any], make_case: Case) -> None:
     """One data-parallel rank gets documents that do not fit in the middle of the run."""
+    from extended_config import config_from_mapping
+
     from chunkgraph.data import Documents
-    from chunkgraph.settings import config_from_mapping
 
     counts = [2, 3, 2, 1, 3, 2, 1]
     cases = {"dp2_pp2": make_case(counts, seqs=5, pp=2, dp=2)}
@@ -152,10 +153,11 @@ _BUCKETS = (12, 0.75, 42)  # in rows of 48 tokens: 12 is never enough, but captu
 
 def _lengths(case: dict[str, Any]) -> set[int]:
     """Return the buckets of a run's microbatches."""
+    from extended_config import config_from_mapping
+
     from chunkgraph.data import Documents
     from chunkgraph.megatron.features.packing.banks import PackedBanks
     from chunkgraph.megatron.features.packing.options import PackingOptions
-    from chunkgraph.settings import config_from_mapping
     from chunkgraph.trainer.batches import packed_shape
 
     config = config_from_mapping(case["config"])

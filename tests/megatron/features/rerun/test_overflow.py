@@ -37,11 +37,11 @@ class _Run:
         graphs: dict[str, Any],
         **model_options: Any,
     ) -> None:
+        from extended_config import build_model, config_from_mapping
+
         from chunkgraph.megatron import attach
         from chunkgraph.megatron.core.access import import_megatron
         from chunkgraph.megatron.features.experts.state import forget_expert_metrics
-        from chunkgraph.settings import config_from_mapping
-        from chunkgraph.trainer.model import build_model
         from chunkgraph.trainer.setup import seed_everything
 
         forget_expert_metrics()
@@ -366,11 +366,11 @@ def test_ranks_agree_on_buckets_apart_from_steps(
 ) -> None:
     """An announcing rank asks about a step earlier than other ranks. In a common group its question
     would meet another kind."""
+    from extended_config import build_model, config_from_mapping
+
     from chunkgraph.megatron import attach, site
     from chunkgraph.megatron.features.packing.options import PackingOptions
     from chunkgraph.packing import PackedShape
-    from chunkgraph.settings import config_from_mapping
-    from chunkgraph.trainer.model import build_model
 
     questions: list[tuple[int, int]] = []
     closed = []

@@ -22,7 +22,6 @@ PP1 = ["pipeline.pipeline_model_parallel_size=1"]
 # A rank's tokens differ from step to step, and a step that runs out of pages runs again.
 OF_TWO = [
     *("pipeline.data_parallel_size=2", "pipeline.expert_model_parallel_size=2"),
-    "stash.headroom=1.5",
 ]
 EP2 = [*PP1, *OF_TWO]
 VPP2 = ["pipeline.virtual_pipeline_model_parallel_size=2"]
@@ -34,20 +33,18 @@ ONE, TWO, FOUR = pytest.mark.gpu, pytest.mark.multigpu, pytest.mark.multigpu(4)
 @pytest.mark.megatron
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    ("settings", "counts", "num_reruns"),
+    ("settings", "counts"),
     [
-        pytest.param(PP1, [3, 1, 5], 0, marks=ONE, id="pp1-grouped"),
-        pytest.param([*PP1, "moe.moe_grouped_gemm=false"], [3, 1, 5], 0, marks=ONE, id="pp1"),
-        pytest.param([*PP1, "stash.initial_bytes=1048576"], [2, 1, 3], 1, marks=ONE, id="short"),
-        pytest.param([], [4, 1, 2, 7], 0, marks=TWO, id="pp2"),
-        pytest.param(EP2, [4, 1, 2, 7], 0, marks=TWO, id="ep2"),
-        pytest.param(VPP2, EVEN, 0, marks=TWO, id="pp2-vpp2"),
-        pytest.param(OF_TWO, MIXED, 0, marks=FOUR, id="pp2-ep2"),
-        pytest.param([*VPP2, *OF_TWO], EVEN, 0, marks=FOUR, id="pp2-vpp2-ep2"),
+        pytest.param(PP1, [3, 1, 5], marks=ONE, id="pp1"),
+        pytest.param([], [4, 1, 2, 7], marks=TWO, id="pp2"),
+        pytest.param(EP2, [4, 1, 2, 7], marks=TWO, id="ep2"),
+        pytest.param(VPP2, EVEN, marks=TWO, id="pp2-vpp2"),
+        pytest.param(OF_TWO, MIXED, marks=FOUR, id="pp2-ep2"),
+        pytest.param([*VPP2, *OF_TWO], EVEN, marks=FOUR, id="pp2-vpp2-ep2"),
     ],
 )
 def test_stashed_experts_equal_eager(
-    settings: list[str], counts: list[int], num_reruns: int, tmp_path: Path
+    settings: list[str], counts: list[int], tmp_path: Path
 ) -> None:
     report = tmp_path / "report.json"
     arguments = [*SMALL, *settings, f"train.num_microbatches={counts}", "--json", str(report)]
@@ -62,9 +59,6 @@ def test_stashed_experts_equal_eager(
     results = json.loads(report.read_text(encoding="utf-8"))
     assert results["parameters_equal"]
     assert all(step["loss_equal"] and step["grad_norm_equal"] for step in results["steps"])
-    if num_reruns:
-        assert results["overflow_reruns"]["stash pages"] >= num_reruns
-        return
     assert all(step["replays"] for step in results["steps"][1:]), results["overflow_reruns"]
     shares = [
         pages / without
@@ -72,7 +66,7 @@ def test_stashed_experts_equal_eager(
             results["stash_bytes"], results["bytes_without_stash"], strict=True
         )
     ]
-    # All rows of two ranks that share experts may be one rank's: headroom 1.5 x 2 of capacity 4,
+    # All rows of two ranks that share experts may be one rank's: headroom 1.1 x 2 of capacity 4,
     # and the last page of each tensor. Otherwise each rank has the mean.
     most = 0.8 if set(OF_TWO) <= set(settings) else 0.5
     assert all(0 < share < most for share in shares), shares

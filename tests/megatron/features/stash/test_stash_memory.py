@@ -16,7 +16,7 @@ _SEQUENCE, _ROWS = 384, 2
 
 
 def _config(make_config: Callable[..., dict[str, Any]]) -> Any:
-    from chunkgraph.settings import config_from_mapping
+    from extended_config import config_from_mapping
 
     return config_from_mapping(
         make_config(
@@ -62,8 +62,9 @@ def _train(config: Any, chunks: Any, device: Any, wrap: Callable[[Any], Any]) ->
 
 
 def _built(config: Any, device: Any) -> Any:
+    from extended_config import build_model
+
     from chunkgraph.megatron.features.experts.state import forget_expert_metrics
-    from chunkgraph.trainer.model import build_model
     from chunkgraph.trainer.setup import seed_everything
 
     forget_expert_metrics()
