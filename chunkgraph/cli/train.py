@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser", "run"]
 
-_WORKER = ("-m", "chunkgraph.jobs.worker_main", "chunkgraph.trainer.worker:main")
+_WORKER = "chunkgraph.trainer.worker:main"
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -73,9 +73,8 @@ def _train(args: argparse.Namespace, config: Config, run_dir: Path) -> int:
     config_path = run_dir / "config.yaml"
     config_path.write_text(to_yaml(resolved(config)), encoding="utf-8")
     with TrainProgress(config) as progress:
-        options = ["debug"] if args.debug else []
         Launcher(
-            command=(*_WORKER, str(config_path), str(run_dir), *options),
+            command=("-m", "chunkgraph.jobs.worker_main", _WORKER, str(config_path), str(run_dir)),
             run_dir=run_dir,
             num_ranks=config.pipeline.world_size,
             stall_timeout_s=config.run.timeout_s + STALL_GRACE_S,

@@ -108,7 +108,7 @@ def _train(args: argparse.Namespace, started: StartedRank) -> int:
     from chunkgraph.trainer.worker import train_rank
 
     if not is_first:
-        train_rank(config, debug=args.debug)
+        train_rank(config)
         return 0
     with ExitStack() as stack:
         callbacks = []
@@ -123,7 +123,7 @@ def _train(args: argparse.Namespace, started: StartedRank) -> int:
             for callback in callbacks:
                 callback(line)
 
-        results = train_rank(config, on_progress, debug=args.debug)
+        results = train_rank(config, on_progress)
     return report(args, config, results)
 
 

@@ -160,7 +160,9 @@ def worker_environment(config: Config, *, debug: bool = False) -> dict[str, str]
     if config.train.deterministic:
         environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         environment["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
-    if not debug:
+    if debug:
+        environment["CHUNKGRAPH_DEBUG"] = "1"
+    else:
         environment["PYTHONWARNINGS"] = "ignore"  # importing Megatron prints a page of them
     return environment
 

@@ -23,6 +23,7 @@ __all__ = ["config_from_mapping", "load_config", "problems_of", "to_mapping", "t
 
 _BASE = "extends"
 _MAX_BYTES = 256 * 1024
+_MAX_PROBLEMS = 20
 _EXPECTED = {
     "a valid boolean": "true or false",
     "a valid integer": "a whole number",
@@ -37,13 +38,14 @@ class _Loader(yaml.SafeLoader):
     """A safe loader that refuses duplicate keys and reads ``1e-3`` as a number, as YAML 1.2."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        for i, key in enumerate(keys):
-            if key.value in [other.value for other in keys[:i]]:
+        seen: set[str] = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
                 problem = f"the key {shown(key.value)} is written twice"
                 raise yaml.constructor.ConstructorError(
                     problem=problem, problem_mark=key.start_mark
                 )
+            seen.add(key.value)
         return super().construct_mapping(node, deep)
 
 
@@ -145,6 +147,8 @@ def config_from_mapping(raw: Mapping[str, object], *, source: str = "config") ->
         kinds = [type(e["ctx"]["error"]) for e in error.errors() if e["type"] == "value_error"]
         kind = kinds[0] if kinds else ConfigError
         lines = problems_of(error, Config)
+        if len(lines) > _MAX_PROBLEMS:
+            lines[_MAX_PROBLEMS:] = [f"... and {len(lines) - _MAX_PROBLEMS} more"]
         start = f"{source}: " if len(lines) == 1 else f"{source}:\n  - "
         raise kind(start + "\n  - ".join(lines)) from None
 

@@ -25,25 +25,19 @@ from chunkgraph.trainer.results import RunResults
 __all__ = ["main", "train_rank"]
 
 
-def main(config_path: str, run_dir: str, *options: str) -> int:
-    """Train by the configuration file and write the results; return 0.
-
-    The only option is ``debug``, which lets warnings through.
-    """
+def main(config_path: str, run_dir: str) -> int:
+    """Train by the configuration file and write the results; return 0."""
     is_first = int(os.environ.get("RANK", "0")) == 0
     folder = Path(run_dir)
     progress = append_progress(folder / "progress.jsonl") if is_first else None
-    results = train_rank(load_config(config_path), progress, debug="debug" in options)
+    results = train_rank(load_config(config_path), progress)
     if is_first:
         write_whole(folder / "rank0.json", json.dumps(results.to_mapping(), indent=1) + "\n")
     return 0
 
 
 def train_rank(
-    config: Config,
-    on_progress: Callable[[dict[str, Any]], None] | None = None,
-    *,
-    debug: bool = False,
+    config: Config, on_progress: Callable[[dict[str, Any]], None] | None = None
 ) -> RunResults:
     """Train as the rank that the environment variables RANK and WORLD_SIZE define.
 
@@ -51,12 +45,11 @@ def train_rank(
         config: the run.
         on_progress: callback with the progress line of each step, session and captured graph; None
             on ranks other than 0.
-        debug: whether to show warnings.
 
     Returns:
         The whole job's results, the same on every rank.
     """
-    if not debug:
+    if os.environ.get("CHUNKGRAPH_DEBUG") != "1":  # see `worker_environment`
         keep_quiet()
     # Imported here: a bad configuration needs no torch.
     with collector_paused():
