@@ -101,11 +101,9 @@ def test_no_key_of_the_file_is_ignored(section: str) -> None:
 
 def test_recomputation_has_flags() -> None:
     full = _flags(load_config(CONFIGS / "bench" / "dense_pp2_recompute.yaml"))
-    start = full.index("--recompute-granularity")
-    assert full[start : start + 6] == [
-        *("--recompute-granularity", "full", "--recompute-method", "uniform"),
-        *("--recompute-num-layers", "1"),
-    ]
+    values = {"granularity": "full", "method": "uniform", "num-layers": "1"}
+    for name, value in values.items():
+        assert full[full.index(f"--recompute-{name}") + 1] == value
     modules = ["model.recompute_granularity=selective", "model.recompute_modules=[core_attn,mlp]"]
     config = _load("model.swiglu=true", *modules)
     selective = _flags(config)

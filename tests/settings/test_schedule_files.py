@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from chunkgraph.errors import ChunkGraphError
+from chunkgraph.megatron.rules import check_features
 from chunkgraph.schedules import build_schedule
 from chunkgraph.settings import Config, load_config
 
@@ -84,7 +85,7 @@ def test_names_that_do_not_fit_the_pipeline_are_refused(
     overrides: tuple[str, ...], message: str
 ) -> None:
     with pytest.raises(ChunkGraphError, match=message):
-        load_config(_TWO_RANKS, ["train.num_microbatches=[4]", *overrides])
+        check_features(load_config(_TWO_RANKS, ["train.num_microbatches=[4]", *overrides]))
 
 
 def test_a_file_may_have_counts_that_megatron_lacks_if_nothing_is_compared(tmp_path: Path) -> None:
@@ -101,4 +102,5 @@ def test_a_file_may_have_counts_that_megatron_lacks_if_nothing_is_compared(tmp_p
 
 def test_gpipe_drives_training_without_graphs() -> None:
     config = load_config(_TWO_RANKS, ["pipeline.schedule=gpipe", "capture.enabled=false"])
+    check_features(config)
     assert config.pipeline.schedule == "gpipe"
