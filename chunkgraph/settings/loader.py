@@ -84,6 +84,8 @@ def _read_files(path: Path, children: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Return the values of a file and its bases; ``children`` are files that extend it."""
     source = shorten(str(path))
     try:
+        if path.is_fifo() or path.is_char_device():  # it may never begin, or never end
+            raise ValueError("it is not a regular file")
         with path.open("rb") as file:
             content = file.read(_MAX_BYTES + 1)
     except (OSError, ValueError) as error:

@@ -98,7 +98,7 @@ def test_a_file_of_another_kind_gives_a_short_message(tmp_path: Path) -> None:
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     for path, part in {
         str(tmp_path): "Is a directory",
-        "/dev/zero": "/dev/zero: a configuration has at most",
+        "/dev/zero": "/dev/zero: cannot read the configuration file: it is not a regular file",
         "a\0b": "cannot read the configuration file: embedded null byte",
         "x" * 5000: "File name too long",
         str(tmp_path / "config" / "missing.yaml"): "No such file",
