@@ -30,7 +30,7 @@ class TrainProgress:
     def __enter__(self) -> Self:
         pipeline = self._config.pipeline
         self.print(
-            f"{self._config.name}: processes: {pipeline.world_size} on {self._config.device}, "
+            f"processes: {pipeline.world_size} on {self._config.device}, "
             f"pipeline {pipeline.pipeline_model_parallel_size} x {pipeline.num_model_chunks}, "
             f"steps: {len(self._config.train.num_microbatches)}"
         )

@@ -49,7 +49,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         help="keep the resolved config, progress and results in DIR (empty or new)",
     )
     parser.add_argument(
-        "--debug", action="store_true", help="show tracebacks, and set run.debug=true"
+        "--debug", action="store_true", help="show tracebacks, warnings and the output of workers"
     )
 
 
@@ -78,9 +78,9 @@ def _train(args: argparse.Namespace, config: Config, run_dir: Path) -> int:
             run_dir=run_dir,
             num_ranks=config.pipeline.world_size,
             stall_timeout_s=config.run.timeout_s + STALL_GRACE_S,
-            environment=worker_environment(config),
+            environment=worker_environment(config, debug=args.debug),
             output=2,  # standard error: the report goes to standard output
-            debug=config.run.debug,
+            debug=args.debug,
             on_progress=progress.update,
         ).run()
     return report(args, config, read_results(run_dir / "rank0.json"))

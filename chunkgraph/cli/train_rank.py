@@ -97,11 +97,11 @@ def _train(args: argparse.Namespace, started: StartedRank) -> int:
     is_first = started.rank == 0
     config = checked_config(args, num_local_ranks=started.local_world_size)
     _check_world_size(config, started)
-    for name, value in worker_environment(config).items():
+    for name, value in worker_environment(config, debug=args.debug).items():
         # The loopback interface only connects ranks of the same machine.
         if name != "GLOO_SOCKET_IFNAME" or started.local_world_size == started.world_size:
             os.environ.setdefault(name, value)
-    if not config.run.debug and not sys.warnoptions:
+    if not args.debug and not sys.warnoptions:
         warnings.simplefilter("ignore")  # PYTHONWARNINGS comes too late for this process
     from chunkgraph.cli.progress import TrainProgress
     from chunkgraph.jobs.reports import append_progress

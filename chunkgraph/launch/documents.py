@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,9 +38,9 @@ from chunkgraph.megatron.features.packing.params import (
 from chunkgraph.packing import (
     PackedSequences,
     PackedShape,
+    SmallestSizes,
     pack,
     schedule_contexts,
-    scheduler_of,
     smallest_that_fits,
 )
 
@@ -223,9 +223,6 @@ class SpreadDocuments(DocumentSource):
         device: Device of this rank.
         gather: Function that exchanges documents between the data-parallel ranks.
         share: See `DocumentSource`.
-        schedule: Rule that chooses the context-parallel size of a microbatch.
-        seed: Function that returns the seed of random sizes, which differs between steps and is
-            the same on all ranks and in a step's second run.
         has_experts: Whether the model has experts, on any rank; the model then receives a mask of
             the padding rows, which are not routed to experts.
     """
@@ -238,8 +235,6 @@ class SpreadDocuments(DocumentSource):
         device: torch.device,
         gather: Gather,
         share: Share | None = None,
-        schedule: Literal["smallest", "random"] = "smallest",
-        seed: Callable[[], str] = str,
         has_experts: bool = False,
     ) -> None:
         super().__init__(rank, share)
@@ -248,8 +243,6 @@ class SpreadDocuments(DocumentSource):
         self._banks, self._limits, self._groups = banks, banks.limits, banks.groups
         self._device = device
         self._gather = gather
-        self._schedule = schedule
-        self._seed = seed
         self._has_experts = has_experts
 
     def close(self) -> None:
@@ -265,9 +258,7 @@ class SpreadDocuments(DocumentSource):
         of_ranks = self._documents(read, kwargs["seq_length"])
         local_lengths = None if of_ranks is None else [len(d["tokens"]) for d in of_ranks]
         lengths: list[int] = self._shared(local_lengths)
-        schedule = schedule_contexts(
-            lengths, self._limits, scheduler_of(self._schedule, self._limits, self._seed())
-        )
+        schedule = schedule_contexts(lengths, self._limits, SmallestSizes())
         banks = self._banks.of_schedule(schedule, lengths)
         scales = None
         if self._has_experts:

@@ -54,7 +54,7 @@ from chunkgraph.megatron.features.stash.feature import stash_options
 from chunkgraph.megatron.pipeline import ScheduleDriver
 from chunkgraph.megatron.pipeline.eager import eager_driver
 from chunkgraph.megatron.topology import PipelinePlace
-from chunkgraph.settings.pipeline import splits_backward
+from chunkgraph.schedules import splits_backward
 
 __all__ = ["ChunkGraphsInPretrain", "enable"]
 
@@ -173,7 +173,7 @@ class ChunkGraphsInPretrain:
             if _rank() == 0:
                 _print_on_rank_0(start_line(graphs, flags))
             if graphs.site.packing is not None:
-                source = _document_source(flags, args, graphs, contexts)
+                source = _document_source(args, graphs, contexts)
                 self._steps = PackedSteps(source, chunks, _rank())
                 undo.callback(self._steps.close)
             yield
@@ -212,7 +212,6 @@ class ChunkGraphsInPretrain:
         return PackedBanks.of_limits(
             limits,
             groups,
-            cuda_graph_cp_sizes=flags.packing.captured_context_parallel_sizes,
             seq_buckets=flags.packing.seq_buckets,
         )
 
@@ -299,7 +298,7 @@ class ChunkGraphsInPretrain:
 
 
 def _document_source(
-    flags: GraphFlags, args: Any, graphs: MegatronChunkGraphs, contexts: PackedBanks | None
+    args: Any, graphs: MegatronChunkGraphs, contexts: PackedBanks | None
 ) -> DocumentSource:
     """Create the source of each microbatch's documents; all ranks must call this together."""
     if contexts is None:
@@ -310,8 +309,6 @@ def _document_source(
         device=graphs.site.device,
         gather=gather_from_data_ranks(),
         share=share_in_tensor_group(),
-        schedule=flags.packing.context_parallel_schedule,
-        seed=lambda: f"{args.seed} {args.curr_iteration}",
         has_experts=_has_experts(args),
     )
 

@@ -11,8 +11,8 @@ from torch import nn
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.core.access import import_megatron
+from chunkgraph.schedules import splits_backward
 from chunkgraph.settings import Config
-from chunkgraph.settings.pipeline import splits_backward
 from chunkgraph.trainer.layer_specs import (
     gpt_arguments,
     hybrid_model,
@@ -41,7 +41,7 @@ def build_model(
     prepare: Callable[[nn.Module], None] = lambda _: None,
     ddp_scope: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> list[nn.Module]:
-    """Build this rank's model chunks in training mode, wrapped in DDP if configured.
+    """Build this rank's model chunks in training mode, wrapped in DDP.
 
     Megatron's config, which all chunks share, is ``chunks[0].config``.
 
@@ -79,7 +79,7 @@ def build_model(
             max_sequence_length=model.seq_length,
             pre_process=rank == 0 and index == 0,
             post_process=rank == last_rank and index == num_chunks - 1,
-            position_embedding_type=model.position_embedding_type,
+            position_embedding_type="rope",
             share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
             **arguments[index],
             **({"vp_stage": index} if num_chunks > 1 else {}),
@@ -106,7 +106,7 @@ def _refuse_missing_dispatcher(config: Config, device: torch.device) -> None:
         return
     if device.type != "cuda" or spec_name != "transformer_engine":
         raise ConfigError(
-            f"moe.moe_flex_dispatcher_backend={moe.moe_flex_dispatcher_backend} needs GPUs and "
+            "moe.moe_token_dispatcher_type=flex needs GPUs and "
             f"Transformer Engine's layers (device is {device.type}, model.layer_spec {spec_name}). "
             "Set moe.moe_token_dispatcher_type=alltoall and moe.moe_expert_capacity_factor."
         )
@@ -125,12 +125,6 @@ def _wrap_for_data_parallel(
         **options,
     }
     ddp_config = distributed.DistributedDataParallelConfig(**settings)
-    if not train.use_ddp:
-        _refuse_several_gradients(config)
-        for chunk in chunks:
-            # Megatron's optimizer reads it from every chunk, wrapped or not.
-            chunk.ddp_config = ddp_config
-        return chunks
     wrapped: list[nn.Module] = [
         distributed.DistributedDataParallel(
             config=model_config,
@@ -146,18 +140,6 @@ def _wrap_for_data_parallel(
         model_config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
     model_config.finalize_model_grads_func = distributed.finalize_model_grads
     return wrapped
-
-
-def _refuse_several_gradients(config: Config) -> None:
-    """Refuse to train without DDP where it would add the gradients of several ranks."""
-    pipeline = config.pipeline
-    is_tied = not config.model.untie_embeddings_and_output_weights
-    is_replicated = pipeline.data_parallel_size * pipeline.context_parallel_size > 1
-    if is_replicated or (is_tied and pipeline.pipeline_model_parallel_size > 1):
-        raise ConfigError(
-            "train.use_ddp is false, and nothing else would add the gradients of data- or context-"
-            "parallel ranks, or of embeddings that are tied across stages. Set train.use_ddp=true."
-        )
 
 
 def fuse_weight_gradients(chunks: Sequence[nn.Module]) -> None:
@@ -177,8 +159,8 @@ def fuse_weight_gradients(chunks: Sequence[nn.Module]) -> None:
     if not layers or not all(hasattr(weight, "main_grad") for weight in weights):
         raise ConfigError(
             "gradient_accumulation_fusion is on. It needs Transformer Engine's layers "
-            "(model.layer_spec=transformer_engine), and use_ddp=true for a main_grad to accumulate "
-            "into. Set both, or turn it off."
+            "(model.layer_spec=transformer_engine) and DDP, for a main_grad to accumulate into. "
+            "Use both, or turn it off."
         )
     for layer in layers:
         setattr(layer, _FUSES, True)
@@ -194,7 +176,7 @@ def build_optimizer(config: Config, chunks: list[nn.Module]) -> Any:
             lr=config.train.lr,
             bf16=dtype is torch.bfloat16,
             params_dtype=dtype,
-            clip_grad=config.train.clip_grad,
+            clip_grad=1.0,
             use_distributed_optimizer=config.train.use_distributed_optimizer,
         ),
         chunks,

@@ -225,9 +225,7 @@ def capture_options(config: Config) -> CaptureOptions:
     return CaptureOptions(
         num_warmup_steps=config.capture.num_warmup_steps,
         verify=config.capture.verify,
-        num_verify_steps=config.capture.num_verify_steps,
         on_failure=config.capture.on_failure,
-        shared_slots=config.capture.shared_slots,
     )
 
 

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch.nn import functional
 
+from chunkgraph._text import did_you_mean, shown
+from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.core.access import import_megatron
-from chunkgraph.settings import Config
+from chunkgraph.settings import Config, derived_fields
 
 __all__ = ["expert_settings", "transformer_config"]
 
 _OF_MODEL = (
-    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "normalization"),
-    *("hidden_dropout", "attention_dropout", "fp8", "fp8_recipe"),
-    *("recompute_granularity", "recompute_method", "recompute_num_layers"),
-    *("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads"),
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"),
+    *("fp8", "fp8_recipe", "recompute_granularity"),
 )
 _OF_PIPELINE = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
@@ -33,6 +34,9 @@ def transformer_config(config: Config, device: torch.device, options: Mapping[st
         config: the run.
         device: this rank's device.
         options: more fields.
+
+    Raises:
+        ConfigError: ``model.transformer_config`` has an unknown field or a wrong value.
     """
     module = import_megatron("megatron.core.transformer.transformer_config")
     model, pipeline = config.model, config.pipeline
@@ -62,17 +66,43 @@ def transformer_config(config: Config, device: torch.device, options: Mapping[st
         "overlap_p2p_comm": interleaved and not on_cpu,
         "batch_p2p_comm": not interleaved and not on_cpu,
         # On by default in Megatron's training script; their kernels need a GPU.
-        "apply_rope_fusion": not on_cpu and model.position_embedding_type == "rope",
+        "apply_rope_fusion": not on_cpu,
         "bias_activation_fusion": not on_cpu,
         "bias_dropout_fusion": not on_cpu,
         "deterministic_mode": config.train.deterministic,
         **expert_settings(config),
+        **derived_fields(config.model_copy(update={"device": device.type})),
     }
+    is_latent = {**settings, **options}.get("multi_latent_attention")
+    kind = getattr(module, "MLATransformerConfig" if is_latent else "TransformerConfig")
+    known = {field.name for field in fields(kind)}
+    settings |= _checked_fields(model.transformer_config, kind)
     # Some releases lack fields of hybrid models and of the flex dispatcher.
-    known = {field.name for field in fields(module.TransformerConfig)}
     settings = {name: value for name, value in settings.items() if name in known} | dict(options)
-    kind = "MLATransformerConfig" if settings.get("multi_latent_attention") else "TransformerConfig"
-    return getattr(module, kind)(**settings)
+    return kind(**settings)
+
+
+def _checked_fields(values: Mapping[str, Any], kind: Any) -> dict[str, Any]:
+    """Return the values of ``model.transformer_config`` with the types of Megatron's fields.
+
+    Raises:
+        ConfigError: There is no such field, or the value has another type.
+    """
+    types, checked = get_type_hints(kind), {}
+    for name, value in values.items():
+        path = f"model.transformer_config.{name}"
+        if name not in types:
+            raise ConfigError(
+                f"{path}: {kind.__name__} of the installed Megatron-core has no such field."
+                f"{did_you_mean(name, types)}"
+            )
+        adapter = TypeAdapter(types[name], config=ConfigDict(arbitrary_types_allowed=True))
+        try:
+            checked[name] = adapter.validate_python(value)
+        except ValidationError as error:
+            message = error.errors()[0]["msg"].replace("Input should", "it must")
+            raise ConfigError(f"{path} is {shown(value)}; {message}.") from None
+    return checked
 
 
 def expert_settings(config: Config) -> dict[str, Any]:
@@ -80,19 +110,12 @@ def expert_settings(config: Config) -> dict[str, Any]:
     moe = config.moe
     if moe.num_moe_experts is None:
         return {}
-    settings = {
-        item.name: list(value) if isinstance(value, tuple) else value
-        for item in fields(moe)
-        if (value := getattr(moe, item.name)) is not None and item.name != "token_drops"
-    }
+    settings = moe.model_dump(exclude={"token_drops"}, exclude_none=True)
     if not config.capture.enabled:  # nothing would report rows without room
         settings.pop("moe_expert_rank_capacity_factor", None)
     return {
         "moe_ffn_hidden_size": config.model.ffn_hidden_size,
         **settings,
-        "moe_pad_expert_input_to_capacity": (
-            moe.moe_pad_expert_input_to_capacity and moe.moe_expert_capacity_factor is not None
-        ),
         "expert_model_parallel_size": config.pipeline.expert_model_parallel_size,
         "expert_tensor_parallel_size": 1,
     }

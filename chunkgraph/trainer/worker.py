@@ -49,7 +49,7 @@ def train_rank(
     Returns:
         The whole job's results, the same on every rank.
     """
-    if not config.run.debug:
+    if os.environ.get("CHUNKGRAPH_DEBUG") != "1":  # see `worker_environment`
         keep_quiet()
 
     def on_step(phase: str, record: Any) -> None:

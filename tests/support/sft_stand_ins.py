@@ -82,9 +82,30 @@ def main(script: str) -> None:
         SFTDataset.__getitem__ = read
     if "SFT_WORDS" in os.environ:
         write_words(f"{os.environ['SFT_WORDS']}.rank{os.environ['RANK']}")
+    if "SFT_STASH" in os.environ:
+        from chunkgraph.launch import hooks
+        from chunkgraph.memory.stash import StashOptions
+
+        options = StashOptions(**json.loads(os.environ["SFT_STASH"]))
+        hooks.stash_options = lambda _: options  # type: ignore[assignment]
+    if "SFT_RANDOM_SIZES" in os.environ:
+        choose_sizes_at_random()
     if "SFT_RERUN" in os.environ:
         run_again(int(os.environ["SFT_RERUN"]))
     runpy.run_path(script, run_name="__main__")
+
+
+def choose_sizes_at_random() -> None:
+    """Let groups of all sizes have microbatches, also where a smaller size would do."""
+    from chunkgraph.launch import documents
+    from chunkgraph.packing import RandomSizes
+
+    schedule = documents.schedule_contexts
+
+    def at_random(lengths: Any, limits: Any, _: Any) -> Any:
+        return schedule(lengths, limits, RandomSizes(str(lengths), limits.max_packed_seqs - 1))
+
+    documents.schedule_contexts = at_random
 
 
 def write_words(path: str) -> None:

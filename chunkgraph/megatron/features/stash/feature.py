@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -18,6 +18,7 @@ from chunkgraph.megatron.captured_part import CapturedPart
 from chunkgraph.megatron.core.backward_pass import is_in_backward
 from chunkgraph.megatron.feature import LimitedFeature, Work
 from chunkgraph.megatron.features.experts.rows_in_use import moe_layers_of, watch_expert_rows
+from chunkgraph.megatron.rules.features import STASH_RULES
 from chunkgraph.megatron.site import Site
 from chunkgraph.megatron.step import Shortage, Step
 from chunkgraph.memory.stash import (
@@ -32,7 +33,6 @@ from chunkgraph.memory.stash import (
     most_at_once,
 )
 from chunkgraph.settings import StashConfig
-from chunkgraph.settings.stash import STASH_RULES, StashSettings
 
 if TYPE_CHECKING:
     from chunkgraph.engine import ChunkGraphs
@@ -401,5 +401,4 @@ def stash_options(stash: StashConfig | None) -> StashOptions | None:
     """Return the options of a configuration's or command line's stash; None without a stash."""
     if stash is None or not stash.enabled:
         return None
-    values = {item.name: getattr(stash, item.name) for item in fields(StashSettings)}
-    return StashOptions(**values)
+    return StashOptions(initial_bytes=stash.initial_bytes, max_bytes=stash.max_bytes)

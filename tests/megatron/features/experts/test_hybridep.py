@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from deep_ep_config import HOLDS
+from extended_config import config_from_mapping
 from refused import refused
 
 from chunkgraph.engine import Chunk, ChunkGraphs, Host
@@ -21,7 +22,6 @@ from chunkgraph.megatron.features.experts.fused_operations import rebuilt_fused_
 from chunkgraph.megatron.features.experts.hybrid_ep import HybridEPBuffer
 from chunkgraph.megatron.features.experts.refusals import MOE_RULES, PADDED_ROWS_RULES
 from chunkgraph.megatron.features.rerun.rewind import StepState
-from chunkgraph.settings import config_from_mapping
 from chunkgraph.trainer.model import build_model
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(60)]

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from extended_config import extended
 from in_process import EXPERTS, Trained
 from refused import refused
 
 from chunkgraph.errors import CaptureError, ConfigError, StashError
 from chunkgraph.megatron.features.stash.feature import ExpertStash
+from chunkgraph.megatron.rules.features import STASH_RULES
 from chunkgraph.memory.stash import RowLayout, RowsInUse, StashOptions, StashStatus
-from chunkgraph.settings import config_from_mapping
-from chunkgraph.settings.stash import STASH_RULES
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(200)]
 
@@ -181,8 +181,9 @@ def test_two_ranks(run_cases: Callable[..., Any], make_config: Callable[..., Any
 
 
 @pytest.fixture
-def config(make_config: Callable[..., dict[str, Any]]) -> Any:
-    return config_from_mapping(_case(make_config, [1])["config"])
+def config(make_config: Callable[..., dict[str, Any]]) -> Iterator[Any]:
+    with extended(_case(make_config, [1])["config"]) as config:
+        yield config
 
 
 def _options(**changes: Any) -> Any:

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from extended_config import config_from_mapping
 from in_process import Trained
 
 from chunkgraph.megatron.attachment import config_of
 from chunkgraph.megatron.features.experts.feature import dropped_tokens
 from chunkgraph.megatron.features.stash.feature import ExpertStash
 from chunkgraph.memory.stash import StashOptions
-from chunkgraph.settings import config_from_mapping
 
 # Not for each release: Megatron has no part in the bytes of stash and tensors.
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(120)]
