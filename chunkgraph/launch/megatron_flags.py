@@ -208,8 +208,9 @@ def _texts_of_field(name: str, value: Any) -> tuple[str, ...]:
     """Format a field of Megatron's TransformerConfig as the arguments of its flag."""
     if value is True:
         return ()
-    # Megatron evaluates a frequency as an expression.
-    return tuple(map(str, value if isinstance(value, list) and "freq" not in name else [value]))
+    if "freq" in name:  # Megatron evaluates it as an expression, which has no spaces
+        return (str(value).replace(" ", ""),)
+    return tuple(map(str, value if isinstance(value, list) else [value]))
 
 
 def _refuse(config: Config, *, has_graphs: bool) -> None:

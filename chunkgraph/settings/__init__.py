@@ -8,10 +8,15 @@ from __future__ import annotations
 
 from chunkgraph.settings.derived import derived_fields, resolved
 from chunkgraph.settings.listing import Setting, settings_of
-from chunkgraph.settings.loader import config_from_mapping, load_config, to_mapping, to_yaml
+from chunkgraph.settings.loader import (
+    Config,
+    config_from_mapping,
+    load_config,
+    to_mapping,
+    to_yaml,
+)
 from chunkgraph.settings.models import (
     CaptureConfig,
-    Config,
     DataConfig,
     ExpertConfig,
     ModelConfig,

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from chunkgraph.packing.seq_counts import default_seq_buckets
-from chunkgraph.settings.models import Config
+from chunkgraph.settings.models import Settings
+
+if TYPE_CHECKING:
+    from chunkgraph.settings.loader import Config
 
 __all__ = ["derived_fields", "resolved"]
 
 
-def derived_fields(config: Config) -> dict[str, Any]:
+def derived_fields(config: Settings) -> dict[str, Any]:
     """Return fields of Megatron's TransformerConfig that are not settings.
 
     They follow from settings, unless ``model.transformer_config`` has them.

@@ -9,17 +9,18 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import yaml
-from pydantic import ValidationError
+from pydantic import ValidationError, model_validator
 
 from chunkgraph._text import did_you_mean, name_list, shorten, shown
 from chunkgraph.errors import ConfigError
 from chunkgraph.settings.listing import settings_of
-from chunkgraph.settings.models import Config, Section
+from chunkgraph.settings.models import Section, Settings
+from chunkgraph.settings.rules import check_settings
 
-__all__ = ["config_from_mapping", "load_config", "problems_of", "to_mapping", "to_yaml"]
+__all__ = ["Config", "config_from_mapping", "load_config", "problems_of", "to_mapping", "to_yaml"]
 
 _BASE = "extends"
 _MAX_BYTES = 256 * 1024
@@ -33,6 +34,26 @@ _EXPECTED = {
     "a valid tuple": "a list",
 }
 """Pydantic's words for types, and those of YAML."""
+
+
+class Config(Settings):
+    """All settings of a run, checked against each other."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        check_settings(self)
+        return self
+
+    def replace(self, **changes: Any) -> Config:
+        """Return a checked copy: ``config.replace(device="cpu", moe={"token_drops": "count"})``.
+
+        Raises:
+            ConfigError: A value is wrong, or two values cannot go together.
+        """
+        values = self.model_dump()
+        for name, value in changes.items():
+            values[name] = {**values[name], **value} if isinstance(value, dict) else value
+        return config_from_mapping(values)
 
 
 class _Loader(yaml.SafeLoader):

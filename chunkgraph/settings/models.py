@@ -7,13 +7,12 @@ Loading, errors, flags, the documentation's table and the JSON schema follow fro
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, Strict, StrictBool, model_validator
+from pydantic import BaseModel, ConfigDict, Field, Strict, StrictBool
 
 __all__ = [
     "CaptureConfig",
-    "Config",
     "DataConfig",
     "ExpertConfig",
     "Flag",
@@ -23,6 +22,7 @@ __all__ = [
     "PipelineConfig",
     "RunConfig",
     "Section",
+    "Settings",
     "StashConfig",
     "TrainConfig",
 ]
@@ -305,8 +305,8 @@ class RunConfig(Section):
     """Longest time in seconds for a collective, or for a worker that reports nothing."""
 
 
-class Config(Section):
-    """All settings of a run."""
+class Settings(Section):
+    """All settings of a run, not checked against each other; see `Config`."""
 
     device: Literal["cpu", "cuda", "auto"] = "auto"
     """Device to train on. auto: cuda where there is a GPU, otherwise cpu."""
@@ -320,28 +320,8 @@ class Config(Section):
     capture: CaptureConfig = Field(default_factory=CaptureConfig)
     run: RunConfig = Field(default_factory=RunConfig)
 
-    @model_validator(mode="after")
-    def _check_rules(self) -> Self:
-        from chunkgraph.settings.rules import check_config  # which needs this module
-
-        check_config(self)
-        return self
-
     @property
     def tokens_per_sequence(self) -> int:
         """Return the tokens of a sequence in the pipeline, packed or not."""
         packed_tokens = self.packing.max_packed_tokens if self.packing.max_packed_seqs else None
         return packed_tokens or self.model.seq_length
-
-    def replace(self, **changes: Any) -> Config:
-        """Return a checked copy: ``config.replace(device="cpu", moe={"token_drops": "count"})``.
-
-        Raises:
-            ConfigError: A value is wrong, or two values cannot go together.
-        """
-        from chunkgraph.settings.loader import config_from_mapping
-
-        values = self.model_dump()
-        for name, value in changes.items():
-            values[name] = {**values[name], **value} if isinstance(value, dict) else value
-        return config_from_mapping(values)

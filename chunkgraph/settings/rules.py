@@ -16,16 +16,16 @@ from chunkgraph.schedules import (
     read_matching_schedule,
 )
 from chunkgraph.settings.listing import settings_of
-from chunkgraph.settings.models import Config
+from chunkgraph.settings.models import Settings
 from chunkgraph.settings.rule import Facts, Rule, check
 from chunkgraph.settings.words import facts_of
 
-__all__ = ["check_config"]
+__all__ = ["check_settings"]
 
 _LAYER_SPECS = ("auto", "local", "transformer_engine")
 
 
-def check_config(config: Config) -> None:
+def check_settings(config: Settings) -> None:
     """Check the settings against each other.
 
     Raises:
@@ -67,15 +67,15 @@ def _check_layer_spec(spec: str) -> None:
     raise ConfigError(msg)
 
 
-def _check_more_fields(config: Config) -> None:
+def _check_more_fields(config: Settings) -> None:
     """Check that ``model.transformer_config`` sets no field that has its own setting."""
-    own = {item.name: item.path for item in settings_of(Config)}
+    own = {item.name: item.path for item in settings_of(Settings)}
     for name in config.model.transformer_config:
         if name in own:
             raise ConfigError(f"model.transformer_config.{name}: set {own[name]} instead.")
 
 
-def _check_microbatches(config: Config) -> None:
+def _check_microbatches(config: Settings) -> None:
     pipeline = config.pipeline
     if pipeline.num_model_chunks == 1:
         return

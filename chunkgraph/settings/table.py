@@ -7,7 +7,8 @@ from typing import Any
 import yaml
 
 from chunkgraph.settings.listing import Setting, settings_of
-from chunkgraph.settings.models import Config, Section
+from chunkgraph.settings.loader import Config
+from chunkgraph.settings.models import Section
 
 __all__ = ["json_schema", "settings_page"]
 

@@ -9,7 +9,7 @@ from typing import Any
 from chunkgraph._text import shorten
 from chunkgraph.settings.derived import derived_fields
 from chunkgraph.settings.listing import Setting, settings_of
-from chunkgraph.settings.models import Config
+from chunkgraph.settings.models import Settings
 from chunkgraph.settings.rule import Facts, Words
 
 __all__ = ["FILE", "FLAGS", "PROGRAM", "facts_of", "settings_by_fact"]
@@ -35,7 +35,7 @@ _WITHOUT_VALUES = {
 @functools.cache
 def settings_by_fact() -> Mapping[str, Setting]:
     """Return the settings by the names that rules have for them."""
-    return {_NAMES.get(item.path, item.name): item for item in settings_of(Config)}
+    return {_NAMES.get(item.path, item.name): item for item in settings_of(Settings)}
 
 
 def _path(name: str) -> str:
@@ -93,7 +93,7 @@ FLAGS = Words(_flag, _on_command_line)
 """``--fp8-format e4m3``"""
 
 
-def facts_of(config: Config) -> Facts:
+def facts_of(config: Settings) -> Facts:
     """Return the facts of a configuration file."""
     is_half = config.model.params_dtype == "bfloat16"
     facts = {

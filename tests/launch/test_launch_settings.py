@@ -122,7 +122,7 @@ def test_fields_of_megatron_have_flags() -> None:
     fields = "{normalization: LayerNorm, moe_layer_freq: [0, 1], moe_router_pre_softmax: true}"
     flags = _flags(_load(f"model.transformer_config={fields}"))
     assert flags[flags.index("--normalization") + 1] == "LayerNorm"
-    assert flags[flags.index("--moe-layer-freq") + 1] == "[0, 1]"
+    assert flags[flags.index("--moe-layer-freq") + 1] == "[0,1]"
     assert flags[flags.index("--moe-router-pre-softmax") + 1].startswith("--")
     assert flags[flags.index("--hidden-dropout") + 1] == "0.0"
     block = "model.transformer_config={recompute_method: block, recompute_num_layers: 2}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from chunkgraph._text import shorten, shown
 from chunkgraph.errors import ConfigError, TopologyError
-from chunkgraph.settings import Config
+from chunkgraph.settings.models import Settings
 from chunkgraph.settings.rule import Rule
 
 __all__ = ["HYBRID_RULES", "STAGE_END", "check_hybrid"]
@@ -21,7 +21,7 @@ _UNSUPPORTED = {
 }
 
 
-def check_hybrid(config: Config) -> None:
+def check_hybrid(config: Settings) -> None:
     """Check the pattern against the model and the pipeline.
 
     Raises:
@@ -68,7 +68,7 @@ def _check_symbols(pattern: str) -> None:
         raise ConfigError(msg)
 
 
-def _check_stages(config: Config, pattern: str) -> None:
+def _check_stages(config: Settings, pattern: str) -> None:
     pipeline, num_layers = config.pipeline, config.model.num_layers
     num_ranks, num_chunks = pipeline.pipeline_model_parallel_size, pipeline.num_model_chunks
     num_stages, num_parts = num_ranks * num_chunks, pattern.count(STAGE_END) + 1
@@ -97,7 +97,7 @@ def _check_stages(config: Config, pattern: str) -> None:
         raise TopologyError(msg)
 
 
-def _check_experts(config: Config, pattern: str) -> None:
+def _check_experts(config: Settings, pattern: str) -> None:
     moe = config.moe
     if ("E" in pattern) != (moe.num_moe_experts is not None):
         msg = (
