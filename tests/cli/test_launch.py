@@ -149,7 +149,7 @@ def test_experts_become_flags() -> None:
     values = dict(itertools.pairwise(flags))
     assert values["--num-experts"] == "64"
     assert values["--expert-model-parallel-size"] == "2"
-    assert values["--moe-layer-freq"] == "[0, 1, 1, 1, 1, 1, 1, 1]"
+    assert values["--moe-layer-freq"] == "[0,1,1,1,1,1,1,1]"
     assert values["--moe-expert-capacity-factor"] == "2.0"
     assert values["--moe-pad-expert-input-to-capacity"].startswith("--")  # no value
     assert "--moe-z-loss-coeff" not in flags
