@@ -39,7 +39,7 @@ def capture_line(report: CaptureReport, expert_dispatch: str = "", rank: int = 0
         rank: This rank.
     """
     total = report.slot_bytes + report.scratch_bytes + report.static_bytes
-    slots = _slots(report.num_slots)
+    slots = _slots(report.num_slots, report.shared_slots)
     return (
         f"chunk graphs: captured {report.num_graphs} graphs, {slots} on rank {rank}, "
         f"in {report.duration_ms / 1e3:.2f} s; {format_bytes(total)}: slots "
@@ -50,6 +50,9 @@ def capture_line(report: CaptureReport, expert_dispatch: str = "", rank: int = 0
     )
 
 
-def _slots(num_slots: tuple[int, ...]) -> str:
+def _slots(num_slots: tuple[int, ...], are_shared: bool = False) -> str:
+    if are_shared and len(num_slots) > 1:
+        count = num_slots[0]
+        return f"{count} slot{'s' if count > 1 else ''} shared by {len(num_slots)} chunks"
     counts = " + ".join(str(n) for n in num_slots)
     return f"{counts} slot{'s' if num_slots != (1,) else ''}"
