@@ -115,12 +115,15 @@ def _extend_packing(undo: ExitStack, values: dict[str, Any]) -> None:
     from chunkgraph.trainer import batches
 
     if values.pop("context_parallel_schedule", "smallest") == "random":
-        schedule = batches.schedule_contexts
+        scheduled = batches.PackedBatches._scheduled_step
 
-        def at_random(lengths: Any, limits: Any, _: Any) -> Any:
-            return schedule(lengths, limits, RandomSizes(str(lengths), limits.max_packed_seqs - 1))
+        def at_random(self: Any, step: int, count: int) -> Any:
+            most = self.banks.limits.max_packed_seqs - 1
+            sizes = RandomSizes(f"{self._config.train.seed} {step}", most)
+            with mock.patch.object(batches, "SmallestSizes", return_value=sizes):
+                return scheduled(self, step, count)
 
-        undo.enter_context(mock.patch.object(batches, "schedule_contexts", at_random))
+        undo.enter_context(mock.patch.object(batches.PackedBatches, "_scheduled_step", at_random))
     if sizes := values.pop("captured_context_parallel_sizes", ()):
         make = partial(PackedBanks.of_limits, cuda_graph_cp_sizes=sizes)
         undo.enter_context(mock.patch.object(PackedBanks, "of_limits", staticmethod(make)))
