@@ -98,7 +98,7 @@ def main() -> int:
     config = _config(args)
     with training_process(config) as device, packed_rope():
         seed_everything(config.train.seed, device)
-        (chunk,) = build_model(config, device)
+        (chunk,) = build_model(config, device, wraps_in_ddp=False)
         measured = [
             one
             for lengths in rows
@@ -176,7 +176,7 @@ def _config(args: argparse.Namespace) -> Config:
                 "params_dtype": "bfloat16" if on_gpu else "float32",
                 "layer_spec": args.layer_spec,
             },
-            "train": {"num_microbatches": [1], "use_ddp": False, "deterministic": False},
+            "train": {"num_microbatches": [1], "deterministic": False},
         }
     )
 

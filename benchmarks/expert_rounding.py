@@ -37,17 +37,11 @@ _SMALL = [
     *("model.seq_length=256", "moe.moe_ffn_hidden_size=256", "train.lr=2.0e-05"),
     "train.num_microbatches=[2,1,3,1,2,2,4,1,3,2,1,2]",
 ]
-_SIGMOID = ["moe.moe_router_score_function=sigmoid", "moe.moe_router_enable_expert_bias=true"]
-_SHARED = ["moe.moe_shared_expert_intermediate_size=256"]
+_SHARED = ["model.transformer_config.moe_shared_expert_intermediate_size=256"]
 _RECIPES = {
     "softmax-8-top2": ["moe.num_moe_experts=8", "moe.moe_router_topk=2"],
-    "sigmoid-shared-16-top4": [
-        *("moe.num_moe_experts=16", "moe.moe_router_topk=4", *_SIGMOID, *_SHARED),
-    ],
-    "seq-loss-32-top8": [
-        *("moe.num_moe_experts=32", "moe.moe_router_topk=8"),
-        "moe.moe_router_load_balancing_type=seq_aux_loss",
-    ],
+    "shared-16-top4": ["moe.num_moe_experts=16", "moe.moe_router_topk=4", *_SHARED],
+    "32-top8": ["moe.num_moe_experts=32", "moe.moe_router_topk=8"],
 }
 _SHAPES = (
     (32, 4096, 2048, 1536),

@@ -300,7 +300,7 @@ def _document(variants: Sequence[Variant], args: argparse.Namespace) -> dict[str
     """Return the results as plain values."""
     first = next((one for v in variants for one in v.rounds), {})
     return {
-        "config": variants[0].config.name,
+        "config": Path(args.config).stem,
         **{key: first.get(key) for key in ("device", "num_gpus", "versions", "is_deterministic")},
         "command": shlex.join(["python", *sys.argv]),
         "commit": _commit(),

@@ -27,8 +27,9 @@ import torch.distributed as dist
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.core.access import import_megatron, private_names, versions
+from chunkgraph.megatron.rules.experts import uses_dropless
 from chunkgraph.settings import Config, load_config
-from chunkgraph.settings.experts import uses_dropless
+from chunkgraph.settings.words import facts_of
 from chunkgraph.trainer.forward_step import forward_step
 from chunkgraph.trainer.setup import training_process
 from chunkgraph.trainer.trained_model import StepRecord, TrainedModel, synchronize
@@ -115,9 +116,9 @@ class _MegatronGraphs(Variant):
 
         Without a capacity Megatron captures all of a layer but the dispatch and the experts.
         """
-        if not uses_dropless(self.config.moe):
+        if not uses_dropless(facts_of(self.config)):
             return []
-        has_dense_layers = 0 in (self.config.moe.moe_layer_freq or ())
+        has_dense_layers = 0 in (self.config.model.transformer_config.get("moe_layer_freq", ()))
         return ["attn", *(["mlp"] if has_dense_layers else []), "moe_router", "moe_preprocess"]
 
     def ddp_scope(self) -> AbstractContextManager[object]:

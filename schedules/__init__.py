@@ -11,6 +11,13 @@ from .action import Action, Op
 from .build import build_schedule, megatron_schedule
 from .draw_svg import draw_svg
 from .draw_text import draw_text, text_panels
+from .files import (
+    FILE_SUFFIX,
+    check_counts,
+    read_matching_schedule,
+    read_schedule,
+    splits_backward,
+)
 from .in_flight import InFlight
 from .legality import check_sizes, check_step, is_legal_count, legal_counts, nearest_legal_counts
 from .placement import Placement, chunk_of, rank_of, stage_of
@@ -22,6 +29,7 @@ from .transfers import num_ended_sends, with_transfers
 from .validate import validate
 
 __all__ = [
+    "FILE_SUFFIX",
     "Action",
     "CostModel",
     "InFlight",
@@ -33,6 +41,7 @@ __all__ = [
     "Simulation",
     "Span",
     "build_schedule",
+    "check_counts",
     "check_sizes",
     "check_step",
     "chunk_of",
@@ -47,7 +56,10 @@ __all__ = [
     "nearest_legal_counts",
     "num_ended_sends",
     "rank_of",
+    "read_matching_schedule",
+    "read_schedule",
     "simulate",
+    "splits_backward",
     "stage_of",
     "text_panels",
     "validate",

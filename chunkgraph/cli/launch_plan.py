@@ -10,7 +10,7 @@ from chunkgraph.cli.plan_memory import sizes_of
 from chunkgraph.cli.plan_request import Request, schedule_name
 from chunkgraph.cli.plan_tables import exit_code, print_rows, rows_of
 from chunkgraph.errors import ConfigError
-from chunkgraph.settings.pipeline import read_matching_schedule
+from chunkgraph.schedules import read_matching_schedule
 from chunkgraph.slots import ModelSizes
 
 if TYPE_CHECKING:
@@ -89,7 +89,6 @@ def request_of_arguments(
         else None,
         num_microbatches=num_microbatches,
         model=model,
-        shared_slots=flags.capture.shared_slots,
         gpu_bytes=gpu_bytes,
         omissions=tuple(omissions),
         notes=tuple(notes),

@@ -310,13 +310,13 @@ def _print_recommendation(console: Console, sizes: MicrobatchSizes, best: ShapeO
     flags = " ".join(f"--cuda-graph-{name} {_words(n)}" for name, n in values.items())
     keys = " ".join(map(_setting, values, values.values()))
     if shape.pad_seq_to_mult > 1:
-        keys += f" packing.pad_seq_to_mult={shape.pad_seq_to_mult}"
-        console.print("Pretrain scripts (--sft) do not pad documents to --pad-seq-to-mult.")
+        # Neither command pads documents.
+        console.print(f"Recommended for a program:\n  {shape}", style="bold", soft_wrap=True)
     else:
         console.print(
             f"Recommended for chunkgraph launch:\n  {flags}", style="bold", soft_wrap=True
         )
-    console.print(f"Recommended for chunkgraph train:\n  {keys}", style="bold", soft_wrap=True)
+        console.print(f"Recommended for chunkgraph train:\n  {keys}", style="bold", soft_wrap=True)
     if seq_buckets == [0]:
         console.print("Graphs for fewer sequences would hardly be used.")
     elif captured and not seq_buckets:

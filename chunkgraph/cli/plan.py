@@ -23,8 +23,7 @@ from chunkgraph.cli.plan_memory import add_gpu_memory
 from chunkgraph.cli.plan_request import EXAMPLE, Request, request_of
 from chunkgraph.cli.plan_tables import RankRow, as_json, exit_code, print_rows, rows_of
 from chunkgraph.errors import ConfigError
-from chunkgraph.schedules import list_schedules
-from chunkgraph.settings.pipeline import FILE_SUFFIX
+from chunkgraph.schedules import FILE_SUFFIX, list_schedules
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction

@@ -132,11 +132,10 @@ def compare(request: Request) -> Comparison:
             continue
         plans = [row.plan for row in planned]
         estimates = [row.memory for row in planned if row.memory is not None]
-        shared = request.shared_slots
         compared = Compared(
             request=own,
             bubble_ratio=max(row.bubble_ratio for row in planned),
-            num_slots=max(plan.peak_in_flight if shared else plan.num_slots for plan in plans),
+            num_slots=max(plan.num_slots for plan in plans),
             memory_bytes=max((one.total_bytes for one in estimates), default=None),
         )
         rows.append(compared)

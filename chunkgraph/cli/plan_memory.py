@@ -78,7 +78,7 @@ def sizes_of(
     shards = num_copies if value("use_distributed_optimizer") else 1
     granularity, parts = value("recompute_granularity"), value("recompute_modules") or ()
     by_layer = value("recompute_method") == "block"
-    num_recomputed = value("recompute_num_layers") if granularity == "full" else None
+    num_recomputed = (value("recompute_num_layers") or 1) if granularity == "full" else None
     return ModelSizes(
         num_layers=value("num_layers"),
         hidden_size=value("hidden_size"),
@@ -161,7 +161,6 @@ def fit_lines(
     model: ModelSizes,
     gpu_bytes: int,
     *,
-    shared_slots: bool,
     is_complete: bool,
 ) -> Iterator[str]:
     """Yield whether the largest rank fits and, if it does not, what lowers its memory.
@@ -170,7 +169,6 @@ def fit_lines(
         estimates: Plan and memory of each rank.
         model: Sizes of the model.
         gpu_bytes: Memory of a GPU.
-        shared_slots: Whether the chunks of a rank share slots.
         is_complete: Whether the estimate leaves out no part of the model.
     """
     plan, memory = max(estimates, key=lambda one: one[1].total_bytes)
@@ -184,17 +182,13 @@ def fit_lines(
         )
         return
     yield f"Does not fit in {size}: rank {plan.rank} needs {total}. With one change:"
-    for name, other in _alternatives(plan, model, shared_slots=shared_slots):
+    for name, other in _alternatives(plan, model):
         if other.total_bytes < memory.total_bytes:
             mark = ", fits" if other.total_bytes <= gpu_bytes else ""
             yield f"  {name}: {format_bytes(other.total_bytes)}{mark}"
 
 
-def _alternatives(
-    plan: SlotPlan, model: ModelSizes, *, shared_slots: bool
-) -> Iterator[tuple[str, MemoryEstimate]]:
-    if not shared_slots:
-        yield "shared_slots=true", estimate_memory(plan, model, shared_slots=True)
+def _alternatives(plan: SlotPlan, model: ModelSizes) -> Iterator[tuple[str, MemoryEstimate]]:
     half = max(model.micro_batch_size // 2, 1)
     tensor_ranks = 2 * model.tensor_parallel_size
     changes = {
@@ -207,4 +201,4 @@ def _alternatives(
         del changes["use_distributed_optimizer, 8 copies"]
     for name, change in changes.items():
         changed: ModelSizes = replace(model, **change)  # type: ignore[arg-type]
-        yield name, estimate_memory(plan, changed, shared_slots=shared_slots)
+        yield name, estimate_memory(plan, changed)

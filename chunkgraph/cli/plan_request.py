@@ -12,6 +12,7 @@ from chunkgraph._text import shown
 from chunkgraph.cli.plan_memory import sizes_of
 from chunkgraph.errors import ConfigError
 from chunkgraph.schedules import (
+    FILE_SUFFIX,
     PipelineShape,
     Placement,
     Schedule,
@@ -19,8 +20,9 @@ from chunkgraph.schedules import (
     check_step,
     get_family,
     megatron_schedule_name,
+    read_matching_schedule,
+    read_schedule,
 )
-from chunkgraph.settings.pipeline import FILE_SUFFIX, read_matching_schedule, read_schedule
 from chunkgraph.slots import ModelSizes, SlotPlan, plan_schedule, plan_slots
 
 if TYPE_CHECKING:
@@ -44,7 +46,6 @@ class Request:
         file: The schedule of the file; None for a name.
         model: Sizes for the memory estimate; None without a config.
         is_largest_of_many: Whether the config also has steps of fewer microbatches.
-        shared_slots: Whether the chunks of a rank share slots.
         gpu_bytes: Memory of a GPU for comparison, or None.
         omissions: What the memory estimate leaves out.
         notes: Further notes on the plan.
@@ -59,7 +60,6 @@ class Request:
     file: Schedule | None = None
     model: ModelSizes | None = None
     is_largest_of_many: bool = False
-    shared_slots: bool = False
     gpu_bytes: int | None = None
     omissions: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -209,7 +209,6 @@ def _from_config(args: argparse.Namespace, config: Config) -> Request:
         # The memory of Mamba layers is not estimated; a sum without them would be wrong.
         model=None if is_hybrid else _model(config),
         is_largest_of_many=len(set(counts)) > 1,
-        shared_slots=config.capture.shared_slots,
         gpu_bytes=args.gpu_memory,
         omissions=("Memory is not estimated for hybrid models.",) if is_hybrid else (),
         notes=_packed_notes(config),
@@ -218,12 +217,14 @@ def _from_config(args: argparse.Namespace, config: Config) -> Request:
 
 
 def _model(config: Config) -> ModelSizes:
+    from chunkgraph.settings.words import facts_of
+
     model, pipeline = config.model, config.pipeline
-    sections = (model, config.moe, pipeline, config.train)
+    facts = facts_of(config)
     # With context_parallel_sizes, the rows are already those of a rank.
     ranks = pipeline.context_parallel_size
     return sizes_of(
-        lambda name: next((getattr(s, name) for s in sections if hasattr(s, name)), None),
+        lambda name: getattr(facts, name),
         seq_length=-(-config.tokens_per_sequence // ranks),
         micro_batch_size=config.train.micro_batch_size,
         num_copies=pipeline.data_parallel_size * ranks,
@@ -238,7 +239,7 @@ def _packed_notes(config: Config) -> tuple[str, ...]:
 
     packing = resolved(config).packing
     counts = {
-        "context-parallel sizes": max(1, len(packing.captured_context_parallel_sizes)),
+        "context-parallel sizes": max(1, len(packing.context_parallel_sizes)),
         "lengths": len({*packing.buckets} - {1}) + 1,
         "numbers of sequences": len({packing.max_packed_seqs, *(packing.seq_buckets or ())}),
     }

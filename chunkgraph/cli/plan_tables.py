@@ -48,11 +48,7 @@ def rows_of(request: Request, ranks: Sequence[int], grid: Grid | None = None) ->
             if grid is None
             else grid.simulation.bubble_ratio(rank)
         )
-        memory = (
-            None
-            if model is None
-            else estimate_memory(plan, model, shared_slots=request.shared_slots)
-        )
+        memory = None if model is None else estimate_memory(plan, model)
         rows.append(RankRow(plan=plan, bubble_ratio=ratio, memory=memory))
     return rows
 
@@ -108,7 +104,6 @@ def print_rows(console: Console, request: Request, rows: Sequence[RankRow]) -> N
             estimates,
             request.model,
             request.gpu_bytes,
-            shared_slots=request.shared_slots,
             is_complete=not request.omissions,
         )
         style = "bold red" if exit_code(request, rows) else "bold green"

@@ -32,7 +32,7 @@ class TrainProgress:
         self._num_steps = len(config.train.num_microbatches)
         pipeline = config.pipeline
         self._print(
-            f"{config.name}: processes: {pipeline.world_size} on {config.device}, "
+            f"processes: {pipeline.world_size} on {config.device}, "
             f"pipeline {pipeline.pipeline_model_parallel_size} x {pipeline.num_model_chunks}, "
             f"steps: {self._num_steps}"
         )

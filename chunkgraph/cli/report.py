@@ -157,8 +157,7 @@ def _verified(config: Config, results: RunResults) -> list[str]:
         return []
     if not results.capture_sessions:
         return [f"capture.verify={config.capture.verify} verified nothing"]
-    most = config.capture.num_verify_steps
-    replayed = [step for step in results.steps if step.replays][:most]
+    replayed = [step for step in results.steps if step.replays]
     num_replays = sum(step.replays for step in replayed)
     what = f"{len(replayed)} replayed step(s), {num_replays} forwards and their backwards on rank 0"
     return [f"capture.verify={config.capture.verify}: {what}; {_VERIFIED[config.capture.verify]}"]

@@ -50,7 +50,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     add_json(parser)
     parser.add_argument(
-        "--debug", action="store_true", help="show tracebacks, and set run.debug=true"
+        "--debug", action="store_true", help="show tracebacks, warnings and the output of workers"
     )
 
 
@@ -69,8 +69,8 @@ def run(args: argparse.Namespace) -> int:
     Launcher(
         command=(*_COMMAND, "train", *options, args.config, *args.overrides),
         num_ranks=config.pipeline.world_size,
-        environment=worker_environment(config),
-        debug=config.run.debug,
+        environment=worker_environment(config, debug=args.debug),
+        debug=args.debug,
     ).run()
     return 0
 
@@ -85,25 +85,25 @@ def _train_as_rank(args: argparse.Namespace) -> int:
     num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
     config = checked_config(args, num_local_ranks)
     _check_world_size(config, num_ranks)
-    for name, value in worker_environment(config).items():
+    for name, value in worker_environment(config, debug=args.debug).items():
         # The loopback interface only connects ranks of the same machine.
         if name != "GLOO_SOCKET_IFNAME" or num_local_ranks == num_ranks:
             os.environ.setdefault(name, value)
-    if not config.run.debug and not sys.warnoptions:
+    if not args.debug and not sys.warnoptions:
         warnings.simplefilter("ignore")  # PYTHONWARNINGS comes too late for this process
     with _output_to_stderr():
-        results = _train(config, is_first=os.environ["RANK"] == "0")
+        results = _train(config, is_first=os.environ["RANK"] == "0", debug=args.debug)
     if os.environ["RANK"] == "0" and (failures := report(args, config, results)):
         raise WorkerError(f"the report lists {len(failures)} problem(s).")
     return 0
 
 
-def _train(config: Config, *, is_first: bool) -> RunResults:
+def _train(config: Config, *, is_first: bool, debug: bool) -> RunResults:
     """Return the results of the whole job, the same on every rank."""
     from chunkgraph.cli.progress import TrainProgress
     from chunkgraph.jobs.processes import keep_quiet
 
-    if not config.run.debug:
+    if not debug:
         keep_quiet()
     progress = TrainProgress(config, is_shown=is_first)
     with ExitStack() as stack:

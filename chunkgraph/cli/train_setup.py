@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib.util
 import os
 from typing import TYPE_CHECKING
@@ -39,8 +38,7 @@ def checked_config(args: argparse.Namespace, num_local_ranks: int | None = None)
         ConfigError: A setting or option is wrong.
         MissingDependencyError: A required package is not installed.
     """
-    overrides = [*args.overrides, "run.debug=true"] if args.debug else args.overrides
-    config = resolve_device(load_config(args.config, overrides), num_local_ranks)
+    config = resolve_device(load_config(args.config, args.overrides), num_local_ranks)
     check_packages(config)
     path, seed = config.data.path, config.train.seed
     if config.packing.max_packed_seqs:
@@ -103,7 +101,7 @@ def resolve_device(config: Config, num_local_ranks: int | None = None) -> Config
             "Set model.layer_spec=local, or device=cuda."
         )
         raise ConfigError(msg)
-    return dataclasses.replace(config, device=device)
+    return config.replace(device=device)
 
 
 def check_packages(config: Config, *, uses_megatron: bool = True) -> None:
@@ -134,8 +132,13 @@ def _is_installed(module: str) -> bool:
         return False
 
 
-def worker_environment(config: Config) -> dict[str, str]:
-    """Return variables that must be set before a worker starts; the user's take precedence."""
+def worker_environment(config: Config, *, debug: bool = False) -> dict[str, str]:
+    """Return variables that must be set before a worker starts; the user's take precedence.
+
+    Args:
+        config: The run's configuration.
+        debug: Whether to show warnings.
+    """
     environment = {"OMP_NUM_THREADS": "1"}
     if config.device == "cpu":
         environment["GLOO_SOCKET_IFNAME"] = "lo"  # all ranks are on this machine
@@ -145,6 +148,6 @@ def worker_environment(config: Config) -> dict[str, str]:
     if config.train.deterministic:
         environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         environment["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
-    if not config.run.debug:
+    if not debug:
         environment["PYTHONWARNINGS"] = "ignore"  # importing Megatron prints a page of them
     return environment

@@ -6,7 +6,7 @@ import argparse
 import importlib.util
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,14 +20,10 @@ from chunkgraph.megatron.features.experts.hybrid_ep import hybrid_ep_need, uses_
 from chunkgraph.megatron.features.experts.overlap import OVERLAP_RULES
 from chunkgraph.megatron.features.fp8.primary_weights import keeps_transposes
 from chunkgraph.megatron.refusals import DELAY_RULES, DRIVER_RULES, facts_of_model
-from chunkgraph.settings.deep_ep import STATIC
-from chunkgraph.settings.experts import uses_dropless
-from chunkgraph.settings.pipeline import (
-    FILE_SUFFIX,
-    SCHEDULE_RULES,
-    read_matching_schedule,
-    splits_backward,
-)
+from chunkgraph.megatron.rules.experts import uses_dropless
+from chunkgraph.megatron.rules.features import SCHEDULE_RULES
+from chunkgraph.megatron.rules.hybrid_ep import STATIC
+from chunkgraph.schedules import FILE_SUFFIX, read_matching_schedule, splits_backward
 from chunkgraph.settings.rule import Facts, Rule, refusals
 from chunkgraph.settings.words import FLAGS
 
@@ -292,7 +288,7 @@ def _facts(args: argparse.Namespace, flags: GraphFlags, *, on_cpu: bool, is_plan
     inference_scope = getattr(inference_scope, "name", inference_scope)
     sizes = tuple(sorted(set(flags.packing.context_parallel_sizes)))
     values = {
-        **asdict(flags.packing),
+        **flags.packing.model_dump(),
         "context_parallel_sizes": sizes,
         "cuda_graph_impl": implementation,
         "data_parallel_size": _num_copies(args),
@@ -315,7 +311,7 @@ def _facts(args: argparse.Namespace, flags: GraphFlags, *, on_cpu: bool, is_plan
         "schedule": flags.schedule,
         "scope": flags.capture.scope,
         "splits_backward": splits_backward(flags.schedule),
-        "stash": flags.stash is not None,
+        "stash": flags.stash.enabled,
         "token_drops": flags.token_drops,
         "verify": flags.capture.verify,
     }

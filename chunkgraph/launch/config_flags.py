@@ -43,7 +43,7 @@ def merge_flags(
     if turned_off and config.capture.enabled:
         notes.append(f"{GRANULARITY} layer on the command line turns off capture of {source}")
     off = {path for path, value in _SWITCHES.items() if line_flags.get(flag_of(path)) == (value,)}
-    idle = {item.path for item in settings_of(Config) if item.needs in off}
+    idle = {item.path for item in settings_of(Config) if item.switch in off}
     # Includes values of the section that map to Megatron's own flags.
     has_no_packing = "packing.max_packed_seqs" in off
     for setting in flag_values(config, without_capture=turned_off):

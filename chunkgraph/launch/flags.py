@@ -9,15 +9,27 @@ from __future__ import annotations
 import argparse
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from pydantic import ValidationError
+
+from chunkgraph._text import did_you_mean
 from chunkgraph.errors import ConfigError
-from chunkgraph.settings import CaptureConfig, Config, PackingConfig, StashConfig, settings_of
-from chunkgraph.settings.contexts import SIZE_RULES
-from chunkgraph.settings.packing import NUM_SEQS_RULE
+from chunkgraph.megatron.rules.contexts import SIZE_RULES
+from chunkgraph.megatron.rules.packing import NUM_SEQS_RULE
+from chunkgraph.settings import (
+    CaptureConfig,
+    Config,
+    PackingConfig,
+    Section,
+    Setting,
+    StashConfig,
+    models,
+    settings_of,
+)
+from chunkgraph.settings.loader import problems_of
 from chunkgraph.settings.rule import Facts
-from chunkgraph.settings.setting import ANY, Setting
 from chunkgraph.settings.words import FLAGS as FLAG_WORDS
 
 if TYPE_CHECKING:
@@ -36,8 +48,6 @@ __all__ = [
     "write_defaults",
 ]
 
-_GROUP = "chunk-wise CUDA graphs"
-_SWITCHED = ("false", "true")
 _SEQS = "packing.max_packed_seqs"
 
 
@@ -65,16 +75,16 @@ class Flag:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Return the words that the flag accepts; empty if it accepts numbers."""
-        return _SWITCHED if self.setting.kind is bool else self.setting.choices
+        """Return the words that the flag accepts; empty if it accepts numbers or a name."""
+        return ("false", "true") if self.setting.kind is bool else self.setting.choices
 
     def text_of(self, value: Any) -> tuple[str, ...]:
-        """Format a value of the setting as the flag's arguments."""
-        if isinstance(value, bool):
-            return (_SWITCHED[value],)
+        """Format a value of the setting as the flag's arguments; 0 stands for an empty list."""
         if isinstance(value, tuple):
-            return tuple(map(_text, value or (0,)))
-        return (_text(value),)
+            return tuple(text for one in value or (0,) for text in self.text_of(one))
+        if isinstance(value, bool):
+            return (str(value).lower(),)
+        return (repr(value).removesuffix(".0") if isinstance(value, float) else str(value),)
 
     def value_of(self, parsed: Any) -> Any:
         """Turn a parsed argument into a value of the setting."""
@@ -88,49 +98,19 @@ class Flag:
         """Format the flag with a value of the setting, for messages."""
         return " ".join([self.name, *self.text_of(value)])
 
-    def add_to(self, group: Any) -> None:
-        """Add the flag to a group of Megatron's parser, with default None."""
-        more: dict[str, Any] = {"type": self.setting.kind, "metavar": "N"}
-        if self.choices:
-            more = {"choices": self.choices}
-        elif self.setting.is_list:
-            more["nargs"] = "+"
-        elif self.path == _SEQS:
-            more |= {"nargs": "?", "const": _BARE_SEQS}
-        elif self.setting.kind is str:
-            more["metavar"] = "NAME"
-        # argparse formats help with %.
-        text = f"{self.setting.help} (default: {self._default()})".replace("%", "%%")
-        group.add_argument(self.name, default=None, help=text, **more)
 
-    def _default(self) -> str:
-        default = self.setting.default
-        if default is None or default == ():
-            return "see above" if default is None else "none"
-        return " ".join(self.text_of(default))
-
-
-def _text(value: Any) -> str:
-    return repr(value).removesuffix(".0") if isinstance(value, float) else str(value)
+class _Granularity(Section):
+    granularity: Annotated[Literal["layer", "chunk"], models.Flag("--cuda-graph-granularity")] = (
+        "layer"
+    )
+    """What one CUDA graph holds: the part that --cuda-graph-impl selects, as without this flag
+    (layer), or a whole model chunk, captured once per slot and replayed for any number of
+    microbatches (chunk)."""
 
 
 _BARE_SEQS = 50
 """Sequences of a packed microbatch if the flag is used without a number."""
-_GRANULARITY = Flag(
-    Setting(
-        path="capture.enabled",
-        hint=Literal["layer", "chunk"],
-        default="layer",
-        help="What one CUDA graph holds: the part that --cuda-graph-impl selects, as without this "
-        "flag (layer), or a whole model chunk, captured once per slot and replayed for any number "
-        "of microbatches (chunk).",
-        bounds=ANY,
-        flag="--cuda-graph-granularity",
-        megatron=None,
-        needs=None,
-        example=None,
-    )
-)
+_GRANULARITY = Flag(next(settings_of(_Granularity)))
 GRANULARITY = _GRANULARITY.name
 _WARMUP = "--cuda-graph-warmup-steps"
 _OPTIONS = {item.path: Flag(item) for item in settings_of(Config) if item.flag is not None}
@@ -155,7 +135,7 @@ class GraphFlags:
         capture: Settings of the capture.
         packing: Settings of packed sequences.
         token_drops: Reaction to tokens that an expert has no room for.
-        stash: Settings of the stash for activations of experts; None without a stash.
+        stash: Settings of the stash for activations of experts.
         schedule: Schedule of training steps.
         turned_off: Lines about Megatron's flags that training runs without.
     """
@@ -163,7 +143,7 @@ class GraphFlags:
     capture: CaptureConfig = field(default_factory=CaptureConfig)
     packing: PackingConfig = field(default_factory=PackingConfig)
     token_drops: Literal["warn", "count", "raise", "rerun"] = "warn"
-    stash: StashConfig | None = None
+    stash: StashConfig = field(default_factory=StashConfig)
     schedule: str = "auto"
     turned_off: tuple[str, ...] = ()
 
@@ -171,18 +151,16 @@ class GraphFlags:
         """Return the capture options for the engine."""
         from chunkgraph.engine import CaptureOptions
 
-        values = asdict(self.capture)
-        del values["enabled"], values["scope"]
-        return CaptureOptions(**values)
+        return CaptureOptions(**self.capture.model_dump(exclude={"enabled", "scope"}))
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values in the sections of a configuration file."""
         return {
             "pipeline": {"schedule": self.schedule},
-            "capture": asdict(self.capture),
-            "packing": asdict(self.packing),
+            "capture": self.capture.model_dump(mode="json"),
+            "packing": self.packing.model_dump(mode="json"),
             "moe": {"token_drops": self.token_drops},
-            "stash": asdict(self.stash or StashConfig()),
+            "stash": self.stash.model_dump(mode="json"),
         }
 
 
@@ -199,9 +177,20 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
                 "Megatron releases without it; start the script without chunkgraph, or use "
                 "megatron-core 0.16 to 0.19."
             )
-    group = parser.add_argument_group(_GROUP)
+    group = parser.add_argument_group("chunk-wise CUDA graphs")
     for flag in FLAGS:
-        flag.add_to(group)
+        item = flag.setting
+        more: dict[str, Any] = {"type": item.kind, "metavar": "NAME" if item.kind is str else "N"}
+        if flag.choices:
+            more = {"choices": flag.choices}
+        elif item.is_list:
+            more["nargs"] = "+"
+        elif flag.path == _SEQS:
+            more |= {"nargs": "?", "const": _BARE_SEQS}
+        default = "see above" if item.default is None else " ".join(flag.text_of(item.default))
+        # argparse formats help with %.
+        text = f"{item.help} (default: {'none' if item.default == () else default})"
+        group.add_argument(flag.name, default=None, help=text.replace("%", "%%"), **more)
     parser.set_defaults(**{_GRANULARITY.dest: _GRANULARITY.setting.default})
     warmup = parser._option_string_actions.get(_WARMUP)
     if warmup is not None and type(warmup.default) is int:
@@ -242,20 +231,17 @@ def read_flags(args: argparse.Namespace) -> tuple[GraphFlags | None, list[str]]:
     values: defaultdict[str, dict[str, Any]] = defaultdict(dict)
     idle: defaultdict[Flag, list[str]] = defaultdict(list)
     for flag, value in flag_values.items():
-        setting, switch = flag.setting, _OPTIONS.get(flag.setting.needs or "")
-        if switch is not None and flag_values.get(switch) in (None, switch.setting.default, ()):
+        switch = _OPTIONS.get(flag.setting.switch or "")
+        section, _, name = flag.path.partition(".")
+        if switch is not None and not flag_values.get(switch):
             idle[switch].append(flag.format(value))
-        elif any(setting.out_of_bounds(value)):
-            each = "each number" if setting.is_list else "it"
-            problems.append(f"{flag.format(value)}: {each} must be {setting.bounds}.")
+        elif wrong := _wrong_value(flag, section, name, value):
+            problems += wrong
         else:
-            section, _, name = setting.path.partition(".")
             values[section][name] = value
     for switch, texts in idle.items():
-        on = " or ".join(word for word in switch.choices if word not in ("false", "none"))
         problems.append(
-            f"{', '.join(texts)} has no effect without {f'{switch.name} {on}'.rstrip()}; add it, "
-            "or leave this out."
+            f"{', '.join(texts)} has no effect without {switch.name}; add it, or leave this out."
         )
     packing = values["packing"]
     for rule in (NUM_SEQS_RULE, *SIZE_RULES):
@@ -265,10 +251,20 @@ def read_flags(args: argparse.Namespace) -> tuple[GraphFlags | None, list[str]]:
     return GraphFlags(
         capture=CaptureConfig(num_warmup_steps=max(num_warmup_steps, 1), **values["capture"]),
         packing=PackingConfig(**packing),
-        stash=StashConfig(**values["stash"]) if values["stash"].get("enabled") else None,
+        stash=StashConfig(**values["stash"]),
         **values["moe"],
         **values["pipeline"],
     ), problems
+
+
+def _wrong_value(flag: Flag, section: str, name: str, value: Any) -> list[str]:
+    """Return what is wrong with the value of a flag, as sentences."""
+    model: Any = Config.model_fields[section].annotation
+    try:
+        model.model_validate({name: value})
+    except ValidationError as error:
+        return problems_of(error, model, lambda path: path.replace(name, flag.name, 1))
+    return []
 
 
 def write_defaults(args: argparse.Namespace, flags: GraphFlags) -> None:
@@ -303,6 +299,7 @@ def check_flag_values(script_args: Sequence[str]) -> None:
             value = (list(script_args[i + 1 :]) or [""])[0]
         if value not in choices[name]:
             expected = f"expected one of {', '.join(choices[name])}."
+            expected += did_you_mean(value, choices[name])
             problems.append(f"{f'{name} {value}'.rstrip()}: {expected}")
     if problems:
         raise ConfigError("\n".join(problems))

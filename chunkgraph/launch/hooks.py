@@ -46,7 +46,7 @@ from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.megatron.pipeline import ScheduleDriver
 from chunkgraph.megatron.pipeline.eager import eager_driver
 from chunkgraph.megatron.topology import PipelinePlace
-from chunkgraph.settings.pipeline import splits_backward
+from chunkgraph.schedules import splits_backward
 
 __all__ = ["ChunkGraphsInPretrain", "enable"]
 
@@ -164,7 +164,7 @@ class ChunkGraphsInPretrain:
             self._has_reported_failure = False
             _print_on_rank_0(start_line(graphs, flags))
             if graphs.site.packing is not None:
-                self._steps = _packed_steps(flags, args, graphs, chunks, contexts)
+                self._steps = _packed_steps(args, graphs, chunks, contexts)
                 undo.callback(self._steps.close)
             yield
 
@@ -202,7 +202,6 @@ class ChunkGraphsInPretrain:
         return PackedBanks.of_limits(
             limits,
             groups,
-            cuda_graph_cp_sizes=flags.packing.captured_context_parallel_sizes,
             seq_buckets=flags.packing.seq_buckets,
         )
 
@@ -286,7 +285,6 @@ class ChunkGraphsInPretrain:
 
 
 def _packed_steps(
-    flags: GraphFlags,
     args: Any,
     graphs: MegatronChunkGraphs,
     chunks: Sequence[Any],
@@ -302,8 +300,6 @@ def _packed_steps(
         device=graphs.site.device,
         gather=gather_from_data_ranks(),
         share=share_in_tensor_group(),
-        schedule=flags.packing.context_parallel_schedule,
-        seed=lambda: f"{args.seed} {args.curr_iteration}",
         has_experts=_has_experts(args),
     )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.launch.flags import GRANULARITY, Flag
-from chunkgraph.settings import Config, Setting, resolved, settings_of
+from chunkgraph.settings import Config, Setting, derived_fields, resolved, settings_of
 
 __all__ = ["FlagValue", "flag_values"]
 
@@ -29,7 +29,6 @@ _WITHOUT_EFFECT: dict[str, Callable[[Config], bool]] = {
     _VIRTUAL: lambda c: c.pipeline.num_model_chunks == 1,
     "pipeline.microbatch_group_size_per_vp_stage": lambda c: c.pipeline.num_model_chunks == 1,
     "pipeline.context_parallel_size": lambda c: c.pipeline.context_parallel_size == 1,
-    "moe.moe_pad_expert_input_to_capacity": lambda c: c.moe.moe_expert_capacity_factor is None,
     # Without graphs nothing would count the dropped tokens.
     "moe.moe_expert_rank_capacity_factor": lambda c: not c.capture.enabled,
 }
@@ -103,8 +102,14 @@ def _is_off_switch(item: Setting, value: Any) -> bool:
 
 
 def _has_no_effect(item: Setting, config: Config) -> bool:
-    """Return whether the setting that ``item`` needs is off."""
-    return item.needs is not None and _value_at(config, item.needs) in (None, False, 0, (), "none")
+    """Return whether the setting without which ``item`` has no effect is off."""
+    return item.switch is not None and _value_at(config, item.switch) in (
+        None,
+        False,
+        0,
+        (),
+        "none",
+    )
 
 
 def _texts(item: Setting, value: Any) -> tuple[str, ...]:
@@ -133,8 +138,30 @@ def _special_values(config: Config, *, has_graphs: bool) -> Iterator[FlagValue]:
         # As in `chunkgraph train`; Megatron's default splits experts over the tensor ranks.
         key = "pipeline.tensor_model_parallel_size"
         yield FlagValue(key, "--expert-tensor-parallel-size", ("1",))
+    yield FlagValue("model", "--position-embedding-type", ("rope",))
+    for name, value in derived_fields(config).items():
+        key = f"model.transformer_config.{name}"
+        if value is False and not name.startswith("moe_"):
+            raise ConfigError(
+                f"{key} is false, for which a pretrain script may have a flag of another name. "
+                "Leave it out, and pass Megatron's flag to the script."
+            )
+        if value is None or value is False:
+            continue
+        if name not in model.transformer_config:  # it follows from other settings
+            key = "moe" if config.moe.num_moe_experts and "dropout" not in name else "model"
+        yield FlagValue(key, f"--{name.replace('_', '-')}", _texts_of_field(name, value))
     if has_graphs:
         yield FlagValue("capture.enabled", GRANULARITY, ("chunk",))
+
+
+def _texts_of_field(name: str, value: Any) -> tuple[str, ...]:
+    """Format a field of Megatron's TransformerConfig as the arguments of its flag."""
+    if value is True:
+        return ()
+    if "freq" in name:  # Megatron evaluates it as an expression, which has no spaces
+        return (str(value).replace(" ", ""),)
+    return tuple(map(str, value if isinstance(value, list) else [value]))
 
 
 def _refuse(config: Config, *, has_graphs: bool) -> None:
@@ -146,11 +173,12 @@ def _refuse(config: Config, *, has_graphs: bool) -> None:
             "documents of a pretrain script are spread over ranks only with capture. Set it "
             "to [], capture the chunks, or use chunkgraph train."
         )
-    if packing.pad_seq_to_mult > 1:
-        raise ConfigError(
-            f"packing.pad_seq_to_mult is {packing.pad_seq_to_mult}, but a pretrain script's "
-            "data set (--sft) places its documents itself. Set it to 1, or use chunkgraph train."
-        )
+    for name in ("initial_bytes", "max_bytes"):
+        if config.stash.enabled and has_graphs and getattr(config.stash, name) is not None:
+            raise ConfigError(
+                f"stash.{name} is {getattr(config.stash, name)}, which has no flag. Set it to "
+                "null, or use chunkgraph train."
+            )
     if model.hybrid_layer_pattern is not None:
         raise ConfigError(
             f"model.hybrid_layer_pattern is {model.hybrid_layer_pattern}, which a "

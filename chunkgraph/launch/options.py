@@ -64,7 +64,7 @@ def _describe_flags() -> str:
 
 def _needed(flag: Flag) -> Flag:
     """Return the flag without which this one has no effect, or itself."""
-    needed = next((other for other in FLAGS if other.path == flag.setting.needs), None)
+    needed = next((other for other in FLAGS if other.path == flag.setting.switch), None)
     return flag if needed is None else _needed(needed)
 
 

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -44,9 +44,9 @@ from chunkgraph.megatron.features.packing.params import (
 )
 from chunkgraph.packing import (
     PackedSequences,
+    SmallestSizes,
     pack,
     schedule_contexts,
-    scheduler_of,
     smallest_that_fits,
 )
 
@@ -369,9 +369,6 @@ class SpreadDocuments(PackedSteps):
         device: Device of this rank.
         gather: Function that exchanges documents between the data-parallel ranks.
         share: See `PackedSteps`.
-        schedule: Rule that chooses the context-parallel size of a microbatch.
-        seed: Function that returns the seed of random sizes, which differs between steps and is
-            the same on all ranks and in a step's second run.
         has_experts: Whether the model has experts, on any rank; the model then receives a mask of
             the padding rows, which are not routed to experts.
     """
@@ -385,8 +382,6 @@ class SpreadDocuments(PackedSteps):
         device: torch.device,
         gather: Gather,
         share: Share | None = None,
-        schedule: Literal["smallest", "random"] = "smallest",
-        seed: Callable[[], str] = str,
         has_experts: bool = False,
     ) -> None:
         super().__init__(model_chunks, rank, share)
@@ -395,8 +390,6 @@ class SpreadDocuments(PackedSteps):
         self._banks, self._limits, self._groups = banks, banks.limits, banks.groups
         self._device = device
         self._gather = gather
-        self._schedule = schedule
-        self._seed = seed
         self._has_experts = has_experts
 
     def announce_next(self, num_microbatches: int) -> None:
@@ -414,9 +407,7 @@ class SpreadDocuments(PackedSteps):
         of_ranks = self._gathered(read, kwargs["seq_length"])
         local_lengths = None if of_ranks is None else [len(d["tokens"]) for d in of_ranks]
         lengths: list[int] = self._shared(local_lengths)
-        schedule = schedule_contexts(
-            lengths, self._limits, scheduler_of(self._schedule, self._limits, self._seed())
-        )
+        schedule = schedule_contexts(lengths, self._limits, SmallestSizes())
         banks = self._banks.of_schedule(schedule, lengths)
         if self._has_experts:
             num_requested = kwargs["num_microbatches"]

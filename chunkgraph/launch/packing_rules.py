@@ -12,9 +12,10 @@ from chunkgraph.errors import PackingError
 from chunkgraph.megatron.features.packing.attention_limits import shares_keys
 from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.megatron.features.packing.options import PackingOptions
+from chunkgraph.megatron.rules.contexts import RANK_RULES
+from chunkgraph.megatron.rules.packing import PACKING_RULES
 from chunkgraph.packing import ContextLimits, PackedShape
-from chunkgraph.settings.contexts import RANK_RULES
-from chunkgraph.settings.packing import PACKING_RULES, PackingConfig
+from chunkgraph.settings import PackingConfig
 from chunkgraph.settings.rule import Facts, Rule
 
 __all__ = [
@@ -25,9 +26,7 @@ __all__ = [
 
 _SOURCES = ("sft", "dataloader_inter_document_masking")
 """Megatron's flags with which data sets report where documents begin."""
-_SIZES = re.compile(
-    r"\b(max_packed_seqs|max_packed_tokens|max_document_tokens|context_parallel_size)\b"
-)
+_SIZES = re.compile(r"\b(max_packed_seqs|max_packed_tokens|context_parallel_size)\b")
 _OTHER_RANKS = "the script's other tensor-parallel ranks receive rows of {seq_length}"
 
 
@@ -103,14 +102,6 @@ def _wrong_shape(f: Facts) -> object:
     return False
 
 
-def _ambiguous_table(f: Facts) -> object:
-    if _wrong_shape(f):
-        return False
-    shapes = _shapes(f)
-    table = shapes[0].longest_rows + 1  # as in `params.fixed_params`
-    return table in {one.max_packed_tokens for one in shapes} and {"table": table}
-
-
 SCRIPT_PACKING_RULES = (
     *(
         Rule(
@@ -161,11 +152,6 @@ SCRIPT_PACKING_RULES = (
         lambda f: (f.context_parallel_size or 1) > 1 and not f.calculate_per_token_loss,
     ),
     _fixed("max_packed_seqs: {why}", _wrong_shape),
-    _fixed(
-        "max_document_tokens: its RoPE table has {table} rows, one more, and Megatron's unfused "
-        "RoPE would take it for the table of a whole microbatch; use one less",
-        _ambiguous_table,
-    ),
     _changing("sft: other data sets do not give whole documents; use it", lambda f: not f.sft),
     _changing(
         "calculate_per_token_loss: a mean over each rank's microbatch would weigh a document by "
@@ -176,11 +162,6 @@ SCRIPT_PACKING_RULES = (
         "micro_batch_size: a microbatch is one row of documents; use {micro_batch_size=1}, and "
         "{max_packed_tokens=} for its length",
         lambda f: (f.micro_batch_size or 1) > 1,
-    ),
-    _changing(
-        "max_document_tokens: a document may have as many tokens as the most ranks hold; leave "
-        "one of them out",
-        lambda f: f.max_document_tokens,
     ),
     _changing(
         "max_packed_tokens: {largest} ranks hold {rows} rows, and documents may have "
@@ -219,7 +200,6 @@ def packing_options(packing: PackingConfig, args: Any) -> PackingOptions | None:
         packing.max_packed_seqs,
         packing.max_packed_tokens or _script_rows(args),
         size,
-        packing.max_document_tokens,
         counts_padding=size > 1,
     )
     return PackingOptions(shape, packing.buckets, packing.seq_buckets, fills_rows=True)

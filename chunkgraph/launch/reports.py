@@ -22,7 +22,7 @@ def start_line(graphs: MegatronChunkGraphs, flags: GraphFlags) -> str:
     num_steps = flags.capture.num_warmup_steps
     steps = f"{num_steps} eager step{'s' if num_steps > 1 else ''}"
     return (
-        f"chunk graphs: scope {scope}, {_slots(slots, flags.capture.shared_slots)} on rank 0 "
+        f"chunk graphs: scope {scope}, {_slots(slots)} on rank 0 "
         f"({2 * sum(slots) * graphs.num_banks} graphs), verify {flags.capture.verify}; "
         f"capture after {steps}"
     )
@@ -47,7 +47,7 @@ def capture_line(report: CaptureReport, expert_dispatch: str = "") -> str:
     )
 
 
-def _slots(num_slots: tuple[int, ...], are_shared: bool) -> str:
+def _slots(num_slots: tuple[int, ...], are_shared: bool = False) -> str:
     if are_shared and len(num_slots) > 1:
         count = num_slots[0]
         return f"{count} slot{'s' if count > 1 else ''} shared by {len(num_slots)} chunks"

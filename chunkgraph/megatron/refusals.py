@@ -10,8 +10,7 @@ from typing import Any
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.core.fp8_recipe import fp8_recipe
-from chunkgraph.settings.model import RECOMPUTE_RULES
-from chunkgraph.settings.pipeline import SLOT_RULES
+from chunkgraph.megatron.rules.features import RECOMPUTE_RULES, SLOT_RULES
 from chunkgraph.settings.rule import Facts, Rule, Words
 from chunkgraph.settings.words import PROGRAM
 

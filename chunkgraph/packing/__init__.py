@@ -14,7 +14,6 @@ from chunkgraph.packing.context_scheduler import (
     RandomSizes,
     SmallestSizes,
     schedule_contexts,
-    scheduler_of,
 )
 from chunkgraph.packing.contexts import ContextLimits, ContextMicrobatch, ContextSchedule
 from chunkgraph.packing.fallback import (
@@ -74,7 +73,6 @@ __all__ = [
     "reason_not_to_fit",
     "recommend",
     "schedule_contexts",
-    "scheduler_of",
     "sizes_of",
     "smallest_that_fits",
 ]

@@ -10,7 +10,7 @@ import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Protocol
 
 from chunkgraph.errors import PackingError
 from chunkgraph.packing.contexts import ContextLimits, ContextMicrobatch, ContextSchedule
@@ -23,7 +23,6 @@ __all__ = [
     "RandomSizes",
     "SmallestSizes",
     "schedule_contexts",
-    "scheduler_of",
 ]
 
 
@@ -166,19 +165,6 @@ class RandomSizes:
         turns = [rng.sample(limits.group_sizes, len(limits.group_sizes)) for _ in lengths]
         sizes = tuple(size for turn in turns for size in turn)
         return ForcedSizes(sizes, self.documents_each)(lengths, limits)
-
-
-def scheduler_of(
-    name: Literal["smallest", "random"], limits: ContextLimits, seed: str
-) -> ContextScheduler:
-    """Return the scheduler of a setting's name.
-
-    Args:
-        name: the scheduler's name.
-        limits: the limits that schedules keep.
-        seed: the seed of random sizes; see `RandomSizes`.
-    """
-    return SmallestSizes() if name == "smallest" else RandomSizes(seed, limits.max_packed_seqs - 1)
 
 
 def _first_documents(

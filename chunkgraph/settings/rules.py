@@ -2,61 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import MISSING
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from chunkgraph._text import did_you_mean, shown
 from chunkgraph.data.counts import check_counts
 from chunkgraph.data.text import NUM_TOKENS
 from chunkgraph.errors import ConfigError, TopologyError
-from chunkgraph.schedules import is_legal_count, nearest_legal_counts
-from chunkgraph.settings.contexts import CONTEXT_FILE_RULES
-from chunkgraph.settings.experts import EXPERT_FILE_RULES, EXPERT_RULES
-from chunkgraph.settings.hybrid import HYBRID_RULES, check_hybrid
-from chunkgraph.settings.model import FP8_RULES, RECOMPUTE_RULES
-from chunkgraph.settings.packing import PACKING_FILE_RULES, PACKING_RULES
-from chunkgraph.settings.pipeline import (
+from chunkgraph.schedules import (
     FILE_SUFFIX,
-    SCHEDULE_RULES,
-    SLOT_RULES,
+    is_legal_count,
+    nearest_legal_counts,
     read_matching_schedule,
 )
+from chunkgraph.settings.listing import settings_of
+from chunkgraph.settings.models import Settings
 from chunkgraph.settings.rule import Facts, Rule, check
-from chunkgraph.settings.setting import Setting, check_bounds
-from chunkgraph.settings.stash import STASH_RULES
-from chunkgraph.settings.words import all_settings, fact_of, facts_of
+from chunkgraph.settings.words import facts_of
 
-if TYPE_CHECKING:
-    from chunkgraph.settings.config import Config
-
-__all__ = ["check_config"]
+__all__ = ["check_settings"]
 
 _LAYER_SPECS = ("auto", "local", "transformer_engine")
-_SWITCHES = {
-    "packing.max_packed_seqs": "packing is off",
-    "packing.context_parallel_sizes": "microbatches do not have their own context-parallel size",
-    "model.hybrid_layer_pattern": "there are no Mamba layers",
-}
-"""Settings without which others have no effect, and why."""
 
 
-def check_config(config: Config) -> None:
-    """Check the range of each setting, then the settings against each other.
+def check_settings(config: Settings) -> None:
+    """Check the settings against each other.
 
     Raises:
-        ConfigError: a value is out of range, or settings cannot go together.
+        ConfigError: settings cannot go together.
         ScheduleError: the schedule's file holds no valid schedule.
         TopologyError: the sizes cannot form a pipeline.
     """
-    check_bounds(config)
-    if not config.train.num_microbatches:
-        msg = "train.num_microbatches is empty; set one number for each step, such as [4, 6, 8]."
-        raise ConfigError(msg)
     if config.data.document_counts:
         check_counts(config.data.document_counts, "data.document_counts")
     _check_layer_spec(config.model.layer_spec)
-    rules = (*_RULES, *_idle_rules(all_settings()))
+    _check_more_fields(config)
+    # The features import this package. Their rules import no torch.
+    from chunkgraph.megatron.rules import FILE_RULES
+    from chunkgraph.megatron.rules.hybrid import check_hybrid
+
+    rules = (*_RULES, *FILE_RULES)
     check(rules, facts_of(config), "these settings cannot go together:")
     check_hybrid(config)
     pipeline = config.pipeline
@@ -82,28 +67,15 @@ def _check_layer_spec(spec: str) -> None:
     raise ConfigError(msg)
 
 
-def _idle_rules(settings: Iterable[Setting]) -> tuple[Rule, ...]:
-    """Return a rule for each setting that has no effect without another one."""
-
-    def is_idle(item: Setting) -> Callable[[Facts], bool]:
-        name, switch = fact_of(item.path), fact_of(item.needs or "")
-        default = None if item.default is MISSING else item.default
-        return lambda f: (
-            getattr(f, switch) in (None, 0, ()) and getattr(f, name) not in (default, ())
-        )
-
-    return tuple(
-        Rule(
-            f"{fact_of(item.path)} {fact_of(item.needs)}: {_SWITCHES[item.needs]}; leave the "
-            "former out, or set the latter",
-            is_idle(item),
-        )
-        for item in settings
-        if item.needs in _SWITCHES
-    )
+def _check_more_fields(config: Settings) -> None:
+    """Check that ``model.transformer_config`` sets no field that has its own setting."""
+    own = {item.name: item.path for item in settings_of(Settings)}
+    for name in config.model.transformer_config:
+        if name in own:
+            raise ConfigError(f"model.transformer_config.{name}: set {own[name]} instead.")
 
 
-def _check_microbatches(config: Config) -> None:
+def _check_microbatches(config: Settings) -> None:
     pipeline = config.pipeline
     if pipeline.num_model_chunks == 1:
         return
@@ -163,12 +135,8 @@ def _is_local(f: Facts) -> bool:
     return bool(f.layer_spec == "local" or f.device == "cpu")
 
 
-def _is_uneven(name: str, *, in_fp8: bool = False) -> Callable[[Facts], object]:
-    def is_uneven(f: Facts) -> object:
-        parts = f.tensor_model_parallel_size * (16 if in_fp8 else 1)
-        return (f.fp8 or not in_fp8) and getattr(f, name) % parts
-
-    return is_uneven
+def _is_uneven(name: str) -> Callable[[Facts], object]:
+    return lambda f: getattr(f, name) % f.tensor_model_parallel_size
 
 
 def _is_local_with(name: str) -> Callable[[Facts], bool]:
@@ -179,36 +147,23 @@ def _is_local_with(name: str) -> Callable[[Facts], bool]:
     return is_local
 
 
-def _is_alone(name: str) -> Callable[[Facts], bool]:
-    return lambda f: (getattr(f, name) is not None) != (f.recompute_granularity == "full")
-
-
-def _needs_ddp(name: str) -> Callable[[Facts], bool]:
-    return lambda f: getattr(f, name) and not f.use_ddp
-
-
-def _group_size(f: Facts) -> int:
-    return int(f.microbatch_group_size_per_vp_stage or f.pipeline_model_parallel_size)
-
-
-def _uneven_groups(f: Facts) -> object:
-    layers, group = f.num_layers // _num_stages(f), f.recompute_num_layers
-    is_uneven = group is not None and f.recompute_method == "uniform" and layers % group
-    return is_uneven and {"layers": layers}
-
-
 _RULES = (
+    Rule(
+        "num_microbatches: set one number for each step, such as [4, 6, 8]",
+        lambda f: not f.num_microbatches,
+    ),
     Rule(
         "hidden_size num_attention_heads: every head has the same width; make the former a "
         "multiple of the latter",
         lambda f: f.hidden_size % f.num_attention_heads,
     ),
     Rule(
-        "position_embedding_type hidden_size num_attention_heads: it rotates pairs of elements, "
-        "but a head has {width} elements; make that even, or use "
-        "{position_embedding_type=learned_absolute}",
+        "hidden_size num_attention_heads: rotary positions rotate pairs of elements, but a head "
+        "has {width}; make that even",
         lambda f: (
-            f.position_embedding_type == "rope" and _head_size(f) % 2 and {"width": _head_size(f)}
+            f.hidden_size % f.num_attention_heads == 0
+            and _head_size(f) % 2
+            and {"width": _head_size(f)}
         ),
     ),
     Rule(
@@ -266,48 +221,10 @@ _RULES = (
         "would deadlock; leave the former out, or make it no smaller than the latter",
         lambda f: (
             (f.virtual_pipeline_model_parallel_size or 1) > 1
-            and _group_size(f) < f.pipeline_model_parallel_size
+            and (f.microbatch_group_size_per_vp_stage or f.pipeline_model_parallel_size)
+            < f.pipeline_model_parallel_size
         ),
         TopologyError,
-    ),
-    *(
-        Rule(
-            f"{setting} recompute_granularity: the former belongs to full recomputation; set "
-            "both, or neither",
-            _is_alone(setting),
-        )
-        for setting in ("recompute_method", "recompute_num_layers")
-    ),
-    Rule(
-        "recompute_granularity recompute_modules: selective recomputation would recompute "
-        "nothing; name parts of a layer, such as core_attn",
-        lambda f: f.recompute_granularity == "selective" and not f.recompute_modules,
-    ),
-    Rule(
-        "recompute_modules swiglu: without SwiGLU the feed-forward layer has a bias, which "
-        "Megatron-core returns from the recomputed part, so that its backward recurses forever; "
-        "use {swiglu=true}, or leave mlp out",
-        lambda f: (
-            f.recompute_granularity == "selective" and "mlp" in f.recompute_modules and not f.swiglu
-        ),
-    ),
-    Rule(
-        "recompute_num_layers recompute_method: the {layers} layers of a chunk cannot be divided "
-        "into groups of that size; choose a divisor, or use {recompute_method=block}",
-        _uneven_groups,
-    ),
-    Rule(
-        "fp8: only Transformer Engine's layers on a GPU support FP8; use {device=cuda} and "
-        "{layer_spec=transformer_engine}, or leave it out",
-        lambda f: f.fp8 and _is_local(f),
-    ),
-    *(
-        Rule(
-            f"{setting} fp8 tensor_model_parallel_size: the share of each tensor-parallel rank "
-            "must be a multiple of 16; change it, or train without FP8",
-            _is_uneven(setting, in_fp8=True),
-        )
-        for setting in ("hidden_size", "ffn_hidden_size")
     ),
     Rule(
         "overlap_param_gather: it gathers the parameters of a sharded optimizer; use "
@@ -316,23 +233,4 @@ _RULES = (
             f.overlap_param_gather and not (f.use_distributed_optimizer and f.overlap_grad_reduce)
         ),
     ),
-    *(
-        Rule(f"{setting} use_ddp: the former is part of DDP; change one", _needs_ddp(setting))
-        for setting in (
-            "overlap_grad_reduce",
-            "gradient_accumulation_fusion",
-            "use_distributed_optimizer",
-        )
-    ),
-    *SCHEDULE_RULES,
-    *SLOT_RULES,
-    *FP8_RULES,
-    *RECOMPUTE_RULES,
-    *PACKING_RULES,
-    *PACKING_FILE_RULES,
-    *CONTEXT_FILE_RULES,
-    *EXPERT_FILE_RULES,
-    *EXPERT_RULES,
-    *HYBRID_RULES,
-    *STASH_RULES,
 )

@@ -3,35 +3,17 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from chunkgraph._text import shorten
-from chunkgraph.settings.capture import CaptureConfig
-from chunkgraph.settings.experts import ExpertConfig
-from chunkgraph.settings.model import ModelConfig
-from chunkgraph.settings.packing import PackingConfig
-from chunkgraph.settings.pipeline import PipelineConfig
+from chunkgraph.settings.derived import derived_fields
+from chunkgraph.settings.listing import Setting, settings_of
+from chunkgraph.settings.models import Settings
 from chunkgraph.settings.rule import Facts, Words
-from chunkgraph.settings.run import DataConfig, TrainConfig
-from chunkgraph.settings.setting import Setting, settings_of
-from chunkgraph.settings.stash import StashConfig
 
-if TYPE_CHECKING:
-    from chunkgraph.settings.config import Config
+__all__ = ["FILE", "FLAGS", "PROGRAM", "facts_of", "settings_by_fact"]
 
-__all__ = ["FILE", "FLAGS", "PROGRAM", "all_settings", "fact_of", "facts_of"]
-
-_SECTIONS: dict[str, type[Any]] = {
-    "model": ModelConfig,
-    "pipeline": PipelineConfig,
-    "moe": ExpertConfig,
-    "train": TrainConfig,
-    "data": DataConfig,
-    "packing": PackingConfig,
-    "capture": CaptureConfig,
-    "stash": StashConfig,
-}
-"""Sections with rules."""
 _NAMES = {"capture.enabled": "captures", "stash.enabled": "stash"}
 """Facts with another name than the last part of the setting's path."""
 _MEGATRON_FLAGS = {
@@ -50,28 +32,17 @@ _WITHOUT_VALUES = {
 """Settings that are not a single value in a program."""
 
 
-def fact_of(path: str) -> str:
-    """Return the name of a setting's fact."""
-    return _NAMES.get(path) or path.rpartition(".")[2]
-
-
 @functools.cache
-def all_settings() -> tuple[Setting, ...]:
-    """Return the settings of all sections with rules."""
-    return tuple(s for name, kind in _SECTIONS.items() for s in settings_of(kind, f"{name}."))
-
-
-@functools.cache
-def _settings() -> dict[str, Setting]:
-    """Return the settings by the names of their facts."""
-    return {fact_of(item.path): item for item in all_settings()}
+def settings_by_fact() -> Mapping[str, Setting]:
+    """Return the settings by the names that rules have for them."""
+    return {_NAMES.get(item.path, item.name): item for item in settings_of(Settings)}
 
 
 def _path(name: str) -> str:
     if name == "bf16":
         return "model.params_dtype"
-    item = _settings().get(name)
-    return item.path if item else name
+    item = settings_by_fact().get(name)
+    return item.path if item else f"model.transformer_config.{name}"
 
 
 def _in_file(name: str, value: Any) -> str:
@@ -99,7 +70,7 @@ def _in_program(name: str, value: Any) -> str:
 
 
 def _flag(name: str) -> str:
-    item = _settings().get(name)
+    item = settings_by_fact().get(name)
     flag = (item.flag or item.megatron) if item else None
     return flag or _MEGATRON_FLAGS.get(name) or f"--{name.replace('_', '-')}"
 
@@ -122,29 +93,22 @@ FLAGS = Words(_flag, _on_command_line)
 """``--fp8-format e4m3``"""
 
 
-def facts_of(config: Config) -> Facts:
+def facts_of(config: Settings) -> Facts:
     """Return the facts of a configuration file."""
-    flex = config.moe.moe_token_dispatcher_type == "flex"
-    derived = {
+    is_half = config.model.params_dtype == "bfloat16"
+    facts = {
+        **derived_fields(config),
         "packed": config.packing.max_packed_seqs > 0,
-        "bf16": config.model.params_dtype == "bfloat16",
+        "bf16": is_half,
         "on_gpu": config.device == "cuda",
-        "element_bytes": 2 if config.model.params_dtype == "bfloat16" else 4,
+        "element_bytes": 2 if is_half else 4,
         "fp8_recipe": config.model.fp8_recipe if config.model.fp8 else None,
-        # As the model is built: with flex, experts are not padded to a capacity.
-        "moe_pad_expert_input_to_capacity": config.moe.moe_pad_expert_input_to_capacity
-        and not flex,
     }
 
     def value(name: str) -> Any:
-        if name in derived:
-            return derived[name]
-        if name == "device":
-            return config.device
-        item = _settings().get(name)
-        if item is None:
-            return None
-        section, _, key = item.path.partition(".")
-        return getattr(getattr(config, section), key)
+        item = settings_by_fact().get(name)
+        if name in facts or item is None:
+            return facts.get(name)
+        return functools.reduce(getattr, item.path.split("."), config)
 
     return Facts(value, FILE)

@@ -24,10 +24,10 @@ from chunkgraph.megatron.features.packing.params import make_params, to_device
 from chunkgraph.packing import (
     ContextLimits,
     PackedShape,
+    SmallestSizes,
     pack,
     reason_not_to_fit,
     schedule_contexts,
-    scheduler_of,
 )
 from chunkgraph.settings import Config
 
@@ -150,14 +150,11 @@ def packed_shape(config: Config, model_config: Any = None) -> PackedShape | None
     packing = config.packing
     if not packing.max_packed_seqs or packing.context_parallel_sizes:
         return None
-    multiple = packing.pad_seq_to_mult
     return PackedShape(
         packing.max_packed_seqs,
         config.tokens_per_sequence,
         context_parallel_size=config.pipeline.context_parallel_size,
-        max_document_tokens=packing.max_document_tokens,
-        counts_padding=multiple > 1 or (model_config is not None and shares_keys(model_config)),
-        pad_seq_to_mult=multiple,
+        counts_padding=model_config is not None and shares_keys(model_config),
     )
 
 
@@ -191,7 +188,6 @@ def _banks(config: Config, model_config: Any) -> PackedBanks:
     return PackedBanks.of_limits(
         limits,
         ContextGroups.of_data_parallel(limits.group_sizes, has_experts=has_experts),
-        cuda_graph_cp_sizes=packing.captured_context_parallel_sizes,
         seq_buckets=packing.seq_buckets,
     )
 
@@ -312,9 +308,7 @@ class PackedBatches(SequenceBatches):
         whole = [self._documents.row(step, number) for number in range(num_rows)]
         lengths = [length for row in whole for length in row.lengths]
         documents = np.split(np.concatenate([row.tokens for row in whole]), np.cumsum(lengths)[:-1])
-        name, seed = self._config.packing.context_parallel_schedule, self._config.train.seed
-        scheduler = scheduler_of(name, limits, f"{seed} {step}")
-        schedule = schedule_contexts(lengths, limits, scheduler)
+        schedule = schedule_contexts(lengths, limits, SmallestSizes())
         banks = self.banks.of_schedule(schedule, lengths)
         rows = [
             DocumentRow.of_documents([documents[d] for d in mine.documents])

@@ -18,8 +18,9 @@ from chunkgraph.megatron.features.experts.feature import dropped_tokens
 from chunkgraph.megatron.features.experts.room import factor_for_all
 from chunkgraph.megatron.features.fp8.feature import reset_fp8
 from chunkgraph.megatron.features.stash import ExpertStash
+from chunkgraph.megatron.rules.experts import uses_dropless
 from chunkgraph.settings import Config
-from chunkgraph.settings.experts import uses_dropless
+from chunkgraph.settings.words import facts_of
 from chunkgraph.trainer.results import RunResults, StepResult
 from chunkgraph.trainer.trained_model import StepRecord, TrainedModel
 
@@ -134,9 +135,8 @@ def run_eager(
     **model_options: Any,
 ) -> TrainingRun:
     """Run ``config`` without graphs, by Megatron's own schedule; see `run_training`."""
-    config = replace(config, pipeline=replace(config.pipeline, schedule="auto"))
     run = run_training(
-        replace(config, moe=_with_room_for_all(config)),
+        _with_room_for_all(config.replace(pipeline={"schedule": "auto"})),
         device,
         use_graphs=False,
         on_step=on_step,
@@ -148,17 +148,18 @@ def run_eager(
     return run
 
 
-def _with_room_for_all(config: Config) -> Any:
+def _with_room_for_all(config: Config) -> Config:
     """Give experts room for all tokens, to compare with a run that drops none.
 
     Rows without a token add zeros to the gradients. If a matrix product sums more rows in another
     order, the two runs differ in the last bits.
     """
     moe = config.moe
-    if moe.num_moe_experts is None or moe.token_drops != "rerun" or uses_dropless(moe):
-        return moe
+    is_dropless = uses_dropless(facts_of(config))
+    if moe.num_moe_experts is None or moe.token_drops != "rerun" or is_dropless:
+        return config
     factor = factor_for_all(moe.num_moe_experts, moe.moe_router_topk)
-    return replace(moe, moe_expert_capacity_factor=factor)
+    return config.replace(moe={"moe_expert_capacity_factor": factor})
 
 
 def train(

@@ -16,7 +16,7 @@ from chunkgraph.megatron.features.hybrid.layers import (
     has_mamba_kernels,
     local_stack,
 )
-from chunkgraph.settings import Config
+from chunkgraph.settings import Config, derived_fields
 
 __all__ = ["gpt_arguments", "hybrid_model", "hybrid_stack_spec", "layer_spec", "layer_spec_name"]
 
@@ -40,7 +40,7 @@ def layer_spec(config: Config, device: torch.device) -> Any:
     name = layer_spec_name(config, device)
     if name == "local":
         make = import_megatron(_GPT_SPECS).get_gpt_layer_local_spec
-        return make(normalization=config.model.normalization)
+        return make(**_normalization(config))
     module_name, _, function_name = name.partition(":")
     try:
         function = getattr(importlib.import_module(module_name), function_name)
@@ -50,6 +50,12 @@ def layer_spec(config: Config, device: torch.device) -> Any:
             "the workers, that returns a Megatron module spec."
         ) from error
     return function()
+
+
+def _normalization(config: Config) -> dict[str, str]:
+    """Return the argument of Megatron's functions of specs, if the configuration sets it."""
+    fields = config.model.transformer_config
+    return {name: fields[name] for name in ("normalization",) if name in fields}
 
 
 def gpt_arguments(
@@ -84,7 +90,7 @@ def gpt_arguments(
             spec = specs.get_gpt_decoder_block_spec(
                 transformer_config,
                 use_transformer_engine=name == "transformer_engine",
-                normalization=config.model.normalization,
+                **_normalization(config),
                 vp_stage=stage,
             )
         arguments.append({"transformer_layer_spec": spec})
@@ -134,7 +140,8 @@ def hybrid_model(config: Config, device: torch.device) -> tuple[type[Any], dict[
         spec, experts = layer_spec(config, device), None
         if moe.num_moe_experts is not None:
             layer = import_megatron(_GPT_SPECS).get_gpt_layer_local_spec(
-                num_experts=moe.num_moe_experts, moe_grouped_gemm=moe.moe_grouped_gemm
+                num_experts=moe.num_moe_experts,
+                moe_grouped_gemm=derived_fields(config).get("moe_grouped_gemm", False),
             )
             experts = layer.submodules.mlp
         stack = hybrid_stack_spec(spec, experts)

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch import nn
 from torch.nn import functional
 
+from chunkgraph._text import did_you_mean, shown
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.core.access import import_megatron
-from chunkgraph.settings import Config
-from chunkgraph.settings.pipeline import splits_backward
+from chunkgraph.schedules import splits_backward
+from chunkgraph.settings import Config, derived_fields
 from chunkgraph.trainer.layer_specs import (
     gpt_arguments,
     hybrid_model,
@@ -32,10 +34,8 @@ __all__ = [
 
 _FUSES = "fuse_wgrad_accumulation"
 _OF_MODEL = (
-    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "normalization"),
-    *("hidden_dropout", "attention_dropout", "fp8", "fp8_recipe"),
-    *("recompute_granularity", "recompute_method", "recompute_num_layers"),
-    *("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads"),
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"),
+    *("fp8", "fp8_recipe", "recompute_granularity"),
 )
 _OF_PIPELINE = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
@@ -52,7 +52,7 @@ def build_model(
     prepare: Callable[[nn.Module], None] = lambda _: None,
     ddp_scope: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> list[nn.Module]:
-    """Build this rank's model chunks in training mode, wrapped in DDP if configured.
+    """Build this rank's model chunks in training mode, wrapped in DDP.
 
     Megatron's config, which all chunks share, is ``chunks[0].config``.
 
@@ -89,7 +89,7 @@ def build_model(
             max_sequence_length=model.seq_length,
             pre_process=rank == 0 and index == 0,
             post_process=rank == last_rank and index == num_chunks - 1,
-            position_embedding_type=model.position_embedding_type,
+            position_embedding_type="rope",
             share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
             **arguments[index],
             **({"vp_stage": index} if num_chunks > 1 else {}),
@@ -113,6 +113,9 @@ def _transformer_config(config: Config, device: torch.device, options: Mapping[s
     """Return Megatron's TransformerConfig, or its subclass for multi-latent attention.
 
     ``options`` are more fields.
+
+    Raises:
+        ConfigError: ``model.transformer_config`` has an unknown field or a wrong value.
     """
     module = import_megatron("megatron.core.transformer.transformer_config")
     model, pipeline = config.model, config.pipeline
@@ -142,17 +145,43 @@ def _transformer_config(config: Config, device: torch.device, options: Mapping[s
         "overlap_p2p_comm": interleaved and not on_cpu,
         "batch_p2p_comm": not interleaved and not on_cpu,
         # On by default in Megatron's training script; their kernels need a GPU.
-        "apply_rope_fusion": not on_cpu and model.position_embedding_type == "rope",
+        "apply_rope_fusion": not on_cpu,
         "bias_activation_fusion": not on_cpu,
         "bias_dropout_fusion": not on_cpu,
         "deterministic_mode": config.train.deterministic,
         **expert_settings(config),
+        **derived_fields(config.model_copy(update={"device": device.type})),
     }
+    is_latent = {**settings, **options}.get("multi_latent_attention")
+    kind = getattr(module, "MLATransformerConfig" if is_latent else "TransformerConfig")
+    known = {field.name for field in fields(kind)}
+    settings |= _checked_fields(model.transformer_config, kind)
     # Some releases lack fields of hybrid models and of the flex dispatcher.
-    known = {field.name for field in fields(module.TransformerConfig)}
     settings = {name: value for name, value in settings.items() if name in known} | dict(options)
-    kind = "MLATransformerConfig" if settings.get("multi_latent_attention") else "TransformerConfig"
-    return getattr(module, kind)(**settings)
+    return kind(**settings)
+
+
+def _checked_fields(values: Mapping[str, Any], kind: Any) -> dict[str, Any]:
+    """Return the values of ``model.transformer_config`` with the types of Megatron's fields.
+
+    Raises:
+        ConfigError: There is no such field, or the value has another type.
+    """
+    types, checked = get_type_hints(kind), {}
+    for name, value in values.items():
+        path = f"model.transformer_config.{name}"
+        if name not in types:
+            raise ConfigError(
+                f"{path}: {kind.__name__} of the installed Megatron-core has no such field."
+                f"{did_you_mean(name, types)}"
+            )
+        adapter = TypeAdapter(types[name], config=ConfigDict(arbitrary_types_allowed=True))
+        try:
+            checked[name] = adapter.validate_python(value)
+        except ValidationError as error:
+            message = error.errors()[0]["msg"].replace("Input should", "it must")
+            raise ConfigError(f"{path} is {shown(value)}; {message}.") from None
+    return checked
 
 
 def expert_settings(config: Config) -> dict[str, Any]:
@@ -160,19 +189,12 @@ def expert_settings(config: Config) -> dict[str, Any]:
     moe = config.moe
     if moe.num_moe_experts is None:
         return {}
-    settings = {
-        item.name: list(value) if isinstance(value, tuple) else value
-        for item in fields(moe)
-        if (value := getattr(moe, item.name)) is not None and item.name != "token_drops"
-    }
+    settings = moe.model_dump(exclude={"token_drops"}, exclude_none=True)
     if not config.capture.enabled:  # nothing would report rows without room
         settings.pop("moe_expert_rank_capacity_factor", None)
     return {
         "moe_ffn_hidden_size": config.model.ffn_hidden_size,
         **settings,
-        "moe_pad_expert_input_to_capacity": (
-            moe.moe_pad_expert_input_to_capacity and moe.moe_expert_capacity_factor is not None
-        ),
         "expert_model_parallel_size": config.pipeline.expert_model_parallel_size,
         "expert_tensor_parallel_size": 1,
     }
@@ -191,12 +213,6 @@ def _wrap_for_data_parallel(
         **options,
     }
     ddp_config = distributed.DistributedDataParallelConfig(**settings)
-    if not train.use_ddp:
-        _refuse_several_gradients(config)
-        for chunk in chunks:
-            # Megatron's optimizer reads it from every chunk, wrapped or not.
-            chunk.ddp_config = ddp_config
-        return chunks
     wrapped: list[nn.Module] = [
         distributed.DistributedDataParallel(
             config=model_config,
@@ -212,18 +228,6 @@ def _wrap_for_data_parallel(
         model_config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
     model_config.finalize_model_grads_func = distributed.finalize_model_grads
     return wrapped
-
-
-def _refuse_several_gradients(config: Config) -> None:
-    """Refuse to train without DDP where it would add the gradients of several ranks."""
-    pipeline = config.pipeline
-    is_tied = not config.model.untie_embeddings_and_output_weights
-    is_replicated = pipeline.data_parallel_size * pipeline.context_parallel_size > 1
-    if is_replicated or (is_tied and pipeline.pipeline_model_parallel_size > 1):
-        raise ConfigError(
-            "train.use_ddp is false, and nothing else would add the gradients of data- or context-"
-            "parallel ranks, or of embeddings that are tied across stages. Set train.use_ddp=true."
-        )
 
 
 def fuse_weight_gradients(chunks: Sequence[nn.Module]) -> None:
@@ -243,8 +247,8 @@ def fuse_weight_gradients(chunks: Sequence[nn.Module]) -> None:
     if not layers or not all(hasattr(weight, "main_grad") for weight in weights):
         raise ConfigError(
             "gradient_accumulation_fusion is on. It needs Transformer Engine's layers "
-            "(model.layer_spec=transformer_engine), and use_ddp=true for a main_grad to accumulate "
-            "into. Set both, or turn it off."
+            "(model.layer_spec=transformer_engine) and DDP, for a main_grad to accumulate into. "
+            "Use both, or turn it off."
         )
     for layer in layers:
         setattr(layer, _FUSES, True)
@@ -260,7 +264,7 @@ def build_optimizer(config: Config, chunks: list[nn.Module]) -> Any:
             lr=config.train.lr,
             bf16=dtype is torch.bfloat16,
             params_dtype=dtype,
-            clip_grad=config.train.clip_grad,
+            clip_grad=1.0,
             use_distributed_optimizer=config.train.use_distributed_optimizer,
         ),
         chunks,

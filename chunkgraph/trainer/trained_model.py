@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -221,9 +221,11 @@ class TrainedModel:
 
 def capture_options(config: Config) -> CaptureOptions:
     """Return the capture options of a configuration."""
-    values = asdict(config.capture)
-    del values["enabled"], values["scope"]
-    return CaptureOptions(**values)
+    return CaptureOptions(
+        num_warmup_steps=config.capture.num_warmup_steps,
+        verify=config.capture.verify,
+        on_failure=config.capture.on_failure,
+    )
 
 
 def synchronize(device: torch.device) -> None:

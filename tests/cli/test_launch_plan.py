@@ -18,7 +18,7 @@ from chunkgraph.cli.plan_tables import as_json, rows_of
 from chunkgraph.errors import ConfigError
 from chunkgraph.launch.flags import GraphFlags
 from chunkgraph.schedules import build_schedule
-from chunkgraph.settings import CaptureConfig, PackingConfig
+from chunkgraph.settings import PackingConfig
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "pretrain_gpt.py"
 HAS_TRAINING = (
@@ -87,9 +87,9 @@ def test_arguments_become_sizes() -> None:
 
 def test_flags_of_graphs_count() -> None:
     packing = PackingConfig(max_packed_seqs=8, max_packed_tokens=4096)
-    flags = GraphFlags(packing=packing, capture=CaptureConfig(shared_slots=True), schedule="zb-h1")
+    flags = GraphFlags(packing=packing, schedule="zb-h1")
     request = request_of_arguments(arguments(context_parallel_size=2), flags)
-    assert (request.schedule, request.shared_slots) == ("zb-h1", True)
+    assert request.schedule == "zb-h1"
     assert request.model is not None
     assert request.model.seq_length == 2048
 

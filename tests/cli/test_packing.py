@@ -92,7 +92,7 @@ def test_long_documents_are_cut_and_short_rows_padded(tmp_path, capsys):
     assert row_of(shared, "Documents of a microbatch")[-1] == "8"
     padded = run(capsys, path, "--max-packed-tokens", 64, "--pad-seq-to-mult", 32)[1]
     assert row_of(padded, "Documents of a microbatch")[-1] == "2"
-    assert "packing.pad_seq_to_mult=32" in padded
+    assert "pad_seq_to_mult=32" in padded
     # There are flags for padded data alone, and nothing states that the user's data are padded.
     assert "--cuda-graph" not in padded
 

@@ -205,10 +205,6 @@ def test_the_shape_of_packed_sequences() -> None:
     flags = settle_arguments(args, on_cpu=True)
     assert flags is not None
     assert packed_shape(flags, args) == PackedShape(4, 12)
-    args = arguments(**PACKED, cuda_graph_max_document_tokens=7)
-    flags = settle_arguments(args, on_cpu=True)
-    assert flags is not None
-    assert packed_shape(flags, args) == PackedShape(4, 16, max_document_tokens=7)
     args = arguments(**{**PACKED, "sft": False}, dataloader_inter_document_masking=True)
     assert settle_arguments(args, on_cpu=True) is not None
 
@@ -256,14 +252,6 @@ def test_the_shape_of_packed_sequences() -> None:
             "seqs 4: --cuda-graph-max-packed-tokens is 24, with shorter ones. In FP8 ",
         ),
         (
-            {"cuda_graph_max_document_tokens": 15},
-            "tokens 15: its RoPE table has 16 rows, one more, and Megatron's unfused RoPE",
-        ),
-        (
-            {"cuda_graph_max_document_tokens": 17},
-            "--cuda-graph-max-document-tokens is 17, more than --cuda-graph-max-packed-tokens 16",
-        ),
-        (
             {"cuda_graph_packed_seq_buckets": [4]},
             "seq-buckets 4 with --cuda-graph-max-packed-seqs 4: 4 is not between 2",
         ),
@@ -284,11 +272,11 @@ def test_what_packed_sequences_cannot_go_with_is_named(
         (["--cuda-graph-max-packed-tokens", "9"], "no effect without --cuda-graph-max-packed-seqs"),
         (
             ["--cuda-graph-max-packed-seqs", "--cuda-graph-max-packed-tokens", "0"],
-            "it must be greater than 0",
+            "--cuda-graph-max-packed-tokens is 0; it must be greater than 0",
         ),
         (
             ["--cuda-graph-max-packed-seqs", "--cuda-graph-packed-buckets", "0.5", "0"],
-            "each number must be greater than 0",
+            r"--cuda-graph-packed-buckets\[1\] is 0.0; it must be greater than 0",
         ),
         (
             ["--cuda-graph-granularity", "layer", "--cuda-graph-max-packed-seqs"],
@@ -309,14 +297,12 @@ def test_context_sizes_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "8")
     args = arguments(
         **{**CHANGING, "cuda_graph_cp_sizes": [4, 2, 1]},
-        cuda_graph_cp_captured_sizes=[2, 1],
         cuda_graph_max_packed_tokens=4,
         pipeline_model_parallel_size=2,
     )
     flags = settle_arguments(args, on_cpu=True)
     assert flags is not None
     assert flags.packing.context_parallel_sizes == (4, 2, 1)
-    assert flags.packing.captured_context_parallel_sizes == (2, 1)
     assert packed_shape(flags, args) is None
     limits = changing_limits(flags.packing, args, world_size=4, group_size=2)
     experts = {"num_experts": 4, "moe_token_dispatcher_type": "alltoall"}
@@ -389,13 +375,6 @@ def test_data_parallel_ranks_that_are_no_power_of_two(monkeypatch: pytest.Monkey
         (
             ["--cuda-graph-cp-sizes", "1", "3", "--cuda-graph-max-packed-seqs", "4"],
             "sizes 1 3: 3 is not a power of two",
-        ),
-        (
-            [
-                *("--cuda-graph-cp-sizes", "1", "--cuda-graph-max-packed-seqs", "4"),
-                *("--cuda-graph-cp-captured-sizes", "2", "1"),
-            ],
-            r"captured-sizes 2 1 with --cuda-graph-cp-sizes 1: \[2\] is not in the latter",
         ),
     ],
 )

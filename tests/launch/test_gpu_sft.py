@@ -48,7 +48,7 @@ CASES = {
     "pp2": ["--pipeline-model-parallel-size", "2"],
     "cp2": ["--context-parallel-size", "2"],
     "cp-sizes": [
-        *("--cuda-graph-cp-sizes", "1", "2", "--cuda-graph-cp-schedule", "random"),
+        *("--cuda-graph-cp-sizes", "1", "2"),
         *("--cuda-graph-max-packed-tokens", str(ROWS // 2)),
     ],
 }

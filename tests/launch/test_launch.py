@@ -228,9 +228,16 @@ def test_experts_that_stash_and_run_steps_again_equal_eager(jobs: Jobs) -> None:
     flags = [*experts.split(), *EIGHT]
     eager = jobs.train("experts-eager", *flags)
     outputs = [jobs.output]
-    stash = "--cuda-graph-stash true --cuda-graph-stash-initial-bytes 2048 "
-    stash += "--cuda-graph-token-drops rerun"
-    chunk = jobs.train("experts-chunk", *flags, *CHUNK, *stash.split())
+    script = jobs.folder / "short_stash.py"
+    script.write_text(
+        "import runpy\n"
+        "from functools import partial\n"
+        "from chunkgraph.launch import flags\n"
+        "flags.StashConfig = partial(flags.StashConfig, initial_bytes=2048)\n"
+        f"runpy.run_path({str(SCRIPT)!r}, run_name='__main__')\n"
+    )
+    stash = ["--cuda-graph-stash", "true", "--cuda-graph-token-drops", "rerun"]
+    chunk = jobs.train("experts-chunk", *flags, *CHUNK, *stash, script=script)
     outputs.append(jobs.output)
     assert chunk == eager
     balance = [re.findall(r"load_balancing_loss: (\S+)", output) for output in outputs]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -27,22 +26,10 @@ CHANGES: dict[str, dict[str, list[str]]] = {
         "ffn_hidden_size": ["ffn_hidden_size=96"],
         "num_attention_heads": ["num_attention_heads=2"],
         "seq_length": ["seq_length=8"],
-        "position_embedding_type": ["position_embedding_type=none"],
-        "normalization": ["normalization=LayerNorm"],
         "swiglu": ["swiglu=false"],
-        "hidden_dropout": ["hidden_dropout=0.25"],
-        "attention_dropout": ["attention_dropout=0.25"],
         "untie_embeddings_and_output_weights": ["untie_embeddings_and_output_weights=false"],
         "params_dtype": ["params_dtype=float32"],
         "recompute_granularity": ["recompute_granularity=selective"],
-        "recompute_method": [
-            "recompute_granularity=full recompute_method=uniform recompute_num_layers=1",
-            "recompute_method=block",
-        ],
-        "recompute_num_layers": [
-            "recompute_granularity=full recompute_method=block recompute_num_layers=1",
-            "recompute_num_layers=2",
-        ],
         "recompute_modules": [
             *("swiglu=true", "recompute_granularity=selective"),
             "recompute_modules=[core_attn,mlp]",
@@ -53,6 +40,7 @@ CHANGES: dict[str, dict[str, list[str]]] = {
             "fp8_recipe=tensorwise",
         ],
         "layer_spec": ["layer_spec=local"],
+        "transformer_config": ['transformer_config={"hidden_dropout":0.25}'],
     },
     "pipeline": {
         "pipeline_model_parallel_size": ["pipeline_model_parallel_size=1"],
@@ -70,16 +58,13 @@ CHANGES: dict[str, dict[str, list[str]]] = {
         "enabled": ["enabled=false"],
         "scope": ["scope=chunk"],
         "num_warmup_steps": ["num_warmup_steps=3"],
-        "shared_slots": ["shared_slots=true"],
         "verify": ["verify=poison"],
-        "num_verify_steps": ["verify=poison", "num_verify_steps=2"],
         "on_failure": ["on_failure=eager"],
     },
 }
-HYBRID = {f"mamba_{what}" for what in ("state_dim", "head_dim", "num_groups", "num_heads")}
 ELSEWHERE = {
     # The tokenizer sets it; refused.
-    "model": {"vocab_size", "hybrid_layer_pattern", *HYBRID},
+    "model": {"vocab_size", "hybrid_layer_pattern"},
     "pipeline": {"data_parallel_size", "expert_model_parallel_size"},  # processes; `moe`'s test
     "capture": set[str](),
 }
@@ -103,17 +88,9 @@ def test_a_hybrid_model_is_refused() -> None:
         _flags(_load(*layers))
 
 
-@pytest.mark.parametrize("capture", ["true", "false"])
-def test_padding_of_documents_is_refused(capture: str) -> None:
-    packing = ["packing.max_packed_seqs=4", "packing.pad_seq_to_mult=8"]
-    packing += ["device=cuda", "model.layer_spec=transformer_engine", "train.micro_batch_size=1"]
-    with pytest.raises(ConfigError, match=r"pad_seq_to_mult is 8, but a pretrain script's data"):
-        _flags(_load(*packing, f"capture.enabled={capture}"))
-
-
 @pytest.mark.parametrize("section", list(SECTIONS))
 def test_no_key_of_the_file_is_ignored(section: str) -> None:
-    keys = {field.name for field in dataclasses.fields(SECTIONS[section])}
+    keys = set(SECTIONS[section].model_fields)
     assert keys - ELSEWHERE[section] == set(CHANGES[section])
     for key, changes in CHANGES[section].items():
         *needed, last = [f"{section}.{c}" for change in changes for c in change.split()]
@@ -123,11 +100,9 @@ def test_no_key_of_the_file_is_ignored(section: str) -> None:
 
 def test_recomputation_has_flags() -> None:
     full = _flags(load_config(CONFIGS / "bench" / "dense_pp2_recompute.yaml"))
-    start = full.index("--recompute-granularity")
-    assert full[start : start + 6] == [
-        *("--recompute-granularity", "full", "--recompute-method", "uniform"),
-        *("--recompute-num-layers", "1"),
-    ]
+    values = {"granularity": "full", "method": "uniform", "num-layers": "1"}
+    for name, value in values.items():
+        assert full[full.index(f"--recompute-{name}") + 1] == value
     modules = ["model.recompute_granularity=selective", "model.recompute_modules=[core_attn,mlp]"]
     config = _load("model.swiglu=true", *modules)
     selective = _flags(config)
@@ -141,6 +116,21 @@ def test_recomputation_has_flags() -> None:
     assert notes == [
         "--recompute-modules mlp on the command line replaces model.recompute_modules of run.yaml"
     ]
+
+
+def test_fields_of_megatron_have_flags() -> None:
+    fields = "{normalization: LayerNorm, moe_layer_freq: [0, 1], moe_router_pre_softmax: true}"
+    flags = _flags(_load(f"model.transformer_config={fields}"))
+    assert flags[flags.index("--normalization") + 1] == "LayerNorm"
+    assert flags[flags.index("--moe-layer-freq") + 1] == "[0,1]"
+    assert flags[flags.index("--moe-router-pre-softmax") + 1].startswith("--")
+    assert flags[flags.index("--hidden-dropout") + 1] == "0.0"
+    block = "model.transformer_config={recompute_method: block, recompute_num_layers: 2}"
+    flags = _flags(_load("model.recompute_granularity=full", block))
+    assert flags[flags.index("--recompute-method") + 1] == "block"
+    assert flags[flags.index("--recompute-num-layers") + 1] == "2"
+    with pytest.raises(ConfigError, match=r"bias_dropout_fusion is false, .* pass Megatron's flag"):
+        _flags(_load("model.transformer_config.bias_dropout_fusion=false"))
 
 
 def test_gated_layers_have_no_biases_as_in_chunkgraph_train() -> None:
@@ -158,11 +148,10 @@ def test_flags_without_effect_give_no_note(arguments: list[str]) -> None:
 def test_packed_sequences_of_the_file_are_flags() -> None:
     packing = ["packing.max_packed_seqs=4", "packing.buckets=[0.25,8]", "packing.seq_buckets=[3,2]"]
     packing += ["device=cuda", "model.layer_spec=transformer_engine", "train.micro_batch_size=1"]
-    flags = _flags(_load(*packing, "packing.max_packed_tokens=12", "packing.max_document_tokens=7"))
+    flags = _flags(_load(*packing, "packing.max_packed_tokens=12"))
     at = flags.index("--cuda-graph-max-packed-seqs")
     assert flags[at:] == [
         *("--cuda-graph-max-packed-seqs", "4", "--cuda-graph-max-packed-tokens", "12"),
-        *("--cuda-graph-max-document-tokens", "7"),
         *("--cuda-graph-packed-buckets", "0.25", "8"),
         *("--cuda-graph-packed-seq-buckets", "3", "2"),
     ]
@@ -184,7 +173,6 @@ def test_packed_sequences_of_the_file_are_flags() -> None:
                     "moe.moe_expert_capacity_factor=1",
                     "stash.enabled=true",
                 ),
-                "moe.moe_pad_expert_input_to_capacity=true",
             ),
             ["--cuda-graph-stash", "false"],
             "stash.enabled",
@@ -199,7 +187,7 @@ def test_packed_sequences_of_the_file_are_flags() -> None:
             "packing.max_packed_seqs",
         ),
         (
-            ("capture.verify=shadow", "capture.num_verify_steps=2"),
+            ("capture.verify=shadow",),
             ["--cuda-graph-verify", "none"],
             "capture.verify",
         ),
@@ -215,8 +203,12 @@ def test_what_the_command_line_turns_off_is_off(
     add_flags(parser)
     graph_flags = flags_from(parser.parse_known_args(flags)[0])
     assert graph_flags is not None
-    assert (graph_flags.stash, graph_flags.packing.max_packed_seqs, graph_flags.capture.verify) == (
-        None,
+    assert (
+        graph_flags.stash.enabled,
+        graph_flags.packing.max_packed_seqs,
+        graph_flags.capture.verify,
+    ) == (
+        False,
         0,
         "none",
     )
@@ -229,18 +221,14 @@ def test_sizes_of_microbatches_are_flags() -> None:
     packing += ["pipeline.data_parallel_size=4"]
     flags = _flags(_load(*packing))
     assert flags[flags.index("--cuda-graph-cp-sizes") :] == [
-        *("--cuda-graph-cp-sizes", "1", "2", "4", "--cuda-graph-cp-schedule", "smallest"),
+        *("--cuda-graph-cp-sizes", "1", "2", "4"),
         "--calculate-per-token-loss",
     ]
-    some = [*packing, "packing.captured_context_parallel_sizes=[4,1]"]
-    flags = _flags(_load(*some, "packing.context_parallel_schedule=random"))
     parser = argparse.ArgumentParser()
     add_flags(parser)
     graph_flags = flags_from(parser.parse_known_args(flags)[0])
     assert graph_flags is not None
-    read = graph_flags.packing
-    assert (read.context_parallel_sizes, read.context_parallel_schedule) == ((1, 2, 4), "random")
-    assert read.captured_context_parallel_sizes == (4, 1)
+    assert graph_flags.packing.context_parallel_sizes == (1, 2, 4)
     arguments = ["--cuda-graph-cp-sizes", "2"]
     _, notes = merge_flags(_load(*packing), arguments, source="run.yaml")
     (note,) = notes

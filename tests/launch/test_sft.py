@@ -192,7 +192,9 @@ def test_steps_are_announced_before_they_begin(runs: Runs, monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-def test_experts_that_stash_and_run_steps_again_equal_eager(runs: Runs) -> None:
+def test_experts_that_stash_and_run_steps_again_equal_eager(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Routers count every row, as without the flag: documents fill all rows.
 
     Pages run out in the first replayed step, which runs again on the same samples.
@@ -203,8 +205,8 @@ def test_experts_that_stash_and_run_steps_again_equal_eager(runs: Runs) -> None:
     flags += ["--moe-pad-expert-input-to-capacity", "--moe-token-dispatcher-type", "alltoall"]
     flags += ["--moe-aux-loss-coeff", "0.01", "--moe-router-load-balancing-type", "seq_aux_loss"]
     flags += ["--disable-bias-linear"]
-    stash = ["--cuda-graph-stash", "true"]
-    stash += ["--cuda-graph-stash-initial-bytes", "2048", "--cuda-graph-token-drops", "rerun"]
+    monkeypatch.setenv("SFT_STASH_BYTES", "2048")
+    stash = ["--cuda-graph-stash", "true", "--cuda-graph-token-drops", "rerun"]
     eager = runs.train("experts-eager", *flags)
     balance = re.findall(r"load_balancing_loss: (\S+)", runs.output)
     assert max(map(float, balance)) > 0
@@ -257,7 +259,8 @@ def test_ranks_share_each_microbatch_as_its_documents_need(
     flags += ["--attention-dropout", "0.0", "--num-virtual-stages-per-pipeline-rank", "2"]
     flags += ["--global-batch-size", "8", "--calculate-per-token-loss"]
     flags += ["--spec", "packed_spec", "contexts_layer"]
-    sizes = ["--cuda-graph-cp-sizes", "1", "2", "--cuda-graph-cp-schedule", "random"]
+    monkeypatch.setenv("SFT_RANDOM_SIZES", "1")
+    sizes = ["--cuda-graph-cp-sizes", "1", "2"]
     sizes += ["--cuda-graph-max-packed-tokens", "12", "--cuda-graph-max-packed-seqs", "5"]
     sizes += ["--cuda-graph-packed-seq-buckets", "2", "3"]
     banks = [*CHUNK, *sizes, "--cuda-graph-verify", "shadow"]
@@ -279,7 +282,9 @@ def test_ranks_share_each_microbatch_as_its_documents_need(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", ["pipeline", pytest.param("tensor", marks=pytest.mark.slow)])
-def test_ranks_share_microbatches_of_experts(runs: Runs, ranks: str) -> None:
+def test_ranks_share_microbatches_of_experts(
+    runs: Runs, ranks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Bit for bit equal to the same groups without graphs; experts are on two ranks.
 
     With tensor parallelism routers count over the groups of `RouterGroups`. In the pipeline, pages
@@ -294,14 +299,15 @@ def test_ranks_share_microbatches_of_experts(runs: Runs, ranks: str) -> None:
     chunk = [*CHUNK, "--cuda-graph-verify", "poison"]
     if ranks == "pipeline":
         flags += ["--num-layers", "2", "--spec", "packed_spec", "contexts_experts_layer"]
-        chunk += ["--cuda-graph-stash", "true"]
-        chunk += ["--cuda-graph-stash-initial-bytes", "2048", "--cuda-graph-token-drops", "rerun"]
+        monkeypatch.setenv("SFT_STASH_BYTES", "2048")
+        chunk += ["--cuda-graph-stash", "true", "--cuda-graph-token-drops", "rerun"]
     else:
         flags += ["--num-layers", "1", "--spec", "packed_spec", "split_contexts_experts_layer"]
         flags += ["--pipeline-model-parallel-size", "1", "--tensor-model-parallel-size", "2"]
         flags += ["--sequence-parallel", "--expert-tensor-parallel-size", "1"]
         chunk += ["--cuda-graph-chunk-scope", "chunk"]
-    sizes = ["--cuda-graph-cp-sizes", "1", "2", "--cuda-graph-cp-schedule", "random"]
+    monkeypatch.setenv("SFT_RANDOM_SIZES", "1")
+    sizes = ["--cuda-graph-cp-sizes", "1", "2"]
     sizes += ["--cuda-graph-max-packed-seqs", "5"]
     never = [*CHUNK[:2], "--cuda-graph-warmup-steps", "99"]
     results = {}

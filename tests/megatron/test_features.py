@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from extended_config import config_from_mapping
 from in_process import Trained
 from refused import refused
 
@@ -18,7 +19,6 @@ from chunkgraph.engine import CaptureOptions
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.core.access import versions
 from chunkgraph.megatron.features.sparse.feature import SparseAttention, constants_on_device
-from chunkgraph.settings import config_from_mapping
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(200)]
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from extended_config import config_from_mapping
 from in_process import attach
 from torch import nn
 
@@ -16,7 +17,7 @@ from chunkgraph.megatron import attachment as plugin
 from chunkgraph.megatron.features.contexts import ContextGroups, follow_groups
 from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.packing import ContextLimits, PackedShape
-from chunkgraph.settings import Config, StashConfig, config_from_mapping
+from chunkgraph.settings import Config, StashConfig
 from chunkgraph.trainer.compare import run_training
 from chunkgraph.trainer.model import build_model
 

@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from extended_config import config_from_mapping
 
 from chunkgraph.packing import MicrobatchSizes, PackedShape, sizes_of
 from chunkgraph.packing.seq_counts import default_seq_buckets, recommended_seq_buckets
-from chunkgraph.settings import config_from_mapping, resolved
+from chunkgraph.settings import resolved
 
 
 @pytest.mark.parametrize(

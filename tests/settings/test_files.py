@@ -1,4 +1,4 @@
-"""Configuration files that extend others, and errors with their place."""
+"""Configuration files: YAML, bases and errors with their place."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ import yaml
 from small_settings import SMALL
 
 from chunkgraph.errors import ConfigError
-from chunkgraph.settings import (
-    load_config,
-    load_with_origins,
-)
+from chunkgraph.settings import load_config
 
 
 def _write(folder: Path, **files: Any) -> None:
@@ -23,25 +20,13 @@ def _write(folder: Path, **files: Any) -> None:
 
 def test_a_file_holds_what_differs_from_its_base(tmp_path: Path) -> None:
     (tmp_path / "inner").mkdir()
-    _write(
-        tmp_path,
-        base=SMALL,
-        middle={"extends": "base.yaml", "name": "middle", "train": {"lr": 0.5}},
-    )
-    _write(
-        tmp_path / "inner",
-        top={"extends": "../middle.yaml", "model": {"num_layers": 12}, "train": {"seed": 7}},
-    )
-    loaded = load_with_origins(tmp_path / "inner" / "top.yaml", ["train.seed=8"])
-    config = loaded.config
-    assert (config.name, config.train.lr, config.train.seed) == ("middle", 0.5, 8)
+    middle = {"extends": "base.yaml", "device": "cpu", "train": {"lr": 0.5}}
+    _write(tmp_path, base=SMALL, middle=middle)
+    top = {"extends": "../middle.yaml", "model": {"num_layers": 12}, "train": {"seed": 7}}
+    _write(tmp_path / "inner", top=top)
+    config = load_config(tmp_path / "inner" / "top.yaml", ["train.seed=8"])
+    assert (config.device, config.train.lr, config.train.seed) == ("cpu", 0.5, 8)
     assert (config.model.num_layers, config.model.hidden_size) == (12, 64)
-    origins = {
-        key: Path(loaded.origins[key]).name
-        for key in ("model.hidden_size", "train.lr", "model.num_layers", "train.seed")
-    }
-    assert list(origins.values()) == ["base.yaml", "middle.yaml", "top.yaml", "override"]
-    assert "run.timeout_s" not in loaded.origins
 
 
 @pytest.mark.parametrize(
@@ -50,8 +35,8 @@ def test_a_file_holds_what_differs_from_its_base(tmp_path: Path) -> None:
         ("top.yaml", ["extends itself: ", "top.yaml -> ", "Remove one 'extends'"]),
         ("round.yaml", ["extends itself: ", "round.yaml -> "]),
         ("missing.yaml", ["top.yaml: cannot extend its base", "missing.yaml", "cannot read"]),
-        (3, ["extends: expected the path of one file; got 3"]),
-        (["a", "b"], ["extends: expected the path of one file; got ['a', 'b'] (list)"]),
+        (3, ["extends is 3; it must be the path of one file"]),
+        (["a", "b"], ["extends is ['a', 'b']; it must be the path of one file"]),
         ("text.yaml", ["text.yaml: expected sections"]),
     ],
 )
@@ -63,19 +48,67 @@ def test_a_base_that_cannot_be_used(tmp_path: Path, base: object, parts: list[st
         assert part in str(error.value)
 
 
+_LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]\n"
+    for old, new in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("", ["expected sections", "nothing (null)"]),
+        ("", ["expected sections", "got None"]),
         ("train: {num_microbatches: [1]}", ["model is missing and has no default"]),
         ("model: {num_layers: 1}\ntrain: {num_microbatches: [1]}", ["model.hidden_size is miss"]),
-        ("name: 3\nmodel: 4\ntrain: 5", ["model: expected a section", "4 (whole number)"]),
+        ("device: 3\nmodel: 4\ntrain: 5", ["device is 3;", "model is 4; it must be a section"]),
+        ("model: {a: 1, 'a': 2}", ["line 1, column 15", "the key 'a' is written twice"]),
+        ("a: !!python/object/apply:os.system [ls]", ["line 1, column 4", "not valid YAML", "tag"]),
+        ("a: *b", ["not valid YAML: found undefined alias"]),
+        ("a: " + "9" * 5000, ["not valid YAML"]),
+        ("a: " + "[" * 100_000, ["not valid YAML"]),
+        ("a: \0", ["not valid YAML"]),
+        (b"a: \xff", ["not valid YAML"]),
+        ("a: " + "x" * 300_000, ["at most 262144 bytes"]),
+        ("1: 2", ["unknown key '1' in the top level"]),
+        (_LAUGHS, ["unknown key 'i' in the top level"]),
+        ("model: &a [*a]", ["model is [[[", "...; it must be a section"]),
     ],
 )
-def test_bad_file_is_named_with_the_place(tmp_path: Path, text: str, parts: list[str]) -> None:
+def test_a_bad_file_is_named_with_the_place(
+    tmp_path: Path, text: str | bytes, parts: list[str]
+) -> None:
     path = tmp_path / "bad.yaml"
-    path.write_text(text)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ConfigError) as error:
         load_config(path)
+    message = str(error.value)
     for part in [str(path), *parts]:
-        assert part in str(error.value)
+        assert part in message
+    assert len(message) < 3000
+
+
+def test_a_file_of_another_kind_gives_a_short_message(tmp_path: Path) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text("\n".join(f"key{i}: {i}" for i in range(15_000)))
+    with pytest.raises(ConfigError, match=r"\.\.\. and 14982 more") as error:
+        load_config(path)
+    assert str(error.value).count("\n") == 21
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    for path, part in {
+        str(tmp_path): "Is a directory",
+        "/dev/zero": "/dev/zero: cannot read the configuration file: it is not a regular file",
+        "a\0b": "cannot read the configuration file: embedded null byte",
+        "x" * 5000: "File name too long",
+        str(tmp_path / "config" / "missing.yaml"): "No such file",
+    }.items():
+        with pytest.raises(ConfigError, match=part) as error:
+            load_config(path)
+        assert len(str(error.value)) < 400
+
+
+def test_a_small_number_needs_no_dot(tmp_path: Path) -> None:
+    _write(tmp_path, base=SMALL)
+    for text, value in {"1e-3": 1e-3, "2E+1": 20.0, "1.5e-3": 1.5e-3, "3": 3.0}.items():
+        assert load_config(tmp_path / "base.yaml", [f"train.lr={text}"]).train.lr == value

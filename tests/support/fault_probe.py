@@ -7,7 +7,6 @@ import signal
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -184,7 +183,7 @@ def run(config: Config, case: dict[str, Any]) -> list[dict[str, Any]]:
                 break
     state = [torch.get_rng_state(), *job.parameters()]
     os.environ["FAULTY"] = ""
-    eager = Job(replace(config, pipeline=replace(config.pipeline, schedule="auto")), None)
+    eager = Job(config.replace(pipeline={"schedule": "auto"}), None)
     for number, step in enumerate(steps[:num_done]):
         eager.run(number, step)
     expected = [torch.get_rng_state(), *eager.parameters()]

@@ -22,6 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from extended_config import extended
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -367,11 +368,10 @@ def num_packings() -> Callable[[dict[str, Any]], int]:
     def count(case: dict[str, Any]) -> int:
         from chunkgraph.data import Documents
         from chunkgraph.packing import pack
-        from chunkgraph.settings import config_from_mapping
         from chunkgraph.trainer.batches import packed_shape
 
-        config = config_from_mapping(case["config"])
-        shape = packed_shape(config)
+        with extended(case["config"]) as config:
+            shape = packed_shape(config)
         assert shape is not None
         documents = Documents.from_file(
             config.data.path,
@@ -423,7 +423,8 @@ def make_config() -> Callable[..., dict[str, Any]]:
 @pytest.fixture(scope="module")
 def one_rank() -> Iterator[Any]:
     """Make this process the only rank of a job on the CPU; return the device."""
-    from chunkgraph.settings import config_from_mapping
+    from extended_config import config_from_mapping
+
     from chunkgraph.trainer.setup import training_process
 
     environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -438,7 +439,7 @@ def one_rank() -> Iterator[Any]:
 @pytest.fixture
 def config(make_config: Callable[..., dict[str, Any]]) -> Any:
     """Return the `Config` of a small model with dropout."""
-    from chunkgraph.settings import config_from_mapping
+    from extended_config import config_from_mapping
 
     return config_from_mapping(make_config(model={"hidden_dropout": 0.1}))
 

@@ -29,6 +29,7 @@ import packed_probe
 import receive_probe
 import schedule_probe
 import unpadded_probe
+from extended_config import extended
 from gathering import uneven_collectives
 from torch import nn
 
@@ -37,7 +38,6 @@ from chunkgraph.jobs.reports import write_error
 from chunkgraph.megatron.features.contexts import ContextGroups
 from chunkgraph.megatron.features.packing.bank import PackedBank
 from chunkgraph.packing import PackedShape
-from chunkgraph.settings import config_from_mapping
 from chunkgraph.trainer.batches import PackedBatches
 from chunkgraph.trainer.compare import TrainingRun, run_eager, train
 from chunkgraph.trainer.setup import training_process
@@ -68,8 +68,8 @@ class EagerRuns:
 def run_case(case: dict[str, Any], eager_runs: EagerRuns) -> Any:
     """Run one job and return its results."""
     os.environ["MASTER_PORT"] = str(case["port"])
-    config = config_from_mapping(case["config"])
     with (
+        extended(case["config"]) as config,
         groups_of_megatron(case.get("groups")),
         experts_split_over(case.get("expert_tensor_parallel_size")),
         offsets_for(case.get("offsets")),

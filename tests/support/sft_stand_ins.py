@@ -16,6 +16,7 @@ import json
 import os
 import runpy
 import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -82,9 +83,29 @@ def main(script: str) -> None:
         SFTDataset.__getitem__ = read
     if "SFT_WORDS" in os.environ:
         write_words(f"{os.environ['SFT_WORDS']}.rank{os.environ['RANK']}")
+    if "SFT_STASH_BYTES" in os.environ:
+        from chunkgraph.launch import flags
+
+        num_bytes = int(os.environ["SFT_STASH_BYTES"])
+        flags.StashConfig = partial(flags.StashConfig, initial_bytes=num_bytes)  # type: ignore[misc, assignment]
+    if "SFT_RANDOM_SIZES" in os.environ:
+        choose_sizes_at_random()
     if "SFT_RERUN" in os.environ:
         run_again(int(os.environ["SFT_RERUN"]))
     runpy.run_path(script, run_name="__main__")
+
+
+def choose_sizes_at_random() -> None:
+    """Let groups of all sizes have microbatches, also where a smaller size would do."""
+    from chunkgraph.launch import documents
+    from chunkgraph.packing import RandomSizes
+
+    schedule = documents.schedule_contexts
+
+    def at_random(lengths: Any, limits: Any, _: Any) -> Any:
+        return schedule(lengths, limits, RandomSizes(str(lengths), limits.max_packed_seqs - 1))
+
+    documents.schedule_contexts = at_random
 
 
 def write_words(path: str) -> None:

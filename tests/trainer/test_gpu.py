@@ -13,12 +13,9 @@ import pytest
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "gpu" / "gpt_pp2_gpu.yaml"
 SMALL = ["model.num_layers=8", "model.hidden_size=512", "model.ffn_hidden_size=1024"]
-DROPOUT = ["model.hidden_dropout=0.1", "model.attention_dropout=0.1"]
-FULL_RECOMPUTE = [
-    "model.recompute_granularity=full",
-    "model.recompute_method=uniform",
-    "model.recompute_num_layers=1",
-]
+HIDDEN_DROPOUT = "model.transformer_config.hidden_dropout=0.1"
+DROPOUT = [HIDDEN_DROPOUT, "model.transformer_config.attention_dropout=0.1"]
+FULL_RECOMPUTE = ["model.recompute_granularity=full"]
 ONE = pytest.mark.gpu
 TWO = pytest.mark.multigpu
 FOUR = pytest.mark.multigpu(4)
@@ -45,8 +42,7 @@ PACKED = [
 ]
 DROPLESS = [
     *("moe.num_moe_experts=8", "moe.moe_router_topk=2", "moe.moe_ffn_hidden_size=256"),
-    *("moe.moe_pad_expert_input_to_capacity=false", "moe.moe_grouped_gemm=true"),
-    *("moe.moe_token_dispatcher_type=alltoall", "moe.moe_router_dtype=fp32"),
+    "model.transformer_config.moe_router_dtype=fp32",
 ]
 OVERLAPPED = [
     "train.overlap_grad_reduce=true",
@@ -57,7 +53,6 @@ VPP2 = ["pipeline.virtual_pipeline_model_parallel_size=2"]
 DP2 = "pipeline.data_parallel_size=2"
 CHUNK, POISON, SHADOW = "capture.scope=chunk", "capture.verify=poison", "capture.verify=shadow"
 OVERLAP, FUSED = "train.overlap_grad_reduce=true", "train.gradient_accumulation_fusion=true"
-HIDDEN_DROPOUT = "model.hidden_dropout=0.1"
 
 
 def case(name: str, mark: Any, counts: list[int], *settings: str) -> Any:
@@ -75,7 +70,6 @@ def case(name: str, mark: Any, counts: list[int], *settings: str) -> Any:
         case(
             "dp2-parameters-gathered-in-the-forward", TWO, [2, 5, 3], *PP1, DP2, *OVERLAPPED, CHUNK
         ),
-        case("pp2-without-ddp", TWO, [2, 5, 3], "train.use_ddp=false"),
         case("pp1-block", ONE, [3, 1, 5], *PP1, "capture.scope=block"),
         case(
             "pp2-vpp2-whole-chunk-tied-overlap-poison",
@@ -96,8 +90,8 @@ def case(name: str, mark: Any, counts: list[int], *settings: str) -> Any:
             *FULL_RECOMPUTE,
             CHUNK,
             SHADOW,
-            "model.recompute_method=block",
-            "model.recompute_num_layers=3",
+            "model.transformer_config.recompute_method=block",
+            "model.transformer_config.recompute_num_layers=3",
         ),
         case("tp2-sequence-full-recompute", TWO, [2, 5, 3], *PP1, *TP2_SEQUENCE, *FULL_RECOMPUTE),
         case(

@@ -85,7 +85,7 @@ def test_one_rank(
         "no_ddp": {
             "config": make_config(
                 model={"num_layers": 2, "swiglu": True, "normalization": "RMSNorm"},
-                train={"num_microbatches": [1, 2, 4, 1], "use_ddp": False, "clip_grad": 0.0},
+                train={"num_microbatches": [1, 2, 4, 1], "use_ddp": False},
                 capture={"num_warmup_steps": 2, "verify": "poison"},
             )
         },

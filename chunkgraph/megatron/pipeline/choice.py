@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 from chunkgraph.engine.decide.maximum import Maximum
 from chunkgraph.errors import ConfigError
+from chunkgraph.megatron.rules.features import SCHEDULE_RULES
 from chunkgraph.megatron.topology import PipelinePlace
-from chunkgraph.schedules import Schedule, build_schedule, get_family
-from chunkgraph.settings.pipeline import (
-    SCHEDULE_RULES,
+from chunkgraph.schedules import (
+    Schedule,
+    build_schedule,
     check_counts,
+    get_family,
     read_matching_schedule,
 )
 from chunkgraph.settings.rule import Facts, check

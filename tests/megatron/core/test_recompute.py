@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from extended_config import config_from_mapping
 from in_process import Trained
 from refused import refused as refused_settings
 from torch import nn
@@ -18,7 +19,6 @@ from chunkgraph.graphs import RecorderBackend
 from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.megatron.core.recompute import recomputing
 from chunkgraph.megatron.refusals import MODEL_RULES
-from chunkgraph.settings import config_from_mapping
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(150)]
 

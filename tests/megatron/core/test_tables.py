@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from extended_config import config_from_mapping
 from in_process import attach
 from torch import nn
 
@@ -18,7 +19,6 @@ from chunkgraph.engine import Chunk
 from chunkgraph.engine.capture.dangling import Bookkeeping
 from chunkgraph.graphs import RecorderBackend
 from chunkgraph.megatron.core.cached_tables import GROWING_BUFFERS, CachedTables
-from chunkgraph.settings import config_from_mapping
 from chunkgraph.trainer.model import build_model
 from chunkgraph.trainer.setup import seed_everything
 

@@ -14,9 +14,9 @@ from chunkgraph.megatron.features.contexts.groups import (
     HeldGroups,
 )
 from chunkgraph.megatron.features.packing.attention_limits import needs_tokens_in_pieces
+from chunkgraph.megatron.rules.contexts import CONTEXT_RULES
 from chunkgraph.megatron.site import Site
 from chunkgraph.megatron.step import Step
-from chunkgraph.settings.contexts import CONTEXT_RULES
 from chunkgraph.settings.rule import Rule
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ from chunkgraph.megatron.features.experts.grouped_weights import lay_together
 from chunkgraph.megatron.features.experts.hybrid_ep import HybridEPRows
 from chunkgraph.megatron.features.experts.room import RoomWords
 from chunkgraph.megatron.features.experts.sinkhorn import BoundedSinkhorn, uses_sinkhorn
-from chunkgraph.settings.experts import uses_dropless
+from chunkgraph.megatron.rules.experts import uses_dropless
 
 __all__ = ["Dropless", "DroplessRoom", "budget_of", "is_bounded", "may_lack_room"]
 

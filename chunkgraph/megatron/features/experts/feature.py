@@ -48,9 +48,9 @@ from chunkgraph.megatron.features.experts.refusals import (
 from chunkgraph.megatron.features.experts.room import ExpertRoom, SharedOut
 from chunkgraph.megatron.features.experts.rows_in_use import moe_layers_of
 from chunkgraph.megatron.features.experts.state import ExpertState, routers_of
+from chunkgraph.megatron.rules.experts import uses_dropless
 from chunkgraph.megatron.site import Site
 from chunkgraph.megatron.step import Shortage, Step
-from chunkgraph.settings.experts import uses_dropless
 from chunkgraph.settings.rule import refusals
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from chunkgraph.megatron.features.experts.dispatch import gather_fixed_rows
 from chunkgraph.megatron.features.experts.dropless import Dropless
 from chunkgraph.megatron.features.experts.refusals import PADDED_ROWS_RULES
 from chunkgraph.megatron.refusals import facts_of_model
-from chunkgraph.settings.experts import uses_dropless
+from chunkgraph.megatron.rules.experts import uses_dropless
 from chunkgraph.settings.rule import check
 
 __all__ = [

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from chunkgraph.settings.deep_ep import ALL_TO_ALL
-from chunkgraph.settings.experts import EXPERT_RULES, uses_dropless
+from chunkgraph.megatron.rules.experts import EXPERT_RULES, uses_dropless
+from chunkgraph.megatron.rules.hybrid_ep import ALL_TO_ALL
 from chunkgraph.settings.rule import Facts, Rule
 
 __all__ = ["IDLE_RULES", "MOE_RULES", "PADDED_ROWS_RULES"]

@@ -19,8 +19,8 @@ import torch
 from chunkgraph.megatron.core.access import private_names
 from chunkgraph.megatron.features.experts.dropless_experts import experts_on_device
 from chunkgraph.megatron.features.experts.dropless_rows import DeviceSplits
+from chunkgraph.megatron.rules.experts import uses_dropless
 from chunkgraph.memory.stash import RowsInUse
-from chunkgraph.settings.experts import uses_dropless
 
 __all__ = ["PADDING", "ExpertScope", "moe_layers_of", "watch_expert_rows"]
 

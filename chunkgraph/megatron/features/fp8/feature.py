@@ -39,10 +39,10 @@ from chunkgraph.megatron.features.fp8.primary_weights import (
     keeps_transposes,
     memory_of,
 )
+from chunkgraph.megatron.rules.experts import uses_dropless
+from chunkgraph.megatron.rules.features import FP8_RULES
 from chunkgraph.megatron.site import Site
 from chunkgraph.megatron.step import Step
-from chunkgraph.settings.experts import uses_dropless
-from chunkgraph.settings.model import FP8_RULES
 from chunkgraph.settings.rule import Rule
 
 __all__ = ["Fp8State", "fp8_is_installed", "reset_fp8"]

@@ -15,8 +15,8 @@ from chunkgraph.megatron.feature import Feature, Work
 from chunkgraph.megatron.features.hybrid.layers import mamba_mixers_of, packed_mamba_rows
 from chunkgraph.megatron.features.hybrid.padding import clear_mamba_padding
 from chunkgraph.megatron.features.packing.params import ARGUMENT
+from chunkgraph.megatron.rules.hybrid import HYBRID_RULES
 from chunkgraph.megatron.site import Site
-from chunkgraph.settings.hybrid import HYBRID_RULES
 from chunkgraph.settings.rule import Facts, Rule
 
 __all__ = ["Hybrid", "check_seq_idx"]

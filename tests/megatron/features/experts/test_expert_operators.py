@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from extended_config import config_from_mapping
 from in_process import EXPERTS, Trained
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -16,7 +17,7 @@ from chunkgraph.engine.capture import session
 from chunkgraph.engine.replay import replayer
 from chunkgraph.graphs.operators import storages_written, tensors_in
 from chunkgraph.graphs.recorder.recorded_graph import RecordedGraph
-from chunkgraph.settings import StashConfig, config_from_mapping
+from chunkgraph.settings import StashConfig
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(60)]
 

@@ -24,9 +24,8 @@ SMALL = [
     *("model.seq_length=512", "train.num_microbatches=[4,1,2,7]", "train.deterministic=true"),
 ]
 BIASED = [
-    *("moe.moe_router_score_function=sigmoid", "moe.moe_router_enable_expert_bias=true"),
-    *("moe.moe_router_load_balancing_type=seq_aux_loss", "moe.moe_layer_freq=[0,1,1,1]"),
-    "moe.moe_shared_expert_intermediate_size=512",
+    "model.transformer_config.moe_layer_freq=[0,1,1,1]",
+    "model.transformer_config.moe_shared_expert_intermediate_size=512",
 ]
 EP2 = ["pipeline.data_parallel_size=2", "pipeline.expert_model_parallel_size=2"]
 EP4 = ["pipeline.data_parallel_size=4", "pipeline.expert_model_parallel_size=4"]
@@ -37,8 +36,7 @@ VPP2 = [
 ]
 GATHERED = ["moe.moe_token_dispatcher_type=allgather"]
 HYBRIDEP = [
-    *("moe.moe_token_dispatcher_type=flex", "moe.moe_flex_dispatcher_backend=hybridep"),
-    *("moe.moe_router_dtype=fp32", "run.timeout_s=280"),
+    *("moe.moe_token_dispatcher_type=flex", "run.timeout_s=280"),
 ]
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(300)]

@@ -15,8 +15,10 @@ CONFIG = Path(__file__).resolve().parents[4] / "configs" / "gpu" / "moe_ep2_hybr
 SMALL = [
     *("model.num_layers=4", "model.hidden_size=512", "model.ffn_hidden_size=1024"),
     *("moe.num_moe_experts=8", "moe.moe_router_topk=2", "moe.moe_ffn_hidden_size=384"),
-    *("moe.moe_shared_expert_intermediate_size=384", "moe.moe_layer_freq=[0,1,1,1]"),
-    *("model.seq_length=512", "moe.moe_z_loss_coeff=0.001", "moe.token_drops=rerun"),
+    "model.transformer_config.moe_shared_expert_intermediate_size=384",
+    "model.transformer_config.moe_layer_freq=[0,1,1,1]",
+    "model.transformer_config.moe_z_loss_coeff=0.001",
+    *("model.seq_length=512", "moe.token_drops=rerun"),
 ]
 WIDE = "moe.moe_expert_rank_capacity_factor=2.0"  # room for all on two ranks
 EP2_PP1: list[str] = []
@@ -76,9 +78,8 @@ def test_hybrid_ep_computes_what_all_to_all_does(tmp_path: Path) -> None:
     """Up to rounding: both runs of a comparison with eager have the same dispatch."""
     apart = "train.compare=none", "train.num_microbatches=[4,2,3]"
     of_all = [
-        *("moe.moe_token_dispatcher_type=alltoall", "moe.moe_flex_dispatcher_backend=null"),
-        *("moe.moe_expert_rank_capacity_factor=null", "moe.use_transformer_engine_op_fuser=false"),
-        *("moe.moe_expert_capacity_factor=4.0", "moe.moe_pad_expert_input_to_capacity=true"),
+        "moe.moe_token_dispatcher_type=alltoall",
+        *("moe.moe_expert_rank_capacity_factor=null", "moe.moe_expert_capacity_factor=4.0"),
     ]
     runs = []
     for name, settings in (("hybridep", [WIDE]), ("alltoall", of_all)):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from extended_config import config_from_mapping
 from in_process import Trained, attach
 from refused import refused
 
@@ -24,7 +25,6 @@ from chunkgraph.megatron.features.experts import feature, sinkhorn
 from chunkgraph.megatron.features.experts.feature import Experts, dropped_tokens
 from chunkgraph.megatron.features.experts.refusals import MOE_RULES
 from chunkgraph.megatron.features.experts.state import forget_expert_metrics
-from chunkgraph.settings import config_from_mapping
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(60)]
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from extended_config import config_from_mapping
 from packed_flights import differing, packed_batch
 
 from chunkgraph.errors import ConfigError, SlotError
@@ -17,7 +18,6 @@ from chunkgraph.megatron.features.experts.feature import dropped_tokens
 from chunkgraph.megatron.features.experts.padding import PaddedRows, rows_within_capacity
 from chunkgraph.megatron.features.experts.state import forget_expert_metrics, take_expert_metrics
 from chunkgraph.packing import PackedShape
-from chunkgraph.settings import config_from_mapping
 from chunkgraph.trainer.model import build_model
 from chunkgraph.trainer.setup import seed_everything
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from extended_config import config_from_mapping
 
 from chunkgraph.megatron.features.experts.padding import PaddedRouting
 from chunkgraph.megatron.features.experts.state import (
@@ -14,7 +15,6 @@ from chunkgraph.megatron.features.experts.state import (
     routers_of,
     take_expert_metrics,
 )
-from chunkgraph.settings import config_from_mapping
 from chunkgraph.trainer.model import build_model
 from chunkgraph.trainer.setup import seed_everything
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from extended_config import config_from_mapping
 from in_process import Trained
 
 from chunkgraph.engine import CaptureOptions
 from chunkgraph.errors import CaptureError
 from chunkgraph.megatron import attach
 from chunkgraph.megatron.features.fp8.feature import reset_fp8
-from chunkgraph.settings import config_from_mapping
 from chunkgraph.trainer.model import build_model, build_optimizer, zero_gradients
 from chunkgraph.trainer.setup import seed_everything
 

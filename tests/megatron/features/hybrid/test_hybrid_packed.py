@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from extended_config import config_from_mapping
 from in_process import attach
 from packed_flights import differing, packed_batch, run_eager, run_flight
 from refused import refused
@@ -17,7 +18,6 @@ from chunkgraph.megatron.features.contexts.feature import Contexts
 from chunkgraph.megatron.features.hybrid.feature import Hybrid
 from chunkgraph.megatron.features.hybrid.layers import mamba_mixers_of, packed_mamba_rows
 from chunkgraph.packing import PackedShape
-from chunkgraph.settings import config_from_mapping
 from chunkgraph.trainer.model import build_model
 from chunkgraph.trainer.setup import seed_everything
 

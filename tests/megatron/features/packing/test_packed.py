@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from extended_config import config_from_mapping
 from in_process import attach
 from packed_flights import (
     PACKINGS,
@@ -32,7 +33,6 @@ from chunkgraph.megatron.features.packing.options import PackingOptions
 from chunkgraph.megatron.features.packing.params import split_params
 from chunkgraph.megatron.features.packing.steps import StepPlans
 from chunkgraph.packing import ContextLimits, PackedShape
-from chunkgraph.settings import config_from_mapping
 from chunkgraph.trainer.model import build_model
 from chunkgraph.trainer.setup import seed_everything
 

@@ -10,9 +10,9 @@ from typing import Any
 import packed_cases
 import pytest
 from expert_cases import EXPERTS
+from extended_config import extended
 
 from chunkgraph.data import Documents
-from chunkgraph.settings import config_from_mapping
 from chunkgraph.trainer.batches import context_limits, packed_shape
 
 pytestmark = pytest.mark.timeout(150)
@@ -220,12 +220,13 @@ def test_four_ranks_share_documents_in_a_pipeline(
 
 @pytest.mark.parametrize("num_query_groups", [2, 4])
 def test_padding_counts_where_heads_share_keys(make_case: Case, num_query_groups: int) -> None:
-    config = config_from_mapping(make_case([1])["config"])
     model = SimpleNamespace(num_attention_heads=4, num_query_groups=num_query_groups)
-    shape = packed_shape(config, model)
+    with extended(make_case([1])["config"]) as config:
+        shape = packed_shape(config, model)
+        limits = context_limits(config, model)
     assert shape is not None
     expected = num_query_groups == 2
-    assert (shape.counts_padding, context_limits(config, model).counts_padding) == (expected,) * 2
+    assert (shape.counts_padding, limits.counts_padding) == (expected,) * 2
 
 
 def _check_experts(result: dict[str, Any]) -> None:

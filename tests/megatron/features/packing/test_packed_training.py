@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from expert_cases import EXPERTS
+from extended_config import extended
 
 from chunkgraph.data import Documents
 from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.megatron.features.packing.options import PackingOptions
-from chunkgraph.settings import config_from_mapping
 from chunkgraph.trainer.batches import packed_shape
 
 pytestmark = pytest.mark.timeout(150)
@@ -139,7 +139,8 @@ def test_overflow_on_one_of_two_pipelines(run_equal: Callable[..., Any], make_ca
     """One data-parallel rank gets documents that do not fit in the middle of the run."""
     counts = [2, 3, 2, 1, 3, 2, 1]
     cases = {"dp2_pp2": make_case(counts, seqs=5, pp=2, dp=2)}
-    config = config_from_mapping(cases["dp2_pp2"]["config"])
+    with extended(cases["dp2_pp2"]["config"]) as config:
+        pass
     documents = Documents.from_file(config.data.path, num_tokens=_TOKENS, seed=config.train.seed)
     too_many = [
         [any(len(documents.lengths(step, m, rank)) > 4 for m in range(count)) for rank in (0, 1)]
@@ -157,8 +158,8 @@ _BUCKETS = (12, 0.75, 42)  # in rows of 48 tokens: 12 is never enough, but captu
 
 def _lengths(case: dict[str, Any]) -> set[int]:
     """Return the buckets of a run's microbatches."""
-    config = config_from_mapping(case["config"])
-    shape = packed_shape(config)
+    with extended(case["config"]) as config:
+        shape = packed_shape(config)
     assert shape is not None
     options = PackingOptions(shape, config.packing.buckets, config.packing.seq_buckets)
     banks = PackedBanks.of_model(options, config.pipeline)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from extended_config import config_from_mapping
 from in_process import EXPERTS, Trained, attach
 from refused import refused
 
@@ -23,7 +24,7 @@ from chunkgraph.megatron.features.rerun.running_metrics import running_metrics
 from chunkgraph.megatron.features.stash import ExpertStash
 from chunkgraph.memory.stash import PagedStash
 from chunkgraph.packing import PackedShape
-from chunkgraph.settings import StashConfig, config_from_mapping
+from chunkgraph.settings import StashConfig
 from chunkgraph.trainer.forward_step import forward_step
 from chunkgraph.trainer.model import build_model
 

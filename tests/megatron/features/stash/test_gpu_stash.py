@@ -13,11 +13,13 @@ CONFIG = Path(__file__).resolve().parents[4] / "configs" / "gpu" / "moe_pp2_ep2.
 SMALL = [
     *("model.num_layers=4", "model.hidden_size=512", "model.ffn_hidden_size=1024"),
     *("moe.num_moe_experts=8", "moe.moe_router_topk=2", "moe.moe_ffn_hidden_size=384"),
-    *("moe.moe_shared_expert_intermediate_size=384", "moe.moe_layer_freq=[0,1,1,1]"),
+    "model.transformer_config.moe_shared_expert_intermediate_size=384",
+    "model.transformer_config.moe_layer_freq=[0,1,1,1]",
     *("moe.moe_expert_capacity_factor=4.0", "moe.token_drops=raise", "model.seq_length=768"),
     *("stash.enabled=true", "pipeline.expert_model_parallel_size=1"),
     *("pipeline.data_parallel_size=1", "train.deterministic=true", "run.timeout_s=360"),
 ]
+UNGROUPED = "model.transformer_config.moe_grouped_gemm=false"
 PP1 = ["pipeline.pipeline_model_parallel_size=1"]
 # A rank's tokens differ from step to step, and a step that runs out of pages runs again.
 OF_TWO = [
@@ -36,7 +38,7 @@ ONE, TWO, FOUR = pytest.mark.gpu, pytest.mark.multigpu, pytest.mark.multigpu(4)
     ("settings", "counts", "num_reruns"),
     [
         pytest.param(PP1, [3, 1, 5], 0, marks=ONE, id="pp1-grouped"),
-        pytest.param([*PP1, "moe.moe_grouped_gemm=false"], [3, 1, 5], 0, marks=ONE, id="pp1"),
+        pytest.param([*PP1, UNGROUPED], [3, 1, 5], 0, marks=ONE, id="pp1"),
         pytest.param([*PP1, "stash.initial_bytes=1048576"], [2, 1, 3], 1, marks=ONE, id="short"),
         pytest.param([], [4, 1, 2, 7], 0, marks=TWO, id="pp2"),
         pytest.param(EP2, [4, 1, 2, 7], 0, marks=TWO, id="ep2"),

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from extended_config import extended
 from in_process import EXPERTS, Trained
 from refused import refused
 
 from chunkgraph.engine import StepMode
 from chunkgraph.errors import CaptureError, ConfigError
 from chunkgraph.megatron.features.stash import ExpertStash
+from chunkgraph.megatron.rules.features import STASH_RULES
 from chunkgraph.megatron.step import Shortage
 from chunkgraph.memory.stash import RowLayout, RowsInUse, StashStatus
-from chunkgraph.settings import StashConfig, config_from_mapping
-from chunkgraph.settings.stash import STASH_RULES
+from chunkgraph.settings import StashConfig
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(200)]
 
@@ -181,8 +182,9 @@ def test_two_ranks(run_cases: Callable[..., Any], make_config: Callable[..., Any
 
 
 @pytest.fixture
-def config(make_config: Callable[..., dict[str, Any]]) -> Any:
-    return config_from_mapping(_case(make_config, [1])["config"])
+def config(make_config: Callable[..., dict[str, Any]]) -> Iterator[Any]:
+    with extended(_case(make_config, [1])["config"]) as config:
+        yield config
 
 
 def test_the_log_has_the_reason_of_a_rerun_and_detach_leaves_nothing(

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from extended_config import config_from_mapping
 from in_process import Trained
 
 from chunkgraph.megatron.attachment import config_of
 from chunkgraph.megatron.features.experts.feature import dropped_tokens
 from chunkgraph.megatron.features.stash import ExpertStash
-from chunkgraph.settings import StashConfig, config_from_mapping
+from chunkgraph.settings import StashConfig
 
 # Not for each release: Megatron has no part in the bytes of stash and tensors.
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(120)]

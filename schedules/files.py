@@ -1,30 +1,22 @@
-"""The section ``pipeline``."""
+"""Schedules from CSV files, and their checks for a pipeline of Megatron."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 from chunkgraph.errors import ConfigError
-from chunkgraph.schedules import (
-    Op,
-    Placement,
-    Schedule,
-    check_sizes,
-    get_family,
-    list_schedules,
-    validate,
-)
-from chunkgraph.settings.rule import Facts, Rule
-from chunkgraph.settings.setting import POSITIVE, setting
+
+from .action import Op
+from .legality import check_sizes
+from .placement import Placement
+from .registry import get_family, list_schedules
+from .schedule import Schedule
+from .validate import validate
 
 __all__ = [
     "FILE_SUFFIX",
-    "SCHEDULE_RULES",
-    "SLOT_RULES",
-    "PipelineConfig",
     "check_counts",
     "read_matching_schedule",
     "read_schedule",
@@ -34,103 +26,6 @@ __all__ = [
 FILE_SUFFIX = ".csv"
 """Distinguishes a schedule's file from a name."""
 _MAX_FILE_BYTES = 8 * 2**20
-
-
-@dataclass(frozen=True, kw_only=True)
-class PipelineConfig:
-    """How the model is distributed over ranks."""
-
-    pipeline_model_parallel_size: int = setting(
-        1,
-        help="Number of pipeline ranks, which split the layers.",
-        bounds=POSITIVE,
-        megatron="--pipeline-model-parallel-size",
-    )
-    virtual_pipeline_model_parallel_size: int | None = setting(
-        None,
-        help="Model chunks per rank. Null: 1.",
-        bounds=POSITIVE,
-        megatron="--num-virtual-stages-per-pipeline-rank",
-    )
-    microbatch_group_size_per_vp_stage: int | None = setting(
-        None,
-        help="Microbatches that pass through a chunk before the next chunk runs. Null: the "
-        "pipeline size, Megatron's default.",
-        bounds=POSITIVE,
-        megatron="--microbatch-group-size-per-virtual-pipeline-stage",
-    )
-    schedule: str = setting(
-        "auto",
-        help="Schedule of training steps: a name that chunkgraph plan --help lists, or a CSV file "
-        "of actions. auto: Megatron's own, 1F1B or interleaved.",
-        flag="--pipeline-schedule",
-    )
-    tensor_model_parallel_size: int = setting(
-        1,
-        help="Number of tensor-parallel ranks, which split each layer.",
-        bounds=POSITIVE,
-        megatron="--tensor-model-parallel-size",
-    )
-    sequence_parallel: bool = setting(
-        False,
-        help="Split the sequence over the tensor-parallel ranks in the parts of a layer that are "
-        "not split otherwise (normalization, dropout). Needs Transformer Engine's layers.",
-        megatron="--sequence-parallel",
-    )
-    context_parallel_size: int = setting(
-        1,
-        help="Number of context-parallel ranks, which split each sequence. Needs Transformer "
-        "Engine's layers.",
-        bounds=POSITIVE,
-        megatron="--context-parallel-size",
-    )
-    data_parallel_size: int = setting(
-        1,
-        help="Number of copies of the model, each with its own data.",
-        bounds=POSITIVE,
-    )
-    expert_model_parallel_size: int = setting(
-        1,
-        help="Number of data-parallel ranks that split the experts between them.",
-        bounds=POSITIVE,
-        megatron="--expert-model-parallel-size",
-        needs="moe.num_moe_experts",
-    )
-
-    @property
-    def num_model_chunks(self) -> int:
-        """Return the number of model chunks on each rank."""
-        return self.virtual_pipeline_model_parallel_size or 1
-
-    @property
-    def microbatch_group_size(self) -> int:
-        """Return the microbatches of a group, with the default applied."""
-        return self.microbatch_group_size_per_vp_stage or self.pipeline_model_parallel_size
-
-    @property
-    def world_size(self) -> int:
-        """Return the number of processes of the run."""
-        return (
-            self.pipeline_model_parallel_size
-            * self.tensor_model_parallel_size
-            * self.context_parallel_size
-            * self.data_parallel_size
-        )
-
-
-def _is_named(f: Facts) -> bool:
-    name = f.schedule
-    return name not in (None, "auto") and not name.endswith(FILE_SUFFIX)
-
-
-def _is_unknown(f: Facts) -> object:
-    known = list_schedules()
-    return _is_named(f) and f.schedule not in known and {"known": ", ".join(known)}
-
-
-def _is_in_v(f: Facts) -> bool:
-    known = _is_named(f) and f.schedule in list_schedules()
-    return known and get_family(f.schedule).placement is not Placement.LOOP
 
 
 def read_schedule(name: str) -> Schedule | None:
@@ -275,30 +170,3 @@ def splits_backward(name: str) -> bool:
     if (schedule := read_schedule(name)) is not None:
         return schedule.splits_backward
     return name in list_schedules() and get_family(name).splits_backward
-
-
-SCHEDULE_RULES = (
-    Rule(
-        "schedule: there is no such schedule; use auto, a CSV file of actions, or one of {known}",
-        _is_unknown,
-    ),
-    Rule(
-        "schedule: it places stages in a V, but Megatron's pipelines are loops (rank r holds the "
-        "stages r, r + size, ...); use zb-h1 or interleaved-zb",
-        _is_in_v,
-    ),
-)
-"""Rules of a schedule's name, from a file, a program or a command line."""
-SLOT_RULES = (
-    Rule(
-        "schedule: it holds every microbatch of a step at once, and chunk graphs have slots for a "
-        "fixed number; use 1f1b or zb-h1, or train without graphs",
-        lambda f: (
-            f.captures is not False  # None outside of a configuration file: graphs are on
-            and _is_named(f)
-            and f.schedule in list_schedules()
-            and not get_family(f.schedule).is_bounded
-        ),
-    ),
-)
-"""Rules of a schedule that drives chunk graphs."""

@@ -10,49 +10,18 @@ from chunkgraph.settings.rule import Facts, Rule
 __all__ = ["CONTEXT_FILE_RULES", "CONTEXT_RULES", "RANK_RULES", "SIZE_RULES"]
 
 
-def _rule(
+def _rows(f: Facts) -> int:
+    """Return the rows of a microbatch on one rank."""
+    return int(f.max_packed_tokens or f.seq_length or 1)
+
+
+def _sized(
     text: str, when: Callable[[Facts], object], error: type[ConfigError] = ConfigError
 ) -> Rule:
     """Return a rule that applies only with ``context_parallel_sizes``."""
     return Rule(
         f"context_parallel_sizes {text}", lambda f: f.context_parallel_sizes and when(f), error
     )
-
-
-def _recomputes(part: str) -> Callable[[Facts], bool]:
-    return lambda f: f.recompute_granularity == "selective" and part in (f.recompute_modules or ())
-
-
-CONTEXT_RULES = (
-    _rule(
-        "context_parallel_size: the groups are formed from the data-parallel ranks; use "
-        "{context_parallel_size=1}",
-        lambda f: (f.context_parallel_size or 1) > 1,
-    ),
-    _rule(
-        "fp8: scales of ranks whose microbatches have several sizes are not supported; use one of "
-        "them",
-        lambda f: f.fp8,
-    ),
-    _rule(
-        "mtp_num_layers: multi-token prediction sees only the rows on its rank; use one of them",
-        lambda f: f.mtp_num_layers,
-    ),
-    _rule(
-        "hybrid_layer_pattern: a Mamba mixer splits its heads over the ranks that it was built "
-        "for; use one of them",
-        lambda f: f.hybrid_layer_pattern,
-    ),
-    *(
-        _rule(
-            f"recompute_modules: {part} would be recomputed with the context-parallel group of "
-            f"another microbatch; leave {part} out",
-            _recomputes(part),
-        )
-        for part in ("moe", "mla_up_proj")
-    ),
-)
-"""Rules of a model, from a file, a program or a command line."""
 
 
 def _uneven_sizes(f: Facts) -> object:
@@ -66,38 +35,59 @@ def _uneven_parts(f: Facts) -> object:
     return _rows(f) % parts and {"rows": _rows(f), "parts": parts}
 
 
-def _rows(f: Facts) -> int:
-    """Return the rows of a microbatch on one rank."""
-    return f.max_packed_tokens or f.seq_length or 1
+def _recomputes_with_sizes(part: str) -> Callable[[Facts], object]:
+    return lambda f: (
+        f.context_parallel_sizes
+        and f.recompute_granularity == "selective"
+        and part in (f.recompute_modules or ())
+    )
 
 
-def _missing_sizes(f: Facts) -> object:
-    missing = sorted(set(f.captured_context_parallel_sizes or ()) - set(f.context_parallel_sizes))
-    return missing and {"missing": missing}
-
-
+CONTEXT_RULES = (
+    Rule(
+        "context_parallel_sizes context_parallel_size: the groups are formed from the "
+        "data-parallel ranks; use {context_parallel_size=1}",
+        lambda f: f.context_parallel_sizes and (f.context_parallel_size or 1) > 1,
+    ),
+    Rule(
+        "context_parallel_sizes fp8: scales of ranks whose microbatches have several sizes are not "
+        "supported; use one of them"
+    ),
+    Rule(
+        "context_parallel_sizes mtp_num_layers: multi-token prediction sees only the rows on its "
+        "rank; use one of them"
+    ),
+    Rule(
+        "context_parallel_sizes hybrid_layer_pattern: a Mamba mixer splits its heads over the "
+        "ranks that it was built for; use one of them"
+    ),
+    *(
+        Rule(
+            f"context_parallel_sizes recompute_modules: {part} would be recomputed with the "
+            f"context-parallel group of another microbatch; leave {part} out",
+            _recomputes_with_sizes(part),
+        )
+        for part in ("moe", "mla_up_proj")
+    ),
+)
+"""Rules of microbatches that have a context-parallel size each."""
 SIZE_RULES = (
-    _rule(
+    _sized(
         ": {size} is not a power of two, and groups of 1, 2, 4, ... neighbours share microbatches; "
         "leave it out",
         _uneven_sizes,
         TopologyError,
     ),
-    Rule(
-        "captured_context_parallel_sizes context_parallel_sizes: {missing} is not in the latter; "
-        "add it there, or leave it out",
-        lambda f: f.context_parallel_sizes and _missing_sizes(f),
-    ),
 )
 """Rules of the sizes themselves."""
 RANK_RULES = (
-    _rule(
+    _sized(
         "data_parallel_size: groups of 1, 2, 4, ... neighbours need a power of two; change the "
         "number of data-parallel ranks",
         lambda f: (f.data_parallel_size or 1).bit_count() > 1,
         TopologyError,
     ),
-    _rule(
+    _sized(
         "data_parallel_size: the data-parallel ranks share microbatches and are too few for a size "
         "of {largest}; leave that size out, or use more ranks",
         lambda f: (
@@ -107,44 +97,26 @@ RANK_RULES = (
         ),
         TopologyError,
     ),
-    _rule(
+    _sized(
         "max_packed_tokens: the {rows} rows of a rank cannot be divided into {parts} equal parts; "
         "use a multiple of {parts}",
         _uneven_parts,
         TopologyError,
     ),
-    _rule(
+    _sized(
         "buckets: the training loop does not support several lengths with several sizes; use one "
         "of them",
         lambda f: f.buckets,
     ),
 )
-"""Rules of a job, from a configuration file or a command line."""
-
-
-def _longest(f: Facts) -> object:
-    longest = max(f.context_parallel_sizes) * _rows(f)
-    exceeds = f.position_embedding_type == "learned_absolute" and longest > f.seq_length
-    return exceeds and {"longest": longest}
-
-
+"""Rules of a job's sizes, from a configuration file or a command line."""
 CONTEXT_FILE_RULES = (
     *CONTEXT_RULES,
     *SIZE_RULES,
     *RANK_RULES,
-    _rule(
+    _sized(
         "document_counts: the training command does not support the two together; use one of them",
         lambda f: f.document_counts,
-    ),
-    _rule(
-        "seq_length: documents may have {longest} tokens, and learned positions end at "
-        "{seq_length}; raise it, or use {position_embedding_type=rope}",
-        _longest,
-    ),
-    _rule(
-        "pad_seq_to_mult: documents are padded for the ranks that share them; use "
-        "{pad_seq_to_mult=1}",
-        lambda f: f.pad_seq_to_mult > 1,
     ),
 )
 """Rules of a configuration file."""

@@ -1,15 +1,11 @@
-"""The checks of a hybrid model's pattern and of the sizes of its Mamba layers."""
+"""The checks of a hybrid model's pattern."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from chunkgraph._text import shorten, shown
 from chunkgraph.errors import ConfigError, TopologyError
+from chunkgraph.settings.models import Settings
 from chunkgraph.settings.rule import Rule
-
-if TYPE_CHECKING:
-    from chunkgraph.settings.config import Config
 
 __all__ = ["HYBRID_RULES", "STAGE_END", "check_hybrid"]
 
@@ -25,11 +21,11 @@ _UNSUPPORTED = {
 }
 
 
-def check_hybrid(config: Config) -> None:
-    """Check the pattern, and the sizes that Mamba layers need.
+def check_hybrid(config: Settings) -> None:
+    """Check the pattern against the model and the pipeline.
 
     Raises:
-        ConfigError: the pattern or a size is invalid, or contradicts another setting.
+        ConfigError: the pattern is invalid, or contradicts another setting.
         TopologyError: the layers cannot be distributed over the pipeline.
     """
     model = config.model
@@ -46,7 +42,6 @@ def check_hybrid(config: Config) -> None:
         )
         raise ConfigError(msg)
     _check_stages(config, pattern)
-    _check_sizes(config)
     _check_experts(config, pattern)
 
 
@@ -73,7 +68,7 @@ def _check_symbols(pattern: str) -> None:
         raise ConfigError(msg)
 
 
-def _check_stages(config: Config, pattern: str) -> None:
+def _check_stages(config: Settings, pattern: str) -> None:
     pipeline, num_layers = config.pipeline, config.model.num_layers
     num_ranks, num_chunks = pipeline.pipeline_model_parallel_size, pipeline.num_model_chunks
     num_stages, num_parts = num_ranks * num_chunks, pattern.count(STAGE_END) + 1
@@ -102,58 +97,7 @@ def _check_stages(config: Config, pattern: str) -> None:
         raise TopologyError(msg)
 
 
-def _check_sizes(config: Config) -> None:
-    model, tp = config.model, config.pipeline.tensor_model_parallel_size
-    cp = config.pipeline.context_parallel_size
-    heads, width = model.mamba_num_heads, 2 * model.hidden_size
-    if heads is None:
-        if width % model.mamba_head_dim:
-            msg = (
-                f"model.mamba_head_dim ({model.mamba_head_dim}) does not divide twice "
-                f"model.hidden_size ({width}), the width of a Mamba layer without "
-                "model.mamba_num_heads. Change one of them."
-            )
-            raise ConfigError(msg)
-        heads = width // model.mamba_head_dim
-    if heads % model.mamba_num_groups:
-        msg = (
-            f"{heads} Mamba heads are not divisible by model.mamba_num_groups "
-            f"({model.mamba_num_groups}). Change it, model.mamba_head_dim or model.mamba_num_heads."
-        )
-        raise ConfigError(msg)
-    shared = {"Mamba heads": heads, "model.mamba_num_groups": model.mamba_num_groups}
-    for what, size in shared.items():
-        if size % tp:
-            msg = (
-                f"{what} ({size}): not divisible by pipeline.tensor_model_parallel_size ({tp}); "
-                "every rank holds an equal share. Change one of them."
-            )
-            raise TopologyError(msg)
-    if cp > 1 and "M" in (model.hybrid_layer_pattern or ""):
-        _check_split_sizes(heads // tp, model.mamba_num_groups // tp, cp)
-
-
-def _check_split_sizes(heads: int, groups: int, cp: int) -> None:
-    """Check that context-parallel ranks can split a tensor-parallel rank's heads and groups.
-
-    Megatron's ``MambaContextParallel`` asserts the same: a rank works on all rows for its heads.
-    """
-    if heads % cp:
-        msg = (
-            f"{heads} Mamba heads of a tensor-parallel rank are not divisible by "
-            f"pipeline.context_parallel_size ({cp}). Change it, model.mamba_head_dim or "
-            "model.mamba_num_heads."
-        )
-        raise TopologyError(msg)
-    if groups % cp and cp % groups:
-        msg = (
-            f"model.mamba_num_groups is {groups} on a tensor-parallel rank: neither this nor "
-            f"pipeline.context_parallel_size ({cp}) divides the other. Change one of them."
-        )
-        raise TopologyError(msg)
-
-
-def _check_experts(config: Config, pattern: str) -> None:
+def _check_experts(config: Settings, pattern: str) -> None:
     moe = config.moe
     if ("E" in pattern) != (moe.num_moe_experts is not None):
         msg = (
@@ -163,13 +107,6 @@ def _check_experts(config: Config, pattern: str) -> None:
             if moe.num_moe_experts is not None
             else f"model.hybrid_layer_pattern ({shorten(pattern)}) has layers with experts (E), "
             "but moe.num_moe_experts is null. Set the number of experts."
-        )
-        raise ConfigError(msg)
-    if moe.num_moe_experts is not None and moe.moe_layer_freq is not None:
-        msg = (
-            f"moe.moe_layer_freq is {shown(list(moe.moe_layer_freq))}, but "
-            f"model.hybrid_layer_pattern ({shorten(pattern)}) decides which layers have experts. "
-            "Set the former to null."
         )
         raise ConfigError(msg)
 

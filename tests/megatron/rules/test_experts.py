@@ -1,0 +1,219 @@
+"""Rules of a configuration file with experts, a stash or changing context-parallel sizes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from extended_config import config_from_mapping
+
+from chunkgraph.errors import ChunkGraphError, ConfigError, TopologyError
+from chunkgraph.launch.megatron_flags import flag_values
+from chunkgraph.settings import Config, derived_fields, load_config
+from chunkgraph.trainer.transformer_config import expert_settings
+
+CONFIG = Path(__file__).parents[3] / "configs" / "gpu" / "gpt_pp2_gpu.yaml"
+_SIZES = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 4}
+_EXPERTS = {"num_moe_experts": 8, "moe_expert_capacity_factor": 1.5}
+_HYBRIDEP = {
+    "num_moe_experts": 8,
+    "moe_token_dispatcher_type": "flex",
+    "moe_expert_rank_capacity_factor": 1.5,
+    "token_drops": "rerun",
+}
+
+
+def _config(moe: dict[str, Any], model: dict[str, Any] | None = None, **sections: Any) -> Config:
+    return config_from_mapping(
+        {
+            "model": {**_SIZES, "seq_length": 16, **(model or {})},
+            "train": {"num_microbatches": [2]},
+            "moe": moe,
+            **sections,
+        }
+    )
+
+
+def _through_hybridep(moe: dict[str, Any], **sections: Any) -> Config:
+    model = {"swiglu": True, "params_dtype": "bfloat16", **sections.pop("model", {})}
+    return _config({**_HYBRIDEP, **moe}, model, **sections)
+
+
+@pytest.mark.parametrize("captures", [True, False])
+def test_experts_take_what_comes_without_a_capacity(captures: bool) -> None:
+    pipeline = {"data_parallel_size": 2, "expert_model_parallel_size": 2}
+    sections: Any = {"pipeline": pipeline, "capture": {"enabled": captures}, "device": "cpu"}
+    dropless = _config({"num_moe_experts": 8}, **sections)
+    assert "moe_pad_expert_input_to_capacity" not in derived_fields(dropless)
+    fixed = _config(_EXPERTS, **sections)
+    assert derived_fields(fixed)["moe_pad_expert_input_to_capacity"]
+
+
+def test_what_megatron_needs_follows_from_the_settings() -> None:
+    one = derived_fields(_config({**_EXPERTS, "moe_router_topk": 1}))
+    assert one["moe_router_pre_softmax"]
+    assert one["moe_grouped_gemm"]
+    assert "moe_flex_dispatcher_backend" not in one
+    flex = derived_fields(_through_hybridep({}))
+    assert flex["moe_flex_dispatcher_backend"] == "hybridep"
+    assert flex["moe_router_dtype"] == "fp32"
+    assert flex["use_transformer_engine_op_fuser"]
+    measured = {"moe_expert_rank_capacity_factor": None, "token_drops": "warn"}
+    flex = derived_fields(_through_hybridep(measured))
+    assert "use_transformer_engine_op_fuser" not in flex
+    assert not derived_fields(_config({**_EXPERTS, "moe_grouped_gemm": False}))["moe_grouped_gemm"]
+
+
+def test_a_gpu_multiplies_only_bfloat16_without_a_capacity() -> None:
+    config = _config({"num_moe_experts": 8}, device="cpu")
+    assert config.replace(device="cuda", model={"params_dtype": "bfloat16"})
+    with pytest.raises(
+        ConfigError, match=r"params_dtype is float32 with .*_factor=null: the group"
+    ):
+        config.replace(device="cuda")
+
+
+def test_experts_are_off_until_their_number_is_set() -> None:
+    assert _config({"moe_expert_capacity_factor": 0.1}).moe.num_moe_experts is None
+    assert _config(_EXPERTS).moe.moe_router_topk == 2
+    assert _config(
+        {**_EXPERTS, "moe_expert_capacity_factor": 0.5, "token_drops": "count"},
+        pipeline={"data_parallel_size": 4, "expert_model_parallel_size": 2},
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"moe_expert_capacity_factor": 0.5}, "below 1, tokens are dropped"),
+        ({"moe_expert_capacity_factor": 4.5}, r"is 4.5: above .* \(4\) .* has room for all"),
+        ({"moe_router_topk": 9}, r"moe_router_topk is 9 with moe.num_moe_experts=8"),
+        ({"moe_pad_expert_input_to_capacity": False}, "experts would drop tokens and still"),
+    ],
+)
+def test_settings_that_cannot_be_are_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        _config({**_EXPERTS, **changes})
+
+
+@pytest.mark.parametrize(
+    ("moe", "pipeline", "message"),
+    [
+        ({}, {"expert_model_parallel_size": 2}, "there are no experts to split"),
+        (
+            _EXPERTS,
+            {"expert_model_parallel_size": 3, "data_parallel_size": 3},
+            r"does not divide moe.num_moe_experts=8",
+        ),
+        (_EXPERTS, {"expert_model_parallel_size": 2}, "must divide the latter"),
+        (_EXPERTS, {"tensor_model_parallel_size": 2}, "only with sequence parallelism"),
+    ],
+)
+def test_experts_that_cannot_be_shared_out(
+    moe: dict[str, Any], pipeline: dict[str, int], message: str
+) -> None:
+    with pytest.raises(TopologyError, match=message):
+        _config(moe, pipeline=pipeline)
+
+
+def test_a_rank_budget_is_for_graphs() -> None:
+    config = _through_hybridep({})
+    assert expert_settings(config)["moe_expert_rank_capacity_factor"] == 1.5
+    # Without a capture nothing would report rows without room.
+    eager = _through_hybridep({}, capture={"enabled": False})
+    assert "moe_expert_rank_capacity_factor" not in expert_settings(eager)
+    for settings, has_budget in ((config, True), (eager, False)):
+        flags = [value.flag for value in flag_values(settings, without_capture=False)]
+        assert ("--moe-expert-rank-capacity-factor" in flags) is has_budget
+        assert ("--use-transformer-engine-op-fuser" in flags) is has_budget
+
+
+@pytest.mark.parametrize(
+    ("moe", "sections", "message"),
+    [
+        ({"moe_flex_dispatcher_backend": "deepep"}, {}, "hybridep"),
+        ({"moe_router_dtype": None}, {}, r"use model.transformer_config.moe_router_dtype=fp32"),
+        ({"moe_expert_capacity_factor": 2.0}, {}, "moe_expert_capacity_factor is 2.0 with .*=hy"),
+        ({}, {"model": {"params_dtype": "float32"}}, "use model.params_dtype=bfloat16"),
+        ({}, {"capture": {"num_warmup_steps": 0}}, "capture.num_warmup_steps is 0"),
+        ({"moe_token_dispatcher_type": "alltoall"}, {}, "it belongs to .*=flex"),
+    ],
+)
+def test_what_cannot_go_with_hybridep_is_named(
+    moe: dict[str, Any], sections: dict[str, Any], message: str
+) -> None:
+    packed = {"model": {"layer_spec": "transformer_engine"}, "packing": {"max_packed_seqs": 4}}
+    assert _through_hybridep({}, **packed).packing.max_packed_seqs == 4
+    with pytest.raises(ConfigError, match=message):
+        _through_hybridep(moe, **sections)
+
+
+@pytest.mark.parametrize(
+    ("moe", "model", "message"),
+    [
+        ({"num_moe_experts": None}, {}, "only experts stash"),
+        (
+            {},
+            {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]},
+            "recomputed instead of saved",
+        ),
+    ],
+)
+def test_what_cannot_be_stashed_is_named(
+    moe: dict[str, Any], model: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        _config({**_EXPERTS, **moe}, model, stash={"enabled": True})
+
+
+def test_the_stash_is_a_flag_of_a_pretrain_script() -> None:
+    config = _config({**_EXPERTS, "token_drops": "rerun"}, stash={"enabled": True})
+    by_key = {
+        one.key: (one.flag, *one.values) for one in flag_values(config, without_capture=False)
+    }
+    assert by_key["moe.token_drops"] == ("--cuda-graph-token-drops", "rerun")
+    assert by_key["stash.enabled"] == ("--cuda-graph-stash", "true")
+    limited = config.replace(stash={"max_bytes": 1 << 20})
+    with pytest.raises(ConfigError, match=r"stash.max_bytes is 1048576, which has no flag"):
+        flag_values(limited, without_capture=False)
+    off = flag_values(_config(_EXPERTS), without_capture=False)
+    assert not any("stash" in one.key for one in off)
+
+
+_SIZES_THAT_CHANGE = (
+    "train.micro_batch_size=1",
+    "pipeline.data_parallel_size=4",
+    "packing.max_packed_seqs=8",
+    "packing.max_packed_tokens=256",
+    "packing.context_parallel_sizes=[1,2,4]",
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "message"),
+    [
+        (["packing.context_parallel_sizes=[1,3]"], TopologyError, "3 is not a power of two"),
+        (
+            ["pipeline.data_parallel_size=6"],
+            TopologyError,
+            "data_parallel_size=6: .* need a power of two",
+        ),
+        (["model.fp8=hybrid"], ConfigError, "model.fp8=hybrid"),
+        (["data.document_counts=[1,2,3,4]"], ConfigError, r"data.document_counts=\[1, 2, 3"),
+        (
+            ["moe.num_moe_experts=4", "pipeline.tensor_model_parallel_size=2"],
+            TopologyError,
+            "only with sequence parallelism",
+        ),
+        (["packing.max_packed_seqs=0"], ConfigError, r"sizes is \[1, 2, 4\].*: packing is off"),
+    ],
+)
+def test_sizes_of_microbatches_that_cannot_be(
+    changes: list[str], kind: type[ChunkGraphError], message: str
+) -> None:
+    good = load_config(CONFIG, _SIZES_THAT_CHANGE)
+    assert good.packing.context_parallel_sizes == (1, 2, 4)
+    assert load_config(CONFIG).packing.context_parallel_sizes == ()
+    with pytest.raises(kind, match=message):
+        load_config(CONFIG, [*_SIZES_THAT_CHANGE, *changes])
