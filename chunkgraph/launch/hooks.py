@@ -36,7 +36,7 @@ from chunkgraph.launch.patches import (
 from chunkgraph.launch.reports import StepMetrics, capture_line, start_line
 from chunkgraph.megatron.attachment import MegatronChunkGraphs, attach, config_of
 from chunkgraph.megatron.core.access import import_megatron
-from chunkgraph.megatron.core.collectives import gather_from_data_ranks, share_in_tensor_group
+from chunkgraph.megatron.core.agreement import exchange_between
 from chunkgraph.megatron.core.delayed_weights import delay_in_new_configs
 from chunkgraph.megatron.features.contexts import ContextGroups, follow_groups
 from chunkgraph.megatron.features.experts.feature import Experts
@@ -291,15 +291,17 @@ def _packed_steps(
     contexts: PackedBanks | None,
 ) -> PackedSteps:
     """Create the reader of each step's documents; all ranks must call this together."""
+    state = import_megatron("megatron.core.parallel_state")
+    tensor_ranks = exchange_between(state.get_tensor_model_parallel_group())
     if contexts is None:
-        return OwnDocuments(graphs, chunks, _rank(), share_in_tensor_group())
+        return OwnDocuments(graphs, chunks, _rank(), tensor_ranks)
     return SpreadDocuments(
         contexts,
         chunks,
         _rank(),
         device=graphs.site.device,
-        gather=gather_from_data_ranks(),
-        share=share_in_tensor_group(),
+        data_ranks=exchange_between(state.get_data_parallel_group(with_context_parallel=True)),
+        tensor_ranks=tensor_ranks,
         has_experts=_has_experts(args),
     )
 

@@ -32,7 +32,7 @@ from chunkgraph.launch.documents import (
     look_ahead,
 )
 from chunkgraph.megatron.attached import MegatronChunkGraphs
-from chunkgraph.megatron.core.gloo_agreement import Gather, Share
+from chunkgraph.megatron.core.agreement import Exchange
 from chunkgraph.megatron.features.packing.bank import PackedBank
 from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.megatron.features.packing.params import (
@@ -73,8 +73,8 @@ class PackedSteps(ABC):
     Args:
         model_chunks: The schedule's argument ``model``.
         rank: The rank, for errors.
-        share: Function that broadcasts a value of the first tensor-parallel rank, which reads
-            data, to the others; None without tensor parallelism.
+        tensor_ranks: Exchange of the tensor-parallel ranks, the first of which reads data; None
+            without tensor parallelism.
 
     Attributes:
         metrics_scales: Factors that scale the routers' sums over the last training step from the
@@ -83,11 +83,11 @@ class PackedSteps(ABC):
     """
 
     def __init__(
-        self, model_chunks: Sequence[nn.Module], rank: int, share: Share | None = None
+        self, model_chunks: Sequence[nn.Module], rank: int, tensor_ranks: Exchange | None = None
     ) -> None:
         self.metrics_scales: tuple[float, float] | None = None
         self._rank = rank
-        self._share = share
+        self._tensor_ranks = tensor_ranks
         self._turns: Sequence[Turn] = ()  # of the running step; empty between steps
         self._num_calls = [0] * len(model_chunks)
         # From the last schedule call; the next step most likely uses the same ones.
@@ -160,8 +160,8 @@ class PackedSteps(ABC):
         """Remove the hooks from the model, and release process groups."""
         for hook in self._hooks:
             hook.remove()
-        if self._share is not None:
-            self._share.close()
+        if self._tensor_ranks is not None:
+            self._tensor_ranks.close()
 
     def _hook_of(self, c: int) -> Callable[..., Any]:
         """Return a pre-forward hook of a model chunk that replaces the script's offsets."""
@@ -225,7 +225,7 @@ class PackedSteps(ABC):
         Raises:
             ConfigError: No rank reads data.
         """
-        shared = self._share(local) if self._share is not None else local
+        shared = local if self._tensor_ranks is None else self._tensor_ranks.share(local)
         if shared is None:
             raise ConfigError(
                 f"rank {self._rank}: its stage has no data iterator. With packed sequences every "
@@ -256,7 +256,7 @@ class OwnDocuments(PackedSteps):
         graphs: Graphs attached with ``packing``, which receive the documents of each step.
         model_chunks: See `PackedSteps`.
         rank: The rank, for errors.
-        share: See `PackedSteps`.
+        tensor_ranks: See `PackedSteps`.
     """
 
     def __init__(
@@ -264,9 +264,9 @@ class OwnDocuments(PackedSteps):
         graphs: MegatronChunkGraphs,
         model_chunks: Sequence[nn.Module],
         rank: int,
-        share: Share | None = None,
+        tensor_ranks: Exchange | None = None,
     ) -> None:
-        super().__init__(model_chunks, rank, share)
+        super().__init__(model_chunks, rank, tensor_ranks)
         self._graphs = graphs
         self._last_shape: _StepShape | None = None
         self._next_shape: _StepShape | None = None  # of the expected step, after `announce_next`
@@ -285,7 +285,9 @@ class OwnDocuments(PackedSteps):
         documents: list[Documents] | None = None
         with contextlib.suppress(ConfigError, PackingError):
             documents = None if read is None else self._documents(read, shape)
-        self._announced = documents if self._share is None else self._share(documents)
+        if self._tensor_ranks is not None:
+            documents = _from_plain(self._tensor_ranks.share(_plain(documents)))
+        self._announced = documents
         if self._announced is not None:
             try:
                 self._graphs.announce([d.lengths for d in self._fit(self._announced)])
@@ -305,7 +307,7 @@ class OwnDocuments(PackedSteps):
             announced = None
         local = self._documents(read, shape)
         if announced is None:
-            documents: list[Documents] = self._shared(local)
+            documents = _from_plain(self._shared(_plain(local))) or []
         elif local in (None, announced):
             documents = announced
         else:
@@ -355,6 +357,14 @@ class OwnDocuments(PackedSteps):
         return fitted
 
 
+def _plain(documents: Sequence[Documents] | None) -> list[tuple[Any, ...]] | None:
+    return None if documents is None else [(d.offsets, d.num_needed) for d in documents]
+
+
+def _from_plain(values: Sequence[tuple[Any, ...]] | None) -> list[Documents] | None:
+    return None if values is None else [Documents(*value) for value in values]
+
+
 _Document = dict[str, NDArray[Any]]
 """Rows of a document by the data set's name of the field."""
 
@@ -367,8 +377,8 @@ class SpreadDocuments(PackedSteps):
         model_chunks: See `PackedSteps`.
         rank: The rank, for errors.
         device: Device of this rank.
-        gather: Function that exchanges documents between the data-parallel ranks.
-        share: See `PackedSteps`.
+        data_ranks: Exchange of the data-parallel ranks; None for a single one.
+        tensor_ranks: See `PackedSteps`.
         has_experts: Whether the model has experts, on any rank; the model then receives a mask of
             the padding rows, which are not routed to experts.
     """
@@ -380,16 +390,16 @@ class SpreadDocuments(PackedSteps):
         rank: int,
         *,
         device: torch.device,
-        gather: Gather,
-        share: Share | None = None,
+        data_ranks: Exchange | None,
+        tensor_ranks: Exchange | None = None,
         has_experts: bool = False,
     ) -> None:
-        super().__init__(model_chunks, rank, share)
+        super().__init__(model_chunks, rank, tensor_ranks)
         assert banks.limits is not None
         assert banks.groups is not None
         self._banks, self._limits, self._groups = banks, banks.limits, banks.groups
         self._device = device
-        self._gather = gather
+        self._data_ranks = data_ranks
         self._has_experts = has_experts
 
     def announce_next(self, num_microbatches: int) -> None:
@@ -398,7 +408,8 @@ class SpreadDocuments(PackedSteps):
     def close(self) -> None:
         """Remove the hooks from the model, and release process groups."""
         super().close()
-        self._gather.close()
+        if self._data_ranks is not None:
+            self._data_ranks.close()
 
     def _begin(
         self, read: Microbatches, kwargs: dict[str, Any]
@@ -460,7 +471,11 @@ class SpreadDocuments(PackedSteps):
             for batch, documents in zip(batches, by_batch, strict=True)
             for document in _split(batch, documents)
         ]
-        return [document for of_rank in self._gather(local) for document in of_rank]
+        if self._data_ranks is None:
+            return local
+        tensors = [{name: torch.from_numpy(v) for name, v in d.items()} for d in local]
+        of_ranks = self._data_ranks.gather(tensors)
+        return [{n: v.numpy() for n, v in d.items()} for of_rank in of_ranks for d in of_rank]
 
     def _batch(
         self,

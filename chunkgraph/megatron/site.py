@@ -15,7 +15,7 @@ from chunkgraph.engine.arguments import check_counts
 from chunkgraph.engine.decide.maximum import Maximum
 from chunkgraph.errors import ChunkGraphError, ConfigError
 from chunkgraph.megatron.captured_part import CapturedPart, Scope, new_part
-from chunkgraph.megatron.core.collectives import agree_by_maximum
+from chunkgraph.megatron.core.agreement import agree_by_maximum
 from chunkgraph.megatron.core.delayed_weights import delays
 from chunkgraph.megatron.module_hooks import refuse_hooks
 from chunkgraph.megatron.pipeline.choice import PipelineSchedule, refuse_other_schedules

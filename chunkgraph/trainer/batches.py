@@ -14,7 +14,7 @@ from chunkgraph.data import DocumentRow, Documents, DrawnDocuments, PackedText
 from chunkgraph.data.text import END_OF_DOCUMENT
 from chunkgraph.engine.decide.maximum import Maximum
 from chunkgraph.megatron.core.access import import_megatron, private_names
-from chunkgraph.megatron.core.collectives import agree_by_maximum
+from chunkgraph.megatron.core.agreement import agree_by_maximum
 from chunkgraph.megatron.features.contexts import ContextGroups
 from chunkgraph.megatron.features.packing.attention_limits import shares_keys
 from chunkgraph.megatron.features.packing.bank import PackedBank

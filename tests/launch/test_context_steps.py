@@ -71,8 +71,9 @@ class OtherRank:
     def __init__(self, documents: list[dict[str, Any]]) -> None:
         self.documents = documents
 
-    def __call__(self, mine: list[Any]) -> list[list[Any]]:
-        return [mine, self.documents]
+    def gather(self, mine: list[Any]) -> list[list[Any]]:
+        others = [{n: torch.from_numpy(v) for n, v in d.items()} for d in self.documents]
+        return [mine, others]
 
     def close(self) -> None:
         """Do nothing: there are no resources to free."""
@@ -98,10 +99,15 @@ def run(one_rank: Any) -> Callable[..., tuple[dict[str, Any], list[Model]]]:
             {name: sample(100 * (i + 1), LENGTH)[name][0, :n].numpy() for name in ROWS_OF_SAMPLE}
             for i, n in enumerate(lengths)
         ]
-        gather: Any = OtherRank(others)
+        data_ranks: Any = OtherRank(others)
         banks = PackedBanks.of_limits(replace(LIMITS, multiple_of=multiple_of), groups)
         steps = SpreadDocuments(
-            banks, models, 3, device=torch.device("cpu"), gather=gather, has_experts=has_experts
+            banks,
+            models,
+            3,
+            device=torch.device("cpu"),
+            data_ranks=data_ranks,
+            has_experts=has_experts,
         )
         arguments: dict[str, Any] = {}
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from chunkgraph.errors import ConfigError, PackingError
-from chunkgraph.launch.documents import ReadAhead, cut, documents_of, look_ahead
+from chunkgraph.launch.documents import Documents, ReadAhead, cut, documents_of, look_ahead
 from chunkgraph.launch.packed_steps import OwnDocuments, PackedSteps
 from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.packing import PackedShape
@@ -241,19 +241,20 @@ def test_tensor_parallel_ranks_hear_of_the_next_step_once(
     of_first = of_megatron([batch(n, 12) for n in range(1, 5)])
     step(None, iterators=of_first)
     own: Any = steps[0]
-    own._share = lambda read: shared.append(read) or read
+    own._tensor_ranks = SimpleNamespace(share=lambda read: shared.append(read) or read)
     own.announce_next(2)
     step(None, iterators=of_first)
     [documents] = shared
-    assert [d.lengths for d in documents] == words[0]
-    own._share, own._iterators = lambda read: shared.append(read) or documents, [None]
+    assert [Documents(*d).lengths for d in documents] == words[0]
+    own._tensor_ranks.share = lambda read: shared.append(read) or documents
+    own._iterators = [None]
     own.announce_next(2)
     call = {"num_microbatches": 2, "seq_length": ROWS, "micro_batch_size": 1}
     batches, _, keywords = own._begin([None], call)
     assert batches == [None]
     assert keywords["packings"] == words[1] == words[0]
     assert shared[1:] == [None]
-    own._share = None
+    own._tensor_ranks = None
 
 
 def test_no_chunk_has_other_documents(

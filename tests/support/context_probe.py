@@ -20,7 +20,7 @@ from chunkgraph.engine import Banks, CaptureOptions, Chunk, ChunkGraphs, Host, S
 from chunkgraph.engine.decide.reasons import Agree
 from chunkgraph.engine.verify import same_bits
 from chunkgraph.errors import ConfigError, ReplayMismatchError
-from chunkgraph.megatron.core.collectives import agree_by_maximum
+from chunkgraph.megatron.core.agreement import agree_by_maximum
 from chunkgraph.megatron.features.contexts import ContextGroups, HeldGroups
 from chunkgraph.megatron.features.packing.bank import PackedBank
 from chunkgraph.megatron.features.packing.banks import PackedBanks

@@ -10,6 +10,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from host_copies import copied_by_host
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkgraph.engine.capture import session
@@ -159,6 +160,7 @@ def run(
     with (
         mock.patch.object(trained_model, "build_model", build),
         mock.patch.object(trained_model, "attach", probe.attach),
+        copied_by_host(),
     ):
         # The mode that counts copies is a context of a test alone.
         session.refuse_contexts = replayer.refuse_contexts = lambda *_: None  # type: ignore[attr-defined]

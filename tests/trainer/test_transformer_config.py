@@ -16,10 +16,10 @@ def _build(make_config: Callable[..., Any], **fields: Any) -> Any:
     import torch
 
     from chunkgraph.settings import config_from_mapping
-    from chunkgraph.trainer.transformer_config import transformer_config
+    from chunkgraph.trainer.model import _transformer_config
 
     config = config_from_mapping(make_config(model={"transformer_config": fields}))
-    return transformer_config(config, torch.device("cpu"), {})
+    return _transformer_config(config, torch.device("cpu"), {})
 
 
 def test_fields_replace_what_the_trainer_chooses(make_config: Callable[..., Any]) -> None:

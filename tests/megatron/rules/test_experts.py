@@ -11,7 +11,7 @@ from extended_config import config_from_mapping
 from chunkgraph.errors import ChunkGraphError, ConfigError, TopologyError
 from chunkgraph.launch.megatron_flags import flag_values
 from chunkgraph.settings import Config, derived_fields, load_config
-from chunkgraph.trainer.transformer_config import expert_settings
+from chunkgraph.trainer.model import expert_settings
 
 CONFIG = Path(__file__).parents[3] / "configs" / "gpu" / "gpt_pp2_gpu.yaml"
 _SIZES = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 4}

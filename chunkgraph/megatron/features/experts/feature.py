@@ -21,7 +21,7 @@ from chunkgraph.engine import Agree, Chunk, StepMode
 from chunkgraph.engine.decide.reasons import agree_alone
 from chunkgraph.errors import ConfigError, TokenDropError
 from chunkgraph.megatron.captured_part import CapturedPart
-from chunkgraph.megatron.core.collectives import agree_by_maximum
+from chunkgraph.megatron.core.agreement import agree_by_maximum
 from chunkgraph.megatron.feature import LimitedFeature, Work, chained
 from chunkgraph.megatron.features.experts.counts import DropReport
 from chunkgraph.megatron.features.experts.counts import TokenDrops as DroppedTokens

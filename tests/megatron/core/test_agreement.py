@@ -40,15 +40,20 @@ PROBE = """
 import os, sys, time
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from chunkgraph.errors import WorkerError
-from chunkgraph.megatron.core.store_agreement import StoreGather, StoreMaximum, StoreShare
+from chunkgraph.megatron.core import agreement
+from chunkgraph.megatron.core.agreement import StoreMaximum, exchange_between
 
 dist.init_process_group("gloo", timeout=timedelta(seconds=3))
 rank, size = dist.get_rank(), dist.get_world_size()
-maximum, gather, share = StoreMaximum(size), StoreGather([0, 1, 2]), StoreShare([0, 1, 2])
-another = StoreMaximum(size)
+maximum, another = StoreMaximum(range(size)), StoreMaximum(range(size))
+agreement.uses_gloo = lambda: False
+of_store = exchange_between(dist.group.WORLD)
+agreement.uses_gloo = lambda: True
+of_gloo = exchange_between(dist.group.WORLD)
 for step in range(20):
     ahead = maximum.start([rank * step, -rank, step])
     if rank == step % size:
@@ -56,10 +61,12 @@ for step in range(20):
     assert another([step, -step]) == [step, -step]
     assert maximum([rank]) == [size - 1]  # asks before the other answer arrives
     assert ahead() == ahead() == [step * (size - 1), 0, step]
-    assert gather((rank, step)) == [(r, step) for r in range(size)]
-    assert share({"of": rank, "step": step}) == {"of": 0, "step": step}
+    for exchange in (of_store, of_gloo):
+        assert exchange.gather((rank, "a" * rank)) == [(r, "a" * r) for r in range(size)]
+        shared = exchange.share({"of": rank, "row": torch.full((rank + 1,), step)})
+        assert shared["of"] == 0 and shared["row"].tolist() == [step]
 dist.barrier()
-assert maximum._store.num_keys() < 30  # of 20 steps, and torch's own
+assert maximum._posts._store.num_keys() < 30  # of 20 steps, and torch's own
 dist.barrier()
 if rank == 2:
     os._exit(0)
@@ -85,7 +92,7 @@ def test_agreement_through_the_store_and_the_end_of_a_rank(
 WITHOUT_GLOO = """
 import torch.distributed as dist, megatron.core.parallel_state as state
 
-from chunkgraph.megatron.core import collectives
+from chunkgraph.megatron.core import agreement
 
 dist.init_process_group("gloo")
 backends = []
@@ -100,17 +107,18 @@ for create, kinds in ((True, {"gloo"}), (False, set())):
     state.initialize_model_parallel(
         tensor_model_parallel_size=2, create_gloo_process_groups=create
     )
-    assert collectives.uses_gloo() == create
+    assert agreement.uses_gloo() == create
     backends.clear()
-    maximum, share = collectives.agree_by_maximum(), collectives.share_in_tensor_group()
+    maximum = agreement.agree_by_maximum()
+    tensor_ranks = agreement.exchange_between(state.get_tensor_model_parallel_group())
     assert maximum([dist.get_rank()]) == [1]
-    assert share(f"of rank {dist.get_rank()}") == "of rank 0"
+    assert tensor_ranks.share(f"of rank {dist.get_rank()}") == "of rank 0"
     state.destroy_model_parallel()
     state.initialize_model_parallel(create_gloo_process_groups=create)
-    gather = collectives.gather_from_data_ranks()
-    assert gather(dist.get_rank()) == [0, 1]
+    data_ranks = agreement.exchange_between(state.get_data_parallel_group(True))
+    assert data_ranks.gather(dist.get_rank()) == [0, 1]
     assert "gloo" in backends if create else backends.count("gloo") == 0
-    for one in (maximum, share, gather):
+    for one in (maximum, tensor_ranks, data_ranks):
         one.close()
     state.destroy_model_parallel()
 dist.barrier()

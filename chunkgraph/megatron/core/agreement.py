@@ -1,0 +1,223 @@
+"""Let ranks agree on the host: over gloo, or through the job's store where gloo is turned off.
+
+Jobs with ``--disable-gloo-process-groups`` use the rendezvous store. Each agreement costs a rank
+three or four requests to it, whatever the number of ranks; rank 0 (or torchrun) serves them. It is
+an error if a rank does not answer within the job's timeout.
+
+Values travel in torch's format for tensors and plain Python values, whose reader runs no code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import struct
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from chunkgraph.engine.decide.maximum import Maximum
+from chunkgraph.errors import WorkerError
+from chunkgraph.megatron.core.access import import_megatron
+
+__all__ = ["Exchange", "StoreMaximum", "agree_by_maximum", "exchange_between", "uses_gloo"]
+
+_HEADER = struct.Struct(">II")  # of a posted value: the rank's place and the number of bytes
+_uses: Counter[str] = Counter()
+
+
+def uses_gloo() -> bool:
+    """Return whether Megatron may use gloo: ``--disable-gloo-process-groups`` is not set."""
+    state = import_megatron("megatron.core.parallel_state")
+    if not state.model_parallel_is_initialized():
+        return True
+    try:
+        return state.get_data_parallel_group_gloo() is not None
+    except AssertionError:
+        return False
+
+
+def agree_by_maximum() -> Maximum | None:
+    """Return an element-wise maximum over all ranks; None for a single process.
+
+    Creates a gloo group, so every rank must call this in the same order relative to its other
+    process groups.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    if uses_gloo():
+        return Maximum(dist.new_group(backend="gloo"))
+    return StoreMaximum(range(dist.get_world_size()))
+
+
+def exchange_between(group: Any) -> Exchange | None:
+    """Return the exchange of the ranks of a process group; None for a group of one rank.
+
+    Creates a gloo group, so all of these ranks must call this.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    if len(ranks) == 1:
+        return None
+    if uses_gloo():
+        own = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        return Exchange(functools.partial(_gathered_by_gloo, own), own)
+    posts = _Posts("exchange", ranks)
+    return Exchange(lambda data: _parts(posts.post(data, _unchanged)()))
+
+
+class Exchange:
+    """Exchange values between some ranks. All of them must call the same methods in one order.
+
+    A value consists of tensors, plain Python values, and lists, tuples and dicts of these.
+
+    Args:
+        gather: Returns the bytes of all ranks, in the order of the ranks, from this rank's.
+        group: A process group that this object owns, if any.
+    """
+
+    def __init__(self, gather: Callable[[bytes], list[bytes]], group: Any = None) -> None:
+        self._gather, self._group = gather, group
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, in the order of the ranks."""
+        return [*map(_decoded, self._gather(_encoded(value)))]
+
+    def share(self, value: Any) -> Any:
+        """Return the first rank's value; the arguments of the others are ignored."""
+        return _decoded(self._gather(_encoded(value))[0])
+
+    def close(self) -> None:
+        """Destroy the process group."""
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+
+
+class StoreMaximum(Maximum):
+    """Compute an element-wise maximum through the store; implements `EarlyAgree`.
+
+    Args:
+        ranks: All ranks of the job.
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        super().__init__(None)
+        self._posts = _Posts("maximum", ranks)
+
+    def start(self, values: Sequence[int]) -> Callable[[], list[int]]:
+        """Post the values; return a function that waits for the maximum."""
+        wait = self._posts.post(" ".join(map(str, values)).encode(), _largest)
+        return lambda: [int(value) for value in wait().split()]
+
+
+class _Posts:
+    """Values that ranks post to the store; the last rank to post writes the result.
+
+    The n-th object with one purpose and these ranks uses the same keys on all of them.
+
+    Args:
+        purpose: The use of the keys.
+        ranks: Global ranks, including this one.
+    """
+
+    def __init__(self, purpose: str, ranks: Sequence[int]) -> None:
+        store: Any = distributed_c10d._get_default_store()
+        if hasattr(store, "clone"):
+            store = store.clone()  # a clone that waits does not block other users of the store
+        name = f"{purpose}/{'-'.join(map(str, ranks))}"
+        self._store: Any = distributed_c10d.PrefixStore(f"chunkgraph/{name}/{_uses[name]}", store)
+        _uses[name] += 1
+        self._num_ranks, self._place = len(ranks), [*ranks].index(dist.get_rank())
+        self._num_rounds = 0
+        self._wait: Callable[[], bytes] = bytes
+
+    def post(self, data: bytes, combine: Callable[[bytes], bytes]) -> Callable[[], bytes]:
+        """Post ``data``; return a function that waits for the result.
+
+        Args:
+            data: This rank's value.
+            combine: Computes the result from the posted values, each after a header.
+        """
+        self._wait()  # when all ranks have posted again, all have read the last result
+        self._wait = wait = self._posted(data, combine)
+        return wait
+
+    def _posted(self, data: bytes, combine: Callable[[bytes], bytes]) -> Callable[[], bytes]:
+        store, number = self._store, self._num_rounds
+        self._num_rounds += 1
+        posted, count, result = (f"{number}/{name}" for name in ("posted", "count", "result"))
+        with _explained():
+            store.append(posted, _HEADER.pack(self._place, len(data)) + data)
+            if store.add(count, 1) == self._num_ranks:
+                store.set(result, combine(store.get(posted)))
+                for key in (posted, count, f"{number - 1}/result"):
+                    store.delete_key(key)
+
+        @functools.cache
+        @_explained()
+        def wait() -> bytes:
+            return bytes(store.get(result))
+
+        return wait
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Turn an error of the store into one that explains it.
+
+    Raises:
+        WorkerError: A key was not set within the job's timeout, or the store has ended.
+    """
+    try:
+        yield
+    except dist.DistError as error:
+        raise WorkerError(
+            f"Rank {dist.get_rank()} stopped because another rank ended or did not answer in time "
+            f"({str(error).splitlines()[0]})."
+        ) from error
+
+
+def _unchanged(posted: bytes) -> bytes:
+    return posted
+
+
+def _largest(posted: bytes) -> bytes:
+    rows = [map(int, data.split()) for data in _parts(posted)]
+    return " ".join(str(max(column)) for column in zip(*rows, strict=True)).encode()
+
+
+def _parts(posted: bytes) -> list[bytes]:
+    """Return posted values in the order of the ranks."""
+    parts: dict[int, bytes] = {}
+    begin = 0
+    while begin < len(posted):
+        place, size = _HEADER.unpack_from(posted, begin)
+        begin += _HEADER.size + size
+        parts[place] = posted[begin - size : begin]
+    return [parts[place] for place in sorted(parts)]
+
+
+def _gathered_by_gloo(group: Any, data: bytes) -> list[bytes]:
+    cpu = torch.device("cpu")
+    sizes = [torch.zeros(1, dtype=torch.int64, device=cpu) for _ in range(group.size())]
+    dist.all_gather(sizes, torch.tensor([len(data)], device=cpu), group=group)
+    most = max(int(size) for size in sizes)
+    mine = torch.frombuffer(bytearray(data.ljust(most, b"\0")), dtype=torch.uint8)
+    whole = [torch.empty(most, dtype=torch.uint8, device=cpu) for _ in sizes]
+    dist.all_gather(whole, mine, group=group)
+    pairs = zip(whole, sizes, strict=True)
+    return [tensor[: int(size)].numpy().tobytes() for tensor, size in pairs]
+
+
+def _encoded(value: Any) -> bytes:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def _decoded(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
