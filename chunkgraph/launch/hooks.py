@@ -163,7 +163,7 @@ class ChunkGraphsInPretrain:
             self._metrics = StepMetrics(graphs)
             self._has_reported_failure = False
             _print_on_rank_0(start_line(graphs, flags))
-            if graphs.site.packing is not None:
+            if graphs.site.facts().packed:
                 self._steps = _packed_steps(args, graphs, chunks, contexts)
                 undo.callback(self._steps.close)
             yield

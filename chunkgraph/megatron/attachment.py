@@ -127,16 +127,15 @@ def attach(
         chunks=[model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks),
         requested_scope=scope,
         options=options if options is not None else CaptureOptions(),
-        token_drops=token_drops,
-        stash=stash if stash is not None and stash.enabled else None,
         zero_copy=engine.pop("zero_copy", True),
         requested_slots=engine.pop("num_slots", None),
         requested_schedule=schedule,
     )
     if packing is not None and not isinstance(packing, PackedBanks):
         packing = PackedBanks.of_model(packing, site.config)
-    site.packing = packing
-    facts = site.facts(fact for kind in kinds for fact in kind.facts(site).items())
+    site.feature_options = {"packing": packing, "token_drops": token_drops, "stash": stash}
+    site.feature_facts = {name: fact for kind in kinds for name, fact in kind.facts(site).items()}
+    facts = site.facts()
     refuse_model([text for kind in kinds for text in refusals(kind.rules, facts)])
     with ExitStack() as failure:
         undo = failure.enter_context(ExitStack())

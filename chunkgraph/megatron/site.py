@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,12 +25,6 @@ from chunkgraph.megatron.scope_choice import ChosenScope, choose_scope
 from chunkgraph.megatron.topology import PipelinePlace
 from chunkgraph.settings.rule import Facts
 
-if TYPE_CHECKING:
-    from chunkgraph.megatron.features.experts.feature import TokenDrops
-    from chunkgraph.megatron.features.packing.banks import PackedBanks
-    from chunkgraph.packing import PackedShape
-    from chunkgraph.settings import StashConfig
-
 __all__ = ["Site", "config_of", "new_agreement"]
 
 
@@ -41,6 +35,8 @@ class Site:
     Attributes:
         chunks: The model chunks with their wrappers.
         requested_scope: See `attach`, like the following options.
+        feature_options: Options of `attach` that one feature reads, by name.
+        feature_facts: Facts that features know of the model, by name; see `Feature.facts`.
         requested_slots: Requested number of slots of each chunk; None for the default.
         parts: The captured part of each chunk; set by `find_parts`, like the following ones.
         scope: The captured scope, the same on all ranks.
@@ -55,9 +51,8 @@ class Site:
     chunks: Sequence[nn.Module]
     requested_scope: Scope = "auto"
     options: CaptureOptions = field(default_factory=CaptureOptions)
-    packing: PackedBanks | None = None
-    token_drops: TokenDrops = "warn"
-    stash: StashConfig | None = None
+    feature_options: dict[str, Any] = field(default_factory=dict)
+    feature_facts: dict[str, object] = field(default_factory=dict)
     zero_copy: bool = True
     requested_slots: Sequence[int] | None = None
     requested_schedule: str = "auto"
@@ -86,41 +81,23 @@ class Site:
         return [module for chunk in self.chunks for module in chunk.modules()]
 
     @property
-    def largest_shape(self) -> PackedShape | None:
-        """Return the largest packed shape; None without packed sequences."""
-        return None if self.packing is None else self.packing.largest_shape
-
-    @property
-    def has_padding(self) -> bool:
-        """Return whether microbatches may contain rows without a token."""
-        return self.packing is None or not self.packing.fills_rows
-
-    @property
     def shares_experts(self) -> bool:
         """Return whether several ranks share the experts of a layer."""
         return (getattr(self.config, "expert_model_parallel_size", 1) or 1) > 1
 
-    def facts(self, others: Iterable[tuple[str, object]] = ()) -> Facts:
-        """Return the facts of the model that rules check.
-
-        Args:
-            others: further facts, by name.
-        """
+    def facts(self) -> Facts:
+        """Return the facts of the model that rules check."""
         own = {
             "is_attached": True,
             "num_model_chunks": len(self.chunks),
             "num_warmup_steps": self.options.num_warmup_steps,
             "on_gpu": self.device.type == "cuda",
-            "packed": self.largest_shape is not None,
-            "pads_rows": self.packing is not None and self.has_padding,
             "schedule": self.requested_schedule,
             "scope": self.requested_scope,
             "splits_backward": self.schedule is not None and self.schedule.splits_backward,
-            "stash": self.stash is not None,
-            "token_drops": self.token_drops,
             "verify": self.options.verify,
         }
-        return facts_of_model(self.config, {**own, **dict(others)})
+        return facts_of_model(self.config, {**own, **self.feature_facts})
 
     def find_parts(self, undo: ExitStack) -> None:
         """Agree on schedule and scope with all ranks, find the captured parts, and count slots.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
@@ -96,9 +96,15 @@ class ExpertStash(LimitedFeature):
         return self._saving.scope(rows, parameters, name)
 
     @classmethod
+    def facts(cls, site: Site) -> Mapping[str, object]:
+        """Return whether there is a stash."""
+        config = site.feature_options.get("stash")
+        return {"stash": config is not None and config.enabled}
+
+    @classmethod
     def of(cls, site: Site, undo: ExitStack) -> Self | None:
         """Apply if `attach` has a stash, also on ranks without experts."""
-        if site.stash is None:
+        if not site.facts().stash:
             return None
         # All chunks share the pages, even if they do not share slots. Slots that the user requests
         # may all be in use.
@@ -106,7 +112,7 @@ class ExpertStash(LimitedFeature):
         stash = cls(
             site.chunks,
             site.num_slots,
-            site.stash,
+            site.feature_options["stash"],
             site.device,
             most_in_flight=most,
             are_shared=site.options.shared_slots,

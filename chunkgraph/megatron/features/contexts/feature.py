@@ -54,7 +54,7 @@ class Contexts(Feature):
     @classmethod
     def facts(cls, site: Site) -> Mapping[str, object]:
         """Return the sizes, and whether a pipeline or experts would get several lengths."""
-        banks = site.packing
+        banks = site.feature_options["packing"]
         if banks is None or banks.limits is None:
             return {}
         has_lengths = len({bank.num_tokens for bank in banks.keys}) > 1
@@ -71,7 +71,7 @@ class Contexts(Feature):
         Raises:
             ConfigError: see `refuse_without_groups`.
         """
-        banks, config, place = site.packing, site.config, site.place
+        banks, config, place = site.feature_options["packing"], site.config, site.place
         if banks is None or banks.groups is None:
             return
         refuse_without_groups(site.chunks, banks.groups)
@@ -88,7 +88,8 @@ class Contexts(Feature):
     @classmethod
     def of(cls, site: Site, _undo: ExitStack) -> Self | None:
         """Return the feature if the banks have context-parallel groups, else None."""
-        groups = None if site.packing is None else site.packing.groups
+        banks = site.feature_options["packing"]
+        groups = None if banks is None else banks.groups
         return None if groups is None else cls(site, groups)
 
     def bind(self, graphs: MegatronChunkGraphs) -> None:

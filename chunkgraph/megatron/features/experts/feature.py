@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
@@ -137,6 +137,11 @@ class Experts(LimitedFeature):
             raise
 
     @classmethod
+    def facts(cls, site: Site) -> Mapping[str, object]:
+        """Return the reaction to dropped tokens."""
+        return {"token_drops": site.feature_options["token_drops"]}
+
+    @classmethod
     def prepare(cls, site: Site, _undo: contextlib.ExitStack) -> None:
         """Refuse a missing HybridEP, and log settings that have no effect.
 
@@ -144,9 +149,10 @@ class Experts(LimitedFeature):
             ConfigError: The choice for dropped tokens is unknown, or HybridEP cannot be captured.
             MissingDependencyError: HybridEP is not installed.
         """
-        if site.token_drops not in get_args(TokenDrops):
+        token_drops = site.feature_options["token_drops"]
+        if token_drops not in get_args(TokenDrops):
             choices = ", ".join(map(repr, get_args(TokenDrops)))
-            raise ConfigError(f"token_drops is {site.token_drops!r}; it must be one of {choices}.")
+            raise ConfigError(f"token_drops is {token_drops!r}; it must be one of {choices}.")
         refuse_without_hybrid_ep(site.facts())
         for idle in refusals(IDLE_RULES, site.facts()) if site.place.rank == 0 else ():
             _log.warning("%s.", idle)
@@ -159,10 +165,10 @@ class Experts(LimitedFeature):
         experts = cls(
             site.chunks,
             site.parts,
-            site.token_drops,
+            site.feature_options["token_drops"],
             site.config,
-            keeps_padding=site.largest_shape is not None and site.has_padding,
-            marks_padding=site.stash is not None,
+            keeps_padding=bool(site.facts().pads_rows),
+            marks_padding=bool(site.facts().stash),
         )
         undo.callback(experts.detach)
         return experts

@@ -65,7 +65,8 @@ class Hybrid(Feature):
         modules = [module for part in site.parts for module in part.modules]
         if not mamba_mixers_of(modules):
             return None
-        if site.has_padding:
+        facts = site.facts()
+        if facts.pads_rows or not facts.packed:
             undo.callback(clear_mamba_padding(modules))
         return cls()
 

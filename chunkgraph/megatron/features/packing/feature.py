@@ -18,7 +18,9 @@ from chunkgraph.megatron.features.packing.steps import StepPlans
 from chunkgraph.megatron.site import Site, new_agreement
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Hashable, Mapping, Sequence
+
+    from chunkgraph.megatron.features.packing.banks import PackedBanks
 
 __all__ = ["Packing"]
 
@@ -36,8 +38,7 @@ class Packing(OffsetCutter):
     planner: StepPlans
 
     def __init__(self, site: Site) -> None:
-        banks = site.packing
-        assert banks is not None
+        banks: PackedBanks = site.feature_options["packing"]
         super().__init__(banks, len(site.parts))
         has_experts = bool(getattr(site.config, "num_moe_experts", None))
         self.planner = StepPlans(
@@ -50,9 +51,18 @@ class Packing(OffsetCutter):
         )
 
     @classmethod
+    def facts(cls, site: Site) -> Mapping[str, object]:
+        """Return whether sequences are packed, and whether rows may hold no token."""
+        banks = site.feature_options["packing"]
+        return {
+            "packed": banks is not None,
+            "pads_rows": banks is not None and not banks.fills_rows,
+        }
+
+    @classmethod
     def prepare(cls, site: Site, _undo: ExitStack) -> None:
         """Refuse shapes that the model's ranks or layers do not support."""
-        banks = site.packing
+        banks = site.feature_options["packing"]
         if banks is None:
             return
         shape = banks.largest_shape
@@ -64,7 +74,7 @@ class Packing(OffsetCutter):
     @classmethod
     def of(cls, site: Site, undo: ExitStack) -> Self | None:
         """Return the feature for attachments with packed shapes, which ranks compare."""
-        if site.packing is None:
+        if site.feature_options["packing"] is None:
             return None
         packing = cls(site)
         if packing.planner.has_lengths:
