@@ -383,7 +383,9 @@ def skew_routers(chunks: Sequence[torch.nn.Module], skew: float) -> None:
     """
     routers = [m for chunk in chunks for m in chunk.modules() if hasattr(m, "expert_bias")]
     if not routers or any(router.expert_bias is None for router in routers):
-        raise ConfigError("--router-skew needs moe.moe_router_enable_expert_bias=true.")
+        raise ConfigError(
+            "--router-skew needs moe_router_enable_expert_bias in model.transformer_config."
+        )
     for router in routers:
         num_experts = len(router.expert_bias)
         first = router.layer_number % 2 * (num_experts // 2)

@@ -63,7 +63,8 @@ def results_of(config: Config, last_step: dict[str, Any], **changes: Any) -> Run
 
 
 def stub(behaviour: str) -> Any:
-    def train_stub(config: Config, *, is_first: bool) -> RunResults:
+    def train_stub(config: Config, *, is_first: bool, debug: bool) -> RunResults:
+        del debug
         progress = TrainProgress(config, is_shown=is_first)
         if behaviour.startswith("{"):
             changes = {"last_step": {}, **json.loads(behaviour)}
