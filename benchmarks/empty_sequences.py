@@ -171,7 +171,7 @@ def _config(args: argparse.Namespace) -> Config:
                 "ffn_hidden_size": args.hidden_size * 11 // 4,
                 "num_attention_heads": args.heads,
                 "seq_length": args.tokens,
-                "normalization": "RMSNorm" if on_gpu else "LayerNorm",
+                "transformer_config": {"normalization": "RMSNorm" if on_gpu else "LayerNorm"},
                 "swiglu": True,
                 "params_dtype": "bfloat16" if on_gpu else "float32",
                 "layer_spec": args.layer_spec,

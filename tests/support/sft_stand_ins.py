@@ -97,15 +97,15 @@ def main(script: str) -> None:
 
 def choose_sizes_at_random() -> None:
     """Let groups of all sizes have microbatches, also where a smaller size would do."""
-    from chunkgraph.launch import documents
+    from chunkgraph.launch import packed_steps
     from chunkgraph.packing import RandomSizes
 
-    schedule = documents.schedule_contexts
+    schedule = packed_steps.schedule_contexts
 
     def at_random(lengths: Any, limits: Any, _: Any) -> Any:
         return schedule(lengths, limits, RandomSizes(str(lengths), limits.max_packed_seqs - 1))
 
-    documents.schedule_contexts = at_random
+    packed_steps.schedule_contexts = at_random
 
 
 def write_words(path: str) -> None:
