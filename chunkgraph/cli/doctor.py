@@ -8,7 +8,6 @@ import importlib.util
 import json
 import re
 import sys
-from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -35,10 +34,8 @@ _NEEDS = {
     "train on GPUs": ("torch", "GPUs", "capture", "megatron-core", "Transformer Engine"),
     "launch Megatron's scripts": ("torch", "capture", "megatron-core", "megatron.training"),
     "run torch's pipelines": ("torch", "capture"),
-    "train experts": ("torch", "capture", "megatron-core"),
 }
 """Findings that each use of a machine needs."""
-_WITHOUT_CAPACITY = {"grouped GEMM"}
 _STYLES = {"ok": "green", "absent": "yellow", "wrong": "bold red"}
 
 
@@ -59,9 +56,14 @@ def run(args: argparse.Namespace) -> int:
     check_output("doctor: --json", args.json)
     with Console(stderr=True).status("checking this machine"):
         findings = [look() for look in (*_LOOKS, *(_LOOKS_WITH_TORCH if _version("torch") else ()))]
-    uses = list(_verdicts(findings))
+    working = {finding.name for finding in findings if finding.state == "ok"}
+    missing = {
+        use: [name for name in needs if name not in working] for use, needs in _NEEDS.items()
+    }
+    reasons = {use: f"needs {', '.join(n)} (see above)" if n else "" for use, n in missing.items()}
     if args.json is not None:
-        items = [*map(asdict, findings), *map(asdict, uses)]
+        uses = [{"name": u, "is_ready": not why, "reason": why} for u, why in reasons.items()]
+        items = [*map(asdict, findings), *uses]
         content = json.dumps(items, indent=1)
         write_output("doctor: --json", args.json, f"{content}\n")
     if not prints_json(args):
@@ -72,9 +74,9 @@ def run(args: argparse.Namespace) -> int:
             table.add_row(finding.name, Text(finding.state, _STYLES[finding.state]), Text(text))
         table.add_row()
         table.add_row(Text("This machine can be used to", "bold"))
-        for use in uses:
-            state = Text("yes", "bold green") if use.is_ready else Text("no", "bold red")
-            table.add_row(use.name, state, Text(use.reason))
+        for use, reason in reasons.items():
+            state = Text("no", "bold red") if reason else Text("yes", "bold green")
+            table.add_row(use, state, Text(reason))
         Console(highlight=False).print(table)
     return int(any(finding.state == "wrong" for finding in findings))
 
@@ -179,31 +181,6 @@ def _transformer_engine() -> Finding:
 def _triton() -> Finding:
     advice = "on GPUs, gradients are then added to main_grad by a slower kernel of torch"
     return _optional("triton", _version("triton"), advice)
-
-
-@dataclass(frozen=True)
-class _Verdict:
-    """Whether a machine is ready for one use.
-
-    Attributes:
-        name: Name of the use.
-        is_ready: Whether everything it needs is there.
-        reason: Reason why the machine is not ready, or limit of the use; empty if there is none.
-    """
-
-    name: str
-    is_ready: bool
-    reason: str = ""
-
-
-def _verdicts(findings: Sequence[Finding]) -> Iterator[_Verdict]:
-    working = {finding.name for finding in findings if finding.state == "ok"}
-    for use, needs in _NEEDS.items():
-        missing = ", ".join(name for name in needs if name not in working)
-        reason = f"needs {missing} (see above)" if missing else ""
-        if use == "train experts" and not missing and not working & _WITHOUT_CAPACITY:
-            reason = "with moe_expert_capacity_factor alone"
-        yield _Verdict(use, not missing, reason)
 
 
 def _optional(name: str, version: str | None, advice: str) -> Finding:

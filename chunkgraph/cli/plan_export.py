@@ -16,7 +16,6 @@ from chunkgraph.schedules import (
     PipelineShape,
     Schedule,
     Simulation,
-    draw_svg,
     simulate,
     text_panels,
 )
@@ -71,29 +70,26 @@ class Grid:
     Attributes:
         simulation: The timeline.
         slots: Slot of every (stage, microbatch).
-        ranks: Ranks to draw.
     """
 
     simulation: Simulation
     slots: Mapping[tuple[int, int], int]
-    ranks: Sequence[int]
 
     @classmethod
-    def of(cls, schedule: Schedule, ranks: Sequence[int], costs: CostModel | None = None) -> Grid:
+    def of(cls, schedule: Schedule, costs: CostModel | None = None) -> Grid:
         """Simulate a schedule; without costs, in forwards of a chunk."""
-        return cls(simulation=simulate(schedule, costs), slots=assign_slots(schedule), ranks=ranks)
+        return cls(simulation=simulate(schedule, costs), slots=assign_slots(schedule))
 
-    def as_svg(self) -> str:
-        """Draw the whole picture."""
-        return draw_svg(self.simulation, slots=self.slots, ranks=self.ranks)
+    @property
+    def ranks(self) -> range:
+        """Return the ranks, each a row of the picture."""
+        return range(self.simulation.schedule.num_ranks)
 
     def print(self, console: Console) -> None:
         """Print the whole step, or its beginning."""
         from rich.text import Text
 
-        panels = text_panels(
-            self.simulation, slots=self.slots, width=console.width, ranks=self.ranks
-        )
+        panels = text_panels(self.simulation, slots=self.slots, width=console.width)
         digits = len(str(max(self.ranks)))
         for panel in panels[:_MAX_PANELS]:
             console.print(f"time {panel.start_ms:g} to {panel.end_ms:g}", style="dim")
