@@ -13,7 +13,6 @@ from chunkgraph._text import did_you_mean, shorten, shown
 __all__ = ["Parser", "add_config", "add_json", "prints_json", "whole_number"]
 
 _MAX_INT = 2**63 - 1
-_MAX_MESSAGE = 1000
 _LONG_WORD = re.compile(r"\S{201,}")
 _CHOICE = re.compile(r"invalid choice: '(.*)' \(choose from (.*)\)")
 _UNKNOWN = re.compile(r"unrecognized arguments: (-[^\s=]+)")
@@ -30,7 +29,6 @@ class Parser(argparse.ArgumentParser):
         elif match := _UNKNOWN.search(message):
             hint = did_you_mean(match[1], self._option_string_actions)
         message = _LONG_WORD.sub(lambda match: shorten(match[0]), message)
-        message = message if len(message) <= _MAX_MESSAGE else f"{message[:_MAX_MESSAGE]}..."
         super().error(f"{message}.{hint}" if hint else message)
 
 

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Finding", "add_parser", "run"]
 
-State = Literal["ok", "absent", "wrong"]
-
 _VERSION_PARTS = ("MAJOR", "MINOR", "PATCH")
 _CUDNN_PARTIAL = 91500
 _NEEDS = {
@@ -94,7 +92,7 @@ class Finding:
     """
 
     name: str
-    state: State
+    state: Literal["ok", "absent", "wrong"]
     found: str
     advice: str = ""
 

@@ -61,8 +61,6 @@ _HOPELESS = 0.95
 # Shorter lengths are worth their graphs if they save this share of all rows.
 _WORTH = 0.01
 _LENGTH_BUCKETS = (0.25, 0.5)
-_PICTURES = (".png", ".svg", ".pdf")
-_NUM_POINTS = 160
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -340,7 +338,7 @@ def _setting(name: str, values: Sequence[float]) -> str:
 def _check_picture(path: Path) -> None:
     """Check before the work that a picture can be drawn and written."""
     check_output("--plot", path)
-    if path.suffix.lower() not in _PICTURES:
+    if path.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise ConfigError(f"--plot {shown(str(path))}: the name must end in .png, .svg or .pdf.")
     if importlib.util.find_spec("matplotlib") is None:
         raise MissingDependencyError(
@@ -361,7 +359,7 @@ def _drawn(
     axes = figure.subplots()
     per_step, best = args.global_batch_size, result.best
     largest = max(4, *(outcome.shape.max_packed_seqs for outcome in result.outcomes))
-    points = np.unique(np.geomspace(2, largest, _NUM_POINTS).astype(int)).tolist()
+    points = np.unique(np.geomspace(2, largest, num=160).astype(int)).tolist()
     shapes = {outcome.shape.max_packed_tokens: outcome.shape for outcome in result.outcomes}
     for tokens, shape in sorted(shapes.items()):
         misfits = [int((~fits(sizes, replace(shape, max_packed_seqs=n))).sum()) for n in points]

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from chunkgraph._text import format_bytes
-from chunkgraph.cli.plan_export import MAX_EXPORTED, Grid, too_large
+from chunkgraph.cli.plan_export import Grid
 from chunkgraph.cli.plan_memory import fit_lines, kept_line
 from chunkgraph.cli.plan_request import Request
-from chunkgraph.errors import ConfigError, TopologyError
+from chunkgraph.errors import TopologyError
 from chunkgraph.schedules import get_family, list_schedules
 from chunkgraph.slots import MemoryEstimate, SlotPlan, estimate_memory
 
@@ -183,7 +183,6 @@ def compare(request: Request) -> tuple[list[Compared], list[str]]:
         The schedules, and the reasons why others cannot run.
 
     Raises:
-        ConfigError: A step is too large to simulate.
         TopologyError: Not even 1F1B can run.
     """
     requests = [
@@ -196,8 +195,6 @@ def compare(request: Request) -> tuple[list[Compared], list[str]]:
         for name in list_schedules()
     ]
     if request.file is not None:
-        if (problem := too_large(request.shape(), MAX_EXPORTED)) is not None:
-            raise ConfigError(f"plan: --compare: {problem}")
         requests.append(request)
     compared, refused = [], []
     for own in requests:

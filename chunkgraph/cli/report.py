@@ -186,15 +186,10 @@ def _notes(config: Config, results: RunResults) -> list[str]:
     lines += [f"captured again with more room: {name}" for name in results.recaptures]
     if config.capture.enabled and not results.capture_sessions:
         lines.append("nothing was captured: every step ran eagerly, for the reasons above")
-    return [*lines, *_memory(results), *_verified(config, results)]
-
-
-def _memory(results: RunResults) -> list[str]:
-    """Report the peak memory of each rank; empty on a CPU, where it is unknown."""
-    if not any(results.reserved_bytes):
-        return []
-    sizes = ", ".join(format_bytes(size) for size in results.reserved_bytes)
-    return [f"peak memory that torch reserved, by rank: {sizes}"]
+    if any(results.reserved_bytes):  # unknown on a CPU
+        sizes = ", ".join(map(format_bytes, results.reserved_bytes))
+        lines.append(f"peak memory that torch reserved, by rank: {sizes}")
+    return [*lines, *_verified(config, results)]
 
 
 def _verified(config: Config, results: RunResults) -> list[str]:
