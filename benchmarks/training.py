@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from chunkgraph.cli.train_setup import check_packages, resolve_device, worker_environment
+from chunkgraph.cli.train import check_packages, resolve_device, worker_environment
 from chunkgraph.errors import ChunkGraphError
 from chunkgraph.settings import Config, load_config, to_mapping
 

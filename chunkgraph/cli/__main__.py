@@ -15,7 +15,6 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from types import ModuleType
 
 from chunkgraph import __version__
 from chunkgraph._text import shown
@@ -51,7 +50,7 @@ def _run(argv: list[str]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # file names may not be valid text
     try:
-        code: int = _command(args.command).run(args)
+        code: int = import_module(f"chunkgraph.cli.{args.command}").run(args)
         _flush()
         return code
     except ChunkGraphError as error:
@@ -85,10 +84,6 @@ def _flush() -> None:
         sys.stdout.flush()
 
 
-def _command(name: str) -> ModuleType:
-    return import_module(f"chunkgraph.cli.{name}")
-
-
 def build_parser(names: Sequence[str] = _COMMANDS) -> argparse.ArgumentParser:
     """Return the command-line parser with the given commands."""
     parser: argparse.ArgumentParser = Parser(
@@ -99,7 +94,7 @@ def build_parser(names: Sequence[str] = _COMMANDS) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"chunkgraph {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name in names:
-        _command(name).add_parser(subparsers)
+        import_module(f"chunkgraph.cli.{name}").add_parser(subparsers)
     return parser
 
 

@@ -10,10 +10,9 @@ from typing import NoReturn
 from chunkgraph._outputs import is_stdout, output_file
 from chunkgraph._text import did_you_mean, shorten, shown
 
-__all__ = ["Parser", "add_json", "prints_json", "whole_number"]
+__all__ = ["Parser", "add_config", "add_json", "prints_json", "whole_number"]
 
 _MAX_INT = 2**63 - 1
-_MAX_MESSAGE = 1000
 _LONG_WORD = re.compile(r"\S{201,}")
 _CHOICE = re.compile(r"invalid choice: '(.*)' \(choose from (.*)\)")
 _UNKNOWN = re.compile(r"unrecognized arguments: (-[^\s=]+)")
@@ -30,8 +29,16 @@ class Parser(argparse.ArgumentParser):
         elif match := _UNKNOWN.search(message):
             hint = did_you_mean(match[1], self._option_string_actions)
         message = _LONG_WORD.sub(lambda match: shorten(match[0]), message)
-        message = message if len(message) <= _MAX_MESSAGE else f"{message[:_MAX_MESSAGE]}..."
         super().error(f"{message}.{hint}" if hint else message)
+
+
+def add_config(parser: argparse.ArgumentParser, *, is_required: bool = False) -> None:
+    """Add a configuration, and the settings that replace its own."""
+    nargs = None if is_required else "?"
+    what = "YAML file, such as those in configs/"
+    parser.add_argument("config", nargs=nargs, metavar="CONFIG", help=what)
+    what = "settings that replace the file's, such as train.lr=0.01"
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help=what)
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

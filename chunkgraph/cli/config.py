@@ -6,6 +6,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
+from chunkgraph.cli.arguments import add_config
 from chunkgraph.errors import ConfigError
 from chunkgraph.settings import load_config, resolved, to_yaml
 from chunkgraph.settings.table import json_schema, settings_page
@@ -24,15 +25,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         description="Print the resolved configuration as YAML. Without CONFIG, print a table of "
         "all settings in Markdown.",
     )
-    parser.add_argument(
-        "config", nargs="?", metavar="CONFIG", help="YAML file, such as those in configs/"
-    )
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="section.key=value",
-        help="settings that replace the file's, such as train.lr=0.01",
-    )
+    add_config(parser)
     parser.add_argument(
         "--schema", action="store_true", help="print the JSON schema of configuration files"
     )

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
+import importlib.util
 import json
-from collections.abc import Iterator, Sequence
+import re
+import sys
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -18,20 +22,18 @@ from chunkgraph.cli.arguments import add_json, prints_json
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-    from chunkgraph.cli.machine import Finding
+__all__ = ["Finding", "add_parser", "run"]
 
-__all__ = ["add_parser", "run"]
-
+_VERSION_PARTS = ("MAJOR", "MINOR", "PATCH")
+_CUDNN_PARTIAL = 91500
 _NEEDS = {
     "plan": (),
     "train on a CPU": ("torch", "capture", "megatron-core"),
     "train on GPUs": ("torch", "GPUs", "capture", "megatron-core", "Transformer Engine"),
     "launch Megatron's scripts": ("torch", "capture", "megatron-core", "megatron.training"),
     "run torch's pipelines": ("torch", "capture"),
-    "train experts": ("torch", "capture", "megatron-core"),
 }
 """Findings that each use of a machine needs."""
-_WITHOUT_CAPACITY = {"grouped GEMM"}
 _STYLES = {"ok": "green", "absent": "yellow", "wrong": "bold red"}
 
 
@@ -50,14 +52,16 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the subcommand and return the exit code."""
     check_output("doctor: --json", args.json)
-    console = Console(stderr=True)
-    with console.status("checking this machine") as status:
-        from chunkgraph.cli.machine import examine
-
-        findings = examine(lambda name: status.update(f"looking at {name}"))
-    uses = list(_verdicts(findings))
+    with Console(stderr=True).status("checking this machine"):
+        findings = [look() for look in (*_LOOKS, *(_LOOKS_WITH_TORCH if _version("torch") else ()))]
+    working = {finding.name for finding in findings if finding.state == "ok"}
+    missing = {
+        use: [name for name in needs if name not in working] for use, needs in _NEEDS.items()
+    }
+    reasons = {use: f"needs {', '.join(n)} (see above)" if n else "" for use, n in missing.items()}
     if args.json is not None:
-        items = [*map(asdict, findings), *map(asdict, uses)]
+        uses = [{"name": u, "is_ready": not why, "reason": why} for u, why in reasons.items()]
+        items = [*map(asdict, findings), *uses]
         content = json.dumps(items, indent=1)
         write_output("doctor: --json", args.json, f"{content}\n")
     if not prints_json(args):
@@ -66,37 +70,199 @@ def run(args: argparse.Namespace) -> int:
             text = f"{finding.found}; {finding.advice}" if finding.advice else finding.found
             # Text, not str: brackets in advice are not markup.
             table.add_row(finding.name, Text(finding.state, _STYLES[finding.state]), Text(text))
-        console = Console(highlight=False)
-        console.print(table)
-        console.print("\nThis machine can be used to", style="bold")
-        verdict = Table(box=None, pad_edge=False, show_header=False)
-        for use in uses:
-            state = Text("yes", "bold green") if use.is_ready else Text("no", "bold red")
-            verdict.add_row(use.name, state, Text(use.reason))
-        console.print(verdict)
+        table.add_row()
+        table.add_row(Text("This machine can be used to", "bold"))
+        for use, reason in reasons.items():
+            state = Text("no", "bold red") if reason else Text("yes", "bold green")
+            table.add_row(use, state, Text(reason))
+        Console(highlight=False).print(table)
     return int(any(finding.state == "wrong" for finding in findings))
 
 
 @dataclass(frozen=True)
-class _Verdict:
-    """Whether a machine is ready for one use.
+class Finding:
+    """One finding about this machine.
 
     Attributes:
-        name: Name of the use.
-        is_ready: Whether everything it needs is there.
-        reason: Reason why the machine is not ready, or limit of the use; empty if there is none.
+        name: Name of what was examined.
+        state: One of ``ok``, ``absent`` (optional and missing), and ``wrong`` (missing although
+            required, or present but unusable for chunk graphs).
+        found: The finding in words.
+        advice: An action to take, if any.
     """
 
     name: str
-    is_ready: bool
-    reason: str = ""
+    state: Literal["ok", "absent", "wrong"]
+    found: str
+    advice: str = ""
 
 
-def _verdicts(findings: Sequence[Finding]) -> Iterator[_Verdict]:
-    working = {finding.name for finding in findings if finding.state == "ok"}
-    for use, needs in _NEEDS.items():
-        missing = ", ".join(name for name in needs if name not in working)
-        reason = f"needs {missing} (see above)" if missing else ""
-        if use == "train experts" and not missing and not working & _WITHOUT_CAPACITY:
-            reason = "with moe_expert_capacity_factor alone"
-        yield _Verdict(use, not missing, reason)
+def _python() -> Finding:
+    version = sys.version.split()[0]
+    advice = ""
+    if sys.version_info < (3, 12):
+        advice = "Megatron's training program needs 3.12 from megatron-core 0.18 on"
+    return Finding("python", "ok", version, advice)
+
+
+def _torch() -> Finding:
+    version = _version("torch")
+    if version is None:
+        return Finding("torch", "wrong", "not installed", "pip install torch")
+    import torch
+
+    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "for CPUs only"
+    return Finding("torch", "ok", f"{torch.__version__}, {built}")
+
+
+def _gpus() -> Finding:
+    import torch
+
+    if not torch.cuda.is_available():
+        advice = "chunk graphs run on the CPU recorder, which tests them and makes nothing faster"
+        return Finding("GPUs", "absent", "none", advice)
+    devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    names = {f"{d.name} ({d.total_memory / 2**30:.0f} GiB)" for d in devices}
+    return Finding("GPUs", "ok", f"{len(devices)} x {', '.join(sorted(names))}")
+
+
+def _capture() -> Finding:
+    """Capture a small module, which compares a replay with an eager pass."""
+    import torch
+
+    from chunkgraph.engine import ChunkGraphs
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        module = torch.nn.Linear(8, 8, device=device)
+        graphs = ChunkGraphs([module], [1])
+        report = graphs.capture([(torch.zeros(2, 8, device=device, requires_grad=True),)])
+        graphs.release()
+    except Exception as error:  # noqa: BLE001 - any error is the finding
+        return Finding("capture", "wrong", f"{type(error).__name__}: {str(error).splitlines()[0]}")
+    how = "a CUDA graph" if device == "cuda" else "the CPU recorder"
+    advice = ""
+    if report.memsets_kept:
+        advice = f"graphs keep memset nodes, about 6 us each: {report.memsets_kept}"
+    return Finding("capture", "ok", f"a replay of {how} equals eager", advice)
+
+
+def _megatron() -> Finding:
+    version = _version("megatron-core") or _checkout_version()
+    if version is None:
+        advice = "pip install 'chunkgraph[megatron]', to train with Megatron-core"
+        return Finding("megatron-core", "absent", "not installed", advice)
+    from chunkgraph.megatron.core.releases import RANGE, is_known
+
+    major, minor = (int(part) for part in version.split(".")[:2])
+    if not is_known((major, minor)):
+        return Finding("megatron-core", "wrong", version, f"use {RANGE}")
+    return Finding("megatron-core", "ok", version)
+
+
+def _training() -> Finding:
+    name = "megatron.training"
+    if importlib.util.find_spec("megatron") is None:
+        return Finding(name, "absent", "not installed")
+    if importlib.util.find_spec(name) is None:
+        advice = "`chunkgraph launch` needs it: megatron-core 0.17+ or a checkout of Megatron-LM"
+        return Finding(name, "absent", "not in this megatron-core", advice)
+    return Finding(name, "ok", "there")
+
+
+def _transformer_engine() -> Finding:
+    advice = "pip install 'chunkgraph[te]'; Megatron's local layers are slow on GPUs"
+    version = _version("transformer-engine") or _version("transformer-engine-torch")
+    return _optional("Transformer Engine", version, advice)
+
+
+def _triton() -> Finding:
+    advice = "on GPUs, gradients are then added to main_grad by a slower kernel of torch"
+    return _optional("triton", _version("triton"), advice)
+
+
+def _optional(name: str, version: str | None, advice: str) -> Finding:
+    if version is None:
+        return Finding(name, "absent", "not installed", advice)
+    return Finding(name, "ok", version)
+
+
+def _cudnn() -> Finding:
+    import torch
+
+    number = torch.backends.cudnn.version()
+    if not number:
+        return Finding("cuDNN", "absent", "not found")
+    text = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+    if number <= _CUDNN_PARTIAL:
+        advice = (
+            "up to 9.15 Transformer Engine captures its attention only for sequences of a multiple "
+            "of 128 tokens (with context parallelism: 256 a rank)"
+        )
+        return Finding("cuDNN", "absent", text, advice)
+    return Finding("cuDNN", "ok", text)
+
+
+def _hybrid_ep() -> Finding:
+    from chunkgraph.megatron.features.experts.hybrid_ep import deep_ep_version, has_hybrid_ep
+
+    name = "HybridEP"
+    version = deep_ep_version()
+    if version is not None and has_hybrid_ep():
+        return Finding(name, "ok", version)
+    text = "not installed" if version is None else f"not in this build of deep_ep ({version})"
+    advice = "build DeepEP's branch hybrid-ep, or use all-to-all or all-gather"
+    return Finding(name, "absent", text, advice)
+
+
+def _cublaslt() -> Finding:
+    from chunkgraph.megatron.features.experts import device_gemms
+
+    name = "cuBLASLt"
+    number = device_gemms.cublaslt_version()
+    if number is None:
+        return Finding(name, "absent", "not found")
+    found = device_gemms.version_text(number)
+    if number < device_gemms.CUBLASLT_NEEDED:
+        needed = device_gemms.version_text(device_gemms.CUBLASLT_NEEDED)
+        advice = (
+            f"TE's grouped GEMM with counts on the device needs {needed} (also float16 and FP8)"
+        )
+        return Finding(name, "absent", found, advice)
+    return Finding(name, "ok", found)
+
+
+def _grouped_gemm() -> Finding:
+    import torch
+
+    from chunkgraph.megatron.features.experts.grouped_gemm import choose_gemm
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    name, (gemm, text) = "grouped GEMM", choose_gemm(device, torch.bfloat16)
+    if gemm is None:
+        return Finding(name, "absent", text, "without it, experts need moe_expert_capacity_factor")
+    return Finding(name, "ok", f"{text}, for experts that take all tokens (dropless)")
+
+
+def _checkout_version() -> str | None:
+    """Return the version of a Megatron-LM checkout on the path, which pip does not know."""
+    spec = importlib.util.find_spec("megatron")
+    for folder in spec.submodule_search_locations or () if spec is not None else ():
+        path = Path(folder, "core", "package_info.py")
+        if path.exists():
+            found = dict(
+                re.findall(r"^(\w+) = (\d+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+            )
+            return ".".join(found[part] for part in _VERSION_PARTS if part in found) or None
+    return None
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+_LOOKS = (_python, _torch, _megatron, _training, _transformer_engine, _triton)
+_LOOKS_WITH_TORCH = (_gpus, _capture, _grouped_gemm, _hybrid_ep, _cublaslt, _cudnn)

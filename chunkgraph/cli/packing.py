@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import io
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from chunkgraph._outputs import output_file, stream_next_to
+from chunkgraph._outputs import check_output, output_file, write_output
 from chunkgraph._text import shown
 from chunkgraph.cli.arguments import whole_number
-from chunkgraph.cli.packing_plot import check_picture, draw
-from chunkgraph.errors import ConfigError
+from chunkgraph.errors import ConfigError, MissingDependencyError
 from chunkgraph.packing import (
     DocumentLengths,
     MicrobatchSizes,
     PackedShape,
     Recommendation,
     ShapeOutcome,
+    fallback_share,
+    fits,
     pack_in_order,
     quantile,
     read_lengths,
@@ -138,7 +142,8 @@ def run(args: argparse.Namespace) -> int:
     # Check before reading a long file.
     if args.max_packed_tokens is not None:
         _capacity(args.max_packed_tokens, args)
-    check_picture(args.plot)
+    if args.plot is not None:
+        _check_picture(args.plot)
     with Console(stderr=True).status(f"reading {shown(str(args.file))}"):
         lengths = read_lengths(args.file)
         most = args.max_packed_tokens or _default_capacity(lengths, multiple)
@@ -150,10 +155,16 @@ def run(args: argparse.Namespace) -> int:
             target=target,
         )
     if args.plot is not None:
-        draw(sizes, result, args.plot, args.global_batch_size, target)
-    console = Console(file=stream_next_to(args.plot), highlight=False, markup=False)
+        write_output("--plot", args.plot, _drawn(sizes, result, args, target))
+    console = Console(highlight=False, markup=False)
     console.print(f"{args.file}", style="bold", soft_wrap=True)
-    _print_lengths(console, lengths, most)
+    what = "cut" if lengths.microbatch_ends is None else "never fit"
+    parts = {
+        "Documents": len(lengths.tokens),
+        "empty, left out": lengths.num_empty,
+        f"longer than {most} tokens, {what}": int((lengths.tokens > most).sum()),
+    }
+    console.print("; ".join(f"{name}: {number}" for name, number in parts.items() if number))
     console.print(
         f"Microbatches of up to {most} tokens: {len(sizes)}; in a step: {args.global_batch_size}"
     )
@@ -191,9 +202,8 @@ def _microbatches(lengths: DocumentLengths, capacity: PackedShape) -> Microbatch
 
 def _share(text: str) -> float:
     """Parse ``1%`` or ``0.01`` as a number below 1."""
-    number = text.rstrip().removesuffix("%")
     try:
-        value = float(number) / (100 if number != text.rstrip() else 1)
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
         value = -1.0
     if not 0 <= value < 1:
@@ -231,16 +241,6 @@ def _default_capacity(lengths: DocumentLengths, multiple: int) -> int:
     longest = max(_DEFAULT_CAPACITY, int(lengths.tokens.max()))
     power = 1 << (longest - 1).bit_length()
     return min(most, -(-power // multiple) * multiple)
-
-
-def _print_lengths(console: Console, lengths: DocumentLengths, most: int) -> None:
-    what = "cut" if lengths.microbatch_ends is None else "never fit"
-    parts = {
-        "Documents": len(lengths.tokens),
-        "empty, left out": lengths.num_empty,
-        f"longer than {most} tokens, {what}": int((lengths.tokens > most).sum()),
-    }
-    console.print("; ".join(f"{name}: {number}" for name, number in parts.items() if number))
 
 
 def _print_tables(
@@ -333,3 +333,48 @@ def _setting(name: str, values: Sequence[float]) -> str:
         return f"packing.{name.replace('-', '_')}={values[0]}"
     items = "" if values == [0] else ",".join(map(str, values))
     return f"packing.{name.removeprefix('packed-').replace('-', '_')}=[{items}]"
+
+
+def _check_picture(path: Path) -> None:
+    """Check before the work that a picture can be drawn and written."""
+    check_output("--plot", path)
+    if path.suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise ConfigError(f"--plot {shown(str(path))}: the name must end in .png, .svg or .pdf.")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise MissingDependencyError(
+            "matplotlib is not installed, but --plot needs it. Install it with: "
+            "pip install 'chunkgraph[plot]'"
+        )
+
+
+def _drawn(
+    sizes: MicrobatchSizes, result: Recommendation, args: argparse.Namespace, target: float
+) -> bytes:
+    """Draw eager steps against N, a curve for each T, and mark the recommended shape."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    per_step, best = args.global_batch_size, result.best
+    largest = max(4, *(outcome.shape.max_packed_seqs for outcome in result.outcomes))
+    points = np.unique(np.geomspace(2, largest, num=160).astype(int)).tolist()
+    shapes = {outcome.shape.max_packed_tokens: outcome.shape for outcome in result.outcomes}
+    for tokens, shape in sorted(shapes.items()):
+        misfits = [int((~fits(sizes, replace(shape, max_packed_seqs=n))).sum()) for n in points]
+        shares = [100 * fallback_share(n, len(sizes), per_step) for n in misfits]
+        axes.plot(points, shares, label=f"T = {tokens}")
+    if best is not None:
+        seqs, tokens = best.shape.max_packed_seqs, best.shape.max_packed_tokens
+        label = f"recommended: N = {seqs}, T = {tokens}"
+        axes.plot([seqs], [100 * best.fallback_share], "ko", label=label)
+    axes.axhline(100 * target, color="black", linestyle=":", label=f"target: {100 * target:.4g}%")
+    axes.set_xscale("log", base=2)
+    axes.set_title(f"{len(sizes)} microbatches, {per_step} in a step", fontsize=10)
+    axes.set_ylabel("steps that run eagerly, %")
+    axes.set_xlabel("sequences N of a microbatch, including the dummy")
+    axes.legend(fontsize=8, frameon=False)
+    content = io.BytesIO()
+    figure.savefig(content, dpi=150, format=args.plot.suffix.lower().removeprefix("."))
+    return content.getvalue()

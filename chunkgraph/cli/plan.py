@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from chunkgraph._outputs import check_output, is_stdout, output_file, stream_next_to, write_output
-from chunkgraph.cli.arguments import add_json, prints_json, whole_number
-from chunkgraph.cli.plan_compare import compare, comparison_steps
+from chunkgraph.cli.arguments import add_config, add_json, prints_json, whole_number
 from chunkgraph.cli.plan_export import (
     MAX_DRAWN,
     MAX_EXPORTED,
@@ -21,9 +19,16 @@ from chunkgraph.cli.plan_export import (
 )
 from chunkgraph.cli.plan_memory import add_gpu_memory
 from chunkgraph.cli.plan_request import EXAMPLE, Request, request_of
-from chunkgraph.cli.plan_tables import RankRow, as_json, exit_code, print_rows, rows_of
+from chunkgraph.cli.plan_tables import (
+    as_json,
+    compare,
+    exit_code,
+    print_comparison,
+    print_rows,
+    rows_of,
+)
 from chunkgraph.errors import ConfigError
-from chunkgraph.schedules import FILE_SUFFIX, list_schedules
+from chunkgraph.schedules import FILE_SUFFIX, CostModel, draw_svg, list_schedules
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -59,8 +64,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("config", nargs="?", metavar="CONFIG", help="YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="its changes")
+    add_config(parser)
     parser.add_argument("--pp", type=whole_number, metavar="P", help="pipeline-parallel size")
     parser.add_argument("--vpp", type=whole_number, metavar="V", help="chunks on each rank")
     parser.add_argument(
@@ -84,7 +88,6 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "--compare", action="store_true", help="compare all schedules, and recommend one"
     )
     add_gpu_memory(parser)
-    parser.add_argument("--rank", type=whole_number, metavar="R", help="show this rank only")
     add_json(parser)
     for option, what in {
         "--svg": "draw the step",
@@ -103,65 +106,86 @@ def run(args: argparse.Namespace) -> int:
         OutputError: Writing the picture failed.
     """
     request = request_of(args)
+    if (num_chunks := request.num_ranks * request.num_chunks) > _MAX_PLANNED_CHUNKS:
+        raise ConfigError(
+            f"plan: {request.num_ranks} ranks have {num_chunks} chunks, and at most "
+            f"{_MAX_PLANNED_CHUNKS} are planned at once. Plan fewer ranks or chunks"
+        )
     if args.compare:
         return _compare(args, request)
     shape = request.shape()
-    ranks = _ranks(request, args.rank)
-    pictures = _checked_pictures(args, request)
-    most = MAX_EXPORTED if args.html or args.trace else MAX_DRAWN
-    wants_grid = (pictures or not prints_json(args)) and too_large(shape, most) is None
-    grid = Grid.of(request.build(), ranks) if wants_grid else None
-    rows = rows_of(request, ranks, grid)
-    if grid is not None:
-        _write_pictures(args, request, grid, rows)
+    pictures = {"--svg": args.svg, "--html": args.html, "--trace": args.trace}
+    pictures = {option: path for option, path in pictures.items() if path is not None}
+    _check_outputs({**pictures, "--json": args.json})
+    for option in pictures:
+        problem = too_large(shape, MAX_DRAWN if option == "--svg" else MAX_EXPORTED)
+        if problem is not None:
+            raise ConfigError(f"plan: {option}: {problem}")
+    no_grid = too_large(shape)
+    is_printed = not prints_json(args)
+    is_simulated = pictures or (is_printed and no_grid is None)
+    grid = Grid.of(request.build()) if is_simulated else None
+    rows = rows_of(request, grid)
+    for option, path in pictures.items():
+        assert grid is not None
+        if option == "--svg":
+            content = draw_svg(grid.simulation, slots=grid.slots)
+        elif option == "--html":
+            content = as_html([(grid, rows)], title=f"{request.schedule}: {_title(request)}")
+        else:
+            content = as_trace(grid)
+        write_output(f"plan: {option}", path, content)
     if args.json is not None:
         content = json.dumps([as_json(row) for row in rows], indent=2)
         write_output("plan: --json", args.json, f"{content}\n")
-    if not prints_json(args):
-        _print_all(request, rows, grid, pictures)
+    if is_printed:
+        # Only printed tables need rich.
+        from rich.console import Console
+
+        console = Console(file=stream_next_to(*pictures.values()), highlight=False)
+        print_rows(console, request, rows)
+        console.print(f"One step of {request.num_microbatches} microbatches", style="bold")
+        if grid is None or no_grid is not None:
+            console.print(f"No grid: {no_grid}.", soft_wrap=True)
+        else:
+            grid.print(console)
+        for path in pictures.values():
+            console.print(f"Drawn in {path}", markup=False, soft_wrap=True)
     return exit_code(request, rows)
 
 
 def _compare(args: argparse.Namespace, request: Request) -> int:
     from rich.console import Console
 
-    wrong = {"--rank": args.rank, "--svg": args.svg, "--trace": args.trace, "--json": args.json}
+    wrong = {"--svg": args.svg, "--trace": args.trace, "--json": args.json}
     if args.schedule != "auto" and request.file is None:
         wrong["--schedule"] = args.schedule
     for option in (option for option, value in wrong.items() if value is not None):
         raise ConfigError(f"plan: {option} has no effect with --compare; leave it out")
-    check_output("plan: --html", args.html)
-    _ranks(request, None)
-    comparison = compare(request)
+    _check_outputs({"--html": args.html})
+    compared, refused = compare(request)
     if args.html is not None:
-        page = as_html(comparison_steps(comparison), title=_title(request))
-        write_output("plan: --html", args.html, page)
+        steps = []
+        for one in compared:
+            if (problem := too_large(one.request.shape())) is not None:
+                raise ConfigError(f"plan: --compare with --html: {problem}")
+            # In forwards of all layers of a rank, however many chunks they form.
+            costs = CostModel().scaled(1 / one.request.num_chunks)
+            grid = Grid.of(one.request.build(), costs)
+            steps.append((grid, rows_of(one.request, grid)))
+        write_output("plan: --html", args.html, as_html(steps, title=_title(request)))
     console = Console(file=stream_next_to(args.html), highlight=False)
     console.print(f"Schedules for {_title(request)}", style="bold", soft_wrap=True)
-    comparison.print(console)
+    print_comparison(console, compared, refused)
     return 0
-
-
-def _ranks(request: Request, rank: int | None) -> Sequence[int]:
-    if rank is not None and not 0 <= rank < request.num_ranks:
-        raise ConfigError(f"plan: --rank {rank} is outside 0..{request.num_ranks - 1}")
-    ranks = range(request.num_ranks) if rank is None else (rank,)
-    if len(ranks) * request.num_chunks > _MAX_PLANNED_CHUNKS:
-        raise ConfigError(
-            f"plan: {len(ranks)} ranks of {request.num_chunks} chunk(s): at most "
-            f"{_MAX_PLANNED_CHUNKS} chunks are planned at once. Plan one rank with --rank, or "
-            "fewer chunks"
-        )
-    return ranks
 
 
 def _title(request: Request) -> str:
     return f"{request.num_ranks} ranks, {request.num_microbatches} microbatches"
 
 
-def _checked_pictures(args: argparse.Namespace, request: Request) -> dict[str, Path]:
-    """Check all outputs; return the files that the step is drawn into, by option."""
-    paths = {"--json": args.json, "--svg": args.svg, "--html": args.html, "--trace": args.trace}
+def _check_outputs(paths: dict[str, Path | None]) -> None:
+    """Check that all files can be written, and at most one to standard output."""
     outputs = {option: path for option, path in paths.items() if path is not None}
     for option, path in outputs.items():
         check_output(f"plan: {option}", path)
@@ -169,41 +193,3 @@ def _checked_pictures(args: argparse.Namespace, request: Request) -> dict[str, P
     if len(printed) > 1:
         names = " and ".join(printed)
         raise ConfigError(f"plan: {names} cannot both be written to standard output")
-    outputs.pop("--json", None)
-    for option in outputs:
-        most = MAX_DRAWN if option == "--svg" else MAX_EXPORTED
-        if (problem := too_large(request.shape(), most)) is not None:
-            raise ConfigError(f"plan: {option}: {problem}")
-    return outputs
-
-
-def _write_pictures(
-    args: argparse.Namespace, request: Request, grid: Grid, rows: Sequence[RankRow]
-) -> None:
-    if args.svg is not None:
-        write_output("plan: --svg", args.svg, grid.as_svg())
-    if args.html is not None:
-        page = as_html([(grid, rows)], title=f"{request.schedule}: {_title(request)}")
-        write_output("plan: --html", args.html, page)
-    if args.trace is not None:
-        write_output("plan: --trace", args.trace, as_trace(grid))
-
-
-def _print_all(
-    request: Request, rows: Sequence[RankRow], grid: Grid | None, pictures: dict[str, Path]
-) -> None:
-    # Only printed tables need rich.
-    from rich.console import Console
-
-    console = Console(file=stream_next_to(*pictures.values()), highlight=False)
-    print_rows(console, request, rows)
-    largest = " (the largest of the config)" if request.is_largest_of_many else ""
-    count = f"{request.num_microbatches} microbatches{largest}"
-    console.print(f"One step of {count}", style="bold", soft_wrap=True)
-    problem = too_large(request.shape())
-    if grid is None or problem is not None:
-        console.print(f"No grid: {problem}.", soft_wrap=True)
-    else:
-        grid.print(console)
-    for path in pictures.values():
-        console.print(f"Drawn in {path}", markup=False, soft_wrap=True)

@@ -16,7 +16,6 @@ from chunkgraph.schedules import (
     PipelineShape,
     Schedule,
     Simulation,
-    draw_svg,
     simulate,
     text_panels,
 )
@@ -37,8 +36,6 @@ MAX_EXPORTED = 200_000
 """Maximum number of actions in a page or trace, which zoom."""
 _MAX_PANELS = 16
 """Maximum number of printed panels (stretches of time)."""
-# A drawing has a row for each of them.
-_MAX_RANKS = 256
 # Named colours: a terminal with few colours would merge finer ones.
 _STYLES = {
     Op.F: "white on blue",
@@ -54,8 +51,6 @@ _PLACE = re.compile(r"\{\{(\w+)\}\}")
 def too_large(shape: PipelineShape, max_actions: int = MAX_DRAWN) -> str | None:
     """Explain why a step cannot be simulated and what to do; None if it can."""
     num_actions = 2 * shape.num_microbatches * shape.num_stages
-    if shape.num_ranks > _MAX_RANKS:
-        return f"the step has {shape.num_ranks} ranks, and at most {_MAX_RANKS} are simulated"
     if num_actions <= max_actions:
         return None
     return (
@@ -71,30 +66,22 @@ class Grid:
     Attributes:
         simulation: The timeline.
         slots: Slot of every (stage, microbatch).
-        ranks: Ranks to draw.
     """
 
     simulation: Simulation
     slots: Mapping[tuple[int, int], int]
-    ranks: Sequence[int]
 
     @classmethod
-    def of(cls, schedule: Schedule, ranks: Sequence[int], costs: CostModel | None = None) -> Grid:
+    def of(cls, schedule: Schedule, costs: CostModel | None = None) -> Grid:
         """Simulate a schedule; without costs, in forwards of a chunk."""
-        return cls(simulation=simulate(schedule, costs), slots=assign_slots(schedule), ranks=ranks)
-
-    def as_svg(self) -> str:
-        """Draw the whole picture."""
-        return draw_svg(self.simulation, slots=self.slots, ranks=self.ranks)
+        return cls(simulation=simulate(schedule, costs), slots=assign_slots(schedule))
 
     def print(self, console: Console) -> None:
         """Print the whole step, or its beginning."""
         from rich.text import Text
 
-        panels = text_panels(
-            self.simulation, slots=self.slots, width=console.width, ranks=self.ranks
-        )
-        digits = len(str(max(self.ranks)))
+        panels = text_panels(self.simulation, slots=self.slots, width=console.width)
+        digits = len(str(self.simulation.schedule.num_ranks - 1))
         for panel in panels[:_MAX_PANELS]:
             console.print(f"time {panel.start_ms:g} to {panel.end_ms:g}", style="dim")
             for rank, cells in panel.rows:
@@ -135,7 +122,7 @@ def as_trace(grid: Grid) -> str:
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": run.schedule.name}}
     ]
-    for rank in grid.ranks:
+    for rank in range(run.schedule.num_ranks):
         name = {"name": f"rank {rank}"}
         events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": name})
         num_in_use = 0
@@ -178,7 +165,7 @@ def _schedule(grid: Grid, rows: Sequence[RankRow]) -> Mapping[str, Any]:
         "memory_bytes": max((one.total_bytes for one in estimates), default=None),
         "slot_bytes": estimates[0].slot_bytes_per_chunk[0] if estimates else None,
         "colours": colours,
-        "ranks": [{"rank": rank, "actions": list(_actions(grid, rank))} for rank in grid.ranks],
+        "ranks": [{"rank": r, "actions": list(_actions(grid, r))} for r in range(len(rows))],
     }
 
 

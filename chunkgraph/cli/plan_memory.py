@@ -18,16 +18,7 @@ from chunkgraph.slots import (
     estimate_memory,
 )
 
-__all__ = [
-    "MEMORY_HEADINGS",
-    "add_gpu_memory",
-    "fit_lines",
-    "kept_line",
-    "memory_cells",
-    "sizes_of",
-]
-
-MEMORY_HEADINGS = ("Rank", "Weights", "Gradients", "Optimizer", "Slots", "Scratch", "Sum")
+__all__ = ["add_gpu_memory", "fit_lines", "kept_line", "sizes_of"]
 
 _SIZE = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*(GiB|GB|MiB|MB)", re.IGNORECASE)
 _UNITS = {"gib": 2**30, "gb": 10**9, "mib": 2**20, "mb": 10**6}
@@ -131,19 +122,6 @@ def _experts(value: Callable[[str], Any], num_shards: int) -> ExpertSizes | None
     )
 
 
-def memory_cells(plan: SlotPlan, memory: MemoryEstimate) -> list[str]:
-    """Return a rank's row of the table."""
-    sizes = (
-        memory.parameter_bytes,
-        memory.gradient_bytes,
-        memory.optimizer_bytes,
-        memory.slot_bytes,
-        memory.scratch_bytes + memory.logit_bytes,
-        memory.total_bytes,
-    )
-    return [str(plan.rank), *map(format_bytes, sizes)]
-
-
 def kept_line(estimates: _Estimates) -> str:
     """Compare what graphs keep between steps with the activations of eager training."""
     plan, memory = max(estimates, key=lambda one: one[1].slot_bytes)
@@ -182,15 +160,7 @@ def fit_lines(
         )
         return
     yield f"Does not fit in {size}: rank {plan.rank} needs {total}. With one change:"
-    for name, other in _alternatives(plan, model):
-        if other.total_bytes < memory.total_bytes:
-            mark = ", fits" if other.total_bytes <= gpu_bytes else ""
-            yield f"  {name}: {format_bytes(other.total_bytes)}{mark}"
-
-
-def _alternatives(plan: SlotPlan, model: ModelSizes) -> Iterator[tuple[str, MemoryEstimate]]:
-    half = max(model.micro_batch_size // 2, 1)
-    tensor_ranks = 2 * model.tensor_parallel_size
+    half, tensor_ranks = max(model.micro_batch_size // 2, 1), 2 * model.tensor_parallel_size
     changes = {
         "recompute_granularity=full": {"recompute_group_size": 1, "num_recomputed_layers": None},
         "use_distributed_optimizer, 8 copies": {"num_optimizer_shards": 8},
@@ -200,5 +170,7 @@ def _alternatives(plan: SlotPlan, model: ModelSizes) -> Iterator[tuple[str, Memo
     if model.num_optimizer_shards > 1:
         del changes["use_distributed_optimizer, 8 copies"]
     for name, change in changes.items():
-        changed: ModelSizes = replace(model, **change)  # type: ignore[arg-type]
-        yield name, estimate_memory(plan, changed)
+        other = estimate_memory(plan, replace(model, **change))  # type: ignore[arg-type]
+        if other.total_bytes < memory.total_bytes:
+            mark = ", fits" if other.total_bytes <= gpu_bytes else ""
+            yield f"  {name}: {format_bytes(other.total_bytes)}{mark}"

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from chunkgraph._text import shown
 from chunkgraph.cli.plan_memory import sizes_of
 from chunkgraph.errors import ConfigError
 from chunkgraph.schedules import (
-    FILE_SUFFIX,
     PipelineShape,
     Placement,
     Schedule,
@@ -45,7 +43,6 @@ class Request:
         num_microbatches: Number of microbatches of the drawn step.
         file: The schedule of the file; None for a name.
         model: Sizes for the memory estimate; None without a config.
-        is_largest_of_many: Whether the config also has steps of fewer microbatches.
         gpu_bytes: Memory of a GPU for comparison, or None.
         omissions: What the memory estimate leaves out.
         notes: Further notes on the plan.
@@ -59,16 +56,15 @@ class Request:
     num_microbatches: int
     file: Schedule | None = None
     model: ModelSizes | None = None
-    is_largest_of_many: bool = False
     gpu_bytes: int | None = None
     omissions: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     is_for_megatron: bool = False
 
     @property
-    def placement(self) -> Placement:
-        """Return the placement of the stages."""
-        return (get_family(self.schedule) if self.file is None else self.file).placement
+    def runs_in_megatron(self) -> bool:
+        """Return whether Megatron's models can train with this schedule."""
+        return (self.file or get_family(self.schedule)).placement is Placement.LOOP
 
     @property
     def is_bounded(self) -> bool:
@@ -125,51 +121,36 @@ def request_of(args: argparse.Namespace) -> Request:
     Raises:
         ConfigError: Arguments contradict each other, or a file is wrong.
     """
-    if args.config is not None and "=" in args.config and not Path(args.config).exists():
-        # Without a config the first override takes its place.
-        raise ConfigError(
-            f"plan: {shown(args.config)} is an override, but there is no CONFIG before it"
-        )
-    if args.config is not None and args.config.endswith(FILE_SUFFIX):
-        raise ConfigError(
-            f"plan: {shown(args.config)} is a schedule, not a CONFIG; put --schedule before it"
-        )
+    sizes = {"--pp": args.pp, "--vpp": args.vpp, "--group-size": args.group_size}
     if args.config is None:
         if args.gpu_memory is not None:
             raise ConfigError("plan: --gpu-memory needs a CONFIG: the memory depends on its model")
         file = read_schedule(args.schedule)
-        return _from_flags(args) if file is None else _from_file(args, file)
-    if flag := _size_flag(args):
-        raise ConfigError(
-            f"plan: {flag} cannot be combined with a CONFIG; override the file's own setting "
-            "instead, for example pipeline.pipeline_model_parallel_size=4"
+        if file is None:
+            return _from_flags(args)
+        sizes["--num-microbatches"] = args.num_microbatches
+        _check_unset(sizes, f"{file.name}, which has its own sizes; leave it out")
+        return Request(
+            schedule=file.name,
+            num_ranks=file.num_ranks,
+            num_chunks=file.num_chunks,
+            group_size=None,
+            num_microbatches=file.num_microbatches,
+            file=file,
         )
+    _check_unset(
+        sizes,
+        "a CONFIG; override the file's own setting instead, for example "
+        "pipeline.pipeline_model_parallel_size=4",
+    )
     from chunkgraph.settings import load_config
 
     return _from_config(args, load_config(args.config, args.overrides))
 
 
-def _size_flag(args: argparse.Namespace) -> str:
-    """Return the first flag that sets a size of the pipeline, or ``""``."""
-    sizes = {"--pp": args.pp, "--vpp": args.vpp, "--group-size": args.group_size}
-    return next((flag for flag, value in sizes.items() if value is not None), "")
-
-
-def _from_file(args: argparse.Namespace, file: Schedule) -> Request:
-    flag = _size_flag(args) or ("--num-microbatches" if args.num_microbatches is not None else "")
-    if flag:
-        raise ConfigError(
-            f"plan: {flag} cannot be combined with {file.name}, which has its own sizes; leave it "
-            "out"
-        )
-    return Request(
-        schedule=file.name,
-        num_ranks=file.num_ranks,
-        num_chunks=file.num_chunks,
-        group_size=None,
-        num_microbatches=file.num_microbatches,
-        file=file,
-    )
+def _check_unset(sizes: Mapping[str, int | None], what: str) -> None:
+    for flag in (flag for flag, value in sizes.items() if value is not None):
+        raise ConfigError(f"plan: {flag} cannot be combined with {what}")
 
 
 def _from_flags(args: argparse.Namespace) -> Request:
@@ -208,7 +189,6 @@ def _from_config(args: argparse.Namespace, config: Config) -> Request:
         file=file,
         # The memory of Mamba layers is not estimated; a sum without them would be wrong.
         model=None if is_hybrid else _model(config),
-        is_largest_of_many=len(set(counts)) > 1,
         gpu_bytes=args.gpu_memory,
         omissions=("Memory is not estimated for hybrid models.",) if is_hybrid else (),
         notes=_packed_notes(config),

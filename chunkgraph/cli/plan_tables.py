@@ -1,25 +1,39 @@
-"""Plan each rank of a request, and print the plans as tables or JSON."""
+"""Plan each rank of a request, and compare schedules; print both as tables."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from chunkgraph._text import format_bytes
 from chunkgraph.cli.plan_export import Grid
-from chunkgraph.cli.plan_memory import MEMORY_HEADINGS, fit_lines, kept_line, memory_cells
+from chunkgraph.cli.plan_memory import fit_lines, kept_line
 from chunkgraph.cli.plan_request import Request
-from chunkgraph.schedules import get_family
+from chunkgraph.errors import TopologyError
+from chunkgraph.schedules import get_family, list_schedules
 from chunkgraph.slots import MemoryEstimate, SlotPlan, estimate_memory
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-__all__ = ["RankRow", "as_json", "exit_code", "print_rows", "rows_of", "table"]
+__all__ = [
+    "Compared",
+    "RankRow",
+    "as_json",
+    "compare",
+    "exit_code",
+    "print_comparison",
+    "print_rows",
+    "rows_of",
+]
 
-_MAX_RANKS = 256
-"""Maximum number of printed ranks."""
+_BASE = "1f1b"
+_TOLERANCE = 1.01
+# A backward takes two forwards.
+_FORWARDS_PER_MICROBATCH = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,17 +45,17 @@ class RankRow:
     memory: MemoryEstimate | None
 
 
-def rows_of(request: Request, ranks: Sequence[int], grid: Grid | None = None) -> list[RankRow]:
-    """Plan the ranks; take the bubble ratio from the grid, if there is one.
+def rows_of(request: Request, grid: Grid | None = None) -> list[RankRow]:
+    """Plan all ranks; take the bubble ratio from the grid, if there is one.
 
     Raises:
         TopologyError: The sizes do not form a pipeline.
     """
     if grid is None and request.file is not None:
-        grid = Grid.of(request.file, ranks)  # a file has no closed form
+        grid = Grid.of(request.file)  # a file has no closed form
     shape, model = request.shape(), request.model
     rows = []
-    for rank in ranks:
+    for rank in range(request.num_ranks):
         plan = request.plan(rank)
         ratio = (
             get_family(request.schedule).bubble_ratio(shape)
@@ -75,7 +89,6 @@ def print_rows(console: Console, request: Request, rows: Sequence[RankRow]) -> N
     else:
         holds = f"up to {request.num_microbatches} microbatches"
     console.print(f"{request.schedule}: slots for {holds}", style="bold", soft_wrap=True)
-    shown = rows[:_MAX_RANKS]
     planned = [
         [
             str(row.plan.rank),
@@ -84,19 +97,27 @@ def print_rows(console: Console, request: Request, rows: Sequence[RankRow]) -> N
             str(row.plan.peak_in_flight),
             f"{row.bubble_ratio:.1%}",
         ]
-        for row in shown
+        for row in rows
     ]
-    headings = ("Rank", "Slots per chunk", "Graphs", "Peak in flight", "Bubble ratio")
-    console.print(table(headings, planned))
+    columns = ("Rank", "Slots per chunk", "Graphs", "Peak in flight", "Bubble ratio")
+    console.print(_table(columns, planned))
     estimates = [(row.plan, row.memory) for row in rows if row.memory is not None]
     if estimates:
         console.print("Memory, estimated from the model's sizes", style="bold")
-        cells = [memory_cells(*one) for one in estimates[:_MAX_RANKS]]
-        console.print(table(MEMORY_HEADINGS, cells))
+        headings = ("Rank", "Weights", "Gradients", "Optimizer", "Slots", "Scratch", "Sum")
+        cells = []
+        for plan, memory in estimates:
+            sizes = (
+                memory.parameter_bytes,
+                memory.gradient_bytes,
+                memory.optimizer_bytes,
+                memory.slot_bytes,
+                memory.scratch_bytes + memory.logit_bytes,
+                memory.total_bytes,
+            )
+            cells.append([str(plan.rank), *map(format_bytes, sizes)])
+        console.print(_table(headings, cells))
         console.print(kept_line(estimates))
-    if len(rows) > len(shown):
-        rest = len(rows) - len(shown)
-        console.print(f"... {rest} more ranks: --json prints all, --rank R one of them")
     for note in (*request.omissions, *request.notes):
         console.print(note, soft_wrap=True, markup=False)
     if request.gpu_bytes is not None and request.model is not None:
@@ -114,11 +135,15 @@ def print_rows(console: Console, request: Request, rows: Sequence[RankRow]) -> N
 
 def exit_code(request: Request, rows: Sequence[RankRow]) -> int:
     """Return 1 if a rank does not fit on the GPU, otherwise 0."""
-    most = max((row.memory.total_bytes for row in rows if row.memory is not None), default=0)
-    return int(request.gpu_bytes is not None and most > request.gpu_bytes)
+    return int(request.gpu_bytes is not None and _largest_bytes(rows) > request.gpu_bytes)
 
 
-def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+def _largest_bytes(rows: Sequence[RankRow]) -> int:
+    """Return the memory of the rank that needs the most; 0 without a model."""
+    return max((row.memory.total_bytes for row in rows if row.memory is not None), default=0)
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     """Return a table with right-aligned columns."""
     from rich import box
     from rich.table import Table
@@ -130,3 +155,103 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     for row in rows:
         table.add_row(*row)
     return table
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compared:
+    """One schedule of a comparison.
+
+    Attributes:
+        request: The request for this schedule alone.
+        bubble_ratio: Idle share of the rank that idles most.
+        step: Time of the step, in forwards of all layers of a rank.
+        peak_in_flight: What the slots of the fullest rank hold, in microbatches of all its layers.
+        memory_bytes: Estimate for the rank that needs the most; 0 without a model.
+    """
+
+    request: Request
+    bubble_ratio: float
+    step: float
+    peak_in_flight: float
+    memory_bytes: int
+
+
+def compare(request: Request) -> tuple[list[Compared], list[str]]:
+    """Plan a step of every schedule by name, and of the request's own file.
+
+    Returns:
+        The schedules, and the reasons why others cannot run.
+
+    Raises:
+        TopologyError: Not even 1F1B can run.
+    """
+    requests = [
+        replace(
+            request,
+            schedule=name,
+            num_chunks=get_family(name).num_chunks or max(2, request.num_chunks),
+            file=None,
+        )
+        for name in list_schedules()
+    ]
+    if request.file is not None:
+        requests.append(request)
+    compared, refused = [], []
+    for own in requests:
+        try:
+            rows = rows_of(own)
+        except TopologyError as error:
+            if own.schedule == _BASE:
+                raise
+            refused.append(str(error))
+            continue
+        bubble_ratio = max(row.bubble_ratio for row in rows)
+        one = Compared(
+            request=own,
+            bubble_ratio=bubble_ratio,
+            step=_FORWARDS_PER_MICROBATCH * own.num_microbatches / (1 - bubble_ratio),
+            peak_in_flight=max(row.plan.num_slots for row in rows) / own.num_chunks,
+            memory_bytes=_largest_bytes(rows),
+        )
+        compared.append(one)
+    return compared, refused
+
+
+def print_comparison(
+    console: Console, compared: Sequence[Compared], refused: Sequence[str]
+) -> None:
+    """Print the table and the recommendation."""
+    base = next(one for one in compared if one.request.schedule == _BASE)
+    headings = ["Schedule", "Chunks", "Bubble", "Step, F", "Of 1f1b", "Peak in flight", "Memory"]
+    cells = [
+        [
+            f"{Path(one.request.schedule).name}{'*' if one.request.runs_in_megatron else ' '}",
+            str(one.request.num_chunks),
+            f"{one.bubble_ratio:.1%}",
+            f"{one.step:.1f}",
+            f"{one.step / base.step:.3f}",
+            f"{one.peak_in_flight:g}",
+            format_bytes(one.memory_bytes),
+        ]
+        for one in compared
+    ]
+    num_columns = len(headings) if base.memory_bytes else len(headings) - 1
+    console.print(_table(headings[:num_columns], [line[:num_columns] for line in cells]))
+    for reason in refused:
+        console.print(f"Left out: {reason}", markup=False)
+    own = _best([one for one in compared if one.request.runs_in_megatron])
+    best = own if base.request.is_for_megatron else _best(compared)
+    words = best.request.schedule
+    if best is not base:
+        words += f", {best.step / base.step:.3f} times {_BASE}'s step time and "
+        words += f"{best.peak_in_flight / base.peak_in_flight:.2f} times its peak in flight"
+    console.print(f"Recommended: {words}.", style="bold", soft_wrap=True, markup=False)
+    console.print(f"* Runs in Megatron; the best of these is {own.request.schedule}.")
+    console.print("Step in forwards (F), peak in microbatches of all layers of a rank.")
+
+
+def _best(compared: Sequence[Compared]) -> Compared:
+    """Return the schedule that holds least among the fastest and those nearly as fast."""
+    fastest = min(one.step for one in compared)
+    near = [one for one in compared if one.step <= _TOLERANCE * fastest]
+    return min(near, key=lambda one: one.memory_bytes or one.peak_in_flight)

@@ -1,4 +1,4 @@
-"""Print the closing table of a training run in 80 columns, and write its results as JSON."""
+"""Show a training run: its progress, the closing table in 80 columns, and the results as JSON."""
 
 from __future__ import annotations
 
@@ -6,36 +6,93 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from chunkgraph._outputs import write_output
+from chunkgraph._outputs import stream_next_to, write_output
 from chunkgraph._text import REPORT_WIDTH, format_bytes
 from chunkgraph.settings import Config, resolved, to_mapping
 from chunkgraph.trainer.results import RunResults, StepResult, find_failures
 
-__all__ = ["print_report", "write_json"]
+if TYPE_CHECKING:
+    from chunkgraph.trainer.trained_model import StepRecord
 
+__all__ = ["TrainProgress", "print_report", "report"]
+
+_PHASES = {"eager": "eager", "chunk": "chunk graphs"}
 _VERIFIED = {
     "poison": "no replay read memory that others had freed",
     "shadow": "every replay was equal to an eager pass on the same inputs",
 }
 
 
-def print_report(config: Config, results: RunResults, console: Console | None = None) -> list[str]:
+class TrainProgress:
+    """Shows the steps and captures of rank 0.
+
+    Args:
+        config: The run's configuration.
+        console: Console for the progress; None for standard error, apart from the report.
+        is_shown: False on the other ranks.
+    """
+
+    def __init__(
+        self, config: Config, console: Console | None = None, *, is_shown: bool = True
+    ) -> None:
+        self._console = console or Console(stderr=True, quiet=not is_shown)
+        self._num_steps = len(config.train.num_microbatches)
+        pipeline = config.pipeline
+        self._print(
+            f"processes: {pipeline.world_size} on {config.device}, "
+            f"pipeline {pipeline.pipeline_model_parallel_size} x {pipeline.num_model_chunks}, "
+            f"steps: {self._num_steps}"
+        )
+
+    def step(self, phase: str, record: StepRecord) -> None:
+        """Show a step of the phase ``eager`` or ``chunk``."""
+        if record.captures:
+            self._print(f"{_PHASES[phase]}: captured")
+        note = f"{record.num_microbatches} microbatches, loss {record.loss:.6f}"
+        self._print(f"{_PHASES[phase]}: step {record.step + 1}/{self._num_steps}  {note}")
+
+    def capture(self, num_captured: int, num_graphs: int, free_bytes: int | None) -> None:
+        """Show half of the captured graphs, and all."""
+        if num_captured in (num_graphs // 2, num_graphs):
+            note = "" if free_bytes is None else f"  {free_bytes / 2**30:.1f} GiB left"
+            self._print(f"chunk graphs: graph {num_captured}/{num_graphs}{note}")
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+
+def report(config: Config, results: RunResults, json_file: Path | None) -> list[str]:
+    """Print the closing table, write the results to the file, if any, and return the failures."""
+    console = Console(file=stream_next_to(json_file), width=REPORT_WIDTH, highlight=False)
+    failures = print_report(config, results, console)
+    if json_file is not None:
+        content = {
+            "ok": not failures,
+            "failures": failures,
+            "config": to_mapping(resolved(config)),
+            **results.to_mapping(),
+        }
+        write_output("--json", json_file, json.dumps(content, indent=2) + "\n")
+    return failures
+
+
+def print_report(config: Config, results: RunResults, console: Console) -> list[str]:
     """Print the table, the notes and the verdict.
 
     Args:
         config: Configuration of the run.
         results: Results of the run.
-        console: Console to print to; None is standard output.
+        console: Console to print to.
 
     Returns:
         The failures of the run; empty if there are none.
     """
-    console = console or Console(width=REPORT_WIDTH, highlight=False)
     failures = find_failures(config, results)
     console.print(_table(config, results))
     console.print()
@@ -50,17 +107,6 @@ def print_report(config: Config, results: RunResults, console: Console | None = 
     else:
         console.print("OK", style="bold green")
     return failures
-
-
-def write_json(path: Path, config: Config, results: RunResults, failures: list[str]) -> None:
-    """Write configuration, results and verdict."""
-    content = {
-        "ok": not failures,
-        "failures": failures,
-        "config": to_mapping(resolved(config)),
-        **results.to_mapping(),
-    }
-    write_output("--json", path, json.dumps(content, indent=2) + "\n")
 
 
 def _table(config: Config, results: RunResults) -> Table:
@@ -140,15 +186,10 @@ def _notes(config: Config, results: RunResults) -> list[str]:
     lines += [f"captured again with more room: {name}" for name in results.recaptures]
     if config.capture.enabled and not results.capture_sessions:
         lines.append("nothing was captured: every step ran eagerly, for the reasons above")
-    return [*lines, *_memory(results), *_verified(config, results)]
-
-
-def _memory(results: RunResults) -> list[str]:
-    """Report the peak memory of each rank; empty on a CPU, where it is unknown."""
-    if not any(results.reserved_bytes):
-        return []
-    sizes = ", ".join(format_bytes(size) for size in results.reserved_bytes)
-    return [f"peak memory that torch reserved, by rank: {sizes}"]
+    if any(results.reserved_bytes):  # unknown on a CPU
+        sizes = ", ".join(map(format_bytes, results.reserved_bytes))
+        lines.append(f"peak memory that torch reserved, by rank: {sizes}")
+    return [*lines, *_verified(config, results)]
 
 
 def _verified(config: Config, results: RunResults) -> list[str]:
@@ -157,9 +198,8 @@ def _verified(config: Config, results: RunResults) -> list[str]:
         return []
     if not results.capture_sessions:
         return [f"capture.verify={config.capture.verify} verified nothing"]
-    replayed = [step for step in results.steps if step.replays]
-    num_replays = sum(step.replays for step in replayed)
-    what = f"{len(replayed)} replayed step(s), {num_replays} forwards and their backwards on rank 0"
+    replays = [step.replays for step in results.steps if step.replays]
+    what = f"{len(replays)} replayed step(s), {sum(replays)} forwards and their backwards on rank 0"
     return [f"capture.verify={config.capture.verify}: {what}; {_VERIFIED[config.capture.verify]}"]
 
 

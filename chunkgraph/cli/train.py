@@ -7,6 +7,7 @@ one rank: it trains, and rank 0 shows progress and prints the report.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import signal
 import sys
@@ -16,17 +17,18 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from chunkgraph._collector import collector_paused
-from chunkgraph.cli.arguments import add_json
-from chunkgraph.cli.train_setup import checked_config, report, worker_environment
-from chunkgraph.errors import TopologyError, WorkerError
-from chunkgraph.settings import Config
+from chunkgraph._outputs import check_output
+from chunkgraph.cli.arguments import add_config, add_json
+from chunkgraph.data import Documents, PackedText
+from chunkgraph.errors import ConfigError, MissingDependencyError, TopologyError, WorkerError
+from chunkgraph.settings import Config, load_config
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
     from chunkgraph.trainer.results import RunResults
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_parser", "check_packages", "resolve_device", "run", "worker_environment"]
 
 _COMMAND = ("-m", "chunkgraph.cli")
 """Arguments of Python that run this command."""
@@ -41,13 +43,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "same steps are trained eagerly too and compared to the last bit. Exit code 1 if anything "
         "differs, or if anything is captured after the first session.",
     )
-    parser.add_argument("config", metavar="CONFIG", help="YAML file, such as those in configs/")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="section.key=value",
-        help="settings that replace the file's, such as train.num_microbatches=[4,6]",
-    )
+    add_config(parser, is_required=True)
     add_json(parser)
     parser.add_argument(
         "--debug", action="store_true", help="show tracebacks, warnings and the output of workers"
@@ -62,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         leave(run_rank(lambda: _train_as_rank(args), debug=args.debug))
-    config = checked_config(args)
+    config = _checked_config(args)
     options = ["--debug"] if args.debug else []
     if args.json is not None:
         options += ["--json", str(args.json)]
@@ -83,7 +79,7 @@ def _train_as_rank(args: argparse.Namespace) -> int:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     num_ranks = int(os.environ["WORLD_SIZE"])
     num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
-    config = checked_config(args, num_local_ranks)
+    config = _checked_config(args, num_local_ranks)
     _check_world_size(config, num_ranks)
     for name, value in worker_environment(config, debug=args.debug).items():
         # The loopback interface only connects ranks of the same machine.
@@ -93,14 +89,17 @@ def _train_as_rank(args: argparse.Namespace) -> int:
         warnings.simplefilter("ignore")  # PYTHONWARNINGS comes too late for this process
     with _output_to_stderr():
         results = _train(config, is_first=os.environ["RANK"] == "0", debug=args.debug)
-    if os.environ["RANK"] == "0" and (failures := report(args, config, results)):
-        raise WorkerError(f"the report lists {len(failures)} problem(s).")
+    if os.environ["RANK"] == "0":
+        from chunkgraph.cli.report import report
+
+        if failures := report(config, results, args.json):
+            raise WorkerError(f"the report lists {len(failures)} problem(s).")
     return 0
 
 
 def _train(config: Config, *, is_first: bool, debug: bool) -> RunResults:
     """Return the results of the whole job, the same on every rank."""
-    from chunkgraph.cli.progress import TrainProgress
+    from chunkgraph.cli.report import TrainProgress
     from chunkgraph.jobs.processes import keep_quiet
 
     if not debug:
@@ -140,3 +139,102 @@ def _check_world_size(config: Config, num_ranks: int) -> None:
             f"(WORLD_SIZE). Start {pipeline.world_size}, or change the sizes in the pipeline "
             "section."
         )
+
+
+def _checked_config(args: argparse.Namespace, num_local_ranks: int | None = None) -> Config:
+    """Load the configuration, and check everything that can be checked before training.
+
+    Args:
+        args: The subcommand's arguments.
+        num_local_ranks: Number of ranks on this machine; None if all ranks are on it.
+
+    Raises:
+        ConfigError: A setting or option is wrong.
+        MissingDependencyError: A required package is not installed.
+    """
+    config = resolve_device(load_config(args.config, args.overrides), num_local_ranks)
+    check_packages(config)
+    path, seed = config.data.path, config.train.seed
+    if config.packing.max_packed_seqs:
+        Documents.from_file(path, num_tokens=config.tokens_per_sequence, seed=seed)
+    else:
+        PackedText.from_file(path, seq_length=config.model.seq_length, seed=seed)
+    check_output("--json", args.json)
+    return config
+
+
+def resolve_device(config: Config, num_local_ranks: int | None = None) -> Config:
+    """Choose CPU or GPU; import torch unless the configuration sets the CPU.
+
+    Args:
+        config: The run's configuration.
+        num_local_ranks: Number of ranks on this machine, one GPU each; None if all ranks are on it.
+    """
+    if config.device == "cpu":
+        num_gpus = 0
+    else:
+        import torch
+
+        num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device = config.device
+    if device == "auto":
+        device = "cuda" if num_gpus else "cpu"
+    num_needed = config.pipeline.world_size if num_local_ranks is None else num_local_ranks
+    may_share = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # see `choose_device`
+    if device == "cuda" and num_gpus < (1 if may_share else num_needed):
+        raise ConfigError(
+            f"device is cuda and the run needs {num_needed} GPU(s), one for each rank, but torch "
+            f"sees {num_gpus} here. Set device=cpu, or lower the sizes in the pipeline section."
+        )
+    if device == "cpu" and config.model.layer_spec == "transformer_engine":
+        raise ConfigError(
+            "model.layer_spec is transformer_engine, which runs on GPUs only, but device is cpu. "
+            "Set model.layer_spec=local, or device=cuda."
+        )
+    return config.replace(device=device)
+
+
+def check_packages(config: Config) -> None:
+    """Check for missing optional packages before any process starts.
+
+    Raises:
+        MissingDependencyError: A required package is not installed.
+    """
+    layers = config.model.layer_spec
+    needs = {"megatron.core": ("megatron-core", "megatron", "to train")}
+    if layers == "transformer_engine" or (layers == "auto" and config.device == "cuda"):
+        needs["transformer_engine"] = ("Transformer Engine", "te", "for the layers of a GPU run")
+    for module, (package, extra, purpose) in needs.items():
+        if not _is_installed(module):
+            raise MissingDependencyError(
+                f"{package} is not installed; it is needed {purpose}. "
+                f"Install it with: pip install 'chunkgraph[{extra}]'"
+            )
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the parent package is missing
+        return False
+
+
+def worker_environment(config: Config, *, debug: bool = False) -> dict[str, str]:
+    """Return variables that must be set before a worker starts; the user's take precedence.
+
+    Args:
+        config: The run's configuration.
+        debug: Whether to show warnings.
+    """
+    environment = {"OMP_NUM_THREADS": "1"}
+    if config.device == "cpu":
+        environment["GLOO_SOCKET_IFNAME"] = "lo"  # all ranks are on this machine
+        # Importing Megatron loads torch's compiler for functions that only a GPU run calls. This
+        # takes a third of a rank's start time.
+        environment["TORCHDYNAMO_DISABLE"] = "1"
+    if config.train.deterministic:
+        environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        environment["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
+    if not debug:
+        environment["PYTHONWARNINGS"] = "ignore"  # importing Megatron prints a page of them
+    return environment

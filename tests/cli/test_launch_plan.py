@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from chunkgraph.cli.__main__ import main
-from chunkgraph.cli.launch_plan import request_of_arguments
+from chunkgraph.cli.launch import request_of_arguments
 from chunkgraph.cli.plan_tables import as_json, rows_of
 from chunkgraph.errors import ConfigError
 from chunkgraph.launch.flags import GraphFlags
@@ -101,7 +101,7 @@ def test_a_schedule_file_is_planned_and_compared_with_the_arguments(tmp_path: Pa
     request = request_of_arguments(arguments(), flags)
     named = request_of_arguments(arguments(), GraphFlags(schedule="zb-h1"))
     assert [request.plan(rank).slots_per_chunk for rank in (0, 1)] == [(2,), (2,)]
-    rows = [rows_of(one, range(2)) for one in (request, named)]
+    rows = [rows_of(one) for one in (request, named)]
     assert [as_json(row) for row in rows[0]] == [as_json(row) for row in rows[1]]
     with pytest.raises(ConfigError, match=r"but a step has 32\. Change --global-batch-size"):
         request_of_arguments(arguments(global_batch_size=64), flags)

@@ -1,8 +1,8 @@
-"""The closing report of a training run, its table and the lines after it."""
+"""The progress lines and the closing report of a training run."""
 
 from __future__ import annotations
 
-import argparse
+import io
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from chunkgraph.cli.report import print_report
-from chunkgraph.cli.train_setup import report
+from chunkgraph.cli.report import TrainProgress, print_report, report
 from chunkgraph.errors import OutputError
 from chunkgraph.settings import load_config
 from chunkgraph.trainer.results import RunResults, StepResult
@@ -51,9 +50,8 @@ def test_results_are_printed_though_their_file_cannot_be_written(
 ) -> None:
     link = tmp_path / "link"
     link.symlink_to("/dev/full")
-    args = argparse.Namespace(json=link)
     with pytest.raises(OutputError, match="No space left on device"):
-        report(args, load_config(CONFIG), results_with([]))
+        report(load_config(CONFIG), results_with([]), link)
     assert "parameters after the run: equal" in capsys.readouterr().out
     assert link.is_symlink()
 
@@ -105,3 +103,14 @@ def test_a_run_without_captures_is_not_simply_ok() -> None:
     text = report_of("train.compare=none", capture_sessions=0)
     assert "nothing was captured: every step ran eagerly" in text
     assert text.endswith("OK, but nothing was captured\n")
+
+
+@pytest.mark.parametrize(("free_bytes", "note"), [(3 << 30, "  3.0 GiB left"), (None, "")])
+def test_captures_and_the_memory_left_are_shown(free_bytes: int | None, note: str) -> None:
+    shown = io.StringIO()
+    config = load_config(CONFIG)
+    progress = TrainProgress(config, Console(file=shown))
+    for number in range(1, 9):
+        progress.capture(number, 8, free_bytes)
+    lines = [line for line in shown.getvalue().splitlines() if "graph " in line]
+    assert lines == [f"chunk graphs: graph 4/8{note}", f"chunk graphs: graph 8/8{note}"]

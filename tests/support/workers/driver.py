@@ -17,7 +17,7 @@ from typing import Any
 import stub_workers
 
 from chunkgraph.cli import __main__, train
-from chunkgraph.cli.progress import TrainProgress
+from chunkgraph.cli.report import TrainProgress
 from chunkgraph.jobs import launcher
 from chunkgraph.settings import Config
 from chunkgraph.trainer.results import RunResults, StepResult
@@ -64,7 +64,6 @@ def results_of(config: Config, last_step: dict[str, Any], **changes: Any) -> Run
 
 def stub(behaviour: str) -> Any:
     def train_stub(config: Config, *, is_first: bool, debug: bool) -> RunResults:
-        del debug
         progress = TrainProgress(config, is_shown=is_first)
         if behaviour.startswith("{"):
             changes = {"last_step": {}, **json.loads(behaviour)}
