@@ -7,14 +7,18 @@ private name and every patch with its file, which is what to read when Megatron 
 from __future__ import annotations
 
 import ast
+import csv
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
+from chunkgraph.megatron.core.access import import_megatron, versions
+
 PACKAGE = Path(__file__).parents[1] / "chunkgraph"
 OUTSIDE = {"megatron", "transformer_engine"}
+_DISTRIBUTIONS = {"megatron": "megatron_core", "transformer_engine": "transformer_engine"}
 PUBLIC_ROOMS = {"launch", "megatron", "trainer"}
 """Rooms that import modules of Megatron or Transformer Engine."""
 PRIVATE_ROOMS = {
@@ -35,11 +39,13 @@ class Access:
         kind: "import" (a statement), "module" (by name), "private" or "patch".
         name: of the module, the private name, or the attribute that is replaced.
         file: below `chunkgraph/`.
+        module: of a private name.
     """
 
     kind: str
     name: str
     file: str
+    module: str = ""
 
 
 def accesses(source: str, file: str) -> Iterator[Access]:
@@ -73,7 +79,8 @@ def _of_call(call: ast.Call, constants: dict[str, object], file: str) -> Iterato
     elif function == "import_megatron":
         yield Access("module", arguments[0] if arguments else "megatron.core", file)
     elif function == "private_names":
-        yield from (Access("private", name, file) for name in arguments[1:] or arguments)
+        module = arguments[0]
+        yield from (Access("private", n, file, module) for n in arguments[1:] or arguments)
     elif function == "patch_attributes":
         replaced = call.args[1]
         keys = replaced.keys if isinstance(replaced, ast.Dict) else [replaced]
@@ -97,6 +104,10 @@ def _text(node: ast.expr, constants: dict[str, object]) -> str:
         return str(node.value)
     if isinstance(node, ast.Name):
         return str(constants.get(node.id, node.id))
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_text(part, constants) for part in node.values)
+    if isinstance(node, ast.FormattedValue):
+        return _text(node.value, constants)
     return ast.unparse(node)
 
 
@@ -138,7 +149,33 @@ def test_private_names_and_patches_are_in_listed_rooms(package_accesses: list[Ac
     assert _rooms(package_accesses, {"private", "patch"}, PRIVATE_ROOMS) == PRIVATE_ROOMS
 
 
-def test_the_table_of_private_names(package_accesses: list[Access]) -> None:
+def test_private_names_are_in_the_table_with_the_releases_that_have_them(
+    package_accesses: list[Access],
+) -> None:
+    """The table, `private_names.csv`, has a release only where the name was seen."""
+    with (Path(__file__).parent / "private_names.csv").open(encoding="utf-8") as file:
+        table = {(r["module"], r["name"]): r["releases"].split() for r in csv.DictReader(file)}
+    # The others have no constant name.
+    used = {(a.module, a.name) for a in package_accesses if a.kind == "private"}
+    assert {(m, n) for m, n in used if m.partition(".")[0] in OUTSIDE} == set(table)
+    for package in OUTSIDE:
+        version = versions().get(_DISTRIBUTIONS[package])
+        if version is None:
+            continue
+        release = ".".join(version.split(".")[:2])
+        for (module, name), releases in table.items():
+            if module.startswith(package):
+                assert (release in releases) == _has(module, name), (module, name, release)
+
+
+def _has(module: str, name: str) -> bool:
+    try:
+        return hasattr(import_megatron(module), name)
+    except ImportError:
+        return False
+
+
+def test_the_table_of_accesses(package_accesses: list[Access]) -> None:
     table = [access for access in package_accesses if access.kind in ("private", "patch")]
     for access in table:
         print(f"{access.kind:8} {access.name:60} {access.file}")
@@ -148,7 +185,7 @@ def test_the_table_of_private_names(package_accesses: list[Access]) -> None:
         Access("private", "TopKRouter", "megatron/features/experts/padding.py"),
         Access("patch", "datasets.compile_helpers", "launch/patches.py"),
         Access("patch", "module.roll_tensor", "megatron/features/prediction/feature.py"),
-    } <= set(table)
+    } <= {replace(access, module="") for access in table}
 
 
 @pytest.mark.parametrize(
@@ -168,7 +205,8 @@ def test_the_table_of_private_names(package_accesses: list[Access]) -> None:
 )
 def test_every_way_in_is_seen(line: str, kind: str, name: str) -> None:
     source = f"_MODULE = 'megatron.training'\n\n\ndef f():\n    {line}\n"
-    assert list(accesses(source, "engine/slot.py")) == [Access(kind, name, "engine/slot.py")]
+    found = [replace(a, module="") for a in accesses(source, "engine/slot.py")]
+    assert found == [Access(kind, name, "engine/slot.py")]
     others = "import chunkgraph.megatron\nimportlib.import_module('torch')\n"
     assert list(accesses(others, "engine/slot.py")) == []
 
