@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -51,6 +51,8 @@ from chunkgraph.packing import (
 )
 
 __all__ = ["OwnDocuments", "PackedSteps", "SpreadDocuments", "Turn"]
+
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True)
@@ -219,13 +221,12 @@ class PackedSteps(ABC):
     def _where(self, microbatch: int) -> str:
         return f"rank {self._rank}, microbatch {microbatch}"
 
-    def _shared(self, local: Any) -> Any:
-        """Return the first tensor-parallel rank's value on all tensor-parallel ranks.
+    def _required(self, shared: _Value | None) -> _Value:
+        """Return a value of the first tensor-parallel rank.
 
         Raises:
             ConfigError: No rank reads data.
         """
-        shared = local if self._tensor_ranks is None else self._tensor_ranks.share(local)
         if shared is None:
             raise ConfigError(
                 f"rank {self._rank}: its stage has no data iterator. With packed sequences every "
@@ -285,9 +286,7 @@ class OwnDocuments(PackedSteps):
         documents: list[Documents] | None = None
         with contextlib.suppress(ConfigError, PackingError):
             documents = None if read is None else self._documents(read, shape)
-        if self._tensor_ranks is not None:
-            documents = _from_plain(self._tensor_ranks.share(_plain(documents)))
-        self._announced = documents
+        self._announced = self._shared(documents)
         if self._announced is not None:
             try:
                 self._graphs.announce([d.lengths for d in self._fit(self._announced)])
@@ -307,7 +306,7 @@ class OwnDocuments(PackedSteps):
             announced = None
         local = self._documents(read, shape)
         if announced is None:
-            documents = _from_plain(self._shared(_plain(local))) or []
+            documents = self._required(self._shared(local))
         elif local in (None, announced):
             documents = announced
         else:
@@ -335,6 +334,14 @@ class OwnDocuments(PackedSteps):
             return {ARGUMENT: params}
         return {ARGUMENT: fixed_params(params, pack(documents.lengths, shape))}
 
+    def _shared(self, documents: list[Documents] | None) -> list[Documents] | None:
+        """Return the documents of the first tensor-parallel rank, as plain values in between."""
+        if self._tensor_ranks is None:
+            return documents
+        plain = None if documents is None else [(d.offsets, d.num_needed) for d in documents]
+        shared = self._tensor_ranks.share(plain)
+        return None if shared is None else [Documents(*values) for values in shared]
+
     def _documents(self, read: Microbatches, shape: _StepShape) -> list[Documents] | None:
         multiple = next(iter(self._graphs.buckets.values())).document_multiple
         return self._documents_of(read, shape.seq_length, multiple)
@@ -355,14 +362,6 @@ class OwnDocuments(PackedSteps):
                 rows = most  # too many documents: stages expect the longest shape if none fits
             fitted.append(whole if rows == whole.num_rows else whole.up_to(rows))
         return fitted
-
-
-def _plain(documents: Sequence[Documents] | None) -> list[tuple[Any, ...]] | None:
-    return None if documents is None else [(d.offsets, d.num_needed) for d in documents]
-
-
-def _from_plain(values: Sequence[tuple[Any, ...]] | None) -> list[Documents] | None:
-    return None if values is None else [Documents(*value) for value in values]
 
 
 _Document = dict[str, NDArray[Any]]
@@ -417,7 +416,9 @@ class SpreadDocuments(PackedSteps):
         """Begin a step with the schedule that all ranks compute."""
         of_ranks = self._gathered(read, kwargs["seq_length"])
         local_lengths = None if of_ranks is None else [len(d["tokens"]) for d in of_ranks]
-        lengths: list[int] = self._shared(local_lengths)
+        if self._tensor_ranks is not None:
+            local_lengths = self._tensor_ranks.share(local_lengths)
+        lengths = self._required(local_lengths)
         schedule = schedule_contexts(lengths, self._limits, SmallestSizes())
         banks = self._banks.of_schedule(schedule, lengths)
         if self._has_experts:

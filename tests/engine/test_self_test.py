@@ -183,10 +183,10 @@ class _Noise(torch.autograd.Function):
 
 
 def _with_noise(x: torch.Tensor, layer: Any) -> torch.Tensor:
-    return torch.ops.self_test.add_noise(x, layer.size, layer.fault())
+    return torch.ops.chunkgraph_noise.add(x, layer.size, layer.fault())
 
 
-@torch.library.custom_op("self_test::add_noise", mutates_args=())
+@torch.library.custom_op("chunkgraph_noise::add", mutates_args=())
 def _operator(x: torch.Tensor, size: float, fault: float) -> torch.Tensor:
     """Add noise that no seed repeats, and a fault."""
     noise = torch.randn(x.shape, generator=_unseeded, dtype=x.dtype)
