@@ -21,7 +21,7 @@ from chunkgraph._outputs import check_output
 from chunkgraph.cli.arguments import add_config, add_json
 from chunkgraph.data import Documents, PackedText
 from chunkgraph.errors import ConfigError, MissingDependencyError, TopologyError, WorkerError
-from chunkgraph.settings import Config, load_config
+from chunkgraph.settings import Config, derived_fields, load_config
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -235,6 +235,8 @@ def worker_environment(config: Config, *, debug: bool = False) -> dict[str, str]
     if config.train.deterministic:
         environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         environment["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
+    if derived_fields(config).get("use_transformer_engine_op_fuser"):
+        environment["NVTE_CUTEDSL_FUSED_GROUPED_MLP"] = "1"  # Megatron asks for it with SwiGLU
     if not debug:
         environment["PYTHONWARNINGS"] = "ignore"  # importing Megatron prints a page of them
     return environment

@@ -101,9 +101,13 @@ def test_stashed_rows_equal_eager(tmp_path: Path) -> None:
     assert all(0 < pages < 0.75 * without for pages, without in pairs)
 
 
-def test_a_step_over_the_budget_runs_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stash", [False, True], ids=["no-stash", "stash"])
+def test_a_step_over_the_budget_runs_again(stash: bool, tmp_path: Path) -> None:
+    counts = [2, 3, 1, 4, 2, 7, 1, 3, 2, 4, 1, 2]
     settings = [
-        *("moe.moe_expert_rank_capacity_factor=1.0", "train.num_microbatches=[2,3,1,4,2]"),
+        *("moe.moe_expert_rank_capacity_factor=1.0", f"train.num_microbatches={counts}"),
+        f"stash.enabled={str(stash).lower()}",
     ]
     results = _trained(settings, tmp_path)
     assert results["overflow_reruns"]["expert capacity"] >= 1
+    assert sum(step["replays"] for step in results["steps"]) > 0
