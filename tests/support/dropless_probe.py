@@ -23,13 +23,14 @@ def run(config: Any, device: torch.device, case: dict[str, Any]) -> list[dict[st
         device: device of the model.
         case: ``num_steps``; ``is_growing``: whether the load of the first rank's experts grows
             from step to step, with room for little more than the last load; ``budget``: the room
-            that the user gives. The dispatcher ``flex`` is HybridEP's stand-in.
+            that the user gives. The dispatcher ``flex`` is HybridEP, on a CPU its stand-in.
 
     Returns:
         By rank: ``differing``: steps and names of unequal values; ``reruns``: steps that ran
         again; ``recaptures``, ``replays`` and ``dropped`` tokens; ``dispatch`` of the last capture.
     """
-    with hybrid_ep(is_on=config.moe.moe_token_dispatcher_type == "flex"):
+    is_flex = config.moe.moe_token_dispatcher_type == "flex"
+    with hybrid_ep(is_on=is_flex and device.type == "cpu"):
         return _trained(config, device, case)
 
 
@@ -40,7 +41,7 @@ def _trained(config: Any, device: torch.device, case: dict[str, Any]) -> list[di
     graphs = _Model(device, config, None, seed=config.train.seed)
     if "budget" in case:  # Megatron's check of it asks for fused operations
         graphs.set_budget(case["budget"])
-    graphs.attach(options=options, **alone)
+    graphs.attach(options=options, stash=config.stash, **alone)
     differing, reruns = [], []
     preferred = _growing if case.get("is_growing") else _random
     margin = 0.02 if case.get("is_growing") else -0.2

@@ -6,10 +6,13 @@ import importlib.util
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from chunkgraph.megatron.features.experts.device_gemms import cublaslt_need
 
 CONFIG = Path(__file__).resolve().parents[4] / "configs" / "gpu" / "moe_ep2_hybridep.yaml"
 SMALL = [
@@ -21,7 +24,6 @@ SMALL = [
     *("model.seq_length=512", "moe.token_drops=rerun"),
 ]
 WIDE = "moe.moe_expert_rank_capacity_factor=2.0"  # room for all on two ranks
-EP2_PP1: list[str] = []
 PP2 = [
     *("pipeline.pipeline_model_parallel_size=2", "pipeline.data_parallel_size=1"),
     *("pipeline.expert_model_parallel_size=1",),
@@ -37,8 +39,8 @@ pytestmark = [
 ]
 
 
-def _train(settings: list[str], report: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+def _train(settings: list[str], report: Path) -> dict[str, Any]:
+    done = subprocess.run(
         [
             *(sys.executable, "-m", "chunkgraph.cli", "train", str(CONFIG), *SMALL, *settings),
             *("--json", str(report)),
@@ -48,30 +50,36 @@ def _train(settings: list[str], report: Path) -> subprocess.CompletedProcess[str
         timeout=280,
         check=False,
     )
-
-
-def _trained(settings: list[str], tmp_path: Path) -> dict[str, Any]:
-    report = tmp_path / "report.json"
-    done = _train(settings, report)
-    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    assert report.exists(), f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
     results: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
-    assert results["parameters_equal"]
-    assert all(step["loss_equal"] and step["grad_norm_equal"] for step in results["steps"])
     return results
 
 
 @pytest.mark.parametrize(
     ("settings", "counts"),
     [
-        pytest.param([*EP2_PP1, WIDE], [4, 1, 2, 7], id="ep2"),
+        pytest.param([WIDE], [4, 1, 2, 7], id="ep2"),
         pytest.param([*PP2, "moe.moe_expert_rank_capacity_factor=1.0"], [4, 1, 2, 7], id="pp2"),
+        pytest.param([WIDE, "stash.enabled=true"], [4, 1, 2, 7], id="stash"),
         pytest.param([WIDE, "capture.verify=poison"], [2, 3, 1], id="poison"),
+        pytest.param([WIDE, "capture.verify=shadow"], [2, 3, 1], id="shadow"),
     ],
 )
-def test_replays_equal_eager(settings: list[str], counts: list[int], tmp_path: Path) -> None:
-    results = _trained([*settings, f"train.num_microbatches={counts}"], tmp_path)
+def test_replays_equal_eager_up_to_rounding(
+    settings: list[str], counts: list[int], tmp_path: Path
+) -> None:
+    """Megatron's eager experts have other kernels; ``shadow`` ends the run if a bit differs."""
+    if (need := cublaslt_need()) is not None:
+        pytest.skip(f"Megatron's own pass with a budget: {need}")
+    results = _train([*settings, f"train.num_microbatches={counts}"], tmp_path / "report.json")
+    for step in results["steps"]:
+        assert step["loss_chunk"] == pytest.approx(step["loss_eager"], rel=1e-3)
+        assert step["grad_norm_chunk"] == pytest.approx(step["grad_norm_eager"], rel=2e-2)
     assert all(step["replays"] for step in results["steps"][1:])
     assert not any(results["overflow_reruns"].values())
+    if "stash.enabled=true" in settings:  # half of the budget's rows hold a token
+        pairs = zip(results["stash_bytes"], results["bytes_without_stash"], strict=True)
+        assert all(0 < pages < 0.75 * without for pages, without in pairs)
 
 
 def test_hybrid_ep_computes_what_all_to_all_does(tmp_path: Path) -> None:
@@ -81,33 +89,56 @@ def test_hybrid_ep_computes_what_all_to_all_does(tmp_path: Path) -> None:
         "moe.moe_token_dispatcher_type=alltoall",
         *("moe.moe_expert_rank_capacity_factor=null", "moe.moe_expert_capacity_factor=4.0"),
     ]
-    runs = []
-    for name, settings in (("hybridep", [WIDE]), ("alltoall", of_all)):
-        report = tmp_path / f"{name}.json"
-        done = _train([*settings, *apart], report)
-        assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
-        runs.append(json.loads(report.read_text(encoding="utf-8"))["steps"])
+    runs = [
+        _train([*settings, *apart], tmp_path / f"{index}.json")["steps"]
+        for index, settings in enumerate(([WIDE], of_all))
+    ]
     for step, other in zip(*runs, strict=True):
         assert step["loss_chunk"] == pytest.approx(other["loss_chunk"], rel=1e-3)
         assert step["grad_norm_chunk"] == pytest.approx(other["grad_norm_chunk"], rel=2e-2)
 
 
-def test_stashed_rows_equal_eager(tmp_path: Path) -> None:
-    settings = [WIDE, "stash.enabled=true", "train.num_microbatches=[4,1,2,7]"]
-    results = _trained(settings, tmp_path)
-    assert all(step["replays"] for step in results["steps"][1:])
-    pairs = zip(results["stash_bytes"], results["bytes_without_stash"], strict=True)
-    # Half of the budget's rows hold a token.
-    assert all(0 < pages < 0.75 * without for pages, without in pairs)
-
-
 @pytest.mark.parametrize("stash", [False, True], ids=["no-stash", "stash"])
-def test_a_step_over_the_budget_runs_again(stash: bool, tmp_path: Path) -> None:
-    counts = [2, 3, 1, 4, 2, 7, 1, 3, 2, 4, 1, 2]
-    settings = [
-        *("moe.moe_expert_rank_capacity_factor=1.0", f"train.num_microbatches={counts}"),
-        f"stash.enabled={str(stash).lower()}",
-    ]
-    results = _trained(settings, tmp_path)
-    assert results["overflow_reruns"]["expert capacity"] >= 1
-    assert sum(step["replays"] for step in results["steps"]) > 0
+@pytest.mark.parametrize("budget", [None, 0.8], ids=["measured", "budget"])
+def test_twelve_steps_with_too_little_room_equal_eager_training(
+    run_cases: Callable[..., Any], make_config: Callable[..., Any], budget: float, stash: bool
+) -> None:
+    """Loads go to all, some, one or one rank's experts: steps run again, no token is lost.
+
+    ``shadow`` compares the bits of every replay with an eager pass that has the same products.
+    """
+    config = make_config(
+        model={
+            "num_layers": 4,
+            "normalization": "RMSNorm",
+            "swiglu": True,
+            "hidden_size": 1024,
+            "ffn_hidden_size": 2048,
+            "num_attention_heads": 16,
+            "seq_length": 256,
+            "layer_spec": "transformer_engine",
+            "params_dtype": "bfloat16",
+        },
+        moe={
+            "num_moe_experts": 8,
+            "moe_router_topk": 2,
+            "moe_ffn_hidden_size": 256,
+            "moe_grouped_gemm": True,
+            "moe_token_dispatcher_type": "flex",
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+        },
+        train={"num_microbatches": [2], "deterministic": True},
+        pipeline={"data_parallel_size": 2, "expert_model_parallel_size": 2},
+        capture={"verify": "shadow"},
+        stash={"enabled": stash},
+        run={"timeout_s": 200.0},
+    )
+    case = {"config": {**config, "device": "cuda"}, "probe": "dropless", "num_steps": 12}
+    if budget is not None:
+        case["budget"] = budget
+    for rank in run_cases({"flex": case}, 2, timeout_s=280.0)["flex"]:
+        assert rank["differing"] == []
+        assert rank["recaptures"] == len(rank["reruns"]) > 1
+        assert rank["replays"] > 6
+        assert rank["dropped"] == 0
