@@ -24,6 +24,7 @@ from chunkgraph.errors import CaptureError, ReplayMismatchError
 __all__ = ["ModelGuard"]
 
 _HOLDERS = itemgetter("_modules", "_parameters", "_buffers")
+_END = object()
 _MEMORY = "the memory of "
 _OBJECTS = (nn.Module, torch.Tensor)
 _PLAIN = (bool, float, str, tuple, type(None))
@@ -64,8 +65,9 @@ class ModelGuard:
         self._first_without = [p for p in self.parameters if not hasattr(p, "main_grad")][:1]
         holders = [*chain.from_iterable(map(_HOLDERS, map(vars, layers)))]
         holders = [h for h in holders if not self._caches & h.keys()]
-        self._filled, self._empty = [h for h in holders if h], [h for h in holders if not h]
-        self._objects = [*chain.from_iterable(map(dict.values, self._filled))]
+        self._empty = [h for h in holders if not h]
+        self._values = [h.values() for h in holders if h]  # views, of what is there later
+        self._objects = [*chain.from_iterable(self._values), _END]
         self._modes = [own for own in map(vars, layers) if "training" in own]
         settings = [(vars(layer), key) for layer in layers for key in _settings(layer)]
         self._owners, self._keys = [own for own, _ in settings], [key for _, key in settings]
@@ -95,10 +97,9 @@ class ModelGuard:
     def _is_as_captured(self) -> bool:
         """Return whether all facts are those of the capture, at the least cost for the host."""
         tensors = self._tensors_now()
-        objects = [*chain.from_iterable(map(dict.values, self._filled))]
+        objects = chain(chain.from_iterable(self._values), [_END])  # one more or less meets it
         return (
-            len(objects) == len(self._objects)
-            and all(map(is_, objects, self._objects))
+            all(map(is_, objects, self._objects))
             and not any(self._empty)
             and self._others_now(tensors) == self._others
             and (self._fits(*tensors) or _layouts(tensors) == self._layouts)
