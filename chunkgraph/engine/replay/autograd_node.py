@@ -36,9 +36,6 @@ class SlotRunner(Protocol):
             grads: Gradients of the outputs.
         """
 
-    def replay_weight(self, slot: Slot) -> None:
-        """Replay the weight half of a split backward and free the slot."""
-
 
 class SlotReplay(torch.autograd.Function):
     """The forward and backward of one microbatch in one slot."""

@@ -2,69 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 
 import torch
 
-from chunkgraph.engine.replay.autograd_node import SlotRunner
+from chunkgraph.engine.observer import Action, Observer
 from chunkgraph.engine.slot import Slot
 
 __all__ = ["ReplayRanges"]
 
+_NAMES = {"F": "forward", "B": "backward", "I": "backward", "W": "weight gradient"}
 
-class ReplayRanges:
-    """A `SlotRunner` that wraps the engine's own and names every replay.
 
-    A range is called ``<chunk> forward microbatch 3``. Microbatches count from 0 in each step, in
-    the order of the chunk's forwards.
+class ReplayRanges(Observer):
+    """Name every replay, as ``<chunk> forward microbatch 3``.
+
+    Microbatches count from 0 in each step, in the order of the chunk's forwards.
 
     Args:
-        runner: The runner that replays.
         names: The name of each chunk.
     """
 
-    def __init__(self, runner: SlotRunner, names: Sequence[str]) -> None:
-        self._runner = runner
+    def __init__(self, names: Sequence[str]) -> None:
         self._names = tuple(names)
+        self._open = ExitStack()
+        self.begin_step(0)
+
+    def begin_step(self, step: int) -> None:  # noqa: ARG002
+        """Count microbatches from 0 again."""
         self._next = [0] * len(self._names)
         self._microbatch: dict[tuple[int, int], int] = {}
 
-    def begin_step(self) -> None:
-        """Count microbatches from 0 again."""
-        self._next = [0] * len(self._names)
+    def before(self, action: Action, slot: Slot, tensors: object) -> None:  # noqa: ARG002
+        """Begin the range of a replay."""
+        c = slot.chunk
+        if action == "F":
+            self._microbatch[c, slot.index] = self._next[c]
+            self._next[c] += 1
+        microbatch = self._microbatch.get((c, slot.index), 0)
+        name = f"{self._names[c]} {_NAMES[action]} microbatch {microbatch}"
+        self._open.enter_context(torch.profiler.record_function(name))
+        if torch.cuda.is_initialized():
+            self._open.enter_context(torch.cuda.nvtx.range(name))
 
-    def replay_forward(self, slot: Slot, tensors: Sequence[torch.Tensor]) -> None:
-        """Replay the slot's forward inside its range."""
-        microbatch = self._next[slot.chunk]
-        self._next[slot.chunk] += 1
-        self._microbatch[slot.chunk, slot.index] = microbatch
-        with _named(f"{self._names[slot.chunk]} forward microbatch {microbatch}"):
-            self._runner.replay_forward(slot, tensors)
+    def after(self, action: Action, slot: Slot) -> None:  # noqa: ARG002
+        """End the range."""
+        self._open.close()
 
-    def replay_backward(
-        self, slot: Slot, turn: int, grads: tuple[torch.Tensor | None, ...]
-    ) -> None:
-        """Replay the slot's backward inside its range."""
-        microbatch = self._microbatch.get((slot.chunk, slot.index), 0)
-        with _named(f"{self._names[slot.chunk]} backward microbatch {microbatch}"):
-            self._runner.replay_backward(slot, turn, grads)
-
-    def replay_weight(self, slot: Slot) -> None:
-        """Replay the weight half of the slot's backward inside its range."""
-        microbatch = self._microbatch.get((slot.chunk, slot.index), 0)
-        with _named(f"{self._names[slot.chunk]} weight gradient microbatch {microbatch}"):
-            self._runner.replay_weight(slot)
-
-
-@contextmanager
-def _named(name: str) -> Iterator[None]:
-    with torch.profiler.record_function(name):
-        if not torch.cuda.is_initialized():
-            yield
-            return
-        torch.cuda.nvtx.range_push(name)
-        try:
-            yield
-        finally:
-            torch.cuda.nvtx.range_pop()
+    def end_step(self) -> None:
+        """End a range whose replay failed."""
+        self._open.close()

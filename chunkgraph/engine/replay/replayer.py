@@ -18,8 +18,9 @@ from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.counters import Counters
 from chunkgraph.engine.decide.reasons import NOTHING_REPLAYED
 from chunkgraph.engine.hooks import refuse_contexts
+from chunkgraph.engine.observer import Action, Observer
 from chunkgraph.engine.options import CaptureOptions
-from chunkgraph.engine.replay.autograd_node import SlotRunner, replay_node
+from chunkgraph.engine.replay.autograd_node import replay_node
 from chunkgraph.engine.replay.optimizer_watch import optimizers_watched
 from chunkgraph.engine.replay.profiler_ranges import ReplayRanges
 from chunkgraph.engine.slot import Slot
@@ -34,7 +35,7 @@ _will_execute = torch._C._will_engine_execute_node
 
 
 class Replayer:
-    """Replay the slots of one rank (a `SlotRunner`).
+    """Replay the slots of one rank.
 
     Args:
         chunks: The rank's chunks.
@@ -69,12 +70,11 @@ class Replayer:
         self._sharing: list[set[int]] = []  # for each chunk, those that train a parameter of it
         self._captured: CapturedRank | None = None
         self._verifier: Verifier | None = None
-        self._verifying: Verifier | None = None  # the verifier, in a verified step
+        self._ranges: ReplayRanges | None = None
+        self._observers: tuple[Observer, ...] = ()  # of the current step
         self._first_step, self._num_hooks = 0, -1
         self._is_in_step = False
         self._is_called = False
-        self._ranges: ReplayRanges | None = None
-        self._runner: SlotRunner = self
         self._forget_microbatches()
 
     def take(self, captured: CapturedRank, verifier: Verifier | None) -> None:
@@ -94,7 +94,7 @@ class Replayer:
 
     def name_replays(self, names: Sequence[str]) -> None:
         """See `ChunkGraphs.name_replays`."""
-        self._ranges = self._runner = ReplayRanges(self, names)
+        self._ranges = ReplayRanges(names)
 
     @contextmanager
     def step(self, num_microbatches: int | None) -> Iterator[None]:
@@ -118,12 +118,10 @@ class Replayer:
             sinks.begin_step()
         self._is_called = False
         self._machine.begin_step()
-        if self._ranges is not None:
-            self._ranges.begin_step()
         self._is_in_step = True
-        if verifier is not None:
-            self._verifying = verifier
-            verifier.begin_step(number)
+        self._observers = tuple(o for o in (self._ranges, verifier) if o is not None)
+        for observer in self._observers:
+            observer.begin_step(number)
         try:
             with optimizers_watched(captured.models, lambda: self._machine.num_busy):
                 yield
@@ -138,9 +136,9 @@ class Replayer:
             raise
         finally:
             self._is_in_step = False
-            if self._verifying is not None:
-                self._verifying.end_step()
-                self._verifying = None
+            for observer in self._observers:
+                observer.end_step()
+            self._observers = ()
         if counters.replays > num_replays:
             counters.replayed_steps += 1
         else:  # every call ran eagerly: gradients were off, or modules in evaluation
@@ -180,7 +178,7 @@ class Replayer:
             slot = self._acquire(c, key)
         self._awaiting_grads[c].append(slot)
         leaves = map(tensors.__getitem__, slot.differentiable_inputs)
-        outputs = replay_node(self._runner, slot, tensors, *leaves, self._anchor)
+        outputs = replay_node(self, slot, tensors, *leaves, self._anchor)
         return outputs if slot.is_single else slot.result(outputs)
 
     def reserve_input(self, c: int, index: int, num_before: int) -> torch.Tensor | None:
@@ -212,12 +210,12 @@ class Replayer:
         before = self._chunks[slot.chunk].before_forward
         if before is not None:
             before()
-        if self._verifying is not None:
-            self._verifying.before_forward(slot, tensors)
+        for observer in self._observers:
+            observer.before("F", slot, tensors)
         slot.load_inputs(tensors)
         slot.forward_graph.replay()
-        if self._verifying is not None:
-            self._verifying.after_forward(slot)
+        for observer in self._observers:
+            observer.after("F", slot)
         self._counters.replays += 1
         self._counters.replays_of_bank[slot.bank] += 1
 
@@ -250,16 +248,17 @@ class Replayer:
         is_split = slot.weight_graph is not None
         if not is_split:  # else the weight half adds the gradients
             self._captured.sinks[c].before_backward(slot.trained)
-        if self._verifying is not None:
-            self._verifying.before_backward(slot, grads)
+        action: Action = "I" if is_split else "B"
+        for observer in self._observers:
+            observer.before(action, slot, grads)
         slot.load_output_grads(grads)
         before = self._chunks[c].before_backward
         if before is not None:
             before()
         if slot.backward_graph is not None:
             slot.backward_graph.replay()
-        if self._verifying is not None:
-            self._verifying.after_backward(slot)
+        for observer in self._observers:
+            observer.after(action, slot)
         self._counters.backward_replays += 1
         if is_split:
             self._machine.defer_weight(c, slot.index)
@@ -301,18 +300,15 @@ class Replayer:
             SlotError: No weight half waits, or another one has waited longest.
         """
         index = self._machine.begin_weight(c, turn)
-        self._runner.replay_weight(self._halved.pop((c, index)))
-
-    def replay_weight(self, slot: Slot) -> None:
-        """Replay the weight half of a backward and free the slot."""
+        slot = self._halved.pop((c, index))
         assert self._captured is not None
         assert slot.weight_graph is not None
-        self._captured.sinks[slot.chunk].before_backward(slot.trained)
-        if self._verifying is not None:
-            self._verifying.before_weight(slot)
+        self._captured.sinks[c].before_backward(slot.trained)
+        for observer in self._observers:
+            observer.before("W", slot, ())
         slot.weight_graph.replay()
-        if self._verifying is not None:
-            self._verifying.after_weight(slot)
+        for observer in self._observers:
+            observer.after("W", slot)
         self._counters.weight_replays += 1
         self._end_backward(slot)
 

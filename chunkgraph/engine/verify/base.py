@@ -12,6 +12,7 @@ from chunkgraph.engine.capture.layers import parameter_names
 from chunkgraph.engine.capture.self_test import Noise
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.layout import copy_into, duplicate
+from chunkgraph.engine.observer import Observer
 from chunkgraph.engine.signature import Call
 from chunkgraph.engine.slot import Slot
 from chunkgraph.engine.verify.eager_pass import EagerPasses, Surroundings
@@ -22,11 +23,12 @@ from chunkgraph.engine.verify.state import ChunkState
 __all__ = ["Verifier"]
 
 
-class Verifier:
+class Verifier(Observer):
     """Check the replays of one rank in verified steps.
 
-    The engine captures `chunks`, reports the capture by `captured`, and in a verified step calls
-    the other methods around every replay, on the stream of the replays.
+    The engine captures `chunks` and reports the capture by `captured`. In a verified step a
+    verifier observes every replay, on the stream of the replays. For a wrong one, it raises what
+    `Host.judge` raises, a VerifyError.
 
     Args:
         chunks: the chunks of the rank.
@@ -70,36 +72,6 @@ class Verifier:
     def end_step(self) -> None:
         """Drop the data of the step, after success or failure."""
         self._forget()
-
-    def before_forward(self, slot: Slot, tensors: Sequence[torch.Tensor]) -> None:
-        """Prepare for a forward replay of ``slot`` with the arguments ``tensors``."""
-
-    def after_forward(self, slot: Slot) -> None:
-        """Check a forward replay.
-
-        Raises:
-            VerifyError: the replay is wrong, and `Host.judge` raises.
-        """
-
-    def before_backward(self, slot: Slot, grads: Sequence[torch.Tensor | None]) -> None:
-        """Prepare for a backward replay of ``slot`` with these output gradients."""
-
-    def after_backward(self, slot: Slot) -> None:
-        """Check a backward replay, or its input half, before the caller gets the results.
-
-        Raises:
-            VerifyError: the replay is wrong, and `Host.judge` raises.
-        """
-
-    def before_weight(self, slot: Slot) -> None:
-        """Prepare for a replay of the weight half of a split backward."""
-
-    def after_weight(self, slot: Slot) -> None:
-        """Check a replay of the weight half, before the caller gets the results.
-
-        Raises:
-            VerifyError: the replay is wrong, and `Host.judge` raises.
-        """
 
     def _count_forward(self, slot: Slot) -> None:
         """Number the microbatch of a forward; called once per forward."""

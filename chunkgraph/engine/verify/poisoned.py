@@ -14,6 +14,7 @@ import torch
 from chunkgraph.engine.bits import has_nan
 from chunkgraph.engine.capture.captured_rank import CapturedRank
 from chunkgraph.engine.capture.saved import Place, first_nan
+from chunkgraph.engine.observer import Action
 from chunkgraph.engine.slot import Slot
 from chunkgraph.engine.verify.base import Verifier
 from chunkgraph.engine.verify.records import memory_of
@@ -47,16 +48,36 @@ class PoisonVerifier(Verifier):
         self._were_infinite: list[bool] = []
         self._begin: dict[Slot, ChunkState] = {}
 
-    def before_forward(self, slot: Slot, tensors: Sequence[torch.Tensor]) -> None:  # noqa: ARG002
-        """Fill dead memory, and copy the state that an eager pass begins with."""
-        self._count_forward(slot)
-        chunk = self._chunks[slot.chunk]
-        written = (*chunk.buffers, *self._written(slot.chunk))
-        self._begin[slot] = self._around.state_of(written)
+    def before(self, action: Action, slot: Slot, tensors: Sequence[torch.Tensor | None]) -> None:
+        """Fill dead memory; copy the state that an eager pass begins with, and look for NaN."""
+        if action == "F":
+            self._count_forward(slot)
+            written = (*self._chunks[slot.chunk].buffers, *self._written(slot.chunk))
+            self._begin[slot] = self._around.state_of(written)
         self._poison.before_replay()
+        if action == "F":
+            return
+        # A NaN of the model itself stays in a gradient, infinities may add up to one, and memory
+        # without a gradient yet may hold anything. Other microbatches change gradients between
+        # both halves.
+        self._were_infinite = self._gradients_with(slot, _is_infinite)
+        if action == "W":
+            return
+        self._kept_nan[slot] = self._place(slot)  # while its saved tensors exist
+        if has_nan(tensors):
+            where = "it came in with the output gradient, from work after the chunk"
+            self._warn_of_nan(slot, "backward", where)
 
-    def after_forward(self, slot: Slot) -> None:
-        """Look for NaN in the outputs."""
+    def after(self, action: Action, slot: Slot) -> None:
+        """Look for NaN in the results, and fill a slot whose backward has ended."""
+        if action == "F":
+            self._look_at_outputs(slot)
+        elif action != "I":
+            self._look_at_gradients(slot)
+        elif has_nan(slot.input_grads):
+            self._explain(slot, [False] * len(self._names[slot.chunk]))
+
+    def _look_at_outputs(self, slot: Slot) -> None:
         if not has_nan(slot.output_tensors):
             return
         with_grad = self._with_grad(slot)
@@ -67,33 +88,6 @@ class PoisonVerifier(Verifier):
         layer = self._place(slot) or "after all tensors that are kept for the backward"
         replayed = self._replayed(slot, "forward")
         self._around.host.judge(stale_memory(replayed, "an output has a NaN", str(layer)))
-
-    def before_backward(self, slot: Slot, grads: Sequence[torch.Tensor | None]) -> None:
-        """Fill dead memory, and check the slot's saved tensors while they exist."""
-        self._poison.before_replay()
-        # A NaN of the model itself stays in a gradient, infinities may add up to one, and memory
-        # without a gradient yet may hold anything.
-        self._were_infinite = self._gradients_with(slot, _is_infinite)
-        self._kept_nan[slot] = self._place(slot)
-        if has_nan(grads):
-            where = "it came in with the output gradient, from work after the chunk"
-            self._warn_of_nan(slot, "backward", where)
-
-    def after_backward(self, slot: Slot) -> None:
-        """Check the gradients, then fill the slot; a half only checks the input gradients."""
-        if slot.weight_graph is None:
-            self._look_at_gradients(slot)
-        elif has_nan(slot.input_grads):
-            self._explain(slot, [False] * len(self._names[slot.chunk]))
-
-    def before_weight(self, slot: Slot) -> None:
-        """Fill dead memory, and note the gradients again, which other microbatches changed."""
-        self._poison.before_replay()
-        self._were_infinite = self._gradients_with(slot, _is_infinite)
-
-    def after_weight(self, slot: Slot) -> None:
-        """Check the gradients, then fill the slot."""
-        self._look_at_gradients(slot)
 
     def _look_at_gradients(self, slot: Slot) -> None:
         have_nan = self._gradients_with(slot, torch.isnan)

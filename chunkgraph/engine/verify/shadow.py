@@ -15,6 +15,7 @@ import torch
 
 from chunkgraph.engine.bits import describe_difference, has_nan, same_bits
 from chunkgraph.engine.capture.saved import Place, first_difference
+from chunkgraph.engine.observer import Action
 from chunkgraph.engine.signature import distinct_tensors
 from chunkgraph.engine.slot import Slot
 from chunkgraph.engine.verify.base import Verifier, copy_output_grads, inputs_with_grad
@@ -39,8 +40,30 @@ class ShadowVerifier(Verifier):
         self._halved: dict[Slot, tuple[list[torch.Tensor], ChunkState]] = {}
         self._input_grads: dict[Slot, tuple[torch.Tensor | None, ...]] = {}
 
-    def before_forward(self, slot: Slot, tensors: Sequence[torch.Tensor]) -> None:
-        """Run the eager forward."""
+    def before(self, action: Action, slot: Slot, tensors: Sequence[torch.Tensor | None]) -> None:
+        """Run the eager pass. Of a split backward, it runs before the weight half.
+
+        It then recomputes with the state from before the input half, and adds to the gradients so
+        far.
+        """
+        if action == "F":
+            self._before_forward(slot, [t for t in tensors if t is not None])
+        elif action == "W":
+            self._run_backward(slot, self._forwards[slot], *self._halved.pop(slot))
+        else:
+            self._before_backward(action, slot, tensors)
+
+    def after(self, action: Action, slot: Slot) -> None:
+        """Compare the replay with the eager pass; both halves of a backward after the second."""
+        if action == "F":
+            self._after_forward(slot)
+        elif action == "I":
+            grads = [None if g is None else g.clone() for g in slot.input_grads]
+            self._input_grads[slot] = tuple(grads)
+        else:
+            self._compare(slot, slot.input_grads if action == "B" else self._input_grads.pop(slot))
+
+    def _before_forward(self, slot: Slot, tensors: Sequence[torch.Tensor]) -> None:
         self._count_forward(slot)
         with_grad = inputs_with_grad(slot, tensors)
         forward = self._passes_of(slot).forward(tensors, with_grad)
@@ -49,8 +72,7 @@ class ShadowVerifier(Verifier):
             layer = self._first_layer_with_nan(slot, tensors, with_grad)
             self._warn_of_nan(slot, "forward", layer)
 
-    def after_forward(self, slot: Slot) -> None:
-        """Compare the replay with the eager forward."""
+    def _after_forward(self, slot: Slot) -> None:
         eager = self._forwards[slot]
         what = self._forward_difference(slot, eager)
         if not what:
@@ -59,12 +81,14 @@ class ShadowVerifier(Verifier):
         layer = str(place) if place is not None else self._after_all(slot)
         self._around.host.judge(difference(self._replayed(slot, "forward"), what, layer))
 
-    def before_backward(self, slot: Slot, grads: Sequence[torch.Tensor | None]) -> None:
+    def _before_backward(
+        self, action: Action, slot: Slot, grads: Sequence[torch.Tensor | None]
+    ) -> None:
         """Run the eager backward, and compare the slot's saved tensors while they exist."""
         eager = self._forwards[slot]
         copies = copy_output_grads(slot, grads)
         self._overwritten[slot] = self._place(slot, eager)
-        if slot.weight_graph is not None:
+        if action == "I":
             self._halved[slot] = copies, self._passes_of(slot).state()
         else:
             self._run_backward(slot, eager, copies)
@@ -87,25 +111,6 @@ class ShadowVerifier(Verifier):
             name = self._first_nan_gradient(slot.chunk, backward.sums, backward.order)
             where = f"the first gradient with a NaN is that of {name or 'an input'}"
             self._warn_of_nan(slot, "backward", where)
-
-    def after_backward(self, slot: Slot) -> None:
-        """Compare the replay with the eager backward, and drop the eager pass."""
-        if slot.weight_graph is not None:
-            grads = [None if g is None else g.clone() for g in slot.input_grads]
-            self._input_grads[slot] = tuple(grads)
-        else:
-            self._compare(slot, slot.input_grads)
-
-    def before_weight(self, slot: Slot) -> None:
-        """Run the whole eager backward, adding to the gradients so far.
-
-        It recomputes with the state from before the input half.
-        """
-        self._run_backward(slot, self._forwards[slot], *self._halved.pop(slot))
-
-    def after_weight(self, slot: Slot) -> None:
-        """Compare both halves with the eager backward, and drop the eager pass."""
-        self._compare(slot, self._input_grads.pop(slot))
 
     def _compare(self, slot: Slot, input_grads: Sequence[torch.Tensor | None]) -> None:
         del self._forwards[slot]
