@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from .estimate import MemoryEstimate, estimate_memory
 from .lifetime import InFlight, Lifetime, assign_slots, in_flight, lifetimes
-from .machine import SlotMachine, SlotState
+from .machine import SlotMachine
 from .model_sizes import ExpertSizes, LatentSizes, ModelSizes
 from .plan import SlotPlan, plan_all_ranks, plan_schedule, plan_slots
 
@@ -20,7 +20,6 @@ __all__ = [
     "ModelSizes",
     "SlotMachine",
     "SlotPlan",
-    "SlotState",
     "assign_slots",
     "estimate_memory",
     "in_flight",

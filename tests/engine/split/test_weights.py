@@ -105,7 +105,7 @@ def test_weights_run_once(x: torch.Tensor, replays: bool) -> None:
             half,
             lambda: runners[0](),  # noqa: PLW0108
         )
-    with pytest.raises(SlotError, match="no step is running"):
+    with pytest.raises(SlotError, match="no microbatch waits"):
         graphs.weights.run(0)
 
 
