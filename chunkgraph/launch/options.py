@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from pathlib import Path
 from chunkgraph._text import REPORT_WIDTH, did_you_mean
 from chunkgraph.errors import ConfigError
 from chunkgraph.launch.config_flags import merge_flags
-from chunkgraph.launch.flags import FLAGS, Flag, check_flag_values
+from chunkgraph.launch.flags import FLAGS, Flag, add_flags
 from chunkgraph.settings import Config, load_config
 
 __all__ = [
@@ -162,7 +161,10 @@ def options_from(args: argparse.Namespace) -> LaunchOptions:
     if args.config is not None:
         config = load_config(args.config)
         script_args, notes = merge_flags(config, script_args, source=str(args.config))
-    check_flag_values(script_args)
+    of_flags = argparse.ArgumentParser(script.name, add_help=False, allow_abbrev=False)
+    add_flags(of_flags)
+    explain_in_one_line(of_flags)
+    of_flags.parse_known_args(script_args)
     nproc = args.nproc_per_node
     if nproc is None:
         nproc = config.pipeline.world_size if config is not None else 1
@@ -216,6 +218,6 @@ def explain_in_one_line(parser: argparse.ArgumentParser) -> None:
         if unknown != message:
             name = unknown.split()[0].partition("=")[0]
             hint = did_you_mean(name, parser._option_string_actions)
-        raise ConfigError(f"{Path(sys.argv[0]).name}: {message}.{hint}")
+        raise ConfigError(f"{parser.prog}: {message}.{hint}")
 
     parser.error = error  # type: ignore[assignment, method-assign]

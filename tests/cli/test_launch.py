@@ -44,10 +44,14 @@ def test_help_fits_80_columns_and_names_every_flag(
     ("before", "after", "message"),
     [
         (["--nproc-per-node", "0"], [], "--nproc-per-node 0: there must be at least one process"),
-        ([], ["--cuda-graph-granularity", "chnk"], "chnk: expected one of layer, chunk."),
-        ([], ["--cuda-graph-verify=all"], "--cuda-graph-verify all: expected one of none, poison"),
-        ([], ["--cuda-graph-on-failure"], "--cuda-graph-on-failure: expected one of raise, eager."),
-        ([], ["--cuda-graph-stash", "yes"], "--cuda-graph-stash yes: expected one of false, true."),
+        (
+            [],
+            ["--cuda-graph-granularity", "chnk"],
+            "pretrain.py: argument --cuda-graph-granularity: inv",
+        ),
+        ([], ["--cuda-graph-verify=all"], "-verify: invalid choice: 'all' (choose from "),
+        ([], ["--cuda-graph-on-failure"], "--cuda-graph-on-failure: expected one argument."),
+        ([], ["--cuda-graph-max-packed-tokens", "many"], "invalid int value: 'many'"),
         (["--config", "nowhere.yaml"], [], "nowhere.yaml"),
     ],
 )

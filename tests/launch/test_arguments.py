@@ -30,7 +30,6 @@ def test_megatron_builds_no_graphs(implementation: str) -> None:
     assert flags is not None
     assert args.cuda_graph_impl == "none"
     assert args.te_rng_tracker is False
-    assert (args.cuda_graph_chunk_scope, args.cuda_graph_verify) == ("auto", "none")
     # Megatron parses its command line more than once; the settled values stay.
     assert settle_arguments(args, on_cpu=True) == flags
 

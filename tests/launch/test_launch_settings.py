@@ -84,7 +84,7 @@ def _flags(config: Config) -> list[str]:
 
 def test_a_hybrid_model_is_refused() -> None:
     layers = ["model.num_layers=4", "model.hybrid_layer_pattern=M-M-"]
-    with pytest.raises(ConfigError, match=r"is M-M-, which a conf.*--hybrid-layer-pattern"):
+    with pytest.raises(ConfigError, match=r"is M-M-: a conf.*--hybrid-layer-pattern"):
         _flags(_load(*layers))
 
 
@@ -240,7 +240,7 @@ def test_sizes_of_microbatches_are_flags() -> None:
     assert "--calculate-per-token-loss" not in flags
     assert len(notes) == 1
     for off in ("capture.enabled=false", None):
-        with pytest.raises(ConfigError, match=r"sizes is \[1, 2, 4\], but documents of a"):
+        with pytest.raises(ConfigError, match=r"sizes is \[1, 2, 4\]: documents of a"):
             merge_flags(
                 _load(*packing, *([off] if off else [])),
                 [] if off else ["--cuda-graph-granularity", "layer"],

@@ -43,7 +43,7 @@ def test_the_schedule_reaches_attach(name: str, monkeypatch: pytest.MonkeyPatch)
     graphs = hooks.ChunkGraphsInPretrain(on_cpu=True)
     graphs.parsed(args)
     assert graphs.flags is not None
-    assert graphs.flags.as_dict()["pipeline"] == {"schedule": name}
+    assert graphs.flags.schedule == name
     with pytest.raises(_AttachedError), graphs.training([]):
         pass
     assert attached["schedule"] == name
