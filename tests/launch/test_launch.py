@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -70,15 +69,6 @@ class Jobs:
             cwd=self.folder,
             start_new_session=True,
         )
-
-    def launch(self, *flags: str, script: Path = SCRIPT, nproc: int = 2) -> int:
-        """Run ``chunkgraph launch`` to its end."""
-        process = self.start(*flags, script=script, nproc=nproc)
-        try:
-            self.output, _ = process.communicate(timeout=100)
-        finally:
-            process.kill()
-        return process.returncode
 
     def end(self, *flags: str, script: Path = SCRIPT, nproc: int = 2) -> list[int]:
         """Return the exit codes of ranks that are forked, which is quicker than torchrun."""
@@ -203,19 +193,6 @@ def test_zero_bubble_equals_megatrons_1f1b(jobs: Jobs, delayed_layers: list[str]
     # 2 slots in 2 graphs (the first stage has no input gradient).
     assert "captured 4 graphs, 2 slots on rank 0" in jobs.output
     assert _replays(jobs.output) == [0, 2, 3, 3, 4, 4]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(360)
-def test_interleaved_zero_bubble_with_overlap_equals_megatrons_interleaved(
-    jobs: Jobs, delayed_layers: list[str]
-) -> None:
-    flags = [*delayed_layers, *EIGHT, "--train-iters", "3", "--eval-interval", "2"]
-    flags += ["--num-virtual-stages-per-pipeline-rank", "2", "--overlap-grad-reduce"]
-    expected = [*jobs.train("izb-eager", *flags), *_evaluations(jobs.output)]
-    flags += ["--pipeline-schedule", "interleaved-zb"]
-    for name, more in {"izb-driven": [], "izb-replayed": CHUNK}.items():
-        assert [*jobs.train(name, *flags, *more), *_evaluations(jobs.output)] == expected
 
 
 @pytest.mark.slow
@@ -345,45 +322,6 @@ from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
 MockGPTLowLevelDataset.size = 2000  # an index of all mock data takes seconds
 runpy.run_path({script!r}, run_name="__main__")
 """
-
-
-@pytest.mark.slow
-def test_ctrl_c_leaves_no_process(
-    jobs: Jobs, wait_for_line: Callable[[subprocess.Popen[str], str], list[str]]
-) -> None:
-    script = jobs.folder / "sleeps.py"
-    script.write_text(
-        "import os, time, signal\n"
-        "signal.signal(signal.SIGTERM, signal.SIG_IGN)  # and so it must be killed\n"
-        "print('pid', os.getpid(), flush=True)\n"
-        "time.sleep(120)\n",
-        encoding="utf-8",
-    )
-    process = jobs.start(script=script, nproc=1)
-    try:
-        pid = int(wait_for_line(process, r"^pid ")[-1].split()[1])
-        process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=60)
-        assert process.returncode == 130
-        assert "interrupted" in output
-        _assert_gone(pid)
-    finally:
-        process.kill()
-
-
-def _assert_gone(pid: int) -> None:
-    end = time.monotonic() + 30
-    while Path(f"/proc/{pid}").exists() and time.monotonic() < end:
-        time.sleep(0.05)
-    assert not Path(f"/proc/{pid}").exists()
-
-
-@pytest.mark.slow
-def test_a_script_that_fails_is_explained_in_the_last_line(jobs: Jobs) -> None:
-    script = jobs.folder / "fails.py"
-    script.write_text("raise ValueError('no such corpus')\n", encoding="utf-8")
-    assert jobs.launch(script=script, nproc=1) == 1
-    assert jobs.output.splitlines()[-1] == "error: Rank 0 failed: ValueError: no such corpus"
 
 
 def test_flags_that_cannot_go_together_are_listed(jobs: Jobs) -> None:
