@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-from types import SimpleNamespace
+import sys
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -293,6 +294,30 @@ def test_dropout_on_a_gpu_without_graph_safe_random_numbers_is_refused() -> None
     ) as error:
         settle_arguments(arguments(transformer_impl="transformer_engine"), on_cpu=False)
     assert "dropout" not in str(error.value)
+
+
+def test_few_functions_read_the_number_of_packed_sequences() -> None:
+    """From the command line to the banks of the engine, under one name; rules only check it."""
+    name, readers = "max_packed_seqs", set[str]()
+
+    def called(frame: FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        reads = event == "call" and name in (*code.co_names, *code.co_varnames, *code.co_consts)
+        if reads and "/chunkgraph/" in code.co_filename and "/rules/" not in code.co_filename:
+            readers.add(f"{code.co_filename}:{code.co_firstlineno}")
+
+    args = arguments(**PACKED)
+    sys.setprofile(called)
+    try:
+        flags = settle_arguments(args, on_cpu=True)
+        assert flags is not None
+        options = packing_options(flags.packing, args)
+        assert options is not None
+        banks = PackedBanks.of_model(options, args)
+    finally:
+        sys.setprofile(None)
+    assert banks.largest_shape.max_packed_seqs == PACKED[f"cuda_graph_{name}"]
+    assert 0 < len(readers) <= 8, sorted(readers)
 
 
 def test_graph_safe_random_numbers_are_chosen_for_the_user(monkeypatch: Any) -> None:

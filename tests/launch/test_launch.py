@@ -196,36 +196,6 @@ def test_zero_bubble_equals_megatrons_1f1b(jobs: Jobs, delayed_layers: list[str]
 
 
 @pytest.mark.slow
-def test_experts_that_stash_and_run_steps_again_equal_eager(jobs: Jobs) -> None:
-    """Pages run out in the first replayed step, on the first stage alone."""
-    experts = "--num-experts 4 --moe-router-topk 2 --moe-expert-capacity-factor 2.0 "
-    experts += "--moe-pad-expert-input-to-capacity --moe-token-dispatcher-type alltoall "
-    experts += "--moe-aux-loss-coeff 0.01 --moe-router-load-balancing-type aux_loss "
-    experts += "--disable-bias-linear --num-layers 2 --train-iters 5 --eval-interval 2"
-    flags = [*experts.split(), *EIGHT]
-    eager = jobs.train("experts-eager", *flags)
-    outputs = [jobs.output]
-    script = jobs.folder / "short_stash.py"
-    script.write_text(
-        "import runpy\n"
-        "from functools import partial\n"
-        "from chunkgraph.launch import flags\n"
-        "flags.StashConfig = partial(flags.StashConfig, initial_bytes=2048)\n"
-        f"runpy.run_path({str(SCRIPT)!r}, run_name='__main__')\n"
-    )
-    stash = ["--cuda-graph-stash", "true", "--cuda-graph-token-drops", "rerun"]
-    chunk = jobs.train("experts-chunk", *flags, *CHUNK, *stash, script=script)
-    outputs.append(jobs.output)
-    assert chunk == eager
-    balance = [re.findall(r"load_balancing_loss: (\S+)", output) for output in outputs]
-    assert balance[0] == balance[1]
-    assert float(balance[0][0]) > 0
-    assert jobs.output.count("steps run again (stash pages): 1 |") == 1
-    assert "captured again with more room (stash pages); recaptures so far: 1." in jobs.output
-    assert _replays(jobs.output)[-1] == 4
-
-
-@pytest.mark.slow
 def test_overlapped_transfers_of_experts_are_off_and_named(jobs: Jobs) -> None:
     experts = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --bf16 "
     experts += "--expert-model-parallel-size 2 --pipeline-model-parallel-size 1 --num-layers 2 "

@@ -133,11 +133,6 @@ def test_fields_of_megatron_have_flags() -> None:
         _flags(_load("model.transformer_config.bias_dropout_fusion=false"))
 
 
-def test_gated_layers_have_no_biases_as_in_chunkgraph_train() -> None:
-    assert "--disable-bias-linear" in _flags(_load("model.swiglu=true"))
-    assert "--disable-bias-linear" not in _flags(_load("model.swiglu=false"))
-
-
 @pytest.mark.parametrize(
     "arguments", [["--context-parallel-size", "1"], ["--cuda-graph-granularity", "layer"]]
 )
