@@ -50,21 +50,15 @@ process; otherwise chunkgraph starts its processes on this machine.
 def _describe_flags() -> str:
     """List the flags with the first sentence of their help, and below them those that need them."""
     lines: list[str] = []
+    paths = {flag.path for flag in FLAGS}
     for flag in FLAGS:
-        if _needed(flag) is not flag:
+        if flag.setting.switch in paths:
             continue
         sentence = re.split(r"(?<=[.;]) ", flag.setting.help)[0].rstrip(".;")
         lines += [f"  {_with_values(flag)}", *_wrapped(sentence)]
-        others = [other for other in FLAGS if other is not flag and _needed(other) is flag]
-        if further := [_with_values(other) for other in others]:
+        if further := [_with_values(one) for one in FLAGS if one.setting.switch == flag.path]:
             lines += _wrapped(f"With it: {', '.join(further)}")
     return "\n".join(lines)
-
-
-def _needed(flag: Flag) -> Flag:
-    """Return the flag without which this one has no effect, or itself."""
-    needed = next((other for other in FLAGS if other.path == flag.setting.switch), None)
-    return flag if needed is None else _needed(needed)
 
 
 def _with_values(flag: Flag) -> str:
