@@ -220,11 +220,7 @@ class TrainedModel:
 
 def capture_options(config: Config) -> CaptureOptions:
     """Return the capture options of a configuration."""
-    return CaptureOptions(
-        num_warmup_steps=config.capture.num_warmup_steps,
-        verify=config.capture.verify,
-        on_failure=config.capture.on_failure,
-    )
+    return CaptureOptions(**config.capture.model_dump(exclude={"enabled", "scope"}))
 
 
 def synchronize(device: torch.device) -> None:
