@@ -292,13 +292,3 @@ from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
 MockGPTLowLevelDataset.size = 2000  # an index of all mock data takes seconds
 runpy.run_path({script!r}, run_name="__main__")
 """
-
-
-def test_flags_that_cannot_go_together_are_listed(jobs: Jobs) -> None:
-    """The first rank lists them at once; others wait for a launcher, which these do not have."""
-    refused = ["--distribute-saved-activations", "--optimizer-cuda-graph"]
-    assert jobs.end(*MODEL, *EIGHT, *CHUNK, *refused) == [2, 2]
-    message = jobs.output[jobs.output.index("error: ") :]
-    assert "--optimizer-cuda-graph: " in message
-    assert "--distribute-saved-activations: " in message
-    assert jobs.output.count("error: --cuda-graph-granularity chunk cannot go together") == 1

@@ -181,13 +181,8 @@ def test_packed_sequences_of_the_file_are_flags() -> None:
             ["--cuda-graph-max-packed-seqs", "0"],
             "packing.max_packed_seqs",
         ),
-        (
-            ("capture.verify=shadow",),
-            ["--cuda-graph-verify", "none"],
-            "capture.verify",
-        ),
     ],
-    ids=["stash", "packing", "verify"],
+    ids=["stash", "packing"],
 )
 def test_what_the_command_line_turns_off_is_off(
     settings: tuple[str, ...], arguments: list[str], key: str
