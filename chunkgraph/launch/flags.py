@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import ValidationError
 
-from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.rules.contexts import SIZE_RULES
 from chunkgraph.megatron.rules.packing import NUM_SEQS_RULE
 from chunkgraph.settings import (
@@ -151,18 +150,7 @@ class GraphFlags:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags to Megatron's parser.
-
-    Raises:
-        ConfigError: The parser already has one of the flags.
-    """
-    for flag in FLAGS:
-        if flag.name in parser._option_string_actions:
-            raise ConfigError(
-                f"This Megatron already has a flag {flag.name}. chunkgraph adds the flag only to "
-                "Megatron releases without it; start the script without chunkgraph, or use "
-                "megatron-core 0.16 to 0.19."
-            )
+    """Add the flags to Megatron's parser."""
     group = parser.add_argument_group("chunk-wise CUDA graphs")
     for flag in FLAGS:
         item = flag.setting

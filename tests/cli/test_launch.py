@@ -233,7 +233,3 @@ def test_flags_that_make_no_sense_are_refused() -> None:
         flags_from(_parse(*chunk, "--cuda-graph-max-packed-seqs", "-1"))
     with pytest.raises(ConfigError, match="--cuda-graph-stash true has no effect with"):
         flags_from(_parse("--cuda-graph-stash", "true"))
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--cuda-graph-granularity")
-    with pytest.raises(ConfigError, match="already has a flag --cuda-graph-granularity"):
-        add_flags(parser)
