@@ -6,10 +6,10 @@ import argparse
 import functools
 import importlib.util
 import re
-import sys
 from typing import Any
 
 import pytest
+from training_needs import NEEDS_TRAINING
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.launch.arguments import refuse_changed_arguments, settle_arguments
@@ -19,13 +19,7 @@ from chunkgraph.settings import Config, settings_of
 
 HAS_TE = importlib.util.find_spec("transformer_engine") is not None
 
-pytestmark = [
-    pytest.mark.megatron,
-    pytest.mark.skipif(
-        sys.version_info < (3, 12) or importlib.util.find_spec("megatron.training") is None,
-        reason="megatron.training of megatron-core 0.18 and newer, which needs Python 3.12",
-    ),
-]
+pytestmark = [pytest.mark.megatron, NEEDS_TRAINING]
 
 CHUNK = "--cuda-graph-granularity chunk --transformer-impl local "
 GROUPED = "--num-experts 8 --bf16 --moe-grouped-gemm "

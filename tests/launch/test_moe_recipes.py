@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib.util
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,13 +16,7 @@ from chunkgraph.launch.arguments import settle_arguments
 from chunkgraph.launch.flags import add_flags
 from chunkgraph.megatron.cpu.pretrain import cpu_pretrain_host
 
-pytestmark = [
-    pytest.mark.megatron,
-    pytest.mark.skipif(
-        sys.version_info < (3, 12) or importlib.util.find_spec("megatron.training") is None,
-        reason="megatron.training of megatron-core 0.18 and newer, which needs Python 3.12",
-    ),
-]
+pytestmark = [pytest.mark.megatron, NEEDS_TRAINING]
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
@@ -201,7 +193,6 @@ def _on_one_rank(recipe: str, more: str) -> list[str]:
     return [*flags, *_TRAINING.split()]
 
 
-@NEEDS_TRAINING
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     "model",
