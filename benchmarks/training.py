@@ -131,6 +131,15 @@ def _arguments() -> argparse.Namespace:
         metavar="S",
         help="prefer some experts by a bias from 0 to S on their scores; in every layer others",
     )
+    parser.add_argument(
+        "--document-counts",
+        type=int,
+        nargs=4,
+        default=(),
+        metavar="N",
+        help="draw the number of documents of a packed microbatch, which 50%%, 90%%, 99%% and "
+        "100%% of the microbatches do not exceed",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all measurements")
     parser.add_argument("--logs", type=Path, metavar="DIR", help="keep the workers' output")
     parser.add_argument(
@@ -196,6 +205,7 @@ def _train(variant: Variant, args: argparse.Namespace, folder: Path) -> None:
         "num_steps": args.num_steps,
         "profiles": args.profile,
         "router_skew": args.router_skew,
+        "document_counts": args.document_counts,
     }
     (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
     num_ranks = str(variant.config.pipeline.world_size)

@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from drawn_documents import DrawnDocuments
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.core.access import import_megatron, private_names, versions
@@ -236,10 +237,16 @@ class Run:
         device: This rank's device.
         variant: The variant to run.
         router_skew: See `skew_routers`; 0 leaves routers as they are.
+        document_counts: See `DrawnDocuments`; empty for the documents of the text.
     """
 
     def __init__(
-        self, config: Config, device: torch.device, variant: Variant, router_skew: float = 0.0
+        self,
+        config: Config,
+        device: torch.device,
+        variant: Variant,
+        router_skew: float = 0.0,
+        document_counts: Sequence[int] = (),
     ) -> None:
         self._config, self._device, self._variant = config, device, variant
         options: dict[str, Any] = {
@@ -249,6 +256,8 @@ class Run:
         self._model = model = TrainedModel(config, device, **options)
         if router_skew:
             skew_routers(model.chunks, router_skew)
+        if document_counts:
+            _draw_documents(model, document_counts)
         variant.prepare(model)
         self._records: list[StepRecord] = []
         self._num_tokens: list[int] = []
@@ -265,7 +274,7 @@ class Run:
         model, index = self._model, len(self._records)
         self._variant.before_step(index)
         count = model.count(index)
-        packings = model.batches.packings(index, count)
+        packings = model.batches.schedule_options(index, count).get("packings")
         batches = list(model.batches.step(index, count))
         self._forward_us.append([])
         record = model.run_step(
@@ -347,6 +356,20 @@ class Run:
                 value = parameter.detach().to("cpu").contiguous().view(-1)
                 digest.update(value.view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
+
+
+def _draw_documents(model: TrainedModel, counts: Sequence[int]) -> None:
+    batches = model.batches
+    if batches.banks is None or batches.banks.groups is not None:
+        raise ConfigError("--document-counts needs packing with one context-parallel size.")
+    of_text = batches.documents
+    batches.documents = DrawnDocuments.from_file(
+        model.config.data.path,
+        counts=counts,
+        num_tokens=of_text.num_tokens,
+        seed=of_text.seed,
+        multiple=of_text.multiple,
+    )
 
 
 def busy_share(events: Sequence[Mapping[str, Any]]) -> float | None:
@@ -450,7 +473,7 @@ def _main(request: Mapping[str, Any], result_path: Path) -> None:
     first, last = request["num_warmup_steps"], request["num_warmup_steps"] + request["num_steps"]
     variant = VARIANTS[request["variant"]](config, first)
     with training_process(config) as device:
-        run = Run(config, device, variant, request["router_skew"])
+        run = Run(config, device, variant, request["router_skew"], request["document_counts"])
         for index in range(last):
             run.step(announces_next=request["profiles"] or index < last - 1)
         share = run.kernel_share() if request["profiles"] else None

@@ -72,7 +72,7 @@ def test_no_module_imports_itself_through_others() -> None:
     sources = {name: path.read_text(encoding="utf-8") for name, path in paths.items()}
     packages = {name for name, path in paths.items() if path.name == "__init__.py"}
     graph = import_graph(sources, packages)
-    assert "chunkgraph.errors" in graph["chunkgraph.jobs.rank"]
+    assert "chunkgraph.errors" in graph["chunkgraph.jobs.processes"]
     assert "chunkgraph.schedules.schedule" in graph["chunkgraph.schedules"]
     assert circle(graph) == []
 

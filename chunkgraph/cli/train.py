@@ -53,8 +53,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the subcommand and return the exit code."""
     from chunkgraph.jobs.launcher import Launcher
-    from chunkgraph.jobs.processes import leave
-    from chunkgraph.jobs.rank import run_rank
+    from chunkgraph.jobs.processes import leave, run_rank
 
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         leave(run_rank(lambda: _train_as_rank(args), debug=args.debug))

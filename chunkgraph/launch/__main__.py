@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING
 
 from chunkgraph._collector import collector_paused
 from chunkgraph.errors import ConfigError
-from chunkgraph.jobs.processes import REPORT_FOLDER_VARIABLE, keep_quiet, leave
-from chunkgraph.jobs.rank import run_rank
+from chunkgraph.jobs.processes import REPORT_FOLDER_VARIABLE, keep_quiet, leave, run_rank
 from chunkgraph.jobs.reports import EXIT_FAILED
 from chunkgraph.launch.flags import GRANULARITY
 from chunkgraph.launch.options import (

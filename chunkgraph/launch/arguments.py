@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from chunkgraph.errors import ConfigError
-from chunkgraph.launch.flags import GraphFlags, forget_defaults, read_flags, write_defaults
+from chunkgraph.launch.flags import GraphFlags, read_flags
 from chunkgraph.launch.packing_rules import SCRIPT_PACKING_RULES
 from chunkgraph.megatron.features import FEATURES
 from chunkgraph.megatron.features.experts.device_gemms import FP8_MULTIPLES, native_need
@@ -35,6 +35,7 @@ __all__ = [
 
 _NO_HOOKS = "its hooks run in Python, which a replay does not"
 _ALL_OF_A_LAYER = "a chunk graph holds all of a layer"
+_WARMUP = "cuda_graph_warmup_steps"
 _LEAVE_OUT = "leave it out"
 _QUANTIZED = "whether a layer renews its quantized weights is Python state, frozen in a replay"
 _LOGITS = "it reads the largest attention logits of each microbatch in Python"
@@ -197,7 +198,8 @@ def settle_arguments(
             rules = (*_SCRIPT_SCHEDULE_RULES, *DRIVER_RULES, *DELAY_RULES)
             _refuse(refusals(rules, facts), _REFUSED_SCHEDULE)
             _check_schedule(args)
-        forget_defaults(args)
+        if hasattr(args, _WARMUP):
+            setattr(args, _WARMUP, int(getattr(args, _WARMUP)))  # without the mark of the default
         return None
     facts = _facts(args, flags, on_cpu=on_cpu, is_plan=is_plan)
     of_features = (rule for kind in FEATURES for rule in kind.rules)
@@ -210,7 +212,7 @@ def settle_arguments(
     args.cuda_graph_impl = "none"
     if _wants_te_rng(args, on_cpu):
         args.te_rng_tracker = True
-    write_defaults(args, flags)
+    setattr(args, _WARMUP, flags.capture.num_warmup_steps)
     return replace(flags, turned_off=tuple(_turn_off(args, flags.schedule)))
 
 

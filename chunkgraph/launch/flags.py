@@ -7,15 +7,13 @@ module does not import torch: the launcher checks flags before it starts any pro
 from __future__ import annotations
 
 import argparse
+import re
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import ValidationError
 
-from chunkgraph._text import did_you_mean
-from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.rules.contexts import SIZE_RULES
 from chunkgraph.megatron.rules.packing import NUM_SEQS_RULE
 from chunkgraph.settings import (
@@ -41,11 +39,8 @@ __all__ = [
     "Flag",
     "GraphFlags",
     "add_flags",
-    "check_flag_values",
     "flag_of",
-    "forget_defaults",
     "read_flags",
-    "write_defaults",
 ]
 
 _SEQS = "packing.max_packed_seqs"
@@ -153,30 +148,9 @@ class GraphFlags:
 
         return CaptureOptions(**self.capture.model_dump(exclude={"enabled", "scope"}))
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain values in the sections of a configuration file."""
-        return {
-            "pipeline": {"schedule": self.schedule},
-            "capture": self.capture.model_dump(mode="json"),
-            "packing": self.packing.model_dump(mode="json"),
-            "moe": {"token_drops": self.token_drops},
-            "stash": self.stash.model_dump(mode="json"),
-        }
-
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags to Megatron's parser.
-
-    Raises:
-        ConfigError: The parser already has one of the flags.
-    """
-    for flag in FLAGS:
-        if flag.name in parser._option_string_actions:
-            raise ConfigError(
-                f"This Megatron already has a flag {flag.name}. chunkgraph adds the flag only to "
-                "Megatron releases without it; start the script without chunkgraph, or use "
-                "megatron-core 0.16 to 0.19."
-            )
+    """Add the flags to Megatron's parser."""
     group = parser.add_argument_group("chunk-wise CUDA graphs")
     for flag in FLAGS:
         item = flag.setting
@@ -235,10 +209,10 @@ def read_flags(args: argparse.Namespace) -> tuple[GraphFlags | None, list[str]]:
         section, _, name = flag.path.partition(".")
         if switch is not None and not flag_values.get(switch):
             idle[switch].append(flag.format(value))
-        elif wrong := _wrong_value(flag, section, name, value):
-            problems += wrong
         else:
             values[section][name] = value
+    for section in values:
+        problems += _drop_wrong_values(section, values[section])
     for switch, texts in idle.items():
         problems.append(
             f"{', '.join(texts)} has no effect without {switch.name}; add it, or leave this out."
@@ -257,49 +231,15 @@ def read_flags(args: argparse.Namespace) -> tuple[GraphFlags | None, list[str]]:
     ), problems
 
 
-def _wrong_value(flag: Flag, section: str, name: str, value: Any) -> list[str]:
-    """Return what is wrong with the value of a flag, as sentences."""
+def _drop_wrong_values(section: str, values: dict[str, Any]) -> list[str]:
+    """Remove wrong values of a section in place; return what is wrong with them, as sentences."""
     model: Any = Config.model_fields[section].annotation
     try:
-        model.model_validate({name: value})
+        model.model_validate(values)
     except ValidationError as error:
-        return problems_of(error, model, lambda path: path.replace(name, flag.name, 1))
+        for name in {str(item["loc"][0]) for item in error.errors()}:
+            del values[name]
+        return problems_of(
+            error, model, lambda path: re.sub(r"^\w+", lambda m: flag_of(f"{section}.{m[0]}"), path)
+        )
     return []
-
-
-def write_defaults(args: argparse.Namespace, flags: GraphFlags) -> None:
-    """Write resolved choices and warmup steps into Megatron's arguments, which are saved."""
-    values = flags.as_dict()
-    args.cuda_graph_warmup_steps = flags.capture.num_warmup_steps
-    for flag in _OPTIONS.values():
-        section, _, name = flag.path.partition(".")
-        if flag.choices and section in ("capture", "moe"):
-            setattr(args, flag.dest, flag.text_of(values[section][name])[0])
-
-
-def forget_defaults(args: argparse.Namespace) -> None:
-    """Replace the marked warmup default with a plain number if chunk graphs are off."""
-    if hasattr(args, "cuda_graph_warmup_steps"):
-        args.cuda_graph_warmup_steps = int(args.cuda_graph_warmup_steps)
-
-
-def check_flag_values(script_args: Sequence[str]) -> None:
-    """Check the values of flags with choices before a process is started.
-
-    Raises:
-        ConfigError: A value is not a choice of its flag.
-    """
-    choices = {flag.name: flag.choices for flag in FLAGS if flag.choices}
-    problems: list[str] = []
-    for i, arg in enumerate(script_args):
-        name, equals, value = arg.partition("=")
-        if name not in choices:
-            continue
-        if not equals:
-            value = (list(script_args[i + 1 :]) or [""])[0]
-        if value not in choices[name]:
-            expected = f"expected one of {', '.join(choices[name])}."
-            expected += did_you_mean(value, choices[name])
-            problems.append(f"{f'{name} {value}'.rstrip()}: {expected}")
-    if problems:
-        raise ConfigError("\n".join(problems))

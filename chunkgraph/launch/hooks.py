@@ -50,6 +50,9 @@ from chunkgraph.schedules import splits_backward
 
 __all__ = ["ChunkGraphsInPretrain", "enable"]
 
+_PROFILES = ("profile", "use_pytorch_profiler", "nvtx_ranges")
+"""Megatron's flags of profilers, which show the names of replays."""
+
 
 def enable(*, on_cpu: bool = False) -> ChunkGraphsInPretrain:
     """Add the flags of chunk graphs to Megatron's ``pretrain()``, and hooks that implement them.
@@ -106,7 +109,6 @@ class ChunkGraphsInPretrain:
         self._undo_delay: Callable[[], None] = lambda: None
         self._metrics: StepMetrics | None = None
         self._steps: PackedSteps | None = None
-        self._has_reported_failure = False
 
     def stop_delaying(self) -> None:
         """Stop delaying weight gradients in layers that are built from now on."""
@@ -123,8 +125,6 @@ class ChunkGraphsInPretrain:
         self._schedule = schedule_of(args)
         if splits_backward(self._schedule):
             self._undo_delay = delay_in_new_configs()
-        if self.flags is not None:
-            self.flags.capture_options()  # raises for wrong options now, before the long setup
 
     @contextlib.contextmanager
     def training(self, model: Any) -> Iterator[None]:
@@ -157,11 +157,10 @@ class ChunkGraphsInPretrain:
                 schedule=flags.schedule,
             )
             undo.callback(graphs.detach)
-            if _is_profiled(args):
+            if any(getattr(args, name, False) for name in _PROFILES):
                 graphs.name_replays()
             self.has_trained = True
             self._metrics = StepMetrics(graphs)
-            self._has_reported_failure = False
             _print_on_rank_0(start_line(graphs, flags))
             if graphs.site.facts().packed:
                 self._steps = _packed_steps(args, graphs, chunks, contexts)
@@ -219,7 +218,7 @@ class ChunkGraphsInPretrain:
             wrapped = self._steps.wrap(wrapped)
 
         def chunk_graph_step(**kwargs: Any) -> Any:
-            if graphs.engine.report is not None or self._has_reported_failure:
+            if graphs.engine.report is not None or graphs.engine.failure is not None:
                 return wrapped(**kwargs)
             with warnings.catch_warnings():
                 # Reported below, once for all ranks and past the script's warning filters.
@@ -271,7 +270,6 @@ class ChunkGraphsInPretrain:
     def _report_capture(self, graphs: MegatronChunkGraphs) -> None:
         engine = graphs.engine
         if engine.failure is not None:
-            self._has_reported_failure = True
             if engine.failed_here:
                 sys.stderr.write(
                     f"WARNING: chunk graphs: {engine.failure}\nTraining continues eagerly on all "
@@ -304,11 +302,6 @@ def _packed_steps(
         tensor_ranks=tensor_ranks,
         has_experts=_has_experts(args),
     )
-
-
-def _is_profiled(args: argparse.Namespace) -> bool:
-    names = ("profile", "use_pytorch_profiler", "nvtx_ranges")
-    return any(getattr(args, name, False) for name in names)
 
 
 def _has_experts(args: argparse.Namespace) -> bool:

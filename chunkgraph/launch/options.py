@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from pathlib import Path
 from chunkgraph._text import REPORT_WIDTH, did_you_mean
 from chunkgraph.errors import ConfigError
 from chunkgraph.launch.config_flags import merge_flags
-from chunkgraph.launch.flags import FLAGS, Flag, check_flag_values
+from chunkgraph.launch.flags import FLAGS, Flag, add_flags
 from chunkgraph.settings import Config, load_config
 
 __all__ = [
@@ -51,21 +50,15 @@ process; otherwise chunkgraph starts its processes on this machine.
 def _describe_flags() -> str:
     """List the flags with the first sentence of their help, and below them those that need them."""
     lines: list[str] = []
+    paths = {flag.path for flag in FLAGS}
     for flag in FLAGS:
-        if _needed(flag) is not flag:
+        if flag.setting.switch in paths:
             continue
         sentence = re.split(r"(?<=[.;]) ", flag.setting.help)[0].rstrip(".;")
         lines += [f"  {_with_values(flag)}", *_wrapped(sentence)]
-        others = [other for other in FLAGS if other is not flag and _needed(other) is flag]
-        if further := [_with_values(other) for other in others]:
+        if further := [_with_values(one) for one in FLAGS if one.setting.switch == flag.path]:
             lines += _wrapped(f"With it: {', '.join(further)}")
     return "\n".join(lines)
-
-
-def _needed(flag: Flag) -> Flag:
-    """Return the flag without which this one has no effect, or itself."""
-    needed = next((other for other in FLAGS if other.path == flag.setting.switch), None)
-    return flag if needed is None else _needed(needed)
 
 
 def _with_values(flag: Flag) -> str:
@@ -162,7 +155,10 @@ def options_from(args: argparse.Namespace) -> LaunchOptions:
     if args.config is not None:
         config = load_config(args.config)
         script_args, notes = merge_flags(config, script_args, source=str(args.config))
-    check_flag_values(script_args)
+    of_flags = argparse.ArgumentParser(script.name, add_help=False, allow_abbrev=False)
+    add_flags(of_flags)
+    explain_in_one_line(of_flags)
+    of_flags.parse_known_args(script_args)
     nproc = args.nproc_per_node
     if nproc is None:
         nproc = config.pipeline.world_size if config is not None else 1
@@ -216,6 +212,6 @@ def explain_in_one_line(parser: argparse.ArgumentParser) -> None:
         if unknown != message:
             name = unknown.split()[0].partition("=")[0]
             hint = did_you_mean(name, parser._option_string_actions)
-        raise ConfigError(f"{Path(sys.argv[0]).name}: {message}.{hint}")
+        raise ConfigError(f"{parser.prog}: {message}.{hint}")
 
     parser.error = error  # type: ignore[assignment, method-assign]

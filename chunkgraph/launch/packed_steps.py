@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -197,26 +197,18 @@ class PackedSteps(ABC):
     def _documents_of(
         self, read: Microbatches, seq_length: int, multiple_of: int = 1
     ) -> list[Documents] | None:
-        """Return the documents of each microbatch, equal for all chunks; None if not read here.
+        """Return the documents of each microbatch, the same for all chunks; None if not read here.
 
         Raises:
-            ConfigError: The chunks read different documents, or see `documents_of`.
+            ConfigError: See `documents_of`.
         """
-        by_chunk = [
-            [
-                documents_of(batch, seq_length, self._where(i), multiple_of)
-                for i, batch in enumerate(batches)
-            ]
-            for batches in read
-            if batches is not None
-        ]
-        if any(documents != by_chunk[0] for documents in by_chunk):
-            raise ConfigError(
-                f"rank {self._rank}: the data iterators of its model chunks give different "
-                "documents for the same microbatch. They must read the same samples, each from an "
-                "iterator of its own, as Megatron's do."
-            )
-        return by_chunk[0] if by_chunk else None
+        for batches in read:
+            if batches is not None:
+                return [
+                    documents_of(batch, seq_length, self._where(i), multiple_of)
+                    for i, batch in enumerate(batches)
+                ]
+        return None
 
     def _where(self, microbatch: int) -> str:
         return f"rank {self._rank}, microbatch {microbatch}"
@@ -242,14 +234,6 @@ def _drain(batches: deque[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         yield batches.popleft()
 
 
-class _StepShape(NamedTuple):
-    """The amount of data that a step reads, from the schedule's keywords; equal on all ranks."""
-
-    num_microbatches: int
-    seq_length: int
-    micro_batch_size: int
-
-
 class OwnDocuments(PackedSteps):
     """Passes on the documents of a rank's own samples, with a fixed context-parallel size.
 
@@ -269,8 +253,8 @@ class OwnDocuments(PackedSteps):
     ) -> None:
         super().__init__(model_chunks, rank, tensor_ranks)
         self._graphs = graphs
-        self._last_shape: _StepShape | None = None
-        self._next_shape: _StepShape | None = None  # of the expected step, after `announce_next`
+        self._seq_length = 0  # of the last step
+        self._next_count: int | None = None  # microbatches of the step of `announce_next`
         self._announced: list[Documents] | None = None
 
     def announce_next(self, num_microbatches: int) -> None:
@@ -279,13 +263,13 @@ class OwnDocuments(PackedSteps):
         Announce nothing if the step's data cannot be inspected, end early, or are wrong; the step
         reports wrong data when it begins.
         """
-        if self._last_shape is None:
+        if not self._seq_length:
             return
-        self._next_shape = shape = self._last_shape._replace(num_microbatches=num_microbatches)
+        self._next_count = num_microbatches
         read = look_ahead(self._iterators, num_microbatches)
         documents: list[Documents] | None = None
         with contextlib.suppress(ConfigError, PackingError):
-            documents = None if read is None else self._documents(read, shape)
+            documents = None if read is None else self._own_documents(read)
         self._announced = self._shared(documents)
         if self._announced is not None:
             try:
@@ -297,14 +281,14 @@ class OwnDocuments(PackedSteps):
         self, read: Microbatches, kwargs: dict[str, Any]
     ) -> tuple[Microbatches, Sequence[Turn], dict[str, Any]]:
         """Begin a step; check its documents against the announced ones."""
-        self._last_shape = shape = _StepShape(*(kwargs[name] for name in _StepShape._fields))
-        expected, self._next_shape = self._next_shape, None
+        self._seq_length = kwargs["seq_length"]
+        expected, self._next_count = self._next_count, None
         announced, self._announced = self._announced, None
-        if expected not in (None, shape):
+        if expected not in (None, kwargs["num_microbatches"]):
             # The loop runs a different step than expected; all ranks run the same loop.
             self._graphs.withdraw()
             announced = None
-        local = self._documents(read, shape)
+        local = self._own_documents(read)
         if announced is None:
             documents = self._required(self._shared(local))
         elif local in (None, announced):
@@ -342,9 +326,9 @@ class OwnDocuments(PackedSteps):
         shared = self._tensor_ranks.share(plain)
         return None if shared is None else [Documents(*values) for values in shared]
 
-    def _documents(self, read: Microbatches, shape: _StepShape) -> list[Documents] | None:
+    def _own_documents(self, read: Microbatches) -> list[Documents] | None:
         multiple = next(iter(self._graphs.buckets.values())).document_multiple
-        return self._documents_of(read, shape.seq_length, multiple)
+        return self._documents_of(read, self._seq_length, multiple)
 
     def _fit(self, documents: Sequence[Documents]) -> list[Documents]:
         """Cut each microbatch to the rows of the smallest shape that holds its needed rows.
@@ -364,7 +348,7 @@ class OwnDocuments(PackedSteps):
         return fitted
 
 
-_Document = dict[str, NDArray[Any]]
+_Document = dict[str, torch.Tensor]
 """Rows of a document by the data set's name of the field."""
 
 
@@ -426,9 +410,7 @@ class SpreadDocuments(PackedSteps):
             # Fillers add nothing to the metrics.
             num_filled = schedule.mean_filled_microbatches, schedule.num_filled_rounds
             self.metrics_scales = num_requested / num_filled[0], num_requested / num_filled[1]
-        share: list[deque[dict[str, Any]] | None] = [
-            None if batches is None else deque() for batches in read
-        ]
+        share: list[dict[str, torch.Tensor]] = []
         turns = []
         for microbatch, bank in zip(schedule.of_rank(self._groups.rank), banks, strict=True):
             # A filler forwards one token, whose loss does not count.
@@ -438,19 +420,18 @@ class SpreadDocuments(PackedSteps):
             padding_mask = (packed.padding_mask | is_filler)[rows][None]
             turns.append(Turn(2, partial(self._inputs, packed, bank, padding_mask)))
             if of_ranks is not None:
-                filler = {name: np.zeros_like(values[:1]) for name, values in of_ranks[0].items()}
+                filler = {name: torch.zeros_like(v[:1]) for name, v in of_ranks[0].items()}
                 documents = [of_ranks[d] for d in microbatch.documents] or [filler]
-                batch = self._batch(documents, packed, rows, kwargs["seq_length"] + 1)
-                for batches in share:
-                    if batches is not None:
-                        batches.append(dict(batch))
+                share.append(self._batch(documents, packed, rows, kwargs["seq_length"] + 1))
         keywords = {
             "contexts": banks,
             "num_microbatches": schedule.num_microbatches,
             # Activations between stages have as many rows as a rank.
             "seq_length": self._limits.max_tokens_per_rank,
         }
-        return share, turns, keywords
+        # Each chunk has its own dictionaries.
+        of_chunks = [None if one is None else deque(map(dict, share)) for one in read]
+        return of_chunks, turns, keywords
 
     def _inputs(
         self, packed: PackedSequences, bank: PackedBank, padding_mask: NDArray[Any], _params: Any
@@ -474,9 +455,7 @@ class SpreadDocuments(PackedSteps):
         ]
         if self._data_ranks is None:
             return local
-        tensors = [{name: torch.from_numpy(v) for name, v in d.items()} for d in local]
-        of_ranks = self._data_ranks.gather(tensors)
-        return [{n: v.numpy() for n, v in d.items()} for of_rank in of_ranks for d in of_rank]
+        return [document for of_rank in self._data_ranks.gather(local) for document in of_rank]
 
     def _batch(
         self,
@@ -489,7 +468,7 @@ class SpreadDocuments(PackedSteps):
         offsets = np.full((1, width), len(rows), dtype=np.int32)
         offsets[0, 0] = 0
         values = {
-            name: packed.place(np.concatenate([d[name] for d in documents]))[rows][None]
+            name: packed.place(torch.cat([d[name] for d in documents]).numpy())[rows][None]
             for name in documents[0]
         }
         values["cu_seqlens"] = offsets
@@ -506,6 +485,6 @@ def _split(batch: dict[str, Any], documents: Documents) -> list[_Document]:
     needed = documents.up_to(documents.num_needed)
     ends = np.cumsum(needed.lengths)
     return [
-        {name: values[end - length : end] for name, values in rows.items()}
+        {name: torch.from_numpy(values[end - length : end]) for name, values in rows.items()}
         for length, end in zip(needed.lengths, ends, strict=True)
     ]

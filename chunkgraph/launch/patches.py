@@ -27,7 +27,6 @@ from chunkgraph.megatron.core.access import (
     private_names,
     refuse_other_releases,
 )
-from chunkgraph.megatron.core.releases import RANGE
 
 if TYPE_CHECKING:
     from chunkgraph.launch.hooks import ChunkGraphsInPretrain
@@ -64,11 +63,6 @@ def patch_pretrain(hooks: ChunkGraphsInPretrain) -> Callable[[], None]:
         _TRAINING, "train", "get_forward_backward_func", "training_log", "print_rank_last"
     )
     log_signature = inspect.signature(log)
-    if "iteration" not in log_signature.parameters:
-        raise ConfigError(
-            f"training_log of {_TRAINING} has no parameter iteration. Use "
-            f"megatron-core {RANGE}, or report the release."
-        )
     is_logging = False
 
     def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -89,7 +89,6 @@ class _PlanHooks(ChunkGraphsInPretrain):
         if flags is None:
             raise ConfigError(f"{GRANULARITY} layer: there are no chunk graphs to plan. Use chunk.")
         args.rank, args.world_size = 0, size
-        flags.capture_options()
         validate_arguments(args)
         raise _ParsedError(args, flags)
 

@@ -12,6 +12,8 @@ from chunkgraph.megatron.features.experts.feature import dropped_tokens
 
 __all__ = ["StepMetrics", "capture_line", "start_line"]
 
+_REPLAYS, _DROPPED = ("replays", ""), ("dropped tokens", "")
+
 
 def start_line(graphs: MegatronChunkGraphs, flags: GraphFlags) -> str:
     """Return a line about the upcoming capture on rank 0."""
@@ -65,7 +67,7 @@ class StepMetrics:
     def __init__(self, graphs: MegatronChunkGraphs) -> None:
         self._graphs = graphs
         self._last = self._line = self._read()
-        self._step: Counter[str] = Counter()
+        self._step: Counter[tuple[str, str]] = Counter()
 
     def step(self) -> None:
         """Record the end of a training step; evaluation since the previous one counts with it."""
@@ -76,18 +78,13 @@ class StepMetrics:
         """Return the last step's metrics by TensorBoard name; memory in bytes, times in seconds."""
         report = self._graphs.engine.report
         # Every reason from its first occurrence on, also at 0: a curve repeats its last value.
-        counts = {
-            f"chunk-graphs/{text}/{reason}": self._step[f"{kind}: {reason}"]
-            for kind, text, reasons in (
-                ("eager", "eager-steps", self._graphs.counters.fallbacks),
-                ("rerun", "steps-run-again", self._graphs.counters.overflow_reruns),
-            )
-            for reason in reasons
-        }
         return {
-            "chunk-graphs/replays": self._step["replays"],
-            **self._dropped(self._step, "chunk-graphs/dropped-tokens"),
-            **counts,
+            **{
+                "/".join(filter(None, ("chunk-graphs", name.replace(" ", "-"), reason))): (
+                    self._step[name, reason]
+                )
+                for name, reason in self._last
+            },
             "chunk-graphs/capture-seconds": report.duration_ms / 1e3 if report else 0.0,
             "chunk-graphs/pool-bytes": (
                 report.slot_bytes + report.scratch_bytes + report.static_bytes if report else 0
@@ -98,29 +95,20 @@ class StepMetrics:
         """Return the metrics since the last call, each as `` name: value |``."""
         now = self._read()
         since, self._line = now - self._line, now
-        parts = [f" graph replays: {since['replays']:5d} |"]
-        parts += [
-            f" {name}: {count} |" for name, count in self._dropped(since, "dropped tokens").items()
-        ]
-        for kind, text in (("rerun", "steps run again"), ("eager", "eager steps")):
-            parts += [
-                f" {text} ({name.removeprefix(f'{kind}: ')}): {count} |"
-                for name, count in since.items()
-                if name.startswith(f"{kind}: ")
-            ]
+        parts = [f" graph replays: {since.pop(_REPLAYS, 0):5d} |"]
+        if _DROPPED in now:
+            parts.append(f" dropped tokens: {since.pop(_DROPPED, 0)} |")
+        parts += [f" {name} ({reason}): {count} |" for (name, reason), count in since.items()]
         return "".join(parts)
 
-    def _dropped(self, since: Counter[str], name: str) -> dict[str, int]:
-        """Return the number of dropped tokens that has arrived from the device."""
-        return {name: since["dropped tokens"]} if dropped_tokens(self._graphs) else {}
-
-    def _read(self) -> Counter[str]:
-        counters = self._graphs.counters
+    def _read(self) -> Counter[tuple[str, str]]:
+        """Return the counts by name and reason; of dropped tokens, those that have arrived."""
+        counters, dropped = self._graphs.counters, dropped_tokens(self._graphs)
         return Counter(
             {
-                "replays": counters.replays,
-                "dropped tokens": sum(dropped_tokens(self._graphs).values()),
-                **{f"eager: {reason}": n for reason, n in counters.fallbacks.items()},
-                **{f"rerun: {reason}": n for reason, n in counters.overflow_reruns.items()},
+                _REPLAYS: counters.replays,
+                **({_DROPPED: sum(dropped.values())} if dropped else {}),
+                **{("steps run again", why): n for why, n in counters.overflow_reruns.items()},
+                **{("eager steps", why): n for why, n in counters.fallbacks.items()},
             }
         )

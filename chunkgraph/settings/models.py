@@ -225,12 +225,6 @@ class DataConfig(Section):
     path: str | None = None
     """Text file, read as bytes; blank lines separate documents. Null: the text that ships with the
     package."""
-    document_counts: Annotated[
-        tuple[Natural, ...], Strict(False), Needs("packing.max_packed_seqs")
-    ] = ()
-    """Draw the number of documents per microbatch from a distribution, given by its 50%, 90%, 99%
-    and 100% quantiles; documents are then stretches of the text of random lengths. Empty: whole
-    documents of the text, as many as fit."""
 
 
 class PackingConfig(Section):

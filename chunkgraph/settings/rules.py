@@ -6,8 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from chunkgraph._text import did_you_mean, shown
-from chunkgraph.data.counts import check_counts
-from chunkgraph.data.text import NUM_TOKENS
+from chunkgraph.data import NUM_TOKENS
 from chunkgraph.errors import ConfigError, TopologyError
 from chunkgraph.schedules import (
     FILE_SUFFIX,
@@ -33,8 +32,6 @@ def check_settings(config: Settings) -> None:
         ScheduleError: the schedule's file holds no valid schedule.
         TopologyError: the sizes cannot form a pipeline.
     """
-    if config.data.document_counts:
-        check_counts(config.data.document_counts, "data.document_counts")
     _check_layer_spec(config.model.layer_spec)
     _check_more_fields(config)
     # The features import this package. Their rules import no torch.

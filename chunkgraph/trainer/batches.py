@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from chunkgraph.data import DocumentRow, Documents, DrawnDocuments, PackedText
-from chunkgraph.data.text import END_OF_DOCUMENT
+from chunkgraph.data import END_OF_DOCUMENT, DocumentRow, Documents, PackedText
 from chunkgraph.engine.decide.maximum import Maximum
 from chunkgraph.megatron.core.access import import_megatron, private_names
 from chunkgraph.megatron.core.agreement import agree_by_maximum
@@ -68,21 +67,10 @@ class SequenceBatches:
         """Draw this rank's part of the step's microbatches, for one chunk."""
         return sequence_batches(self._config, self._text, step, count, self._device)
 
-    def schedule_options(self, _step: int, _count: int, has_graphs: bool) -> dict[str, Any]:
-        """Return keywords of the schedule that Megatron's own does not take."""
-        del has_graphs
-        return {}
-
-    def num_microbatches(self, _step: int, count: int) -> int:
-        """Return the step's microbatches, if the documents are those of ``count`` full ones."""
-        return count
-
-    def packings(self, _step: int, _count: int) -> list[Sequence[int]] | None:
-        """Return the document lengths of this rank's microbatches; None if nothing is packed."""
-        return None
-
-    def close(self) -> None:
-        """Destroy the process groups that ranks agreed in, or shared microbatches."""
+    def schedule_options(self, step: int, count: int) -> dict[str, Any]:
+        """Return keywords of the schedule: ``num_microbatches``, and those of chunk graphs."""
+        del step
+        return {"num_microbatches": count}
 
 
 def sequence_batches(
@@ -200,7 +188,7 @@ class _Step:
         rows: the documents of each microbatch; no document: a filler, which only keeps ranks in
             step.
         banks: the shape that each microbatch is packed into, and the group that shares it.
-        options: keywords of the schedule that chunk graphs need; ``buckets`` eager steps, too.
+        options: keywords of the schedule that chunk graphs need.
         loss_scale: makes the sum of a microbatch's losses a share of the step's mean; None: the
             loss is the mean over each microbatch.
     """
@@ -232,6 +220,9 @@ class PackedBatches(SequenceBatches):
         config: the run.
         device: this rank's device.
         model_config: Megatron's TransformerConfig.
+
+    Attributes:
+        documents: the rows that are drawn.
     """
 
     banks: PackedBanks
@@ -244,14 +235,13 @@ class PackedBatches(SequenceBatches):
         if self.banks.groups is None and config.pipeline.expert_model_parallel_size > 1:
             # Ranks that share experts run their microbatches through a chunk together.
             self._agree = agree_by_maximum() if len(self.banks.shapes) > 1 else None
-        shape, counts = self.banks.largest_shape, config.data.document_counts
-        self._documents = (DrawnDocuments if counts else Documents).from_file(
+        shape = self.banks.largest_shape
+        self.documents = Documents.from_file(
             config.data.path,
             num_tokens=shape.max_packed_tokens,
             seed=config.train.seed,
             # Where sizes change, documents of a row go to ranks and groups of any size.
             multiple=shape.document_multiple if self.banks.groups is None else 1,
-            **({"counts": counts} if counts else {}),
         )
         draw = self._fixed_step if self.banks.groups is None else self._scheduled_step
         # Of this step, and of the next, which is announced.
@@ -266,18 +256,13 @@ class PackedBatches(SequenceBatches):
                 batch["loss_scale"] = contents.loss_scale
             yield batch
 
-    def schedule_options(self, step: int, count: int, has_graphs: bool) -> dict[str, Any]:
-        """Return keywords of the schedule that Megatron's own does not take."""
-        options = self._step(step, count).options
-        return {name: v for name, v in options.items() if has_graphs or name == "buckets"}
+    def schedule_options(self, step: int, count: int) -> dict[str, Any]:
+        """Return keywords of the schedule; the documents are those of ``count`` full microbatches.
 
-    def num_microbatches(self, step: int, count: int) -> int:
-        """Return the step's microbatches, if the documents are those of ``count`` full ones."""
-        return len(self._step(step, count).rows)
-
-    def packings(self, step: int, count: int) -> list[Sequence[int]]:
-        """Return the document lengths of this rank's microbatches."""
-        return [row.lengths for row in self._step(step, count).rows]
+        ``packings``, ``buckets`` and ``contexts`` are those of `ChunkGraphs.announce`.
+        """
+        contents = self._step(step, count)
+        return {"num_microbatches": len(contents.rows), **contents.options}
 
     def close(self) -> None:
         """Destroy the process groups that ranks agreed in, or shared microbatches."""
@@ -288,7 +273,7 @@ class PackedBatches(SequenceBatches):
     def _fixed_step(self, step: int, count: int) -> _Step:
         """Draw a step whose microbatches each data-parallel rank has for itself."""
         dp_rank = import_megatron("megatron.core.parallel_state").get_data_parallel_rank()
-        rows = [self._documents.row(step, number, dp_rank) for number in range(count)]
+        rows = [self.documents.row(step, number, dp_rank) for number in range(count)]
         packings = [row.lengths for row in rows]
         buckets = self.banks.choose(packings, self._agree)
         shapes = self.banks.by_rows
@@ -305,7 +290,7 @@ class PackedBatches(SequenceBatches):
         assert limits is not None
         assert groups is not None
         num_rows = count * limits.world_size // limits.group_sizes[0]
-        whole = [self._documents.row(step, number) for number in range(num_rows)]
+        whole = [self.documents.row(step, number) for number in range(num_rows)]
         lengths = [length for row in whole for length in row.lengths]
         documents = np.split(np.concatenate([row.tokens for row in whole]), np.cumsum(lengths)[:-1])
         schedule = schedule_contexts(lengths, limits, SmallestSizes())

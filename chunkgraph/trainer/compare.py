@@ -198,40 +198,27 @@ def train(
         on_capture=on_capture,
         **model_options,
     )
-    different: list[str] = []
-    if eager is not None:
-        pairs = ((name, value, chunk.parameters[name]) for name, value in eager.parameters.items())
-        different = [name for name, value, other in pairs if not same_bits(value, other)]
-    num_parameters = sum(value.numel() for value in chunk.parameters.values())
+    of_eager = {} if eager is None else eager.parameters
+    own = (
+        replace(chunk, parameters={}),
+        None if eager is None else replace(eager, parameters={}),
+        [name for name, v in of_eager.items() if not same_bits(v, chunk.parameters[name])],
+        sum(value.numel() for value in of_eager.values()),
+    )
     ranks: list[Any] = [None] * dist.get_world_size()
-    mine = _Rank(chunk.steps, eager.steps if eager else [], different, num_parameters, chunk.totals)
-    dist.all_gather_object(ranks, mine)
-    return _results(ranks)
-
-
-@dataclass(frozen=True)
-class _Rank:
-    """A rank's runs without their parameters."""
-
-    chunk: Sequence[StepRecord]
-    eager: Sequence[StepRecord]
-    different: Sequence[str]
-    num_parameters: int
-    totals: Mapping[str, Any]
-
-
-def _results(ranks: Sequence[_Rank]) -> RunResults:
-    first = ranks[0]
-    totals = [rank.totals for rank in ranks]
+    dist.all_gather_object(ranks, own)
+    chunks, eagers, different, num_compared = zip(*ranks, strict=True)
+    totals = [run.totals for run in chunks]
     of_each: dict[str, Any] = {name: [of[name] for of in totals] for name in _OF_EACH_RANK}
     return RunResults(
         versions=versions(),
-        steps=[_step(ranks, index) for index in range(len(first.chunk))],
-        parameters_equal=not any(rank.different for rank in ranks) if first.eager else None,
-        different_parameters={
-            f"rank {i}": rank.different for i, rank in enumerate(ranks) if rank.different
-        },
-        num_parameters_compared=sum(rank.num_parameters for rank in ranks if rank.eager),
+        steps=[
+            _step([run.steps[i] for run in chunks], [run.steps[i] for run in eagers if run])
+            for i in range(len(chunk.steps))
+        ],
+        parameters_equal=None if eager is None else not any(different),
+        different_parameters={f"rank {i}": names for i, names in enumerate(different) if names},
+        num_parameters_compared=sum(num_compared),
         capture_sessions=totals[0]["capture_sessions"],
         captures_after_first_session=max(of["captures_after_first_session"] for of in totals),
         num_graphs=sum(of["num_graphs"] for of in totals),
@@ -242,10 +229,10 @@ def _results(ranks: Sequence[_Rank]) -> RunResults:
     )
 
 
-def _step(ranks: Sequence[_Rank], index: int) -> StepResult:
-    record = ranks[0].chunk[index]
-    metrics = [rank.chunk[index].expert_metrics for rank in ranks]
-    names = dict.fromkeys(name for of_rank in metrics for name in of_rank)
+def _step(chunk: Sequence[StepRecord], eager: Sequence[StepRecord]) -> StepResult:
+    """Return a step's results from the records of all ranks; ``eager`` may be empty."""
+    record = chunk[0]
+    names = dict.fromkeys(name for one in chunk for name in one.expert_metrics)
     result = StepResult(
         step=record.step,
         num_microbatches=record.num_microbatches,
@@ -253,27 +240,26 @@ def _step(ranks: Sequence[_Rank], index: int) -> StepResult:
         grad_norm_chunk=record.grad_norm,
         loss_chunk_hex=record.loss.hex(),
         grad_norm_chunk_hex=record.grad_norm.hex(),
-        expert_metrics={name: sum(sum(of.get(name, ())) for of in metrics) for name in names},
-        context_sizes=[rank.chunk[index].context_sizes for rank in ranks],
+        expert_metrics={n: sum(sum(one.expert_metrics.get(n, ())) for one in chunk) for n in names},
+        context_sizes=[one.context_sizes for one in chunk],
         captures=record.captures,
         replays=record.replays,
         fallbacks=record.fallbacks,
         step_ms_chunk=record.step_ms,
     )
-    if not ranks[0].eager:
+    if not eager:
         return result
-    eager = ranks[0].eager[index]
-    pairs = [(rank.eager[index], rank.chunk[index]) for rank in ranks]
+    pairs = list(zip(eager, chunk, strict=True))
     return replace(
         result,
-        loss_eager=eager.loss,
-        grad_norm_eager=eager.grad_norm,
+        loss_eager=eager[0].loss,
+        grad_norm_eager=eager[0].grad_norm,
         loss_equal=all(a.loss.hex() == b.loss.hex() for a, b in pairs),
         grad_norm_equal=all(a.grad_norm.hex() == b.grad_norm.hex() for a, b in pairs),
         expert_metrics_equal=all(
             _hex(a.expert_metrics) == _hex(b.expert_metrics) for a, b in pairs
         ),
-        step_ms_eager=eager.step_ms,
+        step_ms_eager=eager[0].step_ms,
     )
 
 

@@ -159,9 +159,12 @@ class TrainedModel:
             forward_step: forward step function of the schedule.
             timed: context of the timed part of the step.
         """
-        options = self._schedule_options(step)
-        next_options = self._schedule_options(step + 1) if announces_next else {}
-        num_microbatches = self.batches.num_microbatches(step, self.count(step))
+        options = self.batches.schedule_options(step, self.count(step))
+        of_next: dict[str, Any] = {}
+        if announces_next:
+            of_next = self.batches.schedule_options(step + 1, self.count(step + 1))
+            del of_next["num_microbatches"]
+        of_graphs = ("packings", "contexts") if self.graphs is None else ()
         before = replace(self.counters, fallbacks=Counter(self.counters.fallbacks))
         synchronize(self.device)
         with timed or nullcontext():
@@ -171,22 +174,21 @@ class TrainedModel:
                 forward_step_func=forward_step,
                 data_iterator=list(data),
                 model=self.chunks,
-                num_microbatches=num_microbatches,
                 seq_length=self.config.tokens_per_sequence,
                 micro_batch_size=self.config.train.micro_batch_size,
                 forward_only=False,
-                **options,
+                **{name: value for name, value in options.items() if name not in of_graphs},
             )
-            if self.graphs is not None and next_options:
+            if self.graphs is not None and of_next:
                 # The ranks agree on the next step while the device runs the optimizer.
-                self.graphs.announce(**next_options)
+                self.graphs.announce(**of_next)
             _, grad_norm, _ = self.optimizer.step()
             synchronize(self.device)
             step_ms = (time.perf_counter() - started) * 1e3
         has_experts = self.config.moe.num_moe_experts is not None
         return StepRecord(
             step=step,
-            num_microbatches=num_microbatches,
+            num_microbatches=options["num_microbatches"],
             loss=shared_loss(losses, self.device),
             grad_norm=0.0 if grad_norm is None else float(grad_norm),
             step_ms=step_ms,
@@ -215,17 +217,10 @@ class TrainedModel:
         """Detach the graphs and destroy the batches' process groups."""
         self._undo.close()
 
-    def _schedule_options(self, step: int) -> dict[str, Any]:
-        return self.batches.schedule_options(step, self.count(step), self.graphs is not None)
-
 
 def capture_options(config: Config) -> CaptureOptions:
     """Return the capture options of a configuration."""
-    return CaptureOptions(
-        num_warmup_steps=config.capture.num_warmup_steps,
-        verify=config.capture.verify,
-        on_failure=config.capture.on_failure,
-    )
+    return CaptureOptions(**config.capture.model_dump(exclude={"enabled", "scope"}))
 
 
 def synchronize(device: torch.device) -> None:

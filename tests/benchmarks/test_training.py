@@ -11,9 +11,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 
-from chunkgraph.data import DrawnDocuments
+from chunkgraph.errors import ConfigError
 from chunkgraph.settings import load_config
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +25,7 @@ SETTINGS = (
     *("model.num_layers=1", "model.hidden_size=16", "model.ffn_hidden_size=32"),
     *("model.num_attention_heads=2", "model.layer_spec=user_specs:packed", "device=cpu"),
     *("pipeline.pipeline_model_parallel_size=1", "train.num_microbatches=[2,3]"),
-    *("train.micro_batch_size=1", "train.seed=8", f"data.document_counts={list(COUNTS)}"),
+    *("train.micro_batch_size=1", "train.seed=8"),
     *(f"packing.max_packed_seqs={SEQS}", f"packing.max_packed_tokens={TOKENS}"),
     "capture.scope=chunk",
 )
@@ -64,12 +65,14 @@ def test_packed_steps_are_measured_and_equal(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     variants = "eager,chunk,local"
     sizes = ("--rounds", "1", "--num-steps", str(STEPS), "--num-warmup-steps", str(WARMUP))
-    done = run(*SETTINGS, "--variants", variants, *sizes, "--json", str(path))
+    counts = ("--document-counts", *map(str, COUNTS))
+    done = run(*SETTINGS, "--variants", variants, *sizes, *counts, "--json", str(path))
     assert done.returncode == 0, done.stdout + done.stderr
     eager, chunk, local = json.loads(path.read_text())["variants"]
-    drawn = DrawnDocuments.from_file(None, counts=COUNTS, num_tokens=TOKENS, seed=8)
+    documents = loaded(SCRIPT.with_name("drawn_documents.py"))
+    drawn = documents.DrawnDocuments.from_file(None, counts=COUNTS, num_tokens=TOKENS, seed=8)
     steps = [
-        [drawn.lengths(step, m, 0) for m in range(2 + step % 2)]
+        [drawn.row(step, m, 0).lengths for m in range(2 + step % 2)]
         for step in range(WARMUP, WARMUP + STEPS)
     ]
     misfits = [any(len(lengths) >= SEQS for lengths in step) for step in steps]
@@ -128,6 +131,23 @@ def test_differences_fail_the_command(training: ModuleType) -> None:
     assert training._failures([eager, variant("chunk", [9.0, 9.0], is_deterministic=False)]) == []
     (failure,) = training._failures([variant("chunk", [3.0], num_captures=2)])
     assert "2 captures in measured steps" in failure
+
+
+def test_drawn_microbatches_have_the_given_quantiles() -> None:
+    module, given = loaded(SCRIPT.with_name("drawn_documents.py")), (12, 43, 106, 358)
+    assert [module.count_at(given, share) for share in module.COUNT_SHARES] == list(given)
+    documents = module.DrawnDocuments.from_file(
+        None, counts=given, num_tokens=4096, seed=3, multiple=4
+    )
+    drawn = [documents.row(step, 0).lengths for step in range(1000)]
+    numbers = np.array([len(lengths) for lengths in drawn])
+    counts = np.quantile(numbers, module.COUNT_SHARES, method="inverted_cdf")
+    assert counts[:3] == pytest.approx(given[:3], rel=0.2)
+    assert 200 < counts[3] <= 358
+    assert all(min(lengths) > 0 for lengths in drawn)
+    assert all(sum(-(-n // 4) * 4 for n in lengths) <= 4096 for lengths in drawn)
+    with pytest.raises(ConfigError, match="12 documents of at least 1 rows each do not fit in 8"):
+        module.DrawnDocuments([b"text"], counts=COUNTS, num_tokens=8, seed=1)
 
 
 def test_the_busy_share_of_steps_counts_each_moment_once() -> None:

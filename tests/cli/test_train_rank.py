@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from chunkgraph.errors import CaptureError, ConfigError, TopologyError
-from chunkgraph.jobs import rank
+from chunkgraph.jobs import processes
 
 ROOT = Path(__file__).parents[2]
 CONFIG = str(ROOT / "configs" / "cpu" / "gpt_pp2_cpu.yaml")
@@ -38,7 +38,7 @@ class TestErrors:
         def wait(_seconds: float) -> None:
             self.waited += 1
 
-        monkeypatch.setattr(rank, "time", SimpleNamespace(sleep=wait))
+        monkeypatch.setattr(processes, "time", SimpleNamespace(sleep=wait))
         self.setenv = monkeypatch.setenv
 
     def report(self, number: int, error: Exception) -> int:
@@ -47,7 +47,7 @@ class TestErrors:
 
         self.setenv("RANK", str(number))
         self.setenv("LOCAL_RANK", str(number % 2))
-        return rank.run_rank(work, debug=False)
+        return processes.run_rank(work, debug=False)
 
     def test_a_wrong_setting_is_nobodys_fault(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert self.report(0, TopologyError("No such pipeline.")) == 2

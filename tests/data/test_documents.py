@@ -16,7 +16,7 @@ def test_rows_are_whole_documents() -> None:
     seen: set[bytes] = set()
     for step in range(40):
         row = documents.row(step, 0)
-        assert row.lengths == documents.lengths(step, 0)
+        assert row.lengths == documents.row(step, 0).lengths
         assert 0 < sum(row.lengths) == len(row.tokens) == len(row.labels) <= 12
         ends = np.cumsum(row.lengths)
         for end, length in zip(ends, row.lengths, strict=True):
@@ -31,16 +31,16 @@ def test_rows_are_whole_documents() -> None:
 def test_a_row_is_a_function_of_its_place() -> None:
     documents, again = (Documents(_TEXT, num_tokens=12, seed=3) for _ in range(2))
     places = [(s, m, r) for s in range(3) for m in range(3) for r in range(2)]
-    assert [documents.lengths(*p) for p in places] == [again.lengths(*p) for p in places[::-1]][
-        ::-1
-    ]
-    assert len({documents.lengths(*p) for p in places}) > 4
-    assert Documents.from_file(None, num_tokens=64, seed=1).lengths(0, 0)
+    assert [documents.row(*p).lengths for p in places] == [
+        again.row(*p).lengths for p in places[::-1]
+    ][::-1]
+    assert len({documents.row(*p).lengths for p in places}) > 4
+    assert Documents.from_file(None, num_tokens=64, seed=1).row(0, 0).lengths
 
 
 def test_padding_after_a_document_takes_room() -> None:
     documents = Documents([b"abcde", b"x"], num_tokens=16, seed=2, multiple=4)
-    rows = [[-(-n // 4) * 4 for n in documents.lengths(step, 0)] for step in range(40)]
+    rows = [[-(-n // 4) * 4 for n in documents.row(step, 0).lengths] for step in range(40)]
     assert all(8 < sum(row) <= 16 for row in rows)
     assert {sum(row) for row in rows} == {12, 16}
 

@@ -1,5 +1,7 @@
 """Megatron's own ``pretrain()`` on two GPUs, with and without the flag, to the last bit.
 
+Further topologies, FP8 recipes and recomputation are those of ``chunkgraph train``.
+
 Run in one process for each rank under torchrun.
 """
 
@@ -31,8 +33,6 @@ CHUNK = shlex.split(
     "--cuda-graph-impl local --cuda-graph-granularity chunk --cuda-graph-warmup-steps 1"
 )
 
-FP8 = ["--pipeline-model-parallel-size", "2", *NO_DROPOUT, "--fp8-format", "hybrid"]
-
 FP8_WEIGHTS = [
     *("--fp8-format", "hybrid", "--fp8-param-gather", "--use-distributed-optimizer", *NO_DROPOUT)
 ]
@@ -43,30 +43,11 @@ CASES = {
         *("--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2"),
         *(*NO_DROPOUT, *EIGHT, "--cuda-graph-chunk-scope", "chunk"),
     ],
-    "tp2-sequence-parallel": [
-        *("--tensor-model-parallel-size", "2", "--sequence-parallel", *NO_DROPOUT, *COUNTS)
-    ],
-    "cp2": [
-        *("--context-parallel-size", "2", *NO_DROPOUT, *EIGHT),
-        # cuDNN up to 9.15 captures attention over multiples of 128 tokens only, and pieces have
-        # half of each rank's tokens.
-        *("--seq-length", "512", "--max-position-embeddings", "512"),
-    ],
-    "dp2-overlap": [
-        *("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
-        *(*NO_DROPOUT, *EIGHT, "--cuda-graph-chunk-scope", "chunk"),
-    ],
     "pp2-mla": [
         *("--pipeline-model-parallel-size", "2", "--multi-latent-attention", *NO_DROPOUT, *EIGHT),
         *("--kv-lora-rank", "32", "--qk-head-dim", "32", "--qk-pos-emb-head-dim", "16"),
         *("--v-head-dim", "32", "--rope-type", "rope", "--no-rope-fusion"),
     ],
-    # A step's scales come from earlier steps; weights are cast once per step.
-    "pp2-fp8-delayed": [
-        *(*FP8, *COUNTS, "--fp8-recipe", "delayed"),
-        *("--fp8-amax-history-len", "4", "--fp8-amax-compute-algo", "max"),
-    ],
-    "pp2-fp8-tensorwise": [*FP8, *COUNTS, "--fp8-recipe", "tensorwise"],
     # The optimizer writes the FP8 weights, and gathers them with and without overlap.
     "dp2-fp8-weights-delayed": [
         *(*FP8_WEIGHTS, *COUNTS, "--fp8-recipe", "delayed"),
@@ -87,17 +68,6 @@ CASES = {
         *("--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", "1e-2"),
         *(*NO_DROPOUT, *COUNTS, "--cuda-graph-chunk-scope", "chunk"),
         *("--cuda-graph-token-drops", "rerun"),
-    ],
-    "pp2-full-recompute": [
-        *("--pipeline-model-parallel-size", "2", *NO_DROPOUT, *COUNTS),
-        *("--recompute-granularity", "full", "--recompute-method", "uniform"),
-        *("--recompute-num-layers", "1"),
-    ],
-    "pp2-block-recompute": [
-        *("--pipeline-model-parallel-size", "2", *NO_DROPOUT, *COUNTS),
-        *("--cuda-graph-chunk-scope", "chunk"),
-        *("--recompute-granularity", "full", "--recompute-method", "block"),
-        *("--recompute-num-layers", "1"),
     ],
 }
 EXPERTS = [
@@ -178,16 +148,6 @@ def test_pretrain_equals_the_run_without_the_flag(case: str, tmp_path: Path) -> 
 def test_fp8_weights_of_one_rank(case: str, tmp_path: Path) -> None:
     _skip_without_packages(case)
     _compare(tmp_path, CASES[case], num_processes=1)
-
-
-@pytest.mark.megatron
-@pytest.mark.gpu
-@pytest.mark.timeout(360)
-@pytest.mark.parametrize("case", ["pp2-full-recompute", "pp2-block-recompute"])
-def test_recomputed_layers_of_one_rank(case: str, tmp_path: Path) -> None:
-    _skip_without_packages(case)
-    flags = [*CASES[case], "--pipeline-model-parallel-size", "1"]
-    _compare(tmp_path, flags, num_processes=1)
 
 
 @pytest.mark.megatron

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -70,15 +69,6 @@ class Jobs:
             cwd=self.folder,
             start_new_session=True,
         )
-
-    def launch(self, *flags: str, script: Path = SCRIPT, nproc: int = 2) -> int:
-        """Run ``chunkgraph launch`` to its end."""
-        process = self.start(*flags, script=script, nproc=nproc)
-        try:
-            self.output, _ = process.communicate(timeout=100)
-        finally:
-            process.kill()
-        return process.returncode
 
     def end(self, *flags: str, script: Path = SCRIPT, nproc: int = 2) -> list[int]:
         """Return the exit codes of ranks that are forked, which is quicker than torchrun."""
@@ -206,49 +196,6 @@ def test_zero_bubble_equals_megatrons_1f1b(jobs: Jobs, delayed_layers: list[str]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(360)
-def test_interleaved_zero_bubble_with_overlap_equals_megatrons_interleaved(
-    jobs: Jobs, delayed_layers: list[str]
-) -> None:
-    flags = [*delayed_layers, *EIGHT, "--train-iters", "3", "--eval-interval", "2"]
-    flags += ["--num-virtual-stages-per-pipeline-rank", "2", "--overlap-grad-reduce"]
-    expected = [*jobs.train("izb-eager", *flags), *_evaluations(jobs.output)]
-    flags += ["--pipeline-schedule", "interleaved-zb"]
-    for name, more in {"izb-driven": [], "izb-replayed": CHUNK}.items():
-        assert [*jobs.train(name, *flags, *more), *_evaluations(jobs.output)] == expected
-
-
-@pytest.mark.slow
-def test_experts_that_stash_and_run_steps_again_equal_eager(jobs: Jobs) -> None:
-    """Pages run out in the first replayed step, on the first stage alone."""
-    experts = "--num-experts 4 --moe-router-topk 2 --moe-expert-capacity-factor 2.0 "
-    experts += "--moe-pad-expert-input-to-capacity --moe-token-dispatcher-type alltoall "
-    experts += "--moe-aux-loss-coeff 0.01 --moe-router-load-balancing-type aux_loss "
-    experts += "--disable-bias-linear --num-layers 2 --train-iters 5 --eval-interval 2"
-    flags = [*experts.split(), *EIGHT]
-    eager = jobs.train("experts-eager", *flags)
-    outputs = [jobs.output]
-    script = jobs.folder / "short_stash.py"
-    script.write_text(
-        "import runpy\n"
-        "from functools import partial\n"
-        "from chunkgraph.launch import flags\n"
-        "flags.StashConfig = partial(flags.StashConfig, initial_bytes=2048)\n"
-        f"runpy.run_path({str(SCRIPT)!r}, run_name='__main__')\n"
-    )
-    stash = ["--cuda-graph-stash", "true", "--cuda-graph-token-drops", "rerun"]
-    chunk = jobs.train("experts-chunk", *flags, *CHUNK, *stash, script=script)
-    outputs.append(jobs.output)
-    assert chunk == eager
-    balance = [re.findall(r"load_balancing_loss: (\S+)", output) for output in outputs]
-    assert balance[0] == balance[1]
-    assert float(balance[0][0]) > 0
-    assert jobs.output.count("steps run again (stash pages): 1 |") == 1
-    assert "captured again with more room (stash pages); recaptures so far: 1." in jobs.output
-    assert _replays(jobs.output)[-1] == 4
-
-
-@pytest.mark.slow
 def test_overlapped_transfers_of_experts_are_off_and_named(jobs: Jobs) -> None:
     experts = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --bf16 "
     experts += "--expert-model-parallel-size 2 --pipeline-model-parallel-size 1 --num-layers 2 "
@@ -345,52 +292,3 @@ from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
 MockGPTLowLevelDataset.size = 2000  # an index of all mock data takes seconds
 runpy.run_path({script!r}, run_name="__main__")
 """
-
-
-@pytest.mark.slow
-def test_ctrl_c_leaves_no_process(
-    jobs: Jobs, wait_for_line: Callable[[subprocess.Popen[str], str], list[str]]
-) -> None:
-    script = jobs.folder / "sleeps.py"
-    script.write_text(
-        "import os, time, signal\n"
-        "signal.signal(signal.SIGTERM, signal.SIG_IGN)  # and so it must be killed\n"
-        "print('pid', os.getpid(), flush=True)\n"
-        "time.sleep(120)\n",
-        encoding="utf-8",
-    )
-    process = jobs.start(script=script, nproc=1)
-    try:
-        pid = int(wait_for_line(process, r"^pid ")[-1].split()[1])
-        process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=60)
-        assert process.returncode == 130
-        assert "interrupted" in output
-        _assert_gone(pid)
-    finally:
-        process.kill()
-
-
-def _assert_gone(pid: int) -> None:
-    end = time.monotonic() + 30
-    while Path(f"/proc/{pid}").exists() and time.monotonic() < end:
-        time.sleep(0.05)
-    assert not Path(f"/proc/{pid}").exists()
-
-
-@pytest.mark.slow
-def test_a_script_that_fails_is_explained_in_the_last_line(jobs: Jobs) -> None:
-    script = jobs.folder / "fails.py"
-    script.write_text("raise ValueError('no such corpus')\n", encoding="utf-8")
-    assert jobs.launch(script=script, nproc=1) == 1
-    assert jobs.output.splitlines()[-1] == "error: Rank 0 failed: ValueError: no such corpus"
-
-
-def test_flags_that_cannot_go_together_are_listed(jobs: Jobs) -> None:
-    """The first rank lists them at once; others wait for a launcher, which these do not have."""
-    refused = ["--distribute-saved-activations", "--optimizer-cuda-graph"]
-    assert jobs.end(*MODEL, *EIGHT, *CHUNK, *refused) == [2, 2]
-    message = jobs.output[jobs.output.index("error: ") :]
-    assert "--optimizer-cuda-graph: " in message
-    assert "--distribute-saved-activations: " in message
-    assert jobs.output.count("error: --cuda-graph-granularity chunk cannot go together") == 1

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from training_needs import NEEDS_TRAINING
 
-pytestmark = [
-    pytest.mark.megatron,
-    pytest.mark.skipif(
-        sys.version_info < (3, 12) or importlib.util.find_spec("megatron.training") is None,
-        reason="megatron.training of megatron-core 0.18 and newer, which needs Python 3.12",
-    ),
-]
+pytestmark = [pytest.mark.megatron, NEEDS_TRAINING]
 
 FLAGS = ["--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "4"]
 FLAGS += ["--seq-length", "16", "--micro-batch-size", "2", "--global-batch-size", "8"]

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib.util
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,13 +16,7 @@ from chunkgraph.launch.arguments import settle_arguments
 from chunkgraph.launch.flags import add_flags
 from chunkgraph.megatron.cpu.pretrain import cpu_pretrain_host
 
-pytestmark = [
-    pytest.mark.megatron,
-    pytest.mark.skipif(
-        sys.version_info < (3, 12) or importlib.util.find_spec("megatron.training") is None,
-        reason="megatron.training of megatron-core 0.18 and newer, which needs Python 3.12",
-    ),
-]
+pytestmark = [pytest.mark.megatron, NEEDS_TRAINING]
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
@@ -72,9 +64,6 @@ _PP2 = "--pipeline-model-parallel-size 2"
 _TAKEN = (
     (_MIXTRAL, _ALL_TO_ALL),
     (_MIXTRAL, _ALL_GATHER),
-    (_MIXTRAL, f"{_ALL_TO_ALL} --moe-permute-fusion"),
-    (_MIXTRAL, f"{_ALL_TO_ALL} {_EP2} {_TP2}"),
-    (_MIXTRAL, f"{_ALL_GATHER} {_EP2} {_TP2}"),
     (_MIXTRAL, f"{_ALL_TO_ALL} {_EP2} {_PP2} --moe-permute-fusion"),
     (_MIXTRAL, f"{_ALL_TO_ALL} {_TP2} --expert-tensor-parallel-size 1"),
     (_MIXTRAL, f"{_ALL_TO_ALL} --recompute-granularity selective --recompute-modules moe_act"),
@@ -86,25 +75,18 @@ _TAKEN = (
         _MIXTRAL,
         f"{_ALL_GATHER} {_EP2} --moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0",
     ),
-    (_DEEPSEEK, f"{_ALL_TO_ALL} {_EP2}"),
     (_DEEPSEEK, f"{_ALL_TO_ALL} {_EP2} {_PP2} --moe-permute-fusion"),
     (_DEEPSEEK, f"{_ALL_TO_ALL} --mtp-num-layers 1"),
     (_DEEPSEEK, f"{_ALL_GATHER} {_TP2}"),
-    (_DEEPSEEK, f"{_ALL_TO_ALL} {_EP2} --moe-shared-expert-overlap"),
     (
         _DEEPSEEK,
         f"{_ALL_TO_ALL} --recompute-granularity selective --recompute-modules shared_experts",
     ),
     (_DEEPSEEK, f"{_HYBRIDEP} {_EP2} {_TP2} --expert-tensor-parallel-size 1 --mtp-num-layers 1"),
-    (_DEEPSEEK, f"{_HYBRIDEP} --expert-model-parallel-size 16 {_PP2}"),
-    (_DEEPSEEK, f"{_ALL_TO_ALL} {_EP2} {_OVERLAP}"),
     (_DEEPSEEK, f"{_ALL_TO_ALL} {_EP2} {_PP2} {_OVERLAP} --mtp-num-layers 1"),
-    (_QWEN, f"{_ALL_TO_ALL} {_EP2}"),
     (_QWEN, f"{_ALL_GATHER} {_EP2}"),
     (_QWEN, f"{_ALL_GATHER} --use-transformer-engine-op-fuser"),
     (_QWEN, f"{_ALL_TO_ALL} --moe-router-load-balancing-type global_aux_loss"),
-    (_QWEN, f"{_ALL_TO_ALL} --moe-router-load-balancing-type none --moe-permute-fusion"),
-    (_QWEN, f"{_ALL_TO_ALL} --recompute-granularity selective --recompute-modules moe"),
 )
 _REFUSED = (
     (
@@ -117,7 +99,6 @@ _REFUSED = (
         f"{_ALL_TO_ALL} {_EP2} {_OVERLAP} --mtp-num-layers 1",
         f"{_OVERLAP}: graphs train without it",
     ),
-    (_MIXTRAL, f"{_ALL_TO_ALL} --fp8-format hybrid", "--fp8-recipe delayed without --moe-expert-"),
     (_MIXTRAL, f"{_ALL_TO_ALL} --moe-expert-capacity-factor 1", "--moe-pad-expert-input-to-"),
     (
         _QWEN,
@@ -212,7 +193,6 @@ def _on_one_rank(recipe: str, more: str) -> list[str]:
     return [*flags, *_TRAINING.split()]
 
 
-@NEEDS_TRAINING
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     "model",
@@ -240,12 +220,6 @@ def test_recipes_train_as_without_graphs(
         assert len(set(result["eager"])) == 3, flags
         assert result["graphs"] == result["eager"], flags
         assert result["replays"] == 4, flags  # of two microbatches, after an eager step
-
-
-def test_a_tied_embedding_is_taken_without_overlapped_transfers() -> None:
-    args = _parsed(_MIXTRAL, f"{_ALL_TO_ALL} {_EP2} {_OVERLAP}")
-    args.untie_embeddings_and_output_weights = False
-    assert settle_arguments(args, on_cpu=False) is not None
 
 
 @pytest.mark.parametrize(("recipe", "more", "message"), _REFUSED)

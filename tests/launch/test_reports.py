@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +12,6 @@ import pytest
 from chunkgraph.engine import CaptureReport
 from chunkgraph.engine.counters import Counters
 from chunkgraph.launch.flags import GraphFlags
-from chunkgraph.launch.hooks import _is_profiled
 from chunkgraph.launch.reports import StepMetrics, capture_line, start_line
 from chunkgraph.megatron.scope_choice import ChosenScope
 from chunkgraph.settings import load_config
@@ -62,12 +60,6 @@ def test_the_reason_for_a_partial_capture_is_reported() -> None:
     graphs = _graphs(scope=ChosenScope("block", "--cross-entropy-fusion-impl te"))
     line = start_line(graphs, GraphFlags())
     assert "scope block (no whole chunk with --cross-entropy-fusion-impl te), 4 + 2" in line
-
-
-@pytest.mark.parametrize("flag", ["profile", "use_pytorch_profiler", "nvtx_ranges"])
-def test_replays_are_named_in_runs_that_are_profiled(flag: str) -> None:
-    assert _is_profiled(argparse.Namespace(**{flag: True}))
-    assert not _is_profiled(argparse.Namespace(**{flag: False}))
 
 
 def test_reasons_are_zero_again_after_their_step() -> None:

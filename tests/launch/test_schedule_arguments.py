@@ -43,7 +43,7 @@ def test_the_schedule_reaches_attach(name: str, monkeypatch: pytest.MonkeyPatch)
     graphs = hooks.ChunkGraphsInPretrain(on_cpu=True)
     graphs.parsed(args)
     assert graphs.flags is not None
-    assert graphs.flags.as_dict()["pipeline"] == {"schedule": name}
+    assert graphs.flags.schedule == name
     with pytest.raises(_AttachedError), graphs.training([]):
         pass
     assert attached["schedule"] == name
@@ -112,16 +112,11 @@ _TWO_RANKS = {"pipeline_model_parallel_size": 2, "global_batch_size": 8}
     [
         ({}, None),
         ({"global_batch_size": 16}, "4 microbatches, but a step has 8. Change --global-batch-size"),
-        ({"global_batch_size": 16, "micro_batch_size": 2}, None),
         ({"context_parallel_size": 2, "global_batch_size": 4}, None),
         ({"pipeline_model_parallel_size": 4}, "has 2 ranks of 1 chunk(s), but the pipeline has 4"),
         (
             {"step_batch_size_schedule": "0:4 128:8", "global_batch_size": None},
             "--step-batch-size-schedule with --pipeline-schedule mine.csv: the file is",
-        ),
-        (
-            {"pipeline_schedule": "zb-h1", "num_virtual_stages_per_pipeline_rank": 2},
-            "num_chunks is 2: use 'interleaved-zb'",
         ),
         ({"pipeline_schedule": "interleaved-zb"}, "num_chunks is 1: use 'zb-h1'"),
         # Only the built model shows how many chunks a rank has.

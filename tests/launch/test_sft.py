@@ -322,6 +322,7 @@ def test_ranks_share_microbatches_of_experts(
     assert runs.output.count("steps run again (stash pages): 1 |") == (ranks == "pipeline")
 
 
+@pytest.mark.slow
 def test_buckets_leave_out_rows_that_no_loss_needs(runs: Runs) -> None:
     """Bit for bit equal to the same rows without graphs, and nearly so to all rows.
 

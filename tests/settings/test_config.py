@@ -206,27 +206,11 @@ def test_all_wrong_values_are_named_at_once(small: Path) -> None:
             TopologyError,
             ["25 rows", "not divisible by 2", "tensor_model_parallel_size=2", "24 or 26"],
         ),
-        (
-            (
-                "packing.max_packed_seqs=8; train.micro_batch_size=1; model.layer_spec=a.b:c; "
-                "pipeline.context_parallel_size=2; data.document_counts=[1,2,3,9]"
-            ),
-            ConfigError,
-            ["9 documents do not fit in the 32 rows", "each takes at least 4"],
-        ),
         ("packing.buckets=[0.5]", ConfigError, ["buckets is [0.5]", "packing is off"]),
         (
             "packing.max_packed_seqs=8; train.micro_batch_size=1; packing.buckets=[0.5,9999]",
             ConfigError,
             ["packing.buckets is [0.5, 9999.0]", "9999 is neither", "whole number of rows"],
-        ),
-        (
-            "packing.max_packed_seqs=8; train.micro_batch_size=1; data.document_counts=[3,2,1,4]",
-            ConfigError,
-            [
-                "data.document_counts: [3, 2, 1, 4]",
-                "four numbers of at least 1 that do",
-            ],
         ),
         (
             "packing.max_packed_seqs=8; train.micro_batch_size=2",

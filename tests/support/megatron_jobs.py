@@ -380,7 +380,7 @@ def num_packings() -> Callable[[dict[str, Any]], int]:
             multiple=shape.document_multiple,
         )
         rows = [
-            pack(documents.lengths(step, microbatch), shape).cu_seqlens_padded
+            pack(documents.row(step, microbatch).lengths, shape).cu_seqlens_padded
             for step, number in enumerate(config.train.num_microbatches)
             for microbatch in range(number)
         ]

@@ -43,7 +43,7 @@ def run(config: Any, device: torch.device, case: dict[str, Any]) -> dict[str, An
                     seq_length=config.tokens_per_sequence,
                     micro_batch_size=1,
                     forward_only=False,
-                    packings=batches.packings(step, count),
+                    packings=batches.schedule_options(step, count)["packings"],
                 )
             finally:
                 if device.type == "cuda":

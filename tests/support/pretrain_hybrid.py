@@ -18,7 +18,7 @@ from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
 
 from chunkgraph.megatron.core.model_kinds import HybridNames
-from chunkgraph.trainer.layer_specs import hybrid_stack_spec
+from chunkgraph.trainer.model import hybrid_stack_spec
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "pretrain_gpt.py"
 

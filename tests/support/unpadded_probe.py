@@ -133,7 +133,7 @@ def _with_graphs(
     steps, padding = [], []
     try:
         for number, count in enumerate(config.train.num_microbatches):
-            packings = batches.packings(number, count)
+            packings = batches.schedule_options(number, count)["packings"]
             padding += [shape.max_packed_tokens - sum(lengths) for lengths in packings]
             steps.append(model.step(batches.step(number, count), count, packings=packings))
             model.optimizer.step()

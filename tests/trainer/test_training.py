@@ -156,31 +156,16 @@ def test_two_ranks(
     }
     # In one scope: Megatron has no part in slots.
     others = {
-        "pp2_no_ddp": {
-            "config": make_config(
-                model=_SHALLOW,
-                pipeline=_pipeline(2),
-                train={"num_microbatches": [3, 4, 1], "use_ddp": False},
-                capture={"scope": "chunk"},
-            )
-        },
         "pp2_vpp2_tails": {
             "config": make_config(
                 model=_DROPOUT, capture={"verify": "poison", "scope": "chunk"}, **tails
             )
         },
-        "pp2_vpp2_shared": {
-            "config": make_config(
-                model=_DROPOUT, capture={"verify": "poison", "shared_slots": True}, **tails
-            )
-        },
     }
     slots = {
         "pp2": [[2], [1]],
-        "pp2_no_ddp": [[2], [1]],
         "pp2_vpp2": [[4, 2], [3, 1]],
         "pp2_vpp2_tails": [[6, 3], [4, 2]],
-        "pp2_vpp2_shared": [[6, 6], [4, 4]],
         "tp2": [[1], [1]],
         "dp2": [[1], [1]],
     }

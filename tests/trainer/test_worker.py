@@ -1,4 +1,4 @@
-"""Exit codes, messages and output of ranks of ``chunkgraph train``."""
+"""Exit codes, messages, output and devices of ranks of ``chunkgraph train``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+from chunkgraph.settings import config_from_mapping
+from chunkgraph.trainer.setup import choose_device
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -84,3 +88,17 @@ def test_bad_usage(
     message = (folder / "error_rank0.txt").read_text(encoding="utf-8").partition("\n\n")[0]
     for word in words:
         assert word in message
+
+
+def test_ranks_share_a_gpu_only_where_nccl_lets_them(
+    make_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    config = config_from_mapping({**make_config(), "device": "cuda"})
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert choose_device(config) == torch.device("cuda", 1)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert choose_device(config) == torch.device("cuda", 3)  # which torch refuses
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    assert choose_device(config) == torch.device("cuda", 1)

@@ -110,13 +110,5 @@ RANK_RULES = (
     ),
 )
 """Rules of a job's sizes, from a configuration file or a command line."""
-CONTEXT_FILE_RULES = (
-    *CONTEXT_RULES,
-    *SIZE_RULES,
-    *RANK_RULES,
-    _sized(
-        "document_counts: the training command does not support the two together; use one of them",
-        lambda f: f.document_counts,
-    ),
-)
+CONTEXT_FILE_RULES = (*CONTEXT_RULES, *SIZE_RULES, *RANK_RULES)
 """Rules of a configuration file."""

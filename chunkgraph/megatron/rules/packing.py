@@ -49,11 +49,6 @@ def _least_rows(f: Facts) -> int:
     return 1 if f.context_parallel_size == 1 else 2 * int(f.context_parallel_size)
 
 
-def _crowded(f: Facts) -> object:
-    most, least, rows = (f.document_counts or (0,))[-1], _least_rows(f), _rows(f)
-    return most * least > rows and {"most": most, "least": least, "rows": rows}
-
-
 def _wrong_buckets(f: Facts) -> object:
     rows = _rows(f)
     sizes = [n for n in f.buckets if not 0 < n <= rows or (n > 1 and n != int(n))]
@@ -80,16 +75,7 @@ def _idle(name: str) -> Rule:
 PACKING_FILE_RULES = (
     NUM_SEQS_RULE,
     *PACKING_RULES,
-    *map(
-        _idle,
-        (
-            "max_packed_tokens",
-            "buckets",
-            "seq_buckets",
-            "context_parallel_sizes",
-            "document_counts",
-        ),
-    ),
+    *map(_idle, ("max_packed_tokens", "buckets", "seq_buckets", "context_parallel_sizes")),
     _packed(
         "max_packed_seqs max_packed_tokens seq_length: offsets of packed documents are int32 and "
         f"end at {MAX_TOKENS}; lower the larger ones",
@@ -102,11 +88,6 @@ PACKING_FILE_RULES = (
         "({tensor_model_parallel_size}, {sequence_parallel}); use {nearest} rows",
         _uneven_rows,
         TopologyError,
-    ),
-    _packed(
-        "document_counts: {most} documents do not fit in the {rows} rows of a microbatch, since "
-        "each takes at least {least}; lower the last number",
-        _crowded,
     ),
     _packed(
         "buckets: {size} is neither a fraction above 0 and up to 1, nor a whole number of rows up "

@@ -9,7 +9,7 @@ import pytest
 from extended_config import config_from_mapping
 
 from chunkgraph.errors import ChunkGraphError, ConfigError, TopologyError
-from chunkgraph.launch.megatron_flags import flag_values
+from chunkgraph.launch.config_flags import flag_values
 from chunkgraph.settings import Config, derived_fields, load_config
 from chunkgraph.trainer.model import expert_settings
 
@@ -175,7 +175,7 @@ def test_the_stash_is_a_flag_of_a_pretrain_script() -> None:
     assert by_key["moe.token_drops"] == ("--cuda-graph-token-drops", "rerun")
     assert by_key["stash.enabled"] == ("--cuda-graph-stash", "true")
     limited = config.replace(stash={"max_bytes": 1 << 20})
-    with pytest.raises(ConfigError, match=r"stash.max_bytes is 1048576, which has no flag"):
+    with pytest.raises(ConfigError, match=r"stash.max_bytes is 1048576: it has no flag"):
         flag_values(limited, without_capture=False)
     off = flag_values(_config(_EXPERTS), without_capture=False)
     assert not any("stash" in one.key for one in off)
@@ -200,7 +200,6 @@ _SIZES_THAT_CHANGE = (
             "data_parallel_size=6: .* need a power of two",
         ),
         (["model.fp8=hybrid"], ConfigError, "model.fp8=hybrid"),
-        (["data.document_counts=[1,2,3,4]"], ConfigError, r"data.document_counts=\[1, 2, 3"),
         (
             ["moe.num_moe_experts=4", "pipeline.tensor_model_parallel_size=2"],
             TopologyError,

@@ -9,8 +9,7 @@ import time
 from pathlib import Path
 
 from chunkgraph.errors import CaptureError, ConfigError
-from chunkgraph.jobs.processes import leave
-from chunkgraph.jobs.rank import run_rank
+from chunkgraph.jobs.processes import leave, run_rank
 
 RANK = os.environ.get("RANK", "0")
 

@@ -48,7 +48,7 @@ def _drawn(text: Path, seed: int, size: int) -> list[tuple[int, ...]]:
     documents = Documents.from_file(
         text, num_tokens=_TOKENS, seed=seed, multiple=1 if size == 1 else 2 * size
     )
-    return [documents.lengths(step, m) for step, n in enumerate(_COUNTS) for m in range(n)]
+    return [documents.row(step, m).lengths for step, n in enumerate(_COUNTS) for m in range(n)]
 
 
 def _seed_of_equal_draws(text: Path) -> int:
@@ -117,7 +117,7 @@ def test_graphs_equal_eager(
     assert any(length % 4 for lengths in _drawn(text, 1, _SIZE) for length in lengths)
     documents = Documents.from_file(text, num_tokens=_TOKENS, seed=1, multiple=4)
     is_too_long = [
-        any(len(documents.lengths(step, m)) > 3 for m in range(n))
+        any(len(documents.row(step, m).lengths) > 3 for m in range(n))
         for step, n in enumerate([2, 3, 1, 2, 3, 1])
     ]
     assert sorted(set(is_too_long[1:])) == [False, True]

@@ -143,7 +143,10 @@ def test_overflow_on_one_of_two_pipelines(run_equal: Callable[..., Any], make_ca
         pass
     documents = Documents.from_file(config.data.path, num_tokens=_TOKENS, seed=config.train.seed)
     too_many = [
-        [any(len(documents.lengths(step, m, rank)) > 4 for m in range(count)) for rank in (0, 1)]
+        [
+            any(len(documents.row(step, m, rank).lengths) > 4 for m in range(count))
+            for rank in (0, 1)
+        ]
         for step, count in enumerate(counts)
     ]
     # One before the capture, which then waits, and one after it.
@@ -168,7 +171,7 @@ def _lengths(case: dict[str, Any]) -> set[int]:
         key
         for rank in range(config.pipeline.data_parallel_size)
         for step, count in enumerate(config.train.num_microbatches)
-        for key in banks.choose([documents.lengths(step, m, rank) for m in range(count)])
+        for key in banks.choose([documents.row(step, m, rank).lengths for m in range(count)])
     }
 
 
@@ -220,7 +223,7 @@ def test_documents_that_are_too_long(run_equal: Callable[..., Any], make_case: C
     too_long = [
         step
         for step, count in enumerate(counts)
-        if any(max(documents.lengths(step, m)) > longest for m in range(count))
+        if any(max(documents.row(step, m).lengths) > longest for m in range(count))
     ]
     assert too_long == [3, 5]
     _check(run_equal(cases, 1), {"limited": too_long})
