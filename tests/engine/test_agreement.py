@@ -81,19 +81,6 @@ def test_a_release_before_the_capture_has_all_ranks_ask_again() -> None:
     assert len(ranks.questions) == 5
 
 
-def test_a_plain_agreement_is_never_asked_early() -> None:
-    questions: list[Sequence[int]] = []
-
-    def agree(values: Sequence[int]) -> list[int]:
-        questions.append(values)
-        return list(values)
-
-    agreement = Agreement(agree)
-    agreement.post("kind", [1])
-    assert not questions
-    assert agreement.answer("kind", [1]) == [1]
-
-
 def _graphs(ranks: Ranks, **options: Any) -> ChunkGraphs:
     return ChunkGraphs(
         [torch.nn.Linear(4, 4)],

@@ -349,3 +349,10 @@ def test_nothing_holds_a_slot_that_was_reserved_in_an_aborted_step(graphs: Chunk
     graphs.release()
     gc.collect()
     assert slot() is None
+
+
+def test_a_view_of_received_memory_in_another_layout_is_refused(backend: GraphBackend) -> None:
+    """It begins at the address of the slot's input, but has other strides."""
+    graphs = capture(nn.Linear(4, 4), torch.randn(4, 4, device=backend.device), backend=backend)
+    with pytest.raises(ReplayMismatchError, match="strides"), graphs.step(1):
+        graphs.callables[0](graphs.reserve_input(0).t())

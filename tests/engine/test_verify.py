@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from pool_plans import use_plan
 from torch import nn
 from toys import Apply, all_equal, capture
 
@@ -174,22 +173,6 @@ def test_a_saved_tensor_overwritten_before_the_backward(
     assert "the last correct tensor is kept by layers.1.linear:" in message
 
 
-def test_a_gradient_that_is_added_to_by_somebody_else(
-    stack: Stack, attach: Callable[..., ChunkGraphs], backend: GraphBackend
-) -> None:
-    graphs = attach(verify="shadow")
-    train(graphs, backend)
-    replay = slot_of(graphs).backward_graph.replay
-
-    def and_more() -> None:
-        replay()
-        stack.layers[2].linear.bias.grad[3] += 1
-
-    slot_of(graphs).backward_graph.replay = and_more
-    with pytest.raises(VerifyError, match=r"gradient of layers\.2\.linear\.bias .*1 of 6 differ"):
-        train(graphs, backend)
-
-
 def test_a_buffer_and_the_random_state_are_compared(
     stack: Stack, attach: Callable[..., ChunkGraphs], backend: GraphBackend
 ) -> None:
@@ -318,15 +301,6 @@ def test_poison_names_the_layer_that_read_dead_memory(
     assert "chunk 0 slot 0: the replayed backward of microbatch 0" in message
     assert "memory that was no longer its own" in message
     assert "first layer with a NaN: layers.0" in message
-
-
-def test_shadow_finds_what_one_pool_for_all_corrupts(stack: Stack, backend: GraphBackend) -> None:
-    options = CaptureOptions(verify="shadow")
-    graphs = ChunkGraphs([stack], [2], backend=backend, options=options)
-    use_plan(graphs, "one_pool", prove=False)
-    graphs.capture([(new_input(backend),)])
-    with pytest.raises(VerifyError, match="the replayed backward of microbatch"):
-        train_in_flight(graphs, backend, 2, lambda: None, order=-1)
 
 
 def test_a_gradient_that_nothing_came_to_is_not_searched(backend: GraphBackend) -> None:
