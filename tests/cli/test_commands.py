@@ -207,15 +207,6 @@ class TestTrain:
         assert result.stdout == ""
         assert not (tmp_path / "table.json").exists()
 
-    def test_what_a_rank_prints_is_no_part_of_the_report(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setenv("STUB_FOLDER", str(tmp_path))
-        result = train("succeed")
-        assert result.returncode == 0, result.stderr
-        assert "hello from [rank 1]" in result.stderr
-        assert "hello" not in result.stdout
-
     @pytest.mark.parametrize(
         ("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
     )

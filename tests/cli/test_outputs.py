@@ -16,7 +16,6 @@ from chunkgraph._outputs import (
     can_be_rewritten,
     check_output,
     is_stdout,
-    output_file,
     stream_next_to,
     write_output,
 )
@@ -72,19 +71,6 @@ def test_a_pipe_is_written_in_place(tmp_path: Path) -> None:
     assert link.is_symlink()
 
 
-def test_a_device_is_written_in_place(tmp_path: Path) -> None:
-    """A copy of the device node: a failure of this test leaves the real one alone."""
-    null = tmp_path / "null"
-    try:
-        os.mknod(null, 0o600 | stat.S_IFCHR, os.makedev(1, 3))
-        null.write_bytes(b"")
-    except PermissionError:
-        pytest.skip("making device nodes is not permitted here")
-    write(null)
-    assert stat.S_ISCHR(null.stat().st_mode)
-    assert [entry.name for entry in tmp_path.iterdir()] == ["null"]
-
-
 def test_what_cannot_be_written_is_refused_before_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,24 +97,6 @@ def test_what_cannot_be_written_is_refused_before_the_run(
         assert str(error.value).startswith("--json ")
         assert "\n" not in str(error.value)
     assert (tmp_path / "file").read_text() == "old"
-
-
-def test_a_folder_that_takes_no_files_is_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As for a read-only folder; permissions do not show it to the superuser."""
-
-    def refuse(*_: object) -> int:
-        raise PermissionError(13, "Permission denied")
-
-    path = tmp_path / "result.json"
-    monkeypatch.setattr("chunkgraph._outputs.os.open", refuse)
-    with pytest.raises(ConfigError, match="cannot be written: Permission denied"):
-        check_output("--json", path)
-    path.write_text("old")
-    monkeypatch.setattr("chunkgraph._outputs.os.access", lambda *_: False)
-    with pytest.raises(ConfigError, match="no permission to write it"):
-        check_output("--json", path)
 
 
 def test_a_file_that_cannot_be_renamed_over_is_written_in_place(
@@ -175,14 +143,3 @@ def test_standard_output_is_a_dash_and_its_own_file(
         check_output("--json", Path("-"))
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     assert not is_stdout(own)
-
-
-def test_names_of_no_file_are_usage_errors() -> None:
-    assert output_file("a/b") == Path("a/b")
-    for name, problem in {
-        "": "the name is empty",
-        "/": "/ is a folder",
-        "a/": "a/ is a folder",
-    }.items():
-        with pytest.raises(Exception, match=problem):
-            output_file(name)

@@ -96,32 +96,6 @@ def test_the_first_is_shared_by_tests_of_this_process_alone(hold: Hold) -> None:
         assert held == ["3", "5", "7"]
 
 
-@pytest.mark.timeout(90)
-def test_a_test_that_runs_alone_shares_no_seat(hold: Hold) -> None:
-    inside: list[str] = []
-
-    def be_alone() -> None:
-        with hold(0, alone=True, seats=2):
-            assert not inside
-            inside.append("alone")
-            time.sleep(0.05)
-            inside.remove("alone")
-
-    def work() -> None:
-        with hold(1, ["2"], seats=3):
-            assert "alone" not in inside
-            inside.append("job")
-            time.sleep(0.02)
-            inside.remove("job")
-
-    together(be_alone, work, work, be_alone, work, work, be_alone)
-
-
-def test_what_runs_here_waits_for_no_seat(hold: Hold) -> None:
-    with hold(4, seats=1), hold(0) as held:
-        assert held == []
-
-
 def test_nobody_has_two_seats_of_one_gpu(hold: Hold) -> None:
     with hold(1, seats=2), hold(2, seats=2) as held:
         assert held == ["3", "5"]
@@ -130,11 +104,6 @@ def test_nobody_has_two_seats_of_one_gpu(hold: Hold) -> None:
             assert (one, three) == (["7"], ["2", "3", "5"])
         with hold(4, seats=2) as all_of_them:
             assert all_of_them == GPUS
-
-
-def test_the_last_are_taken_first_and_listed_in_order(hold: Hold) -> None:
-    with hold(2) as late, hold(1) as early:
-        assert (late, early) == (["5", "7"], ["3"])
 
 
 def test_more_than_there_are_is_not_waited_for(hold: Hold) -> None:

@@ -153,13 +153,6 @@ def test_csv_of_torch_with_actions_that_overlap():
         Schedule.from_csv("(0F1;x)OVERLAP_F_B")
 
 
-def test_iterates_rank_by_rank():
-    built = build_schedule("1f1b", num_ranks=2, num_microbatches=1)
-    assert [(rank, str(action)) for rank, action in built] == [
-        (0, "0F0"), (0, "0B0"), (1, "1F0"), (1, "1B0"),
-    ]  # fmt: skip
-
-
 def test_unknown_name_lists_and_suggests():
     with pytest.raises(ConfigError, match=r"1f1b, interleaved, gpipe, zb-h1.*'interleaved'"):
         build_schedule("interleave", num_ranks=2, num_microbatches=2)

@@ -6,7 +6,6 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from chunkgraph.schedules import CostModel, build_schedule, draw_svg, draw_text, simulate
-from chunkgraph.schedules.draw_svg import colour_of
 from chunkgraph.slots import assign_slots
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -50,13 +49,6 @@ def test_text_fits_the_width_and_keeps_every_action(built, width):
         words = joined[rank].replace("-", " ").split()
         shown = [word for word in words if word[0] in "FBIW"]
         assert len(shown) == len(actions)
-
-
-def test_text_of_one_rank(built):
-    text = draw_text(simulate(built), ranks=[built.num_ranks - 1])
-    assert {line.split("|")[0].strip() for line in text.splitlines() if "|" in line} == {
-        f"rank {built.num_ranks - 1}"
-    }
 
 
 def test_text_with_uneven_costs_is_to_scale():
@@ -116,11 +108,6 @@ def test_svg_names_ranks_title_slots_and_chunks():
     assert {"rank 0", "rank 3", "c1 s0", "F forward, B backward. White: idle."} <= set(texts)
     titled = draw_svg(simulate(built), title="a < b & c")
     assert ET.fromstring(titled).find(f"{SVG}title").text == "a < b & c"
-
-
-def test_slots_and_chunks_have_colours_of_their_own():
-    assert len({colour_of(c, s, 3) for c in range(3) for s in range(16)}) == 48
-    assert colour_of(0, 1, 1) == colour_of(0, 1, 1) != colour_of(0, 2, 1)
 
 
 def test_text_of_measured_costs_keeps_every_label(built):

@@ -71,13 +71,6 @@ def test_spelled_out_communication_changes_nothing():
     assert simulate(built).spans == simulate(built.with_communication()).spans
 
 
-def test_peak_in_flight_of_known_schedules():
-    run = simulate(build_schedule("1f1b", num_ranks=4, num_microbatches=9))
-    assert [run.peak_in_flight(rank) for rank in range(4)] == [4, 3, 2, 1]
-    run = simulate(build_schedule("gpipe", num_ranks=2, num_microbatches=5))
-    assert [run.peak_in_flight(rank) for rank in range(2)] == [5, 5]
-
-
 @pytest.mark.parametrize("costs", [{"forward_ms": 0}, {"backward_ms": -1.0}, {"send_ms": -0.1}])
 def test_costs_must_make_sense(costs):
     with pytest.raises(ScheduleError):

@@ -76,24 +76,6 @@ def test_moving_any_action_to_another_rank_is_caught(built):
             validate(edited(built, move))
 
 
-def test_swapping_forward_and_backward_is_caught(built):
-    for rank, row in enumerate(built.actions):
-        for at, action in enumerate(row):
-            if action.op is Op.F:
-                other = next(
-                    i
-                    for i, a in enumerate(row)
-                    if a.op.gives_input_grad
-                    and (a.stage, a.microbatch) == (action.stage, action.microbatch)
-                )
-
-                def swap(rows, rank=rank, at=at, other=other):
-                    rows[rank][at], rows[rank][other] = rows[rank][other], rows[rank][at]
-
-                with pytest.raises(ScheduleError, match="runs before"):
-                    validate(edited(built, swap))
-
-
 def can_run(built):
     """A slow, separate check: repeatedly run any action whose inputs exist and messages match."""
     done, at, channels = set(), [0] * built.num_ranks, {}
