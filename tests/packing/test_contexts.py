@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from context_sizes import ForcedSizes, RandomSizes
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,8 +14,6 @@ from chunkgraph.packing import (
     ContextLimits,
     ContextMicrobatch,
     ContextSchedule,
-    ForcedSizes,
-    RandomSizes,
     SmallestSizes,
     pack,
     schedule_contexts,
