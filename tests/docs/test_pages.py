@@ -13,7 +13,10 @@ from chunkgraph.cli.__main__ import _parse
 from chunkgraph.launch.flags import FLAGS
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "schedules/README.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 _MEGATRONS_FLAGS = {"--cuda-graph-impl", "--cuda-graph-warmup-steps", "--cuda-graph-modules"}
 _MAX_WORDS = 14_000
 

@@ -7,12 +7,9 @@ from dataclasses import dataclass
 
 from chunkgraph._text import did_you_mean
 from chunkgraph.errors import ConfigError, TopologyError
-
-from . import dualpipe_v, gpipe, interleaved, one_f_one_b, zb_v, zero_bubble
-from .action import Action
-from .in_flight import InFlight
-from .placement import Placement
-from .shape import PipelineShape
+from chunkgraph.schedules import interleaved, one_chunk, v_shaped
+from chunkgraph.schedules.action import Action
+from chunkgraph.schedules.shape import InFlight, PipelineShape, Placement
 
 __all__ = [
     "ScheduleFamily",
@@ -33,7 +30,7 @@ class ScheduleFamily:
         in_flight: returns the most microbatches in flight on a rank over all legal steps of up to
             the shape's number of microbatches; equals counting along the actions.
         idle_forwards: returns every rank's idle time at the default costs of `CostModel`; equals
-            the simulation.
+            the simulation. By default a forward and a backward of each other rank.
         num_chunks: chunks per rank; None: any number from 2 on, which interleave.
         placement: the placement of the stages.
         splits_backward: whether some backwards are split into I and W.
@@ -46,7 +43,7 @@ class ScheduleFamily:
     summary: str
     rank_actions: Callable[[PipelineShape, int], tuple[Action, ...]]
     in_flight: Callable[[PipelineShape, int], InFlight]
-    idle_forwards: Callable[[PipelineShape], int]
+    idle_forwards: Callable[[PipelineShape], int] = lambda shape: 3 * (shape.num_ranks - 1)
     num_chunks: int | None = 1
     placement: Placement = Placement.LOOP
     splits_backward: bool = False
@@ -67,37 +64,36 @@ class ScheduleFamily:
 _FAMILIES = (
     ScheduleFamily(
         "1f1b", "one forward, one backward (Megatron without VPP)",
-        one_f_one_b.rank_actions, one_f_one_b.in_flight, one_f_one_b.idle_forwards,
+        one_chunk.one_f_one_b_actions, one_chunk.one_f_one_b_in_flight,
     ),
     ScheduleFamily(
         "interleaved", "1F1B over several chunks per rank (Megatron with VPP)",
-        interleaved.rank_actions, interleaved.in_flight, interleaved.idle_forwards,
-        num_chunks=None,
+        interleaved.interleaved_actions, interleaved.interleaved_in_flight, num_chunks=None,
     ),
     ScheduleFamily(
         "gpipe", "all forwards, then all backwards",
-        gpipe.rank_actions, gpipe.in_flight, gpipe.idle_forwards, is_bounded=False,
+        one_chunk.gpipe_actions, one_chunk.gpipe_in_flight, is_bounded=False,
     ),
     ScheduleFamily(
         "zb-h1", "1F1B with the weight gradients run later, where 1F1B idles",
-        zero_bubble.rank_actions, zero_bubble.in_flight, zero_bubble.idle_forwards,
+        interleaved.zb_h1_actions, interleaved.zb_h1_in_flight, interleaved.zb_h1_idle_forwards,
         splits_backward=True,
     ),
     ScheduleFamily(
         "interleaved-zb", "zb-h1 over several chunks per rank",
-        zero_bubble.rank_actions, zero_bubble.in_flight, zero_bubble.idle_forwards,
+        interleaved.zb_h1_actions, interleaved.zb_h1_in_flight, interleaved.zb_h1_idle_forwards,
         num_chunks=None, splits_backward=True,
     ),
     ScheduleFamily(
         "zb-v", "two chunks per rank in a V, every backward split",
-        zb_v.rank_actions, zb_v.in_flight, zb_v.idle_forwards,
+        v_shaped.zb_v_actions, v_shaped.zb_v_in_flight, v_shaped.zb_v_idle_forwards,
         num_chunks=2, placement=Placement.V, splits_backward=True,
     ),
     ScheduleFamily(
         "dualpipe-v", "two chunks per rank in a V, forwards in pairs with backwards",
-        dualpipe_v.rank_actions, dualpipe_v.in_flight, dualpipe_v.idle_forwards,
-        num_chunks=2, placement=Placement.V, splits_backward=True,
-        least_microbatches_per_rank=2,
+        v_shaped.dualpipe_v_actions, v_shaped.dualpipe_v_in_flight,
+        v_shaped.dualpipe_v_idle_forwards,
+        num_chunks=2, placement=Placement.V, splits_backward=True, least_microbatches_per_rank=2,
     ),
 )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Check the sizes of a pipeline and the microbatch counts of a schedule.
+"""Build schedules by name and sizes, after a check of the sizes and the microbatch count.
 
 The interleaved rules are those that Megatron-core checks at the start of its interleaved schedule
 (0.16 and 0.19): the group size lies between the pipeline size and the number of microbatches, and
@@ -10,17 +10,77 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from chunkgraph.errors import TopologyError
-
-from .registry import get_family
-from .shape import PipelineShape
+from chunkgraph.schedules.registry import get_family, megatron_schedule_name
+from chunkgraph.schedules.schedule import Schedule
+from chunkgraph.schedules.shape import PipelineShape
 
 __all__ = [
+    "build_schedule",
     "check_sizes",
     "check_step",
     "is_legal_count",
     "legal_counts",
+    "megatron_schedule",
     "nearest_legal_counts",
 ]
+
+
+def build_schedule(
+    name: str,
+    *,
+    num_ranks: int,
+    num_microbatches: int,
+    num_chunks: int = 1,
+    group_size: int | None = None,
+) -> Schedule:
+    """Build a schedule of compute actions, without sends and receives.
+
+    Args:
+        name: one of ``list_schedules()``.
+        num_ranks: pipeline-parallel size.
+        num_microbatches: microbatches of the step.
+        num_chunks: model chunks per rank; above 1 only if the schedule has several.
+        group_size: microbatch group size of interleaved schedules; None: ``num_ranks``. Ignored for
+            other schedules, as in Megatron.
+
+    Raises:
+        ConfigError: the name is unknown.
+        TopologyError: the sizes do not form a pipeline, or the microbatch count is not legal.
+    """
+    shape = check_step(
+        name,
+        num_ranks=num_ranks,
+        num_microbatches=num_microbatches,
+        num_chunks=num_chunks,
+        group_size=group_size,
+    )
+    family = get_family(name)
+    return Schedule(
+        name=name,
+        num_ranks=num_ranks,
+        num_chunks=num_chunks,
+        num_microbatches=num_microbatches,
+        group_size=shape.group_size,
+        actions=tuple(family.rank_actions(shape, rank) for rank in range(num_ranks)),
+        placement=family.placement,
+    )
+
+
+def megatron_schedule(
+    num_ranks: int, num_chunks: int, num_microbatches: int, group_size: int | None = None
+) -> Schedule:
+    """Build Megatron-core's schedule for these sizes: 1F1B, or interleaved for several chunks.
+
+    Raises:
+        TopologyError: Megatron would refuse these sizes too.
+    """
+    return build_schedule(
+        megatron_schedule_name(num_ranks, num_chunks),
+        num_ranks=num_ranks,
+        num_microbatches=num_microbatches,
+        num_chunks=num_chunks,
+        group_size=group_size,
+    )
 
 
 def is_legal_count(

@@ -6,8 +6,8 @@ from collections import defaultdict, deque
 from dataclasses import replace
 from typing import NamedTuple
 
-from .action import Action, Op
-from .schedule import Schedule
+from chunkgraph.schedules.action import Action, Op
+from chunkgraph.schedules.schedule import Schedule
 
 __all__ = ["num_ended_sends", "with_transfers"]
 

@@ -12,14 +12,14 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 
 from chunkgraph.errors import ScheduleError
-
-from .action import Action, Op
-from .events import Event, event_of, needs_of, run_in_order
-from .neighbourhood import neighbourhood
-from .schedule import Schedule
+from chunkgraph.schedules.action import Action, Op
+from chunkgraph.schedules.events import Event, event_of, needs_of, run_in_order
+from chunkgraph.schedules.schedule import Schedule
 
 __all__ = ["validate"]
 
+_NUM_SHOWN = 4
+"""Actions that a message shows on either side of the one at fault."""
 _BACKWARDS = {Op.B, Op.I, Op.W}
 _RECEIVED_BY = {Op.SEND_F: (Op.RECV_F, 1), Op.SEND_B: (Op.RECV_B, -1)}
 
@@ -50,10 +50,16 @@ def validate(schedule: Schedule, *, slots_per_chunk: Sequence[Sequence[int]] | N
 
 
 def _fail(schedule: Schedule, rank: int, position: int, problem: str) -> ScheduleError:
-    where = f"rank {rank}, position {position}"
-    grid = neighbourhood(schedule, rank, position)
-    row = f"row {rank + 1} as CSV"
-    return ScheduleError(f"schedule {schedule.name!r}, {where}: {problem} ({row})\n{grid}")
+    """Return the error at a position of a rank; one past its last action marks the end."""
+    actions = [*map(str, schedule.actions[rank]), "(end)"]
+    first, last = max(0, position - _NUM_SHOWN), position + _NUM_SHOWN + 1
+    shown = ["..."] * (first > 0) + actions[first:position]
+    shown += [f"-> {actions[position]}", *actions[position + 1 : last]]
+    shown += ["..."] * (last < len(actions))
+    return ScheduleError(
+        f"schedule {schedule.name!r}, rank {rank}, position {position}: {problem} (row {rank + 1} "
+        f"as CSV)\n  rank {rank}: {' '.join(shown)}"
+    )
 
 
 def _placed(schedule: Schedule) -> Iterator[tuple[int, int, Action]]:

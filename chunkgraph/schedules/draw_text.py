@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from .action import Action, Op
-from .schedule import Schedule
-from .simulate import Simulation
+from chunkgraph.schedules.action import Action, Op
+from chunkgraph.schedules.schedule import Schedule
+from chunkgraph.schedules.simulate import Simulation
 
-__all__ = ["Cell", "Panel", "draw_text", "legend", "text_panels"]
+__all__ = ["Cell", "Panel", "legend", "text_panels"]
 
 _MIN_WIDTH = 40
 
@@ -34,7 +34,7 @@ class Panel:
     Attributes:
         start_ms: simulated time of the left edge.
         end_ms: simulated time of the right edge.
-        rows: number and cells, from left to right, of each drawn rank.
+        rows: number and cells, from left to right, of each rank.
     """
 
     start_ms: float
@@ -71,7 +71,6 @@ def text_panels(
     *,
     slots: Mapping[tuple[int, int], int] | None = None,
     width: int = 80,
-    ranks: Sequence[int] | None = None,
 ) -> tuple[Panel, ...]:
     """Divide a timeline into panels of cells.
 
@@ -81,21 +80,18 @@ def text_panels(
         simulation: the timeline.
         slots: slot of every (stage, microbatch) for the labels; None: no slots.
         width: characters per line, including the row label; at least 40.
-        ranks: ranks to draw; None: all.
     """
     schedule, costs = simulation.schedule, simulation.costs
-    shown = range(schedule.num_ranks) if ranks is None else ranks
+    shown = range(schedule.num_ranks)
     labels = {
         action: label(action, schedule.num_ranks, schedule.num_chunks, slots)
         for rank in shown
         for action in schedule.compute_actions(rank)
     }
-    if not labels:
-        return ()
     # Every action ends with a blank, which separates neighbours without colour.
     unit_chars = 1 + max(map(len, labels.values()))
     unit_ms = min(costs[action.stage].duration_ms(action.op) for action in labels)
-    num_columns = max(width, _MIN_WIDTH) - len(_row_label(max(shown)))
+    num_columns = max(width, _MIN_WIDTH) - len(f"rank {max(shown)} |")
     num_columns = max(unit_chars, num_columns - num_columns % unit_chars)
     lines = {rank: _line(simulation, rank, labels, unit_ms, unit_chars) for rank in shown}
     total = max(_column(simulation.makespan_ms, unit_ms, unit_chars), *map(len, lines.values()))
@@ -112,32 +108,6 @@ def text_panels(
             )
         )
     return tuple(panels)
-
-
-def draw_text(
-    simulation: Simulation,
-    *,
-    slots: Mapping[tuple[int, int], int] | None = None,
-    width: int = 80,
-    ranks: Sequence[int] | None = None,
-) -> str:
-    """Draw a timeline as plain text; for the arguments see `text_panels`."""
-    schedule = simulation.schedule
-    shown = range(schedule.num_ranks) if ranks is None else ranks
-    blocks = []
-    for panel in text_panels(simulation, slots=slots, width=width, ranks=ranks):
-        lines = [f"time {panel.start_ms:g} to {panel.end_ms:g}"]
-        for rank, cells in panel.rows:
-            body = "".join(cell.text for cell in cells)
-            lines.append(f"{_row_label(rank, max(shown))}{body}".rstrip())
-        blocks.append("\n".join(lines))
-    how_to_read = legend(schedule, has_slots=slots is not None)
-    return "\n\n".join([*blocks, how_to_read])
-
-
-def _row_label(rank: int, largest: int | None = None) -> str:
-    digits = len(str(rank if largest is None else largest))
-    return f"rank {rank:>{digits}} |"
 
 
 def _column(time_ms: float, unit_ms: float, unit_chars: int) -> int:

@@ -1,32 +1,37 @@
-"""Interleaved 1F1B: several model chunks per rank, microbatches in groups.
+"""Interleaved 1F1B and ZB-H1: chunks take turns, microbatches in groups.
 
-Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
-Megatron-LM", in Megatron-core's order: every rank walks one table of (microbatch, chunk) pairs,
-group by group, and chunk by chunk within a group. Backwards walk the same table with the chunks
-reversed. The last group may be smaller (see legality.py).
+Interleaved 1F1B: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU
+Clusters Using Megatron-LM", in Megatron-core's order: every rank walks one table of (microbatch,
+chunk) pairs, group by group, and chunk by chunk within a group. Backwards walk the same table with
+the chunks reversed. The last group may be smaller (see build.py). Does not model Megatron's
+``overlap_moe_expert_parallel_comm``, which adds one warmup forward.
 
-Does not model Megatron's ``overlap_moe_expert_parallel_comm``, which adds one warmup forward.
+ZB-H1 is 1F1B with split backwards, whose weight gradients run where 1F1B idles: Qi et al. 2023,
+"Zero Bubble Pipeline Parallelism", handcrafted schedule H1. The backward is I (the input gradient,
+which the previous stage waits for) and W (the weight gradients, which no stage waits for). Rank r
+runs W r microbatches after I. A microbatch is in flight until its W, so every rank holds at most
+``num_ranks``: as much as 1F1B on rank 0, its fullest rank. Several chunks take turns as in
+interleaved 1F1B; one warmup forward per rank is enough there too.
 """
 
 from __future__ import annotations
 
-from .action import Action, Op
-from .in_flight import InFlight
-from .placement import stage_of
-from .shape import PipelineShape
+from itertools import zip_longest
+
+from chunkgraph.schedules.action import Action, Op
+from chunkgraph.schedules.shape import InFlight, PipelineShape, stage_of
 
 __all__ = [
-    "chunk_table",
-    "idle_forwards",
-    "in_flight",
-    "most_in_flight",
+    "interleaved_actions",
+    "interleaved_in_flight",
     "num_warmup_forwards",
-    "rank_actions",
-    "walk",
+    "zb_h1_actions",
+    "zb_h1_idle_forwards",
+    "zb_h1_in_flight",
 ]
 
 
-def chunk_table(shape: PipelineShape) -> list[tuple[int, int]]:
+def _chunk_table(shape: PipelineShape) -> list[tuple[int, int]]:
     """Return the (microbatch, chunk) pairs of a step in the order of their forwards."""
     group = shape.turn_size
     return [
@@ -37,12 +42,12 @@ def chunk_table(shape: PipelineShape) -> list[tuple[int, int]]:
     ]
 
 
-def walk(shape: PipelineShape, rank: int, op: Op) -> list[Action]:
+def _walk(shape: PipelineShape, rank: int, op: Op) -> list[Action]:
     """Return a rank's actions of one operation, in order; all but F reverse the chunks."""
     last_chunk = shape.num_chunks - 1
     return [
         Action(op, stage_of(rank, place if op is Op.F else last_chunk - place, shape.num_ranks), i)
-        for i, place in chunk_table(shape)
+        for i, place in _chunk_table(shape)
     ]
 
 
@@ -51,9 +56,9 @@ def num_warmup_forwards(shape: PipelineShape, rank: int) -> int:
     return min(_warmup_of_long_steps(shape, rank), shape.num_microbatches * shape.num_chunks)
 
 
-def rank_actions(shape: PipelineShape, rank: int) -> tuple[Action, ...]:
+def interleaved_actions(shape: PipelineShape, rank: int) -> tuple[Action, ...]:
     """Return one rank's compute actions, in order."""
-    forwards, backwards = walk(shape, rank, Op.F), walk(shape, rank, Op.B)
+    forwards, backwards = _walk(shape, rank, Op.F), _walk(shape, rank, Op.B)
     num_warmup = num_warmup_forwards(shape, rank)
     num_steady = len(forwards) - num_warmup
 
@@ -67,12 +72,12 @@ def rank_actions(shape: PipelineShape, rank: int) -> tuple[Action, ...]:
     return tuple(warmup + steady + cooldown)
 
 
-def in_flight(shape: PipelineShape, rank: int) -> InFlight:
+def interleaved_in_flight(shape: PipelineShape, rank: int) -> InFlight:
     """Return the most microbatches in flight on a rank, in any legal step of this many or fewer."""
-    return most_in_flight(shape, _warmup_of_long_steps(shape, rank))
+    return _most_in_flight(shape, _warmup_of_long_steps(shape, rank))
 
 
-def most_in_flight(shape: PipelineShape, lead: int) -> InFlight:
+def _most_in_flight(shape: PipelineShape, lead: int) -> InFlight:
     """Return the most microbatches in flight on a rank.
 
     A chunk's count peaks right after its last forward of a group. Only the group before that one
@@ -101,11 +106,6 @@ def most_in_flight(shape: PipelineShape, lead: int) -> InFlight:
     )
 
 
-def idle_forwards(shape: PipelineShape) -> int:
-    """Return every rank's idle time in forwards: a forward and a backward of each other rank."""
-    return 3 * (shape.num_ranks - 1)
-
-
 def _num_held(shape: PipelineShape, lead: int, chunk: int, size: int | None) -> int:
     """Return a chunk's microbatches in flight right after its last forward of a group.
 
@@ -131,3 +131,40 @@ def _clamp(value: int, most: int) -> int:
 
 def _warmup_of_long_steps(shape: PipelineShape, rank: int) -> int:
     return 2 * (shape.num_ranks - rank - 1) + (shape.num_chunks - 1) * shape.turn_size
+
+
+def zb_h1_actions(shape: PipelineShape, rank: int) -> tuple[Action, ...]:
+    """Return one rank's compute actions, in order."""
+    forwards, input_grads, weight_grads = (_walk(shape, rank, op) for op in (Op.F, Op.I, Op.W))
+    num_warmup = min(_lead(shape) - rank, len(forwards))
+
+    # Each turn is F, I and the W of `rank` turns earlier, as far as they exist.
+    delayed = [None] * rank + weight_grads
+    turns = zip_longest(forwards[num_warmup:], input_grads, delayed)
+    return (
+        *forwards[:num_warmup],
+        *(action for turn in turns for action in turn if action is not None),
+    )
+
+
+def zb_h1_in_flight(shape: PipelineShape, rank: int) -> InFlight:  # noqa: ARG001
+    """Return the most microbatches in flight on a rank, in a step of this many or fewer."""
+    if shape.num_chunks == 1:
+        most = min(shape.num_ranks, shape.num_microbatches)
+        return InFlight((most,), most)
+    # Rank r has r forwards less of warmup than rank 0, but runs W r turns after I.
+    return _most_in_flight(shape, _lead(shape))
+
+
+def zb_h1_idle_forwards(shape: PipelineShape) -> int:
+    """Return every rank's idle time in forwards: F and I of each other rank, less the Ws in it.
+
+    F, I and W take one forward each.
+    """
+    num_filled = min(shape.num_microbatches, shape.num_ranks) - 1
+    return 2 * (shape.num_ranks - 1) - num_filled
+
+
+def _lead(shape: PipelineShape) -> int:
+    """Return the forwards that rank 0 runs before its first pair of a forward and a backward."""
+    return (shape.num_chunks - 1) * shape.turn_size + shape.num_ranks - 1

@@ -6,12 +6,11 @@ import csv
 import io
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from chunkgraph.errors import ScheduleError
-
-from .action import Action, Op
-from .placement import Placement, chunk_of, rank_of, stage_of
+from chunkgraph.schedules.action import Action, Op
+from chunkgraph.schedules.shape import Placement, chunk_of, rank_of, stage_of
 
 __all__ = ["Schedule"]
 
@@ -84,41 +83,6 @@ class Schedule:
     def compute_actions(self, rank: int) -> tuple[Action, ...]:
         """Return one rank's actions without sends and receives."""
         return tuple(action for action in self.actions[rank] if action.op.is_compute)
-
-    def with_communication(self) -> Schedule:
-        """Return the schedule with sends and receives.
-
-        A receive stands right before the action that needs its tensor, a send right after the
-        action that produces it. Sends do not wait for their receives. Existing sends and receives
-        are replaced; stages of the same rank exchange tensors without any.
-        """
-        return replace(
-            self,
-            actions=tuple(
-                tuple(
-                    with_neighbours
-                    for action in self.compute_actions(rank)
-                    for with_neighbours in self._surrounded(action)
-                )
-                for rank in range(self.num_ranks)
-            ),
-        )
-
-    def _surrounded(self, action: Action) -> tuple[Action, ...]:
-        stage, microbatch = action.stage, action.microbatch
-        if action.op is Op.W:
-            return (action,)
-        has_previous = self.has_messages(stage, stage - 1)
-        has_next = self.has_messages(stage, stage + 1)
-        if action.op is Op.F:
-            before, after, receives, sends = Op.RECV_F, Op.SEND_F, has_previous, has_next
-        else:
-            before, after, receives, sends = Op.RECV_B, Op.SEND_B, has_next, has_previous
-        return (
-            *((Action(before, stage, microbatch),) if receives else ()),
-            action,
-            *((Action(after, stage, microbatch),) if sends else ()),
-        )
 
     def to_csv(self) -> str:
         """Return CSV in the layout of torch's pipelining: one row per rank, one action per cell."""

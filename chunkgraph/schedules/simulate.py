@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from chunkgraph.errors import ScheduleError
-
-from .action import Action, Op
-from .events import Event, event_of, needs_of, run_in_order
-from .schedule import Schedule
-from .validate import validate
+from chunkgraph.schedules.action import Action, Op
+from chunkgraph.schedules.events import Event, event_of, needs_of, run_in_order
+from chunkgraph.schedules.schedule import Schedule
+from chunkgraph.schedules.validate import validate
 
 __all__ = ["CostModel", "Simulation", "Span", "simulate"]
 
@@ -105,17 +104,6 @@ class Simulation:
         The Megatron-LM papers divide the idle time by the busy time instead.
         """
         return 1.0 - self.busy_ms(rank) / self.makespan_ms if self.makespan_ms else 0.0
-
-    def peak_in_flight(self, rank: int) -> int:
-        """Return the most microbatches that are forwarded and not yet released, over all chunks."""
-        peak = current = 0
-        for span in self.spans[rank]:
-            if span.action.op is Op.F:
-                current += 1
-                peak = max(peak, current)
-            elif span.action.op.ends_lifetime:
-                current -= 1
-        return peak
 
 
 def simulate(

@@ -7,13 +7,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from chunkgraph.errors import ConfigError
-
-from .action import Op
-from .legality import check_sizes
-from .placement import Placement
-from .registry import get_family, list_schedules
-from .schedule import Schedule
-from .validate import validate
+from chunkgraph.schedules.action import Op
+from chunkgraph.schedules.build import check_sizes
+from chunkgraph.schedules.registry import get_family, list_schedules
+from chunkgraph.schedules.schedule import Schedule
+from chunkgraph.schedules.shape import Placement
+from chunkgraph.schedules.validate import validate
 
 __all__ = [
     "FILE_SUFFIX",

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
-from .action import Action, Op
-from .schedule import Schedule
+from chunkgraph.schedules.action import Action, Op
+from chunkgraph.schedules.schedule import Schedule
 
 __all__ = ["Event", "event_of", "needs_of", "run_in_order"]
 

@@ -11,8 +11,8 @@ import html
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from .action import Op
-from .simulate import Simulation, Span
+from chunkgraph.schedules.action import Op
+from chunkgraph.schedules.simulate import Simulation, Span
 
 __all__ = ["colour_of", "draw_svg"]
 
@@ -46,16 +46,14 @@ class _Picture:
     Attributes:
         simulation: The timeline.
         slots: Slot of every (stage, microbatch), None to leave them out.
-        ranks: The rows, from the top.
         px_per_ms: Horizontal scale.
         lanes: For every rank, the number of the bar of each (chunk, slot).
     """
 
     simulation: Simulation
     slots: _Slots | None
-    ranks: tuple[int, ...]
     px_per_ms: float
-    lanes: Mapping[int, Mapping[tuple[int, int], int]]
+    lanes: Sequence[Mapping[tuple[int, int], int]]
 
     @property
     def left(self) -> float:
@@ -69,7 +67,7 @@ class _Picture:
 
     @property
     def height(self) -> float:
-        return _HEADER_HEIGHT + sum(map(self.row_height, self.ranks)) + _FOOTER_HEIGHT
+        return _HEADER_HEIGHT + sum(map(self.row_height, range(len(self.lanes)))) + _FOOTER_HEIGHT
 
     def key_of(self, span: Span) -> tuple[int, int]:
         """Return the chunk and the slot of an action; slot 0 without slots."""
@@ -103,22 +101,18 @@ def draw_svg(
     simulation: Simulation,
     *,
     slots: _Slots | None = None,
-    title: str | None = None,
-    ranks: Sequence[int] | None = None,
 ) -> str:
     """Draw a timeline: a row per rank, a box per action with microbatch, chunk and slot.
 
     Args:
         simulation: The timeline.
         slots: Slot of every (stage, microbatch), left out of the picture if None.
-        title: Heading, default made from the sizes.
-        ranks: Ranks to draw, default all.
 
     Returns:
         A complete SVG document, as wide as the step is long.
     """
-    picture = _picture(simulation, slots, ranks)
-    heading = _default_title(simulation) if title is None else title
+    picture = _picture(simulation, slots)
+    heading = _title(simulation)
     legend, legend_width = _legend(picture)
     width = max(
         picture.x(simulation.makespan_ms) + _MARGIN,
@@ -135,29 +129,28 @@ def draw_svg(
         *legend,
     ]
     y = _HEADER_HEIGHT
-    for rank in picture.ranks:
+    for rank in range(len(picture.lanes)):
         parts.extend(_row(picture, rank, y))
         y += picture.row_height(rank)
     parts += [*_axis(picture, y), "</svg>\n"]
     return "\n".join(parts)
 
 
-def _picture(simulation: Simulation, slots: _Slots | None, ranks: Sequence[int] | None) -> _Picture:
-    schedule, costs = simulation.schedule, simulation.costs
-    rows = tuple(range(schedule.num_ranks) if ranks is None else ranks)
-    flat = _Picture(simulation, slots, rows, 1.0, {})
-    spans = [span for rank in rows for span in simulation.spans[rank]]
+def _picture(simulation: Simulation, slots: _Slots | None) -> _Picture:
+    costs = simulation.costs
+    flat = _Picture(simulation, slots, 1.0, ())
+    spans = [span for of_rank in simulation.spans for span in of_rank]
     # Boxes of the shortest action hold the longest label.
     unit_ms = min((costs[s.action.stage].duration_ms(s.action.op) for s in spans), default=1.0)
     widest = max((_width_of(flat.texts_of(span)) for span in spans), default=0.0)
-    lanes = {}
-    for rank in rows:
-        keys = sorted({flat.key_of(span) for span in simulation.spans[rank]})
-        lanes[rank] = {key: lane for lane, key in enumerate(keys) if slots is not None}
-    return _Picture(simulation, slots, rows, (widest + 5.0) / unit_ms, lanes)
+    lanes = []
+    for of_rank in simulation.spans:
+        keys = sorted({flat.key_of(span) for span in of_rank})
+        lanes.append({key: lane for lane, key in enumerate(keys) if slots is not None})
+    return _Picture(simulation, slots, (widest + 5.0) / unit_ms, lanes)
 
 
-def _default_title(simulation: Simulation) -> str:
+def _title(simulation: Simulation) -> str:
     schedule = simulation.schedule
     chunks = f", {schedule.num_chunks} chunks each" if schedule.num_chunks > 1 else ""
     ranks = "1 rank" if schedule.num_ranks == 1 else f"{schedule.num_ranks} ranks"
