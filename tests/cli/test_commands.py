@@ -119,25 +119,6 @@ def test_a_command_imports_nothing_of_the_others() -> None:
     assert not modules & {"rich", "torch", "chunkgraph.cli.train", "chunkgraph.cli.plan"}
 
 
-def test_missing_megatron_is_named_with_its_command() -> None:
-    code = (
-        "import sys; sys.modules['megatron'] = None; from chunkgraph.cli.__main__ import main; "
-        f"sys.exit(main(['train', {CONFIG!r}]))"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert result.returncode == 2
-    assert "megatron-core is not installed" in result.stderr
-    assert "pip install 'chunkgraph[megatron]'" in result.stderr
-    assert "starting" not in result.stderr
-
-
 def has_megatron() -> bool:
     try:
         return importlib.util.find_spec("megatron.core") is not None

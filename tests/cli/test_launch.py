@@ -92,22 +92,6 @@ def test_a_configuration_becomes_flags(script: Path) -> None:
         assert flags[flags.index(name) + 1] == str(value)
 
 
-def test_fp8_and_split_sequences_have_flags() -> None:
-    overrides = [
-        "model.fp8=hybrid",
-        "model.fp8_recipe=tensorwise",
-        "pipeline.tensor_model_parallel_size=2",
-        "pipeline.sequence_parallel=true",
-        "pipeline.context_parallel_size=2",
-    ]
-    config = load_config(CONFIGS / "gpu" / "gpt_pp2_gpu.yaml", overrides)
-    flags, _ = merge_flags(config, [], source="run.yaml")
-    assert flags[flags.index("--fp8-format") + 1] == "hybrid"
-    assert flags[flags.index("--fp8-recipe") + 1] == "tensorwise"
-    assert flags[flags.index("--context-parallel-size") + 1] == "2"
-    assert "--sequence-parallel" in flags
-
-
 def test_the_command_line_wins_and_its_replacements_are_reported() -> None:
     config = load_config(CONFIGS / "cpu" / "gpt_pp2_vpp2_cpu.yaml")
     same = str(config.model.hidden_size)

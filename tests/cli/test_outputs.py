@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import io
-import os
 import socket
 import stat
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -54,21 +52,6 @@ def test_a_link_stays_and_its_target_is_written(tmp_path: Path, exists: bool) ->
     assert link.is_symlink()
     assert target.read_text() == "new"
     assert sorted(entry.name for entry in tmp_path.rglob("*")) == ["link", "other", "target"]
-
-
-def test_a_pipe_is_written_in_place(tmp_path: Path) -> None:
-    fifo, link, read = tmp_path / "fifo", tmp_path / "link", []
-    os.mkfifo(fifo)
-    link.symlink_to("fifo")
-    for path in (fifo, link):
-        reader = threading.Thread(target=lambda: read.append(fifo.read_text()), daemon=True)
-        reader.start()
-        assert not can_be_rewritten(path)
-        write(path)
-        reader.join(timeout=20)
-    assert read == ["new", "new"]
-    assert stat.S_ISFIFO(fifo.stat().st_mode)
-    assert link.is_symlink()
 
 
 def test_what_cannot_be_written_is_refused_before_the_run(

@@ -98,18 +98,6 @@ def test_memory_of_dropless_experts_is_about_as_measured(run, name):
     assert 0.85 < ratio < 1.3
 
 
-def test_room_of_experts_follows_from_factor_and_ranks(run, config):
-    def slot_bytes(*overrides):
-        experts = ("moe.num_moe_experts=8", "moe.moe_router_topk=4", *overrides)
-        return json.loads(run(config, *experts, "--json", "-"))[0]["slot_bytes"]
-
-    one_rank = slot_bytes()
-    assert slot_bytes("moe.moe_expert_capacity_factor=1.0") == one_rank
-    assert slot_bytes("moe.moe_expert_capacity_factor=2.0") > one_rank
-    ranks = ("pipeline.data_parallel_size=2", "pipeline.expert_model_parallel_size=2")
-    assert one_rank < slot_bytes(*ranks)
-
-
 def test_memory_of_hybrid_models_is_not_made_up(run, config):
     hybrid = (config, "model.hybrid_layer_pattern=M-M*|M-|M|-")
     assert [set(row) & {"slot_bytes"} for row in json.loads(run(*hybrid, "--json", "-"))] == [
@@ -180,12 +168,6 @@ def test_svg_is_written_whole(run, tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["plan.svg"]
     run("--pp", 4, "--svg", path)
     assert "4 ranks" in path.read_text()
-
-
-@pytest.mark.parametrize("flag", ["--pp", "--vpp", "--group-size"])
-def test_config_and_sizes_do_not_go_together(run, config, flag):
-    with pytest.raises(ConfigError, match=f"{flag} cannot be combined with a CONFIG"):
-        run(config, flag, 4)
 
 
 def test_command_without_torch(config):

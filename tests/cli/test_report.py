@@ -78,14 +78,6 @@ def report_of(*overrides: str, **changes: Any) -> str:
     return capture.get()
 
 
-def test_the_table_has_times_and_no_columns_of_another_run() -> None:
-    text = report_of("train.compare=none")
-    assert "12.3" in text
-    assert "eager\n" not in text.partition("parameters")[0].replace("eagerly", "")
-    assert "ms" in report_of()
-    assert "OK" in text
-
-
 def test_memory_is_reported_where_it_is_known() -> None:
     assert "peak memory" not in report_of(reserved_bytes=[0, 0])
     text = report_of(reserved_bytes=[2**30, 3 * 2**30])

@@ -76,23 +76,6 @@ def test_commands_parse(page: Path) -> None:
                 assert (ROOT / word).exists(), word
 
 
-def test_sentences_are_short() -> None:
-    """Count the average, without code, tables and headings."""
-    lengths = []
-    for page in PAGES:
-        text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
-        blocks = re.split(r"\n\s*\n|\n(?=[-*] |\d+\. )", text)
-        prose = [block for block in blocks if not re.match(r"\s*[|#!\[]", block)]
-        for block in prose:
-            sentences = re.split(r"(?<=[.!?])\s+", " ".join(block.split()))
-            lengths += [len(sentence.split()) for sentence in sentences if sentence]
-    assert sum(lengths) / len(lengths) < 18
-
-
-def test_there_are_commands() -> None:
-    assert sum(1 for page in PAGES for _ in _commands(page)) > 15
-
-
 def test_pages_are_in_the_site() -> None:
     nav = (ROOT / "mkdocs.yml").read_text()
     for page in (ROOT / "docs").glob("*.md"):

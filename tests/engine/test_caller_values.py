@@ -274,16 +274,3 @@ def test_an_argument_that_the_chunk_changes_is_refused(backend: GraphBackend) ->
     graphs = ChunkGraphs([module], [1], backend=backend)
     with pytest.raises(CaptureError, match="changes argument 'total' in place"):
         graphs.capture([{"x": rows(module), "total": torch.zeros((), device=backend.device)}])
-
-
-def test_received_memory_may_be_another_argument(both: Callable[..., None]) -> None:
-    def body(module: Any, call: Callable[..., Any]) -> list[Any]:
-        lasts.append(torch.zeros(4, 8, device=module.layer.weight.device))
-        y, last, before = call(rows(module), lasts.pop(0))
-        lasts[:] = [last]
-        y.square().sum().backward()
-        return [y, last, before]
-
-    lasts: list[torch.Tensor] = []
-    delay = Apply(lambda m, x, last: (m.layer(x) + last, x, last), layer=nn.Linear(8, 8))
-    both(delay, body, num_steps=4, begin=lasts.clear)

@@ -355,27 +355,6 @@ def test_what_a_forward_updates_in_place_is_put_back_after_the_eager_pass(
     assert all_equal(*states)
 
 
-def test_poison_draws_the_random_numbers_of_the_replay(backend: GraphBackend) -> None:
-    """The NaNs are then the model's own, in the eager pass too."""
-
-    def draw(module: Any, x: torch.Tensor) -> torch.Tensor:
-        """Multiply the input by a NaN for half of the random numbers."""
-        is_nan = torch.rand((), device=x.device) < 0.5
-        return module.linear(x * torch.where(is_nan, torch.nan, 1.0))
-
-    chunk = Apply(draw, linear=nn.Linear(WIDTH, WIDTH))
-    graphs = capture(chunk, new_input(backend), backend=backend, verify="poison")
-
-    def train_often() -> None:
-        for seed in range(12):
-            torch.manual_seed(seed)
-            chunk.zero_grad(set_to_none=False)
-            train(graphs, backend)
-
-    with pytest.warns(UserWarning, match="NaN"):
-        train_often()
-
-
 def test_poison_accepts_infinite_gradients_that_add_up_to_a_nan(backend: GraphBackend) -> None:
     chunk = Apply(lambda m, x: x + m.bias, bias=nn.Parameter(torch.zeros(8)))
     graphs = capture(chunk, new_input(backend), backend=backend, verify="poison")

@@ -70,42 +70,6 @@ def test_seats_are_shared_where_no_gpu_is_free(hold: Hold) -> None:
         assert (most, rest, again) == (["3", "5", "7"], ["2", "7"], ["2", "3", "5"])
 
 
-@pytest.mark.timeout(90)
-def test_the_first_is_shared_by_tests_of_this_process_alone(hold: Hold) -> None:
-    both = threading.Barrier(2, timeout=30)
-    inside: list[str] = []
-
-    def share() -> None:
-        with hold(0) as held:
-            assert held == []
-            inside.append("shared")
-            both.wait()
-            inside.remove("shared")
-
-    def be_alone() -> None:
-        with hold(0, alone=True) as held:
-            assert held == []
-            assert not inside
-            inside.append("alone")
-            time.sleep(0.05)
-            inside.remove("alone")
-
-    together(share, share)
-    together(be_alone, be_alone, be_alone)
-    with hold(0), hold(3) as held:
-        assert held == ["3", "5", "7"]
-
-
-def test_nobody_has_two_seats_of_one_gpu(hold: Hold) -> None:
-    with hold(1, seats=2), hold(2, seats=2) as held:
-        assert held == ["3", "5"]
-    with hold(1, seats=2) as one:
-        with hold(3, seats=2) as three:
-            assert (one, three) == (["7"], ["2", "3", "5"])
-        with hold(4, seats=2) as all_of_them:
-            assert all_of_them == GPUS
-
-
 def test_more_than_there_are_is_not_waited_for(hold: Hold) -> None:
     with hold(5) as held:
         assert held == []

@@ -12,31 +12,6 @@ from chunkgraph.schedules import (
 )
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4, 7])
-@pytest.mark.parametrize("num_microbatches", [1, 3, 8, 20])
-def test_1f1b_and_gpipe_have_the_known_makespan(num_ranks, num_microbatches):
-    for name in ("1f1b", "gpipe"):
-        built = build_schedule(name, num_ranks=num_ranks, num_microbatches=num_microbatches)
-        run = simulate(built, CostModel(forward_ms=1.5, backward_ms=2.5))
-        assert run.makespan_ms == pytest.approx((num_microbatches + num_ranks - 1) * 4.0)
-        bubble = (num_ranks - 1) / (num_microbatches + num_ranks - 1)
-        for rank in range(num_ranks):
-            assert run.bubble_ratio(rank) == pytest.approx(bubble)
-
-
-@pytest.mark.parametrize(("num_ranks", "num_chunks", "groups"), [(2, 2, 1), (4, 2, 3), (4, 4, 2)])
-def test_interleaving_divides_the_bubble_by_the_chunks(num_ranks, num_chunks, groups):
-    built = build_schedule(
-        "interleaved",
-        num_ranks=num_ranks,
-        num_chunks=num_chunks,
-        num_microbatches=groups * num_ranks,
-    )
-    run = simulate(built)
-    busy = 3.0 * groups * num_ranks * num_chunks
-    assert run.makespan_ms == pytest.approx(busy + 3.0 * (num_ranks - 1))
-
-
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
 @pytest.mark.parametrize("extra", [0, 1, 5])
 def test_zero_bubble_idles_less(num_ranks, extra):
