@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from chunkgraph.schedules.action import Action, Op
 from chunkgraph.schedules.build import (
+    LegalCounts,
     build_schedule,
     check_sizes,
     check_step,
-    is_legal_count,
     legal_counts,
     megatron_schedule,
-    nearest_legal_counts,
 )
 from chunkgraph.schedules.draw_svg import draw_svg
 from chunkgraph.schedules.draw_text import text_panels
@@ -50,6 +49,7 @@ __all__ = [
     "Action",
     "CostModel",
     "InFlight",
+    "LegalCounts",
     "Op",
     "PipelineShape",
     "Placement",
@@ -64,12 +64,10 @@ __all__ = [
     "chunk_of",
     "draw_svg",
     "get_family",
-    "is_legal_count",
     "legal_counts",
     "list_schedules",
     "megatron_schedule",
     "megatron_schedule_name",
-    "nearest_legal_counts",
     "num_ended_sends",
     "rank_of",
     "read_matching_schedule",

@@ -15,13 +15,12 @@ from chunkgraph.schedules.schedule import Schedule
 from chunkgraph.schedules.shape import PipelineShape
 
 __all__ = [
+    "LegalCounts",
     "build_schedule",
     "check_sizes",
     "check_step",
-    "is_legal_count",
     "legal_counts",
     "megatron_schedule",
-    "nearest_legal_counts",
 ]
 
 
@@ -83,54 +82,12 @@ def megatron_schedule(
     )
 
 
-def is_legal_count(
-    num_microbatches: int,
-    *,
-    num_ranks: int,
-    num_chunks: int = 1,
-    group_size: int | None = None,
-    schedule: str = "auto",
-) -> bool:
-    """Return whether a step may have this many microbatches.
-
-    Args:
-        num_microbatches: the count.
-        num_ranks: pipeline-parallel size.
-        num_chunks: model chunks per rank.
-        group_size: microbatch group size of an interleaved schedule; None: ``num_ranks``.
-        schedule: a schedule name, or ``auto`` for Megatron's schedule.
-    """
-    return num_microbatches in _counts(schedule, num_ranks, num_chunks, group_size)
-
-
-def legal_counts(
-    up_to: int,
-    *,
-    num_ranks: int,
-    num_chunks: int = 1,
-    group_size: int | None = None,
-    schedule: str = "auto",
-) -> tuple[int, ...]:
-    """Return all legal numbers of microbatches from 1 to ``up_to`` inclusive, ascending."""
-    counts = _counts(schedule, num_ranks, num_chunks, group_size)
-    return tuple(count for count in range(1, up_to + 1) if count in counts)
-
-
-def nearest_legal_counts(
-    num_microbatches: int,
-    *,
-    num_ranks: int,
-    num_chunks: int = 1,
-    group_size: int | None = None,
-    schedule: str = "auto",
-) -> tuple[int, ...]:
-    """Return the closest legal counts below and above, as far as they exist."""
-    return _counts(schedule, num_ranks, num_chunks, group_size).nearest(num_microbatches)
-
-
 @dataclass(frozen=True, slots=True)
-class _Counts:
-    """Counts from ``least`` on that form whole groups and a tail of 0 or ``least_tail`` or more."""
+class LegalCounts:
+    """The numbers of microbatches that a step may have.
+
+    They are at least ``least``, and form whole groups and a tail of 0 or ``least_tail`` or more.
+    """
 
     least: int
     group_size: int = 1
@@ -141,7 +98,12 @@ class _Counts:
         is_whole = tail == 0 or tail >= self.least_tail
         return count >= self.least and self.group_size >= self.least_tail and is_whole
 
+    def up_to(self, most: int) -> tuple[int, ...]:
+        """Return all from 1 to ``most`` inclusive, ascending."""
+        return tuple(count for count in range(1, most + 1) if count in self)
+
     def nearest(self, count: int) -> tuple[int, ...]:
+        """Return the closest ones below and above a number, as far as they exist."""
         if self.group_size < self.least_tail:
             return ()
         below, above = count - 1, max(count + 1, self.least)
@@ -153,14 +115,24 @@ class _Counts:
         return (below, above) if below >= self.least else (above,)
 
 
-def _counts(schedule: str, num_ranks: int, num_chunks: int, group_size: int | None) -> _Counts:
+def legal_counts(
+    *, num_ranks: int, num_chunks: int = 1, group_size: int | None = None, schedule: str = "auto"
+) -> LegalCounts:
+    """Return the numbers of microbatches that a step may have.
+
+    Args:
+        num_ranks: pipeline-parallel size.
+        num_chunks: model chunks per rank.
+        group_size: microbatch group size of an interleaved schedule; None: ``num_ranks``.
+        schedule: a schedule name, or ``auto`` for Megatron's schedule.
+    """
     if schedule == "auto":
         schedule = "interleaved" if num_chunks > 1 else "1f1b"
     family = get_family(schedule)
     if not family.interleaves:
-        return _Counts(max(1, family.least_microbatches_per_rank * num_ranks))
+        return LegalCounts(max(1, family.least_microbatches_per_rank * num_ranks))
     group = num_ranks if group_size is None else group_size
-    return _Counts(group, group, num_ranks)
+    return LegalCounts(group, group, num_ranks)
 
 
 def check_sizes(name: str, *, num_ranks: int, num_chunks: int, group_size: int | None) -> None:
@@ -236,7 +208,9 @@ def check_step(
         num_chunks=num_chunks,
         group_size=group,
     )
-    counts = _counts(name, num_ranks, num_chunks, group)
+    counts = legal_counts(
+        num_ranks=num_ranks, num_chunks=num_chunks, group_size=group, schedule=name
+    )
     if num_microbatches in counts:
         return shape
     where = f"schedule {name!r}: num_microbatches {num_microbatches}"

@@ -6,6 +6,7 @@ may split its backward independently of the others.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
@@ -42,16 +43,14 @@ def needs_of(
         schedule: the schedule, for the number and ranks of its stages.
         has_communication: whether tensors cross ranks by SEND and RECV actions, or implicitly.
     """
-    # Kind and stage of each event, by operation and stage of the action.
-    table: dict[tuple[Op, int], tuple[tuple[str, int], ...]] = {}
+
+    @functools.cache
+    def of(op: Op, stage: int) -> tuple[tuple[str, int], ...]:
+        return _needs(op, stage, schedule, has_communication)
 
     def needs(action: Action) -> tuple[Event, ...]:
-        place = (action.op, action.stage)
-        events = table.get(place)
-        if events is None:
-            events = table[place] = _needs(*place, schedule, has_communication)
-        microbatch = action.microbatch
-        return tuple([(kind, stage, microbatch) for kind, stage in events])
+        events = of(action.op, action.stage)
+        return tuple([(kind, stage, action.microbatch) for kind, stage in events])
 
     return needs
 

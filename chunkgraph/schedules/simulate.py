@@ -42,18 +42,9 @@ class CostModel:
             raise ScheduleError(f"send_ms is {self.send_ms}, but must not be negative")
 
     def duration_ms(self, op: Op) -> float:
-        """Return the duration of a compute operation; 0 for communication."""
-        match op:
-            case Op.F:
-                return self.forward_ms
-            case Op.B:
-                return self.backward_ms
-            case Op.I:
-                return self.input_grad_ms
-            case Op.W:
-                return self.weight_grad_ms
-            case _:
-                return 0.0
+        """Return the duration of a compute operation."""
+        costs = (self.forward_ms, self.backward_ms, self.input_grad_ms, self.weight_grad_ms)
+        return costs["FBIW".index(op.value)]
 
     def scaled(self, factor: float) -> CostModel:
         """Return the costs of a chunk ``factor`` times as large, with messages of the same size."""

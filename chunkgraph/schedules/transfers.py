@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from dataclasses import replace
-from typing import NamedTuple
 
 from chunkgraph.schedules.action import Action, Op
 from chunkgraph.schedules.schedule import Schedule
 
 __all__ = ["num_ended_sends", "with_transfers"]
+
+_Link = tuple[int, int, Op]
+"""Sender, receiver and the operation of the receives."""
 
 
 def with_transfers(schedule: Schedule) -> Schedule:
@@ -30,11 +32,9 @@ def with_transfers(schedule: Schedule) -> Schedule:
     actions = [schedule.compute_actions(rank) for rank in range(schedule.num_ranks)]
     links: defaultdict[_Link, deque[Action]] = defaultdict(deque)
     for row in actions:
-        for action in row:
-            receive = _receive_of(action)
-            link = None if receive is None else _link_into(schedule, receive)
-            if receive is not None and link is not None:
-                links[link].append(receive)
+        for receive in (_sent_by(schedule, action) for action in row):
+            if receive is not None:
+                links[_link_of(schedule, receive)].append(receive)
     return replace(schedule, actions=tuple(tuple(_row(schedule, row, links)) for row in actions))
 
 
@@ -65,53 +65,39 @@ def num_ended_sends(schedule: Schedule, rank: int) -> dict[tuple[bool, int, int]
     return counts
 
 
-class _Link(NamedTuple):
-    sender: int
-    receiver: int
-    is_backward: bool
-
-
 def _row(
     schedule: Schedule, actions: tuple[Action, ...], links: dict[_Link, deque[Action]]
 ) -> list[Action]:
     row: list[Action] = []
     received: set[Action] = set()
     for action in actions:
-        receive = _receive_before(action)
-        link = None if receive is None else _link_into(schedule, receive)
-        if receive is not None and link is not None:
-            while receive not in received:
-                row.append(links[link].popleft())
-                received.add(row[-1])
+        needed = _received_for(schedule, action)
+        while needed is not None and needed not in received:
+            row.append(links[_link_of(schedule, needed)].popleft())
+            received.add(row[-1])
         row.append(action)
-        receive = _receive_of(action)
-        if receive is not None and _link_into(schedule, receive) is not None:
-            op = Op.SEND_F if receive.op is Op.RECV_F else Op.SEND_B
+        if _sent_by(schedule, action) is not None:
+            op = Op.SEND_F if action.op is Op.F else Op.SEND_B
             row.append(Action(op, action.stage, action.microbatch))
     return row
 
 
-def _receive_before(action: Action) -> Action | None:
-    """Return the receive of the tensor that an action uses."""
-    if action.op is Op.W:
+def _received_for(schedule: Schedule, action: Action) -> Action | None:
+    """Return the receive of the tensor that an action uses; None if this rank has it."""
+    op, source = (Op.RECV_F, -1) if action.op is Op.F else (Op.RECV_B, 1)
+    if action.op is Op.W or not schedule.has_messages(action.stage, action.stage + source):
         return None
-    op = Op.RECV_F if action.op is Op.F else Op.RECV_B
     return Action(op, action.stage, action.microbatch)
 
 
-def _receive_of(action: Action) -> Action | None:
-    """Return the receive of the tensor that an action produces."""
-    if action.op is Op.W:
+def _sent_by(schedule: Schedule, action: Action) -> Action | None:
+    """Return the receive of the tensor that an action produces; None if no other rank uses it."""
+    op, target = (Op.RECV_F, 1) if action.op is Op.F else (Op.RECV_B, -1)
+    if action.op is Op.W or not schedule.has_messages(action.stage, action.stage + target):
         return None
-    op, step = (Op.RECV_F, 1) if action.op is Op.F else (Op.RECV_B, -1)
-    return Action(op, action.stage + step, action.microbatch)
+    return Action(op, action.stage + target, action.microbatch)
 
 
-def _link_into(schedule: Schedule, receive: Action) -> _Link | None:
-    """Return the link of a receive; None if no other rank sends its tensor."""
-    is_backward = receive.op is Op.RECV_B
-    source = receive.stage + 1 if is_backward else receive.stage - 1
-    if not (0 <= receive.stage < schedule.num_stages and 0 <= source < schedule.num_stages):
-        return None
-    sender, receiver = schedule.rank_of(source), schedule.rank_of(receive.stage)
-    return None if sender == receiver else _Link(sender, receiver, is_backward)
+def _link_of(schedule: Schedule, receive: Action) -> _Link:
+    source = receive.stage + (1 if receive.op is Op.RECV_B else -1)
+    return schedule.rank_of(source), schedule.rank_of(receive.stage), receive.op

@@ -20,11 +20,8 @@ def runs(draw: st.DrawFn) -> tuple[int, int, int, list[int], int]:
     num_chunks = draw(st.integers(1, 3)) if num_ranks > 1 else 1
     group = num_ranks * draw(st.integers(1, 2)) if num_chunks > 1 else num_ranks
     legal = legal_counts(
-        3 * group,
-        num_ranks=num_ranks,
-        num_chunks=num_chunks,
-        group_size=group if num_chunks > 1 else None,
-    )
+        num_ranks=num_ranks, num_chunks=num_chunks, group_size=group if num_chunks > 1 else None
+    ).up_to(3 * group)
     counts = draw(st.lists(st.sampled_from(legal), min_size=2, max_size=4))
     return num_ranks, num_chunks, group, counts, draw(st.integers(0, 1000))
 

@@ -14,7 +14,6 @@ from chunkgraph.schedules import (
     legal_counts,
     list_schedules,
     megatron_schedule,
-    nearest_legal_counts,
     validate,
     with_transfers,
 )
@@ -30,7 +29,7 @@ def schedules(draw):
     if family.interleaves:
         sizes["group_size"] = draw(st.integers(num_ranks, 2 * num_ranks + 1))
     up_to = 3 * sizes.get("group_size", num_ranks + 2)
-    counts = legal_counts(up_to, **sizes, schedule=name)
+    counts = legal_counts(**sizes, schedule=name).up_to(up_to)
     return build_schedule(name, **sizes, num_microbatches=draw(st.sampled_from(counts)))
 
 
@@ -145,15 +144,3 @@ def test_chunks_must_fit_the_schedule():
         build_schedule("zb-v", num_ranks=1, num_microbatches=2, num_chunks=2)
     with pytest.raises(TopologyError, match=r"7 .*needs 2 for each rank \(nearest legal: 8\)"):
         build_schedule("dualpipe-v", num_ranks=4, num_microbatches=7, num_chunks=2)
-
-
-def test_nearest_counts_are_legal_and_nothing_legal_lies_between():
-    for num_ranks in (2, 3, 4):
-        for group_size in range(num_ranks, 2 * num_ranks + 2):
-            sizes = {"num_ranks": num_ranks, "num_chunks": 2, "group_size": group_size}
-            every = legal_counts(8 * group_size, **sizes)
-            for count in range(5 * group_size):
-                nearest = nearest_legal_counts(count, **sizes)
-                below = [c for c in every if c < count]
-                above = [c for c in every if c > count]
-                assert nearest == (*below[-1:], above[0])
