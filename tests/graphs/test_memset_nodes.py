@@ -130,8 +130,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch, driver: FakeDriver) -> MemsetKernel
     for name, module in (("cuda", ModuleType("cuda")), ("cuda.bindings", package)):
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda keep_graph: None)
-    monkeypatch.setattr(MemsetKernels, "_try", lambda self, words: None)
-    return MemsetKernels(GraphDriver(), torch.zeros(3, dtype=torch.int32))
+    return MemsetKernels(GraphDriver())
 
 
 @pytest.fixture(params=["cuda13", "cuda12.9", "cuda12.0", "reversed"])
