@@ -41,13 +41,8 @@ class Op(Enum):
 
     @property
     def is_compute(self) -> bool:
-        """Return whether the operation computes: F, B, I or W."""
+        """Return whether the operation computes (F, B, I or W), and is no send or receive."""
         return self in _COMPUTE
-
-    @property
-    def is_communication(self) -> bool:
-        """Return whether the operation is a send or a receive."""
-        return self not in _COMPUTE
 
     @property
     def gives_input_grad(self) -> bool:

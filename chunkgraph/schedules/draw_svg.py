@@ -18,7 +18,6 @@ __all__ = ["colour_of", "draw_svg"]
 
 _HUES = (0.58, 0.08, 0.36, 0.92, 0.14, 0.74, 0.48, 0.02)
 """Of slots, in their order; neighbours differ for colour-blind readers too."""
-_GREY = "#d5d9df"
 _NAMES = {
     Op.F: "F forward",
     Op.B: "B backward",
@@ -45,13 +44,13 @@ class _Picture:
 
     Attributes:
         simulation: The timeline.
-        slots: Slot of every (stage, microbatch), None to leave them out.
+        slots: Slot of every (stage, microbatch).
         px_per_ms: Horizontal scale.
         lanes: For every rank, the number of the bar of each (chunk, slot).
     """
 
     simulation: Simulation
-    slots: _Slots | None
+    slots: _Slots
     px_per_ms: float
     lanes: Sequence[Mapping[tuple[int, int], int]]
 
@@ -70,22 +69,20 @@ class _Picture:
         return _HEADER_HEIGHT + sum(map(self.row_height, range(len(self.lanes)))) + _FOOTER_HEIGHT
 
     def key_of(self, span: Span) -> tuple[int, int]:
-        """Return the chunk and the slot of an action; slot 0 without slots."""
+        """Return the chunk and the slot of an action."""
         action = span.action
         chunk = self.simulation.schedule.chunk_of(action.stage)
-        return chunk, 0 if self.slots is None else self.slots[action.stage, action.microbatch]
+        return chunk, self.slots[action.stage, action.microbatch]
 
     def fill_of(self, span: Span) -> str:
-        if self.slots is None:
-            return _GREY
         return colour_of(*self.key_of(span), self.simulation.schedule.num_chunks)
 
     def texts_of(self, span: Span) -> tuple[str, str]:
         """Return the large and the small text of a box."""
         chunk, slot = self.key_of(span)
         has_chunks = self.simulation.schedule.num_chunks > 1
-        parts = [f"c{chunk}"] * has_chunks + [f"s{slot}"] * (self.slots is not None)
-        return f"{span.action.op.value}{span.action.microbatch}", " ".join(parts)
+        small = f"c{chunk} s{slot}" if has_chunks else f"s{slot}"
+        return f"{span.action.op.value}{span.action.microbatch}", small
 
 
 def colour_of(chunk: int, slot: int, num_chunks: int) -> str:
@@ -97,16 +94,12 @@ def colour_of(chunk: int, slot: int, num_chunks: int) -> str:
     return "#" + "".join(f"{round(255 * channel):02x}" for channel in channels)
 
 
-def draw_svg(
-    simulation: Simulation,
-    *,
-    slots: _Slots | None = None,
-) -> str:
+def draw_svg(simulation: Simulation, *, slots: _Slots) -> str:
     """Draw a timeline: a row per rank, a box per action with microbatch, chunk and slot.
 
     Args:
         simulation: The timeline.
-        slots: Slot of every (stage, microbatch), left out of the picture if None.
+        slots: Slot of every (stage, microbatch).
 
     Returns:
         A complete SVG document, as wide as the step is long.
@@ -136,7 +129,7 @@ def draw_svg(
     return "\n".join(parts)
 
 
-def _picture(simulation: Simulation, slots: _Slots | None) -> _Picture:
+def _picture(simulation: Simulation, slots: _Slots) -> _Picture:
     costs = simulation.costs
     flat = _Picture(simulation, slots, 1.0, ())
     spans = [span for of_rank in simulation.spans for span in of_rank]
@@ -146,7 +139,7 @@ def _picture(simulation: Simulation, slots: _Slots | None) -> _Picture:
     lanes = []
     for of_rank in simulation.spans:
         keys = sorted({flat.key_of(span) for span in of_rank})
-        lanes.append({key: lane for lane, key in enumerate(keys) if slots is not None})
+        lanes.append({key: lane for lane, key in enumerate(keys)})
     return _Picture(simulation, slots, (widest + 5.0) / unit_ms, lanes)
 
 
@@ -171,7 +164,7 @@ def _row(picture: _Picture, rank: int, y: float) -> Iterator[str]:
         x, end = picture.x(span.start_ms), picture.x(span.end_ms)
         yield from _box(x, y, end - x, picture.fill_of(span), picture.texts_of(span))
     begins: dict[tuple[int, int], float] = {}
-    for span in spans if picture.slots is not None else ():
+    for span in spans:
         key = picture.key_of(span)
         if span.action.op is Op.F:
             begins[key] = picture.x(span.start_ms)
@@ -187,11 +180,10 @@ def _box(x: float, y: float, width: float, fill: str, texts: tuple[str, str]) ->
         f"height='{_BOX_HEIGHT:.1f}' fill='{fill}' stroke='#444' stroke-width='0.7'/>"
     )
     large, small = texts
-    centre, large_y = x + width / 2, y + _BOX_HEIGHT / 2 + (-1.0 if small else 4.5)
-    yield _text(centre, large_y, large, _ACTION_SIZE, anchor="middle")
-    if small:
-        small_y = y + _BOX_HEIGHT - 6.5
-        yield _text(centre, small_y, small, _DETAIL_SIZE, anchor="middle", colour="#222")
+    centre = x + width / 2
+    yield _text(centre, y + _BOX_HEIGHT / 2 - 1.0, large, _ACTION_SIZE, anchor="middle")
+    small_y = y + _BOX_HEIGHT - 6.5
+    yield _text(centre, small_y, small, _DETAIL_SIZE, anchor="middle", colour="#222")
 
 
 def _bar(x: float, y: float, width: float, fill: str) -> str:
@@ -215,18 +207,16 @@ def _axis(picture: _Picture, y: float) -> Iterator[str]:
 def _legend(picture: _Picture) -> tuple[list[str], float]:
     """Draw a labelled box, the meaning of the colours and the operations; return its right end."""
     schedule, y = picture.simulation.schedule, 40.0
-    has_slots, has_chunks = picture.slots is not None, schedule.num_chunks > 1
-    small = " ".join(["c1"] * has_chunks + ["s0"] * has_slots)
-    fill = colour_of(1 if has_chunks else 0, 0, schedule.num_chunks) if has_slots else _GREY
-    parts = list(_box(_MARGIN, y, 44.0, fill, ("F2", small)))
-    words = ["forward of microbatch 2"]
-    words += ["chunk 1"] * has_chunks + ["slot 0"] * has_slots
+    has_chunks = schedule.num_chunks > 1
+    fill = colour_of(1 if has_chunks else 0, 0, schedule.num_chunks)
+    parts = list(_box(_MARGIN, y, 44.0, fill, ("F2", "c1 s0" if has_chunks else "s0")))
+    parts.append(_bar(_MARGIN, y + _BOX_HEIGHT + 3.0, 44.0, fill))
     x = _MARGIN + 52.0
-    lines = [", ".join(words)]
-    if has_slots:
-        parts.append(_bar(_MARGIN, y + _BOX_HEIGHT + 3.0, 44.0, fill))
-        shade = ", a shade is a chunk" if has_chunks else ""
-        lines += [f"A colour is a slot{shade}. The bar below: from its forward to its release."]
+    chunk, shade = (", chunk 1", ", a shade is a chunk") if has_chunks else ("", "")
+    lines = [
+        f"forward of microbatch 2{chunk}, slot 0",
+        f"A colour is a slot{shade}. The bar below: from its forward to its release.",
+    ]
     present = [op for op in _NAMES if any(action.op is op for _, action in schedule)]
     lines.append(f"{', '.join(_NAMES[op] for op in present)}. White: idle.")
     for number, line in enumerate(lines):

@@ -43,34 +43,28 @@ class Panel:
 
 
 def label(
-    action: Action, num_ranks: int, num_chunks: int, slots: Mapping[tuple[int, int], int] | None
+    action: Action, num_ranks: int, num_chunks: int, slots: Mapping[tuple[int, int], int]
 ) -> str:
     """Return an action's text: ``F3.1/0`` is the forward of microbatch 3 on chunk 1 in slot 0."""
     chunk = f".{action.stage // num_ranks}" if num_chunks > 1 else ""
-    slot = "" if slots is None else f"/{slots[action.stage, action.microbatch]}"
-    return f"{action.op.value}{action.microbatch}{chunk}{slot}"
+    slot = slots[action.stage, action.microbatch]
+    return f"{action.op.value}{action.microbatch}{chunk}/{slot}"
 
 
-def legend(schedule: Schedule, *, has_slots: bool) -> str:
+def legend(schedule: Schedule) -> str:
     """Return one line that explains a cell."""
     has_chunks = schedule.num_chunks > 1
-    example = "F3" + (".1" if has_chunks else "") + ("/0" if has_slots else "")
-    words = "forward of microbatch 3"
-    words += ", chunk 1" if has_chunks else ""
-    words += ", slot 0" if has_slots else ""
+    cell, chunk = ("F3.1/0", ", chunk 1") if has_chunks else ("F3/0", "")
     ops = {action.op for _, action in schedule}
     if Op.I not in ops:
         others = "B: backward"
     else:
         others = "B: backward; I, W: its halves" if Op.B in ops else "I/W: input/weight grad"
-    return f"{example}: {words}; {others}"
+    return f"{cell}: forward of microbatch 3{chunk}, slot 0; {others}"
 
 
 def text_panels(
-    simulation: Simulation,
-    *,
-    slots: Mapping[tuple[int, int], int] | None = None,
-    width: int = 80,
+    simulation: Simulation, *, slots: Mapping[tuple[int, int], int], width: int = 80
 ) -> tuple[Panel, ...]:
     """Divide a timeline into panels of cells.
 
@@ -78,7 +72,7 @@ def text_panels(
 
     Args:
         simulation: the timeline.
-        slots: slot of every (stage, microbatch) for the labels; None: no slots.
+        slots: slot of every (stage, microbatch) for the labels.
         width: characters per line, including the row label; at least 40.
     """
     schedule, costs = simulation.schedule, simulation.costs

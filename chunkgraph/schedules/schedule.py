@@ -56,7 +56,7 @@ class Schedule:
     @property
     def has_communication(self) -> bool:
         """Return whether the schedule has sends and receives."""
-        return any(action.op.is_communication for _, action in self)
+        return any(not action.op.is_compute for _, action in self)
 
     @property
     def splits_backward(self) -> bool:

@@ -125,7 +125,7 @@ def _work_problem(
         expected |= {Op.RECV_F, Op.SEND_B}
     if schedule.has_messages(stage, stage + 1):
         expected |= {Op.SEND_F, Op.RECV_B}
-    actual = {op for op in present if op.is_communication}
+    actual = {op for op in present if not op.is_compute}
     if missing := expected - actual:
         return f"missing {', '.join(sorted(op.value for op in missing))}"
     if extra := actual - expected:
