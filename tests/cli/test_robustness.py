@@ -13,8 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from chunkgraph.cli import train
 from chunkgraph.cli.__main__ import main
+from chunkgraph.jobs.launcher import Launcher
 
 ROOT = Path(__file__).parents[2]
 CONFIG = (ROOT / "configs" / "cpu" / "gpt_pp2_cpu.yaml").read_bytes()
@@ -78,7 +78,7 @@ def test_the_option_after_the_script_is_noticed(
 def test_no_changed_config_ends_in_a_traceback(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train, "_train", lambda *_: 0)  # no workers are started
+    monkeypatch.setattr(Launcher, "run", lambda _: None)  # no workers are started
     path = tmp_path / "config.yaml"
     words = ("", "~", "-1", "1.5", "1e400", ".nan", "[]", "{}", "x", "[4, 6]", "'", "&a [*a]")
     for number in range(60):
