@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -149,30 +148,13 @@ class TestTrain:
         assert content["steps"][0]["loss_chunk_hex"] == (5.123456789).hex()
         assert [path.name for path in tmp_path.iterdir()] == ["table.json"]
 
-    @pytest.mark.parametrize(
-        ("changes", "message"),
-        [
-            (
-                {"last_step": {"loss_eager": 5.123456788, "loss_equal": False}},
-                "step 6: the losses differ: 5.123456789 captured, 5.123456788 eager",
-            ),
-            (
-                {"parameters_equal": False},
-                "the parameters after the run differ from the eager run's",
-            ),
-            (
-                {"captures_after_first_session": 2},
-                "2 slot(s) were captured after the first session",
-            ),
-        ],
-    )
-    def test_a_broken_promise_ends_with_1(
-        self, tmp_path: Path, changes: dict[str, Any], message: str
-    ) -> None:
+    def test_a_broken_promise_ends_with_1(self, tmp_path: Path) -> None:
+        changes = {"last_step": {"loss_eager": 5.123456788, "loss_equal": False}}
         table = tmp_path / "table.json"
         result = train(json.dumps(changes), "--json", str(table))
         assert result.returncode == 1
         assert "FAILED: 1 problem(s)" in result.stdout
+        message = "step 6: the losses differ: 5.123456789 captured, 5.123456788 eager"
         assert message in " ".join(result.stdout.split())
         assert "error: Rank 0 failed: the report lists 1 problem(s)" in result.stderr
         assert json.loads(table.read_text())["ok"] is False
