@@ -1,4 +1,4 @@
-"""Draw the pictures of the documentation: ``make pictures``."""
+"""Draw the pictures of the documentation and of schedules/: ``make pictures``."""
 
 from __future__ import annotations
 
@@ -53,6 +53,26 @@ def draw_schedule(path: Path) -> None:
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
+def write_schedules(folder: Path) -> None:
+    """Write each named schedule as a CSV file and as a picture, with four ranks."""
+    from chunkgraph.schedules import (
+        build_schedule,
+        draw_svg,
+        get_family,
+        list_schedules,
+        simulate,
+    )
+    from chunkgraph.slots import assign_slots
+
+    for name in list_schedules():
+        num_chunks = get_family(name).num_chunks or 2
+        schedule = build_schedule(name, num_ranks=4, num_chunks=num_chunks, num_microbatches=8)
+        picture = draw_svg(simulate(schedule), slots=assign_slots(schedule))
+        (folder / f"{name}.csv").write_text(schedule.to_csv(), encoding="utf-8")
+        (folder / f"{name}.svg").write_text(picture, encoding="utf-8")
+
+
 if __name__ == "__main__":
     draw_speed(DOCS / "speed.png")
     draw_schedule(DOCS / "schedule.svg")
+    write_schedules(ROOT / "schedules")

@@ -17,12 +17,11 @@ ROOT = Path(__file__).parents[1]
 
 def modules() -> dict[str, Path]:
     """Map the name of each module of the package to its file."""
-    folders = {"chunkgraph": ROOT / "chunkgraph", "chunkgraph.schedules": ROOT / "schedules"}
+    folder = ROOT / "chunkgraph"
     return {
-        ".".join([package, *path.relative_to(folder).with_suffix("").parts]).removesuffix(
+        ".".join([folder.name, *path.relative_to(folder).with_suffix("").parts]).removesuffix(
             ".__init__"
         ): path
-        for package, folder in folders.items()
         for path in folder.rglob("*.py")
     }
 

@@ -96,7 +96,7 @@ class Grid:
             console.print()
         if (rest := len(panels) - _MAX_PANELS) > 0:
             console.print(f"... {rest} more panels: --svg FILE draws them")
-        how_to_read = legend(self.simulation.schedule, has_slots=True)
+        how_to_read = legend(self.simulation.schedule)
         console.print(how_to_read, style="dim", soft_wrap=True)
 
 

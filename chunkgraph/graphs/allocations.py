@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-__all__ = ["Allocation", "AllocationLog", "NoAllocations", "block_bytes"]
+__all__ = ["Allocation", "AllocationLog", "block_bytes"]
 
 _ROUND_BYTES = 512
 _STEP_BYTES = 2 << 20
@@ -29,25 +28,18 @@ class Allocation:
     end: int | None
 
 
-class AllocationLog(Protocol):
-    """The allocations of eager work on the capture stream since the log was entered."""
+class AllocationLog:
+    """The allocations of eager work on the capture stream since the log was entered.
+
+    This one is of a backend that observes none.
+    """
 
     def num_events(self) -> int:
         """Return the number of events so far."""
-
-    def allocations(self) -> Sequence[Allocation]:
-        """Return the allocations so far; none if the backend cannot observe them."""
-
-
-class NoAllocations:
-    """The log of a backend that observes nothing."""
-
-    def num_events(self) -> int:
-        """Return 0."""
         return 0
 
     def allocations(self) -> Sequence[Allocation]:
-        """Return nothing."""
+        """Return the allocations so far."""
         return ()
 
 

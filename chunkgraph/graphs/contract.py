@@ -1,18 +1,20 @@
 """The contract between the engine and a graph backend: pools, captures, replays and addresses.
 
-Two implementations fulfil it and run the same test suite: ``CUDABackend`` and ``RecorderBackend``
-(the CPU recorder). The engine depends on these protocols only.
+Two implementations derive from it and run the same test suite: ``CUDABackend`` and
+``RecorderBackend`` (the CPU recorder). The engine depends on these classes only. A default is that
+of a device whose work is synchronous and whose memory is not counted.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
 
-from chunkgraph.graphs.addresses import AddressRange, AddressRanges
+from chunkgraph.graphs.addresses import AddressRange, AddressRanges, tensor_at
 from chunkgraph.graphs.allocations import AllocationLog
 
 __all__ = ["CopyNode", "Graph", "GraphBackend", "Pool"]
@@ -22,15 +24,19 @@ class Pool(Protocol):
     """Memory that captured graphs allocate from. Freed blocks serve later captures of this pool."""
 
     label: str
+    device: torch.device
 
     @property
     def reserved_bytes(self) -> int:
         """Return the bytes that the pool holds, in use or free."""
+        return self.reserved().num_bytes
 
     @property
+    @abstractmethod
     def num_allocations(self) -> int:
         """Return the allocations (recorder) or segments (CUDA) so far; no replay changes it."""
 
+    @abstractmethod
     def reserve(self, num_bytes: int) -> None:
         """Allocate about ``num_bytes`` from the device, in one piece that captures divide.
 
@@ -39,20 +45,27 @@ class Pool(Protocol):
         necessary.
         """
 
+    @abstractmethod
     def live(self) -> AddressRanges:
         """Return the addresses of the blocks in use."""
 
+    @abstractmethod
     def reserved(self) -> AddressRanges:
         """Return the addresses of all memory of the pool."""
 
+    @abstractmethod
     def alias(self, start: int, num_bytes: int) -> torch.UntypedStorage:
         """Return a storage on the pool's memory that keeps no block in use."""
 
     def is_alias(self, storage: torch.UntypedStorage) -> bool:
-        """Return whether a graph replays on this storage, which keeps no block in use."""
+        """Return whether a graph replays on this storage; graphs of most backends hold none."""
+        del storage
+        return False
 
     def poison(self) -> None:
         """Fill the whole pool with 0xFF bytes (a NaN in every floating dtype), in stream order."""
+        for area in self.reserved():
+            tensor_at(area.start, area.end - area.start, self.device).fill_(0xFF)
 
 
 class CopyNode(Protocol):
@@ -116,12 +129,15 @@ class GraphBackend(Protocol):
     """Why small memsets are not replaced by kernels; "" if they are."""
 
     @property
+    @abstractmethod
     def default_generator(self) -> torch.Generator:
         """Return the random generator that graphs draw from by default."""
 
+    @abstractmethod
     def new_pool(self, label: str) -> Pool:
         """Return a new, empty pool."""
 
+    @abstractmethod
     def capture(
         self,
         label: str,
@@ -149,7 +165,9 @@ class GraphBackend(Protocol):
 
     def on_capture_stream(self) -> AbstractContextManager[None]:
         """Run eager work on the stream that captures use (capture warmup)."""
+        return nullcontext()
 
+    @abstractmethod
     def preserve_random_state(
         self, generators: Sequence[torch.Generator] = ()
     ) -> AbstractContextManager[None]:
@@ -163,21 +181,29 @@ class GraphBackend(Protocol):
 
         This includes workspaces of matrix libraries, unless any graph in the process may use them.
         """
+        return
 
     def take_workspaces(self) -> None:
         """Make matrix libraries allocate their workspaces for captures, in separate segments."""
+        return
 
     def allocated_bytes(self) -> int:
         """Return the bytes of live tensors on the device; 0 if they are not counted."""
+        return 0
 
     def observe_allocations(self) -> AbstractContextManager[AllocationLog]:
         """Observe the allocations of eager work on the capture stream."""
+        return nullcontext(AllocationLog())
 
     def free_bytes(self) -> int | None:
         """Return the bytes free for allocations, including cached ones; None if unknown."""
+        return None
 
     def synchronize(self) -> None:
         """Wait for the device."""
+        return
 
     def raw(self, tensor: torch.Tensor) -> AddressRanges:
         """Return the addresses of the storage of ``tensor``."""
+        storage = tensor.untyped_storage()
+        return AddressRanges([(storage.data_ptr(), storage.data_ptr() + storage.nbytes())])

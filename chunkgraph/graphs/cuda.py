@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from chunkgraph._collector import collector_paused
 from chunkgraph.errors import CaptureError, ChunkGraphError
 from chunkgraph.graphs.addresses import AddressRange, AddressRanges
-from chunkgraph.graphs.contract import Pool
+from chunkgraph.graphs.contract import GraphBackend, Pool
 from chunkgraph.graphs.copy_nodes import CudaCopyNode, add_copy_nodes
 from chunkgraph.graphs.cuda_pool import CudaAllocations, CUDAPool
 from chunkgraph.graphs.failure import capture_failure, check_backward
@@ -224,7 +224,7 @@ class _Products(torch.autograd.Function):
         return torch.addmm(grad[0], grad, grad) @ grad
 
 
-class CUDABackend:
+class CUDABackend(GraphBackend):
     """Capture and replay on one CUDA device.
 
     Args:
@@ -239,20 +239,19 @@ class CUDABackend:
     def __init__(self, device: torch.device | None = None, *, memset_kernels: bool = True) -> None:
         self.device = device or torch.device("cuda", torch.cuda.current_device())
         self.stream = torch.cuda.Stream(self.device)
-        self._token = torch.zeros(1, device=self.device)
         self._host_memory: HostMemory | None = None
         self._driver: GraphDriver | None = None
         self._memset_kernels: MemsetKernels | None = None
         self.memsets_kept = ""
-        if memset_kernels:
-            with torch.cuda.device(self.device):
+        with torch.cuda.device(self.device):
+            self._token = torch.zeros(1, device=self.device)  # makes the device's context current
+            if memset_kernels:
                 self._prepare_kernels()
 
     def _prepare_kernels(self) -> None:
-        words = torch.zeros(3, dtype=torch.int32, device=self.device)
         try:
             driver = GraphDriver()
-            self._memset_kernels = MemsetKernels(driver, words)
+            self._memset_kernels = MemsetKernels(driver)
             self._driver = driver
         except Exception as error:  # noqa: BLE001 - graphs work without the kernels
             self.memsets_kept = str(error) or type(error).__name__
@@ -400,8 +399,3 @@ class CUDABackend:
     def synchronize(self) -> None:
         """Wait for the device."""
         torch.cuda.synchronize(self.device)
-
-    def raw(self, tensor: torch.Tensor) -> AddressRanges:
-        """Return the addresses of the storage of ``tensor``."""
-        storage = tensor.untyped_storage()
-        return AddressRanges([(storage.data_ptr(), storage.data_ptr() + storage.nbytes())])

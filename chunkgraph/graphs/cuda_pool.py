@@ -11,12 +11,13 @@ from typing import Any, Self
 import torch
 
 from chunkgraph.graphs.addresses import AddressRanges, tensor_at
-from chunkgraph.graphs.allocations import Allocation
+from chunkgraph.graphs.allocations import Allocation, AllocationLog
+from chunkgraph.graphs.contract import Pool
 
 __all__ = ["CUDAPool", "CudaAllocations"]
 
 
-class CUDAPool:
+class CUDAPool(Pool):
     """A private pool of the caching allocator."""
 
     def __init__(self, label: str, device: torch.device, stream: torch.cuda.Stream) -> None:
@@ -50,10 +51,6 @@ class CUDAPool:
         """Return a storage on the pool's memory that keeps no block in use."""
         return tensor_at(start, num_bytes, self.device).untyped_storage()
 
-    def is_alias(self, _storage: torch.UntypedStorage) -> bool:
-        """Return False: a CUDA graph holds addresses, not storages."""
-        return False
-
     def reserve(self, num_bytes: int) -> None:
         """Allocate and free one segment of this size for later captures; not during a capture.
 
@@ -64,11 +61,6 @@ class CUDAPool:
             self.hold()
             with torch.cuda.stream(self._stream), self.serving_this_thread():
                 torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-
-    @property
-    def reserved_bytes(self) -> int:
-        """Return the bytes of the pool's segments."""
-        return self.reserved().num_bytes
 
     @property
     def num_allocations(self) -> int:
@@ -92,11 +84,6 @@ class CUDAPool:
             (s["address"], s["address"] + s["total_size"]) for s in self._segments()
         )
 
-    def poison(self) -> None:
-        """Fill all segments with 0xFF bytes on the current stream."""
-        for area in self.reserved():
-            tensor_at(area.start, area.end - area.start, self.device).fill_(0xFF)
-
     def _segments(self) -> list[dict]:
         pool_id = tuple(self.handle)
         return [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == pool_id]
@@ -107,8 +94,8 @@ def _keeps_large_blocks_whole() -> bool:
     return any("max_split_size_mb" in os.environ.get(name, "") for name in names)
 
 
-class CudaAllocations:
-    """An `AllocationLog`. It stays empty if the user records the allocator's history meanwhile.
+class CudaAllocations(AllocationLog):
+    """The allocations of the allocator's history; none if the user records it meanwhile.
 
     Args:
         stream: The stream of the allocations.

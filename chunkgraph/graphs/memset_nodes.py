@@ -13,8 +13,6 @@ import ctypes
 from collections import defaultdict
 from typing import Any
 
-import torch
-
 from chunkgraph.graphs.graph_driver import DamagedGraphError, GraphDriver
 
 __all__ = ["MAX_BYTES", "MemsetKernels"]
@@ -62,13 +60,12 @@ class MemsetKernels:
 
     Args:
         driver: Functions of the driver.
-        words: Int32 tensor [3] on the device, which a test graph writes.
 
     Raises:
         RuntimeError: The driver cannot change graphs.
     """
 
-    def __init__(self, driver: GraphDriver, words: torch.Tensor) -> None:
+    def __init__(self, driver: GraphDriver) -> None:
         self._driver = driver.bindings
         self._call = driver.call
         self._graphs = driver
@@ -79,7 +76,6 @@ class MemsetKernels:
             )
             for width in (1, 2, 4)
         }
-        self._try(words)
 
     def replace(self, graph: int) -> int:
         """Replace the small memsets of a graph that is not instantiated yet.
@@ -168,30 +164,3 @@ class MemsetKernels:
             raise
         self._call("cuGraphDestroyNode", node)
         return kernel
-
-    def _try(self, words: torch.Tensor) -> None:
-        """Run a graph of three memsets in sequence, replaced by kernels."""
-        assert words.dtype == torch.int32
-        assert words.numel() == 3
-        driver, graph, executable = self._driver, self._call("cuGraphCreate", 0), None
-        context = self._call("cuCtxGetCurrent")
-        before: list[Any] = []
-        try:
-            for i, width in enumerate((1, 2, 4)):
-                memset = driver.CUDA_MEMSET_NODE_PARAMS()
-                memset.dst = driver.CUdeviceptr(words.data_ptr() + 4 * i)
-                memset.elementSize, memset.width, memset.height = width, 4 // width, 1
-                memset.value = i + 1
-                arguments = (graph, before, len(before), memset, context)
-                before = [self._call("cuGraphAddMemsetNode", *arguments)]
-            num_replaced = self.replace(int(graph))
-            executable = self._call("cuGraphInstantiate", graph, 0)
-            stream = torch.cuda.current_stream(words.device).cuda_stream
-            self._call("cuGraphLaunch", executable, stream)
-            values = words.tolist()
-        finally:
-            if executable is not None:
-                self._call("cuGraphExecDestroy", executable)
-            self._call("cuGraphDestroy", graph)
-        if num_replaced != 3 or values != [0x01010101, 0x00020002, 3]:
-            raise RuntimeError(f"a test graph with {num_replaced} of 3 replaced wrote {values}")

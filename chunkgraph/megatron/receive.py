@@ -26,7 +26,7 @@ from chunkgraph.megatron.core.p2p import (
 )
 from chunkgraph.megatron.pipeline.driver import ScheduleDriver
 from chunkgraph.megatron.topology import PipelinePlace
-from chunkgraph.schedules import Op, Schedule, megatron_schedule
+from chunkgraph.schedules import Op, Schedule, megatron_schedule, with_transfers
 
 __all__ = ["ReceiveOrder", "SlotReceiver", "receiving_lengths", "waits_for_sends"]
 
@@ -68,7 +68,7 @@ class ReceiveOrder:
         schedule = megatron_schedule(
             place.pipeline_size, place.num_chunks, num_microbatches, place.group_size
         )
-        return cls.of(schedule.with_communication(), place.pipeline_rank)
+        return cls.of(with_transfers(schedule), place.pipeline_rank)
 
 
 def _with_rows(chunks: Sequence[int], rows: Sequence[int] | None) -> deque[tuple[int, int | None]]:

@@ -10,22 +10,11 @@ from __future__ import annotations
 
 from chunkgraph.packing.context_scheduler import (
     ContextScheduler,
-    ForcedSizes,
-    RandomSizes,
     SmallestSizes,
     schedule_contexts,
 )
 from chunkgraph.packing.contexts import ContextLimits, ContextMicrobatch, ContextSchedule
-from chunkgraph.packing.fallback import (
-    ShapeOutcome,
-    allowed_misfits,
-    evaluate,
-    fallback_share,
-    fits,
-    padding_waste,
-)
-from chunkgraph.packing.lengths import DocumentLengths, read_lengths
-from chunkgraph.packing.megatron_index import read_megatron_index
+from chunkgraph.packing.lengths import DocumentLengths, read_lengths, read_megatron_index
 from chunkgraph.packing.microbatches import (
     MicrobatchSizes,
     pack_in_order,
@@ -34,7 +23,16 @@ from chunkgraph.packing.microbatches import (
 )
 from chunkgraph.packing.offsets import check_offsets
 from chunkgraph.packing.pack import PackedSequences, pack
-from chunkgraph.packing.recommend import Recommendation, recommend
+from chunkgraph.packing.recommend import (
+    Recommendation,
+    ShapeOutcome,
+    allowed_misfits,
+    evaluate,
+    fallback_share,
+    fits,
+    padding_waste,
+    recommend,
+)
 from chunkgraph.packing.shape import (
     OverflowReason,
     PackedShape,
@@ -49,12 +47,10 @@ __all__ = [
     "ContextSchedule",
     "ContextScheduler",
     "DocumentLengths",
-    "ForcedSizes",
     "MicrobatchSizes",
     "OverflowReason",
     "PackedSequences",
     "PackedShape",
-    "RandomSizes",
     "Recommendation",
     "ShapeOutcome",
     "SmallestSizes",

@@ -6,24 +6,16 @@ same schedule without communication.
 
 from __future__ import annotations
 
-import itertools
-import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from chunkgraph.errors import PackingError
 from chunkgraph.packing.contexts import ContextLimits, ContextMicrobatch, ContextSchedule
-from chunkgraph.packing.first_fit import first_fit
 from chunkgraph.packing.offsets import check_lengths
+from chunkgraph.packing.shape import PackedShape
 
-__all__ = [
-    "ContextScheduler",
-    "ForcedSizes",
-    "RandomSizes",
-    "SmallestSizes",
-    "schedule_contexts",
-]
+__all__ = ["ContextScheduler", "SmallestSizes", "first_fit", "schedule_contexts"]
 
 
 class ContextScheduler(Protocol):
@@ -112,78 +104,6 @@ class SmallestSizes:
         return _fill_rounds(sorted(loads, key=lambda load: load.order), limits)
 
 
-@dataclass(frozen=True)
-class ForcedSizes:
-    """Use one group size per round, cycling through a list: to exercise and measure banks.
-
-    Attributes:
-        sizes: the group size of each round; repeated as needed.
-        documents_each: most documents of a microbatch.
-
-    Raises:
-        PackingError: when called, if a document fits none of the groups.
-    """
-
-    sizes: tuple[int, ...]
-    documents_each: int = 1
-
-    def __call__(self, lengths: Sequence[int], limits: ContextLimits) -> ContextSchedule:
-        """Schedule a global batch; see `ContextScheduler`."""
-        waiting = list(enumerate(lengths))
-        too_long = [p for p, n in waiting if (limits.smallest_size(n) or 0) > max(self.sizes)]
-        if too_long:
-            raise PackingError(f"documents {too_long[:5]} need more than {max(self.sizes)} ranks.")
-        rounds: list[tuple[ContextMicrobatch, ...]] = []
-        sizes = itertools.cycle(self.sizes)
-        while waiting or len(rounds) % limits.multiple_of:
-            size = next(sizes)
-            microbatches = []
-            for first in range(0, limits.world_size, size):
-                batch = _first_documents(waiting, limits, size, self.documents_each)
-                waiting = [document for document in waiting if document not in batch]
-                microbatches.append(ContextMicrobatch(size, first, tuple(p for p, _ in batch)))
-            rounds.append(tuple(microbatches))
-        return ContextSchedule(limits, tuple(rounds))
-
-
-@dataclass(frozen=True)
-class RandomSizes:
-    """Use one group size per round in random order, each size once before one repeats.
-
-    Attributes:
-        seed: the seed of the order. Use another one for each step, the same on all ranks.
-        documents_each: most documents of a microbatch.
-    """
-
-    seed: str
-    documents_each: int = 1
-
-    def __call__(self, lengths: Sequence[int], limits: ContextLimits) -> ContextSchedule:
-        """Schedule a global batch; see `ContextScheduler`."""
-        rng = random.Random(self.seed)
-        # Every turn of all sizes places at least one document.
-        turns = [rng.sample(limits.group_sizes, len(limits.group_sizes)) for _ in lengths]
-        sizes = tuple(size for turn in turns for size in turn)
-        return ForcedSizes(sizes, self.documents_each)(lengths, limits)
-
-
-def _first_documents(
-    waiting: Sequence[tuple[int, int]], limits: ContextLimits, size: int, most: int
-) -> list[tuple[int, int]]:
-    """Return the first documents that fit together in one microbatch, at most ``most``."""
-    shape = limits.shape(size)
-    documents: list[tuple[int, int]] = []
-    rows = 0
-    for place, length in waiting:
-        has_room = rows + shape.padded_length(length) <= shape.max_packed_tokens
-        if len(documents) < min(most, shape.max_documents) and (
-            has_room and length <= shape.document_limit
-        ):
-            documents.append((place, length))
-            rows += shape.padded_length(length)
-    return documents
-
-
 def _pack_loads(lengths: Sequence[int], limits: ContextLimits) -> list[_Load]:
     """Pack each document first fit among those with the same smallest group."""
     by_size: dict[int, list[tuple[int, int]]] = {}
@@ -228,3 +148,34 @@ def _fill_rounds(loads: Sequence[_Load], limits: ContextLimits) -> ContextSchedu
             current, first = [], 0
     assert not current, "sizes are powers of two and fill the rounds"
     return ContextSchedule(limits, tuple(rounds))
+
+
+def first_fit(
+    documents: Iterable[tuple[int, int]], shape: PackedShape
+) -> list[list[tuple[int, int]]]:
+    """Put each document in the first microbatch that has room, longest document first.
+
+    Args:
+        documents: (index, tokens) of each document; none is longer than the shape allows.
+        shape: the shape that every microbatch fits.
+
+    Returns:
+        The documents of each microbatch, longest first.
+    """
+    microbatches: list[list[tuple[int, int]]] = []
+    free_rows: list[int] = []
+    # Full microbatches are not searched again.
+    open_indices: list[int] = []
+    for place, length in sorted(documents, key=lambda document: (-document[1], document[0])):
+        rows = shape.padded_length(length)
+        chosen = next((index for index in open_indices if free_rows[index] >= rows), None)
+        if chosen is None:
+            chosen = len(microbatches)
+            microbatches.append([])
+            free_rows.append(shape.max_packed_tokens)
+            open_indices.append(chosen)
+        microbatches[chosen].append((place, length))
+        free_rows[chosen] -= rows
+        if free_rows[chosen] == 0 or len(microbatches[chosen]) == shape.max_documents:
+            open_indices.remove(chosen)
+    return microbatches

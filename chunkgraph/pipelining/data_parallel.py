@@ -14,21 +14,7 @@ from chunkgraph.engine import CaptureOptions
 from chunkgraph.errors import ConfigError
 from chunkgraph.pipelining.sharded import refuse_inner, refuse_unsupported
 
-__all__ = ["reduce_gradients", "refuse_too_few_steps", "refuse_with_ddp", "unwrapped"]
-
-
-def refuse_with_ddp(*, is_split: bool) -> None:
-    """Refuse schedules that stages in torch's DistributedDataParallel do not support.
-
-    Raises:
-        ConfigError: The schedule splits backwards.
-    """
-    if is_split:
-        raise ConfigError(
-            "The schedule splits backwards, and a stage is in DistributedDataParallel, which "
-            "reduces gradients at the end of a whole backward; torch never reduces those of a "
-            "split one. Use a schedule of whole backwards, or reduce the gradients after the step."
-        )
+__all__ = ["reduce_gradients", "refuse_too_few_steps", "unwrapped"]
 
 
 def refuse_too_few_steps(module: nn.Module, options: CaptureOptions) -> None:

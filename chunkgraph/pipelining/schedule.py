@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import reduce
 from operator import or_
 from typing import Any
@@ -17,7 +16,7 @@ from chunkgraph.engine import CaptureOptions, ChunkGraphs
 from chunkgraph.engine.decide.maximum import Maximum
 from chunkgraph.engine.options import is_whole
 from chunkgraph.errors import ChunkGraphError, ConfigError, ReplayMismatchError
-from chunkgraph.pipelining.data_parallel import refuse_too_few_steps, refuse_with_ddp
+from chunkgraph.pipelining.data_parallel import refuse_too_few_steps
 from chunkgraph.pipelining.loss import GraphedLoss
 from chunkgraph.pipelining.receives import ReceiveMemory
 from chunkgraph.pipelining.slots import ScheduleSlots, slots_of
@@ -35,25 +34,6 @@ _OTHER_RANK = (
     "Another rank of the pipeline ended during this step. Its own output has the cause; torchrun "
     "names that rank as root cause."
 )
-
-
-@dataclass
-class _Kept:
-    """A schedule object, and when it last ran.
-
-    Torch sets up a stage's receive buffers when a schedule object first runs. Not every release
-    sets them up again when the object changes between training and evaluation. The buffers belong
-    to the stage, so a change with one object can leave those of another out of date. A run that
-    raises leaves its losses and counts in the object.
-
-    Attributes:
-        schedule: The schedule of torch.
-        phase: Number of changes between training and evaluation, and of failed runs, at the start
-            of its last run; None before it.
-    """
-
-    schedule: Any
-    phase: int | None = None
 
 
 class GraphedSchedule:
@@ -112,9 +92,8 @@ class GraphedSchedule:
             )
         self._make = make
         self._loss = loss
-        self._phase = 0
         self._is_training: bool | None = None
-        self._kept: dict[int, _Kept] = {}
+        self._kept: dict[int, Any] = {}  # schedules by count
         self._counts = _checked(counts)
         self._fitting = set(self._counts)
         self.slots = reduce(or_, map(self._plan, self._counts))
@@ -210,7 +189,7 @@ class GraphedSchedule:
     def _plan(self, count: int) -> ScheduleSlots:
         """Create the schedule for a count, and return its slots."""
         schedule = self._new(count)
-        self._kept[count] = _Kept(schedule)
+        self._kept[count] = schedule
         return slots_of(schedule, self._stages[0].num_stages, count)
 
     def _new(self, count: int) -> Any:
@@ -233,31 +212,39 @@ class GraphedSchedule:
         return schedule
 
     def _schedule(self, count: int, *, is_training: bool) -> Any:
-        """Return the schedule for a count, a new one after a change of kind or a failed run."""
-        if is_training is not self._is_training:
-            self._is_training = is_training
-            self._phase += 1
-        kept = self._kept.get(count)
-        if kept is None or kept.phase not in (None, self._phase):
-            kept = self._kept[count] = _Kept(self._new(count))
-        kept.phase = self._phase
+        """Return the schedule for a count, a new one after a change of kind or a failed run.
+
+        Torch sets up a stage's receive buffers when a schedule object first runs. Not every release
+        sets them up again when the object changes between training and evaluation. The buffers
+        belong to the stage, so a change with one object can leave those of another out of date.
+        """
+        if self._is_training not in (None, is_training):
+            self._kept.clear()
+        self._is_training = is_training
+        if count not in self._kept:
+            self._kept[count] = self._new(count)
         for stage in self._stages:
             stage.chunks = max(self._kept)  # another schedule may have lowered it
-        return kept.schedule
+        return self._kept[count]
 
     @contextmanager
     def _renewed_after_errors(self) -> Iterator[None]:
-        """Let the next run have a new schedule if this one raises."""
+        """Drop all schedules if a run raises: it leaves its losses and counts in the object."""
         try:
             yield
         except BaseException:
-            self._phase += 1
+            self._kept.clear()
             raise
 
     def _new_graphs(self, options: CaptureOptions, settings: dict[str, Any]) -> ChunkGraphs:
         first = self._stages[0]
-        if any(own.is_wrapped for own in self._replays):
-            refuse_with_ddp(is_split=self.slots.is_split)
+        if self.slots.is_split and any(own.is_wrapped for own in self._replays):
+            raise ConfigError(
+                "The schedule splits backwards, and a stage is in DistributedDataParallel, which "
+                "reduces gradients at the end of a whole backward; torch never reduces those of a "
+                "split one. Use a schedule of whole backwards, or reduce the gradients after the "
+                "step."
+            )
         for stage in self._stages:
             refuse_too_few_steps(stage.submod, options)
         num_together = self.slots.of_rank[first.group_rank]

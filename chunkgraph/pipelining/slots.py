@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch.distributed.pipelining import Schedule1F1B
 
 from chunkgraph.errors import ConfigError
+from chunkgraph.schedules import Action, Op
+from chunkgraph.slots import in_flight
 
 __all__ = ["ScheduleSlots", "slots_of"]
+
+_OPS = {"FORWARD": Op.F, "FULL_BACKWARD": Op.B, "BACKWARD_INPUT": Op.I, "BACKWARD_WEIGHT": Op.W}
 
 
 @dataclass(frozen=True)
@@ -54,8 +58,8 @@ def slots_of(schedule: Any, num_stages: int, num_microbatches: int) -> ScheduleS
     """
     if isinstance(schedule, Schedule1F1B):
         # It does not run in pipeline_order, which on the last rank begins with microbatch 1.
-        in_flight = {i: min(num_microbatches, num_stages - i) for i in range(num_stages)}
-        return ScheduleSlots(in_flight, in_flight)
+        held = {i: min(num_microbatches, num_stages - i) for i in range(num_stages)}
+        return ScheduleSlots(held, held)
     order = getattr(schedule, "pipeline_order_with_comms", None) or schedule.pipeline_order
     if not order:
         raise ConfigError(
@@ -63,56 +67,42 @@ def slots_of(schedule: Any, num_stages: int, num_microbatches: int) -> ScheduleS
             "so the slots cannot be counted. Use a schedule that fills it in, as torch's own do; "
             "load the file of a CSV schedule first."
         )
-    of_stage: Counter[int] = Counter()
-    of_rank = {}
-    is_split = False
-    for rank, actions in order.items():
-        peaks, of_rank[rank], splits = _peaks(actions)
-        of_stage |= peaks
-        is_split = is_split or splits
-    return ScheduleSlots(of_stage, of_rank, is_split)
+    slots = ScheduleSlots()
+    for rank, row in order.items():
+        actions = [*_computations(row)]
+        _check_order(actions)
+        # As if every stage were a chunk of one rank.
+        counts = in_flight(actions, num_ranks=1, num_chunks=num_stages)
+        is_split = any(action.op is Op.W for action in actions)
+        of_stage = dict(enumerate(counts.per_chunk))
+        slots |= ScheduleSlots(of_stage, {rank: counts.together}, is_split)
+    return slots
 
 
-def _peaks(actions: Iterable[Any]) -> tuple[Counter[int], int, bool]:
-    """Return a rank's slots by stage and in total, and whether a backward is split."""
-    in_flight: dict[int, set[int]] = defaultdict(set)
-    halved: dict[int, deque[int]] = defaultdict(deque)
-    peaks: Counter[int] = Counter()
-    peak, splits = 0, False
-    for kind, stage, microbatch in _computations(actions):
-        if kind == "FORWARD":
-            in_flight[stage].add(microbatch)
-            peaks[stage] = max(peaks[stage], len(in_flight[stage]))
-            peak = max(peak, sum(map(len, in_flight.values())))
-        if kind in ("FULL_BACKWARD", "BACKWARD_INPUT"):
-            halved[stage].append(microbatch)
-        if kind in ("FULL_BACKWARD", "BACKWARD_WEIGHT"):
-            _check_order(stage, microbatch, halved[stage])
-            halved[stage].popleft()
-            in_flight[stage].discard(microbatch)
-        splits = splits or kind in ("BACKWARD_INPUT", "BACKWARD_WEIGHT")
-    return peaks, peak, splits
-
-
-def _check_order(stage: int, microbatch: int, halved: Sequence[int]) -> None:
+def _check_order(actions: Iterable[Action]) -> None:
     """Refuse weight gradients out of order, since the order affects the bits of the sums."""
-    if halved and halved[0] == microbatch:
-        return
-    first = f"that of microbatch {halved[0]} comes first" if halved else "it has no input gradient"
-    raise ConfigError(
-        f"The schedule computes the weight gradient of microbatch {microbatch} on stage {stage}, "
-        f"but {first}. Let the weight gradients of a stage follow in the order of its input "
-        "gradients, each once."
-    )
-
-
-def _computations(actions: Iterable[Any]) -> Iterator[tuple[str, int, int]]:
-    """Yield kind, stage and microbatch of each computation, forwards of a combined action first."""
+    halved: dict[int, list[int]] = defaultdict(list)
     for action in actions:
-        if action is None:
+        waiting = halved[action.stage]
+        if action.op.gives_input_grad:
+            waiting.append(action.microbatch)
+        if not action.op.ends_lifetime:
             continue
-        parts = [
-            (part.computation_type.name, part.stage_index, part.microbatch_index)
-            for part in getattr(action, "sub_actions", None) or (action,)
-        ]
-        yield from sorted(parts, key=lambda part: part[0] != "FORWARD")
+        if waiting[:1] != [action.microbatch]:
+            first = f"that of microbatch {waiting[0]} comes first" if waiting else ""
+            raise ConfigError(
+                f"The schedule computes the weight gradient of microbatch {action.microbatch} on "
+                f"stage {action.stage}, but {first or 'it has no input gradient'}. Let the weight "
+                "gradients of a stage follow in the order of its input gradients, each once."
+            )
+        del waiting[0]
+
+
+def _computations(row: Iterable[Any]) -> Iterator[Action]:
+    """Yield the computations of a rank of torch, forwards of a combined action first."""
+    for entry in row:
+        parts = () if entry is None else getattr(entry, "sub_actions", None) or (entry,)
+        for part in sorted(parts, key=lambda part: part.computation_type.name != "FORWARD"):
+            op = _OPS.get(part.computation_type.name)
+            if op is not None:
+                yield Action(op, part.stage_index, part.microbatch_index)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -18,7 +18,7 @@ from chunkgraph.engine import Chunk, ChunkGraphs, StepMode
 from chunkgraph.errors import ConfigError
 from chunkgraph.pipelining.data_parallel import reduce_gradients, unwrapped
 from chunkgraph.pipelining.loss import GraphedLoss
-from chunkgraph.pipelining.receives import ReceiveMemory, ReceivingStage
+from chunkgraph.pipelining.receives import META, ReceiveMemory, allocate, empty_on, free
 from chunkgraph.pipelining.sharded import (
     casting_only,
     finish_backwards,
@@ -32,7 +32,7 @@ __all__ = ["GraphedStage", "StageReplays", "graphed"]
 _OVERRIDDEN = ("forward_one_chunk", "forward_maybe_with_nosync", "backward_maybe_with_nosync")
 
 
-class GraphedStage(ReceivingStage):
+class GraphedStage(PipelineStage):
     """A `PipelineStage` that a `GraphedSchedule` captures; it takes the same arguments.
 
     Without a `GraphedSchedule` it behaves like a `PipelineStage`, and training warns of that once.
@@ -45,20 +45,55 @@ class GraphedStage(ReceivingStage):
 
     replays: StageReplays | None = None
 
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
+        """Return the receives of a microbatch's inputs."""
+        allocate(self.args_recv_info[fwd_chunk_id], self.new_buffer)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
+        """Return the receives of a microbatch's output gradients."""
+        if self.has_backward:
+            allocate(self.grad_recv_info[bwd_chunk_id], self.new_buffer)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def set_local_bwd_input(
+        self, next_stage_bwd_outputs: tuple[torch.Tensor | None, ...], mb_index: int
+    ) -> None:
+        """Take a microbatch's output gradients from the next stage, which is on this rank."""
+        if any(grad is None for grad in next_stage_bwd_outputs):
+            allocate(self.grad_recv_info[mb_index], self.new_buffer)  # torch sets them to zero
+        super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of a microbatch."""
-        if self.replays is not None:
-            self.replays.microbatch = fwd_chunk_id
-        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        """Run the forward of a microbatch, which takes its inputs from the buffers."""
+        infos: Sequence[Any] = () if self.is_first else self.args_recv_info[fwd_chunk_id]
+        unused = [empty_on(META, info.buffer) for info in infos]
+        try:
+            if self.replays is not None:
+                self.replays.microbatch = fwd_chunk_id
+                for index, info in enumerate(infos):
+                    info.buffer = self.replays.landed(index, info.buffer)
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        finally:
+            for info, buffer in zip(infos, unused, strict=True):
+                if info.buffer is not None:  # torch 2.15 has taken it
+                    info.buffer = buffer
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Run the backward of a microbatch, which takes its output gradients from the buffers."""
+        result = super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        free(self.grad_recv_info.get(bwd_chunk_id, ()))
+        return result
 
     def new_buffer(self, unused: torch.Tensor) -> torch.Tensor:
         """Return memory for a receive, in a replayed step that of an earlier receive."""
         reused = None if self.replays is None else self.replays.new_buffer(unused)
-        return super().new_buffer(unused) if reused is None else reused
+        return empty_on(self.device, unused) if reused is None else reused
 
-    def landed(self, index: int, received: torch.Tensor) -> torch.Tensor:
-        """Return the memory that the forward reads input ``index`` from, a slot's in a replay."""
-        return received if self.replays is None else self.replays.landed(index, received)
+    def free_buffers(self) -> None:
+        """Drop all buffers: torch allocates those of a new schedule before its first step."""
+        for infos in (*self.args_recv_info.values(), *self.grad_recv_info.values()):
+            free(infos)
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module, or its graphs in a training step.

@@ -10,8 +10,7 @@ from chunkgraph.data import NUM_TOKENS
 from chunkgraph.errors import ConfigError, TopologyError
 from chunkgraph.schedules import (
     FILE_SUFFIX,
-    is_legal_count,
-    nearest_legal_counts,
+    legal_counts,
     read_matching_schedule,
 )
 from chunkgraph.settings.listing import settings_of
@@ -86,13 +85,13 @@ def _check_microbatches(config: Settings) -> None:
         "group_size": group,
     }
     for step, count in enumerate(config.train.num_microbatches):
-        if not is_legal_count(count, **sizes):
+        if count not in legal_counts(**sizes):
             reason = (
                 f"is smaller than a microbatch group of {group}"
                 if count < group
                 else f"leaves a last group of {count % group}, smaller than the pipeline size {pp}"
             )
-            nearest = " or ".join(map(str, nearest_legal_counts(count, **sizes)))
+            nearest = " or ".join(map(str, legal_counts(**sizes).nearest(count)))
             msg = (
                 f"train.num_microbatches[{step}] is {count}, which {reason}: no interleaved "
                 f"schedule of {pipeline.num_model_chunks} model chunks exists for it. "

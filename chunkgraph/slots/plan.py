@@ -18,8 +18,8 @@ from chunkgraph.schedules import (
     Schedule,
     check_sizes,
     get_family,
+    legal_counts,
     megatron_schedule_name,
-    nearest_legal_counts,
 )
 
 from .lifetime import in_flight
@@ -158,9 +158,9 @@ def _plan(
 ) -> SlotPlan:
     family = get_family(name)
     largest = 2 * (group_size or num_ranks) if cap is None else cap
-    smallest = nearest_legal_counts(
-        0, num_ranks=num_ranks, num_chunks=num_chunks, group_size=group_size, schedule=name
-    )[-1]
+    smallest = legal_counts(
+        num_ranks=num_ranks, num_chunks=num_chunks, group_size=group_size, schedule=name
+    ).nearest(0)[-1]
     if largest < smallest:
         groups = "" if group_size is None else f" and group size {group_size}"
         raise TopologyError(

@@ -95,20 +95,6 @@ def test_packed_steps_are_measured_and_equal(tmp_path: Path) -> None:
     assert "| chunk " in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--variants", "lokal"), "unknown variant 'lokal'; choose from eager, chunk, "),
-        (("--variants", "chunk+pipeline.schedul=zb-h1"), "Did you mean 'schedule'?"),
-        (("capture.num_warmup_steps=3",), "Set it to 4 or more"),
-    ],
-)
-def test_what_cannot_run_is_refused(arguments: tuple[str, ...], message: str) -> None:
-    done = run("device=cpu", *arguments)
-    assert done.returncode == 2
-    assert message in done.stderr
-
-
 def test_differences_fail_the_command(training: ModuleType) -> None:
     def variant(name: str, losses: list[float], **changes: Any) -> Any:
         measured = {

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -119,25 +118,6 @@ def test_a_command_imports_nothing_of_the_others() -> None:
     assert not modules & {"rich", "torch", "chunkgraph.cli.train", "chunkgraph.cli.plan"}
 
 
-def test_missing_megatron_is_named_with_its_command() -> None:
-    code = (
-        "import sys; sys.modules['megatron'] = None; from chunkgraph.cli.__main__ import main; "
-        f"sys.exit(main(['train', {CONFIG!r}]))"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert result.returncode == 2
-    assert "megatron-core is not installed" in result.stderr
-    assert "pip install 'chunkgraph[megatron]'" in result.stderr
-    assert "starting" not in result.stderr
-
-
 def has_megatron() -> bool:
     try:
         return importlib.util.find_spec("megatron.core") is not None
@@ -168,30 +148,13 @@ class TestTrain:
         assert content["steps"][0]["loss_chunk_hex"] == (5.123456789).hex()
         assert [path.name for path in tmp_path.iterdir()] == ["table.json"]
 
-    @pytest.mark.parametrize(
-        ("changes", "message"),
-        [
-            (
-                {"last_step": {"loss_eager": 5.123456788, "loss_equal": False}},
-                "step 6: the losses differ: 5.123456789 captured, 5.123456788 eager",
-            ),
-            (
-                {"parameters_equal": False},
-                "the parameters after the run differ from the eager run's",
-            ),
-            (
-                {"captures_after_first_session": 2},
-                "2 slot(s) were captured after the first session",
-            ),
-        ],
-    )
-    def test_a_broken_promise_ends_with_1(
-        self, tmp_path: Path, changes: dict[str, Any], message: str
-    ) -> None:
+    def test_a_broken_promise_ends_with_1(self, tmp_path: Path) -> None:
+        changes = {"last_step": {"loss_eager": 5.123456788, "loss_equal": False}}
         table = tmp_path / "table.json"
         result = train(json.dumps(changes), "--json", str(table))
         assert result.returncode == 1
         assert "FAILED: 1 problem(s)" in result.stdout
+        message = "step 6: the losses differ: 5.123456789 captured, 5.123456788 eager"
         assert message in " ".join(result.stdout.split())
         assert "error: Rank 0 failed: the report lists 1 problem(s)" in result.stderr
         assert json.loads(table.read_text())["ok"] is False
@@ -206,15 +169,6 @@ class TestTrain:
         assert "Traceback" not in result.stderr
         assert result.stdout == ""
         assert not (tmp_path / "table.json").exists()
-
-    def test_what_a_rank_prints_is_no_part_of_the_report(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setenv("STUB_FOLDER", str(tmp_path))
-        result = train("succeed")
-        assert result.returncode == 0, result.stderr
-        assert "hello from [rank 1]" in result.stderr
-        assert "hello" not in result.stdout
 
     @pytest.mark.parametrize(
         ("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]

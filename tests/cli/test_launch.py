@@ -7,7 +7,6 @@ import itertools
 from pathlib import Path
 
 import pytest
-import yaml
 from launch_flags import flags_from
 
 from chunkgraph.cli.__main__ import main
@@ -15,7 +14,7 @@ from chunkgraph.errors import ConfigError
 from chunkgraph.launch.config_flags import merge_flags
 from chunkgraph.launch.flags import FLAGS, GraphFlags, add_flags
 from chunkgraph.launch.options import parse_options
-from chunkgraph.settings import CaptureConfig, StashConfig, load_config
+from chunkgraph.settings import CaptureConfig, load_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -76,17 +75,6 @@ def test_a_missing_script_is_an_error_that_names_where_flags_belong(
     assert "does not exist" in capsys.readouterr().err
     assert main(["launch", str(tmp_path)]) == 2
     assert "is a folder" in capsys.readouterr().err
-
-
-def test_a_wrong_key_of_the_file_names_the_nearest(
-    script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    raw = yaml.safe_load((CONFIGS / "cpu" / "gpt_pp2_cpu.yaml").read_text(encoding="utf-8"))
-    raw["capture"] = {"num_warmup_step": 1}
-    path = tmp_path / "wrong.yaml"
-    path.write_text(yaml.safe_dump(raw), encoding="utf-8")
-    assert main(["launch", "--config", str(path), str(script)]) == 2
-    assert "Did you mean 'num_warmup_steps'?" in capsys.readouterr().err
 
 
 def test_a_configuration_becomes_flags(script: Path) -> None:
@@ -209,16 +197,6 @@ def test_flags_as_values() -> None:
     assert everything is not None
     options = everything.capture_options()
     assert (options.verify, options.on_failure, options.num_warmup_steps) == ("poison", "eager", 2)
-
-
-def test_flags_of_the_stash_as_values() -> None:
-    arguments = (
-        "--cuda-graph-granularity chunk --cuda-graph-token-drops rerun --cuda-graph-stash true"
-    )
-    flags = flags_from(_parse(*arguments.split()))
-    assert flags is not None
-    assert flags.token_drops == "rerun"
-    assert flags.stash == StashConfig(enabled=True)
 
 
 def test_flags_that_make_no_sense_are_refused() -> None:

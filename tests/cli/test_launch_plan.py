@@ -179,20 +179,3 @@ def test_refusals_are_those_of_the_run(plan: Callable[..., tuple[int, str]]) -> 
     assert "--use-torch-fsdp2: fused kernels" in out
     assert "--rl-training-cuda-graphs: " in out
     assert "Traceback" not in out
-
-
-@pytest.mark.megatron
-@pytest.mark.skipif(not HAS_TRAINING, reason="needs megatron.training and Python 3.12")
-def test_an_unknown_flag_is_refused(plan: Callable[..., tuple[int, str]]) -> None:
-    code, out = plan(str(SCRIPT), *MIXTRAL, "--moe-router-topkk", "3")
-    assert code == 2
-    assert "unrecognized arguments: --moe-router-topkk 3." in out
-    assert "Traceback" not in out
-
-
-@pytest.mark.megatron
-@pytest.mark.skipif(not HAS_TRAINING, reason="needs megatron.training and Python 3.12")
-def test_megatrons_own_refusal_is_one_line(plan: Callable[..., tuple[int, str]]) -> None:
-    code, out = plan(str(SCRIPT), *MIXTRAL, "--min-lr", "1.0")
-    assert code == 2
-    assert "error: Megatron refuses these arguments: " in out

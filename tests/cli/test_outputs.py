@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import io
-import os
 import socket
 import stat
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,6 @@ from chunkgraph._outputs import (
     can_be_rewritten,
     check_output,
     is_stdout,
-    output_file,
     stream_next_to,
     write_output,
 )
@@ -57,34 +54,6 @@ def test_a_link_stays_and_its_target_is_written(tmp_path: Path, exists: bool) ->
     assert sorted(entry.name for entry in tmp_path.rglob("*")) == ["link", "other", "target"]
 
 
-def test_a_pipe_is_written_in_place(tmp_path: Path) -> None:
-    fifo, link, read = tmp_path / "fifo", tmp_path / "link", []
-    os.mkfifo(fifo)
-    link.symlink_to("fifo")
-    for path in (fifo, link):
-        reader = threading.Thread(target=lambda: read.append(fifo.read_text()), daemon=True)
-        reader.start()
-        assert not can_be_rewritten(path)
-        write(path)
-        reader.join(timeout=20)
-    assert read == ["new", "new"]
-    assert stat.S_ISFIFO(fifo.stat().st_mode)
-    assert link.is_symlink()
-
-
-def test_a_device_is_written_in_place(tmp_path: Path) -> None:
-    """A copy of the device node: a failure of this test leaves the real one alone."""
-    null = tmp_path / "null"
-    try:
-        os.mknod(null, 0o600 | stat.S_IFCHR, os.makedev(1, 3))
-        null.write_bytes(b"")
-    except PermissionError:
-        pytest.skip("making device nodes is not permitted here")
-    write(null)
-    assert stat.S_ISCHR(null.stat().st_mode)
-    assert [entry.name for entry in tmp_path.iterdir()] == ["null"]
-
-
 def test_what_cannot_be_written_is_refused_before_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,24 +80,6 @@ def test_what_cannot_be_written_is_refused_before_the_run(
         assert str(error.value).startswith("--json ")
         assert "\n" not in str(error.value)
     assert (tmp_path / "file").read_text() == "old"
-
-
-def test_a_folder_that_takes_no_files_is_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As for a read-only folder; permissions do not show it to the superuser."""
-
-    def refuse(*_: object) -> int:
-        raise PermissionError(13, "Permission denied")
-
-    path = tmp_path / "result.json"
-    monkeypatch.setattr("chunkgraph._outputs.os.open", refuse)
-    with pytest.raises(ConfigError, match="cannot be written: Permission denied"):
-        check_output("--json", path)
-    path.write_text("old")
-    monkeypatch.setattr("chunkgraph._outputs.os.access", lambda *_: False)
-    with pytest.raises(ConfigError, match="no permission to write it"):
-        check_output("--json", path)
 
 
 def test_a_file_that_cannot_be_renamed_over_is_written_in_place(
@@ -175,14 +126,3 @@ def test_standard_output_is_a_dash_and_its_own_file(
         check_output("--json", Path("-"))
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     assert not is_stdout(own)
-
-
-def test_names_of_no_file_are_usage_errors() -> None:
-    assert output_file("a/b") == Path("a/b")
-    for name, problem in {
-        "": "the name is empty",
-        "/": "/ is a folder",
-        "a/": "a/ is a folder",
-    }.items():
-        with pytest.raises(Exception, match=problem):
-            output_file(name)

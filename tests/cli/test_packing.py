@@ -1,9 +1,6 @@
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -172,31 +169,3 @@ def test_plot(numbers, tmp_path, capsys):
     picture = tmp_path / "choice.svg"
     assert run(capsys, numbers, "--max-packed-tokens", 128, "--plot", picture)[0] == 0
     assert "recommended: N = 32" in picture.read_text()
-
-
-def test_command_without_torch(numbers):
-    """The whole command, with torch and matplotlib made impossible to import."""
-    code = (
-        "import sys\n"
-        "for name in ('torch', 'megatron', 'transformer_engine', 'matplotlib'):\n"
-        "    sys.modules[name] = None\n"
-        "from chunkgraph.cli.__main__ import main\n"
-        "sys.exit(main(['packing', *sys.argv[1:]]))\n"
-    )
-
-    def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-c", code, numbers, *arguments],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            check=False,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-
-    done = command()
-    assert done.returncode == 0, done.stderr
-    assert "Recommended for chunkgraph launch:" in done.stdout
-    done = command("--plot", "x.png")
-    assert done.returncode == 2
-    assert "matplotlib is not installed" in done.stderr

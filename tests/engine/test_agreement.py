@@ -68,32 +68,6 @@ def test_an_expired_question_is_asked_again_though_it_is_the_same_here() -> None
     assert ranks.num_waits == 2
 
 
-def test_a_release_before_the_capture_has_all_ranks_ask_again() -> None:
-    """Also ranks that were not ready to capture, whose question stays the same."""
-    ranks = Ranks()
-    graphs = _graphs(ranks, num_warmup_steps=5)
-    for _ in range(2):
-        _step(graphs)
-    assert len(ranks.questions) == 3
-    graphs.release()
-    with graphs.step(1):
-        pass
-    assert len(ranks.questions) == 5
-
-
-def test_a_plain_agreement_is_never_asked_early() -> None:
-    questions: list[Sequence[int]] = []
-
-    def agree(values: Sequence[int]) -> list[int]:
-        questions.append(values)
-        return list(values)
-
-    agreement = Agreement(agree)
-    agreement.post("kind", [1])
-    assert not questions
-    assert agreement.answer("kind", [1]) == [1]
-
-
 def _graphs(ranks: Ranks, **options: Any) -> ChunkGraphs:
     return ChunkGraphs(
         [torch.nn.Linear(4, 4)],

@@ -124,16 +124,6 @@ def test_one_rank_that_does_not_fit_takes_all_along(first: str, second: str) -> 
     assert dict(engines[1].counters.packing_overflows) == {"on another rank": 1, "too many": 1}
 
 
-@pytest.mark.parametrize("second", ["inside", "after", "never"])
-@pytest.mark.parametrize("first", ["inside", "after", "never"])
-def test_evaluations_between_steps(first: str, second: str) -> None:
-    modes, engines = _run(["FFEMFEEFF", "FFEFFEEFF"], [first, second])
-    assert modes[0] == modes[1]
-    eager, replay = "eager", "replay"
-    assert modes[0] == [eager, replay, eager, eager, replay, eager, eager, replay, replay]
-    assert engines[0].counters.fallbacks["packing overflow"] == 1
-
-
 @pytest.mark.parametrize("when", ["inside", "after", "never"])
 def test_warmup_waits_for_steps_that_fit(when: str) -> None:
     """A step that does not fit on one rank is a sample on none."""
@@ -142,12 +132,6 @@ def test_warmup_waits_for_steps_that_fit(when: str) -> None:
     assert all(
         e.counters.fallbacks == {"packing overflow": 2, "capture warmup": 1} for e in engines
     )
-
-
-def test_a_step_that_nobody_announced_is_asked_once_for_each_rank() -> None:
-    _, engines = _run(["FFMF", "FFFF"], ["inside", "inside"])
-    counts = [e._decider.agreement._agree.num_questions for e in engines]
-    assert counts[0] == counts[1] <= 4 + 2  # one for each step, and the outcome of the capture
 
 
 @pytest.mark.parametrize("others", ["after", "inside", "never"])

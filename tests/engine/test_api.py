@@ -11,7 +11,7 @@ from torch import nn
 from toys import Apply
 
 from chunkgraph.engine import Banks, CaptureOptions, Chunk, ChunkGraphs
-from chunkgraph.errors import ConfigError, SlotError
+from chunkgraph.errors import ConfigError
 from chunkgraph.graphs import RecorderBackend
 from chunkgraph.schedules import build_schedule
 from chunkgraph.slots import plan_slots
@@ -155,22 +155,6 @@ def test_callables_and_graphs_say_what_they_are() -> None:
     train(graphs)
     assert "captured: True; Counters(captures=2, capture_sessions=1, replays=1," in repr(graphs)
     assert "fallbacks={'capture warmup': 1}" in repr(graphs.counters)
-
-
-def test_errors_name_what_the_user_can_call() -> None:
-    graphs = ChunkGraphs(Stage(), 1, backend=RecorderBackend())
-    graphs.capture([torch.ones(2, 4)])
-    with pytest.raises(SlotError) as open_microbatch, graphs.step(1):
-        graphs.callables[0](torch.ones(2, 4))
-    with graphs.step(1):
-        late = graphs.callables[0](torch.ones(2, 4)).sum()
-        late.backward(retain_graph=True)
-    with pytest.raises(SlotError) as late_backward:
-        late.backward()
-    for error in (open_microbatch, late_backward):
-        message = str(error.value)
-        assert not any(name in message for name in ("abort_step", "begin_step", "end_step"))
-    assert "graphs.step(" in str(late_backward.value)
 
 
 def test_samples_that_do_not_fit_the_chunks_are_refused() -> None:

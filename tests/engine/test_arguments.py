@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from toys import Apply, capture
+from toys import capture
 
 from chunkgraph.engine import ChunkGraphs
 from chunkgraph.engine.plain_values import Uncomparable, key_of
@@ -247,25 +246,3 @@ def test_forward_mode_autograd_is_refused() -> None:
     forward_ad = torch.autograd.forward_ad
     with forward_ad.dual_level(), pytest.raises(ReplayMismatchError, match="forward-mode"):
         call(graphs, forward_ad.make_dual(x(), x()))
-
-
-@pytest.mark.parametrize("scope", [nullcontext, torch.no_grad])
-def test_a_result_of_an_operator_is_one_in_the_capture(
-    scope: Callable[[], AbstractContextManager[None]],
-) -> None:
-    """A forward may check whether its input is a leaf."""
-    seen: list[bool] = []
-
-    def look(module: Any, tensor: torch.Tensor) -> torch.Tensor:
-        seen.append(tensor.is_leaf)
-        return module.linear(tensor)
-
-    graphs = ChunkGraphs(Apply(look, linear=nn.Linear(4, 4)), 1, backend=RecorderBackend())
-    for _ in range(2):
-        tensor = x().requires_grad_()
-        with scope():
-            tensor = tensor * 2
-        with graphs.step(1):
-            graphs.callables[0](tensor).sum().backward()
-    assert seen
-    assert set(seen) == {scope is torch.no_grad}

@@ -169,16 +169,6 @@ def test_the_last_bank_fails_the_session(backend: GraphBackend) -> None:
     assert len(warnings) == 2
 
 
-def test_dropping_needs_the_word_of_every_step(backend: GraphBackend) -> None:
-    with pytest.raises(ValueError, match="takes_misfits"):
-        ChunkGraphs(
-            [new_module(backend.device)],
-            [1],
-            backend=backend,
-            banks=Banks(BANKS, drops_failed=True),
-        )
-
-
 @pytest.mark.parametrize("fails_at", [None, 0, 2, 5])
 def test_ranks_with_different_numbers_of_graphs_end_together(fails_at: int | None) -> None:
     """Rank 1 fails after ``fails_at`` of its six graphs; the others have two and nine."""

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -21,11 +20,8 @@ def runs(draw: st.DrawFn) -> tuple[int, int, int, list[int], int]:
     num_chunks = draw(st.integers(1, 3)) if num_ranks > 1 else 1
     group = num_ranks * draw(st.integers(1, 2)) if num_chunks > 1 else num_ranks
     legal = legal_counts(
-        3 * group,
-        num_ranks=num_ranks,
-        num_chunks=num_chunks,
-        group_size=group if num_chunks > 1 else None,
-    )
+        num_ranks=num_ranks, num_chunks=num_chunks, group_size=group if num_chunks > 1 else None
+    ).up_to(3 * group)
     counts = draw(st.lists(st.sampled_from(legal), min_size=2, max_size=4))
     return num_ranks, num_chunks, group, counts, draw(st.integers(0, 1000))
 
@@ -82,13 +78,3 @@ def test_counts_below_at_and_above_the_slots_capture_once(
     ):
         assert graphed.train(schedules, seed=2).equals(eager.train(schedules, seed=2))
     assert [(pool.num_allocations, pool.reserved_bytes) for pool in pools] == before
-
-
-def test_the_oracle_notices_a_wrong_bit(make_pipeline: Callable[..., Any]) -> None:
-    schedules = schedules_of(2, 1, 2, [3, 2])
-    one, two = make_pipeline(2), make_pipeline(2)
-    with torch.no_grad():
-        two.stages[1].first.bias[0] = (
-            two.stages[1].first.bias[0].nextafter(torch.full_like(two.stages[1].first.bias[0], 9.0))
-        )
-    assert not one.train(schedules, seed=1).equals(two.train(schedules, seed=1))

@@ -64,16 +64,6 @@ def rows(module: nn.Module, **options: Any) -> torch.Tensor:
     return torch.randn(4, 8, device=next(module.parameters()).device, **options)
 
 
-def test_losses_may_be_kept(both: Callable[..., None]) -> None:
-    def body(module: nn.Module, call: Callable[..., Any]) -> list[Any]:
-        loss = call(rows(module))
-        loss.backward()
-        return [loss.detach(), loss]
-
-    loss = Apply(lambda m, x: m.layer(x).square().mean(), layer=nn.Linear(8, 8))
-    both(loss, body, num_steps=3, count=4)
-
-
 def test_outputs_keep_their_strides(both: Callable[..., None]) -> None:
     def sliced(module: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         y = module.layer(x)
@@ -85,16 +75,6 @@ def test_outputs_keep_their_strides(both: Callable[..., None]) -> None:
         return [*outputs, *[torch.tensor(y.stride()) for y in outputs]]
 
     both(Apply(sliced, layer=nn.Linear(8, 8)), body)
-
-
-def test_an_output_with_gaps_may_be_changed_in_place(both: Callable[..., None]) -> None:
-    def body(module: nn.Module, call: Callable[..., Any]) -> list[Any]:
-        y, total = call(rows(module))
-        y.mul_(2)
-        (y.square().sum() + total).backward()
-        return [y]
-
-    both(Apply(lambda m, x: (m.layer(x)[:, 2:5], x.sum()), layer=nn.Linear(8, 8)), body)
 
 
 class Memory:
@@ -185,16 +165,6 @@ def test_a_returned_buffer_stays_the_buffer(both: Callable[..., None]) -> None:
     assert [tensor.requires_grad for tensor in kept] == [True, False] * 6
 
 
-def test_parameters_below_an_unused_output_get_no_gradient(both: Callable[..., None]) -> None:
-    def body(module: Any, call: Callable[..., Any]) -> list[Any]:
-        module.zero_grad()
-        call(rows(module))[0].square().mean().backward()
-        torch.optim.AdamW(module.parameters(), lr=0.1).step()
-        return [module.b.weight.grad, *(p.detach().clone() for p in module.parameters())]
-
-    both(two_heads(), body, num_steps=3)
-
-
 def test_another_use_of_the_outputs_than_captured_is_refused(backend: GraphBackend) -> None:
     module = two_heads().to(backend.device)
     graphs = ChunkGraphs([module], [1], backend=backend)
@@ -255,30 +225,6 @@ def test_what_is_done_to_gradients_between_backwards_counts(
     both(module, body, num_steps=3, count=num_microbatches)
 
 
-def test_gradients_that_are_views_of_one_buffer_stay_there(both: Callable[..., None]) -> None:
-    def body(module: nn.Module, call: Callable[..., Any]) -> list[Any]:
-        parameters = list(module.parameters())
-        if not flats:
-            flat = torch.zeros(sum(p.numel() for p in parameters), device=parameters[0].device)
-            for p, g in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
-                p.grad = g.view_as(p)
-            flats.append(flat)
-        call(rows(module)).square().mean().backward()
-        return [flats[0].clone()]
-
-    flats: list[torch.Tensor] = []
-    both(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), body, count=2, begin=flats.clear)
-
-
-def test_gradients_kept_by_reference_keep_their_values(both: Callable[..., None]) -> None:
-    def body(module: nn.Module, call: Callable[..., Any]) -> list[Any]:
-        module.zero_grad(set_to_none=True)
-        call(rows(module)).square().sum().backward()
-        return [p.grad for p in module.parameters()]
-
-    both(nn.Linear(8, 8), body, num_steps=4)
-
-
 def test_views_of_a_dropped_gradient_are_refused(backend: GraphBackend) -> None:
     module = nn.Linear(8, 8).to(backend.device)
     graphs = capture(module, rows(module), backend=backend)
@@ -328,31 +274,3 @@ def test_an_argument_that_the_chunk_changes_is_refused(backend: GraphBackend) ->
     graphs = ChunkGraphs([module], [1], backend=backend)
     with pytest.raises(CaptureError, match="changes argument 'total' in place"):
         graphs.capture([{"x": rows(module), "total": torch.zeros((), device=backend.device)}])
-
-
-def test_received_memory_may_be_another_argument(both: Callable[..., None]) -> None:
-    def body(module: Any, call: Callable[..., Any]) -> list[Any]:
-        lasts.append(torch.zeros(4, 8, device=module.layer.weight.device))
-        y, last, before = call(rows(module), lasts.pop(0))
-        lasts[:] = [last]
-        y.square().sum().backward()
-        return [y, last, before]
-
-    lasts: list[torch.Tensor] = []
-    delay = Apply(lambda m, x, last: (m.layer(x) + last, x, last), layer=nn.Linear(8, 8))
-    both(delay, body, num_steps=4, begin=lasts.clear)
-
-
-def test_two_tensors_of_one_call_are_received_into_one_slot(backend: GraphBackend) -> None:
-    module = Apply(lambda m, x, y: m.layer(x) + y, layer=nn.Linear(8, 8)).to(backend.device)
-    a, b = rows(module), rows(module)
-    graphs = capture(module, a, b, backend=backend)
-    with graphs.step(1):
-        x, y = graphs.reserve_input(0, 0), graphs.reserve_input(0, 1)
-        assert x is not None
-        assert y is not None
-        x.copy_(a)
-        y.copy_(b)
-        out = graphs.callables[0](x, y)
-        assert torch.equal(out, module(a, b))
-        out.sum().backward()

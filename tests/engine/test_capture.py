@@ -16,7 +16,6 @@ from toys import (
     Apply,
     Tower,
     all_equal,
-    capture,
     sample,
     towers,
     train,
@@ -24,8 +23,6 @@ from toys import (
 )
 
 from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs, StepMode
-from chunkgraph.engine.capture import session
-from chunkgraph.engine.capture.grad_memory import GradMemory
 from chunkgraph.errors import CaptureError
 from chunkgraph.graphs import Allocation, GraphBackend, RecorderBackend
 from chunkgraph.schedules import megatron_schedule
@@ -121,29 +118,6 @@ def test_release_and_capture_again(
     counters = graphed.graphs[0].counters
     assert (counters.capture_sessions, counters.captures) == (2, 4)
     assert dict(counters.fallbacks) == {"capture warmup": 1, "released": 1}
-
-
-def test_gradients_take_no_memory_during_the_passes_before_a_capture(
-    backend: GraphBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    memories: list[GradMemory] = []
-    sizes: list[int] = []
-
-    class Noted(GradMemory):
-        def __init__(self, parameters: Any) -> None:
-            super().__init__(parameters)
-            memories.append(self)
-
-    class Noting(Tower):
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            sizes.extend(memory._buffer.untyped_storage().nbytes() for memory in memories)
-            return super().forward(*args, **kwargs)
-
-    monkeypatch.setattr(session, "GradMemory", Noted)
-    capture(Noting(), sample(backend), backend=backend)
-    (memory,) = memories
-    assert sizes == [0] * (1 if backend.repeats_bits else 2) + [memory.num_bytes]
-    assert memory.num_bytes > 0
 
 
 def test_the_cache_is_emptied_after_every_step_before_the_capture(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -165,18 +164,6 @@ def test_an_eager_step_may_follow_a_change(loop: Loop) -> None:
     module.layers[0] = new_layer(module)
     with loop.graphs.counters.expect(replays=0):
         loop.step(eager=True)
-
-
-def test_values_that_are_updated_in_place_count(loop: Loop) -> None:
-    module = loop.capture()
-    with torch.no_grad():
-        for tensor in (*module.parameters(), *module.buffers()):
-            tensor.mul_(0.5)
-    x = loop.rows()
-    with loop.graphs.counters.expect(replays=1), loop.graphs.step(1):
-        y = loop.graphs.callables[0](x)
-        assert torch.equal(y, module(x))
-        y.sum().backward()
 
 
 def test_modules_in_the_wrapper_of_torch_compile_have_a_mode(backend: GraphBackend) -> None:
@@ -455,32 +442,6 @@ def test_what_no_forward_reads_may_change(
         assert torch.equal(y, loop.module(x))
         change(loop.module, i)
     assert loop.graphs.counters.replays == 3
-
-
-def test_a_container_of_torch_may_keep_books(backend: GraphBackend) -> None:
-    loop = Loop(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), backend)
-    for i in range(4):
-        loop.step()
-        loop.module.tag, loop.module.loss, loop.module.is_last = f"epoch {i}", i / 2, i == 3
-    assert loop.graphs.counters.replays == 3
-
-
-def test_parameters_in_plain_objects_of_a_module_train(backend: GraphBackend) -> None:
-    short_lived = Loop.__new__(Loop)
-    module = Apply(
-        lambda m, x: x @ m.helper.weight,
-        weight=nn.Parameter(torch.ones(4, 4)),
-        helper=SimpleNamespace(),
-        gone=weakref.proxy(short_lived),
-    )
-    del short_lived
-    loop = Loop(module, backend)
-    module.helper.weight = weight = module.weight
-    loop.graphs.capture([loop.rows()])
-    assert module.helper.weight is module.weight is weight
-    x = loop.rows()
-    train(loop.graphs, x)
-    assert torch.equal(weight.grad, x.detach().sum(0)[:, None].expand(4, 4))
 
 
 # -- what only `verify="shadow"` finds -------------------------------------------------------------

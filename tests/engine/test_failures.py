@@ -102,20 +102,6 @@ def test_out_of_memory_reports_the_numbers_and_frees_all_of_it(
     assert graphs.counters.replays == 0
 
 
-def test_a_mended_cause_is_captured_after_release() -> None:
-    backend = RecorderBackend(limit_bytes=2**20)
-    options = CaptureOptions(on_failure="eager")
-    graphs = ChunkGraphs([chunk_of(False)], [2], backend=backend, options=options)
-    train(graphs)
-    with pytest.warns(UserWarning, match="ran out of memory"):
-        train(graphs)
-    backend._limit_bytes = 2**26
-    graphs.release()
-    train(graphs)
-    with graphs.counters.expect(captures=2, replays=1):
-        train(graphs)
-
-
 def together(texts: Sequence[str]) -> list[tuple[str, bool]]:
     """Run `agree_on_cause` of ranks as threads."""
     agreement = Agreeing(len(texts))

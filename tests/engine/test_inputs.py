@@ -144,24 +144,6 @@ def test_other_tensors_in_between_are_loaded_and_forgotten(
         train(mask)
 
 
-def test_a_new_tensor_at_a_used_address_is_loaded(
-    train: Callable[..., None], backend: GraphBackend
-) -> None:
-    """Another tensor on the same memory, with the same version and other values."""
-    memory = new_mask(backend, 2.0)
-
-    def on_the_memory(value: float) -> torch.Tensor:
-        memory.fill_(value)
-        return mark_constant(torch.empty(0, device=backend.device).set_(memory.untyped_storage()))
-
-    first = on_the_memory(2.0)
-    train(first, first)
-    second = on_the_memory(5.0)
-    assert second.data_ptr() == first.data_ptr()
-    assert second._version == first._version
-    train(second, second)
-
-
 def test_the_source_is_held_until_another_takes_its_place(
     train: Callable[..., None], backend: GraphBackend
 ) -> None:
@@ -173,15 +155,6 @@ def test_the_source_is_held_until_another_takes_its_place(
     assert source() is not None
     plain = new_mask(backend, 3.0)
     train(plain, plain)
-    assert source() is None
-
-
-def test_released_slots_hold_no_source(train: Callable[..., None], backend: GraphBackend) -> None:
-    mask = mark_constant(new_mask(backend, 2.0))
-    source = weakref.ref(mask)
-    train(mask, mask)
-    train.graphs.release()  # type: ignore[attr-defined]
-    del mask
     assert source() is None
 
 

@@ -192,12 +192,6 @@ def test_what_only_a_first_call_sets_is_kept(
     assert module.metric is not None
 
 
-def test_a_cache_made_in_a_warmup_pass_is_kept(backend: GraphBackend) -> None:
-    module = Leaving(make_mask)
-    capture(module, rows(backend), backend=backend)
-    assert torch.equal(module.metric, torch.ones(WIDTH, device=backend.device))
-
-
 def test_a_refused_capture_adds_to_no_unknown_leaf(backend: GraphBackend) -> None:
     extra = torch.randn(WIDTH, device=backend.device, requires_grad=True)
     extra.grad = torch.ones_like(extra)

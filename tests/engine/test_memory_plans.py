@@ -63,19 +63,6 @@ def test_one_pool_for_all_is_refused_by_the_proof_and_gives_wrong_numbers(
     assert not pipeline.train(schedules(), seed=1).equals(eager)
 
 
-def test_all_backwards_share_one_scratch_pool(
-    make_pipeline: Callable[..., Any], backend: GraphBackend
-) -> None:
-    pipeline = make_pipeline(1)
-    pipeline.attach([(4,)], backend)
-    pipeline.train([megatron_schedule(1, 1, m, None) for m in (1, 1)], seed=1)
-    (graphs,) = pipeline.graphs
-    assert graphs.report.num_graphs == 8
-    pools = graphs._captured.pools
-    assert len(pools.slot_pools) == 4
-    assert pools.scratch.reserved_bytes == graphs.report.scratch_bytes > 0
-
-
 def test_poison_shows_an_output_that_is_lent_for_too_short_a_time(
     make_pipeline: Callable[..., Any], backend: GraphBackend
 ) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from toys import Apply, all_equal, capture, train
+from toys import all_equal, capture, train
 
 from chunkgraph.engine import Chunk, ChunkGraphs
 from chunkgraph.errors import CaptureError
@@ -95,54 +94,6 @@ def layers(device: torch.device) -> nn.Sequential:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).to(device)
 
 
-def replace_layer(module: nn.Sequential) -> None:
-    module[0] = nn.Linear(WIDTH, WIDTH).to(module[2].weight.device)
-
-
-def replace_parameter(module: nn.Sequential) -> None:
-    module[0].weight = nn.Parameter(torch.randn_like(module[0].weight))
-
-
-def replace_buffer(module: nn.Sequential) -> None:
-    module.register_buffer("scale", torch.ones(3, device=module[0].weight.device))
-
-
-CHANGES: dict[str, Callable[[nn.Sequential], object]] = {
-    "frozen": lambda m: m[0].requires_grad_(False),
-    "one frozen": lambda m: m[0].weight.requires_grad_(False),
-    "thawed": lambda m: m[2].bias.requires_grad_(),
-    "parameter replaced": replace_parameter,
-    "layer replaced": replace_layer,
-    "layer added": lambda m: m.append(nn.Linear(WIDTH, WIDTH).to(m[0].weight.device)),
-    "layer removed": lambda m: m.pop(-1),
-    "buffer added": replace_buffer,
-    "in other memory": lambda m: setattr(m[0].weight, "data", m[0].weight.data.clone()),
-    "evaluation of a part": lambda m: m[1].eval(),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-@pytest.mark.parametrize("when", ["before the capture", "after the capture"])
-def test_a_changed_model_is_captured_as_it_is(
-    backend: GraphBackend, change: Callable[[nn.Sequential], object], when: str
-) -> None:
-    def program(graphs: GraphBackend | None) -> list[torch.Tensor]:
-        module = layers(backend.device)
-        module[2].bias.requires_grad_(False)
-        loop = Loop([module], graphs)
-        results: list[torch.Tensor] = []
-        if when == "after the capture":
-            results += loop.train(backend.device) + loop.train(backend.device)
-        change(module)
-        if when == "after the capture":
-            loop.capture_again()
-        for _ in range(3):
-            results += loop.train(backend.device)
-        return results
-
-    both(backend, program)
-
-
 def test_explicit_parameters_that_are_frozen_get_no_gradient(backend: GraphBackend) -> None:
     module = layers(backend.device)
     chunk = Chunk(module, tuple(module.parameters()), "stage", module)
@@ -182,41 +133,6 @@ def test_a_parameter_without_a_shape_is_refused_by_name(backend: GraphBackend) -
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LazyLinear(WIDTH))
     with pytest.raises(CaptureError, match=r"1\.weight has no shape yet"):
         capture(module, rows(backend), backend=backend)
-
-
-# How a module holds a layer, and how it finds it.
-WAYS: dict[str, tuple[Callable[[nn.Module], Any], Callable[[Any], nn.Module]]] = {
-    "registered": (lambda layer: layer, lambda kept: kept),
-    "list": (lambda layer: [layer], lambda kept: kept[0]),
-    "dict": (
-        lambda layer: {"layers": ({"first": layer},)},
-        lambda kept: kept["layers"][0]["first"],
-    ),
-    "object": (lambda layer: SimpleNamespace(layer=layer), lambda kept: kept.layer),
-}
-
-
-@pytest.mark.parametrize(("hold", "find"), WAYS.values(), ids=WAYS)
-@pytest.mark.parametrize("recomputes", [False, True])
-def test_chunks_may_share_a_layer(
-    backend: GraphBackend, hold: Any, find: Any, recomputes: bool
-) -> None:
-    def make() -> list[nn.Module]:
-        layer = nn.Linear(WIDTH, WIDTH)
-        first = nn.Sequential(layer, nn.Tanh())
-        second = Apply(
-            lambda m, x: m.own(find(m.kept)(x).tanh()),
-            own=nn.Linear(WIDTH, WIDTH),
-            kept=hold(layer),
-            tied=layer,
-        )
-        return [Apply(recomputed, module=m) if recomputes else m for m in (first, second)]
-
-    train_both(backend, make)
-
-
-def recomputed(module: Any, x: torch.Tensor) -> torch.Tensor:
-    return checkpoint(module.module, x, use_reentrant=True, preserve_rng_state=False)
 
 
 def test_one_module_may_be_two_chunks(backend: GraphBackend) -> None:

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from toys import Apply, capture
 
-from chunkgraph.engine import ChunkGraphs, Host
+from chunkgraph.engine import ChunkGraphs
 from chunkgraph.graphs import GraphBackend
 
 WIDTH = 8
@@ -83,50 +82,6 @@ def move(module: Updating, name: str, device: torch.device) -> None:
     else:
         value = value.to(device)
     setattr(module, name, value)
-
-
-def drawing(generator: torch.Generator) -> Any:
-    def draw(module: Any, x: torch.Tensor) -> torch.Tensor:
-        return module.linear(x) * torch.rand(WIDTH, generator=generator, device=x.device)
-
-    return Apply(draw, linear=nn.Linear(WIDTH, WIDTH)).to(generator.device)
-
-
-def test_declared_generators_go_on_where_they_were(backend: GraphBackend) -> None:
-    generator = torch.Generator(backend.device).manual_seed(3)
-    eager = drawing(torch.Generator(backend.device).manual_seed(3))
-    module = drawing(generator)
-    module.linear.load_state_dict(eager.linear.state_dict())
-
-    host = Host()
-    host.generators = lambda: (generator,)  # type: ignore[method-assign]
-    graphs = ChunkGraphs([module], [1], backend=backend, host=host)
-    x = torch.ones(3, WIDTH, device=backend.device)
-    for _ in range(3):
-        with graphs.step(1):
-            y = graphs.callables[0](x)
-            assert torch.equal(y, eager(x))
-            y.sum().backward()
-    assert graphs.counters.replays == 2
-
-
-@pytest.mark.parametrize("kind", ["expanded", "inference"])
-def test_constant_buffers_that_nobody_can_write_are_left_alone(
-    backend: GraphBackend, kind: str
-) -> None:
-    with torch.inference_mode(kind == "inference"):
-        table = torch.full((1, 1) if kind == "expanded" else (3, WIDTH), 2.0)
-    module: Any = Apply(lambda m, x: m.linear(x) + m.table.sum(), linear=nn.Linear(WIDTH, WIDTH))
-    module.register_buffer("table", table)
-    module = module.to(backend.device)
-    if kind == "expanded":
-        module.table = module.table.expand(3, WIDTH)
-    x = torch.ones(3, WIDTH, device=backend.device)
-    graphs = capture(module, x, backend=backend)
-    with graphs.step(1):
-        y = graphs.callables[0](x)
-        assert torch.equal(y, module(x))
-        y.sum().backward()
 
 
 def test_calls_without_gradients_are_no_samples(backend: GraphBackend) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from pool_plans import use_plan
 from torch import nn
 from toys import Apply, all_equal, capture
 
@@ -174,22 +173,6 @@ def test_a_saved_tensor_overwritten_before_the_backward(
     assert "the last correct tensor is kept by layers.1.linear:" in message
 
 
-def test_a_gradient_that_is_added_to_by_somebody_else(
-    stack: Stack, attach: Callable[..., ChunkGraphs], backend: GraphBackend
-) -> None:
-    graphs = attach(verify="shadow")
-    train(graphs, backend)
-    replay = slot_of(graphs).backward_graph.replay
-
-    def and_more() -> None:
-        replay()
-        stack.layers[2].linear.bias.grad[3] += 1
-
-    slot_of(graphs).backward_graph.replay = and_more
-    with pytest.raises(VerifyError, match=r"gradient of layers\.2\.linear\.bias .*1 of 6 differ"):
-        train(graphs, backend)
-
-
 def test_a_buffer_and_the_random_state_are_compared(
     stack: Stack, attach: Callable[..., ChunkGraphs], backend: GraphBackend
 ) -> None:
@@ -320,15 +303,6 @@ def test_poison_names_the_layer_that_read_dead_memory(
     assert "first layer with a NaN: layers.0" in message
 
 
-def test_shadow_finds_what_one_pool_for_all_corrupts(stack: Stack, backend: GraphBackend) -> None:
-    options = CaptureOptions(verify="shadow")
-    graphs = ChunkGraphs([stack], [2], backend=backend, options=options)
-    use_plan(graphs, "one_pool", prove=False)
-    graphs.capture([(new_input(backend),)])
-    with pytest.raises(VerifyError, match="the replayed backward of microbatch"):
-        train_in_flight(graphs, backend, 2, lambda: None, order=-1)
-
-
 def test_a_gradient_that_nothing_came_to_is_not_searched(backend: GraphBackend) -> None:
     """The memory of such a gradient may hold anything."""
     unused = nn.Parameter(torch.full((WIDTH,), 3.0))
@@ -379,27 +353,6 @@ def test_what_a_forward_updates_in_place_is_put_back_after_the_eager_pass(
         states[-1] += [p.grad for p in module.parameters() if p.grad is not None]
     assert graphs.counters.replays == 2
     assert all_equal(*states)
-
-
-def test_poison_draws_the_random_numbers_of_the_replay(backend: GraphBackend) -> None:
-    """The NaNs are then the model's own, in the eager pass too."""
-
-    def draw(module: Any, x: torch.Tensor) -> torch.Tensor:
-        """Multiply the input by a NaN for half of the random numbers."""
-        is_nan = torch.rand((), device=x.device) < 0.5
-        return module.linear(x * torch.where(is_nan, torch.nan, 1.0))
-
-    chunk = Apply(draw, linear=nn.Linear(WIDTH, WIDTH))
-    graphs = capture(chunk, new_input(backend), backend=backend, verify="poison")
-
-    def train_often() -> None:
-        for seed in range(12):
-            torch.manual_seed(seed)
-            chunk.zero_grad(set_to_none=False)
-            train(graphs, backend)
-
-    with pytest.warns(UserWarning, match="NaN"):
-        train_often()
 
 
 def test_poison_accepts_infinite_gradients_that_add_up_to_a_nan(backend: GraphBackend) -> None:

@@ -130,8 +130,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch, driver: FakeDriver) -> MemsetKernel
     for name, module in (("cuda", ModuleType("cuda")), ("cuda.bindings", package)):
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda keep_graph: None)
-    monkeypatch.setattr(MemsetKernels, "_try", lambda self, words: None)
-    return MemsetKernels(GraphDriver(), torch.zeros(3, dtype=torch.int32))
+    return MemsetKernels(GraphDriver())
 
 
 @pytest.fixture(params=["cuda13", "cuda12.9", "cuda12.0", "reversed"])
@@ -298,12 +297,6 @@ def test_the_default_backend_follows_the_options(
     with contextlib.suppress(AttributeError):  # it is no parameter
         ChunkGraphs([chunk], [1], options=options)
     assert backends == [("cuda:3", uses_kernels)]
-
-
-def test_missing_bindings_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    with pytest.raises(RuntimeError, match="cuda-bindings cannot be imported"):
-        GraphDriver()
 
 
 @pytest.mark.gpu

@@ -133,17 +133,6 @@ def test_a_shape_that_depends_on_values_is_never_broadcast() -> None:
         graph.replay()
 
 
-def test_assertions_on_the_device_hold_in_replays() -> None:
-    backend = RecorderBackend()
-    x = torch.zeros(3)
-    with capturing(backend, "asserts") as graph:
-        torch._assert_async((x < 1).all())
-    graph.replay()
-    x.fill_(2)
-    with pytest.raises(RuntimeError, match="nonzero"):
-        graph.replay()
-
-
 def _without_gradients(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         total = torch.empty(0)

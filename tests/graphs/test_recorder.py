@@ -101,32 +101,6 @@ def test_host_calls_run_again_in_every_replay_in_order() -> None:
     assert seen == [-1, 1.0, 1.0, 3.0]
 
 
-def test_integer_indexing_and_sized_repeat_are_legal() -> None:
-    backend = RecorderBackend()
-    x, index = torch.arange(6.0), torch.tensor([5, 0, 2])
-    repeats = torch.tensor([1, 2, 0])
-    with capturing(backend, "index") as graph:
-        y = x[index]
-        z = torch.repeat_interleave(index, repeats, output_size=3)
-    index.copy_(torch.tensor([1, 1, 4]))
-    graph.replay()
-    assert y.tolist() == [1.0, 1.0, 4.0]
-    assert z.tolist() == [1, 1, 1]
-
-
-def test_results_with_several_tensors_and_shared_storage() -> None:
-    backend = RecorderBackend()
-    x = torch.randn(4, 6)
-    with capturing(backend, "several") as graph:
-        values, indices = x.max(dim=1)
-        left, right = (x + 1).split(3, dim=1)
-    x.copy_(torch.randn(4, 6))
-    graph.replay()
-    assert torch.equal(values, x.max(dim=1).values)
-    assert torch.equal(indices, x.max(dim=1).indices)
-    assert torch.equal(torch.cat([left, right], 1), x + 1)
-
-
 def test_memory_of_a_collective_is_free_when_the_capture_drops_it() -> None:
     """A thread of gloo holds tensors for a moment after a collective has ended."""
     held = []

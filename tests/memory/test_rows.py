@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunkgraph.graphs import RecorderBackend
 from chunkgraph.memory.stash import RowsInUse
 
 
@@ -23,23 +18,3 @@ def test_leading_rows_are_the_first_in_use(count: int, num_rows: int, dtype: tor
         assert rows.places.tolist() == expected
         assert rows.total.tolist() == [min(count, num_rows)]
         assert (rows.places.dtype, rows.total.dtype) == (torch.int32, torch.int64)
-
-
-@pytest.mark.parametrize(
-    ("make", "num_operators"),
-    [
-        # Counts of 32 and of 64 bits: one of them needs no conversion.
-        (lambda count: RowsInUse.first(count, 64), 4),
-        (lambda count: RowsInUse.first(count.to(torch.int32), 64), 6),
-        (lambda count: RowsInUse.of(count.expand(64) > 0), 5),
-    ],
-)
-def test_rows_in_use_take_few_operators(
-    make: Callable[[torch.Tensor], RowsInUse], num_operators: int
-) -> None:
-    backend, count = RecorderBackend(), torch.tensor([3])
-    with backend.capture("rows", backend.new_pool("slot")) as graph:
-        make(count)
-    # The log also has changes of the grad mode, which are no operators.
-    steps = [step for step in graph._steps or () if not isinstance(step, functools.partial)]
-    assert len(steps) == num_operators

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from context_sizes import ForcedSizes, RandomSizes
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,8 +14,6 @@ from chunkgraph.packing import (
     ContextLimits,
     ContextMicrobatch,
     ContextSchedule,
-    ForcedSizes,
-    RandomSizes,
     SmallestSizes,
     pack,
     schedule_contexts,
@@ -110,13 +109,6 @@ def test_long_documents_get_more_ranks_and_idle_ranks_get_work():
     assert [m.documents for m in microbatches(alone)] == [(0,), (), (), ()]
 
 
-def test_forced_sizes_come_in_their_order():
-    schedule = schedule_contexts([5] * 9, LIMITS, ForcedSizes((2, 4, 1)))
-    assert [each[0].size for each in schedule.rounds] == [2, 4, 1, 2]
-    with pytest.raises(PackingError, match=r"documents \[1\] need more than 2 ranks"):
-        schedule_contexts([5, 40], LIMITS, ForcedSizes((1, 2)))
-
-
 def test_what_cannot_be_is_refused():
     for wrong, message in (
         ({"world_size": 6}, "world_size: 6 is not a power of two"),
@@ -151,16 +143,3 @@ def test_a_scheduler_that_breaks_a_rule_is_named():
     ):  # fmt: skip
         with pytest.raises(PackingError, match=message):
             schedule_contexts([12, 12], LIMITS, lambda *_, r=rounds: ContextSchedule(LIMITS, r))
-
-
-def test_random_sizes_are_of_the_seed_and_each_comes_once_before_one_comes_again():
-    lengths = [30] * 12
-
-    def sizes(seed):
-        schedule = schedule_contexts(lengths, LIMITS, RandomSizes(seed))
-        return [m.size for m in schedule.of_rank(0)]
-
-    assert sizes("1 0") == sizes("1 0")
-    orders = {tuple(sizes(f"1 {step}")[:3]) for step in range(20)}
-    assert len(orders) > 3
-    assert all(sorted(order) == [1, 2, 4] for order in orders)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chunkgraph.packing import PackedShape, reason_not_to_fit
-from chunkgraph.packing.first_fit import first_fit
+from chunkgraph.packing.context_scheduler import first_fit
 
 
 @given(

@@ -38,12 +38,6 @@ def test_numbers_are_documents_or_microbatches(tmp_path_factory, lines):
         assert document_lengths.microbatch_ends is None
 
 
-def test_blanks_and_commas_separate(tmp_path: Path):
-    path = tmp_path / "lengths"
-    path.write_text("\n3, 4\r\n\n 5\t6,7 \n")
-    assert groups(read_lengths(path)) == [[3, 4], [5, 6, 7]]
-
-
 def test_the_longest_that_offsets_count(tmp_path: Path):
     path = tmp_path / "lengths.txt"
     path.write_text(f"{2**31 - 1}\n" * 3)

@@ -25,27 +25,6 @@ def test_short_rows_have_32_too(most: int, expected: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "buckets", "is_short"),
-    [
-        (1, (), False),
-        (2, (), False),
-        (1, (0.5,), False),
-        (1, (0.25, 0.5), True),
-        (2, (0.5, 1), True),
-        (1, (2048, 1025), False),
-        (1, (2048, 1024), True),
-        (2, (2048,), True),
-        (2, (2050,), False),
-    ],
-)
-def test_the_shortest_rows_of_a_rank_decide(
-    num_ranks: int, buckets: tuple[float, ...], is_short: bool
-) -> None:
-    seq_buckets = default_seq_buckets(127, 4096, num_ranks, buckets)
-    assert seq_buckets == ((32,) if is_short else ())
-
-
-@pytest.mark.parametrize(
     ("packing", "model", "expected"),
     [
         ({}, {}, (64,)),

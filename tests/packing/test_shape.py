@@ -42,18 +42,6 @@ def test_impossible_sizes(sizes, message):
         PackedShape(*sizes)
 
 
-def test_sizes_may_be_integers_of_numpy():
-    plain = PackedShape(4, 16, 2, 8, True, 4)
-    converted = PackedShape(
-        np.int64(4), np.int32(16), np.uint8(2), np.int64(8), counts_padding=True, pad_seq_to_mult=4
-    )
-    assert (converted, hash(converted), repr(converted)) == (plain, hash(plain), repr(plain))
-    assert {type(value) for value in vars(converted).values()} == {int, bool}
-    for wrong in (np.bool_(True), np.float64(8), np.int64(1)):
-        with pytest.raises(PackingError, match=r"max_packed_seqs is .* whole number"):
-            PackedShape(wrong, 8)
-
-
 @pytest.mark.parametrize("length", [2**63, 2**64 - 1])
 def test_unsigned_lengths_do_not_turn_negative(length):
     shape, lengths = PackedShape(4, 8), np.array([1, length], np.uint64)
@@ -188,18 +176,3 @@ def test_documents_begin_at_multiples(lengths, size, multiple, longest):
             assert np.array_equal(place, np.concatenate(held))
     assert all(b.pad_seq_to_mult == multiple for b in shape.buckets())
     assert not any(b.max_packed_tokens % whole for b in shape.buckets((0.013, 0.3)))
-
-
-@given(st.lists(st.integers(1, 90), min_size=1, max_size=4), st.sampled_from([1, 2, 4]))
-def test_documents_without_a_token_in_some_piece(lengths, size):
-    shape = PackedShape(5, 400, context_parallel_size=size)
-    document = shape.first_with_empty_piece(lengths)
-    packed = pack(lengths, shape)
-    starts = packed.cu_seqlens_padded
-    pieces = [
-        ~packed.padding_mask[starts[i] : starts[i + 1]].reshape(shape.document_multiple, -1)
-        for i in range(len(lengths))
-    ]
-    empty = [i for i, piece in enumerate(pieces) if size > 1 and not piece.any(axis=1).all()]
-    assert document == (empty[0] if empty else None)
-    assert document is None or lengths[document] < 4 * size**2

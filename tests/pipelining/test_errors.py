@@ -6,7 +6,6 @@ import copy
 import re
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,13 +64,6 @@ def test_an_undeclared_count_with_split_backwards_is_refused(pipeline: Make) -> 
             one.step(2)
 
 
-def test_more_slots_of_a_rank_together_are_refused(pipeline: Make) -> None:
-    one = pipeline(nn.Linear(4, 4), nn.Linear(4, 4))
-    one.schedules.slots = replace(one.schedules.slots, of_rank={0: 1})
-    with pytest.raises(ConfigError, match=r"3 microbatches need \d slots of rank 0, .*there are 1"):
-        one.step(3)
-
-
 def test_a_stage_without_a_graphed_schedule_warns_that_it_trains_eagerly(one_rank: None) -> None:
     stage_module._warn_of_no_schedule.cache_clear()
     stage = GraphedStage(nn.Linear(4, 4), 0, 1, CPU)
@@ -84,37 +76,6 @@ def test_a_stage_without_a_graphed_schedule_warns_that_it_trains_eagerly(one_ran
         schedule.step(x, target=x)
 
 
-def test_evaluation_needs_no_slots(pipeline: Make) -> None:
-    module = nn.Linear(4, 4)
-    one = pipeline(module, cls=ScheduleGPipe)
-    for count in (2, 4):
-        one.step(count)
-    x = torch.randn(18, 4)
-    for _ in range(2):
-        output = one.schedules.eval(x, target=x, num_microbatches=9)
-        assert torch.equal(output, torch.cat([module(part) for part in x.chunk(9)]))
-        one.step()
-
-
-def test_a_count_of_an_evaluation_is_still_checked_in_steps(one_rank: None) -> None:
-    stage = GraphedStage(nn.Linear(4, 4), 0, 1, CPU)
-    schedules = GraphedSchedule(
-        stage, lambda n: ScheduleGPipe(stage, n, loss_fn=nn.functional.mse_loss), (2,)
-    )
-    x = torch.ones(12, 4)
-    schedules.eval(x, target=x, num_microbatches=6)
-    for _ in range(2):
-        with pytest.raises(ConfigError, match="6 microbatches need 6 slots"):
-            schedules.step(x, target=x, num_microbatches=6)
-
-
-def test_a_count_that_was_not_declared_may_fit(pipeline: Make) -> None:
-    one = pipeline(nn.Linear(4, 4))
-    for count in (2, 7):
-        one.step(count)
-    assert one.schedules.graphs.counters.replays == 7
-
-
 @pytest.mark.parametrize("count", ["2", 2.0, True, 0, -1])
 @pytest.mark.parametrize("kind", ["step", "eval"])
 def test_the_count_of_a_step_is_a_whole_number(pipeline: Make, kind: str, count: Any) -> None:
@@ -122,11 +83,6 @@ def test_the_count_of_a_step_is_a_whole_number(pipeline: Make, kind: str, count:
     x = torch.ones(4, 4)
     with pytest.raises(ConfigError, match=f"num_microbatches is {count!r}; pass a whole number"):
         run(x, target=x, num_microbatches=count)
-
-
-def test_stages_are_needed(one_rank: None) -> None:
-    with pytest.raises(ConfigError, match=r"stages is \[\]; pass the rank's stages"):
-        GraphedSchedule([], lambda n: None, (2,))
 
 
 @pytest.mark.parametrize("cls", [Schedule1F1B, ScheduleInterleaved1F1B])
@@ -207,22 +163,6 @@ def test_microbatches_of_another_shape(pipeline: Make, num_stages: int) -> None:
     if isinstance(error.value, ReplayMismatchError):
         assert "a second GraphedSchedule" in error.value.__notes__[0]
     one.step()
-
-
-def test_two_schedules_with_stages_of_their_own_take_two_shapes(pipeline: Make) -> None:
-    """The error of another shape advises it."""
-    gradients = []
-    for is_eager in (True, False):
-        torch.manual_seed(0)
-        module = nn.Linear(4, 4)
-        pipelines = {rows: pipeline(module) for rows in (2, 3)}
-        for rows in (2, 3, 3, 2):
-            pipelines[rows].step(rows=rows, eager=is_eager)
-        assert module.weight.grad is not None
-        gradients.append(module.weight.grad)
-        for one in pipelines.values():
-            assert one.schedules.graphs.counters.replayed_steps == (not is_eager)
-    assert torch.equal(*gradients)
 
 
 def test_a_stage_that_cannot_be_captured_is_named(pipeline: Make) -> None:
@@ -310,10 +250,6 @@ def test_stages_that_cannot_have_graphs_are_refused(
         pipeline(*modules(), **options)
 
 
-def test_ddp_may_have_two_eager_steps(pipeline: Make) -> None:
-    pipeline(ddp(), **EAGER_STEPS[2])
-
-
 def test_steps_outside_of_the_graphed_schedule_are_refused(pipeline: Make) -> None:
     one = pipeline(nn.Linear(4, 4))
     with pytest.raises(RuntimeError) as error:
@@ -364,17 +300,6 @@ def test_a_parameter_that_fsdp_gathers_as_a_dtensor_is_refused(pipeline: Make) -
         one.step()
 
 
-@pytest.mark.parametrize("cls", [ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble])
-def test_stages_may_be_captured_again_for_another_shape(pipeline: Make, cls: type) -> None:
-    one = pipeline(nn.Linear(4, 4), nn.Linear(4, 4), cls=cls)
-    for rows in (2, 3):
-        for _ in range(2):
-            one.step(rows=rows)
-        assert one.schedules.graphs.counters.replayed_steps == 1
-        one.schedules.graphs.release()
-        one.schedules = GraphedSchedule(one.stages, one.make, (2,))
-
-
 def test_stages_of_a_split_schedule_may_run_whole_backwards_later(pipeline: Make) -> None:
     modules = [nn.Linear(4, 4), nn.Linear(4, 4)]
     one = pipeline(*modules, counts=(2,), cls=ScheduleInterleavedZeroBubble)
@@ -393,22 +318,6 @@ def test_stages_of_a_split_schedule_may_run_whole_backwards_later(pipeline: Make
         assert one.schedules.graphs.counters.replayed_steps == 1
         gradients.append([p.grad for module in modules for p in module.parameters()])
     assert all(map(torch.equal, gradients[0], gradients[1]))
-
-
-def test_a_stage_keeps_its_own_dw_builder(pipeline: Make) -> None:
-    def builder() -> Callable[[], None]:
-        return lambda: None
-
-    one = pipeline(nn.Linear(4, 4), nn.Linear(4, 4), dw_builder=builder)
-    for _ in range(2):
-        GraphedSchedule(one.stages, one.make, (2,))
-        assert all(stage.dw_builder is builder for stage in one.stages)
-    with pytest.raises(ConfigError, match="stage 0 has a dw_builder"):
-        GraphedSchedule(
-            one.stages,
-            lambda n: ScheduleInterleavedZeroBubble(one.stages, n, loss_fn=nn.functional.mse_loss),
-            (2,),
-        )
 
 
 def test_a_schedule_without_loss_calls_the_modules(one_rank: None) -> None:

@@ -68,12 +68,6 @@ def test_interleaved_is_as_planned_without_torch() -> None:
             assert plan.of_rank[rank] == ours.peak_in_flight
 
 
-def test_looped_bfs_holds_all_of_every_stage() -> None:
-    plan = slots("ScheduleLoopedBFS", 2, 3, 5)
-    assert set(plan.of_stage.values()) == {5}
-    assert set(plan.of_rank.values()) == {15}
-
-
 @pytest.mark.parametrize("count", [8, 12])
 def test_split_backwards_hold_slots_to_their_weight_gradients(count: int) -> None:
     plan = slots("ScheduleInterleavedZeroBubble", 4, 1, count)

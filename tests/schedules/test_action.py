@@ -37,13 +37,6 @@ def test_bad_text_shows_form_and_example(text):
         Action.parse(text)
 
 
-def test_is_a_frozen_key():
-    action = Action(Op.F, 1, 2)
-    assert {action: 1}[Action(Op.F, 1, 2)] == 1
-    with pytest.raises(AttributeError):
-        action.stage = 3
-
-
 def test_what_ends_a_lifetime_and_feeds_the_previous_stage():
     assert {op for op in Op if op.ends_lifetime} == {Op.B, Op.W}
     assert {op for op in Op if op.gives_input_grad} == {Op.B, Op.I}

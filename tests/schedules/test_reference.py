@@ -66,8 +66,8 @@ def megatron_order(schedules, num_ranks, num_chunks, count, group_size, rank):
 def test_interleaved_is_megatrons_order(schedules, num_ranks, num_chunks):
     for group_size in (num_ranks, num_ranks + 1, 2 * num_ranks):
         counts = legal_counts(
-            3 * group_size, num_ranks=num_ranks, num_chunks=num_chunks, group_size=group_size
-        )
+            num_ranks=num_ranks, num_chunks=num_chunks, group_size=group_size
+        ).up_to(3 * group_size)
         assert any(count % group_size for count in counts) == (group_size > num_ranks)
         for count in counts:
             built = megatron_schedule(num_ranks, num_chunks, count, group_size)
@@ -213,7 +213,9 @@ def torch_class_order(name, num_ranks, num_chunks, count):
     [("zb-v", "ScheduleZBVZeroBubble"), ("dualpipe-v", "ScheduleDualPipeV")],
 )
 def test_v_schedules_are_torchs_order(name, torch_name, num_ranks):
-    for count in legal_counts(4 * num_ranks + 1, num_ranks=num_ranks, num_chunks=2, schedule=name):
+    for count in legal_counts(num_ranks=num_ranks, num_chunks=2, schedule=name).up_to(
+        4 * num_ranks + 1
+    ):
         built = build_schedule(name, num_ranks=num_ranks, num_chunks=2, num_microbatches=count)
         assert built.actions == torch_class_order(torch_name, num_ranks, 2, count)
 

@@ -115,4 +115,4 @@ def test_one_rank_transfers_nothing() -> None:
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
 def test_transfers_are_replaced(name: str) -> None:
     schedule = build_schedule(name, num_ranks=3, num_microbatches=5)
-    assert with_transfers(schedule.with_communication()) == with_transfers(schedule)
+    assert with_transfers(with_transfers(schedule)) == with_transfers(schedule)

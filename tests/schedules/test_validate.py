@@ -17,6 +17,7 @@ from chunkgraph.schedules import (
     list_schedules,
     simulate,
     validate,
+    with_transfers,
 )
 from chunkgraph.slots import plan_all_ranks
 
@@ -33,7 +34,7 @@ CASES = {
     "zb-v": build_schedule("zb-v", num_ranks=3, num_chunks=2, num_microbatches=3),
     "dualpipe-v": build_schedule("dualpipe-v", num_ranks=2, num_chunks=2, num_microbatches=5),
 }
-CASES |= {f"{name}+comm": built.with_communication() for name, built in CASES.items()}
+CASES |= {f"{name}+comm": with_transfers(built) for name, built in CASES.items()}
 
 
 @pytest.fixture(params=CASES, ids=str)
@@ -74,24 +75,6 @@ def test_moving_any_action_to_another_rank_is_caught(built):
 
         with pytest.raises(ScheduleError, match=f"belongs on rank {rank}"):
             validate(edited(built, move))
-
-
-def test_swapping_forward_and_backward_is_caught(built):
-    for rank, row in enumerate(built.actions):
-        for at, action in enumerate(row):
-            if action.op is Op.F:
-                other = next(
-                    i
-                    for i, a in enumerate(row)
-                    if a.op.gives_input_grad
-                    and (a.stage, a.microbatch) == (action.stage, action.microbatch)
-                )
-
-                def swap(rows, rank=rank, at=at, other=other):
-                    rows[rank][at], rows[rank][other] = rows[rank][other], rows[rank][at]
-
-                with pytest.raises(ScheduleError, match="runs before"):
-                    validate(edited(built, swap))
 
 
 def can_run(built):
@@ -175,8 +158,7 @@ def test_error_shows_the_place_with_an_arrow():
         validate(built)
     text = str(error.value)
     assert "rank 1, position 0: 1B0 runs before 1F0" in text
-    assert "rank 0" in text
-    assert "-> 1B0" in text
+    assert text.splitlines()[1] == "  rank 1: -> 1B0 1F0 1F1 1B1 (end)"
 
 
 def test_deadlock_names_every_waiting_rank():
@@ -232,7 +214,7 @@ def test_simulation_refuses_a_broken_schedule():
 def test_a_file_of_ones_own_is_refused_with_its_row():
     """Every kind of mistake in a file has one message, with the row and an arrow."""
     rows = build_schedule("zb-v", num_ranks=2, num_chunks=2, num_microbatches=4)
-    rows = [line.split(",") for line in rows.with_communication().to_csv().splitlines()]
+    rows = [line.split(",") for line in with_transfers(rows).to_csv().splitlines()]
 
     def refused(edit, match, **slots):
         changed = [list(row) for row in rows]

@@ -133,40 +133,18 @@ def test_all_wrong_values_are_named_at_once(small: Path) -> None:
     ("override", "error", "parts"),
     [
         ("model.num_layers=6", TopologyError, ["num_layers is 6", "4 stages", "4 or 8"]),
-        ("model.num_layers=3", TopologyError, ["num_layers is 3", "make it 4, or"]),
         ("model.hidden_size=66", ConfigError, ["hidden_size is 66", "num_attention_heads=4"]),
-        ("model.hidden_size=68", ConfigError, ["hidden_size is 68", "a head has 17"]),
         ("model.vocab_size=200", ConfigError, ["vocab_size is 200", "257"]),
         (
             "model.recompute_granularity=selective; model.recompute_modules=[mlp]",
             ConfigError,
             ["recompute_modules is [mlp]", "model.swiglu=true"],
         ),
-        (
-            "model.recompute_granularity=selective; model.recompute_modules=[]",
-            ConfigError,
-            ["with model.recompute_modules=[]", "would recompute nothing"],
-        ),
         ("device=cpu; model.fp8=hybrid", ConfigError, ["model.fp8 is hybrid", "device=cuda"]),
-        (
-            "device=cuda; model.fp8=e4m3; model.ffn_hidden_size=120",
-            ConfigError,
-            ["model.ffn_hidden_size is 120", "multiple of 16"],
-        ),
         (
             "pipeline.sequence_parallel=true",
             TopologyError,
             ["tensor_model_parallel_size=1", "make the latter 2 or more"],
-        ),
-        (
-            "device=cpu; pipeline.sequence_parallel=true; pipeline.tensor_model_parallel_size=2",
-            ConfigError,
-            ["pipeline.sequence_parallel is true", "local layers refuse"],
-        ),
-        (
-            "model.layer_spec=local; pipeline.context_parallel_size=2",
-            ConfigError,
-            ["pipeline.context_parallel_size is 2", "model.layer_spec=transformer_engine"],
         ),
         (
             "device=cuda; pipeline.context_parallel_size=2; model.seq_length=18",
@@ -177,26 +155,6 @@ def test_all_wrong_values_are_named_at_once(small: Path) -> None:
         ("train.num_microbatches=[4,3]", TopologyError, ["num_microbatches[1] is 3", "2 or 4"]),
         ("train.num_microbatches=[1]", TopologyError, ["smaller than a microbatch group of 2"]),
         ("pipeline.pipeline_model_parallel_size=1", TopologyError, ["no pipeline to interleave"]),
-        (
-            "pipeline.tensor_model_parallel_size=3",
-            TopologyError,
-            ["num_attention_heads is 4", "not divisible by the latter"],
-        ),
-        (
-            "pipeline.microbatch_group_size_per_vp_stage=1",
-            TopologyError,
-            ["stage is 1", "would deadlock"],
-        ),
-        (
-            "packing.max_packed_seqs=1",
-            ConfigError,
-            ["max_packed_seqs is 1", "or 0 for no packed sequences"],
-        ),
-        (
-            "packing.max_packed_seqs=8; packing.max_packed_tokens=3000000000",
-            ConfigError,
-            ["max_packed_tokens=3000000000", "2147483647"],
-        ),
         (
             (
                 "packing.max_packed_seqs=8; train.micro_batch_size=1; model.layer_spec=a.b:c; "
@@ -216,11 +174,6 @@ def test_all_wrong_values_are_named_at_once(small: Path) -> None:
             "packing.max_packed_seqs=8; train.micro_batch_size=2",
             ConfigError,
             ["train.micro_batch_size is 2"],
-        ),
-        (
-            "packing.max_packed_seqs=8; train.micro_batch_size=1; model.layer_spec=local",
-            ConfigError,
-            ["model.layer_spec is local", "does not support packed sequences"],
         ),
     ],
 )

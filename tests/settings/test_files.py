@@ -87,14 +87,6 @@ def test_a_bad_file_is_named_with_the_place(
     assert len(message) < 3000
 
 
-def test_a_file_of_another_kind_gives_a_short_message(tmp_path: Path) -> None:
-    path = tmp_path / "bad.yaml"
-    path.write_text("\n".join(f"key{i}: {i}" for i in range(15_000)))
-    with pytest.raises(ConfigError, match=r"\.\.\. and 14982 more") as error:
-        load_config(path)
-    assert str(error.value).count("\n") == 21
-
-
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     for path, part in {
         str(tmp_path): "Is a directory",

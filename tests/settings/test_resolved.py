@@ -55,10 +55,3 @@ def test_what_others_decide_is_written_out() -> None:
     assert resolved(_config()).pipeline.virtual_pipeline_model_parallel_size == 1
     assert resolved(_config()).packing.max_packed_tokens is None
     assert resolved(_config()).moe.moe_ffn_hidden_size is None
-
-
-def test_layers_that_the_machine_decides_stay_open() -> None:
-    config = config_from_mapping(
-        {**yaml.safe_load(to_yaml(_config())), "device": "auto"}, source="test"
-    )
-    assert resolved(config).model.layer_spec == "auto"

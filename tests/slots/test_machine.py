@@ -152,7 +152,7 @@ def steps(draw):
     num_ranks = draw(st.integers(2 if num_chunks > 1 else 1, 5))
     group_size = draw(st.integers(num_ranks, 2 * num_ranks)) if family.interleaves else None
     sizes = {"num_ranks": num_ranks, "num_chunks": num_chunks, "group_size": group_size}
-    counts = legal_counts(4 * (group_size or num_ranks), **sizes, schedule=name)
+    counts = legal_counts(**sizes, schedule=name).up_to(4 * (group_size or num_ranks))
     chosen = draw(st.lists(st.sampled_from(counts), min_size=1, max_size=4))
     return name, sizes, draw(st.integers(0, num_ranks - 1)), chosen
 
@@ -189,7 +189,7 @@ def test_planned_slots_carry_every_legal_step(case):
 def test_one_slot_less_is_not_enough(case, rng):
     name, sizes, rank, _ = case
     most = 4 * (sizes["group_size"] or sizes["num_ranks"]) - 1
-    most = max(legal_counts(most, **sizes, schedule=name))
+    most = max(legal_counts(**sizes, schedule=name).up_to(most))
     plan = plan_slots(**sizes, rank=rank, schedule=name, max_num_microbatches=most)
     chunk = rng.randrange(len(plan.slots_per_chunk))
     slots = list(plan.slots_per_chunk)
@@ -199,7 +199,7 @@ def test_one_slot_less_is_not_enough(case, rng):
     machine = SlotMachine(slots, "rank 0")
 
     def drive_all():
-        for count in legal_counts(most, **sizes, schedule=name):
+        for count in legal_counts(**sizes, schedule=name).up_to(most):
             drive(machine, build_schedule(name, **sizes, num_microbatches=count), rank)
 
     with pytest.raises(SlotError, match="are in use"):

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from context_sizes import ForcedSizes
 from gathering import Gather
 from torch import nn
 
@@ -26,7 +27,7 @@ from chunkgraph.megatron.features.packing.bank import PackedBank
 from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.megatron.features.packing.steps import StepPlans
 from chunkgraph.megatron.step import StepInputs, StepPlan
-from chunkgraph.packing import ContextLimits, ForcedSizes, SmallestSizes, schedule_contexts
+from chunkgraph.packing import ContextLimits, SmallestSizes, schedule_contexts
 
 WIDTH, ROWS, NUM_CHUNKS = 6, 8, 2
 

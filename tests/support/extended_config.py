@@ -97,8 +97,9 @@ def _extend_train(undo: ExitStack, values: dict[str, Any]) -> None:
 
 
 def _extend_packing(undo: ExitStack, values: dict[str, Any]) -> None:
+    from context_sizes import RandomSizes
+
     from chunkgraph.megatron.features.packing.banks import PackedBanks
-    from chunkgraph.packing import RandomSizes
     from chunkgraph.trainer import batches
 
     if values.pop("context_parallel_schedule", "smallest") == "random":

@@ -97,8 +97,9 @@ def main(script: str) -> None:
 
 def choose_sizes_at_random() -> None:
     """Let groups of all sizes have microbatches, also where a smaller size would do."""
+    from context_sizes import RandomSizes
+
     from chunkgraph.launch import packed_steps
-    from chunkgraph.packing import RandomSizes
 
     schedule = packed_steps.schedule_contexts
 

@@ -24,9 +24,8 @@ from torch.utils._python_dispatch import (
 )
 
 from chunkgraph.errors import CaptureError, ChunkGraphError
-from chunkgraph.graphs.addresses import AddressRange, AddressRanges
-from chunkgraph.graphs.allocations import AllocationLog, NoAllocations
-from chunkgraph.graphs.contract import Pool
+from chunkgraph.graphs.addresses import AddressRange
+from chunkgraph.graphs.contract import GraphBackend, Pool
 from chunkgraph.graphs.failure import capture_failure, current_location
 from chunkgraph.graphs.operators import (
     draws,
@@ -101,7 +100,7 @@ def _recording() -> _RecordingMode | None:
     return next((mode for mode in modes if isinstance(mode, _RecordingMode)), None)
 
 
-class RecorderBackend:
+class RecorderBackend(GraphBackend):
     """Capture and replay on the CPU; the module's docstring lists what is modelled.
 
     Args:
@@ -161,11 +160,6 @@ class RecorderBackend:
             mode.restore()
 
     @contextmanager
-    def on_capture_stream(self) -> Iterator[None]:
-        """Do nothing: there is one stream."""
-        yield
-
-    @contextmanager
     def preserve_random_state(self, generators: Sequence[torch.Generator] = ()) -> Iterator[None]:
         """Draw from a copy of the default generator, which other threads do not see."""
         with (
@@ -175,21 +169,6 @@ class RecorderBackend:
             PrivateDraws(),
         ):
             yield
-
-    def release_cached_memory(self) -> None:
-        """Do nothing: there is no cache."""
-
-    def take_workspaces(self) -> None:
-        """Do nothing: there are no workspaces."""
-
-    def allocated_bytes(self) -> int:
-        """Return 0: host memory is not counted."""
-        return 0
-
-    @contextmanager
-    def observe_allocations(self) -> Iterator[AllocationLog]:
-        """Observe nothing: host memory is not counted."""
-        yield NoAllocations()
 
     def free_bytes(self) -> int | None:
         """Return the rest of the limit; None without a limit."""
@@ -205,14 +184,6 @@ class RecorderBackend:
                 f"is {(self._limit_bytes or 0) / 2**20:.2f} MiB, of which {free / 2**20:.2f} MiB "
                 "is free."
             )
-
-    def synchronize(self) -> None:
-        """Do nothing: all work is synchronous."""
-
-    def raw(self, tensor: torch.Tensor) -> AddressRanges:
-        """Return the addresses of the storage of ``tensor``."""
-        storage = tensor.untyped_storage()
-        return AddressRanges([(storage.data_ptr(), storage.data_ptr() + storage.nbytes())])
 
 
 class _RecordingMode(TorchDispatchMode):

@@ -18,6 +18,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from chunkgraph.graphs.addresses import AddressRanges
+from chunkgraph.graphs.contract import Pool
 
 __all__ = ["SimulatedPool"]
 
@@ -35,7 +36,7 @@ class _Block(weakref.ref[np.ndarray]):
     num_bytes: int
 
 
-class SimulatedPool:
+class SimulatedPool(Pool):
     """One pool of segments with a best-fit free list.
 
     Args:
@@ -45,8 +46,9 @@ class SimulatedPool:
 
     def __init__(self, label: str, take_segment: Callable[[int], None] | None = None) -> None:
         self.label = label
+        self.device = torch.device("cpu")
         self._take_segment = take_segment
-        self.num_allocations = 0
+        self._num_allocations = 0
         self._segments: list[tuple[int, np.ndarray]] = []
         self._free: list[tuple[int, int]] = []  # (num_bytes, start), sorted: best fit first
         self._used: dict[int, _Block] = {}  # by start
@@ -56,9 +58,9 @@ class SimulatedPool:
         self._dead: deque[_Block] = deque()
 
     @property
-    def reserved_bytes(self) -> int:
-        """Return the bytes of all segments."""
-        return sum(segment.nbytes for _, segment in self._segments)
+    def num_allocations(self) -> int:
+        """See `Pool.num_allocations`."""
+        return self._num_allocations
 
     def reserve(self, num_bytes: int) -> None:
         """Add one free segment of this size, for later captures."""
@@ -76,7 +78,7 @@ class SimulatedPool:
         """
         size = -(-num_bytes // ROUND_BYTES) * ROUND_BYTES
         start = self._take(size)
-        self.num_allocations += 1
+        self._num_allocations += 1
         owner = self._bytes_at(start, num_bytes)
         storage = torch.frombuffer(owner, dtype=torch.uint8).untyped_storage()
         # The storage keeps `owner` alive, so both are freed together.
@@ -112,11 +114,6 @@ class SimulatedPool:
     def reserved(self) -> AddressRanges:
         """Return the addresses of all segments."""
         return AddressRanges((base, base + seg.nbytes) for base, seg in self._segments)
-
-    def poison(self) -> None:
-        """Fill every segment with 0xFF bytes: NaN in every floating dtype, -1 in integers."""
-        for _, segment in self._segments:
-            segment.fill(0xFF)
 
     def _segment_of(self, address: int) -> tuple[int, np.ndarray]:
         return next((b, seg) for b, seg in self._segments if b <= address < b + seg.nbytes)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from .layers import EXOTIC, NESTING, PLAIN
@@ -309,65 +309,3 @@ def _step(choose: Choose, exotic: bool) -> Step:
         after=between((0, 0, 0, 1)),
         updates=choose((True, True, True, False)),
     )
-
-
-def reduced(
-    program: Program, still_fails: Callable[[Program], bool], max_tries: int = 400
-) -> Program:
-    """Return the simplest program, of those tried, that fails in the same way."""
-    tries = 0
-    while True:
-        for simpler in _simpler(program):
-            tries += 1
-            if tries > max_tries:
-                return program
-            if still_fails(simpler):
-                program = simpler
-                break
-        else:
-            return program
-
-
-def _simpler(value: Any) -> Iterator[Any]:
-    """Yield values that are simpler by one change, the much simpler ones first."""
-    if isinstance(value, tuple):
-        for i in range(len(value)):
-            yield value[:i] + value[i + 1 :]
-        for i, item in enumerate(value):
-            for simpler in _simpler(item):
-                yield (*value[:i], simpler, *value[i + 1 :])
-        return
-    if isinstance(value, int) and not isinstance(value, bool) and value > 1:
-        yield 1
-        yield value // 2
-        yield value - 1
-        return
-    if not isinstance(value, (Program, Step, ChunkSpec, Action)):
-        return
-    default = type(value)() if not isinstance(value, Action) else value
-    for field in fields(value):
-        now, simplest = getattr(value, field.name), getattr(default, field.name)
-        if field.name not in ("chunks", "steps", "num_slots", "layers") and now != simplest:
-            yield replace(value, **{field.name: simplest})
-    if isinstance(value, Program):
-        for c in range(len(value.chunks) if len(value.chunks) > 1 else 0):
-            yield replace(
-                value,
-                chunks=value.chunks[:c] + value.chunks[c + 1 :],
-                num_slots=value.num_slots[:c] + value.num_slots[c + 1 :],
-            )
-    for field in fields(value):
-        for simpler in _simpler(getattr(value, field.name)):
-            if simpler == () and field.name in ("chunks", "steps", "layers"):
-                continue
-            is_by_chunk = isinstance(value, Program) and field.name in ("chunks", "num_slots")
-            if is_by_chunk and len(simpler) != len(getattr(value, field.name)):
-                continue
-            yield replace(value, **{field.name: simpler})
-    if isinstance(value, ChunkSpec):
-        for i, layer in enumerate(value.layers):
-            if ":" in layer:
-                inner = layer.partition(":")[2]
-                yield replace(value, layers=(*value.layers[:i], inner, *value.layers[i + 1 :]))
-            elif layer != "linear":
-                yield replace(value, layers=(*value.layers[:i], "linear", *value.layers[i + 1 :]))

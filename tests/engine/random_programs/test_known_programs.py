@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
-from chunkgraph.errors import ReplayMismatchError, VerifyError
-
 from .programs import Action, ChunkSpec, Program, Step
-from .verdicts import compare, run
+from .verdicts import compare
 
 ONCE = Step()
 
@@ -28,11 +24,6 @@ def _before(name: str) -> Program:
     return _of(*layers, steps=(ONCE, ONCE, Step(before=(name,)), ONCE))
 
 
-def _elsewhere(name: str) -> Program:
-    steps = (ONCE, ONCE, Step(before=(name,)), ONCE)
-    return _of("linear", "elsewhere", steps=steps, verify="shadow")
-
-
 SEVERAL = ChunkSpec(form="tuple", extras=("head!", "metric!"))
 
 PROGRAMS = {
@@ -41,10 +32,7 @@ PROGRAMS = {
     ),
     "gradients_layout_is_that_of_eager": _of("batch_norm_eval"),
     "running_statistics_after_a_session": _of("batch_norm"),
-    "masks_of_a_recomputation": _of("checkpoint:dropout"),
-    "masks_of_a_reentrant_recomputation": _of("reentrant:dropout"),
     "lstm": _of("lstm"),
-    "a_constant_of_the_host": _of("host_constant"),
     "shadow_and_running_statistics": _of("batch_norm", verify="shadow"),
     "shadow_and_an_expanded_gradient": Program(
         chunks=(ChunkSpec(("group_norm", "batch_norm_eval"), form="list", extras=("norm!",)),),
@@ -109,22 +97,9 @@ PROGRAMS = {
     "losses_that_are_kept": _of("linear", loss="inside", steps=(ONCE, Step(4), ONCE)),
     "gradients_that_are_kept": _before("keep_grads"),
     "gradients_that_are_flat": _before("flat_grads"),
-    "gradients_that_are_dropped": _inside("zero_to_none", SEVERAL, at=3),
-    "an_output_that_the_loss_skips_once": _inside("skip_extras", SEVERAL),
-    "autocast_in_the_backward": _inside("autocast_backward", SEVERAL),
-    "other_strides": _inside("other_strides", SEVERAL),
-    "a_frozen_parameter": _before("freeze"),
     "a_frozen_parameter_captured_again": _before("freeze+release"),
-    "a_replaced_layer": _before("replace_layer"),
     "a_replaced_layer_captured_again": _before("replace_layer+release"),
     "a_replaced_parameter_captured_again": _before("replace_parameter+release"),
-    "transposed_data": _before("main_data_transposed"),
-    "a_hook_on_a_parameter": _before("add_hook"),
-    "gradients_of_inputs_alone": _of("linear", steps=(ONCE, Step(backward="inputs"))),
-    "gradients_that_are_returned": _of("linear", steps=(ONCE, Step(backward="grad"))),
-    "one_backward_of_two_losses": _of(
-        "linear", steps=(ONCE, Step(6, order="unordered", backward="sum")), num_slots=(2,)
-    ),
     "state_in_an_attribute": _of("state"),
     "a_parameter_that_the_forward_updates": _of("decay"),
     "attention_that_runs_without_gradients": _of("eval:reentrant:attention"),
@@ -135,10 +110,6 @@ PROGRAMS = {
     "chunks_that_are_joined": Program(
         chunks=(ChunkSpec(), ChunkSpec()), num_slots=(1, 1), links="joined"
     ),
-    "a_hook_on_a_layer_after_the_capture": _before("add_forward_hook"),
-    "another_dropout_probability": _before("anneal"),
-    "another_epsilon": _before("change_epsilon"),
-    "create_graph": _inside("create_graph", SEVERAL, at=2),
     "kept_gradients_and_reentrant_checkpoints": _of(
         "twice:reentrant:gate", steps=(ONCE, Step(2, zero="in place", before=("keep_grads",)))
     ),
@@ -190,59 +161,14 @@ PROGRAMS = {
 }
 
 
-UNSEEN = {
-    "another_temperature": _elsewhere("change_temperature"),
-    "another_mask_in_a_list": _elsewhere("replace_mask"),
-    "another_tensor_in_a_closure": _elsewhere("replace_shift"),
-    "another_mode_inside_a_step": replace(
-        _inside("eval_part", ChunkSpec(("linear", "dropout"))), verify="shadow"
-    ),
+REFUSED = {
+    "a_parameter_that_is_returned",
+    "chunks_that_share_a_cast",
+    "an_encoder_that_runs_without_gradients_under_autocast",
 }
-"""Programs that the contract forbids, and that no check of a step sees."""
-
-
-@pytest.mark.parametrize("name", UNSEEN)
-def test_a_program_that_the_contract_forbids_is_found_by_shadow(name: str) -> None:
-    world, error = run(UNSEEN[name], uses_graphs=True)
-    # The recorder notices memory that was freed, before shadow compares.
-    assert isinstance(error, (VerifyError, ReplayMismatchError)), error
-    assert world.num_replays > 0
-    assert run(UNSEEN[name], uses_graphs=False)[1] is None
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_that_once_differed_is_equal_or_refused(name: str) -> None:
     verdict = compare(PROGRAMS[name])
-    assert verdict.kind in ("equal", "refused"), verdict.why
-
-
-# No misuse, and supporting it costs nothing.
-@pytest.mark.parametrize(
-    "name",
-    [
-        "an_output_without_gradient",
-        "gradients_layout_is_that_of_eager",
-        "running_statistics_after_a_session",
-        "lstm",
-        "a_constant_of_the_host",
-        "shadow_and_running_statistics",
-        "outputs_that_are_kept",
-        "views_that_are_kept",
-        "losses_that_are_kept",
-        "gradients_that_are_kept",
-        "gradients_that_are_flat",
-        "gradients_that_are_dropped",
-        "a_frozen_parameter_captured_again",
-        "a_replaced_layer_captured_again",
-        "a_replaced_parameter_captured_again",
-        "attention_that_runs_without_gradients",
-        "an_encoder_that_runs_without_gradients",
-        "chunks_that_are_joined",
-        "a_warmup_step_that_is_interrupted_before_its_backward",
-        "a_warmup_step_without_backward",
-    ],
-)
-def test_a_program_that_once_differed_is_replayed_and_equal(name: str) -> None:
-    verdict = compare(PROGRAMS[name])
-    assert verdict.kind == "equal", verdict.why
-    assert verdict.num_replays > 0
+    assert verdict.kind == ("refused" if name in REFUSED else "equal"), verdict.why

@@ -5,7 +5,6 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -22,7 +21,6 @@ from split_models import (
 from torch import nn
 from toys import add_to_main_grads
 
-from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs
 from chunkgraph.errors import CaptureError
 from chunkgraph.graphs import GraphBackend, RecorderBackend
 
@@ -150,36 +148,3 @@ def test_a_delaying_module_that_runs_twice_is_refused() -> None:
     graphs = as_split(nn.Sequential(layer, layer), backend)
     with pytest.raises(CaptureError, match="more than once in a forward"):
         graphs.capture([inputs_of(backend.device, 1)[0]])
-
-
-def test_a_chunk_without_an_input_half_reserves_what_a_whole_backward_needs(
-    backend: GraphBackend,
-) -> None:
-    """Warm-up passes, which measure it, delay nothing, so they hold one module's gradient."""
-
-    class Deep(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(Delaying() for _ in range(16))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for layer in self.layers:
-                x = layer(x).tanh()
-            return x
-
-    scratch_bytes = []
-    for kind in ("whole", "split"):
-        module = Deep().to(backend.device)
-        stores = [layer.wgrad_store for layer in module.layers]  # type: ignore[union-attr]
-        if kind == "whole":
-            for store in stores:
-                store.disable_delay_wgrad_compute()  # type: ignore[union-attr, operator]
-        chunk = Chunk.from_module(module, "chunk", backward=kind)  # type: ignore[arg-type]
-        options = CaptureOptions()
-        graphs = ChunkGraphs([chunk], 2, backend=backend, options=options)
-        with mock.patch.object(queue.Queue, "put") as put:
-            graphs.capture([torch.randn(2, 20_000, WIDTH, device=backend.device)])
-        assert not put.called
-        scratch_bytes.append(graphs._captured.report.scratch_bytes)
-        graphs.release()
-    assert 0 < scratch_bytes[1] < 1.5 * scratch_bytes[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -14,7 +13,6 @@ from split_models import (
     WIDTH,
     Block,
     Unseen,
-    UnseenBeforeBias,
     as_split,
     assert_equal,
     gradients,
@@ -24,7 +22,6 @@ from split_models import (
     run_split,
 )
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from toys import Apply
 
 from chunkgraph.engine import Chunk, ChunkGraphs
@@ -262,21 +259,6 @@ def unseen_before_head() -> nn.Module:
     return Apply(lambda m, x: m.head(Unseen.apply(m.first(x))).tanh(), **layers)
 
 
-class UnseenRecomputed(UnseenBeforeBias):
-    """The backward itself builds the autograd graph."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = checkpoint(super().forward, x, use_reentrant=True)
-        return y.tanh()
-
-
-class UnseenOfWeight(nn.Linear):
-    """Only a weight passes through the unseen kernel."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ Unseen.apply(self.weight).t()
-
-
 class Hooked(nn.Linear):
     """A hook reads the gradient of a transposed weight by its address."""
 
@@ -300,8 +282,6 @@ def with_main_grad() -> nn.Module:
         Stashed,  # memory that every forward writes is read in the input half
         scratched,  # as is memory that every backward writes
         unseen_before_head,  # what an unseen kernel reads is not deferred
-        UnseenRecomputed,
-        lambda: UnseenOfWeight(WIDTH, WIDTH, bias=False),
     ],
 )
 def test_what_the_weight_half_would_read_too_late_is_read_in_time(
@@ -349,18 +329,6 @@ def test_the_end_of_a_backward_is_that_of_the_input_half() -> None:
         graphs.weights.run(0)
         graphs.weights.run(0)
         assert ends.item() == before + 1
-
-
-def test_gradients_are_added_by_the_weight_half() -> None:
-    backend = RecorderBackend()
-    module, x = Block(), inputs_of(backend.device, 1)[0]
-    graphs = as_split(module, backend)
-    graphs.capture([x])
-    with graphs.step(1):
-        backward(graphs, x)
-        assert all(p.grad is None for p in module.parameters())
-        graphs.weights.run(0)
-        assert all(p.grad is not None for p in module.parameters())
 
 
 def test_numbers_and_ranges_know_the_halves() -> None:
@@ -416,28 +384,6 @@ def test_gradients_may_be_cleared_between_the_halves() -> None:
         backward(graphs, second)
         module.zero_grad()
         graphs.weights.run(0)
-    assert_equal(gradients(module), gradients(eager))
-
-
-class ReturnsItsWeight(nn.Linear):
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        y = super().forward(x)
-        return y.square().sum(-1), y.square(), self.weight
-
-
-def test_eager_steps_skip_outputs_that_the_loss_skips() -> None:
-    """In a warmup step, with a returned parameter."""
-    x = inputs_of(torch.device("cpu"), 1)[0]
-
-    def train(call: Callable[..., Any]) -> None:
-        _, y, weight = call(x.detach().requires_grad_())
-        (y.sum() + weight.square().sum()).backward()
-
-    eager = ReturnsItsWeight(WIDTH, WIDTH)
-    module = copy.deepcopy(eager)
-    graphs = as_split(module, RecorderBackend())
-    train(eager)
-    step(graphs, partial(train, graphs.callables[0]), partial(graphs.weights.run, 0))
     assert_equal(gradients(module), gradients(eager))
 
 

@@ -1,0 +1,240 @@
+"""Draw a simulated schedule as an SVG picture, without any plotting library.
+
+A box is an action. Its colour is its slot, lighter for later chunks; a bar below the boxes joins
+the forward of a microbatch with the backward that frees the slot.
+"""
+
+from __future__ import annotations
+
+import colorsys
+import html
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from chunkgraph.schedules.action import Op
+from chunkgraph.schedules.simulate import Simulation, Span
+
+__all__ = ["colour_of", "draw_svg"]
+
+_HUES = (0.58, 0.08, 0.36, 0.92, 0.14, 0.74, 0.48, 0.02)
+"""Of slots, in their order; neighbours differ for colour-blind readers too."""
+_NAMES = {
+    Op.F: "F forward",
+    Op.B: "B backward",
+    Op.I: "I input gradient",
+    Op.W: "W weight gradient",
+}
+_FONT = "font-family='DejaVu Sans, Verdana, Arial, sans-serif'"
+_MARGIN = 16.0
+_RANK_LABEL_WIDTH = 58.0
+_BOX_HEIGHT = 34.0
+_LANE_HEIGHT = 5.0
+_ROW_GAP = 10.0
+_HEADER_HEIGHT = 104.0
+_FOOTER_HEIGHT = 30.0
+_TITLE_SIZE, _TEXT_SIZE, _ACTION_SIZE, _DETAIL_SIZE = 15.0, 11.0, 12.0, 8.5
+# Width of one character over the font size, a little more than the fonts above need.
+_EM = 0.66
+_Slots = Mapping[tuple[int, int], int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Picture:
+    """What is drawn and where.
+
+    Attributes:
+        simulation: The timeline.
+        slots: Slot of every (stage, microbatch).
+        px_per_ms: Horizontal scale.
+        lanes: For every rank, the number of the bar of each (chunk, slot).
+    """
+
+    simulation: Simulation
+    slots: _Slots
+    px_per_ms: float
+    lanes: Sequence[Mapping[tuple[int, int], int]]
+
+    @property
+    def left(self) -> float:
+        return _MARGIN + _RANK_LABEL_WIDTH
+
+    def x(self, ms: float) -> float:
+        return self.left + ms * self.px_per_ms
+
+    def row_height(self, rank: int) -> float:
+        return _BOX_HEIGHT + _LANE_HEIGHT * len(self.lanes[rank]) + _ROW_GAP
+
+    @property
+    def height(self) -> float:
+        return _HEADER_HEIGHT + sum(map(self.row_height, range(len(self.lanes)))) + _FOOTER_HEIGHT
+
+    def key_of(self, span: Span) -> tuple[int, int]:
+        """Return the chunk and the slot of an action."""
+        action = span.action
+        chunk = self.simulation.schedule.chunk_of(action.stage)
+        return chunk, self.slots[action.stage, action.microbatch]
+
+    def fill_of(self, span: Span) -> str:
+        return colour_of(*self.key_of(span), self.simulation.schedule.num_chunks)
+
+    def texts_of(self, span: Span) -> tuple[str, str]:
+        """Return the large and the small text of a box."""
+        chunk, slot = self.key_of(span)
+        has_chunks = self.simulation.schedule.num_chunks > 1
+        small = f"c{chunk} s{slot}" if has_chunks else f"s{slot}"
+        return f"{span.action.op.value}{span.action.microbatch}", small
+
+
+def colour_of(chunk: int, slot: int, num_chunks: int) -> str:
+    """Return the colour of a slot: the hue is the slot's, the shade the chunk's."""
+    hue = _HUES[slot % len(_HUES)]
+    lightness = 0.62 + 0.24 * chunk / max(1, num_chunks - 1) if num_chunks > 1 else 0.72
+    saturation = 0.62 if slot < len(_HUES) else 0.34
+    channels = colorsys.hls_to_rgb(hue, lightness, saturation)
+    return "#" + "".join(f"{round(255 * channel):02x}" for channel in channels)
+
+
+def draw_svg(simulation: Simulation, *, slots: _Slots) -> str:
+    """Draw a timeline: a row per rank, a box per action with microbatch, chunk and slot.
+
+    Args:
+        simulation: The timeline.
+        slots: Slot of every (stage, microbatch).
+
+    Returns:
+        A complete SVG document, as wide as the step is long.
+    """
+    picture = _picture(simulation, slots)
+    heading = _title(simulation)
+    legend, legend_width = _legend(picture)
+    width = max(
+        picture.x(simulation.makespan_ms) + _MARGIN,
+        2 * _MARGIN + len(heading) * _TITLE_SIZE * _EM,
+        legend_width + _MARGIN,
+    )
+    size = f"width='{width:.0f}' height='{picture.height:.0f}'"
+    view = f"viewBox='0 0 {width:.0f} {picture.height:.0f}'"
+    parts = [
+        f"<svg xmlns='http://www.w3.org/2000/svg' {size} {view} {_FONT}>",
+        f"<title>{html.escape(heading, quote=False)}</title>",
+        f"<rect {size} fill='white'/>",
+        _text(_MARGIN, 25.0, heading, _TITLE_SIZE, weight="bold"),
+        *legend,
+    ]
+    y = _HEADER_HEIGHT
+    for rank in range(len(picture.lanes)):
+        parts.extend(_row(picture, rank, y))
+        y += picture.row_height(rank)
+    parts += [*_axis(picture, y), "</svg>\n"]
+    return "\n".join(parts)
+
+
+def _picture(simulation: Simulation, slots: _Slots) -> _Picture:
+    costs = simulation.costs
+    flat = _Picture(simulation, slots, 1.0, ())
+    spans = [span for of_rank in simulation.spans for span in of_rank]
+    # Boxes of the shortest action hold the longest label.
+    unit_ms = min((costs[s.action.stage].duration_ms(s.action.op) for s in spans), default=1.0)
+    widest = max((_width_of(flat.texts_of(span)) for span in spans), default=0.0)
+    lanes = []
+    for of_rank in simulation.spans:
+        keys = sorted({flat.key_of(span) for span in of_rank})
+        lanes.append({key: lane for lane, key in enumerate(keys)})
+    return _Picture(simulation, slots, (widest + 5.0) / unit_ms, lanes)
+
+
+def _title(simulation: Simulation) -> str:
+    schedule = simulation.schedule
+    chunks = f", {schedule.num_chunks} chunks each" if schedule.num_chunks > 1 else ""
+    ranks = "1 rank" if schedule.num_ranks == 1 else f"{schedule.num_ranks} ranks"
+    count = schedule.num_microbatches
+    return f"{schedule.name}: {ranks}{chunks}, {count} microbatch{'es' if count != 1 else ''}"
+
+
+def _width_of(texts: tuple[str, str]) -> float:
+    large, small = texts
+    return max(len(large) * _ACTION_SIZE * _EM, len(small) * _DETAIL_SIZE * _EM)
+
+
+def _row(picture: _Picture, rank: int, y: float) -> Iterator[str]:
+    label_y = y + _BOX_HEIGHT / 2 + _TEXT_SIZE * 0.36
+    yield _text(picture.left - 8.0, label_y, f"rank {rank}", _TEXT_SIZE, anchor="end")
+    spans = picture.simulation.spans[rank]
+    for span in spans:
+        x, end = picture.x(span.start_ms), picture.x(span.end_ms)
+        yield from _box(x, y, end - x, picture.fill_of(span), picture.texts_of(span))
+    begins: dict[tuple[int, int], float] = {}
+    for span in spans:
+        key = picture.key_of(span)
+        if span.action.op is Op.F:
+            begins[key] = picture.x(span.start_ms)
+        elif span.action.op.ends_lifetime:
+            bar_y = y + _BOX_HEIGHT + 1.5 + _LANE_HEIGHT * picture.lanes[rank][key]
+            end = picture.x(span.end_ms)
+            yield _bar(begins[key] + 1.0, bar_y, end - begins[key] - 2.0, picture.fill_of(span))
+
+
+def _box(x: float, y: float, width: float, fill: str, texts: tuple[str, str]) -> Iterator[str]:
+    yield (
+        f"<rect class='action' x='{x:.1f}' y='{y:.1f}' width='{width:.1f}' "
+        f"height='{_BOX_HEIGHT:.1f}' fill='{fill}' stroke='#444' stroke-width='0.7'/>"
+    )
+    large, small = texts
+    centre = x + width / 2
+    yield _text(centre, y + _BOX_HEIGHT / 2 - 1.0, large, _ACTION_SIZE, anchor="middle")
+    small_y = y + _BOX_HEIGHT - 6.5
+    yield _text(centre, small_y, small, _DETAIL_SIZE, anchor="middle", colour="#222")
+
+
+def _bar(x: float, y: float, width: float, fill: str) -> str:
+    return (
+        f"<rect class='slot' x='{x:.1f}' y='{y:.1f}' width='{width:.1f}' "
+        f"height='{_LANE_HEIGHT - 2:.1f}' rx='1.5' fill='{fill}'/>"
+    )
+
+
+def _axis(picture: _Picture, y: float) -> Iterator[str]:
+    makespan, bottom = picture.simulation.makespan_ms, y - _ROW_GAP / 2
+    right = picture.x(makespan)
+    yield (
+        f"<path d='M{picture.left:.1f} {_HEADER_HEIGHT:.1f}V{bottom:.1f}H{right:.1f}' fill='none' "
+        "stroke='#999' stroke-width='1'/>"
+    )
+    yield _text(picture.left, bottom + 15.0, "time 0", 9.5, colour="#666")
+    yield _text(right, bottom + 15.0, f"{makespan:g}", 9.5, colour="#666", anchor="end")
+
+
+def _legend(picture: _Picture) -> tuple[list[str], float]:
+    """Draw a labelled box, the meaning of the colours and the operations; return its right end."""
+    schedule, y = picture.simulation.schedule, 40.0
+    has_chunks = schedule.num_chunks > 1
+    fill = colour_of(1 if has_chunks else 0, 0, schedule.num_chunks)
+    parts = list(_box(_MARGIN, y, 44.0, fill, ("F2", "c1 s0" if has_chunks else "s0")))
+    parts.append(_bar(_MARGIN, y + _BOX_HEIGHT + 3.0, 44.0, fill))
+    x = _MARGIN + 52.0
+    chunk, shade = (", chunk 1", ", a shade is a chunk") if has_chunks else ("", "")
+    lines = [
+        f"forward of microbatch 2{chunk}, slot 0",
+        f"A colour is a slot{shade}. The bar below: from its forward to its release.",
+    ]
+    present = [op for op in _NAMES if any(action.op is op for _, action in schedule)]
+    lines.append(f"{', '.join(_NAMES[op] for op in present)}. White: idle.")
+    for number, line in enumerate(lines):
+        parts.append(_text(x, y + 10.0 + 15.0 * number, line, _TEXT_SIZE, colour="#333"))
+    return parts, x + max(map(len, lines)) * _TEXT_SIZE * _EM
+
+
+def _text(
+    x: float,
+    y: float,
+    text: str,
+    size: float,
+    *,
+    anchor: str = "start",
+    colour: str = "#111",
+    weight: str = "normal",
+) -> str:
+    return (
+        f"<text x='{x:.1f}' y='{y:.1f}' font-size='{size:g}' text-anchor='{anchor}' "
+        f"fill='{colour}' font-weight='{weight}'>{html.escape(text, quote=False)}</text>"
+    )
