@@ -15,7 +15,7 @@ from chunkgraph.errors import ConfigError
 from chunkgraph.launch.flags import GraphFlags, forget_defaults, read_flags, write_defaults
 from chunkgraph.launch.packing_rules import SCRIPT_PACKING_RULES
 from chunkgraph.megatron.features import FEATURES
-from chunkgraph.megatron.features.experts.device_gemms import FP8_MULTIPLES, native_need
+from chunkgraph.megatron.features.experts.grouped_gemm import FP8_MULTIPLES, native_need
 from chunkgraph.megatron.features.experts.hybrid_ep import hybrid_ep_need, uses_hybrid_ep
 from chunkgraph.megatron.features.experts.overlap import OVERLAP_RULES
 from chunkgraph.megatron.features.fp8.primary_weights import keeps_transposes

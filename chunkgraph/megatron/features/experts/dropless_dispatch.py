@@ -20,8 +20,8 @@ from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.megatron.features.experts.dropless_rows import (
     ChosenRows,
     DeviceSplits,
-    PairedRows,
     Shuffle,
+    paired_rows,
     pieces_of,
     sum_rows,
     take_rows,
@@ -144,7 +144,7 @@ class AllToAllRows(Dispatch):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._cut: Shuffle | None = None
-        self._pairs: PairedRows | None = None
+        self._by_expert: Shuffle | None = None
         self._splits: DeviceSplits | None = None
         self._places: torch.Tensor | None = None
 
@@ -211,16 +211,15 @@ class AllToAllRows(Dispatch):
         counts = gather(splits.counts, group=megatrons.tp_ep_group)
         counts = counts.view(self._num_ranks, megatrons.tp_size, -1).transpose(0, 1)
         counts = counts[:, :, self._local].reshape(num_sources, self._num_local)
-        self._pairs = PairedRows.of(counts, piece)
-        by_expert = self._pairs.by_expert
-        return by_expert.move(rows), DeviceSplits(self._pairs.ends), by_expert.move(probs)
+        self._by_expert, splits = paired_rows(counts, piece)
+        return self._by_expert.move(rows), splits, self._by_expert.move(probs)
 
     def combine_preprocess(self, rows: torch.Tensor) -> torch.Tensor:
         """Move results back to the pieces of their inputs."""
         megatrons = self._megatrons
-        if self._pairs is None:
+        if self._by_expert is None:
             return rows
-        rows = self._pairs.by_expert.move_back(rows)
+        rows = self._by_expert.move_back(rows)
         if megatrons.tp_size > 1:
             scatter = self._module.reduce_scatter_to_sequence_parallel_region
             summed = scatter(rows.to(megatrons.probs.dtype), group=megatrons.tp_group)
@@ -244,7 +243,7 @@ class AllToAllRows(Dispatch):
         if self._chosen is not None:
             rows = self._chosen.clear(rows)
         output = self._summed(rows, self._places, is_fused=self._is_fused)
-        self._chosen = self._pairs = self._cut = None
+        self._chosen = self._by_expert = self._cut = None
         self._places = self._splits = megatrons.probs = None
         output = output.view(megatrons.hidden_shape)
         if megatrons.shared_experts is not None:

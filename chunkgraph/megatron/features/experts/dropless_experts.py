@@ -14,9 +14,9 @@ import torch
 
 from chunkgraph.megatron.core.access import patch_attributes, private_names
 from chunkgraph.megatron.core.fp8_recipe import fp8_recipe
-from chunkgraph.megatron.features.experts.device_gemms import FP8_MULTIPLES
-from chunkgraph.megatron.features.experts.dropless_rows import DeviceSplits, RowPadding
+from chunkgraph.megatron.features.experts.dropless_rows import DeviceSplits, Shuffle, padded_rows
 from chunkgraph.megatron.features.experts.grouped_gemm import (
+    FP8_MULTIPLES,
     GroupedGemm,
     add_biases,
     choose_gemm,
@@ -174,7 +174,8 @@ def _multiply_quantized(
 @contextmanager
 def _padded(experts: Any) -> Iterator[None]:
     """Pad the rows of quantized experts on the device."""
-    recipe, padding = fp8_recipe(experts.config), None
+    recipe = fp8_recipe(experts.config)
+    padding: tuple[Shuffle, DeviceSplits] | None = None
     if recipe is None:
         yield
         return
@@ -182,13 +183,13 @@ def _padded(experts: Any) -> Iterator[None]:
     def pad(rows: torch.Tensor, splits: DeviceSplits) -> tuple[torch.Tensor, DeviceSplits]:
         nonlocal padding
         if padding is None:  # the probabilities come after the rows
-            padding = RowPadding(splits, rows.shape[0], FP8_MULTIPLES[recipe])
-        return padding.pad(rows), padding.splits
+            padding = padded_rows(splits, rows.shape[0], FP8_MULTIPLES[recipe])
+        shuffle, padded = padding
+        return shuffle.move(rows), padded
 
-    def unpad(rows: torch.Tensor, splits: DeviceSplits) -> torch.Tensor:
-        del splits
+    def unpad(rows: torch.Tensor, _splits: DeviceSplits) -> torch.Tensor:
         assert padding is not None
-        return padding.unpad(rows)
+        return padding[0].move_back(rows)
 
     with (
         _forward(experts.quantization_padding, pad),

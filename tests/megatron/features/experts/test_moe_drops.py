@@ -124,7 +124,7 @@ def test_uneven_loads_are_as_in_eager_training_and_every_drop_is_counted(
         warnings.filterwarnings("error", message="Experts had no room")
         chunk = run.all_steps()
     assert run.graphs.counters.replays == sum(_COUNTS[1:])
-    gemm = "a loop over experts in one operator (CPU)"
+    gemm = f"torch._grouped_mm (torch {torch.__version__})"
     text = f"dispatch {name}, GEMM {gemm}, room for {_NUM_TOKENS * top_k} rows"
     assert run.graphs.find(Experts).dispatch == (text if factor is None else "")
     metrics.step()
