@@ -11,7 +11,6 @@ whether it was enough.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,32 +25,14 @@ from chunkgraph.megatron.features.experts.dropless_rows import (
     sum_rows,
     take_rows,
 )
+from chunkgraph.megatron.features.experts.room import RowRoom
 
-__all__ = ["AllGatherRows", "AllToAllRows", "Dispatch", "RowRoom"]
+__all__ = ["AllGatherRows", "AllToAllRows", "Dispatch"]
 
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
-_ALIGNED_ROWS = 8
 
 Note = Callable[[torch.Tensor], None]
 """Records whether rows had no room, a scalar on the device."""
-
-
-@dataclass
-class RowRoom:
-    """Room for rows in a piece or in a rank's experts; the same on all ranks.
-
-    Attributes:
-        factor: Rows per token, infinite for the maximum; None outside of captures.
-    """
-
-    factor: float | None = None
-
-    def rows(self, num_tokens: int, most: int) -> int:
-        """Return the room for a microbatch of ``num_tokens``, at most ``most`` rows."""
-        if self.factor is None:
-            return most
-        rows = int(min(num_tokens * self.factor, most)) + 1
-        return min(most, rows + -rows % _ALIGNED_ROWS)
 
 
 class Dispatch:

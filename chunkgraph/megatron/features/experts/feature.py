@@ -1,8 +1,7 @@
 """Mixture of experts in the graphs of one rank: the state of routers, and dropped tokens.
 
-Dispatch with a fixed capacity has fixed shapes. The cost: more tokens may choose an expert than it
-has room for, and Megatron drops the excess silently. This feature counts every dropped token, on
-the device and inside the graphs.
+Experts with a fixed capacity drop tokens (`capacity`), others take all (`dropless`). Both count on
+the device, inside the graphs, what found no room.
 """
 
 from __future__ import annotations
@@ -23,16 +22,9 @@ from chunkgraph.errors import ConfigError, TokenDropError
 from chunkgraph.megatron.captured_part import CapturedPart
 from chunkgraph.megatron.core.agreement import agree_by_maximum
 from chunkgraph.megatron.feature import LimitedFeature, Work, chained
+from chunkgraph.megatron.features.experts.capacity import CapacityExperts
 from chunkgraph.megatron.features.experts.counts import DropReport
-from chunkgraph.megatron.features.experts.counts import TokenDrops as DroppedTokens
-from chunkgraph.megatron.features.experts.dispatch import static_dispatch
-from chunkgraph.megatron.features.experts.dropless import (
-    Dropless,
-    DroplessRoom,
-    budget_of,
-    is_bounded,
-    may_lack_room,
-)
+from chunkgraph.megatron.features.experts.dropless import Dropless
 from chunkgraph.megatron.features.experts.fused_operations import rebuilt_fused_operations
 from chunkgraph.megatron.features.experts.hybrid_ep import (
     HybridEPBuffer,
@@ -45,7 +37,11 @@ from chunkgraph.megatron.features.experts.refusals import (
     MOE_RULES,
     PADDED_ROWS_RULES,
 )
-from chunkgraph.megatron.features.experts.room import ExpertRoom, SharedOut
+from chunkgraph.megatron.features.experts.room import (
+    RowRoom,
+    may_lack_room,
+    what_lacks_room,
+)
 from chunkgraph.megatron.features.experts.rows_in_use import moe_layers_of
 from chunkgraph.megatron.features.experts.state import ExpertState, routers_of
 from chunkgraph.megatron.rules.experts import uses_dropless
@@ -91,34 +87,27 @@ class Experts(LimitedFeature):
         keeps_padding: bool = False,
         marks_padding: bool = False,
     ) -> None:
-        self._measures_room = is_bounded(config) and not budget_of(config)
+        # For the whole model: this rank may have no experts.
+        self._lacking = what_lacks_room(config)
+        self._measures_room = RowRoom(config).is_measured
         self.repeats_steps = may_lack_room(config) or (
             token_drops == "rerun" and not uses_dropless(config)
         )
-        self._layers = moe_layers_of([m for c in model_chunks for m in c.modules()])
-        self._buffer = HybridEPBuffer() if self._layers and uses_hybrid_ep(config) else None
+        layers = moe_layers_of([m for c in model_chunks for m in c.modules()])
+        self._buffer = HybridEPBuffer() if layers and uses_hybrid_ep(config) else None
         self._undo = contextlib.ExitStack()
         self._padding = padded_routing(model_chunks, config) if keeps_padding else None
-        routers = routers_of([m for chunk in model_chunks for m in chunk.modules()])
         self._modules = [m for part in parts for m in part.modules]
         captured = routers_of(self._modules)
         self._state = ExpertState(captured) if captured else None
-        self._drops: DroppedTokens | Dropless | None = None
-        self._dropless: Dropless | None = None
-        self.room: ExpertRoom = SharedOut(self._layers)
-        # For the whole model: this rank may have no experts.
-        self.words = SharedOut.words
-        if uses_dropless(config):
-            if self._layers:
-                self._dropless = Dropless(self._layers, has_padding=keeps_padding)
-                self._drops = self._dropless
-            self.room = DroplessRoom(self._dropless, config)
-            self.words = self.room.words
-        elif routers:
-            self._drops = DroppedTokens(routers)
+        self._experts: CapacityExperts | Dropless | None = None
         self._report: DropReport | None = None
-        if self._drops is not None:
-            self._report = DropReport(self._drops.counts.total, self._drops.layers)
+        if layers:
+            if uses_dropless(config):
+                self._experts = Dropless(layers, has_padding=keeps_padding)
+            else:
+                self._experts = CapacityExperts(layers, marks_padding=marks_padding)
+            self._report = DropReport(self._experts.counts.total, self._experts.counts.layers)
         self._token_drops = token_drops
         self._is_reported = self._was_abandoned = False
         self._seen = 0
@@ -130,8 +119,8 @@ class Experts(LimitedFeature):
             if self._padding is not None:
                 # First: tokens that no router chose cannot be dropped.
                 self._undo.callback(self._padding.install())
-            if self._drops is not None:
-                self._undo.callback(self._drops.install(marks_padding=marks_padding))
+            if self._experts is not None:
+                self._undo.callback(self._experts.install())
         except BaseException:
             self.detach()
             raise
@@ -190,18 +179,9 @@ class Experts(LimitedFeature):
         """Make the graphs of a part with routers keep the routers' state and count drops."""
         if self._state is None or not routers_of(part.modules):
             return chunk
-        drops, padding, eager = self._drops, self._padding, chunk.forward
-        assert drops is not None
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            padding_scope = padding.forward() if padding is not None else contextlib.nullcontext()
-            with drops.counts.forward(), padding_scope:
-                return eager(*args, **kwargs)
-
         return replace(
             chunk,
-            forward=forward,
-            buffers=(*chunk.buffers, *self._state.buffers, *drops.tensors),
+            buffers=(*chunk.buffers, *self._state.buffers, *self.tensors),
             before_backward=chained(chunk.before_backward, self._state.before_backward),
         )
 
@@ -209,18 +189,16 @@ class Experts(LimitedFeature):
         """Capture without host reads; make passes of ``verify`` compute the bits of replays."""
         if work == "capture":
             return self._capturing()
-        if work == "verify" and self._dropless is not None:
-            return self._dropless.verifying()
+        if work == "verify" and self._experts is not None:
+            return self._experts.verifying()
         return contextlib.nullcontext()
 
     @contextlib.contextmanager
     def _capturing(self) -> Iterator[None]:
         """Capture without host reads in the dispatch; restore the metrics afterwards."""
         with contextlib.ExitStack() as stack:
-            if self._dropless is not None:
-                stack.enter_context(self._dropless.capturing())
-            else:
-                stack.enter_context(static_dispatch())
+            if self._experts is not None:
+                stack.enter_context(self._experts.capturing())
             stack.enter_context(rebuilt_fused_operations(self._modules))
             if self._state is not None:
                 stack.enter_context(self._state.capturing())
@@ -231,7 +209,7 @@ class Experts(LimitedFeature):
     @property
     def dispatch(self) -> str:
         """Return dispatch, grouped GEMM and rows of dropless experts in graphs; "" for others."""
-        return self._dropless.description if self._dropless is not None else ""
+        return self._experts.description if self._experts is not None else ""
 
     def is_memory_replaced(self) -> bool:
         """Return whether HybridEP has replaced the buffer that graphs write to."""
@@ -281,15 +259,14 @@ class Experts(LimitedFeature):
     @property
     def counts_in_backwards(self) -> bool:
         """Return whether experts are recomputed, so that they count only in the backward."""
-        return self._drops is not None and self._drops.counts.is_recomputed
+        return self._experts is not None and self._experts.counts.is_recomputed
 
     def _end_step(self, step: Step) -> None:
         """Report dropped tokens of a training step, before its gradients are used."""
         if self._measures_room and not step.is_replayed:
-            load = self._dropless.load.take() if self._dropless is not None else 0
-            (most,) = (self._agree or agree_alone)([load])
-            if self._dropless is not None:
-                self._dropless.request_room(most)
+            (most,) = (self._agree or agree_alone)([self._take_load()])
+            if isinstance(self._experts, Dropless):
+                self._experts.room.add_load(most)
         self._report_drops()
         if step.plan.is_repeated:
             self.forget_step()
@@ -319,15 +296,13 @@ class Experts(LimitedFeature):
         They include Megatron's own flags: its training loop would otherwise repeat a step that
         was already repeated here.
         """
-        return self._drops.tensors if self._drops is not None else ()
+        return self._experts.tensors if self._experts is not None else ()
 
     def look(self) -> int:
         """Return the tokens dropped in the last step on this rank; wait for its forwards.
 
         Wait for the whole step if experts are recomputed in the backward.
         """
-        if self._drops is None:
-            return 0
         now = sum(self.dropped_tokens(wait=True).values())
         dropped, self._seen = now - self._seen, now
         return dropped
@@ -337,19 +312,20 @@ class Experts(LimitedFeature):
         if not self.repeats_steps:
             return None
         dropped = self.look()
-        return Shortage("expert capacity", dropped, f"{self.words.counted}: {dropped}")
+        return Shortage("expert capacity", dropped, f"{self._lacking}: {dropped}")
 
-    @contextlib.contextmanager
-    def having_room(self) -> Iterator[None]:
+    def having_room(self) -> contextlib.AbstractContextManager[None]:
         """Let an eager step drop no token, and measure its load for `make_room`."""
-        measurement = self._drops.load.measure() if self._drops else contextlib.nullcontext()
-        with self.room.for_all(), measurement:
-            yield
+        return self._experts.having_room() if self._experts else contextlib.nullcontext()
 
     def make_room(self, agree: Agree) -> None:
         """Make room for the heaviest load of a microbatch on any rank; wait for the device."""
-        load = self._drops.load.take() if self._drops is not None else 0
-        self.room.give(*agree([load]))
+        (most,) = agree([self._take_load()])
+        if self._experts is not None:
+            self._experts.give(most)
+
+    def _take_load(self) -> int:
+        return self._experts.counts.take_load() if self._experts is not None else 0
 
     def forget_step(self) -> None:
         """Resynchronize with the counts, which were restored because the step ran again."""
@@ -390,9 +366,10 @@ class Experts(LimitedFeature):
             else f"none on this rank, up to {most} on another"
         )
         raise TokenDropError(
-            f"{self.words.lacked} in this step, which were dropped: {here}. The "
+            f"Experts had no room for tokens in this step, which were dropped: {here}. The "
             "gradients lack them; the optimizer has not used them.\n"
-            f"  To do: {self.words.advice}"
+            "  To do: raise moe_expert_capacity_factor; num_moe_experts / moe_router_topk has room "
+            "for all. token_drops='count' lets training go on and counts them."
         )
 
     def _drops_by_layer(self) -> str:

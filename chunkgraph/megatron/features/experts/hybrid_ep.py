@@ -128,7 +128,6 @@ class HybridEPRows(Dispatch):
                 f"{kind.__name__} of megatron-core {versions()['megatron_core']}. Give all layers "
                 "one dispatcher."
             )
-        self._is_limited = False
 
     def install(self) -> Callable[[], None]:
         """See `Dispatch`. Eager passes have room for all rows, whatever the user's budget."""
@@ -155,28 +154,22 @@ class HybridEPRows(Dispatch):
         )
         num_tokens = self._num_tokens()
         most = self._manager.group.size() * self._most_rows(num_tokens)
-        self._is_limited = self._room.factor is not None
-        if self._is_limited:
+        if self._room.is_limited:
             self._manager.num_permuted_tokens = self._room.rows(num_tokens, most)
         return sent
 
     def token_dispatch(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Send rows to the ranks of their experts."""
         megatrons, manager = self._megatrons, self._manager
-        if not self._is_limited:
-            eager: tuple[torch.Tensor, torch.Tensor] = type(megatrons).token_dispatch(
-                megatrons, *args, **kwargs
-            )
-            return eager
         # With any factor the manager keeps the numbers of rows, and leaves them on the device.
-        manager.moe_expert_rank_capacity_factor = 1.0
+        setattr(manager, _FACTOR, 1.0 if self._room.is_limited else None)
         try:
             received: tuple[torch.Tensor, torch.Tensor] = type(megatrons).token_dispatch(
                 megatrons, *args, **kwargs
             )
         finally:
-            manager.moe_expert_rank_capacity_factor = None
-        if torch.is_grad_enabled():
+            setattr(manager, _FACTOR, None)
+        if self._room.is_limited and torch.is_grad_enabled():
             self._note(_overflow_of(manager))
         return received
 

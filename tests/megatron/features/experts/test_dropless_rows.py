@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkgraph.engine.capture.accumulate import Accumulation
 from chunkgraph.graphs import RecorderBackend
-from chunkgraph.megatron.features.experts.dropless_dispatch import RowRoom
+from chunkgraph.megatron.features.experts.counts import LOAD_OF
 from chunkgraph.megatron.features.experts.dropless_rows import (
     ChosenRows,
     DeviceSplits,
@@ -32,6 +34,7 @@ from chunkgraph.megatron.features.experts.grouped_gemm import (
     lay_together,
     zero_empty,
 )
+from chunkgraph.megatron.features.experts.room import RowRoom
 
 _SIZES = (3, 12, 4)  # experts, in, out
 
@@ -97,9 +100,19 @@ def test_pieces_of_ranks_meet_by_expert_and_come_back(counts: list[list[int]], p
 
 
 def test_rows_have_room_for_the_load_and_for_no_more_than_all() -> None:
-    assert RowRoom().rows(10, 20) == 20
-    assert RowRoom(0.5).rows(32, 64) == 24  # 17, aligned
-    assert RowRoom(9.0).rows(32, 64) == 64
+    config: Any = SimpleNamespace(
+        num_moe_experts=4, moe_router_topk=2, expert_model_parallel_size=2
+    )
+    room = RowRoom(config)
+    room.add_load(LOAD_OF // 2)
+    assert room.rows(32, 64) == 64
+    with room.capturing():
+        assert room.rows(32, 64) == 24  # 19.2, aligned
+        room.give(LOAD_OF // 2)
+        assert room.rows(32, 64) == 24  # 22.4
+        room.give(9 * LOAD_OF)
+        assert room.rows(32, 64) == 64
+    assert RowRoom(config).factor == math.inf
 
 
 def _loop(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
@@ -15,11 +16,11 @@ from refused import refused
 from chunkgraph.engine import Chunk, ChunkGraphs, Host
 from chunkgraph.errors import ReplayMismatchError
 from chunkgraph.megatron.core.access import import_megatron, patch_attributes
-from chunkgraph.megatron.features.experts.dropless import budget_of, may_lack_room
 from chunkgraph.megatron.features.experts.feature import Experts
 from chunkgraph.megatron.features.experts.fused_operations import rebuilt_fused_operations
 from chunkgraph.megatron.features.experts.hybrid_ep import HybridEPBuffer
 from chunkgraph.megatron.features.experts.refusals import MOE_RULES, PADDED_ROWS_RULES
+from chunkgraph.megatron.features.experts.room import RowRoom, may_lack_room
 from chunkgraph.megatron.features.rerun.rewind import StepState
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(60)]
@@ -71,12 +72,13 @@ def test_packed_sequences_go_with_it() -> None:
     assert refused(PADDED_ROWS_RULES, others, pads_rows=True) == []  # experts take all tokens
 
 
-@pytest.mark.parametrize(("num_ranks", "budget"), [(1, 0.0), (2, 0.5)])
-def test_a_budget_limits_rows_only_between_ranks(num_ranks: int, budget: float) -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_budget_limits_rows_only_between_ranks(num_ranks: int) -> None:
     """With all experts on one rank nothing would report rows that it leaves out."""
     changes = {RANK_FACTOR: 0.5, "expert_model_parallel_size": num_ranks}
     config = SimpleNamespace(**{**HOLDS, **changes})
-    assert budget_of(config) == budget
+    factor = math.inf if num_ranks == 1 else 0.5 * config.moe_router_topk
+    assert RowRoom(config).factor == factor
     assert may_lack_room(config) == (num_ranks > 1)
 
 
@@ -88,7 +90,7 @@ def test_a_capture_without_eager_steps_is_refused() -> None:
 def test_flags_of_megatron_are_put_back_with_a_step_that_runs_again() -> None:
     """Otherwise Megatron's training loop would run the step once more."""
     counts, flag = torch.zeros(2, dtype=torch.int64), torch.zeros(1, dtype=torch.bool)
-    experts: Any = SimpleNamespace(_drops=SimpleNamespace(counts=counts, tensors=(counts, flag)))
+    experts: Any = SimpleNamespace(_experts=SimpleNamespace(tensors=(counts, flag)))
     written = Experts.tensors.fget(experts)  # type: ignore[attr-defined]
     assert [t is w for t, w in zip(written, (counts, flag), strict=True)] == [True, True]
     state = StepState([], written)

@@ -21,7 +21,7 @@ from chunkgraph.errors import (
     TokenDropError,
 )
 from chunkgraph.launch.reports import StepMetrics
-from chunkgraph.megatron.features.experts import feature, sinkhorn
+from chunkgraph.megatron.features.experts import capacity, sinkhorn
 from chunkgraph.megatron.features.experts.feature import Experts, dropped_tokens
 from chunkgraph.megatron.features.experts.refusals import MOE_RULES
 from chunkgraph.megatron.features.experts.state import forget_expert_metrics
@@ -245,7 +245,7 @@ def test_without_the_static_dispatch_the_recorder_names_the_read_on_the_host(
     """A CUDA graph could not hold this read either."""
     from contextlib import nullcontext
 
-    monkeypatch.setattr(feature, "static_dispatch", nullcontext)
+    monkeypatch.setattr(capacity, "static_dispatch", nullcontext)
     config = _make(
         make_config, moe_expert_capacity_factor=2.0, moe_token_dispatcher_type="allgather"
     )

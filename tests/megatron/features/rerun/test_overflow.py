@@ -298,7 +298,7 @@ def test_tokens_of_a_step_that_failed_are_not_the_next_ones(
     run = _Run(one_rank, make_config, {}, {"token_drops": "raise"})
     run.step(0, 2)
     experts: Any = run.graphs.features.find(Experts)
-    experts._drops.counts.total[0] += 5  # as if its forwards had dropped tokens
+    experts._experts.counts.total[0] += 5  # as if its forwards had dropped tokens
     with pytest.raises(KeyError):
         run.step(1, 2, fails_at=0)
     run.step(1, 2)
