@@ -15,7 +15,7 @@ from chunkgraph.errors import ConfigError, SlotError
 from chunkgraph.megatron import attach, keep_padding_from_experts
 from chunkgraph.megatron.attachment import config_of
 from chunkgraph.megatron.features.experts.feature import dropped_tokens
-from chunkgraph.megatron.features.experts.padding import PaddedRows, rows_within_capacity
+from chunkgraph.megatron.features.experts.padding import rows_within_capacity
 from chunkgraph.megatron.features.experts.state import forget_expert_metrics, take_expert_metrics
 from chunkgraph.packing import PackedShape
 from chunkgraph.trainer.model import build_model
@@ -295,9 +295,9 @@ def test_no_expert_takes_padding() -> None:
         padding = torch.ones(32, dtype=torch.bool)
         padding[torch.randperm(32)[:num_tokens]] = False
         chosen &= ~padding[:, None]
-        probs, rows = scores * chosen, PaddedRows(padding)
+        probs = scores * chosen
         kept = rows_within_capacity(
-            probs, chosen, rows, top_k=2, capacity_factor=factor, by_position=False
+            probs, chosen, padding, top_k=2, capacity_factor=factor, by_position=False
         )
         capacity = get_capacity(num_tokens * 2, 4, factor)
         assert kept.sum(0).tolist() == [min(capacity, num_tokens)] * 4
@@ -307,7 +307,7 @@ def test_no_expert_takes_padding() -> None:
         )
         assert torch.equal((probs * kept)[~padding], alone)
         first = rows_within_capacity(
-            probs, chosen, rows, top_k=2, capacity_factor=factor, by_position=True
+            probs, chosen, padding, top_k=2, capacity_factor=factor, by_position=True
         )
         for expert in range(4):
             tokens = chosen[:, expert].nonzero().flatten()[:capacity]
