@@ -32,7 +32,8 @@ from chunkgraph.megatron.features.experts.dropless_experts import (
 from chunkgraph.megatron.features.experts.grouped_gemm import choose_gemm, lay_together
 from chunkgraph.megatron.features.experts.hybrid_ep import HybridEPRows
 from chunkgraph.megatron.features.experts.room import RowRoom, is_bounded
-from chunkgraph.megatron.features.experts.sinkhorn import BoundedSinkhorn, uses_sinkhorn
+from chunkgraph.megatron.features.experts.sinkhorn import BoundedSinkhorn
+from chunkgraph.megatron.rules.experts import balances_by
 
 __all__ = ["Dropless"]
 
@@ -64,7 +65,7 @@ class Dropless:
         self.room = RowRoom(config)
         self._num_rows = 0  # of the largest captured microbatch
         self._sinkhorn: BoundedSinkhorn | None = None
-        if uses_sinkhorn(config):
+        if balances_by("sinkhorn", config):
             self._sinkhorn = BoundedSinkhorn(lambda is_short: self.counts.add(0, is_short))
         self._has_padding = has_padding
         self._experts = [layer.experts for layer in layers]

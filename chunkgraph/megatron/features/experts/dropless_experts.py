@@ -23,7 +23,7 @@ from chunkgraph.megatron.features.experts.grouped_gemm import (
     grouped_linear,
 )
 
-__all__ = ["expert_linears", "experts_on_device"]
+__all__ = ["expert_linears", "experts_on_device", "rebuilt_fused_operations"]
 
 _EXPERTS = "megatron.core.transformer.moe.experts"
 _FUSED = "_with_fused_impl"
@@ -48,6 +48,32 @@ def experts_on_device(measure: Callable[[int], None] = lambda _: None) -> Iterat
         grouped._apply_bias = staticmethod(_apply_bias(grouped._apply_bias))
         stack.callback(setattr, grouped, "_apply_bias", original)
         yield
+
+
+@contextmanager
+def rebuilt_fused_operations(modules: Iterable[Any]) -> Iterator[None]:
+    """Make layers rebuild Transformer Engine's fused operations for a capture; restore them later.
+
+    Megatron's layers build them in their first forward. The operations keep separate lists of
+    parameters, outside of the layer's modules. A capture, which replaces parameters by stand-ins,
+    would otherwise still reach the parameters themselves.
+
+    Args:
+        modules: Modules, including the layers.
+    """
+    originals = [
+        (module, name, vars(module)[name])
+        for module in dict.fromkeys(modules)
+        for name in ("_fused_ops", "_fused_impl")
+        if isinstance(vars(module).get(name), (tuple, type(None))) and name in vars(module)
+    ]
+    for module, name, _ in originals:
+        setattr(module, name, None)
+    try:
+        yield
+    finally:
+        for module, name, operations in originals:
+            setattr(module, name, operations)
 
 
 def expert_linears(experts: Any) -> list[list[torch.nn.Parameter]]:

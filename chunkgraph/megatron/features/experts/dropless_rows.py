@@ -123,7 +123,7 @@ class ChosenRows:
 
 def take_rows(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """Return ``rows`` at ``places``, which are all inside, with gradients."""
-    taken: torch.Tensor = _Taken.apply(rows, places)
+    taken: torch.Tensor = _Rows.apply(rows, places, None)
     return taken
 
 
@@ -135,21 +135,31 @@ def sum_rows(rows: torch.Tensor, places: torch.Tensor, num_rows: int) -> torch.T
         places: Index of the sum to which a row is added, shape [n], all inside.
         num_rows: Number of sums.
     """
-    summed: torch.Tensor = _Summed.apply(rows, places, num_rows)
+    summed: torch.Tensor = _Rows.apply(rows, places, num_rows)
     return summed
 
 
-class _Taken(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(places)
-        ctx.num_rows = rows.shape[0]
-        return rows.index_select(0, places)
+class _Rows(torch.autograd.Function):
+    """Takes the rows at ``places``; or, of ``num_sums`` sums, adds each row to the one it names."""
 
     @staticmethod
-    def backward(ctx: Any, grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def forward(
+        ctx: Any, rows: torch.Tensor, places: torch.Tensor, num_sums: int | None
+    ) -> torch.Tensor:
+        ctx.save_for_backward(places)
+        ctx.num_sums = rows.shape[0] if num_sums is None else None
+        return _taken_or_summed(rows, places, num_sums)
+
+    @staticmethod
+    def backward(ctx: Any, grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (places,) = ctx.saved_tensors
-        return _sums(grads, places, ctx.num_rows), None
+        return _taken_or_summed(grads, places, ctx.num_sums), None, None
+
+
+def _taken_or_summed(
+    rows: torch.Tensor, places: torch.Tensor, num_sums: int | None
+) -> torch.Tensor:
+    return rows.index_select(0, places) if num_sums is None else _sums(rows, places, num_sums)
 
 
 class _TakenOnce(torch.autograd.Function):
@@ -169,18 +179,6 @@ class _TakenOnce(torch.autograd.Function):
     def backward(ctx: Any, grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (are_taken,) = ctx.saved_tensors
         return grads.new_zeros(are_taken.shape).masked_scatter_(are_taken, grads), None, None
-
-
-class _Summed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, places: torch.Tensor, num_rows: int) -> torch.Tensor:
-        ctx.save_for_backward(places)
-        return _sums(rows, places, num_rows)
-
-    @staticmethod
-    def backward(ctx: Any, grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (places,) = ctx.saved_tensors
-        return grads.index_select(0, places), None, None
 
 
 def _sums(rows: torch.Tensor, places: torch.Tensor, num_rows: int) -> torch.Tensor:

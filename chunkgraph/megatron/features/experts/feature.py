@@ -9,12 +9,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Literal, Self, get_args
 
 import torch
-from torch import nn
 
 from chunkgraph.engine import Agree, Chunk, StepMode
 from chunkgraph.engine.decide.reasons import agree_alone
@@ -25,18 +24,13 @@ from chunkgraph.megatron.feature import LimitedFeature, Work, chained
 from chunkgraph.megatron.features.experts.capacity import CapacityExperts
 from chunkgraph.megatron.features.experts.counts import DropReport
 from chunkgraph.megatron.features.experts.dropless import Dropless
-from chunkgraph.megatron.features.experts.fused_operations import rebuilt_fused_operations
+from chunkgraph.megatron.features.experts.dropless_experts import rebuilt_fused_operations
 from chunkgraph.megatron.features.experts.hybrid_ep import (
     HybridEPBuffer,
     refuse_without_hybrid_ep,
     uses_hybrid_ep,
 )
 from chunkgraph.megatron.features.experts.padding import padded_routing
-from chunkgraph.megatron.features.experts.refusals import (
-    IDLE_RULES,
-    MOE_RULES,
-    PADDED_ROWS_RULES,
-)
 from chunkgraph.megatron.features.experts.room import (
     RowRoom,
     may_lack_room,
@@ -44,10 +38,9 @@ from chunkgraph.megatron.features.experts.room import (
 )
 from chunkgraph.megatron.features.experts.rows_in_use import moe_layers_of
 from chunkgraph.megatron.features.experts.state import ExpertState, routers_of
-from chunkgraph.megatron.rules.experts import uses_dropless
+from chunkgraph.megatron.rules.experts import MOE_RULES, PADDED_ROWS_RULES, uses_dropless
 from chunkgraph.megatron.site import Site
 from chunkgraph.megatron.step import Shortage, Step
-from chunkgraph.settings.rule import refusals
 
 if TYPE_CHECKING:
     from chunkgraph.megatron.attached import MegatronChunkGraphs
@@ -64,12 +57,7 @@ class Experts(LimitedFeature):
     """Support for models with experts, installed on every rank, including ranks without experts.
 
     Args:
-        model_chunks: All model chunks of this rank; the drops of their routers are counted.
-        parts: The captured parts of the chunks.
-        token_drops: See `attach`.
-        config: Megatron's config.
-        keeps_padding: Whether padding rows after packed documents are kept from the experts.
-        marks_padding: Whether rows that only fill an expert's room are marked for the stash.
+        site: The model and the options of `attach`.
 
     Raises:
         ConfigError: Experts cannot be trained on packed sequences.
@@ -77,36 +65,29 @@ class Experts(LimitedFeature):
 
     rules = (*MOE_RULES, *PADDED_ROWS_RULES)
 
-    def __init__(
-        self,
-        model_chunks: Sequence[nn.Module],
-        parts: Sequence[CapturedPart],
-        token_drops: TokenDrops,
-        config: Any,
-        *,
-        keeps_padding: bool = False,
-        marks_padding: bool = False,
-    ) -> None:
+    def __init__(self, site: Site) -> None:
+        config, facts = site.config, site.facts()
+        token_drops = site.feature_options["token_drops"]
         # For the whole model: this rank may have no experts.
         self._lacking = what_lacks_room(config)
         self._measures_room = RowRoom(config).is_measured
         self.repeats_steps = may_lack_room(config) or (
             token_drops == "rerun" and not uses_dropless(config)
         )
-        layers = moe_layers_of([m for c in model_chunks for m in c.modules()])
+        layers = moe_layers_of([m for c in site.chunks for m in c.modules()])
         self._buffer = HybridEPBuffer() if layers and uses_hybrid_ep(config) else None
         self._undo = contextlib.ExitStack()
-        self._padding = padded_routing(model_chunks, config) if keeps_padding else None
-        self._modules = [m for part in parts for m in part.modules]
+        padding = padded_routing(site.chunks, config) if facts.pads_rows else None
+        self._modules = [m for part in site.parts for m in part.modules]
         captured = routers_of(self._modules)
         self._state = ExpertState(captured) if captured else None
         self._experts: CapacityExperts | Dropless | None = None
         self._report: DropReport | None = None
         if layers:
             if uses_dropless(config):
-                self._experts = Dropless(layers, has_padding=keeps_padding)
+                self._experts = Dropless(layers, has_padding=bool(facts.pads_rows))
             else:
-                self._experts = CapacityExperts(layers, marks_padding=marks_padding)
+                self._experts = CapacityExperts(layers, marks_padding=bool(facts.stash))
             self._report = DropReport(self._experts.counts.total, self._experts.counts.layers)
         self._token_drops = token_drops
         self._is_reported = self._was_abandoned = False
@@ -116,9 +97,9 @@ class Experts(LimitedFeature):
         needs_others = token_drops == "raise" or self._measures_room
         self._agree = agree_by_maximum() if needs_others else None
         try:
-            if self._padding is not None:
+            if padding is not None:
                 # First: tokens that no router chose cannot be dropped.
-                self._undo.callback(self._padding.install())
+                self._undo.callback(padding.install())
             if self._experts is not None:
                 self._undo.callback(self._experts.install())
         except BaseException:
@@ -143,22 +124,22 @@ class Experts(LimitedFeature):
             choices = ", ".join(map(repr, get_args(TokenDrops)))
             raise ConfigError(f"token_drops is {token_drops!r}; it must be one of {choices}.")
         refuse_without_hybrid_ep(site.facts())
-        for idle in refusals(IDLE_RULES, site.facts()) if site.place.rank == 0 else ():
-            _log.warning("%s.", idle)
+        config = site.config
+        has_bias = getattr(config, "moe_router_enable_expert_bias", False)
+        is_padded = getattr(config, "moe_pad_expert_input_to_capacity", False)
+        if has_bias and is_padded and site.place.rank == 0:
+            _log.warning(
+                "moe_router_enable_expert_bias with moe_pad_expert_input_to_capacity: Megatron "
+                "counts the rows of each expert after padding, when all experts have the same "
+                "number, so the bias never changes; balance with moe_aux_loss_coeff."
+            )
 
     @classmethod
     def of(cls, site: Site, undo: contextlib.ExitStack) -> Self | None:
         """Return the feature for models with experts, also on ranks without experts."""
         if not getattr(site.config, "num_moe_experts", None):
             return None
-        experts = cls(
-            site.chunks,
-            site.parts,
-            site.feature_options["token_drops"],
-            site.config,
-            keeps_padding=bool(site.facts().pads_rows),
-            marks_padding=bool(site.facts().stash),
-        )
+        experts = cls(site)
         undo.callback(experts.detach)
         return experts
 

@@ -19,7 +19,7 @@ from chunkgraph.errors import ConfigError, MissingDependencyError, ReplayMismatc
 from chunkgraph.megatron.core.access import import_megatron, private_names, versions
 from chunkgraph.megatron.features.experts.dropless_dispatch import Dispatch
 from chunkgraph.megatron.features.experts.dropless_rows import DeviceSplits
-from chunkgraph.megatron.rules.hybrid_ep import ALL_TO_ALL
+from chunkgraph.megatron.rules.experts import ALL_TO_ALL
 from chunkgraph.settings.rule import Facts
 
 __all__ = [

@@ -25,9 +25,8 @@ from chunkgraph.megatron.core.access import (
 )
 from chunkgraph.megatron.features.experts.dispatch import gather_fixed_rows
 from chunkgraph.megatron.features.experts.dropless import Dropless
-from chunkgraph.megatron.features.experts.refusals import PADDED_ROWS_RULES
 from chunkgraph.megatron.refusals import facts_of_model
-from chunkgraph.megatron.rules.experts import uses_dropless
+from chunkgraph.megatron.rules.experts import PADDED_ROWS_RULES, uses_dropless
 from chunkgraph.settings.rule import check
 
 __all__ = [

@@ -13,8 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from chunkgraph.megatron.features.experts.counts import LOAD_OF
-from chunkgraph.megatron.features.experts.sinkhorn import uses_sinkhorn
-from chunkgraph.megatron.rules.experts import uses_dropless
+from chunkgraph.megatron.rules.experts import balances_by, uses_dropless
 
 __all__ = [
     "CapacityRoom",
@@ -53,14 +52,14 @@ def is_bounded(config: Any) -> bool:
 
 def may_lack_room(config: Any) -> bool:
     """Return whether steps with dropless experts may have to run again."""
-    return is_bounded(config) or (uses_dropless(config) and uses_sinkhorn(config))
+    return is_bounded(config) or (uses_dropless(config) and balances_by("sinkhorn", config))
 
 
 def what_lacks_room(config: Any) -> str:
     """Name the counted events, in the plural."""
     if not uses_dropless(config):
         return "tokens without room at an expert"
-    rows, rounds = is_bounded(config), uses_sinkhorn(config)
+    rows, rounds = is_bounded(config), balances_by("sinkhorn", config)
     return " or ".join(
         [
             *(["dispatches without room for all rows"] if rows else []),

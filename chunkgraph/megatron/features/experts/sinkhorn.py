@@ -9,23 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
 from chunkgraph.megatron.core.access import import_megatron, patch_attributes, private_names
 
-__all__ = ["BoundedSinkhorn", "uses_sinkhorn"]
+__all__ = ["BoundedSinkhorn"]
 
 _ROUTER = "megatron.core.transformer.moe.router"
 _FEWEST_ROUNDS = 16
 _TINY = 0.00000001
-
-
-def uses_sinkhorn(config: Any) -> bool:
-    """Return whether ``config`` balances the loads of experts by Sinkhorn's algorithm."""
-    kinds = getattr(config, "moe_router_load_balancing_type", None)
-    return "sinkhorn" in (kinds if isinstance(kinds, (list, tuple)) else [kinds])
 
 
 class BoundedSinkhorn:

@@ -16,12 +16,12 @@ from refused import refused
 from chunkgraph.engine import Chunk, ChunkGraphs, Host
 from chunkgraph.errors import ReplayMismatchError
 from chunkgraph.megatron.core.access import import_megatron, patch_attributes
+from chunkgraph.megatron.features.experts.dropless_experts import rebuilt_fused_operations
 from chunkgraph.megatron.features.experts.feature import Experts
-from chunkgraph.megatron.features.experts.fused_operations import rebuilt_fused_operations
 from chunkgraph.megatron.features.experts.hybrid_ep import HybridEPBuffer
-from chunkgraph.megatron.features.experts.refusals import MOE_RULES, PADDED_ROWS_RULES
 from chunkgraph.megatron.features.experts.room import RowRoom, may_lack_room
 from chunkgraph.megatron.features.rerun.rewind import StepState
+from chunkgraph.megatron.rules.experts import MOE_RULES, PADDED_ROWS_RULES
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(60)]
 

@@ -23,8 +23,8 @@ from chunkgraph.errors import (
 from chunkgraph.launch.reports import StepMetrics
 from chunkgraph.megatron.features.experts import capacity, sinkhorn
 from chunkgraph.megatron.features.experts.feature import Experts, dropped_tokens
-from chunkgraph.megatron.features.experts.refusals import MOE_RULES
 from chunkgraph.megatron.features.experts.state import forget_expert_metrics
+from chunkgraph.megatron.rules.experts import MOE_RULES
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(60)]
 
