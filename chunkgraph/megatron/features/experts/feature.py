@@ -30,7 +30,7 @@ from chunkgraph.megatron.features.experts.hybrid_ep import (
     refuse_without_hybrid_ep,
     uses_hybrid_ep,
 )
-from chunkgraph.megatron.features.experts.padding import padded_routing
+from chunkgraph.megatron.features.experts.padding import PaddedRouting
 from chunkgraph.megatron.features.experts.room import (
     RowRoom,
     may_lack_room,
@@ -77,12 +77,12 @@ class Experts(LimitedFeature):
         layers = moe_layers_of([m for c in site.chunks for m in c.modules()])
         self._buffer = HybridEPBuffer() if layers and uses_hybrid_ep(config) else None
         self._undo = contextlib.ExitStack()
-        padding = padded_routing(site.chunks, config) if facts.pads_rows else None
+        padding = PaddedRouting(site.chunks, config) if facts.pads_rows else None
         self._modules = [m for part in site.parts for m in part.modules]
         captured = routers_of(self._modules)
         self._state = ExpertState(captured) if captured else None
         self._experts: CapacityExperts | Dropless | None = None
-        self._report: DropReport | None = None
+        self._report = DropReport(torch.zeros(0), ())
         if layers:
             if uses_dropless(config):
                 self._experts = Dropless(layers, has_padding=bool(facts.pads_rows))
@@ -229,7 +229,7 @@ class Experts(LimitedFeature):
 
         Experts that are recomputed in the backward count their tokens there.
         """
-        if self._report is not None and not self.counts_in_backwards:
+        if not self.counts_in_backwards:
             self._report.end_step()
             self._is_reported = True
 
@@ -253,7 +253,7 @@ class Experts(LimitedFeature):
             self.forget_step()
 
     def _report_drops(self) -> None:
-        if self._report is not None and not (self._is_reported and not self.counts_in_backwards):
+        if not self._is_reported or self.counts_in_backwards:
             self._report.end_step()
         self._is_reported = False
         if self.repeats_steps:  # the guard looks, and runs such a step again
@@ -292,8 +292,8 @@ class Experts(LimitedFeature):
         """Return the step's dropped tokens as a shortage, if drops make steps run again."""
         if not self.repeats_steps:
             return None
-        dropped = self.look()
-        return Shortage("expert capacity", dropped, f"{self._lacking}: {dropped}")
+        num_dropped = self.look()
+        return Shortage("expert capacity", num_dropped, f"{self._lacking}: {num_dropped}")
 
     def having_room(self) -> contextlib.AbstractContextManager[None]:
         """Let an eager step drop no token, and measure its load for `make_room`."""
@@ -310,9 +310,8 @@ class Experts(LimitedFeature):
 
     def forget_step(self) -> None:
         """Resynchronize with the counts, which were restored because the step ran again."""
-        if self._report is not None:
-            self._report.end_step()
-            self._seen = sum(self.dropped_tokens(wait=True).values())
+        self._report.end_step()
+        self.look()
 
     def dropped_tokens(self, *, wait: bool = False) -> dict[int, int]:
         """Count how often an expert of this rank had no room for a token that chose it, so far.
@@ -327,7 +326,7 @@ class Experts(LimitedFeature):
         Returns:
             Mapping from layer number (from 1) to count; empty on a rank without experts.
         """
-        return self._report.by_layer(wait=wait) if self._report is not None else {}
+        return self._report.by_layer(wait=wait)
 
     def detach(self) -> None:
         """Stop counting, and restore Megatron's handling of padding."""
@@ -336,8 +335,7 @@ class Experts(LimitedFeature):
             self._agree.close()
 
     def _raise_if_dropped(self) -> None:
-        now = sum(self.dropped_tokens(wait=True).values())
-        local, self._seen = now - self._seen, now
+        local = self.look()
         most = local if self._agree is None else self._agree([local])[0]
         if not most:
             return

@@ -25,6 +25,7 @@ from chunkgraph.megatron.core.access import (
 )
 from chunkgraph.megatron.features.experts.dispatch import gather_fixed_rows
 from chunkgraph.megatron.features.experts.dropless import Dropless
+from chunkgraph.megatron.features.experts.rows_in_use import moe_layers_of
 from chunkgraph.megatron.refusals import facts_of_model
 from chunkgraph.megatron.rules.experts import PADDED_ROWS_RULES, uses_dropless
 from chunkgraph.settings.rule import check
@@ -32,7 +33,6 @@ from chunkgraph.settings.rule import check
 __all__ = [
     "PaddedRouting",
     "keep_padding_from_experts",
-    "padded_routing",
     "rows_within_capacity",
 ]
 
@@ -49,13 +49,19 @@ class PaddedRouting:
     eager and captured passes alike. It counts on the device only.
 
     Args:
-        modules: Modules of the model, among them its expert layers.
+        model_chunks: The schedule's argument ``model``.
+        config: Megatron's TransformerConfig.
 
     Raises:
-        ConfigError: The routers of this release do not support padding.
+        ConfigError: A setting or the routers of this release do not support padding.
     """
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, model_chunks: nn.Module | Sequence[nn.Module], config: Any) -> None:
+        check(
+            PADDED_ROWS_RULES,
+            facts_of_model(config, {"pads_rows": True}),
+            "Experts with these settings cannot be trained on packed sequences:",
+        )
         (layer,) = private_names(_LAYER, "MoELayer")
         (router,) = private_names(_ROUTER, "TopKRouter")
         block = import_megatron("megatron.core.transformer.transformer_block").TransformerBlock
@@ -71,7 +77,9 @@ class PaddedRouting:
                 "packed documents would count in the losses of the routers. Use a release "
                 "that has it, such as 0.16 or 0.19, or leave packing out."
             )
-        self._layers = [m for m in dict.fromkeys(modules) if isinstance(m, layer)]
+        chunks = [model_chunks] if isinstance(model_chunks, nn.Module) else model_chunks
+        self._layers = moe_layers_of([m for chunk in chunks for m in chunk.modules()])
+        self._config = config
         self._padding: torch.Tensor | None = None
 
     def install(self) -> Callable[[], None]:
@@ -133,9 +141,9 @@ class PaddedRouting:
             "get_tokens_per_expert_and_token_count": at_least_one,
         }
         undo.callback(patch_attributes(module, patched))
-        config: Any = self._layers[0].config if self._layers else None
+        config = self._config
         # HybridEP itself takes tokens without an expert.
-        if uses_dropless(config) and config.moe_token_dispatcher_type != "flex":
+        if self._layers and uses_dropless(config) and config.moe_token_dispatcher_type != "flex":
             undo.enter_context(Dropless(self._layers, has_padding=True).on_device())
         else:
             undo.callback(gather_fixed_rows())
@@ -265,15 +273,4 @@ def keep_padding_from_experts(
     Raises:
         ConfigError: A setting or this release of Megatron does not support it.
     """
-    return padded_routing(model_chunks, config).install()
-
-
-def padded_routing(model_chunks: nn.Module | Sequence[nn.Module], config: Any) -> PaddedRouting:
-    """Return the object that `keep_padding_from_experts` installs."""
-    check(
-        PADDED_ROWS_RULES,
-        facts_of_model(config, {"pads_rows": True}),
-        "Experts with these settings cannot be trained on packed sequences:",
-    )
-    chunks = [model_chunks] if isinstance(model_chunks, nn.Module) else model_chunks
-    return PaddedRouting([m for chunk in chunks for m in chunk.modules()])
+    return PaddedRouting(model_chunks, config).install()

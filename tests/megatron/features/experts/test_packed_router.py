@@ -9,7 +9,8 @@ import pytest
 import torch
 from extended_config import config_from_mapping
 
-from chunkgraph.megatron.features.experts.padding import PaddedRouting
+from chunkgraph.megatron import keep_padding_from_experts
+from chunkgraph.megatron.attachment import config_of
 from chunkgraph.megatron.features.experts.state import (
     forget_expert_metrics,
     routers_of,
@@ -61,7 +62,7 @@ def make_chunk(
 
 def _routed(chunk: Any, *, is_padded: bool) -> dict[str, torch.Tensor]:
     """Return a router's results and counts for the same tokens, with padding after them or not."""
-    undo = PaddedRouting(list(chunk.modules())).install()
+    undo = keep_padding_from_experts(chunk, config_of(chunk))
     router = routers_of(list(chunk.modules()))[0]
     router.weight.main_grad.zero_()
     torch.manual_seed(3)
