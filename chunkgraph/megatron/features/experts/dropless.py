@@ -31,7 +31,7 @@ from chunkgraph.megatron.features.experts.dropless_experts import (
 )
 from chunkgraph.megatron.features.experts.grouped_gemm import choose_gemm, lay_together
 from chunkgraph.megatron.features.experts.hybrid_ep import HybridEPRows
-from chunkgraph.megatron.features.experts.room import RowRoom, is_bounded
+from chunkgraph.megatron.features.experts.room import RowRoom
 from chunkgraph.megatron.features.experts.sinkhorn import BoundedSinkhorn
 from chunkgraph.megatron.rules.experts import balances_by
 
@@ -39,7 +39,6 @@ __all__ = ["Dropless"]
 
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
 _EXPERTS = "megatron.core.transformer.moe.experts"
-_MISSING = object()
 
 
 class Dropless:
@@ -78,32 +77,25 @@ class Dropless:
                     "captured. Give its spec one of them, or set a capacity."
                 )
         self._gemm_name = self._check_gemm(device)
-        self._is_bounded = is_bounded(config)
-        self._dispatches: list[tuple[Any, Dispatch]] = [
-            (layer.token_dispatcher, self._dispatch(index, layer))
-            for index, layer in enumerate(layers)
-        ]
+        self._dispatches = [self._dispatch(index, layer) for index, layer in enumerate(layers)]
 
     @property
     def description(self) -> str:
         """Describe the dispatch of tokens, the grouped product and the rows of the last capture."""
-        name = self._dispatches[0][1].name
+        name = self._dispatches[0].name
         return f"dispatch {name}, GEMM {self._gemm_name}, room for {self._num_rows:,} rows"
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """Return the tensors that a captured forward changes, in addition to model buffers."""
-        flags = (tensor for _, dispatch in self._dispatches for tensor in dispatch.tensors)
+        flags = (tensor for dispatch in self._dispatches for tensor in dispatch.tensors)
         return (self.counts.total, *flags)
 
     def install(self) -> Callable[[], None]:
         """Start to measure loads in eager passes; return the undo function."""
         undo = ExitStack()
-        for dispatcher, dispatch in self._dispatches:
+        for dispatch in self._dispatches:
             undo.callback(dispatch.install())
-            if self._is_bounded:
-                name = dispatch.names[0]
-                undo.callback(_replace(dispatcher, {name: self._measured(dispatcher, dispatch)}))
         if next(self._experts[0].parameters()).is_cuda:
             for experts in self._experts:
                 for weights in expert_linears(experts):
@@ -140,9 +132,8 @@ class Dropless:
             stack.enter_context(experts_on_device(self._measure_rows))
             if self._sinkhorn is not None:
                 stack.enter_context(self._sinkhorn.installed())
-            for dispatcher, dispatch in self._dispatches:
-                methods = {name: getattr(dispatch, name) for name in dispatch.names}
-                stack.callback(_replace(dispatcher, methods))
+            for dispatch in self._dispatches:
+                stack.callback(dispatch.on_device())
             yield
 
     def _measure_rows(self, num_rows: int) -> None:
@@ -157,23 +148,7 @@ class Dropless:
             kind = HybridEPRows
         elif isinstance(layer.token_dispatcher, gathering):
             kind = AllGatherRows
-        return kind(
-            layer.token_dispatcher,
-            self.room,
-            lambda is_over: self.counts.add(index, is_over),
-            has_padding=self._has_padding,
-        )
-
-    def _measured(self, dispatcher: Any, dispatch: Dispatch) -> Callable[..., Any]:
-        replaced = getattr(dispatcher, dispatch.names[0])
-
-        def measured(*args: Any, **kwargs: Any) -> Any:
-            if torch.is_grad_enabled():
-                with torch.no_grad():
-                    self.counts.add_load(*dispatch.load(*args, *kwargs.values()))
-            return replaced(*args, **kwargs)
-
-        return measured
+        return kind(layer, self.room, self.counts, index, has_padding=self._has_padding)
 
     def _check_gemm(self, device: torch.device) -> str:
         """Return the name of the grouped product.
@@ -191,19 +166,3 @@ class Dropless:
                     "Or set moe_expert_capacity_factor and moe_pad_expert_input_to_capacity=True."
                 )
         return text
-
-
-def _replace(target: Any, methods: dict[str, Callable[..., Any]]) -> Callable[[], None]:
-    """Set methods on one object; return a function that restores its instance attributes."""
-    attributes = vars(target)
-    before = {name: attributes.get(name, _MISSING) for name in methods}
-    attributes.update(methods)
-
-    def undo() -> None:
-        for name, value in before.items():
-            if value is _MISSING:
-                attributes.pop(name, None)
-            else:
-                attributes[name] = value
-
-    return undo

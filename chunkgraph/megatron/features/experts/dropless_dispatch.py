@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from chunkgraph.megatron.core.access import import_megatron
+from chunkgraph.megatron.features.experts.counts import RowCounts
 from chunkgraph.megatron.features.experts.dropless_rows import (
     ChosenRows,
     DeviceSplits,
@@ -31,28 +32,31 @@ __all__ = ["AllGatherRows", "AllToAllRows", "Dispatch"]
 
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
 
-Note = Callable[[torch.Tensor], None]
-"""Records whether rows had no room, a scalar on the device."""
+_MISSING = object()
 
 
 class Dispatch:
-    """Common base of the replacements of both dispatchers.
+    """Common base of the replacements of Megatron's dispatchers.
 
     Args:
-        dispatcher: Megatron's dispatcher of one layer.
+        layer: Megatron's layer.
         room: Room for rows, if experts are on several ranks.
-        note: Callback with the flag of rows without room.
+        counts: The account, in which this layer has the number ``index``.
         has_padding: Whether tokens may choose no expert.
     """
 
     name = ""
     names: tuple[str, ...] = ()
 
-    def __init__(self, dispatcher: Any, room: RowRoom, note: Note, *, has_padding: bool) -> None:
+    def __init__(
+        self, layer: Any, room: RowRoom, counts: RowCounts, index: int, *, has_padding: bool
+    ) -> None:
+        dispatcher = layer.token_dispatcher
         config = dispatcher.config
         self._megatrons = dispatcher
         self._room = room
-        self._note = note
+        self._counts = counts
+        self._index = index
         self._has_padding = has_padding
         self._module: Any = import_megatron(_DISPATCHER)
         self._num_ranks: int = dispatcher.ep_size
@@ -69,8 +73,37 @@ class Dispatch:
         return ()
 
     def install(self) -> Callable[[], None]:
-        """Prepare eager passes; return the undo function."""
-        return lambda: None
+        """Measure the loads of eager passes between ranks; return the undo function."""
+        if self._num_ranks == 1:
+            return lambda: None
+        eager = getattr(self._megatrons, self.names[0])
+
+        def measured(*args: Any, **kwargs: Any) -> Any:
+            if torch.is_grad_enabled():
+                with torch.no_grad():
+                    self._counts.add_load(*self.load(*args, *kwargs.values()))
+            return eager(*args, **kwargs)
+
+        return self._replace({self.names[0]: measured})
+
+    def on_device(self) -> Callable[[], None]:
+        """Make passes read nothing on the host; return the undo function."""
+        return self._replace({name: getattr(self, name) for name in self.names})
+
+    def _replace(self, methods: dict[str, Callable[..., Any]]) -> Callable[[], None]:
+        """Set methods of the dispatcher; return a function that restores its attributes."""
+        attributes = vars(self._megatrons)
+        before = {name: attributes.get(name, _MISSING) for name in methods}
+        attributes.update(methods)
+
+        def undo() -> None:
+            for name, value in before.items():
+                if value is _MISSING:
+                    attributes.pop(name, None)
+                else:
+                    attributes[name] = value
+
+        return undo
 
     def load(self, *args: Any) -> tuple[int, torch.Tensor]:
         """Return the tokens of a microbatch and the rows that need room, in an eager pass.
@@ -105,7 +138,7 @@ class Dispatch:
         most = self._most_rows(num_tokens)
         rows = self._room.rows(num_tokens, most)
         if rows < most and torch.is_grad_enabled():
-            self._note(demand > rows)
+            self._counts.add(self._index, demand > rows)
         return rows
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -118,10 +118,10 @@ class HybridEPRows(Dispatch):
     name = "HybridEP"
     names = ("dispatch_postprocess", "dispatch_preprocess", "token_dispatch")
 
-    def __init__(self, dispatcher: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(dispatcher, *args, **kwargs)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         (kind,) = private_names(_DISPATCHER, "_HybridEPManager")
-        self._manager: Any = getattr(dispatcher, "_comm_manager", None)
+        self._manager: Any = getattr(self._megatrons, "_comm_manager", None)
         if not isinstance(self._manager, kind):
             raise ConfigError(
                 f"A layer dispatches its tokens by {type(self._manager).__name__}, not by "
@@ -131,9 +131,11 @@ class HybridEPRows(Dispatch):
 
     def install(self) -> Callable[[], None]:
         """See `Dispatch`. Eager passes have room for all rows, whatever the user's budget."""
-        budget = getattr(self._manager, _FACTOR, None)
+        undo = ExitStack()
+        undo.callback(super().install())
+        undo.callback(setattr, self._manager, _FACTOR, getattr(self._manager, _FACTOR, None))
         setattr(self._manager, _FACTOR, None)
-        return lambda: setattr(self._manager, _FACTOR, budget)
+        return undo.close
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -170,7 +172,7 @@ class HybridEPRows(Dispatch):
         finally:
             setattr(manager, _FACTOR, None)
         if self._room.is_limited and torch.is_grad_enabled():
-            self._note(_overflow_of(manager))
+            self._counts.add(self._index, _overflow_of(manager))
         return received
 
     def dispatch_postprocess(
