@@ -15,7 +15,6 @@ from refused import refused
 
 from chunkgraph.errors import (
     CaptureError,
-    ConfigError,
     ReplayMismatchError,
     TokenDropError,
 )
@@ -268,13 +267,6 @@ def test_what_a_graph_cannot_hold_of_experts_is_refused_by_name(
     (refusal,) = refused(MOE_RULES, {**_HOLDS, **changes})
 
     assert re.search(message, refusal), refusal
-
-
-def test_a_small_capacity_is_for_those_who_ask_for_drops(one_rank: Any, make_config: Any) -> None:
-    config = _make(make_config, moe_expert_capacity_factor=0.5, token_drops="count")
-    with pytest.raises(ConfigError, match=r"moe_expert_capacity_factor=0\.5: below 1"):
-        _Run(one_rank, config, [], {})
-    _Run(one_rank, config, [], {"token_drops": "count"})
 
 
 def test_a_refused_attach_leaves_the_model_as_it_was(one_rank: Any, make_config: Any) -> None:
