@@ -97,19 +97,14 @@ class _Scattered(torch.autograd.Function):
 
 
 def gather_fixed_rows() -> Callable[[], None]:
-    """Make the all-gather dispatcher use a fixed number of rows; return the undo function."""
-    module = import_megatron(_DISPATCHER)
-    (gathering,) = private_names(_DISPATCHER, "MoEAllGatherTokenDispatcher")
-    private_names(_DISPATCHER, "permute", "get_capacity")
-    return patch_attributes(gathering, {"dispatch_postprocess": _gathered_rows(module)})
-
-
-def _gathered_rows(module: Any) -> Callable[..., Any]:
-    """Return the all-gather dispatcher's ``dispatch_postprocess`` for a fixed number of rows.
+    """Make the all-gather dispatcher use a fixed number of rows; return the undo function.
 
     It returns the same rows in the same order as Megatron's, which selects them by a mask: for each
     expert the rows of its column, in the order of the tokens.
     """
+    module = import_megatron(_DISPATCHER)
+    (gathering,) = private_names(_DISPATCHER, "MoEAllGatherTokenDispatcher")
+    private_names(_DISPATCHER, "permute", "get_capacity")
 
     def dispatch_postprocess(
         self: Any, hidden_states: torch.Tensor, probs: torch.Tensor
@@ -117,7 +112,6 @@ def _gathered_rows(module: Any) -> Callable[..., Any]:
         self.hidden_shape_before_permute = hidden_states.shape
         local = slice(self.local_expert_indices[0], self.local_expert_indices[-1] + 1)
         self.local_map = self.routing_map[:, local].contiguous()
-        self.local_probs = probs[:, local].contiguous()
         num_ranks = self.tp_size * self.ep_size
         num_rows = num_ranks * module.get_capacity(
             num_tokens=hidden_states.shape[0] // num_ranks * self.router_topk,
@@ -127,14 +121,14 @@ def _gathered_rows(module: Any) -> Callable[..., Any]:
         rows, self.local_probs, self.reversed_local_input_permutation_mapping, *_ = module.permute(
             hidden_states,
             self.local_map,
-            probs=self.local_probs,
+            probs=probs[:, local].contiguous(),
             num_out_tokens=num_rows * self.num_local_experts,
             drop_and_pad=True,
         )
         self.routing_map = None
         return rows, host_full((self.num_local_experts,), num_rows), self.local_probs
 
-    return dispatch_postprocess
+    return patch_attributes(gathering, {"dispatch_postprocess": dispatch_postprocess})
 
 
 def patch_router() -> Callable[[], None]:

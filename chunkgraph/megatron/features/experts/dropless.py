@@ -131,7 +131,7 @@ class Dropless:
             stack.enter_context(scattered_routes())
             stack.enter_context(experts_on_device(self._measure_rows))
             if self._sinkhorn is not None:
-                stack.enter_context(self._sinkhorn.installed())
+                stack.callback(self._sinkhorn.install())
             for dispatch in self._dispatches:
                 stack.callback(dispatch.on_device())
             yield

@@ -7,8 +7,7 @@ flag on the device reports whether more rounds were needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 
@@ -35,15 +34,10 @@ class BoundedSinkhorn:
         self.num_rounds = _FEWEST_ROUNDS
         self._note = note
 
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        """Make routers call this object."""
+    def install(self) -> Callable[[], None]:
+        """Make routers call this object; return the undo function."""
         private_names(_ROUTER, "sinkhorn")
-        undo = patch_attributes(import_megatron(_ROUTER), {"sinkhorn": self})
-        try:
-            yield
-        finally:
-            undo()
+        return patch_attributes(import_megatron(_ROUTER), {"sinkhorn": self})
 
     def __call__(self, cost: torch.Tensor, tol: float = 0.0001) -> torch.Tensor:
         """Return the probabilities of routing, shape [tokens, experts].
