@@ -129,9 +129,10 @@ class Experts(LimitedFeature):
         is_padded = getattr(config, "moe_pad_expert_input_to_capacity", False)
         if has_bias and is_padded and site.place.rank == 0:
             _log.warning(
-                "moe_router_enable_expert_bias with moe_pad_expert_input_to_capacity: Megatron "
-                "counts the rows of each expert after padding, when all experts have the same "
-                "number, so the bias never changes; balance with moe_aux_loss_coeff."
+                "moe_router_enable_expert_bias=True with moe_pad_expert_input_to_capacity=True: "
+                "Megatron counts the rows of each expert after padding, when all experts have the "
+                "same number, so the bias never changes and balances nothing; balance with "
+                "moe_aux_loss_coeff."
             )
 
     @classmethod
