@@ -2,7 +2,7 @@
 
     python benchmarks/expert_rounding.py --json expert_rounding.json
 
-Graphs compute experts with one grouped GEMM (`device_gemms`), eager Megatron with one GEMM for each
+Graphs compute experts with one grouped GEMM (`grouped_gemm`), eager Megatron with one GEMM for each
 expert. The first table compares the three products of a layer: kernels, time, and share of values
 that differ. The second one trains recipes for 12 steps. It compares losses and gradient
 norms of graphs with those of the unmodified recipe, both with deterministic kernels, and those of
@@ -26,10 +26,14 @@ import torch
 from transformer_engine.pytorch import GroupedLinear
 
 from chunkgraph.megatron.core.access import versions
-from chunkgraph.megatron.features.experts.device_gemms import TorchGemm, native_gemm
 from chunkgraph.megatron.features.experts.dropless_rows import DeviceSplits
-from chunkgraph.megatron.features.experts.grouped_gemm import GroupedGemm
-from chunkgraph.megatron.features.experts.grouped_weights import lay_together
+from chunkgraph.megatron.features.experts.grouped_gemm import (
+    GroupedGemm,
+    NativeGemm,
+    TorchGemm,
+    lay_together,
+    native_need,
+)
 
 _CONFIG = Path(__file__).parents[1] / "configs" / "bench" / "moe_ep1_dropless.yaml"
 _SMALL = [
@@ -83,12 +87,12 @@ def main() -> int:
 
 def _products() -> dict[str, dict[str, Any]]:
     """Compare the products of layers of experts."""
-    native, text = native_gemm(torch.bfloat16)
-    gemms = {"torch._grouped_mm": TorchGemm(), text: native}
+    gemms: dict[str, GroupedGemm] = {"torch._grouped_mm": TorchGemm()}
+    if native_need(torch.bfloat16) is None:
+        gemms["Transformer Engine's grouped GEMM"] = NativeGemm()
     return {
         f"{num_experts} experts, {num_rows:,} rows, {hidden} x {width}": _compare(
-            {name: gemm for name, gemm in gemms.items() if gemm is not None},
-            *(num_experts, num_rows, hidden, width),
+            gemms, num_experts, num_rows, hidden, width
         )
         for num_experts, num_rows, hidden, width in _SHAPES
     }

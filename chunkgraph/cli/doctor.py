@@ -216,15 +216,15 @@ def _hybrid_ep() -> Finding:
 
 
 def _cublaslt() -> Finding:
-    from chunkgraph.megatron.features.experts import device_gemms
+    from chunkgraph.megatron.features.experts import grouped_gemm
 
     name = "cuBLASLt"
-    number = device_gemms.cublaslt_version()
+    number = grouped_gemm.cublaslt_version()
     if number is None:
         return Finding(name, "absent", "not found")
-    found = device_gemms.version_text(number)
-    if number < device_gemms.CUBLASLT_NEEDED:
-        needed = device_gemms.version_text(device_gemms.CUBLASLT_NEEDED)
+    found = grouped_gemm.version_text(number)
+    if number < grouped_gemm.CUBLASLT_NEEDED:
+        needed = grouped_gemm.version_text(grouped_gemm.CUBLASLT_NEEDED)
         advice = (
             f"TE's grouped GEMM with counts on the device needs {needed} (also float16 and FP8)"
         )

@@ -15,7 +15,7 @@ import torch
 from chunkgraph.cli import doctor
 from chunkgraph.cli.__main__ import main
 from chunkgraph.engine.digest import Digests
-from chunkgraph.megatron.features.experts import device_gemms, hybrid_ep
+from chunkgraph.megatron.features.experts import grouped_gemm, hybrid_ep
 
 
 def findings_of(capsys: pytest.CaptureFixture[str], code: int) -> dict[str, dict[str, Any]]:
@@ -108,7 +108,7 @@ def test_what_hybrid_ep_needs_has_a_line_each(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hybrid_ep, "deep_ep_version", lambda: "1.1.0")
-    monkeypatch.setattr(device_gemms, "cublaslt_version", lambda: 130100)
+    monkeypatch.setattr(grouped_gemm, "cublaslt_version", lambda: 130100)
     findings = findings_of(capsys, 0)
     names = ("HybridEP", "cuBLASLt")
     assert [findings[name]["state"] for name in names] == ["absent"] * 2
@@ -117,7 +117,7 @@ def test_what_hybrid_ep_needs_has_a_line_each(
     assert "13.8.1" in findings[names[1]]["advice"]
     monkeypatch.setattr(hybrid_ep, "deep_ep_version", lambda: "1.2.1")
     monkeypatch.setattr(hybrid_ep, "has_hybrid_ep", lambda: True)
-    monkeypatch.setattr(device_gemms, "cublaslt_version", lambda: 130802)
+    monkeypatch.setattr(grouped_gemm, "cublaslt_version", lambda: 130802)
     findings = findings_of(capsys, 0)
     assert [findings[name]["state"] for name in names] == ["ok"] * 2
 

@@ -57,7 +57,7 @@ def _of_the_model(chunk: nn.Module) -> list[Any]:
         *("features.stash.Saving", "attachment.SlotReceiver"),
         "features.packing.feature.StepPlans",
         *("attachment.ChunkGraphs", "features.rerun.guard.StepState"),
-        "features.experts.counts.TokenDrops.install",
+        "features.experts.capacity.CapacityExperts.install",
     ],
 )
 def test_a_failure_half_way_leaves_the_model_as_it_was(

@@ -11,7 +11,7 @@ from hybrid_ep_stand_in import hybrid_ep
 from in_process import Trained
 
 from chunkgraph.engine import CaptureOptions
-from chunkgraph.megatron.features.experts import dropless
+from chunkgraph.megatron.features.experts import room
 from chunkgraph.megatron.features.experts.feature import Experts, dropped_tokens
 
 
@@ -46,7 +46,7 @@ def _trained(config: Any, device: torch.device, case: dict[str, Any]) -> list[di
     preferred = _growing if case.get("is_growing") else _random
     margin = 0.02 if case.get("is_growing") else -0.2
     counters = graphs.graphs.counters
-    with mock.patch.multiple(dropless, _MARGIN=margin, _MOST_DOUBLED=0):
+    with mock.patch.multiple(room, _MARGIN=margin, _MOST_DOUBLED=0):
         for step in range(case["num_steps"]):
             bias = preferred(config, step)
             results = [model.run(step, bias) for model in (eager, graphs)]

@@ -62,7 +62,7 @@ def _dispatch(
     rows = ChosenRows.of(chosen, num_rows, are_exact=num_permuted_tokens is None)
     received, weights = _Dispatch.apply(x, probs, chosen, rows, group, first)
     counts = torch.diff(rows.ends, prepend=rows.ends.new_zeros(1)).to(torch.int32)
-    overflow = (rows.num_chosen > num_rows).to(torch.int32)
+    overflow = (chosen.sum() > num_rows).to(torch.int32)
     return received, weights, None, counts, (rows, x.shape[0], group, *[None] * 7, overflow)
 
 

@@ -1,4 +1,8 @@
-"""The rules of a model with experts, from a file, a program or a command line."""
+"""The rules of a model with experts.
+
+A graph needs shapes that are known before the tokens: a fixed, padded capacity of every expert with
+a dispatcher that then reads nothing from the device, or limited rows of every rank.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,27 @@ from collections.abc import Callable
 from typing import Any
 
 from chunkgraph.errors import TopologyError
-from chunkgraph.megatron.rules.hybrid_ep import HYBRID_EP_RULES, STATIC
-from chunkgraph.settings.rule import Facts, Rule
+from chunkgraph.settings.rule import Facts, Rule, recomputes
 
-__all__ = ["EXPERT_RULES", "uses_dropless"]
+__all__ = [
+    "ALL_TO_ALL",
+    "EXPERT_RULES",
+    "MOE_RULES",
+    "PADDED_ROWS_RULES",
+    "STATIC",
+    "balances_by",
+    "uses_dropless",
+]
+
+ALL_TO_ALL = "use {moe_token_dispatcher_type=alltoall}"
+"""The remedy that needs no extra package, for dropless experts and a fixed capacity."""
+STATIC = (
+    f"{ALL_TO_ALL}, {{moe_expert_capacity_factor=}} and {{moe_pad_expert_input_to_capacity=true}}"
+)
+"""The remedy where the grouped GEMM of dropless experts cannot be used."""
+_UNTRIED = "the two are not supported together; leave one out, or "
+_STATIC_DISPATCHERS = ("alltoall", "allgather")
+_ROWS = "it changes how many rows an expert gets"
 
 
 def _enough(f: Facts) -> float:
@@ -27,6 +48,12 @@ def uses_dropless(model: Any) -> bool:
     return bool(getattr(model, "num_moe_experts", None) and (factor is None or factor < 0))
 
 
+def balances_by(kind: str, model: Any) -> bool:
+    """Return whether ``model`` (see `uses_dropless`) balances the loads of experts by ``kind``."""
+    kinds = getattr(model, "moe_router_load_balancing_type", None)
+    return kind in (kinds if isinstance(kinds, (list, tuple)) else [kinds])
+
+
 def _captures_dropless(f: Facts) -> bool:
     return bool(f.captures and uses_dropless(f))
 
@@ -40,6 +67,94 @@ def _with_capacity(when: Callable[[Facts], object]) -> Callable[[Facts], object]
         and when(f)
     )
 
+
+def _uses_flex(f: Facts) -> bool:
+    return bool(f.num_moe_experts) and f.moe_token_dispatcher_type == "flex"
+
+
+def _with_flex(text: str, when: Callable[[Facts], object]) -> Rule:
+    """Return a rule of HybridEP."""
+    settings, _, why = text.partition(": ")
+    return Rule(
+        f"{settings} moe_flex_dispatcher_backend: {why}",
+        lambda f: _uses_flex(f) and f.moe_flex_dispatcher_backend == "hybridep" and when(f),
+    )
+
+
+def _is_idle(name: str) -> Callable[[Facts], object]:
+    return lambda f: (
+        f.num_moe_experts and not _uses_flex(f) and getattr(f, name) not in (None, False)
+    )
+
+
+def _untried(setting: str, when: Callable[[Facts], object]) -> Rule:
+    return _with_flex(f"{setting}: {_UNTRIED}{ALL_TO_ALL}", when)
+
+
+def _rule(text: str, when: Callable[[Facts], object] | None = None) -> Rule:
+    """Return a rule for models with experts; by default it applies if the first setting is on."""
+    name = text.split(maxsplit=1)[0].removesuffix(":")
+    is_on = when or (lambda f: getattr(f, name))
+    return Rule(text, lambda f: f.num_moe_experts and is_on(f))
+
+
+_HYBRID_EP_RULES = (
+    Rule(
+        "moe_token_dispatcher_type moe_flex_dispatcher_backend: only HybridEP can dispatch in a "
+        f"graph; use {{moe_flex_dispatcher_backend=hybridep}}, or {ALL_TO_ALL}",
+        lambda f: _uses_flex(f) and f.moe_flex_dispatcher_backend != "hybridep",
+    ),
+    *(
+        Rule(
+            f"{setting} moe_token_dispatcher_type: it belongs to "
+            "{moe_token_dispatcher_type=flex}; change one of them",
+            _is_idle(setting),
+        )
+        for setting in ("moe_flex_dispatcher_backend", "moe_expert_rank_capacity_factor")
+    ),
+    Rule(
+        "use_transformer_engine_op_fuser moe_expert_capacity_factor: fused operations hold their "
+        "own parameters, which is supported for experts that take all tokens; leave one of them "
+        "out",
+        lambda f: (
+            _is_idle("use_transformer_engine_op_fuser")(f)
+            and f.moe_expert_capacity_factor is not None
+            and f.moe_expert_capacity_factor >= 0
+        ),
+    ),
+    _with_flex(
+        "moe_expert_capacity_factor: experts of a rank share its room; leave it and "
+        "{moe_pad_expert_input_to_capacity=} out; {moe_expert_rank_capacity_factor=} sets the room",
+        lambda f: (
+            (f.moe_expert_capacity_factor is not None and f.moe_expert_capacity_factor >= 0)
+            or f.moe_pad_expert_input_to_capacity
+        ),
+    ),
+    _with_flex(
+        "moe_router_dtype: it sends probabilities in float32; use {moe_router_dtype=fp32}",
+        lambda f: f.moe_router_dtype != "fp32",
+    ),
+    _with_flex("bf16: it sends rows of 2 bytes; use {bf16=true}", lambda f: not (f.bf16 or f.fp16)),
+    _with_flex(
+        "num_warmup_steps: its first eager step creates its buffer and compiles kernels; make it 1 "
+        "or more",
+        lambda f: f.captures and f.num_warmup_steps is not None and f.num_warmup_steps < 1,
+    ),
+    _with_flex(
+        "schedule: its kernels would read weight gradients that are not computed yet; use a "
+        "schedule that does not split backwards, or {moe_token_dispatcher_type=alltoall}",
+        lambda f: f.captures and f.splits_backward,
+    ),
+    _with_flex(
+        "expert_tensor_parallel_size: the grouped GEMM cannot be split; make it 1",
+        lambda f: (f.expert_tensor_parallel_size or 1) > 1,
+    ),
+    _untried("recompute_granularity", lambda f: recomputes(f, "moe", "moe_act")),
+    _untried("moe_shared_expert_overlap", lambda f: f.moe_shared_expert_overlap),
+    _untried("moe_permute_fusion_into_hybridep", lambda f: f.moe_permute_fusion_into_hybridep),
+    _untried("moe_latent_size", lambda f: f.moe_latent_size),
+)
+"""Rules of dispatch through HybridEP (``moe_token_dispatcher_type: flex``)."""
 
 EXPERT_RULES = (
     Rule(
@@ -98,5 +213,69 @@ EXPERT_RULES = (
         "{token_drops=raise}, or train without FP8",
         lambda f: f.num_moe_experts and f.token_drops == "rerun" and f.fp8,
     ),
-    *HYBRID_EP_RULES,
+    *_HYBRID_EP_RULES,
 )
+"""Rules that a file, a program and a command line share."""
+
+MOE_RULES = (
+    _rule("moe_use_legacy_grouped_gemm: its kernels read the token counts on the host"),
+    _rule(f"moe_router_padding_for_quantization: {_ROWS}"),
+    _rule(f"moe_router_padding_for_fp8: {_ROWS}"),
+    _rule("moe_enable_routing_replay: it replays Python state"),
+    _rule(
+        "moe_router_force_biased: it keeps random numbers drawn in the first forward",
+        lambda f: f.moe_router_force_biased is not None,
+    ),
+    _rule(
+        "moe_paged_stash: the order of its pages is Python state, frozen in a replay; {stash=} has "
+        "the same purpose"
+    ),
+    _rule(f"moe_enable_deepep: the rows of a rank depend on the tokens; {ALL_TO_ALL}"),
+    _rule(
+        f"moe_token_dispatcher_type: unknown; {ALL_TO_ALL}",
+        lambda f: f.moe_token_dispatcher_type not in (*_STATIC_DISPATCHERS, "flex"),
+    ),
+    _rule(
+        "moe_permute_fusion moe_token_dispatcher_type: it reads the token counts on the host; "
+        "turn the fusion off, or use {moe_token_dispatcher_type=alltoall}",
+        lambda f: (
+            f.moe_permute_fusion
+            and f.moe_token_dispatcher_type == "allgather"
+            and not uses_dropless(f)
+        ),
+    ),
+    _rule(
+        "moe_router_load_balancing_type: sinkhorn iterates until a value that it reads on the "
+        "host is small; a graph has a fixed number of rounds, and only steps of experts that take "
+        "all tokens run again if it is too small; leave out the capacity and the flexible "
+        "dispatcher",
+        lambda f: balances_by("sinkhorn", f) and not uses_dropless(f),
+    ),
+    *EXPERT_RULES,
+)
+"""Rules of a model, with those of Megatron's settings that no file has."""
+
+
+def _padded(text: str, when: Callable[[Facts], object] | None = None) -> Rule:
+    """Return a rule for models with experts whose rows may contain no token."""
+    setting, _, why = text.partition(": ")
+    is_on = when or (lambda f: getattr(f, setting))
+    return _rule(f"{setting} packed: {why}", lambda f: f.pads_rows and is_on(f))
+
+
+PADDED_ROWS_RULES = (
+    _padded("moe_router_fusion: its kernel of the losses needs the number of tokens on the host"),
+    _padded(
+        "moe_permute_fusion: its kernel fills every expert's room from the map of tokens alone, "
+        "which leaves out padding; turn the fusion off"
+    ),
+    _padded(
+        "moe_router_load_balancing_type: sinkhorn does not support padding",
+        lambda f: balances_by("sinkhorn", f),
+    ),
+    _padded(
+        "moe_router_load_balancing_type: quantile_balancing does not support padding",
+        lambda f: balances_by("quantile_balancing", f),
+    ),
+)
+"""Rules for packed sequences in rows that may contain no token."""

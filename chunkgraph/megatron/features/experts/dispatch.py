@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from chunkgraph.megatron.core.access import import_megatron, patch_attributes, private_names
 from chunkgraph.megatron.core.host_tensors import HostTorch, has_gpu, host_full
@@ -45,17 +44,16 @@ def scattered_routes() -> Iterator[None]:
     No token chooses an expert twice, so a scatter has one result. The index_put_ that deterministic
     routing uses instead, in forward and backward, checks and sorts its indices, in 30 kernels.
     """
-    private_names(_ROUTER, _ROUTING)
-    router = import_megatron(_ROUTER)
-    eager = getattr(router, _ROUTING)
+    (eager,) = private_names(_ROUTER, _ROUTING)
 
-    def routing(*args: Any, **kwargs: Any) -> Any:
+    def routing(logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not torch.are_deterministic_algorithms_enabled():
-            return eager(*args, **kwargs)
-        with _without_determinism(), _ScatteredGradients():
-            return eager(*args, **kwargs)
+            return eager(logits, *args, **kwargs)
+        return _Scattered.apply(
+            logits, torch.is_grad_enabled(), lambda logits: eager(logits, *args, **kwargs)
+        )
 
-    undo = patch_attributes(router, {_ROUTING: routing})
+    undo = patch_attributes(import_megatron(_ROUTER), {_ROUTING: routing})
     try:
         yield
     finally:
@@ -73,71 +71,40 @@ def _without_determinism() -> Iterator[None]:
         torch.use_deterministic_algorithms(is_deterministic, warn_only=warns_only)
 
 
-class _ScatteredGradients(TorchFunctionMode):
-    """Let topk and gather, with different indices in a row, scatter their gradients."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in (torch.topk, torch.Tensor.topk):
-            return _topk(*args, **kwargs)
-        if func in (torch.gather, torch.Tensor.gather):
-            return _gather(*args, **kwargs)
-        return func(*args, **kwargs)
-
-
-def _topk(scores: torch.Tensor, k: int, dim: int = -1, **options: Any) -> Any:
-    def choose(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        values, indices = torch.topk(scores, k, dim, **options)
-        return values, indices
-
-    return torch.return_types.topk(_Chosen.apply(scores, dim, choose))
-
-
-def _gather(scores: torch.Tensor, dim: int, index: torch.Tensor) -> Any:
-    values, _ = _Chosen.apply(scores, dim, lambda scores: (scores.gather(dim, index), index))
-    return values
-
-
-class _Chosen(torch.autograd.Function):
-    """Chosen scores and their indices along a dimension, none of which occurs twice."""
+class _Scattered(torch.autograd.Function):
+    """Runs a function of logits, and its backward, without deterministic algorithms."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        scores: torch.Tensor,
-        dim: int,
-        choose: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        values, indices = choose(scores)
-        ctx.save_for_backward(indices)
-        ctx.mark_non_differentiable(indices)
-        ctx.dim, ctx.shape = dim, scores.shape
-        return values, indices
+        logits: torch.Tensor,
+        is_grad_enabled: bool,
+        route: Callable[[torch.Tensor], tuple[torch.Tensor, ...]],
+    ) -> tuple[torch.Tensor, ...]:
+        # Megatron also chooses its kernel by whether gradients are enabled.
+        with _without_determinism(), torch.set_grad_enabled(is_grad_enabled):
+            ctx.logits = logits.detach().requires_grad_(logits.requires_grad)
+            probs, *others = route(ctx.logits)
+        ctx.probs = probs
+        ctx.mark_non_differentiable(*others)
+        return (probs.detach(), *others)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (indices,) = ctx.saved_tensors
+    def backward(ctx: Any, of_probs: torch.Tensor, *_: Any) -> tuple[torch.Tensor, None, None]:
         with _without_determinism():
-            of_scores = grads[0].new_zeros(ctx.shape).scatter_(ctx.dim, indices, grads[0])
-        return of_scores, None, None
+            (grads,) = torch.autograd.grad(ctx.probs, ctx.logits, of_probs, retain_graph=True)
+        return grads, None, None
 
 
 def gather_fixed_rows() -> Callable[[], None]:
-    """Make the all-gather dispatcher use a fixed number of rows; return the undo function."""
-    module = import_megatron(_DISPATCHER)
-    (gathering,) = private_names(_DISPATCHER, "MoEAllGatherTokenDispatcher")
-    private_names(_DISPATCHER, "permute", "get_capacity")
-    return patch_attributes(gathering, {"dispatch_postprocess": _gathered_rows(module)})
-
-
-def _gathered_rows(module: Any) -> Callable[..., Any]:
-    """Return the all-gather dispatcher's ``dispatch_postprocess`` for a fixed number of rows.
+    """Make the all-gather dispatcher use a fixed number of rows; return the undo function.
 
     It returns the same rows in the same order as Megatron's, which selects them by a mask: for each
     expert the rows of its column, in the order of the tokens.
     """
+    module = import_megatron(_DISPATCHER)
+    (gathering,) = private_names(_DISPATCHER, "MoEAllGatherTokenDispatcher")
+    private_names(_DISPATCHER, "permute", "get_capacity")
 
     def dispatch_postprocess(
         self: Any, hidden_states: torch.Tensor, probs: torch.Tensor
@@ -145,7 +112,6 @@ def _gathered_rows(module: Any) -> Callable[..., Any]:
         self.hidden_shape_before_permute = hidden_states.shape
         local = slice(self.local_expert_indices[0], self.local_expert_indices[-1] + 1)
         self.local_map = self.routing_map[:, local].contiguous()
-        self.local_probs = probs[:, local].contiguous()
         num_ranks = self.tp_size * self.ep_size
         num_rows = num_ranks * module.get_capacity(
             num_tokens=hidden_states.shape[0] // num_ranks * self.router_topk,
@@ -155,14 +121,14 @@ def _gathered_rows(module: Any) -> Callable[..., Any]:
         rows, self.local_probs, self.reversed_local_input_permutation_mapping, *_ = module.permute(
             hidden_states,
             self.local_map,
-            probs=self.local_probs,
+            probs=probs[:, local].contiguous(),
             num_out_tokens=num_rows * self.num_local_experts,
             drop_and_pad=True,
         )
         self.routing_map = None
         return rows, host_full((self.num_local_experts,), num_rows), self.local_probs
 
-    return dispatch_postprocess
+    return patch_attributes(gathering, {"dispatch_postprocess": dispatch_postprocess})
 
 
 def patch_router() -> Callable[[], None]:

@@ -11,67 +11,52 @@ whether it was enough.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from chunkgraph.megatron.core.access import import_megatron
+from chunkgraph.megatron.features.experts.counts import RowCounts
 from chunkgraph.megatron.features.experts.dropless_rows import (
     ChosenRows,
     DeviceSplits,
-    PairedRows,
     Shuffle,
+    paired_rows,
     pieces_of,
     sum_rows,
     take_rows,
 )
+from chunkgraph.megatron.features.experts.room import RowRoom
 
-__all__ = ["AllGatherRows", "AllToAllRows", "Dispatch", "RowRoom"]
+__all__ = ["AllGatherRows", "AllToAllRows", "Dispatch"]
 
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
-_ALIGNED_ROWS = 8
 
-Note = Callable[[torch.Tensor], None]
-"""Records whether rows had no room, a scalar on the device."""
-
-
-@dataclass
-class RowRoom:
-    """Room for rows in a piece or in a rank's experts; the same on all ranks.
-
-    Attributes:
-        factor: Rows per token, infinite for the maximum; None outside of captures.
-    """
-
-    factor: float | None = None
-
-    def rows(self, num_tokens: int, most: int) -> int:
-        """Return the room for a microbatch of ``num_tokens``, at most ``most`` rows."""
-        if self.factor is None:
-            return most
-        rows = int(min(num_tokens * self.factor, most)) + 1
-        return min(most, rows + -rows % _ALIGNED_ROWS)
+_MISSING = object()
 
 
 class Dispatch:
-    """Common base of the replacements of both dispatchers.
+    """Common base of the replacements of Megatron's dispatchers.
 
     Args:
-        dispatcher: Megatron's dispatcher of one layer.
+        layer: Megatron's layer.
         room: Room for rows, if experts are on several ranks.
-        note: Callback with the flag of rows without room.
+        counts: The account, in which this layer has the number ``index``.
         has_padding: Whether tokens may choose no expert.
     """
 
     name = ""
     names: tuple[str, ...] = ()
 
-    def __init__(self, dispatcher: Any, room: RowRoom, note: Note, *, has_padding: bool) -> None:
+    def __init__(
+        self, layer: Any, room: RowRoom, counts: RowCounts, index: int, *, has_padding: bool
+    ) -> None:
+        dispatcher = layer.token_dispatcher
         config = dispatcher.config
         self._megatrons = dispatcher
         self._room = room
-        self._note = note
+        self._counts = counts
+        self._index = index
         self._has_padding = has_padding
         self._module: Any = import_megatron(_DISPATCHER)
         self._num_ranks: int = dispatcher.ep_size
@@ -88,8 +73,37 @@ class Dispatch:
         return ()
 
     def install(self) -> Callable[[], None]:
-        """Prepare eager passes; return the undo function."""
-        return lambda: None
+        """Measure the loads of eager passes between ranks; return the undo function."""
+        if self._num_ranks == 1:
+            return lambda: None
+        eager = getattr(self._megatrons, self.names[0])
+
+        def measured(*args: Any, **kwargs: Any) -> Any:
+            if torch.is_grad_enabled():
+                with torch.no_grad():
+                    self._counts.add_load(*self.load(*args, *kwargs.values()))
+            return eager(*args, **kwargs)
+
+        return self._replace({self.names[0]: measured})
+
+    def on_device(self) -> Callable[[], None]:
+        """Make passes read nothing on the host; return the undo function."""
+        return self._replace({name: getattr(self, name) for name in self.names})
+
+    def _replace(self, methods: dict[str, Callable[..., Any]]) -> Callable[[], None]:
+        """Set methods of the dispatcher; return a function that restores its attributes."""
+        attributes = vars(self._megatrons)
+        before = {name: attributes.get(name, _MISSING) for name in methods}
+        attributes.update(methods)
+
+        def undo() -> None:
+            for name, value in before.items():
+                if value is _MISSING:
+                    attributes.pop(name, None)
+                else:
+                    attributes[name] = value
+
+        return undo
 
     def load(self, *args: Any) -> tuple[int, torch.Tensor]:
         """Return the tokens of a microbatch and the rows that need room, in an eager pass.
@@ -124,7 +138,7 @@ class Dispatch:
         most = self._most_rows(num_tokens)
         rows = self._room.rows(num_tokens, most)
         if rows < most and torch.is_grad_enabled():
-            self._note(demand > rows)
+            self._counts.add(self._index, demand > rows)
         return rows
 
 
@@ -144,7 +158,7 @@ class AllToAllRows(Dispatch):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._cut: Shuffle | None = None
-        self._pairs: PairedRows | None = None
+        self._by_expert: Shuffle | None = None
         self._splits: DeviceSplits | None = None
         self._places: torch.Tensor | None = None
 
@@ -211,16 +225,15 @@ class AllToAllRows(Dispatch):
         counts = gather(splits.counts, group=megatrons.tp_ep_group)
         counts = counts.view(self._num_ranks, megatrons.tp_size, -1).transpose(0, 1)
         counts = counts[:, :, self._local].reshape(num_sources, self._num_local)
-        self._pairs = PairedRows.of(counts, piece)
-        by_expert = self._pairs.by_expert
-        return by_expert.move(rows), DeviceSplits(self._pairs.ends), by_expert.move(probs)
+        self._by_expert, splits = paired_rows(counts, piece)
+        return self._by_expert.move(rows), splits, self._by_expert.move(probs)
 
     def combine_preprocess(self, rows: torch.Tensor) -> torch.Tensor:
         """Move results back to the pieces of their inputs."""
         megatrons = self._megatrons
-        if self._pairs is None:
+        if self._by_expert is None:
             return rows
-        rows = self._pairs.by_expert.move_back(rows)
+        rows = self._by_expert.move_back(rows)
         if megatrons.tp_size > 1:
             scatter = self._module.reduce_scatter_to_sequence_parallel_region
             summed = scatter(rows.to(megatrons.probs.dtype), group=megatrons.tp_group)
@@ -244,7 +257,7 @@ class AllToAllRows(Dispatch):
         if self._chosen is not None:
             rows = self._chosen.clear(rows)
         output = self._summed(rows, self._places, is_fused=self._is_fused)
-        self._chosen = self._pairs = self._cut = None
+        self._chosen = self._by_expert = self._cut = None
         self._places = self._splits = megatrons.probs = None
         output = output.view(megatrons.hidden_shape)
         if megatrons.shared_experts is not None:

@@ -14,16 +14,16 @@ import torch
 
 from chunkgraph.megatron.core.access import patch_attributes, private_names
 from chunkgraph.megatron.core.fp8_recipe import fp8_recipe
-from chunkgraph.megatron.features.experts.device_gemms import FP8_MULTIPLES
-from chunkgraph.megatron.features.experts.dropless_rows import DeviceSplits, RowPadding
+from chunkgraph.megatron.features.experts.dropless_rows import DeviceSplits, Shuffle, padded_rows
 from chunkgraph.megatron.features.experts.grouped_gemm import (
+    FP8_MULTIPLES,
     GroupedGemm,
     add_biases,
     choose_gemm,
     grouped_linear,
 )
 
-__all__ = ["expert_linears", "experts_on_device"]
+__all__ = ["expert_linears", "experts_on_device", "rebuilt_fused_operations"]
 
 _EXPERTS = "megatron.core.transformer.moe.experts"
 _FUSED = "_with_fused_impl"
@@ -48,6 +48,32 @@ def experts_on_device(measure: Callable[[int], None] = lambda _: None) -> Iterat
         grouped._apply_bias = staticmethod(_apply_bias(grouped._apply_bias))
         stack.callback(setattr, grouped, "_apply_bias", original)
         yield
+
+
+@contextmanager
+def rebuilt_fused_operations(modules: Iterable[Any]) -> Iterator[None]:
+    """Make layers rebuild Transformer Engine's fused operations for a capture; restore them later.
+
+    Megatron's layers build them in their first forward. The operations keep separate lists of
+    parameters, outside of the layer's modules. A capture, which replaces parameters by stand-ins,
+    would otherwise still reach the parameters themselves.
+
+    Args:
+        modules: Modules, including the layers.
+    """
+    originals = [
+        (module, name, vars(module)[name])
+        for module in dict.fromkeys(modules)
+        for name in ("_fused_ops", "_fused_impl")
+        if isinstance(vars(module).get(name), (tuple, type(None))) and name in vars(module)
+    ]
+    for module, name, _ in originals:
+        setattr(module, name, None)
+    try:
+        yield
+    finally:
+        for module, name, operations in originals:
+            setattr(module, name, operations)
 
 
 def expert_linears(experts: Any) -> list[list[torch.nn.Parameter]]:
@@ -174,7 +200,8 @@ def _multiply_quantized(
 @contextmanager
 def _padded(experts: Any) -> Iterator[None]:
     """Pad the rows of quantized experts on the device."""
-    recipe, padding = fp8_recipe(experts.config), None
+    recipe = fp8_recipe(experts.config)
+    padding: tuple[Shuffle, DeviceSplits] | None = None
     if recipe is None:
         yield
         return
@@ -182,13 +209,13 @@ def _padded(experts: Any) -> Iterator[None]:
     def pad(rows: torch.Tensor, splits: DeviceSplits) -> tuple[torch.Tensor, DeviceSplits]:
         nonlocal padding
         if padding is None:  # the probabilities come after the rows
-            padding = RowPadding(splits, rows.shape[0], FP8_MULTIPLES[recipe])
-        return padding.pad(rows), padding.splits
+            padding = padded_rows(splits, rows.shape[0], FP8_MULTIPLES[recipe])
+        shuffle, padded = padding
+        return shuffle.move(rows), padded
 
-    def unpad(rows: torch.Tensor, splits: DeviceSplits) -> torch.Tensor:
-        del splits
+    def unpad(rows: torch.Tensor, _splits: DeviceSplits) -> torch.Tensor:
         assert padding is not None
-        return padding.unpad(rows)
+        return padding[0].move_back(rows)
 
     with (
         _forward(experts.quantization_padding, pad),

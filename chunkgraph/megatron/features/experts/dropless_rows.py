@@ -11,10 +11,9 @@ import torch
 __all__ = [
     "ChosenRows",
     "DeviceSplits",
-    "PairedRows",
-    "RowPadding",
     "Shuffle",
-    "inverse_of",
+    "padded_rows",
+    "paired_rows",
     "pieces_of",
     "sum_rows",
     "take_rows",
@@ -71,7 +70,6 @@ class ChosenRows:
         tokens: Index of the row's token, shape [num_rows].
         has_row: Whether each pair of the transposed map has a row, flat, bool.
         ends: End of each expert's rows, shape [experts], int32.
-        num_chosen: Number of chosen pairs, a scalar tensor.
         unused: True for rows without a pair, shape [num_rows]; None if all rows are in use.
     """
 
@@ -79,7 +77,6 @@ class ChosenRows:
     tokens: torch.Tensor
     has_row: torch.Tensor
     ends: torch.Tensor
-    num_chosen: torch.Tensor
     unused: torch.Tensor | None
 
     @classmethod
@@ -97,18 +94,17 @@ class ChosenRows:
         # The first pair up to which so many are chosen.
         numbers = torch.arange(1, num_rows + 1, device=place.device)
         pairs = torch.searchsorted(place, numbers)
-        ends = all_ends = place.view(num_experts, num_tokens)[:, -1]
+        ends = place.view(num_experts, num_tokens)[:, -1]
         if not are_exact:
             pairs = torch.where(numbers > place[-1], numbers % place.shape[0], pairs)
-            ends = all_ends.clamp(max=num_rows)
+            ends = ends.clamp(max=num_rows)
             by_expert = by_expert & (place <= num_rows)
         return cls(
             pairs=pairs,
             tokens=pairs % num_tokens,
             has_row=by_expert,
             ends=ends.int(),
-            num_chosen=all_ends[-1],
-            unused=None if are_exact else _after(ends, num_rows),
+            unused=None if are_exact else numbers > ends[-1],
         )
 
     def take(self, values: torch.Tensor) -> torch.Tensor:
@@ -127,7 +123,7 @@ class ChosenRows:
 
 def take_rows(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """Return ``rows`` at ``places``, which are all inside, with gradients."""
-    taken: torch.Tensor = _Taken.apply(rows, places)
+    taken: torch.Tensor = _Rows.apply(rows, places, None)
     return taken
 
 
@@ -139,21 +135,31 @@ def sum_rows(rows: torch.Tensor, places: torch.Tensor, num_rows: int) -> torch.T
         places: Index of the sum to which a row is added, shape [n], all inside.
         num_rows: Number of sums.
     """
-    summed: torch.Tensor = _Summed.apply(rows, places, num_rows)
+    summed: torch.Tensor = _Rows.apply(rows, places, num_rows)
     return summed
 
 
-class _Taken(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(places)
-        ctx.num_rows = rows.shape[0]
-        return rows.index_select(0, places)
+class _Rows(torch.autograd.Function):
+    """Takes the rows at ``places``; or, of ``num_sums`` sums, adds each row to the one it names."""
 
     @staticmethod
-    def backward(ctx: Any, grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def forward(
+        ctx: Any, rows: torch.Tensor, places: torch.Tensor, num_sums: int | None
+    ) -> torch.Tensor:
+        ctx.save_for_backward(places)
+        ctx.num_sums = rows.shape[0] if num_sums is None else None
+        return _taken_or_summed(rows, places, num_sums)
+
+    @staticmethod
+    def backward(ctx: Any, grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (places,) = ctx.saved_tensors
-        return _sums(grads, places, ctx.num_rows), None
+        return _taken_or_summed(grads, places, ctx.num_sums), None, None
+
+
+def _taken_or_summed(
+    rows: torch.Tensor, places: torch.Tensor, num_sums: int | None
+) -> torch.Tensor:
+    return rows.index_select(0, places) if num_sums is None else _sums(rows, places, num_sums)
 
 
 class _TakenOnce(torch.autograd.Function):
@@ -173,18 +179,6 @@ class _TakenOnce(torch.autograd.Function):
     def backward(ctx: Any, grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (are_taken,) = ctx.saved_tensors
         return grads.new_zeros(are_taken.shape).masked_scatter_(are_taken, grads), None, None
-
-
-class _Summed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, places: torch.Tensor, num_rows: int) -> torch.Tensor:
-        ctx.save_for_backward(places)
-        return _sums(rows, places, num_rows)
-
-    @staticmethod
-    def backward(ctx: Any, grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (places,) = ctx.saved_tensors
-        return grads.index_select(0, places), None, None
 
 
 def _sums(rows: torch.Tensor, places: torch.Tensor, num_rows: int) -> torch.Tensor:
@@ -209,6 +203,35 @@ class Shuffle:
     def __init__(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         self._sources = sources
         self._targets = targets
+
+    @classmethod
+    def of_groups(
+        cls,
+        sources: torch.Tensor,
+        targets: torch.Tensor,
+        counts: torch.Tensor,
+        *,
+        num_sources: int,
+        num_targets: int,
+    ) -> Shuffle:
+        """Move groups of rows that are adjacent in both buffers; rows of no group are dropped.
+
+        Args:
+            sources: First row of each group in the first buffer, ascending from 0, int64 [groups].
+            targets: First row of each group in the second buffer, int64 [groups].
+            counts: Rows of each group, int64 [groups].
+            num_sources: Rows of the first buffer.
+            num_targets: Rows of the second buffer.
+        """
+        places = torch.arange(num_sources, device=counts.device)
+        group = torch.searchsorted(sources, places, right=True) - 1
+        is_used = places < (sources + counts).index_select(0, group)
+        target = places + (targets - sources).index_select(0, group)
+        # Each row names its own target, unused rows one after the end: torch's deterministic kernel
+        # writes the values of a row one after the other.
+        own = torch.where(is_used, target, num_targets + places)
+        source = places.new_full((num_targets + num_sources,), -1).scatter_(0, own, places)
+        return cls(source[:num_targets], torch.where(is_used, target, -1))
 
     def move(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the second buffer, from the first one."""
@@ -235,41 +258,10 @@ class _Moved(torch.autograd.Function):
         return _gathered(grads, targets), None, None
 
 
-@dataclass(frozen=True)
-class PairedRows:
-    """Equal pieces of a buffer, one from each of several ranks, and their rows by expert.
-
-    Attributes:
-        by_expert: Moves rows from the pieces to rows sorted by expert, then by rank.
-        ends: End of each expert's rows, shape [experts], int32.
-    """
-
-    by_expert: Shuffle
-    ends: torch.Tensor
-
-    @classmethod
-    def of(cls, counts: torch.Tensor, piece: int) -> PairedRows:
-        """Sort pieces in which rows are sorted by expert.
-
-        Args:
-            counts: Rows of each expert in each piece, shape [ranks, experts].
-            piece: Rows of a piece; rows that exceed it are missing from the piece.
-        """
-        num_ranks, num_experts = counts.shape
-        piece_ends = counts.cumsum(1).clamp(max=piece)
-        begins = torch.nn.functional.pad(piece_ends[:, :-1], (1, 0))
-        counts = piece_ends - begins
-        # Begin of each rank's rows among all rows; the rows of an expert are adjacent.
-        by_expert = counts.t().reshape(-1)
-        starts = (by_expert.cumsum(0) - by_expert).view(num_experts, num_ranks).t()
-        places = torch.arange(piece, device=counts.device).expand(num_ranks, piece).contiguous()
-        expert = torch.searchsorted(piece_ends, places, right=True)
-        is_used = expert < num_experts
-        expert = expert.clamp(max=num_experts - 1)
-        target = starts.gather(1, expert) + places - begins.gather(1, expert)
-        target = torch.where(is_used, target, -1).view(-1)
-        source = inverse_of(target, num_ranks * piece)
-        return cls(Shuffle(source, target), counts.sum(0).cumsum(0).int())
+def _gathered(rows: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
+    unused = sources < 0
+    gathered = rows.index_select(0, sources.clamp(min=0))
+    return gathered.masked_fill_(unused.view(-1, *[1] * (rows.dim() - 1)), 0)
 
 
 def pieces_of(counts: torch.Tensor, num_rows: int, piece: int) -> Shuffle:
@@ -280,71 +272,62 @@ def pieces_of(counts: torch.Tensor, num_rows: int, piece: int) -> Shuffle:
         num_rows: Rows of the buffer that is cut.
         piece: Rows of a piece; rows that exceed it are omitted.
     """
-    ends = counts.cumsum(0)
-    places = torch.arange(num_rows, device=counts.device)
-    rank = torch.searchsorted(ends, places, right=True)
-    is_used = rank < counts.shape[0]
-    rank = rank.clamp(max=counts.shape[0] - 1)
-    within = places - (ends - counts).index_select(0, rank)
-    target = torch.where(is_used & (within < piece), rank * piece + within, -1)
-    return Shuffle(inverse_of(target, counts.shape[0] * piece), target)
+    num_ranks = counts.shape[0]
+    return Shuffle.of_groups(
+        counts.cumsum(0) - counts,
+        torch.arange(num_ranks, device=counts.device) * piece,
+        counts.clamp(max=piece),
+        num_sources=num_rows,
+        num_targets=num_ranks * piece,
+    )
 
 
-def inverse_of(targets: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Return for each of ``num_rows`` rows which target names it, or -1; targets of -1 name none.
+def paired_rows(counts: torch.Tensor, piece: int) -> tuple[Shuffle, DeviceSplits]:
+    """Sort pieces of equal size, one from each rank, in which rows are sorted by expert.
 
-    Each target writes to its own row: torch's deterministic kernel writes the values of a row
-    one after the other.
+    Args:
+        counts: Rows of each expert in each piece, shape [ranks, experts].
+        piece: Rows of a piece; rows that exceed it are missing from the piece.
+
+    Returns:
+        Shuffle from the pieces to rows sorted by expert, then by rank, and the rows of each expert.
     """
-    numbers = torch.arange(targets.shape[0], device=targets.device)
-    row = torch.where(targets >= 0, targets, num_rows + numbers)
-    by_row = numbers.new_full((num_rows + targets.shape[0],), -1)
-    return by_row.scatter_(0, row, numbers)[:num_rows]
+    num_ranks = counts.shape[0]
+    ends = counts.cumsum(1).clamp(max=piece)
+    begins = torch.nn.functional.pad(ends[:, :-1], (1, 0))
+    counts = ends - begins
+    by_expert = counts.t().reshape(-1)
+    targets = (by_expert.cumsum(0) - by_expert).view(-1, num_ranks).t()
+    pieces = torch.arange(num_ranks, device=counts.device)[:, None] * piece
+    shuffle = Shuffle.of_groups(
+        (begins + pieces).view(-1),
+        targets.reshape(-1),
+        counts.view(-1),
+        num_sources=num_ranks * piece,
+        num_targets=num_ranks * piece,
+    )
+    return shuffle, DeviceSplits(counts.sum(0).cumsum(0).int())
 
 
-def _after(ends: torch.Tensor, num_rows: int) -> torch.Tensor:
-    return torch.arange(num_rows, device=ends.device) >= ends[-1]
-
-
-def _gathered(rows: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
-    unused = sources < 0
-    gathered = rows.index_select(0, sources.clamp(min=0))
-    return gathered.masked_fill_(unused.view(-1, *[1] * (rows.dim() - 1)), 0)
-
-
-class RowPadding:
-    """Transformer Engine's padding of experts' rows, without a read on the host.
-
-    Padding rows are zeros, after the rows of their expert.
+def padded_rows(splits: DeviceSplits, num_rows: int, multiple: int) -> tuple[Shuffle, DeviceSplits]:
+    """Pad the rows of each expert with zeros, like Transformer Engine, without a host read.
 
     Args:
         splits: Rows of each expert.
         num_rows: Rows of the buffer, in use or not.
         multiple: Divisor of every padded number of rows.
 
-    Attributes:
-        splits: Padded rows of each expert.
+    Returns:
+        Shuffle to the padded buffer, and the padded rows of each expert.
     """
-
-    def __init__(self, splits: DeviceSplits, num_rows: int, multiple: int) -> None:
-        num_experts = len(splits.ends)
-        padded = (splits.counts + multiple - 1) // multiple * multiple
-        ends = padded.cumsum(0)
-        self.splits = DeviceSplits(ends.int())
-        places = torch.arange(num_rows, device=ends.device)
-        expert = torch.searchsorted(splits.ends, places.int(), right=True)
-        # Padding rows in front of an expert's rows.
-        moved = (ends - padded) - (splits.ends - splits.counts)
-        target = places + moved.index_select(0, expert.clamp(max=num_experts - 1))
-        target = torch.where(expert < num_experts, target, -1)
-        num_padded = num_rows + num_experts * (multiple - 1)
-        num_padded += -num_padded % multiple
-        self._shuffle = Shuffle(inverse_of(target, num_padded), target)
-
-    def pad(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the padded buffer, with gradients."""
-        return self._shuffle.move(rows)
-
-    def unpad(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the buffer without the padding rows, with gradients."""
-        return self._shuffle.move_back(rows)
+    padded = (splits.counts + multiple - 1) // multiple * multiple
+    ends = padded.cumsum(0)
+    num_padded = num_rows + len(padded) * (multiple - 1)
+    shuffle = Shuffle.of_groups(
+        splits.ends - splits.counts,
+        ends - padded,
+        splits.counts,
+        num_sources=num_rows,
+        num_targets=num_padded + -num_padded % multiple,
+    )
+    return shuffle, DeviceSplits(ends.int())

@@ -1,8 +1,7 @@
 """Mixture of experts in the graphs of one rank: the state of routers, and dropped tokens.
 
-Dispatch with a fixed capacity has fixed shapes. The cost: more tokens may choose an expert than it
-has room for, and Megatron drops the excess silently. This feature counts every dropped token, on
-the device and inside the graphs.
+Experts with a fixed capacity drop tokens (`capacity`), others take all (`dropless`). Both count on
+the device, inside the graphs, what found no room.
 """
 
 from __future__ import annotations
@@ -10,12 +9,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Literal, Self, get_args
 
 import torch
-from torch import nn
 
 from chunkgraph.engine import Agree, Chunk, StepMode
 from chunkgraph.engine.decide.reasons import agree_alone
@@ -23,35 +21,26 @@ from chunkgraph.errors import ConfigError, TokenDropError
 from chunkgraph.megatron.captured_part import CapturedPart
 from chunkgraph.megatron.core.agreement import agree_by_maximum
 from chunkgraph.megatron.feature import LimitedFeature, Work, chained
+from chunkgraph.megatron.features.experts.capacity import CapacityExperts
 from chunkgraph.megatron.features.experts.counts import DropReport
-from chunkgraph.megatron.features.experts.counts import TokenDrops as DroppedTokens
-from chunkgraph.megatron.features.experts.dispatch import static_dispatch
-from chunkgraph.megatron.features.experts.dropless import (
-    Dropless,
-    DroplessRoom,
-    budget_of,
-    is_bounded,
-    may_lack_room,
-)
-from chunkgraph.megatron.features.experts.fused_operations import rebuilt_fused_operations
+from chunkgraph.megatron.features.experts.dropless import Dropless
+from chunkgraph.megatron.features.experts.dropless_experts import rebuilt_fused_operations
 from chunkgraph.megatron.features.experts.hybrid_ep import (
     HybridEPBuffer,
     refuse_without_hybrid_ep,
     uses_hybrid_ep,
 )
-from chunkgraph.megatron.features.experts.padding import padded_routing
-from chunkgraph.megatron.features.experts.refusals import (
-    IDLE_RULES,
-    MOE_RULES,
-    PADDED_ROWS_RULES,
+from chunkgraph.megatron.features.experts.padding import PaddedRouting
+from chunkgraph.megatron.features.experts.room import (
+    RowRoom,
+    may_lack_room,
+    what_lacks_room,
 )
-from chunkgraph.megatron.features.experts.room import ExpertRoom, SharedOut
 from chunkgraph.megatron.features.experts.rows_in_use import moe_layers_of
 from chunkgraph.megatron.features.experts.state import ExpertState, routers_of
-from chunkgraph.megatron.rules.experts import uses_dropless
+from chunkgraph.megatron.rules.experts import MOE_RULES, PADDED_ROWS_RULES, uses_dropless
 from chunkgraph.megatron.site import Site
 from chunkgraph.megatron.step import Shortage, Step
-from chunkgraph.settings.rule import refusals
 
 if TYPE_CHECKING:
     from chunkgraph.megatron.attached import MegatronChunkGraphs
@@ -68,12 +57,7 @@ class Experts(LimitedFeature):
     """Support for models with experts, installed on every rank, including ranks without experts.
 
     Args:
-        model_chunks: All model chunks of this rank; the drops of their routers are counted.
-        parts: The captured parts of the chunks.
-        token_drops: See `attach`.
-        config: Megatron's config.
-        keeps_padding: Whether padding rows after packed documents are kept from the experts.
-        marks_padding: Whether rows that only fill an expert's room are marked for the stash.
+        site: The model and the options of `attach`.
 
     Raises:
         ConfigError: Experts cannot be trained on packed sequences.
@@ -81,44 +65,30 @@ class Experts(LimitedFeature):
 
     rules = (*MOE_RULES, *PADDED_ROWS_RULES)
 
-    def __init__(
-        self,
-        model_chunks: Sequence[nn.Module],
-        parts: Sequence[CapturedPart],
-        token_drops: TokenDrops,
-        config: Any,
-        *,
-        keeps_padding: bool = False,
-        marks_padding: bool = False,
-    ) -> None:
-        self._measures_room = is_bounded(config) and not budget_of(config)
+    def __init__(self, site: Site) -> None:
+        config, facts = site.config, site.facts()
+        token_drops = site.feature_options["token_drops"]
+        # For the whole model: this rank may have no experts.
+        self._lacking = what_lacks_room(config)
+        self._measures_room = RowRoom(config).is_measured
         self.repeats_steps = may_lack_room(config) or (
             token_drops == "rerun" and not uses_dropless(config)
         )
-        self._layers = moe_layers_of([m for c in model_chunks for m in c.modules()])
-        self._buffer = HybridEPBuffer() if self._layers and uses_hybrid_ep(config) else None
+        layers = moe_layers_of([m for c in site.chunks for m in c.modules()])
+        self._buffer = HybridEPBuffer() if layers and uses_hybrid_ep(config) else None
         self._undo = contextlib.ExitStack()
-        self._padding = padded_routing(model_chunks, config) if keeps_padding else None
-        routers = routers_of([m for chunk in model_chunks for m in chunk.modules()])
-        self._modules = [m for part in parts for m in part.modules]
+        padding = PaddedRouting(site.chunks, config) if facts.pads_rows else None
+        self._modules = [m for part in site.parts for m in part.modules]
         captured = routers_of(self._modules)
         self._state = ExpertState(captured) if captured else None
-        self._drops: DroppedTokens | Dropless | None = None
-        self._dropless: Dropless | None = None
-        self.room: ExpertRoom = SharedOut(self._layers)
-        # For the whole model: this rank may have no experts.
-        self.words = SharedOut.words
-        if uses_dropless(config):
-            if self._layers:
-                self._dropless = Dropless(self._layers, has_padding=keeps_padding)
-                self._drops = self._dropless
-            self.room = DroplessRoom(self._dropless, config)
-            self.words = self.room.words
-        elif routers:
-            self._drops = DroppedTokens(routers)
-        self._report: DropReport | None = None
-        if self._drops is not None:
-            self._report = DropReport(self._drops.counts.total, self._drops.layers)
+        self._experts: CapacityExperts | Dropless | None = None
+        self._report = DropReport(torch.zeros(0), ())
+        if layers:
+            if uses_dropless(config):
+                self._experts = Dropless(layers, has_padding=bool(facts.pads_rows))
+            else:
+                self._experts = CapacityExperts(layers, marks_padding=bool(facts.stash))
+            self._report = DropReport(self._experts.counts.total, self._experts.counts.layers)
         self._token_drops = token_drops
         self._is_reported = self._was_abandoned = False
         self._seen = 0
@@ -127,11 +97,11 @@ class Experts(LimitedFeature):
         needs_others = token_drops == "raise" or self._measures_room
         self._agree = agree_by_maximum() if needs_others else None
         try:
-            if self._padding is not None:
+            if padding is not None:
                 # First: tokens that no router chose cannot be dropped.
-                self._undo.callback(self._padding.install())
-            if self._drops is not None:
-                self._undo.callback(self._drops.install(marks_padding=marks_padding))
+                self._undo.callback(padding.install())
+            if self._experts is not None:
+                self._undo.callback(self._experts.install())
         except BaseException:
             self.detach()
             raise
@@ -154,22 +124,23 @@ class Experts(LimitedFeature):
             choices = ", ".join(map(repr, get_args(TokenDrops)))
             raise ConfigError(f"token_drops is {token_drops!r}; it must be one of {choices}.")
         refuse_without_hybrid_ep(site.facts())
-        for idle in refusals(IDLE_RULES, site.facts()) if site.place.rank == 0 else ():
-            _log.warning("%s.", idle)
+        config = site.config
+        has_bias = getattr(config, "moe_router_enable_expert_bias", False)
+        is_padded = getattr(config, "moe_pad_expert_input_to_capacity", False)
+        if has_bias and is_padded and site.place.rank == 0:
+            _log.warning(
+                "moe_router_enable_expert_bias=True with moe_pad_expert_input_to_capacity=True: "
+                "Megatron counts the rows of each expert after padding, when all experts have the "
+                "same number, so the bias never changes and balances nothing; balance with "
+                "moe_aux_loss_coeff."
+            )
 
     @classmethod
     def of(cls, site: Site, undo: contextlib.ExitStack) -> Self | None:
         """Return the feature for models with experts, also on ranks without experts."""
         if not getattr(site.config, "num_moe_experts", None):
             return None
-        experts = cls(
-            site.chunks,
-            site.parts,
-            site.feature_options["token_drops"],
-            site.config,
-            keeps_padding=bool(site.facts().pads_rows),
-            marks_padding=bool(site.facts().stash),
-        )
+        experts = cls(site)
         undo.callback(experts.detach)
         return experts
 
@@ -190,18 +161,9 @@ class Experts(LimitedFeature):
         """Make the graphs of a part with routers keep the routers' state and count drops."""
         if self._state is None or not routers_of(part.modules):
             return chunk
-        drops, padding, eager = self._drops, self._padding, chunk.forward
-        assert drops is not None
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            padding_scope = padding.forward() if padding is not None else contextlib.nullcontext()
-            with drops.counts.forward(), padding_scope:
-                return eager(*args, **kwargs)
-
         return replace(
             chunk,
-            forward=forward,
-            buffers=(*chunk.buffers, *self._state.buffers, *drops.tensors),
+            buffers=(*chunk.buffers, *self._state.buffers, *self.tensors),
             before_backward=chained(chunk.before_backward, self._state.before_backward),
         )
 
@@ -209,18 +171,16 @@ class Experts(LimitedFeature):
         """Capture without host reads; make passes of ``verify`` compute the bits of replays."""
         if work == "capture":
             return self._capturing()
-        if work == "verify" and self._dropless is not None:
-            return self._dropless.verifying()
+        if work == "verify" and self._experts is not None:
+            return self._experts.verifying()
         return contextlib.nullcontext()
 
     @contextlib.contextmanager
     def _capturing(self) -> Iterator[None]:
         """Capture without host reads in the dispatch; restore the metrics afterwards."""
         with contextlib.ExitStack() as stack:
-            if self._dropless is not None:
-                stack.enter_context(self._dropless.capturing())
-            else:
-                stack.enter_context(static_dispatch())
+            if self._experts is not None:
+                stack.enter_context(self._experts.capturing())
             stack.enter_context(rebuilt_fused_operations(self._modules))
             if self._state is not None:
                 stack.enter_context(self._state.capturing())
@@ -231,7 +191,7 @@ class Experts(LimitedFeature):
     @property
     def dispatch(self) -> str:
         """Return dispatch, grouped GEMM and rows of dropless experts in graphs; "" for others."""
-        return self._dropless.description if self._dropless is not None else ""
+        return self._experts.description if self._experts is not None else ""
 
     def is_memory_replaced(self) -> bool:
         """Return whether HybridEP has replaced the buffer that graphs write to."""
@@ -270,7 +230,7 @@ class Experts(LimitedFeature):
 
         Experts that are recomputed in the backward count their tokens there.
         """
-        if self._report is not None and not self.counts_in_backwards:
+        if not self.counts_in_backwards:
             self._report.end_step()
             self._is_reported = True
 
@@ -281,21 +241,20 @@ class Experts(LimitedFeature):
     @property
     def counts_in_backwards(self) -> bool:
         """Return whether experts are recomputed, so that they count only in the backward."""
-        return self._drops is not None and self._drops.counts.is_recomputed
+        return self._experts is not None and self._experts.counts.is_recomputed
 
     def _end_step(self, step: Step) -> None:
         """Report dropped tokens of a training step, before its gradients are used."""
         if self._measures_room and not step.is_replayed:
-            load = self._dropless.load.take() if self._dropless is not None else 0
-            (most,) = (self._agree or agree_alone)([load])
-            if self._dropless is not None:
-                self._dropless.request_room(most)
+            (most,) = (self._agree or agree_alone)([self._take_load()])
+            if isinstance(self._experts, Dropless):
+                self._experts.room.add_load(most)
         self._report_drops()
         if step.plan.is_repeated:
             self.forget_step()
 
     def _report_drops(self) -> None:
-        if self._report is not None and not (self._is_reported and not self.counts_in_backwards):
+        if not self._is_reported or self.counts_in_backwards:
             self._report.end_step()
         self._is_reported = False
         if self.repeats_steps:  # the guard looks, and runs such a step again
@@ -319,15 +278,13 @@ class Experts(LimitedFeature):
         They include Megatron's own flags: its training loop would otherwise repeat a step that
         was already repeated here.
         """
-        return self._drops.tensors if self._drops is not None else ()
+        return self._experts.tensors if self._experts is not None else ()
 
     def look(self) -> int:
         """Return the tokens dropped in the last step on this rank; wait for its forwards.
 
         Wait for the whole step if experts are recomputed in the backward.
         """
-        if self._drops is None:
-            return 0
         now = sum(self.dropped_tokens(wait=True).values())
         dropped, self._seen = now - self._seen, now
         return dropped
@@ -336,26 +293,26 @@ class Experts(LimitedFeature):
         """Return the step's dropped tokens as a shortage, if drops make steps run again."""
         if not self.repeats_steps:
             return None
-        dropped = self.look()
-        return Shortage("expert capacity", dropped, f"{self.words.counted}: {dropped}")
+        num_dropped = self.look()
+        return Shortage("expert capacity", num_dropped, f"{self._lacking}: {num_dropped}")
 
-    @contextlib.contextmanager
-    def having_room(self) -> Iterator[None]:
+    def having_room(self) -> contextlib.AbstractContextManager[None]:
         """Let an eager step drop no token, and measure its load for `make_room`."""
-        measurement = self._drops.load.measure() if self._drops else contextlib.nullcontext()
-        with self.room.for_all(), measurement:
-            yield
+        return self._experts.having_room() if self._experts else contextlib.nullcontext()
 
     def make_room(self, agree: Agree) -> None:
         """Make room for the heaviest load of a microbatch on any rank; wait for the device."""
-        load = self._drops.load.take() if self._drops is not None else 0
-        self.room.give(*agree([load]))
+        (most,) = agree([self._take_load()])
+        if self._experts is not None:
+            self._experts.give(most)
+
+    def _take_load(self) -> int:
+        return self._experts.counts.take_load() if self._experts is not None else 0
 
     def forget_step(self) -> None:
         """Resynchronize with the counts, which were restored because the step ran again."""
-        if self._report is not None:
-            self._report.end_step()
-            self._seen = sum(self.dropped_tokens(wait=True).values())
+        self._report.end_step()
+        self.look()
 
     def dropped_tokens(self, *, wait: bool = False) -> dict[int, int]:
         """Count how often an expert of this rank had no room for a token that chose it, so far.
@@ -370,7 +327,7 @@ class Experts(LimitedFeature):
         Returns:
             Mapping from layer number (from 1) to count; empty on a rank without experts.
         """
-        return self._report.by_layer(wait=wait) if self._report is not None else {}
+        return self._report.by_layer(wait=wait)
 
     def detach(self) -> None:
         """Stop counting, and restore Megatron's handling of padding."""
@@ -379,8 +336,7 @@ class Experts(LimitedFeature):
             self._agree.close()
 
     def _raise_if_dropped(self) -> None:
-        now = sum(self.dropped_tokens(wait=True).values())
-        local, self._seen = now - self._seen, now
+        local = self.look()
         most = local if self._agree is None else self._agree([local])[0]
         if not most:
             return
@@ -390,9 +346,10 @@ class Experts(LimitedFeature):
             else f"none on this rank, up to {most} on another"
         )
         raise TokenDropError(
-            f"{self.words.lacked} in this step, which were dropped: {here}. The "
+            f"Experts had no room for tokens in this step, which were dropped: {here}. The "
             "gradients lack them; the optimizer has not used them.\n"
-            f"  To do: {self.words.advice}"
+            "  To do: raise moe_expert_capacity_factor; num_moe_experts / moe_router_topk has room "
+            "for all. token_drops='count' lets training go on and counts them."
         )
 
     def _drops_by_layer(self) -> str:

@@ -1,140 +1,243 @@
 """Matrix products of experts on sorted rows whose number per expert only the device knows.
 
 Rows come in a buffer of fixed size: first the first expert's, then the second expert's, and so on.
-Rows after the last expert's are not computed, and their results are undefined. ``ends`` contains
-the end of each expert's rows. The host of a GPU reads nothing, so graphs can contain the products.
+Rows after the last expert's are not computed, and their results are undefined. The host of a GPU
+reads no number of rows, so graphs can contain the products.
 
-On a GPU `device_gemms` computes them. On a CPU, operators with the same contract loop over the
-experts, with the same bits as Megatron's experts; the recorder replays them like torch's operators.
+Transformer Engine's product is the faster one at every size in `benchmarks/README.md`, and takes
+float16 and FP8 as well, but needs a newer cuBLASLt than torch brings. torch's needs nothing; on a
+CPU it has the bits of Megatron's experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+import contextlib
+import ctypes
+import importlib
+import importlib.util
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import library
 
 from chunkgraph.engine.capture.accumulate import add_together
-from chunkgraph.megatron.features.experts.device_gemms import TorchGemm, native_gemm
+from chunkgraph.errors import ConfigError
+from chunkgraph.megatron.core.access import private_names, versions
 from chunkgraph.megatron.features.experts.dropless_rows import DeviceSplits
 
-__all__ = ["GroupedGemm", "add_biases", "choose_gemm", "grouped_linear"]
+__all__ = [
+    "CUBLASLT_NEEDED",
+    "FP8_MULTIPLES",
+    "GroupedGemm",
+    "LoopGemm",
+    "NativeGemm",
+    "TorchGemm",
+    "add_biases",
+    "as_one",
+    "choose_gemm",
+    "cublaslt_version",
+    "grouped_linear",
+    "lay_together",
+    "native_need",
+    "version_text",
+    "zero_empty",
+]
 
+CUBLASLT_NEEDED = 130801
+"""13.8.1: the first version that correctly reads a grouped product's counts on the device."""
+FP8_MULTIPLES = {"tensorwise": 16, "blockwise": 128}
+"""Divisor of the rows of each expert that the kernels of an FP8 recipe need.
+
+Transformer Engine has no such kernels for other recipes.
+"""
+_FP8 = {"tensorwise": "Float8CurrentScaling", "blockwise": "Float8BlockScaling"}
+_GEMM = "transformer_engine.pytorch.cpp_extensions"
+_STORAGE = "transformer_engine.pytorch.tensor.storage.grouped_tensor_storage"
+_LINEAR = "transformer_engine.pytorch.module.grouped_linear"
+_RECIPES = "transformer_engine.common.recipe"
 _GPUS = (9, 10)
 """Major compute capabilities. On other GPUs torch loops over experts and reads ends on the host."""
+_SUMMED = 8
+"""Columns of the matrix of ones that sums rows: the fewest that are aligned."""
+_ALIGNMENT_BYTES = 16
 
 
-class GroupedGemm(Protocol):
+class GroupedGemm(ABC):
     """Multiplies rows [num_rows, in] by weights [out, in], one for each expert."""
 
+    @abstractmethod
     def rows(
         self, rows: torch.Tensor, weights: Sequence[torch.Tensor], splits: DeviceSplits
     ) -> torch.Tensor:
         """Return the rows times their expert's weight: [num_rows, out]."""
 
+    @abstractmethod
     def row_grads(
         self, grads: torch.Tensor, weights: Sequence[torch.Tensor], splits: DeviceSplits
     ) -> torch.Tensor:
         """Return the gradients of the rows: [num_rows, in]."""
 
+    @abstractmethod
+    def outer(self, grads: torch.Tensor, rows: torch.Tensor, splits: DeviceSplits) -> torch.Tensor:
+        """Return the product of each expert's gradients and rows: [experts, out, in].
+
+        Those of experts without rows may be undefined.
+        """
+
     def weight_grads(
         self, grads: torch.Tensor, rows: torch.Tensor, splits: DeviceSplits
     ) -> Sequence[torch.Tensor]:
         """Return the gradient of each weight, zeros without rows: [out, in] each."""
+        return zero_empty(self.outer(grads, rows, splits), splits.ends).unbind(0)
 
     def sums(self, grads: torch.Tensor, splits: DeviceSplits) -> torch.Tensor:
         """Return the sum of each expert's rows: [experts, out]."""
+        ones = torch.ones(grads.shape[0], _SUMMED, dtype=grads.dtype, device=grads.device)
+        return zero_empty(self.outer(grads, ones, splits), splits.ends)[:, :, 0]
 
 
-def _loop(ends: torch.Tensor, run: Callable[[int, int, int], None]) -> None:
-    """Call ``run`` with the index, begin and end of every expert; only for CPU tensors."""
-    begin = 0
-    for index, end in enumerate(ends.tolist()):
-        run(index, begin, end)
-        begin = end
-
-
-def _unknown(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-    """Return memory filled with NaN, like a GPU's undefined rows."""
-    return torch.full(shape, float("nan"), dtype=like.dtype)
-
-
-def _cpu_product(
-    rows: torch.Tensor, weights: Sequence[torch.Tensor], ends: torch.Tensor, is_grad: bool
-) -> torch.Tensor:
-    with torch._C.DisableTorchFunction():
-        out = _unknown((rows.shape[0], weights[0].shape[1 if is_grad else 0]), rows)
-
-        def multiply(index: int, begin: int, end: int) -> None:
-            weight = weights[index] if is_grad else weights[index].t()
-            out[begin:end] = torch.matmul(rows[begin:end], weight)
-
-        _loop(ends, multiply)
-        return out
-
-
-def _cpu_weight_grads(
-    grads: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor
-) -> list[torch.Tensor]:
-    with torch._C.DisableTorchFunction():
-        products: list[torch.Tensor] = []
-        _loop(
-            ends,
-            lambda _, begin, end: products.append(
-                torch.matmul(grads[begin:end].t(), rows[begin:end]),
-            ),
-        )
-        return products
-
-
-def _cpu_sums(grads: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    with torch._C.DisableTorchFunction():
-        sums: list[torch.Tensor] = []
-        _loop(ends, lambda _, begin, end: sums.append(grads[begin:end].sum(0)))
-        return torch.stack(sums)
-
-
-_LIBRARY = library.Library("chunkgraph", "FRAGMENT")
-_LIBRARY.define("grouped_rows(Tensor rows, Tensor[] weights, Tensor ends, bool is_grad) -> Tensor")
-_LIBRARY.define("grouped_weight_grads(Tensor grads, Tensor rows, Tensor ends) -> Tensor[]")
-_LIBRARY.define("grouped_sums(Tensor grads, Tensor ends) -> Tensor")
-_LIBRARY.impl("grouped_rows", _cpu_product, "CPU")
-_LIBRARY.impl("grouped_weight_grads", _cpu_weight_grads, "CPU")
-_LIBRARY.impl("grouped_sums", _cpu_sums, "CPU")
-_operators: Any = torch.ops.chunkgraph
-
-
-class LoopGemm:
-    """Runs a loop over experts in one operator of the CPU."""
+class TorchGemm(GroupedGemm):
+    """Runs `torch._grouped_mm`, whose offsets stay on the device."""
 
     def rows(
         self, rows: torch.Tensor, weights: Sequence[torch.Tensor], splits: DeviceSplits
     ) -> torch.Tensor:
         """See `GroupedGemm`."""
-        result: torch.Tensor = _operators.grouped_rows(rows, list(weights), splits.ends, False)
-        return result
+        return torch._grouped_mm(rows, as_one(weights).transpose(-2, -1), offs=splits.ends)
 
     def row_grads(
         self, grads: torch.Tensor, weights: Sequence[torch.Tensor], splits: DeviceSplits
     ) -> torch.Tensor:
         """See `GroupedGemm`."""
-        result: torch.Tensor = _operators.grouped_rows(grads, list(weights), splits.ends, True)
-        return result
+        return torch._grouped_mm(grads, as_one(weights), offs=splits.ends)
 
-    def weight_grads(
-        self, grads: torch.Tensor, rows: torch.Tensor, splits: DeviceSplits
-    ) -> Sequence[torch.Tensor]:
+    def outer(self, grads: torch.Tensor, rows: torch.Tensor, splits: DeviceSplits) -> torch.Tensor:
         """See `GroupedGemm`."""
-        result: list[torch.Tensor] = _operators.grouped_weight_grads(grads, rows, splits.ends)
-        return result
+        return torch._grouped_mm(grads.t(), rows, offs=splits.ends)
+
+
+class LoopGemm(TorchGemm):
+    """Runs torch's product on a CPU, and sums rows in a loop with the bits of a plain sum."""
 
     def sums(self, grads: torch.Tensor, splits: DeviceSplits) -> torch.Tensor:
         """See `GroupedGemm`."""
-        result: torch.Tensor = _operators.grouped_sums(grads, splits.ends)
+        result: torch.Tensor = torch.ops.chunkgraph.grouped_sums(grads, splits.ends)
         return result
+
+
+def _loop_sums(grads: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    with torch._C.DisableTorchFunction():
+        bounds = [0, *ends.tolist()]
+        return torch.stack([grads[a:z].sum(0) for a, z in itertools.pairwise(bounds)])
+
+
+class NativeGemm(GroupedGemm):
+    """Runs Transformer Engine's grouped GEMM of cuBLASLt, whose counts stay on the device."""
+
+    def __init__(self) -> None:
+        (self._gemm,) = private_names(_GEMM, "general_grouped_gemm_for_grouped_tensor")
+        (self._storage,) = private_names(_STORAGE, "GroupedTensorStorage")
+
+    def rows(
+        self, rows: torch.Tensor, weights: Sequence[torch.Tensor], splits: DeviceSplits
+    ) -> torch.Tensor:
+        """See `GroupedGemm`."""
+        return self._times(rows, weights, splits, weights[0].shape[0], layout="TN")
+
+    def row_grads(
+        self, grads: torch.Tensor, weights: Sequence[torch.Tensor], splits: DeviceSplits
+    ) -> torch.Tensor:
+        """See `GroupedGemm`."""
+        return self._times(grads, weights, splits, weights[0].shape[1], layout="NN")
+
+    def outer(self, grads: torch.Tensor, rows: torch.Tensor, splits: DeviceSplits) -> torch.Tensor:
+        """See `GroupedGemm`."""
+        out = rows.new_empty(len(splits.ends), grads.shape[1], rows.shape[1])
+        operands = self._pack(rows, splits), self._pack(grads, splits)
+        self._gemm(*operands, list(out.unbind(0)), layout="NT")
+        return out
+
+    def _times(
+        self,
+        rows: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        splits: DeviceSplits,
+        width: int,
+        *,
+        layout: str,
+    ) -> torch.Tensor:
+        out = rows.new_empty(rows.shape[0], width)
+        self._gemm(list(weights), self._pack(rows, splits), self._pack(out, splits), layout=layout)
+        return out
+
+    def _pack(self, rows: torch.Tensor, splits: DeviceSplits) -> Any:
+        """Return ``rows`` as Transformer Engine's grouped tensor; nothing is copied."""
+        rows = rows.contiguous()
+        return self._storage(
+            shape=tuple(rows.shape),
+            dtype=rows.dtype,
+            num_tensors=len(splits.ends),
+            data=rows.view(-1),
+            first_dims=splits.counts,
+            tensor_offsets=splits.offsets(rows.shape[1]),
+        )
+
+
+def cublaslt_version() -> int | None:
+    """Return the version of this process's cuBLASLt, as 130801 for 13.8.1; None without one."""
+    for name in ("libcublasLt.so.13", "libcublasLt.so.12", "libcublasLt.so"):
+        with contextlib.suppress(OSError, AttributeError):
+            get_version = ctypes.CDLL(name).cublasLtGetVersion
+            get_version.restype = ctypes.c_size_t
+            return int(get_version())
+    return None
+
+
+def version_text(number: int) -> str:
+    """Format ``130801`` as 13.8.1."""
+    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+
+
+def _cublaslt_need() -> str | None:
+    """Describe the cuBLASLt to load for counts on the device; None if this process has it."""
+    number = cublaslt_version()
+    needed = version_text(CUBLASLT_NEEDED)
+    if number is None:
+        return f"cuBLASLt {needed} or newer was not found"
+    if number < CUBLASLT_NEEDED:
+        return (
+            f"cuBLASLt {version_text(number)} moves token counts through the host; load "
+            f"{needed} or newer (a newer nvidia-cublas, or LD_PRELOAD of its two libraries)"
+        )
+    return None
+
+
+def native_need(dtype: torch.dtype, recipe: str | None = None) -> str | None:
+    """Describe what Transformer Engine's grouped GEMM lacks on this machine; None if nothing.
+
+    Args:
+        dtype: Type of the weights.
+        recipe: FP8 recipe of the experts, a key of `FP8_MULTIPLES`; None without FP8.
+    """
+    if importlib.util.find_spec("transformer_engine") is None:
+        return "Transformer Engine is not installed"
+    if (need := _cublaslt_need()) is not None:
+        return need
+    try:
+        NativeGemm()
+        (is_supported,) = private_names(_LINEAR, "is_module_grouped_tensor_path_supported")
+    except (ConfigError, ImportError, OSError):  # or a library that it loads
+        version = versions().get("transformer_engine", "of this machine")
+        return f"Transformer Engine {version} has no grouped GEMM with counts on the device"
+    kind = None
+    if recipe is not None:
+        (kind,) = private_names(_RECIPES, _FP8[recipe])
+    if is_supported(kind and kind(), dtype):
+        return None
+    return f"Transformer Engine's grouped GEMM does not multiply {recipe or dtype} on this GPU"
 
 
 def choose_gemm(
@@ -149,11 +252,16 @@ def choose_gemm(
         dtype: Type of their weights.
         recipe: Their FP8 recipe; None without FP8.
     """
+    name = f"torch._grouped_mm (torch {torch.__version__})"
     if device.type == "cpu":
-        return LoopGemm(), "a loop over experts in one operator (CPU)"
-    native, text = native_gemm(dtype, recipe)
-    if native is not None or recipe is not None:
-        return native, text
+        if not hasattr(torch.nn.functional, "grouped_mm"):
+            return None, f"{name} does not run on a CPU; install 2.10 or newer"
+        return LoopGemm(), name
+    if (need := native_need(dtype, recipe)) is None:
+        version = version_text(cublaslt_version() or 0)
+        return NativeGemm(), f"Transformer Engine's grouped GEMM (cuBLASLt {version})"
+    if recipe is not None:
+        return None, need
     if not hasattr(torch, "_grouped_mm"):
         return None, f"torch {torch.__version__} has no _grouped_mm; install 2.8 or newer"
     capability = torch.cuda.get_device_capability(device)
@@ -165,16 +273,8 @@ def choose_gemm(
             f"there, and on the device with {known}"
         )
     if dtype is not torch.bfloat16:
-        return None, f"weights of {dtype}: torch._grouped_mm multiplies bfloat16, and {text}"
-    return TorchGemm(), f"torch._grouped_mm (torch {torch.__version__})"
-
-
-@dataclass(frozen=True)
-class _Product:
-    """State that the backward of a product needs in addition to saved tensors."""
-
-    gemm: GroupedGemm
-    splits: DeviceSplits
+        return None, f"weights of {dtype}: torch._grouped_mm multiplies bfloat16, and {need}"
+    return TorchGemm(), name
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -183,20 +283,21 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        product: _Product,
+        gemm: GroupedGemm,
+        splits: DeviceSplits,
         rows: torch.Tensor,
         *weights: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.product = product
+        ctx.gemm, ctx.splits = gemm, splits
         ctx.save_for_backward(rows, *weights)
-        return product.gemm.rows(rows, weights, product.splits)
+        return gemm.rows(rows, weights, splits)
 
     @staticmethod
     def backward(ctx: Any, grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, *weights = ctx.saved_tensors
-        gemm, splits, grads = ctx.product.gemm, ctx.product.splits, grads.contiguous()
-        of_rows = gemm.row_grads(grads, weights, splits) if ctx.needs_input_grad[1] else None
-        needs_grad = ctx.needs_input_grad[2:]
+        gemm, splits, grads = ctx.gemm, ctx.splits, grads.contiguous()
+        of_rows = gemm.row_grads(grads, weights, splits) if ctx.needs_input_grad[2] else None
+        needs_grad = ctx.needs_input_grad[3:]
         of_weights: list[torch.Tensor | None] = [None] * len(weights)
         if any(needs_grad):
             by_expert = gemm.weight_grads(grads, rows, splits)
@@ -204,7 +305,7 @@ class _GroupedLinear(torch.autograd.Function):
             of_weights = [
                 g if is_needed else None for g, is_needed in zip(by_expert, needs_grad, strict=True)
             ]
-        return None, of_rows, *of_weights
+        return None, None, of_rows, *of_weights
 
 
 class _BiasRows(torch.autograd.Function):
@@ -213,17 +314,18 @@ class _BiasRows(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        product: _Product,
+        gemm: GroupedGemm,
+        splits: DeviceSplits,
         experts: torch.Tensor,
         *biases: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.product = product
+        ctx.gemm, ctx.splits = gemm, splits
         return torch.stack(biases).index_select(0, experts)
 
     @staticmethod
     def backward(ctx: Any, grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        sums = ctx.product.gemm.sums(grads.contiguous(), ctx.product.splits)
-        return None, None, *sums.unbind(0)
+        sums = ctx.gemm.sums(grads.contiguous(), ctx.splits)
+        return None, None, None, *sums.unbind(0)
 
 
 def grouped_linear(
@@ -243,7 +345,7 @@ def grouped_linear(
     Returns:
         Tensor of shape [num_rows, out]; rows after the last end are undefined.
     """
-    result: torch.Tensor = _GroupedLinear.apply(_Product(gemm, splits), rows, *weights)
+    result: torch.Tensor = _GroupedLinear.apply(gemm, splits, rows, *weights)
     return result
 
 
@@ -261,5 +363,85 @@ def add_biases(
     ends = splits.ends
     places = torch.arange(num_rows, device=ends.device, dtype=ends.dtype)
     experts = torch.searchsorted(ends, places, right=True).clamp(max=len(biases) - 1)
-    result: torch.Tensor = _BiasRows.apply(_Product(gemm, splits), experts, *biases)
+    result: torch.Tensor = _BiasRows.apply(gemm, splits, experts, *biases)
     return result
+
+
+def as_one(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return weights [out, in] as one tensor [experts, out, in].
+
+    The result is a view if the weights have even distances in one storage, as after `lay_together`,
+    otherwise a copy.
+    """
+    first = weights[0].detach()
+    step_bytes = _even_step_bytes(weights)
+    if step_bytes is None:
+        return torch.stack([weight.detach() for weight in weights])
+    shape = (len(weights), *first.shape)
+    return first.as_strided(shape, (step_bytes // first.element_size(), *first.stride()))
+
+
+def lay_together(weights: Sequence[torch.nn.Parameter]) -> bool:
+    """Move weights into one storage, so that `as_one` copies nothing.
+
+    The parameters stay the same objects. Weights that share memory with other tensors, such as a
+    buffer of Megatron's optimizer, are not moved.
+
+    Returns:
+        Whether the weights are in one storage now.
+    """
+    if _even_step_bytes(weights) is not None:
+        return True
+    if any(w.untyped_storage().nbytes() != w.numel() * w.element_size() for w in weights):
+        return False
+    with torch.no_grad():
+        together = torch.stack([weight.detach() for weight in weights])
+        for weight, place in zip(weights, together, strict=True):
+            weight.data = place
+    return True
+
+
+def zero_empty(grads: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Write zeros to ``grads`` [experts, out, in] of experts without rows, and return them.
+
+    A grouped product does not write the gradients of these experts. This is one operator of torch
+    on each device: a split backward sees that it reads and writes weight gradients.
+    """
+    torch.ops.chunkgraph.zero_empty(grads, ends)
+    return grads
+
+
+def _zero_empty(grads: torch.Tensor, ends: torch.Tensor) -> None:
+    if grads.is_cuda and importlib.util.find_spec("triton") is not None:
+        kernel = importlib.import_module("chunkgraph.megatron.features.experts.empty_kernel")
+        kernel.zero_empty(grads, ends)
+        return
+    begins = torch.nn.functional.pad(ends[:-1], (1, 0))
+    grads.masked_fill_((ends == begins)[:, None, None], 0)
+
+
+_LIBRARY = library.Library("chunkgraph", "FRAGMENT")
+_LIBRARY.define("grouped_sums(Tensor grads, Tensor ends) -> Tensor")
+_LIBRARY.impl("grouped_sums", _loop_sums, "CPU")
+_LIBRARY.define("zero_empty(Tensor(a!) grads, Tensor ends) -> ()")
+for _device in ("CPU", "CUDA"):
+    _LIBRARY.impl("zero_empty", _zero_empty, _device)
+
+
+def _even_step_bytes(weights: Sequence[torch.Tensor]) -> int | None:
+    """Return the distance between consecutive weights; None if it is uneven."""
+    first = weights[0]
+    num_bytes = first.numel() * first.element_size()
+    if not all(w.is_contiguous() and w.shape == first.shape for w in weights):
+        return None
+    if len(weights) == 1:
+        return num_bytes
+    start, storage = first.data_ptr(), first.untyped_storage()
+    step_bytes = weights[1].data_ptr() - start
+    is_even = all(w.data_ptr() == start + i * step_bytes for i, w in enumerate(weights))
+    lies_inside = start + (len(weights) - 1) * step_bytes + num_bytes <= (
+        storage.data_ptr() + storage.nbytes()
+    )
+    if is_even and lies_inside and step_bytes >= num_bytes and not step_bytes % _ALIGNMENT_BYTES:
+        return step_bytes
+    return None

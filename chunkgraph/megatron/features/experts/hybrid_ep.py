@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from chunkgraph.errors import ConfigError, MissingDependencyError, ReplayMismatc
 from chunkgraph.megatron.core.access import import_megatron, private_names, versions
 from chunkgraph.megatron.features.experts.dropless_dispatch import Dispatch
 from chunkgraph.megatron.features.experts.dropless_rows import DeviceSplits
-from chunkgraph.megatron.rules.hybrid_ep import ALL_TO_ALL
+from chunkgraph.megatron.rules.experts import ALL_TO_ALL
 from chunkgraph.settings.rule import Facts
 
 __all__ = [
@@ -118,23 +118,24 @@ class HybridEPRows(Dispatch):
     name = "HybridEP"
     names = ("dispatch_postprocess", "dispatch_preprocess", "token_dispatch")
 
-    def __init__(self, dispatcher: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(dispatcher, *args, **kwargs)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         (kind,) = private_names(_DISPATCHER, "_HybridEPManager")
-        self._manager: Any = getattr(dispatcher, "_comm_manager", None)
+        self._manager: Any = getattr(self._megatrons, "_comm_manager", None)
         if not isinstance(self._manager, kind):
             raise ConfigError(
                 f"A layer dispatches its tokens by {type(self._manager).__name__}, not by "
                 f"{kind.__name__} of megatron-core {versions()['megatron_core']}. Give all layers "
                 "one dispatcher."
             )
-        self._is_limited = False
 
     def install(self) -> Callable[[], None]:
         """See `Dispatch`. Eager passes have room for all rows, whatever the user's budget."""
-        budget = getattr(self._manager, _FACTOR, None)
+        undo = ExitStack()
+        undo.callback(super().install())
+        undo.callback(setattr, self._manager, _FACTOR, getattr(self._manager, _FACTOR, None))
         setattr(self._manager, _FACTOR, None)
-        return lambda: setattr(self._manager, _FACTOR, budget)
+        return undo.close
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -155,29 +156,23 @@ class HybridEPRows(Dispatch):
         )
         num_tokens = self._num_tokens()
         most = self._manager.group.size() * self._most_rows(num_tokens)
-        self._is_limited = self._room.factor is not None
-        if self._is_limited:
+        if self._room.is_limited:
             self._manager.num_permuted_tokens = self._room.rows(num_tokens, most)
         return sent
 
     def token_dispatch(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Send rows to the ranks of their experts."""
         megatrons, manager = self._megatrons, self._manager
-        if not self._is_limited:
-            eager: tuple[torch.Tensor, torch.Tensor] = type(megatrons).token_dispatch(
-                megatrons, *args, **kwargs
-            )
-            return eager
         # With any factor the manager keeps the numbers of rows, and leaves them on the device.
-        manager.moe_expert_rank_capacity_factor = 1.0
+        setattr(manager, _FACTOR, 1.0 if self._room.is_limited else None)
         try:
             received: tuple[torch.Tensor, torch.Tensor] = type(megatrons).token_dispatch(
                 megatrons, *args, **kwargs
             )
         finally:
-            manager.moe_expert_rank_capacity_factor = None
-        if torch.is_grad_enabled():
-            self._note(_overflow_of(manager))
+            setattr(manager, _FACTOR, None)
+        if self._room.is_limited and torch.is_grad_enabled():
+            self._counts.add(self._index, _overflow_of(manager))
         return received
 
     def dispatch_postprocess(

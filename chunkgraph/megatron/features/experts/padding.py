@@ -9,9 +9,8 @@ actual tokens.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -24,20 +23,16 @@ from chunkgraph.megatron.core.access import (
     private_names,
     versions,
 )
-from chunkgraph.megatron.core.backward_pass import is_in_backward
 from chunkgraph.megatron.features.experts.dispatch import gather_fixed_rows
 from chunkgraph.megatron.features.experts.dropless import Dropless
-from chunkgraph.megatron.features.experts.refusals import PADDED_ROWS_RULES
+from chunkgraph.megatron.features.experts.rows_in_use import moe_layers_of
 from chunkgraph.megatron.refusals import facts_of_model
-from chunkgraph.megatron.rules.experts import uses_dropless
+from chunkgraph.megatron.rules.experts import PADDED_ROWS_RULES, uses_dropless
 from chunkgraph.settings.rule import check
 
 __all__ = [
     "PaddedRouting",
-    "PaddedRows",
-    "RowsOfForward",
     "keep_padding_from_experts",
-    "padded_routing",
     "rows_within_capacity",
 ]
 
@@ -47,70 +42,6 @@ _ROUTER = "megatron.core.transformer.moe.router"
 _UTILS = "megatron.core.transformer.moe.moe_utils"
 
 
-class PaddedRows:
-    """The rows of a microbatch, some of which hold no token.
-
-    Args:
-        padding: True for rows without a token, bool, shape [rows].
-    """
-
-    def __init__(self, padding: torch.Tensor) -> None:
-        self.padding = padding
-        self._room: dict[tuple[int, int, float], torch.Tensor] = {}
-
-    @cached_property
-    def tokens(self) -> torch.Tensor:
-        """Return True for rows with a token, bool, shape [rows]."""
-        return ~self.padding
-
-    def room(self, num_experts: int, top_k: int, capacity_factor: float) -> torch.Tensor:
-        """Return the usable places of an expert, bool, shape [places for all rows].
-
-        The first places are usable, as many as Megatron gives an expert for an input of only these
-        tokens.
-        """
-        key = (num_experts, top_k, capacity_factor)
-        if key not in self._room:
-            (get_capacity,) = private_names(_UTILS, "get_capacity")
-            num_rows = self.padding.shape[0]
-            most = min(get_capacity(num_rows * top_k, num_experts, capacity_factor), num_rows)
-            # The same arithmetic as Megatron's, in the same precision.
-            num_chosen = self.tokens.sum().double() * top_k
-            capacity = torch.ceil(num_chosen / num_experts * capacity_factor)
-            self._room[key] = torch.arange(most, device=self.padding.device) < capacity
-        return self._room[key]
-
-
-class RowsOfForward:
-    """Shares `PaddedRows` of the same padding between the layers of one forward."""
-
-    def __init__(self) -> None:
-        self._cache: dict[tuple[object, ...], PaddedRows] | None = None
-
-    @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Surround the forward of a chunk, so that a graph never reads another graph's tensors."""
-        outer, self._cache = self._cache, {}
-        try:
-            yield
-        finally:
-            self._cache = outer
-
-    def of(self, padding: torch.Tensor) -> PaddedRows:
-        """Return the rows of a microbatch; a new object in a backward and outside of a forward.
-
-        Inference mode returns a new object too, as its tensors have no version counter.
-
-        Args:
-            padding: True for rows without a token, bool, shape [rows].
-        """
-        if self._cache is None or is_in_backward() or padding.is_inference():
-            return PaddedRows(padding)
-        # The cache keeps the tensor alive, so no other tensor can take its address.
-        key = (padding.data_ptr(), padding.shape, padding.stride(), padding._version)
-        return self._cache.setdefault(key, PaddedRows(padding))
-
-
 class PaddedRouting:
     """Keeps the padding rows of a model out of its experts.
 
@@ -118,13 +49,19 @@ class PaddedRouting:
     eager and captured passes alike. It counts on the device only.
 
     Args:
-        modules: Modules of the model, among them its expert layers.
+        model_chunks: The schedule's argument ``model``.
+        config: Megatron's TransformerConfig.
 
     Raises:
-        ConfigError: The routers of this release do not support padding.
+        ConfigError: A setting or the routers of this release do not support padding.
     """
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, model_chunks: nn.Module | Sequence[nn.Module], config: Any) -> None:
+        check(
+            PADDED_ROWS_RULES,
+            facts_of_model(config, {"pads_rows": True}),
+            "Experts with these settings cannot be trained on packed sequences:",
+        )
         (layer,) = private_names(_LAYER, "MoELayer")
         (router,) = private_names(_ROUTER, "TopKRouter")
         block = import_megatron("megatron.core.transformer.transformer_block").TransformerBlock
@@ -140,13 +77,10 @@ class PaddedRouting:
                 "packed documents would count in the losses of the routers. Use a release "
                 "that has it, such as 0.16 or 0.19, or leave packing out."
             )
-        self._layers = [m for m in dict.fromkeys(modules) if isinstance(m, layer)]
-        self._rows: PaddedRows | None = None
-        self._rows_of_forward = RowsOfForward()
-
-    def forward(self) -> AbstractContextManager[None]:
-        """Surround the forward of a chunk; its layers share values that depend only on padding."""
-        return self._rows_of_forward.forward()
+        chunks = [model_chunks] if isinstance(model_chunks, nn.Module) else model_chunks
+        self._layers = moe_layers_of([m for chunk in chunks for m in chunk.modules()])
+        self._config = config
+        self._padding: torch.Tensor | None = None
 
     def install(self) -> Callable[[], None]:
         """Install the patches; return the undo function."""
@@ -160,22 +94,22 @@ class PaddedRouting:
 
         def choose(*args: Any, **kwargs: Any) -> Any:
             probs, chosen, *more = top_k(*args, **kwargs)
-            if self._rows is not None:
-                probs = probs.masked_fill(self._rows.padding[:, None], 0.0)
-                chosen = chosen & self._rows.tokens[:, None]
+            if self._padding is not None:
+                probs = probs.masked_fill(self._padding[:, None], 0.0)
+                chosen = chosen.masked_fill(self._padding[:, None], False)
             return (probs, chosen, *more)
 
         def drop_to_capacity(
             routing_probs: torch.Tensor, routing_map: torch.Tensor, *args: Any, **kwargs: Any
         ) -> tuple[torch.Tensor, torch.Tensor]:
-            if self._rows is None:
+            if self._padding is None:
                 return drop(routing_probs, routing_map, *args, **kwargs)
             call = signature.bind(routing_probs, routing_map, *args, **kwargs)
             call.apply_defaults()
             selected = rows_within_capacity(
                 routing_probs,
                 routing_map,
-                self._rows,
+                self._padding,
                 top_k=call.arguments["router_topk"],
                 capacity_factor=call.arguments["capacity_factor"],
                 by_position=call.arguments["drop_policy"] == "position",
@@ -197,7 +131,7 @@ class PaddedRouting:
             router: Any, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None
         ) -> Any:
             # The map contains no padding, and the shapes in Megatron's masking do not match.
-            return count(router, routing_map, None if self._rows is not None else padding_mask)
+            return count(router, routing_map, None if self._padding is not None else padding_mask)
 
         undo = ExitStack()
         undo.callback(patch_attributes(kind, {"_apply_expert_bias": count_chosen}))
@@ -207,9 +141,9 @@ class PaddedRouting:
             "get_tokens_per_expert_and_token_count": at_least_one,
         }
         undo.callback(patch_attributes(module, patched))
-        config: Any = self._layers[0].config if self._layers else None
+        config = self._config
         # HybridEP itself takes tokens without an expert.
-        if uses_dropless(config) and config.moe_token_dispatcher_type != "flex":
+        if self._layers and uses_dropless(config) and config.moe_token_dispatcher_type != "flex":
             undo.enter_context(Dropless(self._layers, has_padding=True).on_device())
         else:
             undo.callback(gather_fixed_rows())
@@ -225,16 +159,16 @@ class PaddedRouting:
 
     def _enter(self, _router: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         padding = kwargs.get(_MASK, args[1] if len(args) > 1 else None)
-        self._rows = None if padding is None else self._rows_of_forward.of(padding.reshape(-1))
+        self._padding = None if padding is None else padding.reshape(-1)
 
     def _leave(self, *_: Any) -> None:
-        self._rows = None
+        self._padding = None
 
 
 def rows_within_capacity(
     routing_probs: torch.Tensor,
     routing_map: torch.Tensor,
-    rows: PaddedRows,
+    padding: torch.Tensor,
     *,
     top_k: int,
     capacity_factor: float,
@@ -249,7 +183,7 @@ def rows_within_capacity(
     Args:
         routing_probs: Probabilities, [rows, experts], 0 for experts that were not chosen.
         routing_map: Chosen experts, bool [rows, experts].
-        rows: The rows, some without a token.
+        padding: True for rows without a token, bool [rows].
         top_k: Number of experts of a token.
         capacity_factor: Capacity factor of an expert.
         by_position: Select the first tokens instead of those with the largest probability.
@@ -258,11 +192,17 @@ def rows_within_capacity(
     if by_position:
         places = torch.arange(routing_map.shape[0], 0, -1, device=routing_map.device)
         order = routing_map * places[:, None]
-    order = order.masked_fill(rows.padding[:, None], -1)
-    has_room = rows.room(routing_probs.shape[1], top_k, capacity_factor)
-    best = order.topk(has_room.shape[0], dim=0).indices
+    order = order.masked_fill(padding[:, None], -1)
+    num_rows, num_experts = routing_map.shape
+    (get_capacity,) = private_names(_UTILS, "get_capacity")
+    most = min(get_capacity(num_rows * top_k, num_experts, capacity_factor), num_rows)
+    # The same arithmetic as Megatron's, in the same precision, on the device.
+    num_chosen = (num_rows - padding.sum()).double() * top_k
+    capacity = torch.ceil(num_chosen / num_experts * capacity_factor)
+    has_room = torch.arange(most, device=padding.device) < capacity
+    best = order.topk(most, dim=0).indices
     selected = torch.zeros_like(routing_map).scatter(0, best, has_room[:, None].expand_as(best))
-    return selected & rows.tokens[:, None]
+    return selected.masked_fill(padding[:, None], False)
 
 
 def _clear_input(
@@ -333,15 +273,4 @@ def keep_padding_from_experts(
     Raises:
         ConfigError: A setting or this release of Megatron does not support it.
     """
-    return padded_routing(model_chunks, config).install()
-
-
-def padded_routing(model_chunks: nn.Module | Sequence[nn.Module], config: Any) -> PaddedRouting:
-    """Return the object that `keep_padding_from_experts` installs."""
-    check(
-        PADDED_ROWS_RULES,
-        facts_of_model(config, {"pads_rows": True}),
-        "Experts with these settings cannot be trained on packed sequences:",
-    )
-    chunks = [model_chunks] if isinstance(model_chunks, nn.Module) else model_chunks
-    return PaddedRouting([m for chunk in chunks for m in chunk.modules()])
+    return PaddedRouting(model_chunks, config).install()

@@ -54,76 +54,47 @@ def watch_expert_rows(
     Returns:
         The undo function.
     """
-    (sequential,) = private_names(_EXPERTS, "SequentialMLP")
     undo = ExitStack()
     for layer in layers:
-        name = f"layer {layer.layer_number} experts"
-        watched = _Watched(layer.experts, name, is_on, scope)
+        watched = _Watched(layer, is_on, scope)
         if uses_dropless(layer.config):
-            watched.divert(layer.experts, watched.dropless_rows, undo)
+            watched.divert(layer.experts, watched.dropless, undo)
             continue
-        watched.divert(layer.experts, watched.all_experts, undo)
-        if isinstance(layer.experts, sequential):
-            for index, expert in enumerate(layer.experts.local_experts):
-                watched.divert(expert, watched.one_expert(index, expert), undo)
-        else:
-            watched.is_grouped = True
+        watched.divert(layer.experts, watched.with_capacity, undo)
+        for index, expert in enumerate(watched.one_by_one):
+            watched.divert(expert, watched.one_expert(index, expert), undo)
     return undo.close
 
 
 class _Watched:
-    """The experts of one layer on this rank."""
+    """The experts of one layer on this rank, which run at once or one by one."""
 
-    def __init__(
-        self, experts: Any, name: str, is_on: Callable[[], bool], scope: ExpertScope
-    ) -> None:
-        self.is_grouped = False  # one product for all experts, or one after the other
-        self._experts = experts
-        self._parameters = tuple(experts.parameters())
-        self._name = name
+    def __init__(self, layer: Any, is_on: Callable[[], bool], scope: ExpertScope) -> None:
+        (sequential,) = private_names(_EXPERTS, "SequentialMLP")
+        self._experts = layer.experts
+        runs_one_by_one = isinstance(layer.experts, sequential)
+        self.one_by_one = tuple(layer.experts.local_experts) if runs_one_by_one else ()
+        self._parameters = tuple(layer.experts.parameters())
+        self._name = f"layer {layer.layer_number} experts"
         self._is_on = is_on
         self._scope = scope
         self._rows: RowsInUse | None = None
 
     def _eager(self, *args: Any, **kwargs: Any) -> Any:
-        return type(self._experts).forward(*args, **kwargs)  # a capture may patch it
+        return type(self._experts).forward(self._experts, *args, **kwargs)  # a capture may patch it
 
-    def all_experts(
+    def with_capacity(
         self, hidden: torch.Tensor, tokens_per_expert: Any, probs: torch.Tensor, **kwargs: Any
     ) -> Any:
-        is_on = self._is_on() and torch.is_grad_enabled()
-        rows = RowsInUse.of((probs.detach() >= 0).reshape(-1)) if is_on else None
-        probs = probs.clamp(min=0)
-        if self.is_grouped and rows is not None:
-            with self._scope(rows, self._parameters, self._name):
-                return self._eager(self._experts, hidden, tokens_per_expert, probs, **kwargs)
-        self._rows = rows
-        try:
-            return self._eager(self._experts, hidden, tokens_per_expert, probs, **kwargs)
-        finally:
-            self._rows = None
-
-    def leading_rows(
-        self, hidden: torch.Tensor, tokens_per_expert: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        if not (self._is_on() and torch.is_grad_enabled()):
-            return self._eager(self._experts, hidden, tokens_per_expert, *args, **kwargs)
-        # HybridEP without a budget has the counts on the host.
-        count = tokens_per_expert.sum().reshape(1).to(hidden.device)
-        rows = RowsInUse.first(count, hidden.shape[0])
-        with self._scope(rows, self._parameters, self._name):
-            return self._eager(self._experts, hidden, tokens_per_expert, *args, **kwargs)
-
-    def dropless_rows(
-        self, hidden: torch.Tensor, tokens_per_expert: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        is_measured = self._is_on() and torch.is_grad_enabled()
-        if not is_measured or isinstance(tokens_per_expert, DeviceSplits):
-            return self.leading_rows(hidden, tokens_per_expert, *args, **kwargs)
-        # Measure the tensors that graphs save, which belong to all experts together.
-        ends = tokens_per_expert.to(hidden.device).cumsum(0).int()
-        with experts_on_device():
-            return self.leading_rows(hidden, DeviceSplits(ends), *args, **kwargs)
+        with ExitStack() as stack:
+            if self._is_on() and torch.is_grad_enabled():
+                rows = RowsInUse.of((probs.detach() >= 0).reshape(-1))
+                if self.one_by_one:
+                    self._rows = rows
+                    stack.callback(setattr, self, "_rows", None)
+                else:
+                    stack.enter_context(self._scope(rows, self._parameters, self._name))
+            return self._eager(hidden, tokens_per_expert, probs.clamp(min=0), **kwargs)
 
     def one_expert(self, index: int, expert: Any) -> Callable[..., Any]:
         eager, parameters = type(expert).forward, tuple(expert.parameters())
@@ -136,6 +107,20 @@ class _Watched:
                 return eager(expert, hidden, *args, **kwargs)
 
         return forward
+
+    def dropless(
+        self, hidden: torch.Tensor, tokens_per_expert: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        with ExitStack() as stack:
+            if self._is_on() and torch.is_grad_enabled():
+                if not isinstance(tokens_per_expert, DeviceSplits):
+                    # Measure the tensors that graphs save, which belong to all experts together.
+                    ends = tokens_per_expert.to(hidden.device).cumsum(0).int()
+                    tokens_per_expert = DeviceSplits(ends)
+                    stack.enter_context(experts_on_device())
+                rows = RowsInUse.first(tokens_per_expert.sum().reshape(1), hidden.shape[0])
+                stack.enter_context(self._scope(rows, self._parameters, self._name))
+            return self._eager(hidden, tokens_per_expert, *args, **kwargs)
 
     @staticmethod
     def divert(module: Any, forward: Callable[..., Any], undo: ExitStack) -> None:

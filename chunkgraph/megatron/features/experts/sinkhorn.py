@@ -7,25 +7,17 @@ flag on the device reports whether more rounds were needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
 from chunkgraph.megatron.core.access import import_megatron, patch_attributes, private_names
 
-__all__ = ["BoundedSinkhorn", "uses_sinkhorn"]
+__all__ = ["BoundedSinkhorn"]
 
 _ROUTER = "megatron.core.transformer.moe.router"
 _FEWEST_ROUNDS = 16
 _TINY = 0.00000001
-
-
-def uses_sinkhorn(config: Any) -> bool:
-    """Return whether ``config`` balances the loads of experts by Sinkhorn's algorithm."""
-    kinds = getattr(config, "moe_router_load_balancing_type", None)
-    return "sinkhorn" in (kinds if isinstance(kinds, (list, tuple)) else [kinds])
 
 
 class BoundedSinkhorn:
@@ -42,15 +34,10 @@ class BoundedSinkhorn:
         self.num_rounds = _FEWEST_ROUNDS
         self._note = note
 
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        """Make routers call this object."""
+    def install(self) -> Callable[[], None]:
+        """Make routers call this object; return the undo function."""
         private_names(_ROUTER, "sinkhorn")
-        undo = patch_attributes(import_megatron(_ROUTER), {"sinkhorn": self})
-        try:
-            yield
-        finally:
-            undo()
+        return patch_attributes(import_megatron(_ROUTER), {"sinkhorn": self})
 
     def __call__(self, cost: torch.Tensor, tol: float = 0.0001) -> torch.Tensor:
         """Return the probabilities of routing, shape [tokens, experts].

@@ -85,7 +85,8 @@ class ExpertState:
                 self._captured[name].copy_(value)
         new = [name for name in expert_metrics() if name not in self._captured]
         if new:
-            _forget_metrics(new)
+            for name in new:
+                del _tracker()[name]
             raise CaptureError(
                 f"The metrics {', '.join(new)} of the experts were recorded for the first time in "
                 "the capture, into memory of the graph. Train a step eagerly before the capture "
@@ -170,11 +171,6 @@ def scale_expert_metrics(factor: float, global_factor: float) -> None:
     """
     for name, values in expert_metrics().items():
         values.mul_(global_factor if name == _LOSSES["global_aux_loss"] else factor)
-
-
-def _forget_metrics(names: Sequence[str]) -> None:
-    for name in names:
-        del _tracker()[name]
 
 
 def _make_metric(name: str, config: Any, device: torch.device) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from expert_cases import BIASED, EXPERTS, GROUPED, OVERLAP, case
 
-from chunkgraph.megatron.features.experts.dropless import DroplessRoom
+from chunkgraph.megatron.features.experts.room import what_lacks_room
 from chunkgraph.megatron.features.experts.sinkhorn import BoundedSinkhorn
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(200)]
@@ -155,7 +155,6 @@ def test_two_ranks_with_other_options(
     make, shared = make_config, _SHARED
     cases = {
         "ep2_overlapped": case(make, BIASED, options=OVERLAP, pipeline=shared),
-        "ep2_random_loads": case(make, EXPERTS, options=_RANDOM_LOADS, pipeline=shared),
         "ep2_plain": case(make, EXPERTS, model={"swiglu": False}, pipeline=shared),
         "tp2_gathered": _split(make, {**EXPERTS, **_GATHERED}),
         "pp2_dense_stage": case(
@@ -203,14 +202,12 @@ _DISPATCHERS = {
 # Dispatcher, sizes, layers, steps. The first step is eager; the kinds of loads repeat every four.
 _RANDOM = {
     "ep2": ("alltoall", _SPREAD, 1, 12),
-    "ep2-long": ("alltoall", _SPREAD, 1, 100),
     "ep2-gathered": ("allgather", _SPREAD, 1, 12),
     "ep2-hybridep": ("flex", _SPREAD, 1, 12),
     "ep2-hybridep-budget": ("flex", _SPREAD, 1, 12),
     "ep4": ("alltoall", _SPREAD_4, 1, 9),
     "ep4-gathered": ("allgather", _SPREAD_4, 1, 6),
     "ep4-hybridep": ("flex", _SPREAD_4, 1, 6),
-    "pp2-ep2": ("alltoall", _PIPELINE, 2, 6),
     "pp2-vpp2-ep2": ("alltoall", _INTERLEAVED, 4, 5),
 }
 
@@ -221,12 +218,7 @@ _RANDOM = {
     ("num_ranks", "names"),
     [
         (2, ("ep2", "ep2-gathered", "ep2-hybridep", "ep2-hybridep-budget")),
-        pytest.param(2, ("ep2-long",), marks=pytest.mark.slow),
-        pytest.param(
-            4,
-            ("ep4", "ep4-gathered", "ep4-hybridep", "pp2-ep2", "pp2-vpp2-ep2"),
-            marks=pytest.mark.slow,
-        ),
+        (4, ("ep4", "ep4-gathered", "ep4-hybridep", "pp2-vpp2-ep2")),
     ],
 )
 def test_random_steps_with_too_little_room_are_equal_to_eager_training(
@@ -355,7 +347,7 @@ def test_a_rerun_names_what_lacked_room(num_ranks: int, balancing: Any, counted:
         expert_model_parallel_size=num_ranks,
         moe_router_load_balancing_type=balancing,
     )
-    assert DroplessRoom(None, config).words.counted == counted
+    assert what_lacks_room(config) == counted
 
 
 def test_sinkhorn_ends_where_megatrons_does() -> None:

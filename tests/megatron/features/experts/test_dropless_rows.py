@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,25 +15,28 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkgraph.engine.capture.accumulate import Accumulation
 from chunkgraph.graphs import RecorderBackend
-from chunkgraph.megatron.features.experts.device_gemms import TorchGemm
-from chunkgraph.megatron.features.experts.dropless_dispatch import RowRoom
+from chunkgraph.megatron.features.experts.counts import LOAD_OF
 from chunkgraph.megatron.features.experts.dropless_rows import (
     ChosenRows,
     DeviceSplits,
-    PairedRows,
-    RowPadding,
+    padded_rows,
+    paired_rows,
     pieces_of,
     sum_rows,
     take_rows,
 )
 from chunkgraph.megatron.features.experts.grouped_gemm import (
+    LoopGemm,
+    TorchGemm,
     add_biases,
-    choose_gemm,
+    as_one,
     grouped_linear,
+    lay_together,
+    zero_empty,
 )
-from chunkgraph.megatron.features.experts.grouped_weights import as_one, lay_together, zero_empty
+from chunkgraph.megatron.features.experts.room import RowRoom
 
-_SIZES = (3, 5, 4)  # experts, in, out
+_SIZES = (3, 12, 4)  # experts, in, out
 
 
 @given(st.integers(1, 6), st.integers(1, 5), st.data())
@@ -45,7 +50,6 @@ def test_tokens_are_sorted_by_expert(num_tokens: int, num_experts: int, data: An
     rows = ChosenRows.of(chosen, num_rows, are_exact=False)
     assert rows.tokens.tolist()[: len(kept)] == [t for _, t in kept]
     assert rows.ends.tolist() == [sum(e <= i for e, _ in kept) for i in range(num_experts)]
-    assert int(rows.num_chosen) == len(pairs)
     values = torch.rand(num_tokens, num_experts, requires_grad=True)
     expected = [float(values[t, e]) for e, t in kept] + [0.0] * (num_rows - len(kept))
     taken = rows.take(values)
@@ -79,31 +83,36 @@ def test_pieces_of_ranks_meet_by_expert_and_come_back(counts: list[list[int]], p
         cut = pieces_of(torch.tensor([len(names)]), len(rows), piece)
         sent.append((names, cut))
         arrived.append(cut.move(rows))
-    paired = PairedRows.of(torch.tensor(counts), piece)
-    moved = paired.by_expert.move(torch.cat(arrived))
+    by_expert, splits = paired_rows(torch.tensor(counts), piece)
+    moved = by_expert.move(torch.cat(arrived))
     expected: list[float] = []
     ends = []
     for expert in range(num_experts):
         for rank, (names, _) in enumerate(sent):
             expected += [float(n) for n in names[:piece] if (n - 1 - 100 * rank) // 10 == expert]
         ends.append(len(expected))
-    assert paired.ends.tolist() == ends
+    assert splits.ends.tolist() == ends
     assert moved.tolist() == expected + [0.0] * (len(moved) - len(expected))
-    back = paired.by_expert.move_back(moved).view(len(counts), piece)
+    back = by_expert.move_back(moved).view(len(counts), piece)
     for (names, cut), of_rank in zip(sent, back, strict=True):
         kept = [float(n) for n in names[:piece]]
         assert cut.move_back(of_rank).tolist() == kept + [0.0] * (len(names) + 1 - len(kept))
 
 
 def test_rows_have_room_for_the_load_and_for_no_more_than_all() -> None:
-    assert RowRoom().rows(10, 20) == 20
-    assert RowRoom(0.5).rows(32, 64) == 24  # 17, aligned
-    assert RowRoom(9.0).rows(32, 64) == 64
-
-
-def _weights(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
-    experts, width, out = _SIZES
-    return [torch.nn.Parameter(torch.randn(out, width, dtype=dtype)) for _ in range(experts)]
+    config: Any = SimpleNamespace(
+        num_moe_experts=4, moe_router_topk=2, expert_model_parallel_size=2
+    )
+    room = RowRoom(config)
+    room.add_load(LOAD_OF // 2)
+    assert room.rows(32, 64) == 64
+    with room.capturing():
+        assert room.rows(32, 64) == 24  # 19.2, aligned
+        room.give(LOAD_OF // 2)
+        assert room.rows(32, 64) == 24  # 22.4
+        room.give(9 * LOAD_OF)
+        assert room.rows(32, 64) == 64
+    assert RowRoom(config).factor == math.inf
 
 
 def _loop(
@@ -118,13 +127,13 @@ def _loop(
 def test_products_replay_with_other_ends(ends: tuple[int, ...]) -> None:
     """Replays have other ends than the recording; rows after the ends are never read."""
     torch.manual_seed(1)
-    weights = _weights()
+    experts, width, out = _SIZES
+    weights = [torch.nn.Parameter(torch.randn(out, width)) for _ in range(experts)]
     biases = [torch.nn.Parameter(torch.randn(_SIZES[2])) for _ in weights]
     rows = torch.randn(8, _SIZES[1], requires_grad=True)
     places = torch.tensor([1, 4, 8], dtype=torch.int32)
     grads = torch.randn(8, _SIZES[2])
-    gemm, _ = choose_gemm(rows.device, rows.dtype)
-    assert gemm is not None
+    gemm = LoopGemm()
     backend = RecorderBackend()
     leaves = [rows, *weights, *biases]
     with backend.capture("products", backend.new_pool("all")) as graph:
@@ -151,11 +160,11 @@ def test_padding_replays_with_other_ends(ends: tuple[int, ...]) -> None:
     places = torch.tensor([1, 4, 8], dtype=torch.int32)
     backend = RecorderBackend()
     with backend.capture("padding", backend.new_pool("all")) as graph:
-        padding = RowPadding(DeviceSplits(places), rows.shape[0], 4)
-        padded = padding.pad(rows)
-        back = padding.unpad(padded)
+        shuffle, splits = padded_rows(DeviceSplits(places), rows.shape[0], 4)
+        padded = shuffle.move(rows)
+        back = shuffle.move_back(padded)
         (gradient,) = torch.autograd.grad(back, rows, torch.ones_like(rows))
-        padded_ends = padding.splits.ends
+        padded_ends = splits.ends
     places.copy_(torch.tensor(ends))
     graph.replay()
     pieces, begin = [], 0
@@ -173,7 +182,7 @@ def test_padding_replays_with_other_ends(ends: tuple[int, ...]) -> None:
 
 
 def test_weights_that_lie_together_are_seen_as_one() -> None:
-    weights = _weights(torch.bfloat16)
+    weights = [torch.nn.Parameter(torch.randn(4, 5).bfloat16()) for _ in range(3)]
     expected = torch.stack([w.detach() for w in weights])
     copied = as_one(weights)
     assert torch.equal(copied, expected)

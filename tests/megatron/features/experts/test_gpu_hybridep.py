@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from chunkgraph.megatron.features.experts.device_gemms import cublaslt_need
+from chunkgraph.megatron.features.experts.grouped_gemm import cublaslt_need
 
 CONFIG = Path(__file__).resolve().parents[4] / "configs" / "gpu" / "moe_ep2_hybridep.yaml"
 SMALL = [

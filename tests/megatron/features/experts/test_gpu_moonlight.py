@@ -150,13 +150,6 @@ def test_context_parallel_sizes_of_their_own(
     assert all(len(replays) == 2 and all(replays.values()) for replays in result["replays_of_bank"])
 
 
-@pytest.mark.multigpu
-def test_two_stages(run_equal: Callable[..., Any], make_case: Case) -> None:
-    """Each rank has all experts; the first stage also has a dense layer."""
-    case = make_case([4, 6, 8, 3], pipeline_model_parallel_size=2, factor=1.0)
-    _check(run_equal({"pp2": case}, 2, timeout_s=280.0)["pp2"], most=1.6)
-
-
 @pytest.mark.multigpu(4)
 def test_two_stages_and_experts_on_two_ranks(
     run_equal: Callable[..., Any], make_case: Case

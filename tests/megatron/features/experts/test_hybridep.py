@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
@@ -15,12 +16,10 @@ from refused import refused
 from chunkgraph.engine import Chunk, ChunkGraphs, Host
 from chunkgraph.errors import ReplayMismatchError
 from chunkgraph.megatron.core.access import import_megatron, patch_attributes
-from chunkgraph.megatron.features.experts.dropless import budget_of, may_lack_room
-from chunkgraph.megatron.features.experts.feature import Experts
-from chunkgraph.megatron.features.experts.fused_operations import rebuilt_fused_operations
+from chunkgraph.megatron.features.experts.dropless_experts import rebuilt_fused_operations
 from chunkgraph.megatron.features.experts.hybrid_ep import HybridEPBuffer
-from chunkgraph.megatron.features.experts.refusals import MOE_RULES, PADDED_ROWS_RULES
-from chunkgraph.megatron.features.rerun.rewind import StepState
+from chunkgraph.megatron.features.experts.room import RowRoom, may_lack_room
+from chunkgraph.megatron.rules.experts import MOE_RULES, PADDED_ROWS_RULES
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(60)]
 
@@ -53,6 +52,7 @@ def test_a_budget_is_optional_and_asks_for_nothing_else() -> None:
         ({"expert_tensor_parallel_size": 2}, "expert_tensor_parallel_size=2"),
         ({"expert_model_parallel_size": 3}, "expert_model_parallel_size=3: it does not divide"),
         ({"moe_token_dispatcher_type": "alltoall"}, "factor=.* with .*'alltoall': it belongs"),
+        ({"num_warmup_steps": 0}, "num_warmup_steps=0 with moe_flex_dispatcher_backend='hybridep'"),
         ({"splits_backward": True, "schedule": "zb-h1"}, "schedule='zb-h1' with .*not computed"),
     ],
 )
@@ -71,32 +71,14 @@ def test_packed_sequences_go_with_it() -> None:
     assert refused(PADDED_ROWS_RULES, others, pads_rows=True) == []  # experts take all tokens
 
 
-@pytest.mark.parametrize(("num_ranks", "budget"), [(1, 0.0), (2, 0.5)])
-def test_a_budget_limits_rows_only_between_ranks(num_ranks: int, budget: float) -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_budget_limits_rows_only_between_ranks(num_ranks: int) -> None:
     """With all experts on one rank nothing would report rows that it leaves out."""
     changes = {RANK_FACTOR: 0.5, "expert_model_parallel_size": num_ranks}
     config = SimpleNamespace(**{**HOLDS, **changes})
-    assert budget_of(config) == budget
+    factor = math.inf if num_ranks == 1 else 0.5 * config.moe_router_topk
+    assert RowRoom(config).factor == factor
     assert may_lack_room(config) == (num_ranks > 1)
-
-
-def test_a_capture_without_eager_steps_is_refused() -> None:
-    (reason,) = refused(MOE_RULES, HOLDS, token_drops="raise", num_warmup_steps=0)
-    assert "num_warmup_steps=0 with moe_flex_dispatcher_backend='hybridep'" in reason
-
-
-def test_flags_of_megatron_are_put_back_with_a_step_that_runs_again() -> None:
-    """Otherwise Megatron's training loop would run the step once more."""
-    counts, flag = torch.zeros(2, dtype=torch.int64), torch.zeros(1, dtype=torch.bool)
-    experts: Any = SimpleNamespace(_drops=SimpleNamespace(counts=counts, tensors=(counts, flag)))
-    written = Experts.tensors.fget(experts)  # type: ignore[attr-defined]
-    assert [t is w for t, w in zip(written, (counts, flag), strict=True)] == [True, True]
-    state = StepState([], written)
-    state.save()
-    flag.fill_(True)
-    counts.add_(3)
-    state.restore()
-    assert (flag.item(), counts.tolist()) == (False, [0, 0])
 
 
 def test_a_replaced_buffer_stops_the_replays(one_rank: Any) -> None:

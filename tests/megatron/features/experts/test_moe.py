@@ -140,32 +140,3 @@ def test_two_ranks(
             "ep2_allgather": {_BALANCE, _Z},
         },
     )
-
-
-@pytest.mark.slow
-def test_four_ranks(run_equal: Callable[..., Any], make: Callable[..., Any]) -> None:
-    """PP 2 x EP 2 and PP 2 x VPP 2 x EP 2."""
-    pipeline = {
-        "pipeline_model_parallel_size": 2,
-        "data_parallel_size": 2,
-        "expert_model_parallel_size": 2,
-    }
-    cases = {
-        "pp2_ep2": make(_BIASED, pipeline=pipeline),
-        "pp2_vpp2_ep2": make(
-            _GROUPED,
-            counts=(2, 4, 2),
-            model={"num_layers": 4},
-            pipeline={**pipeline, "virtual_pipeline_model_parallel_size": 2},
-            train={"overlap_grad_reduce": True, "use_distributed_optimizer": True},
-            capture={"scope": "chunk"},
-        ),
-    }
-    results = run_equal(cases, 4)
-    _check(
-        results,
-        {
-            "pp2_ep2": {"seq_load_balancing_loss", _Z},
-            "pp2_vpp2_ep2": {"global_load_balancing_loss"},
-        },
-    )

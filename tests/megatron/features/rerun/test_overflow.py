@@ -17,11 +17,11 @@ from chunkgraph.errors import ConfigError, VerifyError
 from chunkgraph.megatron import site
 from chunkgraph.megatron.features.experts.counts import DropReport
 from chunkgraph.megatron.features.experts.feature import Experts, dropped_tokens
-from chunkgraph.megatron.features.experts.refusals import MOE_RULES
 from chunkgraph.megatron.features.experts.room import factor_for_all
 from chunkgraph.megatron.features.packing.options import PackingOptions
 from chunkgraph.megatron.features.rerun.running_metrics import running_metrics
 from chunkgraph.megatron.features.stash import ExpertStash
+from chunkgraph.megatron.rules.experts import MOE_RULES
 from chunkgraph.memory.stash import PagedStash
 from chunkgraph.packing import PackedShape
 from chunkgraph.settings import StashConfig
@@ -298,7 +298,7 @@ def test_tokens_of_a_step_that_failed_are_not_the_next_ones(
     run = _Run(one_rank, make_config, {}, {"token_drops": "raise"})
     run.step(0, 2)
     experts: Any = run.graphs.features.find(Experts)
-    experts._drops.counts.total[0] += 5  # as if its forwards had dropped tokens
+    experts._experts.counts.total[0] += 5  # as if its forwards had dropped tokens
     with pytest.raises(KeyError):
         run.step(1, 2, fails_at=0)
     run.step(1, 2)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from chunkgraph.errors import ConfigError
-from chunkgraph.megatron.features.experts import device_gemms, grouped_gemm
+from chunkgraph.megatron.features.experts import grouped_gemm
 
 _GPU = torch.device("cuda")
 
@@ -30,8 +30,8 @@ def _machine(
         "find_spec",
         lambda name: object() if name == "transformer_engine" else real(name),
     )
-    monkeypatch.setattr(device_gemms, "cublaslt_version", lambda: version)
-    monkeypatch.setattr(device_gemms, "private_names", names)
+    monkeypatch.setattr(grouped_gemm, "cublaslt_version", lambda: version)
+    monkeypatch.setattr(grouped_gemm, "private_names", names)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
 
 
@@ -48,12 +48,12 @@ def test_what_a_machine_lacks_is_named(
     monkeypatch: pytest.MonkeyPatch, machine: dict[str, Any], message: str
 ) -> None:
     _machine(monkeypatch, **machine)
-    need = device_gemms.native_need(torch.bfloat16, "tensorwise")
+    need = grouped_gemm.native_need(torch.bfloat16, "tensorwise")
     assert need is not None
     assert message in need
     # bfloat16 has torch's, nothing else has.
     gemm, _ = grouped_gemm.choose_gemm(_GPU, torch.bfloat16)
-    assert isinstance(gemm, device_gemms.TorchGemm)
+    assert isinstance(gemm, grouped_gemm.TorchGemm)
     for dtype, recipe in ((torch.float16, None), (torch.bfloat16, "tensorwise")):
         gemm, text = grouped_gemm.choose_gemm(_GPU, dtype, recipe)
         assert gemm is None
@@ -68,10 +68,5 @@ def test_transformer_engines_is_chosen_where_it_runs(monkeypatch: pytest.MonkeyP
         (torch.bfloat16, "blockwise"),
     ):
         gemm, text = grouped_gemm.choose_gemm(_GPU, dtype, recipe)
-        assert isinstance(gemm, device_gemms.NativeGemm)
+        assert isinstance(gemm, grouped_gemm.NativeGemm)
         assert text == "Transformer Engine's grouped GEMM (cuBLASLt 13.8.2)"
-
-
-def test_a_cpu_loops_over_experts() -> None:
-    gemm, _ = grouped_gemm.choose_gemm(torch.device("cpu"), torch.float32)
-    assert isinstance(gemm, grouped_gemm.LoopGemm)
