@@ -142,7 +142,7 @@ def test_rows_of_several_lengths_of_contexts_are_refused(
 def test_padding_that_is_not_counted_is_reported_where_sizes_change(
     chunks: list[nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This concerns heads that share keys; `test_attention_limits` defines them."""
+    """This concerns heads that share keys; `test_packed_params` defines them."""
 
     monkeypatch.setattr(
         feature,

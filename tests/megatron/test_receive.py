@@ -12,7 +12,7 @@ import torch
 from chunkgraph.engine import StepMode
 from chunkgraph.megatron import receive
 from chunkgraph.megatron.core.p2p import Direction
-from chunkgraph.megatron.receive import ReceiveOrder, SlotReceiver, waits_for_sends
+from chunkgraph.megatron.receive import ReceiveOrder, SlotReceiver
 from chunkgraph.megatron.topology import PipelinePlace
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(150)]
@@ -189,12 +189,6 @@ def test_order_of_receives() -> None:
     )
 
 
-def test_which_sends_are_waited_for() -> None:
-    assert waits_for_sends(SimpleNamespace(overlap_p2p_comm=False, batch_p2p_comm=True))
-    assert not waits_for_sends(SimpleNamespace(overlap_p2p_comm=True))
-    assert not waits_for_sends(SimpleNamespace(use_ring_exchange_p2p=True))
-
-
 class _Engine:
     """Returns one slot buffer after another until there are none."""
 
@@ -281,9 +275,3 @@ def test_gradients_that_lose_their_order_are_copied(middle: Any) -> None:
     assert receive() is None  # no forward is waiting for one
     grads.append(torch.zeros(2))
     assert receive() is None
-
-
-def test_receives_beyond_the_schedule_are_megatrons(middle: Any) -> None:
-    middle.engine.free = [torch.zeros(2) for _ in range(20)]
-    buffers = [middle.receiver.take(Direction.FORWARD, (2,), torch.float32) for _ in range(11)]
-    assert [buffer is not None for buffer in buffers] == [True] * 9 + [False] * 2

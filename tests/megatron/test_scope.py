@@ -127,22 +127,6 @@ def test_a_replayed_chunk_runs_nothing_but_the_copies_of_its_inputs(
     assert "forward" not in model.__dict__
 
 
-def test_captured_gradients_are_those_of_all_parameters(chunks: list[nn.Module]) -> None:
-    batch, model = _batch(), _model(chunks[0])
-    graphs = attach(chunks, scope="chunk")
-    gradients = []
-    for _ in range(3):
-        for parameter in model.parameters():
-            parameter.main_grad.zero_()
-        _runs(graphs, lambda _: chunks[0](**batch), num_steps=1)
-        gradients.append({n: p.main_grad.clone() for n, p in model.named_parameters()})
-    assert graphs.counters.replays == 2
-    for name, eager in gradients[0].items():
-        assert eager.any(), name
-        assert torch.equal(gradients[1][name], eager), name
-        assert torch.equal(gradients[2][name], eager), name
-
-
 def test_without_labels_the_logits_come_out(chunks: list[nn.Module]) -> None:
     batch = _batch()
     del batch["labels"]
@@ -243,16 +227,6 @@ def test_a_caller_may_keep_losses(chunks: list[nn.Module]) -> None:
         kept = wrapped(num_microbatches=3)
         assert all(torch.equal(a, b) for a, b in zip(kept, expected, strict=True))
     assert graphs.counters.replays == 3
-
-
-def test_evaluation_of_a_chunk_runs_eagerly(chunks: list[nn.Module]) -> None:
-    batch = _batch()
-    chunks[0].eval()
-    with torch.no_grad():
-        expected = chunks[0](**batch)
-        graphs = attach(chunks, scope="chunk")
-        assert torch.equal(chunks[0](**batch), expected)
-        assert graphs.counters.replays == 0
 
 
 @pytest.mark.parametrize("scope", ["block", "chunk"])
@@ -361,16 +335,6 @@ def test_a_forward_or_hook_of_the_users_is_left_alone(chunks: list[nn.Module]) -
     graphs = attach(chunks)
     graphs.detach()
     assert graphs.scope.why_block == f"{name}, which overrides compute_language_model_loss"
-
-
-@pytest.mark.parametrize("first", ["block", "chunk"])
-@pytest.mark.parametrize("second", ["block", "chunk"])
-def test_one_scope_at_a_time(chunks: list[nn.Module], first: Any, second: Any) -> None:
-    graphs = attach(chunks, scope=first)
-    with pytest.raises(ConfigError, match="detach"):
-        attach(chunks, scope=second)
-    graphs.detach()
-    attach(chunks, scope=second).detach()
 
 
 def test_a_model_unlike_gpt_is_not_captured_whole(chunks: list[nn.Module]) -> None:

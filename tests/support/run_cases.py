@@ -22,7 +22,6 @@ import context_probe
 import dropless_probe
 import fault_probe
 import groups_end_probe
-import isolation_probe
 import kernel_probe
 import overlap_probe
 import packed_probe
@@ -83,8 +82,6 @@ def run_case(case: dict[str, Any], eager_runs: EagerRuns) -> Any:
             return packed_probe.run(config, device, case)
         if case.get("probe") == "unpadded":
             return unpadded_probe.run(config, device, case)
-        if case.get("probe") == "isolation":
-            return isolation_probe.run(config, device, case)
         if case.get("probe") == "dropless":
             return dropless_probe.run(config, device, case)
         if case.get("probe") == "kernels":

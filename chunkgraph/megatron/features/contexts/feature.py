@@ -13,7 +13,7 @@ from chunkgraph.megatron.features.contexts.groups import (
     ContextGroups,
     HeldGroups,
 )
-from chunkgraph.megatron.features.packing.attention_limits import needs_tokens_in_pieces
+from chunkgraph.megatron.features.packing.params import needs_tokens_in_pieces
 from chunkgraph.megatron.rules.contexts import CONTEXT_RULES
 from chunkgraph.megatron.site import Site
 from chunkgraph.megatron.step import Step

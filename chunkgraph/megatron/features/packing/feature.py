@@ -5,12 +5,9 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Self
 
-from chunkgraph.megatron.features.packing.attention_limits import (
-    needs_tokens_in_pieces,
-    refuse_for_layers,
-)
 from chunkgraph.megatron.features.packing.offset_cutter import OffsetCutter
 from chunkgraph.megatron.features.packing.params import (
+    needs_tokens_in_pieces,
     refuse_other_context,
     refuse_predictions_over_padding,
 )
@@ -69,7 +66,6 @@ class Packing(OffsetCutter):
         if banks.groups is None:
             refuse_other_context(shape, site.config)
             refuse_predictions_over_padding(shape, site.config)
-        refuse_for_layers(site.chunks, site.config, shape, site.device)
 
     @classmethod
     def of(cls, site: Site, undo: ExitStack) -> Self | None:

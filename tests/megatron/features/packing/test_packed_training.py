@@ -113,14 +113,6 @@ def test_one_rank(run_equal: Callable[..., Any], make_case: Case, once: Callable
 # the marked tests cover Megatron's part.
 
 
-def test_the_probe_of_host_reads(run_cases: Callable[..., Any], make_case: Case) -> None:
-    """`test_packed_gpu` uses this probe; on a CPU the recorder refuses host reads in captures."""
-    case = {**make_case([2, 3, 2]), "probe": "packed"}
-    result = run_cases({"probe": case}, 1)["probe"]
-    assert result["replays"] == 5
-    assert len(set(result["losses"])) == 7
-
-
 @pytest.mark.megatron
 def test_two_ranks(run_equal: Callable[..., Any], make_case: Case) -> None:
     """Pipelines whose ranks have two to four microbatches in flight."""
@@ -202,30 +194,6 @@ def test_length_buckets(run_equal: Callable[..., Any], make_case: Case) -> None:
     assert set(replays) <= {f"{t} tokens, {n} sequences" for t in (42, 48) for n in (4, 5, 16)}
 
 
-def test_documents_that_are_too_long(run_equal: Callable[..., Any], make_case: Case) -> None:
-    """Their steps are eager; graphs have sequences within the limit."""
-    counts, longest = [2, 3, 1, 4, 2, 3, 1], 22
-    cases = {
-        "limited": make_case(
-            counts,
-            model={"num_layers": 1},
-            longest=longest,
-            buckets=(42,),
-            seq_buckets=(4,),
-            verify="poison",
-        )
-    }
-    path = cases["limited"]["config"]["data"]["path"]
-    documents = Documents.from_file(path, num_tokens=_TOKENS, seed=1234)
-    too_long = [
-        step
-        for step, count in enumerate(counts)
-        if any(max(documents.lengths(step, m)) > longest for m in range(count))
-    ]
-    assert too_long == [3, 5]
-    _check(run_equal(cases, 1), {"limited": too_long})
-
-
 @pytest.mark.every_release
 @pytest.mark.megatron
 def test_tables_of_buckets_on_two_ranks(
@@ -238,19 +206,6 @@ def test_tables_of_buckets_on_two_ranks(
     path = write_documents([5, 46], name="short_and_long.txt")
     case = make_case([2, 4, 4], pp=2, buckets=(0.5,), path=path, seed=3)
     _check(run_equal({"pp2": case}, 2))
-
-
-def test_tables_of_buckets_in_a_step_that_overflows(
-    run_equal: Callable[..., Any], make_case: Case, write_documents: Callable[..., Path]
-) -> None:
-    """An eager step reads none that a graph has made."""
-    path = write_documents([5, 46], name="short_and_long.txt")
-    case = make_case([1, 2, 2, 2], seqs=3, buckets=(0.5,), path=path, seed=135)
-    results = run_equal({"one": case}, 1)
-    steps = results["one"]["steps"]
-    overflows = [i for i, step in enumerate(steps) if "packing overflow" in step["fallbacks"]]
-    assert overflows
-    _check(results, {"one": overflows})
 
 
 @pytest.mark.slow
@@ -341,28 +296,6 @@ def test_experts_that_stash_or_run_again(run_cases: Callable[..., Any], make_cas
     results = run_cases(cases, 1, timeout_s=120.0)
     _check_reruns(results, {"rerun": ["expert capacity"], "buckets": ["stash pages"]})
     assert results["stash"]["stash_bytes"] < results["stash"]["bytes_without_stash"]
-
-
-@pytest.mark.slow
-def test_experts_that_stash_on_two_ranks(run_cases: Callable[..., Any], make_case: Case) -> None:
-    """On one rank packings do not fit in some steps, and pages run out in others."""
-    enough, few = ({**_STASH, "initial_bytes": size} for size in (1 << 20, 2048))
-    deep = {**_SPARSE, "num_layers": 4}
-    cases = {
-        "pp2_vpp2": make_case([2, 4], pp=2, vpp=2, moe=_ROOMY, model=deep, stash=enough),
-        "ep2": make_case(
-            [2, 3, 2, 1, 2],
-            moe=_ROOMY,
-            model=_SPARSE,
-            stash=few,
-            seqs=5,
-            dp=2,
-            expert_model_parallel_size=2,
-        ),
-    }
-    results = run_cases(cases, 2, timeout_s=120.0)
-    _check_reruns(results, {"ep2": ["stash pages"]})
-    assert results["ep2"]["steps"][1]["fallbacks"] == {"packing overflow": 1}
 
 
 @pytest.mark.slow
