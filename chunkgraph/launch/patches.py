@@ -22,12 +22,12 @@ import torch
 from chunkgraph.errors import ConfigError, MissingDependencyError
 from chunkgraph.launch.flags import add_flags
 from chunkgraph.megatron.core.access import (
+    RANGE,
     import_megatron,
     patch_attributes,
     private_names,
     refuse_other_releases,
 )
-from chunkgraph.megatron.core.releases import RANGE
 
 if TYPE_CHECKING:
     from chunkgraph.launch.hooks import ChunkGraphsInPretrain

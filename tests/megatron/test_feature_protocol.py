@@ -15,9 +15,8 @@ from torch import nn
 from chunkgraph.engine import CaptureOptions, Chunk, StepMode
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron import attach
-from chunkgraph.megatron.feature import Feature, Features, LimitedFeature, Work
+from chunkgraph.megatron.feature import Feature, Features, LimitedFeature, Shortage, Step, Work
 from chunkgraph.megatron.features import FEATURES
-from chunkgraph.megatron.step import Shortage, Step
 from chunkgraph.settings.rule import Rule
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(150)]

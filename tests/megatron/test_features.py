@@ -18,7 +18,7 @@ from refused import refused
 from chunkgraph.engine import CaptureOptions
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.core.access import versions
-from chunkgraph.megatron.features.sparse.feature import SparseAttention, constants_on_device
+from chunkgraph.megatron.features.tracked_losses import SparseAttention, constants_on_device
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(200)]
 

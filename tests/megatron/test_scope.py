@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkgraph.engine.replay import replayer
 from chunkgraph.errors import ConfigError
+from chunkgraph.megatron.captured_part import SCOPE_RULES, ChosenScope, choose_scope
 from chunkgraph.megatron.refusals import facts_of_model
-from chunkgraph.megatron.scope_choice import SCOPE_RULES, ChosenScope, choose_scope
 from chunkgraph.settings import Config
 from chunkgraph.settings.rule import refusals
 from chunkgraph.trainer.model import layer_spec
@@ -229,20 +228,10 @@ def test_a_caller_may_keep_losses(chunks: list[nn.Module]) -> None:
     assert graphs.counters.replays == 3
 
 
-@pytest.mark.parametrize("scope", ["block", "chunk"])
-@pytest.mark.parametrize("name", ["packed_seq_params", "inference_context", "inference_params"])
-def test_arguments_that_a_graph_cannot_hold_are_refused(
-    chunks: list[nn.Module], scope: Any, name: str
-) -> None:
-    attach(chunks, scope=scope)
-    module = _model(chunks[0]) if scope == "chunk" else _model(chunks[0]).decoder
-    arguments = {
-        **_batch(),
-        "hidden_states": torch.ones(LENGTH, BATCH, 32),
-        name: SimpleNamespace(),
-    }
-    with pytest.raises(ConfigError, match=rf"pipeline stage 0.*{name}"):
-        module.forward(**arguments)
+def test_python_code_as_an_argument_is_refused(chunks: list[nn.Module]) -> None:
+    attach(chunks, scope="chunk")
+    with pytest.raises(ConfigError, match=r"pipeline stage 0.*output_processor"):
+        _model(chunks[0]).forward(**_batch(), output_processor=print)
 
 
 @pytest.mark.parametrize(

@@ -19,13 +19,13 @@ from chunkgraph.megatron.core.access import (
     refuse_other_releases,
     versions,
 )
-from chunkgraph.megatron.core.capture_flag import capture_flag
+from chunkgraph.megatron.core.capturing import capture_flag
 from chunkgraph.megatron.core.data_parallel import (
     DDP_MODULE,
     call_parameter_gather_hooks,
     gradient_marker,
 )
-from chunkgraph.megatron.features.prediction import feature as token_prediction
+from chunkgraph.megatron.features import tracked_losses as token_prediction
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(60)]
 

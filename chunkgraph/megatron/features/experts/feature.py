@@ -22,7 +22,7 @@ from chunkgraph.engine.decide.reasons import agree_alone
 from chunkgraph.errors import ConfigError, TokenDropError
 from chunkgraph.megatron.captured_part import CapturedPart
 from chunkgraph.megatron.core.agreement import agree_by_maximum
-from chunkgraph.megatron.feature import LimitedFeature, Work, chained
+from chunkgraph.megatron.feature import LimitedFeature, Shortage, Step, Work, chained
 from chunkgraph.megatron.features.experts.counts import DropReport
 from chunkgraph.megatron.features.experts.counts import TokenDrops as DroppedTokens
 from chunkgraph.megatron.features.experts.dispatch import static_dispatch
@@ -50,7 +50,6 @@ from chunkgraph.megatron.features.experts.rows_in_use import moe_layers_of
 from chunkgraph.megatron.features.experts.state import ExpertState, routers_of
 from chunkgraph.megatron.rules.experts import uses_dropless
 from chunkgraph.megatron.site import Site
-from chunkgraph.megatron.step import Shortage, Step
 from chunkgraph.settings.rule import refusals
 
 if TYPE_CHECKING:

@@ -118,12 +118,8 @@ def test_four_ranks(
         ),
         "tp2": make_case([1] * 4, [1, 2], captured=(2,), capture=chunk, **tp2),
         "grouped": make_case([1] * 3, [1, 2], options={"num_query_groups": 2}, **dp4),
-        # Megatron's own hybrid context parallelism makes groups for models without a pipeline.
-        "megatrons": {**make_case([1] * 6, [1, 2, 4], **dp4), "groups": "megatron"},
     }
     results = run_equal(cases, 4)
-    losses = [[s["loss_chunk_hex"] for s in results[n]["steps"]] for n in ("random", "megatrons")]
-    assert losses[0] == losses[1]
     fewer = without_sequences(results["pp2_vpp2"])
     assert {bank.partition(", ")[2] for bank in fewer} >= {"2 sequences", "3 sequences"}
     for name, result in results.items():

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from chunkgraph.errors import ConfigError, ReplayMismatchError, SlotError, TopologyError
+from chunkgraph.megatron.feature import StepInputs
 from chunkgraph.megatron.features.contexts import (
     ContextGroups,
     follow_groups,
@@ -21,7 +22,6 @@ from chunkgraph.megatron.features.packing.bank import PackedBank, ScheduledBanks
 from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.megatron.features.packing.derived_calls import derived_call
 from chunkgraph.megatron.features.packing.steps import StepPlans
-from chunkgraph.megatron.step import StepInputs
 from chunkgraph.packing import ContextLimits, pack, schedule_contexts
 
 # No `megatron` marker: only process groups are Megatron's, the same in all releases.

@@ -20,7 +20,7 @@ from chunkgraph.megatron.features.experts.feature import Experts
 from chunkgraph.megatron.features.experts.fused_operations import rebuilt_fused_operations
 from chunkgraph.megatron.features.experts.hybrid_ep import HybridEPBuffer
 from chunkgraph.megatron.features.experts.refusals import MOE_RULES, PADDED_ROWS_RULES
-from chunkgraph.megatron.features.rerun.rewind import StepState
+from chunkgraph.megatron.features.rerun import StepState
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(60)]
 

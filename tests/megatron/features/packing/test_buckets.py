@@ -16,12 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chunkgraph.errors import ConfigError, PackingError
-from chunkgraph.megatron.features.packing.bank import PackedBank
+from chunkgraph.megatron.feature import StepInputs, StepPlan
+from chunkgraph.megatron.features.packing.bank import PackedBank, PackingOptions
 from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.megatron.features.packing.derived_calls import derived_call
-from chunkgraph.megatron.features.packing.options import PackingOptions
 from chunkgraph.megatron.features.packing.steps import StepPlans
-from chunkgraph.megatron.step import StepInputs, StepPlan
 from chunkgraph.packing import PackedShape, pack
 
 _SHAPE = PackedShape(5, 32)

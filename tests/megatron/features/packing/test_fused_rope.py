@@ -173,33 +173,6 @@ def test_what_gives_other_bits_is_not_used(
     assert why in record.getMessage()
 
 
-@pytest.mark.parametrize(("num_seqs", "takes_rows"), [(256, True), (257, False)])
-def test_transformer_engines_kernel_for_each_row_is_tried_too(
-    kernels: Kernels,
-    rotated: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    num_seqs: int,
-    takes_rows: bool,
-) -> None:
-    """It runs if it saves 65536 blocks or more; below that the difference does not matter."""
-
-    def packed(
-        t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, **options: Any
-    ) -> Any:
-        output = kernels.packed(t, cu_seqlens, freqs, **options)
-        spared = (cu_seqlens.numel() - 1) * freqs.size(0) - t.size(0)
-        return output if spared < 1 << 16 else output * 1.01
-
-    monkeypatch.setattr(kernels.utils, "fused_apply_rotary_pos_emb_thd", packed)
-    tokens, freqs = _drawn(64, 256)
-    with caplog.at_level(logging.WARNING), packed_rope():
-        kernels.num_plain = 0
-        rotated(tokens, _offsets([64], num_seqs), freqs)
-    assert kernels.num_plain == takes_rows
-    assert ("last bits" in caplog.text) is not takes_rows
-
-
 @pytest.fixture
 def tables(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[torch.Tensor]]:
     """Collect weak references to the table of every call by row."""

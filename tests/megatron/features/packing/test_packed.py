@@ -25,9 +25,9 @@ from chunkgraph.errors import (
     ReplayMismatchError,
 )
 from chunkgraph.megatron.features.contexts import ContextGroups, follow_groups
+from chunkgraph.megatron.features.packing.bank import PackingOptions
 from chunkgraph.megatron.features.packing.banks import PackedBanks
-from chunkgraph.megatron.features.packing.offset_cutter import OffsetCutter
-from chunkgraph.megatron.features.packing.options import PackingOptions
+from chunkgraph.megatron.features.packing.feature import Packing
 from chunkgraph.megatron.features.packing.params import split_params
 from chunkgraph.megatron.features.packing.steps import StepPlans
 from chunkgraph.packing import ContextLimits, PackedShape
@@ -336,7 +336,7 @@ def test_documents_that_were_not_announced_are_not_lost(
     with pytest.raises(ConfigError, match=message):
         run(num_microbatches=1, packings=[[32]])
     run(num_microbatches=1, packings=[lengths])
-    monkeypatch.setattr(OffsetCutter, "_refuse_lost", lambda *_: pytest.fail("the host waits"))
+    monkeypatch.setattr(Packing, "_refuse_lost", lambda *_: pytest.fail("the host waits"))
     batch = packed_batch([5])
     run(num_microbatches=1, packings=[[5]])
     assert attached.counters.replays == 1

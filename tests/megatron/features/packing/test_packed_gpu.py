@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from packed_cases import GPU_MODEL
 
-from chunkgraph.megatron.features.packing.fused_rope import blocks_spared, pays
+from chunkgraph.megatron.features.packing.rope import blocks_spared, pays
 from chunkgraph.packing import PackedShape, pack
 
 Case = Callable[..., dict[str, Any]]

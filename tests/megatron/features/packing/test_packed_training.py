@@ -11,8 +11,8 @@ from expert_cases import EXPERTS
 from extended_config import extended
 
 from chunkgraph.data import Documents
+from chunkgraph.megatron.features.packing.bank import PackingOptions
 from chunkgraph.megatron.features.packing.banks import PackedBanks
-from chunkgraph.megatron.features.packing.options import PackingOptions
 from chunkgraph.trainer.batches import packed_shape
 
 pytestmark = pytest.mark.timeout(150)

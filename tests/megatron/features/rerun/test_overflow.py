@@ -19,8 +19,8 @@ from chunkgraph.megatron.features.experts.counts import DropReport
 from chunkgraph.megatron.features.experts.feature import Experts, dropped_tokens
 from chunkgraph.megatron.features.experts.refusals import MOE_RULES
 from chunkgraph.megatron.features.experts.room import factor_for_all
-from chunkgraph.megatron.features.packing.options import PackingOptions
-from chunkgraph.megatron.features.rerun.running_metrics import running_metrics
+from chunkgraph.megatron.features.packing.bank import PackingOptions
+from chunkgraph.megatron.features.rerun import running_metrics
 from chunkgraph.megatron.features.stash import ExpertStash
 from chunkgraph.memory.stash import PagedStash
 from chunkgraph.packing import PackedShape
