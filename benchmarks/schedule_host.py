@@ -26,8 +26,8 @@ import torch.distributed as dist
 from torch import nn
 
 from chunkgraph.megatron import attach
+from chunkgraph.megatron.attachment import eager_driver
 from chunkgraph.megatron.core.access import import_megatron
-from chunkgraph.megatron.pipeline.eager import eager_driver
 from chunkgraph.settings import config_from_mapping
 from chunkgraph.trainer.setup import training_process
 

@@ -1,218 +1,183 @@
-"""Which rooms reach into Megatron and Transformer Engine, statically or by name.
+"""Where the package reaches into Megatron and Transformer Engine, and every private name it uses.
 
-All access is by name, so that import-linter sees none of it. `pytest -s -k table` prints every
-private name and every patch with its file, which is what to read when Megatron is upgraded.
+`private_names.csv` lists the private names of Megatron, Transformer Engine and torch, with the
+releases in which they were seen; read it when one of them is upgraded. A name is private if it
+begins with an underscore or lies in a module that does. Names without one that Megatron's modules
+define count as public. Attributes without an underscore of objects that were reached through a
+private name, such as the parameters of an FSDP state, have no row of their own.
 """
 
 from __future__ import annotations
 
 import ast
 import csv
+import importlib.util
+import inspect
+import itertools
+import pkgutil
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from chunkgraph.megatron.core.access import import_megatron, versions
+from chunkgraph.megatron.core.access import versions
 
 PACKAGE = Path(__file__).parents[1] / "chunkgraph"
 OUTSIDE = {"megatron", "transformer_engine"}
-_DISTRIBUTIONS = {"megatron": "megatron_core", "transformer_engine": "transformer_engine"}
-PUBLIC_ROOMS = {"launch", "megatron", "trainer"}
+MODULE_ROOMS = {"launch", "megatron", "trainer"}
 """Rooms that import modules of Megatron or Transformer Engine."""
-PRIVATE_ROOMS = {
-    "launch/patches.py",
-    "megatron/core",
-    "megatron/cpu",
-    "megatron/features",
-    "trainer/batches.py",
+_MODULES_OF_TORCH = {"_C", "_autograd", "_dynamo", "guards", "_ops"}
+# Of the standard library, and parts of texts.
+_OTHERS = {
+    *("_SubParsersAction", "_option_string_actions", "_exit", "_getframe", "_replace", "_fields"),
+    *("_", "_ARGCOMPLETE", "_Value", "_hash", "_padded", "_v2", "_generator", "_global"),
+    *("_raw", "_saved_", "_saved_tensors"),
 }
-"""Rooms and files that use private names or replace attributes."""
+_BY_PREFIX = {"_raw_saved_": "_raw_saved_tensors"}
+"""Private names that differ between classes, and the one of them in the table."""
 
 
-@dataclass(frozen=True, order=True)
-class Access:
-    """One place that reaches into another package.
-
-    Attributes:
-        kind: "import" (a statement), "module" (by name), "private" or "patch".
-        name: of the module, the private name, or the attribute that is replaced.
-        file: below `chunkgraph/`.
-        module: of a private name.
-    """
-
-    kind: str
-    name: str
-    file: str
-    module: str = ""
-
-
-def accesses(source: str, file: str) -> Iterator[Access]:
-    """Find what one file reaches."""
-    tree = ast.parse(source)
-    constants = {
-        target.id: node.value.value
-        for node in tree.body
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
-        for target in node.targets
-        if isinstance(target, ast.Name)
+def _trees() -> dict[str, ast.Module]:
+    return {
+        path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
+        for path in PACKAGE.rglob("*.py")
     }
+
+
+def _modules(tree: ast.Module) -> Iterator[tuple[str, bool]]:
+    """Yield the outside modules that a file imports, and whether a statement does."""
     for node in ast.walk(tree):
+        names: list[str] = []
         if isinstance(node, ast.Import):
-            modules = [alias.name for alias in node.names]
+            names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and not node.level:
-            modules = [node.module or ""]
-        else:
-            modules = []
-        yield from (Access("import", name, file) for name in modules if _is_outside(name))
-        if isinstance(node, ast.Call):
-            yield from _of_call(node, constants, file)
+            names = [node.module or ""]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(
+            ("import_module", "import_megatron")
+        ):
+            argument = node.args[0] if node.args else ast.Constant("megatron.core")
+            names = [str(argument.value)] if isinstance(argument, ast.Constant) else []
+        is_statement = isinstance(node, ast.Import | ast.ImportFrom)
+        yield from ((name, is_statement) for name in names if name.partition(".")[0] in OUTSIDE)
 
 
-def _of_call(call: ast.Call, constants: dict[str, object], file: str) -> Iterator[Access]:
-    function = call.func.attr if isinstance(call.func, ast.Attribute) else ast.unparse(call.func)
-    arguments = [_text(argument, constants) for argument in _spread(call.args)]
-    if function in ("import_module", "__import__"):
-        if arguments and _is_outside(arguments[0]):
-            yield Access("module", arguments[0], file)
-    elif function == "import_megatron":
-        yield Access("module", arguments[0] if arguments else "megatron.core", file)
-    elif function == "private_names":
-        module = arguments[0]
-        yield from (Access("private", n, file, module) for n in arguments[1:] or arguments)
-    elif function == "patch_attributes":
-        replaced = call.args[1]
-        keys = replaced.keys if isinstance(replaced, ast.Dict) else [replaced]
-        for key in keys:
-            name = "**" if key is None else _text(key, constants)
-            yield Access("patch", f"{ast.unparse(call.args[0])}.{name}", file)
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
 
 
-def _spread(arguments: list[ast.expr]) -> Iterator[ast.expr]:
-    """Yield the arguments; those of a starred literal one by one."""
-    for argument in arguments:
-        if isinstance(argument, ast.Starred) and isinstance(argument.value, ast.Tuple):
-            yield from argument.value.elts
-        else:
-            yield argument
+def _own_names(trees: dict[str, ast.Module]) -> set[str]:
+    """Return the names that the package defines."""
+    names = set()
+    for node in (node for tree in trees.values() for node in ast.walk(tree)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names |= {node.attr} if ast.unparse(node.value) in ("self", "cls") else set()
+    return names
 
 
-def _text(node: ast.expr, constants: dict[str, object]) -> str:
-    """Return a string argument's value, or an argument's source."""
-    if isinstance(node, ast.Constant):
-        return str(node.value)
-    if isinstance(node, ast.Name):
-        return str(constants.get(node.id, node.id))
-    if isinstance(node, ast.JoinedStr):
-        return "".join(_text(part, constants) for part in node.values)
-    if isinstance(node, ast.FormattedValue):
-        return _text(node.value, constants)
-    return ast.unparse(node)
-
-
-def _is_outside(module: str) -> bool:
-    return module.partition(".")[0] in OUTSIDE
+def _private_names(tree: ast.Module, own: set[str]) -> Iterator[str]:
+    """Yield the private names that a file imports, reads as attributes, or has as texts."""
+    inner: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            module = (node.module or "").split(".")
+            if module[0] not in ("chunkgraph", "__future__"):
+                names = [alias.name for alias in node.names]
+                yield from (n for n in names if any(map(_is_private, [*module, n])))
+        elif isinstance(node, ast.Attribute) and id(node) not in inner:
+            first, path = node, [node.attr]
+            while isinstance(first.value, ast.Attribute):
+                first = first.value
+                inner.add(id(first))
+                path.insert(0, first.attr)
+            if isinstance(first.value, ast.Name) and first.value.id == "torch":
+                modules = list(itertools.takewhile(_MODULES_OF_TORCH.__contains__, path[:-1]))
+                path = path[len(modules) :]
+                if any(map(_is_private, modules)):
+                    yield path[0]
+            yield from (name for name in path if _is_private(name) and name not in own)
+        elif isinstance(node, ast.Constant) and str(node.value).isidentifier():
+            yield from filter(_is_private, [str(node.value)])
 
 
 @pytest.fixture(scope="module")
-def package_accesses() -> list[Access]:
-    """All accesses of the package."""
-    return sorted(
-        access
-        for path in PACKAGE.rglob("*.py")
-        for access in accesses(
-            path.read_text(encoding="utf-8"), path.relative_to(PACKAGE).as_posix()
-        )
-    )
+def trees() -> dict[str, ast.Module]:
+    """Return the parsed files of the package."""
+    return _trees()
 
 
-def _rooms(package: list[Access], kinds: set[str], rooms: set[str]) -> set[str]:
-    """Return the rooms of these accesses; a file outside of ``rooms`` stands for itself."""
-    return {
-        next((r for r in rooms if a.file == r or a.file.startswith(f"{r}/")), a.file)
-        for a in package
-        if a.kind in kinds
+def test_modules_of_megatron_are_imported_by_name_in_listed_rooms(
+    trees: dict[str, ast.Module],
+) -> None:
+    """Imports by name come after the preparation that a machine without a GPU needs."""
+    found = [(file, *module) for file, tree in trees.items() for module in _modules(tree)]
+    assert [file for file, _, is_statement in found if is_statement] == []
+    assert {file.partition("/")[0] for file, _, _ in found} == MODULE_ROOMS
+
+
+def _table() -> list[dict[str, str]]:
+    with (Path(__file__).parent / "private_names.csv").open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def test_every_private_name_is_in_the_table(trees: dict[str, ast.Module]) -> None:
+    own = _own_names(trees)
+    found = {name for tree in trees.values() for name in _private_names(tree, own)}
+    names = [row["name"] for row in _table()]
+    found = {_BY_PREFIX.get(n, n) for n in found if not n.startswith("_chunkgraph")} - _OTHERS
+    assert found == set(names)
+    assert len(names) == len(found) <= 110
+
+
+@pytest.mark.megatron
+@pytest.mark.every_release
+@pytest.mark.parametrize("package", ["megatron-core", "transformer-engine", "torch"])
+def test_private_names_are_in_the_releases_of_the_table(package: str) -> None:
+    version = versions().get(package.replace("-", "_"))
+    if version is None:
+        pytest.skip(f"{package} is not installed")
+    release = ".".join(version.split(".")[:2])
+    rows = [row for row in _table() if row["package"] == package]
+    if not torch.backends.cuda.is_built():
+        rows = [row for row in rows if not row["name"].startswith("_cuda_")]
+    assert {(r["owner"], r["name"]) for r in rows if release in r["releases"].split()} == {
+        (r["owner"], r["name"]) for r in rows if _has(r["owner"], r["name"])
     }
 
 
-def test_nothing_imports_megatron_by_a_statement(package_accesses: list[Access]) -> None:
-    """Imports by name come after the preparation that a machine without a GPU needs."""
-    assert [access for access in package_accesses if access.kind == "import"] == []
-
-
-def test_modules_of_megatron_are_imported_in_listed_rooms(package_accesses: list[Access]) -> None:
-    assert _rooms(package_accesses, {"module"}, PUBLIC_ROOMS) == PUBLIC_ROOMS
-
-
-def test_private_names_and_patches_are_in_listed_rooms(package_accesses: list[Access]) -> None:
-    assert _rooms(package_accesses, {"private", "patch"}, PRIVATE_ROOMS) == PRIVATE_ROOMS
-
-
-def test_private_names_are_in_the_table_with_the_releases_that_have_them(
-    package_accesses: list[Access],
-) -> None:
-    """The table, `private_names.csv`, has a release only where the name was seen."""
-    with (Path(__file__).parent / "private_names.csv").open(encoding="utf-8") as file:
-        table = {(r["module"], r["name"]): r["releases"].split() for r in csv.DictReader(file)}
-    # The others have no constant name.
-    used = {(a.module, a.name) for a in package_accesses if a.kind == "private"}
-    assert {(m, n) for m, n in used if m.partition(".")[0] in OUTSIDE} == set(table)
-    for package in OUTSIDE:
-        version = versions().get(_DISTRIBUTIONS[package])
-        if version is None:
-            continue
-        release = ".".join(version.split(".")[:2])
-        for (module, name), releases in table.items():
-            if module.startswith(package):
-                assert (release in releases) == _has(module, name), (module, name, release)
-
-
-def _has(module: str, name: str) -> bool:
+def _has(owner: str, name: str) -> bool:
+    """Return whether a module or class has a name, or its source does, for instances."""
     try:
-        return hasattr(import_megatron(module), name)
-    except ImportError:
+        if owner.partition(".")[0] in OUTSIDE:  # some modules of Megatron import only with kernels
+            spec = importlib.util.find_spec(owner)
+            source = "" if spec is None else Path(str(spec.origin)).read_text(encoding="utf-8")
+        else:
+            found = pkgutil.resolve_name(owner)
+            if hasattr(found, name):
+                return True
+            source = inspect.getsource(found)
+    except (ImportError, AttributeError, OSError, TypeError):
         return False
-
-
-def test_the_table_of_accesses(package_accesses: list[Access]) -> None:
-    table = [access for access in package_accesses if access.kind in ("private", "patch")]
-    for access in table:
-        print(f"{access.kind:8} {access.name:60} {access.file}")
-    assert {
-        Access("private", "CheckpointFunction", "megatron/core/recompute.py"),
-        Access("private", "P2PCommunicator", "megatron/core/p2p.py"),
-        Access("private", "TopKRouter", "megatron/features/experts/padding.py"),
-        Access("patch", "datasets.compile_helpers", "launch/patches.py"),
-        Access("patch", "module.roll_tensor", "megatron/features/prediction/feature.py"),
-    } <= {replace(access, module="") for access in table}
+    return re.search(rf"\b{name}\b", source) is not None
 
 
 @pytest.mark.parametrize(
-    ("line", "kind", "name"),
+    ("line", "names"),
     [
-        ("import megatron.core as core", "import", "megatron.core"),
-        ("from transformer_engine.pytorch import Linear", "import", "transformer_engine.pytorch"),
-        ("import_module('megatron.core')", "module", "megatron.core"),
-        ("importlib.import_module(_MODULE)", "module", "megatron.training"),
-        ("access.import_megatron()", "module", "megatron.core"),
-        ("x, y = private_names(_MODULE, 'y')", "private", "y"),
-        ("private_names(*names)", "private", "*names"),
-        ("private_names(*(_MODULE, 'y'))", "private", "y"),
-        ("undo = patch_attributes(module, {'x': 1})", "patch", "module.x"),
-        ("patch_attributes(module, replacements)", "patch", "module.replacements"),
+        ("from torch.utils._device import DeviceContext", ["DeviceContext"]),
+        ("from torch.overrides import _pop", ["_pop"]),
+        ("torch._C._autograd._hooks(False)", ["_hooks"]),
+        ("torch._C.DispatchKey.Dense", ["DispatchKey"]),
+        ("torch.ops.aten._to_copy.default", ["_to_copy"]),
+        ("module._forward_hooks.values()", ["_forward_hooks"]),
+        ("getattr(module, '_communicate')", ["_communicate"]),
+        ("self._own + module.public", []),
     ],
 )
-def test_every_way_in_is_seen(line: str, kind: str, name: str) -> None:
-    source = f"_MODULE = 'megatron.training'\n\n\ndef f():\n    {line}\n"
-    found = [replace(a, module="") for a in accesses(source, "engine/slot.py")]
-    assert found == [Access(kind, name, "engine/slot.py")]
-    others = "import chunkgraph.megatron\nimportlib.import_module('torch')\n"
-    assert list(accesses(others, "engine/slot.py")) == []
-
-
-def test_an_access_elsewhere_is_refused(package_accesses: list[Access]) -> None:
-    stray = Access("private", "TopKRouter", "engine/slot.py")
-    assert _rooms([*package_accesses, stray], {"private"}, PRIVATE_ROOMS) - PRIVATE_ROOMS == {
-        stray.file
-    }
+def test_every_way_to_a_private_name_is_seen(line: str, names: list[str]) -> None:
+    assert sorted({*_private_names(ast.parse(line), {"_own"})}) == names

@@ -152,7 +152,7 @@ def _megatron() -> Finding:
     if version is None:
         advice = "pip install 'chunkgraph[megatron]', to train with Megatron-core"
         return Finding("megatron-core", "absent", "not installed", advice)
-    from chunkgraph.megatron.core.releases import RANGE, is_known
+    from chunkgraph.megatron.core.access import RANGE, is_known
 
     major, minor = (int(part) for part in version.split(".")[:2])
     if not is_known((major, minor)):

@@ -18,7 +18,7 @@ from chunkgraph.megatron.features import FEATURES
 from chunkgraph.megatron.features.experts.grouped_gemm import FP8_MULTIPLES, native_need
 from chunkgraph.megatron.features.experts.hybrid_ep import hybrid_ep_need, uses_hybrid_ep
 from chunkgraph.megatron.features.experts.overlap import OVERLAP_RULES
-from chunkgraph.megatron.features.fp8.primary_weights import keeps_transposes
+from chunkgraph.megatron.features.fp8 import keeps_transposes
 from chunkgraph.megatron.refusals import DELAY_RULES, DRIVER_RULES, facts_of_model
 from chunkgraph.megatron.rules.experts import STATIC, uses_dropless
 from chunkgraph.megatron.rules.features import SCHEDULE_RULES

@@ -34,18 +34,17 @@ from chunkgraph.launch.patches import (
     tensorboard_writers,
 )
 from chunkgraph.launch.reports import StepMetrics, capture_line, start_line
-from chunkgraph.megatron.attachment import MegatronChunkGraphs, attach, config_of
+from chunkgraph.megatron.attachment import MegatronChunkGraphs, attach, config_of, eager_driver
 from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.megatron.core.agreement import exchange_between
-from chunkgraph.megatron.core.delayed_weights import delay_in_new_configs
+from chunkgraph.megatron.core.data_parallel import delay_in_new_configs
 from chunkgraph.megatron.features.contexts import ContextGroups, follow_groups
 from chunkgraph.megatron.features.experts.feature import Experts
 from chunkgraph.megatron.features.experts.overlap import turn_off_overlap
 from chunkgraph.megatron.features.experts.state import scale_expert_metrics
 from chunkgraph.megatron.features.packing.banks import PackedBanks
-from chunkgraph.megatron.pipeline import ScheduleDriver
-from chunkgraph.megatron.pipeline.eager import eager_driver
-from chunkgraph.megatron.topology import PipelinePlace
+from chunkgraph.megatron.pipeline.choice import PipelinePlace
+from chunkgraph.megatron.pipeline.driver import ScheduleDriver
 from chunkgraph.schedules import splits_backward
 
 __all__ = ["ChunkGraphsInPretrain", "enable"]

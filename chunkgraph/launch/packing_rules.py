@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from chunkgraph.errors import PackingError
-from chunkgraph.megatron.features.packing.attention_limits import shares_keys
+from chunkgraph.megatron.features.packing.bank import PackingOptions
 from chunkgraph.megatron.features.packing.banks import PackedBanks
-from chunkgraph.megatron.features.packing.options import PackingOptions
+from chunkgraph.megatron.features.packing.params import shares_keys
 from chunkgraph.megatron.rules.contexts import RANK_RULES
 from chunkgraph.megatron.rules.packing import PACKING_RULES
 from chunkgraph.packing import ContextLimits, PackedShape

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from chunkgraph.launch.hooks import enable
     from chunkgraph.megatron.attachment import MegatronChunkGraphs, attach
     from chunkgraph.megatron.features.experts.padding import keep_padding_from_experts
+    from chunkgraph.megatron.features.packing.bank import PackingOptions
     from chunkgraph.megatron.features.packing.banks import PackedBanks
-    from chunkgraph.megatron.features.packing.options import PackingOptions
 
 __all__ = [
     "MegatronChunkGraphs",
@@ -28,7 +28,7 @@ __all__ = [
 _HOMES = {
     "MegatronChunkGraphs": "chunkgraph.megatron.attachment",
     "PackedBanks": "chunkgraph.megatron.features.packing.banks",
-    "PackingOptions": "chunkgraph.megatron.features.packing.options",
+    "PackingOptions": "chunkgraph.megatron.features.packing.bank",
     "attach": "chunkgraph.megatron.attachment",
     "enable": "chunkgraph.launch.hooks",
     "keep_padding_from_experts": "chunkgraph.megatron.features.experts.padding",

@@ -10,18 +10,16 @@ from typing import TYPE_CHECKING, Any
 from chunkgraph.engine import ChunkGraphs
 from chunkgraph.engine.decide.reasons import StepMode
 from chunkgraph.errors import ConfigError, SlotError
-from chunkgraph.megatron.core.process_groups import before_groups_end
-from chunkgraph.megatron.feature import AnyFeature, Features
-from chunkgraph.megatron.last_forward import notify_after_last_forward
+from chunkgraph.megatron.core.agreement import before_groups_end
+from chunkgraph.megatron.feature import AnyFeature, Features, Step, StepInputs, StepPlan
 from chunkgraph.megatron.pipeline.driver import ScheduleDriver
 from chunkgraph.megatron.receive import SlotReceiver
 from chunkgraph.megatron.site import Site
-from chunkgraph.megatron.step import Step, StepInputs, StepPlan
 
 if TYPE_CHECKING:
     from chunkgraph.packing import PackedShape
 
-__all__ = ["MegatronChunkGraphs"]
+__all__ = ["MegatronChunkGraphs", "notify_after_last_forward"]
 
 
 class MegatronChunkGraphs:
@@ -273,3 +271,38 @@ class MegatronChunkGraphs:
 
 _SHAPE_NAMES = ("seq_length", "micro_batch_size", "decoder_seq_length")
 """Keywords of the schedule that determine the shapes of a step."""
+
+
+def notify_after_last_forward(
+    kwargs: dict[str, Any],
+    num_chunks: int,
+    done: Callable[[], None],
+    resumed: Callable[[], None],
+) -> dict[str, Any]:
+    """Return a schedule's keywords that make it call ``done`` after this rank's last forward.
+
+    A rank is expected to run one forward for each microbatch and model chunk. A schedule with
+    fewer never calls ``done``; one with more also calls ``resumed``.
+
+    Args:
+        kwargs: Keywords of the schedule; not modified.
+        num_chunks: Number of model chunks of this rank.
+        done: Callback on the host after the last expected forward is queued.
+        resumed: Callback after the first forward that follows.
+    """
+    forward_step = kwargs.get("forward_step_func")
+    if forward_step is None:
+        return kwargs
+    num_left = kwargs["num_microbatches"] * num_chunks
+
+    def counted(*args: Any, **more: Any) -> Any:
+        nonlocal num_left
+        result = forward_step(*args, **more)
+        num_left -= 1
+        if num_left == 0:
+            done()
+        elif num_left == -1:
+            resumed()
+        return result
+
+    return {**kwargs, "forward_step_func": counted}

@@ -17,59 +17,46 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
 
 from chunkgraph.engine import Banks, CaptureOptions, ChunkGraphs, Host
-from chunkgraph.errors import ConfigError, VerifyError
+from chunkgraph.engine.split.delayed import DelayedModules
+from chunkgraph.errors import VerifyError
 from chunkgraph.megatron.attached import MegatronChunkGraphs
 from chunkgraph.megatron.captured_part import Scope
 from chunkgraph.megatron.core.access import refuse_other_releases
+from chunkgraph.megatron.core.data_parallel import facts_of_delays
 from chunkgraph.megatron.core.random_state import graph_safe_generators
 from chunkgraph.megatron.feature import Feature, Features
 from chunkgraph.megatron.features import FEATURES
 from chunkgraph.megatron.features.experts.feature import TokenDrops
+from chunkgraph.megatron.features.packing.bank import PackingOptions
 from chunkgraph.megatron.features.packing.banks import PackedBanks
-from chunkgraph.megatron.features.packing.options import PackingOptions
-from chunkgraph.megatron.features.rerun.guard import OverflowGuard
+from chunkgraph.megatron.features.rerun import OverflowGuard
+from chunkgraph.megatron.pipeline.choice import (
+    PipelinePlace,
+    PipelineSchedule,
+    refuse_other_schedules,
+)
 from chunkgraph.megatron.pipeline.driver import ScheduleDriver
 from chunkgraph.megatron.receive import SlotReceiver
-from chunkgraph.megatron.refusals import refuse_model
-from chunkgraph.megatron.site import Site, config_of
+from chunkgraph.megatron.refusals import DELAY_RULES, DRIVER_RULES, facts_of_model, refuse_model
+from chunkgraph.megatron.site import Site, config_of, new_agreement
 from chunkgraph.packing import PackedShape
 from chunkgraph.settings import StashConfig
-from chunkgraph.settings.rule import refusals
+from chunkgraph.settings.rule import check, refusals
 
 if TYPE_CHECKING:
     from chunkgraph.engine.options import OnCapture
     from chunkgraph.graphs import GraphBackend
 
-__all__ = ["EngineOptions", "MegatronChunkGraphs", "attach", "config_of"]
+__all__ = ["MegatronChunkGraphs", "attach", "config_of", "eager_driver"]
 
 
-class EngineOptions(TypedDict, total=False):
-    """Further keywords of `attach`.
-
-    Attributes:
-        num_slots: Number of slots of each chunk. The default suffices for any number of
-            microbatches at this rank's place in the pipeline.
-        backend: Graph backend. The default depends on the parameters' device.
-        progress: Callback after every captured graph. It receives the number of captured graphs,
-            the number of all graphs of this rank, and the free bytes of the device (None if
-            unknown).
-        zero_copy: Receive from other stages directly into slots, and send input gradients from
-            slots, where that is safe (the default). False copies them; the results are the same.
-    """
-
-    num_slots: Sequence[int] | None
-    backend: GraphBackend | None
-    progress: OnCapture | None
-    zero_copy: bool
-
-
-def attach(
+def attach(  # the options of a job, as keywords
     model_chunks: nn.Module | Sequence[nn.Module],
     *,
     scope: Scope = "auto",
@@ -79,7 +66,9 @@ def attach(
     stash: StashConfig | None = None,
     schedule: str = "auto",
     features: Iterable[type[Feature]] = FEATURES,
-    **engine: Unpack[EngineOptions],
+    num_slots: Sequence[int] | None = None,
+    backend: GraphBackend | None = None,
+    progress: OnCapture | None = None,
 ) -> MegatronChunkGraphs:
     """Attach chunk graphs to every chunk of this rank's model.
 
@@ -112,7 +101,12 @@ def attach(
         schedule: Name in `chunkgraph.schedules.list_schedules`, or a CSV file of actions, that
             replaces Megatron's schedule in training steps; ``auto`` does not.
         features: Kinds of `Feature`, in order; those that apply are installed.
-        engine: See `EngineOptions`.
+        num_slots: Number of slots of each chunk. The default suffices for any number of
+            microbatches at this rank's place in the pipeline.
+        backend: Graph backend. The default depends on the parameters' device.
+        progress: Callback after every captured graph. It receives the number of captured graphs,
+            the number of all graphs of this rank, and the free bytes of the device (None if
+            unknown).
 
     Raises:
         ConfigError: The model uses something that a chunk graph cannot hold, a chunk has no block,
@@ -120,15 +114,13 @@ def attach(
         PackingError: ``packing`` asks for lengths that do not exist.
         MissingDependencyError: The model dispatches through HybridEP, which is not installed.
     """
-    _refuse_unknown(engine)
     refuse_other_releases()
     kinds = tuple(features)
     site = Site(
         chunks=[model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks),
         requested_scope=scope,
         options=options if options is not None else CaptureOptions(),
-        zero_copy=engine.pop("zero_copy", True),
-        requested_slots=engine.pop("num_slots", None),
+        requested_slots=num_slots,
         requested_schedule=schedule,
     )
     if packing is not None and not isinstance(packing, PackedBanks):
@@ -143,13 +135,12 @@ def attach(
             kind.prepare(site, undo)
         site.find_parts(undo)
         installed = Features.of(site, kinds, undo)
-        chunk_graphs = _chunk_graphs(site, installed, **engine)
+        chunk_graphs = _chunk_graphs(site, installed, backend, progress)
         driver = _driver(site, chunk_graphs, undo)
         receiver = SlotReceiver(
             chunk_graphs,
             site.place,
             site.config,
-            zero_copy=site.zero_copy,
             lends_input_grads=site.lends_input_grads,
             device=site.device,
             driver=driver,
@@ -162,7 +153,7 @@ def attach(
         failure.callback(graphs.detach)
         installed.bind(graphs)
         if installed.repeats_steps:
-            graphs.guard = OverflowGuard.of(graphs, undo)
+            graphs.guard = OverflowGuard(graphs, undo)
         failure.pop_all()
     return graphs
 
@@ -176,7 +167,9 @@ def _driver(site: Site, graphs: ChunkGraphs, undo: ExitStack) -> ScheduleDriver 
     return driver
 
 
-def _chunk_graphs(site: Site, features: Features, **engine: Any) -> ChunkGraphs:
+def _chunk_graphs(
+    site: Site, features: Features, backend: GraphBackend | None, progress: OnCapture | None
+) -> ChunkGraphs:
     """Create the engine of the captured parts."""
     planner = features.planner
     is_split = site.schedule is not None and site.schedule.splits_backward
@@ -189,10 +182,10 @@ def _chunk_graphs(site: Site, features: Features, **engine: Any) -> ChunkGraphs:
         site.num_slots,
         options=site.options,
         agree=site.agree,
-        host=_Host(features, engine.pop("progress", None)),
+        host=_Host(features, progress),
         takes_misfits=bool(planner.inputs),
         banks=Banks(planner.keys, planner.derive, drops_failed=planner.drops_failed),
-        **engine,
+        backend=backend,
     )
 
 
@@ -223,12 +216,29 @@ class _Host(Host):
             self._on_capture(num_done, num_graphs, free_bytes)
 
 
-def _refuse_unknown(keywords: Iterable[str]) -> None:
-    """Refuse keywords that `attach` does not take.
+def eager_driver(chunks: Sequence[nn.Module], name: str) -> ScheduleDriver:
+    """Return a forward-backward function that runs a schedule without graphs.
+
+    All ranks call it together.
+
+    Args:
+        chunks: Model chunks of this rank, wrapped as for training.
+        name: As `attach` takes ``schedule``.
 
     Raises:
-        ConfigError: There is such a keyword.
+        ConfigError: The schedule does not match the model, or another rank has another one.
+        ScheduleError: The file holds no valid schedule.
     """
-    for name in keywords:
-        if name not in EngineOptions.__annotations__:
-            raise ConfigError(f"attach() takes no {name}=....")
+    config = config_of(chunks[0])
+    place = PipelinePlace.current(len(chunks), config)
+    schedule = PipelineSchedule.of(name, place)
+    facts = {"schedule": name, "splits_backward": schedule.splits_backward}
+    check(
+        (*DRIVER_RULES, *DELAY_RULES),
+        facts_of_model(config, {**facts, **facts_of_delays(chunks)}),
+        "This schedule cannot drive the model:",
+    )
+    with ExitStack() as undo:
+        refuse_other_schedules(schedule, place.rank, new_agreement(undo))
+    delayed = [DelayedModules(c, place.label(i)) for i, c in enumerate(chunks)]
+    return ScheduleDriver(schedule.build, place.pipeline_rank, lambda c: delayed[c].run(()))

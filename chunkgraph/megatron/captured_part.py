@@ -18,7 +18,8 @@ engine's first argument is the stage's input, so that activations can be receive
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -29,20 +30,25 @@ from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.megatron.core.cached_tables import GROWING_BUFFERS
 from chunkgraph.megatron.core.data_parallel import (
+    ParameterGates,
     call_parameter_gather_hooks,
     gathers_parameters,
     gradient_marker,
     unwrap_ddp,
+    wrappers_of,
 )
 from chunkgraph.megatron.core.model_kinds import HybridNames, is_hybrid_model
-from chunkgraph.megatron.core.parameter_gather import ParameterGates
-from chunkgraph.megatron.module_hooks import refuse_hooks
+from chunkgraph.settings.rule import Facts, Rule
+from chunkgraph.settings.words import FLAGS
 
 __all__ = [
+    "SCOPE_RULES",
     "Call",
     "CapturedPart",
     "CapturedScope",
+    "ChosenScope",
     "Scope",
+    "choose_scope",
     "find_block",
     "innermost",
     "lacks",
@@ -56,11 +62,6 @@ Call = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
 _BLOCK_ATTRIBUTES = ("layers", "set_input_tensor", "input_tensor", "pre_process")
 _MODEL_ATTRIBUTES = ("decoder", "set_input_tensor", "pre_process", "post_process")
-_REFUSED_ARGUMENTS = {
-    "inference_context": "it is for inference",
-    "inference_params": "it is for inference",
-    "output_processor": "it is Python code that a replay does not run",
-}
 _ROTARY_TABLES = ("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin")
 
 
@@ -135,7 +136,6 @@ class CapturedPart:
             before_forward=before,
             new_marker=new_marker,
             copies_outputs=self._gives_losses,
-            check_sample=self._check_sample,
             caches=GROWING_BUFFERS,
         )
 
@@ -149,9 +149,11 @@ class CapturedPart:
             keywords = kwargs
             if args:  # by name, so that equivalent calls look the same to the engine
                 keywords = {**dict(zip(self._names, args, strict=False)), **kwargs}
-            for name in _REFUSED_ARGUMENTS:
-                if keywords.get(name) is not None:
-                    raise _refused(self.label, name)
+            if keywords.get("output_processor") is not None:
+                raise ConfigError(
+                    f"{self.label} was called with output_processor, Python code that a replay "
+                    "does not run. Train without it, or detach() the chunk graphs."
+                )
             first = self._take_input(keywords)
             keywords = {
                 n: v for n, v in keywords.items() if v is not None or n not in self._optional
@@ -178,10 +180,6 @@ class CapturedPart:
     def _run(self, first: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the module's eager forward with its input as ``first``."""
         raise NotImplementedError
-
-    def _check_sample(self, *_args: Any, **_kwargs: Any) -> None:
-        """Refuse hooks that were added since `attach`."""
-        refuse_hooks(self.inner_modules, self.label)
 
     def _run_gated(self, first: Any, *args: Any, **kwargs: Any) -> Any:
         with self._gates.wait_in_capture():
@@ -211,7 +209,7 @@ class _Block(CapturedPart):
             if isinstance(table, torch.Tensor):
                 # GPTModel takes it from a cache, or just created it, and does not write it.
                 mark_constant(table)
-        return _unwrapped(hidden) if self._block.pre_process else self._block.input_tensor
+        return hidden if self._block.pre_process else self._block.input_tensor
 
     def _run(self, first: Any, *args: Any, **kwargs: Any) -> Any:
         if self._block.pre_process:
@@ -344,9 +342,7 @@ def find_block(model_chunk: nn.Module, label: str) -> nn.Module:
 
 def innermost(model_chunk: nn.Module) -> nn.Module:
     """Return the model inside wrappers (DDP, Float16Module) that call it ``module``."""
-    module = model_chunk
-    while isinstance(getattr(module, "module", None), nn.Module):
-        module = module.module  # type: ignore[assignment]
+    *_, module = wrappers_of(model_chunk)
     return module
 
 
@@ -363,14 +359,114 @@ def _none_by_default(function: Callable[..., Any]) -> frozenset[str]:
     return frozenset(p.name for p in parameters if p.default is None)
 
 
-def _unwrapped(hidden: Any) -> Any:
-    """Return the tensor inside the one-use wrapper that Megatron's inference code passes."""
-    unwrap = getattr(hidden, "unwrap", None)
-    return unwrap() if callable(unwrap) else hidden
+@dataclass(frozen=True)
+class ChosenScope:
+    """The captured scope, and why it is not the whole chunk.
+
+    Attributes:
+        scope: ``block`` or ``chunk``.
+        why_block: Why ``auto`` resolved to ``block``; "" for ``chunk`` or a requested scope.
+    """
+
+    scope: CapturedScope
+    why_block: str = ""
 
 
-def _refused(label: str, name: str) -> ConfigError:
-    return ConfigError(
-        f"{label} was called with {name}, which a chunk graph cannot hold: "
-        f"{_REFUSED_ARGUMENTS[name]}. Train without it, or detach() the chunk graphs."
+def choose_scope(
+    scope: Scope,
+    facts: Facts,
+    model_chunks: Sequence[nn.Module],
+    *,
+    agree: Callable[[Sequence[int]], list[int]] | None,
+) -> ChosenScope:
+    """Resolve ``auto``: the whole chunk if there is no obstacle on any rank, else the block.
+
+    Capture sessions run the collectives of the captured part, so all ranks use the same scope.
+
+    Args:
+        scope: The requested scope.
+        facts: Facts of the model.
+        model_chunks: The model chunks of this rank.
+        agree: Element-wise maximum over all ranks, which call this together; None for one rank.
+    """
+    if scope != "auto":
+        return ChosenScope(scope)
+    flags = facts.within(FLAGS)
+    obstacles = [rule.subject(flags) for rule in _OBSTACLES if rule.broken(facts)]
+    if not obstacles:
+        obstacles = [why for chunk in model_chunks if (why := _obstacle_in_model(chunk))][:1]
+    is_block = bool(obstacles)
+    if agree is not None:
+        (answer,) = agree([int(is_block)])
+        is_block = bool(answer)
+    if not is_block:
+        return ChosenScope("chunk")
+    return ChosenScope("block", ", ".join(obstacles) or "the model on another rank")
+
+
+_OBSTACLES = (
+    Rule(
+        "cross_entropy_fusion_impl: its backward reads the loss gradient on the host",
+        lambda f: f.cross_entropy_loss_fusion and f.cross_entropy_fusion_impl == "te",
+    ),
+    Rule(
+        "fp8_recipe mtp_num_layers=: every prediction layer updates the scales in the middle of "
+        "the backward, but a graph updates them once, at its end",
+        lambda f: f.fp8_recipe == "delayed" and f.mtp_num_layers,
+    ),
+    Rule("defer_embedding_wgrad_compute: its queue is Python state that a replay does not advance"),
+    Rule("mtp_num_layers= packed: Megatron then reads the offsets on the host"),
+)
+"""Settings with which only the block can be captured."""
+
+
+def _for_chunks(rule: Rule) -> Rule:
+    return replace(
+        rule,
+        text=f"scope {rule.text}; leave it out, or use {{scope=block}}",
+        when=lambda f: f.scope == "chunk" and rule.broken(f),
+    )
+
+
+SCOPE_RULES = tuple(map(_for_chunks, _OBSTACLES))
+"""The same obstacles, where a user requests the whole chunk."""
+
+_METHODS = (
+    "forward",
+    "_preprocess",
+    "_postprocess",
+    "compute_language_model_loss",
+    "compute_output_layer_and_language_model_loss",
+)
+"""Methods of a model that run around the block."""
+
+
+def _obstacle_in_model(model_chunk: nn.Module) -> str:
+    """Return why ``auto`` captures only the block of this model, or "".
+
+    A model that overrides Megatron's methods may run arbitrary code around its block, and a replay
+    does not run hooks.
+    """
+    model: Any = innermost(model_chunk)
+    name = type(model).__name__
+    block = find_block(model_chunk, name)
+    if lacks(model, block):
+        return f"{name}, which is not built like GPTModel"
+    libraries = ("megatron.core.", "torch.")
+    others = [vars(c) for c in type(model).__mro__ if not c.__module__.startswith(libraries)]
+    for method in _METHODS:
+        if any(method in names for names in (vars(model), *others)):
+            return f"{name}, which overrides {method}"
+    inner = set(block.modules())
+    for path, module in model.named_modules():
+        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        if module not in inner and not all(map(_is_library_hook, hooks)):
+            return f"hooks on {path or name}"
+    return ""
+
+
+def _is_library_hook(hook: Callable[..., Any]) -> bool:
+    """Return whether a library defines the hook; chunk graphs handle DDP's parameter gathers."""
+    return (getattr(hook, "__module__", None) or "").startswith(
+        ("megatron.core.", "transformer_engine.")
     )

@@ -2,33 +2,39 @@
 
 `attach` collects the refusals of every kind of `Feature`, in order, and creates one feature of
 each kind that applies to the model. `Features` combines them: it enters their contexts in order
-and leaves them in reverse. A feature overrides the methods it needs; a method that no feature
-overrides costs nothing in a step.
+and leaves them in reverse. A feature overrides the methods it needs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, ClassVar, Literal, Self, TypeVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
 import torch
 
 from chunkgraph.engine import Agree, Chunk, StepMode
 from chunkgraph.errors import ConfigError, VerifyError
-from chunkgraph.megatron.step import Shortage, Step, StepPlanner
 from chunkgraph.settings.rule import Rule
 
 if TYPE_CHECKING:
+    from chunkgraph.engine.banks import Derive
     from chunkgraph.megatron.attached import MegatronChunkGraphs
     from chunkgraph.megatron.captured_part import Call, CapturedPart
     from chunkgraph.megatron.site import Site
+    from chunkgraph.packing import PackedShape
 
 __all__ = [
     "AnyFeature",
     "Feature",
     "Features",
     "LimitedFeature",
+    "Shortage",
+    "Step",
+    "StepInputs",
+    "StepPlan",
+    "StepPlanner",
     "Work",
     "chained",
 ]
@@ -155,11 +161,6 @@ class Features:
 
     def __init__(self, features: Iterable[Feature]) -> None:
         self._all = tuple(features)
-        self._overriding = {
-            name: tuple(f for f in self._all if _overrides(f, name))
-            for name in vars(Feature)
-            if not name.startswith("_") and callable(getattr(Feature, name))
-        }
         self.limited = tuple(f for f in self._all if isinstance(f, LimitedFeature))
         planners = [f.planner for f in self._all if f.planner is not None]
         if len(planners) > 1:
@@ -180,24 +181,24 @@ class Features:
     def wrap(self, part: CapturedPart) -> Chunk:
         """Return the chunk of ``part`` as the engine captures it."""
         chunk = part.chunk()
-        for feature in self._overriding["wrap"]:
+        for feature in self._all:
             chunk = feature.wrap(part, chunk)
         return chunk
 
     def call(self, part: CapturedPart, call: Call) -> Call:
         """Wrap the engine's ``call`` as the forward of ``part`` calls it."""
-        for feature in reversed(self._overriding["call"]):
+        for feature in reversed(self._all):
             call = feature.call(part, call)
         return call
 
     def bind(self, graphs: MegatronChunkGraphs) -> None:
         """Bind the graphs to every feature."""
-        for feature in self._overriding["bind"]:
+        for feature in self._all:
             feature.bind(graphs)
 
     def around(self, work: Work) -> Context:
         """Enclose work of the engine outside of steps."""
-        return _all_of(f.around(work) for f in self._overriding["around"])
+        return _all_of(f.around(work) for f in self._all)
 
     def judge(self, wrong_replay: VerifyError) -> None:
         """Raise the error, or keep the first of a step that may run again until `raise_judged`.
@@ -217,12 +218,12 @@ class Features:
     def begin_run(self) -> None:
         """Begin a run in every feature."""
         self._wrong_replay = None
-        for feature in self._overriding["begin_run"]:
+        for feature in self._all:
             feature.begin_run()
 
     def step(self, step: Step) -> Context:
         """Enclose one run of a schedule."""
-        return _all_of(f.step(step) for f in self._overriding["step"])
+        return _all_of(f.step(step) for f in self._all)
 
     @property
     def repeats_steps(self) -> bool:
@@ -237,16 +238,16 @@ class Features:
     @property
     def awaits_forwards(self) -> bool:
         """Return whether a feature acts after the last forward of a step."""
-        return bool(self._overriding["forwards_done"])
+        return any(type(f).forwards_done is not Feature.forwards_done for f in self._all)
 
     def forwards_done(self, step: Step) -> None:
         """Notify every feature after the last forward of a training step."""
-        for feature in self._overriding["forwards_done"]:
+        for feature in self._all:
             feature.forwards_done(step)
 
     def forwards_resumed(self) -> None:
         """Notify every feature that another forward follows."""
-        for feature in self._overriding["forwards_resumed"]:
+        for feature in self._all:
             feature.forwards_resumed()
 
     def shortages(self, mode: StepMode) -> list[tuple[LimitedFeature, Shortage]]:
@@ -261,7 +262,7 @@ class Features:
 
     def release(self) -> None:
         """Free the memory of graphs in every feature."""
-        for feature in reversed(self._overriding["release"]):
+        for feature in reversed(self._all):
             feature.release()
 
 
@@ -286,7 +287,173 @@ def _all_of(contexts: Iterable[Context]) -> Iterator[None]:
         yield
 
 
-def _overrides(feature: Feature, name: str) -> bool:
-    default = getattr(Feature, name)
-    method = getattr(type(feature), name)
-    return getattr(method, "__func__", method) is not getattr(default, "__func__", default)
+@dataclass(frozen=True)
+class StepInputs:
+    """The contents of a training step, as the caller announces or passes them.
+
+    Attributes:
+        packings: Number of tokens of each document of each microbatch; None if not passed.
+        misfit: Why the step cannot be replayed, or "".
+        buckets: Rows of each microbatch; None for those of the smallest bucket that holds it.
+        contexts: The bank of each microbatch, if context-parallel sizes change.
+    """
+
+    packings: Sequence[Sequence[int]] | None = None
+    misfit: str = ""
+    buckets: Sequence[int] | None = None
+    contexts: Sequence[Any] | None = None
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """The plan of a step's microbatches, known when the step begins.
+
+    Attributes:
+        misfit: Why the step cannot be replayed, or "". None if the announced misfit applies.
+        repeated_misfit: The same for a second run of the step, which has no announcement.
+        banks: The bank of each microbatch; None with a single bank.
+        digest: Digest of the plan that all ranks follow in this step; 0 without a plan.
+        rows: Rows of each microbatch; None for those of the schedule.
+        cut_for: Banks to whose number of sequences offsets are cut.
+        is_repeated: Whether the step runs again because something had no room.
+    """
+
+    misfit: str | None = None
+    repeated_misfit: str | None = None
+    banks: Sequence[Hashable] | None = None
+    digest: int = 0
+    rows: Sequence[int] | None = None
+    cut_for: Sequence[Hashable] = ()
+    is_repeated: bool = False
+
+    @property
+    def repeated(self) -> StepPlan:
+        """Return the plan of a second run of the step."""
+        return replace(self, misfit=self.repeated_misfit, is_repeated=True)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One run of a step's schedule.
+
+    Attributes:
+        mode: How the step runs.
+        is_training: Whether the step has backwards.
+        plan: The plan of its microbatches.
+    """
+
+    mode: StepMode
+    is_training: bool
+    plan: StepPlan
+
+    @property
+    def is_replayed(self) -> bool:
+        """Return whether graphs are replayed."""
+        return self.mode is StepMode.REPLAY
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """A shortage of room for one feature in a training step, on this rank.
+
+    Attributes:
+        name: Name in reports.
+        amount: The missing amount; 0 if everything had room.
+        text: Text for the log of this rank.
+        is_at_limit: Whether this rank cannot provide more room.
+        limit: Names of the settings that limit the room.
+    """
+
+    name: str
+    amount: int
+    text: str = ""
+    is_at_limit: bool = False
+    limit: str = ""
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Return the numbers whose maximum the ranks compute."""
+        return self.amount, int(self.is_at_limit)
+
+
+class StepPlanner:
+    """Plan the bank (variant of every slot) of each microbatch. The base class has one bank.
+
+    Attributes:
+        keys: Keys of the banks, largest first.
+        derive: Function that derives a call for one bank from a call for another; see
+            `ChunkGraphs`.
+        inputs: Fields of `StepInputs` that training steps take with ``misfit``. If empty, steps
+            cannot be announced.
+        drops_failed: Whether ranks continue without a bank that one of them cannot capture.
+        shapes: Packed shapes with the most sequences, by rows, largest first.
+        all_shapes: All packed shapes, largest first.
+    """
+
+    keys: Sequence[Hashable] = (None,)
+    derive: Derive | None = None
+    inputs: Sequence[str] = ()
+    drops_failed = False
+    shapes: Mapping[int, PackedShape] = {}
+    all_shapes: Sequence[PackedShape] = ()
+
+    def plan(self, inputs: StepInputs, schedule: Mapping[str, Any]) -> StepPlan:
+        """Plan the training step that begins.
+
+        Args:
+            inputs: The contents of the step that the caller passes.
+            schedule: Keywords of the schedule.
+
+        Raises:
+            ConfigError: The inputs are incomplete, or differ from the announcement.
+        """
+        return StepPlan()
+
+    def announce(self, inputs: StepInputs) -> tuple[str, int]:
+        """Record the contents of the next training step.
+
+        Returns:
+            The reason that the step cannot be replayed, or "", and the digest of the plan that all
+            ranks follow.
+
+        Raises:
+            ConfigError: Steps cannot be announced.
+        """
+        raise ConfigError(
+            "Only chunk graphs attached with `packing` take announcements, with packings=... or "
+            "contexts=..."
+        )
+
+    def withdraw(self) -> None:
+        """Discard the announcement."""
+
+    def agree_on_buckets(self, packings: Sequence[Sequence[int]]) -> list[int]:
+        """Return the rows of each microbatch, alike on all ranks, which call this together.
+
+        Raises:
+            ConfigError: There are no buckets.
+        """
+        raise ConfigError("Only chunk graphs attached with `packing` have buckets.")
+
+    def name(self, key: Hashable) -> str:
+        """Return the name of a bank in reports; "" leaves it out."""
+        return ""
+
+    def refuse_unknown(self, inputs: StepInputs) -> None:
+        """Refuse inputs that these banks do not take.
+
+        Raises:
+            ConfigError: There is such an input; the message names it.
+        """
+        for name in ("packings", "buckets", "contexts"):
+            if name not in self.inputs and getattr(inputs, name) is not None:
+                raise ConfigError(
+                    f"The step has {name}, but the chunk graphs were attached without them. Pass "
+                    "attach() a packed shape (packing=PackedShape(...)), or for contexts the banks "
+                    "(packing=PackedBanks.of_limits(...))."
+                )
+        if inputs.misfit and not self.inputs:
+            raise ConfigError(
+                f"The step has a misfit ({inputs.misfit}), which only chunk graphs attached with "
+                "`packing` take. Leave it out."
+            )

@@ -24,8 +24,8 @@ from chunkgraph.megatron.core.p2p import (
     is_plain_communicator,
     make_communicator,
 )
+from chunkgraph.megatron.pipeline.choice import PipelinePlace
 from chunkgraph.megatron.pipeline.driver import ScheduleDriver
-from chunkgraph.megatron.topology import PipelinePlace
 from chunkgraph.schedules import Op, Schedule, megatron_schedule, with_transfers
 
 __all__ = ["ReceiveOrder", "SlotReceiver", "receiving_lengths", "waits_for_sends"]
@@ -109,7 +109,6 @@ class SlotReceiver:
             the lengths of their microbatches.
         place: The rank's place in the pipeline.
         config: Megatron's ModelParallelConfig.
-        zero_copy: Whether to receive into slots; False always uses Megatron's receives.
         lends_input_grads: For each chunk, whether its input gradient is the slot's memory
             (``Chunk.keeps_input_grads`` is False), which the next backward overwrites.
         device: Device of received tensors.
@@ -129,7 +128,6 @@ class SlotReceiver:
         place: PipelinePlace,
         config: Any,
         *,
-        zero_copy: bool,
         lends_input_grads: Sequence[bool],
         device: torch.device | None = None,
         driver: ScheduleDriver | None = None,
@@ -142,7 +140,6 @@ class SlotReceiver:
         self._engine = engine
         self._place = place
         self._config = config
-        self._zero_copy = zero_copy
         self._lends_input_grads = tuple(lends_input_grads)
         self._orders: dict[int, ReceiveOrder | None] = {}
         self._device = device
@@ -175,7 +172,7 @@ class SlotReceiver:
                 ``seq_length`` rows, which is the largest possible number.
 
         Returns:
-            ``keywords``; with a communicator, or ``receive_buffers`` for the driver, if the step
+            ``keywords``; with a communicator, or ``take_buffer`` for the driver, if the step
             receives into slots or receives several lengths.
 
         Raises:
@@ -187,33 +184,29 @@ class SlotReceiver:
         self._most_rows = keywords.get("seq_length", 0)
         if rows is not None and all(number == self._most_rows for number in rows):
             rows = None
-        if rows is not None and self._place.pipeline_size > 1:
+        has_lengths = rows is not None and self._place.pipeline_size > 1
+        if mode is StepMode.REPLAY or has_lengths:
             obstacle = self._obstacle(forward_backward, keywords)
-            if obstacle:
-                raise ConfigError(
-                    f"rank {self._place.rank}: the microbatches of a step have {sorted(set(rows))} "
-                    "rows, and the stages of this pipeline cannot receive several lengths: "
-                    f"{obstacle}. Use no length buckets, or Megatron's schedule and communicator."
-                )
-        if mode is not StepMode.REPLAY:
-            if rows is None or self._place.pipeline_size == 1:
-                return keywords
+        if has_lengths and obstacle:
+            assert rows is not None
+            raise ConfigError(
+                f"rank {self._place.rank}: the microbatches of a step have {sorted(set(rows))} "
+                "rows, and the stages of this pipeline cannot receive several lengths: "
+                f"{obstacle}. Use no length buckets, or Megatron's schedule and communicator."
+            )
+        if mode is StepMode.REPLAY:
+            self.off_because = obstacle
+            self._is_receiving = not self.off_because
+            self._copies_input_grads = any(self._lends_input_grads) and not (
+                waits_for_sends(self._config)
+                and self._sends_as_megatron(forward_backward, keywords)
+            )
+            self._arrived = tuple(deque[bool]() for _ in range(self._place.num_chunks))
+            self._num_begun = 0
+            self._has_lost_grad_order = set()
+        if self._is_receiving or has_lengths:
             return self._with_buffers(keywords, rows)
-        self.off_because = (
-            self._obstacle(forward_backward, keywords) if self._zero_copy else "zero_copy=False"
-        )
-        self._copies_input_grads = any(self._lends_input_grads) and not (
-            waits_for_sends(self._config) and self._sends_as_megatron(forward_backward, keywords)
-        )
-        if self.off_because:
-            if rows is None or self._place.pipeline_size == 1:
-                return keywords
-            return self._with_buffers(keywords, rows)
-        self._arrived = tuple(deque[bool]() for _ in range(self._place.num_chunks))
-        self._num_begun = 0
-        self._has_lost_grad_order = set()
-        self._is_receiving = True
-        return self._with_buffers(keywords, rows)
+        return keywords
 
     def _with_buffers(
         self, keywords: Mapping[str, Any], rows: Sequence[int] | None
@@ -226,13 +219,13 @@ class SlotReceiver:
             Direction.BACKWARD: _with_rows(order.backward, rows),
         }
         if self._driver is not None:
-            return {**keywords, "receive_buffers": self}
+            return {**keywords, "take_buffer": self.take}
         communicator, groups = keywords.get("p2p_communicator"), keywords.get("pg_collection")
         if communicator is None:
             groups = default_groups()
-            receiving = make_communicator(groups.pp, self._config, self)
+            receiving = make_communicator(groups.pp, self._config, self.take)
         else:
-            receiving = make_communicator(communicator.pp_group, communicator.config, self)
+            receiving = make_communicator(communicator.pp_group, communicator.config, self.take)
         return {**keywords, "p2p_communicator": receiving, "pg_collection": groups}
 
     def call(self, c: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -249,7 +242,18 @@ class SlotReceiver:
     def take(
         self, direction: Direction, shape: tuple[int, ...] | None, dtype: torch.dtype | None
     ) -> torch.Tensor | None:
-        """Return memory for the communicator's next receive; see `ReceiveBuffers`."""
+        """Return the memory of the next receive of ``direction``, called once for each, in order.
+
+        Args:
+            direction: Direction of the receive.
+            shape: Shape of the tensor that Megatron allocates; None if this receive's allocation
+                was not seen, so that the result is ignored.
+            dtype: Dtype of that tensor; None likewise.
+
+        Returns:
+            A contiguous leaf that requires grad, of that shape and dtype; None to let Megatron
+            allocate.
+        """
         if not self._left[direction]:
             return None
         c, rows = self._left[direction].popleft()
@@ -314,7 +318,7 @@ class SlotReceiver:
         """Return why this step must use Megatron's receives, or ""."""
         if self._place.pipeline_size == 1:
             return "there is no pipeline"
-        if not self._takes_communicator(forward_backward):
+        if not (forward_backward is self._driver or is_pipelining_schedule(forward_backward)):
             return "not Megatron's pipeline schedule, or one that takes no communicator"
         communicator, groups = keywords.get("p2p_communicator"), keywords.get("pg_collection")
         if (communicator is None) != (groups is None):
@@ -336,10 +340,6 @@ class SlotReceiver:
         if self._order(keywords["num_microbatches"]) is None:
             return "Megatron refuses this number of microbatches"
         return ""
-
-    def _takes_communicator(self, forward_backward: Callable[..., Any]) -> bool:
-        is_driver = self._driver is not None and forward_backward is self._driver
-        return is_driver or is_pipelining_schedule(forward_backward)
 
     def _sends_as_megatron(
         self, forward_backward: Callable[..., Any], keywords: Mapping[str, Any]
@@ -373,9 +373,7 @@ def receiving_lengths(
     config = model_chunks[0].config
     place = PipelinePlace.current(len(model_chunks), config)
     lends = [False] * len(model_chunks)
-    receiver = SlotReceiver(
-        None, place, config, zero_copy=False, lends_input_grads=lends, device=device
-    )
+    receiver = SlotReceiver(None, place, config, lends_input_grads=lends, device=device)
 
     def run(*, buckets: Sequence[int] | None = None, **keywords: Any) -> Any:
         return forward_backward(

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from chunkgraph.errors import ConfigError
-from chunkgraph.megatron.core.fp8_recipe import fp8_recipe
+from chunkgraph.megatron.core.model_kinds import fp8_recipe
 from chunkgraph.megatron.rules.features import RECOMPUTE_RULES, SLOT_RULES
 from chunkgraph.settings.rule import Facts, Rule, Words
 from chunkgraph.settings.words import PROGRAM

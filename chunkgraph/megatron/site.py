@@ -14,18 +14,30 @@ from chunkgraph.engine import CaptureOptions
 from chunkgraph.engine.arguments import check_counts
 from chunkgraph.engine.decide.maximum import Maximum
 from chunkgraph.errors import ChunkGraphError, ConfigError
-from chunkgraph.megatron.captured_part import CapturedPart, Scope, new_part
+from chunkgraph.megatron.captured_part import (
+    CapturedPart,
+    ChosenScope,
+    Scope,
+    choose_scope,
+    new_part,
+)
 from chunkgraph.megatron.core.agreement import agree_by_maximum
-from chunkgraph.megatron.core.delayed_weights import delays
-from chunkgraph.megatron.module_hooks import refuse_hooks
-from chunkgraph.megatron.pipeline.choice import PipelineSchedule, refuse_other_schedules
+from chunkgraph.megatron.core.data_parallel import delays, wrappers_of
+from chunkgraph.megatron.pipeline.choice import (
+    PipelinePlace,
+    PipelineSchedule,
+    refuse_other_schedules,
+)
 from chunkgraph.megatron.receive import waits_for_sends
 from chunkgraph.megatron.refusals import facts_of_model
-from chunkgraph.megatron.scope_choice import ChosenScope, choose_scope
-from chunkgraph.megatron.topology import PipelinePlace
 from chunkgraph.settings.rule import Facts
 
 __all__ = ["Site", "config_of", "new_agreement"]
+
+_TRACERS = (
+    "megatron.core.transformer.moe.router_trace",
+    "megatron.training.activation_logging",
+)
 
 
 @dataclass(kw_only=True)
@@ -53,7 +65,6 @@ class Site:
     options: CaptureOptions = field(default_factory=CaptureOptions)
     feature_options: dict[str, Any] = field(default_factory=dict)
     feature_facts: dict[str, object] = field(default_factory=dict)
-    zero_copy: bool = True
     requested_slots: Sequence[int] | None = None
     requested_schedule: str = "auto"
     parts: tuple[CapturedPart, ...] = ()
@@ -120,7 +131,7 @@ class Site:
         )
         for index, part in enumerate(self.parts):
             part.index = index
-            refuse_hooks(part.inner_modules, part.label)
+            _refuse_tracers(part)
             if self.schedule is not None and self.schedule.splits_backward:
                 _refuse_delays_outside(self.chunks[index], part)
         slots = self.requested_slots
@@ -133,7 +144,7 @@ class Site:
     def lends_input_grads(self) -> list[bool]:
         """Return, for each chunk, whether its input gradients are sent from its slots' memory."""
         # Stage 0 sends none, so its input gradient may be used anywhere.
-        lends = self.zero_copy and self.schedule is None and waits_for_sends(self.config)
+        lends = self.schedule is None and waits_for_sends(self.config)
         return [lends and self.place.stage(c) > 0 for c in range(len(self.chunks))]
 
 
@@ -151,15 +162,24 @@ def config_of(chunk: nn.Module) -> Any:
     Raises:
         ConfigError: The chunk has no config.
     """
-    module: Any = chunk
-    while isinstance(module, nn.Module):
+    for module in wrappers_of(chunk):
         if getattr(module, "config", None) is not None:
             return module.config
-        module = getattr(module, "module", None)
     raise ConfigError(
         f"{type(chunk).__name__} has no config: it is not a Megatron-core model. For other models "
         "use chunkgraph.ChunkGraphs."
     )
+
+
+def _refuse_tracers(part: CapturedPart) -> None:
+    """Refuse Megatron's own hooks that keep what they see; captures refuse those of users."""
+    for path, module in part.inner_modules.items():
+        for hook in module._forward_hooks.values():
+            if getattr(hook, "__module__", None) in _TRACERS:
+                raise ConfigError(
+                    f"{part.label}: {path} has a hook of {hook.__module__}, which a replay does "
+                    "not run. Turn this trace off, or train without chunk graphs."
+                )
 
 
 def _refuse_delays_outside(chunk: nn.Module, part: CapturedPart) -> None:

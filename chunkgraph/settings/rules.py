@@ -35,11 +35,9 @@ def check_settings(config: Settings) -> None:
     _check_more_fields(config)
     # The features import this package. Their rules import no torch.
     from chunkgraph.megatron.rules import FILE_RULES
-    from chunkgraph.megatron.rules.hybrid import check_hybrid
 
     rules = (*_RULES, *FILE_RULES)
     check(rules, facts_of(config), "these settings cannot go together:")
-    check_hybrid(config)
     pipeline = config.pipeline
     read_matching_schedule(
         pipeline.schedule,

@@ -15,11 +15,9 @@ from chunkgraph.engine.decide.maximum import Maximum
 from chunkgraph.megatron.core.access import import_megatron, private_names
 from chunkgraph.megatron.core.agreement import agree_by_maximum
 from chunkgraph.megatron.features.contexts import ContextGroups
-from chunkgraph.megatron.features.packing.attention_limits import shares_keys
-from chunkgraph.megatron.features.packing.bank import PackedBank
+from chunkgraph.megatron.features.packing.bank import PackedBank, PackingOptions
 from chunkgraph.megatron.features.packing.banks import PackedBanks
-from chunkgraph.megatron.features.packing.options import PackingOptions
-from chunkgraph.megatron.features.packing.params import make_params, to_device
+from chunkgraph.megatron.features.packing.params import make_params, shares_keys, to_device
 from chunkgraph.packing import (
     ContextLimits,
     PackedShape,

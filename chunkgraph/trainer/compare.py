@@ -16,7 +16,7 @@ from chunkgraph.engine.verify import same_bits
 from chunkgraph.megatron.core.access import versions
 from chunkgraph.megatron.features.experts.feature import dropped_tokens
 from chunkgraph.megatron.features.experts.room import factor_for_all
-from chunkgraph.megatron.features.fp8.feature import reset_fp8
+from chunkgraph.megatron.features.fp8 import reset_fp8
 from chunkgraph.megatron.features.stash import ExpertStash
 from chunkgraph.megatron.rules.experts import uses_dropless
 from chunkgraph.settings import Config

@@ -14,13 +14,11 @@ import torch
 from chunkgraph.engine import CaptureOptions
 from chunkgraph.engine.counters import Counters
 from chunkgraph.engine.options import OnCapture
-from chunkgraph.megatron.attachment import MegatronChunkGraphs, attach, config_of
+from chunkgraph.megatron.attachment import MegatronChunkGraphs, attach, config_of, eager_driver
 from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.megatron.features.contexts import follow_groups
 from chunkgraph.megatron.features.experts.padding import keep_padding_from_experts
 from chunkgraph.megatron.features.experts.state import forget_expert_metrics, take_expert_metrics
-from chunkgraph.megatron.features.packing.attention_limits import refuse_for_layers
-from chunkgraph.megatron.pipeline.eager import eager_driver
 from chunkgraph.megatron.receive import receiving_lengths
 from chunkgraph.settings import Config
 from chunkgraph.trainer.batches import Batch, PackedBatches, SequenceBatches
@@ -94,7 +92,6 @@ class TrainedModel:
         model_config = config_of(self.chunks[0])
         self.batches = batches = PackedBatches(config, device, model_config)
         self._undo.callback(batches.close)
-        refuse_for_layers(self.chunks, model_config, batches.banks.largest_shape, device)
         if batches.banks.groups is not None:
             self._undo.callback(follow_groups(self.chunks, batches.banks.groups))
 

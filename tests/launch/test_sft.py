@@ -287,7 +287,7 @@ def test_ranks_share_microbatches_of_experts(
 ) -> None:
     """Bit for bit equal to the same groups without graphs; experts are on two ranks.
 
-    With tensor parallelism routers count over the groups of `RouterGroups`. In the pipeline, pages
+    With tensor parallelism routers count over the groups of `ContextGroups`. In the pipeline, pages
     of the stash run out in the first replayed step, which runs again with the same groups.
     """
     flags = ["--train-iters", "3", "--eval-interval", "2", "--hidden-dropout", "0.1"]

@@ -14,12 +14,12 @@ from torch import nn
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron import attach
+from chunkgraph.megatron.captured_part import SCOPE_RULES
 from chunkgraph.megatron.features.contexts import ContextGroups, feature, follow_groups
-from chunkgraph.megatron.features.fp8.feature import Fp8State
+from chunkgraph.megatron.features.fp8 import Fp8State
 from chunkgraph.megatron.features.packing.banks import PackedBanks
+from chunkgraph.megatron.pipeline.choice import PipelinePlace
 from chunkgraph.megatron.refusals import MODEL_RULES
-from chunkgraph.megatron.scope_choice import SCOPE_RULES
-from chunkgraph.megatron.topology import PipelinePlace
 from chunkgraph.packing import ContextLimits
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(60)]
@@ -142,7 +142,7 @@ def test_rows_of_several_lengths_of_contexts_are_refused(
 def test_padding_that_is_not_counted_is_reported_where_sizes_change(
     chunks: list[nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This concerns heads that share keys; `test_attention_limits` defines them."""
+    """This concerns heads that share keys; `test_packed_params` defines them."""
 
     monkeypatch.setattr(
         feature,
@@ -166,11 +166,6 @@ def test_padding_that_is_not_counted_is_reported_where_sizes_change(
         warnings.simplefilter("error")
         attach(chunks, packing=banks).detach()
     undo()
-
-
-def test_an_unknown_keyword_is_refused(chunks: list[nn.Module]) -> None:
-    with pytest.raises(ConfigError, match=r"^attach\(\) takes no sequences=\.\.\."):
-        attach(chunks, sequences=[4])  # type: ignore[call-arg]
 
 
 def test_fully_sharded_parameters_are_refused(chunks: list[nn.Module]) -> None:

@@ -15,9 +15,8 @@ from torch import nn
 from chunkgraph.engine import CaptureOptions, Chunk, StepMode
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron import attach
-from chunkgraph.megatron.feature import Feature, Features, LimitedFeature, Work
+from chunkgraph.megatron.feature import Feature, Features, LimitedFeature, Shortage, Step, Work
 from chunkgraph.megatron.features import FEATURES
-from chunkgraph.megatron.step import Shortage, Step, StepPlanner
 from chunkgraph.settings.rule import Rule
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(150)]
@@ -216,12 +215,3 @@ def test_features_are_entered_in_order_and_left_in_reverse() -> None:
         *("release b", "release a"),
     ]
     assert not features.awaits_forwards
-
-
-def test_two_features_cannot_both_plan_steps() -> None:
-    class Planning(Feature):
-        planner = StepPlanner()
-
-    assert Features([Planning()]).planner.keys == (None,)
-    with pytest.raises(ConfigError, match="Several features plan steps"):
-        Features([Planning(), Planning()])

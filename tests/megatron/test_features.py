@@ -18,7 +18,7 @@ from refused import refused
 from chunkgraph.engine import CaptureOptions
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.core.access import versions
-from chunkgraph.megatron.features.sparse.feature import SparseAttention, constants_on_device
+from chunkgraph.megatron.features.tracked_losses import SparseAttention, constants_on_device
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(200)]
 
@@ -177,29 +177,6 @@ def test_two_ranks(
         },
     }
     _check(run_equal(in_both_scopes(cases), 2))
-
-
-@pytest.mark.slow
-def test_four_ranks(run_equal: Callable[..., Any], make_config: Callable[..., Any]) -> None:
-    """PP 4 with tied embeddings, and PP 2 x TP 2 with sequence parallelism."""
-    cases = {
-        "pp4_tied": {
-            "config": make_config(
-                model={**_DROPOUT, "untie_embeddings_and_output_weights": False},
-                pipeline={"pipeline_model_parallel_size": 4},
-                train={"num_microbatches": [2, 1, 6]},
-            ),
-        },
-        "pp2_sequence_parallel": {
-            "config": make_config(
-                model={**_DROPOUT, "layer_spec": "user_specs:split_sequences_2"},
-                pipeline={"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2},
-                train={"num_microbatches": [3, 1, 4]},
-            ),
-            "transformer_options": {"sequence_parallel": True},
-        },
-    }
-    _check(run_equal(_alternately(cases), 4))
 
 
 def _metrics(

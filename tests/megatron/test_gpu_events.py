@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from chunkgraph.megatron.core.data_parallel import DDP_MODULE, gradient_marker
-from chunkgraph.megatron.core.parameter_gather import ParameterGates
+from chunkgraph.megatron.core.data_parallel import DDP_MODULE, ParameterGates, gradient_marker
 
 pytestmark = [pytest.mark.gpu(in_process=True), pytest.mark.megatron]
 

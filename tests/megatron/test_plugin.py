@@ -56,7 +56,7 @@ def _of_the_model(chunk: nn.Module) -> list[Any]:
     [
         *("features.stash.Saving", "attachment.SlotReceiver"),
         "features.packing.feature.StepPlans",
-        *("attachment.ChunkGraphs", "features.rerun.guard.StepState"),
+        *("attachment.ChunkGraphs", "features.rerun.StepState"),
         "features.experts.capacity.CapacityExperts.install",
     ],
 )

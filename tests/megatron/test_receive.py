@@ -12,8 +12,8 @@ import torch
 from chunkgraph.engine import StepMode
 from chunkgraph.megatron import receive
 from chunkgraph.megatron.core.p2p import Direction
-from chunkgraph.megatron.receive import ReceiveOrder, SlotReceiver, waits_for_sends
-from chunkgraph.megatron.topology import PipelinePlace
+from chunkgraph.megatron.pipeline.choice import PipelinePlace
+from chunkgraph.megatron.receive import ReceiveOrder, SlotReceiver
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(150)]
 
@@ -67,7 +67,6 @@ def test_three_ranks(run_cases: Callable[..., Any], make_case: Callable[..., Any
         "own_communicator": make_case(3, communicator="own"),
         "in_place": make_case(3),
         "unknown_schedule": make_case(3, hides_schedule=True),
-        "off": make_case(3, zero_copy=False),
     }
     interleaved = {
         "interleaved": make_case(3, 2, _INTERLEAVED_COUNTS),
@@ -75,7 +74,6 @@ def test_three_ranks(run_cases: Callable[..., Any], make_case: Callable[..., Any
     }
     results = run_cases({**one_f_one_b, **interleaved}, 3)
     _check_1f1b(results["in_place"], is_whole_chunk=False)
-    _check_off(results["off"], "zero_copy=False")
     _check_off(results["unknown_schedule"], "not Megatron's pipeline schedule")
     _check_off(results["own_communicator"], "the caller's own communicator", ["Own"])
     _check_interleaved(results, interleaved)
@@ -189,12 +187,6 @@ def test_order_of_receives() -> None:
     )
 
 
-def test_which_sends_are_waited_for() -> None:
-    assert waits_for_sends(SimpleNamespace(overlap_p2p_comm=False, batch_p2p_comm=True))
-    assert not waits_for_sends(SimpleNamespace(overlap_p2p_comm=True))
-    assert not waits_for_sends(SimpleNamespace(use_ring_exchange_p2p=True))
-
-
 class _Engine:
     """Returns one slot buffer after another until there are none."""
 
@@ -221,7 +213,7 @@ def middle(one_rank: torch.device, monkeypatch: pytest.MonkeyPatch) -> Any:
     config = SimpleNamespace(overlap_p2p_comm=False)
     engine = _Engine()
     place = PipelinePlace(1, 1, 3, 1, 3)
-    receiver = SlotReceiver(engine, place, config, zero_copy=True, lends_input_grads=[True])  # type: ignore[arg-type]
+    receiver = SlotReceiver(engine, place, config, lends_input_grads=[True])  # type: ignore[arg-type]
     schedule = schedules.forward_backward_pipelining_without_interleaving
     keywords = {"num_microbatches": 9, "model": [torch.nn.Identity()]}
     assert receiver.begin_step(StepMode.EAGER, schedule, keywords) is keywords
@@ -281,9 +273,3 @@ def test_gradients_that_lose_their_order_are_copied(middle: Any) -> None:
     assert receive() is None  # no forward is waiting for one
     grads.append(torch.zeros(2))
     assert receive() is None
-
-
-def test_receives_beyond_the_schedule_are_megatrons(middle: Any) -> None:
-    middle.engine.free = [torch.zeros(2) for _ in range(20)]
-    buffers = [middle.receiver.take(Direction.FORWARD, (2,), torch.float32) for _ in range(11)]
-    assert [buffer is not None for buffer in buffers] == [True] * 9 + [False] * 2

@@ -16,7 +16,7 @@ from chunkgraph.schedules import Action, Op, build_schedule, legal_counts, megat
 @pytest.fixture(scope="module")
 def schedules():
     """Megatron-core's schedules; newer versions import triton, which torch for the CPU lacks."""
-    from chunkgraph.megatron.cpu.triton_stub import TritonStubFinder
+    from chunkgraph.megatron.cpu.host import TritonStubFinder
 
     undo = TritonStubFinder.install()
     try:

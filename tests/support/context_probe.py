@@ -22,11 +22,11 @@ from chunkgraph.engine.decide.reasons import Agree
 from chunkgraph.engine.verify import same_bits
 from chunkgraph.errors import ConfigError, ReplayMismatchError
 from chunkgraph.megatron.core.agreement import agree_by_maximum
-from chunkgraph.megatron.features.contexts import ContextGroups, HeldGroups
+from chunkgraph.megatron.feature import StepInputs, StepPlan
+from chunkgraph.megatron.features.contexts.groups import ContextGroups, HeldGroups
 from chunkgraph.megatron.features.packing.bank import PackedBank
 from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.megatron.features.packing.steps import StepPlans
-from chunkgraph.megatron.step import StepInputs, StepPlan
 from chunkgraph.packing import ContextLimits, SmallestSizes, schedule_contexts
 
 WIDTH, ROWS, NUM_CHUNKS = 6, 8, 2
@@ -281,9 +281,9 @@ def groups_of_megatron() -> list[dict[str, Any]]:
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(2, hybrid_context_parallel=True)
-    without = ContextGroups.of_megatron([1, 2])
-    groups = ContextGroups.of_megatron([1, 2], has_experts=True)
+    parallel_state.initialize_model_parallel(2)
+    without = ContextGroups.of_data_parallel([1, 2])
+    groups = ContextGroups.of_data_parallel([1, 2], has_experts=True)
     shared = groups.of(2)
     results = {
         "shared": dist.get_process_group_ranks(shared),

@@ -103,12 +103,9 @@ class Switch:
     """Options of tests for the recurrence.
 
     Attributes:
-        shared: all slots read ``seq_idx`` from one buffer, which each forward fills.
         rooms: if a list, gets the memory after the last row of each call's ``seq_idx``.
     """
 
-    shared = False
-    buffer: torch.Tensor | None = None
     rooms: list[int] | None = None
 
 
@@ -139,11 +136,6 @@ def split_conv1d_scan(
         if Switch.rooms is not None:
             held = seq_idx.untyped_storage().nbytes() // seq_idx.element_size()
             Switch.rooms.append(held - seq_idx.storage_offset() - seq_idx.numel())
-        if Switch.shared:
-            if Switch.buffer is None:
-                Switch.buffer = seq_idx.clone()
-            Switch.buffer.data.copy_(seq_idx)  # hidden from autograd, as in a kernel
-            seq_idx = Switch.buffer
     inputs = (zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D)
     return _Mixed.apply((headdim, ngroups), seq_idx, *inputs)
 

@@ -60,8 +60,6 @@ class Probe:
 
     def attach(self, chunks: Any, **options: Any) -> MegatronChunkGraphs:
         options["scope"] = self.case.get("scope", "block")
-        if "zero_copy" in self.case:
-            options["zero_copy"] = self.case["zero_copy"]
         self.graphs = attach(chunks, **options)
         self.graphs.wrap_forward_backward = self.wrap  # type: ignore[method-assign]
         return self.graphs

@@ -5,7 +5,6 @@ Only the first job imports Megatron, and jobs share eager runs.
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import os
@@ -22,7 +21,6 @@ import context_probe
 import dropless_probe
 import fault_probe
 import groups_end_probe
-import isolation_probe
 import kernel_probe
 import overlap_probe
 import packed_probe
@@ -35,7 +33,6 @@ from torch import nn
 
 from chunkgraph.jobs.processes import die_with_parent
 from chunkgraph.jobs.reports import write_error
-from chunkgraph.megatron.features.contexts import ContextGroups
 from chunkgraph.megatron.features.packing.bank import PackedBank
 from chunkgraph.packing import PackedShape
 from chunkgraph.trainer.batches import PackedBatches
@@ -55,7 +52,7 @@ class EagerRuns:
         model = {name: s for name, s in case["config"].items() if name not in of_graphs}
         model["pipeline"] = {**model.get("pipeline", {}), "schedule": "auto"}
         apart = (
-            *("ddp_options", "transformer_options", "frozen", "groups", "offsets"),
+            *("ddp_options", "transformer_options", "frozen", "offsets"),
             "expert_tensor_parallel_size",
         )
         options = [case.get(name) for name in apart]
@@ -70,7 +67,6 @@ def run_case(case: dict[str, Any], eager_runs: EagerRuns) -> Any:
     os.environ["MASTER_PORT"] = str(case["port"])
     with (
         extended(case["config"]) as config,
-        groups_of_megatron(case.get("groups")),
         experts_split_over(case.get("expert_tensor_parallel_size")),
         offsets_for(case.get("offsets")),
         training_process(config) as device,
@@ -83,8 +79,6 @@ def run_case(case: dict[str, Any], eager_runs: EagerRuns) -> Any:
             return packed_probe.run(config, device, case)
         if case.get("probe") == "unpadded":
             return unpadded_probe.run(config, device, case)
-        if case.get("probe") == "isolation":
-            return isolation_probe.run(config, device, case)
         if case.get("probe") == "dropless":
             return dropless_probe.run(config, device, case)
         if case.get("probe") == "kernels":
@@ -108,25 +102,6 @@ def run_case(case: dict[str, Any], eager_runs: EagerRuns) -> Any:
         }
         eager = eager_runs.of(case, lambda: run_eager(config, device, **options))
         return train(config, device, eager=eager, **options).to_mapping()
-
-
-@contextmanager
-def groups_of_megatron(kind: str | None) -> Iterator[None]:
-    """Use Megatron's context-parallel groups instead of ours, if ``kind`` is "megatron"."""
-    if kind is None:
-        yield
-        return
-    assert kind == "megatron"
-    from megatron.core import parallel_state
-
-    initialize = functools.partial(
-        parallel_state.initialize_model_parallel, hybrid_context_parallel=True
-    )
-    with (
-        mock.patch.object(parallel_state, "initialize_model_parallel", initialize),
-        mock.patch.object(ContextGroups, "of_data_parallel", ContextGroups.of_megatron),
-    ):
-        yield
 
 
 @contextmanager

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from chunkgraph.megatron.pipeline import ScheduleDriver
-from chunkgraph.megatron.topology import PipelinePlace
+from chunkgraph.megatron.pipeline.choice import PipelinePlace
+from chunkgraph.megatron.pipeline.driver import ScheduleDriver
 from chunkgraph.schedules import build_schedule
 from chunkgraph.settings import Config
 from chunkgraph.trainer.compare import TrainingRun, run_eager

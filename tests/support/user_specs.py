@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import os
 from typing import Any
@@ -208,32 +207,6 @@ class PoisonedCore(PackedCore):
         """Prepare a tensor with a poisoned tail."""
         tail = is_tail[:, None, None]
         return super().prepared(t.masked_fill(tail, self.poison), is_tail)
-
-
-class SharedOffsetsCore(PackedCore):
-    """Wrong on purpose: all slots read the offsets from one buffer, which each forward fills."""
-
-    offsets: dict[str, torch.Tensor] = {}  # noqa: RUF012
-    is_broken = True
-
-    def forward(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> torch.Tensor:
-        """Attend with the offsets in the shared buffer."""
-        if not self.is_broken:
-            return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
-        shared = copy.copy(packed_seq_params)
-        for name in ("cu_seqlens_q", "cu_seqlens_q_padded"):
-            own = getattr(packed_seq_params, name)
-            table = self.offsets.setdefault(name, own.clone())
-            if torch._C._current_graph_task_id() < 0:  # not in a recomputation of the backward
-                table.copy_(own)
-            setattr(shared, name, table)
-        shared.cu_seqlens_kv = shared.cu_seqlens_q
-        return super().forward(*args, packed_seq_params=shared, **kwargs)
-
-
-def packed_shared_offsets() -> Any:
-    """Return the local spec with `SharedOffsetsCore`."""
-    return _with_core(SharedOffsetsCore)
 
 
 def packed() -> Any:

@@ -1,4 +1,7 @@
-"""Reach into Megatron-core: imports, private names, versions and patches that can be undone."""
+"""Reach into Megatron-core: imports, private names, supported releases, patches to undo.
+
+Importing this module imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,12 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
-import torch
-
 from chunkgraph.errors import ConfigError, MissingDependencyError
-from chunkgraph.megatron.core.releases import RANGE, is_known
 
 __all__ = [
+    "RANGE",
     "import_megatron",
+    "is_known",
     "patch_attributes",
     "private_names",
     "refuse_other_releases",
@@ -23,6 +25,13 @@ __all__ = [
 ]
 
 _MISSING = object()
+_FROM, _UP_TO = (0, 16), (0, 19)
+RANGE = "0.16 to 0.19"
+
+
+def is_known(release: tuple[int, int]) -> bool:
+    """Return whether ``release``, (major, minor), is in the supported range."""
+    return _FROM <= release <= _UP_TO
 
 
 def import_megatron(name: str = "megatron.core") -> ModuleType:
@@ -67,7 +76,7 @@ def versions() -> dict[str, str]:
     """Return the versions of Python, torch, Megatron-core and Transformer Engine, for reports."""
     by_package = {
         "python": sys.version.split()[0],
-        "torch": str(torch.__version__),
+        "torch": str(importlib.import_module("torch").__version__),  # with its build
         # Megatron's __version__ carries the commit of the repository that it happens to run in.
         "megatron_core": _distribution_version("megatron-core"),
     }
@@ -101,8 +110,8 @@ def private_names(module_name: str, *names: str) -> tuple[Any, ...]:
 
 
 def patch_attributes(target: object, replacements: Mapping[str, Any]) -> Callable[[], None]:
-    """Set attributes on ``target`` and return a function that puts the old ones back."""
-    saved = {name: getattr(target, name, _MISSING) for name in replacements}
+    """Set attributes on ``target`` and return a function that puts its own old ones back."""
+    saved = {name: vars(target).get(name, _MISSING) for name in replacements}
     for name, value in replacements.items():
         setattr(target, name, value)
 

@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from chunkgraph.graphs import is_capturing
-from chunkgraph.megatron.core.capture_flag import global_buffers
+from chunkgraph.megatron.core.access import import_megatron, patch_attributes
 
 __all__ = ["GROWING_BUFFERS", "CachedTables"]
 
@@ -48,13 +48,15 @@ class CachedTables:
         self.release()
         with ExitStack() as stack:
             for module in self._modules:
-                stack.enter_context(_replaced(module, "forward", self._cached(module)))
+                stack.callback(patch_attributes(module, {"forward": self._cached(module)}))
             for module in self._with_buffers:
-                stack.enter_context(_replaced(module, _GET, self._watched(module)))
+                stack.callback(patch_attributes(module, {_GET: self._watched(module)}))
             try:
                 yield
             finally:
-                self._references.extend(global_buffers())
+                # The work buffers that Megatron's layers share; each exists after its first use.
+                state = import_megatron("megatron.core.parallel_state")
+                self._references.extend(state.get_global_memory_buffer().buffer.values())
 
     def release(self) -> None:
         """Drop the references; no graph may use the memory afterwards."""
@@ -97,16 +99,3 @@ class CachedTables:
             return result
 
         return watched
-
-
-@contextmanager
-def _replaced(module: nn.Module, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Replace a method of one module."""
-    before = vars(module).get(name)
-    setattr(module, name, function)
-    try:
-        yield
-    finally:
-        delattr(module, name)
-        if before is not None:
-            setattr(module, name, before)

@@ -1,10 +1,18 @@
-"""Run the hooks and signals of Megatron's DistributedDataParallel (DDP) around replays."""
+"""Run the hooks and signals of Megatron's DistributedDataParallel (DDP) around replays.
+
+With ``overlap_param_gather``, a pre-hook of every module waits for the all-gather of the bucket
+that holds the module's parameters, and starts the next one. A replay calls no hooks. If all hooks
+ran on the compute stream before the replay, the whole forward would wait for the last all-gather.
+Instead they run on a side stream that records an external event after every bucket, and the
+captured forward waits for each event where the bucket's first layer begins.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -12,44 +20,46 @@ from torch import nn
 
 from chunkgraph.engine import GradientMarker
 from chunkgraph.errors import ConfigError
-from chunkgraph.megatron.core.access import private_names
-from chunkgraph.megatron.core.releases import RANGE
+from chunkgraph.megatron.core.access import RANGE, import_megatron, patch_attributes
 
 __all__ = [
     "DDP_MODULE",
+    "ParameterGates",
     "call_parameter_gather_hooks",
+    "delay_in_new_configs",
+    "delays",
+    "facts_of_delays",
     "gathers_parameters",
     "gradient_marker",
     "has_parameter_gather_hook",
     "is_fully_sharded",
     "unwrap_ddp",
+    "wrappers_of",
 ]
 
 DDP_MODULE = "megatron.core.distributed.distributed_data_parallel"
 """Name of the module that defines DDP's forward pre-hooks."""
 
 
-def unwrap_ddp(chunk: nn.Module) -> nn.Module | None:
-    """Return Megatron's DistributedDataParallel among the wrappers of ``chunk``, or None."""
-    (ddp_class,) = private_names(DDP_MODULE, "DistributedDataParallel")
+def wrappers_of(chunk: nn.Module) -> Iterator[Any]:
+    """Yield a model chunk and what it wraps as ``module`` (DDP, Float16Module), outermost first."""
     module: Any = chunk
     while isinstance(module, nn.Module):
-        if isinstance(module, ddp_class):
-            return module
+        yield module
         module = getattr(module, "module", None)
-    return None
+
+
+def unwrap_ddp(chunk: nn.Module) -> nn.Module | None:
+    """Return Megatron's DistributedDataParallel among the wrappers of ``chunk``, or None."""
+    ddp_class = import_megatron(DDP_MODULE).DistributedDataParallel
+    return next((m for m in wrappers_of(chunk) if isinstance(m, ddp_class)), None)
 
 
 def is_fully_sharded(chunk: nn.Module) -> bool:
     """Return whether any wrapper of ``chunk`` shards its parameters (any flavour of FSDP)."""
-    module: Any = chunk
-    while isinstance(module, nn.Module):
-        kind = type(module)
-        where = f"{kind.__module__}.{kind.__name__}".lower()
-        if "fsdp" in where or "fullysharded" in where or "fully_sharded" in where:
-            return True
-        module = getattr(module, "module", None)
-    return False
+    kinds = (type(module) for module in wrappers_of(chunk))
+    places = [f"{kind.__module__}.{kind.__name__}".lower().replace("_", "") for kind in kinds]
+    return any("fsdp" in place or "fullysharded" in place for place in places)
 
 
 def gathers_parameters(ddp: nn.Module) -> bool:
@@ -172,3 +182,157 @@ class _BucketSignals:
                     stack.enter_context(torch.cuda.stream(self._stream))
                 for parameter in parameters:
                     group.register_grad_ready(parameter, *force)
+
+
+class ParameterGates:
+    """Make one chunk's captured forward wait for parameters where it first uses them.
+
+    Args:
+        ddp: Megatron's DDP around the chunk.
+        module: The captured module of the chunk, on a CUDA device.
+        layers: Submodules that wait for all of their parameters when they begin. A module outside
+            of them waits for the parameters that it holds directly.
+    """
+
+    def __init__(self, ddp: Any, module: nn.Module, layers: Iterable[nn.Module]) -> None:
+        self._stream = torch.cuda.Stream()
+        group_of = ddp.param_to_bucket_group
+        self._groups: dict[int, Any] = {}
+        self._events: dict[int, torch.cuda.Event] = {}
+        # Every module, with the bucket groups that no earlier module uses.
+        self._hooked: list[tuple[nn.Module, list[int]]] = []
+        for submodule in module.modules():
+            groups = _groups(submodule.parameters(recurse=False), group_of)
+            new = [key for key in groups if key not in self._groups]
+            self._groups.update(groups)
+            self._events.update((key, _recorded_event()) for key in new)
+            self._hooked.append((submodule, new))
+        layers = list(layers)
+        in_layers = {id(m) for layer in layers for m in layer.modules()}
+        gates = [(layer, _groups(layer.parameters(), group_of)) for layer in layers] + [
+            (other, _groups(other.parameters(recurse=False), group_of))
+            for other in module.modules()
+            if id(other) not in in_layers
+        ]
+        self._gates = [(gate, list(groups)) for gate, groups in gates if groups]
+
+    def gather(self) -> None:
+        """Before a replay, run DDP's hooks on the side stream: start gathers and wait for them.
+
+        The side stream first waits for the work queued so far (the optimizer's writes).
+        """
+        first_module, _ = self._hooked[0]
+        if not has_parameter_gather_hook(first_module) or not any(
+            _is_outstanding(group) for group in self._groups.values()
+        ):
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for module, groups in self._hooked:
+                call_parameter_gather_hooks([module])
+                for key in groups:
+                    self._events[key].record()
+
+    @contextmanager
+    def wait_in_capture(self) -> Iterator[None]:
+        """Make modules wait for their parameters in a capture, and its end for all others.
+
+        Outside of a capture this does nothing.
+        """
+        if not torch.cuda.is_current_stream_capturing():
+            yield
+            return
+        left = dict(self._events)
+
+        def wait(keys: Sequence[int]) -> None:
+            for key in keys:
+                event = left.pop(key, None)
+                if event is not None:
+                    event.wait()
+
+        def hook(keys: list[int]) -> Any:
+            return lambda *_: wait(keys)
+
+        handles = [module.register_forward_pre_hook(hook(keys)) for module, keys in self._gates]
+        try:
+            yield
+            wait(list(left))
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _recorded_event() -> torch.cuda.Event:
+    """Return an external event that a capture can wait for.
+
+    torch creates the event when it is first recorded. Waiting for an event that was never recorded
+    does nothing, so the capture would contain no wait.
+    """
+    event = torch.cuda.Event(external=True)
+    event.record()
+    return event
+
+
+def _groups(
+    parameters: Iterable[nn.Parameter], group_of: dict[nn.Parameter, Any]
+) -> dict[int, Any]:
+    """Return the bucket groups of ``parameters`` by identity, in order."""
+    groups = [group_of[p] for p in parameters if p in group_of]
+    return {id(group): group for group in groups}
+
+
+def _is_outstanding(group: Any) -> bool:
+    """Return whether the gather of a bucket group has not finished, or has not started."""
+    return getattr(group, "param_gather_handle", group) is not None or not getattr(
+        group, "param_gather_dispatched", False
+    )
+
+
+_FIELD = "delay_wgrad_compute"
+
+
+def delay_in_new_configs() -> Callable[[], None]:
+    """Delay weight gradients in every config that is created from now on; return the undo function.
+
+    Transformer Engine's layers then leave them to ``backward_dw`` (the action W). Layers read the
+    field from Megatron's TransformerConfig when they are built; DDP reads it from its own config.
+    TransformerConfig refuses the field without expert-parallel overlap, so it is set after that
+    check.
+
+    Raises:
+        ConfigError: The installed release has no such configs.
+    """
+    of_model = import_megatron("megatron.core.transformer").TransformerConfig
+    of_ddp = import_megatron("megatron.core.distributed").DistributedDataParallelConfig
+    undo = ExitStack()
+    for kind in (of_model, of_ddp):
+        undo.callback(patch_attributes(kind, {"__post_init__": _delaying(kind.__post_init__)}))
+    return undo.close
+
+
+def _delaying(check: Callable[[Any], None]) -> Callable[[Any], None]:
+    def post_init(config: Any) -> None:
+        setattr(config, _FIELD, False)  # a copy of a config has it already
+        check(config)
+        setattr(config, _FIELD, True)
+
+    return post_init
+
+
+def delays(module: nn.Module) -> bool:
+    """Return whether a layer of Transformer Engine was built to delay its weight gradients."""
+    store: Any = getattr(module, "wgrad_store", None)
+    return store is not None and bool(store.delay_wgrad_compute())
+
+
+def facts_of_delays(chunks: Iterable[nn.Module]) -> dict[str, object]:
+    """Return the facts about delayed weight gradients of model chunks that rules check."""
+    at_once = ddp_at_once = False
+    for chunk in chunks:
+        stores = [m for m in chunk.modules() if getattr(m, "wgrad_store", None) is not None]
+        delaying = [m for m in stores if delays(m)]
+        at_once |= len(delaying) < len(stores)
+        ddp = unwrap_ddp(chunk)
+        if delaying and ddp is not None:
+            ddp_at_once |= not getattr(getattr(ddp, "ddp_config", None), _FIELD, False)
+    return {"layers_at_once": at_once, "ddp_at_once": ddp_at_once}

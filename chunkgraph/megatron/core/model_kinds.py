@@ -1,4 +1,4 @@
-"""Recognise Megatron-core's hybrid models, whose names differ between releases."""
+"""Recognise hybrid models, whose names differ between releases, and the recipe of FP8."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from chunkgraph.megatron.core.access import private_names
 
-__all__ = ["HybridNames", "is_hybrid_model", "is_stack"]
+__all__ = ["HybridNames", "fp8_recipe", "is_hybrid_model", "is_stack"]
 
 _HYBRID = "megatron.core.models.hybrid"
 
@@ -71,3 +71,11 @@ def _is_one_of(module: object, names: set[str]) -> bool:
         base.__name__ in names and base.__module__.startswith("megatron.core.")
         for base in type(module).__mro__
     )
+
+
+def fp8_recipe(config: Any) -> str | None:
+    """Return the FP8 recipe of ``config`` (``delayed``, ``tensorwise``, ...); None without FP8."""
+    if not getattr(config, "fp8", None):
+        return None
+    recipe = getattr(config, "fp8_recipe", None) or "delayed"
+    return str(getattr(recipe, "value", recipe))

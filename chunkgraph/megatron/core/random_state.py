@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import inspect
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from chunkgraph.megatron.core.access import import_megatron, patch_attributes, private_names
+from chunkgraph.megatron.core.access import import_megatron, patch_attributes
+
+if TYPE_CHECKING:
+    from chunkgraph.megatron.cpu.host import HostRng
 
 __all__ = [
-    "HostGenerator",
     "RandomStates",
     "graph_safe_generators",
     "patch_rng",
@@ -25,32 +27,7 @@ __all__ = [
 _RANDOM = "megatron.core.tensor_parallel.random"
 
 
-class HostGenerator(Protocol):
-    """The CPU host's replacement of the CUDA default generator and its states.
-
-    Attributes:
-        current: The live state object.
-    """
-
-    current: Any
-
-    def clone_current(self) -> Any:
-        """Return a new state object with the numbers of the current one."""
-
-    def new_state(self, state: torch.Tensor) -> Any:
-        """Return a new state object that starts from ``state``."""
-
-    def switch_to(self, state: Any) -> None:
-        """Make ``state`` the live one; when captured, every replay repeats this."""
-
-    def save(self, states: Iterable[Any]) -> Any:
-        """Save the values of the live state and of ``states``."""
-
-    def restore(self, saved: Any) -> None:
-        """Restore the values that `save` returned."""
-
-
-def patch_rng(host: HostGenerator) -> Callable[[], None]:
+def patch_rng(host: HostRng) -> Callable[[], None]:
     """Point Megatron's RNG tracker at the CPU generator; return a function that undoes it.
 
     The tracker then holds state objects, as it does with graph-safe CUDA generators, and every
@@ -63,15 +40,10 @@ def patch_rng(host: HostGenerator) -> Callable[[], None]:
     first. Here they are saved by value. Captures refuse such dropout (`recomputing`).
     """
     module = import_megatron(_RANDOM)
-    base, default_name = private_names(
-        _RANDOM, "CudaRNGStatesTracker", "_MODEL_PARALLEL_RNG_TRACKER_NAME"
-    )
-    private_names(
-        *(_RANDOM, "_get_cuda_rng_state", "_set_cuda_rng_state", "initialize_rng_tracker"),
-        *("_get_all_rng_states", "_set_all_rng_states"),
-    )
+    base: Any = module.CudaRNGStatesTracker
+    default_name = inspect.signature(base.fork).parameters["name"].default
 
-    class HostRngStatesTracker(base):  # type: ignore[misc,valid-type]
+    class HostRngStatesTracker(base):
         """Megatron's tracker on the CPU generator; always graph-safe."""
 
         _current_state_name: str
@@ -141,7 +113,7 @@ def seed_model_parallel(seed: int, device: torch.device) -> None:
 
     On a GPU this is Transformer Engine's tracker if it is installed, since its modules expect it.
     """
-    (manual_seed,) = private_names(_RANDOM, "model_parallel_cuda_manual_seed")
+    manual_seed = import_megatron(_RANDOM).model_parallel_cuda_manual_seed
     accepted = inspect.signature(manual_seed).parameters
     engine = importlib.util.find_spec("transformer_engine") is not None
     flag = "te_rng_tracker" if engine and device.type == "cuda" else "use_cudagraphable_rng"
@@ -149,8 +121,7 @@ def seed_model_parallel(seed: int, device: torch.device) -> None:
 
 
 def _tracker() -> Any:
-    (get_tracker,) = private_names(_RANDOM, "get_cuda_rng_tracker")
-    return get_tracker()
+    return import_megatron(_RANDOM).get_cuda_rng_tracker()
 
 
 def rng_is_graph_safe() -> bool:
@@ -168,9 +139,9 @@ def graph_safe_generators() -> list[torch.Generator]:
 
     There are none on a CPU host.
     """
-    (get_all,) = private_names(_RANDOM, "get_all_rng_states")
     states = _tracker().get_states()
-    states |= {name: state for name, state in (get_all() or {}).items() if name not in states}
+    every = import_megatron(_RANDOM).get_all_rng_states() or {}
+    states |= {name: state for name, state in every.items() if name not in states}
     return [state for state in states.values() if isinstance(state, torch.Generator)]
 
 

@@ -21,24 +21,36 @@ spec, no fusions, ``batch_p2p_comm=False`` and ``use_cpu_initialization=True``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import importlib.machinery
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from types import SimpleNamespace
+from datetime import timedelta
+from types import CodeType, SimpleNamespace
 from typing import Any, Self
 
 import torch
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from chunkgraph.graphs import host_call
 from chunkgraph.megatron.core.access import patch_attributes
 from chunkgraph.megatron.core.random_state import patch_rng
-from chunkgraph.megatron.cpu.gloo import share_gloo_device
-from chunkgraph.megatron.cpu.triton_stub import TritonStubFinder
 from chunkgraph.megatron.features.experts.dispatch import patch_router
 
-__all__ = ["CpuHost", "HostRng", "HostRngState", "cpu_host"]
+__all__ = [
+    "CpuHost",
+    "HostRng",
+    "HostRngState",
+    "TritonStubFinder",
+    "cpu_host",
+    "share_gloo_device",
+]
 
 _CPU = torch.device("cpu")
 # Methods that take or return a device without a keyword.
@@ -321,3 +333,110 @@ def cpu_host() -> Iterator[CpuHost]:
         yield host
     finally:
         host.remove()
+
+
+def share_gloo_device() -> Callable[[], None]:
+    """Make all later gloo groups share their devices; return a function that undoes this.
+
+    torch creates a gloo device for every group, whose thread wakes up a hundred times a second even
+    if it is idle. Megatron creates some fifty groups, so the ranks of a job on one machine would
+    spend much CPU time on these threads.
+
+    There is one device for each interface in ``GLOO_SOCKET_IFNAME`` at the first group, or torch's
+    default device.
+    """
+    gloo: Any = getattr(distributed_c10d, "ProcessGroupGloo", None)
+    if gloo is None:  # this torch is built without gloo; the first group raises
+        return lambda: None
+    devices: list[Any] = []
+
+    class Sharing(type(gloo)):  # type: ignore[misc]
+        """Create groups of torch's class, and recognize them as instances."""
+
+        def __call__(cls, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+            if not devices:  # created late, since a fork does not copy the device's thread
+                devices.extend(_new_devices(gloo))
+            options = gloo._Options()
+            options._devices = devices
+            options._threads = 2 * len(devices)  # torch's default
+            options._timeout = timeout
+            return gloo(store, rank, size, options)
+
+        def __instancecheck__(cls, instance: object) -> bool:
+            return isinstance(instance, gloo)
+
+    class ProcessGroupGloo(gloo, metaclass=Sharing):
+        """Replace torch's class."""
+
+    return patch_attributes(distributed_c10d, {"ProcessGroupGloo": ProcessGroupGloo})
+
+
+def _new_devices(gloo: Any) -> list[Any]:
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if not interfaces:
+        return [gloo.create_default_device()]
+    return [gloo.create_device(interface=name) for name in interfaces.split(",")]
+
+
+class _TritonStub:
+    """Replace triton in a module whose kernels are never launched on this machine."""
+
+    def __getattr__(self, name: str) -> _TritonStub:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # As a decorator, return the kernel; otherwise return the stub.
+        return args[0] if len(args) == 1 and callable(args[0]) and not kwargs else self
+
+
+class _StubTritonLoader(importlib.machinery.SourceFileLoader):
+    """Compile one source file with stubs instead of its top-level triton imports."""
+
+    _IMPORT = re.compile(
+        r"^import triton(?:\.language as (?P<alias>\w+))?[ \t]*(?:#.*)?$", re.MULTILINE
+    )
+
+    def get_code(self, fullname: str) -> CodeType:
+        source = self.get_source(fullname) or ""
+        stub = f"__import__({__name__!r}, fromlist=['_TritonStub'])._TritonStub()"
+        source = self._IMPORT.sub(lambda m: f"{m['alias'] or 'triton'} = {stub}", source)
+        return compile(source, self.path, "exec", dont_inherit=True)
+
+
+class TritonStubFinder:
+    """Meta-path finder for modules that import triton unconditionally.
+
+    These are modules of the paged stash, and a module of inference that Mamba layers import.
+
+    A stub in ``sys.modules`` would make torch believe that triton is installed. So only these
+    modules are compiled differently.
+    """
+
+    modules = (
+        "megatron.core.transformer.moe.paged_stash",
+        "megatron.core.transformer.moe.ops.paged_stash",
+        "megatron.core.inference.contexts.attention_context.triton.tensor_ops",
+    )
+
+    @classmethod
+    def find_spec(
+        cls, fullname: str, path: Sequence[str] | None = None, *_: object
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Return a spec with the stubbing loader for the listed modules, else None."""
+        if fullname not in cls.modules:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+        if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+            return spec
+        spec.loader = _StubTritonLoader(fullname, spec.origin)
+        return spec
+
+    @classmethod
+    def install(cls) -> Callable[[], None]:
+        """Add the finder if triton is missing; return a function that removes it."""
+        if importlib.util.find_spec("triton") is not None or cls in sys.meta_path:
+            return lambda: None
+        sys.meta_path.insert(0, cls)
+        return lambda: sys.meta_path.remove(cls)

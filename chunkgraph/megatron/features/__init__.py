@@ -5,15 +5,13 @@ from __future__ import annotations
 from chunkgraph.megatron.feature import Feature
 from chunkgraph.megatron.features.contexts.feature import Contexts
 from chunkgraph.megatron.features.experts.feature import Experts
-from chunkgraph.megatron.features.fp8.feature import Fp8State
+from chunkgraph.megatron.features.fp8 import Fp8State
 from chunkgraph.megatron.features.hybrid.feature import Hybrid
-from chunkgraph.megatron.features.model.feature import ModelState
-from chunkgraph.megatron.features.packing.calls import PackedCalls
-from chunkgraph.megatron.features.packing.feature import Packing
-from chunkgraph.megatron.features.prediction.feature import TokenPrediction
-from chunkgraph.megatron.features.sharded.feature import Sharding
-from chunkgraph.megatron.features.sparse.feature import SparseAttention
+from chunkgraph.megatron.features.model_state import ModelState
+from chunkgraph.megatron.features.packing.feature import PackedCalls, Packing
+from chunkgraph.megatron.features.sharded import Sharding
 from chunkgraph.megatron.features.stash import ExpertStash
+from chunkgraph.megatron.features.tracked_losses import SparseAttention, TokenPrediction
 
 __all__ = ["FEATURES"]
 

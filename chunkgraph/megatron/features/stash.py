@@ -17,11 +17,10 @@ from chunkgraph.engine.decide.reasons import Agree
 from chunkgraph.errors import CaptureError
 from chunkgraph.megatron.captured_part import CapturedPart
 from chunkgraph.megatron.core.backward_pass import is_in_backward
-from chunkgraph.megatron.feature import LimitedFeature, Work
+from chunkgraph.megatron.feature import LimitedFeature, Shortage, Step, Work
 from chunkgraph.megatron.features.experts.rows_in_use import moe_layers_of, watch_expert_rows
 from chunkgraph.megatron.rules.features import STASH_RULES
 from chunkgraph.megatron.site import Site
-from chunkgraph.megatron.step import Shortage, Step
 from chunkgraph.memory.stash import PagedStash, PageMeter, RowsInUse, Saving, StashStatus
 from chunkgraph.settings import StashConfig
 

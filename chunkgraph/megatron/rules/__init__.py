@@ -15,7 +15,7 @@ from chunkgraph.megatron.rules.features import (
     SLOT_RULES,
     STASH_RULES,
 )
-from chunkgraph.megatron.rules.hybrid import HYBRID_RULES
+from chunkgraph.megatron.rules.hybrid import HYBRID_FILE_RULES
 from chunkgraph.megatron.rules.packing import PACKING_FILE_RULES
 
 __all__ = ["FILE_RULES"]
@@ -29,7 +29,7 @@ FILE_RULES = (
     *PACKING_FILE_RULES,
     *CONTEXT_FILE_RULES,
     *EXPERT_RULES,
-    *HYBRID_RULES,
+    *HYBRID_FILE_RULES,
     *STASH_RULES,
 )
 """Rules of features that a configuration file can turn on."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from chunkgraph.errors import CaptureError
-from chunkgraph.megatron.core.attention_choice import _MODULE, same_attention
+from chunkgraph.megatron.core.capturing import _MODULE, same_attention
 
 
 @dataclass

@@ -11,23 +11,21 @@ import pytest
 import torch
 from torch import nn
 
-from chunkgraph.engine.decide.maximum import Maximum
 from chunkgraph.errors import ConfigError, MissingDependencyError
 from chunkgraph.megatron import attach
 from chunkgraph.megatron.core.access import (
     import_megatron,
-    patch_attributes,
     private_names,
     refuse_other_releases,
     versions,
 )
-from chunkgraph.megatron.core.capture_flag import capture_flag
+from chunkgraph.megatron.core.capturing import capture_flag
 from chunkgraph.megatron.core.data_parallel import (
     DDP_MODULE,
     call_parameter_gather_hooks,
     gradient_marker,
 )
-from chunkgraph.megatron.features.prediction import feature as token_prediction
+from chunkgraph.megatron.features import tracked_losses as token_prediction
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(60)]
 
@@ -179,29 +177,6 @@ def test_the_number_of_predicted_tokens_stays_on_the_device(
     monkeypatch.setattr(module, "process_mtp_loss", roll)  # a release without this check
     token_prediction._count_on_the_device()()
     assert module.roll_tensor is roll
-
-
-def test_the_group_of_the_agreement_goes_with_detach(one_rank: torch.device) -> None:
-    import torch.distributed as dist
-
-    groups = dist.distributed_c10d._world.pg_map
-    before = len(groups)
-    for _ in range(2):
-        agree = Maximum(dist.new_group(backend="gloo"))
-        assert agree([1, 5]) == [1, 5]
-        agree.start([2])  # as every step asks about the next one
-        assert len(groups) == before + 1
-        agree.close()
-        agree.close()
-        assert len(groups) == before
-
-
-def test_patches_are_undone_in_full() -> None:
-    target = SimpleNamespace(kept=1)
-    undo = patch_attributes(target, {"kept": 2, "added": 3})
-    assert (target.kept, target.added) == (2, 3)
-    undo()
-    assert vars(target) == {"kept": 1}
 
 
 def test_the_schedules_import_without_triton(

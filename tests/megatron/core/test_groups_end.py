@@ -16,7 +16,6 @@ import torch.distributed as dist
 from chunkgraph.engine import ChunkGraphs
 from chunkgraph.errors import SlotError
 from chunkgraph.megatron.attachment import attach
-from chunkgraph.megatron.core.process_groups import before_groups_end
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(200)]
 
@@ -85,51 +84,6 @@ def test_graphs_that_nobody_holds_are_detached_too(chunks: list[Any], ended: lis
     assert released == [0]
     gc.collect()
     assert gone() is None
-
-
-class Graphs:
-    """Records the end of the groups."""
-
-    def __init__(self, events: list[str], name: str) -> None:
-        self.events, self.name = events, name
-
-    def end(self) -> None:
-        """Record the event."""
-        self.events.append(self.name)
-
-
-def test_several_end_in_any_order_and_are_not_kept_alive(ended: list[Any]) -> None:
-    before = dist.destroy_process_group
-    events: list[str] = []
-    first, second, third = (Graphs(events, name) for name in ("first", "second", "third"))
-    undo, _, _ = [before_groups_end(one.end) for one in (first, second, third)]
-    undo()
-    undo()
-    gone = weakref.ref(third)
-    del third
-    gc.collect()
-    assert gone() is None
-    dist.destroy_process_group()
-    assert events == ["second"]
-    assert ended == [None]
-    assert dist.destroy_process_group is not before
-    del second  # nothing is left over, which `ended` checks
-
-
-def test_who_stands_before_it_is_called(ended: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    events: list[str] = []
-    graphs = Graphs(events, "graphs")
-    with monkeypatch.context() as patch:
-        patch.setattr(dist, "destroy_process_group", lambda group=None: events.append("other"))
-        others = dist.destroy_process_group
-        undo = before_groups_end(graphs.end)
-        dist.destroy_process_group()
-        assert events == ["graphs", "other"]
-        dist.distributed_c10d.destroy_process_group()
-        assert events == ["graphs", "other", "graphs"]
-        assert ended == [None]
-        undo()
-        assert dist.destroy_process_group is others
 
 
 def _ends(

@@ -17,7 +17,7 @@ from chunkgraph.engine import Chunk, ChunkGraphs
 from chunkgraph.errors import CaptureError
 from chunkgraph.graphs import RecorderBackend
 from chunkgraph.megatron.core.access import import_megatron
-from chunkgraph.megatron.core.recompute import recomputing
+from chunkgraph.megatron.core.capturing import recomputing
 from chunkgraph.megatron.refusals import MODEL_RULES
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(150)]

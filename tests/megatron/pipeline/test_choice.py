@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 
 from chunkgraph.errors import ConfigError, ScheduleError
-from chunkgraph.megatron.pipeline.choice import PipelineSchedule, refuse_other_schedules
-from chunkgraph.megatron.topology import PipelinePlace
+from chunkgraph.megatron.pipeline.choice import (
+    PipelinePlace,
+    PipelineSchedule,
+    refuse_other_schedules,
+)
 from chunkgraph.schedules import build_schedule
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release]

@@ -9,7 +9,7 @@ import pytest
 from refused import refused
 from torch import nn
 
-from chunkgraph.megatron.core.delayed_weights import delay_in_new_configs, facts_of_delays
+from chunkgraph.megatron.core.data_parallel import delay_in_new_configs, facts_of_delays
 from chunkgraph.megatron.refusals import DELAY_RULES
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(240)]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from chunkgraph.errors import ConfigError
-from chunkgraph.megatron.pipeline import ScheduleDriver
+from chunkgraph.megatron.pipeline.driver import ScheduleDriver
 from chunkgraph.schedules import build_schedule
 
 pytestmark = [pytest.mark.megatron]
@@ -74,7 +74,7 @@ def test_groups_with_transfers_that_may_be_pending_are_not_destroyed(
         "chunkgraph.megatron.pipeline.driver._Step.run", lambda *_, **__: 1 / 0 if fails else []
     )
     monkeypatch.setattr(
-        "chunkgraph.megatron.core.pipeline_steps.MegatronSteps.received_shape", lambda *_: (1,)
+        "chunkgraph.megatron.pipeline.driver.MegatronSteps.received_shape", lambda *_: (1,)
     )
     model = nn.Linear(2, 2)
     model.config = SimpleNamespace(  # type: ignore[assignment]

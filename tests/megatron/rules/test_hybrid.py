@@ -60,20 +60,13 @@ def test_patterns(pattern: str, pp: int, vpp: int | None) -> None:
 @pytest.mark.parametrize(
     ("pattern", "options", "error", "message"),
     [
-        ("M-M*", {}, ConfigError, r"num_layers is 6, but .* \(M-M\*\) has 4 layers.*Set it to 4"),
-        ("M-MxM-", {}, ConfigError, "has 'x', which is not a layer"),
-        ("M-MGM-", {}, ConfigError, "has 'G', which is gated delta nets in Megatron-core"),
-        ("M-MEM-", {}, ConfigError, r"has layers with experts \(E\), but moe.num_moe_experts is"),
-        ("M-M*M-/M", {}, ConfigError, "has '/', which is multi-token prediction"),
-        ("", {}, ConfigError, "a stage without layers"),
-        ("M-M|*|M-", {"pp": 2}, TopologyError, r"has 3 stages, but the pipeline has 2"),
-        ("M-M*M-", {"pp": 2, "vpp": 2}, TopologyError, "does not mark where stages end"),
-        (
-            "M-M*M-",
-            {"pp": 4},
-            TopologyError,
-            "cannot be divided into 4 equal stages",
-        ),
+        ("M-M*", {}, ConfigError, "the pattern has 4 layers, .* use 4"),
+        ("M-MxM-", {}, ConfigError, "x is no layer"),
+        ("M-MEM-", {}, ConfigError, "E stands for a layer with experts"),
+        ("M-M*M-|", {"pp": 2}, TopologyError, "has 2 stage.*each with a layer"),
+        ("M-M|*|M-", {"pp": 2}, TopologyError, "has 3 stage.*the pipeline has 2"),
+        ("M-M*M-", {"pp": 2, "vpp": 2}, TopologyError, r"has 1 stage\(s\).* the pipeline has 4"),
+        ("M-M*M-", {"pp": 4}, TopologyError, "no | for equal stages"),
         ("M-M*M-", {"model": {"fp8": "hybrid"}}, ConfigError, "model.fp8 is hybrid with"),
     ],
 )
@@ -87,7 +80,5 @@ def test_what_cannot_be(
 def test_the_pattern_chooses_where_experts_are() -> None:
     moe = {"num_moe_experts": 4, "moe_expert_capacity_factor": 2.0}
     assert _config("M-MEM-", moe=moe).moe.num_moe_experts == 4
-    with pytest.raises(ConfigError, match=r"num_moe_experts is 4, but .* Add an E to the pattern"):
-        _config("M-M*M-", moe=moe)
     with pytest.raises(ConfigError, match=r"the pattern decides .* leave the former out"):
         _config("M-MEM-", moe={**moe, "moe_layer_freq": [1] * 6})

@@ -6,7 +6,7 @@ holds their process groups, and `PackedBanks.of_limits` makes the banks of all s
 ``attach(packing=banks)`` captures the graphs.
 """
 
-from chunkgraph.megatron.features.contexts.attention import follow_groups
-from chunkgraph.megatron.features.contexts.groups import ContextGroups, HeldGroups, groups_put_back
+from chunkgraph.megatron.features.contexts.feature import follow_groups
+from chunkgraph.megatron.features.contexts.groups import ContextGroups
 
-__all__ = ["ContextGroups", "HeldGroups", "follow_groups", "groups_put_back"]
+__all__ = ["ContextGroups", "follow_groups"]

@@ -1,29 +1,42 @@
-"""The feature of models whose context-parallel size changes from microbatch to microbatch."""
+"""The feature of models whose context-parallel size changes from microbatch to microbatch.
+
+Where documents are split over ranks, both halves of attention need the microbatch's group. Core
+attention takes it from ``packed_seq_params`` (Transformer Engine does, through Megatron's wrapper).
+The rotary embedding of packed sequences always takes the model's, ``pg_collection.cp``, so a hook
+replaces it before every call. Routers get a hook too: they count the tokens of each expert over the
+ranks of a microbatch, and with tensor parallelism also over the ranks that share its rows.
+"""
 
 from __future__ import annotations
 
+import copy
+import importlib.util
+import inspect
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from chunkgraph.megatron.feature import Feature, Work
-from chunkgraph.megatron.features.contexts.attention import refuse_without_groups
+import torch
+from torch import nn
+
+from chunkgraph.errors import ConfigError
+from chunkgraph.megatron.core.access import import_megatron
+from chunkgraph.megatron.feature import Feature, Step, Work
 from chunkgraph.megatron.features.contexts.groups import (
     ContextGroups,
     HeldGroups,
 )
-from chunkgraph.megatron.features.packing.attention_limits import needs_tokens_in_pieces
+from chunkgraph.megatron.features.packing.params import ARGUMENT, needs_tokens_in_pieces
 from chunkgraph.megatron.rules.contexts import CONTEXT_RULES
 from chunkgraph.megatron.site import Site
-from chunkgraph.megatron.step import Step
 from chunkgraph.settings.rule import Rule
 
 if TYPE_CHECKING:
     from chunkgraph.engine import ChunkGraphs
     from chunkgraph.megatron.attached import MegatronChunkGraphs
 
-__all__ = ["Contexts"]
+__all__ = ["Contexts", "follow_groups", "refuse_without_groups"]
 
 
 class Contexts(Feature):
@@ -106,3 +119,272 @@ class Contexts(Feature):
         """Restore, after a step, the groups that modules had before it."""
         with self._held.put_back(is_replayed=step.is_replayed):
             yield
+
+
+_GROUPS = "pg_collection"
+_HOOK_MARK = "_chunkgraph_follows_groups"
+_ROUTER_GROUPS = "_chunkgraph_router_groups"
+
+
+def follow_groups(
+    model_chunks: Iterable[nn.Module], groups: ContextGroups | None = None
+) -> Callable[[], None]:
+    """Make rotary embeddings and routers use the group of each microbatch's ``packed_seq_params``.
+
+    Holds for eager steps and captures. Each call's arguments decide, so a recomputation in the
+    backward uses the group of its own microbatch. Where the parameters name no group, the model's
+    is used.
+
+    Args:
+        model_chunks: the modules passed to the schedule.
+        groups: the groups of the microbatches, made with ``has_experts=True``. Only models with
+            experts on several tensor-parallel ranks need them.
+
+    Returns:
+        A function that undoes it.
+
+    Raises:
+        ConfigError: a router needs ``groups``.
+    """
+    model_chunks = list(model_chunks)
+    has_groups = groups is not None and groups.for_routers is not None
+    layers = _layers_with_routers(model_chunks)
+    names = [f"{name} of model chunk {n}" for n, name, layer in layers if _shares_rows(layer)]
+    # The config is the same on all ranks; a pipeline stage may have no experts.
+    if not has_groups and (names or any(_config_shares_rows(chunk) for chunk in model_chunks)):
+        raise ConfigError(
+            f"{names[0] if names else 'The model'} has experts on several tensor-parallel ranks, "
+            "and its routers count tokens over these ranks too. Pass the groups of the "
+            "microbatches: follow_groups(model_chunks, groups) with groups = "
+            "ContextGroups.of_data_parallel(sizes, has_experts=True)."
+        )
+    undo = ExitStack()
+    for chunk in model_chunks:
+        if any(parameter.is_cuda for parameter in chunk.parameters()):
+            make_attention_stream()
+        for module in chunk.modules():
+            if _is_attention(module):
+                _follow(module, undo)
+    for _, _, layer in _layers_with_routers(model_chunks):
+        _follow_with_router(layer, groups if _shares_rows(layer) else None, undo)
+    return undo.close
+
+
+def refuse_without_groups(model_chunks: Iterable[nn.Module], groups: ContextGroups) -> None:
+    """Check that `follow_groups` was called for every layer of a model.
+
+    Args:
+        model_chunks: the modules passed to `follow_groups`.
+        groups: the groups of the banks.
+
+    Raises:
+        ConfigError: an attention would embed positions with the model's group, or a router would
+            count tokens over groups other than the banks'. The message names the first.
+    """
+    model_chunks = list(model_chunks)
+    for number, chunk in enumerate(model_chunks):
+        for name, module in chunk.named_modules():
+            if _is_attention(module) and not any(
+                getattr(hook, _HOOK_MARK, False) for hook in module._forward_pre_hooks.values()
+            ):
+                raise ConfigError(
+                    "attach(packing=PackedBanks.of_limits(...)): "
+                    f"{name} of model chunk {number} would embed the positions of every "
+                    "microbatch with the model's own context-parallel group. Call "
+                    "undo = chunkgraph.megatron.features.contexts.follow_groups(model_chunks) "
+                    "before attach(), and undo() after detach()."
+                )
+    for number, name, layer in _layers_with_routers(model_chunks):
+        if _shares_rows(layer) and not any(
+            getattr(hook, _ROUTER_GROUPS, None) is groups
+            for hook in layer._forward_pre_hooks.values()
+        ):
+            raise ConfigError(
+                "attach(packing=PackedBanks.of_limits(...)): "
+                f"the router of {name} of model chunk {number} would count tokens over groups "
+                "other than those of the banks. Call follow_groups(model_chunks, groups) with the "
+                "groups of these banks."
+            )
+
+
+def _layers_with_routers(model_chunks: Iterable[nn.Module]) -> Iterator[tuple[int, str, Any]]:
+    """Yield each layer with a router as (number of its chunk, name in the chunk, layer)."""
+    for number, chunk in enumerate(model_chunks):
+        for name, module in chunk.named_modules():
+            if getattr(getattr(module, "mlp", None), "router", None) is not None:
+                yield number, name, module
+
+
+def _config_shares_rows(chunk: nn.Module) -> bool:
+    """Return whether the model's config, alike on all ranks, splits routers' rows over ranks."""
+    configs = (getattr(module, "config", None) for module in chunk.modules())
+    config = next((config for config in configs if hasattr(config, "num_moe_experts")), None)
+    return bool(
+        config is not None
+        and config.num_moe_experts
+        and (getattr(config, "tensor_model_parallel_size", 1) or 1) > 1
+    )
+
+
+def _shares_rows(layer: Any) -> bool:
+    """Return whether a layer's rows are split over tensor-parallel ranks, which count together."""
+    return bool(layer.mlp.router.tp_group.size() > 1)
+
+
+def _is_attention(module: nn.Module) -> bool:
+    return hasattr(module, _GROUPS) and hasattr(module, "core_attention")
+
+
+def _follow(attention: Any, undo: ExitStack) -> None:
+    model_groups = attention.pg_collection
+    # Keyed by id(group); each value keeps its group alive.
+    collections: dict[int, Any] = {}
+
+    def hook(module: Any, _args: Any, kwargs: dict[str, Any]) -> None:
+        group = getattr(kwargs.get(ARGUMENT), "cp_group", None)
+        if group is None:
+            module.pg_collection = model_groups
+            return
+        if id(group) not in collections:
+            collections[id(group)] = copy.copy(model_groups)
+            collections[id(group)].cp = group
+        module.pg_collection = collections[id(group)]
+
+    setattr(hook, _HOOK_MARK, True)
+    if is_latent_attention(attention):
+        undo.callback(use_groups_in_latent_attention(attention))
+    undo.callback(setattr, attention, _GROUPS, model_groups)
+    undo.callback(attention.register_forward_pre_hook(hook, with_kwargs=True).remove)
+
+
+def _follow_with_router(layer: Any, groups: ContextGroups | None, undo: ExitStack) -> None:
+    """Hook a layer with experts, whose router does not get the ``packed_seq_params`` itself.
+
+    Args:
+        layer: the layer.
+        groups: maps a microbatch's group to the one that routers count over; None: they count over
+            the microbatch's group.
+        undo: collects the callbacks that undo it.
+    """
+    set_group, undo_router = follow_in_router(layer.mlp.router)
+
+    def hook(_module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
+        group = getattr(kwargs.get(ARGUMENT), "cp_group", None)
+        set_group(group if groups is None else groups.of_routers(group))
+
+    setattr(hook, _ROUTER_GROUPS, groups)
+    undo.callback(undo_router)
+    undo.callback(layer.register_forward_pre_hook(hook, with_kwargs=True).remove)
+
+
+def make_attention_stream() -> None:
+    """Create the stream of context-parallel attention, if there is none.
+
+    Megatron creates it only for a static context-parallel size above 1, and passes it to
+    Transformer Engine together with a microbatch's group. It stays for the life of the process, as
+    Megatron's does.
+    """
+    if importlib.util.find_spec("transformer_engine") is None:
+        return
+    extension = import_megatron("megatron.core.extensions.transformer_engine")
+    attention: Any = getattr(extension, "TEDotProductAttention", None)
+    if attention is not None and getattr(attention, "cp_stream", None) is None:
+        attention.cp_stream = torch.cuda.Stream()
+
+
+def is_latent_attention(module: Any) -> bool:
+    """Return whether a module is multi-latent attention, which embeds positions by itself."""
+    return hasattr(module, "get_query_key_value_tensors") and hasattr(module, "kv_layernorm")
+
+
+def use_groups_in_latent_attention(attention: Any) -> Callable[[], None]:
+    """Make multi-latent attention accept microbatches with their own context-parallel group.
+
+    Megatron refuses them by an assertion, and without a static context-parallel size it takes the
+    first rows of the table of positions, whichever rows the rank holds. The group is
+    ``attention.pg_collection.cp`` at each call.
+
+    Returns:
+        A function that undoes it.
+    """
+    get = attention.get_query_key_value_tensors
+    signature = inspect.signature(get)
+    config = attention.config
+    configs: dict[int, Any] = {}  # by context-parallel size
+
+    def get_tensors(*args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(*args, **kwargs)
+        params = call.arguments.get("packed_seq_params")
+        if params is None or params.local_cp_size is None:
+            return get(*args, **kwargs)
+        call.arguments["packed_seq_params"] = params_without_size = copy.copy(params)
+        params_without_size.local_cp_size = None
+        size = attention.pg_collection.cp.size()
+        if size not in configs:
+            configs[size] = copy.copy(config)
+            configs[size].context_parallel_size = size
+        attention.config = configs[size]
+        try:
+            return get(*call.args, **call.kwargs)
+        finally:
+            attention.config = config
+
+    attention.get_query_key_value_tensors = get_tensors
+
+    def undo() -> None:
+        del attention.get_query_key_value_tensors
+
+    return undo
+
+
+def follow_in_router(router: Any) -> tuple[Callable[[Any], None], Callable[[], None]]:
+    """Make a router balance the tokens of a microbatch over all ranks that share it.
+
+    Megatron's routers count the tokens of an expert over the model's tensor- and context-parallel
+    ranks. This one counts over the microbatch's ranks, for the microbatch's losses. A microbatch of
+    context-parallel size C weighs C times as much as one of size 1 in gradients and metrics, since
+    it has C times the rows; Megatron does the same with a static size. The z-loss stays a mean over
+    the rank's tokens, and the global loss is over all ranks anyway.
+
+    Args:
+        router: a ``TopKRouter`` of a model without static context parallelism, so that its own
+            group consists of its tensor-parallel ranks.
+
+    Returns:
+        A function that sets the group of the next call (tensor-parallel ranks included; None: the
+        router's own), and a function that undoes it all.
+    """
+    own = router.tp_cp_group
+    attach, z_loss = router.attach_and_log_load_balancing_loss, router.apply_z_loss
+
+    def set_group(group: Any) -> None:
+        router.tp_cp_group = own if group is None else group
+
+    def attach_share(
+        activation: Any, coefficient: Any, loss: Any, name: str, group: Any, *args: Any, **more: Any
+    ) -> Any:
+        current = router.tp_cp_group
+        if group is current and current is not own:
+            # Metrics are reduced after the step, when this microbatch's group is unknown.
+            loss, group = loss * (current.size() // own.size()), own
+        router.tp_cp_group = own
+        try:
+            return attach(activation, coefficient, loss, name, group, *args, **more)
+        finally:
+            router.tp_cp_group = current
+
+    def apply_z_loss(*args: Any, **kwargs: Any) -> Any:
+        current, router.tp_cp_group = router.tp_cp_group, own
+        try:
+            return z_loss(*args, **kwargs)
+        finally:
+            router.tp_cp_group = current
+
+    router.attach_and_log_load_balancing_loss = attach_share
+    router.apply_z_loss = apply_z_loss
+
+    def undo() -> None:
+        del router.attach_and_log_load_balancing_loss, router.apply_z_loss
+        router.tp_cp_group = own
+
+    return set_group, undo

@@ -13,9 +13,8 @@ from torch import nn
 from chunkgraph.engine import ChunkGraphs
 from chunkgraph.errors import ConfigError, TopologyError
 from chunkgraph.megatron.core.access import import_megatron
-from chunkgraph.megatron.features.contexts.router_groups import RouterGroups
 
-__all__ = ["ContextGroups", "HeldGroups", "groups_put_back"]
+__all__ = ["ContextGroups", "HeldGroups"]
 
 _ATTRIBUTES = (
     *("cp_group", "cp_global_ranks", "cp_stream", "cp_comm_type", "pg_collection"),
@@ -32,7 +31,8 @@ class ContextGroups:
     Args:
         world: the global ranks that share a global batch, including this one.
         groups: process group by size; None for this rank alone. The caller keeps ownership.
-        for_routers: the groups that routers count over, where tensor-parallel ranks share rows.
+        for_routers: the groups that routers count over by size above 1, where tensor-parallel ranks
+            share rows. The caller keeps ownership.
 
     Attributes:
         for_routers: as passed.
@@ -47,7 +47,7 @@ class ContextGroups:
         self,
         world: Sequence[int],
         groups: Mapping[int, Any],
-        for_routers: RouterGroups | None = None,
+        for_routers: Mapping[int, Any] | None = None,
     ) -> None:
         self.for_routers = for_routers
         self.world = tuple(world)
@@ -84,12 +84,11 @@ class ContextGroups:
             sizes: the group sizes; each divides the world's size.
             backend: the backend of `torch.distributed`; None: the default one.
             tensor_groups: for a model with experts on several tensor-parallel ranks, the ranks of
-                every tensor-parallel group, each in a different world; routers count tokens over
-                them too.
+                every tensor-parallel group, each at the same place of a different world; routers
+                count tokens over them too.
 
         Raises:
-            TopologyError: a size does not divide a world, this rank is in no world, or the ranks
-                of a tensor-parallel group have different places in their worlds.
+            TopologyError: a size does not divide a world, or this rank is in no world.
         """
         by_size, own_world = {}, None
         created = []
@@ -111,10 +110,25 @@ class ContextGroups:
                         created.append(group)
         if own_world is None:
             raise TopologyError(f"rank {dist.get_rank()} is in none of the worlds.")
-        for_routers = None
-        if tensor_groups:
-            for_routers = RouterGroups.create(worlds, tensor_groups, sizes, backend)
-        groups = cls(own_world, {**by_size, **({1: None} if 1 in sizes else {})}, for_routers)
+        for_routers: dict[int, Any] = {}
+        tensor_ranks = {rank: ranks for ranks in tensor_groups for rank in ranks}
+        for size in sorted(set(sizes) - {1}, reverse=True) if tensor_groups else ():
+            # The worlds of a pipeline stage have the same tensor-parallel groups.
+            unions = {
+                tuple(r for rank in world[first : first + size] for r in tensor_ranks[rank])
+                for world in worlds
+                for first in range(0, len(world), size)
+            }
+            for union in sorted(unions):
+                group = dist.new_group(list(union), backend=backend)
+                if dist.get_rank() in union:
+                    for_routers[size] = group
+                    created.append(group)
+        groups = cls(
+            own_world,
+            {**by_size, **({1: None} if 1 in sizes else {})},
+            for_routers if tensor_groups else None,
+        )
         groups._created = created
         return groups
 
@@ -134,40 +148,6 @@ class ContextGroups:
         needs_more = has_experts and len(tensor_groups[0]) > 1
         return cls.create(worlds, sizes, tensor_groups=tensor_groups if needs_more else ())
 
-    @classmethod
-    def of_megatron(cls, sizes: Sequence[int], *, has_experts: bool = False) -> ContextGroups:
-        """Use the groups that Megatron-core makes with ``hybrid_context_parallel`` (no pipeline).
-
-        Args:
-            sizes: the group sizes.
-            has_experts: see `of_data_parallel`. Megatron makes no groups for routers: these are
-                created here, so all processes of the job call it.
-
-        Raises:
-            TopologyError: Megatron has no group of one of the sizes.
-        """
-        state = import_megatron("megatron.core.parallel_state")
-        get = getattr(state, "get_hybrid_data_context_parallel_groups", None)
-        world = state.get_data_parallel_group(with_context_parallel=True)
-        groups: dict[int, Any] = {}
-        for size in sizes:
-            try:
-                groups[size] = None if size == 1 else get and get(group_size=size)
-            except (AssertionError, KeyError):
-                groups[size] = None
-            if size > 1 and groups[size] is None:
-                raise TopologyError(
-                    f"Megatron has no context-parallel group of {size} ranks. Call "
-                    "initialize_model_parallel(hybrid_context_parallel=True), or use "
-                    "ContextGroups.create()."
-                )
-        for_routers = None
-        if has_experts:
-            worlds, tensor_groups = _ranks_of_megatron()
-            if len(tensor_groups[0]) > 1:
-                for_routers = RouterGroups.create(worlds, tensor_groups, sizes)
-        return cls(dist.get_process_group_ranks(world), groups, for_routers)
-
     @property
     def sizes(self) -> tuple[int, ...]:
         """Return the group sizes, largest first."""
@@ -184,7 +164,7 @@ class ContextGroups:
         return self._groups[size]
 
     def of_routers(self, group: Any) -> Any:
-        """Return the group over which routers count tokens of a microbatch; see `RouterGroups`.
+        """Return the group over which routers count tokens of a microbatch.
 
         Args:
             group: the microbatch's context-parallel group, one of these; None: this rank alone.
@@ -204,9 +184,9 @@ class ContextGroups:
                 f"rank {dist.get_rank()}: the context-parallel group of the ranks "
                 f"{dist.get_process_group_ranks(group)} {why} those that follow_groups was called "
                 "with. Make all groups with ContextGroups.of_data_parallel(sizes, "
-                "has_experts=True) or of_megatron, and use them for the microbatches."
+                "has_experts=True), and use them for the microbatches."
             )
-        return self.for_routers.of(size)
+        return None if size == 1 else self.for_routers[size]
 
     def hold(self, graphs: ChunkGraphs) -> None:
         """Refuse to close while this engine has graphs."""
@@ -223,8 +203,6 @@ class ContextGroups:
                 "Context-parallel groups were closed while chunk graphs hold collectives of them, "
                 "for which NCCL would wait forever. Call detach() or release() first."
             )
-        if self.for_routers is not None:
-            self.for_routers.close()
         while self._created:
             dist.destroy_process_group(self._created.pop())
 
@@ -260,9 +238,13 @@ class HeldGroups:
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """Restore the groups after a capture session, and record which modules held one before."""
-        self._holders = [m for m in _submodules(self.modules) if vars(m).keys() & set(_ATTRIBUTES)]
-        with groups_put_back(self.modules):
+        """Restore the groups after a capture session, and record which modules held one before.
+
+        Transformer Engine's attention keeps the group of its last call, here the last bank's.
+        """
+        modules = _submodules(self.modules)
+        self._holders = [m for m in modules if vars(m).keys() & set(_ATTRIBUTES)]
+        with _put_back(modules):
             yield
 
     @contextmanager
@@ -271,17 +253,6 @@ class HeldGroups:
         holders = self._holders if is_replayed else None
         with _put_back(_submodules(self.modules) if holders is None else holders):
             yield
-
-
-@contextmanager
-def groups_put_back(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Restore, on exit, the context-parallel group that every module has on entry.
-
-    Transformer Engine's attention keeps the group of its last call; in a capture session that is
-    the last bank's.
-    """
-    with _put_back(_submodules(modules)):
-        yield
 
 
 def _submodules(modules: Sequence[nn.Module]) -> list[nn.Module]:

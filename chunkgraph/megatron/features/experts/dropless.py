@@ -17,7 +17,7 @@ import torch
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.core.access import private_names
-from chunkgraph.megatron.core.fp8_recipe import fp8_recipe
+from chunkgraph.megatron.core.model_kinds import fp8_recipe
 from chunkgraph.megatron.features.experts.counts import RowCounts
 from chunkgraph.megatron.features.experts.dispatch import scattered_routes
 from chunkgraph.megatron.features.experts.dropless_dispatch import (

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from chunkgraph.megatron.core.access import patch_attributes, private_names
-from chunkgraph.megatron.core.fp8_recipe import fp8_recipe
+from chunkgraph.megatron.core.model_kinds import fp8_recipe
 from chunkgraph.megatron.features.experts.dropless_rows import DeviceSplits, Shuffle, padded_rows
 from chunkgraph.megatron.features.experts.grouped_gemm import (
     FP8_MULTIPLES,

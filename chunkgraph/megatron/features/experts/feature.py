@@ -20,7 +20,7 @@ from chunkgraph.engine.decide.reasons import agree_alone
 from chunkgraph.errors import ConfigError, TokenDropError
 from chunkgraph.megatron.captured_part import CapturedPart
 from chunkgraph.megatron.core.agreement import agree_by_maximum
-from chunkgraph.megatron.feature import LimitedFeature, Work, chained
+from chunkgraph.megatron.feature import LimitedFeature, Shortage, Step, Work, chained
 from chunkgraph.megatron.features.experts.capacity import CapacityExperts
 from chunkgraph.megatron.features.experts.counts import DropReport
 from chunkgraph.megatron.features.experts.dropless import Dropless
@@ -40,7 +40,6 @@ from chunkgraph.megatron.features.experts.rows_in_use import moe_layers_of
 from chunkgraph.megatron.features.experts.state import ExpertState, routers_of
 from chunkgraph.megatron.rules.experts import MOE_RULES, PADDED_ROWS_RULES, uses_dropless
 from chunkgraph.megatron.site import Site
-from chunkgraph.megatron.step import Shortage, Step
 
 if TYPE_CHECKING:
     from chunkgraph.megatron.attached import MegatronChunkGraphs

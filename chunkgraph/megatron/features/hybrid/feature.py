@@ -12,8 +12,11 @@ from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.captured_part import Call, CapturedPart
 from chunkgraph.megatron.core.model_kinds import is_stack
 from chunkgraph.megatron.feature import Feature, Work
-from chunkgraph.megatron.features.hybrid.layers import mamba_mixers_of, packed_mamba_rows
-from chunkgraph.megatron.features.hybrid.padding import clear_mamba_padding
+from chunkgraph.megatron.features.hybrid.layers import (
+    clear_mamba_padding,
+    mamba_mixers_of,
+    packed_mamba_rows,
+)
 from chunkgraph.megatron.features.packing.params import ARGUMENT
 from chunkgraph.megatron.rules.hybrid import HYBRID_RULES
 from chunkgraph.megatron.site import Site

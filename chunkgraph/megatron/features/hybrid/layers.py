@@ -1,25 +1,37 @@
-"""Adapt Megatron-core's hybrid layers: the local stack, and the row numbers of Mamba mixers."""
+"""Adapt Megatron-core's hybrid layers: the local stack, row numbers and padding of Mamba layers.
+
+A mixer skips no rows: the gradients of its weights sum products over all rows, and 0 times NaN is
+NaN. So the rows after the last document are replaced by zeros before and after a layer, by
+selection. The selection after the layer also zeroes the gradient that flows back into these rows.
+
+Padding between documents (context parallelism, ``pad_seq_to_mult``) stays as it is. With zeros
+there, graphs and eager training differ in the last bits, probably because a kernel accumulates its
+decay within a block of rows across documents.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
 
-from chunkgraph.megatron.core.access import patch_attributes, private_names
+from chunkgraph.megatron.core.access import import_megatron, patch_attributes, private_names
 from chunkgraph.megatron.features.packing.params import with_extra_rows
 
 __all__ = [
     "can_recompute_hybrid_layers",
+    "clear_mamba_padding",
     "has_mamba_kernels",
     "local_stack",
     "mamba_mixers_of",
     "packed_mamba_rows",
+    "rows_after_documents",
 ]
 
 _MIXER = "megatron.core.ssm.mamba_mixer"
@@ -86,3 +98,94 @@ def packed_mamba_rows() -> Iterator[None]:
         yield
     finally:
         undo()
+
+
+_LAYER = "megatron.core.ssm.mamba_layer"
+_PARAMS = "packed_seq_params"
+_HIDDEN = "hidden_states"
+
+
+def clear_mamba_padding(modules: Iterable[nn.Module]) -> Callable[[], None]:
+    """Zero the rows after the documents for all Mamba layers in ``modules``, eager or captured.
+
+    Rows of documents keep their bits, and so do all gradients if the other rows are finite. A call
+    without packed sequences does not change.
+
+    Returns:
+        A function that undoes this.
+    """
+    kind = getattr(sys.modules.get(_LAYER), "MambaLayer", None)
+    undo = ExitStack()
+    for module in modules:
+        if kind is not None and isinstance(module, kind):
+            cleared = _Cleared()
+            for handle in (
+                module.register_forward_pre_hook(cleared.enter, with_kwargs=True),
+                module.register_forward_hook(cleared.leave, with_kwargs=True),
+            ):
+                undo.callback(handle.remove)
+    return undo.close
+
+
+def rows_after_documents(
+    offsets: torch.Tensor, padded: torch.Tensor | None, first: int, num_rows: int, size: int = 1
+) -> torch.Tensor:
+    """Mark the rows after the last document that has a token.
+
+    Each of C context-parallel ranks has one C-th of every document's rows, in the documents' order
+    (the rule of Transformer Engine's ``thd_get_partitioned_indices``).
+
+    Args:
+        offsets: Offsets of the documents in tokens, [documents + 1].
+        padded: Offsets of the documents in rows; None if documents have no padding.
+        first: Index of the first row, among the rows of the rank.
+        num_rows: Number of rows.
+        size: Number of context-parallel ranks.
+
+    Returns:
+        Bool tensor [num_rows] on the device of ``offsets``.
+    """
+    ends = (offsets if padded is None else padded)[1:]
+    end = (ends * (offsets.diff() > 0)).amax() // size
+    rows = torch.arange(first, first + num_rows, device=offsets.device, dtype=offsets.dtype)
+    return rows >= end
+
+
+class _Cleared:
+    """Hooks of one layer; `enter` computes the padding mask that `leave` uses."""
+
+    def __init__(self) -> None:
+        self._padding: torch.Tensor | None = None
+
+    def enter(
+        self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Return the layer's arguments with zeros in padding rows; None if there are none."""
+        hidden = args[0] if args else kwargs[_HIDDEN]
+        self._padding = _padding_of(layer, kwargs, hidden.size(0))
+        if self._padding is None:
+            return None
+        cleared = hidden.masked_fill(self._padding, 0.0)
+        return ((cleared, *args[1:]), kwargs) if args else ((), {**kwargs, _HIDDEN: cleared})
+
+    def leave(
+        self, _layer: nn.Module, _args: Any, _kwargs: Any, result: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Return the layer's result with zeros in padding rows, which pass no gradient back."""
+        padding, self._padding = self._padding, None
+        return None if padding is None else result.masked_fill(padding, 0.0)
+
+
+def _padding_of(layer: Any, kwargs: dict[str, Any], num_rows: int) -> torch.Tensor | None:
+    """Return the mask of this rank's padding rows, [rows, 1, 1]; None without documents."""
+    params = kwargs.get(_PARAMS)
+    if params is None or params.qkv_format != "thd" or params.cu_seqlens_q is None:
+        return None
+    first = 0
+    if layer.config.sequence_parallel:
+        state = import_megatron("megatron.core.parallel_state")
+        first = state.get_tensor_model_parallel_rank() * num_rows
+    padding = rows_after_documents(
+        params.cu_seqlens_q, params.cu_seqlens_q_padded, first, num_rows, layer.mixer.cp.cp_size
+    )
+    return padding[:, None, None]

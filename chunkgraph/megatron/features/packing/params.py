@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from numpy.typing import NDArray
+from torch import nn
 from torch.nn import functional
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.core.access import import_megatron
-from chunkgraph.packing import PackedSequences, PackedShape
+from chunkgraph.packing import ContextLimits, PackedSequences, PackedShape
 
 __all__ = [
     "ARGUMENT",
@@ -29,11 +30,13 @@ __all__ = [
     "is_packed",
     "join_params",
     "make_params",
+    "needs_tokens_in_pieces",
     "num_extra_rows",
     "refuse_other_context",
     "refuse_other_length",
     "refuse_predictions_over_padding",
     "refuse_rows_after_offsets",
+    "shares_keys",
     "split_params",
     "to_device",
     "with_extra_rows",
@@ -112,6 +115,54 @@ def refuse_predictions_over_padding(shape: PackedShape, config: Any) -> None:
             "then mixes labels of different ones. Pass PackedShape(..., counts_padding=True) to "
             "attach() and pack into that shape, or leave multi-token prediction out."
         )
+
+
+def needs_tokens_in_pieces(
+    chunks: Sequence[nn.Module], config: Any, limits: ContextLimits | None = None
+) -> bool:
+    """Return whether to warn about documents with context-parallel pieces without tokens.
+
+    With four ranks on H200s (Transformer Engine 2.20.2), documents of 10 tokens and more, and heads
+    that share keys, gradient norms of graphs differed from eager ones, and those of eager steps
+    differed between memory layouts. Without shared keys or without empty pieces they were equal.
+    The likely cause is Transformer Engine's issue 2448: cuDNN's backward sums the workspaces of
+    heads, and a sequence without queries leaves its workspace uninitialized.
+
+    Args:
+        chunks: The model chunks.
+        config: Megatron's TransformerConfig.
+        limits: Limits of changing context-parallel sizes; None for the config's size.
+    """
+    size = getattr(config, "context_parallel_size", 1) or 1
+    if limits is not None:
+        size = 1 if limits.counts_padding else max(limits.group_sizes)
+    return size > 1 and shares_keys(config) and _is_transformer_engines(chunks)
+
+
+def shares_keys(config: Any) -> bool:
+    """Return whether several attention heads share one head of keys and values.
+
+    Args:
+        config: Megatron's TransformerConfig, or its arguments.
+    """
+    groups = getattr(config, "num_query_groups", None)
+    return (
+        groups is not None
+        and groups < config.num_attention_heads
+        # Only in arguments: the number has an effect only with this flag.
+        and getattr(config, "group_query_attention", True)
+        and not getattr(config, "multi_latent_attention", False)
+    )
+
+
+def _is_transformer_engines(chunks: Sequence[nn.Module]) -> bool:
+    """Return whether the attention is Transformer Engine's."""
+    return any(
+        kind.__module__.startswith("transformer_engine.") and "Attention" in kind.__name__
+        for chunk in chunks
+        for module in chunk.modules()
+        for kind in type(module).__mro__
+    )
 
 
 def split_params(params: Any, label: str) -> dict[str, Any]:

@@ -14,14 +14,14 @@ from typing import Any
 
 from chunkgraph.engine import Agree
 from chunkgraph.errors import ConfigError, PackingError, SlotError
+from chunkgraph.megatron.feature import StepInputs, StepPlan, StepPlanner
 from chunkgraph.megatron.features.packing.bank import PackedBank, digest_of_plan
 from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.megatron.features.packing.derived_calls import derived_call
 from chunkgraph.megatron.features.packing.params import refuse_other_length
-from chunkgraph.megatron.step import StepInputs, StepPlan, StepPlanner
-from chunkgraph.packing import PackedShape, reason_not_to_fit
+from chunkgraph.packing import reason_not_to_fit
 
-__all__ = ["Packings", "StepPlans", "misfit_of"]
+__all__ = ["Packings", "StepPlans"]
 
 Packings = Sequence[Sequence[int]]
 """For each microbatch of a step, the tokens of each of its documents."""
@@ -178,7 +178,7 @@ class StepPlans(StepPlanner):
         self, inputs: StepInputs, packings: Packings, num_microbatches: int | None
     ) -> _Contents:
         largest = self._banks.largest_shape
-        misfit = inputs.misfit or misfit_of(packings, largest, num_microbatches, self._rank)
+        misfit = inputs.misfit or self._misfit_of(packings, num_microbatches)
         rows = self._microbatch_rows(packings, inputs.buckets, misfit)
         banks = [
             self._banks.fewest_sequences(lengths, self.shapes[n]) if n in self.shapes else None
@@ -190,6 +190,23 @@ class StepPlans(StepPlanner):
         ]
         plain = replace(inputs, packings=_plain(packings))
         return _Contents(plain, misfit, banks, rows, cut_for)
+
+    def _misfit_of(self, packings: Packings, num_microbatches: int | None) -> str:
+        """Return why the packings of a step do not fit the largest shape, or ""."""
+        if num_microbatches not in (None, len(packings)):
+            raise ConfigError(
+                f"rank {self._rank}: the step has {num_microbatches} microbatches, but "
+                f"{len(packings)} packings. Pass the document lengths of every microbatch."
+            )
+        reasons = []
+        for microbatch, lengths in enumerate(packings):
+            try:
+                reasons.append(reason_not_to_fit(lengths, self._banks.largest_shape))
+            except PackingError as error:
+                raise PackingError(
+                    f"rank {self._rank}, microbatch {microbatch}: {error}"
+                ) from error
+        return next((reason.value for reason in reasons if reason is not None), "")
 
     def _contents_of_rows(self, inputs: StepInputs, num_microbatches: int) -> _Contents:
         """Return the contents of a step that is not replayed and has unknown documents."""
@@ -337,37 +354,6 @@ class StepPlans(StepPlanner):
                 stacklevel=2,
             )
             return
-
-
-def misfit_of(
-    packings: Packings, shape: PackedShape, num_microbatches: int | None, rank: int
-) -> str:
-    """Return why the packings of a step do not fit, or "".
-
-    Args:
-        packings: The packings of all microbatches of the step, from this rank's data.
-        shape: The shape for which graphs are captured.
-        num_microbatches: Number of microbatches of the step; None if not known yet.
-        rank: The rank, for errors.
-
-    Raises:
-        ConfigError: The number of packings differs from the number of microbatches.
-        PackingError: A microbatch has no documents, or a document has no tokens.
-    """
-    if num_microbatches is not None and len(packings) != num_microbatches:
-        raise ConfigError(
-            f"rank {rank}: the step has {num_microbatches} microbatches, but {len(packings)} "
-            "packings. Pass the document lengths of every microbatch of the step."
-        )
-    misfit = ""
-    for microbatch, lengths in enumerate(packings):
-        try:
-            reason = reason_not_to_fit(lengths, shape)
-        except PackingError as error:
-            raise PackingError(f"rank {rank}, microbatch {microbatch}: {error}") from error
-        if reason is not None and not misfit:
-            misfit = reason.value
-    return misfit
 
 
 def _plain(packings: Packings) -> list[list[int]]:

@@ -12,17 +12,14 @@ from torch import nn
 from chunkgraph.engine import StepMode
 from chunkgraph.errors import SlotError
 from chunkgraph.megatron.attached import MegatronChunkGraphs
-from chunkgraph.megatron.features.contexts import (
-    HeldGroups,
-    groups_put_back,
-)
 from chunkgraph.megatron.features.contexts.feature import Contexts
+from chunkgraph.megatron.features.contexts.groups import HeldGroups
 
 
 def test_modules_get_their_groups_back() -> None:
     outer = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     outer[0].cp_group = outer[0].tp_cp_group = "before"
-    with groups_put_back([outer, outer[0]]):
+    with HeldGroups([outer, outer[0]]).capturing():
         outer[0].cp_group = outer[1].cp_group = outer[1].cp_stream = "of the last bank"
         outer[0].tp_cp_group = "a router's, of the last bank"
     assert outer[0].cp_group == outer[0].tp_cp_group == "before"

@@ -10,8 +10,7 @@ from torch import nn
 
 from chunkgraph.errors import ConfigError, TopologyError
 from chunkgraph.megatron.features.contexts import ContextGroups, follow_groups
-from chunkgraph.megatron.features.contexts.attention import refuse_without_groups
-from chunkgraph.megatron.features.contexts.router_groups import RouterGroups
+from chunkgraph.megatron.features.contexts.feature import refuse_without_groups
 
 # No `megatron` marker: `test_context_training` has whole jobs.
 
@@ -141,7 +140,7 @@ def test_groups_of_routers_belong_to_those_of_microbatches(one_rank: Any) -> Non
     import torch.distributed as dist
 
     world = dist.group.WORLD
-    alone = ContextGroups([0], {1: world}, RouterGroups({}))
+    alone = ContextGroups([0], {1: world}, {})
     assert alone.of_routers(None) is alone.of_routers(world) is None
     without = ContextGroups([0], {1: world})
     with pytest.raises(TopologyError, match=r"rank 0: .* ranks \[0\] has no group of routers"):
@@ -152,17 +151,3 @@ def test_groups_of_routers_belong_to_those_of_microbatches(one_rank: Any) -> Non
     dist.destroy_process_group(other)
     assert ContextGroups.create([[0]], [1]).for_routers is None
     assert ContextGroups.of_data_parallel([1], has_experts=True).for_routers is None
-
-
-@pytest.mark.parametrize(
-    ("tensor_groups", "message"),
-    [
-        ([[0, 3], [2, 1]], r"ranks \[0, 3\] must have the same place"),
-        ([[0, 1], [2, 3]], r"ranks \[0, 1\] must have the same place"),
-        ([[0, 2]], r"tensor_groups has only some of the ranks \[0, 1\]"),
-        ([[0, 4], [1, 5]], r"ranks \[0, 4\] are in no world"),
-    ],
-)
-def test_tensor_parallel_ranks_that_cannot_be(tensor_groups: list[list[int]], message: str) -> None:
-    with pytest.raises(TopologyError, match=message):
-        RouterGroups.create([[0, 1], [2, 3]], tensor_groups, [2])

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from chunkgraph.errors import ConfigError, ReplayMismatchError, SlotError, TopologyError
+from chunkgraph.megatron.feature import StepInputs
 from chunkgraph.megatron.features.contexts import (
     ContextGroups,
     follow_groups,
@@ -21,7 +22,6 @@ from chunkgraph.megatron.features.packing.bank import PackedBank, ScheduledBanks
 from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.megatron.features.packing.derived_calls import derived_call
 from chunkgraph.megatron.features.packing.steps import StepPlans
-from chunkgraph.megatron.step import StepInputs
 from chunkgraph.packing import ContextLimits, pack, schedule_contexts
 
 # No `megatron` marker: only process groups are Megatron's, the same in all releases.
@@ -209,50 +209,6 @@ def test_banks_are_of_sizes_and_buckets(groups: ContextGroups) -> None:
     ]  # the longest document is on two ranks
     with pytest.raises(ConfigError, match=r"no bank of 2 ranks holds .* of \[30\] tokens"):
         banks.of_schedule(short, [30, 30, 30, 30])
-
-
-def test_banks_are_of_numbers_of_sequences(groups: ContextGroups) -> None:
-    limits = replace(LIMITS, max_packed_seqs=5)
-    banks = PackedBanks.of_limits(limits, groups, cuda_graph_cp_sizes=[2, 1], seq_buckets=[2, 3, 2])
-    assert [(key.size, key.shape.max_packed_seqs) for key in banks.keys] == [
-        (size, count) for size in (2, 1) for count in (5, 3, 2)
-    ]
-    assert repr(banks.keys[2]) == "CP 2 with 8 tokens a rank, 2 sequences"
-    seq_counts = {}
-    for lengths in ([16], [15, 15, 15, 15], [3] * 16, [1] * 16):
-        schedule = schedule_contexts(lengths, limits)
-        for microbatch, key in zip(
-            schedule.of_rank(0), banks.of_schedule(schedule, lengths), strict=True
-        ):
-            num_documents = max(len(microbatch.documents), 1)
-            assert key.shape.max_packed_seqs > num_documents
-            seq_counts[num_documents] = key.shape.max_packed_seqs
-    assert seq_counts == {1: 2, 2: 3, 4: 5}
-    for size, count in ((1, 5), (1, 3), (2, 2)):
-        source, target = (
-            banks.keys[0],
-            next(k for k in banks.keys if (k.size, k.shape.max_packed_seqs) == (size, count)),
-        )
-        packed = pack([3, 2, 4], source.shape)
-        offsets = torch.from_numpy(packed.cu_seqlens_padded)
-        name = "packed_seq_params.cu_seqlens_q_padded"
-        hidden = torch.ones(8, 1, 4)
-        _, kwargs = derived_call(0, (hidden,), {name: offsets}, source, target)
-        assert len(kwargs[name]) == target.shape.max_packed_seqs + 1
-        assert kwargs[name][-1] == 8 * size
-    for key in banks.keys:  # from offsets for the most sequences, and from the bank's own
-        own = pack([3], key.shape).cu_seqlens_padded.tolist()
-        for shape in (limits.shape(key.size), key.shape):
-            offsets = torch.from_numpy(pack([3], shape).cu_seqlens_padded)
-            assert banks.with_offsets_of(key, {name: offsets})[name].tolist() == own
-    with pytest.raises(
-        ConfigError, match=r"seq_buckets contains 5; .* below max_packed_seqs \(5\)"
-    ):
-        PackedBanks.of_limits(limits, groups, seq_buckets=[5])
-    for rows, shorter, fewer in ((1024, (), {32, 64}), (1026, (), {64}), (1026, (8,), {32, 64})):
-        many = replace(LIMITS, max_packed_seqs=128, max_tokens_per_rank=rows)
-        by_default = PackedBanks.of_limits(many, groups, buckets=shorter)
-        assert {key.shape.max_packed_seqs for key in by_default.keys} == {128, *fewer}
 
 
 def test_sizes_and_buckets_that_cannot_be(groups: ContextGroups) -> None:

@@ -139,37 +139,6 @@ def test_a_hundred_steps(
     check(run_cases(cases, 2, timeout_s=280.0), cases)
 
 
-@pytest.mark.multigpu(4)
-@pytest.mark.timeout(590)
-@pytest.mark.parametrize("kind", ["dense", "latent_experts"])
-@pytest.mark.parametrize("ranks", ["cp4", "pp2_cp2", "tp2_cp2"])
-def test_a_hundred_steps_on_four_gpus(
-    ranks: str, kind: str, run_cases: Callable[..., Any], make_case: Callable[..., dict[str, Any]]
-) -> None:
-    """The same with more ranks, pipeline and tensor parallelism."""
-    kinds: dict[str, dict[str, Any]] = {
-        "dense": {},
-        "latent_experts": {"moe": _EXPERTS, "options": _LATENT},
-    }
-    small: dict[str, Any] = {
-        "model": {"num_layers": 2},
-        "num_steps": 100,
-        "capture": {"scope": "chunk"},
-        **kinds[kind],
-    }
-    pipelines: dict[str, tuple[list[int], dict[str, Any]]] = {
-        "cp4": ([1, 2, 4], {"data_parallel_size": 4}),
-        "pp2_cp2": ([1, 2], {"pipeline_model_parallel_size": 2, "data_parallel_size": 2}),
-        "tp2_cp2": (
-            [1, 2],
-            {"tensor_model_parallel_size": 2, "sequence_parallel": True, "data_parallel_size": 2},
-        ),
-    }
-    sizes, pipeline = pipelines[ranks]
-    cases = {ranks: make_case(sizes, **pipeline, **small)}
-    check(run_cases(cases, 4, timeout_s=580.0), cases)
-
-
 @pytest.mark.multigpu
 def test_latent_attention_and_experts(
     run_cases: Callable[..., Any], make_case: Callable[..., dict[str, Any]]
@@ -239,25 +208,5 @@ def test_four_gpus(
     run_cases: Callable[..., Any], make_case: Callable[..., dict[str, Any]], name: str
 ) -> None:
     sizes, settings = _ON_FOUR[name]
-    cases = {name: make_case(sizes, **settings)}
-    check(run_cases(cases, 4, timeout_s=280.0), cases)
-
-
-_SMALL: dict[str, Any] = {"model": {"num_layers": 2}, "num_steps": 9, "capture": _CHUNK}
-_BOTH: dict[str, Any] = {"moe": _EXPERTS, "options": _LATENT, **_SMALL}
-_LATENT_ON_FOUR: dict[str, tuple[list[int], dict[str, Any]]] = {
-    "cp4_ep2": ([1, 2, 4], {"data_parallel_size": 4, "expert_model_parallel_size": 2, **_BOTH}),
-    "pp2_cp2": ([1, 2], {**_PP2, **_BOTH}),
-    "tp2_cp2": ([1, 2], {**_TP2, "options": _LATENT, **_SMALL}),
-}
-
-
-@pytest.mark.multigpu(4)
-@pytest.mark.parametrize("name", _LATENT_ON_FOUR)
-def test_latent_attention_and_experts_on_four_gpus(
-    run_cases: Callable[..., Any], make_case: Callable[..., dict[str, Any]], name: str
-) -> None:
-    """Ranks share experts, while one, two or four of them share each microbatch."""
-    sizes, settings = _LATENT_ON_FOUR[name]
     cases = {name: make_case(sizes, **settings)}
     check(run_cases(cases, 4, timeout_s=280.0), cases)

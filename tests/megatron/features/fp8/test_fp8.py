@@ -15,7 +15,7 @@ from in_process import Trained
 from chunkgraph.engine import CaptureOptions
 from chunkgraph.errors import CaptureError
 from chunkgraph.megatron import attach
-from chunkgraph.megatron.features.fp8.feature import reset_fp8
+from chunkgraph.megatron.features.fp8 import reset_fp8
 from chunkgraph.trainer.model import build_model, build_optimizer, zero_gradients
 from chunkgraph.trainer.setup import seed_everything
 

@@ -15,8 +15,7 @@ from quantized_weight import Quantized, QuantizedWeight
 from chunkgraph.engine import Chunk, ChunkGraphs, Host
 from chunkgraph.errors import CaptureError, ReplayMismatchError
 from chunkgraph.graphs import RecorderBackend
-from chunkgraph.megatron.features.fp8.feature import Fp8State
-from chunkgraph.megatron.features.fp8.primary_weights import keeps_transposes
+from chunkgraph.megatron.features.fp8 import Fp8State, keeps_transposes
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(60)]
 

@@ -135,12 +135,3 @@ def test_two_gpus(run_equal: Callable[..., Any], make_case: Case) -> None:
         ),
     }
     _check(run_equal(cases, 2, timeout_s=480.0))
-
-
-@pytest.mark.gpu
-def test_nothing_in_a_replayed_step_waits_for_the_device(
-    run_cases: Callable[..., Any], make_case: Case
-) -> None:
-    case = make_case("M*-M", [2, 3, 4], _CHUNK, packed=True)
-    result = run_cases({"probe": {**case, "probe": "packed"}}, 1, timeout_s=280.0)["probe"]
-    assert result["replays"] == 7

@@ -135,25 +135,6 @@ def test_the_document_of_each_row_is_an_input_of_the_slot(flight: Flight) -> Non
     assert rows[0].data_ptr() != rows[1].data_ptr()
 
 
-@only_block
-def test_rows_that_slots_share_give_wrong_gradients(
-    flight: Flight, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Broken on purpose: with one ``seq_idx`` for all slots the test above fails."""
-    from mamba_stand_in import Switch
-
-    monkeypatch.setattr(Switch, "buffer", None)
-    monkeypatch.setattr(Switch, "shared", True)
-    flight.step(_PACKINGS[0])
-    for packings in (_PACKINGS[1], _PACKINGS[3]):
-        with monkeypatch.context() as patch:
-            patch.setattr(Switch, "shared", False)
-            expected = flight.eager(packings)
-        wrong = differing(flight.step(packings), expected)
-        assert any("mixer.A_log" in name for name in wrong), wrong
-        assert not any("losses" in name for name in wrong)
-
-
 def test_documents_of_rows_have_room_after_them(
     flight: Flight, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,42 +194,6 @@ def test_documents_know_nothing_of_each_other(flight: Flight) -> None:
         assert torch.equal(before[0, :3], after[0, :3])
 
 
-@only_block
-def test_a_document_has_the_losses_that_it_has_alone(flight: Flight) -> None:
-    """Other documents and the rest of the row do not change its losses."""
-    lengths = [3, 5, 4]
-    batch = flight.batch(lengths)
-    flight.step([lengths], [batch])
-    together = flight.step([lengths], [batch])["losses 0"][0]
-    assert flight.graphs.counters.replays == 1
-    start = 0
-    for length in lengths:
-        alone = flight.batch([length])
-        for name in ("input_ids", "labels"):
-            alone[name][0, :length] = batch[name][0, start : start + length]
-        losses = flight.step([[length]], [alone])["losses 0"][0, :length]
-        torch.testing.assert_close(losses, together[start : start + length])
-        start += length
-
-
-@only_block
-def test_what_the_tail_holds_does_not_matter(flight: Flight) -> None:
-    """Other tokens and labels after the documents change nothing: the first layer clears them."""
-    lengths = [4, 5]
-
-    def run(change: bool) -> dict[str, torch.Tensor]:
-        batch = flight.batch(lengths)
-        if change:
-            batch["input_ids"][0, 9:] = torch.arange(100, 105)
-            batch["labels"][0, 9:] = torch.arange(5)
-        return flight.step([lengths], [batch])
-
-    run(False)
-    before, after = run(False), run(True)
-    assert flight.graphs.counters.replays == 2
-    assert differing(before, after) == []
-
-
 def test_nan_in_the_tail_of_mamba_layers_reaches_nothing(flight: Flight) -> None:
     """Without clearing it would: mixers add up gradients over all rows, and 0 times NaN is NaN."""
     from mamba_poison import Poison
@@ -262,18 +207,6 @@ def test_nan_in_the_tail_of_mamba_layers_reaches_nothing(flight: Flight) -> None
         assert all(value.isfinite().all() for value in actual.values())
         assert differing(actual, expected) == []
     assert flight.graphs.counters.replays == 2
-
-
-@only_block
-def test_without_chunk_graphs_nan_in_the_tail_reaches_gradients(flight: Flight) -> None:
-    """Unmodified layers have the defect, and detached layers are Megatron's again."""
-    from mamba_poison import Poison
-
-    Poison(flight.chunk)
-    flight.graphs.detach()
-    actual = run_flight(flight.chunk, [flight.batch([5, 4, 3])])
-    assert actual["losses 0"][0, :12].isfinite().all()
-    assert any(value.isnan().any() for name, value in actual.items() if "mixer" in name)
 
 
 @only_block
@@ -338,30 +271,6 @@ def test_what_cannot_be_captured_is_named(chunks: list[Any], change: Any, messag
     with pytest.raises(ConfigError, match=message):
         attach(chunks, packing=_SHAPE)
     assert "forward" not in chunks[0].module.decoder.__dict__
-
-
-def test_clearing_rows_without_a_token_changes_no_bit_of_the_others(flight: Flight) -> None:
-    for packings in _PACKINGS:
-        cleared = flight.eager(packings)
-        hooks = [
-            hooks
-            for module in flight.chunk.modules()
-            if type(module).__name__ == "MambaLayer"
-            for hooks in (module._forward_pre_hooks, module._forward_hooks)
-        ]
-        kept = [dict(registry) for registry in hooks]
-        assert kept
-        assert all(kept)
-        for registry in hooks:
-            registry.clear()
-        left = flight.eager(packings)
-        for registry, own in zip(hooks, kept, strict=True):
-            registry.update(own)
-        for number, lengths in enumerate(packings):
-            name = f"losses {number}"
-            of_tokens = slice(0, sum(lengths))
-            assert torch.equal(cleared.pop(name)[0, of_tokens], left.pop(name)[0, of_tokens])
-        assert differing(cleared, left) == []
 
 
 def test_sizes_that_change_are_refused(chunks: list[Any]) -> None:

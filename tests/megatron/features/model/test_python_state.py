@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from chunkgraph.megatron.core.gated_delta import _with_state
+from chunkgraph.megatron.core.capturing import _with_state
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(120)]
 

@@ -16,12 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chunkgraph.errors import ConfigError, PackingError
-from chunkgraph.megatron.features.packing.bank import PackedBank
+from chunkgraph.megatron.feature import StepInputs, StepPlan
+from chunkgraph.megatron.features.packing.bank import PackedBank, PackingOptions
 from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.megatron.features.packing.derived_calls import derived_call
-from chunkgraph.megatron.features.packing.options import PackingOptions
 from chunkgraph.megatron.features.packing.steps import StepPlans
-from chunkgraph.megatron.step import StepInputs, StepPlan
 from chunkgraph.packing import PackedShape, pack
 
 _SHAPE = PackedShape(5, 32)
@@ -97,41 +96,6 @@ def test_each_takes_the_smallest_that_holds_it() -> None:
         return [max(v, 16) for v in values]
 
     assert _buckets().choose(packings, agree) == [16, 16, 32, 32, 32]
-
-
-def test_a_call_of_another_bucket_is_as_that_bucket_would_have_it() -> None:
-    """Shapes, offsets and constants, from the largest to the smallest bucket and back."""
-
-    def call(size: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        packed = pack([3, 2], _buckets().by_rows[size])
-        return (torch.ones(size // 2, 1, 4, requires_grad=True),), {
-            "input_ids": torch.ones(1, size, dtype=torch.long),
-            "padding_mask": torch.from_numpy(packed.padding_mask)[None],
-            "rotary_pos_emb": torch.ones(size, 1, 1, 2),
-            "packed_seq_params.cu_seqlens_q": torch.from_numpy(packed.cu_seqlens),
-            "packed_seq_params.cu_seqlens_q_padded": torch.from_numpy(packed.cu_seqlens_padded),
-            "packed_seq_params.max_seqlen_q": size,
-            "packed_seq_params.qkv_format": "thd",
-            "attention_mask": None,
-        }
-
-    banks = _buckets()
-    for source, target in ((32, 8), (8, 32), (16, 8)):
-        args, kwargs = derived_call(0, *call(source), _bank(banks, source), _bank(banks, target))
-        expected_args, expected = call(target)
-        assert args[0].shape == expected_args[0].shape
-        assert args[0].requires_grad
-        assert kwargs.keys() == expected.keys()
-        for name, value in expected.items():
-            if isinstance(value, torch.Tensor):
-                assert (kwargs[name].shape, kwargs[name].dtype) == (value.shape, value.dtype), name
-            else:
-                assert kwargs[name] == value, name
-        name = "packed_seq_params.cu_seqlens_q_padded"
-        assert torch.equal(kwargs[name], expected[name])
-        assert np.all(np.diff(kwargs["packed_seq_params.cu_seqlens_q"].numpy()) >= 0)
-    with pytest.raises(ConfigError, match=r"Chunk 1 takes bias of shape .*bank of 8 tokens"):
-        derived_call(1, (None,), {"bias": torch.ones(32, 2)}, _bank(banks, 32), _bank(banks, 8))
 
 
 def test_no_sequence_of_another_bucket_is_longer_than_a_document_may_be() -> None:
@@ -279,40 +243,6 @@ def test_each_takes_the_fewest_sequences_that_hold_it() -> None:
             _counted(3, wrong)
 
 
-def test_offsets_of_other_numbers_of_sequences() -> None:
-    """From many to few and back; surplus documents are joined with the last one."""
-    name = "packed_seq_params.cu_seqlens_q"
-
-    def call(packed: Any) -> dict[str, Any]:
-        return {
-            name: torch.from_numpy(packed.cu_seqlens),
-            f"{name}_padded": torch.from_numpy(packed.cu_seqlens_padded),
-        }
-
-    def derived(
-        lengths: list[int], source: tuple[int, int], target: tuple[int, int]
-    ) -> list[list[int]]:
-        packed = pack(lengths, PackedShape(source[1], source[0]))
-        first = torch.ones(source[0], 1, 2)
-        banks = _counted(3)
-        (hidden,), kwargs = derived_call(
-            0, (first,), call(packed), _bank(banks, *source), _bank(banks, *target)
-        )
-        assert hidden.shape == (target[0], 1, 2)
-        assert all(value.dtype == torch.int32 for value in kwargs.values())
-        return [kwargs[n].tolist() for n in (name, f"{name}_padded")]
-
-    assert derived([4, 5], (32, 3), (32, 9)) == [[0, 4] + [9] * 8, [0, 4, 9] + [32] * 7]
-    assert derived([4, 5], (32, 9), (32, 3)) == [[0, 4, 9, 9], [0, 4, 9, 32]]
-    assert derived([1] * 8, (32, 9), (32, 3)) == [[0, 1, 2, 8], [0, 1, 2, 32]]
-    assert derived([3] * 8, (32, 9), (16, 3)) == [[0, 3, 6, 16], [0, 3, 6, 16]]
-    packed = pack([4], PackedShape(9, 32))
-    only = {name: torch.from_numpy(packed.cu_seqlens_padded)}  # from a script that fills all rows
-    banks, hidden = _counted(3), torch.ones(32, 1, 2)
-    _, kwargs = derived_call(0, (hidden,), only, _bank(banks, 32), _bank(banks, 32, 3))
-    assert kwargs[name].tolist() == [0, 4, 32, 32]
-
-
 @given(
     lengths=st.lists(st.integers(1, 12), min_size=1, max_size=8),
     size=st.sampled_from([1, 2]),
@@ -343,27 +273,6 @@ def test_cut_offsets_are_those_of_fewer_sequences(
         kwargs = banks.with_offsets_of(bank, call(shape_of_offsets))
         assert kwargs.keys() == expected.keys()
         assert all(np.array_equal(kwargs[key], expected[key]) for key in expected)
-
-
-def test_offsets_whose_last_sequence_has_the_rest_keep_it() -> None:
-    """A caller may leave the sequences before the last one empty."""
-    name = "packed_seq_params.cu_seqlens_kv_padded"
-    offsets = torch.tensor([0, 4, 7, 7, 7, 7, 7, 7, 7, 32], dtype=torch.int32)
-    banks = _counted(3)
-    kwargs = banks.with_offsets_of(_bank(banks, 32, 3), {name: offsets, "labels": None})
-    assert kwargs[name].tolist() == [0, 4, 7, 32]
-
-
-def test_an_argument_that_counts_rows_stays_where_rows_do() -> None:
-    """With fewer sequences in the same rows, an unknown argument stays unchanged."""
-    mask = torch.ones(1, 1, 32, 32)
-    hidden = torch.ones(32, 1, 2)
-    banks = _counted(3)
-    call = ((hidden,), {"attention_mask": mask}, _bank(banks, 32))
-    _, kwargs = derived_call(0, *call, _bank(banks, 32, 3))
-    assert kwargs["attention_mask"] is mask
-    with pytest.raises(ConfigError, match="attention_mask of shape"):
-        derived_call(0, *call, _bank(banks, 16))
 
 
 def test_other_arguments_and_offsets_are_left_as_they_are() -> None:

@@ -16,7 +16,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from chunkgraph.graphs import RecorderBackend
-from chunkgraph.megatron.features.packing.fused_rope import blocks_spared, pays
 from chunkgraph.megatron.features.packing.rope import forget_rope_rows, packed_rope
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(120)]
@@ -118,27 +117,6 @@ def test_rows_are_turned_as_in_their_documents(
     assert (kernels.num_plain, kernels.num_packed) == ((1, 0) if spared >= 1 << 13 else (0, 1))
 
 
-def test_layers_share_the_table_by_row(
-    kernels: Kernels, rotated: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokens, freqs = _drawn(64, 256)
-    offsets = _offsets([30, 34], 65)
-    seen: list[torch.Tensor] = []
-    plain = kernels.plain
-
-    def watching(t: torch.Tensor, table: torch.Tensor, **options: Any) -> torch.Tensor:
-        seen.append(table)
-        return plain(t, table, **options)
-
-    monkeypatch.setattr(kernels.utils, "fused_apply_rotary_pos_emb", watching)
-    with packed_rope():
-        seen.clear()
-        for _layer in range(3):
-            rotated(tokens, offsets, freqs)
-    assert len(seen) == 3
-    assert all(table is seen[0] for table in seen)
-
-
 def test_one_capture_serves_all_offsets(kernels: Kernels, rotated: Callable[..., Any]) -> None:
     backend = RecorderBackend()
     tokens, freqs = _drawn(64, 256)
@@ -159,12 +137,6 @@ def test_one_capture_serves_all_offsets(kernels: Kernels, rotated: Callable[...,
     graph.release()
 
 
-def test_the_patch_ends_with_the_capture(kernels: Kernels) -> None:
-    with packed_rope():
-        assert kernels.utils.fused_apply_rotary_pos_emb_thd != kernels.packed
-    assert kernels.utils.fused_apply_rotary_pos_emb_thd == kernels.packed
-
-
 def _raises(*_args: Any, **_options: Any) -> torch.Tensor:
     raise RuntimeError("no kernel image")
 
@@ -174,26 +146,11 @@ def _rounds_otherwise(t: torch.Tensor, freqs: torch.Tensor, **_options: Any) -> 
     return torch.nextafter(result, torch.full_like(result, 9.0))
 
 
-class _OtherBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, t: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
-        return Kernels().plain(t, freqs)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient * 1.01, None
-
-
-def _differs_backward(t: torch.Tensor, freqs: torch.Tensor, **_options: Any) -> torch.Tensor:
-    return _OtherBackward.apply(t, freqs)
-
-
 @pytest.mark.parametrize(
     ("plain", "why"),
     [
         (_raises, "no kernel image"),
         (_rounds_otherwise, "last bits"),
-        (_differs_backward, "last bits"),
     ],
 )
 def test_what_gives_other_bits_is_not_used(
@@ -214,52 +171,6 @@ def test_what_gives_other_bits_is_not_used(
     assert all(torch.equal(one, kernels.packed(tokens, many, freqs)) for one in outputs)
     (record,) = caplog.records
     assert why in record.getMessage()
-
-
-@pytest.mark.parametrize(("num_seqs", "takes_rows"), [(256, True), (257, False)])
-def test_transformer_engines_kernel_for_each_row_is_tried_too(
-    kernels: Kernels,
-    rotated: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    num_seqs: int,
-    takes_rows: bool,
-) -> None:
-    """It runs if it saves 65536 blocks or more; below that the difference does not matter."""
-
-    def packed(
-        t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, **options: Any
-    ) -> Any:
-        output = kernels.packed(t, cu_seqlens, freqs, **options)
-        spared = (cu_seqlens.numel() - 1) * freqs.size(0) - t.size(0)
-        return output if spared < 1 << 16 else output * 1.01
-
-    monkeypatch.setattr(kernels.utils, "fused_apply_rotary_pos_emb_thd", packed)
-    tokens, freqs = _drawn(64, 256)
-    with caplog.at_level(logging.WARNING), packed_rope():
-        kernels.num_plain = 0
-        rotated(tokens, _offsets([64], num_seqs), freqs)
-    assert kernels.num_plain == takes_rows
-    assert ("last bits" in caplog.text) is not takes_rows
-
-
-def test_interleaved_angles_keep_the_packed_kernel(kernels: Kernels) -> None:
-    tokens, freqs = _drawn(64, 256)
-    offsets = _offsets([64], 65)
-    with packed_rope():
-        kernels.num_plain = kernels.num_packed = 0
-        kernels.utils.fused_apply_rotary_pos_emb_thd(tokens, offsets, freqs, interleaved=True)
-    assert (kernels.num_plain, kernels.num_packed) == (0, 1)
-
-
-def test_a_table_for_several_sequences_next_to_each_other_keeps_the_packed_kernel(
-    kernels: Kernels, rotated: Callable[..., Any]
-) -> None:
-    tokens, freqs = _drawn(64, 256)
-    with packed_rope():
-        kernels.num_plain = kernels.num_packed = 0
-        rotated(tokens, _offsets([64], 80), freqs.expand(-1, 2, -1, -1))
-    assert (kernels.num_plain, kernels.num_packed) == (0, 1)
 
 
 @pytest.fixture
@@ -319,46 +230,3 @@ def test_a_call_leaves_no_table(
         result = kernels.packed(result, params.cu_seqlens_q, freqs) * 2
     (expected,) = torch.autograd.grad(result.float().sum(), other_leaf)
     assert torch.equal(leaf.grad, expected)
-
-
-def test_layers_with_different_tables_keep_one_at_a_time(
-    rotated: Callable[..., Any], tables: list[weakref.ref[torch.Tensor]]
-) -> None:
-    """In a backward that recomputes the layers one after the other."""
-    from torch.utils.checkpoint import checkpoint
-
-    tokens, _ = _drawn(64, 256)
-    params = SimpleNamespace(cu_seqlens_q=_offsets([30, 34], 80), max_seqlen_q=64)
-    alive: list[int] = []
-    with packed_rope():
-        result = tokens.clone().requires_grad_()
-        for layer in range(4):
-            _, freqs = _drawn(64, 256, seed=layer)
-
-            def turned(t: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
-                output = rotated(t, params.cu_seqlens_q, freqs) * 2
-                alive.append(sum(table() is not None for table in tables))
-                return output
-
-            result = checkpoint(turned, result, freqs, use_reentrant=True)
-        forget_rope_rows(params)
-        alive.clear()
-        tables.clear()
-        result.float().sum().backward()
-    assert alive == [1] * 4
-
-
-@pytest.mark.parametrize(
-    ("shape", "does"),
-    [
-        ((1024, 9, 1024), True),
-        ((1024, 8, 1024), False),
-        ((512, 17, 512), True),
-        ((512, 16, 512), False),
-        ((4096, 64, 4096), True),
-        ((4096, 2, 4096), False),
-        ((4096, 2, 8192), True),  # for two context-parallel ranks
-    ],
-)
-def test_where_it_pays(shape: tuple[int, int, int], does: bool) -> None:
-    assert pays(blocks_spared(*shape)) is does

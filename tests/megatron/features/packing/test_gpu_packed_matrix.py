@@ -26,6 +26,8 @@ _CHUNK: dict[str, Any] = {"capture": {"scope": "chunk"}}
 _POISON: dict[str, Any] = {"capture": {"scope": "chunk", "verify": "poison"}}
 _PP2 = {"pipeline_model_parallel_size": 2}
 _VPP2 = {**_PP2, "virtual_pipeline_model_parallel_size": 2}
+# Enough for the fused kernel of RoPE to start by row.
+_MANY = {"packing": {"max_packed_seqs": 80, "seq_buckets": []}}
 _CP2, _CP4 = {"context_parallel_size": 2}, {"context_parallel_size": 4}
 _BY_SEQUENCE = {"moe": {"moe_router_load_balancing_type": "seq_aux_loss"}}
 
@@ -99,6 +101,8 @@ def test_one_gpu(run_equal: Callable[..., Any], make: Make) -> None:
 def test_two_ranks(run_equal: Callable[..., Any], make: Make) -> None:
     shared, flying = [2, 3, 1, 2, 4], [4, 2, 6, 1, 3]
     cases = {
+        "attention_by_row_cp2": make("attention", shared, _CP2, _CHUNK, _MANY),
+        "attention_by_row_pp2_vpp2": make("attention", [4, 2, 6, 2, 4], _VPP2, _POISON, _MANY),
         "latent_cp2": make("latent", shared, _CP2, _CHUNK),
         "latent_unfused_cp2": make("latent_unfused", shared, _CP2, _POISON),
         "experts_cp2": make("experts", shared, _CP2, _CHUNK),
@@ -135,14 +139,6 @@ def test_documents_that_share_no_block_on_two_ranks(
         "pp2": make("hybrid", _FLYING, _PP2, _CHUNK, apart, text="blocks"),
     }
     _check(run_equal(cases, 2, timeout_s=580.0))
-
-
-@pytest.mark.multigpu
-@pytest.mark.usefixtures("make")
-def test_hybrid_models_are_among_them() -> None:
-    """Skipped to show that cases on two and four ranks leave them out."""
-    if missing := _missing_kernels():
-        pytest.skip(missing)
 
 
 _SHARED, _FLYING = [2, 3, 1, 2, 4], [4, 2, 6, 1, 3]

@@ -21,15 +21,13 @@ from packed_flights import (
 )
 
 from chunkgraph.errors import (
-    ChunkGraphError,
     ConfigError,
-    PackingError,
     ReplayMismatchError,
 )
 from chunkgraph.megatron.features.contexts import ContextGroups, follow_groups
+from chunkgraph.megatron.features.packing.bank import PackingOptions
 from chunkgraph.megatron.features.packing.banks import PackedBanks
-from chunkgraph.megatron.features.packing.offset_cutter import OffsetCutter
-from chunkgraph.megatron.features.packing.options import PackingOptions
+from chunkgraph.megatron.features.packing.feature import Packing
 from chunkgraph.megatron.features.packing.params import split_params
 from chunkgraph.megatron.features.packing.steps import StepPlans
 from chunkgraph.packing import ContextLimits, PackedShape
@@ -100,21 +98,6 @@ def test_no_table_of_rope_outlives_its_forward(
     assert max(num_others) == 0
 
 
-@pytest.mark.parametrize("spec", ["packed_shared_offsets"])
-def test_offsets_that_slots_share_give_wrong_gradients(chunks: list[Any], graphs: Any) -> None:
-    """Broken on purpose: with one buffer for all slots the tests above fail."""
-    from user_specs import SharedOffsetsCore
-
-    run_step(graphs, chunks[0], PACKINGS[0])
-    for packings in (PACKINGS[1], PACKINGS[3]):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(SharedOffsetsCore, "is_broken", False)
-            expected = run_eager(chunks[0], graphs, packings)
-        wrong = differing(run_step(graphs, chunks[0], packings), expected)
-        assert any("linear_qkv" in name for name in wrong), wrong
-        assert not any("losses" in name for name in wrong)
-
-
 def test_documents_know_nothing_of_each_other(chunks: list[Any], graphs: Any) -> None:
     """Other tokens in one document change no loss of another one, and none of its gradients."""
     lengths = [7, 9, 4, 8]
@@ -142,26 +125,6 @@ def test_documents_know_nothing_of_each_other(chunks: list[Any], graphs: Any) ->
         assert differing(run(False, document), run(True, document)) == ["losses 0"]
     assert len(differing(run(False, first), run(True, first))) > 5
     assert graphs.counters.replays > 0
-
-
-def test_what_the_tail_holds_does_not_matter(chunks: list[Any], graphs: Any) -> None:
-    """Other tokens and labels after the documents change no loss of theirs and no gradient."""
-    lengths = [7, 9]
-
-    def run(change: bool) -> dict[str, torch.Tensor]:
-        batch = packed_batch(lengths)
-        if change:
-            batch["input_ids"][0, 16:] = torch.arange(100, 116)
-            batch["labels"][0, 16:] = torch.arange(16)
-        wrapped = graphs.wrap_forward_backward(lambda **_: run_flight(chunks[0], [batch]))
-        return wrapped(num_microbatches=1, packings=[lengths])
-
-    run(False)
-    before, after = run(False), run(True)
-    assert graphs.counters.replays == 2
-    assert not torch.equal(before["losses 0"], after["losses 0"])
-    assert torch.equal(before.pop("losses 0")[0, :16], after.pop("losses 0")[0, :16])
-    assert differing(before, after) == []
 
 
 @pytest.mark.parametrize("spec", ["packed_poisoned"])
@@ -249,22 +212,6 @@ def test_what_differs_from_the_capture_is_named(chunks: list[Any], graphs: Any) 
         call(lambda p: setattr(p, "max_seqlen_kv", torch.tensor(32)))
 
 
-def test_steps_must_know_their_packings(chunks: list[Any], graphs: Any) -> None:
-    run = graphs.wrap_forward_backward(lambda **_: None)
-    with pytest.raises(ConfigError, match="step has no packings"):
-        run(num_microbatches=1)
-    with pytest.raises(ConfigError, match="has 2 microbatches, but 1 packings"):
-        run(num_microbatches=2, packings=[[3]])
-    for bad in ([], [0, 3], [-1]):
-        with pytest.raises(PackingError, match="rank 0, microbatch 1: "):
-            run(num_microbatches=2, packings=[[3], bad])
-    graphs.announce([[3]])
-    with pytest.raises(ChunkGraphError, match="already announced"):
-        graphs.announce([[3]])
-    with pytest.raises(ConfigError, match="announced: 1 with"):
-        run(num_microbatches=1, packings=[[4]])
-
-
 def test_ranks_of_different_shapes_are_reported() -> None:
     questions: list[Any] = []
 
@@ -327,22 +274,6 @@ def test_rows_after_the_last_offset_are_refused(
         check(part, **rows, **whole)
 
 
-@pytest.mark.parametrize(
-    ("packing", "seq_counts"),
-    [
-        (PackedShape(127, 2048), [127]),
-        (PackedShape(256, 2048), [256, 128, 64]),
-        (PackingOptions(PackedShape(127, 2048), (0.5,)), [127, 32] * 2),
-        (PackedShape(127, 32), [127, 32]),
-        (PackingOptions(PackedShape(256, 32), seq_buckets=()), [256]),
-        (PackingOptions(PackedShape(256, 32), seq_buckets=(9,)), [256, 9]),
-    ],
-)
-def test_graphs_for_fewer_sequences(chunks: list[Any], packing: Any, seq_counts: list[int]) -> None:
-    attached = attach(chunks, packing=packing)
-    assert [one.max_packed_seqs for one in attached.packed_shapes] == seq_counts
-
-
 @pytest.fixture
 def seen(chunks: list[Any], monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Record the number of sequences at each run of attention."""
@@ -393,16 +324,6 @@ def test_offsets_of_the_most_sequences_are_cut(
     assert attached.counters.replays == of_graphs + 2
 
 
-def test_another_length_of_the_decoder_is_refused(chunks: list[Any]) -> None:
-    """Megatron's stages receive that many rows, while others send as many as are packed."""
-    attached = attach(chunks, num_slots=[1], packing=SHAPE)
-    run = attached.wrap_forward_backward(lambda **_: run_flight(chunks[0], [packed_batch([5])]))
-    step: dict[str, Any] = {"num_microbatches": 1, "packings": [[5]], "seq_length": 32}
-    with pytest.raises(ConfigError, match=r"decoder_seq_length 64.*packed microbatches have 32"):
-        run(**step, decoder_seq_length=64)
-    run(**step, decoder_seq_length=32)
-
-
 @pytest.mark.parametrize("lengths", [[7, 5, 20], [4, 4, 4], [7, 5, 4, 3, 2]])
 def test_documents_that_were_not_announced_are_not_lost(
     chunks: list[Any], lengths: list[int], monkeypatch: pytest.MonkeyPatch
@@ -415,7 +336,7 @@ def test_documents_that_were_not_announced_are_not_lost(
     with pytest.raises(ConfigError, match=message):
         run(num_microbatches=1, packings=[[32]])
     run(num_microbatches=1, packings=[lengths])
-    monkeypatch.setattr(OffsetCutter, "_refuse_lost", lambda *_: pytest.fail("the host waits"))
+    monkeypatch.setattr(Packing, "_refuse_lost", lambda *_: pytest.fail("the host waits"))
     batch = packed_batch([5])
     run(num_microbatches=1, packings=[[5]])
     assert attached.counters.replays == 1

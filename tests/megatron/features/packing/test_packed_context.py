@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import packed_cases
 import pytest
 from expert_cases import EXPERTS
 from extended_config import extended
@@ -197,25 +196,6 @@ def test_a_pipeline(run_equal: Callable[..., Any], make_case: Case) -> None:
     _check(results)
     _check_experts(results["ep2"])
     _check_experts(results["experts_pp2"])
-
-
-@pytest.mark.megatron
-@pytest.mark.timeout(200)
-@pytest.mark.slow
-def test_four_ranks_share_documents_in_a_pipeline(
-    run_equal: Callable[..., Any], make_case: Case
-) -> None:
-    """Eight ranks. `test_a_pipeline` has experts in a pipeline of four."""
-    shape = {"size": 4, "pipeline_model_parallel_size": 2}
-    pattern = {"hybrid_layer_pattern": "M*-M", "num_layers": 4}
-    hybrid = {**_HYBRID, "model": {**_HYBRID["model"], **pattern}}
-    latent = make_case([2, 1], spec="split_specs:split_latent", model=packed_cases.NORMS, **shape)
-    cases = {
-        "hybrid": make_case([2, 1], **hybrid, **shape),
-    }
-    if packed_cases.HAS_LATENT:
-        cases["latent"] = {**latent, "transformer_options": packed_cases.SMALL_LATENT}
-    _check(run_equal(cases, 8, timeout_s=180.0))
 
 
 @pytest.mark.parametrize("num_query_groups", [2, 4])

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from packed_cases import GPU_MODEL
 
-from chunkgraph.megatron.features.packing.fused_rope import blocks_spared, pays
+from chunkgraph.megatron.features.packing.rope import blocks_spared, pays
 from chunkgraph.packing import PackedShape, pack
 
 Case = Callable[..., dict[str, Any]]
@@ -100,20 +100,6 @@ def make_case(make_config: Callable[..., Any], write_documents: Callable[..., Pa
     return functools.partial(_case, write_documents(range(29, 150), 200), make_config)
 
 
-def _shared(size: int) -> dict[str, Any]:
-    """Return sizes for documents on several ranks.
-
-    cuDNN up to 9.15 cannot be captured if half of a rank's part of the longest sequence is no
-    multiple of 128.
-    """
-    return {"max_packed_seqs": 16, "max_packed_tokens": 256 * size}
-
-
-def _has_own_kernel(num_seqs: int, num_tokens: int) -> bool:
-    """Return whether Transformer Engine starts RoPE by row on a rank with 256 rows."""
-    return blocks_spared(256, num_seqs, num_tokens + 1) >= 1 << 16
-
-
 def _check(results: dict[str, dict[str, Any]]) -> None:
     for name, result in results.items():
         steps = result["steps"]
@@ -125,7 +111,7 @@ def _check(results: dict[str, dict[str, Any]]) -> None:
 @pytest.mark.timeout(500)
 def test_one_gpu(run_equal: Callable[..., Any], make_case: Case) -> None:
     assert pays(blocks_spared(256, _MANY["max_packed_seqs"], 257))
-    assert _has_own_kernel(300, 256)
+    assert blocks_spared(256, 300, 257) >= 1 << 16
     cases = {name: make_case([2, 3, 1, 4], *case) for name, case in _CASES.items()}
     _check(run_equal(cases, 1, timeout_s=480.0))
 
@@ -198,71 +184,6 @@ def test_offsets_for_the_most_sequences_are_cut(
     for name in ("by_default", "unfused", "limited"):
         assert set(results[name]["replays_of_bank"][0]) == {"256 tokens, 32 sequences"}, name
     assert len(results["several"]["replays_of_bank"][0]) > 1
-
-
-@pytest.mark.multigpu
-@pytest.mark.megatron
-@pytest.mark.timeout(500)
-@pytest.mark.parametrize("vpp", [None, 2])
-def test_two_gpus(run_equal: Callable[..., Any], make_case: Case, vpp: int | None) -> None:
-    """Every microbatch in flight has its own offsets: with a shared buffer gradients differ."""
-    cases = {
-        name: make_case(
-            [4, 2, 6],
-            *_CASES[name],
-            pipeline_model_parallel_size=2,
-            virtual_pipeline_model_parallel_size=vpp,
-        )
-        for name in ("fused_rope_block", "fused_rope_chunk", "unfused_rope_chunk", "rope_by_row")
-    }
-    _check(run_equal(cases, 2, timeout_s=480.0))
-
-
-@pytest.mark.multigpu
-@pytest.mark.megatron
-@pytest.mark.timeout(300)
-def test_two_gpus_share_documents(run_equal: Callable[..., Any], make_case: Case) -> None:
-    """There is padding between documents, whose lengths are no multiples of four."""
-    cases = {
-        name: make_case(
-            [2, 3, 1],
-            _shared(2),
-            *_CASES[name][1:],
-            context_parallel_size=2,
-        )
-        for name in ("fused_rope_block", "fused_rope_chunk", "unfused_rope_chunk")
-    }
-    # With the larger number eager training uses Transformer Engine's own kernel by row.
-    assert _has_own_kernel(140, _shared(2)["max_packed_tokens"])
-    for num_seqs in (48, 140):
-        many = {**_shared(2), "max_packed_seqs": num_seqs, "seq_buckets": []}
-        cases[f"rope_by_row_of_{num_seqs}"] = make_case(
-            [2, 3, 1], many, *_CASES["rope_by_row"][1:], context_parallel_size=2
-        )
-    _check(run_equal(cases, 2, timeout_s=280.0))
-
-
-@pytest.mark.multigpu(4)
-@pytest.mark.megatron
-@pytest.mark.timeout(300)
-def test_four_gpus_share_documents(run_equal: Callable[..., Any], make_case: Case) -> None:
-    case = _CASES["fused_rope_chunk"][1:]
-    cases = {
-        "pp2": make_case(
-            [4, 2, 6],
-            _shared(2),
-            *case,
-            context_parallel_size=2,
-            pipeline_model_parallel_size=2,
-        ),
-        "cp4": make_case([2, 3], _shared(4), *case, context_parallel_size=4),
-    }
-    many = {**_shared(4), "max_packed_seqs": 80, "seq_buckets": []}
-    assert _has_own_kernel(80, many["max_packed_tokens"])
-    cases["cp4_rope_by_row_of_80"] = make_case(
-        [2, 3], many, *_CASES["rope_by_row"][1:], context_parallel_size=4
-    )
-    _check(run_equal(cases, 4, timeout_s=280.0))
 
 
 @pytest.mark.gpu

@@ -55,9 +55,3 @@ def test_two_ranks(run_equal: Callable[..., Any], make: Callable[..., dict[str, 
         "cp2": make("shared_latent", [2, 3], context_parallel_size=2),
     }
     _check(run_equal(cases, 2))
-
-
-@pytest.mark.slow
-def test_four_ranks(run_equal: Callable[..., Any], make: Callable[..., dict[str, Any]]) -> None:
-    cases = {"cp2_pp2": make("shared_latent", [2, 1], context_parallel_size=2, **_PP2)}
-    _check(run_equal(cases, 4))

@@ -93,12 +93,3 @@ def test_one_capture_serves_all_offsets(one_rank: Any) -> None:
         expected = _rotated(inputs, static.clone(), group)
         assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True)), name
     graph.release()
-
-
-def test_patch_ends_with_the_capture(one_rank: Any) -> None:
-    from megatron.core.models.common.embeddings import rope_utils
-
-    own = rope_utils._apply_rotary_pos_emb_thd
-    with packed_rope():
-        assert rope_utils._apply_rotary_pos_emb_thd is not own
-    assert rope_utils._apply_rotary_pos_emb_thd is own

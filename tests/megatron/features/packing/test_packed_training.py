@@ -11,8 +11,8 @@ from expert_cases import EXPERTS
 from extended_config import extended
 
 from chunkgraph.data import Documents
+from chunkgraph.megatron.features.packing.bank import PackingOptions
 from chunkgraph.megatron.features.packing.banks import PackedBanks
-from chunkgraph.megatron.features.packing.options import PackingOptions
 from chunkgraph.trainer.batches import packed_shape
 
 pytestmark = pytest.mark.timeout(150)
@@ -111,14 +111,6 @@ def test_one_rank(run_equal: Callable[..., Any], make_case: Case, once: Callable
 
 # The following tests without a `megatron` marker run once: they cover the engine and packings, and
 # the marked tests cover Megatron's part.
-
-
-def test_the_probe_of_host_reads(run_cases: Callable[..., Any], make_case: Case) -> None:
-    """`test_packed_gpu` uses this probe; on a CPU the recorder refuses host reads in captures."""
-    case = {**make_case([2, 3, 2]), "probe": "packed"}
-    result = run_cases({"probe": case}, 1)["probe"]
-    assert result["replays"] == 5
-    assert len(set(result["losses"])) == 7
 
 
 @pytest.mark.megatron
@@ -243,19 +235,6 @@ def test_tables_of_buckets_on_two_ranks(
     _check(run_equal({"pp2": case}, 2))
 
 
-def test_tables_of_buckets_in_a_step_that_overflows(
-    run_equal: Callable[..., Any], make_case: Case, write_documents: Callable[..., Path]
-) -> None:
-    """An eager step reads none that a graph has made."""
-    path = write_documents([5, 46], name="short_and_long.txt")
-    case = make_case([1, 2, 2, 2], seqs=3, buckets=(0.5,), path=path, seed=135)
-    results = run_equal({"one": case}, 1)
-    steps = results["one"]["steps"]
-    overflows = [i for i, step in enumerate(steps) if "packing overflow" in step["fallbacks"]]
-    assert overflows
-    _check(results, {"one": overflows})
-
-
 @pytest.mark.slow
 def test_length_buckets_on_two_ranks(run_equal: Callable[..., Any], make_case: Case) -> None:
     """Stages receive tensors of several lengths, into slots and elsewhere; ranks share experts."""
@@ -344,28 +323,6 @@ def test_experts_that_stash_or_run_again(run_cases: Callable[..., Any], make_cas
     results = run_cases(cases, 1, timeout_s=120.0)
     _check_reruns(results, {"rerun": ["expert capacity"], "buckets": ["stash pages"]})
     assert results["stash"]["stash_bytes"] < results["stash"]["bytes_without_stash"]
-
-
-@pytest.mark.slow
-def test_experts_that_stash_on_two_ranks(run_cases: Callable[..., Any], make_case: Case) -> None:
-    """On one rank packings do not fit in some steps, and pages run out in others."""
-    enough, few = ({**_STASH, "initial_bytes": size} for size in (1 << 20, 2048))
-    deep = {**_SPARSE, "num_layers": 4}
-    cases = {
-        "pp2_vpp2": make_case([2, 4], pp=2, vpp=2, moe=_ROOMY, model=deep, stash=enough),
-        "ep2": make_case(
-            [2, 3, 2, 1, 2],
-            moe=_ROOMY,
-            model=_SPARSE,
-            stash=few,
-            seqs=5,
-            dp=2,
-            expert_model_parallel_size=2,
-        ),
-    }
-    results = run_cases(cases, 2, timeout_s=120.0)
-    _check_reruns(results, {"ep2": ["stash pages"]})
-    assert results["ep2"]["steps"][1]["fallbacks"] == {"packing overflow": 1}
 
 
 @pytest.mark.slow

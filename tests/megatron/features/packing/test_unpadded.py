@@ -117,10 +117,3 @@ def test_on_a_gpu(
         gradient=_GPU_GRADIENT,
         of_experts=_GPU_GRADIENT_OF_EXPERTS,
     )
-
-
-@pytest.mark.gpu
-def test_hybrid_models_are_among_them() -> None:
-    """Skipped to show that the cases above leave them out."""
-    if missing := mamba_needs.missing_kernels():
-        pytest.skip(missing)

@@ -18,8 +18,8 @@ from chunkgraph.megatron import site
 from chunkgraph.megatron.features.experts.counts import DropReport
 from chunkgraph.megatron.features.experts.feature import Experts, dropped_tokens
 from chunkgraph.megatron.features.experts.room import factor_for_all
-from chunkgraph.megatron.features.packing.options import PackingOptions
-from chunkgraph.megatron.features.rerun.running_metrics import running_metrics
+from chunkgraph.megatron.features.packing.bank import PackingOptions
+from chunkgraph.megatron.features.rerun import running_metrics
 from chunkgraph.megatron.features.stash import ExpertStash
 from chunkgraph.megatron.rules.experts import MOE_RULES
 from chunkgraph.memory.stash import PagedStash

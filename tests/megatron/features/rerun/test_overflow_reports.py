@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -13,13 +13,27 @@ import torch
 
 from chunkgraph.engine.counters import Counters
 from chunkgraph.engine.decide.reasons import StepMode
-from chunkgraph.megatron.feature import Feature, Features, LimitedFeature
+from chunkgraph.megatron.attached import notify_after_last_forward
+from chunkgraph.megatron.feature import Feature, Features, LimitedFeature, Shortage
 from chunkgraph.megatron.features.experts.counts import DropReport
-from chunkgraph.megatron.features.rerun.guard import OverflowGuard
-from chunkgraph.megatron.last_forward import notify_after_last_forward
-from chunkgraph.megatron.step import Shortage
+from chunkgraph.megatron.features.rerun import OverflowGuard
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release]
+
+
+def _guard(features: Any, done: list[Any], *, has_graphs: bool = True) -> OverflowGuard:
+    """Make the guard of one rank, which records releases and restored states."""
+    graphs: Any = SimpleNamespace(
+        site=SimpleNamespace(chunks=(), place=SimpleNamespace(rank=0)),
+        features=Features(features),
+        engine=SimpleNamespace(report="graphs" if has_graphs else None),
+        counters=Counters(),
+        release=lambda: done.append("released"),
+    )
+    guard = OverflowGuard(graphs, ExitStack())
+    restore = lambda: done.append("restored")  # noqa: E731
+    guard._state = SimpleNamespace(save=lambda: None, restore=restore)  # type: ignore[assignment]
+    return guard
 
 
 @pytest.mark.parametrize("has_graphs", [False, True])
@@ -40,20 +54,10 @@ def test_an_eager_step_gives_room_where_no_graph_has_less(has_graphs: bool) -> N
         def make_room(self, agree: Any) -> None:
             done.extend(agree([7]))
 
-    state: Any = SimpleNamespace(save=lambda: None, restore=lambda: done.append("restored"))
-    counters = Counters()
-    guard = OverflowGuard(
-        state,
-        Features([Feature(), Short()]),
-        agree=None,
-        release=lambda: done.append("released"),
-        has_graphs=lambda: has_graphs,
-        counters=counters,
-        rank=0,
-    )
+    guard = _guard([Feature(), Short()], done, has_graphs=has_graphs)
     guard.run(lambda _kwargs, _eager: (None, StepMode.EAGER), {"data_iterator": None})
     assert done == ["restored", "room", *([] if has_graphs else [7])]
-    assert counters.overflow_reruns == {"expert capacity": 1}
+    assert guard._counters.overflow_reruns == {"expert capacity": 1}
 
 
 def test_one_feature_at_its_limit_keeps_no_other_from_growing(
@@ -73,20 +77,11 @@ def test_one_feature_at_its_limit_keeps_no_other_from_growing(
             grown.append(self._shortage.name)
 
     def run(*features: Feature) -> list[str]:
-        state: Any = SimpleNamespace(save=lambda: None, restore=lambda: None)
-        counters = Counters()
-        guard = OverflowGuard(
-            state,
-            Features(features),
-            agree=None,
-            release=lambda: grown.append("released"),
-            has_graphs=lambda: True,
-            counters=counters,
-            rank=0,
-        )
+        guard = _guard(features, grown)
         modes = iter([StepMode.REPLAY, StepMode.EAGER])
         guard.run(lambda _kwargs, _eager: (None, next(modes)), {"data_iterator": None})
-        return counters.recaptures
+        grown.remove("restored")
+        return guard._counters.recaptures
 
     pages, rows = Short("pages", is_at_limit=True), Short("rows", is_at_limit=False)
     for number in range(1, 5):

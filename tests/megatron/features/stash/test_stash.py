@@ -13,9 +13,9 @@ from refused import refused
 
 from chunkgraph.engine import StepMode
 from chunkgraph.errors import CaptureError, ConfigError
+from chunkgraph.megatron.feature import Shortage
 from chunkgraph.megatron.features.stash import ExpertStash
 from chunkgraph.megatron.rules.features import STASH_RULES
-from chunkgraph.megatron.step import Shortage
 from chunkgraph.memory.stash import RowLayout, RowsInUse, StashStatus
 from chunkgraph.settings import StashConfig
 

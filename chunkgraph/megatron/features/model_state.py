@@ -8,18 +8,19 @@ from typing import Self
 
 from torch import nn
 
-from chunkgraph.megatron.core.attention_choice import same_attention
+from chunkgraph.megatron.captured_part import SCOPE_RULES
 from chunkgraph.megatron.core.cached_tables import CachedTables
-from chunkgraph.megatron.core.capture_flag import capture_flag
-from chunkgraph.megatron.core.data_parallel import is_fully_sharded
-from chunkgraph.megatron.core.delayed_weights import facts_of_delays
-from chunkgraph.megatron.core.gated_delta import states_on_device
+from chunkgraph.megatron.core.capturing import (
+    capture_flag,
+    recomputing,
+    same_attention,
+    states_on_device,
+    without_realtime_tests,
+)
+from chunkgraph.megatron.core.data_parallel import facts_of_delays, is_fully_sharded
 from chunkgraph.megatron.core.random_state import preserve_rng, rng_is_graph_safe
-from chunkgraph.megatron.core.recompute import recomputing
-from chunkgraph.megatron.core.test_mode import without_realtime_tests
 from chunkgraph.megatron.feature import Feature, Work
 from chunkgraph.megatron.refusals import MODEL_RULES
-from chunkgraph.megatron.scope_choice import SCOPE_RULES
 from chunkgraph.megatron.site import Site
 
 __all__ = ["ModelState"]

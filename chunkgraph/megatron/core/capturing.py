@@ -1,0 +1,213 @@
+"""Make Megatron's and Transformer Engine's layers capturable, as contexts around a capture.
+
+Inside, both libraries know of the capture, recompute as in eager training, copy nothing from the
+host, read nothing back, and choose the attention of eager steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from chunkgraph.errors import CaptureError
+from chunkgraph.megatron.core.access import import_megatron, patch_attributes, private_names
+from chunkgraph.megatron.core.host_tensors import HostTorch, has_gpu
+
+__all__ = [
+    "capture_flag",
+    "recomputing",
+    "same_attention",
+    "states_on_device",
+    "without_realtime_tests",
+]
+
+
+@contextlib.contextmanager
+def capture_flag() -> Iterator[None]:
+    """Set the flags by which Megatron and Transformer Engine recognize a running capture.
+
+    While they are set, DDP's parameter-gather and gradient hooks do nothing; chunkgraph sends
+    their signals around every replay instead.
+    """
+    start, end = private_names(
+        "megatron.core.transformer.cuda_graphs", "_set_capture_start", "_set_capture_end"
+    )
+    engine: ModuleType | None = None
+    if "transformer_engine" in sys.modules:
+        with contextlib.suppress(ImportError):
+            engine = importlib.import_module("transformer_engine.pytorch.graph")
+    start()
+    if engine is not None:
+        engine.set_capture_start()
+    try:
+        yield
+    finally:
+        if engine is not None:
+            engine.set_capture_end()
+        end()
+
+
+_RANDOM = "megatron.core.tensor_parallel.random"
+
+
+@contextlib.contextmanager
+def recomputing() -> Iterator[None]:
+    """Make Megatron's checkpoint recompute in a capture as it does in eager training.
+
+    Later releases check their capture flag and then silently keep all activations, since their
+    graphs end with each layer's forward. Here the backward is captured as well, by ``backward()``,
+    so recomputation is legal and becomes part of the backward's graph.
+
+    Megatron saves and restores the states of its RNG tracker around a recomputation, as references
+    to generators, which a capture does not see. Here it saves the state of the default generator:
+    captures then refuse dropout in what is recomputed, as they do for torch's checkpoints.
+    """
+    (function,) = private_names(_RANDOM, "CheckpointFunction")
+
+    def checkpoint(run: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
+        return function.apply(run, distribute_saved_activations, *args)
+
+    generators = torch.cuda if has_gpu() else torch.random
+    private_names(_RANDOM, "_get_all_rng_states", "_set_all_rng_states")
+
+    def get_states() -> tuple[torch.Tensor]:
+        return (generators.get_rng_state(),)
+
+    def set_states(state: torch.Tensor) -> None:
+        generators.set_rng_state(state)  # which captures replace
+
+    states = {"_get_all_rng_states": get_states, "_set_all_rng_states": set_states}
+    with contextlib.ExitStack() as stack:
+        stack.callback(patch_attributes(import_megatron(_RANDOM), states))
+        for name in (_RANDOM, "megatron.core.tensor_parallel"):
+            private_names(name, "checkpoint")
+            stack.callback(patch_attributes(import_megatron(name), {"checkpoint": checkpoint}))
+        if not has_gpu():
+            # Attention passes the mask type to its recomputation in a small host tensor.
+            attention = import_megatron("megatron.core.transformer.attention")
+            stack.callback(patch_attributes(attention, {"torch": HostTorch()}))
+        yield
+
+
+_RULE = "torch_chunk_gated_delta_rule"
+_LAYER_RULE = "gated_delta_rule"
+
+
+@contextmanager
+def states_on_device(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Make the gated delta rule of ``modules`` copy nothing from the host.
+
+    Without an initial state, the rule makes zeros on the host and copies them to the GPU, which a
+    capture cannot hold. Here it gets the zeros as its initial state.
+    """
+    layers = [m for m in modules if hasattr(sys.modules[type(m).__module__], _RULE)]
+    with ExitStack() as stack:
+        for name in {type(layer).__module__ for layer in layers}:
+            source = sys.modules[name]
+            eager = getattr(source, _RULE)
+            patched = _with_state(eager)
+            # Later releases look the rule up once per layer, earlier ones in every call.
+            stack.callback(patch_attributes(source, {_RULE: patched}))
+            for layer in layers:
+                if getattr(layer, _LAYER_RULE, None) is eager:
+                    stack.callback(patch_attributes(layer, {_LAYER_RULE: patched}))
+        yield
+
+
+def _with_state(eager: Callable[..., Any]) -> Callable[..., Any]:
+    def rule(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *args: Any,
+        initial_state: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the rule on tensors [batch, sequence, heads, width]."""
+        if initial_state is None:
+            batch, _, heads, width = key.shape
+            shape = (batch, heads, width, value.shape[-1])
+            initial_state = torch.zeros(shape, device=value.device)
+        return eager(query, key, value, *args, initial_state=initial_state, **kwargs)
+
+    return rule
+
+
+@contextmanager
+def without_realtime_tests() -> Iterator[None]:
+    """Leave out the comparison of the query and key norms of all data-parallel ranks.
+
+    It reads the result on the host and changes nothing that is computed.
+    """
+    (attention,) = private_names("megatron.core.transformer.attention", "SelfAttention")
+
+    def run_realtime_tests(_self: Any) -> None:
+        pass
+
+    undo = patch_attributes(attention, {"run_realtime_tests": run_realtime_tests})
+    try:
+        yield
+    finally:
+        undo()
+
+
+_MODULE = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
+_KINDS = ("use_flash_attention", "use_fused_attention", "use_unfused_attention")
+_NONE_LEFT = "No dot product attention backend"
+# The rule is in `nvte_get_fused_attn_backend` of Transformer Engine 2.x.
+_ADVICE = (
+    "With cuDNN up to 9.15 it does not capture cuDNN's attention if the length of a sequence "
+    "(under context parallelism: half of a rank's) is not a multiple of 128. To do: use a multiple "
+    "of 128, or a newer cuDNN, or install flash-attn; NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 shows other "
+    "reasons."
+)
+
+
+@contextmanager
+def same_attention() -> Iterator[None]:
+    """Check, around captures, that they run the attention that eager steps ran.
+
+    Another backend computes other bits than eager training, and is slower. Only choices for the
+    same attention arguments are compared.
+
+    Raises:
+        CaptureError: Transformer Engine chose another backend for the capture.
+        ValueError: Transformer Engine has no backend for the capture.
+    """
+    before = _last_choice()
+    try:
+        yield
+    except ValueError as error:
+        if _NONE_LEFT in str(error) and before is not None:
+            error.args = (f"{error} {_ADVICE}",)
+        raise
+    after = _last_choice()
+    if before is None or after is None or before[0] != after[0] or before[1] == after[1]:
+        return
+    eager, captured = (
+        ", ".join(kinds).replace("use_", "").replace("_", " ") for kinds in (before[1], after[1])
+    )
+    raise CaptureError(
+        f"Transformer Engine ran {eager} in eager steps and takes {captured} in captures, which "
+        f"computes other bits. {_ADVICE}"
+    )
+
+
+def _last_choice() -> tuple[Any, tuple[str, ...]] | None:
+    """Return the last attention's arguments, with ``cuda_graph`` set, and the backends it used."""
+    choice = getattr(sys.modules.get(_MODULE), "_attention_backends", None) or {}
+    arguments = choice.get("attention_params")
+    if arguments is None or not hasattr(arguments, "cuda_graph"):
+        return None
+    arguments = copy.copy(arguments)
+    arguments.cuda_graph = True
+    return arguments, tuple(kind for kind in _KINDS if choice.get(kind))

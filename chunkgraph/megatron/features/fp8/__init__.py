@@ -1,1 +1,0 @@
-"""Support the caches and scales of Transformer Engine's FP8."""

@@ -1,1 +1,0 @@
-"""Support the state that Megatron keeps in Python for every model."""

@@ -1,1 +1,0 @@
-"""Support multi-token prediction."""

@@ -1,1 +1,0 @@
-"""Run a step again if tokens found no room in it."""

@@ -1,1 +1,0 @@
-"""Support parameters that Megatron-FSDP shards."""
