@@ -11,7 +11,7 @@ Without a capacity there are no fillers: the used rows come first.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -86,15 +86,18 @@ class _Watched:
     def with_capacity(
         self, hidden: torch.Tensor, tokens_per_expert: Any, probs: torch.Tensor, **kwargs: Any
     ) -> Any:
-        with ExitStack() as stack:
-            if self._is_on() and torch.is_grad_enabled():
-                rows = RowsInUse.of((probs.detach() >= 0).reshape(-1))
-                if self.one_by_one:
-                    self._rows = rows
-                    stack.callback(setattr, self, "_rows", None)
-                else:
-                    stack.enter_context(self._scope(rows, self._parameters, self._name))
-            return self._eager(hidden, tokens_per_expert, probs.clamp(min=0), **kwargs)
+        rows: RowsInUse | None = None
+        scope: AbstractContextManager[None] = nullcontext()
+        if self._is_on() and torch.is_grad_enabled():
+            rows = RowsInUse.of((probs.detach() >= 0).reshape(-1))
+            if not self.one_by_one:
+                scope = self._scope(rows, self._parameters, self._name)
+        self._rows = rows
+        try:
+            with scope:
+                return self._eager(hidden, tokens_per_expert, probs.clamp(min=0), **kwargs)
+        finally:
+            self._rows = None
 
     def one_expert(self, index: int, expert: Any) -> Callable[..., Any]:
         eager, parameters = type(expert).forward, tuple(expert.parameters())
