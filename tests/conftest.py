@@ -10,7 +10,6 @@ import importlib
 import importlib.util
 import itertools
 import os
-import re
 import shutil
 import signal
 import socket
@@ -77,24 +76,8 @@ _JOB_FIXTURES = {
 }
 
 
-_MEGATRON = "mark.megatron"
-_ALL_MEGATRON = re.compile(r"^pytestmark = [^=]*mark\.megatron\b", re.MULTILINE)
-# The marker expressions of runs without Megatron, with its oldest release and with the newest.
-_WITHOUT = ("not megatron", "not megatron and not slow")
-_OLDEST = ("every_release", "every_release or (slow and not megatron)")
-_NEWEST = ("megatron", "megatron and not slow", "megatron and slow")
-
-
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Skip files without tests for the run's ``-m``: every worker imports what it collects."""
-    expression = config.getoption("markexpr")
-    is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
-    if expression not in (*_WITHOUT, *_NEWEST) or not is_test:
-        return None
-    text = collection_path.read_text(encoding="utf-8")
-    if expression in _WITHOUT:
-        return True if _ALL_MEGATRON.search(text) else None
-    return None if _MEGATRON in text else True
+# The marker expression of the run with the oldest release of Megatron.
+_OLDEST = "every_release or not (megatron or slow)"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -105,7 +88,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     together if what is left at the end is short.
     """
     _refuse_unrepeated(items)
-    _refuse_hidden(items)
     items.sort(key=lambda item: (_num_gpus_needed(item), _takes_long(item)), reverse=True)
     num_gpus: int | None = None
     for item in items:
@@ -225,21 +207,11 @@ def _num_gpus_needed(item: pytest.Item) -> int:
 
 
 def _refuse_unrepeated(items: list[pytest.Item]) -> None:
-    """Refuse a mark for both runs on a test that the second run does not select."""
+    """Refuse a mark for both environments on a test that already runs in both."""
     marked = [item for item in items if item.get_closest_marker("every_release")]
     wrong = [item.nodeid for item in marked if not item.get_closest_marker("megatron")]
     if wrong:
         raise pytest.UsageError(f"marked `every_release`, but not `megatron`: {', '.join(wrong)}")
-
-
-def _refuse_hidden(items: list[pytest.Item]) -> None:
-    """Refuse tests for ``-m megatron`` in files that `pytest_ignore_collect` would skip."""
-    paths = {item.path for item in items if item.get_closest_marker("megatron")}
-    hidden = [str(p) for p in sorted(paths) if _MEGATRON not in p.read_text(encoding="utf-8")]
-    if hidden:
-        raise pytest.UsageError(
-            f"tests marked `megatron` in files without `pytest.{_MEGATRON}`: {', '.join(hidden)}"
-        )
 
 
 def _takes_long(item: pytest.Item) -> bool:
@@ -287,10 +259,9 @@ def once(pytestconfig: pytest.Config) -> Callable[[dict[str, Any]], dict[str, An
     """Return the cases unchanged; none in a run with the oldest release of Megatron.
 
     Use it in a test marked ``every_release``, for cases that show nothing more about a release
-    than the test's other cases. They run with the newest release of Megatron alone, by
-    ``-m megatron`` or without ``-m``.
+    than the test's other cases. They run with the newest release of Megatron alone.
     """
-    is_older = pytestconfig.getoption("markexpr") in _OLDEST
+    is_older = pytestconfig.getoption("markexpr") == _OLDEST
     return lambda cases: {} if is_older else cases
 
 

@@ -171,7 +171,12 @@ class TestTrain:
         assert not (tmp_path / "table.json").exists()
 
     @pytest.mark.parametrize(
-        ("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
+        ("signum", "code"),
+        [
+            pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
+            (signal.SIGTERM, 143),
+            pytest.param(signal.SIGKILL, -9, marks=pytest.mark.slow),
+        ],
     )
     def test_no_worker_outlives_the_command(
         self, tmp_path: Path, signum: signal.Signals, code: int, has_ended: Callable[[int], bool]

@@ -33,7 +33,7 @@ def schedules_of(num_ranks: int, num_chunks: int, group: int, counts: list[int])
     ]
 
 
-@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     run=runs(),
     main_grad=st.booleans(),

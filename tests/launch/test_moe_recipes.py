@@ -198,7 +198,7 @@ def _on_one_rank(recipe: str, more: str) -> list[str]:
     "model",
     [
         pytest.param(_MIXTRAL, id="mixtral", marks=pytest.mark.slow),
-        pytest.param(_DEEPSEEK, id="deepseek"),
+        pytest.param(_DEEPSEEK, id="deepseek", marks=pytest.mark.slow),
         pytest.param(_QWEN, id="qwen", marks=pytest.mark.slow),
     ],
 )

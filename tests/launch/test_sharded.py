@@ -87,7 +87,7 @@ CASES = {
 SLOW = {
     *("megatron_block", "megatron_gradients", "megatron_nothing", "megatron_tensors"),
     *("megatron_experts", "megatron_overlapped_transfers", "megatron_optimizer"),
-    *("megatron_recomputed", "torch_recomputed", "torch_tensors"),
+    *("megatron_recomputed", "torch_recomputed", "torch_tensors", "megatron_everything"),
 }
 
 

@@ -62,6 +62,7 @@ def _replayed(result: dict[str, Any]) -> list[dict[str, Any]]:
     return steps
 
 
+@pytest.mark.slow
 def test_three_ranks(run_cases: Callable[..., Any], make_case: Callable[..., Any]) -> None:
     one_f_one_b = {
         "own_communicator": make_case(3, communicator="own"),

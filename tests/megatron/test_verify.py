@@ -18,6 +18,7 @@ _RECOMPUTED = {
 _SHADOW = {"verify": "shadow", "num_verify_steps": 2}
 
 
+@pytest.mark.slow
 def test_shadow_agrees_and_changes_nothing(
     run_cases: Callable[..., Any], make_config: Callable[..., Any]
 ) -> None:

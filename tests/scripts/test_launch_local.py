@@ -99,6 +99,7 @@ def test_help_names_every_variable_that_is_read(marked: Any) -> None:
     assert names == set(re.findall(r"CHUNKGRAPH_[A-Z_]+", result.stdout))
 
 
+@pytest.mark.slow
 @needs_megatron
 def test_a_configuration_trains_in_the_ranks_and_reports_once(marked: Any, tmp_path: Path) -> None:
     table = tmp_path / "table.json"

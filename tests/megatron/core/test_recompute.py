@@ -41,6 +41,7 @@ def _assert_replayed(results: dict[str, dict[str, Any]]) -> None:
         assert all(step["replays"] > 0 for step in result["steps"][1:]), name
 
 
+@pytest.mark.slow
 @pytest.mark.every_release
 def test_one_rank(
     run_equal: Callable[..., Any], make_config: Callable[..., Any], once: Callable[..., Any]
