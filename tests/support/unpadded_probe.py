@@ -121,7 +121,7 @@ def _with_graphs(
     shape = packed_shape(config, model_config)
     assert shape is not None
     batches = PackedBatches(config, device, model_config)
-    batches._documents = documents
+    batches.documents = documents
     graphs = attach(
         model.chunks,
         scope=config.capture.scope,
