@@ -91,7 +91,6 @@ class LaunchOptions:
         nproc: Number of processes to start.
         has_nproc_option: Whether the command line sets the number of processes.
         debug: Whether errors show tracebacks.
-        notes: Notes on values of the configuration file that the command line overrides.
     """
 
     script: Path
@@ -100,7 +99,6 @@ class LaunchOptions:
     nproc: int
     has_nproc_option: bool
     debug: bool
-    notes: tuple[str, ...]
 
     def rank_command(self) -> list[str]:
         """Return the arguments of Python for one rank."""
@@ -150,15 +148,15 @@ def options_from(args: argparse.Namespace) -> LaunchOptions:
             "of the script after it."
         )
     script_args: list[str] = list(args.script_args)
-    config: Config | None = None
-    notes: list[str] = []
-    if args.config is not None:
-        config = load_config(args.config)
-        script_args, notes = merge_flags(config, script_args, source=str(args.config))
     of_flags = argparse.ArgumentParser(script.name, add_help=False, allow_abbrev=False)
     add_flags(of_flags)
     explain_in_one_line(of_flags)
-    of_flags.parse_known_args(script_args)
+    line = argparse.Namespace(cuda_graph_granularity=None)  # unless the line has it
+    of_flags.parse_known_args(script_args, line)
+    config: Config | None = None
+    if args.config is not None:
+        config = load_config(args.config)
+        script_args = merge_flags(config, script_args, line)
     nproc = args.nproc_per_node
     if nproc is None:
         nproc = config.pipeline.world_size if config is not None else 1
@@ -167,8 +165,6 @@ def options_from(args: argparse.Namespace) -> LaunchOptions:
     device = "cuda"
     if config is not None and config.device != "auto":
         device = config.device
-        if args.device not in (None, device):
-            notes.append(f"--device {args.device} replaces device of {args.config}")
     return LaunchOptions(
         script=script,
         script_args=tuple(script_args),
@@ -176,7 +172,6 @@ def options_from(args: argparse.Namespace) -> LaunchOptions:
         nproc=nproc,
         has_nproc_option=args.nproc_per_node is not None,
         debug=args.debug,
-        notes=tuple(notes),
     )
 
 
