@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from chunkgraph._text import REPORT_WIDTH, did_you_mean
 from chunkgraph.errors import ConfigError
 from chunkgraph.launch.config_flags import merge_flags
-from chunkgraph.launch.flags import FLAGS, Flag, add_flags
+from chunkgraph.launch.flags import add_flags
 from chunkgraph.settings import Config, load_config
 
 __all__ = [
@@ -38,8 +37,10 @@ The script and its flags come last:
   chunkgraph launch --nproc-per-node 2 pretrain_gpt.py <Megatron's flags> \\
       --cuda-graph-impl local --cuda-graph-granularity chunk
 
-Flags that chunk graphs add to the script (see chunkgraph config for more):
+Chunk graphs add these flags to the script:
+
 {flags}
+
 Megatron's --cuda-graph-warmup-steps sets the eager steps before the capture.
 
 If RANK and WORLD_SIZE are set, as under torchrun, the script runs in this
@@ -48,33 +49,14 @@ process; otherwise chunkgraph starts its processes on this machine.
 
 
 def _describe_flags() -> str:
-    """List the flags with the first sentence of their help, and below them those that need them."""
-    lines: list[str] = []
-    paths = {flag.path for flag in FLAGS}
-    for flag in FLAGS:
-        if flag.setting.switch in paths:
-            continue
-        sentence = re.split(r"(?<=[.;]) ", flag.setting.help)[0].rstrip(".;")
-        lines += [f"  {_with_values(flag)}", *_wrapped(sentence)]
-        if further := [_with_values(one) for one in FLAGS if one.setting.switch == flag.path]:
-            lines += _wrapped(f"With it: {', '.join(further)}")
-    return "\n".join(lines)
-
-
-def _with_values(flag: Flag) -> str:
-    values = f"{{{','.join(flag.choices)}}}" if flag.choices else "N"
-    return f"{flag.name} {values}{' ...' if flag.setting.is_list else ''}"
-
-
-def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(
-        text,
-        REPORT_WIDTH,
-        initial_indent=" " * 6,
-        subsequent_indent=" " * 6,
-        break_long_words=False,
-        break_on_hyphens=False,
+    """Format the help of the flags that chunk graphs add to the script."""
+    parser = argparse.ArgumentParser(
+        usage=argparse.SUPPRESS,
+        add_help=False,
+        formatter_class=partial(argparse.HelpFormatter, width=REPORT_WIDTH),
     )
+    add_flags(parser)
+    return parser.format_help().strip()
 
 
 DESCRIPTION = _DESCRIPTION.replace("{flags}", _describe_flags())
