@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from typing import TYPE_CHECKING, Any
 
 from chunkgraph.cli.plan_memory import add_gpu_memory, sizes_of
@@ -65,8 +64,6 @@ def run(args: argparse.Namespace) -> int:
         return main(options)
     from chunkgraph.jobs.launcher import Launcher
 
-    for note in options.notes:
-        print(f"note: {note}.", file=sys.stderr)
     environment = {"OMP_NUM_THREADS": "1"}  # as with torchrun
     if options.device == "cpu":
         environment["GLOO_SOCKET_IFNAME"] = "lo"

@@ -45,12 +45,12 @@ def main(options: LaunchOptions | None = None) -> int:
     Returns:
         The exit code.
     """
-    rank = _rank_variables()
+    _set_rank_variables()
 
     def work() -> int:
         parsed = parse_options(sys.argv[1:], _PROG) if options is None else options
         if REPORT_FOLDER_VARIABLE not in os.environ:  # the launcher makes these checks itself
-            _check_processes(parsed, rank)
+            _check_processes(parsed)
         return run_script(parsed)
 
     return run_rank(work)
@@ -120,18 +120,14 @@ def _warn_if_unused(options: LaunchOptions, hooks: ChunkGraphsInPretrain) -> Non
     )
 
 
-def _check_processes(options: LaunchOptions, rank: int) -> None:
-    """Check options and print notes under another launcher, as ``chunkgraph launch`` does."""
-    num_processes = int(os.environ["WORLD_SIZE"])
+def _check_processes(options: LaunchOptions) -> None:
+    """Refuse a number of processes under another launcher, which has started them."""
     if options.has_nproc_option:
         raise ConfigError(
-            f"--nproc-per-node {options.nproc}: this process is already one of {num_processes} "
-            "processes, and starts no others. Pass the number to their launcher (torchrun, srun), "
-            "or run chunkgraph launch without one."
+            f"--nproc-per-node {options.nproc}: this process is already one of "
+            f"{os.environ['WORLD_SIZE']} processes, and starts no others. Pass the number to their "
+            "launcher (torchrun, srun), or run chunkgraph launch without one."
         )
-    if rank == 0:
-        for note in options.notes:
-            sys.stderr.write(f"note: {note}.\n")
 
 
 def _exit_code(error: SystemExit) -> int:
@@ -141,8 +137,8 @@ def _exit_code(error: SystemExit) -> int:
     return EXIT_FAILED
 
 
-def _rank_variables() -> int:
-    """Return this process's rank; copy Slurm's variables to the names that Megatron reads."""
+def _set_rank_variables() -> None:
+    """Copy Slurm's variables to the names that Megatron reads; default to a single process."""
     slurm = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_NTASKS"}
     # In a shell of salloc only the number of tasks is set.
     if "RANK" not in os.environ and all(name in os.environ for name in slurm.values()):
@@ -154,7 +150,6 @@ def _rank_variables() -> int:
     if os.environ["WORLD_SIZE"] == "1":
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "29500")
-    return int(os.environ["RANK"])
 
 
 if __name__ == "__main__":

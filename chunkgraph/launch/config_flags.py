@@ -7,39 +7,40 @@ steps, data and tokenizer from its own flags.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
 from chunkgraph.errors import ConfigError
-from chunkgraph.launch.flags import GRANULARITY, Flag, flag_of
-from chunkgraph.settings import Config, Setting, derived_fields, resolved, settings_of
+from chunkgraph.launch.flags import FLAGS, GRANULARITY, Flag
+from chunkgraph.settings import Config, Setting, derived_fields, settings_of
 from chunkgraph.settings.rule import Facts, Rule, check
 from chunkgraph.settings.words import facts_of
 
-__all__ = ["flag_values", "merge_flags"]
+__all__ = ["flags_of", "merge_flags"]
 
-_VIRTUAL = "pipeline.virtual_pipeline_model_parallel_size"
 _RIVALS = {
-    _VIRTUAL: (
+    "--num-virtual-stages-per-pipeline-rank": {
         "--num-layers-per-virtual-pipeline-stage",
-        "--num-virtual-stages-per-pipeline-rank",
         "--pipeline-model-parallel-layout",
-    ),
-    "model.recompute_granularity": ("--recompute-activations",),
-    "model.params_dtype": ("--fp16",),
+    },
+    "--recompute-granularity": {"--recompute-activations"},
+    "--bf16": {"--fp16"},
 }
-"""Other Megatron flags that decide the same setting."""
-_SWITCHES = {"stash.enabled": "false", "packing.max_packed_seqs": "0", "capture.verify": "none"}
-"""Switches and their off values; a flag that needs a switch is refused if the switch is off."""
+"""Other flags of Megatron that decide the same, and that it refuses together."""
 _GRAPHS = ("capture", "packing", "stash")
 """Sections that have an effect only with graphs."""
+
+
+def _has_one_chunk(config: Config) -> bool:
+    return config.pipeline.num_model_chunks == 1
+
+
 _WITHOUT_EFFECT: dict[str, Callable[[Config], bool]] = {
     "model.recompute_modules": lambda c: c.model.recompute_granularity != "selective",
-    _VIRTUAL: lambda c: c.pipeline.num_model_chunks == 1,
-    "pipeline.microbatch_group_size_per_vp_stage": lambda c: c.pipeline.num_model_chunks == 1,
-    "pipeline.context_parallel_size": lambda c: c.pipeline.context_parallel_size == 1,
+    "pipeline.virtual_pipeline_model_parallel_size": _has_one_chunk,
+    "pipeline.microbatch_group_size_per_vp_stage": _has_one_chunk,
     # Without graphs nothing would count the dropped tokens.
     "moe.moe_expert_rank_capacity_factor": lambda c: not c.capture.enabled,
 }
@@ -71,165 +72,99 @@ _RULES = (
 """Rules for values that have no flag in Megatron."""
 
 
-@dataclass(frozen=True)
-class FlagValue:
-    """A value of the file as a flag.
-
-    Attributes:
-        key: Dotted path in the file.
-        flag: The flag, Megatron's or chunkgraph's.
-        values: Arguments of the flag, usually one; empty if the flag takes none.
-    """
-
-    key: str
-    flag: str
-    values: tuple[str, ...] = ()
-
-
-def merge_flags(
-    config: Config, script_args: Sequence[str], *, source: str
-) -> tuple[list[str], list[str]]:
-    """Prepend the file's values to the flags of the command line, which take precedence.
+def merge_flags(config: Config, script_args: Sequence[str], line: argparse.Namespace) -> list[str]:
+    """Put the file's values before the flags of the command line, which win as the last ones.
 
     Args:
         config: The contents of the file.
         script_args: Flags on the command line.
-        source: Name of the file, for notes.
-
-    Returns:
-        All flags, and a note for each value of the file that the command line overrides.
+        line: The same flags, as a parser with `add_flags` reads them; None for absent ones. What
+            they turn off takes the file's settings that need it along.
 
     Raises:
         ConfigError: A value has no flag in Megatron.
     """
-    line_flags = _flags_on(script_args)
-    flags: list[str] = []
-    notes: list[str] = []
-    turned_off = line_flags.get(GRANULARITY) == ("layer",)
-    if turned_off and config.capture.enabled:
-        notes.append(f"{GRANULARITY} layer on the command line turns off capture of {source}")
-    off = {path for path, value in _SWITCHES.items() if line_flags.get(flag_of(path)) == (value,)}
-    idle = {item.path for item in settings_of(Config) if item.switch in off}
-    for setting in flag_values(config, without_capture=turned_off):
-        if setting.key in idle:
-            continue  # the note of the switch covers it
-        names = (setting.flag, *_RIVALS.get(setting.key, ()))
-        override = next((name for name in names if name in line_flags), None)
-        if override is None:
-            flags += [setting.flag, *setting.values]
-        elif override != setting.flag or line_flags[override] != setting.values:
-            shown = " ".join([override, *line_flags[override]])
-            notes.append(f"{shown} on the command line replaces {setting.key} of {source}")
-    return [*flags, *script_args], notes
+    if line.cuda_graph_granularity == "layer":
+        config = _changed(config, "capture.enabled", False)
+    for flag in FLAGS[1:]:
+        if (parsed := getattr(line, flag.dest)) is not None:
+            config = _changed(config, flag.path, flag.value_of(parsed))
+    names = {arg.partition("=")[0] for arg in script_args}
+    flags = [flag for flag in flags_of(config) if names.isdisjoint(_RIVALS.get(flag[0], ()))]
+    return [*(text for flag in flags for text in flag), *script_args]
 
 
-def _flags_on(script_args: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Return the flags of a command line, each with its arguments."""
-    flags: dict[str, tuple[str, ...]] = {}
-    name = ""
-    for arg in script_args:
-        if arg.startswith("--"):
-            name, equals, value = arg.partition("=")
-            flags[name] = (value,) if equals else ()
-        elif name:
-            flags[name] = (*flags[name], arg)
+def _changed(config: Config, path: str, value: Any) -> Config:
+    """Return ``config`` with a value that is not checked yet."""
+    section, _, name = path.partition(".")
+    changed = getattr(config, section).model_copy(update={name: value})
+    return config.model_copy(update={section: changed})
+
+
+def flags_of(config: Config) -> list[tuple[str, ...]]:
+    """Return the flags of all values, each with its arguments.
+
+    Raises:
+        ConfigError: A value has no flag in Megatron.
+    """
+    check(_RULES, facts_of(config), "these settings have no flags:")
+    flags = [*_special_flags(config)]
+    for item in settings_of(Config):
+        if (value := _value_of(item, config)) is not None:
+            own = item.flag and (item.flag, *Flag(item).text_of(value))
+            flags.append(own or (str(item.megatron), *_texts(item.name, value)))
+    if config.capture.enabled:
+        flags.append((GRANULARITY, "chunk"))
     return flags
 
 
-def flag_values(config: Config, *, without_capture: bool) -> list[FlagValue]:
-    """List all values that have a flag.
-
-    Args:
-        config: The contents of the file.
-        without_capture: Whether to omit the sections of graphs.
-
-    Raises:
-        ConfigError: A value has no flag in Megatron.
-    """
-    if without_capture:
-        capture = config.capture.model_copy(update={"enabled": False})
-        config = config.model_copy(update={"capture": capture})
-    has_graphs = config.capture.enabled
-    check(_RULES, facts_of(config), "these settings have no flags:")
-    values = [*_special_values(config)]
-    values += [
-        FlagValue(item.path, flag, _texts(item, value))
-        for item, flag, value in _active_settings(config)
-        if has_graphs or not (item.flag or item.path.startswith(_GRAPHS))
-    ]
-    values.sort(key=lambda one: one.key.startswith(("packing", "stash")))
-    if config.packing.context_parallel_sizes:
-        # As in `chunkgraph train`: the loss is the mean over all tokens of the step.
-        values.append(FlagValue("packing.context_parallel_sizes", "--calculate-per-token-loss"))
-    return values
+def _value_of(item: Setting, config: Config) -> Any:
+    """Return the value of a setting; None if it has no flag, no effect, or its flag's default."""
+    value = attrgetter(item.path)(config)
+    is_for_graphs = bool(item.flag) or item.path.startswith(_GRAPHS)
+    is_default = value == item.default if item.flag else value is False or value == ()
+    if (
+        (item.flag or item.megatron) is None
+        or (is_for_graphs and not config.capture.enabled)
+        or (item.switch and not attrgetter(item.switch)(config))
+        or (item.path in _WITHOUT_EFFECT and _WITHOUT_EFFECT[item.path](config))
+        or is_default
+    ):
+        return None
+    return value
 
 
-def _active_settings(config: Config) -> Iterator[tuple[Setting, str, Any]]:
-    """Yield the settings that have an effect, each with its flag and its value."""
-    pipeline = resolved(config).pipeline
-    for item in settings_of(config.__class__):
-        flag = item.flag or item.megatron
-        is_switched_off = item.switch and attrgetter(item.switch)(config) in (None, False, 0)
-        if flag is None or is_switched_off:
-            continue
-        if item.path in _WITHOUT_EFFECT and _WITHOUT_EFFECT[item.path](config):
-            continue
-        is_pipeline = item.path.startswith("pipeline.")
-        value = getattr(pipeline, item.name) if is_pipeline else attrgetter(item.path)(config)
-        is_off = item.path in _SWITCHES and not value
-        is_empty = value == () and not item.is_optional
-        if value is None or (item.megatron and value is False) or is_off or is_empty:
-            continue
-        yield item, flag, value
-
-
-def _texts(item: Setting, value: Any) -> tuple[str, ...]:
-    """Format a value as the arguments of its flag."""
-    if item.flag:
-        return Flag(item).text_of(value)
-    if value is True:
-        return ()
-    if item.path == "model.recompute_modules":
-        return tuple(value)
-    return (str(list(value)) if isinstance(value, tuple) else str(value),)
-
-
-def _special_values(config: Config) -> Iterator[FlagValue]:
+def _special_flags(config: Config) -> Iterator[tuple[str, ...]]:
     """Yield values that have several flags, or a flag of a different name."""
     model, pipeline = config.model, config.pipeline
-    yield FlagValue("model.seq_length", "--max-position-embeddings", (str(model.seq_length),))
-    if model.swiglu:
-        # As in `chunkgraph train`: neither gated layers nor their neighbors have biases.
-        yield FlagValue("model.swiglu", "--disable-bias-linear")
+    yield "--max-position-embeddings", str(model.seq_length)
+    yield "--position-embedding-type", "rope"
     if model.params_dtype == "bfloat16":
-        yield FlagValue("model.params_dtype", "--bf16")
+        yield ("--bf16",)
     if model.layer_spec != "auto":
-        yield FlagValue("model.layer_spec", "--transformer-impl", (model.layer_spec,))
+        yield "--transformer-impl", model.layer_spec
+    # As in `chunkgraph train`: neither gated layers nor their neighbors have biases, experts are
+    # not split over the tensor ranks, and the loss is the mean over all tokens of the step.
+    if model.swiglu:
+        yield ("--disable-bias-linear",)
     if config.moe.num_moe_experts is not None and pipeline.tensor_model_parallel_size > 1:
-        # As in `chunkgraph train`; Megatron's default splits experts over the tensor ranks.
-        key = "pipeline.tensor_model_parallel_size"
-        yield FlagValue(key, "--expert-tensor-parallel-size", ("1",))
-    yield FlagValue("model", "--position-embedding-type", ("rope",))
+        yield "--expert-tensor-parallel-size", "1"
+    if config.packing.max_packed_seqs and config.packing.context_parallel_sizes:
+        yield ("--calculate-per-token-loss",)
     for name, value in derived_fields(config).items():
-        key = f"model.transformer_config.{name}"
         if value is False and not name.startswith("moe_"):
             raise ConfigError(
-                f"{key} is false, for which a pretrain script may have a flag of another name. "
-                "Leave it out, and pass Megatron's flag to the script."
+                f"model.transformer_config.{name} is false, for which a pretrain script may have a "
+                "flag of another name. Leave it out, and pass Megatron's flag to the script."
             )
-        if value is None or value is False:
-            continue
-        if name not in model.transformer_config:  # it follows from other settings
-            key = "moe" if config.moe.num_moe_experts and "dropout" not in name else "model"
-        yield FlagValue(key, f"--{name.replace('_', '-')}", _texts_of_field(name, value))
-    if config.capture.enabled:
-        yield FlagValue("capture.enabled", GRANULARITY, ("chunk",))
+        if value is not None and value is not False:
+            yield f"--{name.replace('_', '-')}", *_texts(name, value)
 
 
-def _texts_of_field(name: str, value: Any) -> tuple[str, ...]:
-    """Format a field of Megatron's TransformerConfig as the arguments of its flag."""
+def _texts(name: str, value: Any) -> tuple[str, ...]:
+    """Format a value of Megatron's setting as the arguments of its flag."""
     if value is True:
         return ()
     if "freq" in name:  # Megatron evaluates it as an expression, which has no spaces
         return (str(value).replace(" ", ""),)
-    return tuple(map(str, value if isinstance(value, list) else [value]))
+    return tuple(map(str, value if isinstance(value, (list, tuple)) else [value]))

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from chunkgraph._text import REPORT_WIDTH, did_you_mean
 from chunkgraph.errors import ConfigError
 from chunkgraph.launch.config_flags import merge_flags
-from chunkgraph.launch.flags import FLAGS, Flag, add_flags
+from chunkgraph.launch.flags import add_flags
 from chunkgraph.settings import Config, load_config
 
 __all__ = [
@@ -38,8 +37,10 @@ The script and its flags come last:
   chunkgraph launch --nproc-per-node 2 pretrain_gpt.py <Megatron's flags> \\
       --cuda-graph-impl local --cuda-graph-granularity chunk
 
-Flags that chunk graphs add to the script (see chunkgraph config for more):
+Chunk graphs add these flags to the script:
+
 {flags}
+
 Megatron's --cuda-graph-warmup-steps sets the eager steps before the capture.
 
 If RANK and WORLD_SIZE are set, as under torchrun, the script runs in this
@@ -48,33 +49,14 @@ process; otherwise chunkgraph starts its processes on this machine.
 
 
 def _describe_flags() -> str:
-    """List the flags with the first sentence of their help, and below them those that need them."""
-    lines: list[str] = []
-    paths = {flag.path for flag in FLAGS}
-    for flag in FLAGS:
-        if flag.setting.switch in paths:
-            continue
-        sentence = re.split(r"(?<=[.;]) ", flag.setting.help)[0].rstrip(".;")
-        lines += [f"  {_with_values(flag)}", *_wrapped(sentence)]
-        if further := [_with_values(one) for one in FLAGS if one.setting.switch == flag.path]:
-            lines += _wrapped(f"With it: {', '.join(further)}")
-    return "\n".join(lines)
-
-
-def _with_values(flag: Flag) -> str:
-    values = f"{{{','.join(flag.choices)}}}" if flag.choices else "N"
-    return f"{flag.name} {values}{' ...' if flag.setting.is_list else ''}"
-
-
-def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(
-        text,
-        REPORT_WIDTH,
-        initial_indent=" " * 6,
-        subsequent_indent=" " * 6,
-        break_long_words=False,
-        break_on_hyphens=False,
+    """Format the help of the flags that chunk graphs add to the script."""
+    parser = argparse.ArgumentParser(
+        usage=argparse.SUPPRESS,
+        add_help=False,
+        formatter_class=partial(argparse.HelpFormatter, width=REPORT_WIDTH),
     )
+    add_flags(parser)
+    return parser.format_help().strip()
 
 
 DESCRIPTION = _DESCRIPTION.replace("{flags}", _describe_flags())
@@ -91,7 +73,6 @@ class LaunchOptions:
         nproc: Number of processes to start.
         has_nproc_option: Whether the command line sets the number of processes.
         debug: Whether errors show tracebacks.
-        notes: Notes on values of the configuration file that the command line overrides.
     """
 
     script: Path
@@ -100,7 +81,6 @@ class LaunchOptions:
     nproc: int
     has_nproc_option: bool
     debug: bool
-    notes: tuple[str, ...]
 
     def rank_command(self) -> list[str]:
         """Return the arguments of Python for one rank."""
@@ -150,15 +130,15 @@ def options_from(args: argparse.Namespace) -> LaunchOptions:
             "of the script after it."
         )
     script_args: list[str] = list(args.script_args)
-    config: Config | None = None
-    notes: list[str] = []
-    if args.config is not None:
-        config = load_config(args.config)
-        script_args, notes = merge_flags(config, script_args, source=str(args.config))
     of_flags = argparse.ArgumentParser(script.name, add_help=False, allow_abbrev=False)
     add_flags(of_flags)
     explain_in_one_line(of_flags)
-    of_flags.parse_known_args(script_args)
+    line = argparse.Namespace(cuda_graph_granularity=None)  # unless the line has it
+    of_flags.parse_known_args(script_args, line)
+    config: Config | None = None
+    if args.config is not None:
+        config = load_config(args.config)
+        script_args = merge_flags(config, script_args, line)
     nproc = args.nproc_per_node
     if nproc is None:
         nproc = config.pipeline.world_size if config is not None else 1
@@ -167,8 +147,6 @@ def options_from(args: argparse.Namespace) -> LaunchOptions:
     device = "cuda"
     if config is not None and config.device != "auto":
         device = config.device
-        if args.device not in (None, device):
-            notes.append(f"--device {args.device} replaces device of {args.config}")
     return LaunchOptions(
         script=script,
         script_args=tuple(script_args),
@@ -176,7 +154,6 @@ def options_from(args: argparse.Namespace) -> LaunchOptions:
         nproc=nproc,
         has_nproc_option=args.nproc_per_node is not None,
         debug=args.debug,
-        notes=tuple(notes),
     )
 
 

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -26,16 +27,12 @@ from chunkgraph.trainer.trained_model import StepRecord, TrainedModel
 
 __all__ = ["TrainingRun", "run_eager", "run_training", "train"]
 
-_OF_EACH_RANK = (
-    "slots_per_chunk",
-    "stash_bytes",
-    "bytes_without_stash",
-    "replays_of_bank",
-    "missing_banks",
-    "memsets_kept",
-    "reserved_bytes",
-)
-"""Totals that the results hold for each rank."""
+_OF_ALL_RANKS: Mapping[str, Callable[[Sequence[Any]], Any]] = {
+    **dict.fromkeys(("capture_sessions", "overflow_reruns", "recaptures"), itemgetter(0)),
+    **dict.fromkeys(("num_graphs", "dropped_tokens"), sum),
+    "captures_after_first_session": max,
+}
+"""How the results combine totals of the ranks; they hold the others for each rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,23 +103,21 @@ def run_training(
 
 def _totals(model: TrainedModel) -> dict[str, Any]:
     counters, graphs = model.counters, model.graphs
-    report = graphs.engine.report if graphs is not None else None
-    stash = graphs.find(ExpertStash) if graphs is not None else None
+    report = graphs and graphs.engine.report
+    stash = graphs and graphs.find(ExpertStash)
     is_gpu = model.device.type == "cuda"
     return {
         "capture_sessions": counters.capture_sessions,
         "overflow_reruns": dict(counters.overflow_reruns),
         "recaptures": list(counters.recaptures),
         "missing_banks": dict(counters.missing_banks),
-        "slots_per_chunk": graphs.num_slots if graphs is not None else (),
-        "replays_of_bank": graphs.replays_of_bank if graphs is not None else {},
-        "dropped_tokens": (
-            sum(dropped_tokens(graphs, wait=True).values()) if graphs is not None else 0
-        ),
-        "num_graphs": report.num_graphs if report is not None else 0,
-        "memsets_kept": report.memsets_kept if report is not None else "",
-        "stash_bytes": stash.num_bytes() if stash is not None else 0,
-        "bytes_without_stash": stash.full_bytes() if stash is not None else 0,
+        "slots_per_chunk": graphs.num_slots if graphs else (),
+        "replays_of_bank": graphs.replays_of_bank if graphs else {},
+        "dropped_tokens": sum(dropped_tokens(graphs, wait=True).values()) if graphs else 0,
+        "num_graphs": report.num_graphs if report else 0,
+        "memsets_kept": report.memsets_kept if report else "",
+        "stash_bytes": stash.num_bytes() if stash else 0,
+        "bytes_without_stash": stash.full_bytes() if stash else 0,
         "reserved_bytes": torch.cuda.max_memory_reserved(model.device) if is_gpu else 0,
     }
 
@@ -208,8 +203,7 @@ def train(
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, own)
     chunks, eagers, different, num_compared = zip(*ranks, strict=True)
-    totals = [run.totals for run in chunks]
-    of_each: dict[str, Any] = {name: [of[name] for of in totals] for name in _OF_EACH_RANK}
+    of_each = {name: [run.totals[name] for run in chunks] for name in chunk.totals}
     return RunResults(
         versions=versions(),
         steps=[
@@ -219,13 +213,7 @@ def train(
         parameters_equal=None if eager is None else not any(different),
         different_parameters={f"rank {i}": names for i, names in enumerate(different) if names},
         num_parameters_compared=sum(num_compared),
-        capture_sessions=totals[0]["capture_sessions"],
-        captures_after_first_session=max(of["captures_after_first_session"] for of in totals),
-        num_graphs=sum(of["num_graphs"] for of in totals),
-        dropped_tokens=sum(of["dropped_tokens"] for of in totals),
-        overflow_reruns=totals[0]["overflow_reruns"],
-        recaptures=totals[0]["recaptures"],
-        **of_each,
+        **{name: _OF_ALL_RANKS.get(name, list)(values) for name, values in of_each.items()},
     )
 
 
@@ -238,8 +226,6 @@ def _step(chunk: Sequence[StepRecord], eager: Sequence[StepRecord]) -> StepResul
         num_microbatches=record.num_microbatches,
         loss_chunk=record.loss,
         grad_norm_chunk=record.grad_norm,
-        loss_chunk_hex=record.loss.hex(),
-        grad_norm_chunk_hex=record.grad_norm.hex(),
         expert_metrics={n: sum(sum(one.expert_metrics.get(n, ())) for one in chunk) for n in names},
         context_sizes=[one.context_sizes for one in chunk],
         captures=record.captures,

@@ -23,7 +23,7 @@ from chunkgraph.megatron.features.hybrid.layers import (
     local_stack,
 )
 from chunkgraph.schedules import splits_backward
-from chunkgraph.settings import Config, derived_fields
+from chunkgraph.settings import Config, derived_fields, resolved
 
 __all__ = [
     "build_model",
@@ -37,14 +37,6 @@ __all__ = [
 
 _GPT_SPECS = "megatron.core.models.gpt.gpt_layer_specs"
 _FUSES = "fuse_wgrad_accumulation"
-_OF_MODEL = (
-    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"),
-    *("fp8", "fp8_recipe", "recompute_granularity"),
-)
-_OF_PIPELINE = (
-    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
-    "sequence_parallel",
-)
 
 
 def build_model(
@@ -72,16 +64,17 @@ def build_model(
         ConfigError: The layers, the device or the installed release do not support the model.
         MissingDependencyError: Kernels of the layers are missing.
     """
-    model_config = _transformer_config(config, device, transformer_options or {})
+    config = resolved(config.model_copy(update={"device": device.type}))
+    model_config = _transformer_config(config, transformer_options or {})
     delays = splits_backward(config.pipeline.schedule)
     # Megatron's check of the field requires expert-parallel overlap.
     model_config.delay_wgrad_compute = delays
     model, num_chunks = config.model, config.pipeline.num_model_chunks
     if model.hybrid_layer_pattern is None:
         kind = import_megatron("megatron.core.models.gpt").GPTModel
-        arguments = _gpt_arguments(config, model_config, device)
+        arguments = _gpt_arguments(config, model_config)
     else:
-        kind, of_layers = _hybrid_model(config, device)
+        kind, of_layers = _hybrid_model(config)
         arguments = [of_layers] * num_chunks
     rank = import_megatron("megatron.core.parallel_state").get_pipeline_model_parallel_rank()
     last_rank = config.pipeline.pipeline_model_parallel_size - 1
@@ -113,21 +106,13 @@ def build_model(
     return chunks
 
 
-def _layer_spec_name(config: Config, device: torch.device) -> str:
-    """Return ``model.layer_spec``; the device decides ``auto``."""
-    name = config.model.layer_spec
-    if name == "auto":
-        return "local" if device.type == "cpu" else "transformer_engine"
-    return name
-
-
-def layer_spec(config: Config, device: torch.device) -> Any:
+def layer_spec(config: Config) -> Any:
     """Return the spec of Megatron's local layer, or call the function of ``model.layer_spec``.
 
     Raises:
         ConfigError: The user's function cannot be imported.
     """
-    name = _layer_spec_name(config, device)
+    name = config.model.layer_spec
     if name == "local":
         make = import_megatron(_GPT_SPECS).get_gpt_layer_local_spec
         return make(**_normalization(config))
@@ -148,21 +133,18 @@ def _normalization(config: Config) -> dict[str, str]:
     return {name: fields[name] for name in ("normalization",) if name in fields}
 
 
-def _gpt_arguments(
-    config: Config, transformer_config: Any, device: torch.device
-) -> list[dict[str, Any]]:
+def _gpt_arguments(config: Config, transformer_config: Any) -> list[dict[str, Any]]:
     """Return the specs that GPTModel takes, for each chunk of this rank.
 
     Args:
         config: the run.
         transformer_config: Megatron's TransformerConfig.
-        device: this rank's device.
 
     Raises:
         ConfigError: The layers have no FP8, or the user's function cannot be imported.
     """
     specs = import_megatron(_GPT_SPECS)
-    name = _layer_spec_name(config, device)
+    name = config.model.layer_spec
     if name == "local" and config.model.fp8 is not None:
         raise ConfigError(
             f"model.fp8 is {config.model.fp8}, but local layers have no FP8. Use Transformer "
@@ -170,7 +152,7 @@ def _gpt_arguments(
             "model.fp8=null."
         )
     is_own = name not in {"local", "transformer_engine"}
-    own = layer_spec(config, device) if is_own else None
+    own = layer_spec(config) if is_own else None
     num_chunks = config.pipeline.num_model_chunks
     arguments = []
     for index in range(num_chunks):
@@ -188,7 +170,7 @@ def _gpt_arguments(
             arguments[-1]["mtp_block_spec"] = specs.get_gpt_mtp_block_spec(
                 transformer_config, spec, use_transformer_engine=name != "local", vp_stage=stage
             )
-        if is_own and device.type == "cpu":
+        if is_own and config.device == "cpu":
             arguments[-1]["transformer_layer_spec"] = _with_torch_norm(
                 spec, transformer_config, stage
             )
@@ -211,23 +193,22 @@ def _with_torch_norm(spec: Any, transformer_config: Any, stage: int | None) -> A
     return block.TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=norm)
 
 
-def _hybrid_model(config: Config, device: torch.device) -> tuple[type[Any], dict[str, Any]]:
+def _hybrid_model(config: Config) -> tuple[type[Any], dict[str, Any]]:
     """Return Megatron's hybrid model, and its arguments for layers.
 
     Args:
         config: the run, with ``model.hybrid_layer_pattern``.
-        device: this rank's device.
 
     Raises:
         ConfigError: The installed release does not support the configuration.
         MissingDependencyError: There are Mamba layers, but their kernels are missing.
     """
     moe = config.moe
-    if _layer_spec_name(config, device) == "transformer_engine":
+    if config.model.layer_spec == "transformer_engine":
         stack = HybridNames().transformer_engine_spec()
     else:
         # Call the user's function first: it may prepare something.
-        spec, experts = layer_spec(config, device), None
+        spec, experts = layer_spec(config), None
         if moe.num_moe_experts is not None:
             layer = import_megatron(_GPT_SPECS).get_gpt_layer_local_spec(
                 num_experts=moe.num_moe_experts,
@@ -319,10 +300,10 @@ def hybrid_stack_spec(spec: Any, experts: Any = None) -> Any:
     )
 
 
-def _transformer_config(config: Config, device: torch.device, options: Mapping[str, Any]) -> Any:
+def _transformer_config(config: Config, options: Mapping[str, Any]) -> Any:
     """Return Megatron's TransformerConfig, or its subclass for multi-latent attention.
 
-    ``options`` are more fields.
+    ``config`` is resolved, with the device of this rank; ``options`` are more fields.
 
     Raises:
         ConfigError: ``model.transformer_config`` has an unknown field or a wrong value.
@@ -330,11 +311,11 @@ def _transformer_config(config: Config, device: torch.device, options: Mapping[s
     module = import_megatron("megatron.core.transformer.transformer_config")
     model, pipeline = config.model, config.pipeline
     dtype = getattr(torch, model.params_dtype)
-    on_cpu = device.type == "cpu"
+    on_cpu = config.device == "cpu"
     interleaved = pipeline.num_model_chunks > 1
     settings: dict[str, Any] = {
-        **{name: getattr(model, name) for name in _OF_MODEL},
-        **{name: getattr(pipeline, name) for name in _OF_PIPELINE},
+        **model.model_dump(),
+        **pipeline.model_dump(),
         "is_hybrid_model": model.hybrid_layer_pattern is not None,
         "recompute_modules": list(model.recompute_modules),
         "gated_linear_unit": model.swiglu,
@@ -360,13 +341,13 @@ def _transformer_config(config: Config, device: torch.device, options: Mapping[s
         "bias_dropout_fusion": not on_cpu,
         "deterministic_mode": config.train.deterministic,
         **expert_settings(config),
-        **derived_fields(config.model_copy(update={"device": device.type})),
+        **derived_fields(config),
     }
     is_latent = {**settings, **options}.get("multi_latent_attention")
     kind = getattr(module, "MLATransformerConfig" if is_latent else "TransformerConfig")
     known = {field.name for field in fields(kind)}
     settings |= _checked_fields(model.transformer_config, kind)
-    # Some releases lack fields of hybrid models and of the flex dispatcher.
+    # Not all settings are fields, and releases lack some of hybrid models and the flex dispatcher.
     settings = {name: value for name, value in settings.items() if name in known} | dict(options)
     return kind(**settings)
 

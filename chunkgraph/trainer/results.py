@@ -23,8 +23,6 @@ class StepResult:
         loss_eager: mean loss of the eager run.
         grad_norm_chunk: gradient norm before clipping, with captured chunks.
         grad_norm_eager: gradient norm before clipping, eager.
-        loss_chunk_hex: ``loss_chunk`` to the last bit.
-        grad_norm_chunk_hex: ``grad_norm_chunk`` to the last bit.
         loss_equal: True if the losses agree to the last bit, on all ranks.
         grad_norm_equal: True if the gradient norms agree to the last bit, on all ranks.
         expert_metrics: each metric of the experts over all layers, microbatches and ranks.
@@ -43,8 +41,6 @@ class StepResult:
     loss_eager: float | None = None
     grad_norm_chunk: float
     grad_norm_eager: float | None = None
-    loss_chunk_hex: str = ""
-    grad_norm_chunk_hex: str = ""
     loss_equal: bool | None = None
     grad_norm_equal: bool | None = None
     expert_metrics: Mapping[str, float] = field(default_factory=dict)

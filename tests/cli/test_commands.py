@@ -145,7 +145,7 @@ class TestTrain:
         assert config["run"]["timeout_s"] == 50
         assert config["model"]["layer_spec"] == "local"
         assert config["pipeline"]["microbatch_group_size_per_vp_stage"] == 2
-        assert content["steps"][0]["loss_chunk_hex"] == (5.123456789).hex()
+        assert content["steps"][0]["loss_chunk"] == 5.123456789
         assert [path.name for path in tmp_path.iterdir()] == ["table.json"]
 
     def test_a_broken_promise_ends_with_1(self, tmp_path: Path) -> None:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launch_flags import flags_from
+from launch_flags import graph_flags_of, merged
 
 from chunkgraph.cli.__main__ import main
 from chunkgraph.errors import ConfigError
-from chunkgraph.launch.config_flags import merge_flags
-from chunkgraph.launch.flags import add_flags
 from chunkgraph.launch.options import parse_options
 from chunkgraph.settings import CaptureConfig, Config, ModelConfig, PipelineConfig, load_config
 
@@ -78,14 +75,10 @@ def _load(*overrides: str) -> Config:
     )
 
 
-def _flags(config: Config) -> list[str]:
-    return merge_flags(config, [], source="run.yaml")[0]
-
-
 def test_a_hybrid_model_is_refused() -> None:
     layers = ["model.num_layers=4", "model.hybrid_layer_pattern=M-M-"]
     with pytest.raises(ConfigError, match=r"is M-M-: a conf.*--hybrid-layer-pattern"):
-        _flags(_load(*layers))
+        merged(_load(*layers))
 
 
 @pytest.mark.parametrize("section", list(SECTIONS))
@@ -95,71 +88,54 @@ def test_no_key_of_the_file_is_ignored(section: str) -> None:
     for key, changes in CHANGES[section].items():
         *needed, last = [f"{section}.{c}" for change in changes for c in change.split()]
         assert last.startswith(f"{section}.{key}=")
-        assert _flags(_load(*needed)) != _flags(_load(*needed, last)), last
+        assert merged(_load(*needed)) != merged(_load(*needed, last)), last
 
 
 def test_recomputation_has_flags() -> None:
-    full = _flags(load_config(CONFIGS / "bench" / "dense_pp2_recompute.yaml"))
+    full = merged(load_config(CONFIGS / "bench" / "dense_pp2_recompute.yaml"))
     values = {"granularity": "full", "method": "uniform", "num-layers": "1"}
     for name, value in values.items():
         assert full[full.index(f"--recompute-{name}") + 1] == value
     modules = ["model.recompute_granularity=selective", "model.recompute_modules=[core_attn,mlp]"]
     config = _load("model.swiglu=true", *modules)
-    selective = _flags(config)
+    selective = merged(config)
     start = selective.index("--recompute-modules")
     assert selective[start + 1 : start + 3] == ["core_attn", "mlp"]
     assert selective[start + 3].startswith("--")
-    same = ["--recompute-modules", "core_attn", "mlp"]
-    assert merge_flags(config, same, source="run.yaml")[1] == []
-    other, notes = merge_flags(config, ["--recompute-modules", "mlp"], source="run.yaml")
-    assert other.count("--recompute-modules") == 1
-    assert notes == [
-        "--recompute-modules mlp on the command line replaces model.recompute_modules of run.yaml"
-    ]
 
 
 def test_fields_of_megatron_have_flags() -> None:
     fields = "{normalization: LayerNorm, moe_layer_freq: [0, 1], moe_router_pre_softmax: true}"
-    flags = _flags(_load(f"model.transformer_config={fields}"))
+    flags = merged(_load(f"model.transformer_config={fields}"))
     assert flags[flags.index("--normalization") + 1] == "LayerNorm"
     assert flags[flags.index("--moe-layer-freq") + 1] == "[0,1]"
     assert flags[flags.index("--moe-router-pre-softmax") + 1].startswith("--")
     assert flags[flags.index("--hidden-dropout") + 1] == "0.0"
     block = "model.transformer_config={recompute_method: block, recompute_num_layers: 2}"
-    flags = _flags(_load("model.recompute_granularity=full", block))
+    flags = merged(_load("model.recompute_granularity=full", block))
     assert flags[flags.index("--recompute-method") + 1] == "block"
     assert flags[flags.index("--recompute-num-layers") + 1] == "2"
     with pytest.raises(ConfigError, match=r"bias_dropout_fusion is false, .* pass Megatron's flag"):
-        _flags(_load("model.transformer_config.bias_dropout_fusion=false"))
-
-
-@pytest.mark.parametrize(
-    "arguments", [["--context-parallel-size", "1"], ["--cuda-graph-granularity", "layer"]]
-)
-def test_flags_without_effect_give_no_note(arguments: list[str]) -> None:
-    assert merge_flags(_load("capture.enabled=false"), arguments, source="run.yaml")[1] == []
+        merged(_load("model.transformer_config.bias_dropout_fusion=false"))
 
 
 def test_packed_sequences_of_the_file_are_flags() -> None:
     packing = ["packing.max_packed_seqs=4", "packing.buckets=[0.25,8]", "packing.seq_buckets=[3,2]"]
     packing += ["device=cuda", "model.layer_spec=transformer_engine", "train.micro_batch_size=1"]
-    flags = _flags(_load(*packing, "packing.max_packed_tokens=12"))
+    flags = merged(_load(*packing, "packing.max_packed_tokens=12"))
     at = flags.index("--cuda-graph-max-packed-seqs")
-    assert flags[at:] == [
+    assert flags[at : at + 10] == [
         *("--cuda-graph-max-packed-seqs", "4", "--cuda-graph-max-packed-tokens", "12"),
         *("--cuda-graph-packed-buckets", "0.25", "8"),
         *("--cuda-graph-packed-seq-buckets", "3", "2"),
     ]
-    merged, notes = merge_flags(
-        _load(*packing), ["--cuda-graph-max-packed-seqs", "9"], source="run.yaml"
-    )
-    assert merged.count("--cuda-graph-max-packed-seqs") == 1
-    (note,) = notes
-    assert note.startswith("--cuda-graph-max-packed-seqs 9 on the command line replaces packing.")
+    graph_flags = graph_flags_of(merged(_load(*packing), ["--cuda-graph-max-packed-seqs", "9"]))
+    assert graph_flags is not None
+    assert (graph_flags.packing.max_packed_seqs, graph_flags.packing.buckets) == (9, (0.25, 8.0))
 
 
 @pytest.mark.parametrize(
-    ("settings", "arguments", "key"),
+    ("settings", "arguments"),
     [
         (
             (
@@ -170,7 +146,6 @@ def test_packed_sequences_of_the_file_are_flags() -> None:
                 ),
             ),
             ["--cuda-graph-stash", "false"],
-            "stash.enabled",
         ),
         (
             (
@@ -179,19 +154,15 @@ def test_packed_sequences_of_the_file_are_flags() -> None:
                 "packing.max_packed_tokens=12",
             ),
             ["--cuda-graph-max-packed-seqs", "0"],
-            "packing.max_packed_seqs",
         ),
     ],
     ids=["stash", "packing"],
 )
 def test_what_the_command_line_turns_off_is_off(
-    settings: tuple[str, ...], arguments: list[str], key: str
+    settings: tuple[str, ...], arguments: list[str]
 ) -> None:
     """Also all of the file's flags that depend on it, which would be refused without it."""
-    flags, notes = merge_flags(_load(*settings), arguments, source="run.yaml")
-    parser = argparse.ArgumentParser()
-    add_flags(parser)
-    graph_flags = flags_from(parser.parse_known_args(flags)[0])
+    graph_flags = graph_flags_of(merged(_load(*settings), arguments))
     assert graph_flags is not None
     assert (
         graph_flags.stash.enabled,
@@ -202,40 +173,26 @@ def test_what_the_command_line_turns_off_is_off(
         0,
         "none",
     )
-    assert notes == [f"{' '.join(arguments)} on the command line replaces {key} of run.yaml"]
 
 
 def test_sizes_of_microbatches_are_flags() -> None:
     packing = ["packing.max_packed_seqs=4", "packing.context_parallel_sizes=[1,2,4]"]
     packing += ["device=cuda", "model.layer_spec=transformer_engine", "train.micro_batch_size=1"]
     packing += ["pipeline.data_parallel_size=4"]
-    flags = _flags(_load(*packing))
-    assert flags[flags.index("--cuda-graph-cp-sizes") :] == [
-        *("--cuda-graph-cp-sizes", "1", "2", "4"),
-        "--calculate-per-token-loss",
-    ]
-    parser = argparse.ArgumentParser()
-    add_flags(parser)
-    graph_flags = flags_from(parser.parse_known_args(flags)[0])
+    flags = merged(_load(*packing))
+    assert "--calculate-per-token-loss" in flags
+    graph_flags = graph_flags_of(flags)
     assert graph_flags is not None
     assert graph_flags.packing.context_parallel_sizes == (1, 2, 4)
-    arguments = ["--cuda-graph-cp-sizes", "2"]
-    _, notes = merge_flags(_load(*packing), arguments, source="run.yaml")
-    (note,) = notes
-    assert note.startswith("--cuda-graph-cp-sizes 2 on the command line replaces packing.context_")
     # Without packing the loss stays a mean.
-    flags, notes = merge_flags(
-        _load(*packing), ["--cuda-graph-max-packed-seqs", "0"], source="run.yaml"
-    )
-    assert "--calculate-per-token-loss" not in flags
-    assert len(notes) == 1
-    for off in ("capture.enabled=false", None):
+    whole = merged(_load(*packing), ["--cuda-graph-max-packed-seqs", "0"])
+    assert "--calculate-per-token-loss" not in whole
+    for settings, arguments in (
+        (["capture.enabled=false"], []),
+        ([], ["--cuda-graph-granularity", "layer"]),
+    ):
         with pytest.raises(ConfigError, match=r"sizes is \[1, 2, 4\]: documents of a"):
-            merge_flags(
-                _load(*packing, *([off] if off else [])),
-                [] if off else ["--cuda-graph-granularity", "layer"],
-                source="run.yaml",
-            )
+            merged(_load(*packing, *settings), arguments)
 
 
 @pytest.fixture
@@ -254,7 +211,6 @@ def test_the_device_is_that_of_the_file(script: Path) -> None:
     assert parse("--config", cpu).device == "cpu"
     other = parse("--config", cpu, "--device", "cuda")
     assert other.device == "cuda"
-    assert other.notes == (f"--device cuda replaces device of {cpu}",)
 
 
 def test_a_number_of_processes_is_for_what_starts_them(

@@ -17,7 +17,7 @@ from chunkgraph.engine.replay import replayer
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.captured_part import SCOPE_RULES, ChosenScope, choose_scope
 from chunkgraph.megatron.refusals import facts_of_model
-from chunkgraph.settings import Config
+from chunkgraph.settings import Config, resolved
 from chunkgraph.settings.rule import refusals
 from chunkgraph.trainer.model import layer_spec
 
@@ -34,7 +34,7 @@ def middle_stage(chunks: list[nn.Module], config: Config) -> Any:
 
     return GPTModel(
         config=chunks[0].config,
-        transformer_layer_spec=layer_spec(config, torch.device("cpu")),
+        transformer_layer_spec=layer_spec(resolved(config)),
         vocab_size=config.model.vocab_size,
         max_sequence_length=LENGTH,
         pre_process=False,

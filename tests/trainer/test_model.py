@@ -16,7 +16,7 @@ from chunkgraph.trainer.model import _transformer_config, build_model, fuse_weig
 
 def _build(make_config: Callable[..., Any], **fields: Any) -> Any:
     config = config_from_mapping(make_config(model={"transformer_config": fields}))
-    return _transformer_config(config, torch.device("cpu"), {})
+    return _transformer_config(config, {})
 
 
 @pytest.mark.megatron

@@ -35,8 +35,6 @@ def test_results_and_progress(run_worker: RunWorker, make_config: MakeConfig) ->
     result = json.loads((folder / "table.json").read_text(encoding="utf-8"))
     assert result["parameters_equal"] is True
     assert {"torch", "megatron_core"} <= result["versions"].keys()
-    for step in result["steps"]:
-        assert float.fromhex(step["loss_chunk_hex"]) == step["loss_chunk"]
     for phase in ("eager", "chunk graphs"):
         counts = re.findall(rf"^{phase}: step \d+/\d+  (\d+) microbatches", logs[0], re.MULTILINE)
         assert list(map(int, counts)) == config["train"]["num_microbatches"]

@@ -66,7 +66,7 @@ def make_case(make_config: Callable[..., Any], write_documents: Callable[..., Pa
 def check(result: dict[str, Any], name: str, captured: set[int]) -> None:
     """Check that steps are eager only before the capture and for sizes without graphs."""
     steps = result["steps"]
-    assert len({s["loss_chunk_hex"] for s in steps}) == len(steps), name
+    assert len({s["loss_chunk"] for s in steps}) == len(steps), name
     assert [s["fallbacks"] for s in steps] == _fallbacks(steps, captured), name
     num_chunks = len(result["slots_per_chunk"][0])
     of_all_ranks = set().union(*result["replays_of_bank"])
@@ -251,8 +251,8 @@ def _numbers(result: dict[str, Any], num_copies: int) -> list[tuple[Any, ...]]:
     """Return each step's loss, gradient norm and router losses, to the last bit."""
     return [
         (
-            step["loss_chunk_hex"],
-            step["grad_norm_chunk_hex"],
+            step["loss_chunk"],
+            step["grad_norm_chunk"],
             step["expert_metrics"]["load_balancing_loss"] / num_copies,
             step["expert_metrics"]["z_loss"],
         )

@@ -97,7 +97,7 @@ def make_case(make_config: Callable[..., Any], text: Path) -> Case:
 def _check(results: dict[str, dict[str, Any]], overflows: dict[str, int] | None = None) -> None:
     for name, result in results.items():
         steps = result["steps"]
-        assert len({s["loss_chunk_hex"] for s in steps}) == len(steps), name
+        assert len({s["loss_chunk"] for s in steps}) == len(steps), name
         overflow_steps = [s for s in steps[1:] if s["fallbacks"] == {"packing overflow": 1}]
         assert len(overflow_steps) == (overflows or {}).get(name, 0), name
         assert all(s["replays"] for s in steps[1:] if s not in overflow_steps), name
@@ -247,6 +247,6 @@ def test_sharing_documents_changes_rounding_alone(
         pairs = list(zip(alone[name]["steps"], shared[name]["steps"], strict=True))
         assert len(pairs) == len(_COUNTS)
         for of_one, of_two in pairs:
-            for key in ("loss_chunk_hex", "grad_norm_chunk_hex"):
-                values = [float.fromhex(step[key]) for step in (of_one, of_two)]
+            for key in ("loss_chunk", "grad_norm_chunk"):
+                values = [step[key] for step in (of_one, of_two)]
                 assert values[1] == pytest.approx(values[0], rel=2e-5), f"{name} {key}"

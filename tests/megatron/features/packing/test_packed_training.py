@@ -82,7 +82,7 @@ def _check(
     """Check that the first step and those of ``overflows`` are eager, and all others replay."""
     for name, result in results.items():
         steps = result["steps"]
-        assert len({s["loss_chunk_hex"] for s in steps}) == len(steps), name
+        assert len({s["loss_chunk"] for s in steps}) == len(steps), name
         overflowing = (overflows or {}).get(name, [])
         for index, step in enumerate(steps):
             expected = {}
