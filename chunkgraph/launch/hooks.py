@@ -238,10 +238,31 @@ class ChunkGraphsInPretrain:
             for write in tensorboard_writers(iteration):
                 for name, value in self._metrics.scalars().items():
                     write(name, value)
+        if self._steps is not None:
+            self._announce_after(iteration, self._steps)
 
     def log_text(self) -> str:
         """Return the metrics since the last line, in the format of Megatron's log."""
         return self._metrics.take_line() if self._metrics is not None else ""
+
+    def _announce_after(self, iteration: int, steps: PackedSteps) -> None:
+        """Announce the next step if Megatron's loop is going to train it.
+
+        At this point the step is complete: it cannot run again.
+        """
+        args = pretrain_arguments()
+        exit_interval = getattr(args, "exit_interval", None)
+        if not (
+            iteration >= args.train_iters
+            or (exit_interval and iteration % exit_interval == 0)
+            or iteration in (getattr(args, "phase_transition_iterations", None) or ())
+            or iteration + 1 in (getattr(args, "iterations_to_skip", None) or ())
+            # External loaders may save their position.
+            or getattr(args, "dataloader_type", None) == "external"
+        ):
+            # A step of another number, in a ramp-up, withdraws the announcement.
+            calculator = import_megatron("megatron.core.num_microbatches_calculator")
+            steps.announce_next(calculator.get_num_microbatches())
 
     # -- reports -------------------------------------------------------------------------------
 

@@ -2,12 +2,14 @@
 
 The ranks decide before a step whether it replays, and need its documents for that. So a step's
 microbatches are read from the script's data iterators when the step begins, in the number and the
-order in which the forward step reads them, and are passed to it one by one: a rerun, a skipped step
-or a save finds the iterators in the same state as without chunk graphs.
+order in which the forward step reads them, and are passed to it one by one. After a step, the
+microbatches of the next one are inspected below Megatron's iterators (`look_ahead`): a rerun, a
+skipped step or a save finds the iterators in the same state as without chunk graphs.
 """
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -20,8 +22,15 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from chunkgraph.errors import ConfigError
-from chunkgraph.launch.documents import ROWS, Documents, Microbatches, cut, documents_of
+from chunkgraph.errors import ConfigError, PackingError
+from chunkgraph.launch.documents import (
+    ROWS,
+    Documents,
+    Microbatches,
+    cut,
+    documents_of,
+    look_ahead,
+)
 from chunkgraph.megatron.attached import MegatronChunkGraphs
 from chunkgraph.megatron.core.agreement import Exchange
 from chunkgraph.megatron.features.packing.bank import PackedBank
@@ -83,6 +92,8 @@ class PackedSteps(ABC):
         self._tensor_ranks = tensor_ranks
         self._turns: Sequence[Turn] = ()  # of the running step; empty between steps
         self._num_calls = [0] * len(model_chunks)
+        # From the last schedule call; the next step most likely uses the same ones.
+        self._iterators: list[Any] = []
         self._hooks = [
             chunk.register_forward_pre_hook(self._hook_of(c), with_kwargs=True)
             for c, chunk in enumerate(model_chunks)
@@ -103,6 +114,13 @@ class PackedSteps(ABC):
             schedule's.
         """
 
+    @abstractmethod
+    def announce_next(self, num_microbatches: int) -> None:
+        """Announce the documents of the next training step, if they are known in advance.
+
+        All ranks must call this together, between two training steps.
+        """
+
     def wrap(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the schedule of a training or evaluation step, already wrapped by the graphs."""
 
@@ -111,10 +129,11 @@ class PackedSteps(ABC):
                 return forward_backward(**kwargs)
             iterators = kwargs["data_iterator"]
             is_list = isinstance(iterators, (list, tuple))
+            self._iterators = list(iterators) if is_list else [iterators]
             num_microbatches = kwargs["num_microbatches"]
             read = [
                 None if one is None else deque([next(one) for _ in range(num_microbatches)])
-                for one in (iterators if is_list else [iterators])
+                for one in self._iterators
             ]
             batches, self._turns, keywords = self._begin(read, kwargs)
             feeds = [None if one is None else _drain(one) for one in batches]
@@ -234,14 +253,52 @@ class OwnDocuments(PackedSteps):
     ) -> None:
         super().__init__(model_chunks, rank, tensor_ranks)
         self._graphs = graphs
+        self._seq_length = 0  # of the last step
+        self._next_count: int | None = None  # microbatches of the step of `announce_next`
+        self._announced: list[Documents] | None = None
+
+    def announce_next(self, num_microbatches: int) -> None:
+        """Announce the documents of the next training step; see `PackedSteps`.
+
+        Announce nothing if the step's data cannot be inspected, end early, or are wrong; the step
+        reports wrong data when it begins.
+        """
+        if not self._seq_length:
+            return
+        self._next_count = num_microbatches
+        read = look_ahead(self._iterators, num_microbatches)
+        documents: list[Documents] | None = None
+        with contextlib.suppress(ConfigError, PackingError):
+            documents = None if read is None else self._own_documents(read)
+        self._announced = self._shared(documents)
+        if self._announced is not None:
+            try:
+                self._graphs.announce([d.lengths for d in self._fit(self._announced)])
+            except (ConfigError, PackingError):
+                self._announced = None
 
     def _begin(
         self, read: Microbatches, kwargs: dict[str, Any]
     ) -> tuple[Microbatches, Sequence[Turn], dict[str, Any]]:
-        """Begin a step, whose microbatches are cut to the rows that losses need."""
-        multiple = next(iter(self._graphs.buckets.values())).document_multiple
-        local = self._documents_of(read, kwargs["seq_length"], multiple)
-        documents = self._required(self._shared(local))
+        """Begin a step; check its documents against the announced ones."""
+        self._seq_length = kwargs["seq_length"]
+        expected, self._next_count = self._next_count, None
+        announced, self._announced = self._announced, None
+        if expected not in (None, kwargs["num_microbatches"]):
+            # The loop runs a different step than expected; all ranks run the same loop.
+            self._graphs.withdraw()
+            announced = None
+        local = self._own_documents(read)
+        if announced is None:
+            documents = self._required(self._shared(local))
+        elif local in (None, announced):
+            documents = announced
+        else:
+            raise ConfigError(
+                f"rank {self._rank}: the documents of the step differ from those that were "
+                "announced to the other ranks. Between two steps, do not read from the data "
+                "iterators and do not replace them."
+            )
         fitted = self._fit(documents)
         keywords: dict[str, Any] = {"packings": [d.lengths for d in fitted]}
         for i, (whole, short) in enumerate(zip(documents, fitted, strict=True)):
@@ -268,6 +325,10 @@ class OwnDocuments(PackedSteps):
         plain = None if documents is None else [(d.offsets, d.num_needed) for d in documents]
         shared = self._tensor_ranks.share(plain)
         return None if shared is None else [Documents(*values) for values in shared]
+
+    def _own_documents(self, read: Microbatches) -> list[Documents] | None:
+        multiple = next(iter(self._graphs.buckets.values())).document_multiple
+        return self._documents_of(read, self._seq_length, multiple)
 
     def _fit(self, documents: Sequence[Documents]) -> list[Documents]:
         """Cut each microbatch to the rows of the smallest shape that holds its needed rows.
@@ -323,6 +384,9 @@ class SpreadDocuments(PackedSteps):
         self._device = device
         self._data_ranks = data_ranks
         self._has_experts = has_experts
+
+    def announce_next(self, num_microbatches: int) -> None:
+        """Announce nothing: the schedule needs the documents of the other ranks."""
 
     def close(self) -> None:
         """Remove the hooks from the model, and release process groups."""

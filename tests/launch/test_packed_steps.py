@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from chunkgraph.errors import ConfigError, PackingError
-from chunkgraph.launch.documents import cut, documents_of
+from chunkgraph.launch.documents import Documents, ReadAhead, cut, documents_of, look_ahead
 from chunkgraph.launch.packed_steps import OwnDocuments, PackedSteps
 from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.packing import PackedShape
@@ -79,13 +80,19 @@ def models() -> list[Model]:
 
 
 @pytest.fixture
+def words() -> list[Any]:
+    """Announcements to chunk graphs ahead of steps."""
+    return []
+
+
+@pytest.fixture
 def steps() -> list[PackedSteps]:
     """All `PackedSteps` that were made, first to last."""
     return []
 
 
 @pytest.fixture
-def step(models: list[Model], steps: list[PackedSteps]) -> Iterator[Step]:
+def step(models: list[Model], words: list[Any], steps: list[PackedSteps]) -> Iterator[Step]:
     """Run a step with graphs for 4 sequences; return the schedule's arguments."""
 
     def run(
@@ -104,6 +111,8 @@ def step(models: list[Model], steps: list[PackedSteps]) -> Iterator[Step]:
         graphs: Any = SimpleNamespace(
             buckets=by_rows,
             packed_shapes=tuple(shapes),
+            announce=lambda packings: words.append([*packings]),
+            withdraw=lambda: words.append("withdrawn"),
         )
         if batches is not None or not steps:  # otherwise a further step of the same run
             steps.append(OwnDocuments(graphs, models, 3))
@@ -136,21 +145,132 @@ def test_a_step_reads_its_own_microbatches_and_no_more(step: Step) -> None:
         step(None, iterators=batches)
 
 
-def test_a_tensor_parallel_rank_without_data_gets_the_first_ranks_documents(
-    step: Step, steps: list[PackedSteps]
+def of_megatron(batches: Sequence[dict[str, Any]]) -> Any:
+    """Return Megatron's data iterator that replays microbatches."""
+    machine = import_megatron("megatron.core.rerun_state_machine")
+    return machine.RerunDataIterator(iter(batches))
+
+
+def test_what_is_looked_at_stays_to_be_read() -> None:
+    """Every later reader, and one that rereads, gets it."""
+    batches = [batch(n, ROWS) for n in range(1, 5)]
+    iterator = of_megatron(batches)
+    assert look_ahead([iterator, None], 2) == [deque(batches[:2]), None]
+    below = iterator.iterable
+    assert isinstance(below, ReadAhead)
+    assert next(iterator) is batches[0]
+    assert look_ahead([iterator], 3) == [deque(batches[1:])]
+    assert iterator.iterable is below
+    assert look_ahead([iterator], 4) is None
+    assert list(below) == batches[1:]
+    with pytest.raises(StopIteration):
+        next(iterator)
+    assert look_ahead([iter(batches)], 1) is None
+
+
+def test_an_error_of_the_data_comes_up_where_they_are_read() -> None:
+    def read() -> Iterator[dict[str, Any]]:
+        yield batch(12)
+        raise OSError("a broken disk")
+
+    iterator = of_megatron(read())  # type: ignore[arg-type]
+    assert look_ahead([iterator], 2) is look_ahead([iterator], 2) is None
+    assert next(iterator)["max_seqlen"] == 12
+    for _ in range(2):
+        with pytest.raises(OSError, match="broken disk"):
+            next(iterator)
+
+
+def test_the_next_step_is_announced(step: Step, steps: list[PackedSteps], words: list[Any]) -> None:
+    batches = [batch(4, 12), batch(3, 5, 12), batch(12), batch(1, 12), batch(2, 12)]
+    iterator = of_megatron(batches)
+    step(None, iterators=iterator)
+    steps[0].announce_next(3)
+    assert words == [[(12,), (1, 11), (2, 10)]]
+    arguments = step(None, iterators=iterator, num_microbatches=3)
+    assert arguments["packings"] == words[0]
+    steps[0].announce_next(1)  # it has no data
+    assert len(words) == 1
+
+
+def test_what_is_announced_is_cut_as_the_step_cuts_it(
+    step: Step, steps: list[PackedSteps], words: list[Any]
 ) -> None:
+    iterator = of_megatron([batch(4, 12), batch(12), batch(3, 12, num_counted=2), batch(5, 12)])
+    step(None, iterators=iterator, buckets=(0.5,))
+    steps[0].announce_next(2)
+    assert words == [[(3, 3), (5, 7)]]
+    arguments = step(None, iterators=iterator, buckets=(0.5,))
+    assert arguments["packings"] == words[0]
+
+
+@pytest.mark.parametrize("was_announced", [True, False])
+def test_an_announcement_of_another_step_is_taken_back(
+    step: Step, steps: list[PackedSteps], words: list[Any], was_announced: bool
+) -> None:
+    """Also on a rank without an announcement: another rank may have made one."""
+    iterator = of_megatron([batch(n, 12) for n in range(1, 6)])
+    step(None, iterators=iterator)
+    steps[0].announce_next(2 if was_announced else 4)
+    arguments = step(None, iterators=iterator, num_microbatches=3)
+    assert words == [[[(3, 9), (4, 8)]], []][not was_announced] + ["withdrawn"]
+    assert arguments["packings"] == [(3, 9), (4, 8), (5, 7)]
+
+
+@pytest.mark.parametrize("other", ["read", "replaced"])
+def test_other_data_than_those_announced_are_an_error(
+    step: Step, steps: list[PackedSteps], words: list[Any], other: str
+) -> None:
+    batches = [batch(n, 12) for n in range(1, 7)]
+    iterator = of_megatron(batches)
+    step(None, iterators=iterator)
+    steps[0].announce_next(2)
+    if other == "read":
+        next(iterator)
+    then = of_megatron(batches[3:]) if other == "replaced" else iterator
+    with pytest.raises(ConfigError, match="rank 3: the documents of the step differ from"):
+        step(None, iterators=then)
+
+
+def test_tensor_parallel_ranks_hear_of_the_next_step_once(
+    step: Step, steps: list[PackedSteps], words: list[Any]
+) -> None:
+    """A rank that reads nothing learns of the first rank's data only ahead of the step."""
     shared: list[Any] = []
-    step([batch(4, 12), batch(12)])
+    of_first = of_megatron([batch(n, 12) for n in range(1, 5)])
+    step(None, iterators=of_first)
     own: Any = steps[0]
     own._tensor_ranks = SimpleNamespace(share=lambda read: shared.append(read) or read)
-    step(None, iterators=iter([batch(3, 12), batch(5, 12)]))
-    own._tensor_ranks.share = lambda read: shared.append(read) or shared[0]
+    own.announce_next(2)
+    step(None, iterators=of_first)
+    [documents] = shared
+    assert [Documents(*d).lengths for d in documents] == words[0]
+    own._tensor_ranks.share = lambda read: shared.append(read) or documents
+    own._iterators = [None]
+    own.announce_next(2)
     call = {"num_microbatches": 2, "seq_length": ROWS, "micro_batch_size": 1}
     batches, _, keywords = own._begin([None], call)
-    own._tensor_ranks = None
     assert batches == [None]
-    assert keywords["packings"] == [(3, 9), (5, 7)]
-    assert shared[1] is None
+    assert keywords["packings"] == words[1] == words[0]
+    assert shared[1:] == [None]
+    own._tensor_ranks = None
+
+
+def test_nothing_is_announced_of_wrong_data_or_other_iterators(
+    step: Step, steps: list[PackedSteps], words: list[Any]
+) -> None:
+    """A step reports its own data's errors; nothing is read ahead from a user's iterator."""
+    wrong = batch(4, 12, cu_seqlens=torch.tensor([[0, 5, 3, 12]]))
+    iterator = of_megatron([batch(12), batch(12), wrong, batch(12)])
+    step(None, iterators=iterator)
+    steps[0].announce_next(2)
+    with pytest.raises(PackingError, match="rank 3, microbatch 0"):
+        step(None, iterators=iterator)
+    plain = iter([batch(12)] * 3)
+    step(None, iterators=plain)
+    steps[0].announce_next(1)
+    assert words == []
+    assert len(list(plain)) == 1
 
 
 def test_the_model_gets_offsets_of_fixed_shape(step: Step, models: list[Model]) -> None:

@@ -102,6 +102,11 @@ class Runs:
                 indices[-1].setdefault(dataset, []).append(int(index))
         return indices
 
+    def words(self, name: str, nproc: int = 2) -> list[list[str]]:
+        """Return each rank's announcements of steps and questions about them, in order."""
+        paths = [self.folder / f"{name}.rank{rank}" for rank in range(nproc)]
+        return [path.read_text(encoding="utf-8").splitlines() for path in paths]
+
     def evaluations(self) -> list[str]:
         """Return the losses of the last run's evaluations."""
         return re.findall(r"validation loss at iteration \d+ .*lm loss value: \S+", self.output)
@@ -139,9 +144,13 @@ def test_pp2_vpp2_saved_and_resumed_equals_eager(
 ) -> None:
     """Bit for bit, including a step that runs again, and with the same reads in the same order."""
     monkeypatch.setenv("SFT_READS", str(runs.folder / "chunk.reads"))
+    monkeypatch.setenv("SFT_WORDS", str(runs.folder / "chunk.words"))
     save = ["--save", str(runs.folder / "checkpoint"), "--save-interval", "100"]
     runs.train("chunk", *STEPS, *CHUNK, *SEVEN, *save, "--exit-interval", "3")
     assert runs.replays() == [0, 8, 8]
+    # For two chunks; nothing is read ahead after the last step.
+    ahead = ["announced fits", "posted before"]
+    assert runs.words("chunk.words") == [["asks", *ahead, *ahead]] * 2
     load = ["--load", str(runs.folder / "checkpoint")]
     monkeypatch.setenv("SFT_RERUN", "3")
     log = runs.train("chunk", *STEPS, *CHUNK, *SEVEN, *load)
@@ -158,19 +167,28 @@ def test_pp2_vpp2_saved_and_resumed_equals_eager(
 
 
 @pytest.mark.slow
-def test_steps_read_what_eager_steps_read(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With changing numbers of microbatches, a step that runs again, and a skipped one."""
+def test_steps_are_announced_before_they_begin(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with changing numbers of microbatches, a step that runs again, and a skipped one."""
     logs = []
     flags = ["--train-samples", "32", "--eval-interval", "2", "--hidden-dropout", "0.1"]
     flags += ["--num-layers", "2", "--iterations-to-skip", "5"]
     # Four microbatches in two steps and six from the third on, of which one has seven documents.
     flags += ["--step-batch-size-schedule", f"0:4 {8 * ROWS}:6"]
     monkeypatch.setenv("SFT_RERUN", "4")
-    for name, more in {"ramp-eager": [], "ramp": [*CHUNK, *SEVEN]}.items():
+    for name, more in {"ahead-eager": [], "ahead": [*CHUNK, *SEVEN]}.items():
         monkeypatch.setenv("SFT_READS", str(runs.folder / f"{name}.reads"))
+        monkeypatch.setenv("SFT_WORDS", str(runs.folder / f"{name}.words"))
         logs.append(runs.train(name, *flags, *more))
     assert logs[1] == logs[0]
-    assert runs.reads("ramp") == runs.reads("ramp-eager")
+    assert runs.reads("ahead") == runs.reads("ahead-eager")
+    words = [
+        *("asks", "announced fits"),
+        *("posted before", "announced fits", "asks"),  # and an evaluation
+        *("withdrawn", "asks", "announced fits"),  # another number of microbatches
+        *("posted before", "asks", "asks"),  # the fourth, its rerun, and an evaluation
+        *("asks", "asks"),  # the sixth and an evaluation; the fifth is skipped
+    ]
+    assert runs.words("ahead.words") == [words] * 2
 
 
 @pytest.mark.slow
@@ -200,15 +218,19 @@ def test_experts_that_stash_and_run_steps_again_equal_eager(
 
 
 @pytest.mark.slow
-def test_tp2_whole_chunks_equal_eager(runs: Runs) -> None:
-    """Only the first of the tensor-parallel ranks reads data; it informs the other one."""
+def test_tp2_whole_chunks_equal_eager(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the first of the tensor-parallel ranks reads data; it informs the other one ahead."""
     flags = ["--train-iters", "4", "--eval-interval", "9", "--hidden-dropout", "0.1"]
     flags += ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "1"]
     flags += ["--num-layers", "2"]
     whole = ["--cuda-graph-chunk-scope", "chunk", "--cuda-graph-verify", "poison"]
     eager = runs.train("tp-eager", *flags)
+    monkeypatch.setenv("SFT_WORDS", str(runs.folder / "tp.words"))
     assert runs.train("tp", *flags, *CHUNK, *SEVEN, *whole) == eager
     assert runs.replays() == [0, 4, 4, 0]
+    words = ["fits", "fits", "too many documents"]
+    ahead = [event for word in words for event in (f"announced {word}", "posted before")]
+    assert runs.words("tp.words") == [["asks", *ahead]] * 2
 
 
 @pytest.mark.slow
@@ -304,7 +326,8 @@ def test_ranks_share_microbatches_of_experts(
 def test_buckets_leave_out_rows_that_no_loss_needs(runs: Runs) -> None:
     """Bit for bit equal to the same rows without graphs, and nearly so to all rows.
 
-    The first and the fourth step do not fit: each has a sample of seven documents.
+    The first and the fourth step do not fit: each has a sample of seven documents. The fourth is
+    announced.
     """
     data = _write(runs.folder / "short.jsonl", 5, [2, 13], 7)
     flags = ["--train-iters", "5", "--eval-interval", "9", "--hidden-dropout", "0.0"]

@@ -6,6 +6,8 @@ of numbers, its tokens.
 
 ``SFT_READS`` names a file that gets a line for each sample that is read, with the number of its
 data set. ``SFT_RERUN`` is the number of a step that Megatron's rerun state machine runs again.
+``SFT_WORDS`` names a file that gets a line for each announcement of a step, and for each question
+about one: whether it was posted before.
 """
 
 from __future__ import annotations
@@ -79,6 +81,8 @@ def main(script: str) -> None:
             return get(self, index)
 
         SFTDataset.__getitem__ = read
+    if "SFT_WORDS" in os.environ:
+        write_words(f"{os.environ['SFT_WORDS']}.rank{os.environ['RANK']}")
     if "SFT_STASH_BYTES" in os.environ:
         from chunkgraph.launch import flags
 
@@ -103,6 +107,35 @@ def choose_sizes_at_random() -> None:
         return schedule(lengths, limits, RandomSizes(str(lengths), limits.max_packed_seqs - 1))
 
     packed_steps.schedule_contexts = at_random
+
+
+def write_words(path: str) -> None:
+    """Record announcements of steps to the engine, and its questions about them."""
+    from chunkgraph.engine import ChunkGraphs
+    from chunkgraph.engine.decide.agreement import Agreement
+
+    announce, withdraw, answer = ChunkGraphs.announce, ChunkGraphs.withdraw, Agreement.answer
+
+    def write(word: str) -> None:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(f"{word}\n")
+
+    def announced(self: Any, misfit: str, **kwargs: Any) -> None:
+        write(f"announced {misfit or 'fits'}")
+        announce(self, misfit, **kwargs)
+
+    def withdrawn(self: Any) -> None:
+        write("withdrawn")
+        withdraw(self)
+
+    def answered(self: Any, kind: Any, values: Any, *args: Any) -> Any:
+        posted = self._posted
+        is_posted = posted is not None and posted[:2] == (kind, list(values))
+        write("posted before" if is_posted else "asks")
+        return answer(self, kind, values, *args)
+
+    ChunkGraphs.announce, ChunkGraphs.withdraw = announced, withdrawn
+    Agreement.answer = answered
 
 
 def run_again(number: int) -> None:
