@@ -24,6 +24,7 @@ from chunkgraph.errors import CaptureError, ReplayMismatchError
 __all__ = ["ModelGuard"]
 
 _HOLDERS = itemgetter("_modules", "_parameters", "_buffers")
+_TRAINS = itemgetter("training")
 _END = object()
 _MEMORY = "the memory of "
 _OBJECTS = (nn.Module, torch.Tensor)
@@ -65,10 +66,14 @@ class ModelGuard:
         self._first_without = [p for p in self.parameters if not hasattr(p, "main_grad")][:1]
         holders = [*chain.from_iterable(map(_HOLDERS, map(vars, layers)))]
         holders = [h for h in holders if not self._caches & h.keys()]
-        self._empty = [h for h in holders if not h]
-        self._values = [h.values() for h in holders if h]  # views, of what is there later
-        self._objects = [*chain.from_iterable(self._values), _END]
-        self._modes = [own for own in map(vars, layers) if "training" in own]
+        # A new buffer changes nothing that a graph computes.
+        self._empty = [h for own in map(vars, layers) for h in _HOLDERS(own)[:2] if not h]
+        # Views, of what is there later. One value more or less meets the end of the other side.
+        self._values = [*(h.values() for h in holders if h), [_END]]
+        self._objects = [*chain.from_iterable(self._values)]
+        modes = [own for own in map(vars, layers) if "training" in own]
+        self._training = [own for own in modes if _TRAINS(own)]
+        self._evaluating = [own for own in modes if not _TRAINS(own)]
         settings = [(vars(layer), key) for layer in layers for key in _settings(layer)]
         self._owners, self._keys = [own for own, _ in settings], [key for _, key in settings]
         tensors = self._tensors_now()
@@ -97,10 +102,11 @@ class ModelGuard:
     def _is_as_captured(self) -> bool:
         """Return whether all facts are those of the capture, at the least cost for the host."""
         tensors = self._tensors_now()
-        objects = chain(chain.from_iterable(self._values), [_END])  # one more or less meets it
         return (
-            all(map(is_, objects, self._objects))
+            all(map(is_, chain.from_iterable(self._values), self._objects))
             and not any(self._empty)
+            and all(map(_TRAINS, self._training))
+            and not any(map(_TRAINS, self._evaluating))
             and self._others_now(tensors) == self._others
             and (self._fits(*tensors) or _layouts(tensors) == self._layouts)
         )
@@ -116,6 +122,8 @@ class ModelGuard:
         }
 
     def _tensors_now(self) -> list[torch.Tensor]:
+        if not self._graded:
+            return self._tensors
         grads = [getattr(p, "main_grad", None) for p in self._graded]
         return [*self._tensors, *[grad for grad in grads if grad is not None]]
 
@@ -123,7 +131,6 @@ class ModelGuard:
         return (
             [*map(torch.Tensor.data_ptr, tensors)],
             [hasattr(p, "main_grad") for p in self._first_without],
-            [*map(itemgetter("training"), self._modes)],
             [*map(dict.get, self._owners, self._keys)],
         )
 
