@@ -45,14 +45,14 @@ help: ## Show this
 train: $(VENV)/.installed ## Train a tiny GPT through a pipeline on this CPU
 	@$(VENV)/bin/chunkgraph train $(CONFIG)
 
-# Tests marked `every_release` run in both environments.
+# Tests marked `every_release` run with few cases here; with all of them, and in both environments, in test-slow.
 test: ## Lint, types, unit tests, and one job of each feature; needs no GPU
 	@$(MAKE) -j2 lint $(VENV)/.compiled
 	@echo "== tests (megatron-core $(MCORE))"
 	@$(VENV)/bin/python $(PYTEST) -m "not slow"
 
 test-slow: $(VENV)/.installed $(VENV_OLDEST)/.installed ## Larger jobs, and the oldest releases; needs no GPU
-	@$(VENV)/bin/python $(PYTEST) -m "slow"
+	@$(VENV)/bin/python $(PYTEST) -m "slow or every_release"
 	@$(VENV_OLDEST)/bin/python $(PYTEST) -m "every_release or not (megatron or slow)"
 
 test-all: ## Everything that needs no GPU, as a release runs it

@@ -76,7 +76,8 @@ _JOB_FIXTURES = {
 }
 
 
-# The marker expression of the run with the oldest release of Megatron.
+# The marker expressions of the short run, and of the run with the oldest release of Megatron.
+_SHORT = "not slow"
 _OLDEST = "every_release or not (megatron or slow)"
 
 
@@ -256,13 +257,14 @@ def _has_megatron() -> bool:
 
 @pytest.fixture(scope="session")
 def once(pytestconfig: pytest.Config) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Return the cases unchanged; none in a run with the oldest release of Megatron.
+    """Return the cases unchanged; none in `make test` or with the oldest release of Megatron.
 
     Use it in a test marked ``every_release``, for cases that show nothing more about a release
-    than the test's other cases. They run with the newest release of Megatron alone.
+    than the test's other cases. They run in `make test-slow` with the newest release of Megatron,
+    and without ``-m``.
     """
-    is_older = pytestconfig.getoption("markexpr") == _OLDEST
-    return lambda cases: {} if is_older else cases
+    is_short = pytestconfig.getoption("markexpr") in (_SHORT, _OLDEST)
+    return lambda cases: {} if is_short else cases
 
 
 # Below those of outgoing connections, in blocks of which each test process takes one.

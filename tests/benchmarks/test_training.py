@@ -136,7 +136,8 @@ def test_drawn_microbatches_have_the_given_quantiles() -> None:
         module.DrawnDocuments([b"text"], counts=COUNTS, num_tokens=8, seed=1)
 
 
-def test_the_busy_share_of_steps_counts_each_moment_once() -> None:
+def test_the_busy_share_of_steps_counts_each_moment_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(SCRIPT.parent)  # where the worker's imports are, as for a script
     worker = loaded(SCRIPT.with_name("training_worker.py"))
 
     def event(cat: str, name: str, ts: float, dur: float) -> dict[str, Any]:

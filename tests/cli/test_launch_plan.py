@@ -142,6 +142,7 @@ def plan(run_script: Callable[..., tuple[list[int], str]]) -> Callable[..., tupl
     return plan
 
 
+@pytest.mark.slow
 @pytest.mark.megatron
 @pytest.mark.skipif(not HAS_TRAINING, reason="needs megatron.training and Python 3.12")
 def test_a_command_line_is_planned_without_a_gpu(plan: Callable[..., tuple[int, str]]) -> None:

@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "slots.md"
 
 
+@pytest.mark.slow
 def test_the_example_runs_and_its_counts_are_right(tmp_path: Path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     script = tmp_path / "example.py"

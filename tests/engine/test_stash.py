@@ -161,7 +161,7 @@ def _params(module: nn.Module) -> list[nn.Parameter]:
 
 
 @settings(
-    max_examples=4,
+    max_examples=2,
     phases=[Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
@@ -169,7 +169,7 @@ def _params(module: nn.Module) -> list[nn.Parameter]:
     num_slots=st.lists(st.integers(1, 3), min_size=1, max_size=3),
     seed=st.integers(0, 1000),
 )
-def test_a_thousand_random_replays_equal_eager_and_conserve_pages(
+def test_random_replays_equal_eager_and_conserve_pages(
     new_backend: Callable[[], GraphBackend],
     num_slots: list[int],
     seed: int,

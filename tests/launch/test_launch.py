@@ -124,6 +124,7 @@ def _replays(output: str) -> list[int]:
     return [int(n) for n in re.findall(r"graph replays: +(\d+)", output)]
 
 
+@pytest.mark.slow
 def test_pp2_saved_resumed_and_with_other_counts_equals_eager(jobs: Jobs, eager: list[str]) -> None:
     save = jobs.folder / "checkpoint"
     flags = [*STEPS, *CHUNK]

@@ -154,7 +154,7 @@ def test_a_script_gets_its_arguments_and_its_exit_code_comes_back(
 @pytest.mark.parametrize(
     ("kind", "signals", "code"),
     [
-        ("meek", [signal.SIGINT], 130),
+        pytest.param("meek", [signal.SIGINT], 130, marks=pytest.mark.slow),
         ("meek", [signal.SIGTERM], 143),
         # torchrun resumes waiting after the second signal, and would leave ranks after the third.
         ("stubborn", [signal.SIGINT] * 3, 130),

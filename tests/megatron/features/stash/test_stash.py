@@ -187,6 +187,7 @@ def config(make_config: Callable[..., dict[str, Any]]) -> Iterator[Any]:
         yield config
 
 
+@pytest.mark.slow
 def test_the_log_has_the_reason_of_a_rerun_and_detach_leaves_nothing(
     one_rank: Any, config: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
