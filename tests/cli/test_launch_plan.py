@@ -154,6 +154,7 @@ def test_a_command_line_is_planned_without_a_gpu(plan: Callable[..., tuple[int, 
     assert "Fits in 80.0 GiB" in out
 
 
+@pytest.mark.slow
 @pytest.mark.megatron
 @pytest.mark.skipif(not HAS_TRAINING, reason="needs megatron.training and Python 3.12")
 def test_a_command_line_with_a_schedule_file_is_planned(

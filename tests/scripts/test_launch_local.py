@@ -115,6 +115,7 @@ def test_a_configuration_trains_in_the_ranks_and_reports_once(marked: Any, tmp_p
     assert marked.is_alone()
 
 
+@pytest.mark.slow
 @needs_megatron
 def test_ranks_that_do_not_fit_the_configuration_are_one_error(marked: Any) -> None:
     result = launch(marked, CONFIG, num_ranks=3)
@@ -157,7 +158,7 @@ def test_a_script_gets_its_arguments_and_its_exit_code_comes_back(
         pytest.param("meek", [signal.SIGINT], 130, marks=pytest.mark.slow),
         ("meek", [signal.SIGTERM], 143),
         # torchrun resumes waiting after the second signal, and would leave ranks after the third.
-        ("stubborn", [signal.SIGINT] * 3, 130),
+        pytest.param("stubborn", [signal.SIGINT] * 3, 130, marks=pytest.mark.slow),
     ],
 )
 def test_signals_leave_no_process(

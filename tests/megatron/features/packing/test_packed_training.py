@@ -221,6 +221,7 @@ def test_documents_that_are_too_long(run_equal: Callable[..., Any], make_case: C
     _check(run_equal(cases, 1), {"limited": too_long})
 
 
+@pytest.mark.slow
 @pytest.mark.every_release
 @pytest.mark.megatron
 def test_tables_of_buckets_on_two_ranks(

@@ -91,6 +91,7 @@ def test_room_for_all_is_no_row_more_than_there_are_tokens() -> None:
     assert some_is_too_much
 
 
+@pytest.mark.slow
 def test_a_step_runs_again_where_room_for_all_rounds_up(
     one_rank: Any, make_config: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -158,6 +159,7 @@ def _num_pages_left(run: Any) -> int:
     return int(run.graphs.find(ExpertStash)._saving.stash.status().num_required_pages)
 
 
+@pytest.mark.slow
 def test_an_aborted_step_leaves_no_page_in_use(one_rank: Any, make_config: Any) -> None:
     losses = []
     for fails in (False, True):
