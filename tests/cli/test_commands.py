@@ -159,6 +159,7 @@ class TestTrain:
         assert "error: Rank 0 failed: the report lists 1 problem(s)" in result.stderr
         assert json.loads(table.read_text())["ok"] is False
 
+    @pytest.mark.slow
     def test_a_failed_run_ends_with_1_and_writes_nothing(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

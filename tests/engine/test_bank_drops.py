@@ -102,6 +102,7 @@ def steps(draw: Any) -> tuple[list[str], list[int]]:
     return banks, order
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(st.lists(steps(), min_size=1, max_size=4), st.sampled_from([(), ("large",), ("middle",)]))
 def test_any_interleaving_with_poison_equals_eager(

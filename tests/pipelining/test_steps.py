@@ -19,17 +19,25 @@ TORCH_FREES_RECEIVES = hasattr(_RecvInfo, "allocate_buffer")  # torch 2.15
 OTHER_ORDER = ("looped bfs",)
 # This trains another model.
 OTHER_MODEL = ("1f1b kwargs",)
+FEW = "1f1b,gpipe,csv,interleaved,interleaved zero bubble,zero bubble v"
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_every_schedule_is_equal_to_eager(size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("size", "only"),
+    [
+        pytest.param(2, FEW, id="few"),
+        pytest.param(2, "", id="2", marks=pytest.mark.slow),
+        pytest.param(4, "", id="4", marks=pytest.mark.slow),
+    ],
+)
+def test_schedules_are_equal_to_eager(size: int, only: str, tmp_path: Path) -> None:
     """One job for all cases: most of its time is the import of torch."""
     log = tmp_path / "log"
     with log.open("w") as output:
         process = subprocess.Popen(
             [sys.executable, PROGRAM, tmp_path, str(size)],
-            env={**os.environ, "PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1", "CASES": only},
             stdout=output,
             stderr=output,
         )

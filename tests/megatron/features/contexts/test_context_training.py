@@ -188,6 +188,12 @@ def test_latent_attention_and_experts(run_equal: Callable[..., Any], make_case: 
     losses_do_not_depend_on_who_shares_what(results["random"], results["smallest"])
 
 
+def test_two_ranks(run_equal: Callable[..., Any], make_case: Case) -> None:
+    results = run_equal({"random": make_case([2, 3], [1, 2], data_parallel_size=2)}, 2)
+    check(results["random"], "random", {1, 2})
+
+
+@pytest.mark.slow
 def test_experts_and_tensor_parallelism(run_equal: Callable[..., Any], make_case: Case) -> None:
     """Routers count tokens over all ranks that have rows of a microbatch.
 

@@ -101,6 +101,7 @@ def test_one_rank(
     _check(run_equal(cases, 1, timeout_s=180.0))
 
 
+@pytest.mark.slow
 def test_experts_that_are_multiplied_at_once(
     run_equal: Callable[..., Any], make_config: Callable[..., Any]
 ) -> None:
