@@ -18,7 +18,6 @@ from chunkgraph._text import shorten
 from chunkgraph.errors import ConfigError, OutputError
 
 __all__ = [
-    "can_be_rewritten",
     "check_output",
     "is_stdout",
     "output_file",
@@ -93,12 +92,6 @@ def is_stdout(path: Path) -> bool:
         return False
     is_device = stat.S_ISCHR(stdout.st_mode) or stat.S_ISBLK(stdout.st_mode)
     return os.path.samestat(target, stdout) and not is_device
-
-
-def can_be_rewritten(path: Path) -> bool:
-    """Return whether a later result can replace an earlier one; False for pipes and devices."""
-    mode = _mode(path)
-    return not is_stdout(path) and (mode is None or stat.S_ISREG(mode))
 
 
 def stream_next_to(*paths: Path | None) -> TextIO:

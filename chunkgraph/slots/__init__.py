@@ -6,7 +6,7 @@ Needs no torch.
 from __future__ import annotations
 
 from .estimate import MemoryEstimate, estimate_memory
-from .lifetime import InFlight, Lifetime, assign_slots, in_flight, lifetimes
+from .lifetime import InFlight, assign_slots, in_flight
 from .machine import SlotMachine
 from .model_sizes import ExpertSizes, LatentSizes, ModelSizes
 from .plan import SlotPlan, plan_all_ranks, plan_schedule, plan_slots
@@ -15,7 +15,6 @@ __all__ = [
     "ExpertSizes",
     "InFlight",
     "LatentSizes",
-    "Lifetime",
     "MemoryEstimate",
     "ModelSizes",
     "SlotMachine",
@@ -23,7 +22,6 @@ __all__ = [
     "assign_slots",
     "estimate_memory",
     "in_flight",
-    "lifetimes",
     "plan_all_ranks",
     "plan_schedule",
     "plan_slots",

@@ -8,56 +8,10 @@ the memory.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
-from chunkgraph.errors import ScheduleError
 from chunkgraph.schedules import Action, InFlight, Op, Schedule, chunk_of
 
-__all__ = ["InFlight", "Lifetime", "assign_slots", "in_flight", "lifetimes"]
-
-
-@dataclass(frozen=True, slots=True)
-class Lifetime:
-    """The lifetime of one microbatch of one chunk on one rank.
-
-    Attributes:
-        chunk: Index of the model chunk on the rank.
-        microbatch: Microbatch number.
-        forward: Index of F among the rank's compute actions.
-        release: Index of B or W among them, inclusive.
-    """
-
-    chunk: int
-    microbatch: int
-    forward: int
-    release: int
-
-
-def lifetimes(schedule: Schedule, rank: int) -> tuple[Lifetime, ...]:
-    """List the lifetimes of a rank's microbatches in every chunk, in the order of their forwards.
-
-    Raises:
-        ScheduleError: A forward is never released.
-    """
-    actions = schedule.compute_actions(rank)
-    released = {
-        (action.stage, action.microbatch): position
-        for position, action in enumerate(actions)
-        if action.op.ends_lifetime
-    }
-    all_lifetimes = []
-    for position, action in enumerate(actions):
-        if action.op is not Op.F:
-            continue
-        release = released.get((action.stage, action.microbatch))
-        if release is None:
-            raise ScheduleError(
-                f"schedule {schedule.name!r}, rank {rank}: {action} has no B or W that releases "
-                "it; check the schedule with validate()"
-            )
-        chunk = schedule.chunk_of(action.stage)
-        all_lifetimes.append(Lifetime(chunk, action.microbatch, position, release))
-    return tuple(all_lifetimes)
+__all__ = ["InFlight", "assign_slots", "in_flight"]
 
 
 def in_flight(actions: Iterable[Action], *, num_ranks: int, num_chunks: int) -> InFlight:

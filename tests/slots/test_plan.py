@@ -5,12 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chunkgraph.errors import ConfigError, TopologyError
-from chunkgraph.schedules import build_schedule, legal_counts, megatron_schedule
+from chunkgraph.schedules import Op, legal_counts, megatron_schedule
 from chunkgraph.slots import (
-    Lifetime,
     assign_slots,
     in_flight,
-    lifetimes,
     plan_all_ranks,
     plan_slots,
 )
@@ -132,22 +130,18 @@ def test_no_legal_step_exceeds_the_plan(case):
         assert counts.together <= plan.peak_in_flight <= plan.num_slots
 
 
-def test_lifetimes_end_at_the_weight_gradient():
-    built = build_schedule("zb-h1", num_ranks=2, num_microbatches=2)
-    # Rank 1 runs F0 I0 F1 I1 W0 W1.
-    assert lifetimes(built, 1) == (Lifetime(0, 0, 0, 4), Lifetime(0, 1, 2, 5))
-    plain = build_schedule("1f1b", num_ranks=2, num_microbatches=2)
-    assert lifetimes(plain, 1) == (Lifetime(0, 0, 0, 1), Lifetime(0, 1, 2, 3))
-
-
 @given(topologies())
-def test_slots_are_never_shared_by_overlapping_lifetimes(case):
+def test_a_slot_holds_one_microbatch_at_a_time(case):
     sizes, count = case
     built = megatron_schedule(**sizes, num_microbatches=count)
     slots = assign_slots(built)
     for rank in range(sizes["num_ranks"]):
-        last_release: dict[tuple[int, int], int] = {}
-        for life in lifetimes(built, rank):
-            place = (life.chunk, slots[built.stage_of(rank, life.chunk), life.microbatch])
-            assert life.forward > last_release.get(place, -1)
-            last_release[place] = life.release
+        held: set[tuple[int, int]] = set()
+        for action in built.compute_actions(rank):
+            place = (action.stage, slots[action.stage, action.microbatch])
+            if action.op is Op.F:
+                assert place not in held
+                held.add(place)
+            elif action.op.ends_lifetime:
+                held.remove(place)
+        assert not held
