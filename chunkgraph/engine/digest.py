@@ -19,7 +19,7 @@ __all__ = ["Digests", "digests_of"]
 # Prime numbers of buckets. Two of them, so that elements change places unseen only if they are a
 # multiple of both apart.
 _BUCKETS = (251, 241)
-_PIECE = 1 << 17  # elements: in 8 bytes each, the most that CUDA's allocator takes for small
+_PIECE = 1 << 20  # elements
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -29,7 +29,7 @@ class Observer:
         """Follow a replay that is about to load its inputs.
 
         Args:
-            action: What is replayed.
+            action: The replay to come.
             slot: The slot.
             tensors: The call's tensor arguments, or the gradients of the outputs; none for ``W``.
         """

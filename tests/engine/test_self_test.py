@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import library, nn
 from toys import Apply
 
 from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs
@@ -141,7 +141,7 @@ def _with_noise(x: torch.Tensor, layer: Any) -> torch.Tensor:
     return torch.ops.chunkgraph_noise.add(x, layer.size, layer.fault())
 
 
-@torch.library.custom_op("chunkgraph_noise::add", mutates_args=())
+@library.custom_op("chunkgraph_noise::add", mutates_args=())
 def _operator(x: torch.Tensor, size: float, fault: float) -> torch.Tensor:
     """Add noise that no seed repeats, and a fault."""
     noise = torch.randn(x.shape, generator=_unseeded, dtype=x.dtype)
