@@ -21,7 +21,7 @@ from chunkgraph.engine.capture.session import SessionSettings, capture_session
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.decide.reasons import Agree
 from chunkgraph.engine.options import VerifyMode
-from chunkgraph.engine.signature import Call
+from chunkgraph.engine.tree import Call
 from chunkgraph.engine.verify import Surroundings, Verifier, new_verifier
 from chunkgraph.errors import CaptureError, ChunkGraphError
 

@@ -25,8 +25,8 @@ from chunkgraph.engine.decide.reasons import Agree, EagerReason, StepMode, agree
 from chunkgraph.engine.host import Host, with_user_hooks
 from chunkgraph.engine.options import CaptureOptions, OnCapture
 from chunkgraph.engine.replay.replayer import Replayer
-from chunkgraph.engine.signature import Call
 from chunkgraph.engine.split.weights import WeightBackwards
+from chunkgraph.engine.tree import Call
 from chunkgraph.engine.verify import Surroundings
 from chunkgraph.errors import CaptureError, SlotError
 from chunkgraph.graphs import GraphBackend

@@ -13,7 +13,7 @@ from chunkgraph.engine.autocast import Autocast
 from chunkgraph.engine.chunk import GradientMarker
 from chunkgraph.engine.constant_inputs import LoadedSource
 from chunkgraph.engine.layout import copy_into, duplicate, same_layout
-from chunkgraph.engine.signature import distinct_tensors, unflatten
+from chunkgraph.engine.tree import distinct_tensors, unflatten
 from chunkgraph.errors import ReplayMismatchError
 from chunkgraph.graphs import CopyNode, Graph, Pool
 

@@ -12,7 +12,7 @@ from chunkgraph.engine.capture.output_gradients import OutputGradients
 from chunkgraph.engine.capture.static_inputs import call_with, static_like
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.layout import span
-from chunkgraph.engine.signature import Call, distinct_tensors, flatten
+from chunkgraph.engine.tree import Call, distinct_tensors, flatten
 
 __all__ = ["EagerCall", "fill_test_gradient"]
 

@@ -69,7 +69,6 @@ from chunkgraph.engine.digest import digests_of
 from chunkgraph.engine.hooks import refuse_contexts
 from chunkgraph.engine.host import Host
 from chunkgraph.engine.options import OnCapture
-from chunkgraph.engine.signature import Call, Signature
 from chunkgraph.engine.slot import Slot
 from chunkgraph.engine.split.halves import (
     SplitPlan,
@@ -77,6 +76,7 @@ from chunkgraph.engine.split.halves import (
     plan_split,
     refuse_shared_with_split,
 )
+from chunkgraph.engine.tree import Call, Signature
 from chunkgraph.errors import CaptureError
 from chunkgraph.graphs import GraphBackend, Pool
 from chunkgraph.memory import MemoryPlan, PoolPlan, prove_disjoint

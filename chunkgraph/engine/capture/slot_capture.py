@@ -19,8 +19,8 @@ from chunkgraph.engine.chunk import Chunk, GradientMarker
 from chunkgraph.engine.host import Host
 from chunkgraph.engine.layout import memory_of
 from chunkgraph.engine.module_tree import containers
-from chunkgraph.engine.signature import Call, argument_paths, distinct_tensors, flatten
 from chunkgraph.engine.slot import Slot
+from chunkgraph.engine.tree import Call, argument_paths, distinct_tensors, flatten
 from chunkgraph.errors import CaptureError
 from chunkgraph.graphs import AddressRanges, Graph, GraphBackend, Pool, storage_address
 from chunkgraph.memory import PoolPlan, SlotFootprint

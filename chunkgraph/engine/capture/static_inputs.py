@@ -11,7 +11,7 @@ import torch
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.layout import dense_strides, span
 from chunkgraph.engine.plain_values import key_of
-from chunkgraph.engine.signature import Call, flatten_call
+from chunkgraph.engine.tree import Call, flatten_call
 from chunkgraph.errors import CaptureError
 
 __all__ = ["SlotStatics", "call_with", "static_like"]

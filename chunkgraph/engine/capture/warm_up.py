@@ -20,8 +20,8 @@ from chunkgraph.engine.capture.slot_capture import refuse_undeclared
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.digest import digests_of
 from chunkgraph.engine.host import Host
-from chunkgraph.engine.signature import Call
 from chunkgraph.engine.split.delayed import DelayedModules
+from chunkgraph.engine.tree import Call
 from chunkgraph.errors import CaptureError
 from chunkgraph.graphs import Allocation, GraphBackend, block_bytes
 from chunkgraph.memory import MemoryPlan

@@ -25,10 +25,10 @@ from chunkgraph.engine.capture.slot_capture import (
 )
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.host import Host
-from chunkgraph.engine.signature import Call
 from chunkgraph.engine.split.deferral import Deferral, Receive
 from chunkgraph.engine.split.delayed import DelayedModules
 from chunkgraph.engine.split.trace import BackwardTrace, BackwardTracer, ForwardWatch
+from chunkgraph.engine.tree import Call
 from chunkgraph.errors import CaptureError, ChunkGraphError
 from chunkgraph.graphs import GraphBackend, block_bytes
 

@@ -11,8 +11,8 @@ import torch
 
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.replay.replayer import Replayer
-from chunkgraph.engine.signature import distinct_tensors, flatten
 from chunkgraph.engine.split.delayed import DelayedModules
+from chunkgraph.engine.tree import distinct_tensors, flatten
 from chunkgraph.errors import SlotError
 
 __all__ = ["WeightBackwards"]

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from chunkgraph.engine.bits import same_bits
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.options import VerifyMode
-from chunkgraph.engine.signature import Call
+from chunkgraph.engine.tree import Call
 from chunkgraph.engine.verify.base import Verifier
 from chunkgraph.engine.verify.eager_pass import Surroundings
 from chunkgraph.engine.verify.poisoned import PoisonVerifier

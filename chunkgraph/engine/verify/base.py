@@ -13,8 +13,8 @@ from chunkgraph.engine.capture.self_test import Noise
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.layout import copy_into, duplicate
 from chunkgraph.engine.observer import Observer
-from chunkgraph.engine.signature import Call
 from chunkgraph.engine.slot import Slot
+from chunkgraph.engine.tree import Call
 from chunkgraph.engine.verify.eager_pass import EagerPasses, Surroundings
 from chunkgraph.engine.verify.records import SavedRecords
 from chunkgraph.engine.verify.report import Replayed, warn_of_nan

@@ -23,8 +23,8 @@ from chunkgraph.engine.capture.saved import SavedTensor, saved_tensors
 from chunkgraph.engine.capture.static_inputs import call_with
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.host import Host
-from chunkgraph.engine.signature import Call, distinct_tensors, flatten
 from chunkgraph.engine.split.delayed import DelayedModules
+from chunkgraph.engine.tree import Call, distinct_tensors, flatten
 from chunkgraph.engine.verify.state import ChunkState, restored
 from chunkgraph.graphs import GraphBackend
 

@@ -12,8 +12,8 @@ from chunkgraph.engine.capture.layers import LayerWatch
 from chunkgraph.engine.capture.preserved import regions
 from chunkgraph.engine.capture.saved import SavedTensor, saved_tensors
 from chunkgraph.engine.chunk import Chunk
-from chunkgraph.engine.signature import flatten, flatten_call
 from chunkgraph.engine.slot import Slot
+from chunkgraph.engine.tree import flatten, flatten_call
 from chunkgraph.graphs import AddressRanges, GraphBackend
 
 __all__ = ["SavedRecords", "memory_of"]

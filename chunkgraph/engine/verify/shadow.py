@@ -16,8 +16,8 @@ import torch
 from chunkgraph.engine.bits import describe_difference, has_nan, same_bits
 from chunkgraph.engine.capture.saved import Place, first_difference
 from chunkgraph.engine.observer import Action
-from chunkgraph.engine.signature import distinct_tensors
 from chunkgraph.engine.slot import Slot
+from chunkgraph.engine.tree import distinct_tensors
 from chunkgraph.engine.verify.base import Verifier, copy_output_grads, inputs_with_grad
 from chunkgraph.engine.verify.eager_pass import EagerBackward, EagerForward
 from chunkgraph.engine.verify.records import memory_of
