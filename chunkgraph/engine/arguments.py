@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from chunkgraph._text import shown
-from chunkgraph.engine.chunk import Chunk
-from chunkgraph.engine.options import is_whole
+from chunkgraph.engine.chunk import Chunk, is_whole
 from chunkgraph.engine.tree import Call, flatten_call
 from chunkgraph.errors import ConfigError
 from chunkgraph.graphs import CUDABackend, GraphBackend, RecorderBackend

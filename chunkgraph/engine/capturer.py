@@ -18,12 +18,12 @@ from chunkgraph.engine.capture.captured_rank import CapturedRank
 from chunkgraph.engine.capture.failure import SessionWatch, agree_on_cause, forget_frames
 from chunkgraph.engine.capture.lockstep import Lockstep, StoppedElsewhere
 from chunkgraph.engine.capture.session import SessionSettings, capture_session
-from chunkgraph.engine.chunk import Chunk
+from chunkgraph.engine.chunk import CaptureOptions, Chunk
 from chunkgraph.engine.decide.reasons import Agree
-from chunkgraph.engine.options import VerifyMode
+from chunkgraph.engine.observer import Verifier, new_verifier
 from chunkgraph.engine.tree import Call
-from chunkgraph.engine.verify import Surroundings, Verifier, new_verifier
 from chunkgraph.errors import CaptureError, ChunkGraphError
+from chunkgraph.graphs import GraphBackend
 
 __all__ = ["Capturer", "JointCapture"]
 
@@ -60,8 +60,8 @@ class Capturer:
         chunks: chunks of the rank.
         num_slots: slots of each chunk.
         settings: settings of every session.
-        surroundings: environment of the eager passes of ``verify``; its backend makes the graphs.
-        verify: see `CaptureOptions`.
+        backend: makes the graphs.
+        options: see `CaptureOptions`.
         banks: the banks; those that cannot be captured are dropped from it.
         samples: the recorded calls; banks that are dropped are removed from its targets.
         agree: element-wise maximum over all ranks.
@@ -71,8 +71,8 @@ class Capturer:
     chunks: tuple[Chunk, ...]
     num_slots: tuple[int, ...]
     settings: SessionSettings
-    surroundings: Surroundings
-    verify: VerifyMode
+    backend: GraphBackend
+    options: CaptureOptions
     banks: StepBanks
     samples: BankSamples
     agree: Agree
@@ -102,7 +102,7 @@ class Capturer:
         try:
             samples = make_samples()
             chunks = self._checked_chunks(samples)
-            verifier = new_verifier(self.verify, chunks, samples, self.surroundings)
+            verifier = new_verifier(self.options, chunks, samples, self.backend, self.settings.host)
             if verifier is not None:
                 chunks = verifier.chunks
             captured = self._capture_here(chunks, samples, watch, verifier, lockstep)
@@ -128,7 +128,7 @@ class Capturer:
         if captured is not None:
             captured.release()
             captured = None
-        self.surroundings.backend.release_cached_memory()
+        self.backend.release_cached_memory()
         error_here = own_error or CaptureError(
             f"{watch.label}: {state} another rank could not; all ranks dropped their graphs. "
             f"Its message:\n{cause}"
@@ -171,9 +171,7 @@ class Capturer:
             lockstep.begin(None)
         settings = replace(self.settings, before_graph=before_graph)
         with watch.watching(settings) as settings:
-            return capture_session(
-                chunks, self.num_slots, samples, self.surroundings.backend, settings
-            )
+            return capture_session(chunks, self.num_slots, samples, self.backend, settings)
 
     def _drop_bank(self, key: Hashable, result: JointCapture) -> None:
         self.banks.drop(key, "its capture failed")

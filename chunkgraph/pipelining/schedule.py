@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 from chunkgraph._text import shown
 from chunkgraph.engine import CaptureOptions, ChunkGraphs
+from chunkgraph.engine.chunk import is_whole
 from chunkgraph.engine.decide.maximum import Maximum
-from chunkgraph.engine.options import is_whole
+from chunkgraph.engine.split import WeightBackwards
 from chunkgraph.errors import ChunkGraphError, ConfigError, ReplayMismatchError
 from chunkgraph.pipelining.data_parallel import refuse_too_few_steps
 from chunkgraph.pipelining.loss import GraphedLoss
@@ -257,8 +258,9 @@ class GraphedSchedule:
             agree=_agree_in(first.group),
             **settings,
         )
+        weights = WeightBackwards(graphs)
         for index, (stage, own) in enumerate(zip(self._stages, self._replays, strict=True)):
-            own.join(graphs, index)
+            own.join(graphs, weights, index)
             stage.replays = own
         return graphs
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from chunkgraph.engine import CaptureOptions
+from chunkgraph.engine.chunk import OnCapture
 from chunkgraph.engine.counters import Counters
-from chunkgraph.engine.options import OnCapture
 from chunkgraph.megatron.attachment import MegatronChunkGraphs, attach, config_of, eager_driver
 from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.megatron.features.contexts import follow_groups

@@ -177,13 +177,13 @@ def test_a_buffer_and_the_random_state_are_compared(
     stack: Stack, attach: Callable[..., ChunkGraphs], backend: GraphBackend
 ) -> None:
     graphs = attach(verify="shadow")
-    replay = slot_of(graphs).forward_graph.replay
+    replay = slot_of(graphs).graphs["F"].replay
 
     def and_draw() -> None:
         replay()
         torch.rand(1, device=backend.device)
 
-    slot_of(graphs).forward_graph.replay = and_draw
+    slot_of(graphs).graphs["F"].replay = and_draw
     with pytest.raises(VerifyError, match="random state"):
         train(graphs, backend)
 

@@ -9,6 +9,7 @@ from chunkgraph.engine.banks import Bank
 from chunkgraph.engine.capture.gradients import GradientSinks
 from chunkgraph.engine.capture.self_test import Noise
 from chunkgraph.engine.checks import ModelGuard
+from chunkgraph.engine.chunk import GradientMarker
 from chunkgraph.engine.slot import Slot
 from chunkgraph.memory import PoolPlan
 
@@ -54,6 +55,7 @@ class CapturedRank:
         pools: the memory of all graphs.
         report: the session in numbers.
         noise: how far eager passes are from repeating themselves, by bank and chunk.
+        markers: what follows the gradients of each slot.
     """
 
     banks: dict[Hashable, Bank]
@@ -62,6 +64,7 @@ class CapturedRank:
     pools: PoolPlan
     report: CaptureReport
     noise: Mapping[tuple[Hashable, int], Noise]
+    markers: Mapping[Slot, GradientMarker]
 
     @property
     def slots(self) -> tuple[tuple[Slot, ...], ...]:

@@ -226,7 +226,7 @@ class BackwardTracer(OperatorMode):
                 raise CaptureError(
                     f"{self._label}: {self._operators[i].name} in its backward changes a "
                     "parameter's gradient in place. Compute a new tensor instead, or capture the "
-                    "chunk with backward='whole', or use a schedule that splits no backward."
+                    "chunk with a whole backward, or use a schedule that splits no backward."
                 )
         return BackwardTrace(
             tuple(

@@ -6,13 +6,13 @@ from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 
+from chunkgraph.engine import observer
 from chunkgraph.engine.bits import has_nan, tensors_in
 from chunkgraph.engine.capture.captured_rank import CapturedRank
 from chunkgraph.engine.capture.layers import parameter_names
 from chunkgraph.engine.capture.self_test import Noise
-from chunkgraph.engine.chunk import Chunk
+from chunkgraph.engine.chunk import CaptureOptions, Chunk
 from chunkgraph.engine.layout import copy_into, duplicate
-from chunkgraph.engine.observer import Observer
 from chunkgraph.engine.slot import Slot
 from chunkgraph.engine.tree import Call
 from chunkgraph.engine.verify.eager_pass import EagerPasses, Surroundings
@@ -23,7 +23,7 @@ from chunkgraph.engine.verify.state import ChunkState
 __all__ = ["Verifier"]
 
 
-class Verifier(Observer):
+class Verifier(observer.Verifier):
     """Check the replays of one rank in verified steps.
 
     The engine captures `chunks` and reports the capture by `captured`. In a verified step a
@@ -34,6 +34,7 @@ class Verifier(Observer):
         chunks: the chunks of the rank.
         samples: the captured calls, by bank.
         surroundings: the context of eager passes.
+        options: the steps to verify.
     """
 
     def __init__(
@@ -41,8 +42,9 @@ class Verifier(Observer):
         chunks: Sequence[Chunk],
         samples: Mapping[Hashable, Sequence[Call]],
         surroundings: Surroundings,
+        options: CaptureOptions,
     ) -> None:
-        self._chunks = tuple(chunks)
+        self._chunks, self._options = tuple(chunks), options
         self._calls = {
             key: tuple(sample.emptied() for sample in calls) for key, calls in samples.items()
         }
@@ -65,11 +67,15 @@ class Verifier(Observer):
         self._gradients = tuple(sinks.buffers for sinks in rank.sinks)
         self._noise = rank.noise
 
-    def begin_step(self, step: int) -> None:
-        """Begin a verified step, replayed step ``step`` after the capture."""
-        self._step = step
+    def observes(self, step: int | None) -> bool:
+        """Observe the steps that the options ask for."""
+        return step is not None and self._options.verifies(step)
 
-    def end_step(self) -> None:
+    def begin_step(self, step: int | None) -> None:
+        """Begin a verified step, replayed step ``step`` after the capture."""
+        self._step = step or 0
+
+    def end_step(self, *, has_failed: bool) -> None:  # noqa: ARG002
         """Drop the data of the step, after success or failure."""
         self._forget()
 
@@ -150,7 +156,7 @@ def inputs_with_grad(slot: Slot, tensors: Sequence[torch.Tensor]) -> list[bool]:
     """Return which inputs of a replay take a gradient."""
     return [
         grad is not None or tensor.requires_grad
-        for grad, tensor in zip(slot.input_grads, tensors, strict=True)
+        for grad, tensor in zip(slot.input_grads.tensors, tensors, strict=True)
     ]
 
 
@@ -160,7 +166,9 @@ def copy_output_grads(slot: Slot, grads: Sequence[torch.Tensor | None]) -> list[
     Where one is missing, which the replay refuses next, the copy has the last one's values.
     """
     copies: list[torch.Tensor] = []
-    for static, position in zip(slot.output_grads, slot.receiving, strict=True):
+    assert slot.output_grads is not None
+    own = slot.output_grads
+    for static, position in zip(own.tensors, own.receiving, strict=True):
         grad = grads[position]
         copy = duplicate(static)(static)
         if grad is not None:

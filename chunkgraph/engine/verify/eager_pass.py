@@ -21,9 +21,8 @@ from chunkgraph.engine.capture.parameter_aliases import ParameterAliases
 from chunkgraph.engine.capture.preserved import versions
 from chunkgraph.engine.capture.saved import SavedTensor, saved_tensors
 from chunkgraph.engine.capture.static_inputs import call_with
-from chunkgraph.engine.chunk import Chunk
-from chunkgraph.engine.host import Host
-from chunkgraph.engine.split.delayed import DelayedModules
+from chunkgraph.engine.chunk import Chunk, Host
+from chunkgraph.engine.program import program_of
 from chunkgraph.engine.tree import Call, distinct_tensors, flatten
 from chunkgraph.engine.verify.state import ChunkState, restored
 from chunkgraph.graphs import GraphBackend
@@ -213,11 +212,10 @@ class EagerPasses:
             sinks.accumulating(leaves, order) as sums,
         ):
             forward.versions.__exit__()  # the backward compares with these versions
-            # As in a capture: not autograd.grad, which forbids recomputation.
-            torch.autograd.backward(outputs, list(grads))
-            if self._chunk.is_split:
-                delayed = DelayedModules(self._chunk.module, self._chunk.label)
-                delayed.run(leaves, sums.add)
+            program = program_of(self._chunk)
+            with program.run_backward(self._chunk, self._call, leaves, sums.add):
+                # As in a capture: not autograd.grad, which forbids recomputation.
+                torch.autograd.backward(outputs, list(grads))
             sums.finish()
         input_grads = tuple(t.grad for t in forward.inputs)
         return EagerBackward(input_grads, tuple(self._sums), tuple(order.seen))

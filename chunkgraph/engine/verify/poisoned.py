@@ -36,9 +36,11 @@ class PoisonVerifier(Verifier):
         backend = self._around.backend
         own: dict[Pool, AddressRanges] = {}
         for slot in (s for slots in rank.slots for s in slots):
-            for tensor in (*slot.output_tensors, *slot.input_grads):
+            for tensor in (*slot.outputs.tensors, *slot.input_grads.tensors):
                 if tensor is not None:
-                    own[slot.pool] = own.get(slot.pool, AddressRanges()) | backend.raw(tensor)
+                    own[slot.block.pool] = own.get(slot.block.pool, AddressRanges()) | backend.raw(
+                        tensor
+                    )
         kept = {pool: pool.live() - ranges for pool, ranges in own.items()}
         self._poison = Poison(rank.pools.scratch, backend.device, kept)
 
@@ -74,14 +76,14 @@ class PoisonVerifier(Verifier):
             self._look_at_outputs(slot)
         elif action != "I":
             self._look_at_gradients(slot)
-        elif has_nan(slot.input_grads):
+        elif has_nan(slot.input_grads.tensors):
             self._explain(slot, [False] * len(self._names[slot.chunk]))
 
     def _look_at_outputs(self, slot: Slot) -> None:
-        if not has_nan(slot.output_tensors):
+        if not has_nan(slot.outputs.tensors):
             return
         with_grad = self._with_grad(slot)
-        origin = self._first_layer_with_nan(slot, slot.inputs, with_grad, self._begin[slot])
+        origin = self._first_layer_with_nan(slot, slot.inputs.tensors, with_grad, self._begin[slot])
         if origin:
             self._warn_of_nan(slot, "forward", origin)
             return
@@ -93,9 +95,13 @@ class PoisonVerifier(Verifier):
         have_nan = self._gradients_with(slot, torch.isnan)
         pairs = zip(have_nan, self._were_infinite, strict=True)
         is_new = [has and not was_infinite for has, was_infinite in pairs]
-        if has_nan(slot.input_grads) or any(is_new):
+        if has_nan(slot.input_grads.tensors) or any(is_new):
             self._explain(slot, is_new)
-        self._poison.after_backward(slot.pool, holds_grads=slot.grads_lie_in_pool)
+        raw, pool = self._around.backend.raw, slot.block.pool
+        holds_grads = any(
+            g is not None and raw(g) & pool.reserved() for g in slot.input_grads.tensors
+        )
+        self._poison.after_backward(pool, holds_grads=holds_grads)
 
     def _gradients_with(
         self, slot: Slot, property_of: Callable[[torch.Tensor], torch.Tensor]
@@ -106,9 +112,12 @@ class PoisonVerifier(Verifier):
 
     def _explain(self, slot: Slot, is_new: Sequence[bool]) -> None:
         passes = self._passes_of(slot)
+        assert slot.output_grads is not None
         begin = self._begin[slot]
-        forward = passes.forward(slot.inputs, self._with_grad(slot), begin=begin)
-        eager = passes.backward(forward, slot.receiving, slot.output_grads, accumulates=False)
+        forward = passes.forward(slot.inputs.tensors, self._with_grad(slot), begin=begin)
+        eager = passes.backward(
+            forward, slot.output_grads.receiving, slot.output_grads.tensors, accumulates=False
+        )
         if has_nan([*eager.input_grads, *eager.sums]):
             name = self._first_nan_gradient(slot.chunk, eager.sums, eager.order)
             where = f"the first gradient with a NaN is that of {name or 'an input'}"
@@ -122,7 +131,7 @@ class PoisonVerifier(Verifier):
         self._around.host.judge(stale_memory(self._replayed(slot, "backward"), what, layer))
 
     def _with_grad(self, slot: Slot) -> list[bool]:
-        return [grad is not None for grad in slot.input_grads]
+        return [grad is not None for grad in slot.input_grads.tensors]
 
     def _place(self, slot: Slot) -> Place | None:
         records = self._records.of(slot, self._chunks[slot.chunk])

@@ -38,9 +38,9 @@ class SavedRecords:
 
     def of(self, slot: Slot, chunk: Chunk) -> tuple[SavedTensor, ...]:
         """Return the tensors that ``slot`` keeps; empty if it has no tensor argument."""
-        if not slot.inputs:
+        if not slot.inputs.tensors:
             return ()
-        return self._by_input.get((slot.bank, chunk.label, slot.inputs[0].data_ptr()), ())
+        return self._by_input.get((slot.bank, chunk.label, slot.inputs.tensors[0].data_ptr()), ())
 
     def written(self, chunk: Chunk) -> tuple[torch.Tensor, ...]:
         """Return the tensors, other than buffers, that the chunk's forward updated in place."""
@@ -70,7 +70,7 @@ class SavedRecords:
 
 def memory_of(slot: Slot, backend: GraphBackend) -> AddressRanges:
     """Return the memory that exists as long as the slot: its pool and its inputs."""
-    memory = slot.pool.reserved()
-    for tensor in slot.inputs:
+    memory = slot.block.pool.reserved()
+    for tensor in slot.inputs.tensors:
         memory = memory | backend.raw(tensor)
     return memory

@@ -17,7 +17,6 @@ from chunkgraph.engine.bits import describe_difference, has_nan, same_bits
 from chunkgraph.engine.capture.saved import Place, first_difference
 from chunkgraph.engine.observer import Action
 from chunkgraph.engine.slot import Slot
-from chunkgraph.engine.tree import distinct_tensors
 from chunkgraph.engine.verify.base import Verifier, copy_output_grads, inputs_with_grad
 from chunkgraph.engine.verify.eager_pass import EagerBackward, EagerForward
 from chunkgraph.engine.verify.records import memory_of
@@ -57,11 +56,15 @@ class ShadowVerifier(Verifier):
         """Compare the replay with the eager pass; both halves of a backward after the second."""
         if action == "F":
             self._after_forward(slot)
+            if slot.output_grads is None:
+                del self._forwards[slot]
         elif action == "I":
-            grads = [None if g is None else g.clone() for g in slot.input_grads]
+            grads = [None if g is None else g.clone() for g in slot.input_grads.tensors]
             self._input_grads[slot] = tuple(grads)
         else:
-            self._compare(slot, slot.input_grads if action == "B" else self._input_grads.pop(slot))
+            self._compare(
+                slot, slot.input_grads.tensors if action == "B" else self._input_grads.pop(slot)
+            )
 
     def _before_forward(self, slot: Slot, tensors: Sequence[torch.Tensor]) -> None:
         self._count_forward(slot)
@@ -100,7 +103,7 @@ class ShadowVerifier(Verifier):
         grads: Sequence[torch.Tensor],
         begin: ChunkState | None = None,
     ) -> None:
-        backward = self._passes_of(slot).backward(eager, slot.receiving, grads, begin=begin)
+        backward = self._passes_of(slot).backward(eager, _receiving(slot), grads, begin=begin)
         self._backwards[slot] = backward
         if self._has_warned_of_nan:
             return
@@ -123,10 +126,11 @@ class ShadowVerifier(Verifier):
         self._around.host.judge(difference(self._replayed(slot, "backward"), what, layer))
 
     def _forward_difference(self, slot: Slot, eager: EagerForward) -> str:
-        if len(eager.leaves) != len(slot.outputs):
-            return f"the result has {len(slot.outputs)} leaves, the eager one {len(eager.leaves)}"
+        num_leaves, num_eager = len(slot.outputs.leaves), len(eager.leaves)
+        if num_eager != num_leaves:
+            return f"the result has {num_leaves} leaves, the eager one {num_eager}"
         noise, positions = self._noise[slot.bank, slot.chunk], self._positions(slot)
-        for i, (mine, theirs) in enumerate(zip(slot.outputs, eager.leaves, strict=True)):
+        for i, (mine, theirs) in enumerate(zip(slot.outputs.leaves, eager.leaves, strict=True)):
             if isinstance(mine, torch.Tensor) and isinstance(theirs, torch.Tensor):
                 limit = noise.of_forward(positions[id(mine)])
                 if not same_bits(mine, theirs) and not _is_within(limit, mine, theirs):
@@ -150,7 +154,7 @@ class ShadowVerifier(Verifier):
             i
             for i, (mine, theirs) in enumerate(zip(buffers, eager.sums, strict=True))
             if not same_bits(mine, theirs)
-            and not _is_within(noise.of_backward(len(slot.inputs) + i), mine, theirs)
+            and not _is_within(noise.of_backward(len(slot.inputs.tensors) + i), mine, theirs)
         ]
         if wrong:
             rank = {index: place for place, index in enumerate(eager.order)}
@@ -174,7 +178,7 @@ class ShadowVerifier(Verifier):
 
     def _positions(self, slot: Slot) -> dict[int, int]:
         """Return the position of each output among the tensors of the result, by id."""
-        return {id(t): i for i, t in enumerate(distinct_tensors(slot.outputs))}
+        return {id(t): i for i, t in enumerate(slot.outputs.tensors)}
 
     def _place(self, slot: Slot, eager: EagerForward) -> Place | None:
         records = self._records.of(slot, self._chunks[slot.chunk])
@@ -188,6 +192,11 @@ class ShadowVerifier(Verifier):
             f"{records[-1].layer or 'the chunk'}, or what follows it in the chunk (all tensors "
             "kept for the backward are correct)"
         )
+
+
+def _receiving(slot: Slot) -> tuple[int, ...]:
+    assert slot.output_grads is not None
+    return slot.output_grads.receiving
 
 
 def _is_within(limit: float, replayed: torch.Tensor, eager: torch.Tensor) -> bool:
