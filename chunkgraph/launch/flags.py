@@ -10,12 +10,12 @@ import argparse
 import re
 from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import ValidationError
 
-from chunkgraph.megatron.rules.contexts import SIZE_RULES
-from chunkgraph.megatron.rules.packing import NUM_SEQS_RULE
+from chunkgraph.errors import ConfigError
 from chunkgraph.settings import (
     CaptureConfig,
     Config,
@@ -27,8 +27,6 @@ from chunkgraph.settings import (
     settings_of,
 )
 from chunkgraph.settings.loader import problems_of
-from chunkgraph.settings.rule import Facts
-from chunkgraph.settings.words import FLAGS as FLAG_WORDS
 
 if TYPE_CHECKING:
     from chunkgraph.engine import CaptureOptions
@@ -171,14 +169,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         warmup.default = _MegatronDefault(warmup.default)
 
 
-def read_flags(args: argparse.Namespace) -> tuple[GraphFlags | None, list[str]]:
-    """Read the flags; return them and a list of errors as sentences.
-
-    With granularity ``layer``, which captures nothing, the flags are None. The result omits wrong
-    values.
+def read_flags(args: argparse.Namespace) -> GraphFlags | None:
+    """Read the flags; return None for granularity ``layer``, which captures nothing.
 
     Args:
         args: The namespace from Megatron's parser, with the flags of `add_flags`.
+
+    Raises:
+        ConfigError: Flags have wrong values or no effect; the error lists all of them.
     """
     flag_values = {
         flag: flag.value_of(parsed)
@@ -187,11 +185,13 @@ def read_flags(args: argparse.Namespace) -> tuple[GraphFlags | None, list[str]]:
     }
     if args.cuda_graph_granularity == "layer":
         flag_values.pop(_OPTIONS["pipeline.schedule"], None)  # it drives eager steps too
-        if not flag_values:
-            return None, []
-        unused = ", ".join(flag.format(value) for flag, value in flag_values.items())
-        problem = f"{unused} has no effect with {GRANULARITY} layer."
-        return None, [f"{problem} Add {GRANULARITY} chunk, or leave it out."]
+        if flag_values:
+            unused = ", ".join(flag.format(value) for flag, value in flag_values.items())
+            raise ConfigError(
+                f"{unused} has no effect with {GRANULARITY} layer. Add {GRANULARITY} chunk, or "
+                "leave it out."
+            )
+        return None
     problems: list[str] = []
     default = CaptureConfig().num_warmup_steps
     num_warmup_steps = getattr(args, "cuda_graph_warmup_steps", default)
@@ -203,43 +203,32 @@ def read_flags(args: argparse.Namespace) -> tuple[GraphFlags | None, list[str]]:
             "an eager step, so at least one eager step must come first. Use 1 or more."
         )
     values: defaultdict[str, dict[str, Any]] = defaultdict(dict)
-    idle: defaultdict[Flag, list[str]] = defaultdict(list)
+    values["capture"]["num_warmup_steps"] = num_warmup_steps
     for flag, value in flag_values.items():
         switch = _OPTIONS.get(flag.setting.switch or "")
-        section, _, name = flag.path.partition(".")
         if switch is not None and not flag_values.get(switch):
-            idle[switch].append(flag.format(value))
-        else:
-            values[section][name] = value
-    for section in values:
-        problems += _drop_wrong_values(section, values[section])
-    for switch, texts in idle.items():
-        problems.append(
-            f"{', '.join(texts)} has no effect without {switch.name}; add it, or leave this out."
-        )
-    packing = values["packing"]
-    for rule in (NUM_SEQS_RULE, *SIZE_RULES):
-        if text := rule.refusal(Facts(packing.get, FLAG_WORDS)):
-            problems.append(f"{text}.")
-            del packing[rule.settings[0]]
-    return GraphFlags(
-        capture=CaptureConfig(num_warmup_steps=max(num_warmup_steps, 1), **values["capture"]),
-        packing=PackingConfig(**packing),
-        stash=StashConfig(**values["stash"]),
-        **values["moe"],
-        **values["pipeline"],
-    ), problems
+            problems.append(
+                f"{flag.format(value)} has no effect without {switch.name}; add it, or leave this "
+                "out."
+            )
+        section, _, name = flag.path.partition(".")
+        values[section][name] = value
+    sections: dict[str, Any] = {**values["moe"], **values["pipeline"]}
+    kinds: dict[str, type[Section]] = {
+        "capture": CaptureConfig,
+        "packing": PackingConfig,
+        "stash": StashConfig,
+    }
+    for section, kind in kinds.items():
+        try:
+            sections[section] = kind.model_validate(values[section])
+        except ValidationError as error:
+            problems += problems_of(error, kind, partial(_named, section))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return GraphFlags(**sections)
 
 
-def _drop_wrong_values(section: str, values: dict[str, Any]) -> list[str]:
-    """Remove wrong values of a section in place; return what is wrong with them, as sentences."""
-    model: Any = Config.model_fields[section].annotation
-    try:
-        model.model_validate(values)
-    except ValidationError as error:
-        for name in {str(item["loc"][0]) for item in error.errors()}:
-            del values[name]
-        return problems_of(
-            error, model, lambda path: re.sub(r"^\w+", lambda m: flag_of(f"{section}.{m[0]}"), path)
-        )
-    return []
+def _named(section: str, path: str) -> str:
+    """Return the path of a setting with the flag in place of its name."""
+    return re.sub(r"^\w+", lambda match: flag_of(f"{section}.{match[0]}"), path)

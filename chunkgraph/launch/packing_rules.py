@@ -12,8 +12,8 @@ from chunkgraph.errors import PackingError
 from chunkgraph.megatron.features.packing.bank import PackingOptions
 from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.megatron.features.packing.params import shares_keys
-from chunkgraph.megatron.rules.contexts import RANK_RULES
-from chunkgraph.megatron.rules.packing import PACKING_RULES
+from chunkgraph.megatron.rules.contexts import RANK_RULES, SIZE_RULES
+from chunkgraph.megatron.rules.packing import NUM_SEQS_RULE, PACKING_RULES
 from chunkgraph.packing import ContextLimits, PackedShape
 from chunkgraph.settings import PackingConfig
 from chunkgraph.settings.rule import Facts, Rule
@@ -54,21 +54,18 @@ def _script_rows(f: Facts) -> int:
     return int((f.seq_length or 1) * (f.micro_batch_size or 1))
 
 
-def _cut(text: str, when: Callable[[Facts], object]) -> list[Rule]:
-    """Return rules for microbatches that are cut shorter than the data set's."""
+def _cut(text: str, when: Callable[[Facts], object]) -> Rule:
+    """Return a rule for microbatches that are cut shorter than the data set's."""
 
     def cuts(f: Facts) -> bool:
         rows = _script_rows(f)
         most = f.max_packed_tokens or rows
         return most <= rows and (most < rows or any(size not in (1, most) for size in f.buckets))
 
-    def rule(name: str, *, has_buckets: bool) -> Rule:
-        return _fixed(
-            f"{name}= {text}leave {{{name}=}} out",
-            lambda f: bool(f.buckets) is has_buckets and cuts(f) and when(f),
-        )
-
-    return [rule("buckets", has_buckets=True), rule("max_packed_tokens", has_buckets=False)]
+    return _fixed(
+        f"max_packed_seqs {text}leave {{max_packed_tokens=}} and {{buckets=}} out",
+        lambda f: cuts(f) and when(f),
+    )
 
 
 def _changing_rows(f: Facts) -> int:
@@ -122,6 +119,7 @@ SCRIPT_PACKING_RULES = (
         "{sft=true}, or {context_parallel_size=1}",
         lambda f: (f.context_parallel_size or 1) > 1 and not f.sft,
     ),
+    NUM_SEQS_RULE,
     *PACKING_RULES,
     _fixed(
         "max_packed_seqs micro_batch_size pipeline_model_parallel_size: Megatron lays the samples "
@@ -133,20 +131,20 @@ SCRIPT_PACKING_RULES = (
         "all of them in documents; use at most that, or leave it out",
         lambda f: (f.max_packed_tokens or 0) > _script_rows(f) and {"rows": _script_rows(f)},
     ),
-    *_cut(
+    _cut(
         "micro_batch_size: the rows to remove lie between its samples; use "
         "{micro_batch_size=1}, or ",
         lambda f: (f.micro_batch_size or 1) > 1,
     ),
-    *_cut(
+    _cut(
         f"tensor_model_parallel_size: {_OTHER_RANKS}; ",
         lambda f: (f.tensor_model_parallel_size or 1) > 1,
     ),
-    *_cut(
+    _cut(
         "num_moe_experts: routers count every row, so removed rows would change their losses; ",
         lambda f: f.num_moe_experts,
     ),
-    *_cut(
+    _cut(
         "context_parallel_size: each rank divides by the number of its labels, which changes if "
         "rows are removed; add {calculate_per_token_loss=true}, or ",
         lambda f: (f.context_parallel_size or 1) > 1 and not f.calculate_per_token_loss,
@@ -175,6 +173,7 @@ SCRIPT_PACKING_RULES = (
             (f.tensor_model_parallel_size or 1) > 1 and _changing_rows(f) != (f.seq_length or 1)
         ),
     ),
+    *SIZE_RULES,
     *RANK_RULES,
 )
 """Rules for packed sequences whose documents come from a script's data set."""

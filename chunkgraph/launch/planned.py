@@ -85,7 +85,7 @@ class _PlanHooks(ChunkGraphsInPretrain):
         """Check the arguments as in a run, and exit the script."""
         size = self._num_processes or _smallest_world_size(args)
         os.environ["WORLD_SIZE"] = str(size)
-        flags = settle_arguments(args, on_cpu=False, is_plan=True)
+        flags = settle_arguments(args, on_cpu=False)
         if flags is None:
             raise ConfigError(f"{GRANULARITY} layer: there are no chunk graphs to plan. Use chunk.")
         args.rank, args.world_size = 0, size

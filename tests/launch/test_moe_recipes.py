@@ -163,12 +163,6 @@ def _parser() -> argparse.ArgumentParser:
     return result
 
 
-@pytest.fixture(autouse=True)
-def of_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recipes run where HybridEP is installed."""
-    monkeypatch.setattr("chunkgraph.launch.arguments.hybrid_ep_need", lambda _: None)
-
-
 def _parsed(recipe: str, more: str) -> argparse.Namespace:
     return _parser().parse_args(f"{_GRAPHS} {_BASE} {recipe} {more}".split())
 

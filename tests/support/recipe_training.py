@@ -19,7 +19,6 @@ import torch
 from hybrid_ep_stand_in import hybrid_ep
 
 from chunkgraph.jobs.processes import die_with_parent
-from chunkgraph.launch import arguments
 from chunkgraph.launch.hooks import ChunkGraphsInPretrain, enable
 from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.megatron.cpu.pretrain import cpu_flags, cpu_pretrain_host
@@ -103,7 +102,6 @@ def plain_kernels(flags: list[str], hooks: ChunkGraphsInPretrain) -> Iterator[No
     if "--multi-latent-attention" in flags:
         replaced[provider, "core_attention"] = lambda _: user_specs.LatentCore
     if "hybridep" in flags:
-        replaced[arguments, "hybrid_ep_need"] = lambda _: None
         replaced[hooks, "_on_cpu"] = False
     with ExitStack() as stack:
         for (target, name), value in replaced.items():
