@@ -12,7 +12,7 @@ import pytest
 from chunkgraph.engine import CaptureReport
 from chunkgraph.engine.counters import Counters
 from chunkgraph.launch.flags import GraphFlags
-from chunkgraph.launch.reports import StepMetrics, capture_line, start_line
+from chunkgraph.launch.hooks import StepMetrics, capture_line, start_line
 from chunkgraph.megatron.captured_part import ChosenScope
 from chunkgraph.settings import load_config
 from chunkgraph.trainer.trained_model import capture_options
