@@ -84,7 +84,7 @@ def _print_plan(options: LaunchOptions, gpu_bytes: int | None) -> int:
     """
     from rich.console import Console
 
-    from chunkgraph.launch.planned import planned_arguments
+    from chunkgraph.launch.__main__ import planned_arguments
 
     num_processes = options.nproc if options.has_nproc_option else None
     args, flags = planned_arguments(options, num_processes)

@@ -8,19 +8,22 @@ For torchrun and srun, for a single process, and for the processes of ``chunkgra
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import io
+import math
 import os
 import runpy
 import sys
 import time
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Never
 
 from chunkgraph._collector import collector_paused
 from chunkgraph.errors import ConfigError
 from chunkgraph.jobs.processes import REPORT_FOLDER_VARIABLE, keep_quiet, leave, run_rank
 from chunkgraph.jobs.reports import EXIT_FAILED
-from chunkgraph.launch.flags import GRANULARITY
+from chunkgraph.launch.flags import GRANULARITY, GraphFlags
 from chunkgraph.launch.options import (
     LaunchOptions,
     explain_in_one_line,
@@ -31,7 +34,7 @@ from chunkgraph.launch.options import (
 if TYPE_CHECKING:
     from chunkgraph.launch.hooks import ChunkGraphsInPretrain
 
-__all__ = ["main", "run_script"]
+__all__ = ["main", "planned_arguments", "run_script"]
 
 _PROG = "python -m chunkgraph.launch"
 
@@ -102,6 +105,83 @@ def run_script(options: LaunchOptions) -> int:
         # after it reports the result, while Python is already exiting.
         time.sleep(0.1)
     return code
+
+
+class _ParsedError(BaseException):
+    """Exits the script after its arguments; ``except Exception`` does not catch it."""
+
+
+def planned_arguments(
+    options: LaunchOptions, num_processes: int | None
+) -> tuple[argparse.Namespace, GraphFlags]:
+    """Run the script until it parses its arguments, before it creates model, groups or data.
+
+    The arguments are those of a GPU run with Megatron's checks, whatever this machine has.
+
+    Args:
+        options: The command line.
+        num_processes: Number of ranks of the job; None for one copy of the model.
+
+    Returns:
+        Megatron's validated arguments, and the flags of chunk graphs.
+
+    Raises:
+        ConfigError: Megatron or chunk graphs refuse the arguments, or the script parses none.
+        Exception: Any exception that the script raises before.
+    """
+    from chunkgraph.launch.arguments import settle_arguments
+    from chunkgraph.launch.hooks import ChunkGraphsInPretrain
+    from chunkgraph.launch.patches import patch_pretrain, validate_arguments
+    from chunkgraph.megatron.cpu.pretrain import cpu_pretrain_host
+
+    found: list[tuple[argparse.Namespace, GraphFlags]] = []
+
+    def check_and_exit(args: argparse.Namespace) -> Never:
+        size = num_processes or _smallest_world_size(args)
+        os.environ["WORLD_SIZE"] = str(size)
+        flags = settle_arguments(args, on_cpu=False)
+        if flags is None:
+            raise ConfigError(f"{GRANULARITY} layer: there are no chunk graphs to plan. Use chunk.")
+        args.rank, args.world_size = 0, size
+        validate_arguments(args)
+        found.append((args, flags))
+        raise _ParsedError
+
+    script_args = list(options.script_args)
+    if not any(arg.partition("=")[0] == GRANULARITY for arg in script_args):
+        script_args += [GRANULARITY, "chunk"]
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    set_max_connections(script_args)
+    os.environ.update(RANK="0", WORLD_SIZE=str(num_processes or 1), LOCAL_RANK="0")
+    sys.path.insert(0, str(options.script.resolve().parent))
+    sys.argv = [str(options.script), *script_args]
+    warnings.simplefilter("ignore")
+    hooks = ChunkGraphsInPretrain()
+    hooks.on_parser = explain_in_one_line
+    hooks.parsed = check_and_exit  # type: ignore[method-assign]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(cpu_pretrain_host())
+        stack.callback(patch_pretrain(hooks))
+        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        stack.enter_context(contextlib.suppress(_ParsedError))
+        runpy.run_path(str(options.script), run_name="__main__")
+    if not found:
+        raise ConfigError(
+            f"{options.script.name} never parsed Megatron's arguments, so there is nothing to "
+            "plan. In your own training loop, chunkgraph plan takes the sizes instead."
+        )
+    return found[0]
+
+
+def _smallest_world_size(args: argparse.Namespace) -> int:
+    """Return the number of ranks of one copy of the model."""
+
+    def size(name: str) -> int:
+        return int(getattr(args, name, None) or 1)
+
+    dense = size("tensor_model_parallel_size") * size("context_parallel_size")
+    of_experts = size("expert_model_parallel_size") * size("expert_tensor_parallel_size")
+    return size("pipeline_model_parallel_size") * math.lcm(dense, of_experts)
 
 
 def _warn_if_unused(options: LaunchOptions, hooks: ChunkGraphsInPretrain) -> None:
