@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         environment["GLOO_SOCKET_IFNAME"] = "lo"
     Launcher(
         command=options.rank_command(),
-        num_ranks=options.nproc,
+        num_ranks=options.nproc or 1,
         environment=environment,
         debug=options.debug,
     ).run()
@@ -86,8 +86,7 @@ def _print_plan(options: LaunchOptions, gpu_bytes: int | None) -> int:
 
     from chunkgraph.launch.__main__ import planned_arguments
 
-    num_processes = options.nproc if options.has_nproc_option else None
-    args, flags = planned_arguments(options, num_processes)
+    args, flags = planned_arguments(options)
     request = request_of_arguments(args, flags, gpu_bytes)
     rows = rows_of(request)
     console = Console(highlight=False)

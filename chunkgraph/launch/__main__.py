@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Never
 
 from chunkgraph._collector import collector_paused
 from chunkgraph.errors import ConfigError
-from chunkgraph.jobs.processes import REPORT_FOLDER_VARIABLE, keep_quiet, leave, run_rank
+from chunkgraph.jobs.processes import keep_quiet, leave, run_rank
 from chunkgraph.jobs.reports import EXIT_FAILED
 from chunkgraph.launch.flags import GRANULARITY, GraphFlags
 from chunkgraph.launch.options import (
@@ -51,10 +51,7 @@ def main(options: LaunchOptions | None = None) -> int:
     _set_rank_variables()
 
     def work() -> int:
-        parsed = parse_options(sys.argv[1:], _PROG) if options is None else options
-        if REPORT_FOLDER_VARIABLE not in os.environ:  # the launcher makes these checks itself
-            _check_processes(parsed)
-        return run_script(parsed)
+        return run_script(options or parse_options(sys.argv[1:], _PROG))
 
     return run_rank(work)
 
@@ -111,16 +108,14 @@ class _ParsedError(BaseException):
     """Exits the script after its arguments; ``except Exception`` does not catch it."""
 
 
-def planned_arguments(
-    options: LaunchOptions, num_processes: int | None
-) -> tuple[argparse.Namespace, GraphFlags]:
+def planned_arguments(options: LaunchOptions) -> tuple[argparse.Namespace, GraphFlags]:
     """Run the script until it parses its arguments, before it creates model, groups or data.
 
     The arguments are those of a GPU run with Megatron's checks, whatever this machine has.
 
     Args:
-        options: The command line.
-        num_processes: Number of ranks of the job; None for one copy of the model.
+        options: The command line; without a number of processes, the plan is of one copy of the
+            model.
 
     Returns:
         Megatron's validated arguments, and the flags of chunk graphs.
@@ -137,7 +132,7 @@ def planned_arguments(
     found: list[tuple[argparse.Namespace, GraphFlags]] = []
 
     def check_and_exit(args: argparse.Namespace) -> Never:
-        size = num_processes or _smallest_world_size(args)
+        size = options.nproc or _smallest_world_size(args)
         os.environ["WORLD_SIZE"] = str(size)
         flags = settle_arguments(args, on_cpu=False)
         if flags is None:
@@ -152,7 +147,7 @@ def planned_arguments(
         script_args += [GRANULARITY, "chunk"]
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     set_max_connections(script_args)
-    os.environ.update(RANK="0", WORLD_SIZE=str(num_processes or 1), LOCAL_RANK="0")
+    os.environ.update(RANK="0", WORLD_SIZE=str(options.nproc or 1), LOCAL_RANK="0")
     sys.path.insert(0, str(options.script.resolve().parent))
     sys.argv = [str(options.script), *script_args]
     warnings.simplefilter("ignore")
@@ -198,16 +193,6 @@ def _warn_if_unused(options: LaunchOptions, hooks: ChunkGraphsInPretrain) -> Non
         f"WARNING: chunk graphs: {options.script.name} {reason}, so {GRANULARITY} had no "
         "effect. In your own training loop, call chunkgraph.megatron.attach().\n"
     )
-
-
-def _check_processes(options: LaunchOptions) -> None:
-    """Refuse a number of processes under another launcher, which has started them."""
-    if options.has_nproc_option:
-        raise ConfigError(
-            f"--nproc-per-node {options.nproc}: this process is already one of "
-            f"{os.environ['WORLD_SIZE']} processes, and starts no others. Pass the number to their "
-            "launcher (torchrun, srun), or run chunkgraph launch without one."
-        )
 
 
 def _exit_code(error: SystemExit) -> int:

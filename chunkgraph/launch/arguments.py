@@ -6,7 +6,6 @@ import argparse
 import os
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.launch.flags import GraphFlags, read_flags
@@ -21,7 +20,6 @@ from chunkgraph.settings.words import FLAGS
 
 __all__ = [
     "refuse_changed_arguments",
-    "schedule_of",
     "settle_arguments",
 ]
 
@@ -74,23 +72,6 @@ _FLAG_RULES = (
     *SCRIPT_PACKING_RULES,
     *SCHEDULE_RULES,
 )
-
-
-class _AsConfig:
-    """Parsed arguments under the names of TransformerConfig's fields."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        self._args = args
-
-    def __getattr__(self, name: str) -> Any:
-        names = {"num_moe_experts": "num_experts", "gated_linear_unit": "swiglu"}
-        value = getattr(self._args, names.get(name, name), None)
-        # Megatron resolves its flags like this before it builds the model.
-        if name == "recompute_granularity" and getattr(self._args, "recompute_activations", False):
-            return "selective"
-        if name == "recompute_modules" and value is None:
-            return ["core_attn"]
-        return value
 
 
 def settle_arguments(args: argparse.Namespace, *, on_cpu: bool) -> GraphFlags | None:
@@ -148,11 +129,6 @@ def _turn_off(args: argparse.Namespace, schedule: str) -> Iterator[str]:
             )
 
 
-def schedule_of(args: argparse.Namespace) -> str:
-    """Return the schedule of training steps."""
-    return args.pipeline_schedule or "auto"
-
-
 def _hybrid_pattern(args: argparse.Namespace) -> str | None:
     names = ("hybrid_layer_pattern", "hybrid_override_pattern")
     return next((pattern for name in names if (pattern := getattr(args, name, None))), None)
@@ -172,6 +148,7 @@ def _facts(args: argparse.Namespace, flags: GraphFlags, *, on_cpu: bool) -> Fact
     inference_scope = getattr(args, "inference_cuda_graph_scope", None)
     inference_scope = getattr(inference_scope, "name", inference_scope)
     sizes = tuple(sorted(set(flags.packing.context_parallel_sizes)))
+    modules = getattr(args, "recompute_modules", None)
     values = {
         **flags.packing.model_dump(),
         "context_parallel_sizes": sizes,
@@ -185,19 +162,26 @@ def _facts(args: argparse.Namespace, flags: GraphFlags, *, on_cpu: bool) -> Fact
         or _wants_te_rng(args, on_cpu)
         or _is_on(args, "te_rng_tracker"),
         "keeps_transposes": True,
+        "num_moe_experts": getattr(args, "num_experts", None),
         "num_warmup_steps": flags.capture.num_warmup_steps,
         "on_gpu": not on_cpu,
         "packed": flags.packing.max_packed_seqs > 0,
         "packing": flags.packing,
         "pads_rows": bool(sizes),
+        # Megatron resolves its flags like this before it builds the model.
+        "recompute_granularity": "selective"
+        if _is_on(args, "recompute_activations")
+        else getattr(args, "recompute_granularity", None),
+        "recompute_modules": ["core_attn"] if modules is None else modules,
         "schedule": flags.schedule,
         "scope": flags.capture.scope,
         "splits_backward": splits_backward(flags.schedule),
         "stash": flags.stash.enabled,
+        "swiglu": _is_on(args, "swiglu"),
         "token_drops": flags.token_drops,
         "verify": flags.capture.verify,
     }
-    return facts_of_model(_AsConfig(args), values, FLAGS)
+    return facts_of_model(args, values, FLAGS)
 
 
 def _is_on(args: argparse.Namespace, name: str) -> bool:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from chunkgraph._text import format_bytes
 from chunkgraph.engine import CaptureReport
-from chunkgraph.launch.arguments import refuse_changed_arguments, schedule_of, settle_arguments
+from chunkgraph.launch.arguments import refuse_changed_arguments, settle_arguments
 from chunkgraph.launch.flags import GraphFlags
 from chunkgraph.launch.packed_steps import OwnDocuments, PackedSteps, SpreadDocuments
 from chunkgraph.launch.packing_rules import changing_limits, packing_options
@@ -125,7 +125,7 @@ class ChunkGraphsInPretrain:
         self.flags = settle_arguments(args, on_cpu=self._on_cpu)
         self.was_parsed = True
         self.stop_delaying()
-        self._schedule = schedule_of(args)
+        self._schedule = args.pipeline_schedule or "auto"
         if splits_backward(self._schedule):
             self._undo_delay = delay_in_new_configs()
 

@@ -70,16 +70,14 @@ class LaunchOptions:
         script: The pretrain script.
         script_args: Flags of the script, including those from the configuration file.
         device: Device; ``cpu`` runs the script on a machine without a GPU.
-        nproc: Number of processes to start.
-        has_nproc_option: Whether the command line sets the number of processes.
+        nproc: Number of processes of the job; None: the command line and the file set none.
         debug: Whether errors show tracebacks.
     """
 
     script: Path
     script_args: tuple[str, ...]
     device: str
-    nproc: int
-    has_nproc_option: bool
+    nproc: int | None
     debug: bool
 
     def rank_command(self) -> list[str]:
@@ -141,8 +139,8 @@ def options_from(args: argparse.Namespace) -> LaunchOptions:
         script_args = merge_flags(config, script_args, line)
     nproc = args.nproc_per_node
     if nproc is None:
-        nproc = config.pipeline.world_size if config is not None else 1
-    if nproc < 1:
+        nproc = config.pipeline.world_size if config is not None else None
+    elif nproc < 1:
         raise ConfigError(f"--nproc-per-node {nproc}: there must be at least one process.")
     device = "cuda"
     if config is not None and config.device != "auto":
@@ -152,7 +150,6 @@ def options_from(args: argparse.Namespace) -> LaunchOptions:
         script_args=tuple(script_args),
         device=args.device or device,
         nproc=nproc,
-        has_nproc_option=args.nproc_per_node is not None,
         debug=args.debug,
     )
 

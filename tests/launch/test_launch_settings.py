@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from launch_flags import graph_flags_of, merged
 
-from chunkgraph.cli.__main__ import main
 from chunkgraph.errors import ConfigError
 from chunkgraph.launch.options import parse_options
 from chunkgraph.settings import CaptureConfig, Config, ModelConfig, PipelineConfig, load_config
@@ -211,14 +210,3 @@ def test_the_device_is_that_of_the_file(script: Path) -> None:
     assert parse("--config", cpu).device == "cpu"
     other = parse("--config", cpu, "--device", "cuda")
     assert other.device == "cuda"
-
-
-def test_a_number_of_processes_is_for_what_starts_them(
-    script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Under torchrun the launcher is one of these processes, and would ignore the number."""
-    job = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}
-    for name, value in {**job, "MASTER_ADDR": "-", "MASTER_PORT": "-"}.items():
-        monkeypatch.setenv(name, value)
-    assert main(["launch", "--nproc-per-node", "2", str(script)]) == 2
-    assert "--nproc-per-node 2: this process is already one of 4" in capsys.readouterr().err
