@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Never
 
 from chunkgraph._collector import collector_paused
 from chunkgraph.errors import ConfigError
-from chunkgraph.jobs.processes import keep_quiet, leave, run_rank
-from chunkgraph.jobs.reports import EXIT_FAILED
+from chunkgraph.jobs.processes import EXIT_FAILED, keep_quiet, leave, run_rank
 from chunkgraph.launch.flags import GRANULARITY, GraphFlags
 from chunkgraph.launch.options import (
     LaunchOptions,

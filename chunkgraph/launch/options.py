@@ -1,5 +1,9 @@
 """The launcher's command line, up to the script; the rest belongs to the script.
 
+The sections ``model``, ``pipeline``, ``moe``, ``capture``, ``packing`` and ``stash`` of a
+configuration file become flags. ``train``, ``data`` and ``run`` apply to ``chunkgraph train`` only;
+a pretrain script gets its steps, data and tokenizer from its own flags.
+
 This module does not import torch: ``chunkgraph launch`` checks all it can before it starts a
 process.
 """
@@ -8,22 +12,27 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 from chunkgraph._text import REPORT_WIDTH, did_you_mean
 from chunkgraph.errors import ConfigError
-from chunkgraph.launch.config_flags import merge_flags
-from chunkgraph.launch.flags import add_flags
-from chunkgraph.settings import Config, load_config
+from chunkgraph.launch.flags import FLAGS, GRANULARITY, Flag, add_flags
+from chunkgraph.settings import Config, Setting, derived_fields, load_config, settings_of
+from chunkgraph.settings.rule import Facts, Rule, check
+from chunkgraph.settings.words import facts_of
 
 __all__ = [
     "DESCRIPTION",
     "LaunchOptions",
     "add_options",
     "explain_in_one_line",
+    "flags_of",
+    "merge_flags",
     "options_from",
     "parse_options",
     "set_max_connections",
@@ -189,3 +198,154 @@ def explain_in_one_line(parser: argparse.ArgumentParser) -> None:
         raise ConfigError(f"{parser.prog}: {message}.{hint}")
 
     parser.error = error  # type: ignore[assignment, method-assign]
+
+
+# -- a configuration file as flags ----------------------------------------------------------------
+
+_RIVALS = {
+    "--num-virtual-stages-per-pipeline-rank": {
+        "--num-layers-per-virtual-pipeline-stage",
+        "--pipeline-model-parallel-layout",
+    },
+    "--recompute-granularity": {"--recompute-activations"},
+    "--bf16": {"--fp16"},
+}
+"""Other flags of Megatron that decide the same, and that it refuses together."""
+_GRAPHS = ("capture", "packing", "stash")
+"""Sections that have an effect only with graphs."""
+
+
+def _has_one_chunk(config: Config) -> bool:
+    return config.pipeline.num_model_chunks == 1
+
+
+_WITHOUT_EFFECT: dict[str, Callable[[Config], bool]] = {
+    "model.recompute_modules": lambda c: c.model.recompute_granularity != "selective",
+    "pipeline.virtual_pipeline_model_parallel_size": _has_one_chunk,
+    "pipeline.microbatch_group_size_per_vp_stage": _has_one_chunk,
+    # Without graphs nothing would count the dropped tokens.
+    "moe.moe_expert_rank_capacity_factor": lambda c: not c.capture.enabled,
+}
+"""Settings that Megatron does not need, or refuses, although they are not null."""
+
+
+def _holds(f: Facts, limit: int | None) -> bool:
+    return bool(f.stash and f.captures) and limit is not None
+
+
+_NO_FLAG = "it has no flag; use null, or chunkgraph train"
+_RULES = (
+    Rule(
+        "context_parallel_sizes: documents of a pretrain script are spread over ranks only with "
+        "capture; use [], capture the chunks, or use chunkgraph train",
+        lambda f: f.context_parallel_sizes and not f.captures,
+    ),
+    Rule(f"initial_bytes: {_NO_FLAG}", lambda f: _holds(f, f.initial_bytes)),
+    Rule(f"max_bytes: {_NO_FLAG}", lambda f: _holds(f, f.max_bytes)),
+    Rule(
+        "hybrid_layer_pattern: a configuration file cannot pass it to a pretrain script yet; use "
+        "null and pass Megatron's --hybrid-layer-pattern and --spec, or use chunkgraph train"
+    ),
+    Rule(
+        "layer_spec: it has no name on the command line; use auto, and pass --spec to the script",
+        lambda f: f.layer_spec not in ("auto", "local", "transformer_engine"),
+    ),
+)
+"""Rules for values that have no flag in Megatron."""
+
+
+def merge_flags(config: Config, script_args: Sequence[str], line: argparse.Namespace) -> list[str]:
+    """Put the file's values before the flags of the command line, which win as the last ones.
+
+    Args:
+        config: The contents of the file.
+        script_args: Flags on the command line.
+        line: The same flags, as a parser with `add_flags` reads them; None for absent ones. What
+            they turn off takes the file's settings that need it along.
+
+    Raises:
+        ConfigError: A value has no flag in Megatron.
+    """
+    changes = {
+        flag.path: flag.value_of(parsed)
+        for flag in FLAGS[1:]
+        if (parsed := getattr(line, flag.dest)) is not None
+    }
+    if line.cuda_graph_granularity == "layer":
+        changes["capture.enabled"] = False
+    for path, value in changes.items():  # not checked yet
+        section, _, name = path.partition(".")
+        changed = getattr(config, section).model_copy(update={name: value})
+        config = config.model_copy(update={section: changed})
+    names = {arg.partition("=")[0] for arg in script_args}
+    flags = [flag for flag in flags_of(config) if names.isdisjoint(_RIVALS.get(flag[0], ()))]
+    return [*(text for flag in flags for text in flag), *script_args]
+
+
+def flags_of(config: Config) -> list[tuple[str, ...]]:
+    """Return the flags of all values, each with its arguments.
+
+    Raises:
+        ConfigError: A value has no flag in Megatron.
+    """
+    check(_RULES, facts_of(config), "these settings have no flags:")
+    flags = [*_special_flags(config)]
+    for item in settings_of(Config):
+        if (value := _value_of(item, config)) is not None:
+            own = item.flag and (item.flag, *Flag(item).text_of(value))
+            flags.append(own or (str(item.megatron), *_texts(item.name, value)))
+    if config.capture.enabled:
+        flags.append((GRANULARITY, "chunk"))
+    return flags
+
+
+def _value_of(item: Setting, config: Config) -> Any:
+    """Return the value of a setting; None if it has no flag, no effect, or its flag's default."""
+    value = attrgetter(item.path)(config)
+    is_for_graphs = bool(item.flag) or item.path.startswith(_GRAPHS)
+    is_default = value == item.default if item.flag else value is False or value == ()
+    if (
+        (item.flag or item.megatron) is None
+        or (is_for_graphs and not config.capture.enabled)
+        or (item.switch and not attrgetter(item.switch)(config))
+        or (item.path in _WITHOUT_EFFECT and _WITHOUT_EFFECT[item.path](config))
+        or is_default
+    ):
+        return None
+    return value
+
+
+def _special_flags(config: Config) -> Iterator[tuple[str, ...]]:
+    """Yield values that have several flags, or a flag of a different name."""
+    model, pipeline = config.model, config.pipeline
+    yield "--max-position-embeddings", str(model.seq_length)
+    yield "--position-embedding-type", "rope"
+    if model.params_dtype == "bfloat16":
+        yield ("--bf16",)
+    if model.layer_spec != "auto":
+        yield "--transformer-impl", model.layer_spec
+    # As in `chunkgraph train`: neither gated layers nor their neighbors have biases, experts are
+    # not split over the tensor ranks, and the loss is the mean over all tokens of the step.
+    if model.swiglu:
+        yield ("--disable-bias-linear",)
+    if config.moe.num_moe_experts is not None and pipeline.tensor_model_parallel_size > 1:
+        yield "--expert-tensor-parallel-size", "1"
+    if config.packing.max_packed_seqs and config.packing.context_parallel_sizes:
+        yield ("--calculate-per-token-loss",)
+    for name, value in derived_fields(config).items():
+        if value is False and not name.startswith("moe_"):
+            raise ConfigError(
+                f"model.transformer_config.{name} is false, for which a pretrain script may have a "
+                "flag of another name. Leave it out, and pass Megatron's flag to the script."
+            )
+        if value is not None and value is not False:
+            yield f"--{name.replace('_', '-')}", *_texts(name, value)
+
+
+def _texts(name: str, value: Any) -> tuple[str, ...]:
+    """Format a value of Megatron's setting as the arguments of its flag."""
+    if value is True:
+        return ()
+    if "freq" in name:  # Megatron evaluates it as an expression, which has no spaces
+        return (str(value).replace(" ", ""),)
+    return tuple(map(str, value if isinstance(value, (list, tuple)) else [value]))
