@@ -10,7 +10,7 @@ from chunkgraph.cli.plan_memory import add_gpu_memory, sizes_of
 from chunkgraph.cli.plan_request import Request, schedule_name
 from chunkgraph.cli.plan_tables import exit_code, print_rows, rows_of
 from chunkgraph.errors import ConfigError
-from chunkgraph.launch.options import DESCRIPTION, LaunchOptions, add_options, options_from
+from chunkgraph.launch.flags import DESCRIPTION, LaunchOptions, add_options, options_from
 from chunkgraph.schedules import read_matching_schedule
 from chunkgraph.slots import ModelSizes
 

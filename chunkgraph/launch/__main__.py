@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Never
 from chunkgraph._collector import collector_paused
 from chunkgraph.errors import ConfigError
 from chunkgraph.jobs.processes import EXIT_FAILED, keep_quiet, leave, run_rank
-from chunkgraph.launch.flags import GRANULARITY, GraphFlags
-from chunkgraph.launch.options import (
+from chunkgraph.launch.flags import (
+    GRANULARITY,
+    GraphFlags,
     LaunchOptions,
     explain_in_one_line,
     parse_options,

@@ -30,10 +30,10 @@ _LEAVE_OUT = "leave it out"
 _QUANTIZED = "whether a layer renews its quantized weights is Python state, frozen in a replay"
 _LOGITS = "it reads the largest attention logits of each microbatch in Python"
 _TURNED_OFF = {
-    "delay_wgrad_compute": "a backward graph computes weight gradients too",
     "fine_grained_activation_offloading": (
         "activations are in the graphs' memory on the GPU, which must hold those of all slots"
     ),
+    "delay_wgrad_compute": "a backward graph computes weight gradients too",
 }
 _REFUSED = "--cuda-graph-granularity chunk cannot go together with"
 _GRAPH_RULES = (
@@ -117,15 +117,15 @@ def refuse_changed_arguments(args: argparse.Namespace) -> None:
 
 def _turn_off(args: argparse.Namespace, schedule: str) -> Iterator[str]:
     """Turn off flags that change no result and that a graph cannot hold; yield a line on each."""
-    names = ["fine_grained_activation_offloading"]
-    if not splits_backward(schedule):
-        names.append("delay_wgrad_compute")  # next to overlapped transfers; others are refused
-    for name in names:
-        if getattr(args, name, False):
+    for name, why in _TURNED_OFF.items():
+        # A schedule that splits backwards needs the latter; without overlapped transfers it is
+        # refused otherwise.
+        is_needed = name == "delay_wgrad_compute" and splits_backward(schedule)
+        if _is_on(args, name) and not is_needed:
             setattr(args, name, False)
             yield (
                 f"chunk graphs: training runs without --{name.replace('_', '-')}, with the same "
-                f"results: {_TURNED_OFF[name]}."
+                f"results: {why}."
             )
 
 

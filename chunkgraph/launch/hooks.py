@@ -133,57 +133,48 @@ class ChunkGraphsInPretrain:
     def training(self, model: Any) -> Iterator[None]:
         """Attach graphs to the loaded and wrapped model, and detach them on every exit."""
         self.stop_delaying()
-        flags = self.flags
-        if flags is None:
-            with self._driven(model, self._schedule):
-                yield
-            return
+        chunks = list(model) if isinstance(model, (list, tuple)) else [model]
+        # Graphs hold memory of communicators: detach them before the process groups are destroyed.
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._forget)
+            if self.flags is not None:
+                self._attach(self.flags, model, chunks, undo)
+            elif self._schedule != "auto":
+                self._driver = eager_driver(chunks, self._schedule)
+                undo.callback(self._driver.close)
+            yield
+
+    def _attach(
+        self, flags: GraphFlags, model: Any, chunks: Sequence[Any], undo: contextlib.ExitStack
+    ) -> None:
         args = pretrain_arguments()
         # The script may have changed arguments after parsing.
         refuse_changed_arguments(args)
         # Past the script's own filters: the capture failed, and it may train without graphs.
         warnings.filterwarnings("always", message=r"(?s).*Training continues eagerly")
-        chunks = list(model) if isinstance(model, (list, tuple)) else [model]
-        # Graphs hold memory of communicators: detach them before the process groups are destroyed.
-        with contextlib.ExitStack() as undo:
-            undo.callback(self._forget)
-            contexts = self._contexts(flags, args, chunks, undo)
-            modules = (module for chunk in chunks for module in chunk.modules())
-            for line in (*flags.turned_off, turn_off_overlap(modules, undo)):
-                if line:
-                    _print_on_rank_0(line)
-            self.graphs = graphs = attach(
-                model,
-                scope=flags.capture.scope,
-                options=flags.capture_options(),
-                token_drops=flags.token_drops,
-                packing=contexts or packing_options(flags.packing, args),
-                stash=flags.stash,
-                schedule=flags.schedule,
-            )
-            undo.callback(graphs.detach)
-            if any(getattr(args, name, False) for name in _PROFILES):
-                graphs.name_replays()
-            self.has_trained = True
-            self._metrics = StepMetrics(graphs)
-            _print_on_rank_0(start_line(graphs, flags))
-            if graphs.site.facts().packed:
-                self._steps = _packed_steps(args, graphs, chunks, contexts)
-                undo.callback(self._steps.close)
-            yield
-
-    @contextlib.contextmanager
-    def _driven(self, model: Any, schedule: str) -> Iterator[None]:
-        """Drive the eager model with a schedule; ``auto`` keeps Megatron's own."""
-        if schedule != "auto":
-            chunks = list(model) if isinstance(model, (list, tuple)) else [model]
-            self._driver = eager_driver(chunks, schedule)
-        try:
-            yield
-        finally:
-            if self._driver is not None:
-                self._driver.close()
-            self._driver = None
+        contexts = self._contexts(flags, args, chunks, undo)
+        modules = (module for chunk in chunks for module in chunk.modules())
+        for line in (*flags.turned_off, turn_off_overlap(modules, undo)):
+            if line:
+                _print_on_rank_0(line)
+        self.graphs = graphs = attach(
+            model,
+            scope=flags.capture.scope,
+            options=flags.capture_options(),
+            token_drops=flags.token_drops,
+            packing=contexts or packing_options(flags.packing, args),
+            stash=flags.stash,
+            schedule=flags.schedule,
+        )
+        undo.callback(graphs.detach)
+        if any(getattr(args, name, False) for name in _PROFILES):
+            graphs.name_replays()
+        self.has_trained = True
+        self._metrics = StepMetrics(graphs)
+        _print_on_rank_0(start_line(graphs, flags))
+        if graphs.site.facts().packed:
+            self._steps = _packed_steps(args, graphs, chunks, contexts)
+            undo.callback(self._steps.close)
 
     def _contexts(
         self, flags: GraphFlags, args: Any, chunks: Sequence[Any], undo: contextlib.ExitStack
@@ -210,7 +201,7 @@ class ChunkGraphsInPretrain:
         )
 
     def _forget(self) -> None:
-        self.graphs = self._metrics = self._steps = None
+        self.graphs = self._driver = self._metrics = self._steps = None
 
     def wrap_schedule(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the schedule of a training or evaluation step while graphs are attached."""

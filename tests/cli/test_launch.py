@@ -11,8 +11,7 @@ from launch_flags import merged
 
 from chunkgraph.cli.__main__ import main
 from chunkgraph.errors import ConfigError
-from chunkgraph.launch.flags import FLAGS, GraphFlags, add_flags, read_flags
-from chunkgraph.launch.options import parse_options
+from chunkgraph.launch.flags import FLAGS, GraphFlags, add_flags, parse_options, read_flags
 from chunkgraph.settings import CaptureConfig, load_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -9,7 +9,7 @@ import pytest
 from launch_flags import graph_flags_of, merged
 
 from chunkgraph.errors import ConfigError
-from chunkgraph.launch.options import parse_options
+from chunkgraph.launch.flags import parse_options
 from chunkgraph.settings import CaptureConfig, Config, ModelConfig, PipelineConfig, load_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from chunkgraph.launch.flags import GraphFlags, add_flags, read_flags
-from chunkgraph.launch.options import merge_flags
+from chunkgraph.launch.flags import GraphFlags, add_flags, merge_flags, read_flags
 from chunkgraph.settings import Config
 
 
