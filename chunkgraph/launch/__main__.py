@@ -25,7 +25,6 @@ from chunkgraph.jobs.processes import EXIT_FAILED, keep_quiet, leave, run_rank
 from chunkgraph.launch.flags import (
     GRANULARITY,
     GraphFlags,
-    LaunchOptions,
     explain_in_one_line,
     parse_options,
     set_max_connections,
@@ -39,7 +38,7 @@ __all__ = ["main", "planned_arguments", "run_script"]
 _PROG = "python -m chunkgraph.launch"
 
 
-def main(options: LaunchOptions | None = None) -> int:
+def main(options: argparse.Namespace | None = None) -> int:
     """Run the script as one rank, and report errors.
 
     Args:
@@ -56,7 +55,7 @@ def main(options: LaunchOptions | None = None) -> int:
     return run_rank(work)
 
 
-def run_script(options: LaunchOptions) -> int:
+def run_script(options: argparse.Namespace) -> int:
     """Run the script in this process, with Megatron's pretrain program hooked.
 
     Returns:
@@ -108,7 +107,7 @@ class _ParsedError(BaseException):
     """Exits the script after its arguments; ``except Exception`` does not catch it."""
 
 
-def planned_arguments(options: LaunchOptions) -> tuple[argparse.Namespace, GraphFlags]:
+def planned_arguments(options: argparse.Namespace) -> tuple[argparse.Namespace, GraphFlags]:
     """Run the script until it parses its arguments, before it creates model, groups or data.
 
     The arguments are those of a GPU run with Megatron's checks, whatever this machine has.
@@ -132,7 +131,7 @@ def planned_arguments(options: LaunchOptions) -> tuple[argparse.Namespace, Graph
     found: list[tuple[argparse.Namespace, GraphFlags]] = []
 
     def check_and_exit(args: argparse.Namespace) -> Never:
-        size = options.nproc or _smallest_world_size(args)
+        size = options.nproc_per_node or _smallest_world_size(args)
         os.environ["WORLD_SIZE"] = str(size)
         flags = settle_arguments(args, on_cpu=False)
         if flags is None:
@@ -147,7 +146,7 @@ def planned_arguments(options: LaunchOptions) -> tuple[argparse.Namespace, Graph
         script_args += [GRANULARITY, "chunk"]
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     set_max_connections(script_args)
-    os.environ.update(RANK="0", WORLD_SIZE=str(options.nproc or 1), LOCAL_RANK="0")
+    os.environ.update(RANK="0", WORLD_SIZE=str(options.nproc_per_node or 1), LOCAL_RANK="0")
     sys.path.insert(0, str(options.script.resolve().parent))
     sys.argv = [str(options.script), *script_args]
     warnings.simplefilter("ignore")
@@ -179,7 +178,7 @@ def _smallest_world_size(args: argparse.Namespace) -> int:
     return size("pipeline_model_parallel_size") * math.lcm(dense, of_experts)
 
 
-def _warn_if_unused(options: LaunchOptions, hooks: ChunkGraphsInPretrain) -> None:
+def _warn_if_unused(options: argparse.Namespace, hooks: ChunkGraphsInPretrain) -> None:
     """Warn that the flags had no effect, as in a script with its own training loop."""
     if hooks.was_parsed:
         is_unused = hooks.flags is not None and not hooks.has_trained

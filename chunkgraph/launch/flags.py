@@ -51,16 +51,15 @@ __all__ = [
     "GRANULARITY",
     "Flag",
     "GraphFlags",
-    "LaunchOptions",
     "add_flags",
     "add_options",
     "explain_in_one_line",
     "flags_of",
     "merge_flags",
-    "options_from",
     "parse_options",
     "read_flags",
     "set_max_connections",
+    "settle_options",
 ]
 
 _SEQS = "packing.max_packed_seqs"
@@ -131,11 +130,6 @@ _WARMUP = "--cuda-graph-warmup-steps"
 _OPTIONS = {item.path: Flag(item) for item in settings_of(Config) if item.flag is not None}
 FLAGS = (_GRANULARITY, *_OPTIONS.values())
 """All flags. Warmup steps use Megatron's own ``--cuda-graph-warmup-steps``."""
-
-
-def flag_of(path: str) -> str:
-    """Return the flag of a setting."""
-    return _OPTIONS[path].name
 
 
 class _MegatronDefault(int):
@@ -253,7 +247,7 @@ def read_flags(args: argparse.Namespace) -> GraphFlags | None:
 
 def _named(section: str, path: str) -> str:
     """Return the path of a setting with the flag in place of its name."""
-    return re.sub(r"^\w+", lambda match: flag_of(f"{section}.{match[0]}"), path)
+    return re.sub(r"^\w+", lambda match: _OPTIONS[f"{section}.{match[0]}"].name, path)
 
 
 # -- the launcher's own command line -------------------------------------------------------------
@@ -291,30 +285,6 @@ def _describe_flags() -> str:
 DESCRIPTION = _DESCRIPTION.replace("{flags}", _describe_flags())
 
 
-@dataclass(frozen=True, kw_only=True)
-class LaunchOptions:
-    """Options of a launch.
-
-    Attributes:
-        script: The pretrain script.
-        script_args: Flags of the script, including those from the configuration file.
-        device: Device; ``cpu`` runs the script on a machine without a GPU.
-        nproc: Number of processes of the job; None: the command line and the file set none.
-        debug: Whether errors show tracebacks.
-    """
-
-    script: Path
-    script_args: tuple[str, ...]
-    device: str
-    nproc: int | None
-    debug: bool
-
-    def rank_command(self) -> list[str]:
-        """Return the arguments of Python for one rank."""
-        command = ["-m", "chunkgraph.launch", "--device", self.device]
-        return [*command, str(self.script), *self.script_args]
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the launcher's options, the script and the script's flags."""
     parser.add_argument(
@@ -343,58 +313,54 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def options_from(args: argparse.Namespace) -> LaunchOptions:
-    """Check everything that can be checked without Megatron.
+def settle_options(args: argparse.Namespace) -> argparse.Namespace:
+    """Check everything that can be checked without Megatron, and add what the file sets.
+
+    Args:
+        args: Parsed options of `add_options`; changed in place. ``script_args`` then begins with
+            the file's flags, ``device`` is known, and ``nproc_per_node`` is None if neither the
+            command line nor the file sets it.
 
     Raises:
         ConfigError: The script or a file is missing, or a flag has a wrong value.
     """
-    script: Path = args.script
-    if not script.is_file():
-        problem = "is a folder" if script.is_dir() else "does not exist"
+    if not args.script.is_file():
+        problem = "is a folder" if args.script.is_dir() else "does not exist"
         raise ConfigError(
-            f"script {script}: {problem}. Options of chunkgraph launch go before the script, flags "
-            "of the script after it."
+            f"script {args.script}: {problem}. Options of chunkgraph launch go before the script, "
+            "flags of the script after it."
         )
-    script_args: list[str] = list(args.script_args)
-    of_flags = argparse.ArgumentParser(script.name, add_help=False, allow_abbrev=False)
+    if args.nproc_per_node is not None and args.nproc_per_node < 1:
+        raise ConfigError(
+            f"--nproc-per-node {args.nproc_per_node}: there must be at least one process."
+        )
+    of_flags = argparse.ArgumentParser(args.script.name, add_help=False, allow_abbrev=False)
     add_flags(of_flags)
     explain_in_one_line(of_flags)
     line = argparse.Namespace(cuda_graph_granularity=None)  # unless the line has it
-    of_flags.parse_known_args(script_args, line)
-    config: Config | None = None
+    of_flags.parse_known_args(args.script_args, line)
     if args.config is not None:
         config = load_config(args.config)
-        script_args = merge_flags(config, script_args, line)
-    nproc = args.nproc_per_node
-    if nproc is None:
-        nproc = config.pipeline.world_size if config is not None else None
-    elif nproc < 1:
-        raise ConfigError(f"--nproc-per-node {nproc}: there must be at least one process.")
-    device = "cuda"
-    if config is not None and config.device != "auto":
-        device = config.device
-    return LaunchOptions(
-        script=script,
-        script_args=tuple(script_args),
-        device=args.device or device,
-        nproc=nproc,
-        debug=args.debug,
-    )
+        args.script_args = merge_flags(config, args.script_args, line)
+        args.nproc_per_node = args.nproc_per_node or config.pipeline.world_size
+        if config.device != "auto":
+            args.device = args.device or config.device
+    args.device = args.device or "cuda"
+    return args
 
 
-def parse_options(argv: Sequence[str], prog: str) -> LaunchOptions:
+def parse_options(argv: Sequence[str], prog: str) -> argparse.Namespace:
     """Parse a whole command line.
 
     Raises:
-        ConfigError: See `options_from`.
+        ConfigError: See `settle_options`.
         SystemExit: An option of the launcher itself is wrong, or the line asks for help.
     """
     parser = argparse.ArgumentParser(
         prog=prog, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_options(parser)
-    return options_from(parser.parse_args(list(argv)))
+    return settle_options(parser.parse_args(list(argv)))
 
 
 def set_max_connections(script_args: Sequence[str]) -> None:

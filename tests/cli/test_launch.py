@@ -80,7 +80,7 @@ def test_a_configuration_becomes_flags(script: Path) -> None:
     options = parse_options(["--config", str(path), str(script), "--train-iters", "3"], "launch")
     config = load_config(path)
     flags = list(options.script_args)
-    assert options.nproc == config.pipeline.world_size
+    assert options.nproc_per_node == config.pipeline.world_size
     assert flags[-2:] == ["--train-iters", "3"]
     for name, value in {
         "--num-layers": config.model.num_layers,
