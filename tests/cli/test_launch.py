@@ -117,34 +117,12 @@ def test_experts_become_flags() -> None:
     assert not [flag for flag in dense if "moe" in flag or "expert" in flag or "drops" in flag]
 
 
-def test_experts_through_hybridep_become_flags() -> None:
-    config = load_config(CONFIGS / "gpu" / "moe_ep2_hybridep.yaml")
-    flags = merged(config)
-    values = dict(itertools.pairwise(flags))
-    assert values["--moe-token-dispatcher-type"] == "flex"
-    assert values["--moe-flex-dispatcher-backend"] == "hybridep"
-    assert values["--moe-expert-rank-capacity-factor"] == "2.0"
-    assert values["--moe-router-dtype"] == "fp32"
-    assert values["--cuda-graph-token-drops"] == "rerun"
-    assert {"--use-transformer-engine-op-fuser", "--moe-grouped-gemm"} <= set(flags)
-    # Each expert's capacity is the other limit.
-    assert not {"--moe-pad-expert-input-to-capacity", "--moe-expert-capacity-factor"} & set(flags)
-
-
 def test_tensor_parallel_ranks_hold_experts_whole_as_in_train() -> None:
     shared = ["pipeline.tensor_model_parallel_size=2", "pipeline.sequence_parallel=true"]
     for changes, size in (([], None), (shared, "1")):
         config = load_config(CONFIGS / "gpu" / "moe_pp2_ep2.yaml", changes)
         flags = merged(config)
         assert dict(itertools.pairwise(flags)).get("--expert-tensor-parallel-size") == size
-
-
-def test_layer_on_the_command_line_leaves_no_flag_of_the_capture_section() -> None:
-    config = load_config(CONFIGS / "cpu" / "gpt_pp2_cpu.yaml")
-    flags = merged(config, ["--cuda-graph-granularity", "layer"])
-    assert [flag for flag in flags if flag.startswith("--cuda-graph")] == [
-        "--cuda-graph-granularity"
-    ]
 
 
 def _parse(*argv: str) -> argparse.Namespace:

@@ -90,19 +90,6 @@ def test_no_key_of_the_file_is_ignored(section: str) -> None:
         assert merged(_load(*needed)) != merged(_load(*needed, last)), last
 
 
-def test_recomputation_has_flags() -> None:
-    full = merged(load_config(CONFIGS / "bench" / "dense_pp2_recompute.yaml"))
-    values = {"granularity": "full", "method": "uniform", "num-layers": "1"}
-    for name, value in values.items():
-        assert full[full.index(f"--recompute-{name}") + 1] == value
-    modules = ["model.recompute_granularity=selective", "model.recompute_modules=[core_attn,mlp]"]
-    config = _load("model.swiglu=true", *modules)
-    selective = merged(config)
-    start = selective.index("--recompute-modules")
-    assert selective[start + 1 : start + 3] == ["core_attn", "mlp"]
-    assert selective[start + 3].startswith("--")
-
-
 def test_fields_of_megatron_have_flags() -> None:
     fields = "{normalization: LayerNorm, moe_layer_freq: [0, 1], moe_router_pre_softmax: true}"
     flags = merged(_load(f"model.transformer_config={fields}"))
