@@ -9,9 +9,10 @@ from dataclasses import replace
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.launch.flags import GraphFlags, read_flags
-from chunkgraph.launch.packing_rules import SCRIPT_PACKING_RULES
+from chunkgraph.launch.packing_rules import SCRIPT_PACKING_RULES, packing_options
 from chunkgraph.megatron.features import FEATURES
 from chunkgraph.megatron.features.experts.overlap import OVERLAP_RULES
+from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.megatron.refusals import facts_of_model
 from chunkgraph.megatron.rules.features import SCHEDULE_RULES
 from chunkgraph.schedules import splits_backward
@@ -89,6 +90,7 @@ def settle_arguments(args: argparse.Namespace, *, on_cpu: bool) -> GraphFlags | 
     Raises:
         ConfigError: Flags cannot be combined with ``chunk``, or have wrong values; the error lists
             all of them.
+        PackingError: Microbatches of packed sequences have no such shape.
     """
     flags = read_flags(args)
     if flags is None:
@@ -98,6 +100,8 @@ def settle_arguments(args: argparse.Namespace, *, on_cpu: bool) -> GraphFlags | 
     facts = _facts(args, flags, on_cpu=on_cpu)
     of_features = (rule for kind in FEATURES for rule in kind.rules)
     _refuse(refusals((*_FLAG_RULES, *of_features), facts))
+    if (options := packing_options(flags.packing, args)) is not None:
+        PackedBanks.of_model(options, args)
     # With any other value Megatron builds its own graphs and takes other code paths.
     args.cuda_graph_impl = "none"
     if _wants_te_rng(args, on_cpu):

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import ValidationError
 
@@ -41,9 +41,6 @@ from chunkgraph.settings import (
 from chunkgraph.settings.loader import problems_of
 from chunkgraph.settings.rule import Facts, Rule, check
 from chunkgraph.settings.words import facts_of
-
-if TYPE_CHECKING:
-    from chunkgraph.engine import CaptureOptions
 
 __all__ = [
     "DESCRIPTION",
@@ -155,12 +152,6 @@ class GraphFlags:
     stash: StashConfig = field(default_factory=StashConfig)
     schedule: str = "auto"
     turned_off: tuple[str, ...] = ()
-
-    def capture_options(self) -> CaptureOptions:
-        """Return the capture options for the engine."""
-        from chunkgraph.engine import CaptureOptions
-
-        return CaptureOptions(**self.capture.model_dump(exclude={"enabled", "scope"}))
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 import torch.distributed as dist
 
 from chunkgraph._text import format_bytes
-from chunkgraph.engine import CaptureReport
+from chunkgraph.engine import CaptureOptions, CaptureReport
 from chunkgraph.launch.arguments import refuse_changed_arguments, settle_arguments
 from chunkgraph.launch.flags import GraphFlags
 from chunkgraph.launch.packed_steps import OwnDocuments, PackedSteps, SpreadDocuments
@@ -34,7 +34,7 @@ from chunkgraph.launch.patches import (
     patch_pretrain,
     pretrain_arguments,
     pretrain_hooks,
-    tensorboard_writers,
+    write_scalars,
 )
 from chunkgraph.megatron.attachment import MegatronChunkGraphs, attach, config_of, eager_driver
 from chunkgraph.megatron.core.access import import_megatron
@@ -160,7 +160,7 @@ class ChunkGraphsInPretrain:
         self.graphs = graphs = attach(
             model,
             scope=flags.capture.scope,
-            options=flags.capture_options(),
+            options=CaptureOptions(**flags.capture.model_dump(exclude={"enabled", "scope"})),
             token_drops=flags.token_drops,
             packing=contexts or packing_options(flags.packing, args),
             stash=flags.stash,
@@ -194,11 +194,7 @@ class ChunkGraphsInPretrain:
         # Not after an error: if only this rank has one, others may wait in these groups forever.
         undo.push(lambda kind, _error, _trace: groups.close() if kind is None else None)
         undo.callback(follow_groups(chunks, groups))
-        return PackedBanks.of_limits(
-            limits,
-            groups,
-            seq_buckets=flags.packing.seq_buckets,
-        )
+        return PackedBanks.of_limits(limits, groups, seq_buckets=flags.packing.seq_buckets)
 
     def _forget(self) -> None:
         self.graphs = self._driver = self._metrics = self._steps = None
@@ -231,9 +227,7 @@ class ChunkGraphsInPretrain:
             scale_expert_metrics(*self._steps.metrics_scales)
         if self._metrics is not None:
             self._metrics.step()
-            for write in tensorboard_writers(iteration):
-                for name, value in self._metrics.scalars().items():
-                    write(name, value)
+            write_scalars(self._metrics.scalars(), iteration)
         if self._steps is not None:
             self._announce_after(iteration, self._steps)
 
@@ -262,10 +256,7 @@ class ChunkGraphsInPretrain:
 
 
 def _packed_steps(
-    args: Any,
-    graphs: MegatronChunkGraphs,
-    chunks: Sequence[Any],
-    contexts: PackedBanks | None,
+    args: Any, graphs: MegatronChunkGraphs, chunks: Sequence[Any], contexts: PackedBanks | None
 ) -> PackedSteps:
     """Create the reader of each step's documents; all ranks must call this together."""
     state = import_megatron("megatron.core.parallel_state")

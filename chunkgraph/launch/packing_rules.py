@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
-from chunkgraph.errors import PackingError
 from chunkgraph.megatron.features.packing.bank import PackingOptions
-from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.megatron.features.packing.params import shares_keys
 from chunkgraph.megatron.rules.contexts import RANK_RULES, SIZE_RULES
-from chunkgraph.megatron.rules.packing import NUM_SEQS_RULE, PACKING_RULES
+from chunkgraph.megatron.rules.packing import PACKING_RULES
 from chunkgraph.packing import ContextLimits, PackedShape
 from chunkgraph.settings import PackingConfig
 from chunkgraph.settings.rule import Facts, Rule
@@ -26,7 +22,6 @@ __all__ = [
 
 _SOURCES = ("sft", "dataloader_inter_document_masking")
 """Megatron's flags with which data sets report where documents begin."""
-_SIZES = re.compile(r"\b(max_packed_seqs|max_packed_tokens|context_parallel_size)\b")
 _OTHER_RANKS = "the script's other tensor-parallel ranks receive rows of {seq_length}"
 
 
@@ -82,23 +77,6 @@ def _is_unpacked(source: str) -> Callable[[Facts], object]:
     return lambda f: getattr(f, source) and not f.packed
 
 
-def _shapes(f: Facts) -> tuple[PackedShape, ...]:
-    """Return the shapes of all lengths, largest first."""
-    options = packing_options(f.packing, f)
-    assert options is not None
-    # Other rules check the numbers of sequences.
-    return PackedBanks.of_model(replace(options, seq_buckets=()), f).shapes
-
-
-def _wrong_shape(f: Facts) -> object:
-    """Return why the ranks cannot share the shapes."""
-    try:
-        _shapes(f)
-    except PackingError as error:
-        return {"why": _SIZES.sub(r"{\1=}", str(error))}
-    return False
-
-
 SCRIPT_PACKING_RULES = (
     *(
         Rule(
@@ -119,7 +97,6 @@ SCRIPT_PACKING_RULES = (
         "{sft=true}, or {context_parallel_size=1}",
         lambda f: (f.context_parallel_size or 1) > 1 and not f.sft,
     ),
-    NUM_SEQS_RULE,
     *PACKING_RULES,
     _fixed(
         "max_packed_seqs micro_batch_size pipeline_model_parallel_size: Megatron lays the samples "
@@ -149,7 +126,6 @@ SCRIPT_PACKING_RULES = (
         "rows are removed; add {calculate_per_token_loss=true}, or ",
         lambda f: (f.context_parallel_size or 1) > 1 and not f.calculate_per_token_loss,
     ),
-    _fixed("max_packed_seqs: {why}", _wrong_shape),
     _changing("sft: other data sets do not give whole documents; use it", lambda f: not f.sft),
     _changing(
         "calculate_per_token_loss: a mean over each rank's microbatch would weigh a document by "
@@ -186,7 +162,7 @@ def packing_options(packing: PackingConfig, args: Any) -> PackingOptions | None:
 
     Args:
         packing: The section that the flags select.
-        args: Megatron's arguments, or the facts that they state.
+        args: Megatron's arguments.
 
     Raises:
         PackingError: There is no such shape.

@@ -12,7 +12,7 @@ import argparse
 import importlib.util
 import inspect
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,8 +36,8 @@ __all__ = [
     "patch_pretrain",
     "pretrain_arguments",
     "pretrain_hooks",
-    "tensorboard_writers",
     "validate_arguments",
+    "write_scalars",
 ]
 
 _ARGUMENTS = "megatron.training.arguments"
@@ -171,20 +171,18 @@ def _line_of(error: BaseException) -> str:
     return f" in {Path(frames[-1].filename).name}: {frames[-1].line}" if frames else ""
 
 
-def tensorboard_writers(iteration: int) -> list[Callable[[str, float], None]]:
-    """Return functions that write a scalar of this iteration to TensorBoard and W&B, if enabled."""
+def write_scalars(scalars: Mapping[str, float], iteration: int) -> None:
+    """Write scalars of this iteration to TensorBoard and W&B, if enabled."""
     get_tensorboard, get_wandb = private_names(
         _TRAINING, "get_tensorboard_writer", "get_wandb_writer"
     )
     if iteration % max(getattr(pretrain_arguments(), "tensorboard_log_interval", 1), 1):
-        return []
-    writers: list[Callable[[str, float], None]] = []
-    tensorboard, wandb = get_tensorboard(), get_wandb()
-    if tensorboard:
-        writers.append(lambda name, value: tensorboard.add_scalar(name, value, iteration))
-    if wandb:
-        writers.append(lambda name, value: wandb.log({name: value}, iteration))
-    return writers
+        return
+    if tensorboard := get_tensorboard():
+        for name, value in scalars.items():
+            tensorboard.add_scalar(name, value, iteration)
+    if wandb := get_wandb():
+        wandb.log(dict(scalars), iteration)
 
 
 def _import_training() -> tuple[Any, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from launch_arguments import arguments
 
-from chunkgraph.errors import ConfigError
+from chunkgraph.errors import ConfigError, PackingError
 from chunkgraph.launch.arguments import settle_arguments
 from chunkgraph.launch.flags import GraphFlags, add_flags, read_flags
 from chunkgraph.launch.packing_rules import changing_limits, packing_options
@@ -132,10 +132,6 @@ def test_the_shape_of_packed_sequences() -> None:
             "seqs 4 with --context-parallel-size 2 and --dataloader-inter-document-masking: ",
         ),
         (
-            {"context_parallel_size": 2, "seq_length": 18},
-            "max-packed-tokens is 18, which --context-parallel-size 2 cannot split",
-        ),
-        (
             {"num_experts": 4, "cuda_graph_max_packed_tokens": 8},
             "seqs 4 with --num-experts 4: routers count every row",
         ),
@@ -144,8 +140,6 @@ def test_the_shape_of_packed_sequences() -> None:
             {"cuda_graph_packed_buckets": [0.5], "context_parallel_size": 2},
             "seqs 4 with --context-parallel-size 2: ",
         ),
-        ({"cuda_graph_packed_buckets": [99.0]}, "seqs 4: A bucket of 99.0: "),
-        ({"cuda_graph_max_packed_seqs": 1}, "use 2 or more"),
         (
             {"cuda_graph_packed_seq_buckets": [4]},
             "seq-buckets 4 with --cuda-graph-max-packed-seqs 4: 4 is not between 2",
@@ -158,6 +152,21 @@ def test_what_packed_sequences_cannot_go_with_is_named(
     with pytest.raises(ConfigError, match="cannot go together with") as error:
         settle_arguments(arguments(**{**PACKED, **changes}), on_cpu=True)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"context_parallel_size": 2, "seq_length": 18}, "18, which context_parallel_size 2"),
+        ({"cuda_graph_packed_buckets": [99.0]}, "A bucket of 99.0: "),
+        ({"cuda_graph_max_packed_seqs": 1}, "max_packed_seqs is 1"),
+    ],
+)
+def test_impossible_shapes_are_errors_before_the_model_is_built(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(PackingError, match=message):
+        settle_arguments(arguments(**{**PACKED, **changes}), on_cpu=True)
 
 
 @pytest.mark.parametrize(
