@@ -109,7 +109,7 @@ def run_rank(work: Callable[[], int], *, debug: bool | None = None) -> int:
 def _print_once(error: BaseException, rank: int) -> None:
     """Print an error; where all ranks have it in common, on the first of this machine."""
     message = describe_error(error, rank)
-    is_of_other = is_usage_error(error) and os.environ.get("LOCAL_RANK", "0") != "0"
+    is_of_other = exit_code_of(error) == EXIT_USAGE and os.environ.get("LOCAL_RANK", "0") != "0"
     if is_of_other or lost_a_peer(error):
         time.sleep(_WAIT_S)
         if is_of_other:  # it is this rank's own
@@ -202,11 +202,6 @@ def exit_code_of(error: BaseException) -> int:
     return int(getattr(error, "exit_code", EXIT_FAILED))
 
 
-def is_usage_error(error: BaseException) -> bool:
-    """Return True if the user has to change a setting or a file, or install a package."""
-    return exit_code_of(error) == EXIT_USAGE
-
-
 def _error_path(folder: Path, rank: int) -> Path:
     """Return the path of a rank's error file: the message, a blank line, the traceback."""
     return folder / f"error_rank{rank}.txt"
@@ -242,7 +237,9 @@ def describe_error(error: BaseException, rank: int) -> str:
         )
     if not isinstance(error, ChunkGraphError):
         text = f"{type(error).__name__}: {text}"
-    elif is_usage_error(error) or text.lower().startswith("rank"):  # a setting concerns all ranks
+    elif exit_code_of(error) == EXIT_USAGE or text.lower().startswith(
+        "rank"
+    ):  # a setting concerns all ranks
         return text
     return f"Rank {rank} failed: {text}"
 

@@ -69,11 +69,6 @@ class Flag:
     setting: Setting
 
     @property
-    def path(self) -> str:
-        """Return the dotted path of the setting."""
-        return self.setting.path
-
-    @property
     def name(self) -> str:
         """Return the flag as written on the command line."""
         assert self.setting.flag is not None
@@ -164,7 +159,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             more = {"choices": flag.choices}
         elif item.is_list:
             more["nargs"] = "+"
-        elif flag.path == _SEQS:
+        elif flag.setting.path == _SEQS:
             more |= {"nargs": "?", "const": _BARE_SEQS}
         default = "see above" if item.default is None else " ".join(flag.text_of(item.default))
         # argparse formats help with %.
@@ -218,7 +213,7 @@ def read_flags(args: argparse.Namespace) -> GraphFlags | None:
                 f"{flag.format(value)} has no effect without {switch.name}; add it, or leave this "
                 "out."
             )
-        section, _, name = flag.path.partition(".")
+        section, _, name = flag.setting.path.partition(".")
         values[section][name] = value
     sections: dict[str, Any] = {**values["moe"], **values["pipeline"]}
     kinds: dict[str, type[Section]] = {
@@ -444,7 +439,7 @@ def merge_flags(config: Config, script_args: Sequence[str], line: argparse.Names
         ConfigError: A value has no flag in Megatron.
     """
     changes = {
-        flag.path: flag.value_of(parsed)
+        flag.setting.path: flag.value_of(parsed)
         for flag in FLAGS[1:]
         if (parsed := getattr(line, flag.dest)) is not None
     }

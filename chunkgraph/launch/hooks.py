@@ -30,7 +30,6 @@ from chunkgraph.launch.flags import GraphFlags
 from chunkgraph.launch.packed_steps import OwnDocuments, PackedSteps, SpreadDocuments
 from chunkgraph.launch.packing_rules import changing_limits, packing_options
 from chunkgraph.launch.patches import (
-    count_documents_on_cpu,
     patch_pretrain,
     pretrain_arguments,
     pretrain_hooks,
@@ -79,10 +78,8 @@ def enable(*, on_cpu: bool = False) -> ChunkGraphsInPretrain:
         return hooks
     hooks = ChunkGraphsInPretrain(on_cpu=on_cpu)
     undo = contextlib.ExitStack()
-    undo.callback(patch_pretrain(hooks))
+    undo.callback(patch_pretrain(hooks, on_cpu=on_cpu))
     undo.callback(hooks.stop_delaying)
-    if on_cpu:
-        undo.callback(count_documents_on_cpu())
     hooks.disable = undo.close
     return hooks
 

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from chunkgraph.launch.hooks import ChunkGraphsInPretrain
 
 __all__ = [
-    "count_documents_on_cpu",
     "patch_pretrain",
     "pretrain_arguments",
     "pretrain_hooks",
@@ -47,7 +46,7 @@ _HELPERS = "megatron.core.datasets.helpers_cpp"
 _HOOKS = "chunkgraph_hooks"
 
 
-def patch_pretrain(hooks: ChunkGraphsInPretrain) -> Callable[[], None]:
+def patch_pretrain(hooks: ChunkGraphsInPretrain, *, on_cpu: bool = False) -> Callable[[], None]:
     """Install the flags and ``hooks`` in Megatron's pretrain program; return the undo function.
 
     Also skip the build of the dataset helpers if the wheel ships them built and has no Makefile.
@@ -119,22 +118,14 @@ def patch_pretrain(hooks: ChunkGraphsInPretrain) -> Callable[[], None]:
         "print_rank_last": print_rank_last,
     }
     undo.callback(patch_attributes(training, replacements))
+    if on_cpu and hasattr(training, "_seqlen_stats_in_iteration"):  # since 0.19
+        # For its FLOPS, Megatron sums lengths of packed documents on a device `cuda:N`.
+        sums = torch.zeros(2, dtype=torch.float64)
+        undo.callback(patch_attributes(training, {"_seqlen_stats_in_iteration": sums}))
     datasets = import_megatron(_DATASETS)
     if not (Path(str(datasets.__file__)).parent / "Makefile").exists():
         undo.callback(patch_attributes(datasets, {"compile_helpers": _helpers_are_built}))
     return undo.close
-
-
-def count_documents_on_cpu() -> Callable[[], None]:
-    """Make Megatron sum lengths of packed documents, for its FLOPS, on the CPU.
-
-    By default it creates the tensor for the sums on a device ``cuda:N``. Return the undo function.
-    """
-    _, training = _import_training()
-    if not hasattr(training, "_seqlen_stats_in_iteration"):  # before 0.19
-        return lambda: None
-    sums = torch.zeros(2, dtype=torch.float64)
-    return patch_attributes(training, {"_seqlen_stats_in_iteration": sums})
 
 
 def pretrain_hooks() -> object:

@@ -10,7 +10,14 @@ from launch_flags import graph_flags_of, merged
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.launch.flags import parse_options
-from chunkgraph.settings import CaptureConfig, Config, ModelConfig, PipelineConfig, load_config
+from chunkgraph.settings import (
+    CaptureConfig,
+    Config,
+    ModelConfig,
+    PackingConfig,
+    PipelineConfig,
+    load_config,
+)
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -120,45 +127,14 @@ def test_packed_sequences_of_the_file_are_flags() -> None:
     assert (graph_flags.packing.max_packed_seqs, graph_flags.packing.buckets) == (9, (0.25, 8.0))
 
 
-@pytest.mark.parametrize(
-    ("settings", "arguments"),
-    [
-        (
-            (
-                *(
-                    "moe.num_moe_experts=4",
-                    "moe.moe_expert_capacity_factor=1",
-                    "stash.enabled=true",
-                ),
-            ),
-            ["--cuda-graph-stash", "false"],
-        ),
-        (
-            (
-                *("packing.max_packed_seqs=4", "packing.buckets=[0.25]", "device=cuda"),
-                *("model.layer_spec=transformer_engine", "train.micro_batch_size=1"),
-                "packing.max_packed_tokens=12",
-            ),
-            ["--cuda-graph-max-packed-seqs", "0"],
-        ),
-    ],
-    ids=["stash", "packing"],
-)
-def test_what_the_command_line_turns_off_is_off(
-    settings: tuple[str, ...], arguments: list[str]
-) -> None:
+def test_what_the_command_line_turns_off_is_off() -> None:
     """Also all of the file's flags that depend on it, which would be refused without it."""
-    graph_flags = graph_flags_of(merged(_load(*settings), arguments))
+    packing = ["packing.max_packed_seqs=4", "packing.buckets=[0.25]", "device=cuda"]
+    packing += ["model.layer_spec=transformer_engine", "train.micro_batch_size=1"]
+    flags = merged(_load(*packing), ["--cuda-graph-max-packed-seqs", "0"])
+    graph_flags = graph_flags_of(flags)
     assert graph_flags is not None
-    assert (
-        graph_flags.stash.enabled,
-        graph_flags.packing.max_packed_seqs,
-        graph_flags.capture.verify,
-    ) == (
-        False,
-        0,
-        "none",
-    )
+    assert graph_flags.packing == PackingConfig()
 
 
 def test_sizes_of_microbatches_are_flags() -> None:
