@@ -133,11 +133,6 @@ def _turn_off(args: argparse.Namespace, schedule: str) -> Iterator[str]:
             )
 
 
-def _hybrid_pattern(args: argparse.Namespace) -> str | None:
-    names = ("hybrid_layer_pattern", "hybrid_override_pattern")
-    return next((pattern for name in names if (pattern := getattr(args, name, None))), None)
-
-
 def _refuse(texts: list[str]) -> None:
     if texts:
         indented = (text.replace("\n", "\n    ") for text in texts)
@@ -160,7 +155,8 @@ def _facts(args: argparse.Namespace, flags: GraphFlags, *, on_cpu: bool) -> Fact
         "data_parallel_size": _num_copies(args),
         "element_bytes": 2 if _is_on(args, "bf16") or _is_on(args, "fp16") else 4,
         "has_transformer_engine": True,  # `attach` looks for packages
-        "hybrid_layer_pattern": _hybrid_pattern(args),
+        "hybrid_layer_pattern": getattr(args, "hybrid_layer_pattern", None)
+        or getattr(args, "hybrid_override_pattern", None),
         "inference_cuda_graph_scope": None if inference_scope == "none" else inference_scope,
         "is_rng_graph_safe": on_cpu
         or _wants_te_rng(args, on_cpu)

@@ -104,11 +104,11 @@ class PackedSteps(ABC):
             replace the schedule's.
         """
 
-    @abstractmethod
-    def announce_next(self, num_microbatches: int) -> None:
+    def announce_next(self, num_microbatches: int) -> None:  # noqa: B027 - nothing by default
         """Announce the documents of the next training step, if they are known in advance.
 
-        All ranks must call this together, between two training steps.
+        All ranks must call this together, between two training steps. Documents that ranks share
+        are not known: their schedule needs those of the other ranks.
         """
 
     def wrap(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -370,9 +370,6 @@ class SpreadDocuments(PackedSteps):
         self._device = device
         self._data_ranks = data_ranks
         self._has_experts = has_experts
-
-    def announce_next(self, num_microbatches: int) -> None:
-        """Announce nothing: the schedule needs the documents of the other ranks."""
 
     def close(self) -> None:
         """Remove the hooks from the model, and release process groups."""
