@@ -38,7 +38,6 @@ class JointCapture:
         captured: the rank's graphs; None if any rank failed.
         verifier: verifies them; None without a verify mode.
         error: if a rank failed, the error to raise here: this rank's own, or one with the cause.
-        failed_here: whether this rank's session failed.
         is_cause: whether the agreed cause comes from this rank, which alone warns.
         failed_bank: index of the only bank that could not be captured; None for other failures and
             for ranks that were not in lockstep.
@@ -47,7 +46,6 @@ class JointCapture:
     captured: CapturedRank | None
     verifier: Verifier | None = None
     error: ChunkGraphError | None = None
-    failed_here: bool = False
     is_cause: bool = False
     failed_bank: int | None = None
 
@@ -133,9 +131,7 @@ class Capturer:
             f"{watch.label}: {state} another rank could not; all ranks dropped their graphs. "
             f"Its message:\n{cause}"
         )
-        return JointCapture(
-            None, None, error_here, own_error is not None, is_cause, failed_bank=failed_bank
-        )
+        return JointCapture(None, None, error_here, is_cause, failed_bank=failed_bank)
 
     def _checked_chunks(self, samples: Mapping[Hashable, Sequence[Call]]) -> tuple[Chunk, ...]:
         """Return the chunks as they are now, once they can be captured from these calls."""

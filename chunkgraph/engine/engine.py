@@ -77,7 +77,6 @@ class ChunkGraphs:
         counters: see `Counters`.
         report: report of the last capture session, or None.
         mode: how the callables run now.
-        failed_here: whether the last session failed on this rank.
     """
 
     def __init__(
@@ -109,7 +108,6 @@ class ChunkGraphs:
         )
         self._captured: CapturedRank | None = None
         self._failure: CaptureError | None = None
-        self.failed_here = False
         self._was_released = False
         banks = banks or Banks()
         if banks.drops_failed and not takes_misfits:
@@ -411,7 +409,6 @@ class ChunkGraphs:
     ) -> None:
         result = self._capturer.capture(make_samples)
         self._samples.forget()
-        self.failed_here = result.failed_here
         if result.captured is not None:
             self._captured = result.captured
             self._captured_key = shape_key

@@ -24,8 +24,9 @@ def test_the_command_takes_a_started_process_for_a_rank() -> None:
         timeout=60,
         check=False,
     )
-    assert result.returncode == 2
-    assert "taken for one rank of a job, but MASTER_ADDR is not set" in result.stderr
+    assert result.returncode == 1
+    assert "error: Rank 0 failed: " in result.stderr
+    assert "MASTER_ADDR expected, but not set" in result.stderr
 
 
 class TestErrors:

@@ -46,8 +46,6 @@ TENSORS = "--tensor-model-parallel-size 2"
 CASES = {
     "megatron_everything": (2, f"{RECIPE} {DROPOUT}", ""),
     "megatron_block": (2, f"{FSDP} {DROPOUT}", "--cuda-graph-chunk-scope block"),
-    "megatron_gradients": (2, f"{FSDP} --data-parallel-sharding-strategy optim_grads", ""),
-    "megatron_optimizer": (2, f"{FSDP} --data-parallel-sharding-strategy optim", ""),
     "megatron_nothing": (2, f"{FSDP} --data-parallel-sharding-strategy no_shard", ""),
     "megatron_tensors": (4, f"{RECIPE} {DROPOUT} {TENSORS}", ""),
     "megatron_experts": (
@@ -85,8 +83,8 @@ CASES = {
 
 
 SLOW = {
-    *("megatron_block", "megatron_gradients", "megatron_nothing", "megatron_tensors"),
-    *("megatron_experts", "megatron_overlapped_transfers", "megatron_optimizer"),
+    *("megatron_block", "megatron_nothing", "megatron_tensors"),
+    *("megatron_experts", "megatron_overlapped_transfers"),
     *("megatron_recomputed", "torch_recomputed", "torch_tensors", "megatron_everything"),
 }
 

@@ -31,8 +31,7 @@ from extended_config import extended
 from gathering import uneven_collectives
 from torch import nn
 
-from chunkgraph.jobs.processes import die_with_parent
-from chunkgraph.jobs.reports import write_error
+from chunkgraph.jobs.processes import die_with_parent, write_error
 from chunkgraph.megatron.features.packing.bank import PackedBank
 from chunkgraph.packing import PackedShape
 from chunkgraph.trainer.batches import PackedBatches

@@ -313,12 +313,6 @@ def fused_experts() -> Any:
         return grouped_experts()
 
 
-def fused_modules(*_: Any, **__: Any) -> Any:
-    """Return `grouped_modules` with `FusedExperts`."""
-    with mock.patch.object(experts, "TEGroupedMLP", FusedExperts):
-        return grouped_modules()
-
-
 def _split_layer(spec: Any) -> Any:
     spec.submodules.input_layernorm = SplitNorm
     spec.submodules.pre_mlp_layernorm = SplitNorm

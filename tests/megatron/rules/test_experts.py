@@ -9,7 +9,7 @@ import pytest
 from extended_config import config_from_mapping
 
 from chunkgraph.errors import ChunkGraphError, ConfigError, TopologyError
-from chunkgraph.launch.config_flags import flags_of
+from chunkgraph.launch.flags import flags_of
 from chunkgraph.settings import Config, derived_fields, load_config
 from chunkgraph.trainer.model import expert_settings
 

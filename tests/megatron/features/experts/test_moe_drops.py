@@ -18,7 +18,7 @@ from chunkgraph.errors import (
     ReplayMismatchError,
     TokenDropError,
 )
-from chunkgraph.launch.reports import StepMetrics
+from chunkgraph.launch.hooks import StepMetrics
 from chunkgraph.megatron.features.experts import sinkhorn
 from chunkgraph.megatron.features.experts.feature import Experts, dropped_tokens
 from chunkgraph.megatron.features.experts.state import forget_expert_metrics
