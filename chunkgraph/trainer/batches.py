@@ -341,4 +341,4 @@ class PackedBatches(SequenceBatches):
             return shape
         # The tokens always fit: they were drawn for this shape.
         seqs = max(shape.max_packed_seqs, len(lengths) + 1)
-        return replace(shape, max_packed_seqs=seqs, max_document_tokens=None)
+        return replace(shape, max_packed_seqs=seqs)

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunkgraph.errors import PackingError
 from chunkgraph.packing import (
     PackedShape,
     allowed_misfits,
@@ -64,12 +63,6 @@ def test_fallback_share_is_that_of_all_possible_steps(is_misfit, per_step):
     share = fallback_share(sum(is_misfit), len(is_misfit), per_step)
     assert share == pytest.approx(expected, abs=1e-12)
     assert 0 <= share <= 1
-
-
-def test_counts_below_nothing_are_refused():
-    for counts in ((-1, 10, 2), (1, -10, 2), (1, 10, -2)):
-        with pytest.raises(PackingError, match="counts must be at least 0"):
-            fallback_share(*counts)
 
 
 @given(st.integers(1, 200), st.integers(1, 50), st.floats(0, 0.99))
