@@ -71,7 +71,7 @@ _LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("a: " + "x" * 300_000, ["at most 262144 bytes"]),
         ("1: 2", ["unknown key '1' in the top level"]),
         (_LAUGHS, ["unknown key 'i' in the top level"]),
-        ("model: &a [*a]", ["model is [[[", "...; it must be a section"]),
+        ("model: &a [*a]", ["model is [[[", "]; it must be a section"]),
     ],
 )
 def test_a_bad_file_is_named_with_the_place(
