@@ -205,6 +205,13 @@ def _hybrid_model(config: Config) -> tuple[type[Any], dict[str, Any]]:
     # Call the user's function first: it may prepare something.
     own = None if spec == "transformer_engine" else layer_spec(config)
     names = HybridNames()
+    pattern = config.model.hybrid_layer_pattern or ""
+    if "M" in pattern and not has_mamba_kernels():
+        raise MissingDependencyError(
+            f"model.hybrid_layer_pattern ({pattern}) has Mamba layers, but mamba_ssm or einops "
+            "cannot be imported, or not completely. Install mamba-ssm, causal-conv1d and einops, "
+            "or use a pattern without M."
+        )
     stack = own or names.transformer_engine_spec()
     if not (isinstance(stack.module, type) and issubclass(stack.module, names.stack)):
         raise ConfigError(
@@ -212,7 +219,6 @@ def _hybrid_model(config: Config) -> tuple[type[Any], dict[str, Any]]:
             "is set. Use Transformer Engine's layers on a GPU "
             "(model.layer_spec=transformer_engine), or a function that returns a hybrid stack."
         )
-    pattern = config.model.hybrid_layer_pattern or ""
     if not names.knows_stages:
         stages = pattern.split("|")
         _refuse_in_release(config.pipeline.num_model_chunks > 1, "has no interleaved pipeline")
@@ -221,12 +227,6 @@ def _hybrid_model(config: Config) -> tuple[type[Any], dict[str, Any]]:
     if not can_recompute_hybrid_layers():
         recomputes_all = config.model.recompute_granularity == "full"
         _refuse_in_release(recomputes_all, "recomputes nothing (model.recompute_granularity)")
-    if "M" in pattern and not has_mamba_kernels():
-        raise MissingDependencyError(
-            f"model.hybrid_layer_pattern ({pattern}) has Mamba layers, but mamba_ssm or einops "
-            "cannot be imported, or not completely. Install mamba-ssm, causal-conv1d and einops, "
-            "or use a pattern without M."
-        )
     return names.model, {names.spec_argument: stack, names.pattern_argument: pattern}
 
 
