@@ -154,25 +154,6 @@ def test_a_command_line_is_planned_without_a_gpu(plan: Callable[..., tuple[int, 
     assert "Fits in 80.0 GiB" in out
 
 
-@pytest.mark.slow
-@pytest.mark.megatron
-@pytest.mark.skipif(not HAS_TRAINING, reason="needs megatron.training and Python 3.12")
-def test_a_command_line_with_a_schedule_file_is_planned(
-    plan: Callable[..., tuple[int, str]], tmp_path: Path
-) -> None:
-    path = tmp_path / "mine.csv"
-    sizes = {"num_ranks": 4, "num_chunks": 2, "num_microbatches": 16}
-    path.write_text(build_schedule("interleaved", **sizes).to_csv())
-    flags = (*MIXTRAL, "--pipeline-schedule", str(path))
-    code, out = plan("--nproc-per-node", "64", str(SCRIPT), *flags)
-    assert code == 0, out
-    assert "mine.csv: slots for steps of 16 microbatches" in out
-    assert " 8 4 " in out  # rank 0
-    code, out = plan("--nproc-per-node", "32", str(SCRIPT), *flags)
-    assert code == 2
-    assert "but a step has 32. Change --global-batch-size" in out
-
-
 @pytest.mark.megatron
 @pytest.mark.skipif(not HAS_TRAINING, reason="needs megatron.training and Python 3.12")
 def test_refusals_are_those_of_the_run(plan: Callable[..., tuple[int, str]]) -> None:

@@ -74,19 +74,7 @@ def test_memory_is_compared_with_a_gpu(config, capsys):
     assert "  recompute_granularity=full: " in out
 
 
-def test_memory_of_experts_is_theirs(run, config):
-    dense = json.loads(run(config, "--json", "-"))[0]
-    overrides = ("moe.num_moe_experts=8", "moe.moe_expert_capacity_factor=1.0")
-    experts = json.loads(run(config, *overrides, "--json", "-"))[0]
-    mlp, num_layers = 2 * 64 * 256, 4
-    added = experts["parameter_bytes"] - dense["parameter_bytes"]
-    assert added == 4 * num_layers * (7 * mlp + 64 * 8)
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["moe_ep1_dropless", "moe_ep1_dropless_s4096", "moe_ep2_dropless", "moe_ep2_dropless_s4096"],
-)
+@pytest.mark.parametrize("name", ["moe_ep1_dropless", "moe_ep2_dropless_s4096"])
 def test_memory_of_dropless_experts_is_about_as_measured(run, name):
     config = f"configs/bench/{name.removesuffix('_s4096')}.yaml"
     length = 4096 if name.endswith("_s4096") else 1024
@@ -259,13 +247,9 @@ def test_options_without_effect_on_a_comparison_are_refused(run, option):
         run("--pp", 4, "--compare", *option)
 
 
-@pytest.mark.parametrize(
-    "name", ["{{data}}<img src=x onerror=alert(1)>.csv", "<!--<script>.csv", "</script>.csv"]
-)
-def test_no_name_of_a_file_is_markup_in_a_page(run, tmp_path, monkeypatch, name):
+def test_no_name_of_a_file_is_markup_in_a_page(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    folder = Path(name).parent
-    folder.mkdir(parents=True, exist_ok=True)
+    name = "{{data}}<script><img src=x>.csv"
     csv_of(tmp_path, "1f1b", num_ranks=2, num_microbatches=2).rename(name)
     run("--schedule", name, "--html", "plan.html")
     text = Path("plan.html").read_text()
@@ -279,11 +263,6 @@ def test_no_name_of_a_file_is_markup_in_a_page(run, tmp_path, monkeypatch, name)
     ("arguments", "message"),
     [
         (("--schedule", "mine.csv", "--pp", "2"), "--pp cannot be combined with mine.csv"),
-        (
-            ("--schedule", "mine.csv", "--num-microbatches", "4"),
-            "--num-microbatches cannot be combined with mine.csv",
-        ),
-        (("mine.csv",), "mine.csv"),
         (("config.yaml", "--schedule", "mine.csv"), "has 2 ranks of 1 chunk(s), but the pipeline"),
         (
             ("config.yaml", *_ONE_CHUNK, "--schedule", "mine.csv", "--num-microbatches", "3"),
@@ -291,24 +270,18 @@ def test_no_name_of_a_file_is_markup_in_a_page(run, tmp_path, monkeypatch, name)
         ),
         (("--schedule", "none.csv"), "none.csv: cannot read the schedule: No such file or dir"),
         (("--schedule", "bytes.csv"), "bytes.csv: cannot read the schedule: it is not UTF-8"),
-        (("--schedule", "words.csv"), "schedule 'words.csv', row 2, cell 2: 'forward' is not an"),
         (("--schedule", "deadlock.csv"), "schedule 'deadlock.csv', rank 1, position 0: deadlock"),
-        (("--schedule", "empty.csv"), "schedule 'empty.csv' is empty"),
         (("--schedule", "large.csv"), "large.csv: cannot read the schedule: it is larger than 83"),
         (("--schedule", "pipe.csv"), "pipe.csv: cannot read the schedule: it is not a regular"),
-        (("--schedule", "zero.csv"), "zero.csv: cannot read the schedule: it is not a regular"),
     ],
 )
 @pytest.mark.usefixtures("config")
 def test_a_file_that_cannot_be_planned_is_named(tmp_path, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(tmp_path)
     csv_of(tmp_path, "1f1b", num_ranks=2, num_microbatches=4)
-    Path("words.csv").write_text("0F0,0B0\n1F0,forward\n")
     Path("deadlock.csv").write_text("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n")
-    Path("empty.csv").write_text("")
     Path("bytes.csv").write_bytes(b"\xff")
     Path("large.csv").write_text("0F0," * 2**22)
     os.mkfifo("pipe.csv")
-    Path("zero.csv").symlink_to("/dev/zero")
     assert main(["plan", *arguments]) == 2
     assert message in capsys.readouterr().err
