@@ -15,7 +15,6 @@ import numpy as np
 
 from chunkgraph._outputs import check_output, output_file, write_output
 from chunkgraph._text import shown
-from chunkgraph.cli.arguments import whole_number
 from chunkgraph.errors import ConfigError, MissingDependencyError
 from chunkgraph.packing import (
     DocumentLengths,
@@ -80,7 +79,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument(
         "--max-packed-tokens",
-        type=whole_number,
+        type=int,
         metavar="T",
         help="tokens that a microbatch is packed with, over all context-parallel ranks; longer "
         "documents are cut (default: the power of two above the longest document or "
@@ -88,7 +87,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument(
         "--global-batch-size",
-        type=whole_number,
+        type=int,
         metavar="G",
         default=_DEFAULT_MICROBATCHES,
         help="packed microbatches of a step on all data-parallel ranks; one that does not fit "
@@ -96,7 +95,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument(
         "--context-parallel-size",
-        type=whole_number,
+        type=int,
         metavar="C",
         default=1,
         help="pad each document to a multiple of 2 C rows (default 1: not at all)",

@@ -82,7 +82,7 @@ def test_what_is_not_installed_is_absent_with_advice(
     )
     monkeypatch.setattr(doctor, "_checkout_version", lambda: None)  # nor is there a checkout
     findings = findings_of(capsys, 0)
-    for name in ("megatron-core", "Transformer Engine", "triton"):
+    for name in ("megatron-core", "Transformer Engine"):
         assert findings[name]["state"] == "absent"
         assert findings[name]["advice"]
 

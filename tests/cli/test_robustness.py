@@ -43,9 +43,8 @@ def _sigterm() -> Iterator[None]:
     ("arguments", "message"),
     [
         (["plna"], "Did you mean 'plan'?"),
-        (["plan", "--schedule", "zbh1"], "Did you mean 'zb-h1'?"),
         (["launch", "--nproc_per_node", "2", "x.py"], "Did you mean '--nproc-per-node'?"),
-        (["plan", "--pp", "two"], "is not a whole number"),
+        (["plan", "--pp", "two"], "invalid int value: 'two'"),
         (["plan", "--gpu-memory", "80"], "is not a size; write it as 80GiB"),
         (["plan", "--svg", "x/"], "x/ is a folder"),
         (["plan", "--json", "run.yaml"], "Put it before --json"),
