@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser", "check_packages", "resolve_device", "run", "worker_environment"]
 
+_COMMAND = ("-m", "chunkgraph.cli")  # arguments of Python
+
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the subcommand's arguments."""
@@ -59,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None:
         options += ["--json", str(args.json)]
     Launcher(
-        command=("-m", "chunkgraph.cli", "train", *options, args.config, *args.overrides),
+        command=(*_COMMAND, "train", *options, args.config, *args.overrides),
         num_ranks=config.pipeline.world_size,
         environment=worker_environment(config, debug=args.debug),
         debug=args.debug,
