@@ -10,10 +10,7 @@ from chunkgraph._text import format_bytes, nearest, shorten, shown
     [
         ("shadwo", "shadow"),
         ("SHADOW", "shadow"),
-        ("Poison", "poison"),
-        ("none", "none"),
         ("qqq", ""),
-        ("", ""),
         ("shadow" * 100_000, ""),
     ],
 )
@@ -31,13 +28,9 @@ def test_a_value_in_a_message_is_cut_at_200_characters() -> None:
 @pytest.mark.parametrize(
     ("num_bytes", "text"),
     [
-        (0, "0 B"),
         (1023, "1023 B"),
-        (1024, "1.0 KiB"),
         (1.5 * 2**20, "1.5 MiB"),
-        (2**40, "1.0 TiB"),
         (2**51, "2048.0 TiB"),
-        (-2048, "-2.0 KiB"),
     ],
 )
 def test_format_bytes(num_bytes: float, text: str) -> None:
