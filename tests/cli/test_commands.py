@@ -151,18 +151,6 @@ class TestTrain:
         assert "error: Rank 0 failed: the report lists 1 problem(s)" in result.stderr
         assert json.loads(table.read_text())["ok"] is False
 
-    @pytest.mark.slow
-    def test_a_failed_run_ends_with_1_and_writes_nothing(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setenv("STUB_FOLDER", str(tmp_path))
-        result = train("fail", "--json", str(tmp_path / "table.json"))
-        assert result.returncode == 1
-        assert result.stderr.count("error: Rank 1 failed: model.py:12: .item()") == 1
-        assert "Traceback" not in result.stderr
-        assert result.stdout == ""
-        assert not (tmp_path / "table.json").exists()
-
     @pytest.mark.parametrize(
         ("signum", "code"),
         [

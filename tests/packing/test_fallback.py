@@ -16,7 +16,6 @@ from chunkgraph.packing import (
     pack,
     pack_in_order,
     padding_waste,
-    quantile,
     reason_not_to_fit,
     recommend,
     sizes_of,
@@ -127,8 +126,3 @@ def test_no_shape_holds_what_is_longer_than_the_capacity():
     assert sizes.num_documents.tolist() == [1, 1, 2]
     assert recommend(sizes, capacity, microbatches_per_step=1, target=0.5).best is None
     assert recommend(sizes, capacity, microbatches_per_step=1, target=0.7).best is not None
-
-
-def test_quantiles_are_values_that_occur():
-    values = np.array([1, 2, 3, 4])
-    assert [quantile(values, q) for q in (0.5, 0.51, 0.75, 0.99)] == [2, 3, 3, 4]

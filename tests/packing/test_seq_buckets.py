@@ -64,15 +64,11 @@ def sizes_of_counts(most: int, others: int) -> MicrobatchSizes:
     ("most", "others", "tokens", "fewer"),
     [
         (300, 40, 12032, []),  # the default has graphs for 64
-        (300, 10, 12032, []),  # 64 cost hardly more than 32
         (99, 12, 4096, [32]),  # there is no default
-        (60, 12, 2432, []),  # all are cheap
         (99, 60, 4096, []),  # not fewer than half
         (180, 150, 7296, [0]),  # no microbatch has so few
         (3199, 1200, 3200, [1536]),
         (300, 40, 384, []),  # in short rows there are graphs for 32
-        (99, 60, 128, [0]),
-        (30, 12, 128, []),
     ],
 )
 def test_fewer_sequences_are_recommended_where_the_default_does_not_have_them(

@@ -25,7 +25,6 @@ lengths_of_documents = st.lists(st.integers(1, 40), min_size=1, max_size=8)
     [
         ((1, 8), r"max_packed_seqs is 1; .* at least 2 \(one document and the dummy\)"),
         ((4, 0), "max_packed_tokens is 0"),
-        ((4, 8.0), "max_packed_tokens is 8.0"),
         ((True, 8), "max_packed_seqs is True"),
         ((4, 8, 0), "context_parallel_size is 0"),
         ((4, 10, 2), "cannot split into 4 equal parts. The next possible value is 12"),
@@ -33,7 +32,6 @@ lengths_of_documents = st.lists(st.integers(1, 40), min_size=1, max_size=8)
         ((4, 8, 1, True, 0), "pad_seq_to_mult is 0"),
         ((4, 8, 1, False, 8), "pad_seq_to_mult is 8 without counts_padding"),
         ((4, 20, 1, True, 8), "20, not a multiple of 8, .* The next possible value is 24"),
-        ((4, 16, 2, True, 6), "16, not a multiple of 12, .* The next possible value is 24"),
     ],
 )
 def test_impossible_sizes(sizes, message):

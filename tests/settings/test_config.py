@@ -63,14 +63,6 @@ def test_overrides_replace_values_and_are_read_as_yaml(small: Path) -> None:
     assert load_config(small, ["train={seed: 7}"]).train.seed == 7
 
 
-def test_defaults_and_derived_sizes(small: Path) -> None:
-    config = load_config(small, ["pipeline.data_parallel_size=3"])
-    assert config.pipeline.num_model_chunks == 2
-    assert config.pipeline.microbatch_group_size == 2
-    assert config.pipeline.world_size == 6
-    assert load_config(SHIPPED[0]).pipeline.num_model_chunks >= 1
-
-
 @pytest.mark.parametrize(
     ("override", "parts"),
     [
