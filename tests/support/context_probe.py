@@ -175,7 +175,7 @@ def new_chunks(fails_at: Sequence[int] = ()) -> list[Mixing]:
     return [Mixing(fails_at) for _ in range(NUM_CHUNKS)]
 
 
-def run(case: dict[str, Any]) -> list[dict[str, Any]]:
+def run(_config: Any, _device: Any, case: dict[str, Any]) -> list[dict[str, Any]]:
     """Run the case; return the results of every rank."""
     if case.get("is_megatron"):
         return groups_of_megatron()

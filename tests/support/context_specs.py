@@ -8,7 +8,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from user_specs import (
-    ContextCore,
+    PackedCore,
     _split_layer,
     _with_core,
     packed_contexts_experts,
@@ -37,10 +37,8 @@ def latent_experts() -> Any:
     return _split_layer(packed_contexts_latent_experts())
 
 
-class StaticContextCore(ContextCore):
-    """`ContextCore` for documents that the model's context-parallel ranks share."""
-
-    is_static = True
+class StaticContextCore(PackedCore):
+    """`PackedCore` for documents that the model's context-parallel ranks share."""
 
     def group_of(self, packed_seq_params: Any) -> Any:
         """Return Megatron's group."""

@@ -98,10 +98,9 @@ def test_each_takes_the_smallest_that_holds_it() -> None:
     assert _buckets().choose(packings, agree) == [16, 16, 32, 32, 32]
 
 
-def test_no_sequence_of_another_bucket_is_longer_than_a_document_may_be() -> None:
+def test_no_sequence_of_another_bucket_is_longer_than_its_rows() -> None:
     """Offsets are derived; tables and the longest sequence are those of the target bucket."""
-    shape = PackedShape(5, 32, max_document_tokens=10)
-    banks = PackedBanks(shape.buckets([0.25]), [3])
+    banks = PackedBanks(PackedShape(5, 32).buckets([0.25]), [3])
 
     def call(bank: PackedBank) -> dict[str, Any]:
         packed = pack([3, 2], bank.shape)
@@ -131,9 +130,9 @@ def test_no_sequence_of_another_bucket_is_longer_than_a_document_may_be() -> Non
         assert (tokens.diff() <= rows.diff()).all()
     # A script's documents may fill all rows, with a table of one row more.
     only = {
-        "rotary_pos_emb": torch.ones(11, 1, 1, 2),
-        "packed_seq_params.cu_seqlens_q": torch.tensor([0, 9, 18, 27, 32, 32, 32, 32]).int(),
-        "packed_seq_params.max_seqlen_q": 11,
+        "rotary_pos_emb": torch.ones(33, 1, 1, 2),
+        "packed_seq_params.cu_seqlens_q": torch.tensor([0, 9, 18, 27, 32, 32]).int(),
+        "packed_seq_params.max_seqlen_q": 33,
     }
     hidden = torch.ones(32, 1, 2)
     _, kwargs = derived_call(0, (hidden,), only, _bank(banks, 32), _bank(banks, 8, 3))
@@ -246,15 +245,14 @@ def test_each_takes_the_fewest_sequences_that_hold_it() -> None:
 @given(
     lengths=st.lists(st.integers(1, 12), min_size=1, max_size=8),
     size=st.sampled_from([1, 2]),
-    longest=st.sampled_from([None, 12, 40]),
     parts=st.lists(st.sampled_from([0.25, 0.5]), max_size=2),
     counts=st.sets(st.integers(2, 8), min_size=1, max_size=3),
 )
 def test_cut_offsets_are_those_of_fewer_sequences(
-    lengths: list[int], size: int, longest: int | None, parts: list[float], counts: set[int]
+    lengths: list[int], size: int, parts: list[float], counts: set[int]
 ) -> None:
     """Equal to packing for the microbatch's own graphs; other arguments stay unchanged."""
-    shape = PackedShape(9, 128, size, longest)
+    shape = PackedShape(9, 128, size)
     banks = PackedBanks(shape.buckets(parts), sorted(counts))
     (rows,) = banks.choose([lengths])
     bank = banks.fewest_sequences(lengths, banks.by_rows[rows])

@@ -90,9 +90,6 @@ def test_one_gpu(run_equal: Callable[..., Any], make: Make) -> None:
         "experts": make("experts", counts, _POISON),
         "experts_block": make("experts", counts, _BLOCK, _BY_SEQUENCE),
         "latent_experts": make("latent_experts", counts, _CHUNK),
-        "short_documents": make(
-            "attention", counts, _CHUNK, {"packing": {"max_document_tokens": 128}}
-        ),
     }
     _check(run_equal(cases, 1, timeout_s=580.0))
 

@@ -163,33 +163,6 @@ def test_a_step_that_does_not_fit_runs_eagerly(chunks: list[Any], graphs: Any) -
     assert graphs.counters.fallbacks == {"capture warmup": 1, "packing overflow": 3}
 
 
-def test_sequences_no_longer_than_a_document_may_be(chunks: list[Any]) -> None:
-    """The tail has several sequences; rows and losses are as without the limit."""
-    shape = PackedShape(6, 32, max_document_tokens=9)
-    packings = [[[9, 8, 6], [3]], [[1], [9, 9, 9, 5]], [[2, 2, 2, 2, 2], [9]]]
-
-    def batches(pair: list[list[int]], of: PackedShape) -> list[dict[str, Any]]:
-        return [packed_batch(lengths, seed, of) for seed, lengths in enumerate(pair)]
-
-    plain = [run_flight(chunks[0], batches(pair, SHAPE)) for pair in packings]
-    limited = [run_flight(chunks[0], batches(pair, shape)) for pair in packings]
-    graphs = attach(chunks, scope="block", num_slots=[2], packing=shape)
-    for pair, one, other in zip(packings, plain, limited, strict=True):
-        flight = batches(pair, shape)
-        assert flight[0]["packed_seq_params"].max_seqlen_q == 9
-        assert flight[0]["packed_seq_params"].cu_seqlens_q.numel() == 10
-        run = graphs.wrap_forward_backward(lambda flight=flight, **_: run_flight(chunks[0], flight))
-        actual = run(num_microbatches=2, packings=pair)
-        assert differing(actual, other) == []
-        for number, lengths in enumerate(pair):
-            name, end = f"losses {number}", sum(lengths)
-            torch.testing.assert_close(actual[name][0, :end], one[name][0, :end])
-    assert graphs.counters.replays == 4
-    wrapped = graphs.wrap_forward_backward(lambda **_: None)
-    wrapped(num_microbatches=1, packings=[[10, 1]])
-    assert graphs.counters.packing_overflows == {"a document is longer than allowed": 1}
-
-
 def test_what_differs_from_the_capture_is_named(chunks: list[Any], graphs: Any) -> None:
     def call(change: Any) -> None:
         batch = packed_batch([4, 5])
@@ -292,20 +265,18 @@ def seen(chunks: list[Any], monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scope", ["block", "chunk"])
-@pytest.mark.parametrize("longest", [None, 20])
 def test_offsets_of_the_most_sequences_are_cut(
-    chunks: list[Any], seen: list[int], scope: Any, longest: int | None
+    chunks: list[Any], seen: list[int], scope: Any
 ) -> None:
     """For graphs of fewer sequences and in eager steps; offsets may also have the final number."""
-    shape = PackedShape(6, 32, max_document_tokens=longest)
-    extra = shape.num_sequences - shape.max_packed_seqs  # for a tail of several sequences
+    shape = PackedShape(6, 32)
     attached = attach(
         chunks, scope=scope, num_slots=[2], packing=PackingOptions(shape, seq_buckets=(4, 2))
     )
     packings = [[[10, 8, 6], [20]], [[5, 5, 5, 5, 5], [1, 20]], [[1], [16, 16]], [[3, 9], [20]]]
-    few = PackedShape(2, 32, max_document_tokens=longest)
+    few = PackedShape(2, 32)
     run_step(attached, chunks[0], packings[0], shape)  # warmup
-    assert set(seen) == {4 + extra, 2 + extra}
+    assert set(seen) == {4, 2}
     for own in packings:
         expected = run_eager(chunks[0], attached, own, shape)
         assert differing(run_step(attached, chunks[0], own, shape), expected) == []
@@ -318,7 +289,7 @@ def test_offsets_of_the_most_sequences_are_cut(
     seen.clear()
     run_step(attached, chunks[0], [[5, 5, 5, 5, 5], [7]], shape, misfit="a bad day")
     # Two layers, and once more in a recomputing backward.
-    assert seen == ([6 + extra] * 2 + [2 + extra] * 2) * 2
+    assert seen == ([6] * 2 + [2] * 2) * 2
     expected = run_eager(chunks[0], attached, [[7], [20]], few)
     assert differing(run_step(attached, chunks[0], [[7], [20]], few), expected) == []
     assert attached.counters.replays == of_graphs + 2
