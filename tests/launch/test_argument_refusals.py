@@ -66,8 +66,8 @@ def refusal(arguments: str, *, on_cpu: bool = True) -> str:
             "--overlap-moe-expert-parallel-comm: graphs train without it",
         ),
         (
-            "--experimental-attention-variant dsa --dsa-kernel-backend tilelang",
-            "--dsa-kernel-backend tilelang: its kernels are untested",
+            "--experimental-attention-variant dsa",
+            "--experimental-attention-variant dsa: chunk graphs do not support sparse attention",
         ),
         ("--export-kd-teacher-load DIR", "--export-kd-teacher-load: distillation keeps outputs"),
         (f"{WHOLE}--defer-embedding-wgrad-compute", "chunk with --defer-embedding-wgrad-compute: "),
