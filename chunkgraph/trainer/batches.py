@@ -123,7 +123,7 @@ def _part(rows: torch.Tensor, rank: int, size: int) -> torch.Tensor:
 def packed_shape(config: Config, model_config: Any = None) -> PackedShape | None:
     """Return the fixed shape of the run's packed microbatches.
 
-    Padding counts as tokens if heads share keys (see `needs_tokens_in_pieces`), or if documents
+    Padding counts as tokens if heads share keys (docs/packed_sequences.md), or if documents
     are padded more than context parallelism requires.
 
     Args:

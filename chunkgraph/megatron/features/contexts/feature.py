@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import importlib.util
 import inspect
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Self
@@ -27,7 +26,7 @@ from chunkgraph.megatron.features.contexts.groups import (
     ContextGroups,
     HeldGroups,
 )
-from chunkgraph.megatron.features.packing.params import ARGUMENT, needs_tokens_in_pieces
+from chunkgraph.megatron.features.packing.params import ARGUMENT
 from chunkgraph.megatron.rules.contexts import CONTEXT_RULES
 from chunkgraph.megatron.site import Site
 from chunkgraph.settings.rule import Rule
@@ -79,24 +78,14 @@ class Contexts(Feature):
 
     @classmethod
     def prepare(cls, site: Site, _undo: ExitStack) -> None:
-        """Refuse a model that `follow_groups` has not prepared; warn of empty pieces.
+        """Refuse a model that `follow_groups` has not prepared.
 
         Raises:
             ConfigError: see `refuse_without_groups`.
         """
-        banks, config, place = site.feature_options["packing"], site.config, site.place
-        if banks is None or banks.groups is None:
-            return
-        refuse_without_groups(site.chunks, banks.groups)
-        if needs_tokens_in_pieces(site.chunks, config, banks.limits):
-            warnings.warn(
-                f"rank {place.rank}: heads share keys (num_query_groups) and context-parallel "
-                "ranks share documents. Short documents have pieces without a token. For the keys "
-                "of such pieces, Transformer Engine's attention may return uninitialized memory "
-                "as gradients (its issue 2448), in eager training too, so graphs and eager can "
-                "differ. Count padding as tokens: ContextLimits(..., counts_padding=True).",
-                stacklevel=3,
-            )
+        banks = site.feature_options["packing"]
+        if banks is not None and banks.groups is not None:
+            refuse_without_groups(site.chunks, banks.groups)
 
     @classmethod
     def of(cls, site: Site, _undo: ExitStack) -> Self | None:

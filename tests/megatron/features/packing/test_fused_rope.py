@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import sys
 import weakref
 from collections.abc import Callable
@@ -135,42 +134,6 @@ def test_one_capture_serves_all_offsets(kernels: Kernels, rotated: Callable[...,
         assert torch.equal(actual, expected), lengths
         assert torch.equal(gradient_of_actual, gradient_of_expected), lengths
     graph.release()
-
-
-def _raises(*_args: Any, **_options: Any) -> torch.Tensor:
-    raise RuntimeError("no kernel image")
-
-
-def _rounds_otherwise(t: torch.Tensor, freqs: torch.Tensor, **_options: Any) -> torch.Tensor:
-    result = Kernels().plain(t, freqs)
-    return torch.nextafter(result, torch.full_like(result, 9.0))
-
-
-@pytest.mark.parametrize(
-    ("plain", "why"),
-    [
-        (_raises, "no kernel image"),
-        (_rounds_otherwise, "last bits"),
-    ],
-)
-def test_what_gives_other_bits_is_not_used(
-    kernels: Kernels,
-    rotated: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    plain: Callable[..., torch.Tensor],
-    why: str,
-) -> None:
-    monkeypatch.setattr(kernels.utils, "fused_apply_rotary_pos_emb", plain)
-    tokens, freqs = _drawn(64, 256)
-    few, many = _offsets([64], 4), _offsets([64], 65)
-    with caplog.at_level(logging.WARNING), packed_rope():
-        rotated(tokens, few, freqs)
-        assert not caplog.records  # no bit changes there
-        outputs = [rotated(tokens, many, freqs) for _ in range(2)]
-    assert all(torch.equal(one, kernels.packed(tokens, many, freqs)) for one in outputs)
-    (record,) = caplog.records
-    assert why in record.getMessage()
 
 
 @pytest.fixture
