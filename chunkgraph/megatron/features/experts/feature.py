@@ -112,7 +112,7 @@ class Experts(LimitedFeature):
 
     @classmethod
     def prepare(cls, site: Site, _undo: contextlib.ExitStack) -> None:
-        """Refuse a missing HybridEP, and log settings that have no effect.
+        """Refuse an unknown reaction to drops, and a missing HybridEP.
 
         Raises:
             ConfigError: The choice for dropped tokens is unknown, or HybridEP cannot be captured.
@@ -123,16 +123,6 @@ class Experts(LimitedFeature):
             choices = ", ".join(map(repr, get_args(TokenDrops)))
             raise ConfigError(f"token_drops is {token_drops!r}; it must be one of {choices}.")
         refuse_without_hybrid_ep(site.facts())
-        config = site.config
-        has_bias = getattr(config, "moe_router_enable_expert_bias", False)
-        is_padded = getattr(config, "moe_pad_expert_input_to_capacity", False)
-        if has_bias and is_padded and site.place.rank == 0:
-            _log.warning(
-                "moe_router_enable_expert_bias=True with moe_pad_expert_input_to_capacity=True: "
-                "Megatron counts the rows of each expert after padding, when all experts have the "
-                "same number, so the bias never changes and balances nothing; balance with "
-                "moe_aux_loss_coeff."
-            )
 
     @classmethod
     def of(cls, site: Site, undo: contextlib.ExitStack) -> Self | None:
