@@ -170,10 +170,9 @@ def _banks(config: Config, model_config: Any) -> PackedBanks:
         options = PackingOptions(shape, packing.buckets, packing.seq_buckets)
         return PackedBanks.of_model(options, model_config)
     limits = context_limits(config, model_config)
-    has_experts = config.moe.num_moe_experts is not None
     return PackedBanks.of_limits(
         limits,
-        ContextGroups.of_data_parallel(limits.group_sizes, has_experts=has_experts),
+        ContextGroups.of_data_parallel(limits.group_sizes),
         seq_buckets=packing.seq_buckets,
     )
 
