@@ -14,7 +14,7 @@ from refused import refused
 from chunkgraph.engine import CaptureOptions
 from chunkgraph.errors import ConfigError, VerifyError
 from chunkgraph.megatron import site
-from chunkgraph.megatron.features.experts.counts import DropReport
+from chunkgraph.megatron.features.experts.counts import RowCounts
 from chunkgraph.megatron.features.experts.feature import Experts
 from chunkgraph.megatron.features.experts.room import factor_for_all
 from chunkgraph.megatron.features.packing.bank import PackingOptions
@@ -203,7 +203,7 @@ def test_what_forwards_decide_is_sent_before_the_last_backward(
         run.step(step, 2)
     events: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        for kind, method in ((DropReport, "end_step"), (PagedStash, "send_status")):
+        for kind, method in ((RowCounts, "send"), (PagedStash, "send_status")):
             plain = getattr(kind, method)
 
             def noted(self: Any, plain: Any = plain, name: str = kind.__name__) -> None:
@@ -214,9 +214,9 @@ def test_what_forwards_decide_is_sent_before_the_last_backward(
         run.step(2, 3, on_backward=lambda: events.append("backward"))
     assert run.graphs.counters.replayed_steps == 2
     if is_recomputed:
-        assert events == ["backward"] * 3 + ["DropReport"]
+        assert events == ["backward"] * 3 + ["RowCounts"]
     else:
-        assert events == ["backward"] * 2 + ["DropReport", "PagedStash", "backward"]
+        assert events == ["backward"] * 2 + ["RowCounts", "PagedStash", "backward"]
 
 
 def _recompute_experts_alone(chunks: Sequence[Any]) -> None:
