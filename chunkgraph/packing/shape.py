@@ -129,19 +129,6 @@ class PackedShape:
         """Return the rows of each document, int64 [documents]."""
         return -(-lengths // self.document_multiple) * self.document_multiple
 
-    def first_with_empty_piece(self, lengths: Lengths) -> int | None:
-        """Return the first document whose last of 2 C pieces has no token for attention, or None.
-
-        A rank sometimes works on each of its two pieces alone. Documents of 4 C^2 tokens or more
-        have tokens in all pieces, and with ``counts_padding`` no piece is empty.
-        """
-        if self.context_parallel_size == 1 or self.counts_padding:
-            return None
-        tokens = np.asarray(lengths, dtype=np.int64)
-        rows = self.padded_lengths(tokens)
-        indices = np.flatnonzero(rows - tokens >= rows // self.document_multiple)
-        return int(indices[0]) if indices.size else None
-
     def buckets(
         self, sizes: Sequence[float] = (1 / 4, 1 / 2), *, multiple_of: int = 1
     ) -> tuple[PackedShape, ...]:

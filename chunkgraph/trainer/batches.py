@@ -122,7 +122,7 @@ def _part(rows: torch.Tensor, rank: int, size: int) -> torch.Tensor:
 def packed_shape(config: Config, model_config: Any = None) -> PackedShape | None:
     """Return the fixed shape of the run's packed microbatches.
 
-    Padding counts as tokens if heads share keys (see `needs_tokens_in_pieces`), or if documents
+    Padding counts as tokens if heads share keys (docs/packed_sequences.md), or if documents
     are padded more than context parallelism requires.
 
     Args:
@@ -158,8 +158,7 @@ def _banks(config: Config, model_config: Any) -> PackedBanks:
         multiple_of=pipeline.microbatch_group_size if pipeline.num_model_chunks > 1 else 1,
         counts_padding=shares_keys(model_config),
     )
-    has_experts = config.moe.num_moe_experts is not None
-    groups = ContextGroups.of_data_parallel(limits.group_sizes, has_experts=has_experts)
+    groups = ContextGroups.of_data_parallel(limits.group_sizes)
     return PackedBanks.of_limits(limits, groups, seq_buckets=packing.seq_buckets)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Iterable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -309,24 +308,6 @@ def test_ranks_that_share_experts_are_to_agree() -> None:
     assert _begin(plans, [[8]], "", 1, [32]).misfit == ""
     alone = StepPlans(PackedBanks([_SHAPE]), 0, None, needs_buckets=True)
     assert _begin(alone, [[8]], "", 1).misfit == ""
-
-
-def test_documents_with_a_piece_without_tokens_are_reported_once() -> None:
-    """With shared keys, Transformer Engine reads unwritten memory for such a piece."""
-    shape = PackedShape(9, 256, context_parallel_size=4)
-    plans = StepPlans(PackedBanks([shape]), 3, None, needs_tokens=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert _begin(plans, [[64, 100]], "", 1).misfit == ""
-        assert _begin(StepPlans(PackedBanks([shape]), 3, None), [[9]], "", 1).misfit == ""
-        counted = PackedBanks([replace(shape, counts_padding=True)])
-        warned = StepPlans(counted, 3, None, needs_tokens=True)
-        assert _begin(warned, [[9]], "", 1).misfit == ""
-    with pytest.warns(UserWarning, match="rank 3, microbatch 1: document 1 has 9 tokens.* 64 "):
-        assert _begin(plans, [[64], [100, 9]], "", 2).misfit == ""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert _begin(plans, [[9]], "", 1).misfit == ""
 
 
 def test_rows_that_were_promised_to_hold_documents_hold_them() -> None:

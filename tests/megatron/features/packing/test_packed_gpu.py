@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 from packed_cases import GPU_MODEL
 
-from chunkgraph.megatron.features.packing.rope import blocks_spared, pays
 from chunkgraph.packing import PackedShape, pack
 
 Case = Callable[..., dict[str, Any]]
@@ -110,8 +109,6 @@ def _check(results: dict[str, dict[str, Any]]) -> None:
 @pytest.mark.megatron
 @pytest.mark.timeout(500)
 def test_one_gpu(run_equal: Callable[..., Any], make_case: Case) -> None:
-    assert pays(blocks_spared(256, _MANY["max_packed_seqs"], 257))
-    assert blocks_spared(256, 300, 257) >= 1 << 16
     cases = {name: make_case([2, 3, 1, 4], *case) for name, case in _CASES.items()}
     _check(run_equal(cases, 1, timeout_s=480.0))
 
