@@ -28,12 +28,7 @@ from chunkgraph.graphs.graph_driver import DamagedGraphError, GraphDriver
 from chunkgraph.graphs.host_constants import HostConstants, HostMemory
 from chunkgraph.graphs.memset_nodes import MemsetKernels
 from chunkgraph.graphs.operators import OperatorMode
-from chunkgraph.graphs.random_state import (
-    CapturedGenerator,
-    patched,
-    preserve_states,
-    private_generator,
-)
+from chunkgraph.graphs.random_state import CapturedGenerator, answering_calls, patched
 
 __all__ = ["CUDABackend"]
 
@@ -286,7 +281,7 @@ class CUDABackend(GraphBackend):
             graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
             try:
                 with (
-                    private_generator(CapturedGenerator(label)),
+                    answering_calls(CapturedGenerator(label)),
                     _states_checked(generator),
                     _lifting_from_host(),
                     mode,
@@ -353,12 +348,6 @@ class CUDABackend(GraphBackend):
                 yield
         finally:  # also after an error, since the current stream then restores state
             current.wait_stream(self.stream)
-
-    @contextmanager
-    def preserve_random_state(self, generators: Sequence[torch.Generator] = ()) -> Iterator[None]:
-        """Restore the states of the device's default generator and of ``generators`` on exit."""
-        with preserve_states((self.default_generator, *generators)):
-            yield
 
     def release_cached_memory(self) -> None:
         """Empty the allocator's cache: blocks of eager steps cannot serve a private pool.

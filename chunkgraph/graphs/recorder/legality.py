@@ -10,23 +10,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.overrides import (
-    TorchFunctionMode,
-    _get_current_function_mode_stack,
-    _pop_mode_temporarily,
-    resolve_name,
-)
+from torch.overrides import TorchFunctionMode, resolve_name
 
 from chunkgraph.graphs.failure import check_backward, illegal_operation
 from chunkgraph.graphs.operators import are_same, draws, explicit_generator
-from chunkgraph.graphs.random_state import patched
 
-__all__ = ["HostReadGuard", "as_without_guard", "check_generator", "check_operator"]
+__all__ = ["HostReadGuard", "check_generator", "check_operator"]
 
 _aten = torch.ops.aten
 
@@ -131,22 +124,6 @@ def _fills_where_masked(func: OpOverload, args: Sequence[Any], kwargs: dict[str,
 
 def _is_mask(index: object) -> bool:
     return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
-
-
-def as_without_guard() -> AbstractContextManager[None]:
-    """Make modules of torch that ask whether a mode overrides functions ignore the guard."""
-    return patched(torch.overrides, "has_torch_function", _unguarded)
-
-
-def _unguarded(has_torch_function: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    def of_others(args: Any) -> bool:
-        modes = _get_current_function_mode_stack()
-        if len(modes) != 1 or not isinstance(modes[0], HostReadGuard):
-            return has_torch_function(args)
-        with _pop_mode_temporarily():
-            return has_torch_function(args)
-
-    return of_others
 
 
 class HostReadGuard(TorchFunctionMode):

@@ -8,20 +8,17 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
 from chunkgraph.errors import CaptureError, ReplayMismatchError
 from chunkgraph.graphs.addresses import AddressRange, AddressRanges
 from chunkgraph.graphs.operators import (
-    draws,
     is_collective,
     replace_leaves,
     storages_written,
     tensors_in,
     wait_for_work,
 )
-from chunkgraph.graphs.recorder.private_draws import draw_privately
 from chunkgraph.graphs.recorder.recording import (
     External,
     HostCall,
@@ -209,10 +206,8 @@ class Binding:
 def _operation_step(
     entry: Operation, args: Any, kwargs: Any, results: Sequence[torch.Tensor | None], label: str
 ) -> _Step:
-    func: Callable[..., Any] = entry.func
-    if draws(entry.func):  # in a session, from the session's copy of the default generator
-        func = partial(_draw, entry.func)
-    if is_collective(entry.func):
+    func = entry.func
+    if is_collective(func):
 
         def run_collective() -> None:
             wait_for_work(func(*args, **kwargs))
@@ -236,7 +231,7 @@ def _operation_step(
         _copy(target, value)
 
     # An operator with several results may omit all but one of them (frozen parameters).
-    kinds = [isinstance(r.type, torch.TensorType) for r in entry.func._schema.returns]
+    kinds = [isinstance(r.type, torch.TensorType) for r in func._schema.returns]
     if len(results) == 1 and kinds == [True]:
         (target,) = results
         assert target is not None
@@ -252,7 +247,3 @@ def _operation_step(
                 write(target, value)
 
     return run
-
-
-def _draw(func: OpOverload, *args: Any, **kwargs: Any) -> Any:
-    return draw_privately(func, args, kwargs)

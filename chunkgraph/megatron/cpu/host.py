@@ -218,8 +218,9 @@ class HostRng:
         def switch() -> None:
             if self.current is state:
                 return
-            self.current.stored = torch.get_rng_state()
-            torch.set_rng_state(state.stored)
+            # Not `torch.set_rng_state`, which a capture refuses.
+            self.current.stored = torch.default_generator.get_state()
+            torch.default_generator.set_state(state.stored)
             self.current = state
 
         host_call(switch)
