@@ -35,8 +35,7 @@ def _gradients(module: nn.Module) -> list[torch.Tensor]:
     return [p.grad.clone() for p in module.parameters() if p.grad is not None]
 
 
-@pytest.mark.parametrize("cls", [ScheduleGPipe, Schedule1F1B])
-@pytest.mark.parametrize("failing", [0, 1, 3], ids=["first", "eager", "replayed"])
+@pytest.mark.parametrize(("cls", "failing"), [(ScheduleGPipe, 1), (Schedule1F1B, 3)])
 def test_the_step_after_a_failed_one_is_equal_to_eager(
     one_rank: None, cls: type, failing: int
 ) -> None:
