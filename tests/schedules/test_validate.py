@@ -13,13 +13,10 @@ from chunkgraph.schedules import (
     Op,
     Schedule,
     build_schedule,
-    get_family,
-    list_schedules,
     simulate,
     validate,
     with_transfers,
 )
-from chunkgraph.slots import plan_all_ranks
 
 CASES = {
     "gpipe": build_schedule("gpipe", num_ranks=3, num_microbatches=4),
@@ -216,12 +213,12 @@ def test_a_file_of_ones_own_is_refused_with_its_row():
     rows = build_schedule("zb-v", num_ranks=2, num_chunks=2, num_microbatches=4)
     rows = [line.split(",") for line in with_transfers(rows).to_csv().splitlines()]
 
-    def refused(edit, match, **slots):
+    def refused(edit, match):
         changed = [list(row) for row in rows]
         edit(changed)
         text = "\n".join(map(",".join, changed))
         with pytest.raises(ScheduleError, match=match) as error:
-            validate(Schedule.from_csv(text), **slots)
+            validate(Schedule.from_csv(text))
         assert "->" in str(error.value)
 
     def swap(row, one, other):
@@ -241,24 +238,3 @@ def test_a_file_of_ones_own_is_refused_with_its_row():
     refused(lambda c: c[0].remove("0SEND_F0"), r"microbatch 0: missing SEND_F \(row 1 as CSV\)")
     refused(first(1, "1RECV_F1"), r"1RECV_F1 is received out of order.*\(row 2 as CSV\)")
     refused(first(0, "3RECV_F0"), r"deadlock: rank 0 at 3RECV_F0.*\(row 1 as CSV\)")
-    slots = [[4, 1], [3, 1]]
-    message = r"2F1 finds no free slot: all 1 of chunk 1 are in use \(row 2 as CSV\)"
-    refused(lambda changed: None, message, slots_per_chunk=slots)
-
-
-@pytest.mark.parametrize("name", list_schedules())
-def test_planned_slots_fit_and_one_less_does_not(name):
-    num_chunks = get_family(name).num_chunks or 2
-    sizes = {"num_ranks": 3, "num_chunks": num_chunks}
-    built = build_schedule(name, **sizes, num_microbatches=12)
-    plans = plan_all_ranks(**sizes, schedule=name, max_num_microbatches=12)
-    slots = [list(plan.slots_per_chunk) for plan in plans]
-    validate(built, slots_per_chunk=slots)
-    for rank in range(3):
-        for chunk in range(num_chunks):
-            fewer = [list(row) for row in slots]
-            fewer[rank][chunk] -= 1
-            with pytest.raises(ScheduleError, match=f"all {fewer[rank][chunk]} of chunk {chunk}"):
-                validate(built, slots_per_chunk=fewer)
-    with pytest.raises(ScheduleError, match=r"3 ranks of .* chunk\(s\), but slots_per_chunk has"):
-        validate(built, slots_per_chunk=slots[1:])
