@@ -102,57 +102,36 @@ class _CudaMeansCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _Stream:
-    """A stream whose work is always complete."""
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
 
+
+class _Done:
+    """A stream or an event whose work is always complete."""
+
+    __init__ = __exit__ = synchronize = _nothing
+
+    def query(self) -> bool:
+        return True
+
+
+class _Event(_Done):
+    record = wait = _nothing
+
+    def elapsed_time(self, _other: object) -> float:
+        return 0.0
+
+
+class _Stream(_Done):
     cuda_stream = 0
     device = _CPU
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def wait_stream(self, stream: object) -> None:
-        pass
-
-    def wait_event(self, event: object) -> None:
-        pass
+    wait_stream = wait_event = _nothing
 
     def record_event(self, event: _Event | None = None) -> _Event:
         return event if event is not None else _Event()
 
-    def synchronize(self) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
     def __enter__(self) -> Self:
         return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        pass
-
-
-class _Event:
-    """An event that is always complete."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def record(self, stream: object = None) -> None:
-        pass
-
-    def wait(self, stream: object = None) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, _other: object) -> float:
-        return 0.0
 
 
 class HostRngState:
