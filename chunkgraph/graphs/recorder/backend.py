@@ -28,7 +28,6 @@ from chunkgraph.graphs.addresses import AddressRange
 from chunkgraph.graphs.contract import GraphBackend, Pool
 from chunkgraph.graphs.failure import capture_failure, current_location
 from chunkgraph.graphs.operators import (
-    draws,
     is_collective,
     replace_leaves,
     storages_written,
@@ -36,7 +35,7 @@ from chunkgraph.graphs.operators import (
     wait_for_work,
 )
 from chunkgraph.graphs.random_state import CapturedGenerator, answering_calls, patched
-from chunkgraph.graphs.recorder.legality import HostReadGuard, check_generator, check_operator
+from chunkgraph.graphs.recorder.legality import HostReadGuard, check_operator
 from chunkgraph.graphs.recorder.recorded_graph import Binding, RecordedGraph
 from chunkgraph.graphs.recorder.recording import (
     External,
@@ -190,10 +189,8 @@ class _RecordingMode(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        check_operator(func, args, kwargs, self.label)
-        if draws(func):
-            check_generator(func, args, kwargs, self.generators, self.label)
-            self.generator.draw(func, args, kwargs)
+        check_operator(func, args, kwargs, self.generators, self.label)
+        self.generator.draw(func, args, kwargs)
         if func is _aten.lift_fresh.default:
             return self._lift(args[0])
         if func is _aten._efficientzerotensor.default:  # a zero gradient without memory
