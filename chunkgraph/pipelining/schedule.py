@@ -74,17 +74,7 @@ class GraphedSchedule:
         options: CaptureOptions | None = None,
         **settings: Any,
     ) -> None:
-        if isinstance(stages, Sequence) and not stages:
-            raise ConfigError(
-                f"stages is {shown(stages)}; pass the rank's stages: one or several "
-                "GraphedStage(module, stage_index, ...)."
-            )
         self._stages = [graphed(s) for s in (stages if isinstance(stages, Sequence) else [stages])]
-        if not callable(make):
-            raise ConfigError(
-                f"make is {shown(make)}; pass a function of the number of microbatches: "
-                "lambda n: Schedule1F1B(stage, n, loss_fn=loss_fn)."
-            )
         self._make = make
         self._loss = loss
         self._is_training: bool | None = None

@@ -97,13 +97,6 @@ def test_a_schedule_of_another_count_is_refused(one_rank: None, make: Make, retu
         GraphedSchedule(stage, lambda n: make(stage) if n == 8 else Schedule1F1B(stage, n), (4, 8))
 
 
-def test_a_schedule_instead_of_a_function_is_refused(one_rank: None) -> None:
-    stage = GraphedStage(nn.Linear(4, 4), 0, 1, CPU)
-    schedule: Any = Schedule1F1B(stage, 4)
-    with pytest.raises(ConfigError, match="pass a function of the number of microbatches"):
-        GraphedSchedule(stage, schedule, (4,))
-
-
 def test_the_count_is_needed_where_there_are_several(pipeline: Make) -> None:
     with pytest.raises(ConfigError, match="may have 2 or 4 microbatches"):
         pipeline(nn.Linear(4, 4)).step(num_microbatches=None)
