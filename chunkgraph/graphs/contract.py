@@ -128,11 +128,8 @@ class GraphBackend(Protocol):
     """Whether eager work on this device always repeats its bits."""
     memsets_kept: str
     """Why small memsets are not replaced by kernels; "" if they are."""
-
-    @property
-    @abstractmethod
-    def default_generator(self) -> torch.Generator:
-        """Return the random generator that graphs draw from by default."""
+    default_generator: torch.Generator
+    """The random generator that graphs draw from by default."""
 
     @abstractmethod
     def new_pool(self, label: str) -> Pool:

@@ -217,6 +217,7 @@ class CUDABackend(GraphBackend):
     def __init__(self, device: torch.device | None = None, *, memset_kernels: bool = True) -> None:
         self.device = device or torch.device("cuda", torch.cuda.current_device())
         self.stream = torch.cuda.Stream(self.device)
+        self.default_generator = torch.cuda.default_generators[self.device.index]
         self._host_memory: HostMemory | None = None
         self._editor: GraphEditor | None = None
         self.memsets_kept = ""
@@ -300,11 +301,6 @@ class CUDABackend(GraphBackend):
         self._token.add_(0)
         cleanup.capture_end()
         cleanup.reset()
-
-    @property
-    def default_generator(self) -> torch.Generator:
-        """See `GraphBackend.default_generator`."""
-        return torch.cuda.default_generators[self.device.index]
 
     @contextmanager
     def on_capture_stream(self) -> Iterator[None]:

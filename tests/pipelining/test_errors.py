@@ -103,22 +103,6 @@ def test_the_count_is_needed_where_there_are_several(pipeline: Make) -> None:
     pipeline(nn.Linear(4, 4), counts=(2,)).step(num_microbatches=None)
 
 
-def test_a_refused_step_may_run_eagerly_as_its_error_says(pipeline: Make) -> None:
-    module = nn.Linear(4, 4)
-    one = pipeline(module)
-    one.step()
-    gradient = module.weight.grad.clone()  # of the warmup step
-    one.step()
-    before = one.schedules.graphs.counters.replays
-    module.eval()
-    with pytest.raises(ReplayMismatchError, match=r"step\(eager=True\)"):
-        one.step()
-    module.weight.grad = None
-    one.step(eager=True)
-    assert one.schedules.graphs.counters.replays == before
-    assert torch.equal(module.weight.grad, gradient)
-
-
 @pytest.mark.parametrize(
     ("counts", "text"),
     [(4, "counts is 4"), ((2, 0), "counts has 0"), ((2, True), "has True")],

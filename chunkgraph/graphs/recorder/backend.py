@@ -94,16 +94,12 @@ class RecorderBackend(GraphBackend):
     name = "recorder"
     repeats_bits = True
     memsets_kept = ""
+    default_generator = torch.default_generator
 
     def __init__(self, limit_bytes: int | None = None) -> None:
         self.device = torch.device("cpu")
         self._limit_bytes = limit_bytes
         self._pools: weakref.WeakSet[SimulatedPool] = weakref.WeakSet()
-
-    @property
-    def default_generator(self) -> torch.Generator:
-        """See `GraphBackend.default_generator`."""
-        return torch.default_generator
 
     def new_pool(self, label: str) -> SimulatedPool:
         """Return a new, empty simulated pool."""
