@@ -130,7 +130,7 @@ def request_of_arguments(
     if model is None and gpu_bytes is not None:
         raise ConfigError("--gpu-memory: memory is not estimated for hybrid models; leave it out.")
     return Request(
-        schedule=schedule_name(flags.schedule, num_ranks, num_chunks),
+        schedule=schedule_name(flags.schedule, num_chunks),
         num_ranks=num_ranks,
         num_chunks=num_chunks,
         group_size=getattr(args, "microbatch_group_size_per_vp_stage", None)

@@ -190,9 +190,8 @@ class CaptureOptions:
             slots in total, so this takes less memory, but every slot has graphs of every chunk.
         memset_kernels: run small memsets inside CUDA graphs as kernels, for which the device waits
             less, and copy inputs and gradients there, for which the host waits less
-            (`chunkgraph.graphs.memset_nodes`, `chunkgraph.graphs.copy_nodes`), if torch and its
-            CUDA bindings support it. Results stay the same. Ignored if a backend is passed to the
-            engine.
+            (`chunkgraph.graphs.graph_nodes`), if torch and its CUDA bindings support it. Results
+            stay the same. Ignored if a backend is passed to the engine.
         verify: how to check replays (for debugging; slow; results stay the same). ``poison``: fill
             scratch and freed slots with NaN around every replay. ``shadow``: compare every replay
             bit for bit with an eager pass on the same inputs and random state, which takes the

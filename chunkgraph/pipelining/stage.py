@@ -17,16 +17,17 @@ from torch.nn.parallel import DistributedDataParallel
 from chunkgraph.engine import Chunk, ChunkGraphs, StepMode
 from chunkgraph.engine.split import SPLIT, WeightBackwards
 from chunkgraph.errors import ConfigError
-from chunkgraph.pipelining.data_parallel import reduce_gradients, unwrapped
-from chunkgraph.pipelining.loss import GraphedLoss
-from chunkgraph.pipelining.receives import META, ReceiveMemory, allocate, empty_on, free
-from chunkgraph.pipelining.sharded import (
+from chunkgraph.pipelining.data_parallel import (
     casting_only,
     finish_backwards,
     gather,
     hold_gathered,
+    reduce_gradients,
     reshard,
+    unwrapped,
 )
+from chunkgraph.pipelining.loss import GraphedLoss
+from chunkgraph.pipelining.receives import META, ReceiveMemory, allocate, empty_on, free
 
 __all__ = ["GraphedStage", "StageReplays", "graphed"]
 
