@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 
@@ -60,8 +59,8 @@ class Accumulation:
 
     def __init__(
         self,
-        accumulate: Callable[..., None],
-        sinks: Sequence[Any],
+        accumulate: Accumulate,
+        sinks: Sequence[torch.Tensor] | Mapping[int, torch.Tensor],
         marker: GradientMarker | None = None,
     ) -> None:
         self.trained: set[int] = set()

@@ -34,8 +34,6 @@ from chunkgraph.engine.banks import Bank
 from chunkgraph.engine.capture.captured_rank import CapturedRank, CaptureReport
 from chunkgraph.engine.capture.dangling import Bookkeeping, refuse_dangling
 from chunkgraph.engine.capture.eager_call import fill_test_gradient
-from chunkgraph.engine.capture.grad_memory import GradMemory
-from chunkgraph.engine.capture.gradients import GradientSinks
 from chunkgraph.engine.capture.layers import LayerWatch
 from chunkgraph.engine.capture.parameter_aliases import ParameterAliases
 from chunkgraph.engine.capture.preserved import parts_kept, tensors_kept
@@ -66,6 +64,7 @@ from chunkgraph.engine.capture.warm_up import (
 from chunkgraph.engine.checks import ModelGuard
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.digest import digests_of
+from chunkgraph.engine.gradients import GradientSinks, GradMemory
 from chunkgraph.engine.hooks import refuse_contexts
 from chunkgraph.engine.host import Host
 from chunkgraph.engine.options import OnCapture
@@ -285,7 +284,7 @@ def _begin(
 ) -> _Session:
     maker.backend.release_cached_memory()  # blocks of eager steps are too small for all sinks
     grad_memory = GradMemory({id(p): p for chunk in chunks for p in chunk.parameters}.values())
-    sinks = tuple(GradientSinks(c.parameters, c.label, grad_memory) for c in chunks)
+    sinks = tuple(GradientSinks(c.parameters, grad_memory) for c in chunks)
     grad_memory.set_aside()  # the passes of `_warm_up` need none
     models = tuple(ModelGuard(chunk) for chunk in chunks)
     refuse_shared_with_split(chunks)
@@ -340,7 +339,7 @@ def _warm_up(session: _Session) -> None:
             label = _label(session, chunk.label, key)
             host, layers, plan = settings.host, settings.layers, settings.memory_plan
             warm = warm_up(chunk, call, label, *around, host, layers, plan)
-            split = plan_split(chunk, call, *around, host) if chunk.is_split else None
+            split = plan_split(chunk, call, *around[1:], host) if chunk.is_split else None
             if split is not None:
                 warm = replace(warm, held_bytes=max(warm.held_bytes, split.held_bytes))
                 if split.trace is not None:

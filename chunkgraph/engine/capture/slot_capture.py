@@ -12,10 +12,10 @@ from torch import nn
 
 from chunkgraph.engine.autocast import Autocast
 from chunkgraph.engine.autograd_graph import leaves_below
-from chunkgraph.engine.capture.gradients import GradientSinks
 from chunkgraph.engine.capture.output_gradients import OutputGradients
 from chunkgraph.engine.capture.static_inputs import SlotStatics, call_with
 from chunkgraph.engine.chunk import Chunk, GradientMarker
+from chunkgraph.engine.gradients import GradientSinks
 from chunkgraph.engine.host import Host
 from chunkgraph.engine.layout import memory_of
 from chunkgraph.engine.module_tree import containers

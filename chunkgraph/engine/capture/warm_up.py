@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from chunkgraph.engine.capture.eager_call import EagerCall
-from chunkgraph.engine.capture.gradients import GradientSinks
 from chunkgraph.engine.capture.layers import LayerWatch
 from chunkgraph.engine.capture.preserved import tensors_kept
 from chunkgraph.engine.capture.saved import saved_tensors
@@ -19,6 +18,7 @@ from chunkgraph.engine.capture.self_test import Measured, Noise, SavedDigests, c
 from chunkgraph.engine.capture.slot_capture import refuse_undeclared
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.digest import digests_of
+from chunkgraph.engine.gradients import GradientSinks
 from chunkgraph.engine.host import Host
 from chunkgraph.engine.signature import Call
 from chunkgraph.engine.split.delayed import DelayedModules
@@ -140,9 +140,8 @@ def _run_backward(
         sums.finish()
         if chunk.end_of_backward is not None:
             chunk.end_of_backward()
-        found = totals()
     trained = set(order.seen)
-    return tuple(order.seen), [t if i in trained else None for i, t in enumerate(found)]
+    return tuple(order.seen), [totals[i] if i in trained else None for i in range(len(leaves))]
 
 
 @dataclass

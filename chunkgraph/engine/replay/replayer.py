@@ -21,7 +21,6 @@ from chunkgraph.engine.hooks import refuse_contexts
 from chunkgraph.engine.observer import Action, Observer
 from chunkgraph.engine.options import CaptureOptions
 from chunkgraph.engine.replay.autograd_node import replay_node
-from chunkgraph.engine.replay.optimizer_watch import optimizers_watched
 from chunkgraph.engine.replay.profiler_ranges import ReplayRanges
 from chunkgraph.engine.slot import Slot
 from chunkgraph.engine.verify import Verifier
@@ -123,8 +122,7 @@ class Replayer:
         for observer in self._observers:
             observer.begin_step(number)
         try:
-            with optimizers_watched(captured.models, lambda: self._machine.num_busy):
-                yield
+            yield
             self._machine.end_step()
         except BaseException as error:
             self._machine.abort_step()
@@ -315,7 +313,6 @@ class Replayer:
     def _end_backward(self, slot: Slot) -> None:
         """Finish a microbatch once all of its gradients are added."""
         assert self._captured is not None
-        self._captured.sinks[slot.chunk].after_backward()
         if slot.marker is not None:
             slot.marker.replayed()
         self._machine.release(slot.chunk, slot.index)

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from chunkgraph.engine.capture.eager_call import EagerCall
-from chunkgraph.engine.capture.gradients import GradientSinks
 from chunkgraph.engine.capture.preserved import tensors_kept
 from chunkgraph.engine.capture.slot_capture import (
     CapturedForward,
@@ -24,6 +23,7 @@ from chunkgraph.engine.capture.slot_capture import (
     take_input_grads,
 )
 from chunkgraph.engine.chunk import Chunk
+from chunkgraph.engine.gradients import GradientSinks, collecting
 from chunkgraph.engine.host import Host
 from chunkgraph.engine.signature import Call
 from chunkgraph.engine.split.deferral import Deferral, Receive
@@ -54,19 +54,17 @@ class SplitPlan:
 def plan_split(
     chunk: Chunk,
     sample: Call,
-    sinks: GradientSinks,
     leaves: Sequence[nn.Parameter],
     backend: GraphBackend,
     host: Host,
 ) -> SplitPlan:
     """Watch one whole backward, run another one in halves, and return how to capture them.
 
-    The chunk's tensors and the random state are unchanged afterwards.
+    The chunk's tensors, except ``main_grad``, and the random state are unchanged afterwards.
 
     Args:
         chunk: A split chunk.
         sample: A call of the chunk; its values are copied.
-        sinks: Sinks of the chunk's gradients; those in ``main_grad`` are overwritten.
         leaves: Aliases of the chunk's parameters.
         backend: The backend whose stream runs the passes.
         host: The program around the chunk.
@@ -85,7 +83,7 @@ def plan_split(
         host.preserving(),
         tensors_kept(chunk),
         # Entered first: of two hooks on a leaf, the first takes the gradient.
-        sinks.collecting(leaves, lambda index, gradient: take(index, gradient)),  # noqa: PLW0108
+        collecting(leaves, lambda index, gradient: take(index, gradient)),  # noqa: PLW0108
     ):
         with watched:
             before = EagerCall(chunk, sample).forward()
@@ -248,7 +246,7 @@ class _Weights:
         leaves: Sequence[nn.Parameter],
     ) -> None:
         self.sums = sinks.accumulation(forward.marker)
-        self._forward, self._sinks, self._leaves = forward, sinks, leaves
+        self._forward, self._leaves = forward, leaves
         self._delayed = DelayedModules(chunk.module, chunk.label)
         held = {id(p) for module in self._delayed.modules for p in module.parameters()}
         self._of_delayed = {i for i, leaf in enumerate(leaves) if id(leaf) in held}
@@ -271,7 +269,7 @@ class _Weights:
                     "gradient_accumulation_fusion=False."
                 )
 
-        with self._sinks.collecting(self._leaves, receive):
+        with collecting(self._leaves, receive):
             yield
 
     @contextmanager
