@@ -109,15 +109,12 @@ class GradMemory:
             ReplayMismatchError: views of a gradient that was dropped are still in use, or one is
                 sparse, requires grad, or shares memory with another tensor.
         """
-        addresses, unbound = self._addresses, []
+        bound, addresses = self._bound, self._addresses
+        unbound = []
         for p in parameters:
-            index, grad = self._index[id(p)], p.grad
-            if (
-                grad is None
-                or grad is not self._bound[index]()
-                or grad.data_ptr() != addresses[index]
-            ):
-                unbound.append(index)
+            i, grad = self._index[id(p)], p.grad
+            if grad is None or grad is not bound[i]() or grad.data_ptr() != addresses[i]:
+                unbound.append(i)
         self._leave_to_keepers(unbound)
         missing = [i for i in unbound if self._parameters[i].grad is None]
         for index in unbound:
