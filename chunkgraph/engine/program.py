@@ -17,10 +17,10 @@ from torch import nn
 from torch.utils._pytree import TreeSpec
 
 from chunkgraph.engine.autograd_graph import leaves_below
-from chunkgraph.engine.capture.gradients import GradientSinks
 from chunkgraph.engine.capture.output_gradients import OutputGradients
 from chunkgraph.engine.capture.static_inputs import call_with, static_like
 from chunkgraph.engine.chunk import Action, Chunk, GradientMarker, Host
+from chunkgraph.engine.gradients import GradientSinks
 from chunkgraph.engine.layout import memory_of, span
 from chunkgraph.engine.module_tree import containers
 from chunkgraph.engine.slot import (

@@ -18,7 +18,6 @@ from chunkgraph.engine.counters import Counters
 from chunkgraph.engine.decide.reasons import NOTHING_REPLAYED
 from chunkgraph.engine.hooks import refuse_contexts
 from chunkgraph.engine.observer import Observer
-from chunkgraph.engine.optimizer_watch import optimizers_watched
 from chunkgraph.engine.slot import Slot
 from chunkgraph.errors import ChunkGraphError, ReplayMismatchError
 from chunkgraph.slots import SlotMachine
@@ -114,8 +113,7 @@ class Replayer:
             observer.begin_step(number)
         has_failed = True
         try:
-            with optimizers_watched(captured.models, lambda: self._machine.num_busy):
-                yield
+            yield
             self._machine.end_step()
             has_failed = False
         except BaseException as error:
@@ -128,6 +126,8 @@ class Replayer:
             raise
         finally:
             self._is_in_step = False
+            for sinks in captured.sinks:
+                sinks.end_step()
             for observer in self._observers:
                 observer.end_step(has_failed=has_failed)
             self._observers = ()
@@ -314,7 +314,6 @@ class Replayer:
     def _end_backward(self, slot: Slot) -> None:
         """Finish a microbatch once all of its gradients are added."""
         assert self._captured is not None
-        self._captured.sinks[slot.chunk].after_backward()
         self._machine.release(slot.chunk, slot.index)
 
     def _acquire(self, c: int, key: Hashable) -> Slot:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from chunkgraph.engine.capture.grad_memory import use_count
+from chunkgraph.engine.gradients import use_count
 
 __all__ = ["META", "ReceiveMemory", "allocate", "empty_on", "free"]
 

@@ -159,4 +159,6 @@ def test_flags_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ConfigError, match="--cuda-graph-warmup-steps 0"):
         read_flags(_parse("--cuda-graph-granularity", "chunk", "--cuda-graph-warmup-steps", "0"))
     with pytest.raises(ConfigError, match="--cuda-graph-max-packed-seqs is -1; it must be greater"):
-        read_flags(_parse("--cuda-graph-granularity", "chunk", "--cuda-graph-max-packed-seqs", "-1"))
+        read_flags(
+            _parse("--cuda-graph-granularity", "chunk", "--cuda-graph-max-packed-seqs", "-1")
+        )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from toys import Apply, capture, train
+from toys import Apply, capture
 
 from chunkgraph.engine import ChunkGraphs
 from chunkgraph.engine.verify import same_bits
@@ -186,6 +186,11 @@ def halve(module: nn.Module, _: Any) -> None:
         p.grad = p.grad * 0.5
 
 
+def halve_data(module: nn.Module, _: Any) -> None:
+    for p in module.parameters():
+        p.grad.data = p.grad.data * 0.5  # the same tensor in other memory
+
+
 def clear_one(module: nn.Module, _: Any) -> None:
     next(iter(module.parameters())).grad = None
 
@@ -195,26 +200,20 @@ def keep_and_drop(module: Any, _: Any) -> None:
     module.zero_grad(set_to_none=True)
 
 
-def alias(module: nn.Module, _: Any) -> None:
-    for p in module.parameters():
-        p.grad = p.grad.view_as(p.grad)
-
-
 @pytest.mark.parametrize(
     "change",
     [
         step_and_clear,
         halve,
+        halve_data,
         clear_one,
         keep_and_drop,
         lambda module, _: module.zero_grad(set_to_none=False),
         lambda module, _: nn.utils.clip_grad_norm_(module.parameters(), 0.1),
-        alias,
     ],
 )
-@pytest.mark.parametrize("num_microbatches", [1, 3])
-def test_what_is_done_to_gradients_between_backwards_counts(
-    both: Callable[..., None], change: Callable[..., None], num_microbatches: int
+def test_what_is_done_to_gradients_between_steps_counts(
+    both: Callable[..., None], change: Callable[..., None]
 ) -> None:
     def body(module: Any, call: Callable[..., Any]) -> list[Any]:
         call(rows(module)).square().mean().backward()
@@ -222,18 +221,7 @@ def test_what_is_done_to_gradients_between_backwards_counts(
         return [*getattr(module, "kept", []), *(p.detach().clone() for p in module.parameters())]
 
     module = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-    both(module, body, num_steps=3, count=num_microbatches)
-
-
-def test_views_of_a_dropped_gradient_are_refused(backend: GraphBackend) -> None:
-    module = nn.Linear(8, 8).to(backend.device)
-    graphs = capture(module, rows(module), backend=backend)
-    train(graphs, rows(module))
-    view = module.weight.grad.view(-1)
-    module.zero_grad()
-    with pytest.raises(ReplayMismatchError, match="views of its memory"):
-        train(graphs, rows(module))
-    assert view.numel() == 64
+    both(module, body, num_steps=3)
 
 
 @pytest.mark.parametrize("asks", ["grad", "grad of a parameter", "inputs"])

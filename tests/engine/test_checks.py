@@ -356,33 +356,6 @@ def test_contexts_of_torch_that_change_no_result_are_accepted(loop: Loop) -> Non
             checkpoint(call, loop.rows(), use_reentrant=True).sum().backward()
 
 
-# -- optimizers ------------------------------------------------------------------------------------
-
-
-def test_an_optimizer_that_steps_while_a_microbatch_is_in_flight_is_refused(loop: Loop) -> None:
-    module = loop.capture()
-    trained = [p for p in module.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=0.1)
-
-    def step() -> None:
-        with loop.graphs.step(1):
-            loop.graphs.callables[0](loop.rows())
-            optimizer.step()
-
-    loop.step()
-    with pytest.raises(ReplayMismatchError, match=r"\(SGD\) steps while 1 microbatches wait"):
-        step()
-    optimizer.step()
-    other = nn.Linear(WIDTH, WIDTH)
-    other(torch.ones(2, WIDTH)).sum().backward()
-    with loop.graphs.step(2):
-        loop.graphs.callables[0](loop.rows()).sum().backward()
-        optimizer.step()  # nothing is in flight
-        y = loop.graphs.callables[0](loop.rows())
-        torch.optim.SGD(other.parameters(), lr=0.1).step()
-        y.sum().backward()
-
-
 # -- what is nobody's business ---------------------------------------------------------------------
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from torch import nn
 from toys import Apply, all_equal, capture, train
 
 from chunkgraph.engine import ChunkGraphs
-from chunkgraph.engine.capture.gradients import GradientSinks
+from chunkgraph.engine.gradients import GradientSinks
 from chunkgraph.errors import ReplayMismatchError
 from chunkgraph.graphs import GraphBackend, RecorderBackend
 
@@ -65,7 +64,7 @@ def test_a_parameter_that_a_function_gives_no_gradient_has_none(backend: GraphBa
     assert torch.equal(module.linear.weight.grad, eager.linear.weight.grad)
 
 
-@pytest.mark.parametrize("clears", [False, True], ids=["kept", "dropped inside the step"])
+@pytest.mark.parametrize("clears", [False, True], ids=["kept", "dropped by each step"])
 def test_chunks_that_share_a_parameter_add_to_one_gradient(
     backend: GraphBackend, clears: bool
 ) -> None:
@@ -109,7 +108,7 @@ def test_passes_of_a_session_leave_every_bit_of_main_grads(value: float) -> None
     own = [parameter.main_grad for parameter in parameters]
     own[1].fill_(value)
     before = [grad.clone().reshape(-1).view(torch.int32) for grad in own]
-    sinks = GradientSinks(parameters, "chunk 0")
+    sinks = GradientSinks(parameters)
     with sinks.cleared():
         assert not any(grad.any() for grad in own)
         for parameter in parameters:
@@ -138,43 +137,53 @@ def test_a_main_grad_that_is_not_as_it_was_is_refused(change: str) -> None:
         pass
 
 
-@pytest.mark.parametrize("when", ["before the first backward", "after it"])
-def test_two_parameters_with_one_gradient_are_refused(backend: GraphBackend, when: str) -> None:
-    module, other = layers = [nn.Linear(8, 8, bias=False) for _ in range(2)]
+def _share(layers: list[nn.Linear]) -> None:
+    layers[0].weight.grad = layers[1].weight.grad = torch.zeros_like(layers[1].weight)
+
+
+def _share_a_bound_one(layers: list[nn.Linear]) -> None:
+    layers[0].weight.grad = layers[1].weight.grad
+
+
+def _make_sparse(layers: list[nn.Linear]) -> None:
+    layers[0].weight.grad = torch.eye(8, device=layers[0].weight.device).to_sparse()
+
+
+def _replace_by_view(layers: list[nn.Linear]) -> None:
+    layers[0].weight.grad = layers[0].weight.grad.view_as(layers[0].weight)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_share_a_bound_one, "views of its memory|that of another parameter"),
+        (_share, "that of another parameter"),
+        (_make_sparse, r"(?s)shape \(8, 8\) is torch.sparse_coo.*to_dense"),
+        (_replace_by_view, "views of its memory are still in use"),
+    ],
+)
+def test_gradients_that_cannot_move_to_sinks_are_refused(
+    backend: GraphBackend, change: Callable[[list[nn.Linear]], None], message: str
+) -> None:
+    layers = [nn.Linear(8, 8, bias=False, device=backend.device) for _ in range(2)]
     x = torch.randn(4, 8, device=backend.device)
     graphs = capture(nn.Sequential(*layers), x, backend=backend)
-    if when == "after it":
-        train(graphs, x)
-        module.weight.grad = other.weight.grad
-    else:
-        module.weight.grad = other.weight.grad = torch.zeros_like(other.weight)
-    with pytest.raises(ReplayMismatchError, match="Two parameters have gradients in the same"):
-        train(graphs, x)
-
-
-def test_gradients_that_are_columns_of_one_buffer_stay_there(backend: GraphBackend) -> None:
-    torch.manual_seed(4)
-    layers = [nn.Linear(8, 8, bias=False, device=backend.device) for _ in range(2)]
-    module = nn.Sequential(*layers)
-    graphs = ChunkGraphs([module], [1], backend=backend)
-    x = torch.randn(4, 8, device=backend.device)
-    buffers = []
-    for call in (module, graphs.callables[0]):
-        buffers.append(torch.zeros(8, 16, device=backend.device))
-        for layer, grad in zip(layers, buffers[-1].split(8, 1), strict=True):
-            layer.weight.grad = grad
-        for _ in range(3):
-            with graphs.step(1) if call is not module else nullcontext():
-                call(x).square().mean().backward()
-    assert graphs.counters.replays == 2
-    assert torch.equal(*buffers)
-
-
-def test_a_sparse_gradient_is_refused(backend: GraphBackend) -> None:
-    module = nn.Linear(4, 4, device=backend.device)
-    x = torch.ones(2, 4, device=backend.device)
-    graphs = capture(module, x, backend=backend)
-    module.weight.grad = torch.eye(4, device=backend.device).to_sparse()
-    message = r"(?s)shape \(4, 4\) is torch.sparse_coo.*to_dense"
+    train(graphs, x)
+    change(layers)
     with pytest.raises(ReplayMismatchError, match=message):
         train(graphs, x)
+
+
+def test_gradients_may_lie_in_a_flat_buffer(backend: GraphBackend) -> None:
+    layers = [nn.Linear(8, 8, bias=False, device=backend.device) for _ in range(2)]
+    x = torch.randn(4, 8, device=backend.device)
+    graphs = capture(nn.Sequential(*layers), x, backend=backend)
+    train(graphs, x)
+    expected = [2 * layer.weight.grad for layer in layers]
+    flat = torch.empty(2, 8, 8, device=backend.device)
+    for layer, grad in zip(layers, flat, strict=True):
+        layer.weight.grad = grad.copy_(layer.weight.grad)
+    train(graphs, x)
+    assert torch.equal(flat, torch.stack(expected))
+    assert all(layer.weight.grad is not None for layer in layers)
+    assert layers[1].weight.grad.data_ptr() == flat[1].data_ptr()

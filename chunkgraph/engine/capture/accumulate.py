@@ -11,13 +11,16 @@ are too small to fill the GPU, and each kernel starts after a gap.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
 
 import torch
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
 
 from chunkgraph.engine.chunk import GradientMarker
 
@@ -30,6 +33,7 @@ _Pair = tuple[torch.Tensor, torch.Tensor]
 _HALF = (torch.bfloat16, torch.float16)
 _ALIGNMENT_BYTES = 16
 _DIVISOR = 16
+_BLOCK = 1024  # elements; larger blocks are slower by a quarter on an H200
 _MARK = "_chunkgraph_adds_together"
 
 
@@ -60,8 +64,8 @@ class Accumulation:
 
     def __init__(
         self,
-        accumulate: Callable[..., None],
-        sinks: Sequence[Any],
+        accumulate: Accumulate,
+        sinks: Sequence[torch.Tensor] | Mapping[int, torch.Tensor],
         marker: GradientMarker | None = None,
     ) -> None:
         self.trained: set[int] = set()
@@ -115,22 +119,25 @@ def new_accumulate(sinks: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype])
     """
     pairs = {(sink.dtype, dtype) for sink, dtype in zip(sinks, dtypes, strict=True)}
     mixed = [dtype for sink, dtype in pairs if sink == torch.float32 and dtype in _HALF]
-    if not mixed or not sinks[0].is_cuda or importlib.util.find_spec("triton") is None:
+    if not mixed or not sinks[0].is_cuda or triton is None:
         return _add
-    launch: Callable[..., None]
-    launch = importlib.import_module("chunkgraph.engine.capture.accumulate_kernel").add_mixed
     for dtype in mixed:
         sample = torch.zeros(1024, device=sinks[0].device)
-        launch(sample, sample.to(dtype))
+        _launch([(sample, sample.to(dtype))])
+    return _add_in_runs
 
-    def add(sinks: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-        for run in _runs(sinks, gradients):
-            if _fits(*run[0]):
-                launch(*run[0], len(run), *(_steps(run[0], run[1]) if len(run) > 1 else (0, 0)))
-            else:
-                _add(*zip(*run, strict=True))
 
-    return add
+def _add(sinks: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+    for sink, gradient in zip(sinks, gradients, strict=True):
+        sink.add_(gradient)
+
+
+def _add_in_runs(sinks: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+    for run in _runs(sinks, gradients):
+        if _fits(*run[0]):
+            _launch(run)
+        else:
+            _add(*zip(*run, strict=True))
 
 
 def _runs(sinks: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> list[list[_Pair]]:
@@ -179,6 +186,23 @@ def _fits(sink: torch.Tensor, gradient: torch.Tensor) -> bool:
     )
 
 
-def _add(sinks: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-    for sink, gradient in zip(sinks, gradients, strict=True):
-        sink.add_(gradient)
+if triton is not None:
+
+    @triton.jit(do_not_specialize=["n"])
+    def _add_mixed(sink, gradient, n, sink_step, gradient_step, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        inside = at < n
+        pair = tl.program_id(1).to(tl.int64)
+        sink += pair * sink_step
+        gradient += pair * gradient_step
+        total = tl.load(sink + at, inside) + tl.load(gradient + at, inside).to(tl.float32)
+        tl.store(sink + at, total, inside)
+
+
+def _launch(run: Sequence[_Pair]) -> None:
+    """Add the half-precision gradients of a run of `_runs` to their float32 sinks."""
+    (sink, gradient), n = run[0], run[0][0].numel()
+    steps = _steps(run[0], run[1]) if len(run) > 1 else (0, 0)
+    _add_mixed[(triton.cdiv(n, _BLOCK), len(run))](
+        sink, gradient, n, *steps, BLOCK=_BLOCK, num_warps=8
+    )

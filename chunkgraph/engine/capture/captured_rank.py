@@ -6,10 +6,10 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 from chunkgraph.engine.banks import Bank
-from chunkgraph.engine.capture.gradients import GradientSinks
 from chunkgraph.engine.capture.self_test import Noise
 from chunkgraph.engine.checks import ModelGuard
 from chunkgraph.engine.chunk import GradientMarker
+from chunkgraph.engine.gradients import GradientSinks
 from chunkgraph.engine.slot import Slot
 from chunkgraph.memory import PoolPlan
 

@@ -8,7 +8,9 @@ and it has no value before the first replay. So modules get back what they kept 
 
 from __future__ import annotations
 
+import bisect
 import gc
+import sys
 import threading
 import weakref
 from collections import deque
@@ -20,7 +22,6 @@ from typing import Any
 import torch
 
 from chunkgraph.engine.chunk import Chunk
-from chunkgraph.engine.pool_memory import PoolMemory
 from chunkgraph.engine.slot import Slot
 from chunkgraph.errors import CaptureError
 from chunkgraph.graphs import Pool
@@ -45,11 +46,9 @@ class Bookkeeping:
     """
 
     def __init__(self, chunk: Chunk) -> None:
-        self._label, self._caches = chunk.label, chunk.caches
-        layers = [*chunk.module.named_modules()] if chunk.module is not None else []
-        self._buffers = [(f"{path}.".lstrip("."), layer._buffers) for path, layer in layers]
+        self._chunk = chunk
+        level: list[Any] = [vars(m) for m in chunk.module.modules()] if chunk.module else []
         found: dict[int, Any] = {}
-        level: list[Any] = [vars(layer) for _, layer in layers]
         for _ in range(_DEPTH + 1):
             level = [holder for holder in level if id(holder) not in found]
             found.update((id(holder), holder) for holder in level)
@@ -65,32 +64,27 @@ class Bookkeeping:
             CaptureError: the block replaced a buffer, which is state of the model.
         """
         before = [holder.copy() for holder in self._holders]
-        buffers = self._named_buffers()
+        buffers = self._buffers()
         try:
             yield
-            now = self._named_buffers()
-            if replaced := [
-                name for name, buffer in buffers.items() if now.get(name) is not buffer
-            ]:
+            now = self._buffers()
+            if replaced := [name for name, b in buffers.items() if now.get(name) is not b]:
                 raise CaptureError(
-                    f"{self._label}: its forward replaces {', '.join(replaced)} by another tensor, "
-                    "so every replay would start from the value of the capture. Update it in place "
-                    "(add_, copy_), or keep it out of the chunk."
+                    f"{self._chunk.label}: its forward replaces {', '.join(replaced)} by another "
+                    "tensor, so every replay would start from the value of the capture. Update it "
+                    "in place (add_, copy_), or keep it out of the chunk."
                 )
         finally:
             for holder, entries in zip(self._holders, before, strict=True):
-                if not _same(holder, entries):
+                if _ids(holder) != _ids(entries):
                     holder.clear()
                     holder.update(entries) if isinstance(holder, dict) else holder.extend(entries)
 
-    def _named_buffers(self) -> dict[str, torch.Tensor]:
+    def _buffers(self) -> dict[str, torch.Tensor]:
         """Return the present buffers by name, except caches."""
-        return {
-            path + name: buffer
-            for path, buffers in self._buffers
-            for name, buffer in buffers.items()
-            if buffer is not None and name not in self._caches
-        }
+        module, caches = self._chunk.module, self._chunk.caches
+        named = module.named_buffers(remove_duplicate=False) if module is not None else ()
+        return {name: b for name, b in named if name.rpartition(".")[2] not in caches}
 
 
 def _holder(value: Any) -> Any:
@@ -101,14 +95,9 @@ def _holder(value: Any) -> Any:
     return entries if isinstance(entries, (list, deque, dict)) else None
 
 
-def _same(a: Any, b: Any) -> bool:
-    """Return whether two dicts, lists or deques have the same objects as entries."""
-    if len(a) != len(b):
-        return False
-    if isinstance(a, dict):
-        pairs = zip(a.items(), b.items(), strict=True)
-        return all(x is y and v is w for (x, v), (y, w) in pairs)
-    return all(x is y for x, y in zip(a, b, strict=True))
+def _ids(holder: Any) -> list[int]:
+    """Return the ids of the entries of a dict, list or deque."""
+    return [*map(id, (*holder, *holder.values()) if isinstance(holder, dict) else holder)]
 
 
 def refuse_dangling(label: str, pools: Sequence[Pool], slots: Iterable[Slot]) -> None:
@@ -141,32 +130,33 @@ def refuse_dangling(label: str, pools: Sequence[Pool], slots: Iterable[Slot]) ->
 
 def _dangling(pools: Sequence[Pool], known: set[int]) -> list[torch.Tensor]:
     """Return the tensors in live blocks of pools, except those known by their ids."""
+    ranges = sorted((r.start, r.end) for pool in pools for r in pool.live())
     # Functions of subclasses are bypassed: an uninitialized parameter of any module refuses them.
     with _looking, torch._C.DisableTorchFunctionSubclass():
-        memory = PoolMemory(pools)
-        tensors = [t for ref in _tensor_refs() if (t := ref()) is not None]
+        tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
         for tensor in tuple(tensors):
             # A view whose base has changed since does not tell whether it is a leaf.
             with suppress(RuntimeError):
                 if tensor.requires_grad and tensor.is_leaf and tensor.grad is not None:
                     tensors.append(tensor.grad)
-        every = {id(t): t for t in tensors}
-        return [t for key, t in every.items() if key not in known and memory.holds(t)]
+        every = {id(t): t for t in tensors if id(t) not in known}
+        return [t for t in every.values() if _lies_in(ranges, pools, t)]
 
 
-def _tensor_refs() -> list[weakref.ref[torch.Tensor]]:
-    """Return weak references to all tensors that Python knows of, as referrers of their class.
-
-    A list of all objects would include objects that other threads are still constructing.
-    """
-    objects = gc.get_referrers(torch.Tensor, *_subclasses(torch.Tensor))
-    return [weakref.ref(o) for o in objects if issubclass(type(o), torch.Tensor)]
-
-
-def _subclasses(kind: Any) -> Iterator[type]:
-    for subclass in kind.__subclasses__():
-        yield subclass
-        yield from _subclasses(subclass)
+def _lies_in(
+    ranges: Sequence[tuple[int, int]], pools: Sequence[Pool], tensor: torch.Tensor
+) -> bool:
+    """Return whether a tensor lies in sorted ranges of pools and is no alias that a graph uses."""
+    try:
+        storage = tensor.untyped_storage()
+        # That of a compiler's tensor has no address.
+        address = storage.data_ptr() if storage.device.type != "meta" else 0
+    except (RuntimeError, NotImplementedError, ValueError):  # the tensor has no storage
+        return False
+    place = bisect.bisect_right(ranges, (address, sys.maxsize)) - 1
+    if place < 0 or address >= ranges[place][1]:
+        return False
+    return not any(pool.is_alias(storage) for pool in pools)
 
 
 def _keeper(tensor: torch.Tensor) -> str:

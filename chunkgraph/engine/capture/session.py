@@ -34,8 +34,6 @@ from chunkgraph._collector import collector_paused
 from chunkgraph.engine.banks import Bank
 from chunkgraph.engine.capture.captured_rank import CapturedRank, CaptureReport
 from chunkgraph.engine.capture.dangling import Bookkeeping, refuse_dangling
-from chunkgraph.engine.capture.grad_memory import GradMemory
-from chunkgraph.engine.capture.gradients import GradientSinks
 from chunkgraph.engine.capture.layers import LayerWatch
 from chunkgraph.engine.capture.parameter_aliases import ParameterAliases
 from chunkgraph.engine.capture.preserved import parts_kept, tensors_kept
@@ -57,6 +55,7 @@ from chunkgraph.engine.capture.warm_up import (
 from chunkgraph.engine.checks import ModelGuard
 from chunkgraph.engine.chunk import Chunk, GradientMarker, Host, OnCapture
 from chunkgraph.engine.digest import digests_of
+from chunkgraph.engine.gradients import GradientSinks, GradMemory
 from chunkgraph.engine.hooks import refuse_contexts
 from chunkgraph.engine.program import (
     BackwardPlan,
@@ -285,7 +284,7 @@ def _begin(
 ) -> _Session:
     maker.backend.release_cached_memory()  # blocks of eager steps are too small for all sinks
     grad_memory = GradMemory({id(p): p for chunk in chunks for p in chunk.parameters}.values())
-    sinks = tuple(GradientSinks(c.parameters, c.label, grad_memory) for c in chunks)
+    sinks = tuple(GradientSinks(c.parameters, grad_memory) for c in chunks)
     grad_memory.set_aside()  # the passes of `_warm_up` need none
     models = tuple(ModelGuard(chunk) for chunk in chunks)
     _refuse_shared_parameters(chunks)

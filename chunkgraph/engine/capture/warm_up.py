@@ -119,9 +119,8 @@ def _run_backward(own: Isolated, call: Pass) -> tuple[tuple[int, ...], list[torc
         sums.finish()
         if chunk.end_of_backward is not None:
             chunk.end_of_backward()
-        found = totals()
     trained = set(order.seen)
-    return tuple(order.seen), [t if i in trained else None for i, t in enumerate(found)]
+    return tuple(order.seen), [totals[i] if i in trained else None for i in range(len(leaves))]
 
 
 @dataclass

@@ -15,6 +15,7 @@ from torch import nn
 
 from chunkgraph.engine.capture.preserved import tensors_kept
 from chunkgraph.engine.chunk import Action, Chunk, GradientMarker
+from chunkgraph.engine.gradients import collecting
 from chunkgraph.engine.program import BackwardPlan, GraphProgram, Isolated, Pass, Receive
 from chunkgraph.engine.slot import Slot
 from chunkgraph.engine.split.deferral import Deferral
@@ -69,7 +70,7 @@ class Split(GraphProgram):
             host.preserving(),
             tensors_kept(chunk),
             # Entered first: of two hooks on a leaf, the first takes the gradient.
-            own.sinks.collecting(leaves, lambda index, gradient: take(index, gradient)),  # noqa: PLW0108
+            collecting(leaves, lambda index, gradient: take(index, gradient)),  # noqa: PLW0108
         ):
             with watched:
                 before = Pass(chunk, sample).forward()
@@ -236,7 +237,7 @@ class _Weights:
                     "gradient_accumulation_fusion=False."
                 )
 
-        with self._sinks.collecting(self._leaves, receive):
+        with collecting(self._leaves, receive):
             yield
 
     @contextmanager

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from chunkgraph.engine.capture.gradients import GradientSinks
 from chunkgraph.engine.capture.layers import LayerWatch
 from chunkgraph.engine.capture.parameter_aliases import ParameterAliases
 from chunkgraph.engine.capture.preserved import versions
 from chunkgraph.engine.capture.saved import SavedTensor, saved_tensors
 from chunkgraph.engine.capture.static_inputs import call_with
 from chunkgraph.engine.chunk import Chunk, Host
+from chunkgraph.engine.gradients import GradientSinks
 from chunkgraph.engine.program import program_of
 from chunkgraph.engine.tree import Call, distinct_tensors, flatten
 from chunkgraph.engine.verify.state import ChunkState, restored
@@ -198,7 +198,7 @@ class EagerPasses:
         outputs = [forward.tensors[i] for i in differentiable]
         leaves, order = forward.aliases.leaves, _Order()
         with self._own_sums(leaves):
-            sinks = GradientSinks(leaves, f"{self._chunk.label}, run eagerly")
+            sinks = GradientSinks(leaves)
         with torch.no_grad():
             for total, gradient in zip(self._sums, self._gradients, strict=True):
                 if accumulates:

@@ -162,6 +162,7 @@ PROGRAMS = {
 
 
 REFUSED = {
+    "gradients_that_require_gradients",
     "a_parameter_that_is_returned",
     "chunks_that_share_a_cast",
     "an_encoder_that_runs_without_gradients_under_autocast",

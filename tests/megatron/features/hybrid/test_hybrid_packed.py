@@ -121,7 +121,9 @@ def test_packings_never_seen_at_capture(flight: Flight) -> None:
 
 def _rows_of_slots(flight: Flight) -> list[torch.Tensor]:
     (slots,) = flight.graphs.engine._captured.slots
-    return [t for slot in slots for t in slot.inputs.tensors if t.dtype == torch.int32 and t.dim() == 2]
+    return [
+        t for slot in slots for t in slot.inputs.tensors if t.dtype == torch.int32 and t.dim() == 2
+    ]
 
 
 @only_block
