@@ -18,7 +18,7 @@ from torch import nn
 from chunkgraph._text import shown
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.hooks import Error, refuse_hooks
-from chunkgraph.engine.tensor_guard import new_guard
+from chunkgraph.engine.tree import new_guard
 from chunkgraph.errors import CaptureError, ReplayMismatchError
 
 __all__ = ["ModelGuard"]

@@ -37,14 +37,14 @@ def backward_twice(loss: torch.Tensor) -> None:
     [
         (
             lambda c, x: c(x[:2]),
-            r"argument 0: captured \(4, 8\) torch.float32 on \S+, called \(2, 8\)",
+            r"argument 0: captured \(4, 8\) torch.float32 on \S+ .*, called \(2, 8\)",
         ),
         (
             lambda c, x: c(x.double()),
-            r"captured \(4, 8\) torch.float32 on \S+, called \(4, 8\) torch.float64",
+            r"called \(4, 8\) torch.float64",
         ),
-        (lambda c, x: c(x, scale=2.0), "structure"),
-        (lambda c, x: c(x, 1.0), "structure"),
+        (lambda c, x: c(x, scale=2.0), "argument 'scale': captured nothing, called 2.0"),
+        (lambda c, x: c(x, 1.0), "argument 1: captured nothing"),
     ],
 )
 def test_changed_arguments_are_refused_with_their_difference(
@@ -64,7 +64,9 @@ def test_a_gradient_that_was_not_captured_is_refused(backend: GraphBackend) -> N
     graphs.capture([(sample(backend).detach(),)])
     train(graphs, sample(backend).detach())
     with (
-        pytest.raises(ReplayMismatchError, match=r"argument 0: .*without grad.*requires grad"),
+        pytest.raises(
+            ReplayMismatchError, match=r"argument 0: .*captured .*called .*\(requires grad"
+        ),
         graphs.step(1),
     ):
         graphs.callables[0](sample(backend))
