@@ -56,18 +56,16 @@ def as_chunks(chunks: object) -> tuple[Chunk, ...]:
         ConfigError: a value is neither a module nor a `Chunk`.
     """
     are_several = isinstance(chunks, (list, tuple, nn.ModuleList))
-    values: Iterable[object] = chunks if are_several else (chunks,)  # type: ignore[assignment]
-    return tuple(_as_chunk(value, i) for i, value in enumerate(values))
-
-
-def _as_chunk(value: object, i: int) -> Chunk:
-    if isinstance(value, Chunk):
-        return value
-    if isinstance(value, nn.Module):
-        return Chunk.from_module(value, f"chunk {i}")
-    raise ConfigError(
-        f"Chunk {i} is {shown(value)}. Pass an instance of nn.Module, or for a function "
-        "Chunk(forward=function, parameters=(...), label='...')."
+    values: Sequence[Any] = chunks if are_several else (chunks,)  # type: ignore[assignment]
+    for i, value in enumerate(values):
+        if not isinstance(value, (Chunk, nn.Module)):
+            raise ConfigError(
+                f"Chunk {i} is {shown(value)}. Pass an instance of nn.Module, or for a function "
+                "Chunk(forward=function, parameters=(...), label='...')."
+            )
+    return tuple(
+        value if isinstance(value, Chunk) else Chunk.from_module(value, f"chunk {i}")
+        for i, value in enumerate(values)
     )
 
 
@@ -75,7 +73,7 @@ def check_counts(num_chunks: int, num_slots: int | Iterable[int]) -> tuple[int, 
     """Return the slot counts of all chunks; a single number applies to each.
 
     Raises:
-        ConfigError: there are no chunks, not as many counts as chunks, or a count below 1.
+        ConfigError: there are no chunks, not as many counts as chunks, or a count is below 1.
         TypeError: a value is not an integer.
     """
     if not num_chunks:

@@ -91,9 +91,7 @@ class Call:
         """Return for each leaf the number of its tensor; None for a plain value."""
         numbers: dict[int, int] = {}
         return [
-            numbers.setdefault(id(leaf), len(numbers))
-            if isinstance(leaf, (torch.Tensor, _Hole))
-            else None
+            numbers.setdefault(id(leaf), len(numbers)) if isinstance(leaf, torch.Tensor) else None
             for leaf in self.leaves
         ]
 
@@ -117,8 +115,8 @@ class Call:
         return replace(self, leaves=leaves)
 
     def emptied(self) -> Call:
-        """Return the call without its tensors, to be `filled`."""
-        return self.filled([_Hole() for _ in self.tensors])
+        """Return the call with placeholders instead of its tensors, to be `filled`."""
+        return self.filled([torch.empty(0, device="meta") for _ in self.tensors])
 
     def arguments(self) -> Any:
         """Return the positional and keyword arguments."""
@@ -127,10 +125,6 @@ class Call:
     def named_leaves(self) -> list[tuple[str, Any]]:
         """Return each leaf with its path, as the caller would write it."""
         return [(_path(path), leaf) for path, leaf in tree_flatten_with_path(self.arguments())[0]]
-
-
-class _Hole:
-    """The placeholder of a tensor in a call."""
 
 
 def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:

@@ -201,18 +201,13 @@ def test_a_module_without_a_device_is_refused() -> None:
     ("option", "named"),
     [
         ({"verify": "Shadow"}, r"verify is 'Shadow'.*Did you mean 'shadow'\?"),
-        ({"verify": True}, "verify is True; it must be 'none' or 'poison' or 'shadow'"),
-        ({"verify": None}, "verify is None"),
         ({"verify": "x" * 10_000}, "^.{0,300}$"),
         ({"on_failure": "warn"}, "on_failure is 'warn'; it must be 'raise' or 'eager'"),
         ({"num_warmup_steps": -3}, "num_warmup_steps is -3; it must be a whole number, 0 or"),
-        ({"num_warmup_steps": 1.5}, "num_warmup_steps is 1.5"),
         ({"num_warmup_steps": True}, "num_warmup_steps is True"),
-        ({"num_warmup_steps": None}, "num_warmup_steps is None"),
         ({"num_verify_steps": -1}, "num_verify_steps is -1.*or None for all steps"),
         ({"verify_every": 0}, "verify_every is 0; it must be a whole number, 1 or greater"),
         ({"shared_slots": "no"}, "shared_slots is 'no'; it must be True or False"),
-        ({"memset_kernels": 1}, "memset_kernels is 1"),
     ],
 )
 def test_options_that_cannot_be_are_refused(option: dict[str, Any], named: str) -> None:
