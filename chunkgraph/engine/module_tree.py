@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-__all__ = ["Container", "containers"]
+__all__ = ["Entry", "entries"]
 
 _MAX_DEPTH = 4
 """Most lists, dicts, tuples and objects between a module and a value."""
@@ -26,70 +26,61 @@ _TREES = (tuple, dict, list, deque)
 _OPAQUE_PACKAGES = frozenset({"builtins", "functools", "torch"})
 
 
-@dataclass(frozen=True)
-class Container:
-    """A dict, list or deque that values can be replaced in.
+class Entry(NamedTuple):
+    """A value that can be replaced.
 
     Attributes:
-        values: the dict, list or deque itself.
-        path: path of the container from the root module.
-        are_attributes: whether the keys are names of attributes.
+        container: the dict, list or deque that has it.
+        key: its key or index there.
+        value: the value.
+        name: the expression for it, as a user writes it.
     """
 
-    values: Any
-    path: str
-    are_attributes: bool = False
-
-    def entries(self) -> list[tuple[Any, Any]]:
-        """Return the present keys and values, without weak proxies, whose object may be gone."""
-        items = self.values.items() if isinstance(self.values, dict) else enumerate(self.values)
-        excluded = _TORCHS_NAMES if self.are_attributes else ()
-        return [
-            (key, value)
-            for key, value in items
-            if type(value) not in weakref.ProxyTypes and key not in excluded
-        ]
-
-    def name(self, key: Any) -> str:
-        """Return the expression for the value of ``key``, as a user writes it."""
-        return f"{self.path}.{key}".lstrip(".") if self.are_attributes else f"{self.path}[{key!r}]"
+    container: Any
+    key: Any
+    value: Any
+    name: str
 
 
-def containers(module: nn.Module, name: str = "") -> list[Container]:
-    """Return all containers of ``module`` and its parts, each once.
+def entries(module: nn.Module, name: str = "") -> Iterator[Entry]:
+    """Yield the values in the attributes, lists, dicts and objects of a module and its parts.
 
     Modules that lie in plain attributes and lists are walked too. Objects of torch and of the
-    standard library are not.
+    standard library are not, and weak proxies are left out, since their object may be gone.
 
     Args:
         module: the root.
-        name: name of the module, a prefix of paths.
+        name: name of the module, a prefix of names.
     """
-    every: list[Container] = []
     modules: set[nn.Module] = set()
     seen: set[int] = set()
     waiting: deque[tuple[Any, str, int]] = deque([(module, name, 0)])
     while waiting:
-        value, path, depth = waiting.popleft()
-        if isinstance(value, nn.Module):
-            parts = value.named_modules(modules, path)
+        holder, path, depth = waiting.popleft()
+        found: list[tuple[Any, str, bool]]  # containers, and whether their keys are attributes
+        if isinstance(holder, nn.Module):
             found = [
-                Container(values, where, are_attributes=True)
-                for where, part in parts
-                for values in (part._parameters, part._buffers, vars(part))
+                (container, where, True)
+                for where, part in holder.named_modules(modules, path)
+                for container in (part._parameters, part._buffers, vars(part))
             ]
-        elif id(value) in seen:
+        elif id(holder) in seen:
             continue
-        elif isinstance(value, _TREES):
-            found = [Container(value, path)] if len(value) <= _MAX_ITEMS else []
+        elif isinstance(holder, _TREES):
+            found = [(holder, path, False)] if len(holder) <= _MAX_ITEMS else []
         else:
-            found = [Container(vars(value), path, are_attributes=True)]
-        seen.add(id(value))
-        every += [container for container in found if not isinstance(container.values, tuple)]
-        for container in found if depth < _MAX_DEPTH else ():
-            inner = [(key, value) for key, value in container.entries() if _may_hold(value)]
-            waiting.extend((value, container.name(key), depth + 1) for key, value in inner)
-    return every
+            found = [(vars(holder), path, True)]
+        seen.add(id(holder))
+        for container, where, are_attributes in found:
+            items = container.items() if isinstance(container, dict) else enumerate(container)
+            for key, value in [*items]:
+                if type(value) in weakref.ProxyTypes or (are_attributes and key in _TORCHS_NAMES):
+                    continue
+                text = f"{where}.{key}".lstrip(".") if are_attributes else f"{where}[{key!r}]"
+                if not isinstance(container, tuple):
+                    yield Entry(container, key, value, text)
+                if depth < _MAX_DEPTH and _may_hold(value):
+                    waiting.append((value, text, depth + 1))
 
 
 def _may_hold(value: Any) -> bool:

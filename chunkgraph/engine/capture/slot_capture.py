@@ -18,7 +18,7 @@ from chunkgraph.engine.capture.static_inputs import SlotStatics, call_with
 from chunkgraph.engine.chunk import Chunk, GradientMarker
 from chunkgraph.engine.host import Host
 from chunkgraph.engine.layout import memory_of
-from chunkgraph.engine.module_tree import containers
+from chunkgraph.engine.module_tree import entries
 from chunkgraph.engine.slot import Slot
 from chunkgraph.engine.tree import Call, argument_paths, distinct_tensors, flatten
 from chunkgraph.errors import CaptureError
@@ -271,10 +271,9 @@ def _described(chunk: Chunk, tensors: Sequence[torch.Tensor]) -> list[str]:
     """Return the names of tensors in the chunk's module, with their shapes."""
     ids = set(map(id, tensors))
     names: dict[int, str] = {}
-    for container in containers(chunk.module, chunk.module_name) if chunk.module else ():
-        for key, value in container.entries():
-            if id(value) in ids:
-                names.setdefault(id(value), f"{container.name(key)}: ")
+    for _, _, value, name in entries(chunk.module, chunk.module_name) if chunk.module else ():
+        if id(value) in ids:
+            names.setdefault(id(value), f"{name}: ")
     return [f"{names.get(id(t), '')}{tuple(t.shape)} {t.dtype}" for t in tensors]
 
 
