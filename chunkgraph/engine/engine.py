@@ -242,13 +242,12 @@ class ChunkGraphs:
 
         Raises:
             CaptureError: the session failed and ``on_failure`` is ``raise``.
-            ConfigError: the shape key is invalid, or, on all ranks, plans differ between ranks.
+            ConfigError: on all ranks, plans differ between ranks.
             SlotError: a microbatch was forwarded but not run backward when the step ended.
             ReplayMismatchError: a call differs from the captured one.
         """
         if self.mode is not StepMode.OUTSIDE:
             raise SlotError("A step began inside a step. End the outer step first.")
-        arguments.check_shape_key(shape_key)
         misfit, plan_digest = self._decider.resolve_misfit(
             misfit, plan_digest, forward_only=forward_only
         )

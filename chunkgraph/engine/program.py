@@ -22,7 +22,7 @@ from chunkgraph.engine.capture.static_inputs import call_with, static_like
 from chunkgraph.engine.chunk import Action, Chunk, GradientMarker, Host
 from chunkgraph.engine.gradients import GradientSinks
 from chunkgraph.engine.layout import memory_of, span
-from chunkgraph.engine.module_tree import containers
+from chunkgraph.engine.module_tree import entries
 from chunkgraph.engine.slot import (
     InputGrads,
     Outputs,
@@ -464,10 +464,9 @@ def _described(chunk: Chunk, tensors: Sequence[torch.Tensor]) -> list[str]:
     """Return the names of tensors in the chunk's module, with their shapes."""
     ids = set(map(id, tensors))
     names: dict[int, str] = {}
-    for container in containers(chunk.module, chunk.module_name) if chunk.module else ():
-        for key, value in container.entries():
-            if id(value) in ids:
-                names.setdefault(id(value), f"{container.name(key)}: ")
+    for _, _, value, name in entries(chunk.module, chunk.module_name) if chunk.module else ():
+        if id(value) in ids:
+            names.setdefault(id(value), f"{name}: ")
     return [f"{names.get(id(t), '')}{tuple(t.shape)} {t.dtype}" for t in tensors]
 
 

@@ -1,13 +1,14 @@
-"""Flatten trees of arguments, and compare calls with the captured one.
+"""Arguments as a tree of tensors and plain values, and what a call must look like to be replayed.
 
 The engine uses torch's pytree functions only here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from enum import Enum
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils._pytree import (
@@ -19,9 +20,6 @@ from torch.utils._pytree import (
 
 from chunkgraph._text import shorten, shown
 from chunkgraph.engine.autocast import Autocast
-from chunkgraph.engine.layout import same_layout
-from chunkgraph.engine.plain_values import Uncomparable, key_of
-from chunkgraph.engine.tensor_guard import new_guard
 from chunkgraph.errors import ReplayMismatchError
 
 if TYPE_CHECKING:
@@ -34,8 +32,11 @@ __all__ = [
     "distinct_tensors",
     "flatten",
     "flatten_call",
+    "new_guard",
     "unflatten",
 ]
+
+flatten, unflatten = tree_flatten, tree_unflatten
 
 
 @dataclass(frozen=True)
@@ -90,9 +91,7 @@ class Call:
         """Return for each leaf the number of its tensor; None for a plain value."""
         numbers: dict[int, int] = {}
         return [
-            numbers.setdefault(id(leaf), len(numbers))
-            if isinstance(leaf, (torch.Tensor, _Hole))
-            else None
+            numbers.setdefault(id(leaf), len(numbers)) if isinstance(leaf, torch.Tensor) else None
             for leaf in self.leaves
         ]
 
@@ -116,8 +115,8 @@ class Call:
         return replace(self, leaves=leaves)
 
     def emptied(self) -> Call:
-        """Return the call without its tensors, to be `filled`."""
-        return self.filled([_Hole() for _ in self.tensors])
+        """Return the call with placeholders instead of its tensors, to be `filled`."""
+        return self.filled([torch.empty(0, device="meta") for _ in self.tensors])
 
     def arguments(self) -> Any:
         """Return the positional and keyword arguments."""
@@ -128,24 +127,9 @@ class Call:
         return [(_path(path), leaf) for path, leaf in tree_flatten_with_path(self.arguments())[0]]
 
 
-class _Hole:
-    """The placeholder of a tensor in a call."""
-
-
-def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
-    """Return the leaves and the structure of a tree."""
-    return tree_flatten(tree)
-
-
-def unflatten(leaves: Sequence[Any], spec: TreeSpec) -> Any:
-    """Return the tree of this structure with these leaves."""
-    return tree_unflatten(leaves, spec)
-
-
 def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     """Flatten positional and keyword arguments of a call."""
-    leaves, spec = tree_flatten((args, kwargs))
-    return Call(leaves, spec)
+    return Call(*tree_flatten((args, kwargs)))
 
 
 def distinct_tensors(leaves: Sequence[Any]) -> list[torch.Tensor]:
@@ -159,6 +143,13 @@ def argument_paths(call: Call) -> list[str]:
     return [named[id(tensor)] for tensor in call.tensors]
 
 
+def _path(path: Sequence[Any]) -> str:
+    """Return the text of ``(args, kwargs)`` indexed by ``path``, as the caller would write it."""
+    root, *rest = (getattr(p, "idx", getattr(p, "key", getattr(p, "name", p))) for p in path)
+    head = f"argument {rest[0]}" if root == 0 else f"argument {rest[0]!r}"
+    return head + "".join(f"[{p!r}]" for p in rest[1:])
+
+
 def _problem(call: Call) -> str:
     """Return why no graph can be captured from a call, or ""."""
     if torch._C._are_functorch_transforms_active():
@@ -166,12 +157,12 @@ def _problem(call: Call) -> str:
     for path, leaf in call.named_leaves():
         if not isinstance(leaf, torch.Tensor):
             try:
-                key_of(leaf)
-            except Uncomparable as error:
+                _key(leaf)
+            except _NoKeyError as error:
                 return (
-                    f"{path}{error.where} cannot be compared from call to call: it is {error.why}. "
-                    "A replay uses its value in the capture, whatever the call's value is. Pass "
-                    "tensors, numbers, strings, and tuples, dicts or dataclasses of them."
+                    f"{path}{error} and cannot be compared from call to call. A replay uses its "
+                    "value in the capture, whatever the call's value is. Pass tensors, numbers, "
+                    "strings, and tuples, dicts or dataclasses of them."
                 )
         elif leaf.layout is not torch.strided:
             return (
@@ -181,14 +172,11 @@ def _problem(call: Call) -> str:
     return ""
 
 
-_Facts = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, bool]
-"""Shape, strides, dtype, device and ``requires_grad`` of a tensor."""
-
-
 class Signature:
-    """The structure, the tensors' shapes and layouts, and the plain values of a captured call.
+    """What a call must have in common with the captured one.
 
-    A call is compared at once; its differences are computed only if that fails.
+    That is the structure, the autocast setting, the tensors' shapes, layouts, dtypes and devices,
+    which arguments are one tensor, and the plain values. A tensor need not require grad.
 
     Args:
         call: the captured call.
@@ -196,33 +184,24 @@ class Signature:
     """
 
     def __init__(self, call: Call, label: str) -> None:
-        self._label = label
-        self._autocast = call.autocast
-        self._spec = call.spec
-        self._places = call.places
-        plain = [(i, v) for i, v in enumerate(call.leaves) if not isinstance(v, torch.Tensor)]
-        self._keys = {i: key_of(value) for i, value in plain}
-        # Often the same objects are passed again, which need no key.
-        self._constants = [(i, v if type(v) in _IMMUTABLE else object()) for i, v in plain]
-        self._facts: list[_Facts] = [
-            (t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in call.tensors
+        self._label, self._autocast, self._spec = label, call.autocast, call.spec
+        self._named = _named_facts(call)
+        self._facts = [fact for fact, _ in self._named.values()]
+        places = call.places
+        self._firsts = [places.index(n) for n in range(len(call.tensors))]
+        # Often the same objects are passed again, which need no key if they cannot change.
+        self._constants = [
+            (i, leaf if isinstance(leaf, float) or self._facts[i][1] is leaf else object())
+            for i, leaf in enumerate(call.leaves)
+            if places[i] is None
         ]
         # Compares all tensors at once with those of the last call that was compared one by one.
-        self._fits = new_guard(call.tensors)
-        self._firsts = [self._places.index(n) for n in range(len(self._facts))]
-        self._repeated = [
-            (i, self._firsts[n])
-            for i, n in enumerate(self._places)
-            if n is not None and i != self._firsts[n]
-        ]
-        self._named = [(path, _shown(leaf)) for path, leaf in call.named_leaves()]
+        self._fits = new_guard([t for t in call.leaves if isinstance(t, torch.Tensor)])
         args, kwargs = call.arguments()
         values = (*args, *kwargs.values())
         # If every argument is a leaf, a call needs no walk over trees.
-        self._is_flat = len(values) == len(call.leaves) and all(map(_is_same, values, call.leaves))
-        self._num_args = len(args)
-        self._names = tuple(kwargs)
-        self._keywords = kwargs.keys()
+        self._is_flat = [*map(id, values)] == [*map(id, call.leaves)]
+        self._num_args, self._names, self._keywords = len(args), tuple(kwargs), kwargs.keys()
 
     def tensors_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """Compare a call with the captured one and return its different tensors, in order.
@@ -235,31 +214,36 @@ class Signature:
         if self._is_flat and len(args) == self._num_args and kwargs.keys() == self._keywords:
             leaves: Sequence[Any] = (*args, *map(kwargs.__getitem__, self._names))
         else:
-            call = flatten_call(args, kwargs)
-            if call.spec != self._spec:
-                raise self._mismatch(self._other_structure(call))
-            leaves = call.leaves
+            leaves, spec = tree_flatten((args, kwargs))
+            if spec != self._spec:
+                raise self._other_arguments(args, kwargs)
         tensors = [*map(leaves.__getitem__, self._firsts)]
-        if not self._fits(*tensors) or not self._are_equal(leaves):
-            if differences := self._differences(flatten_call(args, kwargs)):
-                raise self._mismatch(differences)
-            self._fits = new_guard(tensors)
+        fits = self._fits(*tensors)
+        # The numbers of the leaves that are compared one by one.
+        unknown = [i for i, constant in self._constants if leaves[i] is not constant]
+        for i in unknown if fits else range(len(leaves)):
+            if not _accepts(self._facts[i], _fact(leaves, i)):
+                raise self._other_arguments(args, kwargs)
+        if not fits:
+            self._fits = new_guard([t for t in leaves if isinstance(t, torch.Tensor)])
         return tensors
 
-    def _are_equal(self, leaves: Sequence[Any]) -> bool:
-        """Return whether repeated tensors and plain values are the captured ones."""
-        for i, first in self._repeated:
-            if leaves[i] is not leaves[first]:
-                return False
-        for i, constant in self._constants:
-            if leaves[i] is not constant and not _has_key(leaves[i], self._keys[i]):
-                return False
-        return True
-
-    def _mismatch(self, differences: Sequence[str]) -> ReplayMismatchError:
+    def _other_arguments(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> ReplayMismatchError:
+        call, absent = flatten_call(args, kwargs), (None, "nothing")
+        called = _named_facts(call)
+        lines = []
+        for path in {**self._named, **called}:
+            (was, text), (now, text_now) = self._named.get(path, absent), called.get(path, absent)
+            if not _accepts(was, now):
+                lines.append(f"{path}: captured {text}, called {text_now}")
+        if not lines:
+            was, now = shorten(str(self._spec)), shorten(str(call.spec))
+            lines = [f"structure: captured {was}", f"           called   {now}"]
         return ReplayMismatchError(
             f"{self._label} was called with arguments that differ from those it was captured "
-            "with:\n" + "\n".join(f"  {line}" for line in differences) + "\n"
+            "with:\n" + "\n".join(f"  {line}" for line in lines) + "\n"
             "  To do: keep shapes, dtypes and options constant (pad to a fixed size), announce the "
             "change before the step so that the whole step runs eagerly (`step(shape_key=...)` or "
             "`step(eager=True)`), or release the graphs and capture again."
@@ -273,92 +257,136 @@ class Signature:
             "or release the graphs and capture again."
         )
 
-    def _differences(self, call: Call) -> list[str]:
-        """Return what differs in a call of the same structure.
 
-        Strides of dimensions of size 1 may differ, and a tensor need not require grad.
-        """
-        lines: list[str] = []
-        for i, (path, leaf) in enumerate(call.named_leaves()):
-            place = self._places[i]
-            if place is None:
-                is_equal = _has_key(leaf, self._keys[i])
-            else:
-                is_equal = isinstance(leaf, torch.Tensor) and _fits(leaf, self._facts[place])
-            if not is_equal:
-                was, now = self._named[i][1], _shown(leaf)
-                if place is not None and was == now:
-                    _, stride, *_, requires_grad = self._facts[place]
-                    was += f" {_detail(stride, requires_grad)}"
-                    now += f" {_detail(leaf.stride(), leaf.requires_grad)}"
-                lines.append(f"{path}: captured {was}, called {now}")
-        if not lines and call.places != self._places:
-            was, now = self._groups(self._places), self._groups(call.places)
-            lines.append(f"arguments that are one tensor: captured {was}, called {now}")
-        return lines
+class _TensorFact(NamedTuple):
+    """What a graph depends on of a tensor. Strides of dimensions of size 1 have no meaning."""
 
-    def _groups(self, places: Sequence[int | None]) -> str:
-        """Return the names of arguments that are one tensor."""
-        by_place: dict[int, list[str]] = {}
-        for (path, _), place in zip(self._named, places, strict=True):
-            if place is not None:
-                by_place.setdefault(place, []).append(path)
-        groups = [" = ".join(names) for names in by_place.values() if len(names) > 1]
-        return shorten(", ".join(groups) or "none")
-
-    def _other_structure(self, call: Call) -> list[str]:
-        captured, called = ([path for path, _ in n] for n in (self._named, call.named_leaves()))
-        missing = [path for path in captured if path not in called]
-        more = [path for path in called if path not in captured]
-        if not missing and not more:
-            was, now = shorten(str(self._spec)), shorten(str(call.spec))
-            return [f"structure: captured {was}", f"           called   {now}"]
-        lines = [
-            ("captured, but not called with", missing),
-            ("called with, but not captured", more),
-        ]
-        return [f"structure, {what}: {shorten(', '.join(names))}" for what, names in lines if names]
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    layout: torch.layout
+    requires_grad: bool
 
 
-def _fits(tensor: torch.Tensor, captured: _Facts) -> bool:
-    """Return whether a graph that was captured with a tensor of these facts can take ``tensor``."""
-    shape, stride, dtype, device, requires_grad = captured
-    return (
-        tensor.layout is torch.strided
-        and (tensor.shape, tensor.dtype, tensor.device) == (shape, dtype, device)
-        and same_layout(shape, tensor.stride(), stride)
-        and (requires_grad or not tensor.requires_grad)
-    )
+def _fact(leaves: Sequence[Any], i: int) -> Any:
+    """Return what a graph depends on of leaf ``i``: a `_TensorFact`, or the key of a plain value.
+
+    Of a tensor that is also an earlier leaf, the number of that leaf.
+    """
+    leaf = leaves[i]
+    if not isinstance(leaf, torch.Tensor):
+        try:
+            return _key(leaf)
+        except _NoKeyError:
+            return object()
+    first = next(j for j, other in enumerate(leaves) if other is leaf)
+    if first != i:
+        return first
+    shape, is_strided = leaf.shape, leaf.layout is torch.strided
+    strides = leaf.stride() if is_strided and 0 not in shape else ()
+    strides = tuple(stride for n, stride in zip(shape, strides, strict=False) if n != 1)
+    return _TensorFact(shape, strides, leaf.dtype, leaf.device, leaf.layout, leaf.requires_grad)
 
 
-def _shown(leaf: Any) -> str:
-    """Return the text of an argument in messages."""
+def _accepts(captured: Any, fact: Any) -> bool:
+    """Return whether a graph takes a leaf of which ``fact`` is known."""
+    if isinstance(fact, _TensorFact) and captured == fact._replace(requires_grad=True):
+        return True
+    return bool(captured == fact)
+
+
+def _named_facts(call: Call) -> dict[str, tuple[Any, str]]:
+    """Return the fact of each leaf, and its text in messages, by its path."""
+    named = call.named_leaves()
+    facts = [_fact(call.leaves, i) for i in range(len(named))]
+    return {path: (f, _text(leaf, f, named)) for f, (path, leaf) in zip(facts, named, strict=True)}
+
+
+def _text(leaf: Any, fact: Any, named: Sequence[tuple[str, Any]]) -> str:
     if not isinstance(leaf, torch.Tensor):
         return shown(leaf)
+    if isinstance(fact, int):
+        return f"the same tensor as {named[fact][0]}"
     text = f"{tuple(leaf.shape)} {leaf.dtype} on {leaf.device}"
-    return text if leaf.layout is torch.strided else f"{text}, {leaf.layout}"
+    if leaf.layout is not torch.strided:
+        text += f", {leaf.layout}"
+    elif not leaf.is_contiguous():
+        text += f" with strides {leaf.stride()}"
+    return text + " (requires grad)" * leaf.requires_grad
 
 
-def _detail(stride: tuple[int, ...], requires_grad: bool) -> str:
-    return f"with strides {stride}, {'requires grad' if requires_grad else 'without grad'}"
+# Compared by identity. What they refer to may change unseen, as what a forward reads from Python.
+_BY_IDENTITY: tuple[type, ...] = (
+    type(None),
+    Enum,
+    torch.dtype,
+    torch.layout,
+    torch.memory_format,
+    torch.Generator,
+    *([torch.distributed.ProcessGroup] if torch.distributed.is_available() else []),
+)
 
 
-_IMMUTABLE = frozenset({bool, int, float, str, bytes, type(None), torch.dtype, torch.device})
+_IDENTITY: Any = object.__eq__
 
 
-def _has_key(value: Any, key: Any) -> bool:
+class _NoKeyError(Exception):
+    """A value has no key; the text says which part of it, and why."""
+
+
+def _key(value: Any, where: str = "") -> Any:
+    """Return the key of a plain value: its type, and copies of its contents or the value itself.
+
+    A replay runs no Python: whatever value an argument has, the graph uses that of the capture.
+    Equal keys mean equal values.
+
+    Args:
+        value: the value.
+        where: the part of an argument that it is, such as ``.scale``.
+
+    Raises:
+        _NoKeyError: a part has no key.
+    """
+    kind = type(value)
+    if isinstance(value, (float, complex)):  # NaN is equal to itself, -0.0 is not 0.0
+        return kind, repr(value)
+    if isinstance(value, (list, tuple)):
+        return kind, [_key(v, f"{where}[{i}]") for i, v in enumerate(value)]
+    if isinstance(value, dict):
+        return kind, [(_key(k), _key(v, f"{where}[{k!r}]")) for k, v in value.items()]
+    if is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in fields(value)]
+        return kind, [_key(getattr(value, name), f"{where}.{name}") for name in names]
+    if isinstance(value, (set, frozenset)):
+        return kind, frozenset(value)
+    if isinstance(value, torch.Tensor):
+        raise _NoKeyError(f"{where} is a tensor in an object (pass it by itself, or in a dict)")
+    is_compared = kind.__eq__ is not _IDENTITY and kind.__hash__ is not None  # not an array
+    if not (is_compared or callable(value) or isinstance(value, _BY_IDENTITY)):
+        raise _NoKeyError(f"{where} is an object of type {kind.__qualname__}")
+    return kind, value
+
+
+def new_guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """Return torch.compile's guard on these tensors; `_no_guard` if torch has no such guard.
+
+    The guard returns whether its arguments are different tensors that match these one by one in
+    type, shape, strides, dtype, device, ``requires_grad`` and dispatch keys.
+    """
     try:
-        return bool(key_of(value) == key)
-    except Uncomparable:
-        return False
+        make: Any = torch._C._dynamo.guards.TensorGuards
+        guard = make(
+            *tensors,
+            dynamic_dims_sizes=[[*t.shape] for t in tensors],
+            dynamic_dims_strides=[[*t.stride()] for t in tensors],
+        )
+        check: Callable[..., bool] = guard.check
+        return check if check(*tensors) is True else _no_guard
+    except (AttributeError, TypeError, RuntimeError, SystemError):
+        return _no_guard
 
 
-def _is_same(a: object, b: object) -> bool:
-    return a is b
-
-
-def _path(path: Sequence[Any]) -> str:
-    """Return the text of ``(args, kwargs)`` indexed by ``path``, as the caller would write it."""
-    root, *rest = (getattr(p, "idx", getattr(p, "key", getattr(p, "name", p))) for p in path)
-    head = f"argument {rest[0]}" if root == 0 else f"argument {rest[0]!r}"
-    return head + "".join(f"[{p!r}]" for p in rest[1:])
+def _no_guard(*_: object) -> bool:
+    """Return False, so that callers compare the slow way."""
+    return False

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from chunkgraph.engine.bits import same_bits
 from chunkgraph.engine.chunk import Chunk
-from chunkgraph.engine.module_tree import containers
+from chunkgraph.engine.module_tree import entries
 from chunkgraph.errors import CaptureError
 from chunkgraph.graphs.operators import OperatorMode, storages_written
 
@@ -162,10 +162,9 @@ def _regions(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 def _tensors(chunk: Chunk) -> Iterable[torch.Tensor]:
     yield from chunk.parameters
     yield from chunk.buffers
-    for container in containers(chunk.module) if chunk.module is not None else ():
-        for _, value in container.entries():
-            values = value if isinstance(value, tuple) else (value,)
-            yield from (v for v in values if isinstance(v, torch.Tensor))
+    for _, _, value, _ in entries(chunk.module) if chunk.module is not None else ():
+        values = value if isinstance(value, tuple) else (value,)
+        yield from (v for v in values if isinstance(v, torch.Tensor))
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
