@@ -39,12 +39,6 @@ class Digests:
     norms: torch.Tensor
     are_float: torch.Tensor
 
-    def __add__(self, other: Digests) -> Digests:
-        """Return the digests of both lists of tensors."""
-        return Digests(
-            *(torch.cat([getattr(d, name) for d in (self, other)]) for name in vars(self))
-        )
-
     def equal(self, other: Digests) -> torch.Tensor:
         """Return, for each tensor, whether all bits are equal: bool, shape (n,)."""
         return (self.bits == other.bits).all(dim=1)

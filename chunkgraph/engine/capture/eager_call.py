@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.layout import span
 from chunkgraph.engine.tree import Call, distinct_tensors, flatten
 
-__all__ = ["EagerCall", "fill_test_gradient"]
+__all__ = ["EagerCall", "GradientOrder", "fill_test_gradient"]
 
 
 class EagerCall:
@@ -23,17 +24,20 @@ class EagerCall:
     Args:
         chunk: runs the forward.
         sample: the call; its values are copied.
+        inputs: its tensors for this pass; None: copies of the sample's.
 
     Attributes:
-        inputs: the copies of its tensors.
+        inputs: the tensors of this pass.
         leaves: the leaves of the result, from `forward` to `backward`.
     """
 
-    def __init__(self, chunk: Chunk, sample: Call) -> None:
+    def __init__(
+        self, chunk: Chunk, sample: Call, inputs: Sequence[torch.Tensor] | None = None
+    ) -> None:
         self._chunk, self._sample = chunk, sample
         self._results: dict[int, torch.Tensor] = {}
         self._grads: list[torch.Tensor] = []
-        self.inputs = [static_like(t) for t in sample.tensors]
+        self.inputs = inputs or [static_like(t) for t in sample.tensors]
         self.leaves: Sequence[Any] = ()
 
     def forward(self) -> EagerCall:
@@ -66,15 +70,30 @@ class EagerCall:
             self._grads.append(memory.as_strided(output.shape, strides))
             fill_test_gradient(self._grads[-1])
 
-    def backward(self) -> None:
-        """Run the backward, and drop the result."""
+    def backward(self, grads: Sequence[torch.Tensor] | None = None) -> None:
+        """Run the backward from ``grads``, or from those made, and drop the result."""
         outputs, self.leaves = self.outputs, ()
         # Not autograd.grad, which forbids the inner backwards of recomputation.
-        torch.autograd.backward(outputs, self._grads)
+        torch.autograd.backward(outputs, self._grads if grads is None else grads)
 
     def input_grads(self) -> list[torch.Tensor | None]:
         """Return the gradient of each input, or None."""
         return [self._results.get(id(t), t.grad) for t in self.inputs]
+
+
+@dataclass
+class GradientOrder:
+    """Records the order in which gradients are accumulated (a `GradientMarker`)."""
+
+    seen: list[int] = field(default_factory=list)
+
+    def accumulated(self, index: int) -> None:
+        """See `GradientMarker`."""
+        self.seen.append(index)
+
+    def replayed(self) -> None:
+        """See `GradientMarker`; an eager pass is not replayed."""
+        raise AssertionError
 
 
 def fill_test_gradient(gradient: torch.Tensor) -> None:

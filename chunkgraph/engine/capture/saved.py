@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,11 +18,11 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from chunkgraph.engine.autograd_graph import nodes_below
-from chunkgraph.engine.bits import has_nan, same_bits
 from chunkgraph.engine.capture.layers import LayerWatch
+from chunkgraph.engine.layout import span
 from chunkgraph.graphs import AddressRanges, tensor_at
 
-__all__ = ["Place", "SavedTensor", "first_difference", "first_nan", "saved_tensors"]
+__all__ = ["SavedTensor", "first_difference", "first_wrong", "saved_tensors", "what_follows"]
 
 _NO_NUMBER = 1 << 62
 
@@ -49,57 +49,73 @@ class SavedTensor:
 
     def without_tensor(self) -> SavedTensor:
         """Return the record without a reference to the tensor."""
-        return SavedTensor(
-            self.layer,
-            self.operator,
-            self.address,
-            self.shape,
-            self.stride,
-            self.dtype,
-            self.device,
-        )
+        return replace(self, tensor=None)
 
     def lies_in(self, memory: AddressRanges) -> bool:
         """Return whether the whole tensor lies in ``memory``."""
-        start, end = self._span()
-        return start < end and (AddressRanges([(start, end)]) & memory).num_bytes == end - start
+        own = AddressRanges([(self.address, self.address + self._num_bytes)])
+        return (own & memory).num_bytes == self._num_bytes
 
     def read(self) -> torch.Tensor:
         """Return a tensor on the present contents; the caller ensures that the memory exists."""
-        start, end = self._span()
-        data = tensor_at(start, end - start, self.device).view(self.dtype)
+        data = tensor_at(self.address, self._num_bytes, self.device).view(self.dtype)
         return data.as_strided(self.shape, self.stride, 0)
 
-    def _span(self) -> tuple[int, int]:
-        if 0 in self.shape:
-            return self.address, self.address
-        last = sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
-        return self.address, self.address + (last + 1) * self.dtype.itemsize
+    @property
+    def _num_bytes(self) -> int:
+        return span(self.shape, self.stride) * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
-class Place:
-    """The first saved tensor that is wrong.
+def first_wrong(saved: Sequence[SavedTensor], is_right: Callable[[int], bool | None]) -> str:
+    """Return the layer of the first wrong tensor, and what it keeps; "" if none is wrong.
 
-    Attributes:
-        first: this tensor.
-        before: the layer of the last correct tensor before it, or "".
-        instead: text about what an eager pass keeps instead, if it is another tensor.
+    Args:
+        saved: the tensors.
+        is_right: returns whether the tensor with this index is right; None: unknown.
+    """
+    before = ""
+    for i, record in enumerate(saved):
+        right = is_right(i)
+        if right:
+            before = record.layer
+        elif right is not None:
+            kept = f"it keeps {record.operator}, shape {record.shape}"
+            if before not in ("", record.layer):
+                kept += (
+                    f"; the last correct tensor is kept by {before}: the cause is between the two"
+                )
+            return f"{record.layer or '(outside of any layer)'} ({kept})"
+    return ""
+
+
+def first_difference(
+    replayed: Sequence[SavedTensor],
+    eager: Sequence[SavedTensor],
+    is_equal: Callable[[int], bool | None],
+) -> str:
+    """Return the first layer that keeps another tensor than in an eager pass; "" if none does.
+
+    Args:
+        replayed: what the replay keeps.
+        eager: what the eager pass keeps.
+        is_equal: returns whether the tensors with this index are equal; None: unknown.
     """
 
-    first: SavedTensor
-    before: str
-    instead: str = ""
+    def is_right(i: int) -> bool | None:
+        if i >= len(eager) or _kind(replayed[i]) != _kind(eager[i]):
+            return False
+        if replayed[i].device != eager[i].device:
+            return None  # attention keeps its seed on the device in a capture, else on the host
+        return is_equal(i)
 
-    def __str__(self) -> str:
-        kept = f"{self.first.operator}, shape {self.first.shape}{self.instead}"
-        layer = self.first.layer or "(outside of any layer)"
-        if self.before and self.before != self.first.layer:
-            return (
-                f"{layer} (it keeps {kept}; the last correct tensor is kept by {self.before}: the "
-                "cause is between the two)"
-            )
-        return f"{layer} (it keeps {kept})"
+    return first_wrong(replayed, is_right)
+
+
+def what_follows(saved: Sequence[SavedTensor]) -> str:
+    """Return the name of the layer in error if all that a forward keeps is right."""
+    if not saved:
+        return "unknown (nothing that is kept for the backward can be compared)"
+    return f"{saved[-1].layer or 'the chunk'}, or what follows it (all that it keeps is right)"
 
 
 def saved_tensors(outputs: Sequence[Any], watch: LayerWatch) -> list[SavedTensor]:
@@ -111,66 +127,23 @@ def saved_tensors(outputs: Sequence[Any], watch: LayerWatch) -> list[SavedTensor
     """
     # Hide these operators from recorders that are active.
     with _disable_current_modes(), torch._C.DisableTorchFunction():
-        return _walk(outputs, watch)
-
-
-def _walk(outputs: Sequence[Any], watch: LayerWatch) -> list[SavedTensor]:
-    entries: list[tuple[int, str, SavedTensor]] = []
-    for node in nodes_below(t for t in outputs if isinstance(t, torch.Tensor)):
-        number = node._sequence_nr()
-        for name, tensor in _kept_by(node):
-            kind = f"{node.name()}.{name}"
-            entries.append((number, kind, _record(tensor, watch.layer_of(number), kind)))
-    entries = [entry for entry in entries if entry[0] < _NO_NUMBER]
-    return [saved for _, _, saved in sorted(entries, key=lambda entry: entry[:2])]
-
-
-def first_difference(
-    replayed: Sequence[SavedTensor], eager: Sequence[SavedTensor], memory: AddressRanges
-) -> Place | None:
-    """Return the first saved tensor in ``memory`` that differs from the eager pass's, or None.
-
-    A tensor differs in its present value, or if the eager pass keeps another kind of tensor.
-    """
-    before = ""
-    for i, record in enumerate(replayed):
-        if i >= len(eager) or _kind(record) != _kind(eager[i]):
-            other = f"{eager[i].operator}, shape {eager[i].shape}" if i < len(eager) else "nothing"
-            return Place(record, before, f", where the eager pass keeps {other}")
-        expected = eager[i].tensor
-        if expected is None or not record.lies_in(memory):
-            continue
-        if expected.device != record.device:
-            continue  # attention keeps its seed on the device in a capture, else on the host
-        if not same_bits(record.read(), expected):
-            return Place(record, before)
-        before = record.layer
-    return None
-
-
-def first_nan(replayed: Sequence[SavedTensor], memory: AddressRanges) -> Place | None:
-    """Return the first saved tensor in ``memory`` that holds a NaN now, or None."""
-    before = ""
-    for record in replayed:
-        if not record.lies_in(memory):
-            continue
-        if has_nan([record.read()]):
-            return Place(record, before)
-        before = record.layer
-    return None
-
-
-def _record(tensor: torch.Tensor, layer: str, operator: str) -> SavedTensor:
-    return SavedTensor(
-        layer=layer,
-        operator=operator,
-        address=tensor.data_ptr(),
-        shape=tuple(tensor.shape),
-        stride=tuple(tensor.stride()),
-        dtype=tensor.dtype,
-        device=tensor.device,
-        tensor=tensor.detach(),
-    )
+        entries: list[tuple[int, SavedTensor]] = []
+        for node in nodes_below(t for t in outputs if isinstance(t, torch.Tensor)):
+            number = node._sequence_nr()
+            for name, tensor in _kept_by(node):
+                saved = SavedTensor(
+                    layer=watch.layer_of(number),
+                    operator=f"{node.name()}.{name}",
+                    address=tensor.data_ptr(),
+                    shape=tuple(tensor.shape),
+                    stride=tuple(tensor.stride()),
+                    dtype=tensor.dtype,
+                    device=tensor.device,
+                    tensor=tensor.detach(),
+                )
+                entries.append((number, saved))
+        entries = [entry for entry in entries if entry[0] < _NO_NUMBER]
+        return [saved for _, saved in sorted(entries, key=lambda e: (e[0], e[1].operator))]
 
 
 def _kind(saved: SavedTensor) -> tuple[Any, ...]:

@@ -31,14 +31,14 @@ from torch import nn
 
 from chunkgraph._collector import collector_paused
 from chunkgraph.engine.banks import Bank
-from chunkgraph.engine.capture.captured_rank import CapturedRank, CaptureReport
+from chunkgraph.engine.capture.captured_rank import CapturedRank, CaptureReport, SlotKey
 from chunkgraph.engine.capture.dangling import Bookkeeping, refuse_dangling
 from chunkgraph.engine.capture.eager_call import fill_test_gradient
 from chunkgraph.engine.capture.grad_memory import GradMemory
 from chunkgraph.engine.capture.gradients import GradientSinks
 from chunkgraph.engine.capture.layers import LayerWatch
 from chunkgraph.engine.capture.parameter_aliases import ParameterAliases
-from chunkgraph.engine.capture.preserved import parts_kept, tensors_kept
+from chunkgraph.engine.capture.preserved import parts_kept, restored, state_of
 from chunkgraph.engine.capture.saved import SavedTensor, saved_tensors
 from chunkgraph.engine.capture.self_test import (
     Measured,
@@ -56,16 +56,9 @@ from chunkgraph.engine.capture.slot_capture import (
     new_slot,
 )
 from chunkgraph.engine.capture.static_inputs import SlotStatics
-from chunkgraph.engine.capture.warm_up import (
-    WarmUp,
-    check_memory,
-    plain_leaves,
-    random_states,
-    warm_up,
-)
+from chunkgraph.engine.capture.warm_up import WarmUp, check_memory, warm_up
 from chunkgraph.engine.checks import ModelGuard
 from chunkgraph.engine.chunk import Chunk
-from chunkgraph.engine.digest import digests_of
 from chunkgraph.engine.hooks import refuse_contexts
 from chunkgraph.engine.host import Host
 from chunkgraph.engine.options import OnCapture
@@ -175,7 +168,7 @@ class _Session:
         statics: memory that each slot's graphs read.
         forwards: forwards captured so far, in order.
         num_done: number of graphs captured so far.
-        saved: the tensors that the forward of the slot under test keeps.
+        saved: the tensors that each slot's forward keeps, by bank, chunk and slot.
     """
 
     chunks: list[Chunk]
@@ -194,7 +187,7 @@ class _Session:
     statics: dict[Hashable, SlotStatics] = field(default_factory=dict)
     forwards: list[CapturedForward] = field(default_factory=list)
     num_done: int = 0
-    saved: list[SavedTensor] = field(default_factory=list)
+    saved: dict[SlotKey, tuple[SavedTensor, ...]] = field(default_factory=dict)
 
     @property
     def backend(self) -> GraphBackend:
@@ -272,7 +265,12 @@ def _run(
         session.models,
         maker.pools,
         _report(session, (time.perf_counter() - start) * 1e3),
-        {(key, c): warm.noise for key, of in session.warm_ups.items() for c, warm in enumerate(of)},
+        {
+            (key, c): replace(warm, passes=())
+            for key, of in session.warm_ups.items()
+            for c, warm in enumerate(of)
+        },
+        session.saved,
     )
 
 
@@ -395,10 +393,8 @@ def _capture_forward(session: _Session, key: Hashable, c: int, s: int) -> Captur
         )
     session.forwards.append(forward)
     session.graph_done()
-    if s == 0:
-        session.saved = [
-            t.without_tensor() for t in saved_tensors(forward.leaves, session.settings.layers)
-        ]
+    saved = saved_tensors(forward.leaves, session.settings.layers)
+    session.saved[key, c, s] = tuple(t.without_tensor() for t in saved)
     return forward
 
 
@@ -457,7 +453,7 @@ def _test(session: _Session, forward: CapturedForward) -> None:
     session.settings.before_graph(key)  # all ranks replay, or none
     backend, host = session.backend, session.settings.host
     chunk, sinks, warm = session.chunks[c], session.sinks[c], session.warm_ups[key][c]
-    trained, plain = set(forward.trained), plain_leaves(forward.leaves)
+    trained = set(forward.trained)
     replays: list[Measured] = []
     for number in range(1, _NUM_REPLAYS + 1):
         sinks.clear()
@@ -467,18 +463,18 @@ def _test(session: _Session, forward: CapturedForward) -> None:
             backend.on_capture_stream(),
             backend.preserve_random_state(host.generators()),
             host.preserving(),
-            tensors_kept(chunk, warm.written),
+            restored(state_of(chunk, warm.written)),
         ):
             forward.graph.replay()
-            digests = digests_of([*forward.tensors, *chunk.buffers])
-            random = random_states(backend, host)
-            saved = SavedDigests.of(session.saved) if number == _NUM_REPLAYS else None
+            drawn = backend.default_generator, *host.generators()
+            measured = Measured.of(forward.leaves, chunk.buffers, drawn)
+            if number == _NUM_REPLAYS:
+                saved = SavedDigests.of(session.saved[key, c, forward.place.index])
+                measured = replace(measured, saved=saved)
             for graph in forward.graphs[1:]:
                 graph.replay()
             sums = [sink if i in trained else None for i, sink in enumerate(sinks.buffers)]
-            backward = digests_of([*forward.input_grads, *sums])
-        count = len(forward.tensors)
-        replays.append(Measured(digests, backward, count, plain, random, saved=saved))
+            replays.append(measured.with_backward(forward.input_grads, sums))
         noise = warm.noise.widened(replays)
         what, layer = difference(chunk, warm.passes, replays[-1], noise)
         if not what:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from chunkgraph.engine.capture.eager_call import EagerCall
+from chunkgraph.engine.capture.eager_call import EagerCall, GradientOrder
 from chunkgraph.engine.capture.gradients import GradientSinks
 from chunkgraph.engine.capture.layers import LayerWatch
 from chunkgraph.engine.capture.preserved import tensors_kept
@@ -18,7 +17,6 @@ from chunkgraph.engine.capture.saved import saved_tensors
 from chunkgraph.engine.capture.self_test import Measured, Noise, SavedDigests, check_passes
 from chunkgraph.engine.capture.slot_capture import refuse_undeclared
 from chunkgraph.engine.chunk import Chunk
-from chunkgraph.engine.digest import digests_of
 from chunkgraph.engine.host import Host
 from chunkgraph.engine.split.delayed import DelayedModules
 from chunkgraph.engine.tree import Call
@@ -26,7 +24,7 @@ from chunkgraph.errors import CaptureError
 from chunkgraph.graphs import Allocation, GraphBackend, block_bytes
 from chunkgraph.memory import MemoryPlan
 
-__all__ = ["WarmUp", "check_memory", "plain_leaves", "random_states", "warm_up"]
+__all__ = ["WarmUp", "check_memory", "warm_up"]
 
 
 @dataclass(frozen=True)
@@ -97,21 +95,20 @@ def warm_up(
                 held_bytes = backend.allocated_bytes() - before
                 num_forward = log.num_events()
                 refuse_undeclared(chunk, call.outputs, [*call.inputs, *leaves])
-                forward = digests_of([*call.tensors, *chunk.buffers])
-                num_outputs, plain = len(call.tensors), plain_leaves(call.leaves)
-                random = random_states(backend, host)
+                drawn = backend.default_generator, *host.generators()
+                measured = Measured.of(call.leaves, chunk.buffers, drawn)
                 saved = SavedDigests.of(saved_tensors(call.leaves, layers))
                 call.make_output_grads()
                 num_before = log.num_events()
                 order, totals = _run_backward(chunk, call, sample, sinks, leaves)
                 num_backward = log.num_events()
-                backward = digests_of([*call.input_grads(), *totals])
+                measured = measured.with_backward(call.input_grads(), totals, order)
                 del call
                 num_end = log.num_events()
                 del totals
                 events = num_forward, num_before, num_backward, num_end
                 sizes = _blocks(log.allocations(), *events, plan)
-        passes.append(Measured(forward, backward, num_outputs, plain, random, order, saved))
+        passes.append(replace(measured, saved=saved))
     noise = check_passes(label, passes)
     return WarmUp(held_bytes, *sizes, tuple(passes), noise, tuple(written))
 
@@ -128,7 +125,7 @@ def _run_backward(
     A parameter without a gradient has None.
     """
     delayed = DelayedModules(chunk.module if chunk.is_split else None, chunk.label)
-    order = _Order([])
+    order = GradientOrder()
     with (
         sinks.summing(leaves, order) as (sums, totals),
         call.casting(),
@@ -143,29 +140,6 @@ def _run_backward(
         found = totals()
     trained = set(order.seen)
     return tuple(order.seen), [t if i in trained else None for i, t in enumerate(found)]
-
-
-@dataclass
-class _Order:
-    """Records the order in which gradients are accumulated (a `GradientMarker`)."""
-
-    seen: list[int]
-
-    def accumulated(self, index: int) -> None:
-        self.seen.append(index)
-
-    def replayed(self) -> None:
-        raise AssertionError("an eager pass is not replayed")
-
-
-def plain_leaves(leaves: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the leaves of a result that are no tensors."""
-    return tuple(leaf for leaf in leaves if not isinstance(leaf, torch.Tensor))
-
-
-def random_states(backend: GraphBackend, host: Host) -> tuple[torch.Tensor, ...]:
-    """Return the states of the generators that chunks draw from."""
-    return tuple(g.get_state() for g in (backend.default_generator, *host.generators()))
 
 
 def _blocks(
