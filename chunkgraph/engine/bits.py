@@ -1,4 +1,4 @@
-"""Compare tensors to the last bit, and look for NaN."""
+"""Compare tensors to the last bit; look for NaN, and for memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-__all__ = ["has_nan", "same_bits"]
+__all__ = ["has_memory", "has_nan", "same_bits"]
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -24,6 +24,19 @@ def has_nan(tensors: Iterable[torch.Tensor | None]) -> bool:
         if t is not None and (t.is_floating_point() or t.is_complex())
     ]
     return bool(torch.stack(flags).any()) if flags else False
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has its own dense memory, unlike sparse and wrapper tensors."""
+    return (
+        tensor.layout is torch.strided
+        and tensor.device.type != "meta"
+        and type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+        and not tensor.is_quantized
+        and not torch.nn.parameter.is_lazy(tensor)
+        and tensor.numel() > 0
+        and tensor.untyped_storage().nbytes() > 0  # 0: its owner has freed it
+    )
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from chunkgraph.engine.bits import has_memory
+
 __all__ = ["Digests", "digests_of"]
 
 # Prime numbers of buckets. Two of them, so that elements change places unseen only if they are a
@@ -83,9 +85,7 @@ def _on_host(
 def _digest(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return the bit sums, and the value sums followed by the norm."""
     tensor = getattr(tensor, "_local_tensor", tensor).detach()  # the local part of a DTensor
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        return None
-    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+    if not has_memory(tensor):
         return None
     values = tensor.resolve_conj().resolve_neg().reshape(-1)
     if values.is_complex():

@@ -13,7 +13,7 @@ from torch._ops import OpOverload
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._python_dispatch import _disable_current_modes
 
-from chunkgraph.engine.bits import same_bits
+from chunkgraph.engine.bits import has_memory, same_bits
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.module_tree import containers
 from chunkgraph.errors import CaptureError
@@ -188,7 +188,7 @@ def _regions(chunk: Chunk) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     of_parameters: set[int] = set()
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         for tensor in _tensors(chunk):
-            if not _has_memory(tensor):
+            if not has_memory(tensor):
                 continue
             if isinstance(tensor, nn.Parameter):
                 of_parameters.add(tensor.untyped_storage().data_ptr())
@@ -211,16 +211,3 @@ def _tensors(chunk: Chunk) -> Iterable[torch.Tensor]:
         for _, value in container.entries():
             values = value if isinstance(value, tuple) else (value,)
             yield from (v for v in values if isinstance(v, torch.Tensor))
-
-
-def _has_memory(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has its own dense memory, unlike sparse and wrapper tensors."""
-    return (
-        tensor.layout is torch.strided
-        and tensor.device.type != "meta"
-        and type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-        and not tensor.is_quantized
-        and not torch.nn.parameter.is_lazy(tensor)
-        and tensor.numel() > 0
-        and tensor.untyped_storage().nbytes() > 0  # 0: its owner has freed it
-    )

@@ -18,13 +18,12 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from chunkgraph.engine.autograd_graph import nodes_below
+from chunkgraph.engine.bits import has_memory, same_bits
 from chunkgraph.engine.capture.layers import LayerWatch
 from chunkgraph.engine.layout import span
 from chunkgraph.graphs import AddressRanges, tensor_at
 
 __all__ = ["SavedTensor", "first_difference", "first_wrong", "saved_tensors", "what_follows"]
-
-_NO_NUMBER = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class SavedTensor:
         layer: the layer whose forward ran the operator; "" if unknown.
         operator: the autograd node, and the name under which it keeps the tensor.
         address: address of the first element; the memory may be freed.
-        tensor: the tensor, or None if only its address is recorded.
+        tensor: the tensor, or its digest; None if only its address is recorded.
     """
 
     layer: str
@@ -47,14 +46,11 @@ class SavedTensor:
     device: torch.device
     tensor: torch.Tensor | None = None
 
-    def without_tensor(self) -> SavedTensor:
-        """Return the record without a reference to the tensor."""
-        return replace(self, tensor=None)
-
-    def lies_in(self, memory: AddressRanges) -> bool:
-        """Return whether the whole tensor lies in ``memory``."""
+    def seen_in(self, memory: AddressRanges) -> SavedTensor:
+        """Return the record with its present contents if all of it lies in ``memory``."""
         own = AddressRanges([(self.address, self.address + self._num_bytes)])
-        return (own & memory).num_bytes == self._num_bytes
+        is_there = (own & memory).num_bytes == self._num_bytes
+        return replace(self, tensor=self.read() if is_there else None)
 
     def read(self) -> torch.Tensor:
         """Return a tensor on the present contents; the caller ensures that the memory exists."""
@@ -66,49 +62,40 @@ class SavedTensor:
         return span(self.shape, self.stride) * self.dtype.itemsize
 
 
-def first_wrong(saved: Sequence[SavedTensor], is_right: Callable[[int], bool | None]) -> str:
+def first_wrong(saved: Sequence[SavedTensor], is_right: Callable[[int, torch.Tensor], bool]) -> str:
     """Return the layer of the first wrong tensor, and what it keeps; "" if none is wrong.
 
     Args:
-        saved: the tensors.
-        is_right: returns whether the tensor with this index is right; None: unknown.
+        saved: the tensors; those that are None are skipped.
+        is_right: called with the index of a tensor and the tensor.
     """
     before = ""
     for i, record in enumerate(saved):
-        right = is_right(i)
-        if right:
-            before = record.layer
-        elif right is not None:
+        if record.tensor is None:
+            continue
+        if not is_right(i, record.tensor):
             kept = f"it keeps {record.operator}, shape {record.shape}"
             if before not in ("", record.layer):
-                kept += (
-                    f"; the last correct tensor is kept by {before}: the cause is between the two"
-                )
+                kept += f"; the last correct tensor is kept by {before}"
             return f"{record.layer or '(outside of any layer)'} ({kept})"
+        before = record.layer
     return ""
 
 
-def first_difference(
-    replayed: Sequence[SavedTensor],
-    eager: Sequence[SavedTensor],
-    is_equal: Callable[[int], bool | None],
-) -> str:
-    """Return the first layer that keeps another tensor than in an eager pass; "" if none does.
+def first_difference(replayed: Sequence[SavedTensor], eager: Sequence[SavedTensor]) -> str:
+    """Return the first layer that keeps another tensor than in an eager pass; "" if none does."""
 
-    Args:
-        replayed: what the replay keeps.
-        eager: what the eager pass keeps.
-        is_equal: returns whether the tensors with this index are equal; None: unknown.
-    """
-
-    def is_right(i: int) -> bool | None:
-        if i >= len(eager) or _kind(replayed[i]) != _kind(eager[i]):
+    def is_equal(i: int, tensor: torch.Tensor) -> bool:
+        if i >= len(eager):
             return False
-        if replayed[i].device != eager[i].device:
-            return None  # attention keeps its seed on the device in a capture, else on the host
-        return is_equal(i)
+        mine, other = replayed[i], eager[i]
+        if (mine.operator, mine.shape, mine.dtype) != (other.operator, other.shape, other.dtype):
+            return False
+        if other.tensor is None or mine.device != other.device:
+            return True  # attention keeps its seed on the device in a capture, else on the host
+        return same_bits(tensor, other.tensor)
 
-    return first_wrong(replayed, is_right)
+    return first_wrong(replayed, is_equal)
 
 
 def what_follows(saved: Sequence[SavedTensor]) -> str:
@@ -142,12 +129,7 @@ def saved_tensors(outputs: Sequence[Any], watch: LayerWatch) -> list[SavedTensor
                     tensor=tensor.detach(),
                 )
                 entries.append((number, saved))
-        entries = [entry for entry in entries if entry[0] < _NO_NUMBER]
         return [saved for _, saved in sorted(entries, key=lambda e: (e[0], e[1].operator))]
-
-
-def _kind(saved: SavedTensor) -> tuple[Any, ...]:
-    return saved.operator, saved.shape, saved.dtype
 
 
 def _kept_by(node: Any) -> list[tuple[str, torch.Tensor]]:
@@ -167,17 +149,10 @@ def _kept_by(node: Any) -> list[tuple[str, torch.Tensor]]:
             kept.extend(
                 (name.removeprefix("_saved_"), v) for v in values if isinstance(v, torch.Tensor)
             )
-    # Skip wrappers without their own memory (quantized tensors); the node keeps their parts too.
+    # Skip wrappers (quantized tensors), whose parts the node keeps too, and freed memory.
     return [
-        (name, t)
-        for name, t in kept
-        if type(t) in (torch.Tensor, nn.Parameter) and t.layout is torch.strided and _has_memory(t)
+        (name, t) for name, t in kept if type(t) in (torch.Tensor, nn.Parameter) and has_memory(t)
     ]
-
-
-def _has_memory(tensor: torch.Tensor) -> bool:
-    """Return whether ``tensor`` has elements whose memory is there; recomputation frees it."""
-    return bool(tensor.numel() and tensor.untyped_storage().nbytes())
 
 
 def _is_plain(raw: Any) -> bool:

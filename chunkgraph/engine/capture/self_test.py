@@ -26,7 +26,6 @@ __all__ = [
     "TO_DO",
     "Measured",
     "Noise",
-    "SavedDigests",
     "backward_difference",
     "check_passes",
     "difference",
@@ -51,33 +50,6 @@ TO_DO = (
 
 
 @dataclass(frozen=True)
-class SavedDigests:
-    """The tensors that a forward keeps for its backward, with their digests.
-
-    Attributes:
-        tensors: the tensors, in the order of the operators; only their addresses are kept.
-        digests: one for each.
-    """
-
-    tensors: tuple[SavedTensor, ...]
-    digests: Digests
-
-    @staticmethod
-    def of(saved: Sequence[SavedTensor]) -> SavedDigests:
-        """Read tensors that exist now."""
-        digests = digests_of([s.read() if s.tensor is None else s.tensor for s in saved])
-        return SavedDigests(tuple(s.without_tensor() for s in saved), digests)
-
-    def first_difference(self, eager: SavedDigests) -> str:
-        """Return the first layer that keeps another tensor for its backward than ``eager``."""
-        mine, theirs = self.digests.bits, eager.digests.bits
-        layer = first_difference(
-            self.tensors, eager.tensors, lambda i: torch.equal(mine[i], theirs[i])
-        )
-        return layer or what_follows(self.tensors)
-
-
-@dataclass(frozen=True)
 class Measured:
     """Digests of all that one eager pass, or one replay, computes.
 
@@ -86,7 +58,7 @@ class Measured:
         num_outputs: number of tensors in the result.
         plain: the other leaves of the result.
         random: states of the random generators after the forward.
-        saved: what the forward keeps for its backward; None if nobody asked.
+        saved: what the forward keeps for its backward, as digests; empty if nobody asked.
         backward: of the inputs' gradients, then of the parameters' gradients.
         order: parameters in the order in which their gradients were ready; empty for replays.
     """
@@ -95,7 +67,7 @@ class Measured:
     num_outputs: int
     plain: tuple[Any, ...] = ()
     random: tuple[torch.Tensor, ...] = ()
-    saved: SavedDigests | None = None
+    saved: tuple[SavedTensor, ...] = ()
     backward: Digests | None = None
     order: tuple[int, ...] = ()
 
@@ -116,6 +88,12 @@ class Measured:
         plain = tuple(leaf for leaf in leaves if not isinstance(leaf, torch.Tensor))
         random = tuple(generator.get_state() for generator in generators)
         return Measured(digests_of([*tensors, *buffers]), len(tensors), plain, random)
+
+    def with_saved(self, saved: Sequence[SavedTensor]) -> Measured:
+        """Measure tensors too that the forward keeps, all of which exist now."""
+        digests = digests_of([s.read() if s.tensor is None else s.tensor for s in saved])
+        pairs = zip(saved, digests.bits, strict=True)
+        return replace(self, saved=tuple(replace(s, tensor=bits) for s, bits in pairs))
 
     def with_backward(
         self,
@@ -222,8 +200,8 @@ def difference(
         noise: the noise of passes and replays.
     """
     if what := forward_difference(passes, replay, noise):
-        eager, mine = passes[-1].saved, replay.saved
-        return what, mine.first_difference(eager) if eager and mine else "unknown"
+        layer = first_difference(replay.saved, passes[-1].saved)
+        return what, layer or what_follows(replay.saved)
     return backward_difference(chunk, passes, replay, noise, in_all=True)
 
 
@@ -279,10 +257,10 @@ def backward_difference(
         return f"the gradient of tensor argument {wrong[0]}{size}", "the chunk's input"
     ranks = {index: rank for rank, index in enumerate(eager.order)}
     first = min(of_parameters, key=lambda i: ranks.get(i, -1))
-    name = parameter_names(chunk)[first]
+    name, size = parameter_names(chunk)[first], _size(digests[-1], replayed, num_inputs + first)
     what = (
-        f"the gradient of {name}{_size(digests[-1], replayed, num_inputs + first)} (the first in the order "
-        f"of the backward; {len(of_parameters)} of {len(chunk.parameters)} differ)"
+        f"the gradient of {name}{size} (the first in the order of the backward; "
+        f"{len(of_parameters)} of {len(chunk.parameters)} differ)"
     )
     return what, name.rpartition(".")[0] or name
 

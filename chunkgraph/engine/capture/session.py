@@ -40,12 +40,7 @@ from chunkgraph.engine.capture.layers import LayerWatch
 from chunkgraph.engine.capture.parameter_aliases import ParameterAliases
 from chunkgraph.engine.capture.preserved import parts_kept, restored, state_of
 from chunkgraph.engine.capture.saved import SavedTensor, saved_tensors
-from chunkgraph.engine.capture.self_test import (
-    Measured,
-    SavedDigests,
-    difference,
-    wrong_replay,
-)
+from chunkgraph.engine.capture.self_test import Measured, difference, wrong_replay
 from chunkgraph.engine.capture.slot_capture import (
     CapturedForward,
     GraphMaker,
@@ -394,7 +389,7 @@ def _capture_forward(session: _Session, key: Hashable, c: int, s: int) -> Captur
     session.forwards.append(forward)
     session.graph_done()
     saved = saved_tensors(forward.leaves, session.settings.layers)
-    session.saved[key, c, s] = tuple(t.without_tensor() for t in saved)
+    session.saved[key, c, s] = tuple(replace(t, tensor=None) for t in saved)
     return forward
 
 
@@ -469,8 +464,7 @@ def _test(session: _Session, forward: CapturedForward) -> None:
             drawn = backend.default_generator, *host.generators()
             measured = Measured.of(forward.leaves, chunk.buffers, drawn)
             if number == _NUM_REPLAYS:
-                saved = SavedDigests.of(session.saved[key, c, forward.place.index])
-                measured = replace(measured, saved=saved)
+                measured = measured.with_saved(session.saved[key, c, forward.place.index])
             for graph in forward.graphs[1:]:
                 graph.replay()
             sums = [sink if i in trained else None for i, sink in enumerate(sinks.buffers)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from chunkgraph.engine.capture.gradients import GradientSinks
 from chunkgraph.engine.capture.layers import LayerWatch
 from chunkgraph.engine.capture.preserved import tensors_kept
 from chunkgraph.engine.capture.saved import saved_tensors
-from chunkgraph.engine.capture.self_test import Measured, Noise, SavedDigests, check_passes
+from chunkgraph.engine.capture.self_test import Measured, Noise, check_passes
 from chunkgraph.engine.capture.slot_capture import refuse_undeclared
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.host import Host
@@ -97,7 +97,7 @@ def warm_up(
                 refuse_undeclared(chunk, call.outputs, [*call.inputs, *leaves])
                 drawn = backend.default_generator, *host.generators()
                 measured = Measured.of(call.leaves, chunk.buffers, drawn)
-                saved = SavedDigests.of(saved_tensors(call.leaves, layers))
+                measured = measured.with_saved(saved_tensors(call.leaves, layers))
                 call.make_output_grads()
                 num_before = log.num_events()
                 order, totals = _run_backward(chunk, call, sample, sinks, leaves)
@@ -108,7 +108,7 @@ def warm_up(
                 del totals
                 events = num_forward, num_before, num_backward, num_end
                 sizes = _blocks(log.allocations(), *events, plan)
-        passes.append(replace(measured, saved=saved))
+        passes.append(measured)
     noise = check_passes(label, passes)
     return WarmUp(held_bytes, *sizes, tuple(passes), noise, tuple(written))
 

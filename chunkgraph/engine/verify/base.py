@@ -14,7 +14,6 @@ from chunkgraph.engine.slot import Slot
 from chunkgraph.engine.tree import Call
 from chunkgraph.engine.verify.eager_pass import EagerPasses, Surroundings
 from chunkgraph.errors import VerifyError
-from chunkgraph.graphs import AddressRanges
 
 __all__ = ["Verifier"]
 
@@ -83,16 +82,16 @@ class Verifier(Observer):
             self._passes[c, key] = EagerPasses(*of_chunk, self._around, written)
         return self._passes[c, key]
 
-    def _kept_by(self, slot: Slot) -> tuple[SavedTensor, ...]:
-        """Return the tensors that the slot's forward keeps for its backward."""
-        return self._saved[slot.bank, slot.chunk, slot.index]
+    def _kept_by(self, slot: Slot) -> list[SavedTensor]:
+        """Return what the slot's forward keeps, with tensors in its pool and its inputs.
 
-    def _memory_of(self, slot: Slot) -> AddressRanges:
-        """Return the memory that exists as long as the slot: its pool and its inputs."""
+        Other memory may be gone.
+        """
         memory = slot.pool.reserved()
         for tensor in slot.inputs:
             memory = memory | self._around.backend.raw(tensor)
-        return memory
+        saved = self._saved[slot.bank, slot.chunk, slot.index]
+        return [record.seen_in(memory) for record in saved]
 
     def _describe(self, slot: Slot, direction: str) -> str:
         return (

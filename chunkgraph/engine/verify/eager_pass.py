@@ -28,7 +28,7 @@ from chunkgraph.engine.split.delayed import DelayedModules
 from chunkgraph.engine.tree import Call
 from chunkgraph.graphs import GraphBackend
 
-__all__ = ["EagerBackward", "EagerForward", "EagerPasses", "Surroundings"]
+__all__ = ["EagerPass", "EagerPasses", "Surroundings"]
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ class Surroundings:
         return [*own, *self.host.generators()]
 
 
-@dataclass(frozen=True)
-class EagerForward:
-    """An eager forward whose autograd graph is alive.
+@dataclass
+class EagerPass:
+    """An eager forward whose autograd graph is alive until its backward.
 
     Attributes:
         call: the pass.
@@ -61,6 +61,9 @@ class EagerForward:
         saved: tensors that it keeps for the backward.
         versions: version counters right after the forward, which the backward checks.
         aliases: the leaves that replace the parameters.
+        sums: after the backward, for each parameter the expected contents of its gradient buffer;
+            valid until the next backward of the chunk.
+        order: parameters in the order in which their gradients were ready.
     """
 
     call: EagerCall
@@ -68,22 +71,8 @@ class EagerForward:
     saved: tuple[SavedTensor, ...]
     versions: Any
     aliases: ParameterAliases
-
-
-@dataclass(frozen=True)
-class EagerBackward:
-    """The results of an eager backward.
-
-    Attributes:
-        input_grads: the gradient of each input, or None.
-        sums: for each parameter, the expected contents of its gradient buffer; valid until the
-            next backward of the chunk.
-        order: parameters in the order in which their gradients were ready.
-    """
-
-    input_grads: tuple[torch.Tensor | None, ...]
-    sums: tuple[torch.Tensor, ...]
-    order: tuple[int, ...]
+    sums: tuple[torch.Tensor, ...] = ()
+    order: tuple[int, ...] = ()
 
 
 class EagerPasses:
@@ -124,7 +113,7 @@ class EagerPasses:
         tensors: Sequence[torch.Tensor],
         with_grad: Sequence[bool],
         begin: ChunkState | None = None,
-    ) -> EagerForward:
+    ) -> EagerPass:
         """Run the forward on copies of ``tensors``, from ``begin`` or the present state."""
         inputs = [t.detach().clone() for t in tensors]
         for tensor, has_grad in zip(inputs, with_grad, strict=True):
@@ -138,41 +127,41 @@ class EagerPasses:
             measured = Measured.of(call.leaves, self._chunk.buffers, self._around.generators())
             saved = saved_tensors(call.leaves, layers)
             counts = versions(self._state)
-        return EagerForward(call, measured, tuple(saved), counts, aliases)
+        return EagerPass(call, measured, tuple(saved), counts, aliases)
 
     def backward(
         self,
-        forward: EagerForward,
+        eager: EagerPass,
         grads: Sequence[torch.Tensor],
         *,
         accumulates: bool = True,
         begin: ChunkState | None = None,
-    ) -> EagerBackward:
-        """Run the backward of ``forward``, once.
+    ) -> None:
+        """Run the backward of a pass.
 
         Args:
-            forward: a forward of these passes whose backward has not run.
+            eager: a pass whose backward has not run.
             grads: the gradient of each output that gets one.
             accumulates: whether to add to the gradients so far, or to zeros.
             begin: the `state` that a recomputation reads; None for the present one.
         """
-        leaves, order = forward.aliases.leaves, GradientOrder()
+        leaves, order = eager.aliases.leaves, GradientOrder()
         with torch.no_grad():
             for total, gradient in zip(self._sums, self._gradients, strict=True):
                 if accumulates:
                     total.copy_(gradient)
                 else:
                     total.zero_()
-        with self._untouched(forward.aliases, begin):
+        with self._untouched(eager.aliases, begin):
             sinks = GradientSinks(leaves, f"{self._chunk.label}, run eagerly")
             with sinks.accumulating(leaves, order) as sums:
-                forward.versions.__exit__()  # the backward compares with these versions
-                forward.call.backward(grads)
+                eager.versions.__exit__()  # the backward compares with these versions
+                eager.call.backward(grads)
                 if self._chunk.is_split:
                     delayed = DelayedModules(self._chunk.module, self._chunk.label)
                     delayed.run(leaves, sums.add)
                 sums.finish()
-        return EagerBackward(tuple(forward.call.input_grads()), self._sums, tuple(order.seen))
+        eager.sums, eager.order = self._sums, tuple(order.seen)
 
     @contextmanager
     def _untouched(self, aliases: ParameterAliases, begin: ChunkState | None) -> Iterator[None]:

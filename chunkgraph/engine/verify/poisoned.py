@@ -19,7 +19,7 @@ from chunkgraph.engine.capture.saved import first_wrong
 from chunkgraph.engine.observer import Action
 from chunkgraph.engine.slot import Slot
 from chunkgraph.engine.verify.base import Verifier
-from chunkgraph.engine.verify.eager_pass import EagerForward
+from chunkgraph.engine.verify.eager_pass import EagerPass
 from chunkgraph.graphs import AddressRanges, Pool
 from chunkgraph.memory import Poison
 
@@ -69,7 +69,8 @@ class PoisonVerifier(Verifier):
         self._were_infinite = self._gradients_with(slot, _is_infinite)
         if action == "W":
             return
-        self._kept_nan[slot] = self._first_layer(slot)  # while its saved tensors exist
+        # Until the backward overwrites what the forward keeps.
+        self._kept_nan[slot] = first_wrong(self._kept_by(slot), _has_none)
         if has_nan(tensors):
             where = "it came in with the output gradient, from work after the chunk"
             self._warn(slot, "backward", where)
@@ -91,11 +92,13 @@ class PoisonVerifier(Verifier):
             return
         eager = self._forward(slot)
         if has_nan(eager.call.tensors):
-            kept = eager.saved
-            layer = first_wrong(kept, lambda i: not has_nan([kept[i].tensor])) or "the last one"
+            layer = first_wrong(eager.saved, _has_none) or "the last one"
             self._warn(slot, "forward", f"the first layer with a NaN is {layer}")
             return
-        layer = self._first_layer(slot) or "after all tensors that are kept for the backward"
+        layer = (
+            first_wrong(self._kept_by(slot), _has_none)
+            or "after all tensors that are kept for the backward"
+        )
         self._judge(slot, "forward", _STALE, "an output has a NaN", f"with a NaN: {layer}")
 
     def _look_at_gradients(self, slot: Slot) -> None:
@@ -115,9 +118,9 @@ class PoisonVerifier(Verifier):
 
     def _explain(self, slot: Slot, is_new: Sequence[bool]) -> None:
         """Run the microbatch eagerly, and tell a NaN of the model from one of dead memory."""
-        forward = self._forward(slot)
-        eager = self._passes_of(slot).backward(forward, slot.output_grads, accumulates=False)
-        has_own = has_nan([*eager.input_grads, *eager.sums])
+        eager = self._forward(slot)
+        self._passes_of(slot).backward(eager, slot.output_grads, accumulates=False)
+        has_own = has_nan([*eager.call.input_grads(), *eager.sums])
         named = [i for i in eager.order if (has_nan([eager.sums[i]]) if has_own else is_new[i])]
         name = self._names[slot.chunk][named[0]] if named else ""
         if has_own:
@@ -128,16 +131,9 @@ class PoisonVerifier(Verifier):
         layer = self._kept_nan.get(slot) or name.rpartition(".")[0] or "unknown"
         self._judge(slot, "backward", _STALE, what, f"with a NaN: {layer}")
 
-    def _forward(self, slot: Slot) -> EagerForward:
+    def _forward(self, slot: Slot) -> EagerPass:
         with_grad = [grad is not None for grad in slot.input_grads]
         return self._passes_of(slot).forward(slot.inputs, with_grad, self._begin[slot])
-
-    def _first_layer(self, slot: Slot) -> str:
-        """Return the first layer that keeps a NaN for its backward, or ""."""
-        kept, memory = self._kept_by(slot), self._memory_of(slot)
-        return first_wrong(
-            kept, lambda i: not has_nan([kept[i].read()]) if kept[i].lies_in(memory) else None
-        )
 
     def _warn(self, slot: Slot, direction: str, where: str) -> None:
         """Warn of a NaN that eager training has too, once; later wrong replays still raise."""
@@ -153,3 +149,8 @@ class PoisonVerifier(Verifier):
 def _is_infinite(tensor: torch.Tensor) -> torch.Tensor:
     """Return where values are infinite or NaN."""
     return ~tensor.isfinite()
+
+
+def _has_none(_index: int, tensor: torch.Tensor) -> bool:
+    """Return whether a saved tensor has no NaN."""
+    return not has_nan([tensor])

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 import torch
 
-from chunkgraph.engine.bits import same_bits
 from chunkgraph.engine.capture.preserved import ChunkState
 from chunkgraph.engine.capture.saved import first_difference, what_follows
 from chunkgraph.engine.capture.self_test import (
@@ -25,7 +24,7 @@ from chunkgraph.engine.layout import copy_into, duplicate
 from chunkgraph.engine.observer import Action
 from chunkgraph.engine.slot import Slot
 from chunkgraph.engine.verify.base import Verifier
-from chunkgraph.engine.verify.eager_pass import EagerForward
+from chunkgraph.engine.verify.eager_pass import EagerPass
 
 __all__ = ["ShadowVerifier"]
 
@@ -37,8 +36,8 @@ class ShadowVerifier(Verifier):
 
     def _forget(self) -> None:
         super()._forget()
-        self._forwards: dict[Slot, EagerForward] = {}
-        self._backwards: dict[Slot, Measured] = {}
+        self._passing: dict[Slot, EagerPass] = {}
+        self._ended: dict[Slot, Measured] = {}
         self._overwritten: dict[Slot, str] = {}
         # Between the halves of split backwards: output gradients and state from before the first,
         # and the input gradients that it left.
@@ -56,12 +55,13 @@ class ShadowVerifier(Verifier):
             inputs = [t for t in tensors if t is not None]
             pairs = zip(slot.input_grads, inputs, strict=True)
             with_grad = [grad is not None or t.requires_grad for grad, t in pairs]
-            self._forwards[slot] = self._passes_of(slot).forward(inputs, with_grad)
+            self._passing[slot] = self._passes_of(slot).forward(inputs, with_grad)
         elif action == "W":
             self._run_backward(slot, *self._halved.pop(slot))
         else:
             grads = _output_grads(slot, tensors)
-            self._overwritten[slot] = self._first_layer(slot)  # while its saved tensors exist
+            kept = self._kept_by(slot)  # until the backward overwrites it
+            self._overwritten[slot] = first_difference(kept, self._passing[slot].saved)
             if action == "I":
                 self._halved[slot] = grads, self._passes_of(slot).state()
             else:
@@ -79,24 +79,25 @@ class ShadowVerifier(Verifier):
     def _run_backward(
         self, slot: Slot, grads: Sequence[torch.Tensor], begin: ChunkState | None = None
     ) -> None:
-        forward = self._forwards[slot]
-        eager = self._passes_of(slot).backward(forward, grads, begin=begin)
-        self._backwards[slot] = forward.measured.with_backward(
-            eager.input_grads, eager.sums, eager.order
+        eager = self._passing.pop(slot)
+        self._passes_of(slot).backward(eager, grads, begin=begin)
+        self._ended[slot] = eager.measured.with_backward(
+            eager.call.input_grads(), eager.sums, eager.order
         )
 
     def _compare_forward(self, slot: Slot) -> None:
         buffers, generators = self._chunks[slot.chunk].buffers, self._around.generators()
         replay = Measured.of(slot.outputs, buffers, generators)
         noise = self._warm_ups[slot.bank, slot.chunk].noise
-        what = forward_difference([self._forwards[slot].measured], replay, noise)
+        eager = self._passing[slot]
+        what = forward_difference([eager.measured], replay, noise)
         if what:
-            layer = self._first_layer(slot) or what_follows(self._kept_by(slot))
+            kept = self._kept_by(slot)
+            layer = first_difference(kept, eager.saved) or what_follows(kept)
             self._judge(slot, "forward", _DIFFERS, what, f"that differs: {layer}")
 
     def _compare_backward(self, slot: Slot, input_grads: Sequence[torch.Tensor | None]) -> None:
-        del self._forwards[slot]
-        eager, place = self._backwards.pop(slot), self._overwritten.pop(slot)
+        eager, place = self._ended.pop(slot), self._overwritten.pop(slot)
         replay = eager.with_backward(input_grads, self._gradients[slot.chunk])
         noise = self._warm_ups[slot.bank, slot.chunk].noise
         what, layer = backward_difference(self._chunks[slot.chunk], [eager], replay, noise)
@@ -105,19 +106,6 @@ class ShadowVerifier(Verifier):
         if place:
             layer = f"{place}; it was correct after the forward and was overwritten later"
         self._judge(slot, "backward", _DIFFERS, what, f"that differs: {layer}")
-
-    def _first_layer(self, slot: Slot) -> str:
-        """Return the first layer that keeps another tensor than the eager pass does, or ""."""
-        kept, memory = self._kept_by(slot), self._memory_of(slot)
-        eager = self._forwards[slot].saved
-
-        def is_equal(i: int) -> bool | None:
-            expected = eager[i].tensor
-            if expected is None or not kept[i].lies_in(memory):
-                return None
-            return same_bits(kept[i].read(), expected)
-
-        return first_difference(kept, eager, is_equal)
 
 
 def _output_grads(slot: Slot, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
