@@ -12,10 +12,10 @@ from torch import library, nn
 from toys import Apply
 
 from chunkgraph.engine import CaptureOptions, ChunkGraphs
+from chunkgraph.engine.bits import digests_of
 from chunkgraph.engine.capture import self_test
 from chunkgraph.engine.capture.layers import LayerWatch
 from chunkgraph.engine.capture.saved import saved_tensors
-from chunkgraph.engine.digest import digests_of
 from chunkgraph.errors import CaptureError, VerifyError
 from chunkgraph.graphs.recorder import RecorderBackend
 

@@ -14,13 +14,6 @@ from chunkgraph.engine.chunk import Chunk
 __all__ = ["LayerWatch", "parameter_names"]
 
 
-def _layer_names(chunk: Chunk) -> dict[nn.Module, str]:
-    """Return the modules of ``chunk`` with their names in the user's model."""
-    if chunk.module is None:
-        return {}
-    return {m: _layer_name(chunk, path, m) for path, m in chunk.module.named_modules()}
-
-
 def parameter_names(chunk: Chunk) -> list[str]:
     """Return a name for each of the chunk's parameters, in order."""
     names: dict[int, str] = {}  # by address, since a session replaces parameters by aliases
@@ -31,11 +24,6 @@ def parameter_names(chunk: Chunk) -> list[str]:
         names.get(p.data_ptr(), f"parameter {i} of shape {tuple(p.shape)}")
         for i, p in enumerate(chunk.parameters)
     ]
-
-
-def _layer_name(chunk: Chunk, path: str, module: nn.Module) -> str:
-    name = f"{chunk.module_name}.{path}".strip(".")
-    return name or f"{type(module).__name__} (the chunk itself)"
 
 
 class LayerWatch:
@@ -65,11 +53,13 @@ class LayerWatch:
         """Follow the forwards of ``chunks`` in this block."""
         with ExitStack() as stack:
             for chunk in chunks:
-                names = _layer_names(chunk)
-                unwatched = _choosing_by_hooks(names)
-                for module, name in names.items():
+                layers = [*chunk.module.named_modules()] if chunk.module is not None else []
+                unwatched = _choosing_by_hooks(module for _, module in layers)
+                for path, module in layers:
                     if module in unwatched:
                         continue
+                    name = f"{chunk.module_name}.{path}".strip(".")
+                    name = name or f"{type(module).__name__} (the chunk itself)"
                     pre = module.register_forward_pre_hook(self._entering(chunk.module, name))
                     stack.callback(pre.remove)
                     post = module.register_forward_hook(self._leave)

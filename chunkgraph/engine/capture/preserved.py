@@ -50,7 +50,15 @@ class ChunkState:
 
         Unchanged memory is not written, since it may be read-only. Waits for the device.
         """
-        _put_back(self.tensors)
+        for tensor, value in self.tensors:
+            if same_bits(tensor, value):
+                continue
+            with (
+                torch.inference_mode(tensor.is_inference()),
+                torch.no_grad(),
+                versions([tensor]),
+            ):
+                tensor.copy_(value)
         for generator, value in self.random:
             generator.set_state(value)
 
@@ -95,7 +103,7 @@ def tensors_kept(chunk: Chunk) -> Iterator[list[torch.Tensor]]:
         with restored(state_of(chunk)), versions(parameters), watch:
             yield written
     finally:
-        _put_back(watch.saved)
+        ChunkState(tuple(watch.saved)).put_back()
         written.extend(region for region, _ in watch.saved)
 
 
@@ -139,17 +147,6 @@ def parts_kept(chunk: Chunk) -> Iterator[None]:
 def versions(tensors: Sequence[torch.Tensor]) -> _unsafe_preserve_version_counter:
     """Return autograd's version counters of the tensors; its ``__exit__`` restores them."""
     return _unsafe_preserve_version_counter(tuple(t for t in tensors if not t.is_inference()))
-
-
-def _put_back(copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    for tensor, value in copies:
-        if not same_bits(tensor, value):
-            with (
-                torch.inference_mode(tensor.is_inference()),
-                torch.no_grad(),
-                versions([tensor]),
-            ):
-                tensor.copy_(value)
 
 
 class _WriteWatch(OperatorMode):

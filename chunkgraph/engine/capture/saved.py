@@ -18,12 +18,12 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from chunkgraph.engine.autograd_graph import nodes_below
-from chunkgraph.engine.bits import has_memory, same_bits
+from chunkgraph.engine.bits import has_memory, has_nan, same_bits
 from chunkgraph.engine.capture.layers import LayerWatch
 from chunkgraph.engine.layout import span
 from chunkgraph.graphs import AddressRanges, tensor_at
 
-__all__ = ["SavedTensor", "first_difference", "first_wrong", "saved_tensors", "what_follows"]
+__all__ = ["SavedTensor", "first_difference", "first_nan", "saved_tensors", "what_follows"]
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,30 @@ class SavedTensor:
         return span(self.shape, self.stride) * self.dtype.itemsize
 
 
-def first_wrong(saved: Sequence[SavedTensor], is_right: Callable[[int, torch.Tensor], bool]) -> str:
+def first_difference(replayed: Sequence[SavedTensor], eager: Sequence[SavedTensor]) -> str:
+    """Return the first layer that keeps another tensor than in an eager pass; "" if none does."""
+
+    def is_equal(i: int, tensor: torch.Tensor) -> bool:
+        if i >= len(eager):
+            return False
+        mine, other = replayed[i], eager[i]
+        if (mine.operator, mine.shape, mine.dtype) != (other.operator, other.shape, other.dtype):
+            return False
+        if other.tensor is None or mine.device != other.device:
+            return True  # attention keeps its seed on the device in a capture, else on the host
+        return same_bits(tensor, other.tensor)
+
+    return _first_wrong(replayed, is_equal)
+
+
+def first_nan(saved: Sequence[SavedTensor]) -> str:
+    """Return the first layer that keeps a tensor with a NaN; "" if none does."""
+    return _first_wrong(saved, lambda _, tensor: not has_nan([tensor]))
+
+
+def _first_wrong(
+    saved: Sequence[SavedTensor], is_right: Callable[[int, torch.Tensor], bool]
+) -> str:
     """Return the layer of the first wrong tensor, and what it keeps; "" if none is wrong.
 
     Args:
@@ -80,22 +103,6 @@ def first_wrong(saved: Sequence[SavedTensor], is_right: Callable[[int, torch.Ten
             return f"{record.layer or '(outside of any layer)'} ({kept})"
         before = record.layer
     return ""
-
-
-def first_difference(replayed: Sequence[SavedTensor], eager: Sequence[SavedTensor]) -> str:
-    """Return the first layer that keeps another tensor than in an eager pass; "" if none does."""
-
-    def is_equal(i: int, tensor: torch.Tensor) -> bool:
-        if i >= len(eager):
-            return False
-        mine, other = replayed[i], eager[i]
-        if (mine.operator, mine.shape, mine.dtype) != (other.operator, other.shape, other.dtype):
-            return False
-        if other.tensor is None or mine.device != other.device:
-            return True  # attention keeps its seed on the device in a capture, else on the host
-        return same_bits(tensor, other.tensor)
-
-    return first_wrong(replayed, is_equal)
 
 
 def what_follows(saved: Sequence[SavedTensor]) -> str:

@@ -10,15 +10,15 @@ to one of them as they are to each other.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from chunkgraph.engine.bits import Digests, digests_of
 from chunkgraph.engine.capture.layers import parameter_names
 from chunkgraph.engine.capture.saved import SavedTensor, first_difference, what_follows
 from chunkgraph.engine.chunk import Chunk
-from chunkgraph.engine.digest import Digests, digests_of
 from chunkgraph.engine.tree import distinct_tensors
 from chunkgraph.errors import CaptureError
 
@@ -68,7 +68,7 @@ class Measured:
     plain: tuple[Any, ...] = ()
     random: tuple[torch.Tensor, ...] = ()
     saved: tuple[SavedTensor, ...] = ()
-    backward: Digests | None = None
+    backward: Digests = field(default_factory=lambda: digests_of(()))
     order: tuple[int, ...] = ()
 
     @staticmethod
@@ -125,7 +125,7 @@ class Noise:
     @staticmethod
     def of(passes: Sequence[Measured]) -> Noise:
         """Compare the first pass with the last one."""
-        (one, a), (other, b) = ((p.forward, _backward_of(p)) for p in (passes[0], passes[-1]))
+        (one, a), (other, b) = ((p.forward, p.backward) for p in (passes[0], passes[-1]))
         forward = one.ratios(other).masked_fill(~one.are_float, 1.0)
         return Noise(
             forward.masked_fill(one.equal(other), 0.0),
@@ -174,10 +174,8 @@ def check_passes(label: str, passes: Sequence[Measured]) -> Noise:
         CaptureError: they differ; the message names the output.
     """
     noise = Noise.of(passes)
-    outputs = (
-        noise.forward[: passes[0].num_outputs]
-        * passes[0].forward.are_float[: passes[0].num_outputs]
-    )
+    num_outputs = passes[0].num_outputs
+    outputs = noise.forward[:num_outputs] * passes[0].forward.are_float[:num_outputs]
     if (outputs > _MOST_OF_OUTPUTS).any():
         index = int(outputs.argmax())
         raise CaptureError(
@@ -242,8 +240,8 @@ def backward_difference(
         in_all: whether to bound the differences of all gradients together as well.
     """
     eager = passes[-1]
-    *digests, replayed = (_backward_of(p) for p in (*passes, replay))
-    ratios = _ratios(digests, replayed)
+    replayed = replay.backward
+    ratios = _ratios([p.backward for p in passes], replayed)
     wrong = _exceeding(ratios, noise.of_backward)
     if in_all and not wrong:
         mean_square = sum(r * r for r in ratios.values()) / max(1, len(replayed.norms))
@@ -253,11 +251,11 @@ def backward_difference(
     num_inputs = len(replayed.norms) - len(chunk.parameters)
     of_parameters = [i - num_inputs for i in wrong if i >= num_inputs]
     if not of_parameters:
-        size = _size(digests[-1], replayed, wrong[0])
+        size = _size(eager.backward, replayed, wrong[0])
         return f"the gradient of tensor argument {wrong[0]}{size}", "the chunk's input"
     ranks = {index: rank for rank, index in enumerate(eager.order)}
     first = min(of_parameters, key=lambda i: ranks.get(i, -1))
-    name, size = parameter_names(chunk)[first], _size(digests[-1], replayed, num_inputs + first)
+    name, size = parameter_names(chunk)[first], _size(eager.backward, replayed, num_inputs + first)
     what = (
         f"the gradient of {name}{size} (the first in the order of the backward; "
         f"{len(of_parameters)} of {len(chunk.parameters)} differ)"
@@ -271,11 +269,6 @@ def wrong_replay(label: str, what: str, layer: str) -> CaptureError:
         f"{label}: a replay of its graphs differs from an eager pass on the same inputs and random "
         f"state: {what}.\n  first layer that differs: {layer}\n{TO_DO}"
     )
-
-
-def _backward_of(measured: Measured) -> Digests:
-    assert measured.backward is not None
-    return measured.backward
 
 
 def _exceeding(ratios: dict[int, float], limit_of: Callable[[int], float]) -> list[int]:

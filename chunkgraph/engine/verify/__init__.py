@@ -23,6 +23,7 @@ def new_verifier(
     surroundings: Surroundings,
 ) -> Verifier | None:
     """Return the verifier for the next capture; None for the mode ``none``."""
-    kinds: dict[VerifyMode, type[Verifier]] = {"poison": PoisonVerifier, "shadow": ShadowVerifier}
-    kind = kinds.get(mode)
-    return None if kind is None else kind(chunks, samples, surroundings)
+    if mode == "none":
+        return None
+    kind = PoisonVerifier if mode == "poison" else ShadowVerifier
+    return kind(chunks, samples, surroundings)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 
 from chunkgraph.engine.capture.captured_rank import CapturedRank
-from chunkgraph.engine.capture.layers import parameter_names
 from chunkgraph.engine.capture.saved import SavedTensor
 from chunkgraph.engine.capture.self_test import TO_DO
 from chunkgraph.engine.chunk import Chunk
@@ -47,7 +46,6 @@ class Verifier(Observer):
             key: tuple(sample.emptied() for sample in calls) for key, calls in samples.items()
         }
         self._around = surroundings
-        self._names = tuple(parameter_names(chunk) for chunk in chunks)
         self._step = 0
         self._forget()
 

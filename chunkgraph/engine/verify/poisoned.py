@@ -14,8 +14,9 @@ import torch
 
 from chunkgraph.engine.bits import has_nan
 from chunkgraph.engine.capture.captured_rank import CapturedRank
+from chunkgraph.engine.capture.layers import parameter_names
 from chunkgraph.engine.capture.preserved import ChunkState
-from chunkgraph.engine.capture.saved import first_wrong
+from chunkgraph.engine.capture.saved import first_nan
 from chunkgraph.engine.observer import Action
 from chunkgraph.engine.slot import Slot
 from chunkgraph.engine.verify.base import Verifier
@@ -70,7 +71,7 @@ class PoisonVerifier(Verifier):
         if action == "W":
             return
         # Until the backward overwrites what the forward keeps.
-        self._kept_nan[slot] = first_wrong(self._kept_by(slot), _has_none)
+        self._kept_nan[slot] = first_nan(self._kept_by(slot))
         if has_nan(tensors):
             where = "it came in with the output gradient, from work after the chunk"
             self._warn(slot, "backward", where)
@@ -82,7 +83,7 @@ class PoisonVerifier(Verifier):
         elif action != "I":
             self._look_at_gradients(slot)
         elif has_nan(slot.input_grads):
-            self._explain(slot, [False] * len(self._names[slot.chunk]))
+            self._explain(slot, [False] * len(self._gradients[slot.chunk]))
 
     def _look_at_outputs(self, slot: Slot) -> None:
         if not has_nan(slot.output_tensors):
@@ -92,13 +93,10 @@ class PoisonVerifier(Verifier):
             return
         eager = self._forward(slot)
         if has_nan(eager.call.tensors):
-            layer = first_wrong(eager.saved, _has_none) or "the last one"
+            layer = first_nan(eager.saved) or "the last one"
             self._warn(slot, "forward", f"the first layer with a NaN is {layer}")
             return
-        layer = (
-            first_wrong(self._kept_by(slot), _has_none)
-            or "after all tensors that are kept for the backward"
-        )
+        layer = first_nan(self._kept_by(slot)) or "after all tensors that are kept for the backward"
         self._judge(slot, "forward", _STALE, "an output has a NaN", f"with a NaN: {layer}")
 
     def _look_at_gradients(self, slot: Slot) -> None:
@@ -122,7 +120,7 @@ class PoisonVerifier(Verifier):
         self._passes_of(slot).backward(eager, slot.output_grads, accumulates=False)
         has_own = has_nan([*eager.call.input_grads(), *eager.sums])
         named = [i for i in eager.order if (has_nan([eager.sums[i]]) if has_own else is_new[i])]
-        name = self._names[slot.chunk][named[0]] if named else ""
+        name = parameter_names(self._chunks[slot.chunk])[named[0]] if named else ""
         if has_own:
             where = f"the first gradient with a NaN is that of {name or 'an input'}"
             self._warn(slot, "backward", where)
@@ -149,8 +147,3 @@ class PoisonVerifier(Verifier):
 def _is_infinite(tensor: torch.Tensor) -> torch.Tensor:
     """Return where values are infinite or NaN."""
     return ~tensor.isfinite()
-
-
-def _has_none(_index: int, tensor: torch.Tensor) -> bool:
-    """Return whether a saved tensor has no NaN."""
-    return not has_nan([tensor])
