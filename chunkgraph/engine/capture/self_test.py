@@ -10,7 +10,7 @@ to one of them as they are to each other.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -42,6 +42,8 @@ _ROUTED_IN_ALL = 0.02
 # Kernels differ by rounding; outputs that differ by this much depend on something else.
 _MOST_OF_OUTPUTS = 0.1
 
+_NOTHING = digests_of(())
+
 TO_DO = (
     "  To do: look there for a Python number, flag or list that the forward reads and that changes "
     "from call to call, a tensor that it replaces instead of updating in place, or memory that "
@@ -68,7 +70,7 @@ class Measured:
     plain: tuple[Any, ...] = ()
     random: tuple[torch.Tensor, ...] = ()
     saved: tuple[SavedTensor, ...] = ()
-    backward: Digests = field(default_factory=lambda: digests_of(()))
+    backward: Digests = _NOTHING
     order: tuple[int, ...] = ()
 
     @staticmethod
