@@ -13,6 +13,8 @@ from chunkgraph.engine.chunk import Chunk
 
 __all__ = ["LayerWatch", "parameter_names"]
 
+_next_sequence_number = torch._C._autograd._get_sequence_nr
+
 
 def parameter_names(chunk: Chunk) -> list[str]:
     """Return a name for each of the chunk's parameters, in order."""
@@ -96,7 +98,3 @@ def _choosing_by_hooks(modules: Iterable[nn.Module]) -> set[nn.Module]:
         if isinstance(module, nn.TransformerEncoderLayer) and not module.training
         for part in module.modules()
     }
-
-
-def _next_sequence_number() -> int:
-    return torch._C._autograd._get_sequence_nr()

@@ -43,6 +43,7 @@ _ROUTED_IN_ALL = 0.02
 _MOST_OF_OUTPUTS = 0.1
 
 _NOTHING = digests_of(())
+_PLAIN = (bool, int, float, str)
 
 TO_DO = (
     "  To do: look there for a Python number, flag or list that the forward reads and that changes "
@@ -58,7 +59,7 @@ class Measured:
     Attributes:
         forward: of the result's tensors, then of the chunk's buffers.
         num_outputs: number of tensors in the result.
-        plain: the other leaves of the result.
+        plain: the other leaves of the result: values, and names of other types.
         random: states of the random generators after the forward.
         saved: what the forward keeps for its backward, as digests; empty if nobody asked.
         backward: of the inputs' gradients, then of the parameters' gradients.
@@ -67,7 +68,7 @@ class Measured:
 
     forward: Digests
     num_outputs: int
-    plain: tuple[Any, ...] = ()
+    plain: tuple[str, ...] = ()
     random: tuple[torch.Tensor, ...] = ()
     saved: tuple[SavedTensor, ...] = ()
     backward: Digests = _NOTHING
@@ -87,7 +88,8 @@ class Measured:
             generators: random generators that it draws from.
         """
         tensors = distinct_tensors(leaves)
-        plain = tuple(leaf for leaf in leaves if not isinstance(leaf, torch.Tensor))
+        others = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+        plain = tuple(repr(x) if isinstance(x, _PLAIN) else type(x).__name__ for x in others)
         random = tuple(generator.get_state() for generator in generators)
         return Measured(digests_of([*tensors, *buffers]), len(tensors), plain, random)
 
@@ -208,11 +210,9 @@ def difference(
 def forward_difference(passes: Sequence[Measured], replay: Measured, noise: Noise) -> str:
     """Return what differs from eager passes after the replay of a forward, or ""."""
     eager = passes[-1]
-    if replay.num_outputs != eager.num_outputs or not _equal_plain(replay.plain, eager.plain):
-        return (
-            f"the result holds {replay.num_outputs} tensors and {replay.plain!r}, in an eager pass "
-            f"{eager.num_outputs} and {eager.plain!r}"
-        )
+    held, expected = (f"{m.num_outputs} tensors and {m.plain}" for m in (replay, eager))
+    if held != expected:
+        return f"the result holds {held}, in an eager pass {expected}"
     ratios = _ratios([p.forward for p in passes], replay.forward)
     if wrong := _exceeding(ratios, noise.of_forward):
         index = wrong[0]
@@ -234,12 +234,7 @@ def backward_difference(
 ) -> tuple[str, str]:
     """Return what differs after the replay of a backward, and its layer; "" if nothing does.
 
-    Args:
-        chunk: the chunk.
-        passes: its eager passes.
-        replay: the replay.
-        noise: the noise of passes and replays.
-        in_all: whether to bound the differences of all gradients together as well.
+    With ``in_all``, bound the differences of all gradients together as well. See `difference`.
     """
     eager = passes[-1]
     replayed = replay.backward
@@ -289,10 +284,3 @@ def _ratios(passes: Sequence[Digests], replayed: Digests) -> dict[int, float]:
 def _size(eager: Digests, replayed: Digests, index: int) -> str:
     distance, norm = (float(d[index]) for d in (eager.distance(replayed), eager.norms))
     return f" differs by {distance / norm:.2g} of its norm" if norm and distance else " differs"
-
-
-def _equal_plain(replayed: Sequence[Any], eager: Sequence[Any]) -> bool:
-    return len(replayed) == len(eager) and all(
-        type(a) is type(b) and (a == b or not isinstance(a, (bool, int, float, str)))
-        for a, b in zip(replayed, eager, strict=True)
-    )

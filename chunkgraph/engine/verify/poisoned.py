@@ -67,7 +67,7 @@ class PoisonVerifier(Verifier):
         # A NaN of the model itself stays in a gradient, infinities may add up to one, and memory
         # without a gradient yet may hold anything. Other microbatches change gradients between
         # both halves.
-        self._were_infinite = self._gradients_with(slot, _is_infinite)
+        self._were_infinite = self._gradients_with(slot, lambda g: ~g.isfinite())
         if action == "W":
             return
         # Until the backward overwrites what the forward keeps.
@@ -142,8 +142,3 @@ class PoisonVerifier(Verifier):
                 f"{where}. Later NaNs give no warning.",
                 stacklevel=2,
             )
-
-
-def _is_infinite(tensor: torch.Tensor) -> torch.Tensor:
-    """Return where values are infinite or NaN."""
-    return ~tensor.isfinite()

@@ -15,11 +15,7 @@ import torch
 
 from chunkgraph.engine.capture.preserved import ChunkState
 from chunkgraph.engine.capture.saved import first_difference, what_follows
-from chunkgraph.engine.capture.self_test import (
-    Measured,
-    backward_difference,
-    forward_difference,
-)
+from chunkgraph.engine.capture.self_test import Measured, backward_difference, forward_difference
 from chunkgraph.engine.layout import copy_into, duplicate
 from chunkgraph.engine.observer import Action
 from chunkgraph.engine.slot import Slot
