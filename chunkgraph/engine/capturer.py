@@ -101,9 +101,7 @@ class Capturer:
             samples = make_samples()
             chunks = self._checked_chunks(samples)
             verifier = new_verifier(self.options, chunks, samples, self.backend, self.settings.host)
-            if verifier is not None:
-                chunks = verifier.chunks
-            captured = self._capture_here(chunks, samples, watch, verifier, lockstep)
+            captured = self._capture_here(chunks, samples, watch, lockstep)
             if lockstep is not None:
                 lockstep.finish()
         except StoppedElsewhere as stop:
@@ -152,20 +150,13 @@ class Capturer:
         chunks: tuple[Chunk, ...],
         samples: Mapping[Hashable, Sequence[Call]],
         watch: SessionWatch,
-        verifier: Verifier | None,
         lockstep: Lockstep | None,
     ) -> CapturedRank:
         """Run this rank's session, part by part with the other ranks if there is a lockstep."""
-
-        def before_graph(bank: Hashable | None) -> None:
-            if verifier is not None:
-                verifier.begin_bank(bank)
-            if lockstep is not None:
-                lockstep.begin(bank)
-
+        settings = self.settings
         if lockstep is not None:
             lockstep.begin(None)
-        settings = replace(self.settings, before_graph=before_graph)
+            settings = replace(settings, before_graph=lockstep.begin)
         with watch.watching(settings) as settings:
             return capture_session(chunks, self.num_slots, samples, self.backend, settings)
 

@@ -138,16 +138,7 @@ class ReplayCounters(Observer):
 
 
 class Verifier(Observer):
-    """Check replays: what `CaptureOptions.verify` adds to the observers.
-
-    Attributes:
-        chunks: The chunks to capture, with the records that it needs.
-    """
-
-    chunks: tuple[Chunk, ...]
-
-    def begin_bank(self, bank: Hashable) -> None:
-        """Note the bank of the next captures; None: no single bank."""
+    """Check replays: what `CaptureOptions.verify` adds to the observers."""
 
     def captured(self, rank: CapturedRank) -> None:
         """Take the result of a successful session."""

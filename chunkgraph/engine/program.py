@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -39,6 +39,7 @@ __all__ = [
     "FORWARD_ONLY",
     "BackwardPlan",
     "ForwardOnly",
+    "GradientOrder",
     "GraphMaker",
     "GraphProgram",
     "Isolated",
@@ -122,7 +123,7 @@ class Pass:
             fill_test_gradient(self.grads[-1])
 
     def backward(self, *, keeps_leaves: bool = False) -> None:
-        """Run the backward, and drop the result unless ``keeps_leaves``."""
+        """Run the backward from ``grads``, and drop the result unless ``keeps_leaves``."""
         outputs = self.outputs
         if not keeps_leaves:
             self.leaves = ()
@@ -140,6 +141,21 @@ class Pass:
         for tensor in self.inputs:
             tensor.grad = None
         return grads
+
+
+@dataclass
+class GradientOrder:
+    """Records the order in which gradients are accumulated (a `GradientMarker`)."""
+
+    seen: list[int] = field(default_factory=list)
+
+    def accumulated(self, index: int) -> None:
+        """See `GradientMarker`."""
+        self.seen.append(index)
+
+    def replayed(self) -> None:
+        """See `GradientMarker`; an eager pass is not replayed."""
+        raise AssertionError
 
 
 def fill_test_gradient(gradient: torch.Tensor) -> None:

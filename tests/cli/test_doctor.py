@@ -14,7 +14,7 @@ import torch
 
 from chunkgraph.cli import doctor
 from chunkgraph.cli.__main__ import main
-from chunkgraph.engine.digest import Digests
+from chunkgraph.engine.bits import Digests
 from chunkgraph.megatron.features.experts import grouped_gemm, hybrid_ep
 
 

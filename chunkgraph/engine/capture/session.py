@@ -32,29 +32,17 @@ from torch import nn
 
 from chunkgraph._collector import collector_paused
 from chunkgraph.engine.banks import Bank
-from chunkgraph.engine.capture.captured_rank import CapturedRank, CaptureReport
+from chunkgraph.engine.capture.captured_rank import CapturedRank, CaptureReport, SlotKey
 from chunkgraph.engine.capture.dangling import Bookkeeping, refuse_dangling
 from chunkgraph.engine.capture.layers import LayerWatch
 from chunkgraph.engine.capture.parameter_aliases import ParameterAliases
-from chunkgraph.engine.capture.preserved import parts_kept, tensors_kept
+from chunkgraph.engine.capture.preserved import parts_kept, restored, state_of
 from chunkgraph.engine.capture.saved import SavedTensor, saved_tensors
-from chunkgraph.engine.capture.self_test import (
-    Measured,
-    SavedDigests,
-    difference,
-    wrong_replay,
-)
+from chunkgraph.engine.capture.self_test import Measured, difference, wrong_replay
 from chunkgraph.engine.capture.static_inputs import SlotStatics
-from chunkgraph.engine.capture.warm_up import (
-    WarmUp,
-    check_memory,
-    plain_leaves,
-    random_states,
-    warm_up,
-)
+from chunkgraph.engine.capture.warm_up import WarmUp, check_memory, warm_up
 from chunkgraph.engine.checks import ModelGuard
 from chunkgraph.engine.chunk import Chunk, GradientMarker, Host, OnCapture
-from chunkgraph.engine.digest import digests_of
 from chunkgraph.engine.gradients import GradientSinks, GradMemory
 from chunkgraph.engine.hooks import refuse_contexts
 from chunkgraph.engine.program import (
@@ -167,7 +155,7 @@ class _Session:
         slots: slots captured so far, in order.
         markers: what follows the gradients of each slot.
         num_done: number of graphs captured so far.
-        saved: the tensors that the forward of the slot under test keeps.
+        saved: the tensors that each slot's forward keeps, by bank, chunk and slot.
     """
 
     chunks: list[Chunk]
@@ -186,7 +174,7 @@ class _Session:
     slots: list[Slot] = field(default_factory=list)
     markers: dict[Slot, GradientMarker] = field(default_factory=dict)
     num_done: int = 0
-    saved: list[SavedTensor] = field(default_factory=list)
+    saved: dict[SlotKey, tuple[SavedTensor, ...]] = field(default_factory=dict)
 
     @property
     def backend(self) -> GraphBackend:
@@ -270,8 +258,13 @@ def _run(
         session.models,
         maker.pools,
         _report(session, (time.perf_counter() - start) * 1e3),
-        {(key, c): warm.noise for key, of in session.warm_ups.items() for c, warm in enumerate(of)},
         session.markers,
+        {
+            (key, c): replace(warm, passes=())
+            for key, of in session.warm_ups.items()
+            for c, warm in enumerate(of)
+        },
+        session.saved,
     )
 
 
@@ -386,10 +379,9 @@ def _capture_forward(session: _Session, slot: Slot) -> Pass:
         forward = capture_forward(slot, session.isolated(c), session.samples[slot.bank][c])
     session.slots.append(slot)
     session.graph_done()
-    if slot.index == 0:
-        session.saved = [
-            t.without_tensor() for t in saved_tensors(forward.leaves, session.settings.layers)
-        ]
+    saved = saved_tensors(forward.leaves, session.settings.layers)
+    place = slot.bank, c, slot.index
+    session.saved[place] = tuple(replace(t, tensor=None) for t in saved)
     return forward
 
 
@@ -446,7 +438,7 @@ def _test(session: _Session, slot: Slot) -> None:
     session.settings.before_graph(key)  # all ranks replay, or none
     backend, host = session.backend, session.settings.host
     chunk, sinks, warm = session.chunks[c], session.sinks[c], session.warm_ups[key][c]
-    trained, plain = set(slot.trained), plain_leaves(slot.outputs.leaves)
+    trained = set(slot.trained)
     replays: list[Measured] = []
     for number in range(1, _NUM_REPLAYS + 1):
         sinks.clear()
@@ -456,19 +448,18 @@ def _test(session: _Session, slot: Slot) -> None:
             backend.on_capture_stream(),
             backend.preserve_random_state(host.generators()),
             host.preserving(),
-            tensors_kept(chunk, warm.written),
+            restored(state_of(chunk, warm.written)),
         ):
             first, *later = slot.graphs.values()
             first.replay()
-            digests = digests_of([*slot.outputs.tensors, *chunk.buffers])
-            random = random_states(backend, host)
-            saved = SavedDigests.of(session.saved) if number == _NUM_REPLAYS else None
+            drawn = backend.default_generator, *host.generators()
+            measured = Measured.of(slot.outputs.leaves, chunk.buffers, drawn)
+            if number == _NUM_REPLAYS:
+                measured = measured.with_saved(session.saved[key, c, slot.index])
             for graph in later:
                 graph.replay()
             sums = [sink if i in trained else None for i, sink in enumerate(sinks.buffers)]
-            backward = digests_of([*slot.input_grads.tensors, *sums])
-        count = len(slot.outputs.tensors)
-        replays.append(Measured(digests, backward, count, plain, random, saved=saved))
+            replays.append(measured.with_backward(slot.input_grads.tensors, sums))
         noise = warm.noise.widened(replays)
         what, layer = difference(chunk, warm.passes, replays[-1], noise)
         if not what:

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from chunkgraph.engine.capture.layers import LayerWatch
 from chunkgraph.engine.capture.preserved import tensors_kept
 from chunkgraph.engine.capture.saved import saved_tensors
-from chunkgraph.engine.capture.self_test import Measured, Noise, SavedDigests, check_passes
-from chunkgraph.engine.chunk import Chunk, Host
-from chunkgraph.engine.digest import digests_of
-from chunkgraph.engine.program import Isolated, Pass, program_of, refuse_undeclared
+from chunkgraph.engine.capture.self_test import Measured, Noise, check_passes
+from chunkgraph.engine.chunk import Chunk
+from chunkgraph.engine.program import (
+    GradientOrder,
+    Isolated,
+    Pass,
+    program_of,
+    refuse_undeclared,
+)
 from chunkgraph.engine.tree import Call
 from chunkgraph.errors import CaptureError
 from chunkgraph.graphs import Allocation, GraphBackend, block_bytes
 from chunkgraph.memory import MemoryPlan
 
-__all__ = ["WarmUp", "check_memory", "plain_leaves", "random_states", "warm_up"]
+__all__ = ["WarmUp", "check_memory", "warm_up"]
 
 
 @dataclass(frozen=True)
@@ -85,21 +89,20 @@ def warm_up(
                 held_bytes = backend.allocated_bytes() - before
                 num_forward = log.num_events()
                 refuse_undeclared(chunk, call.outputs, [*call.inputs, *leaves])
-                forward = digests_of([*call.tensors, *chunk.buffers])
-                num_outputs, plain = len(call.tensors), plain_leaves(call.leaves)
-                random = random_states(backend, host)
-                saved = SavedDigests.of(saved_tensors(call.leaves, layers))
+                drawn = backend.default_generator, *host.generators()
+                measured = Measured.of(call.leaves, chunk.buffers, drawn)
+                measured = measured.with_saved(saved_tensors(call.leaves, layers))
                 call.make_output_grads()
                 num_before = log.num_events()
                 order, totals = _run_backward(own, call)
                 num_backward = log.num_events()
-                backward = digests_of([*call.input_grads(), *totals])
+                measured = measured.with_backward(call.input_grads(), totals, order)
                 del call
                 num_end = log.num_events()
                 del totals
                 events = num_forward, num_before, num_backward, num_end
                 sizes = _blocks(log.allocations(), *events, plan)
-        passes.append(Measured(forward, backward, num_outputs, plain, random, order, saved))
+        passes.append(measured)
     noise = check_passes(label, passes)
     return WarmUp(held_bytes, *sizes, tuple(passes), noise, tuple(written))
 
@@ -109,7 +112,7 @@ def _run_backward(own: Isolated, call: Pass) -> tuple[tuple[int, ...], list[torc
 
     A parameter without a gradient has None.
     """
-    chunk, leaves, order = own.chunk, own.leaves, _Order([])
+    chunk, leaves, order = own.chunk, own.leaves, GradientOrder()
     if not chunk.has_backward:
         return (), []
     program = program_of(chunk)
@@ -121,29 +124,6 @@ def _run_backward(own: Isolated, call: Pass) -> tuple[tuple[int, ...], list[torc
             chunk.end_of_backward()
     trained = set(order.seen)
     return tuple(order.seen), [totals[i] if i in trained else None for i in range(len(leaves))]
-
-
-@dataclass
-class _Order:
-    """Records the order in which gradients are accumulated (a `GradientMarker`)."""
-
-    seen: list[int]
-
-    def accumulated(self, index: int) -> None:
-        self.seen.append(index)
-
-    def replayed(self) -> None:
-        raise AssertionError("an eager pass is not replayed")
-
-
-def plain_leaves(leaves: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the leaves of a result that are no tensors."""
-    return tuple(leaf for leaf in leaves if not isinstance(leaf, torch.Tensor))
-
-
-def random_states(backend: GraphBackend, host: Host) -> tuple[torch.Tensor, ...]:
-    """Return the states of the generators that chunks draw from."""
-    return tuple(g.get_state() for g in (backend.default_generator, *host.generators()))
 
 
 def _blocks(

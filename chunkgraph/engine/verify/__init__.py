@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 
 from chunkgraph.engine.bits import same_bits
-from chunkgraph.engine.chunk import CaptureOptions, Chunk, Host, VerifyMode
+from chunkgraph.engine.chunk import CaptureOptions, Chunk, Host
 from chunkgraph.engine.tree import Call
 from chunkgraph.engine.verify.base import Verifier
 from chunkgraph.engine.verify.eager_pass import Surroundings
@@ -24,6 +24,7 @@ def new_verifier(
     host: Host,
 ) -> Verifier | None:
     """Return the verifier for the next capture; None for the mode ``none``."""
-    kinds: dict[VerifyMode, type[Verifier]] = {"poison": PoisonVerifier, "shadow": ShadowVerifier}
-    kind = kinds.get(options.verify)
-    return None if kind is None else kind(chunks, samples, Surroundings(backend, host), options)
+    if options.verify == "none":
+        return None
+    kind = PoisonVerifier if options.verify == "poison" else ShadowVerifier
+    return kind(chunks, samples, Surroundings(backend, host), options)
