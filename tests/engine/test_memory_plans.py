@@ -167,8 +167,8 @@ def test_chunks_share_slots_where_the_sizes_say_that_it_saves(
         pytest.skip("the sizes are replaced")
     sizes = {f"chunk {c}": size for c, size in enumerate(held_bytes)}
 
-    def measured(chunk: Chunk, *args: Any, **kwargs: Any) -> Any:
-        return dataclasses.replace(warm_up(chunk, *args, **kwargs), held_bytes=sizes[chunk.label])
+    def measured(own: Isolated, *args: Any, **kwargs: Any) -> Any:
+        return dataclasses.replace(warm_up(own, *args, **kwargs), held_bytes=sizes[own.chunk.label])
 
     monkeypatch.setattr(session, "warm_up", measured)
     plans = plan_all_ranks(2, 2, 2)

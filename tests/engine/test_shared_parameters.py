@@ -34,7 +34,7 @@ def test_two_engines_may_share_a_parameter_in_turn(backend: GraphBackend) -> Non
             engine.callables[0](x).square().sum().backward()
         eager(x).square().sum().backward()
         assert same_bits(first.weight.grad, eager.weight.grad)
-    with pytest.raises(ReplayMismatchError, match="shares memory"), engines[0].step(1):
+    with pytest.raises(ReplayMismatchError, match="that of another parameter|views of its memory"), engines[0].step(1):
         engines[0].callables[0](x).square().sum().backward()
 
 

@@ -148,7 +148,7 @@ def test_an_input_overwritten_before_the_backward(
     attach: Callable[..., ChunkGraphs], backend: GraphBackend
 ) -> None:
     graphs = attach(verify="shadow")
-    static_input = slot_of(graphs, 1).inputs[0]
+    static_input = slot_of(graphs, 1).inputs.tensors[0]
     with pytest.raises(VerifyError) as error:
         train_in_flight(graphs, backend, 2, lambda: static_input.fill_(7.0))
     message = str(error.value)
@@ -256,7 +256,7 @@ def test_poison_still_finds_dead_memory_after_a_nan_of_the_model(
     if drops_gradients:
         stack.zero_grad(set_to_none=True)
     train(graphs, backend)
-    inner = slot_of(graphs).pool.poison
+    inner = slot_of(graphs).block.pool.poison
     with pytest.raises(VerifyError, match="memory that was no longer its own"):
         train_in_flight(graphs, backend, 1, lambda: keeping_output(slot_of(graphs), inner))
 
@@ -289,7 +289,7 @@ def test_poison_names_the_layer_that_read_dead_memory(
 ) -> None:
     """The slot's pool is freed too early: its backward reads NaN, an eager one does not."""
     graphs = attach(verify="poison")
-    inner = slot_of(graphs).pool.poison
+    inner = slot_of(graphs).block.pool.poison
     with pytest.raises(VerifyError) as error:
         train_in_flight(graphs, backend, 1, lambda: keeping_output(slot_of(graphs), inner))
     message = str(error.value)

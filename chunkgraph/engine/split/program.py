@@ -114,7 +114,7 @@ class Split(GraphProgram):
         delayed = DelayedModules(chunk.module, chunk.label)
         with nullcontext() if sample.takes_gradients else delayed.computing_at_once():
             yield
-        delayed.run(leaves, receive)
+            delayed.run(leaves, receive)
 
     def capture_backward(
         self,

@@ -117,7 +117,7 @@ class EagerPasses:
         for tensor, has_grad in zip(inputs, with_grad, strict=True):
             tensor.requires_grad_(has_grad)
         layers = LayerWatch()
-        call = Pass(self._chunk, self._call, inputs)
+        call = Pass(self._chunk, self._call.filled(inputs), inputs)
         aliases = ParameterAliases(self._chunk.module, self._chunk.parameters)
         with self._untouched(aliases, begin):
             with layers.watching([self._chunk]):
@@ -156,7 +156,7 @@ class EagerPasses:
                 eager.versions.__exit__()  # the backward compares with these versions
                 eager.call.grads = list(grads)
                 program = program_of(self._chunk)
-                with program.run_backward(self._chunk, self._call, leaves, sums.add):
+                with program.run_backward(self._chunk, eager.call.sample, leaves, sums.add):
                     eager.call.backward()
                 sums.finish()
         eager.sums, eager.order = self._sums, tuple(order.seen)
