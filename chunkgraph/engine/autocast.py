@@ -60,10 +60,9 @@ class Autocast(NamedTuple):
 
     def is_now(self) -> bool:
         """Return whether operators cast now as under this setting."""
-        is_enabled = torch.is_autocast_enabled(self.device_type)
-        return is_enabled is self.is_enabled and (
-            not is_enabled or Autocast.now(self.device_type) == self
-        )
+        if not self.is_enabled:
+            return not torch.is_autocast_enabled(self.device_type)
+        return Autocast.now(self.device_type) == self
 
     def __str__(self) -> str:
         if not self.is_enabled:

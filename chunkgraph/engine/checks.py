@@ -24,7 +24,6 @@ from chunkgraph.errors import CaptureError, ReplayMismatchError
 __all__ = ["ModelGuard"]
 
 _HOLDERS = itemgetter("_modules", "_parameters", "_buffers")
-_B = "_buffers"
 _END = object()
 _MEMORY = "the memory of "
 _OBJECTS = (nn.Module, torch.Tensor)
@@ -62,11 +61,12 @@ class ModelGuard:
         # The same facts as flat lists, which every step compares.
         self._tensors = [*self._names]
         self._graded = [p for p in self.parameters if hasattr(p, "main_grad")]
-        # A new buffer changes nothing that a graph computes if there was none.
-        holders = [h for own in map(vars, layers) for h in _HOLDERS(own) if h or h is not own[_B]]
+        holders = [*chain.from_iterable(map(_HOLDERS, map(vars, layers)))]
         holders = [h for h in holders if not self._caches & h.keys()]
+        # A new buffer changes nothing that a graph computes.
+        self._empty = [h for own in map(vars, layers) for h in _HOLDERS(own)[:2] if not h]
         # Views, of what is there later. One value more or less meets the end of the other side.
-        self._values = [*(h.values() for h in holders), [_END]]
+        self._values = [*(h.values() for h in holders if h), [_END]]
         self._objects = [*chain.from_iterable(self._values)]
         settings = [(vars(layer), key) for layer in layers for key in _settings(layer)]
         self._owners, self._keys = [own for own, _ in settings], [key for _, key in settings]
@@ -98,6 +98,7 @@ class ModelGuard:
         tensors = self._tensors_now()
         return (
             all(map(is_, chain.from_iterable(self._values), self._objects))
+            and not any(self._empty)
             and self._others_now(tensors) == self._others
             and (self._fits(*tensors) or _layouts(tensors) == self._layouts)
         )

@@ -195,6 +195,7 @@ class Signature:
             for i, leaf in enumerate(call.leaves)
             if places[i] is None
         ]
+        self._every = [(i, object()) for i in range(len(call.leaves))]
         # Compares all tensors at once with those of the last call that was compared one by one.
         self._fits = new_guard([t for t in call.leaves if isinstance(t, torch.Tensor)])
         args, kwargs = call.arguments()
@@ -219,10 +220,8 @@ class Signature:
                 raise self._other_arguments(args, kwargs)
         tensors = [*map(leaves.__getitem__, self._firsts)]
         fits = self._fits(*tensors)
-        # The numbers of the leaves that are compared one by one.
-        unknown = [i for i, constant in self._constants if leaves[i] is not constant]
-        for i in unknown if fits else range(len(leaves)):
-            if not _accepts(self._facts[i], _fact(leaves, i)):
+        for i, constant in self._constants if fits else self._every:
+            if leaves[i] is not constant and not _accepts(self._facts[i], _fact(leaves, i)):
                 raise self._other_arguments(args, kwargs)
         if not fits:
             self._fits = new_guard([t for t in leaves if isinstance(t, torch.Tensor)])
@@ -291,9 +290,9 @@ def _fact(leaves: Sequence[Any], i: int) -> Any:
 
 def _accepts(captured: Any, fact: Any) -> bool:
     """Return whether a graph takes a leaf of which ``fact`` is known."""
-    if isinstance(fact, _TensorFact) and captured == fact._replace(requires_grad=True):
+    if captured == fact:
         return True
-    return bool(captured == fact)
+    return isinstance(fact, _TensorFact) and bool(captured == fact._replace(requires_grad=True))
 
 
 def _named_facts(call: Call) -> dict[str, tuple[Any, str]]:
