@@ -137,6 +137,23 @@ def test_a_main_grad_that_is_not_as_it_was_is_refused(change: str) -> None:
         pass
 
 
+def test_gradients_stay_when_graphs_are_released_and_captured_again(backend: GraphBackend) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(backend.device)
+    eager = copy.deepcopy(module)
+    x = torch.randn(2, 4, device=backend.device)
+    graphs = capture(module, x, backend=backend)
+    kept = []
+    for _ in range(2):
+        train(graphs, x)
+        eager(x).sum().backward()
+        kept.append(module[0].weight.grad)
+        graphs.release()
+        graphs.capture([(x,)])
+    assert kept[0] is kept[1]
+    for p, expected in zip(module.parameters(), eager.parameters(), strict=True):
+        assert torch.equal(p.grad, expected.grad)
+
+
 def _share(layers: list[nn.Linear]) -> None:
     layers[0].weight.grad = layers[1].weight.grad = torch.zeros_like(layers[1].weight)
 

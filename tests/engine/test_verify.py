@@ -241,6 +241,7 @@ def test_a_nan_from_outside_is_not_blamed_on_a_layer(
     with pytest.warns(UserWarning, match="came in with the input") as records, graphs.step(1):
         graphs.callables[0](new_input(backend) * float("nan")).sum().backward()
     assert len(records) == 1
+    graphs.release()
     graphs = attach(verify=verify)
     with pytest.warns(UserWarning, match="from work after the chunk") as records, graphs.step(1):
         (graphs.callables[0](new_input(backend)) * float("nan")).sum().backward()
