@@ -4,8 +4,7 @@
 
 The same eight documents fill a row each time (`--documents` for others); what changes is how many
 sequences the offsets are for: as many as documents, 64 and 512, and the number that training for up
-to 512 would replay by default; the others are empty. `--max-document-tokens` L sets the maximum
-sequence length of the kernels and cuts the documents to it, which makes more of them. The report
+to 512 would replay by default; the others are empty. The report
 also states whether the output and the input's gradient equal, to the last bit, those without empty
 sequences; the latter with NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 alone, for which sequences x heads x
 tokens^2 have to stay below 2^30 (`--tokens 512 --sequences 32 64 128`). RoPE is what chunk graphs
@@ -73,9 +72,6 @@ def main() -> int:
         "(default: 64 512)",
     )
     parser.add_argument("--tokens", metavar="T", type=int, default=4096, help="rows, 64 or more")
-    parser.add_argument(
-        "--max-document-tokens", metavar="L", type=int, help="of any document (default: T)"
-    )
     parser.add_argument("--num-layers", type=int, default=1, help="of the graph (default: 1)")
     parser.add_argument("--hidden-size", type=int, default=2048)
     parser.add_argument("--heads", type=int, default=16)
@@ -85,28 +81,24 @@ def main() -> int:
     args = parser.parse_args()
     if args.tokens % 64:
         parser.error("--tokens is a multiple of 64")
-    if args.max_document_tokens is not None and not 0 < args.max_document_tokens <= args.tokens:
-        parser.error("--max-document-tokens is above 0 and at most --tokens")
     if not all(0 < count <= args.tokens for count in args.documents):
         parser.error("--documents are from 1 to --tokens")
     if args.num_layers < 1:
         parser.error("--num-layers is 1 or more")
-    rows = [_lengths(count, args.tokens, args.max_document_tokens) for count in args.documents]
+    rows = [_lengths(count, args.tokens) for count in args.documents]
     os.environ.update(_ALONE)
     # There is no deterministic kernel for many sequences of the usual length.
     os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1")
     config = _config(args)
     with training_process(config) as device, packed_rope():
         seed_everything(config.train.seed, device)
-        (chunk,) = build_model(config, device, wraps_in_ddp=False)
+        (chunk,) = build_model(config, device)
         measured = [
             one
             for lengths in rows
             for one in _measure(
                 _sequences(len(lengths), args.sequences, args.tokens),
-                lambda n, lengths=lengths: _layer_work(
-                    chunk, lengths, args.tokens, n, args.max_document_tokens, device
-                ),
+                lambda n, lengths=lengths: _layer_work(chunk, lengths, args.tokens, n, device),
                 lengths,
                 device,
                 args.rounds,
@@ -120,8 +112,7 @@ def main() -> int:
         "versions": versions(),
         "command": " ".join(sys.argv),
         "uses_graphs": device.type == "cuda",
-        "model": dataclasses.asdict(config.model),
-        "max_document_tokens": args.max_document_tokens,
+        "model": config.model.model_dump(),
         "measured": measured,
     }
     if args.json is not None:
@@ -129,16 +120,14 @@ def main() -> int:
     return 1 if any(one["error"] for one in measured) else 0
 
 
-def _lengths(num_documents: int, tokens: int, limit: int | None) -> list[int]:
-    """Of the documents, which fill the row; cut to the limit, they are more."""
+def _lengths(num_documents: int, tokens: int) -> list[int]:
+    """Of the documents, which fill the row."""
     if num_documents == len(_PARTS):
-        whole = [part * tokens // 64 for part in _PARTS]
-    else:  # lengths as in text: the logarithm is normal
-        weights = np.random.default_rng(num_documents).lognormal(size=num_documents)
-        ends = np.cumsum(weights) / weights.sum() * (tokens - num_documents)
-        whole = (np.diff(np.rint(ends), prepend=0).astype(int) + 1).tolist()
-    longest = limit or tokens
-    return [min(longest, length - begin) for length in whole for begin in range(0, length, longest)]
+        return [part * tokens // 64 for part in _PARTS]
+    # lengths as in text: the logarithm is normal
+    weights = np.random.default_rng(num_documents).lognormal(size=num_documents)
+    ends = np.cumsum(weights) / weights.sum() * (tokens - num_documents)
+    return (np.diff(np.rint(ends), prepend=0).astype(int) + 1).tolist()
 
 
 def _sequences(num_documents: int, counts: list[int], tokens: int) -> dict[int, bool]:
@@ -273,13 +262,12 @@ def _layer_work(
     lengths: list[int],
     tokens: int,
     num_seqs: int,
-    longest: int | None,
     device: torch.device,
 ) -> _LayerWork:
     """The model's layers, on offsets for so many sequences; the same rows for any number."""
     torch.manual_seed(0)
     # The shape counts a dummy, which has no row here and so may be left out.
-    shape = PackedShape(max(num_seqs, len(lengths) + 1), tokens, max_document_tokens=longest)
+    shape = PackedShape(max(num_seqs, len(lengths) + 1), tokens)
     packed = pack(lengths, shape)
     packed = dataclasses.replace(
         packed,

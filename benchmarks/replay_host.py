@@ -223,11 +223,9 @@ def _watch(graphs: Any, parts: _Parts) -> None:
         for signature in bank.signatures:
             signature.tensors_of = parts.timed("check of the call", signature.tensors_of)
     for slot in (s for slots in captured.slots for s in slots):
-        slot.load_inputs = parts.timed("inputs loaded", slot.load_inputs)
-        slot.forward_graph.replay = parts.timed("launch of the forward", slot.forward_graph.replay)
-        slot.backward_graph.replay = parts.timed(
-            "launch of the backward", slot.backward_graph.replay
-        )
+        slot.inputs.load = parts.timed("inputs loaded", slot.inputs.load)
+        slot.graphs["F"].replay = parts.timed("launch of the forward", slot.graphs["F"].replay)
+        slot.graphs["B"].replay = parts.timed("launch of the backward", slot.graphs["B"].replay)
     replayer.replay_backward = parts.timed("backward in all", replayer.replay_backward)
 
 

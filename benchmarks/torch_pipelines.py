@@ -32,7 +32,7 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from chunkgraph import CaptureOptions, Chunk, ChunkGraphs
-from chunkgraph.engine.split.delayed import DelayedModules
+from chunkgraph.engine.split import SPLIT, DelayedModules
 from chunkgraph.pipelining import GraphedSchedule, GraphedStage
 from chunkgraph.schedules import get_family, stage_of
 
@@ -191,15 +191,11 @@ def graph_ms(args: argparse.Namespace, device: torch.device, *, is_split: bool) 
     size = dist.get_world_size()
     module = make_layers(args, dist.get_rank(), size, is_split)
     x = torch.randn(1, args.seq_length, args.hidden_size, device=device, dtype=args.dtype)
-    chunk = Chunk.from_module(module, "stage", backward="split" if is_split else "whole")
+    chunk = Chunk.from_module(module, "stage", program=SPLIT if is_split else None)
     graphs = ChunkGraphs([chunk], 1)
     graphs.capture([x.requires_grad_()])
     slot = graphs._captured.slots[0][0]  # type: ignore[union-attr]
-    replays = {
-        "F": slot.forward_graph,
-        "I" if is_split else "B": slot.backward_graph,
-        "W": slot.weight_graph,
-    }
+    replays = slot.graphs
     times: dict[str, list[float]] = defaultdict(list)
     with torch.no_grad():
         for _ in range(_NUM_REPLAYS):

@@ -1,13 +1,11 @@
 """Write results to files, which are checked before the run.
 
-A file appears whole or not at all. Only regular files are replaced: devices and pipes are written
-in place, and links stay. ``-`` is standard output, which then receives nothing but the result.
+``-`` is standard output, which then receives nothing but the result.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import stat
 import sys
@@ -51,8 +49,19 @@ def check_output(option: str, path: Path | None) -> None:
     """
     if path is None:
         return
+    problem = ""
     try:
-        problem = _problem(path)
+        if is_stdout(path):
+            problem = "standard output is closed" if sys.stdout is None else ""
+        elif path.is_dir():
+            problem = "is a folder"
+        elif not path.parent.is_dir():
+            problem = f"the folder {shorten(str(path.parent))} does not exist"
+        elif path.is_file() or not path.exists():  # a pipe may wait for its reader
+            is_new = not path.exists()
+            path.open("ab").close()
+            if is_new:
+                path.resolve().unlink()
     except (OSError, ValueError) as error:
         problem = f"cannot be written: {getattr(error, 'strerror', None) or error}"
     if problem:
@@ -68,9 +77,9 @@ def write_output(option: str, path: Path, content: str | bytes) -> None:
     data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
     try:
         if is_stdout(path):
-            _write_stdout(data)
-        elif _is_replaceable(path):
-            _replace(path, data)
+            sys.stdout.flush()
+            sys.stdout.buffer.write(data)
+            sys.stdout.flush()
         else:
             path.write_bytes(data)
     except BrokenPipeError:
@@ -97,74 +106,3 @@ def is_stdout(path: Path) -> bool:
 def stream_next_to(*paths: Path | None) -> TextIO:
     """Return the stream for human readers: standard output, unless a result goes there."""
     return sys.stderr if any(path and is_stdout(path) for path in paths) else sys.stdout
-
-
-def _problem(path: Path) -> str:
-    """Return why a file cannot be written; "" if it can."""
-    if is_stdout(path):
-        return "standard output is closed" if sys.stdout is None else ""
-    mode = _mode(path)
-    if mode is None:
-        target = _target(path)
-        if not target.parent.is_dir():
-            return f"the folder {shorten(str(target.parent))} does not exist"
-        # Only creating a file shows for sure that the folder is writable.
-        descriptor, temporary = _temporary(target)
-        os.close(descriptor)
-        temporary.unlink()
-    elif stat.S_ISDIR(mode):
-        return "is a folder"
-    elif stat.S_ISSOCK(mode):
-        return "is a socket, which is not written like a file"
-    elif not os.access(path, os.W_OK):
-        return "there is no permission to write it"
-    return ""
-
-
-def _mode(path: Path) -> int | None:
-    try:
-        return path.stat().st_mode
-    except FileNotFoundError:
-        return None
-
-
-def _write_stdout(data: bytes) -> None:
-    sys.stdout.flush()
-    sys.stdout.buffer.write(data)
-    sys.stdout.flush()
-
-
-def _is_replaceable(path: Path) -> bool:
-    mode = _mode(path)
-    if mode is None:
-        return True
-    return stat.S_ISREG(mode) and os.access(_target(path).parent, os.W_OK)
-
-
-def _replace(path: Path, data: bytes) -> None:
-    target, mode = _target(path), _mode(path)
-    descriptor, temporary = _temporary(target)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            if mode is not None:
-                os.chmod(descriptor, stat.S_IMODE(mode))
-        try:
-            temporary.replace(target)
-        except OSError:  # the file is a mount, for one
-            target.write_bytes(data)
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-
-
-def _target(path: Path) -> Path:
-    """Return the path with all links resolved."""
-    return Path(os.path.realpath(path))
-
-
-def _temporary(target: Path) -> tuple[int, Path]:
-    """Create a file next to the target, with default permissions; return descriptor and path."""
-    name = f".chunkgraph-{os.getpid()}-{os.urandom(4).hex()}.tmp"
-    path = target.with_name(name)
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), path

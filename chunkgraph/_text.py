@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import math
-from collections.abc import Iterable, Iterator
+import reprlib
+from collections.abc import Iterable
 
 __all__ = [
     "REPORT_WIDTH",
@@ -23,7 +23,9 @@ _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _MAX_SHOWN = 200
 _NAME_LENGTH = 80
 _CUTOFF = 0.6
-_BRACKETS: dict[type, str] = {list: "[]", tuple: "()", dict: "{}"}
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxlong = _REPR.maxother = _MAX_SHOWN
+_REPR.maxlist = _REPR.maxtuple = _REPR.maxdict = 20
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
@@ -55,46 +57,12 @@ def shown(value: object) -> str:
 
     Large, deep and self-referential values take no longer. Never raises.
     """
-    text = ""
-    for piece in _pieces(value):
-        text += piece
-        if len(text) > _MAX_SHOWN:
-            break
-    return shorten(text)
+    return shorten(_REPR.repr(value))
 
 
 def shorten(text: str) -> str:
     """Return the text of a message, cut at 200 characters."""
     return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
-
-
-def _pieces(value: object) -> Iterator[str]:
-    """Yield the text of a value in pieces; only the last one that is needed may be long."""
-    brackets = _BRACKETS.get(type(value))
-    if brackets is not None:
-        yield brackets[0]
-        separator = ""
-        for item in value:  # type: ignore[attr-defined]
-            yield separator
-            yield from _pieces(item)
-            if isinstance(value, dict):
-                yield ": "
-                yield from _pieces(value[item])
-            separator = ", "
-        if isinstance(value, tuple) and len(value) == 1:
-            yield ","
-        yield brackets[1]
-    elif isinstance(value, (str, bytes)):
-        yield repr(value[: _MAX_SHOWN + 1])
-    elif type(value) is int and abs(value) >= 10**_MAX_SHOWN:
-        # Python refuses to print more than some thousand digits.
-        num_digits = 1 + int((value.bit_length() - 1) * math.log10(2))
-        yield f"{'-' if value < 0 else ''}(a whole number of about {num_digits} digits)"
-    else:
-        try:
-            yield repr(value)
-        except Exception as error:  # noqa: BLE001  a message must not fail because of a value in it
-            yield f"<{type(value).__name__} whose repr raises {type(error).__name__}>"
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -20,7 +20,7 @@ from chunkgraph import __version__
 from chunkgraph._text import shown
 from chunkgraph.cli.arguments import Parser
 from chunkgraph.errors import ChunkGraphError
-from chunkgraph.jobs.reports import EXIT_FAILED, EXIT_INTERRUPTED, exit_code_of
+from chunkgraph.jobs.processes import EXIT_FAILED, EXIT_INTERRUPTED, exit_code_of
 
 __all__ = ["build_parser", "commands_of", "main"]
 

@@ -1,4 +1,4 @@
-"""Command-line arguments: whole numbers of limited size, JSON output and short errors."""
+"""Command-line arguments: configurations, JSON output, and errors that suggest a name."""
 
 from __future__ import annotations
 
@@ -8,18 +8,16 @@ from pathlib import Path
 from typing import NoReturn
 
 from chunkgraph._outputs import is_stdout, output_file
-from chunkgraph._text import did_you_mean, shorten, shown
+from chunkgraph._text import did_you_mean, shown
 
-__all__ = ["Parser", "add_config", "add_json", "prints_json", "whole_number"]
+__all__ = ["Parser", "add_config", "add_json", "prints_json"]
 
-_MAX_INT = 2**63 - 1
-_LONG_WORD = re.compile(r"\S{201,}")
 _CHOICE = re.compile(r"invalid choice: '(.*)' \(choose from (.*)\)")
 _UNKNOWN = re.compile(r"unrecognized arguments: (-[^\s=]+)")
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that suggests the nearest name and shortens long values in errors."""
+    """A parser that suggests the nearest name in errors."""
 
     def error(self, message: str) -> NoReturn:
         """Print usage and the message, and exit with code 2."""
@@ -28,7 +26,6 @@ class Parser(argparse.ArgumentParser):
             hint = did_you_mean(match[1], re.findall(r"[\w.-]+", match[2]))
         elif match := _UNKNOWN.search(message):
             hint = did_you_mean(match[1], self._option_string_actions)
-        message = _LONG_WORD.sub(lambda match: shorten(match[0]), message)
         super().error(f"{message}.{hint}" if hint else message)
 
 
@@ -65,14 +62,3 @@ def _json_file(name: str) -> Path:
 def prints_json(args: argparse.Namespace) -> bool:
     """Return whether standard output contains only the JSON of `add_json`."""
     return args.json is not None and is_stdout(args.json)
-
-
-def whole_number(text: str) -> int:
-    """Parse an option that is a whole number of at most 64 bits."""
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{shown(text)} is not a whole number") from None
-    if abs(value) > _MAX_INT:
-        raise argparse.ArgumentTypeError(f"{shown(value)}: whole numbers end at {_MAX_INT}")
-    return value

@@ -173,18 +173,9 @@ def _training() -> Finding:
 def _transformer_engine() -> Finding:
     advice = "pip install 'chunkgraph[te]'; Megatron's local layers are slow on GPUs"
     version = _version("transformer-engine") or _version("transformer-engine-torch")
-    return _optional("Transformer Engine", version, advice)
-
-
-def _triton() -> Finding:
-    advice = "on GPUs, gradients are then added to main_grad by a slower kernel of torch"
-    return _optional("triton", _version("triton"), advice)
-
-
-def _optional(name: str, version: str | None, advice: str) -> Finding:
     if version is None:
-        return Finding(name, "absent", "not installed", advice)
-    return Finding(name, "ok", version)
+        return Finding("Transformer Engine", "absent", "not installed", advice)
+    return Finding("Transformer Engine", "ok", version)
 
 
 def _cudnn() -> Finding:
@@ -264,5 +255,5 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-_LOOKS = (_python, _torch, _megatron, _training, _transformer_engine, _triton)
+_LOOKS = (_python, _torch, _megatron, _training, _transformer_engine)
 _LOOKS_WITH_TORCH = (_gpus, _capture, _grouped_gemm, _hybrid_ep, _cublaslt, _cudnn)

@@ -10,7 +10,7 @@ from chunkgraph.cli.plan_memory import add_gpu_memory, sizes_of
 from chunkgraph.cli.plan_request import Request, schedule_name
 from chunkgraph.cli.plan_tables import exit_code, print_rows, rows_of
 from chunkgraph.errors import ConfigError
-from chunkgraph.launch.options import DESCRIPTION, LaunchOptions, add_options, options_from
+from chunkgraph.launch.flags import DESCRIPTION, add_options, settle_options
 from chunkgraph.schedules import read_matching_schedule
 from chunkgraph.slots import ModelSizes
 
@@ -50,33 +50,36 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the subcommand; return the exit code, which is the script's own if the script fails."""
-    options = options_from(args)
     if "--plan" in args.script_args:
         raise ConfigError("--plan belongs before the script; what follows it is the script's own.")
     if args.gpu_memory is not None and not args.plan:
         raise ConfigError("--gpu-memory compares the memory of a plan; add --plan.")
+    settle_options(args)
     if args.plan:
-        return _print_plan(options, args.gpu_memory)
+        return _print_plan(args)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         # torchrun or srun started this process as one rank.
         from chunkgraph.launch.__main__ import main
 
-        return main(options)
+        return main(args)
     from chunkgraph.jobs.launcher import Launcher
 
     environment = {"OMP_NUM_THREADS": "1"}  # as with torchrun
-    if options.device == "cpu":
+    if args.device == "cpu":
         environment["GLOO_SOCKET_IFNAME"] = "lo"
     Launcher(
-        command=options.rank_command(),
-        num_ranks=options.nproc,
+        command=[
+            *("-m", "chunkgraph.launch", "--device", args.device),
+            *(str(args.script), *args.script_args),
+        ],
+        num_ranks=args.nproc_per_node or 1,
         environment=environment,
-        debug=options.debug,
+        debug=args.debug,
     ).run()
     return 0
 
 
-def _print_plan(options: LaunchOptions, gpu_bytes: int | None) -> int:
+def _print_plan(options: argparse.Namespace) -> int:
     """Plan the command line, print the plan, and return the exit code.
 
     Raises:
@@ -84,11 +87,10 @@ def _print_plan(options: LaunchOptions, gpu_bytes: int | None) -> int:
     """
     from rich.console import Console
 
-    from chunkgraph.launch.planned import planned_arguments
+    from chunkgraph.launch.__main__ import planned_arguments
 
-    num_processes = options.nproc if options.has_nproc_option else None
-    args, flags = planned_arguments(options, num_processes)
-    request = request_of_arguments(args, flags, gpu_bytes)
+    args, flags = planned_arguments(options)
+    request = request_of_arguments(args, flags, options.gpu_memory)
     rows = rows_of(request)
     console = Console(highlight=False)
     sizes = "".join(
@@ -128,7 +130,7 @@ def request_of_arguments(
     if model is None and gpu_bytes is not None:
         raise ConfigError("--gpu-memory: memory is not estimated for hybrid models; leave it out.")
     return Request(
-        schedule=schedule_name(flags.schedule, num_ranks, num_chunks),
+        schedule=schedule_name(flags.schedule, num_chunks),
         num_ranks=num_ranks,
         num_chunks=num_chunks,
         group_size=getattr(args, "microbatch_group_size_per_vp_stage", None)

@@ -15,7 +15,6 @@ import numpy as np
 
 from chunkgraph._outputs import check_output, output_file, write_output
 from chunkgraph._text import shown
-from chunkgraph.cli.arguments import whole_number
 from chunkgraph.errors import ConfigError, MissingDependencyError
 from chunkgraph.packing import (
     DocumentLengths,
@@ -80,7 +79,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument(
         "--max-packed-tokens",
-        type=whole_number,
+        type=int,
         metavar="T",
         help="tokens that a microbatch is packed with, over all context-parallel ranks; longer "
         "documents are cut (default: the power of two above the longest document or "
@@ -88,7 +87,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument(
         "--global-batch-size",
-        type=whole_number,
+        type=int,
         metavar="G",
         default=_DEFAULT_MICROBATCHES,
         help="packed microbatches of a step on all data-parallel ranks; one that does not fit "
@@ -96,17 +95,10 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument(
         "--context-parallel-size",
-        type=whole_number,
+        type=int,
         metavar="C",
         default=1,
         help="pad each document to a multiple of 2 C rows (default 1: not at all)",
-    )
-    parser.add_argument(
-        "--pad-seq-to-mult",
-        type=whole_number,
-        metavar="K",
-        default=1,
-        help="pad each document to a multiple of K rows (default 1; Mamba layers: 128)",
     )
     parser.add_argument(
         "--plot",
@@ -130,15 +122,9 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     target = _share(args.target_fallback)
-    for name in ("global_batch_size", "context_parallel_size", "pad_seq_to_mult"):
+    for name in ("global_batch_size", "context_parallel_size"):
         if (value := getattr(args, name)) < 1:
             raise ConfigError(f"packing: --{name.replace('_', '-')} {value} is below 1")
-    if (multiple := _multiple(args)) > MAX_TOKENS:
-        raise ConfigError(
-            f"packing: --context-parallel-size {args.context_parallel_size} with --pad-seq-to-mult "
-            f"{args.pad_seq_to_mult} pads documents to multiples of {multiple} rows; offsets end "
-            f"at {MAX_TOKENS}"
-        )
     # Check before reading a long file.
     if args.max_packed_tokens is not None:
         _capacity(args.max_packed_tokens, args)
@@ -146,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
         _check_picture(args.plot)
     with Console(stderr=True).status(f"reading {shown(str(args.file))}"):
         lengths = read_lengths(args.file)
-        most = args.max_packed_tokens or _default_capacity(lengths, multiple)
+        most = args.max_packed_tokens or _default_capacity(lengths, args.context_parallel_size)
         sizes = _microbatches(lengths, _capacity(most, args))
         result = recommend(
             sizes,
@@ -214,23 +200,16 @@ def _share(text: str) -> float:
     return value
 
 
-def _multiple(args: argparse.Namespace) -> int:
-    """Return the multiple of rows that documents are padded to."""
-    pieces = 1 if args.context_parallel_size == 1 else 2 * args.context_parallel_size
-    return math.lcm(pieces, args.pad_seq_to_mult)
-
-
 def _capacity(tokens: int, args: argparse.Namespace) -> PackedShape:
     return PackedShape(
         max_packed_seqs=2,
         max_packed_tokens=tokens,
         context_parallel_size=args.context_parallel_size,
-        counts_padding=args.pad_seq_to_mult > 1,
-        pad_seq_to_mult=args.pad_seq_to_mult,
     )
 
 
-def _default_capacity(lengths: DocumentLengths, multiple: int) -> int:
+def _default_capacity(lengths: DocumentLengths, num_ranks: int) -> int:
+    multiple = 1 if num_ranks == 1 else 2 * num_ranks
     # The user set no size, so limit the default to what offsets can count.
     most = MAX_TOKENS // multiple * multiple
     if lengths.microbatch_ends is not None:
@@ -309,14 +288,8 @@ def _print_recommendation(console: Console, sizes: MicrobatchSizes, best: ShapeO
         values["packed-seq-buckets"] = seq_buckets
     flags = " ".join(f"--cuda-graph-{name} {_words(n)}" for name, n in values.items())
     keys = " ".join(map(_setting, values, values.values()))
-    if shape.pad_seq_to_mult > 1:
-        # Neither command pads documents.
-        console.print(f"Recommended for a program:\n  {shape}", style="bold", soft_wrap=True)
-    else:
-        console.print(
-            f"Recommended for chunkgraph launch:\n  {flags}", style="bold", soft_wrap=True
-        )
-        console.print(f"Recommended for chunkgraph train:\n  {keys}", style="bold", soft_wrap=True)
+    console.print(f"Recommended for chunkgraph launch:\n  {flags}", style="bold", soft_wrap=True)
+    console.print(f"Recommended for chunkgraph train:\n  {keys}", style="bold", soft_wrap=True)
     if seq_buckets == [0]:
         console.print("Graphs for fewer sequences would hardly be used.")
     elif captured and not seq_buckets:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from chunkgraph._outputs import check_output, is_stdout, output_file, stream_next_to, write_output
-from chunkgraph.cli.arguments import add_config, add_json, prints_json, whole_number
+from chunkgraph.cli.arguments import add_config, add_json, prints_json
 from chunkgraph.cli.plan_export import (
     MAX_DRAWN,
     MAX_EXPORTED,
@@ -28,7 +28,7 @@ from chunkgraph.cli.plan_tables import (
     rows_of,
 )
 from chunkgraph.errors import ConfigError
-from chunkgraph.schedules import FILE_SUFFIX, CostModel, draw_svg, list_schedules
+from chunkgraph.schedules import CostModel, draw_svg, list_schedules
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -46,15 +46,6 @@ Times count in forwards; a backward takes two.
 _MAX_PLANNED_CHUNKS = 20_000
 
 
-class _Schedules(tuple[str, ...]):
-    """The names of schedules, which are completed; the name of a CSV file is one of them too."""
-
-    __slots__ = ()
-
-    def __contains__(self, name: object) -> bool:
-        return str(name).endswith(FILE_SUFFIX) or super().__contains__(name)
-
-
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the subcommand's arguments."""
     parser = subparsers.add_parser(
@@ -65,20 +56,19 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_config(parser)
-    parser.add_argument("--pp", type=whole_number, metavar="P", help="pipeline-parallel size")
-    parser.add_argument("--vpp", type=whole_number, metavar="V", help="chunks on each rank")
+    parser.add_argument("--pp", type=int, metavar="P", help="pipeline-parallel size")
+    parser.add_argument("--vpp", type=int, metavar="V", help="chunks on each rank")
     parser.add_argument(
-        "--group-size", type=whole_number, metavar="G", help="microbatch group size (default P)"
+        "--group-size", type=int, metavar="G", help="microbatch group size (default P)"
     )
     parser.add_argument(
         "--num-microbatches",
-        type=whole_number,
+        type=int,
         metavar="M",
         help="of the drawn step (default 2 G; with CONFIG its largest)",
     )
     parser.add_argument(
         "--schedule",
-        choices=_Schedules(("auto", *list_schedules())),
         default="auto",
         metavar="NAME|FILE.csv",
         help=f"{', '.join(list_schedules())}, or a CSV file of actions; default auto: Megatron's "

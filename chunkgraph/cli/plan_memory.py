@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from chunkgraph._text import format_bytes, shown
-from chunkgraph.slots import (
-    ExpertSizes,
-    LatentSizes,
-    MemoryEstimate,
-    ModelSizes,
-    SlotPlan,
-    estimate_memory,
-)
+from chunkgraph.slots import ExpertSizes, LatentSizes, MemoryEstimate, ModelSizes, SlotPlan
 
-__all__ = ["add_gpu_memory", "fit_lines", "kept_line", "sizes_of"]
+__all__ = ["add_gpu_memory", "fit_line", "kept_line", "sizes_of"]
 
 _SIZE = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*(GiB|GB|MiB|MB)", re.IGNORECASE)
 _UNITS = {"gib": 2**30, "gb": 10**9, "mib": 2**20, "mb": 10**6}
@@ -134,43 +126,25 @@ def kept_line(estimates: _Estimates) -> str:
     )
 
 
-def fit_lines(
-    estimates: _Estimates,
-    model: ModelSizes,
-    gpu_bytes: int,
-    *,
-    is_complete: bool,
-) -> Iterator[str]:
-    """Yield whether the largest rank fits and, if it does not, what lowers its memory.
+def fit_line(estimates: _Estimates, gpu_bytes: int, *, is_complete: bool) -> str:
+    """State whether the largest rank fits on a GPU.
 
     Args:
         estimates: Plan and memory of each rank.
-        model: Sizes of the model.
-        gpu_bytes: Memory of a GPU.
+        gpu_bytes: Memory of the GPU.
         is_complete: Whether the estimate leaves out no part of the model.
     """
     plan, memory = max(estimates, key=lambda one: one[1].total_bytes)
     size, total = format_bytes(gpu_bytes), format_bytes(memory.total_bytes)
-    if memory.total_bytes <= gpu_bytes:
-        left = format_bytes(gpu_bytes - memory.total_bytes)
-        verdict = "Fits" if is_complete else "What is estimated fits"
-        yield (
-            f"{verdict} in {size}: rank {plan.rank} needs {total}. {left} are left for CUDA, NCCL, "
-            "workspaces and fragmentation, which are not estimated."
+    if memory.total_bytes > gpu_bytes:
+        return (
+            f"Does not fit in {size}: rank {plan.rank} needs {total}. Recompute activations "
+            "(recompute_granularity), shard the optimizer (use_distributed_optimizer), or use "
+            "smaller microbatches or more ranks."
         )
-        return
-    yield f"Does not fit in {size}: rank {plan.rank} needs {total}. With one change:"
-    half, tensor_ranks = max(model.micro_batch_size // 2, 1), 2 * model.tensor_parallel_size
-    changes = {
-        "recompute_granularity=full": {"recompute_group_size": 1, "num_recomputed_layers": None},
-        "use_distributed_optimizer, 8 copies": {"num_optimizer_shards": 8},
-        f"micro_batch_size={half}": {"micro_batch_size": half},
-        f"tensor_model_parallel_size={tensor_ranks}": {"tensor_parallel_size": tensor_ranks},
-    }
-    if model.num_optimizer_shards > 1:
-        del changes["use_distributed_optimizer, 8 copies"]
-    for name, change in changes.items():
-        other = estimate_memory(plan, replace(model, **change))  # type: ignore[arg-type]
-        if other.total_bytes < memory.total_bytes:
-            mark = ", fits" if other.total_bytes <= gpu_bytes else ""
-            yield f"  {name}: {format_bytes(other.total_bytes)}{mark}"
+    verdict = "Fits" if is_complete else "What is estimated fits"
+    left = format_bytes(gpu_bytes - memory.total_bytes)
+    return (
+        f"{verdict} in {size}: rank {plan.rank} needs {total}. {left} are left for CUDA, NCCL, "
+        "workspaces and fragmentation, which are not estimated."
+    )

@@ -161,7 +161,7 @@ def _from_flags(args: argparse.Namespace) -> Request:
         num_chunks = 1 if args.schedule == "auto" else get_family(args.schedule).num_chunks or 2
     default = 2 * max(1, args.pp if args.group_size is None else args.group_size)
     return Request(
-        schedule=schedule_name(args.schedule, args.pp, num_chunks),
+        schedule=schedule_name(args.schedule, num_chunks),
         num_ranks=args.pp,
         num_chunks=num_chunks,
         group_size=args.group_size,
@@ -181,7 +181,7 @@ def _from_config(args: argparse.Namespace, config: Config) -> Request:
     schedule = pipeline.schedule if args.schedule == "auto" else args.schedule
     file = read_matching_schedule(schedule, num_ranks, num_chunks, counts, setting)
     return Request(
-        schedule=schedule_name(schedule, num_ranks, num_chunks),
+        schedule=schedule_name(schedule, num_chunks),
         num_ranks=num_ranks,
         num_chunks=num_chunks,
         group_size=pipeline.microbatch_group_size_per_vp_stage,
@@ -230,6 +230,6 @@ def _packed_notes(config: Config) -> tuple[str, ...]:
     return (f"Each graph is captured {times} times in the same slots: for {parts}.",)
 
 
-def schedule_name(requested: str, num_ranks: int, num_chunks: int) -> str:
+def schedule_name(requested: str, num_chunks: int) -> str:
     """Return a schedule's name or file; for ``auto`` the name of Megatron's own."""
-    return megatron_schedule_name(num_ranks, num_chunks) if requested == "auto" else requested
+    return megatron_schedule_name(num_chunks) if requested == "auto" else requested

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from chunkgraph._text import format_bytes
 from chunkgraph.cli.plan_export import Grid
-from chunkgraph.cli.plan_memory import fit_lines, kept_line
+from chunkgraph.cli.plan_memory import fit_line, kept_line
 from chunkgraph.cli.plan_request import Request
 from chunkgraph.errors import TopologyError
 from chunkgraph.schedules import get_family, list_schedules
@@ -121,16 +121,9 @@ def print_rows(console: Console, request: Request, rows: Sequence[RankRow]) -> N
     for note in (*request.omissions, *request.notes):
         console.print(note, soft_wrap=True, markup=False)
     if request.gpu_bytes is not None and request.model is not None:
-        first, *others = fit_lines(
-            estimates,
-            request.model,
-            request.gpu_bytes,
-            is_complete=not request.omissions,
-        )
         style = "bold red" if exit_code(request, rows) else "bold green"
-        console.print(first, style=style, soft_wrap=True)
-        for line in others:
-            console.print(line, soft_wrap=True)
+        line = fit_line(estimates, request.gpu_bytes, is_complete=not request.omissions)
+        console.print(line, style=style, soft_wrap=True)
 
 
 def exit_code(request: Request, rows: Sequence[RankRow]) -> int:

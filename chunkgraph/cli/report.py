@@ -115,8 +115,8 @@ def _table(config: Config, results: RunResults) -> Table:
     columns: dict[str, Callable[[StepResult], str]] = {
         "step": lambda step: str(step.step + 1),
         "micro-\nbatches": lambda step: str(step.num_microbatches),
-        "loss": lambda step: _number(step.loss_chunk),
-        "grad\nnorm": lambda step: _number(step.grad_norm_chunk),
+        "loss": lambda step: f"{step.loss_chunk:.6g}",
+        "grad\nnorm": lambda step: f"{step.grad_norm_chunk:.6g}",
         "same as\neager": _verdict,
         "ms\nchunk": lambda step: _time(step.step_ms_chunk),
         "ms\neager": lambda step: _time(step.step_ms_eager),
@@ -135,10 +135,6 @@ def _table(config: Config, results: RunResults) -> Table:
 
 def _time(ms: float | None) -> str:
     return "-" if ms is None else f"{ms:.1f}"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.6g}"
 
 
 def _verdict(step: StepResult) -> str:

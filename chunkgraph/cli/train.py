@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser", "check_packages", "resolve_device", "run", "worker_environment"]
 
-_COMMAND = ("-m", "chunkgraph.cli")
-"""Arguments of Python that run this command."""
+_COMMAND = ("-m", "chunkgraph.cli")  # arguments of Python
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -2,13 +2,11 @@
 
 from chunkgraph.engine.banks import Banks
 from chunkgraph.engine.capture.captured_rank import CaptureReport
-from chunkgraph.engine.chunk import Chunk, GradientMarker
+from chunkgraph.engine.chunk import CaptureOptions, Chunk, GradientMarker, Host
 from chunkgraph.engine.constant_inputs import mark_constant
 from chunkgraph.engine.counters import Counters
 from chunkgraph.engine.decide.reasons import Agree, EagerReason, StepMode
 from chunkgraph.engine.engine import ChunkGraphs
-from chunkgraph.engine.host import Host
-from chunkgraph.engine.options import CaptureOptions
 
 __all__ = [
     "Agree",

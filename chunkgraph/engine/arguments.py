@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from functools import wraps
+from operator import index
 from typing import Any
 
 import torch
@@ -10,8 +12,7 @@ from torch import nn
 
 from chunkgraph._text import shown
 from chunkgraph.engine.chunk import Chunk
-from chunkgraph.engine.options import is_whole
-from chunkgraph.engine.signature import Call, flatten_call
+from chunkgraph.engine.tree import Call, flatten_call
 from chunkgraph.errors import ConfigError
 from chunkgraph.graphs import CUDABackend, GraphBackend, RecorderBackend
 
@@ -19,7 +20,6 @@ __all__ = [
     "as_chunks",
     "as_functions",
     "check_counts",
-    "check_shape_key",
     "default_backend",
     "describe",
     "rank_label",
@@ -36,20 +36,16 @@ def as_functions(call: _Call, chunks: Sequence[Chunk]) -> tuple[Callable[..., An
 
 
 def _as_function(call: _Call, c: int, chunk: Chunk) -> Callable[..., Any]:
+    forward = chunk.forward
+    function = forward.forward if isinstance(forward, nn.Module) else forward
 
+    @wraps(function, updated=())
     def captured(*args: Any, **kwargs: Any) -> Any:
         return call(c, args, kwargs)
 
-    forward = chunk.forward
-    if isinstance(forward, nn.Module):
-        name, forward = type(forward).__name__, forward.forward
-    else:
-        name = getattr(forward, "__name__", type(forward).__name__)
-    captured.__name__ = name
-    captured.__qualname__ = f"{name} ({chunk.label})"
-    captured.__module__ = getattr(forward, "__module__", None) or __name__
-    captured.__doc__ = getattr(forward, "__doc__", None)
-    captured.__wrapped__ = forward  # type: ignore[attr-defined]
+    if function is not forward or not hasattr(function, "__name__"):
+        captured.__name__ = type(forward).__name__
+    captured.__qualname__ = f"{captured.__name__} ({chunk.label})"
     return captured
 
 
@@ -60,58 +56,37 @@ def as_chunks(chunks: object) -> tuple[Chunk, ...]:
         ConfigError: a value is neither a module nor a `Chunk`.
     """
     are_several = isinstance(chunks, (list, tuple, nn.ModuleList))
-    values: Iterable[object] = chunks if are_several else (chunks,)  # type: ignore[assignment]
-    return tuple(_as_chunk(value, i) for i, value in enumerate(values))
-
-
-def _as_chunk(value: object, i: int) -> Chunk:
-    if isinstance(value, Chunk):
-        module, label = value.module, value.label
-    elif isinstance(value, nn.Module):
-        module, label = value, f"chunk {i}"
-    else:
-        raise ConfigError(
-            f"Chunk {i} is {shown(value)}. Pass an instance of nn.Module, or for a function "
-            "Chunk(forward=function, parameters=(...), label='...')."
-        )
-    for path, part in module.named_modules() if module is not None else ():
-        if isinstance(part, torch.jit.ScriptModule):
+    values: Sequence[Any] = chunks if are_several else (chunks,)  # type: ignore[assignment]
+    for i, value in enumerate(values):
+        if not isinstance(value, (Chunk, nn.Module)):
             raise ConfigError(
-                f"{label}: {path or 'it'} is a ScriptModule, whose parameters cannot be replaced "
-                "for a capture. Pass the module that torch.jit.script was called with."
+                f"Chunk {i} is {shown(value)}. Pass an instance of nn.Module, or for a function "
+                "Chunk(forward=function, parameters=(...), label='...')."
             )
-    return value if isinstance(value, Chunk) else Chunk.from_module(module, label)  # type: ignore[arg-type]
+    return tuple(
+        value if isinstance(value, Chunk) else Chunk.from_module(value, f"chunk {i}")
+        for i, value in enumerate(values)
+    )
 
 
-_MAX_SLOTS = 100_000
-"""Far more microbatches than any schedule has in flight."""
-
-
-def check_counts(num_chunks: int, num_slots: object) -> tuple[int, ...]:
+def check_counts(num_chunks: int, num_slots: int | Iterable[int]) -> tuple[int, ...]:
     """Return the slot counts of all chunks; a single number applies to each.
 
     Raises:
-        ConfigError: a value is not a count, or the number of counts differs from the chunks.
+        ConfigError: there are no chunks, not as many counts as chunks, or a count is below 1.
+        TypeError: a value is not an integer.
     """
     if not num_chunks:
         raise ConfigError("There are no chunks. Pass at least one module.")
-    how = (
-        "Pass for each chunk the most microbatches it ever has in flight, or use "
-        "ChunkGraphs.for_schedule, which computes it"
-    )
-    values = (num_slots,) * num_chunks if is_whole(num_slots) else num_slots
-    if isinstance(values, (str, torch.Tensor)) or not isinstance(values, Iterable):
-        raise ConfigError(f"num_slots is {shown(num_slots)}, not whole numbers. {how}.")
-    counts = tuple(values)
-    if len(counts) != num_chunks:
-        raise ConfigError(f"There are {num_chunks} chunks, but {len(counts)} slot counts. {how}.")
-    for i, count in enumerate(counts):
-        if not is_whole(count) or not 1 <= count <= _MAX_SLOTS:
-            raise ConfigError(
-                f"num_slots[{i}] is {shown(count)}; it must be a whole number from 1 to "
-                f"{_MAX_SLOTS}. {how}."
-            )
-    return tuple(int(count) for count in counts)
+    values = num_slots if isinstance(num_slots, Iterable) else (num_slots,) * num_chunks
+    counts = tuple(map(index, values))
+    if len(counts) != num_chunks or min(counts) < 1:
+        raise ConfigError(
+            f"num_slots is {shown(num_slots)} for {num_chunks} chunks. Pass for each chunk the "
+            "most microbatches it ever has in flight, or use ChunkGraphs.for_schedule, which "
+            "computes it."
+        )
+    return counts
 
 
 def describe(chunks: Sequence[Chunk], num_slots: Sequence[int], state: str) -> str:
@@ -121,26 +96,6 @@ def describe(chunks: Sequence[Chunk], num_slots: Sequence[int], state: str) -> s
         for chunk, count in zip(chunks, num_slots, strict=True)
     )
     return f"<ChunkGraphs of {parts}; {state}>"
-
-
-def check_shape_key(key: object) -> None:
-    """Refuse a shape key that cannot equal the key of another step.
-
-    Raises:
-        ConfigError: the key has a NaN, or is not hashable.
-    """
-    try:
-        hash(key)
-    except TypeError:
-        raise ConfigError(
-            f"shape_key is {shown(key)}, which is not hashable. Pass numbers, strings or a tuple."
-        ) from None
-    parts = key if isinstance(key, tuple) else (key,)
-    if any(isinstance(part, float) and part != part for part in parts):
-        raise ConfigError(
-            f"shape_key is {shown(key)}. A NaN never equals the key of another step, so every "
-            "step would run eagerly. Pass values that determine the input shapes."
-        )
 
 
 def default_backend(chunks: Sequence[Chunk], *, memset_kernels: bool = True) -> GraphBackend:
@@ -184,8 +139,6 @@ def sample_calls(
         num_chunks: number of chunks of the rank.
     """
     by_bank = samples if isinstance(samples, Mapping) else {keys[0]: samples}
-    if by_bank.keys() != set(keys):
-        raise ValueError(f"got samples of banks {list(by_bank)}, not {list(keys)}")
     for of_bank in by_bank.values():
         if isinstance(of_bank, torch.Tensor) or len(of_bank) != num_chunks:
             number = "one tensor" if isinstance(of_bank, torch.Tensor) else len(of_bank)

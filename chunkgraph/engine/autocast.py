@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 __all__ = ["Autocast"]
 
 
-@dataclass(frozen=True)
-class Autocast:
+class Autocast(NamedTuple):
     """The setting of `torch.autocast` on a thread, for one device type.
 
     Attributes:
@@ -61,12 +60,9 @@ class Autocast:
 
     def is_now(self) -> bool:
         """Return whether operators cast now as under this setting."""
-        if not self.is_enabled:
-            return not torch.is_autocast_enabled(self.device_type)
-        return (
-            torch.is_autocast_enabled(self.device_type)
-            and torch.get_autocast_dtype(self.device_type) is self.dtype
-            and torch.is_autocast_cache_enabled() is self.has_cache
+        is_enabled = torch.is_autocast_enabled(self.device_type)
+        return is_enabled is self.is_enabled and (
+            not is_enabled or Autocast.now(self.device_type) == self
         )
 
     def __str__(self) -> str:

@@ -14,8 +14,8 @@ import torch
 
 from chunkgraph.engine.capture.backward_watch import BackwardSample
 from chunkgraph.engine.decide.reasons import NO_GRAPHS
-from chunkgraph.engine.signature import Call, Signature, flatten_call
 from chunkgraph.engine.slot import Slot
+from chunkgraph.engine.tree import Call, Signature, flatten_call
 from chunkgraph.errors import ConfigError, SlotError
 
 __all__ = ["Bank", "BankSamples", "Banks", "Derive", "StepBanks"]

@@ -1,13 +1,26 @@
-"""Compare tensors to the last bit, and describe differences."""
+"""Compare tensors to the last bit: directly, or by digests that tell the size of a difference.
+
+A digest is a few hundred numbers, and needs no copy of the tensor. Sums of the elements' bits in
+buckets differ, in practice, whenever a bit differs or two elements change places. Sums of the
+values in buckets estimate the distance of two tensors: independent errors of the elements add up to
+a difference of the sums with the same Euclidean norm, and systematic ones to a larger one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["describe_difference", "has_nan", "same_bits", "tensors_in"]
+__all__ = ["Digests", "digests_of", "has_memory", "has_nan", "same_bits"]
+
+# Prime numbers of buckets. Two of them, so that elements change places unseen only if they are a
+# multiple of both apart.
+_BUCKETS = (251, 241)
+_PIECE = 1 << 20  # elements
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -15,23 +28,6 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return torch.equal(_bytes(a), _bytes(b))
-
-
-def describe_difference(replayed: torch.Tensor, eager: torch.Tensor) -> str:
-    """Describe how two tensors that are not `same_bits` differ. Waits for the device."""
-    if replayed.shape != eager.shape or replayed.dtype != eager.dtype:
-        return (
-            f"{tuple(replayed.shape)} {replayed.dtype} replayed, "
-            f"{tuple(eager.shape)} {eager.dtype} eager"
-        )
-    size = max(1, replayed.element_size())
-    differs = (_bytes(replayed) != _bytes(eager)).view(-1, size).any(dim=1)
-    first = int(differs.nonzero()[0])
-    a, b = replayed.detach().reshape(-1)[first].item(), eager.detach().reshape(-1)[first].item()
-    return (
-        f"{int(differs.sum())} of {replayed.numel()} elements differ (shape "
-        f"{tuple(replayed.shape)}; the first, number {first}: {a!r} replayed, {b!r} eager)"
-    )
 
 
 def has_nan(tensors: Iterable[torch.Tensor | None]) -> bool:
@@ -44,16 +40,101 @@ def has_nan(tensors: Iterable[torch.Tensor | None]) -> bool:
     return bool(torch.stack(flags).any()) if flags else False
 
 
-def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """Return the tensors in nested tuples, lists and dicts."""
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    if isinstance(tree, dict):
-        tree = list(tree.values())
-    if isinstance(tree, (list, tuple)):
-        return [t for item in tree for t in tensors_in(item)]
-    return []
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has its own dense memory, unlike sparse and wrapper tensors."""
+    return (
+        tensor.layout is torch.strided
+        and tensor.device.type != "meta"
+        and type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+        and not tensor.is_quantized
+        and not torch.nn.parameter.is_lazy(tensor)
+        and tensor.numel() > 0
+        and tensor.untyped_storage().nbytes() > 0  # 0: its owner has freed it
+    )
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+
+
+@dataclass(frozen=True)
+class Digests:
+    """Digests of ``n`` tensors, on the host.
+
+    Attributes:
+        bits: int64, shape (n, 492): sums of the elements' bits.
+        sums: float64, shape (n, 251): sums of the elements' values.
+        norms: float64, shape (n,): Euclidean norms; 0 if one is not finite.
+        are_float: bool, shape (n,): whether the tensors hold floating-point numbers.
+    """
+
+    bits: torch.Tensor
+    sums: torch.Tensor
+    norms: torch.Tensor
+    are_float: torch.Tensor
+
+    def equal(self, other: Digests) -> torch.Tensor:
+        """Return, for each tensor, whether all bits are equal: bool, shape (n,)."""
+        return (self.bits == other.bits).all(dim=1)
+
+    def ratios(self, other: Digests) -> torch.Tensor:
+        """Return the norms of the differences as fractions of ``other``'s norms, at most 1."""
+        return (self.distance(other) / other.norms.clamp_min(1e-300)).clamp_max(1.0)
+
+    def distance(self, other: Digests) -> torch.Tensor:
+        """Estimate the norm of each difference: float64, shape (n,); inf if one alone has a NaN."""
+        difference = self.sums - other.sums
+        same = (self.sums == other.sums) | (self.sums.isnan() & other.sums.isnan())
+        return difference.masked_fill(same, 0.0).norm(dim=1).nan_to_num(nan=torch.inf)
+
+
+def digests_of(tensors: Sequence[torch.Tensor | None]) -> Digests:
+    """Return the digests of tensors; those of None and of tensors without own memory are zero.
+
+    Waits for the device once. Modes that record or watch operators do not see it.
+    """
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        rows = [_digest(t) for t in (None, *tensors)]  # one at least, to stack
+        device = max((bits.device for bits, _ in rows), key=lambda d: d.type == "cuda")
+        bits, sums = (
+            torch.stack([row.to(device) for row in column]).cpu()[1:]
+            for column in zip(*rows, strict=True)
+        )
+    are_float = [t is not None and t.is_floating_point() for t in tensors]
+    return Digests(bits, sums[:, :-1], sums[:, -1], torch.tensor(are_float, dtype=torch.bool))
+
+
+@torch.no_grad()
+def _digest(tensor: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the bit sums, and the value sums followed by the norm."""
+    tensor = getattr(tensor, "_local_tensor", tensor)  # the local part of a DTensor
+    if tensor is None or not has_memory(tensor):
+        num_sums = _BUCKETS[0] + 1
+        return torch.zeros(sum(_BUCKETS), dtype=torch.int64), torch.zeros(num_sums).double()
+    values = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+    if values.is_complex():
+        values = torch.view_as_real(values).reshape(-1)
+    integers = values.view(_INTEGERS[values.element_size()])
+    if not values.is_floating_point() or values.element_size() == 1:
+        values = integers
+    sums = _bucketed(values, _BUCKETS[0], torch.float64)
+    norm = sums.new_zeros(1)
+    if values.is_floating_point() and values.numel():
+        dtype = torch.promote_types(values.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(values, dtype=dtype).double().view(1)
+    return (
+        torch.cat([_bucketed(integers, n, torch.int64) for n in _BUCKETS]),
+        torch.cat([sums, norm.nan_to_num(nan=0.0, posinf=0.0)]),
+    )
+
+
+def _bucketed(flat: torch.Tensor, num_buckets: int, dtype: torch.dtype) -> torch.Tensor:
+    """Sum elements into buckets by their position modulo ``num_buckets``."""
+    sums = torch.zeros(num_buckets, dtype=dtype, device=flat.device)
+    # In pieces, since the sum first makes a copy in ``dtype``, which is up to eight times as large.
+    for piece in flat.split(_PIECE // num_buckets * num_buckets):
+        num_whole = piece.numel() // num_buckets * num_buckets
+        sums += piece[:num_whole].view(-1, num_buckets).sum(dim=0, dtype=dtype)
+        rest = piece[num_whole:]
+        sums[: rest.numel()] += rest.to(dtype)
+    return sums

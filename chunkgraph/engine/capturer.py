@@ -18,12 +18,12 @@ from chunkgraph.engine.capture.captured_rank import CapturedRank
 from chunkgraph.engine.capture.failure import SessionWatch, agree_on_cause, forget_frames
 from chunkgraph.engine.capture.lockstep import Lockstep, StoppedElsewhere
 from chunkgraph.engine.capture.session import SessionSettings, capture_session
-from chunkgraph.engine.chunk import Chunk
+from chunkgraph.engine.chunk import CaptureOptions, Chunk
 from chunkgraph.engine.decide.reasons import Agree
-from chunkgraph.engine.options import VerifyMode
-from chunkgraph.engine.signature import Call
-from chunkgraph.engine.verify import Surroundings, Verifier, new_verifier
+from chunkgraph.engine.observer import Verifier, new_verifier
+from chunkgraph.engine.tree import Call
 from chunkgraph.errors import CaptureError, ChunkGraphError
+from chunkgraph.graphs import GraphBackend
 
 __all__ = ["Capturer", "JointCapture"]
 
@@ -38,7 +38,6 @@ class JointCapture:
         captured: the rank's graphs; None if any rank failed.
         verifier: verifies them; None without a verify mode.
         error: if a rank failed, the error to raise here: this rank's own, or one with the cause.
-        failed_here: whether this rank's session failed.
         is_cause: whether the agreed cause comes from this rank, which alone warns.
         failed_bank: index of the only bank that could not be captured; None for other failures and
             for ranks that were not in lockstep.
@@ -47,7 +46,6 @@ class JointCapture:
     captured: CapturedRank | None
     verifier: Verifier | None = None
     error: ChunkGraphError | None = None
-    failed_here: bool = False
     is_cause: bool = False
     failed_bank: int | None = None
 
@@ -60,8 +58,8 @@ class Capturer:
         chunks: chunks of the rank.
         num_slots: slots of each chunk.
         settings: settings of every session.
-        surroundings: environment of the eager passes of ``verify``; its backend makes the graphs.
-        verify: see `CaptureOptions`.
+        backend: makes the graphs.
+        options: see `CaptureOptions`.
         banks: the banks; those that cannot be captured are dropped from it.
         samples: the recorded calls; banks that are dropped are removed from its targets.
         agree: element-wise maximum over all ranks.
@@ -71,8 +69,8 @@ class Capturer:
     chunks: tuple[Chunk, ...]
     num_slots: tuple[int, ...]
     settings: SessionSettings
-    surroundings: Surroundings
-    verify: VerifyMode
+    backend: GraphBackend
+    options: CaptureOptions
     banks: StepBanks
     samples: BankSamples
     agree: Agree
@@ -102,10 +100,8 @@ class Capturer:
         try:
             samples = make_samples()
             chunks = self._checked_chunks(samples)
-            verifier = new_verifier(self.verify, chunks, samples, self.surroundings)
-            if verifier is not None:
-                chunks = verifier.chunks
-            captured = self._capture_here(chunks, samples, watch, verifier, lockstep)
+            verifier = new_verifier(self.options, chunks, samples, self.backend, self.settings.host)
+            captured = self._capture_here(chunks, samples, watch, lockstep)
             if lockstep is not None:
                 lockstep.finish()
         except StoppedElsewhere as stop:
@@ -128,14 +124,12 @@ class Capturer:
         if captured is not None:
             captured.release()
             captured = None
-        self.surroundings.backend.release_cached_memory()
+        self.backend.release_cached_memory()
         error_here = own_error or CaptureError(
             f"{watch.label}: {state} another rank could not; all ranks dropped their graphs. "
             f"Its message:\n{cause}"
         )
-        return JointCapture(
-            None, None, error_here, own_error is not None, is_cause, failed_bank=failed_bank
-        )
+        return JointCapture(None, None, error_here, is_cause, failed_bank=failed_bank)
 
     def _checked_chunks(self, samples: Mapping[Hashable, Sequence[Call]]) -> tuple[Chunk, ...]:
         """Return the chunks as they are now, once they can be captured from these calls."""
@@ -156,24 +150,15 @@ class Capturer:
         chunks: tuple[Chunk, ...],
         samples: Mapping[Hashable, Sequence[Call]],
         watch: SessionWatch,
-        verifier: Verifier | None,
         lockstep: Lockstep | None,
     ) -> CapturedRank:
         """Run this rank's session, part by part with the other ranks if there is a lockstep."""
-
-        def before_graph(bank: Hashable | None) -> None:
-            if verifier is not None:
-                verifier.begin_bank(bank)
-            if lockstep is not None:
-                lockstep.begin(bank)
-
+        settings = self.settings
         if lockstep is not None:
             lockstep.begin(None)
-        settings = replace(self.settings, before_graph=before_graph)
+            settings = replace(settings, before_graph=lockstep.begin)
         with watch.watching(settings) as settings:
-            return capture_session(
-                chunks, self.num_slots, samples, self.surroundings.backend, settings
-            )
+            return capture_session(chunks, self.num_slots, samples, self.backend, settings)
 
     def _drop_bank(self, key: Hashable, result: JointCapture) -> None:
         self.banks.drop(key, "its capture failed")

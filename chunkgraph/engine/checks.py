@@ -18,13 +18,13 @@ from torch import nn
 from chunkgraph._text import shown
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.hooks import Error, refuse_hooks
-from chunkgraph.engine.tensor_guard import new_guard
+from chunkgraph.engine.tree import new_guard
 from chunkgraph.errors import CaptureError, ReplayMismatchError
 
 __all__ = ["ModelGuard"]
 
 _HOLDERS = itemgetter("_modules", "_parameters", "_buffers")
-_TRAINS = itemgetter("training")
+_B = "_buffers"
 _END = object()
 _MEMORY = "the memory of "
 _OBJECTS = (nn.Module, torch.Tensor)
@@ -62,18 +62,12 @@ class ModelGuard:
         # The same facts as flat lists, which every step compares.
         self._tensors = [*self._names]
         self._graded = [p for p in self.parameters if hasattr(p, "main_grad")]
-        # An owner of gradients adds all of them at once.
-        self._first_without = [p for p in self.parameters if not hasattr(p, "main_grad")][:1]
-        holders = [*chain.from_iterable(map(_HOLDERS, map(vars, layers)))]
+        # A new buffer changes nothing that a graph computes if there was none.
+        holders = [h for own in map(vars, layers) for h in _HOLDERS(own) if h or h is not own[_B]]
         holders = [h for h in holders if not self._caches & h.keys()]
-        # A new buffer changes nothing that a graph computes.
-        self._empty = [h for own in map(vars, layers) for h in _HOLDERS(own)[:2] if not h]
         # Views, of what is there later. One value more or less meets the end of the other side.
-        self._values = [*(h.values() for h in holders if h), [_END]]
+        self._values = [*(h.values() for h in holders), [_END]]
         self._objects = [*chain.from_iterable(self._values)]
-        modes = [own for own in map(vars, layers) if "training" in own]
-        self._training = [own for own in modes if _TRAINS(own)]
-        self._evaluating = [own for own in modes if not _TRAINS(own)]
         settings = [(vars(layer), key) for layer in layers for key in _settings(layer)]
         self._owners, self._keys = [own for own, _ in settings], [key for _, key in settings]
         tensors = self._tensors_now()
@@ -104,9 +98,6 @@ class ModelGuard:
         tensors = self._tensors_now()
         return (
             all(map(is_, chain.from_iterable(self._values), self._objects))
-            and not any(self._empty)
-            and all(map(_TRAINS, self._training))
-            and not any(map(_TRAINS, self._evaluating))
             and self._others_now(tensors) == self._others
             and (self._fits(*tensors) or _layouts(tensors) == self._layouts)
         )
@@ -130,7 +121,6 @@ class ModelGuard:
     def _others_now(self, tensors: Sequence[torch.Tensor]) -> tuple[list[Any], ...]:
         return (
             [*map(torch.Tensor.data_ptr, tensors)],
-            [hasattr(p, "main_grad") for p in self._first_without],
             [*map(dict.get, self._owners, self._keys)],
         )
 
@@ -146,8 +136,7 @@ class ModelGuard:
                 facts |= {f"{name}.stride()": t.stride(), f"{name}.shape": t.shape}
                 facts[f"{name}.requires_grad"] = t.requires_grad
         for path, layer in self._layers.items():
-            own = {key: vars(layer).get(key) for key in ("training", *_settings(layer))}
-            facts |= {f"{path}.{key}": value for key, value in own.items()}
+            facts |= {f"{path}.{key}": vars(layer).get(key) for key in _settings(layer)}
         return facts
 
     def _change(self) -> str:
@@ -172,8 +161,8 @@ def _layouts(tensors: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:
 
 
 def _settings(layer: nn.Module) -> list[str]:
-    """Return the settings that a layer of torch.nn declares, such as ``p`` and ``eps``."""
-    if not type(layer).__module__.startswith("torch.nn."):
-        return []
-    declared = (*getattr(type(layer), "__constants__", ()), "dropout")
-    return [key for key in declared if isinstance(vars(layer).get(key, ...), _PLAIN)]
+    """Return the mode of a layer, and the settings that one of torch.nn declares, such as ``p``."""
+    is_torchs = type(layer).__module__.startswith("torch.nn.")
+    declared = (*getattr(type(layer), "__constants__", ()), "dropout") if is_torchs else ()
+    own = vars(layer)
+    return [k for k in ("training", *declared) if isinstance(own.get(k, ...), _PLAIN)]

@@ -1,18 +1,46 @@
-"""`Chunk`: what the engine knows of a model chunk that it captures."""
+"""`Chunk`, `CaptureOptions` and `Host`: what a user tells the engine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from numbers import Integral
+from typing import Any, Literal, Protocol, TypeGuard, get_args
 
 import torch
 from torch import nn
 
-from chunkgraph._text import shown
-from chunkgraph.errors import CaptureError, ConfigError
+from chunkgraph._text import did_you_mean, shown
+from chunkgraph.errors import CaptureError, ConfigError, VerifyError
 
-__all__ = ["Chunk", "GradientMarker"]
+__all__ = [
+    "Action",
+    "CaptureOptions",
+    "Chunk",
+    "GradientMarker",
+    "Host",
+    "OnCapture",
+    "Program",
+    "VerifyMode",
+    "is_whole",
+    "with_user_hooks",
+]
+
+Action = Literal["F", "B", "I", "W"]
+"""A replay: forward, whole backward, or the input and the weight half of a split one."""
+
+
+class Program(Protocol):
+    """The graphs of a slot; `chunkgraph.engine.program` captures them.
+
+    Attributes:
+        actions: the replays of one microbatch, in order. A call replays the first, autograd the
+            second, and `ChunkGraphs.run_waiting` each further one.
+    """
+
+    actions: tuple[Action, ...]
 
 
 class GradientMarker(Protocol):
@@ -46,7 +74,6 @@ class Chunk:
         buffers: tensors the forward updates in place; ``verify`` compares them.
         before_forward: host work before every replayed forward.
         before_backward: work before every replayed backward, on the current stream.
-        after_backward: host work after every replayed backward.
         end_of_backward: device work at the end of every backward; it is captured with it.
         new_marker: creates the object that follows one slot's backward; see `GradientMarker`.
         keeps_input_grads: whether the caller may still use an input gradient when the next
@@ -59,10 +86,8 @@ class Chunk:
             raises if graphs must not hold a value among them, and may read the device.
         caches: names of buffers that an eager call may replace by larger ones with the same
             values and more. Graphs keep using the old buffers, which their owner keeps alive.
-        backward: ``whole``, or ``split`` into the input gradients, which ``backward()`` of autograd
-            computes, and the weight gradients, which `WeightBackwards` computes when the schedule
-            asks for them; the slot is in use until then. ``before_backward`` runs before the first
-            half, ``end_of_backward`` at its end, ``after_backward`` after the second.
+        program: the graphs of a slot; None: a forward and a whole backward. See
+            `chunkgraph.engine.program`.
         follows_module: whether each capture session reads ``parameters`` and ``buffers`` again from
             ``module``; see `now`.
     """
@@ -75,33 +100,29 @@ class Chunk:
     buffers: tuple[torch.Tensor, ...] = ()
     before_forward: Callable[[], None] | None = None
     before_backward: Callable[[], None] | None = None
-    after_backward: Callable[[], None] | None = None
     end_of_backward: Callable[[], None] | None = None
     new_marker: Callable[[], GradientMarker] | None = None
     keeps_input_grads: bool = True
     copies_outputs: Callable[..., bool] | None = None
     check_sample: Callable[..., None] | None = None
     caches: tuple[str, ...] = ()
-    backward: Literal["whole", "split"] = "whole"
+    program: Program | None = None
     follows_module: bool = False
 
-    def __post_init__(self) -> None:
-        if self.backward not in ("whole", "split"):
-            raise ConfigError(
-                f"{self.label}: backward is {shown(self.backward)}; it must be 'whole' or 'split'."
-            )
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        """Return the replays of one microbatch, in order."""
+        return ("F", "B") if self.program is None else self.program.actions
 
     @property
-    def is_split(self) -> bool:
-        """Return whether the backward is split."""
-        return self.backward == "split"
+    def has_backward(self) -> bool:
+        """Return whether there is a backward."""
+        return len(self.actions) > 1
 
     @staticmethod
-    def from_module(
-        module: nn.Module, label: str, *, backward: Literal["whole", "split"] = "whole"
-    ) -> Chunk:
+    def from_module(module: nn.Module, label: str, *, program: Program | None = None) -> Chunk:
         """Return a chunk of ``module`` with all trainable parameters and buffers."""
-        chunk = Chunk(module, (), label, module, backward=backward, follows_module=True)
+        chunk = Chunk(module, (), label, module, program=program, follows_module=True)
         return chunk._of_module()
 
     def now(self) -> Chunk:
@@ -113,6 +134,11 @@ class Chunk:
         """
         chunk = self._of_module() if self.follows_module else self
         trained = tuple(p for p in chunk.parameters if p.requires_grad)
+        if trained and not self.has_backward:
+            raise CaptureError(
+                f"{self.label}: it is captured without a backward, but {chunk._name(trained[0])} "
+                "requires grad. Freeze its parameters, or leave out program=FORWARD_ONLY."
+            )
         if len(trained) < len(chunk.parameters) and chunk.new_marker is not None:
             frozen = [p for p in chunk.parameters if not p.requires_grad]
             names = ", ".join(chunk._name(p) for p in frozen[:3])
@@ -139,3 +165,162 @@ class Chunk:
             if known is parameter:
                 return f"{self.module_name}.{path}".lstrip(".")
         return f"one of shape {tuple(parameter.shape)}"
+
+
+OnCapture = Callable[[int, int, int | None], None]
+"""A function called after every graph with the graphs captured, all graphs, and free bytes or None.
+"""
+
+VerifyMode = Literal["none", "poison", "shadow"]
+
+
+def is_whole(value: object) -> TypeGuard[int]:
+    """Return whether a value is an integer; booleans are not."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptureOptions:
+    """How and when to capture.
+
+    Attributes:
+        num_warmup_steps: eager training steps before the capture session.
+        shared_slots: share the slots between the chunks of a rank: a slot holds one microbatch of
+            any chunk. Interleaved schedules have fewer microbatches in flight than the chunks have
+            slots in total, so this takes less memory, but every slot has graphs of every chunk.
+        memset_kernels: run small memsets inside CUDA graphs as kernels, for which the device waits
+            less, and copy inputs and gradients there, for which the host waits less
+            (`chunkgraph.graphs.graph_nodes`), if torch and its CUDA bindings support it. Results
+            stay the same. Ignored if a backend is passed to the engine.
+        verify: how to check replays (for debugging; slow; results stay the same). ``poison``: fill
+            scratch and freed slots with NaN around every replay. ``shadow``: compare every replay
+            bit for bit with an eager pass on the same inputs and random state, which takes the
+            activations of an eager step and a copy of the gradients. Errors name the first slot and
+            layer that differ or have a NaN.
+        num_verify_steps: number of replayed steps to verify after a capture; None: all.
+        verify_every: verify only every n-th of these.
+        on_failure: after a failed capture: ``raise`` the error, or continue eagerly (``eager``)
+            with one warning.
+
+    Raises:
+        ConfigError: a value is not one of the choices, is out of range, or has a wrong type.
+    """
+
+    num_warmup_steps: int = 1
+    shared_slots: bool = False
+    memset_kernels: bool = field(
+        default_factory=lambda: os.environ.get("CHUNKGRAPH_MEMSET_KERNELS", "1") != "0"
+    )
+    verify: VerifyMode = "none"
+    num_verify_steps: int | None = None
+    verify_every: int = 1
+    on_failure: Literal["raise", "eager"] = "raise"
+
+    def __post_init__(self) -> None:
+        self._check_choice("verify", get_args(VerifyMode))
+        self._check_choice("on_failure", ("raise", "eager"))
+        for name in ("shared_slots", "memset_kernels"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ConfigError(f"{name} is {shown(value)}; it must be True or False.")
+        self._check_count("num_warmup_steps", 0)
+        self._check_count("verify_every", 1)
+        self._check_count("num_verify_steps", 0, none="None for all steps")
+
+    def _check_choice(self, name: str, known: Sequence[str]) -> None:
+        value = getattr(self, name)
+        if isinstance(value, str) and value in known:
+            return
+        choices = " or ".join(f"{choice!r}" for choice in known)
+        hint = did_you_mean(value, known) if isinstance(value, str) else ""
+        raise ConfigError(f"{name} is {shown(value)}; it must be {choices}.{hint}")
+
+    def _check_count(self, name: str, least: int, *, none: str = "") -> None:
+        value = getattr(self, name)
+        if (none and value is None) or (is_whole(value) and value >= least):
+            return
+        what = f"a whole number, {least} or greater{f', or {none}' if none else ''}"
+        raise ConfigError(f"{name} is {shown(value)}; it must be {what}.")
+
+    def verifies(self, step: int) -> bool:
+        """Return whether to verify replayed step ``step`` after the capture, from 0."""
+        is_early = self.num_verify_steps is None or step < self.num_verify_steps
+        return is_early and step % self.verify_every == 0
+
+
+class Host:
+    """The program around the chunks. Override the methods it needs; by default all do nothing."""
+
+    def preserving(self) -> AbstractContextManager[object]:
+        """Enclose a capture session or an eager pass of ``verify``; restore host-side state."""
+        return nullcontext()
+
+    def capturing(self) -> AbstractContextManager[object]:
+        """Enclose capture warmup and captures. All ranks enter it together."""
+        return nullcontext()
+
+    def verifying(self) -> AbstractContextManager[object]:
+        """Enclose an eager pass that ``verify`` compares with a replay."""
+        return nullcontext()
+
+    def judge(self, wrong_replay: VerifyError) -> None:
+        """Handle a replay that ``verify`` finds wrong: by default, raise the error.
+
+        A program that returns continues the step; ``verify`` may report more replays of it.
+        """
+        raise wrong_replay
+
+    def generators(self) -> Sequence[torch.Generator]:
+        """Return the random generators that the chunks draw from, besides the default one."""
+        return ()
+
+    def progress(self, num_done: int, num_graphs: int, free_bytes: int | None) -> None:
+        """Follow a session: called after every captured graph.
+
+        Args:
+            num_done: graphs captured so far.
+            num_graphs: graphs of the session.
+            free_bytes: bytes left on the device; None: unknown.
+        """
+
+
+class _WithUserHooks(Host):
+    """A host, with generators and a progress callback that a user declares."""
+
+    def __init__(
+        self,
+        host: Host,
+        generators: Callable[[], Sequence[torch.Generator]],
+        progress: Callable[[int, int, int | None], object] | None,
+    ) -> None:
+        self._host, self._generators, self._progress = host, generators, progress
+
+    def preserving(self) -> AbstractContextManager[object]:
+        return self._host.preserving()
+
+    def capturing(self) -> AbstractContextManager[object]:
+        return self._host.capturing()
+
+    def verifying(self) -> AbstractContextManager[object]:
+        return self._host.verifying()
+
+    def judge(self, wrong_replay: VerifyError) -> None:
+        self._host.judge(wrong_replay)
+
+    def generators(self) -> Sequence[torch.Generator]:
+        return (*self._host.generators(), *self._generators())
+
+    def progress(self, num_done: int, num_graphs: int, free_bytes: int | None) -> None:
+        self._host.progress(num_done, num_graphs, free_bytes)
+        if self._progress is not None:
+            self._progress(num_done, num_graphs, free_bytes)
+
+
+def with_user_hooks(
+    host: Host,
+    generators: Callable[[], Sequence[torch.Generator]] | None,
+    progress: Callable[[int, int, int | None], object] | None,
+) -> Host:
+    """Return ``host``, with generators and a progress callback that a user declares."""
+    if generators is None and progress is None:
+        return host
+    return _WithUserHooks(host, generators or tuple, progress)

@@ -8,13 +8,13 @@ must promise by `mark_constant`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 __all__ = ["LoadedSource", "mark_constant"]
 
-_MARK = "_chunkgraph_unchanging"
+_MARK = "_chunkgraph_constant"
 
 
 def mark_constant(tensor: torch.Tensor) -> torch.Tensor:
@@ -36,31 +36,20 @@ def mark_constant(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-@dataclass(frozen=True)
-class LoadedSource:
-    """The tensor from which a static input was last loaded, and its version then.
+class LoadedSource(NamedTuple):
+    """The tensor from which a static input was last loaded, and its count of writes then.
 
-    Attributes:
-        tensor: the tensor; the reference keeps its id and its memory from being reused.
-        version: its count of writes.
-        address: address of its first element; assigning ``.data`` moves it and counts no write.
+    The reference keeps the tensor's id and memory from being reused.
     """
 
     tensor: torch.Tensor
     version: int
-    address: int
 
     @staticmethod
     def of(tensor: torch.Tensor) -> LoadedSource | None:
         """Return the record of a constant tensor; None for other tensors."""
-        if not hasattr(tensor, _MARK):
-            return None
-        return LoadedSource(tensor, tensor._version, tensor.data_ptr())
+        return LoadedSource(tensor, tensor._version) if hasattr(tensor, _MARK) else None
 
     def is_still(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` still holds the values that were loaded."""
-        return (
-            tensor is self.tensor
-            and tensor._version == self.version
-            and tensor.data_ptr() == self.address
-        )
+        return tensor is self.tensor and tensor._version == self.version

@@ -18,16 +18,25 @@ from chunkgraph.engine.capture.captured_rank import CapturedRank, CaptureReport
 from chunkgraph.engine.capture.session import SessionSettings
 from chunkgraph.engine.capture.step_samples import StepSampler
 from chunkgraph.engine.capturer import Capturer
-from chunkgraph.engine.chunk import Chunk
+from chunkgraph.engine.chunk import (
+    CaptureOptions,
+    Chunk,
+    Host,
+    OnCapture,
+    with_user_hooks,
+)
 from chunkgraph.engine.counters import Counters
 from chunkgraph.engine.decide.decider import SHAPE_UNKNOWN, Standing, StepDecider, StepKind
 from chunkgraph.engine.decide.reasons import Agree, EagerReason, StepMode, agree_alone
-from chunkgraph.engine.host import Host, with_user_hooks
-from chunkgraph.engine.options import CaptureOptions, OnCapture
-from chunkgraph.engine.replay.replayer import Replayer
-from chunkgraph.engine.signature import Call
-from chunkgraph.engine.split.weights import WeightBackwards
-from chunkgraph.engine.verify import Surroundings
+from chunkgraph.engine.observer import (
+    ChunkHooks,
+    GradientMarkers,
+    Observer,
+    ReplayCounters,
+    ReplayRanges,
+)
+from chunkgraph.engine.replay import Replayer
+from chunkgraph.engine.tree import Call
 from chunkgraph.errors import CaptureError, SlotError
 from chunkgraph.graphs import GraphBackend
 from chunkgraph.memory import plan_for_slots
@@ -67,9 +76,7 @@ class ChunkGraphs:
         callables: a function for each chunk, called like the chunk.
         counters: see `Counters`.
         report: report of the last capture session, or None.
-        weights: the weight halves of split backwards (``Chunk.backward``); see `WeightBackwards`.
         mode: how the callables run now.
-        failed_here: whether the last session failed on this rank.
     """
 
     def __init__(
@@ -101,16 +108,23 @@ class ChunkGraphs:
         )
         self._captured: CapturedRank | None = None
         self._failure: CaptureError | None = None
-        self.failed_here = False
         self._was_released = False
         banks = banks or Banks()
         if banks.drops_failed and not takes_misfits:
             raise ValueError("Banks(drops_failed=True) needs takes_misfits=True")
         self._banks = StepBanks(banks.keys, len(self._chunks))
         host = with_user_hooks(host or Host(), generators, progress)
-        around = self.options, self.counters, self._backend.device
-        self._replayer = Replayer(self._chunks, self._num_slots, self._banks, *around)
-        self.weights = WeightBackwards(self._chunks, self._replayer)
+        self._replayer = Replayer(
+            self._chunks,
+            self._num_slots,
+            self._banks,
+            self.counters,
+            self._backend.device,
+            shared_slots=self.options.shared_slots,
+        )
+        self._observers: list[Observer] = []  # of users
+        self._ranges: ReplayRanges | None = None
+        self._of_capture: tuple[Observer, ...] = ()
         self._samples = BankSamples(banks, len(self._chunks))
         self._capturer = Capturer(
             chunks=self._chunks,
@@ -122,8 +136,8 @@ class ChunkGraphs:
                 host=host,
                 progress=host.progress,
             ),
-            surroundings=Surroundings(self._backend, host),
-            verify=self.options.verify,
+            backend=self._backend,
+            options=self.options,
             banks=self._banks,
             samples=self._samples,
             agree=self._decider.agreement.now,
@@ -228,13 +242,12 @@ class ChunkGraphs:
 
         Raises:
             CaptureError: the session failed and ``on_failure`` is ``raise``.
-            ConfigError: the shape key is invalid, or, on all ranks, plans differ between ranks.
+            ConfigError: on all ranks, plans differ between ranks.
             SlotError: a microbatch was forwarded but not run backward when the step ended.
             ReplayMismatchError: a call differs from the captured one.
         """
         if self.mode is not StepMode.OUTSIDE:
             raise SlotError("A step began inside a step. End the outer step first.")
-        arguments.check_shape_key(shape_key)
         misfit, plan_digest = self._decider.resolve_misfit(
             misfit, plan_digest, forward_only=forward_only
         )
@@ -251,7 +264,7 @@ class ChunkGraphs:
         if reason is EagerReason.NONE:
             self.mode = StepMode.REPLAY
             try:
-                with self._replayer.step(num_microbatches):
+                with self._replayer.step(num_microbatches, self._every_observer()):
                     yield self.mode
             finally:
                 self.mode = StepMode.OUTSIDE
@@ -325,7 +338,7 @@ class ChunkGraphs:
         wants_samples = self._captured is None and reason in _SAMPLED
         sampled = self._sampler.step(shape_key) if wants_samples else nullcontext()
         try:
-            with sampled, self.weights.eager_step():
+            with sampled, self._observed():
                 yield
         finally:
             self.mode = StepMode.OUTSIDE
@@ -333,6 +346,26 @@ class ChunkGraphs:
         if wants_samples:
             # Otherwise the optimizer's state lies in large blocks of this step and keeps them.
             self._backend.release_cached_memory()
+
+    @contextmanager
+    def _observed(self) -> Iterator[None]:
+        """Let observers follow an eager step."""
+        observers = [o for o in self._every_observer() if o.observes(None)]
+        for observer in observers:
+            observer.begin_step(None)
+        has_failed = True
+        try:
+            yield
+            has_failed = False
+        finally:
+            for observer in observers:
+                observer.end_step(has_failed=has_failed)
+
+    def _every_observer(self) -> tuple[Observer, ...]:
+        """Return all observers; profiler ranges enclose all but the chunks' hooks."""
+        hooks, *others = self._of_capture or (ChunkHooks(self._chunks),)
+        ranges = () if self._ranges is None else (self._ranges,)
+        return hooks, *ranges, *others, *self._observers
 
     def capture(self, samples: Sequence[Any] | Mapping[Hashable, Sequence[Any]]) -> CaptureReport:
         """Capture now from sample inputs. All ranks call it together, outside a step.
@@ -375,13 +408,19 @@ class ChunkGraphs:
     ) -> None:
         result = self._capturer.capture(make_samples)
         self._samples.forget()
-        self.failed_here = result.failed_here
         if result.captured is not None:
             self._captured = result.captured
             self._captured_key = shape_key
             if result.verifier is not None:
                 result.verifier.captured(result.captured)
-            self._replayer.take(result.captured, result.verifier)
+            last = [chunk.actions[-1] for chunk in self._chunks]
+            self._of_capture = (
+                ChunkHooks(self._chunks),
+                *([result.verifier] if result.verifier is not None else ()),
+                GradientMarkers(result.captured.markers, last),
+                ReplayCounters(self.counters),
+            )
+            self._replayer.take(result.captured)
             self.counters.captures += sum(map(len, result.captured.slots))
             self.counters.capture_sessions += 1
             return
@@ -421,6 +460,7 @@ class ChunkGraphs:
             self._captured.release()
             self._was_released = True
         self._captured = None
+        self._of_capture = ()
 
     def watch_memory(self, is_replaced: Callable[[], bool], release: Callable[[], None]) -> None:
         """Capture again after a library has replaced, on any rank, memory that graphs use.
@@ -439,11 +479,40 @@ class ChunkGraphs:
         Args:
             names: prefix of each chunk's ranges, before action and microbatch.
         """
-        self._replayer.name_replays(names)
+        self._ranges = ReplayRanges(names)
+
+    def observe(self, observer: Observer) -> None:
+        """Let an observer follow every later step; see `Observer`."""
+        self._observers.append(observer)
+
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """Return the chunks of the rank."""
+        return self._chunks
+
+    def waiting(self, c: int) -> tuple[int, ...]:
+        """Return the microbatches of chunk ``c`` whose last action waits, oldest first.
+
+        There are some if a program has actions after the one that autograd replays.
+        """
+        return self._replayer.waiting(c)
+
+    def run_waiting(self, c: int, turn: int | None = None) -> None:
+        """Replay the last action of the microbatch of chunk ``c`` that has waited longest.
+
+        Args:
+            c: index of the chunk.
+            turn: the number in `waiting` that it must have; None: any.
+
+        Raises:
+            SlotError: no microbatch waits, or another one has waited longest.
+        """
+        self._replayer.run_waiting(c, turn)
 
     def call(self, c: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return ``callables[c](*args, **kwargs)``."""
-        if torch.is_grad_enabled() and self.mode is StepMode.REPLAY:
+        needs_grad = self._chunks[c].has_backward
+        if self.mode is StepMode.REPLAY and (torch.is_grad_enabled() or not needs_grad):
             return self._replayer.call(c, args, kwargs)
         if torch.is_grad_enabled() and self.mode is StepMode.OUTSIDE:
             raise SlotError(
@@ -452,7 +521,8 @@ class ChunkGraphs:
             )
         backward = self._sampler.record(c, args, kwargs)
         result = self._chunks[c].forward(*args, **kwargs)
-        self.weights.watch(c, result)
+        for observer in self._observers:
+            observer.called(c, result)
         if backward is None:
             return result
         return watched(result, backward)

@@ -76,6 +76,7 @@ class GradMemory:
         # The last tensor that `grad` was bound to, while the caller or torch still has it.
         self._bound: list[Callable[[], torch.Tensor | None]] = [_nothing] * len(self._parameters)
         self._num_own = use_count(self._storage._cdata)
+        self._shared: list[tuple[int, torch.Tensor]] = []
 
     @property
     def num_bytes(self) -> int:
@@ -102,12 +103,13 @@ class GradMemory:
         """Let ``grad`` of each parameter be its sink, before a backward adds to it.
 
         A new ``grad`` begins with -0.0, the only x for which x + g equals g in every bit. One that
-        the caller has put there moves to the sink. Tensors that were bound and are now kept
-        elsewhere move to memory of their own.
+        the caller has put there moves to the sink; one that shares memory, as in a flat buffer, is
+        set aside until `return_shared`. Tensors that were bound and are now kept elsewhere move to
+        memory of their own.
 
         Raises:
             ReplayMismatchError: views of a gradient that was dropped are still in use, or one is
-                sparse, requires grad, or shares memory with another tensor.
+                sparse, requires grad, or is that of another parameter.
         """
         bound, addresses = self._bound, self._addresses
         unbound = []
@@ -122,9 +124,13 @@ class GradMemory:
             if grad is None:
                 grad = self._parameters[index].grad = sink.detach()
             else:
-                _refuse_unusable(grad)
+                self._refuse_unusable(grad)
                 sink.copy_(grad)
-                grad.data = sink
+                if use_count(grad.untyped_storage()._cdata) == _NUM_SOLE:
+                    grad.data = sink
+                else:
+                    self._shared.append((index, grad))
+                    grad = self._parameters[index].grad = sink.detach()
             self._bound[index] = weakref.ref(grad)
         dtypes = {sink.dtype for sink in self._sinks}
         if len(missing) == len(self._sinks) and len(dtypes) == 1:  # at once
@@ -132,6 +138,38 @@ class GradMemory:
             return
         for index in missing:
             self._sinks[index].fill_(-0.0)
+
+    @torch.no_grad()
+    def return_shared(self) -> None:
+        """Put gradients that were set aside back, with the sums of the step."""
+        shared, self._shared = self._shared, []
+        for index, grad in shared:
+            grad.copy_(self._sinks[index])
+            self._parameters[index].grad = grad
+            self._bound[index] = _nothing
+
+    def _refuse_unusable(self, grad: torch.Tensor) -> None:
+        """Refuse a gradient of the caller that cannot move to a sink.
+
+        Raises:
+            ReplayMismatchError: it is sparse, requires grad, or is that of another parameter.
+        """
+        if grad.layout is not torch.strided:
+            problem = f"is {grad.layout}"
+        elif grad.requires_grad:
+            problem = "requires grad"
+        elif grad.untyped_storage()._cdata == self._storage._cdata or any(
+            grad.data_ptr() == other.data_ptr() != 0 for _, other in self._shared
+        ):
+            problem = "is that of another parameter"
+        else:
+            return
+        raise ReplayMismatchError(
+            f"The .grad of a parameter of shape {tuple(grad.shape)} {problem}, but replays keep a "
+            "dense gradient for each parameter.\n"
+            "  To do: clear it before the step (`p.grad = None`), or give it its own memory "
+            "(`p.grad = p.grad.detach().to_dense().clone()`)."
+        )
 
     def _leave_to_keepers(self, indices: Sequence[int]) -> None:
         """Move gradients that are no longer bound, but still referenced, to their own memory."""
@@ -165,28 +203,6 @@ class GradMemory:
             for grad in grads:
                 if grad is not None:
                     grad.data = grad.clone()
-
-
-def _refuse_unusable(grad: torch.Tensor) -> None:
-    """Refuse a gradient of the caller that cannot move to a sink.
-
-    Raises:
-        ReplayMismatchError: it is sparse, requires grad, or shares memory with another tensor.
-    """
-    if grad.layout is not torch.strided:
-        problem = f"is {grad.layout}"
-    elif grad.requires_grad:
-        problem = "requires grad"
-    elif use_count(grad.untyped_storage()._cdata) != _NUM_SOLE:
-        problem = "shares memory with another tensor (another .grad, or a flat buffer)"
-    else:
-        return
-    raise ReplayMismatchError(
-        f"The .grad of a parameter of shape {tuple(grad.shape)} {problem}, but replays keep a "
-        "dense gradient for each parameter in memory of their own.\n"
-        "  To do: clear it before the step (`p.grad = None`), or give it its own memory "
-        "(`p.grad = p.grad.detach().to_dense().clone()`)."
-    )
 
 
 class GradientSinks:
@@ -299,6 +315,10 @@ class GradientSinks:
         """Let the first backward look at every ``param.grad``."""
         # No reference to a gradient, so that `GradMemory` can tell what the caller keeps.
         self._bound_for = self._first_grad = None
+
+    def end_step(self) -> None:
+        """Return what `before_backward` has set aside."""
+        self._memory.return_shared()
 
     def before_backward(self, trained: tuple[int, ...]) -> None:
         """Bind ``param.grad`` to the sinks, before a replay adds to them.

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import types
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
-from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-__all__ = ["Container", "containers"]
+__all__ = ["Entry", "entries"]
 
 _MAX_DEPTH = 4
 """Most lists, dicts, tuples and objects between a module and a value."""
@@ -24,125 +21,75 @@ _MAX_ITEMS = 4096
 _TORCHS_NAMES = frozenset(vars(nn.Module()))
 """Attributes in which torch keeps a module's parts, hooks and mode."""
 
-_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, nn.Parameter, torch.Tensor})
-
-_OPAQUE = (
-    type,
-    Enum,
-    torch.Tensor,
-    types.FunctionType,
-    types.MethodType,
-    types.BuiltinFunctionType,
-    types.ModuleType,
-)
-
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, *weakref.ProxyTypes})
+_TREES = (tuple, dict, list, deque)
 _OPAQUE_PACKAGES = frozenset({"builtins", "functools", "torch"})
 
 
-@dataclass(frozen=True)
-class Container:
-    """A dict, list or deque that values can be replaced in.
+class Entry(NamedTuple):
+    """A value that can be replaced.
 
     Attributes:
-        owner: the object that has the values, or the list or dict with them, as attributes.
-        values: the dict, list or deque itself.
-        path: path of the container from the root module.
-        are_attributes: whether the keys are names of attributes.
+        container: the dict, list or deque that has it.
+        key: its key or index there.
+        value: the value.
+        name: the expression for it, as a user writes it.
     """
 
-    owner: Any
-    values: Any
-    path: str
-    are_attributes: bool = False
-
-    def entries(self) -> list[tuple[Any, Any]]:
-        """Return the present keys and values, without weak proxies, whose object may be gone."""
-        values = self.values
-        items = values.items() if isinstance(values, dict) else enumerate(values)
-        excluded = (
-            _TORCHS_NAMES
-            if self.are_attributes and isinstance(self.owner, nn.Module)
-            else frozenset()
-        )
-        return [
-            (key, value)
-            for key, value in items
-            if type(value) not in weakref.ProxyTypes and key not in excluded
-        ]
-
-    def name(self, key: Any) -> str:
-        """Return the expression for the value of ``key``, as a user writes it."""
-        return f"{self.path}.{key}".lstrip(".") if self.are_attributes else f"{self.path}[{key!r}]"
+    container: Any
+    key: Any
+    value: Any
+    name: str
 
 
-def containers(module: nn.Module, name: str = "") -> list[Container]:
-    """Return all containers of ``module`` and its parts, each once.
+def entries(module: nn.Module, name: str = "") -> Iterator[Entry]:
+    """Yield the values in the attributes, lists, dicts and objects of a module and its parts.
 
     Modules that lie in plain attributes and lists are walked too. Objects of torch and of the
-    standard library are not.
+    standard library are not, and weak proxies are left out, since their object may be gone.
 
     Args:
         module: the root.
-        name: name of the module, a prefix of paths.
+        name: name of the module, a prefix of names.
     """
-    parts = list(module.named_modules())
-    walk = _Walk({id(part) for _, part in parts})
-    every: list[Container] = []
-    for path, part in parts:
-        every.extend(walk.of_module(part, ".".join(p for p in (name, path) if p), 0))
-    return every
+    modules: set[nn.Module] = set()
+    seen: set[int] = set()
+    waiting: deque[tuple[Any, str, int]] = deque([(module, name, 0)])
+    while waiting:
+        holder, path, depth = waiting.popleft()
+        found: list[tuple[Any, str, bool]]  # containers, and whether their keys are attributes
+        if isinstance(holder, nn.Module):
+            found = [
+                (container, where, True)
+                for where, part in holder.named_modules(modules, path)
+                for container in (part._parameters, part._buffers, vars(part))
+            ]
+        elif id(holder) in seen:
+            continue
+        elif isinstance(holder, _TREES):
+            found = [(holder, path, False)] if len(holder) <= _MAX_ITEMS else []
+        else:
+            found = [(vars(holder), path, True)]
+        seen.add(id(holder))
+        for container, where, are_attributes in found:
+            items = container.items() if isinstance(container, dict) else enumerate(container)
+            for key, value in [*items]:
+                if type(value) in weakref.ProxyTypes or (are_attributes and key in _TORCHS_NAMES):
+                    continue
+                text = f"{where}.{key}".lstrip(".") if are_attributes else f"{where}[{key!r}]"
+                if not isinstance(container, tuple):
+                    yield Entry(container, key, value, text)
+                if depth < _MAX_DEPTH and _may_hold(value):
+                    waiting.append((value, text, depth + 1))
 
 
-class _Walk:
-    """One walk over a module.
-
-    Args:
-        registered: ids of the parts that the root registers; they have their own names.
-    """
-
-    def __init__(self, registered: set[int]) -> None:
-        self._registered = registered
-        self._seen: set[int] = set()
-
-    def of_module(self, module: nn.Module, path: str, depth: int) -> Iterator[Container]:
-        """Yield the containers of a module and, if the root does not register it, of its parts."""
-        for values in (module._parameters, module._buffers):
-            yield Container(module, values, path, are_attributes=True)
-        attributes = Container(module, vars(module), path, are_attributes=True)
-        yield attributes
-        yield from self._below(attributes, depth)
-        if depth:
-            for key, part in module._modules.items():
-                yield from self._in(part, module, f"{path}.{key}", depth)
-
-    def _below(self, container: Container, depth: int) -> Iterator[Container]:
-        for key, value in container.entries():
-            if type(value) not in _PLAIN:
-                yield from self._in(value, container.owner, container.name(key), depth + 1)
-
-    def _in(self, value: Any, owner: Any, path: str, depth: int) -> Iterator[Container]:
-        kind = type(value)
-        if depth > _MAX_DEPTH or kind in _PLAIN or kind in weakref.ProxyTypes:
-            return
-        if id(value) in self._registered or id(value) in self._seen:
-            return
-        if isinstance(value, nn.Module):
-            self._seen.add(id(value))
-            yield from self.of_module(value, path, depth)
-        elif isinstance(value, tuple):
-            for index, item in enumerate(value[:_MAX_ITEMS]):
-                yield from self._in(item, owner, f"{path}[{index}]", depth + 1)
-        elif isinstance(value, (dict, list, deque)):
-            if len(value) <= _MAX_ITEMS:
-                self._seen.add(id(value))
-                container = Container(owner, value, path)
-                yield container
-                yield from self._below(container, depth)
-        elif not isinstance(value, _OPAQUE):
-            attributes = getattr(value, "__dict__", None)
-            package = kind.__module__.partition(".")[0]
-            if isinstance(attributes, dict) and package not in _OPAQUE_PACKAGES:
-                self._seen.add(id(value))
-                container = Container(value, attributes, path, are_attributes=True)
-                yield container
-                yield from self._below(container, depth)
+def _may_hold(value: Any) -> bool:
+    """Return whether to look for values in ``value``."""
+    kind = type(value)
+    if kind in _PLAIN or isinstance(value, (torch.Tensor, type)):
+        return False
+    has_attributes = isinstance(getattr(value, "__dict__", None), dict)
+    package = kind.__module__.partition(".")[0]
+    return isinstance(value, (nn.Module, *_TREES)) or (
+        has_attributes and package not in _OPAQUE_PACKAGES
+    )

@@ -1,29 +1,47 @@
-"""Follow every replay of a rank from outside: verification and profiler ranges do."""
+"""Follow every replay from outside, as counters, hooks, profiler ranges and `verify` do."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import ExitStack
+from pkgutil import resolve_name
+from typing import Any, cast
 
 import torch
 
+from chunkgraph.engine.capture.captured_rank import CapturedRank
+from chunkgraph.engine.chunk import Action, CaptureOptions, Chunk, GradientMarker, Host
+from chunkgraph.engine.counters import Counters
 from chunkgraph.engine.slot import Slot
+from chunkgraph.engine.tree import Call
+from chunkgraph.graphs import GraphBackend
 
-__all__ = ["Action", "Observer"]
-
-Action = Literal["F", "B", "I", "W"]
-"""A replay: forward, whole backward, or the input and the weight half of a split one."""
+__all__ = [
+    "Action",
+    "ChunkHooks",
+    "GradientMarkers",
+    "Observer",
+    "ReplayCounters",
+    "ReplayRanges",
+    "Verifier",
+    "new_verifier",
+]
 
 
 class Observer:
     """Override the methods that are needed; by default all do nothing."""
 
-    def begin_step(self, step: int) -> None:
-        """Begin a step.
+    def observes(self, step: int | None) -> bool:
+        """Return whether to follow a step.
 
         Args:
-            step: Number of the replayed step after the capture, from 0.
+            step: Number of the replayed step after the capture, from 0; None for a step that runs
+                eagerly.
         """
+        return step is not None
+
+    def begin_step(self, step: int | None) -> None:
+        """Begin a step that it observes."""
 
     def before(self, action: Action, slot: Slot, tensors: Sequence[torch.Tensor | None]) -> None:
         """Follow a replay that is about to load its inputs.
@@ -37,5 +55,155 @@ class Observer:
     def after(self, action: Action, slot: Slot) -> None:
         """Follow a replay that the host has launched, before the caller gets the results."""
 
-    def end_step(self) -> None:
-        """End the step, after success or failure."""
+    def called(self, c: int, result: Any) -> None:
+        """Follow an eager forward of chunk ``c`` in an eager step."""
+
+    def end_step(self, *, has_failed: bool) -> None:
+        """End the step.
+
+        Args:
+            has_failed: Whether an exception ends it.
+        """
+
+
+class ChunkHooks(Observer):
+    """Call the chunks' own hooks before their replays.
+
+    Args:
+        chunks: The chunks of the rank.
+    """
+
+    def __init__(self, chunks: Sequence[Chunk]) -> None:
+        self._hooks = {
+            (c, action): hook
+            for c, chunk in enumerate(chunks)
+            for action, hook in zip(
+                chunk.actions, (chunk.before_forward, chunk.before_backward), strict=False
+            )
+            if hook is not None
+        }
+
+    def observes(self, step: int | None) -> bool:
+        """See `Observer`."""
+        return step is not None and bool(self._hooks)
+
+    def before(self, action: Action, slot: Slot, tensors: object) -> None:  # noqa: ARG002
+        """Call the hook of a replay."""
+        hook = self._hooks.get((slot.chunk, action))
+        if hook is not None:
+            hook()
+
+
+class GradientMarkers(Observer):
+    """Tell every slot's marker that its gradients are accumulated.
+
+    Args:
+        markers: The markers of the slots that have one.
+        last: The last action of each chunk.
+    """
+
+    def __init__(self, markers: Mapping[Slot, GradientMarker], last: Sequence[Action]) -> None:
+        self._markers, self._last = markers, tuple(last)
+
+    def observes(self, step: int | None) -> bool:
+        """See `Observer`."""
+        return step is not None and bool(self._markers)
+
+    def after(self, action: Action, slot: Slot) -> None:
+        """Follow the replay that adds the gradients."""
+        if action == self._last[slot.chunk] and slot in self._markers:
+            self._markers[slot].replayed()
+
+
+class ReplayCounters(Observer):
+    """Count replays.
+
+    Args:
+        counters: The counters to add to.
+    """
+
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
+
+    def after(self, action: Action, slot: Slot) -> None:
+        """Count a replay."""
+        counters = self._counters
+        if action == "F":
+            counters.replays += 1
+            counters.replays_of_bank[slot.bank] += 1
+        elif action == "W":
+            counters.weight_replays += 1
+        else:
+            counters.backward_replays += 1
+
+
+class Verifier(Observer):
+    """Check replays: what `CaptureOptions.verify` adds to the observers."""
+
+    def captured(self, rank: CapturedRank) -> None:
+        """Take the result of a successful session."""
+
+
+def new_verifier(
+    options: CaptureOptions,
+    chunks: Sequence[Chunk],
+    samples: Mapping[Hashable, Sequence[Call]],
+    backend: GraphBackend,
+    host: Host,
+) -> Verifier | None:
+    """Return the verifier for the next capture, or None. It is loaded only if it is needed.
+
+    Args:
+        options: The mode, and the steps to verify.
+        chunks: The chunks of the rank.
+        samples: The calls to capture, by bank.
+        backend: Makes the graphs.
+        host: The program around the chunks.
+    """
+    if options.verify == "none":
+        return None
+    make = resolve_name("chunkgraph.engine.verify:new_verifier")
+    return cast("Verifier", make(options, chunks, samples, backend, host))
+
+
+_NAMES = {"F": "forward", "B": "backward", "I": "backward", "W": "weight gradient"}
+
+
+class ReplayRanges(Observer):
+    """Name every replay for profilers (NVTX on a GPU), as ``<chunk> forward microbatch 3``.
+
+    Microbatches count from 0 in each step, in the order of the chunk's forwards.
+
+    Args:
+        names: The name of each chunk.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = tuple(names)
+        self._open = ExitStack()
+        self.begin_step(0)
+
+    def begin_step(self, step: int | None) -> None:  # noqa: ARG002
+        """Count microbatches from 0 again."""
+        self._next = [0] * len(self._names)
+        self._microbatch: dict[tuple[int, int], int] = {}
+
+    def before(self, action: Action, slot: Slot, tensors: object) -> None:  # noqa: ARG002
+        """Begin the range of a replay."""
+        c = slot.chunk
+        if action == "F":
+            self._microbatch[c, slot.index] = self._next[c]
+            self._next[c] += 1
+        microbatch = self._microbatch.get((c, slot.index), 0)
+        name = f"{self._names[c]} {_NAMES[action]} microbatch {microbatch}"
+        self._open.enter_context(torch.profiler.record_function(name))
+        if torch.cuda.is_initialized():
+            self._open.enter_context(torch.cuda.nvtx.range(name))
+
+    def after(self, action: Action, slot: Slot) -> None:  # noqa: ARG002
+        """End the range."""
+        self._open.close()
+
+    def end_step(self, *, has_failed: bool) -> None:  # noqa: ARG002
+        """End a range whose replay failed."""
+        self._open.close()

@@ -1,139 +1,108 @@
-"""One slot: a chunk's static buffers and the forward and backward graph on them."""
+"""One slot: static memory of one chunk, and the graphs that read and write it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils._pytree import TreeSpec
 
 from chunkgraph.engine.autocast import Autocast
-from chunkgraph.engine.chunk import GradientMarker
+from chunkgraph.engine.capture.static_inputs import SlotStatics
+from chunkgraph.engine.chunk import Action
 from chunkgraph.engine.constant_inputs import LoadedSource
 from chunkgraph.engine.layout import copy_into, duplicate, same_layout
-from chunkgraph.engine.signature import distinct_tensors, unflatten
+from chunkgraph.engine.tree import distinct_tensors, unflatten
 from chunkgraph.errors import ReplayMismatchError
-from chunkgraph.graphs import CopyNode, Graph, Pool
+from chunkgraph.graphs import AddressRanges, CopyNode, Graph, Pool
 
-__all__ = ["Slot"]
+__all__ = ["InputGrads", "Outputs", "Slot", "SlotBlock", "StaticInputs", "StaticOutputGrads"]
+
+
+@dataclass
+class SlotBlock:
+    """The memory of one slot in one bank.
+
+    Attributes:
+        key: key that all variants of the slot share.
+        pool: the graphs' own memory, which all variants share.
+        statics: memory outside of pools that the graphs read, which all variants share.
+        kept: the memory of ``pool`` that must survive from a forward to its last action.
+    """
+
+    key: Hashable
+    pool: Pool
+    statics: SlotStatics
+    kept: AddressRanges = field(default_factory=AddressRanges)
 
 
 @dataclass(eq=False)
 class Slot:
     """A captured slot. All tensors are fixed in memory until the slot is released.
 
+    A capture creates it from the first five attributes, and sets the others.
+
     Attributes:
         chunk: index of the chunk on its rank.
         index: number of the slot in its chunk.
+        label: name of the slot in errors.
         bank: key of the bank that this variant of the slot belongs to.
-        inputs: static inputs, one for each tensor argument; a replay reads them.
-        outputs: leaves of the result. Tensors are valid from this slot's forward replay to its
-            next one.
-        output_spec: structure of the result.
-        differentiable: positions of the outputs that require grad, among the distinct tensors of
-            ``outputs``.
-        receiving: those of them that get a gradient in the captured backward.
-        output_grads: static gradients of ``receiving``; the backward replay reads them.
-        has_grad_layouts: whether ``output_grads`` have the strides observed in a warmup step. If
-            so, a gradient with other strides is refused, otherwise copied.
-        input_grads: gradients of ``inputs`` (None where there is none); valid until the next
-            replay of any backward.
-        backward_graph: graph of the whole backward, or of the input half of a split one; None for
-            a split one if no input takes a gradient.
-        weight_graph: graph of the weight half of a split backward; None for a whole one.
-        pool: pool that holds the forward's memory.
+        block: its memory.
+        inputs: the tensors that a forward reads.
+        outputs: the results of a forward, valid from its replay to this slot's next one.
+        output_grads: the gradients that a backward reads; None without a backward.
+        input_grads: gradients of ``inputs`` (None where there is none), valid until the next replay
+            of any backward.
+        graphs: the graph of each action, in the order of their replays. An action without work has
+            none.
         trained: indices of the chunk's parameters that get a gradient in the backward.
-        lent: outputs that are parameters or buffers, by position: the caller gets their memory, and
-            so sees updates of them as in eager training.
-        backward_autocast: autocast setting of the captured backward.
-        grads_lie_in_pool: whether an input gradient lies in ``pool`` (a compiled backward may write
-            it over a saved tensor).
-        marker: watches the gradients of the backward, or None.
-        keeps_input_grads: see `Chunk`.
-        copies_outputs: whether the caller gets copies of the outputs.
         turn: number that identifies the microbatch that took the slot last.
     """
 
     chunk: int
     index: int
     label: str
-    inputs: tuple[torch.Tensor, ...]
-    outputs: tuple[Any, ...]
-    output_spec: TreeSpec
-    differentiable: tuple[int, ...]
-    receiving: tuple[int, ...]
-    output_grads: tuple[torch.Tensor, ...]
-    input_grads: tuple[torch.Tensor | None, ...]
-    forward_graph: Graph
-    backward_graph: Graph | None
-    weight_graph: Graph | None
-    pool: Pool
-    has_grad_layouts: bool = False
+    bank: Hashable
+    block: SlotBlock
+    inputs: StaticInputs = field(init=False)
+    outputs: Outputs = field(init=False)
+    output_grads: StaticOutputGrads | None = None
+    input_grads: InputGrads = field(init=False)
+    graphs: dict[Action, Graph] = field(default_factory=dict)
     trained: tuple[int, ...] = ()
-    lent: tuple[int, ...] = ()
-    backward_autocast: Autocast | None = None
-    grads_lie_in_pool: bool = False
-    marker: GradientMarker | None = None
-    keeps_input_grads: bool = True
-    copies_outputs: bool = True
-    bank: Hashable = None
     turn: int = 0
 
-    def __post_init__(self) -> None:
-        self.is_single = self.output_spec.is_leaf() and isinstance(self.outputs[0], torch.Tensor)
-        self.output_tensors = tuple(distinct_tensors(self.outputs))
-        positions = {id(tensor): i for i, tensor in enumerate(self.output_tensors)}
-        self._positions = [positions.get(id(leaf), -1) for leaf in self.outputs]
-        self.differentiable_inputs = tuple(
-            i for i, grad in enumerate(self.input_grads) if grad is not None
-        )
-        nodes = self.forward_graph.copy_nodes or [None] * len(self.inputs)
+    def release(self) -> None:
+        """Release the graphs; the buffers go with the slot."""
+        for graph in self.graphs.values():
+            graph.release()
+
+
+class StaticInputs:
+    """The tensors that a captured forward reads.
+
+    Args:
+        tensors: the tensors, one for each tensor argument.
+        nodes: the graph's copies to them; empty if it makes none.
+    """
+
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], nodes: Sequence[CopyNode | None] = ()
+    ) -> None:
+        self.tensors = tuple(tensors)
         self._places = [
             (i, t.data_ptr(), t.stride(), t, node)
-            for i, (t, node) in enumerate(zip(self.inputs, nodes, strict=True))
+            for i, (t, node) in enumerate(
+                zip(self.tensors, nodes or [None] * len(tensors), strict=True)
+            )
         ]
-        self._addresses = {t.data_ptr() for t in self.inputs}
-        self._sources: list[LoadedSource | None] = [None] * len(self.inputs)
-        self.has_frozen_outputs = len(self.differentiable) < len(self.output_tensors)
-        self._hand_out = tuple(
-            (self._hand_over(i, t), t) for i, t in enumerate(self.output_tensors)
-        )
-        is_plain = self.is_single and not self.has_frozen_outputs
-        self.plain_output = self._hand_out[0] if is_plain else None
-        self._hand_out_grads = tuple(
-            (duplicate(g) if self.keeps_input_grads else torch.detach, g)
-            for g in self.input_grads
-            if g is not None
-        )
-        # Of a split backward without an input half, whose graph begins with no copies, None.
-        copies = self.backward_graph.copy_nodes if self.backward_graph is not None else ()
-        grads = zip(
-            self.receiving, self.output_grads, copies or [None] * len(self.receiving), strict=True
-        )
-        self._grad_places = [
-            (i, t.data_ptr(), t.stride(), copy_into(t), node) for i, t, node in grads
-        ]
+        self._addresses = {t.data_ptr() for t in tensors}
+        self._sources: list[LoadedSource | None] = [None] * len(tensors)
 
-    def _hand_over(
-        self, position: int, tensor: torch.Tensor
-    ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return the function that returns an output tensor for the caller."""
-        if isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad:
-            return _itself  # can be thawed
-        if self.copies_outputs and position not in self.lent:
-            return duplicate(tensor)
-        return torch.detach
-
-    @property
-    def graphs(self) -> list[Graph]:
-        """Return the graphs, in the order of their replays."""
-        graphs = (self.forward_graph, self.backward_graph, self.weight_graph)
-        return [graph for graph in graphs if graph is not None]
-
-    def load_inputs(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Load a call's tensors into the static inputs, except those that are already there.
+    def load(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Load a call's tensors, except those that are already there.
 
         The graph copies them if it can, else the host starts a copy.
 
@@ -182,10 +151,99 @@ class Slot:
             torch._foreach_copy_(statics, copied)
 
     def forget_sources(self) -> None:
-        """Load every input again next time: a step ended between a receive and its forward."""
-        self._sources = [None] * len(self.inputs)
+        """Load every tensor again next time: a step ended between a receive and its forward."""
+        self._sources = [None] * len(self.tensors)
 
-    def load_output_grads(self, grads: Sequence[torch.Tensor | None]) -> None:
+
+class Outputs:
+    """The results of a captured forward, and what its caller gets of them.
+
+    Args:
+        leaves: leaves of the result.
+        spec: structure of the result.
+        differentiable: positions of the outputs that require grad, among the distinct tensors of
+            ``leaves``.
+        lent: positions of outputs that are parameters or buffers: the caller gets their memory, and
+            so sees updates of them as in eager training.
+        are_copied: whether the caller gets copies of the others, or aliases.
+
+    Attributes:
+        tensors: the distinct tensors among the leaves.
+        is_single: whether the result is one tensor.
+        plain: what hands out the only output, and the output, if it requires grad; else None.
+    """
+
+    def __init__(
+        self,
+        leaves: Sequence[Any],
+        spec: TreeSpec,
+        differentiable: tuple[int, ...],
+        lent: tuple[int, ...],
+        *,
+        are_copied: bool,
+    ) -> None:
+        self.leaves = tuple(leaves)
+        self.tensors = tuple(distinct_tensors(self.leaves))
+        self.differentiable = differentiable
+        self._spec = spec
+        positions = {id(tensor): i for i, tensor in enumerate(self.tensors)}
+        self._positions = [positions.get(id(leaf), -1) for leaf in self.leaves]
+        self._hand_out = tuple(
+            (_hand_over(t, is_copied=are_copied and i not in lent), t)
+            for i, t in enumerate(self.tensors)
+        )
+        self.is_single = spec.is_leaf() and isinstance(self.leaves[0], torch.Tensor)
+        self.plain = self._hand_out[0] if self.is_single and differentiable else None
+
+    def hand_out(self) -> list[torch.Tensor]:
+        """Return the output tensors for the caller: copies, or aliases."""
+        return [give(tensor) for give, tensor in self._hand_out]
+
+    def result(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Return the chunk's result with ``tensors`` instead of its tensors."""
+        leaves = [
+            plain if position < 0 else tensors[position]
+            for position, plain in zip(self._positions, self.leaves, strict=True)
+        ]
+        return unflatten(leaves, self._spec)
+
+
+class StaticOutputGrads:
+    """The gradients of the outputs that a captured backward reads.
+
+    Args:
+        label: name of the slot in errors.
+        receiving: positions of the outputs that get a gradient, among the tensors of the result.
+        tensors: the static gradient of each.
+        nodes: the graph's copies to them; empty if it makes none.
+        has_layouts: whether ``tensors`` have the strides observed in a warmup step. If so, a
+            gradient with other strides is refused, otherwise copied.
+        lent: see `Outputs`.
+        autocast: autocast setting of the backward; None: any.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        receiving: tuple[int, ...],
+        tensors: Sequence[torch.Tensor],
+        nodes: Sequence[CopyNode | None],
+        *,
+        has_layouts: bool,
+        lent: tuple[int, ...],
+        autocast: Autocast | None,
+    ) -> None:
+        self.receiving, self.tensors = receiving, tuple(tensors)
+        self._label, self._has_layouts = label, has_layouts
+        self._lent, self._autocast = lent, autocast
+        self._places = [
+            (i, t.data_ptr(), t.stride(), copy_into(t), node)
+            for i, t, node in zip(
+                receiving, self.tensors, nodes or [None] * len(receiving), strict=True
+            )
+        ]
+
+    def load(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Copy the gradients of the outputs.
 
         Raises:
@@ -196,7 +254,7 @@ class Slot:
             num_gradients = sum(grad is not None for grad in grads)
             if num_gradients != len(self.receiving):
                 raise self._other_gradients(grads)
-        for position, address, strides, copy, node in self._grad_places:
+        for position, address, strides, copy, node in self._places:
             grad = grads[position]
             if grad is None:
                 raise self._other_gradients(grads)
@@ -207,8 +265,8 @@ class Slot:
                 if pointer != address:
                     copy(grad)
             elif (
-                not self.has_grad_layouts
-                or position in self.lent  # only added to the parameter's other gradients
+                not self._has_layouts
+                or position in self._lent  # only added to the parameter's other gradients
                 or same_layout(grad.shape, grad.stride(), strides)
             ):
                 copy(grad.clone() if pointer == address else grad)
@@ -217,10 +275,25 @@ class Slot:
             if node is not None:
                 node.read(address)
 
+    def check_autocast(self) -> None:
+        """Check that the backward runs under the captured autocast setting.
+
+        Raises:
+            ReplayMismatchError: it runs under another one.
+        """
+        captured = self._autocast
+        if captured is not None and not captured.is_now():
+            raise ReplayMismatchError(
+                f"{self._label}: its backward was captured with autocast {captured}, and runs with "
+                f"{captured.now(captured.device_type)}. Call backward() under the same autocast in "
+                "warmup steps and in every later step (torch recommends outside of autocast), or "
+                "release the graphs and capture again."
+            )
+
     def _other_gradients(self, grads: Sequence[torch.Tensor | None]) -> ReplayMismatchError:
         now = [i for i, grad in enumerate(grads) if grad is not None]
         return ReplayMismatchError(
-            f"{self.label}: the backward has gradients of the output tensors {now}, but it was "
+            f"{self._label}: the backward has gradients of the output tensors {now}, but it was "
             f"captured with gradients of {list(self.receiving)}. Parameters below an output "
             "without a gradient get none in eager training, which this graph cannot reproduce.\n"
             "  To do: let every microbatch's loss use the same outputs as the warmup steps, detach "
@@ -231,32 +304,45 @@ class Slot:
         self, position: int, now: tuple[int, ...], captured: tuple[int, ...]
     ) -> ReplayMismatchError:
         return ReplayMismatchError(
-            f"{self.label}: the gradient of output tensor {position} has strides {now}, but the "
+            f"{self._label}: the gradient of output tensor {position} has strides {now}, but the "
             f"backward was captured with {captured}; kernels may give other bits. Let the same "
             "operators follow the chunk in every microbatch as in the warmup steps, or release "
             "the graphs and capture again."
         )
 
+
+class InputGrads:
+    """The gradients of a slot's inputs, and what autograd gets of them.
+
+    Args:
+        tensors: the gradient of each input; None where there is none.
+        are_copied: whether autograd gets copies, or aliases.
+
+    Attributes:
+        positions: the inputs that have a gradient.
+    """
+
+    def __init__(
+        self, tensors: Sequence[torch.Tensor | None] = (), *, are_copied: bool = True
+    ) -> None:
+        self.tensors = tuple(tensors)
+        self.positions = tuple(i for i, grad in enumerate(tensors) if grad is not None)
+        self._hand_out = tuple(
+            (duplicate(grad) if are_copied else torch.detach, grad)
+            for grad in tensors
+            if grad is not None
+        )
+
     def hand_out(self) -> list[torch.Tensor]:
-        """Return the output tensors for the caller: copies, or aliases where they are lent."""
-        return [give(tensor) for give, tensor in self._hand_out]
+        """Return the gradients for autograd: copies, or aliases."""
+        return [give(grad) for give, grad in self._hand_out]
 
-    def hand_out_input_grads(self) -> list[torch.Tensor]:
-        """Return the input gradients for autograd: copies, or aliases where they are lent."""
-        return [give(grad) for give, grad in self._hand_out_grads]
 
-    def result(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Return the chunk's result with ``tensors`` instead of its tensors."""
-        leaves = [
-            plain if position < 0 else tensors[position]
-            for position, plain in zip(self._positions, self.outputs, strict=True)
-        ]
-        return unflatten(leaves, self.output_spec)
-
-    def release(self) -> None:
-        """Drop the graphs; the buffers go with the slot."""
-        for graph in self.graphs:
-            graph.release()
+def _hand_over(tensor: torch.Tensor, *, is_copied: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the function that returns an output tensor for the caller."""
+    if isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad:
+        return _itself  # can be thawed
+    return duplicate(tensor) if is_copied else torch.detach
 
 
 def _is_read(node: CopyNode | None, tensor: torch.Tensor, pointer: int) -> bool:

@@ -4,7 +4,7 @@ from chunkgraph.graphs.addresses import AddressRange, AddressRanges, tensor_at
 from chunkgraph.graphs.allocations import Allocation, AllocationLog, block_bytes
 from chunkgraph.graphs.contract import CopyNode, Graph, GraphBackend, Pool
 from chunkgraph.graphs.cuda import CUDABackend
-from chunkgraph.graphs.failure import SourceLocation, capture_failure, location_of
+from chunkgraph.graphs.failure import capture_failure
 from chunkgraph.graphs.operators import storage_address
 from chunkgraph.graphs.recorder import RecorderBackend, host_call, is_capturing
 
@@ -19,12 +19,10 @@ __all__ = [
     "GraphBackend",
     "Pool",
     "RecorderBackend",
-    "SourceLocation",
     "block_bytes",
     "capture_failure",
     "host_call",
     "is_capturing",
-    "location_of",
     "storage_address",
     "tensor_at",
 ]

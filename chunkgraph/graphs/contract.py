@@ -16,6 +16,7 @@ import torch
 
 from chunkgraph.graphs.addresses import AddressRange, AddressRanges, tensor_at
 from chunkgraph.graphs.allocations import AllocationLog
+from chunkgraph.graphs.random_state import preserve_states
 
 __all__ = ["CopyNode", "Graph", "GraphBackend", "Pool"]
 
@@ -127,11 +128,8 @@ class GraphBackend(Protocol):
     """Whether eager work on this device always repeats its bits."""
     memsets_kept: str
     """Why small memsets are not replaced by kernels; "" if they are."""
-
-    @property
-    @abstractmethod
-    def default_generator(self) -> torch.Generator:
-        """Return the random generator that graphs draw from by default."""
+    default_generator: torch.Generator
+    """The random generator that graphs draw from by default."""
 
     @abstractmethod
     def new_pool(self, label: str) -> Pool:
@@ -167,14 +165,11 @@ class GraphBackend(Protocol):
         """Run eager work on the stream that captures use (capture warmup)."""
         return nullcontext()
 
-    @abstractmethod
     def preserve_random_state(
         self, generators: Sequence[torch.Generator] = ()
     ) -> AbstractContextManager[None]:
-        """Preserve the device's default random state and ``generators``.
-
-        Work inside draws arbitrary random numbers.
-        """
+        """Restore the states of the device's default generator and of ``generators`` on exit."""
+        return preserve_states((self.default_generator, *generators))
 
     def release_cached_memory(self) -> None:
         """Free memory that the allocator caches for eager work, before pools are filled.

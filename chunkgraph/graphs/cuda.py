@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,19 +20,12 @@ from chunkgraph._collector import collector_paused
 from chunkgraph.errors import CaptureError, ChunkGraphError
 from chunkgraph.graphs.addresses import AddressRange, AddressRanges
 from chunkgraph.graphs.contract import GraphBackend, Pool
-from chunkgraph.graphs.copy_nodes import CudaCopyNode, add_copy_nodes
 from chunkgraph.graphs.cuda_pool import CudaAllocations, CUDAPool
-from chunkgraph.graphs.failure import capture_failure, check_backward
-from chunkgraph.graphs.graph_driver import DamagedGraphError, GraphDriver
+from chunkgraph.graphs.failure import capture_failure
+from chunkgraph.graphs.graph_nodes import CudaCopyNode, GraphEditor
 from chunkgraph.graphs.host_constants import HostConstants, HostMemory
-from chunkgraph.graphs.memset_nodes import MemsetKernels
 from chunkgraph.graphs.operators import OperatorMode
-from chunkgraph.graphs.random_state import (
-    CapturedGenerator,
-    patched,
-    preserve_states,
-    private_generator,
-)
+from chunkgraph.graphs.random_state import CapturedGenerator, answering_calls, patched
 
 __all__ = ["CUDABackend"]
 
@@ -51,9 +43,8 @@ class CUDAGraphHandle:
         label: Name of the graph in errors.
         pool: Pool that the graph writes.
         constants: Host memory that the graph copies from, kept while the graph exists.
-        driver: Changes the graph before it is instantiated; None: nothing does.
-        memset_kernels: Replaces small memsets; None keeps them.
-        targets: Memory that ``copy_nodes`` copy to, if there is a driver.
+        editor: Changes the graph before it is instantiated; None: nothing does.
+        targets: Memory that ``copy_nodes`` copy to, if there is an editor.
     """
 
     def __init__(
@@ -61,40 +52,34 @@ class CUDAGraphHandle:
         label: str,
         pool: CUDAPool,
         constants: HostConstants | None = None,
-        driver: GraphDriver | None = None,
-        memset_kernels: MemsetKernels | None = None,
+        editor: GraphEditor | None = None,
         targets: Sequence[AddressRange | None] = (),
     ) -> None:
         self.label = label
         self.pool = pool
         self._constants = constants
-        self._driver = driver
-        self._memset_kernels = memset_kernels
+        self._editor = editor
         can_copy = hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph_exec")
         self._targets = targets if can_copy else ()
         self.copy_nodes: Sequence[CudaCopyNode | None] = ()
         self.graph: torch.cuda.CUDAGraph | None = (
-            torch.cuda.CUDAGraph() if driver is None else torch.cuda.CUDAGraph(keep_graph=True)
+            torch.cuda.CUDAGraph() if editor is None else torch.cuda.CUDAGraph(keep_graph=True)
         )
         self.num_memset_kernels = 0
-        self.memsets_kept = ""
 
     def finish(self) -> None:
         """End the capture, replace memsets, add copies and instantiate the graph.
 
-        If memsets cannot be replaced, the graph keeps them and ``memsets_kept`` holds the reason.
+        Raises:
+            CaptureError: The driver failed to change the graph.
         """
         graph = self.graph
         assert graph is not None
         graph.capture_end()
-        if self._driver is None:
+        if self._editor is None:
             return
         try:
-            if self._memset_kernels is not None:
-                self._replace_memsets(self._memset_kernels, graph.raw_cuda_graph())
-            nodes: Sequence[CudaCopyNode | None] = ()
-            if self._targets:
-                nodes = add_copy_nodes(self._driver, graph.raw_cuda_graph(), self._targets)
+            nodes = self._edit(self._editor, graph.raw_cuda_graph())
             graph.instantiate()
             for node in nodes:
                 if node is not None:
@@ -104,27 +89,22 @@ class CUDAGraphHandle:
             self.release()
             raise
 
-    def _replace_memsets(self, kernels: MemsetKernels, graph: int) -> None:
+    def _edit(self, editor: GraphEditor, graph: int) -> Sequence[CudaCopyNode | None]:
         try:
-            self.num_memset_kernels = kernels.replace(graph)
-        except DamagedGraphError:
-            raise
-        except Exception as error:  # noqa: BLE001 - after any error the graph is unchanged
-            self.memsets_kept = str(error) or type(error).__name__
+            self.num_memset_kernels = editor.replace_memsets(graph)
+            return editor.add_copies(graph, self._targets) if self._targets else ()
+        except RuntimeError as error:
+            raise CaptureError(
+                f"Capturing {self.label} failed: the driver cannot change the graph: {error}.\n"
+                "  To do: pass memset_kernels=False, which leaves graphs as they are captured."
+            ) from error
 
     def replay(self) -> None:
-        """Launch on the current stream; the host does not wait.
-
-        Raises:
-            ReplayMismatchError: A host tensor that the capture read has changed.
-        """
+        """Launch on the current stream; the host does not wait."""
         if self.graph is None:
             raise CaptureError(
                 f"{self.label} was released or never captured; it cannot be replayed."
             )
-        if self._constants is not None:
-            for tensor in self._constants.outside:
-                tensor.check(self.label)
         self.graph.replay()
 
     def writes(self) -> AddressRanges:
@@ -158,11 +138,9 @@ class _CaptureMode(OperatorMode):
         super().__init__()
         self.constants = HostConstants(label, memory)
         self._generator = generator
-        self._label = label
 
     def run_operator(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `OperatorMode`."""
-        check_backward(func, args, self._label)
         self._generator.draw(func, args, kwargs)
         return self.constants.run(func, args, kwargs)
 
@@ -229,8 +207,8 @@ class CUDABackend(GraphBackend):
 
     Args:
         device: The device; default the current one.
-        memset_kernels: Whether kernels replace small memsets in captured graphs. If this torch and
-            its CUDA bindings cannot replace them, ``memsets_kept`` holds the reason.
+        memset_kernels: Whether captured graphs are changed (`chunkgraph.graphs.graph_nodes`). If
+            this torch and its CUDA bindings cannot change them, ``memsets_kept`` holds the reason.
     """
 
     name = "cuda"
@@ -239,22 +217,17 @@ class CUDABackend(GraphBackend):
     def __init__(self, device: torch.device | None = None, *, memset_kernels: bool = True) -> None:
         self.device = device or torch.device("cuda", torch.cuda.current_device())
         self.stream = torch.cuda.Stream(self.device)
+        self.default_generator = torch.cuda.default_generators[self.device.index]
         self._host_memory: HostMemory | None = None
-        self._driver: GraphDriver | None = None
-        self._memset_kernels: MemsetKernels | None = None
+        self._editor: GraphEditor | None = None
         self.memsets_kept = ""
         with torch.cuda.device(self.device):
             self._token = torch.zeros(1, device=self.device)  # makes the device's context current
             if memset_kernels:
-                self._prepare_kernels()
-
-    def _prepare_kernels(self) -> None:
-        try:
-            driver = GraphDriver()
-            self._memset_kernels = MemsetKernels(driver)
-            self._driver = driver
-        except Exception as error:  # noqa: BLE001 - graphs work without the kernels
-            self.memsets_kept = str(error) or type(error).__name__
+                try:
+                    self._editor = GraphEditor()
+                except Exception as error:  # noqa: BLE001 - graphs work without it
+                    self.memsets_kept = str(error) or type(error).__name__
 
     def new_pool(self, label: str) -> CUDAPool:
         """Return a new private pool."""
@@ -274,9 +247,7 @@ class CUDABackend(GraphBackend):
             self._host_memory = HostMemory(is_pinned=True)
         generator = CapturedGenerator(label)
         mode = _CaptureMode(label, self._host_memory, generator)
-        handle = CUDAGraphHandle(
-            label, pool, mode.constants, self._driver, self._memset_kernels, targets
-        )
+        handle = CUDAGraphHandle(label, pool, mode.constants, self._editor, targets)
         graph = handle.graph
         assert graph is not None
         for registered in generators:
@@ -286,7 +257,7 @@ class CUDABackend(GraphBackend):
             graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
             try:
                 with (
-                    private_generator(CapturedGenerator(label)),
+                    answering_calls(CapturedGenerator(label)),
                     _states_checked(generator),
                     _lifting_from_host(),
                     mode,
@@ -303,16 +274,9 @@ class CUDABackend(GraphBackend):
             except Exception as error:
                 if handle.graph is not None:
                     self._abandon(handle, generators)
+                if isinstance(error, ChunkGraphError):
+                    raise
                 raise capture_failure(label, error) from error
-            if handle.memsets_kept:
-                self._memset_kernels = None
-                self.memsets_kept = handle.memsets_kept
-                warnings.warn(
-                    f"From {label} on, memsets in graphs are not replaced by kernels, so each "
-                    f"costs some microseconds ({handle.memsets_kept}). memset_kernels=False "
-                    "silences this warning.",
-                    stacklevel=3,
-                )
 
     def _abandon(self, handle: CUDAGraphHandle, generators: Sequence[torch.Generator]) -> None:
         """End a failed capture, and suppress the error that ending it raises.
@@ -338,11 +302,6 @@ class CUDABackend(GraphBackend):
         cleanup.capture_end()
         cleanup.reset()
 
-    @property
-    def default_generator(self) -> torch.Generator:
-        """See `GraphBackend.default_generator`."""
-        return torch.cuda.default_generators[self.device.index]
-
     @contextmanager
     def on_capture_stream(self) -> Iterator[None]:
         """Run on the capture stream, ordered with the current stream's work before and after."""
@@ -353,12 +312,6 @@ class CUDABackend(GraphBackend):
                 yield
         finally:  # also after an error, since the current stream then restores state
             current.wait_stream(self.stream)
-
-    @contextmanager
-    def preserve_random_state(self, generators: Sequence[torch.Generator] = ()) -> Iterator[None]:
-        """Restore the states of the device's default generator and of ``generators`` on exit."""
-        with preserve_states((self.default_generator, *generators)):
-            yield
 
     def release_cached_memory(self) -> None:
         """Empty the allocator's cache: blocks of eager steps cannot serve a private pool.

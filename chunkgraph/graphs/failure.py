@@ -6,24 +6,16 @@ import functools
 import linecache
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
 from types import FrameType, TracebackType
-from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from chunkgraph.errors import CaptureError, IllegalOperationError
 
 __all__ = [
-    "SourceLocation",
     "capture_failure",
-    "check_backward",
     "current_location",
     "illegal_operation",
-    "is_decided_by_node",
-    "location_of",
 ]
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -31,33 +23,10 @@ _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _MACHINERY = (_TORCH, _OURS + "graphs" + os.sep, "<")
 _CAPTURING = (_OURS + "engine" + os.sep, _OURS + "memory" + os.sep)
 
-# Backwards that read values on the host. Under a dispatch mode torch uses other formulas with other
-# bits: for each node, the operator that only this other formula runs (None: any operator).
-_READING_BACKWARDS: dict[str, OpOverload | None] = {
-    "ProdBackward0": None,
-    "ProdBackward1": None,
-    # The gradient of the number that is filled in.
-    "MaskedFillBackward1": torch.ops.aten.where.self,
-}
-
 _KEEP_ON_DEVICE = (
     "keep the value on the device (torch.where, masks of fixed shape), move the line out of the "
     "chunk, or compute it on the host before the step."
 )
-
-
-@dataclass(frozen=True)
-class SourceLocation:
-    """A line of source: absolute file, 1-based line, function name and the line's text."""
-
-    file: str
-    line: int
-    function: str
-    text: str
-
-    def __str__(self) -> str:
-        shown = f"{self.file}:{self.line}, in {self.function}"
-        return f"{shown}: {self.text}" if self.text else shown
 
 
 @functools.cache  # called for every captured operator; the program has few files
@@ -66,12 +35,13 @@ def _is_users(file: str) -> bool:
 
 
 @functools.cache
-def _make(file: str, line: int, function: str) -> SourceLocation:
-    return SourceLocation(file, line, function, linecache.getline(file, line).strip())
+def _shown(file: str, line: int, function: str) -> str:
+    text = linecache.getline(file, line).strip()
+    return f"{file}:{line}, in {function}" + (f": {text}" if text else "")
 
 
-def current_location() -> SourceLocation | None:
-    """Return the innermost user frame of the running call; None inside a C++ backward.
+def current_location() -> str | None:
+    """Return the user's line of the running call, with its file; None inside a C++ backward.
 
     Frames of torch and of the graph backend are skipped. The search ends at the engine, since the
     caller of a capture session does not cause the events in it.
@@ -82,26 +52,26 @@ def current_location() -> SourceLocation | None:
         if file.startswith(_CAPTURING):
             return None
         if _is_users(file):
-            return _make(file, frame.f_lineno, frame.f_code.co_name)
+            return _shown(file, frame.f_lineno, frame.f_code.co_name)
         frame = frame.f_back
     return None
 
 
-def location_of(error: BaseException) -> SourceLocation | None:
-    """Return the innermost user frame of an exception's traceback, or None."""
-    location: SourceLocation | None = None
+def _location_of(error: BaseException) -> str | None:
+    """Return the user's innermost line in an exception's traceback, or None."""
+    location: str | None = None
     trace: TracebackType | None = error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
         if _is_users(code.co_filename):
-            location = _make(code.co_filename, trace.tb_lineno, code.co_name)
+            location = _shown(code.co_filename, trace.tb_lineno, code.co_name)
         trace = trace.tb_next
     return location
 
 
 def capture_failure(label: str, error: Exception) -> CaptureError:
     """Return the error for a capture that ``error`` ended; it names the user's line, if any."""
-    where = location_of(error)
+    where = _location_of(error)
     place = f"\n  at {where}" if where else ""
     first_line = next(iter(str(error).splitlines()), "")
     if isinstance(error, torch.OutOfMemoryError):
@@ -130,26 +100,3 @@ def illegal_operation(
     return IllegalOperationError(
         f"{what} {why}, so the graph cannot hold it; capturing {label}.{place}\n  To do: {remedy}"
     )
-
-
-def check_backward(func: OpOverload, args: Sequence[Any], label: str) -> None:
-    """Refuse backwards that read values on the host, which they avoid only under a dispatch mode.
-
-    Raises:
-        IllegalOperationError: This is such a backward; the message names it.
-    """
-    node = torch._C._current_autograd_node()
-    if node is None:
-        return
-    name = node.name()
-    if name not in _READING_BACKWARDS or _READING_BACKWARDS[name] not in (None, func):
-        return
-    if any(isinstance(a, torch.Tensor) and a.numel() > 1 for a in args):
-        raise illegal_operation(
-            name.removesuffix("0").removesuffix("1"), "reads device values on the host", label
-        )
-
-
-def is_decided_by_node(node_name: str) -> bool:
-    """Return whether captures check the operators of this autograd node in a special way."""
-    return node_name in _READING_BACKWARDS

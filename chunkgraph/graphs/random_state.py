@@ -1,9 +1,4 @@
-"""The default random generators of the CPU and of the device while graphs are captured.
-
-All threads of the process share the CPU's default generator, and what a session draws is discarded.
-A session that drew from it and restored it would repeat the draws of other threads, so it draws
-from a copy. On its thread, calls such as `torch.get_rng_state` use the copy too.
-"""
+"""Random states while graphs are captured: preserve them, refuse what a replay cannot set."""
 
 from __future__ import annotations
 
@@ -22,20 +17,16 @@ from chunkgraph.graphs.operators import draws, explicit_generator
 
 __all__ = [
     "CapturedGenerator",
+    "answering_calls",
     "patched",
     "preserve_states",
-    "private_copy",
-    "private_generator",
-    "thread_generator",
-    "without_access",
 ]
 
 _MARK = "_chunkgraph_position"
 
 
 class _ThreadLocal(threading.local):
-    generator: torch.Generator | None = None
-    access: Any = None  # handles calls of `torch.random` in a capture
+    generator: CapturedGenerator | None = None
 
 
 _local = _ThreadLocal()
@@ -70,48 +61,21 @@ def patched(module: ModuleType, name: str, make: Callable[[Any], Any]) -> Iterat
 
 
 class _ThreadsGenerator:
-    """Replace the default generator in `torch.random` by the calling thread's generator."""
+    """Replace the default generator in `torch.random` by that of the calling thread's capture."""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(_local.access or thread_generator(), name)
-
-
-def thread_generator() -> torch.Generator:
-    """Return the generator that this thread draws from by default."""
-    return _local.generator or torch.default_generator
-
-
-def private_copy() -> torch.Generator | None:
-    """Return this thread's copy of the default generator; None outside of sessions."""
-    return _local.generator
+        return getattr(_local.generator or torch.default_generator, name)
 
 
 @contextmanager
-def private_generator(access: Any = None) -> Iterator[None]:
-    """Make this thread draw from a copy of its default generator, which does not change.
-
-    Args:
-        access: Handles calls of `torch.random` on this thread; None for the copy itself.
-    """
-    outer = (_local.generator, _local.access)
-    generator = torch.Generator()
-    generator.set_state(thread_generator().get_state())
+def answering_calls(generator: CapturedGenerator) -> Iterator[None]:
+    """Let ``generator`` answer this thread's calls of `torch.random`, as `torch.manual_seed`."""
     with patched(torch.random, "default_generator", lambda _: _ThreadsGenerator()):
-        _local.generator, _local.access = generator, access
+        _local.generator = generator
         try:
             yield
         finally:
-            _local.generator, _local.access = outer
-
-
-@contextmanager
-def without_access() -> Iterator[None]:
-    """Make calls of `torch.random` reach this thread's generator directly."""
-    access, _local.access = _local.access, None
-    try:
-        yield
-    finally:
-        _local.access = access
+            _local.generator = None
 
 
 @contextmanager
@@ -142,11 +106,11 @@ class CapturedGenerator:
         self._is_elsewhere = False  # another state than the current one is set
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(thread_generator(), name)
+        return getattr(torch.default_generator, name)
 
     def get_state(self) -> torch.Tensor:
         """Return the state, which `set_state` accepts in this and other captures."""
-        return self.marked(thread_generator().get_state())
+        return self.marked(torch.default_generator.get_state())
 
     def set_state(self, state: torch.Tensor) -> torch.Generator:
         """Accept a state that `get_state` returned in a capture.
@@ -158,7 +122,7 @@ class CapturedGenerator:
         if mark is None:
             raise self._refused("torch.set_rng_state")
         self._is_elsewhere = mark != (self, self._num_draws, False)
-        return thread_generator()
+        return torch.default_generator
 
     def marked(self, state: torch.Tensor) -> torch.Tensor:
         """Return ``state``, which from now on stands for the current one."""

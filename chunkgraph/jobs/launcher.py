@@ -21,8 +21,12 @@ from types import FrameType
 from typing import Any
 
 from chunkgraph._collector import collector_paused
-from chunkgraph.jobs.processes import PARENT_PID_VARIABLE, REPORT_FOLDER_VARIABLE
-from chunkgraph.jobs.reports import first_failure, follows_from_another
+from chunkgraph.jobs.processes import (
+    PARENT_PID_VARIABLE,
+    REPORT_FOLDER_VARIABLE,
+    first_failure,
+    follows_from_another,
+)
 
 __all__ = ["Launcher"]
 

@@ -1,4 +1,8 @@
-"""Run the work of one rank and report its error once; no process outlives its run, on Linux."""
+"""Run the work of one rank, and report its error once; on Linux no process outlives its run.
+
+A rank of `Launcher` writes its error to a file, from which the launcher tells which failure caused
+the others.
+"""
 
 from __future__ import annotations
 
@@ -10,34 +14,54 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from chunkgraph.errors import ChunkGraphError, ConfigError
-from chunkgraph.jobs.reports import (
-    describe_error,
-    exit_code_of,
-    is_usage_error,
-    lost_a_peer,
-    write_error,
-)
+from chunkgraph.errors import ChunkGraphError, WorkerError
 
 __all__ = [
+    "EXIT_FAILED",
+    "EXIT_INTERRUPTED",
+    "EXIT_USAGE",
     "PARENT_PID_VARIABLE",
     "REPORT_FOLDER_VARIABLE",
     "die_with_parent",
+    "exit_code_of",
+    "first_failure",
+    "follows_from_another",
     "guard_session",
     "keep_quiet",
     "leave",
     "run_rank",
+    "write_error",
 ]
 
 PARENT_PID_VARIABLE = "CHUNKGRAPH_PARENT_PID"
 """Environment variable with the process id of a child's parent."""
 REPORT_FOLDER_VARIABLE = "CHUNKGRAPH_REPORT_FOLDER"
 """Environment variable with the folder for the ranks' error files."""
+
+EXIT_FAILED = 1
+"""The run failed."""
+EXIT_USAGE = 2
+"""The configuration or the command line is wrong."""
+EXIT_INTERRUPTED = 130
+"""Ctrl-C ended the run."""
+
+_LOST_PEER = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Timed out",
+    "Application timeout",
+)
+_SIGNAL_ADVICE: dict[int, str] = {
+    signal.SIGKILL: "The system does this if memory runs out: try a smaller model, sequence or "
+    "micro batch.",
+    signal.SIGTERM: "Another program sent it, such as the batch system: look in its log.",
+}
 
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 _POLL_S = 0.05
@@ -65,7 +89,6 @@ def run_rank(work: Callable[[], int], *, debug: bool | None = None) -> int:
         # Ctrl-C reaches every process of the terminal; only the launcher handles it.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        _check_address()
         code = work()
     except (KeyboardInterrupt, SystemExit):
         raise
@@ -83,20 +106,10 @@ def run_rank(work: Callable[[], int], *, debug: bool | None = None) -> int:
     return code
 
 
-def _check_address() -> None:
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        if os.environ.get("WORLD_SIZE", "1") != "1" and not os.environ.get(name):
-            raise ConfigError(
-                f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, so this process is taken for one rank "
-                f"of a job, but {name} is not set. Export the address and port of rank 0, or "
-                "start the processes with torchrun, chunkgraph or scripts/."
-            )
-
-
 def _print_once(error: BaseException, rank: int) -> None:
     """Print an error; where all ranks have it in common, on the first of this machine."""
     message = describe_error(error, rank)
-    is_of_other = is_usage_error(error) and os.environ.get("LOCAL_RANK", "0") != "0"
+    is_of_other = exit_code_of(error) == EXIT_USAGE and os.environ.get("LOCAL_RANK", "0") != "0"
     if is_of_other or lost_a_peer(error):
         time.sleep(_WAIT_S)
         if is_of_other:  # it is this rank's own
@@ -182,3 +195,100 @@ def _guard(guarded: int) -> None:
             time.sleep(_POLL_S)
             os.killpg(guarded, 0)
         os.killpg(guarded, signal.SIGKILL)
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Return the exit code of a process that ends with ``error``."""
+    return int(getattr(error, "exit_code", EXIT_FAILED))
+
+
+def _error_path(folder: Path, rank: int) -> Path:
+    """Return the path of a rank's error file: the message, a blank line, the traceback."""
+    return folder / f"error_rank{rank}.txt"
+
+
+def write_error(folder: Path, rank: int, error: BaseException) -> int:
+    """Write a rank's error file, whole or not at all; return the exit code for the error."""
+    text = f"{describe_error(error, rank)}\n\n{''.join(traceback.format_exception(error))}"
+    partial = folder / f".error_rank{rank}.txt.{os.getpid()}"
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(_error_path(folder, rank))
+    return exit_code_of(error)
+
+
+def lost_a_peer(error: BaseException) -> bool:
+    """Return True if an error only reports that another rank ended."""
+    return not isinstance(error, ChunkGraphError) and any(sign in str(error) for sign in _LOST_PEER)
+
+
+def describe_error(error: BaseException, rank: int) -> str:
+    """Describe an error in one paragraph that names the rank, without a traceback."""
+    text = str(error)
+    if type(error).__name__ == "CheckpointException":  # torch's; its text is the ranks' tracebacks
+        causes = [(at, cause) for at, (cause, _) in getattr(error, "failures", {}).items()]
+        text = "; ".join(f"on rank {at}, {type(cause).__name__}: {cause}" for at, cause in causes)
+    # A blank line would end the message in the error file.
+    text = "\n".join(line for line in text.splitlines() if line.strip())
+    text = text.strip() or type(error).__name__
+    if lost_a_peer(error):
+        return (
+            f"Rank {rank} stopped because another rank ended or did not answer in time "
+            f"({text.splitlines()[0]})."
+        )
+    if not isinstance(error, ChunkGraphError):
+        text = f"{type(error).__name__}: {text}"
+    elif exit_code_of(error) == EXIT_USAGE or text.lower().startswith(
+        "rank"
+    ):  # a setting concerns all ranks
+        return text
+    return f"Rank {rank} failed: {text}"
+
+
+def follows_from_another(folder: Path, rank: int) -> bool:
+    """Return True if a rank reported that it failed because another rank did."""
+    return "another rank" in _report(folder, rank)[0]
+
+
+def first_failure(
+    folder: Path,
+    exit_codes: Mapping[int, int],
+    *,
+    running: Sequence[int] = (),
+    debug: bool = False,
+) -> WorkerError:
+    """Return the failure that caused the others as an error that names the rank.
+
+    Args:
+        folder: The run folder with the reports of the ranks.
+        exit_codes: Exit codes of the ranks that failed by themselves, in this order; signals are
+            negative.
+        running: Ranks that had not ended by then.
+        debug: Whether the rank's traceback is appended.
+    """
+    causes = [rank for rank in exit_codes if not follows_from_another(folder, rank)]
+    rank = causes[0] if causes else next(iter(exit_codes))
+    code = exit_codes[rank]
+    message, details = _report(folder, rank)
+    if not message:
+        return WorkerError(_without_report(rank, code), exit_code=max(code, EXIT_FAILED))
+    if not causes:
+        waited_for = ", ".join(map(str, running)) or "none"
+        message += f" No rank failed before it; ranks that had not ended: {waited_for}."
+    message = f"{message}\n{details}" if debug else message
+    return WorkerError(message, exit_code=max(code, EXIT_FAILED))
+
+
+def _report(folder: Path, rank: int) -> tuple[str, str]:
+    """Return a rank's message and traceback; empty if it wrote none."""
+    path = _error_path(folder, rank)
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    message, _, details = text.partition("\n\n")
+    return message, details
+
+
+def _without_report(rank: int, code: int) -> str:
+    if code > 0:
+        return f"Rank {rank} ended with exit code {code} and left no message; see its output."
+    name = signal.Signals(-code).name if -code in list(signal.Signals) else "unknown"
+    advice = _SIGNAL_ADVICE.get(-code, "Run again with --debug for more.")
+    return f"Rank {rank} was killed by signal {-code} ({name}). {advice}"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Sequence
 
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -17,15 +16,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 __all__ = ["main"]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run torchrun; return 0, the first failed rank's exit code, or 128 + the signal's number.
-
-    Args:
-        argv: torchrun's arguments; None for those of the process.
-    """
+def main() -> int:
+    """Run torchrun; return 0, the first failed rank's exit code, or 128 + the signal's number."""
     try:
-        arguments = sys.argv[1:] if argv is None else list(argv)
-        torchrun.run(torchrun.parse_args(arguments))  # type: ignore[no-untyped-call]
+        torchrun.run(torchrun.parse_args(sys.argv[1:]))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode

@@ -8,21 +8,23 @@ For torchrun and srun, for a single process, and for the processes of ``chunkgra
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import io
+import math
 import os
 import runpy
 import sys
 import time
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Never
 
 from chunkgraph._collector import collector_paused
 from chunkgraph.errors import ConfigError
-from chunkgraph.jobs.processes import REPORT_FOLDER_VARIABLE, keep_quiet, leave, run_rank
-from chunkgraph.jobs.reports import EXIT_FAILED
-from chunkgraph.launch.flags import GRANULARITY
-from chunkgraph.launch.options import (
-    LaunchOptions,
+from chunkgraph.jobs.processes import EXIT_FAILED, keep_quiet, leave, run_rank
+from chunkgraph.launch.flags import (
+    GRANULARITY,
+    GraphFlags,
     explain_in_one_line,
     parse_options,
     set_max_connections,
@@ -31,12 +33,12 @@ from chunkgraph.launch.options import (
 if TYPE_CHECKING:
     from chunkgraph.launch.hooks import ChunkGraphsInPretrain
 
-__all__ = ["main", "run_script"]
+__all__ = ["main", "planned_arguments", "run_script"]
 
 _PROG = "python -m chunkgraph.launch"
 
 
-def main(options: LaunchOptions | None = None) -> int:
+def main(options: argparse.Namespace | None = None) -> int:
     """Run the script as one rank, and report errors.
 
     Args:
@@ -48,15 +50,12 @@ def main(options: LaunchOptions | None = None) -> int:
     _set_rank_variables()
 
     def work() -> int:
-        parsed = parse_options(sys.argv[1:], _PROG) if options is None else options
-        if REPORT_FOLDER_VARIABLE not in os.environ:  # the launcher makes these checks itself
-            _check_processes(parsed)
-        return run_script(parsed)
+        return run_script(options or parse_options(sys.argv[1:], _PROG))
 
     return run_rank(work)
 
 
-def run_script(options: LaunchOptions) -> int:
+def run_script(options: argparse.Namespace) -> int:
     """Run the script in this process, with Megatron's pretrain program hooked.
 
     Returns:
@@ -104,7 +103,82 @@ def run_script(options: LaunchOptions) -> int:
     return code
 
 
-def _warn_if_unused(options: LaunchOptions, hooks: ChunkGraphsInPretrain) -> None:
+class _ParsedError(BaseException):
+    """Exits the script after its arguments; ``except Exception`` does not catch it."""
+
+
+def planned_arguments(options: argparse.Namespace) -> tuple[argparse.Namespace, GraphFlags]:
+    """Run the script until it parses its arguments, before it creates model, groups or data.
+
+    The arguments are those of a GPU run with Megatron's checks, whatever this machine has.
+
+    Args:
+        options: The command line; without a number of processes, the plan is of one copy of the
+            model.
+
+    Returns:
+        Megatron's validated arguments, and the flags of chunk graphs.
+
+    Raises:
+        ConfigError: Megatron or chunk graphs refuse the arguments, or the script parses none.
+        Exception: Any exception that the script raises before.
+    """
+    from chunkgraph.launch.arguments import settle_arguments
+    from chunkgraph.launch.hooks import ChunkGraphsInPretrain
+    from chunkgraph.launch.patches import patch_pretrain, validate_arguments
+    from chunkgraph.megatron.cpu.pretrain import cpu_pretrain_host
+
+    found: list[tuple[argparse.Namespace, GraphFlags]] = []
+
+    def check_and_exit(args: argparse.Namespace) -> Never:
+        size = options.nproc_per_node or _smallest_world_size(args)
+        os.environ["WORLD_SIZE"] = str(size)
+        flags = settle_arguments(args, on_cpu=False)
+        if flags is None:
+            raise ConfigError(f"{GRANULARITY} layer: there are no chunk graphs to plan. Use chunk.")
+        args.rank, args.world_size = 0, size
+        validate_arguments(args)
+        found.append((args, flags))
+        raise _ParsedError
+
+    script_args = list(options.script_args)
+    if not any(arg.partition("=")[0] == GRANULARITY for arg in script_args):
+        script_args += [GRANULARITY, "chunk"]
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    set_max_connections(script_args)
+    os.environ.update(RANK="0", WORLD_SIZE=str(options.nproc_per_node or 1), LOCAL_RANK="0")
+    sys.path.insert(0, str(options.script.resolve().parent))
+    sys.argv = [str(options.script), *script_args]
+    warnings.simplefilter("ignore")
+    hooks = ChunkGraphsInPretrain()
+    hooks.on_parser = explain_in_one_line
+    hooks.parsed = check_and_exit  # type: ignore[method-assign]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(cpu_pretrain_host())
+        stack.callback(patch_pretrain(hooks))
+        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        stack.enter_context(contextlib.suppress(_ParsedError))
+        runpy.run_path(str(options.script), run_name="__main__")
+    if not found:
+        raise ConfigError(
+            f"{options.script.name} never parsed Megatron's arguments, so there is nothing to "
+            "plan. In your own training loop, chunkgraph plan takes the sizes instead."
+        )
+    return found[0]
+
+
+def _smallest_world_size(args: argparse.Namespace) -> int:
+    """Return the number of ranks of one copy of the model."""
+
+    def size(name: str) -> int:
+        return int(getattr(args, name, None) or 1)
+
+    dense = size("tensor_model_parallel_size") * size("context_parallel_size")
+    of_experts = size("expert_model_parallel_size") * size("expert_tensor_parallel_size")
+    return size("pipeline_model_parallel_size") * math.lcm(dense, of_experts)
+
+
+def _warn_if_unused(options: argparse.Namespace, hooks: ChunkGraphsInPretrain) -> None:
     """Warn that the flags had no effect, as in a script with its own training loop."""
     if hooks.was_parsed:
         is_unused = hooks.flags is not None and not hooks.has_trained
@@ -118,16 +192,6 @@ def _warn_if_unused(options: LaunchOptions, hooks: ChunkGraphsInPretrain) -> Non
         f"WARNING: chunk graphs: {options.script.name} {reason}, so {GRANULARITY} had no "
         "effect. In your own training loop, call chunkgraph.megatron.attach().\n"
     )
-
-
-def _check_processes(options: LaunchOptions) -> None:
-    """Refuse a number of processes under another launcher, which has started them."""
-    if options.has_nproc_option:
-        raise ConfigError(
-            f"--nproc-per-node {options.nproc}: this process is already one of "
-            f"{os.environ['WORLD_SIZE']} processes, and starts no others. Pass the number to their "
-            "launcher (torchrun, srun), or run chunkgraph launch without one."
-        )
 
 
 def _exit_code(error: SystemExit) -> int:

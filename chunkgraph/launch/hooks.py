@@ -17,29 +17,30 @@ import argparse
 import contextlib
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
-from chunkgraph.launch.arguments import refuse_changed_arguments, schedule_of, settle_arguments
+from chunkgraph._text import format_bytes
+from chunkgraph.engine import CaptureOptions, CaptureReport
+from chunkgraph.launch.arguments import refuse_changed_arguments, settle_arguments
 from chunkgraph.launch.flags import GraphFlags
 from chunkgraph.launch.packed_steps import OwnDocuments, PackedSteps, SpreadDocuments
 from chunkgraph.launch.packing_rules import changing_limits, packing_options
 from chunkgraph.launch.patches import (
-    count_documents_on_cpu,
     patch_pretrain,
     pretrain_arguments,
     pretrain_hooks,
-    tensorboard_writers,
+    write_scalars,
 )
-from chunkgraph.launch.reports import StepMetrics, capture_line, start_line
 from chunkgraph.megatron.attachment import MegatronChunkGraphs, attach, config_of, eager_driver
 from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.megatron.core.agreement import exchange_between
 from chunkgraph.megatron.core.data_parallel import delay_in_new_configs
 from chunkgraph.megatron.features.contexts import ContextGroups, follow_groups
-from chunkgraph.megatron.features.experts.feature import Experts
+from chunkgraph.megatron.features.experts.feature import Experts, dropped_tokens
 from chunkgraph.megatron.features.experts.overlap import turn_off_overlap
 from chunkgraph.megatron.features.experts.state import scale_expert_metrics
 from chunkgraph.megatron.features.packing.banks import PackedBanks
@@ -47,10 +48,12 @@ from chunkgraph.megatron.pipeline.choice import PipelinePlace
 from chunkgraph.megatron.pipeline.driver import ScheduleDriver
 from chunkgraph.schedules import splits_backward
 
-__all__ = ["ChunkGraphsInPretrain", "enable"]
+__all__ = ["ChunkGraphsInPretrain", "StepMetrics", "capture_line", "enable", "start_line"]
 
 _PROFILES = ("profile", "use_pytorch_profiler", "nvtx_ranges")
 """Megatron's flags of profilers, which show the names of replays."""
+_REPLAYS, _DROPPED = ("replays", ""), ("dropped tokens", "")
+"""Counts of `StepMetrics`: a name and a reason."""
 
 
 def enable(*, on_cpu: bool = False) -> ChunkGraphsInPretrain:
@@ -75,10 +78,8 @@ def enable(*, on_cpu: bool = False) -> ChunkGraphsInPretrain:
         return hooks
     hooks = ChunkGraphsInPretrain(on_cpu=on_cpu)
     undo = contextlib.ExitStack()
-    undo.callback(patch_pretrain(hooks))
+    undo.callback(patch_pretrain(hooks, on_cpu=on_cpu))
     undo.callback(hooks.stop_delaying)
-    if on_cpu:
-        undo.callback(count_documents_on_cpu())
     hooks.disable = undo.close
     return hooks
 
@@ -121,7 +122,7 @@ class ChunkGraphsInPretrain:
         self.flags = settle_arguments(args, on_cpu=self._on_cpu)
         self.was_parsed = True
         self.stop_delaying()
-        self._schedule = schedule_of(args)
+        self._schedule = args.pipeline_schedule or "auto"
         if splits_backward(self._schedule):
             self._undo_delay = delay_in_new_configs()
 
@@ -129,55 +130,48 @@ class ChunkGraphsInPretrain:
     def training(self, model: Any) -> Iterator[None]:
         """Attach graphs to the loaded and wrapped model, and detach them on every exit."""
         self.stop_delaying()
-        flags = self.flags
-        if flags is None:
-            with self._driven(model, self._schedule):
-                yield
-            return
-        args = pretrain_arguments()
-        # The script may have changed arguments after parsing.
-        refuse_changed_arguments(args)
         chunks = list(model) if isinstance(model, (list, tuple)) else [model]
         # Graphs hold memory of communicators: detach them before the process groups are destroyed.
         with contextlib.ExitStack() as undo:
             undo.callback(self._forget)
-            contexts = self._contexts(flags, args, chunks, undo)
-            modules = (module for chunk in chunks for module in chunk.modules())
-            for line in (*flags.turned_off, turn_off_overlap(modules, undo)):
-                if line:
-                    _print_on_rank_0(line)
-            self.graphs = graphs = attach(
-                model,
-                scope=flags.capture.scope,
-                options=flags.capture_options(),
-                token_drops=flags.token_drops,
-                packing=contexts or packing_options(flags.packing, args),
-                stash=flags.stash,
-                schedule=flags.schedule,
-            )
-            undo.callback(graphs.detach)
-            if any(getattr(args, name, False) for name in _PROFILES):
-                graphs.name_replays()
-            self.has_trained = True
-            self._metrics = StepMetrics(graphs)
-            _print_on_rank_0(start_line(graphs, flags))
-            if graphs.site.facts().packed:
-                self._steps = _packed_steps(args, graphs, chunks, contexts)
-                undo.callback(self._steps.close)
+            if self.flags is not None:
+                self._attach(self.flags, model, chunks, undo)
+            elif self._schedule != "auto":
+                self._driver = eager_driver(chunks, self._schedule)
+                undo.callback(self._driver.close)
             yield
 
-    @contextlib.contextmanager
-    def _driven(self, model: Any, schedule: str) -> Iterator[None]:
-        """Drive the eager model with a schedule; ``auto`` keeps Megatron's own."""
-        if schedule != "auto":
-            chunks = list(model) if isinstance(model, (list, tuple)) else [model]
-            self._driver = eager_driver(chunks, schedule)
-        try:
-            yield
-        finally:
-            if self._driver is not None:
-                self._driver.close()
-            self._driver = None
+    def _attach(
+        self, flags: GraphFlags, model: Any, chunks: Sequence[Any], undo: contextlib.ExitStack
+    ) -> None:
+        args = pretrain_arguments()
+        # The script may have changed arguments after parsing.
+        refuse_changed_arguments(args)
+        # Past the script's own filters: the capture failed, and it may train without graphs.
+        warnings.filterwarnings("always", message=r"(?s).*Training continues eagerly")
+        contexts = self._contexts(flags, args, chunks, undo)
+        modules = (module for chunk in chunks for module in chunk.modules())
+        for line in (*flags.turned_off, turn_off_overlap(modules, undo)):
+            if line:
+                _print_on_rank_0(line)
+        self.graphs = graphs = attach(
+            model,
+            scope=flags.capture.scope,
+            options=CaptureOptions(**flags.capture.model_dump(exclude={"enabled", "scope"})),
+            token_drops=flags.token_drops,
+            packing=contexts or packing_options(flags.packing, args),
+            stash=flags.stash,
+            schedule=flags.schedule,
+        )
+        undo.callback(graphs.detach)
+        if any(getattr(args, name, False) for name in _PROFILES):
+            graphs.name_replays()
+        self.has_trained = True
+        self._metrics = StepMetrics(graphs)
+        _print_on_rank_0(start_line(graphs, flags))
+        if graphs.site.facts().packed:
+            self._steps = _packed_steps(args, graphs, chunks, contexts)
+            undo.callback(self._steps.close)
 
     def _contexts(
         self, flags: GraphFlags, args: Any, chunks: Sequence[Any], undo: contextlib.ExitStack
@@ -193,18 +187,14 @@ class ChunkGraphsInPretrain:
             world_size=state.get_data_parallel_world_size(with_context_parallel=True),
             group_size=place.group_size if len(chunks) > 1 else 1,
         )
-        groups = ContextGroups.of_data_parallel(limits.group_sizes, has_experts=_has_experts(args))
+        groups = ContextGroups.of_data_parallel(limits.group_sizes)
         # Not after an error: if only this rank has one, others may wait in these groups forever.
         undo.push(lambda kind, _error, _trace: groups.close() if kind is None else None)
-        undo.callback(follow_groups(chunks, groups))
-        return PackedBanks.of_limits(
-            limits,
-            groups,
-            seq_buckets=flags.packing.seq_buckets,
-        )
+        undo.callback(follow_groups(chunks))
+        return PackedBanks.of_limits(limits, groups, seq_buckets=flags.packing.seq_buckets)
 
     def _forget(self) -> None:
-        self.graphs = self._metrics = self._steps = None
+        self.graphs = self._driver = self._metrics = self._steps = None
 
     def wrap_schedule(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the schedule of a training or evaluation step while graphs are attached."""
@@ -217,13 +207,12 @@ class ChunkGraphsInPretrain:
             wrapped = self._steps.wrap(wrapped)
 
         def chunk_graph_step(**kwargs: Any) -> Any:
-            if graphs.engine.report is not None or graphs.engine.failure is not None:
-                return wrapped(**kwargs)
-            with warnings.catch_warnings():
-                # Reported below, once for all ranks and past the script's warning filters.
-                warnings.filterwarnings("ignore", message=r"(?s).*Training continues eagerly")
-                result = wrapped(**kwargs)
-            self._report_capture(graphs)
+            was_captured = graphs.engine.report is not None
+            result = wrapped(**kwargs)
+            if graphs.engine.report is not None and not was_captured:
+                experts = graphs.find(Experts)
+                dispatch = "" if experts is None else experts.dispatch
+                _print_on_rank_0(capture_line(graphs.engine.report, dispatch))
             return result
 
         return chunk_graph_step
@@ -235,9 +224,7 @@ class ChunkGraphsInPretrain:
             scale_expert_metrics(*self._steps.metrics_scales)
         if self._metrics is not None:
             self._metrics.step()
-            for write in tensorboard_writers(iteration):
-                for name, value in self._metrics.scalars().items():
-                    write(name, value)
+            write_scalars(self._metrics.scalars(), iteration)
         if self._steps is not None:
             self._announce_after(iteration, self._steps)
 
@@ -264,28 +251,9 @@ class ChunkGraphsInPretrain:
             calculator = import_megatron("megatron.core.num_microbatches_calculator")
             steps.announce_next(calculator.get_num_microbatches())
 
-    # -- reports -------------------------------------------------------------------------------
-
-    def _report_capture(self, graphs: MegatronChunkGraphs) -> None:
-        engine = graphs.engine
-        if engine.failure is not None:
-            if engine.failed_here:
-                sys.stderr.write(
-                    f"WARNING: chunk graphs: {engine.failure}\nTraining continues eagerly on all "
-                    "ranks.\n"
-                )
-                sys.stderr.flush()
-        elif engine.report is not None:
-            experts = graphs.find(Experts)
-            dispatch = "" if experts is None else experts.dispatch
-            _print_on_rank_0(capture_line(engine.report, dispatch))
-
 
 def _packed_steps(
-    args: Any,
-    graphs: MegatronChunkGraphs,
-    chunks: Sequence[Any],
-    contexts: PackedBanks | None,
+    args: Any, graphs: MegatronChunkGraphs, chunks: Sequence[Any], contexts: PackedBanks | None
 ) -> PackedSteps:
     """Create the reader of each step's documents; all ranks must call this together."""
     state = import_megatron("megatron.core.parallel_state")
@@ -316,3 +284,102 @@ def _print_on_rank_0(line: str) -> None:
     if _rank() == 0:
         sys.stdout.write(f"{line}\n")
         sys.stdout.flush()
+
+
+def start_line(graphs: MegatronChunkGraphs, flags: GraphFlags) -> str:
+    """Return a line about the upcoming capture on rank 0."""
+    slots = graphs.num_slots
+    scope: str = graphs.scope.scope
+    if graphs.scope.why_block:
+        scope += f" (no whole chunk with {graphs.scope.why_block})"
+    num_steps = flags.capture.num_warmup_steps
+    steps = f"{num_steps} eager step{'s' if num_steps > 1 else ''}"
+    return (
+        f"chunk graphs: scope {scope}, {_slots(slots)} on rank 0 "
+        f"({2 * sum(slots) * graphs.num_banks} graphs), verify {flags.capture.verify}; "
+        f"capture after {steps}"
+    )
+
+
+def capture_line(report: CaptureReport, expert_dispatch: str = "") -> str:
+    """Return a line about the finished capture on rank 0.
+
+    Args:
+        report: The report of the capture.
+        expert_dispatch: See `Experts.dispatch`.
+    """
+    total = report.slot_bytes + report.scratch_bytes + report.static_bytes
+    slots = _slots(report.num_slots, report.shared_slots)
+    return (
+        f"chunk graphs: captured {report.num_graphs} graphs, {slots} on rank 0, "
+        f"in {report.duration_ms / 1e3:.2f} s; {format_bytes(total)}: slots "
+        f"{format_bytes(report.slot_bytes)}, scratch {format_bytes(report.scratch_bytes)}, static "
+        f"{format_bytes(report.static_bytes)}"
+        + (f"; experts: {expert_dispatch}" if expert_dispatch else "")
+        + (f"; memset nodes were kept: {report.memsets_kept}" if report.memsets_kept else "")
+    )
+
+
+def _slots(num_slots: tuple[int, ...], are_shared: bool = False) -> str:
+    if are_shared and len(num_slots) > 1:
+        count = num_slots[0]
+        return f"{count} slot{'s' if count > 1 else ''} shared by {len(num_slots)} chunks"
+    counts = " + ".join(str(n) for n in num_slots)
+    return f"{counts} slot{'s' if num_slots != (1,) else ''}"
+
+
+class StepMetrics:
+    """Differences of the engine's counters on this rank, by step and by log line.
+
+    Args:
+        graphs: Graphs attached to the trained model.
+    """
+
+    def __init__(self, graphs: MegatronChunkGraphs) -> None:
+        self._graphs = graphs
+        self._last = self._line = self._read()
+        self._step: Counter[tuple[str, str]] = Counter()
+
+    def step(self) -> None:
+        """Record the end of a training step; evaluation since the previous one counts with it."""
+        now = self._read()
+        self._step, self._last = now - self._last, now
+
+    def scalars(self) -> dict[str, float]:
+        """Return the last step's metrics by TensorBoard name; memory in bytes, times in seconds."""
+        report = self._graphs.engine.report
+        # Every reason from its first occurrence on, also at 0: a curve repeats its last value.
+        return {
+            **{
+                "/".join(filter(None, ("chunk-graphs", name.replace(" ", "-"), reason))): (
+                    self._step[name, reason]
+                )
+                for name, reason in self._last
+            },
+            "chunk-graphs/capture-seconds": report.duration_ms / 1e3 if report else 0.0,
+            "chunk-graphs/pool-bytes": (
+                report.slot_bytes + report.scratch_bytes + report.static_bytes if report else 0
+            ),
+        }
+
+    def take_line(self) -> str:
+        """Return the metrics since the last call, each as `` name: value |``."""
+        now = self._read()
+        since, self._line = now - self._line, now
+        parts = [f" graph replays: {since.pop(_REPLAYS, 0):5d} |"]
+        if _DROPPED in now:
+            parts.append(f" dropped tokens: {since.pop(_DROPPED, 0)} |")
+        parts += [f" {name} ({reason}): {count} |" for (name, reason), count in since.items()]
+        return "".join(parts)
+
+    def _read(self) -> Counter[tuple[str, str]]:
+        """Return the counts by name and reason; of dropped tokens, those that have arrived."""
+        counters, dropped = self._graphs.counters, dropped_tokens(self._graphs)
+        return Counter(
+            {
+                _REPLAYS: counters.replays,
+                **({_DROPPED: sum(dropped.values())} if dropped else {}),
+                **{("steps run again", why): n for why, n in counters.overflow_reruns.items()},
+                **{("eager steps", why): n for why, n in counters.fallbacks.items()},
+            }
+        )

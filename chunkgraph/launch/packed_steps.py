@@ -13,7 +13,6 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -50,23 +49,14 @@ from chunkgraph.packing import (
     smallest_that_fits,
 )
 
-__all__ = ["OwnDocuments", "PackedSteps", "SpreadDocuments", "Turn"]
+__all__ = ["OwnDocuments", "PackedSteps", "SpreadDocuments"]
 
 _Value = TypeVar("_Value")
 
 
-@dataclass(frozen=True)
-class Turn:
-    """A microbatch of the running step on this rank.
-
-    Attributes:
-        num_offsets: Number of offsets that the forward step computes from its data.
-        inputs: Function that computes keyword arguments of the model from the forward step's
-            packed-sequence parameters; they replace the forward step's own.
-    """
-
-    num_offsets: int
-    inputs: Callable[[Any], dict[str, Any]]
+Inputs = Callable[[Any], dict[str, Any]]
+"""Compute keyword arguments of the model for a microbatch from the forward step's packed-sequence
+parameters; they replace the forward step's own."""
 
 
 class PackedSteps(ABC):
@@ -90,7 +80,7 @@ class PackedSteps(ABC):
         self.metrics_scales: tuple[float, float] | None = None
         self._rank = rank
         self._tensor_ranks = tensor_ranks
-        self._turns: Sequence[Turn] = ()  # of the running step; empty between steps
+        self._inputs: Sequence[Inputs] = ()  # of the running step; empty between steps
         self._num_calls = [0] * len(model_chunks)
         # From the last schedule call; the next step most likely uses the same ones.
         self._iterators: list[Any] = []
@@ -102,7 +92,7 @@ class PackedSteps(ABC):
     @abstractmethod
     def _begin(
         self, read: Microbatches, kwargs: dict[str, Any]
-    ) -> tuple[Microbatches, Sequence[Turn], dict[str, Any]]:
+    ) -> tuple[Microbatches, Sequence[Inputs], dict[str, Any]]:
         """Begin a step.
 
         Args:
@@ -110,15 +100,15 @@ class PackedSteps(ABC):
             kwargs: Keywords of the schedule.
 
         Returns:
-            The microbatches for the forward step, its turns, and keywords that replace the
-            schedule's.
+            The microbatches for the forward step, the inputs of its calls, and keywords that
+            replace the schedule's.
         """
 
-    @abstractmethod
-    def announce_next(self, num_microbatches: int) -> None:
+    def announce_next(self, num_microbatches: int) -> None:  # noqa: B027 - nothing by default
         """Announce the documents of the next training step, if they are known in advance.
 
-        All ranks must call this together, between two training steps.
+        All ranks must call this together, between two training steps. Documents that ranks share
+        are not known: their schedule needs those of the other ranks.
         """
 
     def wrap(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -135,7 +125,7 @@ class PackedSteps(ABC):
                 None if one is None else deque([next(one) for _ in range(num_microbatches)])
                 for one in self._iterators
             ]
-            batches, self._turns, keywords = self._begin(read, kwargs)
+            batches, self._inputs, keywords = self._begin(read, kwargs)
             feeds = [None if one is None else _drain(one) for one in batches]
             self.begin_run()
             try:
@@ -143,7 +133,7 @@ class PackedSteps(ABC):
                     **{**kwargs, **keywords, "data_iterator": feeds if is_list else feeds[0]}
                 )
             finally:
-                self._turns = ()
+                self._inputs = ()
             if any(batches):  # without chunk graphs, the next step would read the rest
                 raise ConfigError(
                     f"rank {self._rank}: the forward step left microbatches of its step unread. "
@@ -169,7 +159,7 @@ class PackedSteps(ABC):
         """Return a pre-forward hook of a model chunk that replaces the script's offsets."""
 
         def hook(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-            if not self._turns:
+            if not self._inputs:
                 return None
             number = self._num_calls[c]
             self._num_calls[c] += 1
@@ -181,16 +171,12 @@ class PackedSteps(ABC):
                     "--cuda-graph-max-packed-seqs it must pass it by name on every stage, as "
                     "pretrain_gpt.py does with --sft."
                 )
-            turn = self._turns[number] if number < len(self._turns) else None
-            num_offsets = params.cu_seqlens_q.numel()
-            if turn is None or num_offsets != turn.num_offsets:
-                expected = "no such microbatch" if turn is None else f"{turn.num_offsets}"
+            if number >= len(self._inputs):
                 raise ConfigError(
-                    f"{where}: the forward step passed {num_offsets} offsets, but the data of the "
-                    f"step has {expected}. It must read one microbatch for each call of its "
-                    "model, in order, and must not change their documents."
+                    f"{where}: the data of the step has no such microbatch. The forward step must "
+                    "read one for each call of its model, in order."
                 )
-            return args, {**kwargs, **turn.inputs(params)}
+            return args, {**kwargs, **self._inputs[number](params)}
 
         return hook
 
@@ -279,7 +265,7 @@ class OwnDocuments(PackedSteps):
 
     def _begin(
         self, read: Microbatches, kwargs: dict[str, Any]
-    ) -> tuple[Microbatches, Sequence[Turn], dict[str, Any]]:
+    ) -> tuple[Microbatches, Sequence[Inputs], dict[str, Any]]:
         """Begin a step; check its documents against the announced ones."""
         self._seq_length = kwargs["seq_length"]
         expected, self._next_count = self._next_count, None
@@ -309,9 +295,9 @@ class OwnDocuments(PackedSteps):
             for batches in read:
                 if batches is not None:
                     batches[i] = cut(batches[i], short.num_rows, self._where(i))
-        return read, [Turn(len(d.offsets), partial(self._inputs, d)) for d in fitted], keywords
+        return read, [partial(self._fixed, d) for d in fitted], keywords
 
-    def _inputs(self, documents: Documents, params: Any) -> dict[str, Any]:
+    def _fixed(self, documents: Documents, params: Any) -> dict[str, Any]:
         """Pack documents into the smallest shape that holds them; without one the step is eager."""
         shape = smallest_that_fits(documents.lengths, self._graphs.packed_shapes)
         if shape is None:
@@ -385,9 +371,6 @@ class SpreadDocuments(PackedSteps):
         self._data_ranks = data_ranks
         self._has_experts = has_experts
 
-    def announce_next(self, num_microbatches: int) -> None:
-        """Announce nothing: the schedule needs the documents of the other ranks."""
-
     def close(self) -> None:
         """Remove the hooks from the model, and release process groups."""
         super().close()
@@ -396,7 +379,7 @@ class SpreadDocuments(PackedSteps):
 
     def _begin(
         self, read: Microbatches, kwargs: dict[str, Any]
-    ) -> tuple[Microbatches, Sequence[Turn], dict[str, Any]]:
+    ) -> tuple[Microbatches, Sequence[Inputs], dict[str, Any]]:
         """Begin a step with the schedule that all ranks compute."""
         of_ranks = self._gathered(read, kwargs["seq_length"])
         local_lengths = None if of_ranks is None else [len(d["tokens"]) for d in of_ranks]
@@ -411,14 +394,14 @@ class SpreadDocuments(PackedSteps):
             num_filled = schedule.mean_filled_microbatches, schedule.num_filled_rounds
             self.metrics_scales = num_requested / num_filled[0], num_requested / num_filled[1]
         share: list[dict[str, torch.Tensor]] = []
-        turns = []
+        inputs: list[Inputs] = []
         for microbatch, bank in zip(schedule.of_rank(self._groups.rank), banks, strict=True):
             # A filler forwards one token, whose loss does not count.
             packed = pack([lengths[d] for d in microbatch.documents] or [1], bank.shape)
             rows = packed.rows_of_rank(self._groups.rank % bank.size)
             is_filler = not microbatch.documents
             padding_mask = (packed.padding_mask | is_filler)[rows][None]
-            turns.append(Turn(2, partial(self._inputs, packed, bank, padding_mask)))
+            inputs.append(partial(self._placed, packed, bank, padding_mask))
             if of_ranks is not None:
                 filler = {name: torch.zeros_like(v[:1]) for name, v in of_ranks[0].items()}
                 documents = [of_ranks[d] for d in microbatch.documents] or [filler]
@@ -431,9 +414,9 @@ class SpreadDocuments(PackedSteps):
         }
         # Each chunk has its own dictionaries.
         of_chunks = [None if one is None else deque(map(dict, share)) for one in read]
-        return of_chunks, turns, keywords
+        return of_chunks, inputs, keywords
 
-    def _inputs(
+    def _placed(
         self, packed: PackedSequences, bank: PackedBank, padding_mask: NDArray[Any], _params: Any
     ) -> dict[str, Any]:
         params = make_params(packed, self._device)

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
-from chunkgraph.errors import PackingError
 from chunkgraph.megatron.features.packing.bank import PackingOptions
-from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.megatron.features.packing.params import shares_keys
-from chunkgraph.megatron.rules.contexts import RANK_RULES
+from chunkgraph.megatron.rules.contexts import RANK_RULES, SIZE_RULES
 from chunkgraph.megatron.rules.packing import PACKING_RULES
 from chunkgraph.packing import ContextLimits, PackedShape
 from chunkgraph.settings import PackingConfig
@@ -26,7 +22,6 @@ __all__ = [
 
 _SOURCES = ("sft", "dataloader_inter_document_masking")
 """Megatron's flags with which data sets report where documents begin."""
-_SIZES = re.compile(r"\b(max_packed_seqs|max_packed_tokens|context_parallel_size)\b")
 _OTHER_RANKS = "the script's other tensor-parallel ranks receive rows of {seq_length}"
 
 
@@ -54,21 +49,18 @@ def _script_rows(f: Facts) -> int:
     return int((f.seq_length or 1) * (f.micro_batch_size or 1))
 
 
-def _cut(text: str, when: Callable[[Facts], object]) -> list[Rule]:
-    """Return rules for microbatches that are cut shorter than the data set's."""
+def _cut(text: str, when: Callable[[Facts], object]) -> Rule:
+    """Return a rule for microbatches that are cut shorter than the data set's."""
 
     def cuts(f: Facts) -> bool:
         rows = _script_rows(f)
         most = f.max_packed_tokens or rows
         return most <= rows and (most < rows or any(size not in (1, most) for size in f.buckets))
 
-    def rule(name: str, *, has_buckets: bool) -> Rule:
-        return _fixed(
-            f"{name}= {text}leave {{{name}=}} out",
-            lambda f: bool(f.buckets) is has_buckets and cuts(f) and when(f),
-        )
-
-    return [rule("buckets", has_buckets=True), rule("max_packed_tokens", has_buckets=False)]
+    return _fixed(
+        f"max_packed_seqs {text}leave {{max_packed_tokens=}} and {{buckets=}} out",
+        lambda f: cuts(f) and when(f),
+    )
 
 
 def _changing_rows(f: Facts) -> int:
@@ -83,23 +75,6 @@ def _held_rows(f: Facts) -> object:
 
 def _is_unpacked(source: str) -> Callable[[Facts], object]:
     return lambda f: getattr(f, source) and not f.packed
-
-
-def _shapes(f: Facts) -> tuple[PackedShape, ...]:
-    """Return the shapes of all lengths, largest first."""
-    options = packing_options(f.packing, f)
-    assert options is not None
-    # Other rules check the numbers of sequences.
-    return PackedBanks.of_model(replace(options, seq_buckets=()), f).shapes
-
-
-def _wrong_shape(f: Facts) -> object:
-    """Return why the ranks cannot share the shapes."""
-    try:
-        _shapes(f)
-    except PackingError as error:
-        return {"why": _SIZES.sub(r"{\1=}", str(error))}
-    return False
 
 
 SCRIPT_PACKING_RULES = (
@@ -133,25 +108,24 @@ SCRIPT_PACKING_RULES = (
         "all of them in documents; use at most that, or leave it out",
         lambda f: (f.max_packed_tokens or 0) > _script_rows(f) and {"rows": _script_rows(f)},
     ),
-    *_cut(
+    _cut(
         "micro_batch_size: the rows to remove lie between its samples; use "
         "{micro_batch_size=1}, or ",
         lambda f: (f.micro_batch_size or 1) > 1,
     ),
-    *_cut(
+    _cut(
         f"tensor_model_parallel_size: {_OTHER_RANKS}; ",
         lambda f: (f.tensor_model_parallel_size or 1) > 1,
     ),
-    *_cut(
+    _cut(
         "num_moe_experts: routers count every row, so removed rows would change their losses; ",
         lambda f: f.num_moe_experts,
     ),
-    *_cut(
+    _cut(
         "context_parallel_size: each rank divides by the number of its labels, which changes if "
         "rows are removed; add {calculate_per_token_loss=true}, or ",
         lambda f: (f.context_parallel_size or 1) > 1 and not f.calculate_per_token_loss,
     ),
-    _fixed("max_packed_seqs: {why}", _wrong_shape),
     _changing("sft: other data sets do not give whole documents; use it", lambda f: not f.sft),
     _changing(
         "calculate_per_token_loss: a mean over each rank's microbatch would weigh a document by "
@@ -175,6 +149,7 @@ SCRIPT_PACKING_RULES = (
             (f.tensor_model_parallel_size or 1) > 1 and _changing_rows(f) != (f.seq_length or 1)
         ),
     ),
+    *SIZE_RULES,
     *RANK_RULES,
 )
 """Rules for packed sequences whose documents come from a script's data set."""
@@ -187,7 +162,7 @@ def packing_options(packing: PackingConfig, args: Any) -> PackingOptions | None:
 
     Args:
         packing: The section that the flags select.
-        args: Megatron's arguments, or the facts that they state.
+        args: Megatron's arguments.
 
     Raises:
         PackingError: There is no such shape.

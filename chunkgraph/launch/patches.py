@@ -12,7 +12,7 @@ import argparse
 import importlib.util
 import inspect
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,12 +32,11 @@ if TYPE_CHECKING:
     from chunkgraph.launch.hooks import ChunkGraphsInPretrain
 
 __all__ = [
-    "count_documents_on_cpu",
     "patch_pretrain",
     "pretrain_arguments",
     "pretrain_hooks",
-    "tensorboard_writers",
     "validate_arguments",
+    "write_scalars",
 ]
 
 _ARGUMENTS = "megatron.training.arguments"
@@ -47,7 +46,7 @@ _HELPERS = "megatron.core.datasets.helpers_cpp"
 _HOOKS = "chunkgraph_hooks"
 
 
-def patch_pretrain(hooks: ChunkGraphsInPretrain) -> Callable[[], None]:
+def patch_pretrain(hooks: ChunkGraphsInPretrain, *, on_cpu: bool = False) -> Callable[[], None]:
     """Install the flags and ``hooks`` in Megatron's pretrain program; return the undo function.
 
     Also skip the build of the dataset helpers if the wheel ships them built and has no Makefile.
@@ -119,22 +118,14 @@ def patch_pretrain(hooks: ChunkGraphsInPretrain) -> Callable[[], None]:
         "print_rank_last": print_rank_last,
     }
     undo.callback(patch_attributes(training, replacements))
+    if on_cpu and hasattr(training, "_seqlen_stats_in_iteration"):  # since 0.19
+        # For its FLOPS, Megatron sums lengths of packed documents on a device `cuda:N`.
+        sums = torch.zeros(2, dtype=torch.float64)
+        undo.callback(patch_attributes(training, {"_seqlen_stats_in_iteration": sums}))
     datasets = import_megatron(_DATASETS)
     if not (Path(str(datasets.__file__)).parent / "Makefile").exists():
         undo.callback(patch_attributes(datasets, {"compile_helpers": _helpers_are_built}))
     return undo.close
-
-
-def count_documents_on_cpu() -> Callable[[], None]:
-    """Make Megatron sum lengths of packed documents, for its FLOPS, on the CPU.
-
-    By default it creates the tensor for the sums on a device ``cuda:N``. Return the undo function.
-    """
-    _, training = _import_training()
-    if not hasattr(training, "_seqlen_stats_in_iteration"):  # before 0.19
-        return lambda: None
-    sums = torch.zeros(2, dtype=torch.float64)
-    return patch_attributes(training, {"_seqlen_stats_in_iteration": sums})
 
 
 def pretrain_hooks() -> object:
@@ -171,20 +162,18 @@ def _line_of(error: BaseException) -> str:
     return f" in {Path(frames[-1].filename).name}: {frames[-1].line}" if frames else ""
 
 
-def tensorboard_writers(iteration: int) -> list[Callable[[str, float], None]]:
-    """Return functions that write a scalar of this iteration to TensorBoard and W&B, if enabled."""
+def write_scalars(scalars: Mapping[str, float], iteration: int) -> None:
+    """Write scalars of this iteration to TensorBoard and W&B, if enabled."""
     get_tensorboard, get_wandb = private_names(
         _TRAINING, "get_tensorboard_writer", "get_wandb_writer"
     )
     if iteration % max(getattr(pretrain_arguments(), "tensorboard_log_interval", 1), 1):
-        return []
-    writers: list[Callable[[str, float], None]] = []
-    tensorboard, wandb = get_tensorboard(), get_wandb()
-    if tensorboard:
-        writers.append(lambda name, value: tensorboard.add_scalar(name, value, iteration))
-    if wandb:
-        writers.append(lambda name, value: wandb.log({name: value}, iteration))
-    return writers
+        return
+    if tensorboard := get_tensorboard():
+        for name, value in scalars.items():
+            tensorboard.add_scalar(name, value, iteration)
+    if wandb := get_wandb():
+        wandb.log(dict(scalars), iteration)
 
 
 def _import_training() -> tuple[Any, Any]:

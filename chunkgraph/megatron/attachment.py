@@ -17,13 +17,13 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from chunkgraph.engine import Banks, CaptureOptions, ChunkGraphs, Host
-from chunkgraph.engine.split.delayed import DelayedModules
+from chunkgraph.engine.split import SPLIT, DelayedModules, WeightBackwards
 from chunkgraph.errors import VerifyError
 from chunkgraph.megatron.attached import MegatronChunkGraphs
 from chunkgraph.megatron.captured_part import Scope
@@ -50,7 +50,7 @@ from chunkgraph.settings import StashConfig
 from chunkgraph.settings.rule import check, refusals
 
 if TYPE_CHECKING:
-    from chunkgraph.engine.options import OnCapture
+    from chunkgraph.engine.chunk import OnCapture
     from chunkgraph.graphs import GraphBackend
 
 __all__ = ["MegatronChunkGraphs", "attach", "config_of", "eager_driver"]
@@ -162,7 +162,8 @@ def _driver(site: Site, graphs: ChunkGraphs, undo: ExitStack) -> ScheduleDriver 
     """Create the driver of a schedule's steps; None if Megatron's own functions run them."""
     if site.schedule is None:
         return None
-    driver = ScheduleDriver(site.schedule.build, site.place.pipeline_rank, graphs.weights.run)
+    weights = WeightBackwards(graphs)
+    driver = ScheduleDriver(site.schedule.build, site.place.pipeline_rank, weights.run)
     undo.callback(driver.close)
     return driver
 
@@ -173,10 +174,10 @@ def _chunk_graphs(
     """Create the engine of the captured parts."""
     planner = features.planner
     is_split = site.schedule is not None and site.schedule.splits_backward
-    backward: Literal["whole", "split"] = "split" if is_split else "whole"
+    program = SPLIT if is_split else None
     return ChunkGraphs(
         [
-            replace(features.wrap(part), keeps_input_grads=not lends, backward=backward)
+            replace(features.wrap(part), keeps_input_grads=not lends, program=program)
             for part, lends in zip(site.parts, site.lends_input_grads, strict=True)
         ],
         site.num_slots,

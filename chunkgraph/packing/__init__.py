@@ -8,11 +8,7 @@ for a dataset.
 
 from __future__ import annotations
 
-from chunkgraph.packing.context_scheduler import (
-    ContextScheduler,
-    SmallestSizes,
-    schedule_contexts,
-)
+from chunkgraph.packing.context_scheduler import SmallestSizes, schedule_contexts
 from chunkgraph.packing.contexts import ContextLimits, ContextMicrobatch, ContextSchedule
 from chunkgraph.packing.lengths import DocumentLengths, read_lengths, read_megatron_index
 from chunkgraph.packing.microbatches import (
@@ -45,7 +41,6 @@ __all__ = [
     "ContextLimits",
     "ContextMicrobatch",
     "ContextSchedule",
-    "ContextScheduler",
     "DocumentLengths",
     "MicrobatchSizes",
     "OverflowReason",

@@ -6,27 +6,21 @@ same schedule without communication.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from chunkgraph.errors import PackingError
 from chunkgraph.packing.contexts import ContextLimits, ContextMicrobatch, ContextSchedule
 from chunkgraph.packing.offsets import check_lengths
 from chunkgraph.packing.shape import PackedShape
 
-__all__ = ["ContextScheduler", "SmallestSizes", "first_fit", "schedule_contexts"]
-
-
-class ContextScheduler(Protocol):
-    """A function that computes the schedule of one step."""
-
-    def __call__(self, lengths: Sequence[int], limits: ContextLimits) -> ContextSchedule:
-        """Schedule documents that each fit the largest group; the caller checks the result."""
+__all__ = ["SmallestSizes", "first_fit", "schedule_contexts"]
 
 
 def schedule_contexts(
-    lengths: Sequence[int], limits: ContextLimits, scheduler: ContextScheduler | None = None
+    lengths: Sequence[int],
+    limits: ContextLimits,
+    scheduler: Callable[[Sequence[int], ContextLimits], ContextSchedule] | None = None,
 ) -> ContextSchedule:
     """Schedule a global batch.
 
@@ -36,21 +30,18 @@ def schedule_contexts(
         scheduler: the scheduler; None: `SmallestSizes`.
 
     Raises:
-        PackingError: there is no document, one fits no group, or the scheduler's result breaks a
-            rule (`ContextSchedule.check`).
+        PackingError: there is no document, or one fits no group.
     """
     tokens = [int(length) for length in check_lengths(lengths, "the global batch")]
     for place, length in enumerate(tokens):
         if limits.smallest_size(length) is None:
-            largest = limits.shape(limits.group_sizes[0])
+            largest = limits.group_sizes[0]
             raise PackingError(
-                f"document {place} has {length} tokens, but the largest group (of "
-                f"{largest.context_parallel_size}) holds only {largest.document_limit}. Truncate "
-                "or split it, or raise max_tokens_per_rank."
+                f"document {place} has {length} tokens, but the largest group (of {largest}) holds "
+                f"only {limits.shape(largest).max_packed_tokens}. Truncate or split it, or raise "
+                "max_tokens_per_rank."
             )
-    schedule = (scheduler or SmallestSizes())(tokens, limits)
-    schedule.check(tokens)
-    return schedule
+    return (scheduler or SmallestSizes())(tokens, limits)
 
 
 @dataclass(frozen=True)
@@ -92,7 +83,7 @@ class SmallestSizes:
     """
 
     def __call__(self, lengths: Sequence[int], limits: ContextLimits) -> ContextSchedule:
-        """Schedule a global batch; see `ContextScheduler`."""
+        """Schedule documents that each fit the largest group."""
         loads = _pack_loads(lengths, limits)
         world = limits.world_size
         num_busy = sum(load.size for load in loads)

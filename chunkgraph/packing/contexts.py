@@ -11,12 +11,9 @@ need. Long documents go to large groups and short ones to small groups.
 from __future__ import annotations
 
 import zlib
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from chunkgraph.errors import PackingError
-from chunkgraph.packing.offsets import check_lengths
 from chunkgraph.packing.shape import PackedShape, reason_not_to_fit
 
 __all__ = ["ContextLimits", "ContextMicrobatch", "ContextSchedule"]
@@ -34,7 +31,6 @@ class ContextLimits:
         max_packed_seqs: N, the sequences of a microbatch, including the empty dummy sequence that
             fills its tail.
         sizes: the group sizes, powers of two up to W; empty: all of them.
-        max_document_tokens: most tokens of a document; None: as many as the largest group holds.
         multiple_of: the number of microbatches of a step is a multiple of this. Interleaved
             schedules need their microbatch group size.
         counts_padding: see `PackedShape`.
@@ -47,7 +43,6 @@ class ContextLimits:
     max_tokens_per_rank: int
     max_packed_seqs: int
     sizes: tuple[int, ...] = ()
-    max_document_tokens: int | None = None
     multiple_of: int = 1
     counts_padding: bool = False
 
@@ -73,14 +68,11 @@ class ContextLimits:
 
     def shape(self, size: int) -> PackedShape:
         """Return the shape of every microbatch of a group of ``size`` ranks."""
-        tokens = self.max_tokens_per_rank * size
-        limit = self.max_document_tokens
         return PackedShape(
             self.max_packed_seqs,
-            tokens,
+            self.max_tokens_per_rank * size,
             size,
-            None if limit is None else min(limit, tokens),
-            self.counts_padding,
+            counts_padding=self.counts_padding,
         )
 
     def smallest_size(self, length: int) -> int | None:
@@ -150,56 +142,6 @@ class ContextSchedule:
     def digest(self) -> int:
         """Return a checksum of the schedule, for ranks to compare."""
         return zlib.crc32(repr(self).encode())
-
-    def check(self, lengths: Sequence[int]) -> None:
-        """Check that the schedule places each document once and keeps its limits.
-
-        Args:
-            lengths: tokens of each document of the global batch.
-
-        Raises:
-            PackingError: it does not; the message names the round and the rank.
-        """
-        limits = self.limits
-        for number, microbatches in enumerate(self.rounds):
-            covered = [rank for m in microbatches for rank in m.ranks]
-            if covered != list(range(limits.world_size)):
-                raise PackingError(
-                    f"round {number}: the groups have the ranks {covered}, not each of the "
-                    f"{limits.world_size} ranks once and in order."
-                )
-            for m in microbatches:
-                self._check_microbatch(f"round {number}, rank {m.first_rank}: ", m, lengths)
-        counts = Counter(
-            d for microbatches in self.rounds for m in microbatches for d in m.documents
-        )
-        misplaced = [d for d in range(len(lengths)) if counts[d] != 1]
-        if misplaced or len(counts) != len(lengths):
-            misplaced = misplaced or sorted(counts.keys() - set(range(len(lengths))))
-            raise PackingError(f"documents {misplaced[:5]} are not in exactly one microbatch.")
-        if self.num_microbatches % limits.multiple_of:
-            raise PackingError(
-                f"{self.num_microbatches} microbatches per rank are not a multiple of "
-                f"{limits.multiple_of}. The scheduler must add rounds of fillers."
-            )
-
-    def _check_microbatch(self, where: str, m: ContextMicrobatch, lengths: Sequence[int]) -> None:
-        if m.size not in self.limits.group_sizes or m.first_rank % m.size:
-            raise PackingError(
-                f"{where}a group of {m.size}; groups have one of the sizes "
-                f"{list(self.limits.group_sizes)} and begin at a multiple of their size."
-            )
-        if list(m.documents) != sorted(m.documents):
-            raise PackingError(f"{where}documents {list(m.documents)} are not in order.")
-        if not m.documents:
-            return
-        unknown = [d for d in m.documents if not 0 <= d < len(lengths)]
-        if unknown:
-            raise PackingError(f"{where}there are no documents {unknown}.")
-        tokens = check_lengths([lengths[d] for d in m.documents], where)
-        reason = reason_not_to_fit(tokens, self.limits.shape(m.size))
-        if reason is not None:
-            raise PackingError(f"{where}{reason.value} for a group of {m.size}.")
 
 
 def _is_power_of_two(value: object) -> bool:

@@ -20,8 +20,7 @@ capture.
 
 ``max_seqlen`` is T for the same reason. It bounds the rows of a sequence, the dummy's included:
 fused RoPE visits that many rows of each sequence and has a table of that many rows, and the dummy
-of a short microbatch takes nearly all of them. With a limit on documents, ``max_seqlen`` is the
-longest document; then no dummy has more rows either, and the tail is divided into several.
+of a short microbatch takes nearly all of them.
 """
 
 from __future__ import annotations
@@ -47,11 +46,10 @@ class PackedSequences:
 
     shape: PackedShape
     cu_seqlens: NDArray[np.int32]
-    """Offsets in tokens (in rows if the shape has ``counts_padding``), [S + 1]; entries after the
-    last document repeat its end. S is `PackedShape.num_sequences`: N, or more with a limit on
-    documents."""
+    """Offsets in tokens (in rows if the shape has ``counts_padding``), [N + 1]; entries after the
+    last document repeat its end."""
     cu_seqlens_padded: NDArray[np.int32]
-    """Offsets in rows, [S + 1]; the last dummy, and every empty sequence after it, ends at T."""
+    """Offsets in rows, [N + 1]; the dummy, and every empty sequence after it, ends at T."""
     position_ids: NDArray[np.int64]
     """Position of each row in its document, [T]; 0 in padding."""
     padding_mask: NDArray[np.bool_]
@@ -61,7 +59,7 @@ class PackedSequences:
     num_valid_tokens: int
     """Tokens of all documents."""
     max_seqlen: int
-    """The most rows of any sequence of this shape, a constant: T without a limit on documents."""
+    """T, the most rows of any sequence of this shape."""
     num_documents: int
 
     def place(self, values: NDArray[_Value], fill: object = 0) -> NDArray[_Value]:
@@ -131,16 +129,12 @@ def pack(lengths: Lengths, shape: PackedShape, *, where: str = "") -> PackedSequ
     row_ends = np.cumsum(rows)
     ends = row_ends if shape.counts_padding else np.cumsum(tokens)
 
-    cu_seqlens = np.full(shape.num_sequences + 1, ends[-1], dtype=np.int32)
+    cu_seqlens = np.full(shape.max_packed_seqs + 1, ends[-1], dtype=np.int32)
     cu_seqlens[0] = 0
     cu_seqlens[1 : num_documents + 1] = ends
-    cu_seqlens_padded = np.full(shape.num_sequences + 1, shape.max_packed_tokens, dtype=np.int32)
+    cu_seqlens_padded = np.full(shape.max_packed_seqs + 1, shape.max_packed_tokens, dtype=np.int32)
     cu_seqlens_padded[0] = 0
     cu_seqlens_padded[1 : num_documents + 1] = row_ends
-    dummies = np.arange(1, shape.num_sequences - num_documents + 1)
-    cu_seqlens_padded[num_documents + 1 :] = np.minimum(
-        num_rows + dummies * shape.longest_rows, shape.max_packed_tokens
-    )
 
     document = np.repeat(np.arange(num_documents, dtype=np.int32), rows)
     position = np.arange(num_rows, dtype=np.int64) - np.repeat(row_ends - rows, rows)
@@ -160,7 +154,7 @@ def pack(lengths: Lengths, shape: PackedShape, *, where: str = "") -> PackedSequ
         padding_mask=padding_mask,
         seq_idx=seq_idx,
         num_valid_tokens=int(tokens.sum()),
-        max_seqlen=shape.longest_rows,
+        max_seqlen=shape.max_packed_tokens,
         num_documents=int(num_documents),
     )
 
@@ -171,7 +165,7 @@ def _overflow_message(
     match reason:
         case OverflowReason.DOCUMENT_TOO_LONG:
             index = int(np.argmax(tokens))
-            detail = f"document {index} has {tokens[index]} tokens of {shape.document_limit}"
+            detail = f"document {index} has {tokens[index]} tokens of {shape.max_packed_tokens}"
         case OverflowReason.TOO_MANY_DOCUMENTS:
             detail = (
                 f"{tokens.size} documents; {shape.max_packed_seqs} sequences are "

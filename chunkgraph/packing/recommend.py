@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkgraph.errors import PackingError
 from chunkgraph.packing.microbatches import MicrobatchSizes, quantile
 from chunkgraph.packing.seq_counts import largest_count_with_same_launch
 from chunkgraph.packing.shape import PackedShape
@@ -57,16 +56,7 @@ def fallback_share(num_misfits: int, num_microbatches: int, microbatches_per_ste
         num_microbatches: all microbatches of the dataset.
         microbatches_per_step: microbatches of a step on all data-parallel ranks together; one
             misfit among them makes the step eager. Limited to ``num_microbatches``.
-
-    Raises:
-        PackingError: a count is negative.
     """
-    if min(num_misfits, num_microbatches, microbatches_per_step) < 0:
-        msg = (
-            f"{num_misfits} misfits among {num_microbatches} microbatches, "
-            f"{microbatches_per_step} per step: counts must be at least 0."
-        )
-        raise PackingError(msg)
     drawn = min(microbatches_per_step, num_microbatches)
     if num_misfits == 0:
         return 0.0
@@ -92,7 +82,7 @@ def allowed_misfits(target: float, num_microbatches: int, microbatches_per_step:
 def fits(sizes: MicrobatchSizes, shape: PackedShape) -> NDArray[np.bool_]:
     """Return which microbatches fit a shape, bool [microbatches]; as `reason_not_to_fit`."""
     fitting: NDArray[np.bool_] = (
-        (sizes.longest <= shape.document_limit)
+        (sizes.longest <= shape.max_packed_tokens)
         & (sizes.num_documents <= shape.max_documents)
         & (sizes.num_rows <= shape.max_packed_tokens)
     )
@@ -185,13 +175,11 @@ def _token_candidates(sizes: MicrobatchSizes, capacity: PackedShape) -> list[Pac
     multiple, largest = capacity.document_multiple, capacity.max_packed_tokens
     unit = multiple * max(1, largest // _TOKEN_PARTS // multiple)
     tokens = {min(largest, -(-quantile(sizes.num_rows, q) // unit) * unit) for q in _QUANTILES}
-    limit = capacity.max_document_tokens
     return [
         replace(
             capacity,
             max_packed_seqs=int(sizes.num_documents.max()) + 1,
             max_packed_tokens=count,
-            max_document_tokens=None if limit is None else min(limit, count),
         )
         for count in sorted(tokens | {largest})
     ]

@@ -65,15 +65,15 @@ def recommended_seq_buckets(sizes: MicrobatchSizes, shape: PackedShape) -> list[
         sizes: the dataset's microbatches.
         shape: the shape that they are replayed in.
     """
-    most, dummies = shape.max_packed_seqs, _num_extra_dummies(shape)
+    most = shape.max_packed_seqs
     default = default_buckets_of_shape(shape)
     sufficient = quantile(sizes.num_documents, MOST_MICROBATCHES) + 1
     useful = [n for n in default if n > quantile(sizes.num_documents, _NEGLIGIBLE_SHARE)]
     chosen = min(n for n in (*default, most) if n >= sufficient or n == most)
-    fewer = _num_launched(sufficient + dummies) - dummies
-    cost = max(_num_launched(fewer + dummies), min((*default, _CHEAP)))
-    if _num_launched(chosen + dummies) > cost and _WORTHWHILE_RATIO * fewer <= most:
-        return sorted({fewer, *(n - dummies for n in useful if n - dummies >= _FEWEST_LAUNCHED)})
+    fewer = _num_launched(sufficient)
+    cost = max(fewer, min((*default, _CHEAP)))
+    if _num_launched(chosen) > cost and _WORTHWHILE_RATIO * fewer <= most:
+        return sorted({fewer, *useful})
     return [0] if default and not useful else []
 
 
@@ -86,12 +86,7 @@ def default_buckets_of_shape(shape: PackedShape, buckets: Sequence[float] = ()) 
 
 def largest_count_with_same_launch(shape: PackedShape) -> int:
     """Return the largest N for which attention launches as much work as for the shape's N."""
-    return _num_launched(shape.num_sequences) - _num_extra_dummies(shape)
-
-
-def _num_extra_dummies(shape: PackedShape) -> int:
-    """Return how many dummies a limit on documents adds to N; kernels count them too."""
-    return shape.num_sequences - shape.max_packed_seqs
+    return _num_launched(shape.max_packed_seqs)
 
 
 def _num_launched(num_seqs: int) -> int:

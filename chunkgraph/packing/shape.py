@@ -49,8 +49,6 @@ class PackedShape:
             multiple of 2 C if C is above 1, and of ``pad_seq_to_mult``.
         context_parallel_size: C. Above 1, every document is padded to a multiple of 2 C rows,
             because each rank holds two of its 2 C pieces.
-        max_document_tokens: the most tokens of a document; None: T. With a limit, no sequence that
-            kernels see is longer, so the tail is divided into several dummies, in addition to N.
         counts_padding: whether attention treats the padding after a document as part of it, as
             Megatron's ``--sft`` data does. Causal attention computes the same values for tokens,
             since none attends to a later row; other attention would attend to padding. Loss,
@@ -67,7 +65,6 @@ class PackedShape:
     max_packed_seqs: int
     max_packed_tokens: int
     context_parallel_size: int = 1
-    max_document_tokens: int | None = None
     counts_padding: bool = False
     pad_seq_to_mult: int = 1
 
@@ -76,11 +73,8 @@ class PackedShape:
             ("max_packed_seqs", self.max_packed_seqs, 2),
             ("max_packed_tokens", self.max_packed_tokens, 1),
             ("context_parallel_size", self.context_parallel_size, 1),
-            ("max_document_tokens", self.max_document_tokens, 1),
             ("pad_seq_to_mult", self.pad_seq_to_mult, 1),
         ):
-            if value is None and name == "max_document_tokens":
-                continue
             if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < least:
                 why = " (one document and the dummy)" if name == "max_packed_seqs" else ""
                 msg = f"{name} is {value!r}; it must be a whole number of at least {least}{why}."
@@ -110,13 +104,6 @@ class PackedShape:
                 "leave rows between documents unwritten. Set counts_padding=True."
             )
             raise PackingError(msg)
-        limit = self.max_document_tokens
-        if limit is not None and limit > self.max_packed_tokens:
-            msg = (
-                f"max_document_tokens is {limit}, more than max_packed_tokens "
-                f"{self.max_packed_tokens}."
-            )
-            raise PackingError(msg)
 
     @property
     def max_documents(self) -> int:
@@ -130,22 +117,6 @@ class PackedShape:
         return math.lcm(pieces, self.pad_seq_to_mult)
 
     @property
-    def document_limit(self) -> int:
-        """Return the most tokens of a document."""
-        limit = self.max_document_tokens
-        return self.max_packed_tokens if limit is None else limit
-
-    @property
-    def longest_rows(self) -> int:
-        """Return the most rows of a sequence, document or dummy."""
-        return self.padded_length(self.document_limit)
-
-    @property
-    def num_sequences(self) -> int:
-        """Return the number of sequences in the offsets: N and the dummies of the longest tail."""
-        return self.max_documents + -(-self.max_packed_tokens // self.longest_rows)
-
-    @property
     def tokens_per_rank(self) -> int:
         """Return the rows of a microbatch on one context-parallel rank: T / C."""
         return self.max_packed_tokens // self.context_parallel_size
@@ -157,19 +128,6 @@ class PackedShape:
     def padded_lengths(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the rows of each document, int64 [documents]."""
         return -(-lengths // self.document_multiple) * self.document_multiple
-
-    def first_with_empty_piece(self, lengths: Lengths) -> int | None:
-        """Return the first document whose last of 2 C pieces has no token for attention, or None.
-
-        A rank sometimes works on each of its two pieces alone. Documents of 4 C^2 tokens or more
-        have tokens in all pieces, and with ``counts_padding`` no piece is empty.
-        """
-        if self.context_parallel_size == 1 or self.counts_padding:
-            return None
-        tokens = np.asarray(lengths, dtype=np.int64)
-        rows = self.padded_lengths(tokens)
-        indices = np.flatnonzero(rows - tokens >= rows // self.document_multiple)
-        return int(indices[0]) if indices.size else None
 
     def buckets(
         self, sizes: Sequence[float] = (1 / 4, 1 / 2), *, multiple_of: int = 1
@@ -188,7 +146,7 @@ class PackedShape:
             PackingError: a size is neither a fraction of T nor a whole number of tokens up to T, or
                 T is not a multiple of ``multiple_of``.
         """
-        most, limit = self.max_packed_tokens, self.max_document_tokens
+        most = self.max_packed_tokens
         multiple = math.lcm(self.document_multiple, multiple_of)
         for size in sizes:
             is_number = isinstance(size, Real)  # as NumPy's are
@@ -203,14 +161,7 @@ class PackedShape:
             raise PackingError(msg)
         parts = (size if size <= 1 else Fraction(int(size), most) for size in (*sizes, most))
         lengths = {max(1, math.ceil(most // multiple * part)) * multiple for part in parts}
-        return tuple(
-            replace(
-                self,
-                max_packed_tokens=length,
-                max_document_tokens=None if limit is None else min(limit, length),
-            )
-            for length in sorted(lengths, reverse=True)
-        )
+        return tuple(replace(self, max_packed_tokens=n) for n in sorted(lengths, reverse=True))
 
 
 def bucket_multiple(
@@ -237,7 +188,7 @@ def reason_not_to_fit(lengths: Lengths, shape: PackedShape) -> OverflowReason | 
 
 def overflow_reason(lengths: NDArray[np.int64], shape: PackedShape) -> OverflowReason | None:
     """Return `reason_not_to_fit` for lengths from `check_lengths`, int64 [documents]."""
-    if lengths.max() > shape.document_limit:
+    if lengths.max() > shape.max_packed_tokens:
         return OverflowReason.DOCUMENT_TOO_LONG
     if lengths.size > shape.max_documents:
         return OverflowReason.TOO_MANY_DOCUMENTS

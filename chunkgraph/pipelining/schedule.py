@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 from chunkgraph._text import shown
 from chunkgraph.engine import CaptureOptions, ChunkGraphs
+from chunkgraph.engine.chunk import is_whole
 from chunkgraph.engine.decide.maximum import Maximum
-from chunkgraph.engine.options import is_whole
+from chunkgraph.engine.split import WeightBackwards
 from chunkgraph.errors import ChunkGraphError, ConfigError, ReplayMismatchError
 from chunkgraph.pipelining.data_parallel import refuse_too_few_steps
 from chunkgraph.pipelining.loss import GraphedLoss
@@ -28,11 +29,6 @@ _OTHER_SHAPES = (
     "A GraphedSchedule takes no shape_key, and its stages receive one shape, in eager steps too. "
     "Drop a short last batch, or create a second GraphedSchedule for the other shape, with its own "
     "stages on the same modules."
-)
-_CLOSED = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
-_OTHER_RANK = (
-    "Another rank of the pipeline ended during this step. Its own output has the cause; torchrun "
-    "names that rank as root cause."
 )
 
 
@@ -79,24 +75,14 @@ class GraphedSchedule:
         options: CaptureOptions | None = None,
         **settings: Any,
     ) -> None:
-        if isinstance(stages, Sequence) and not stages:
-            raise ConfigError(
-                f"stages is {shown(stages)}; pass the rank's stages: one or several "
-                "GraphedStage(module, stage_index, ...)."
-            )
         self._stages = [graphed(s) for s in (stages if isinstance(stages, Sequence) else [stages])]
-        if not callable(make):
-            raise ConfigError(
-                f"make is {shown(make)}; pass a function of the number of microbatches: "
-                "lambda n: Schedule1F1B(stage, n, loss_fn=loss_fn)."
-            )
         self._make = make
         self._loss = loss
         self._is_training: bool | None = None
         self._kept: dict[int, Any] = {}  # schedules by count
         self._counts = _checked(counts)
         self._fitting = set(self._counts)
-        self.slots = reduce(or_, map(self._plan, self._counts))
+        self.slots = reduce(or_, map(self._plan, self._counts), ScheduleSlots())
         self.receive_memory = ReceiveMemory()
         self._replays = [
             StageReplays(stage, loss, self.receive_memory, is_split=self.slots.is_split)
@@ -177,11 +163,11 @@ class GraphedSchedule:
         """Check that the schedule for a count fits the slots."""
         if count in self._fitting:
             return
-        if excess := _excess(self._plan(count), self.slots):
+        if self._plan(count) | self.slots != self.slots:
             del self._kept[count]
             raise ConfigError(
-                f"{count} microbatches need {excess}, planned for {_listed(self._counts)} "
-                "microbatches. Declare all counts that steps may have: "
+                f"{count} microbatches need more slots, or other backwards, than the declared "
+                f"{_listed(self._counts)}. Declare all counts that steps may have: "
                 f"counts=(..., {count})."
             )
         self._fitting.add(count)
@@ -257,8 +243,9 @@ class GraphedSchedule:
             agree=_agree_in(first.group),
             **settings,
         )
+        weights = WeightBackwards(graphs)
         for index, (stage, own) in enumerate(zip(self._stages, self._replays, strict=True)):
-            own.join(graphs, index)
+            own.join(graphs, weights, index)
             stage.replays = own
         return graphs
 
@@ -275,21 +262,6 @@ def _checked(counts: object) -> tuple[int, ...]:
         if not is_whole(count) or count < 1:
             raise ConfigError(f"counts has {shown(count)}; pass whole numbers, 1 or greater.")
     return tuple(dict.fromkeys(counts))
-
-
-def _excess(needed: ScheduleSlots, planned: ScheduleSlots) -> str:
-    """Return what a schedule needs beyond the planned slots, "" if it fits."""
-    for owner, most, available in (
-        ("stage", needed.of_stage, planned.of_stage),
-        ("rank", needed.of_rank, planned.of_rank),
-    ):
-        for index, count in most.items():
-            if count > available.get(index, 0):
-                there = available.get(index, 0)
-                return f"{count} slots of {owner} {index}, but there are {there}"
-    if needed.is_split and not planned.is_split:
-        return "split backwards, but there are whole ones"
-    return ""
 
 
 def _listed(counts: Sequence[int]) -> str:
@@ -311,25 +283,15 @@ def _agree_in(group: dist.ProcessGroup | None) -> Maximum | None:
 
 @contextmanager
 def _own_errors() -> Iterator[None]:
-    """Raise errors of the graphs unwrapped, and explain those of transfers.
-
-    torch's stages wrap errors into others.
-    """
+    """Raise errors of the graphs unwrapped: torch's stages wrap errors into others."""
     try:
         yield
     except RuntimeError as error:
-        causes = [*_with_causes(error)]
-        cause = next((one for one in causes if isinstance(one, ChunkGraphError)), None)
-        if cause is None and any(text in str(one) for text in _CLOSED for one in causes):
-            error.add_note(_OTHER_RANK)
+        cause: BaseException | None = error
+        while not (cause is None or isinstance(cause, ChunkGraphError)):
+            cause = cause.__cause__
         if cause is None or isinstance(error, ChunkGraphError):
             raise
         if isinstance(cause, ReplayMismatchError) and "shape_key" in str(cause):
             cause.add_note(_OTHER_SHAPES)
         raise cause from None
-
-
-def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -15,17 +15,19 @@ from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
 
 from chunkgraph.engine import Chunk, ChunkGraphs, StepMode
+from chunkgraph.engine.split import SPLIT, WeightBackwards
 from chunkgraph.errors import ConfigError
-from chunkgraph.pipelining.data_parallel import reduce_gradients, unwrapped
-from chunkgraph.pipelining.loss import GraphedLoss
-from chunkgraph.pipelining.receives import META, ReceiveMemory, allocate, empty_on, free
-from chunkgraph.pipelining.sharded import (
+from chunkgraph.pipelining.data_parallel import (
     casting_only,
     finish_backwards,
     gather,
     hold_gathered,
+    reduce_gradients,
     reshard,
+    unwrapped,
 )
+from chunkgraph.pipelining.loss import GraphedLoss
+from chunkgraph.pipelining.receives import META, ReceiveMemory, allocate, empty_on, free
 
 __all__ = ["GraphedStage", "StageReplays", "graphed"]
 
@@ -197,30 +199,27 @@ class StageReplays:
             )
         watched = self._module if self._loss is None else self._loss.joined(self._module)
         self.chunk = replace(
-            Chunk.from_module(watched, label, backward="split" if is_split else "whole"),
+            Chunk.from_module(watched, label, program=SPLIT if is_split else None),
             forward=self._module if self._is_plain else self._run,
             # When an output's gradient arrives, the next stage has received the output, and the
             # slot is not reused earlier. Outputs of the last stage belong to the caller.
             copies_outputs=None if stage.is_last else lambda *_args, **_kwargs: False,
         )
 
-    def join(self, graphs: ChunkGraphs, index: int) -> None:
+    def join(self, graphs: ChunkGraphs, weights: WeightBackwards, index: int) -> None:
         """Join a rank's graphs as chunk ``index``."""
         self._graphs, self._index = graphs, index
-        if isinstance(getattr(self._stage.dw_builder, "__self__", None), StageReplays):
+        builder: Any = self._stage.dw_builder
+        if isinstance(builder, functools.partial) and _is_runner(builder.func):
             self._stage.dw_builder = None  # that of an earlier schedule
-        if self.chunk.is_split:
+        if self.chunk.program is SPLIT:
             if self._stage.dw_builder is not None:
                 raise ConfigError(
                     f"{self.chunk.label} has a dw_builder. Leave it out: the weight gradients of a "
                     "captured stage have their own graph. A module that delays them itself (with "
                     "a method backward_dw) needs none."
                 )
-            self._stage.dw_builder = self._weight_runner
-
-    def _weight_runner(self) -> Callable[[], None]:
-        assert self._graphs is not None
-        return self._graphs.weights.runner(self._index)
+            self._stage.dw_builder = functools.partial(weights.runner, index)
 
     @property
     def is_replayed(self) -> bool:
@@ -307,3 +306,7 @@ class StageReplays:
             with casting_only(self._sharded, self.chunk.label):
                 return self._module(*args, **kwargs)
         return self._module(*args, **kwargs)
+
+
+def _is_runner(function: object) -> bool:
+    return isinstance(getattr(function, "__self__", None), WeightBackwards)

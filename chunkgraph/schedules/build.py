@@ -74,7 +74,7 @@ def megatron_schedule(
         TopologyError: Megatron would refuse these sizes too.
     """
     return build_schedule(
-        megatron_schedule_name(num_ranks, num_chunks),
+        megatron_schedule_name(num_chunks),
         num_ranks=num_ranks,
         num_microbatches=num_microbatches,
         num_chunks=num_chunks,
@@ -126,9 +126,7 @@ def legal_counts(
         group_size: microbatch group size of an interleaved schedule; None: ``num_ranks``.
         schedule: a schedule name, or ``auto`` for Megatron's schedule.
     """
-    if schedule == "auto":
-        schedule = "interleaved" if num_chunks > 1 else "1f1b"
-    family = get_family(schedule)
+    family = get_family(megatron_schedule_name(num_chunks) if schedule == "auto" else schedule)
     if not family.interleaves:
         return LegalCounts(max(1, family.least_microbatches_per_rank * num_ranks))
     group = num_ranks if group_size is None else group_size
@@ -213,22 +211,13 @@ def check_step(
     )
     if num_microbatches in counts:
         return shape
-    where = f"schedule {name!r}: num_microbatches {num_microbatches}"
-    advice = f"nearest legal: {' or '.join(map(str, counts.nearest(num_microbatches)))}"
-    if group is None and counts.least == 1:
-        raise TopologyError(f"{where} is below 1 ({advice})")
-    if group is None:
-        per_rank = get_family(name).least_microbatches_per_rank
-        raise TopologyError(
-            f"{where} is not legal with num_ranks {num_ranks}: it needs {per_rank} for each rank "
-            f"({advice})"
-        )
-    numbers = f"num_ranks {num_ranks}, num_chunks {num_chunks} and group size {group}"
-    if num_microbatches < group:
-        raise TopologyError(
-            f"{where} is not legal with {numbers}: it is smaller than one group ({advice})"
-        )
+    if group is not None:
+        needs = f"one group of {group} or more, and a last group of none or at least {num_ranks}"
+    elif per_rank := get_family(name).least_microbatches_per_rank:
+        needs = f"{per_rank} for each of the {num_ranks} ranks"
+    else:
+        needs = "at least 1"
     raise TopologyError(
-        f"{where} is not legal with {numbers}: it leaves {num_microbatches % group} for the last "
-        f"group, which must get 0 or at least {num_ranks} ({advice})"
+        f"schedule {name!r}: num_microbatches {num_microbatches} is not legal: it needs {needs} "
+        f"(nearest legal: {' or '.join(map(str, counts.nearest(num_microbatches)))})"
     )

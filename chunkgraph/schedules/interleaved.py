@@ -24,7 +24,6 @@ from chunkgraph.schedules.shape import InFlight, PipelineShape, stage_of
 __all__ = [
     "interleaved_actions",
     "interleaved_in_flight",
-    "num_warmup_forwards",
     "zb_h1_actions",
     "zb_h1_idle_forwards",
     "zb_h1_in_flight",
@@ -51,15 +50,10 @@ def _walk(shape: PipelineShape, rank: int, op: Op) -> list[Action]:
     ]
 
 
-def num_warmup_forwards(shape: PipelineShape, rank: int) -> int:
-    """Return the number of forwards that a rank runs before its first pair of F and B."""
-    return min(_warmup_of_long_steps(shape, rank), shape.num_microbatches * shape.num_chunks)
-
-
 def interleaved_actions(shape: PipelineShape, rank: int) -> tuple[Action, ...]:
     """Return one rank's compute actions, in order."""
     forwards, backwards = _walk(shape, rank, Op.F), _walk(shape, rank, Op.B)
-    num_warmup = num_warmup_forwards(shape, rank)
+    num_warmup = min(_warmup_of_long_steps(shape, rank), len(forwards))
     num_steady = len(forwards) - num_warmup
 
     warmup = forwards[:num_warmup]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from chunkgraph._text import did_you_mean
-from chunkgraph.errors import ConfigError, TopologyError
+from chunkgraph.errors import ConfigError
 from chunkgraph.schedules import interleaved, one_chunk, v_shaped
 from chunkgraph.schedules.action import Action
 from chunkgraph.schedules.shape import InFlight, PipelineShape, Placement
@@ -116,17 +116,9 @@ def get_family(name: str) -> ScheduleFamily:
     raise ConfigError(f"unknown schedule {name!r}: known are {', '.join(list_schedules())}.{hint}")
 
 
-def megatron_schedule_name(num_ranks: int, num_chunks: int = 1) -> str:
+def megatron_schedule_name(num_chunks: int = 1) -> str:
     """Return the schedule that Megatron-core's ``get_forward_backward_func`` runs.
 
     With one rank Megatron runs without a pipeline, which is 1F1B of one rank.
-
-    Raises:
-        TopologyError: several chunks on a single rank, which Megatron does not support.
     """
-    if num_ranks == 1 and num_chunks > 1:
-        raise TopologyError(
-            f"a virtual pipeline size of {num_chunks} needs a pipeline size of at least 2, but it "
-            "is 1: set the virtual pipeline size to 1"
-        )
     return "interleaved" if num_chunks > 1 else "1f1b"

@@ -8,8 +8,8 @@ messages of a channel are received in the order in which they are sent; no rank 
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterator
 
 from chunkgraph.errors import ScheduleError
 from chunkgraph.schedules.action import Action, Op
@@ -24,12 +24,11 @@ _BACKWARDS = {Op.B, Op.I, Op.W}
 _RECEIVED_BY = {Op.SEND_F: (Op.RECV_F, 1), Op.SEND_B: (Op.RECV_B, -1)}
 
 
-def validate(schedule: Schedule, *, slots_per_chunk: Sequence[Sequence[int]] | None = None) -> None:
+def validate(schedule: Schedule) -> None:
     """Check a schedule, with or without communication actions.
 
     Args:
         schedule: any schedule, such as one read from a CSV file.
-        slots_per_chunk: the slots of each chunk of each rank; None: as many as needed.
 
     Raises:
         ScheduleError: a rule is broken. The message names the rank, its row in a CSV file and the
@@ -45,8 +44,6 @@ def validate(schedule: Schedule, *, slots_per_chunk: Sequence[Sequence[int]] | N
         _check_channels(schedule)
     if stuck:
         raise _deadlock(schedule, stuck, has_communication)
-    if slots_per_chunk is not None:
-        _check_slots(schedule, slots_per_chunk)
 
 
 def _fail(schedule: Schedule, rank: int, position: int, problem: str) -> ScheduleError:
@@ -190,25 +187,3 @@ def _deadlock(schedule: Schedule, stuck: dict[int, int], has_communication: bool
         )
     rank = min(stuck, key=lambda rank: stuck[rank])
     return _fail(schedule, rank, stuck[rank], "deadlock: " + "; ".join(waits))
-
-
-def _check_slots(schedule: Schedule, slots_per_chunk: Sequence[Sequence[int]]) -> None:
-    sizes = [len(slots) for slots in slots_per_chunk]
-    if sizes != [schedule.num_chunks] * schedule.num_ranks:
-        raise ScheduleError(
-            f"schedule {schedule.name!r} has {schedule.num_ranks} ranks of {schedule.num_chunks} "
-            f"chunk(s), but slots_per_chunk has the chunk counts {sizes}"
-        )
-    num_held: Counter[int] = Counter()
-    for rank, position, action in _placed(schedule):
-        if action.op is Op.F:
-            chunk = schedule.chunk_of(action.stage)
-            num_slots = slots_per_chunk[rank][chunk]
-            if num_held[action.stage] == num_slots:
-                problem = (
-                    f"{action} finds no free slot: all {num_slots} of chunk {chunk} are in use"
-                )
-                raise _fail(schedule, rank, position, problem)
-            num_held[action.stage] += 1
-        elif action.op.ends_lifetime:
-            num_held[action.stage] -= 1

@@ -105,8 +105,8 @@ class ModelConfig(Section):
     counts every layer. Quote the pattern in YAML. Null: a GPT model."""
     layer_spec: str = "auto"
     """Layer implementation: local, transformer_engine, auto (local on a CPU, transformer_engine on
-    a GPU), or package.module:function that returns a Megatron module spec. The spec describes a GPT
-    layer, whose attention and feed-forward a hybrid model reuses, or a whole hybrid stack."""
+    a GPU), or package.module:function that returns a Megatron module spec: of a GPT layer or block,
+    or of a hybrid stack. Hybrid models have no local layers."""
     transformer_config: dict[str, Any] = {}
     """More fields of Megatron's TransformerConfig, by name, such as normalization, hidden_dropout,
     recompute_method, moe_layer_freq or moe_router_score_function. They replace values that follow

@@ -89,7 +89,7 @@ def plan_slots(
         ConfigError: Unknown schedule, or ``max_num_microbatches`` is missing.
         TopologyError: The sizes do not form a pipeline, or no legal count is within the maximum.
     """
-    name = megatron_schedule_name(num_ranks, num_chunks) if schedule == "auto" else schedule
+    name = megatron_schedule_name(num_chunks) if schedule == "auto" else schedule
     family = get_family(name)
     if not family.interleaves:
         group_size = None

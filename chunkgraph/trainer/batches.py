@@ -32,7 +32,6 @@ __all__ = [
     "Batch",
     "PackedBatches",
     "SequenceBatches",
-    "context_limits",
     "packed_shape",
     "sequence_batches",
 ]
@@ -123,7 +122,7 @@ def _part(rows: torch.Tensor, rank: int, size: int) -> torch.Tensor:
 def packed_shape(config: Config, model_config: Any = None) -> PackedShape | None:
     """Return the fixed shape of the run's packed microbatches.
 
-    Padding counts as tokens if heads share keys (see `needs_tokens_in_pieces`), or if documents
+    Padding counts as tokens if heads share keys (docs/packed_sequences.md), or if documents
     are padded more than context parallelism requires.
 
     Args:
@@ -144,15 +143,14 @@ def packed_shape(config: Config, model_config: Any = None) -> PackedShape | None
     )
 
 
-def context_limits(config: Config, model_config: Any) -> ContextLimits:
-    """Return the limits of every schedule of a run whose context-parallel size changes.
-
-    Args:
-        config: the run.
-        model_config: Megatron's TransformerConfig.
-    """
+def _banks(config: Config, model_config: Any) -> PackedBanks:
+    """Make the banks of a run with packed documents. All ranks call it together."""
     packing, pipeline = config.packing, config.pipeline
-    return ContextLimits(
+    shape = packed_shape(config, model_config)
+    if shape is not None:
+        options = PackingOptions(shape, packing.buckets, packing.seq_buckets)
+        return PackedBanks.of_model(options, model_config)
+    limits = ContextLimits(
         world_size=pipeline.data_parallel_size,
         max_tokens_per_rank=config.tokens_per_sequence,
         max_packed_seqs=packing.max_packed_seqs,
@@ -160,22 +158,8 @@ def context_limits(config: Config, model_config: Any) -> ContextLimits:
         multiple_of=pipeline.microbatch_group_size if pipeline.num_model_chunks > 1 else 1,
         counts_padding=shares_keys(model_config),
     )
-
-
-def _banks(config: Config, model_config: Any) -> PackedBanks:
-    """Make the banks of a run with packed documents. All ranks call it together."""
-    packing = config.packing
-    shape = packed_shape(config, model_config)
-    if shape is not None:
-        options = PackingOptions(shape, packing.buckets, packing.seq_buckets)
-        return PackedBanks.of_model(options, model_config)
-    limits = context_limits(config, model_config)
-    has_experts = config.moe.num_moe_experts is not None
-    return PackedBanks.of_limits(
-        limits,
-        ContextGroups.of_data_parallel(limits.group_sizes, has_experts=has_experts),
-        seq_buckets=packing.seq_buckets,
-    )
+    groups = ContextGroups.of_data_parallel(limits.group_sizes)
+    return PackedBanks.of_limits(limits, groups, seq_buckets=packing.seq_buckets)
 
 
 @dataclass(frozen=True)
@@ -341,4 +325,4 @@ class PackedBatches(SequenceBatches):
             return shape
         # The tokens always fit: they were drawn for this shape.
         seqs = max(shape.max_packed_seqs, len(lengths) + 1)
-        return replace(shape, max_packed_seqs=seqs, max_document_tokens=None)
+        return replace(shape, max_packed_seqs=seqs)

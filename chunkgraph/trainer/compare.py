@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from chunkgraph.engine.options import OnCapture
+from chunkgraph.engine.chunk import OnCapture
 from chunkgraph.engine.verify import same_bits
 from chunkgraph.megatron.core.access import versions
 from chunkgraph.megatron.features.experts.feature import dropped_tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any, get_type_hints
 
 import torch
@@ -20,7 +20,6 @@ from chunkgraph.megatron.core.model_kinds import HybridNames
 from chunkgraph.megatron.features.hybrid.layers import (
     can_recompute_hybrid_layers,
     has_mamba_kernels,
-    local_stack,
 )
 from chunkgraph.schedules import splits_backward
 from chunkgraph.settings import Config, derived_fields, resolved
@@ -30,7 +29,6 @@ __all__ = [
     "build_optimizer",
     "expert_settings",
     "fuse_weight_gradients",
-    "hybrid_stack_spec",
     "layer_spec",
     "zero_gradients",
 ]
@@ -203,21 +201,24 @@ def _hybrid_model(config: Config) -> tuple[type[Any], dict[str, Any]]:
         ConfigError: The installed release does not support the configuration.
         MissingDependencyError: There are Mamba layers, but their kernels are missing.
     """
-    moe = config.moe
-    if config.model.layer_spec == "transformer_engine":
-        stack = HybridNames().transformer_engine_spec()
-    else:
-        # Call the user's function first: it may prepare something.
-        spec, experts = layer_spec(config), None
-        if moe.num_moe_experts is not None:
-            layer = import_megatron(_GPT_SPECS).get_gpt_layer_local_spec(
-                num_experts=moe.num_moe_experts,
-                moe_grouped_gemm=derived_fields(config).get("moe_grouped_gemm", False),
-            )
-            experts = layer.submodules.mlp
-        stack = hybrid_stack_spec(spec, experts)
+    spec = config.model.layer_spec
+    # Call the user's function first: it may prepare something.
+    own = None if spec == "transformer_engine" else layer_spec(config)
     names = HybridNames()
     pattern = config.model.hybrid_layer_pattern or ""
+    if "M" in pattern and not has_mamba_kernels():
+        raise MissingDependencyError(
+            f"model.hybrid_layer_pattern ({pattern}) has Mamba layers, but mamba_ssm or einops "
+            "cannot be imported, or not completely. Install mamba-ssm, causal-conv1d and einops, "
+            "or use a pattern without M."
+        )
+    stack = own or names.transformer_engine_spec()
+    if not (isinstance(stack.module, type) and issubclass(stack.module, names.stack)):
+        raise ConfigError(
+            f"model.layer_spec is {spec}, which is no hybrid stack, but model.hybrid_layer_pattern "
+            "is set. Use Transformer Engine's layers on a GPU "
+            "(model.layer_spec=transformer_engine), or a function that returns a hybrid stack."
+        )
     if not names.knows_stages:
         stages = pattern.split("|")
         _refuse_in_release(config.pipeline.num_model_chunks > 1, "has no interleaved pipeline")
@@ -226,12 +227,6 @@ def _hybrid_model(config: Config) -> tuple[type[Any], dict[str, Any]]:
     if not can_recompute_hybrid_layers():
         recomputes_all = config.model.recompute_granularity == "full"
         _refuse_in_release(recomputes_all, "recomputes nothing (model.recompute_granularity)")
-    if "M" in pattern and not has_mamba_kernels():
-        raise MissingDependencyError(
-            f"model.hybrid_layer_pattern ({pattern}) has Mamba layers, but mamba_ssm or einops "
-            "cannot be imported, or not completely. Install mamba-ssm, causal-conv1d and einops, "
-            "or use a pattern without M."
-        )
     return names.model, {names.spec_argument: stack, names.pattern_argument: pattern}
 
 
@@ -241,63 +236,6 @@ def _refuse_in_release(is_wanted: bool, lack: str) -> None:
             f"model.hybrid_layer_pattern: this Megatron-core release {lack} of hybrid models. "
             "Change the setting, or use release 0.19."
         )
-
-
-def hybrid_stack_spec(spec: Any, experts: Any = None) -> Any:
-    """Make the spec of a hybrid stack from the spec of a GPT layer.
-
-    Attention and feed-forward become separate layers, each after its norm, as in Megatron's local
-    layers. Mamba layers get plain linear layers. The rest is that of Megatron's stack for
-    Transformer Engine. The spec of a stack is returned unchanged.
-
-    Args:
-        spec: a Megatron module spec.
-        experts: the feed-forward of expert layers; None without experts.
-
-    Raises:
-        ConfigError: The GPT layer has its norms inside its linear layers.
-    """
-    names = HybridNames()
-    if isinstance(spec.module, type) and issubclass(spec.module, names.stack):
-        return spec
-    layer = spec.submodules
-    norm = layer.input_layernorm
-    if norm is import_megatron("megatron.core.transformer.identity_op").IdentityOp:
-        raise ConfigError(
-            "model.layer_spec returns a GPT layer whose norms are inside its linear layers, from "
-            "which no Mamba layer can be made. Return the spec of a hybrid stack, or of a layer "
-            "with separate norms."
-        )
-    linear = import_megatron("megatron.core.tensor_parallel.layers")
-    stack = names.transformer_engine_spec()
-    mixer = stack.submodules.mamba_layer.submodules.mixer
-    projections = replace(
-        mixer.submodules,
-        in_proj=linear.ColumnParallelLinear,
-        out_proj=linear.RowParallelLinear,
-    )
-    kind = import_megatron("megatron.core.ssm.mamba_mixer").MambaMixer
-    parts: dict[str, dict[str, Any]] = {
-        "mamba_layer": {
-            "norm": norm,
-            "mixer": replace(mixer, module=kind, submodules=projections),
-        },
-        "attention_layer": {"input_layernorm": norm, "self_attention": layer.self_attention},
-        "mlp_layer": {"pre_mlp_layernorm": layer.pre_mlp_layernorm, "mlp": layer.mlp},
-    }
-    if experts is not None:
-        parts["moe_layer"] = {"pre_mlp_layernorm": layer.pre_mlp_layernorm, "mlp": experts}
-    layers = {name: getattr(stack.submodules, name) for name in parts}
-    layers = {
-        name: replace(one, submodules=replace(one.submodules, **parts[name]))
-        for name, one in layers.items()
-    }
-    layers["attention_layer"].module = spec.module
-    return replace(
-        stack,
-        module=local_stack(names.stack, norm),
-        submodules=replace(stack.submodules, **layers),
-    )
 
 
 def _transformer_config(config: Config, options: Mapping[str, Any]) -> Any:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from chunkgraph.engine import CaptureOptions
+from chunkgraph.engine.chunk import OnCapture
 from chunkgraph.engine.counters import Counters
-from chunkgraph.engine.options import OnCapture
 from chunkgraph.megatron.attachment import MegatronChunkGraphs, attach, config_of, eager_driver
 from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.megatron.features.contexts import follow_groups
@@ -93,7 +93,7 @@ class TrainedModel:
         self.batches = batches = PackedBatches(config, device, model_config)
         self._undo.callback(batches.close)
         if batches.banks.groups is not None:
-            self._undo.callback(follow_groups(self.chunks, batches.banks.groups))
+            self._undo.callback(follow_groups(self.chunks))
 
     def attach_graphs(self, on_capture: OnCapture | None = None) -> MegatronChunkGraphs:
         """Attach chunk graphs as configured.

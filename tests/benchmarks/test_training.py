@@ -11,10 +11,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 
-from chunkgraph.errors import ConfigError
 from chunkgraph.settings import load_config
 
 ROOT = Path(__file__).parents[2]
@@ -117,39 +115,3 @@ def test_differences_fail_the_command(training: ModuleType) -> None:
     assert training._failures([eager, variant("chunk", [9.0, 9.0], is_deterministic=False)]) == []
     (failure,) = training._failures([variant("chunk", [3.0], num_captures=2)])
     assert "2 captures in measured steps" in failure
-
-
-def test_drawn_microbatches_have_the_given_quantiles() -> None:
-    module, given = loaded(SCRIPT.with_name("drawn_documents.py")), (12, 43, 106, 358)
-    assert [module.count_at(given, share) for share in module.COUNT_SHARES] == list(given)
-    documents = module.DrawnDocuments.from_file(
-        None, counts=given, num_tokens=4096, seed=3, multiple=4
-    )
-    drawn = [documents.row(step, 0).lengths for step in range(1000)]
-    numbers = np.array([len(lengths) for lengths in drawn])
-    counts = np.quantile(numbers, module.COUNT_SHARES, method="inverted_cdf")
-    assert counts[:3] == pytest.approx(given[:3], rel=0.2)
-    assert 200 < counts[3] <= 358
-    assert all(min(lengths) > 0 for lengths in drawn)
-    assert all(sum(-(-n // 4) * 4 for n in lengths) <= 4096 for lengths in drawn)
-    with pytest.raises(ConfigError, match="12 documents of at least 1 rows each do not fit in 8"):
-        module.DrawnDocuments([b"text"], counts=COUNTS, num_tokens=8, seed=1)
-
-
-def test_the_busy_share_of_steps_counts_each_moment_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(SCRIPT.parent)  # where the worker's imports are, as for a script
-    worker = loaded(SCRIPT.with_name("training_worker.py"))
-
-    def event(cat: str, name: str, ts: float, dur: float) -> dict[str, Any]:
-        return {"cat": cat, "name": name, "ts": ts, "dur": dur}
-
-    step = event("user_annotation", worker._STEP_RANGE, 100, 100)
-    kernels = [
-        event("kernel", "gemm", 90, 20),  # 10 of it in the step
-        event("kernel", "norm", 150, 20),
-        event("gpu_memcpy", "copy", 160, 20),  # 10 more
-        event("kernel", "ncclDevKernel_SendRecv", 180, 20),
-        event("gpu_user_annotation", worker._STEP_RANGE, 100, 100),
-    ]
-    assert worker.busy_share([step, *kernels]) == pytest.approx(0.4)
-    assert worker.busy_share(kernels) is None

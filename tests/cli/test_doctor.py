@@ -14,7 +14,7 @@ import torch
 
 from chunkgraph.cli import doctor
 from chunkgraph.cli.__main__ import main
-from chunkgraph.engine.digest import Digests
+from chunkgraph.engine.bits import Digests
 from chunkgraph.megatron.features.experts import grouped_gemm, hybrid_ep
 
 
@@ -30,9 +30,7 @@ def test_this_machine_can_capture(capsys: pytest.CaptureFixture[str]) -> None:
     assert findings["GPUs"]["state"] == ("ok" if torch.cuda.is_available() else "absent")
 
 
-@pytest.mark.parametrize(
-    ("version", "state"), [("0.15.3", "wrong"), ("0.19.2", "ok"), ("1.0", "wrong")]
-)
+@pytest.mark.parametrize(("version", "state"), [("0.15.3", "wrong"), ("0.19.2", "ok")])
 def test_a_megatron_out_of_range_is_wrong(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, version: str, state: str
 ) -> None:
@@ -61,8 +59,6 @@ def test_a_checkout_of_megatron_is_found(
     )
     finding = findings_of(capsys, 1)["megatron-core"]
     assert (finding["state"], finding["found"]) == ("wrong", "0.14.3")
-    info.write_text("MAJOR = 0\nMINOR = 19\nPATCH = 0\n", encoding="utf-8")
-    assert findings_of(capsys, 0)["megatron-core"]["found"] == "0.19.0"
 
 
 def test_a_replay_that_differs_is_reported(
@@ -86,22 +82,9 @@ def test_what_is_not_installed_is_absent_with_advice(
     )
     monkeypatch.setattr(doctor, "_checkout_version", lambda: None)  # nor is there a checkout
     findings = findings_of(capsys, 0)
-    for name in ("megatron-core", "Transformer Engine", "triton"):
+    for name in ("megatron-core", "Transformer Engine"):
         assert findings[name]["state"] == "absent"
         assert findings[name]["advice"]
-
-
-@pytest.mark.parametrize(
-    ("number", "state", "text"),
-    [(91400, "absent", "9.14.0"), (91501, "ok", "9.15.1"), (None, "absent", "not found")],
-)
-def test_a_cudnn_that_captures_some_lengths_only_is_reported(
-    monkeypatch: pytest.MonkeyPatch, number: int | None, state: str, text: str
-) -> None:
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: number)
-    finding = doctor._cudnn()
-    assert (finding.state, finding.found) == (state, text)
-    assert ("multiple of 128" in finding.advice) == (number == 91400)
 
 
 def test_what_hybrid_ep_needs_has_a_line_each(
@@ -115,11 +98,6 @@ def test_what_hybrid_ep_needs_has_a_line_each(
     assert "branch hybrid-ep" in findings[names[0]]["advice"]
     assert findings[names[1]]["found"] == "13.1.0"
     assert "13.8.1" in findings[names[1]]["advice"]
-    monkeypatch.setattr(hybrid_ep, "deep_ep_version", lambda: "1.2.1")
-    monkeypatch.setattr(hybrid_ep, "has_hybrid_ep", lambda: True)
-    monkeypatch.setattr(grouped_gemm, "cublaslt_version", lambda: 130802)
-    findings = findings_of(capsys, 0)
-    assert [findings[name]["state"] for name in names] == ["ok"] * 2
 
 
 def test_the_verdict_goes_by_use(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import shlex
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from training_needs import NEEDS_TRAINING
 
 from chunkgraph.cli.__main__ import main
 from chunkgraph.cli.launch import request_of_arguments
@@ -21,11 +20,6 @@ from chunkgraph.schedules import build_schedule
 from chunkgraph.settings import PackingConfig
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "pretrain_gpt.py"
-HAS_TRAINING = (
-    importlib.util.find_spec("megatron") is not None
-    and importlib.util.find_spec("megatron.training") is not None
-    and sys.version_info >= (3, 12)
-)
 MIXTRAL = shlex.split("""
     --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
     --group-query-attention --num-query-groups 8 --seq-length 4096 --max-position-embeddings 4096
@@ -144,7 +138,7 @@ def plan(run_script: Callable[..., tuple[list[int], str]]) -> Callable[..., tupl
 
 @pytest.mark.slow
 @pytest.mark.megatron
-@pytest.mark.skipif(not HAS_TRAINING, reason="needs megatron.training and Python 3.12")
+@NEEDS_TRAINING
 def test_a_command_line_is_planned_without_a_gpu(plan: Callable[..., tuple[int, str]]) -> None:
     code, out = plan("--nproc-per-node", "64", "--gpu-memory", "80GiB", str(SCRIPT), *MIXTRAL)
     assert code == 0, out
@@ -154,30 +148,11 @@ def test_a_command_line_is_planned_without_a_gpu(plan: Callable[..., tuple[int, 
     assert "Fits in 80.0 GiB" in out
 
 
-@pytest.mark.slow
 @pytest.mark.megatron
-@pytest.mark.skipif(not HAS_TRAINING, reason="needs megatron.training and Python 3.12")
-def test_a_command_line_with_a_schedule_file_is_planned(
-    plan: Callable[..., tuple[int, str]], tmp_path: Path
-) -> None:
-    path = tmp_path / "mine.csv"
-    sizes = {"num_ranks": 4, "num_chunks": 2, "num_microbatches": 16}
-    path.write_text(build_schedule("interleaved", **sizes).to_csv())
-    flags = (*MIXTRAL, "--pipeline-schedule", str(path))
-    code, out = plan("--nproc-per-node", "64", str(SCRIPT), *flags)
-    assert code == 0, out
-    assert "mine.csv: slots for steps of 16 microbatches" in out
-    assert " 8 4 " in out  # rank 0
-    code, out = plan("--nproc-per-node", "32", str(SCRIPT), *flags)
-    assert code == 2
-    assert "but a step has 32. Change --global-batch-size" in out
-
-
-@pytest.mark.megatron
-@pytest.mark.skipif(not HAS_TRAINING, reason="needs megatron.training and Python 3.12")
+@NEEDS_TRAINING
 def test_refusals_are_those_of_the_run(plan: Callable[..., tuple[int, str]]) -> None:
     code, out = plan(str(SCRIPT), *MIXTRAL, "--use-torch-fsdp2", "--rl-training-cuda-graphs")
     assert code == 2
-    assert "--use-torch-fsdp2: fused kernels" in out
+    assert "--use-torch-fsdp2: chunk graphs do not support it" in out
     assert "--rl-training-cuda-graphs: " in out
     assert "Traceback" not in out

@@ -87,11 +87,6 @@ def test_long_documents_are_cut_and_short_rows_padded(tmp_path, capsys):
     assert row_of(plain, "Documents of a microbatch")[-1] == "12"
     shared = run(capsys, path, "--max-packed-tokens", 64, "--context-parallel-size", 4)[1]
     assert row_of(shared, "Documents of a microbatch")[-1] == "8"
-    padded = run(capsys, path, "--max-packed-tokens", 64, "--pad-seq-to-mult", 32)[1]
-    assert row_of(padded, "Documents of a microbatch")[-1] == "2"
-    assert "pad_seq_to_mult=32" in padded
-    # There are flags for padded data alone, and nothing states that the user's data are padded.
-    assert "--cuda-graph" not in padded
 
 
 @pytest.mark.parametrize(
@@ -132,7 +127,6 @@ def test_buckets_of_lengths_are_recommended_where_they_save_rows(tmp_path, capsy
         (["--max-packed-tokens", "10", "--context-parallel-size", "2"], "The next possible value"),
         (["--context-parallel-size", "0"], "--context-parallel-size 0 is below 1"),
         (["--global-batch-size", "0"], "--global-batch-size 0 is below 1"),
-        (["--pad-seq-to-mult", str(2**31)], "pads documents to multiples of 2147483648 rows"),
         (["--plot", "none/x.png"], "none does not exist"),
         (["--plot", "x.txt"], "must end in .png, .svg or .pdf"),
     ],

@@ -18,30 +18,15 @@ from chunkgraph.trainer.results import RunResults, StepResult
 CONFIG = Path(__file__).parents[2] / "configs" / "cpu" / "gpt_pp2_cpu.yaml"
 
 
-def results_with(memsets_kept: list[str]) -> RunResults:
-    return RunResults(
-        steps=[],
-        parameters_equal=True,
-        num_parameters_compared=10,
-        capture_sessions=1,
-        captures_after_first_session=0,
-        slots_per_chunk=[[2], [1]],
-        num_graphs=6,
-        memsets_kept=memsets_kept,
-    )
-
-
-def printed(memsets_kept: list[str]) -> str:
-    console = Console(width=200, highlight=False)
-    with console.capture() as capture:
-        print_report(load_config(CONFIG), results_with(memsets_kept), console)
-    return capture.get()
-
-
-def test_memsets_that_stay_are_reported_once_for_each_reason() -> None:
-    assert "memsets" not in printed(["", ""])
-    text = printed(["no bindings", "", "no bindings"])
-    assert text.count("memset nodes, which cost some microseconds each: no bindings\n") == 1
+RESULTS = RunResults(
+    steps=[],
+    parameters_equal=True,
+    num_parameters_compared=10,
+    capture_sessions=1,
+    captures_after_first_session=0,
+    slots_per_chunk=[[2], [1]],
+    num_graphs=6,
+)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
@@ -51,7 +36,7 @@ def test_results_are_printed_though_their_file_cannot_be_written(
     link = tmp_path / "link"
     link.symlink_to("/dev/full")
     with pytest.raises(OutputError, match="No space left on device"):
-        report(load_config(CONFIG), results_with([]), link)
+        report(load_config(CONFIG), RESULTS, link)
     assert "parameters after the run: equal" in capsys.readouterr().out
     assert link.is_symlink()
 
@@ -69,7 +54,7 @@ STEP = StepResult(
 
 
 def report_of(*overrides: str, **changes: Any) -> str:
-    results = replace(results_with([]), steps=[STEP], **changes)
+    results = replace(RESULTS, steps=[STEP], **changes)
     console = Console(width=80, highlight=False)
     with console.capture() as capture:
         print_report(
@@ -78,10 +63,13 @@ def report_of(*overrides: str, **changes: Any) -> str:
     return capture.get()
 
 
-def test_memory_is_reported_where_it_is_known() -> None:
-    assert "peak memory" not in report_of(reserved_bytes=[0, 0])
-    text = report_of(reserved_bytes=[2**30, 3 * 2**30])
+def test_memory_and_memsets_are_reported_where_they_are_known() -> None:
+    text = report_of(reserved_bytes=[0, 0], memsets_kept=["", ""])
+    assert "peak memory" not in text
+    assert "memset" not in text
+    text = report_of(reserved_bytes=[2**30, 3 * 2**30], memsets_kept=["no bindings"] * 2)
     assert "peak memory that torch reserved, by rank: 1.0 GiB, 3.0 GiB" in text
+    assert text.count("memset nodes") == 1
 
 
 def test_verification_reports_what_it_compared() -> None:

@@ -24,65 +24,39 @@ def test_the_command_takes_a_started_process_for_a_rank() -> None:
         timeout=60,
         check=False,
     )
-    assert result.returncode == 2
-    assert "taken for one rank of a job, but MASTER_ADDR is not set" in result.stderr
+    assert result.returncode == 1
+    assert "error: Rank 0 failed: " in result.stderr
+    assert "MASTER_ADDR expected, but not set" in result.stderr
 
 
-class TestErrors:
-    """Which rank prints an error, and when."""
+@pytest.mark.parametrize(
+    ("number", "error", "code", "message", "waits"),
+    [
+        # A wrong setting is nobody's fault.
+        (0, TopologyError("No such pipeline."), 2, "error: No such pipeline.\n", False),
+        # Those who know less wait for those who know more.
+        (1, ConfigError("No such file."), 2, "error: Rank 1 failed: No such file.\n", True),
+        (2, RuntimeError("Connection reset by peer"), 1, "another rank ended", True),
+        (3, CaptureError("model.py:12: .item()"), 1, "Rank 3 failed: model.py:12: .item()", False),
+        (3, ZeroDivisionError("one"), 1, "error: Rank 3 failed: ZeroDivisionError: one", False),
+    ],
+)
+def test_which_rank_prints_an_error_and_when(
+    number: int,
+    error: Exception,
+    code: int,
+    message: str,
+    waits: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def work() -> int:
+        raise error
 
-    @pytest.fixture(autouse=True)
-    def _no_waiting(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.waited = 0
-
-        def wait(_seconds: float) -> None:
-            self.waited += 1
-
-        monkeypatch.setattr(processes, "time", SimpleNamespace(sleep=wait))
-        self.setenv = monkeypatch.setenv
-
-    def report(self, number: int, error: Exception) -> int:
-        def work() -> int:
-            raise error
-
-        self.setenv("RANK", str(number))
-        self.setenv("LOCAL_RANK", str(number % 2))
-        return processes.run_rank(work, debug=False)
-
-    def test_a_wrong_setting_is_nobodys_fault(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert self.report(0, TopologyError("No such pipeline.")) == 2
-        assert capsys.readouterr().err == "error: No such pipeline.\n"
-        assert self.waited == 0
-
-    @pytest.mark.parametrize(
-        ("number", "error", "code", "message"),
-        [
-            (1, ConfigError("No such file."), 2, "error: Rank 1 failed: No such file.\n"),
-            (2, RuntimeError("Connection reset by peer"), 1, "another rank ended"),
-        ],
-    )
-    def test_those_who_know_less_wait_but_are_heard(
-        self,
-        capsys: pytest.CaptureFixture[str],
-        number: int,
-        error: Exception,
-        code: int,
-        message: str,
-    ) -> None:
-        assert self.report(number, error) == code
-        assert message in capsys.readouterr().err
-        assert self.waited == 1
-
-    @pytest.mark.parametrize(
-        ("error", "message"),
-        [
-            (CaptureError("model.py:12: .item()"), "error: Rank 3 failed: model.py:12: .item()"),
-            (ZeroDivisionError("one"), "error: Rank 3 failed: ZeroDivisionError: one"),
-        ],
-    )
-    def test_a_cause_is_printed_at_once(
-        self, capsys: pytest.CaptureFixture[str], error: Exception, message: str
-    ) -> None:
-        assert self.report(3, error) == 1
-        assert message in capsys.readouterr().err
-        assert self.waited == 0
+    waited: list[float] = []
+    monkeypatch.setattr(processes, "time", SimpleNamespace(sleep=waited.append))
+    monkeypatch.setenv("RANK", str(number))
+    monkeypatch.setenv("LOCAL_RANK", str(number % 2))
+    assert processes.run_rank(work, debug=False) == code
+    assert message in capsys.readouterr().err
+    assert len(waited) == waits

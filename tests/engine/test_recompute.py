@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from toys import capture
 
 from chunkgraph.engine import Chunk, ChunkGraphs
+from chunkgraph.engine.split import SPLIT, WeightBackwards
 from chunkgraph.errors import CaptureError
 from chunkgraph.graphs import GraphBackend
 
@@ -112,8 +113,9 @@ def test_dropout_next_to_a_recomputation_repeats_the_masks_of_eager(
         x = checkpoint(layer, nn.functional.dropout(x, 0.3), use_reentrant=reentrant)
         return nn.functional.dropout(x, 0.2)
 
-    chunk = _chunk(layer, forward, backward=backward)
-    graphs = ChunkGraphs([chunk], [1], backend=backend)
+    program = SPLIT if backward == "split" else None
+    graphs = ChunkGraphs([_chunk(layer, forward, program=program)], [1], backend=backend)
+    weights = WeightBackwards(graphs)
     x = torch.randn(ROWS, WIDTH, device=backend.device, requires_grad=True)
     graphs.capture([x])
     results: list[list[torch.Tensor]] = []
@@ -125,7 +127,7 @@ def test_dropout_next_to_a_recomputation_repeats_the_masks_of_eager(
             for _ in range(3):
                 graphs.callables[0](x).square().sum().backward()
                 if backward == "split":
-                    graphs.weights.run(0)
+                    weights.run(0)
         results.append([x.grad, *(p.grad for p in layer.parameters()), torch.rand(4)])
     assert all(map(torch.equal, *results))
 

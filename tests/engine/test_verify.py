@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from toys import Apply, all_equal, capture
+from toys import Apply, capture
 
-from chunkgraph.engine import CaptureOptions, ChunkGraphs
+from chunkgraph.engine import ChunkGraphs
 from chunkgraph.errors import VerifyError
 from chunkgraph.graphs import GraphBackend, tensor_at
 from chunkgraph.schedules import megatron_schedule
@@ -136,10 +136,10 @@ def test_a_number_of_python_that_changes_after_the_capture(
         train(graphs, backend)
     message = str(error.value)
     assert "chunk 0 slot 0: the replayed forward of microbatch 0 in replayed step 1" in message
-    assert "output 0: " in message
+    assert "output 0 differs by" in message
     # The scale is the last operation of its layer; a tensor of the next layer shows it first.
     assert "first layer that differs: layers.2.linear" in message
-    assert "the last correct tensor is kept by layers.1:" in message
+    assert "the last correct tensor is kept by layers.1" in message
     stack.layers[1].scale[0] = 1.0
     train(graphs, backend, 2)  # the failed step leaves nothing over
 
@@ -170,20 +170,20 @@ def test_a_saved_tensor_overwritten_before_the_backward(
     # Later layers ran backward before it, correctly.
     assert "the gradient of layers.1.linear." in message
     assert "first layer that differs: layers.1" in message
-    assert "the last correct tensor is kept by layers.1.linear:" in message
+    assert "the last correct tensor is kept by layers.1.linear" in message
 
 
 def test_a_buffer_and_the_random_state_are_compared(
     stack: Stack, attach: Callable[..., ChunkGraphs], backend: GraphBackend
 ) -> None:
     graphs = attach(verify="shadow")
-    replay = slot_of(graphs).forward_graph.replay
+    replay = slot_of(graphs).graphs["F"].replay
 
     def and_draw() -> None:
         replay()
         torch.rand(1, device=backend.device)
 
-    slot_of(graphs).forward_graph.replay = and_draw
+    slot_of(graphs).graphs["F"].replay = and_draw
     with pytest.raises(VerifyError, match="random state"):
         train(graphs, backend)
 
@@ -216,11 +216,10 @@ def test_only_the_steps_asked_for_are_verified(
     assert seen == verified
 
 
-@pytest.mark.parametrize("verify", ["poison", "shadow"])
 def test_a_nan_of_the_model_itself_is_named_once_and_trained_on(
-    stack: Stack, attach: Callable[..., ChunkGraphs], backend: GraphBackend, verify: str
+    stack: Stack, attach: Callable[..., ChunkGraphs], backend: GraphBackend
 ) -> None:
-    graphs = attach(verify=verify)
+    graphs = attach(verify="poison")
     train(graphs, backend)
     with torch.no_grad():
         stack.layers[1].linear.bias[2] = float("nan")
@@ -229,20 +228,18 @@ def test_a_nan_of_the_model_itself_is_named_once_and_trained_on(
     assert len(records) == 1
     message = str(records[0].message)
     assert "chunk 0 slot 0: the replayed forward of microbatch 0 in replayed step 1" in message
-    assert "first layer with a NaN is layers.1.linear" in message
+    assert "first layer with a NaN is layers.1 " in message
     assert graphs.counters.replays == 4
 
 
-@pytest.mark.parametrize("verify", ["poison", "shadow"])
 def test_a_nan_from_outside_is_not_blamed_on_a_layer(
-    attach: Callable[..., ChunkGraphs], backend: GraphBackend, verify: str
+    attach: Callable[..., ChunkGraphs], backend: GraphBackend
 ) -> None:
-    graphs = attach(verify=verify)
+    graphs = attach(verify="poison")
     with pytest.warns(UserWarning, match="came in with the input") as records, graphs.step(1):
         graphs.callables[0](new_input(backend) * float("nan")).sum().backward()
     assert len(records) == 1
-    graphs.release()
-    graphs = attach(verify=verify)
+    graphs = attach(verify="poison")
     with pytest.warns(UserWarning, match="from work after the chunk") as records, graphs.step(1):
         (graphs.callables[0](new_input(backend)) * float("nan")).sum().backward()
     assert len(records) == 1
@@ -276,16 +273,13 @@ class BadBackward(torch.autograd.Function):
         return grad * float("nan")
 
 
-@pytest.mark.parametrize("verify", ["poison", "shadow"])
-def test_a_nan_of_the_backward_is_named_by_its_first_gradient(
-    backend: GraphBackend, verify: Any
-) -> None:
+def test_a_nan_of_the_backward_is_named_by_its_first_gradient(backend: GraphBackend) -> None:
     def bad(module: Any, x: torch.Tensor) -> torch.Tensor:
         first, second, third = module.layers
         return third(BadBackward.apply(second(first(x))))
 
     chunk = Apply(bad, layers=nn.ModuleList(Layer() for _ in range(3)))
-    graphs = capture(chunk, new_input(backend), backend=backend, verify=verify)
+    graphs = capture(chunk, new_input(backend), backend=backend, verify="poison")
     with pytest.warns(UserWarning, match=r"backward of .*is that of layers\.1\.linear\."):
         train(graphs, backend)
 
@@ -302,58 +296,6 @@ def test_poison_names_the_layer_that_read_dead_memory(
     assert "chunk 0 slot 0: the replayed backward of microbatch 0" in message
     assert "memory that was no longer its own" in message
     assert "first layer with a NaN: layers.0" in message
-
-
-def test_a_gradient_that_nothing_came_to_is_not_searched(backend: GraphBackend) -> None:
-    """The memory of such a gradient may hold anything."""
-    unused = nn.Parameter(torch.full((WIDTH,), 3.0))
-    module = Apply(lambda m, x: m.linear(x), linear=nn.Linear(WIDTH, WIDTH), unused=unused)
-    graphs = capture(module, new_input(backend), backend=backend, verify="poison")
-    assert graphs._captured is not None
-    for sink in graphs._captured.sinks[0].buffers:
-        sink.fill_(float("nan"))
-    train(graphs, backend)
-    assert module.unused.grad is None
-    assert module.linear.weight.grad.isfinite().all()
-
-
-@pytest.mark.parametrize("what", ["attribute", "parameter", "embedding"])
-def test_what_a_forward_updates_in_place_is_put_back_after_the_eager_pass(
-    backend: GraphBackend, what: str
-) -> None:
-    """Buffers, plain attributes and parameters."""
-
-    def update(module: Any, x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            if what == "attribute":
-                module.state.add_(1)
-            elif what == "parameter":
-                module.linear.weight.mul_(0.9)
-        if what == "embedding":
-            x = x + module.embedding(torch.arange(3, device=x.device))
-        return module.linear(x) * (1 + module.state)
-
-    def new_module() -> nn.Module:
-        torch.manual_seed(0)
-        return Apply(
-            update,
-            linear=nn.Linear(WIDTH, WIDTH),
-            embedding=nn.Embedding(5, WIDTH, max_norm=1.0),
-            state=torch.zeros(WIDTH, device=backend.device),
-        ).to(backend.device)
-
-    states: list[list[torch.Tensor]] = []
-    for is_captured in (False, True):
-        module = new_module()
-        options = CaptureOptions(verify="shadow")
-        graphs = ChunkGraphs(module, 1, backend=backend, options=options)
-        for _ in range(3):
-            with graphs.step(1, eager=not is_captured):
-                graphs.callables[0](torch.ones(3, WIDTH, device=backend.device)).sum().backward()
-        states.append([module.state, *[p.detach() for p in module.parameters()]])
-        states[-1] += [p.grad for p in module.parameters() if p.grad is not None]
-    assert graphs.counters.replays == 2
-    assert all_equal(*states)
 
 
 def test_poison_accepts_infinite_gradients_that_add_up_to_a_nan(backend: GraphBackend) -> None:

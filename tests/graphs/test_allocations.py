@@ -22,12 +22,6 @@ def test_a_block_has_the_peak_and_no_more_where_nothing_is_between() -> None:
     assert block_bytes([Allocation(MIB, 0, 1)]) == 0, "the allocator puts it elsewhere"
 
 
-def test_gaps_between_pieces_count() -> None:
-    """Two pieces of 4 MiB are free, but not next to each other."""
-    pieces = [Allocation(4 * MIB, i, 4 + i if i % 2 == 0 else 20) for i in range(4)]
-    assert block_bytes([*pieces, Allocation(8 * MIB, 10, 19)]) == 24 * MIB
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_a_pool_with_this_block_takes_no_other(seed: int) -> None:
     """The same allocations from a best-fit pool, in their order."""

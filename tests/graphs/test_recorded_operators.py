@@ -108,20 +108,6 @@ def test_what_reaches_the_host_is_refused_with_its_line(name: str) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("name", ["prod", "filled number"])
-def test_backwards_that_read_values_are_refused_by_name(name: str) -> None:
-    backend = RecorderBackend()
-    x = torch.randn(3, requires_grad=True)
-    number = torch.tensor(2.0, requires_grad=True)
-    with capturing(backend, "forward"):
-        out = x.prod() if name == "prod" else x.masked_fill(x > 0, number).sum()
-    with (
-        pytest.raises(IllegalOperationError, match=r"(Prod|MaskedFill)Backward reads"),
-        capturing(backend, "backward"),
-    ):
-        torch.autograd.grad(out, [x, number], torch.ones(()), allow_unused=True)
-
-
 def test_a_shape_that_depends_on_values_is_never_broadcast() -> None:
     backend = RecorderBackend()
     lengths, x = torch.tensor([4]), torch.randn(1, 4, 8)

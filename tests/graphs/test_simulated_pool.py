@@ -38,17 +38,6 @@ def test_live_blocks_never_overlap_and_all_are_freed(
     assert pool.reserved_bytes == reserved
 
 
-def test_a_freed_block_is_reused_and_an_alias_does_not_hold_it() -> None:
-    pool = SimulatedPool("pool")
-    storage = pool.allocate(1000)
-    start = storage.data_ptr()
-    alias = pool.alias(start, 1000)
-    del storage
-    assert not pool.live()
-    assert pool.allocate(800).data_ptr() == start
-    assert alias.data_ptr() == start
-
-
 def test_storages_may_die_in_other_threads() -> None:
     """As tensors that gloo's threads hold: they may die at any line of the pool's code."""
     pool = SimulatedPool("pool")

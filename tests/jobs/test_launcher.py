@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from chunkgraph.errors import WorkerError
+from chunkgraph.errors import CaptureError, ConfigError, WorkerError
 from chunkgraph.jobs.launcher import Launcher
+from chunkgraph.jobs.processes import first_failure, write_error
 
 ROOT = Path(__file__).parents[2]
 WORKERS = Path(__file__).parents[1] / "support" / "workers"
@@ -121,3 +122,20 @@ def test_an_exception_on_the_way_leaves_no_worker(
     with pytest.raises(KeyboardInterrupt):
         launched.run("hang")
     assert launched.workers_are_gone()
+
+
+def test_a_rank_that_lost_its_peer_is_not_the_cause(tmp_path: Path) -> None:
+    write_error(tmp_path, 0, RuntimeError("Connection reset by peer"))
+    write_error(tmp_path, 3, CaptureError("model.py:12: .item()"))
+    error = first_failure(tmp_path, {0: 1, 3: 1})
+    assert str(error) == "Rank 3 failed: model.py:12: .item()"
+    killed = first_failure(tmp_path, {0: 1, 2: -6, 3: 1})
+    assert str(killed).startswith("Rank 2 was killed by signal 6 (SIGABRT). ")
+
+
+def test_of_two_causes_the_first_counts(tmp_path: Path) -> None:
+    write_error(tmp_path, 1, ConfigError("model.layers: not a number."))
+    write_error(tmp_path, 2, ValueError("one\n\ntwo"))
+    assert str(first_failure(tmp_path, {2: 1, 1: 2})) == "Rank 2 failed: ValueError: one\ntwo"
+    wrong = first_failure(tmp_path, {1: 2, 2: 1})
+    assert (str(wrong), wrong.exit_code) == ("model.layers: not a number.", 2)

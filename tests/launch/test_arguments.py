@@ -5,22 +5,19 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
-from types import FrameType, SimpleNamespace
+from types import FrameType
 from typing import Any
 
 import pytest
 from launch_arguments import arguments
-from launch_flags import flags_from
 
-from chunkgraph.errors import ConfigError
+from chunkgraph.errors import ConfigError, PackingError
 from chunkgraph.launch.arguments import settle_arguments
-from chunkgraph.launch.flags import GraphFlags, add_flags
+from chunkgraph.launch.flags import GraphFlags, add_flags, read_flags
 from chunkgraph.launch.packing_rules import changing_limits, packing_options
 from chunkgraph.megatron.cpu.pretrain import cpu_flags
 from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.packing import PackedShape
-
-HAS_TE = importlib.util.find_spec("transformer_engine") is not None
 
 
 @pytest.mark.parametrize("implementation", ["local", "none"])
@@ -45,7 +42,6 @@ def test_layer_leaves_all_arguments_alone() -> None:
     ("changes", "message"),
     [
         ({"cuda_graph_impl": "full_iteration"}, "--cuda-graph-impl full_iteration: "),
-        ({"cuda_graph_modules": ["attn"]}, "--cuda-graph-modules: a chunk graph holds all of a"),
         ({"inference_cuda_graph_scope": "block"}, "--inference-cuda-graph-scope: "),
         (
             {
@@ -74,7 +70,7 @@ def test_what_cannot_go_together_is_named(changes: dict[str, Any], message: str)
 def _parsed(*arguments: str) -> Any:
     parser = argparse.ArgumentParser()
     add_flags(parser)
-    return flags_from(parser.parse_args(["--cuda-graph-granularity", "chunk", *arguments]))
+    return read_flags(parser.parse_args(["--cuda-graph-granularity", "chunk", *arguments]))
 
 
 @pytest.mark.parametrize(
@@ -95,37 +91,6 @@ def test_flags_of_packed_sequences(arguments: list[str], packing: tuple[Any, ...
     flags = _parsed(*arguments)
     limits = (flags.packing.max_packed_seqs, flags.packing.max_packed_tokens, flags.packing.buckets)
     assert (*limits, flags.packing.seq_buckets) == packing
-
-
-def _fewer_sequences(flags_of_run: list[str], rows: int, ranks: int = 1) -> tuple[int, ...]:
-    """Return the smaller numbers of sequences of a run with these flags."""
-    flags = _parsed(*flags_of_run)
-    args = arguments(seq_length=rows, context_parallel_size=ranks)
-    options = packing_options(flags.packing, args)
-    if options is None:
-        groups: Any = SimpleNamespace(of=lambda size: None)
-        limits = changing_limits(flags.packing, args, world_size=1, group_size=1)
-        banks = PackedBanks.of_limits(limits, groups, seq_buckets=flags.packing.seq_buckets)
-    else:
-        banks = PackedBanks.of_model(options, args)
-    assert banks.largest_shape.max_packed_tokens == rows
-    assert banks.seq_counts[0] == flags.packing.max_packed_seqs
-    return tuple(sorted(banks.seq_counts)[:-1])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "seq_buckets"),
-    [
-        (["512"], (64, 128, 256)),
-        (["512", "--cuda-graph-cp-sizes", "1"], (64, 128, 256)),
-        (["512", "--cuda-graph-packed-seq-buckets", "0"], ()),
-        (["512", "--cuda-graph-packed-seq-buckets", "9"], (9,)),
-        (["50", "--cuda-graph-packed-buckets", "0.5"], (32,)),
-    ],
-)
-def test_fewer_sequences(arguments: list[str], seq_buckets: tuple[int, ...]) -> None:
-    flags = ["--cuda-graph-max-packed-seqs", *arguments]
-    assert _fewer_sequences(flags, 2048) == seq_buckets
 
 
 PACKED = {"sft": True, "seq_length": 16, "micro_batch_size": 1, "cuda_graph_max_packed_seqs": 4}
@@ -167,19 +132,14 @@ def test_the_shape_of_packed_sequences() -> None:
             "seqs 4 with --context-parallel-size 2 and --dataloader-inter-document-masking: ",
         ),
         (
-            {"context_parallel_size": 2, "seq_length": 18},
-            "max-packed-tokens is 18, which --context-parallel-size 2 cannot split",
-        ),
-        (
             {"num_experts": 4, "cuda_graph_max_packed_tokens": 8},
-            "tokens with --num-experts 4: routers count every row",
+            "seqs 4 with --num-experts 4: routers count every row",
         ),
         ({"cuda_graph_max_packed_tokens": 17}, "tokens 17: a microbatch has 16 rows"),
         (
             {"cuda_graph_packed_buckets": [0.5], "context_parallel_size": 2},
-            "--cuda-graph-packed-buckets with --context-parallel-size 2: ",
+            "seqs 4 with --context-parallel-size 2: ",
         ),
-        ({"cuda_graph_packed_buckets": [99.0]}, "seqs 4: A bucket of 99.0: "),
         (
             {"cuda_graph_packed_seq_buckets": [4]},
             "seq-buckets 4 with --cuda-graph-max-packed-seqs 4: 4 is not between 2",
@@ -195,10 +155,26 @@ def test_what_packed_sequences_cannot_go_with_is_named(
 
 
 @pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"context_parallel_size": 2, "seq_length": 18}, "18, which context_parallel_size 2"),
+        ({"cuda_graph_packed_buckets": [99.0]}, "A bucket of 99.0: "),
+        ({"cuda_graph_max_packed_seqs": 1}, "max_packed_seqs is 1"),
+    ],
+)
+def test_impossible_shapes_are_errors_before_the_model_is_built(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(PackingError, match=message):
+        settle_arguments(arguments(**{**PACKED, **changes}), on_cpu=True)
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--cuda-graph-max-packed-seqs", "1"], "use 2 or more"),
         (["--cuda-graph-max-packed-tokens", "9"], "no effect without --cuda-graph-max-packed-seqs"),
+        (["--cuda-graph-cp-sizes", "2"], "sizes 2 has no effect without .*max-packed-seqs"),
+        (["--cuda-graph-max-packed-seqs", "-1"], "packed-seqs is -1; it must be greater"),
         (
             ["--cuda-graph-max-packed-seqs", "--cuda-graph-packed-buckets", "0.5", "0"],
             r"--cuda-graph-packed-buckets\[1\] is 0.0; it must be greater than 0",
@@ -245,10 +221,9 @@ def test_context_sizes_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"sft": False, "dataloader_inter_document_masking": True}, "1 2 without --sft: "),
         ({"calculate_per_token_loss": False}, "1 2 without --calculate-per-token-loss: "),
-        ({"micro_batch_size": 2}, "1 2 with --micro-batch-size 2: "),
-        ({"cuda_graph_packed_buckets": [0.5]}, "1 2 with --cuda-graph-packed-buckets 0.5: "),
         ({"mtp_num_layers": 1}, " with --mtp-num-layers 1: multi-token prediction"),
         ({"tensor_model_parallel_size": 4}, "1 2 with 1 data-parallel ranks: "),
+        ({"cuda_graph_cp_sizes": [1, 3]}, "sizes 1 3: 3 is not a power of two"),
         ({"cuda_graph_max_packed_tokens": 7}, "tokens 7: the 7 rows of a rank cannot be divided"),
         ({"cuda_graph_max_packed_tokens": 6}, "tokens 6: 2 ranks hold 12 rows, and documents"),
         (
@@ -268,32 +243,6 @@ def test_what_changing_context_sizes_cannot_go_with_is_named(
     with pytest.raises(ConfigError, match="cannot go together with") as error:
         settle_arguments(arguments(**{**CHANGING, **changes}), on_cpu=True)
     assert message in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--cuda-graph-cp-sizes", "2"], "sizes 2 has no effect without .*max-packed-seqs"),
-        (
-            ["--cuda-graph-cp-sizes", "1", "3", "--cuda-graph-max-packed-seqs", "4"],
-            "sizes 1 3: 3 is not a power of two",
-        ),
-    ],
-)
-def test_impossible_flags_of_context_sizes(arguments: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        _parsed(*arguments)
-
-
-@pytest.mark.skipif(HAS_TE, reason="Transformer Engine is installed")
-def test_dropout_on_a_gpu_without_graph_safe_random_numbers_is_refused() -> None:
-    with pytest.raises(ConfigError, match="without Transformer Engine"):
-        settle_arguments(arguments(hidden_dropout=0.1), on_cpu=False)
-    with pytest.raises(
-        ConfigError, match=r"it is not installed.*--transformer-impl local"
-    ) as error:
-        settle_arguments(arguments(transformer_impl="transformer_engine"), on_cpu=False)
-    assert "dropout" not in str(error.value)
 
 
 def test_few_functions_read_the_number_of_packed_sequences() -> None:

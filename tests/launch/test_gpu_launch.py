@@ -7,7 +7,6 @@ Run in one process for each rank under torchrun.
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import shlex
 from pathlib import Path
@@ -82,7 +81,6 @@ FSDP = [
     *("--use-distributed-optimizer", "--ckpt-format", "fsdp_dtensor"),
     "--calculate-per-token-loss",
 ]
-FSDP2 = ["--use-torch-fsdp2", "--ckpt-format", "torch_dist", *NO_DROPOUT, *COUNTS]
 UNTIED = ["--untie-embeddings-and-output-weights"]
 # Flags that training with graphs runs without, or that shard parameters.
 RECIPES = {
@@ -101,15 +99,10 @@ RECIPES = {
     "ep2-megatron-fsdp-overlapped-transfers": [
         *(*FSDP, *TRANSFERS, *UNTIED, "--delay-wgrad-compute"),
     ],
-    "dp2-torch-fsdp2": [*FSDP2, *UNTIED],
 }
 CASES |= RECIPES
 CASES["ep2-hybridep-stash"] = [*CASES["ep2-hybridep"], "--cuda-graph-stash", "true"]
 HYBRIDEP = ("ep2-hybridep", "ep2-hybridep-stash")
-
-
-def _release(package: str) -> tuple[int, ...]:
-    return tuple(map(int, importlib.metadata.version(package).split(".")[:2]))
 
 
 def _needs_connections(flags: list[str]) -> bool:
@@ -166,8 +159,6 @@ def _skip_without_packages(case: str) -> None:
             pytest.skip(f"{needed} is not installed")
     if "megatron-fsdp" in case and importlib.util.find_spec("einops") is None:
         pytest.skip("Megatron-FSDP needs einops")
-    if "fsdp2" in case and _release("torch") < (2, 13):
-        pytest.skip("FSDP2 of this torch is refused")
     if case in HYBRIDEP and importlib.util.find_spec("deep_ep") is None:
         pytest.skip("DeepEP is not installed")
 

@@ -82,7 +82,7 @@ def test_layer_changes_nothing_and_chunk_turns_off_megatrons_graphs() -> None:
 
 def test_the_scripts_exit_code_is_the_ranks(tmp_path: Path, monkeypatch: Any) -> None:
     from chunkgraph.launch.__main__ import run_script
-    from chunkgraph.launch.options import parse_options
+    from chunkgraph.launch.flags import parse_options
 
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -98,7 +98,7 @@ def test_a_script_that_has_no_use_for_the_flags_is_reported(
 ) -> None:
     """It would train eagerly without a message."""
     from chunkgraph.launch.__main__ import run_script
-    from chunkgraph.launch.options import parse_options
+    from chunkgraph.launch.flags import parse_options
 
     monkeypatch.setattr(sys, "path", list(sys.path))
     chunk = ["--cuda-graph-granularity", "chunk"]

@@ -8,10 +8,16 @@ from typing import Any
 import pytest
 from launch_flags import graph_flags_of, merged
 
-from chunkgraph.cli.__main__ import main
 from chunkgraph.errors import ConfigError
-from chunkgraph.launch.options import parse_options
-from chunkgraph.settings import CaptureConfig, Config, ModelConfig, PipelineConfig, load_config
+from chunkgraph.launch.flags import parse_options
+from chunkgraph.settings import (
+    CaptureConfig,
+    Config,
+    ModelConfig,
+    PackingConfig,
+    PipelineConfig,
+    load_config,
+)
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -91,19 +97,6 @@ def test_no_key_of_the_file_is_ignored(section: str) -> None:
         assert merged(_load(*needed)) != merged(_load(*needed, last)), last
 
 
-def test_recomputation_has_flags() -> None:
-    full = merged(load_config(CONFIGS / "bench" / "dense_pp2_recompute.yaml"))
-    values = {"granularity": "full", "method": "uniform", "num-layers": "1"}
-    for name, value in values.items():
-        assert full[full.index(f"--recompute-{name}") + 1] == value
-    modules = ["model.recompute_granularity=selective", "model.recompute_modules=[core_attn,mlp]"]
-    config = _load("model.swiglu=true", *modules)
-    selective = merged(config)
-    start = selective.index("--recompute-modules")
-    assert selective[start + 1 : start + 3] == ["core_attn", "mlp"]
-    assert selective[start + 3].startswith("--")
-
-
 def test_fields_of_megatron_have_flags() -> None:
     fields = "{normalization: LayerNorm, moe_layer_freq: [0, 1], moe_router_pre_softmax: true}"
     flags = merged(_load(f"model.transformer_config={fields}"))
@@ -134,45 +127,14 @@ def test_packed_sequences_of_the_file_are_flags() -> None:
     assert (graph_flags.packing.max_packed_seqs, graph_flags.packing.buckets) == (9, (0.25, 8.0))
 
 
-@pytest.mark.parametrize(
-    ("settings", "arguments"),
-    [
-        (
-            (
-                *(
-                    "moe.num_moe_experts=4",
-                    "moe.moe_expert_capacity_factor=1",
-                    "stash.enabled=true",
-                ),
-            ),
-            ["--cuda-graph-stash", "false"],
-        ),
-        (
-            (
-                *("packing.max_packed_seqs=4", "packing.buckets=[0.25]", "device=cuda"),
-                *("model.layer_spec=transformer_engine", "train.micro_batch_size=1"),
-                "packing.max_packed_tokens=12",
-            ),
-            ["--cuda-graph-max-packed-seqs", "0"],
-        ),
-    ],
-    ids=["stash", "packing"],
-)
-def test_what_the_command_line_turns_off_is_off(
-    settings: tuple[str, ...], arguments: list[str]
-) -> None:
+def test_what_the_command_line_turns_off_is_off() -> None:
     """Also all of the file's flags that depend on it, which would be refused without it."""
-    graph_flags = graph_flags_of(merged(_load(*settings), arguments))
+    packing = ["packing.max_packed_seqs=4", "packing.buckets=[0.25]", "device=cuda"]
+    packing += ["model.layer_spec=transformer_engine", "train.micro_batch_size=1"]
+    flags = merged(_load(*packing), ["--cuda-graph-max-packed-seqs", "0"])
+    graph_flags = graph_flags_of(flags)
     assert graph_flags is not None
-    assert (
-        graph_flags.stash.enabled,
-        graph_flags.packing.max_packed_seqs,
-        graph_flags.capture.verify,
-    ) == (
-        False,
-        0,
-        "none",
-    )
+    assert graph_flags.packing == PackingConfig()
 
 
 def test_sizes_of_microbatches_are_flags() -> None:
@@ -211,14 +173,3 @@ def test_the_device_is_that_of_the_file(script: Path) -> None:
     assert parse("--config", cpu).device == "cpu"
     other = parse("--config", cpu, "--device", "cuda")
     assert other.device == "cuda"
-
-
-def test_a_number_of_processes_is_for_what_starts_them(
-    script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Under torchrun the launcher is one of these processes, and would ignore the number."""
-    job = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}
-    for name, value in {**job, "MASTER_ADDR": "-", "MASTER_PORT": "-"}.items():
-        monkeypatch.setenv(name, value)
-    assert main(["launch", "--nproc-per-node", "2", str(script)]) == 2
-    assert "--nproc-per-node 2: this process is already one of 4" in capsys.readouterr().err

@@ -1,12 +1,9 @@
-"""Recipes with experts in the style of Megatron-LM train as without graphs, or are refused."""
+"""Recipes with experts in the style of Megatron-LM are taken, or refused with a reason."""
 
 from __future__ import annotations
 
 import argparse
 import functools
-import json
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from training_needs import NEEDS_TRAINING
@@ -17,8 +14,6 @@ from chunkgraph.launch.flags import add_flags
 from chunkgraph.megatron.cpu.pretrain import cpu_pretrain_host
 
 pytestmark = [pytest.mark.megatron, NEEDS_TRAINING]
-
-SUPPORT = Path(__file__).parents[1] / "support"
 
 _GRAPHS = "--cuda-graph-granularity chunk --te-rng-tracker --hidden-dropout 0 --attention-dropout 0"
 _BASE = (
@@ -118,40 +113,6 @@ _REFUSED = (
 )
 
 
-_SMALL = {
-    "--num-layers": "2",
-    "--hidden-size": "64",
-    "--num-attention-heads": "4",
-    "--num-query-groups": "2",
-    "--seq-length": "16",
-    "--max-position-embeddings": "16",
-    "--micro-batch-size": "2",
-    "--global-batch-size": "4",
-    "--num-experts": "16",
-    "--moe-ffn-hidden-size": "32",
-    "--moe-shared-expert-intermediate-size": "32",
-    "--moe-layer-freq": "([0]*1+[1]*1)",
-    "--q-lora-rank": "16",
-    "--kv-lora-rank": "16",
-    "--qk-head-dim": "16",
-    "--qk-pos-emb-head-dim": "8",
-    "--v-head-dim": "16",
-}
-_SIZES = {
-    "--tensor-model-parallel-size",
-    "--pipeline-model-parallel-size",
-    "--expert-model-parallel-size",
-    "--expert-tensor-parallel-size",
-}
-_ELSEWHERE = {"--sequence-parallel", "--moe-permute-fusion", _OVERLAP}
-"""Flags that need a GPU or several ranks."""
-_TRAINING = (
-    "--ffn-hidden-size 96 --tokenizer-type NullTokenizer --vocab-size 63 --lr 1e-3 "
-    "--lr-decay-style constant --log-interval 1 --eval-iters 0 --train-iters 3 --num-workers 0 "
-    "--hidden-dropout 0 --attention-dropout 0"
-)
-
-
 @functools.cache
 def _parser() -> argparse.ArgumentParser:
     with cpu_pretrain_host():
@@ -163,12 +124,6 @@ def _parser() -> argparse.ArgumentParser:
     return result
 
 
-@pytest.fixture(autouse=True)
-def of_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recipes run where HybridEP is installed."""
-    monkeypatch.setattr("chunkgraph.launch.arguments.hybrid_ep_need", lambda _: None)
-
-
 def _parsed(recipe: str, more: str) -> argparse.Namespace:
     return _parser().parse_args(f"{_GRAPHS} {_BASE} {recipe} {more}".split())
 
@@ -176,50 +131,6 @@ def _parsed(recipe: str, more: str) -> argparse.Namespace:
 @pytest.mark.parametrize(("recipe", "more"), _TAKEN)
 def test_recipes_are_taken_as_they_are(recipe: str, more: str) -> None:
     assert settle_arguments(_parsed(recipe, more), on_cpu=False) is not None
-
-
-def _on_one_rank(recipe: str, more: str) -> list[str]:
-    """Return the flags of a small model on one rank of a CPU."""
-    flags, words = [], iter(f"{_BASE} {recipe} {more}".split())
-    for word in words:
-        if word in _SIZES:
-            next(words)
-        elif word in _SMALL:
-            value, small = next(words), _SMALL[word]
-            is_smaller = value.isdigit() and int(value) < int(small)
-            flags += [word, value if is_smaller else small]
-        elif word not in _ELSEWHERE:
-            flags.append(word)
-    return [*flags, *_TRAINING.split()]
-
-
-@pytest.mark.timeout(200)
-@pytest.mark.parametrize(
-    "model",
-    [
-        pytest.param(_MIXTRAL, id="mixtral", marks=pytest.mark.slow),
-        pytest.param(_DEEPSEEK, id="deepseek", marks=pytest.mark.slow),
-        pytest.param(_QWEN, id="qwen", marks=pytest.mark.slow),
-    ],
-)
-def test_recipes_train_as_without_graphs(
-    model: str, tmp_path: Path, run_script: Callable[..., tuple[list[int], str]]
-) -> None:
-    """Every step's losses and gradient norm are equal to the last bit."""
-    # Megatron's recomputation of moe_act needs Transformer Engine: `test_gpu_dropless` trains it.
-    taken = [more for recipe, more in _TAKEN if recipe == model and "moe_act" not in more]
-    cases = {" ".join(flags): flags for flags in (_on_one_rank(model, more) for more in taken)}
-    path = tmp_path / "cases.json"
-    path.write_text(json.dumps(cases), encoding="utf-8")
-    arguments = (SUPPORT / "recipe_training.py", path, tmp_path)
-    codes, output = run_script(*arguments, num_ranks=1, host="pretrain", timeout_s=180.0)
-    assert codes == [0], output[-6000:]
-    results = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
-    assert results.keys() == cases.keys()
-    for flags, result in results.items():
-        assert len(set(result["eager"])) == 3, flags
-        assert result["graphs"] == result["eager"], flags
-        assert result["replays"] == 4, flags  # of two microbatches, after an eager step
 
 
 @pytest.mark.parametrize(("recipe", "more", "message"), _REFUSED)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from chunkgraph.errors import ConfigError, PackingError
-from chunkgraph.launch.documents import Documents, ReadAhead, cut, documents_of, look_ahead
+from chunkgraph.launch.documents import ReadAhead, documents_of, look_ahead
 from chunkgraph.launch.packed_steps import OwnDocuments, PackedSteps
 from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.packing import PackedShape
@@ -232,30 +232,6 @@ def test_other_data_than_those_announced_are_an_error(
         step(None, iterators=then)
 
 
-def test_tensor_parallel_ranks_hear_of_the_next_step_once(
-    step: Step, steps: list[PackedSteps], words: list[Any]
-) -> None:
-    """A rank that reads nothing learns of the first rank's data only ahead of the step."""
-    shared: list[Any] = []
-    of_first = of_megatron([batch(n, 12) for n in range(1, 5)])
-    step(None, iterators=of_first)
-    own: Any = steps[0]
-    own._tensor_ranks = SimpleNamespace(share=lambda read: shared.append(read) or read)
-    own.announce_next(2)
-    step(None, iterators=of_first)
-    [documents] = shared
-    assert [Documents(*d).lengths for d in documents] == words[0]
-    own._tensor_ranks.share = lambda read: shared.append(read) or documents
-    own._iterators = [None]
-    own.announce_next(2)
-    call = {"num_microbatches": 2, "seq_length": ROWS, "micro_batch_size": 1}
-    batches, _, keywords = own._begin([None], call)
-    assert batches == [None]
-    assert keywords["packings"] == words[1] == words[0]
-    assert shared[1:] == [None]
-    own._tensor_ranks = None
-
-
 def test_nothing_is_announced_of_wrong_data_or_other_iterators(
     step: Step, steps: list[PackedSteps], words: list[Any]
 ) -> None:
@@ -303,9 +279,9 @@ def test_evaluation_is_left_alone(step: Step, models: list[Model]) -> None:
 
 
 def test_rows_that_no_loss_needs_are_left_out(step: Step, models: list[Model]) -> None:
-    arguments = step(
-        [batch(2, 4, 12, num_counted=5), batch(3, 12, num_counted=7)], most=8, buckets=(6,)
-    )
+    whole = batch(2, 4, 12, num_counted=5)
+    arguments = step([whole, batch(3, 12, num_counted=7)], most=8, buckets=(6,))
+    assert whole["tokens"].shape == (1, ROWS)  # the data set's own
     assert arguments["packings"] == [(2, 2, 2), (3, 5)]
     assert arguments["seq_length"] == 8
     (short, params), (long, _) = models[0].seen
@@ -322,16 +298,6 @@ def test_rows_that_no_loss_needs_are_left_out(step: Step, models: list[Model]) -
     assert arguments["packings"] == [(1, 1, 4), (12,)]  # three documents are left
 
 
-def test_cut_leaves_the_sample_alone() -> None:
-    whole = batch(2, 9, 12)
-    cut_batch = cut(whole, 4, "here")
-    assert cut_batch["tokens"].tolist() == [[0, 1, 2, 3]]
-    assert cut_batch["max_seqlen"].tolist() == [2]
-    assert documents_of(cut_batch, 4, "here").offsets == (0, 2, 4)
-    assert whole["cu_seqlens"][0, :4].tolist() == [0, 2, 9, 12]
-    assert whole["tokens"].shape == (1, ROWS)
-
-
 def _reads_nothing(_data: Any, model: nn.Module) -> None:
     model(torch.zeros(1), packed_seq_params=params_of(batch(4, 12)))
 
@@ -346,17 +312,12 @@ def _gives_no_params(data: Any, model: nn.Module) -> None:
     model(next(data)["tokens"])
 
 
-def _changes_documents(data: Any, model: nn.Module) -> None:
-    model(next(data)["tokens"], packed_seq_params=params_of(batch(12)))
-
-
 @pytest.mark.parametrize(
     ("each", "message"),
     [
         (_reads_nothing, "left microbatches of its step unread"),
         (_gives_no_params, "microbatch 0, chunk 0: .* without packed_seq_params="),
-        (_changes_documents, "passed 2 offsets, but the data of the step has 3"),
-        (_calls_twice, "microbatch 2, chunk 0: .* the data of the step has no such microbatch"),
+        (_calls_twice, "microbatch 2, chunk 0: the data of the step has no such microbatch"),
     ],
 )
 def test_forward_steps_that_do_otherwise_are_refused(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +11,8 @@ import pytest
 from chunkgraph.engine import CaptureReport
 from chunkgraph.engine.counters import Counters
 from chunkgraph.launch.flags import GraphFlags
-from chunkgraph.launch.reports import StepMetrics, capture_line, start_line
+from chunkgraph.launch.hooks import StepMetrics, capture_line, start_line
 from chunkgraph.megatron.captured_part import ChosenScope
-from chunkgraph.settings import load_config
-from chunkgraph.trainer.trained_model import capture_options
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release]
 
@@ -37,16 +34,6 @@ def test_memsets_that_stay_are_reported() -> None:
     assert capture_line(kept).endswith("; memset nodes were kept: no bindings")
 
 
-@pytest.mark.parametrize("value", ["1", "0"])
-def test_the_environment_chooses_how_memsets_are_captured(
-    value: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CHUNKGRAPH_MEMSET_KERNELS", value)
-    config = load_config(Path(__file__).parents[2] / "configs" / "cpu" / "gpt_pp2_cpu.yaml")
-    assert capture_options(config).memset_kernels == (value == "1")
-    assert GraphFlags().capture_options().memset_kernels == (value == "1")
-
-
 def test_the_first_line_has_scope_slots_and_graphs() -> None:
     graphs = _graphs()
     line = start_line(graphs, GraphFlags())
@@ -54,10 +41,7 @@ def test_the_first_line_has_scope_slots_and_graphs() -> None:
     assert "\n" not in line
     graphs.num_banks = 2  # context-parallel sizes, or buckets
     assert "rank 0 (24 graphs)" in start_line(graphs, GraphFlags())
-
-
-def test_the_reason_for_a_partial_capture_is_reported() -> None:
-    graphs = _graphs(scope=ChosenScope("block", "--cross-entropy-fusion-impl te"))
+    graphs.scope = ChosenScope("block", "--cross-entropy-fusion-impl te")
     line = start_line(graphs, GraphFlags())
     assert "scope block (no whole chunk with --cross-entropy-fusion-impl te), 4 + 2" in line
 

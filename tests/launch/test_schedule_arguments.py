@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from launch_arguments import arguments
 
-from chunkgraph.errors import ChunkGraphError, ConfigError
+from chunkgraph.errors import ConfigError
 from chunkgraph.launch import hooks
 from chunkgraph.launch.arguments import settle_arguments
 from chunkgraph.schedules import build_schedule
@@ -72,22 +72,6 @@ def test_delayed_weight_gradients_without_graphs_and_schedule_are_left_to_megatr
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {
-                "pipeline_schedule": "zb-h1",
-                "cuda_graph_granularity": "layer",
-                "cuda_graph_impl": "local",
-            },
-            "--cuda-graph-impl local with --pipeline-schedule zb-h1: Megatron's graphs follow",
-        ),
-        (
-            {
-                "pipeline_schedule": "zb-h1",
-                "cuda_graph_granularity": "layer",
-                "overlap_moe_expert_parallel_comm": True,
-            },
-            "--overlap-moe-expert-parallel-comm with --pipeline-schedule zb-h1: only Megatron's",
-        ),
         ({"pipeline_schedule": "none.csv"}, "none.csv: cannot read the schedule"),
         ({"pipeline_schedule": "zb-h2"}, "--pipeline-schedule zb-h2: there is no such schedule"),
         ({"pipeline_schedule": "zb-v"}, "--pipeline-schedule zb-v: it places stages in a V"),
@@ -100,39 +84,3 @@ def test_delayed_weight_gradients_without_graphs_and_schedule_are_left_to_megatr
 def test_schedules_that_cannot_run_are_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         settle_arguments(arguments(**changes), on_cpu=True)
-
-
-_TWO_RANKS = {"pipeline_model_parallel_size": 2, "global_batch_size": 8}
-
-
-@pytest.mark.usefixtures("in_folder_of_schedule")
-@pytest.mark.parametrize("granularity", ["chunk", "layer"])
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({}, None),
-        ({"global_batch_size": 16}, "4 microbatches, but a step has 8. Change --global-batch-size"),
-        ({"context_parallel_size": 2, "global_batch_size": 4}, None),
-        ({"pipeline_model_parallel_size": 4}, "has 2 ranks of 1 chunk(s), but the pipeline has 4"),
-        (
-            {"step_batch_size_schedule": "0:4 128:8", "global_batch_size": None},
-            "--step-batch-size-schedule with --pipeline-schedule mine.csv: the file is",
-        ),
-        ({"pipeline_schedule": "interleaved-zb"}, "num_chunks is 1: use 'zb-h1'"),
-        # Only the built model shows how many chunks a rank has.
-        ({"pipeline_schedule": "interleaved-zb", "num_layers_per_virtual_pipeline_stage": 2}, None),
-    ],
-)
-def test_a_schedule_is_compared_with_the_arguments(
-    monkeypatch: pytest.MonkeyPatch, granularity: str, changes: dict[str, Any], message: str | None
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    values = {"pipeline_schedule": "mine.csv", **_TWO_RANKS, **changes}
-    args = arguments(cuda_graph_granularity=granularity, cuda_graph_impl="none", **values)
-    if granularity == "chunk":
-        args.cuda_graph_impl = "local"
-    if message is None:
-        settle_arguments(args, on_cpu=True)
-        return
-    with pytest.raises(ChunkGraphError, match=re.escape(message)):
-        settle_arguments(args, on_cpu=True)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import warnings
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +13,7 @@ from torch import nn
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron import attach
 from chunkgraph.megatron.captured_part import SCOPE_RULES
-from chunkgraph.megatron.features.contexts import ContextGroups, feature, follow_groups
+from chunkgraph.megatron.features.contexts import ContextGroups, follow_groups
 from chunkgraph.megatron.features.fp8 import Fp8State
 from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.megatron.pipeline.choice import PipelinePlace
@@ -137,35 +135,6 @@ def test_rows_of_several_lengths_of_contexts_are_refused(
     undo()
     with pytest.raises(ConfigError, match="follow_groups"):
         attach(chunks, packing=PackedBanks.of_limits(limits, banks.groups))
-
-
-def test_padding_that_is_not_counted_is_reported_where_sizes_change(
-    chunks: list[nn.Module], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """This concerns heads that share keys; `test_packed_params` defines them."""
-
-    monkeypatch.setattr(
-        feature,
-        "needs_tokens_in_pieces",
-        lambda _, __, limits=None: not limits.counts_padding,
-    )
-    limits = ContextLimits(world_size=1, max_tokens_per_rank=8, max_packed_seqs=3)
-    undo = follow_groups(chunks)
-    with pytest.warns(
-        UserWarning, match=r"rank 0: heads share keys.*counts_padding=True"
-    ) as records:
-        attach(
-            chunks, packing=PackedBanks.of_limits(limits, ContextGroups([0], {1: None}))
-        ).detach()
-    assert records[0].filename == __file__
-    banks = PackedBanks.of_limits(
-        replace(limits, counts_padding=True), ContextGroups([0], {1: None})
-    )
-    assert banks.keys[0].shape.counts_padding
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        attach(chunks, packing=banks).detach()
-    undo()
 
 
 def test_fully_sharded_parameters_are_refused(chunks: list[nn.Module]) -> None:

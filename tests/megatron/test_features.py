@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from importlib import metadata
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
-import torch
-from extended_config import config_from_mapping
 from in_process import Trained
-from refused import refused
 
 from chunkgraph.engine import CaptureOptions
-from chunkgraph.errors import ConfigError
-from chunkgraph.megatron.core.access import versions
-from chunkgraph.megatron.features.tracked_losses import SparseAttention, constants_on_device
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(200)]
 
@@ -32,17 +23,6 @@ _LATENT = {
     "qk_pos_emb_head_dim": 8,
     "v_head_dim": 8,
     "apply_rope_fusion": False,
-}
-
-
-_SPARSE = {
-    **_LATENT,
-    "experimental_attention_variant": "dsa",
-    "dsa_indexer_n_heads": 2,
-    "dsa_indexer_head_dim": 16,
-    "dsa_indexer_topk": 4,
-    "dsa_indexer_loss_coeff": 0.1,
-    "add_bias_linear": False,
 }
 
 
@@ -216,118 +196,3 @@ def test_metrics_of_token_prediction_go_on(one_rank: Any, config: Any) -> None:
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     _check_metrics(one_rank, config, {"mtp_num_layers": 1}, MTPLossLoggingHelper)
-
-
-def _sparse(make_config: Callable[..., Any], **sections: Any) -> dict[str, Any]:
-    return make_config(  # type: ignore[no-any-return]
-        model={
-            "num_layers": 2,
-            "normalization": "RMSNorm",
-            "params_dtype": "bfloat16",
-            "layer_spec": "attention_specs:sparse",
-        },
-        **sections,
-    )
-
-
-@pytest.mark.slow
-def test_sparse_attention(run_equal: Callable[..., Any], make_config: Callable[..., Any]) -> None:
-    """The scale of the indexers' loss changes with the number of microbatches."""
-    train = {"num_microbatches": [2, 1, 3]}
-    cases = {
-        "block": _sparse(make_config, train=train, capture={"verify": "poison"}),
-        "chunk": _sparse(make_config, train=train, capture={"scope": "chunk", "verify": "shadow"}),
-    }
-    _check(
-        run_equal({n: {"config": c, "transformer_options": _SPARSE} for n, c in cases.items()}, 1)
-    )
-    pipeline = {"pipeline_model_parallel_size": 2}
-    staged = _sparse(make_config, train={"num_microbatches": [3, 1, 4]}, pipeline=pipeline)
-    _check(run_equal({"pp2": {"config": staged, "transformer_options": _SPARSE}}, 2))
-
-
-def test_metrics_of_sparse_attention_go_on(one_rank: Any, make_config: Callable[..., Any]) -> None:
-    from megatron.core.transformer.experimental_attention_variant.dsa import (
-        DSAIndexerLossLoggingHelper,
-    )
-
-    config = config_from_mapping(_sparse(make_config))
-    _check_metrics(one_rank, config, _SPARSE, DSAIndexerLossLoggingHelper)
-
-
-def _indexer_grads(device: str) -> Callable[[], tuple[torch.Tensor, ...]]:
-    """Return a function that runs the loss of an indexer, forward and backward."""
-    from megatron.core.transformer.experimental_attention_variant import dsa
-
-    torch.manual_seed(1)
-    rows, batch, heads, width = 8, 2, 2, 16
-    shapes = [(heads, width), (heads,), (width,), (heads, width), (heads, width)]
-    values = [torch.randn(rows, batch, *s, device=device, requires_grad=True) for s in shapes]
-    group = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1))
-
-    def run() -> tuple[torch.Tensor, ...]:
-        q, weights, k, *attention = values
-        query, key = (value.detach() for value in attention)
-        _, loss = dsa.FusedDSAIndexerLoss.apply(
-            q, weights, k, query, key, 0.25, 4, 0.1, None, False, group
-        )
-        return torch.autograd.grad(loss, (q, weights, k))
-
-    return run
-
-
-def test_a_constant_of_the_indexers_loss_is_made_on_the_device() -> None:
-    run = _indexer_grads("cpu")
-    expected = run()
-    with (
-        mock.patch.object(torch, "tensor", side_effect=AssertionError("from the host")),
-        pytest.raises(AssertionError, match="from the host"),
-    ):
-        run()
-    with (
-        constants_on_device(),
-        mock.patch.object(torch, "tensor", side_effect=AssertionError("from the host")),
-    ):
-        result = run()
-    assert all(map(torch.equal, result, expected))
-
-
-@pytest.mark.gpu
-def test_a_gpu_captures_the_indexers_loss() -> None:
-    run = _indexer_grads("cuda")
-    expected = run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with constants_on_device(), torch.cuda.graph(graph):
-        result = run()
-    graph.replay()
-    torch.cuda.synchronize()
-    assert all(map(torch.equal, result, expected))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"context_parallel_size": 2}, "context_parallel_size=2 with experimental_attention_var"),
-        ({"dsa_indexer_topk_freq": 4}, "dsa_indexer_topk_freq=4: layers share their choice"),
-        ({"dsa_kernel_backend": "tilelang"}, "dsa_kernel_backend='tilelang': its kernels are"),
-        ({"packed": True}, "experimental_attention_variant='dsa' with packed"),
-    ],
-)
-def test_what_sparse_attention_cannot_go_with_is_named(
-    changes: dict[str, Any], message: str
-) -> None:
-    assert refused(SparseAttention.rules, _SPARSE) == []
-    (reason,) = refused(SparseAttention.rules, {**_SPARSE, **changes})
-    assert message in reason
-    assert refused(SparseAttention.rules, changes) == []
-
-
-@pytest.mark.every_release
-def test_sparse_attention_of_earlier_releases_is_refused() -> None:
-    site: Any = SimpleNamespace(config=SimpleNamespace(experimental_attention_variant="dsa"))
-    if str(versions()["megatron_core"]) >= "0.19":
-        SparseAttention.prepare(site, ExitStack())
-        return
-    with pytest.raises(ConfigError, match=r"megatron-core 0\.1\d.* are untested"):
-        SparseAttention.prepare(site, ExitStack())

@@ -4,39 +4,12 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-
-
-class _Item:
-    """A test with these markers."""
-
-    nodeid = "test_it"
-
-    def __init__(self, *markers: str) -> None:
-        self._markers = markers
-
-    def get_closest_marker(self, name: str) -> str | None:
-        return name if name in self._markers else None
-
-
-@pytest.fixture
-def refuse(pytestconfig: pytest.Config) -> Callable[..., None]:
-    """Apply the check of the suite's conftest to tests with these markers."""
-    conftest: Any = pytestconfig.pluginmanager.get_plugin(str(ROOT / "tests" / "conftest.py"))
-    return lambda *markers: conftest._refuse_unrepeated([_Item(), _Item(*markers)])
-
-
-def test_every_release_is_for_tests_of_megatron(refuse: Callable[..., None]) -> None:
-    refuse("megatron")
-    refuse("every_release", "megatron")
-    with pytest.raises(pytest.UsageError, match="`every_release`, but not `megatron`: test_it"):
-        refuse("every_release")
 
 
 def test_the_runs_leave_out_what_the_fixtures_take_for_left_out(

@@ -121,13 +121,6 @@ def test_the_wheel_works_next_to_a_users_own_schedules(wheel: Path, tmp_path: Pa
     assert result.stdout.startswith(str(installed))
 
 
-def test_bare_checkout_works(tmp_path: Path) -> None:
-    code = "import chunkgraph.schedules, chunkgraph.settings; print(chunkgraph.schedules.__name__)"
-    result = python(code, tmp_path, ROOT)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout == "chunkgraph.schedules\n"
-
-
 LIGHT = (
     "chunkgraph",
     "chunkgraph.errors",

@@ -13,11 +13,12 @@ from chunkgraph.errors import PackingError
 from chunkgraph.packing import (
     ContextLimits,
     ContextMicrobatch,
-    ContextSchedule,
+    PackedShape,
     SmallestSizes,
     pack,
     schedule_contexts,
 )
+from chunkgraph.packing.context_scheduler import first_fit
 
 LIMITS = ContextLimits(world_size=4, max_tokens_per_rank=16, max_packed_seqs=4)
 
@@ -93,6 +94,11 @@ def test_no_document_takes_more_ranks_unless_some_would_idle(case):
     )
 
 
+def test_longest_first_fills_what_order_would_not():
+    microbatches = first_fit(enumerate([5, 5, 3, 3, 4, 4]), PackedShape(4, 8))
+    assert [[place for place, _ in m] for m in microbatches] == [[0, 2], [1, 3], [4, 5]]
+
+
 def test_long_documents_get_more_ranks_and_idle_ranks_get_work():
     schedule = schedule_contexts([60, 5, 9, 30, 2], LIMITS)
     assert schedule.rounds == (
@@ -124,22 +130,3 @@ def test_what_cannot_be_is_refused():
         schedule_contexts([3, 65], LIMITS)
     with pytest.raises(PackingError, match="document 0 of 1 has a length of 0"):
         schedule_contexts([0], LIMITS)
-
-
-def test_a_scheduler_that_breaks_a_rule_is_named():
-    whole = ContextMicrobatch(4, 0, (0, 1))
-    for rounds, message in (
-        (((ContextMicrobatch(2, 0, (0, 1)),),), r"the groups have the ranks \[0, 1\]"),
-        (((whole,), (whole,)), r"documents \[0, 1\] are not in exactly one"),
-        (((replace(whole, documents=(1, 0)),),), "are not in order"),
-        (((replace(whole, documents=(0,)),),), r"documents \[1\] are not in exactly one"),
-        (((replace(whole, documents=(0, 1, 2)),),), r"there are no documents \[2\]"),
-        (
-            (tuple(ContextMicrobatch(1, r, (0, 1) if r == 2 else ()) for r in range(4)),),
-            "round 0, rank 2: .* for a group of 1",
-        ),
-        (((ContextMicrobatch(1, 0, ()), ContextMicrobatch(2, 1, ()), ContextMicrobatch(1, 3, ())),),
-         "round 0, rank 1: a group of 2"),
-    ):  # fmt: skip
-        with pytest.raises(PackingError, match=message):
-            schedule_contexts([12, 12], LIMITS, lambda *_, r=rounds: ContextSchedule(LIMITS, r))

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunkgraph.errors import PackingError
 from chunkgraph.packing import (
     PackedShape,
     allowed_misfits,
@@ -17,7 +16,6 @@ from chunkgraph.packing import (
     pack,
     pack_in_order,
     padding_waste,
-    quantile,
     reason_not_to_fit,
     recommend,
     sizes_of,
@@ -64,12 +62,6 @@ def test_fallback_share_is_that_of_all_possible_steps(is_misfit, per_step):
     share = fallback_share(sum(is_misfit), len(is_misfit), per_step)
     assert share == pytest.approx(expected, abs=1e-12)
     assert 0 <= share <= 1
-
-
-def test_counts_below_nothing_are_refused():
-    for counts in ((-1, 10, 2), (1, -10, 2), (1, 10, -2)):
-        with pytest.raises(PackingError, match="counts must be at least 0"):
-            fallback_share(*counts)
 
 
 @given(st.integers(1, 200), st.integers(1, 50), st.floats(0, 0.99))
@@ -134,8 +126,3 @@ def test_no_shape_holds_what_is_longer_than_the_capacity():
     assert sizes.num_documents.tolist() == [1, 1, 2]
     assert recommend(sizes, capacity, microbatches_per_step=1, target=0.5).best is None
     assert recommend(sizes, capacity, microbatches_per_step=1, target=0.7).best is not None
-
-
-def test_quantiles_are_values_that_occur():
-    values = np.array([1, 2, 3, 4])
-    assert [quantile(values, q) for q in (0.5, 0.51, 0.75, 0.99)] == [2, 3, 3, 4]

@@ -59,11 +59,9 @@ def test_arrays(tmp_path: Path, dtype):
     ("array", "message"),
     [
         (np.array([1.5]), "not a one-dimensional array of integers"),
-        (np.array([[1]]), "not a one-dimensional array of integers"),
         (np.array([{}]), "not an array of numbers"),
         (np.array([3, -1]), "document 1: a document of -1 tokens"),
         (np.array([2**64 - 1], dtype=np.uint64), "document 0: a document of 2147483648 tokens"),
-        (np.array([], dtype=np.int64), "no document with a token"),
     ],
 )
 def test_other_arrays_are_refused(tmp_path: Path, array, message):
@@ -79,15 +77,9 @@ def test_other_arrays_are_refused(tmp_path: Path, array, message):
     [
         ("a.txt", "3\nfour\n", r"a\.txt:2: 'four' is not a whole number"),
         ("a.txt", "3\n-4\n", r"a\.txt:2: the lengths \[-4\] are not all between 0 and"),
-        ("a.txt", "", "no document with a token"),
         ("a.txt", "0\n0\n", "2 empty documents"),
-        ("a.txt", "9" * 30, r"a\.txt:1: the lengths \[9+\] are not all"),
-        ("a.txt", "9" * 5000, r"a\.txt:1: '9+' is not a whole number"),
         ("a.txt", "3 4\n1 2147483647", r"a\.txt:2: .* also in sum\. .* on a line of its own"),
-        ("a.txt", "3.5", "'3.5' is not a whole number"),
         ("a.jsonl", '{"length": 3}', "is not a whole number. Pass a Megatron dataset, a .npy"),
-        ("a.bin2", "\x00\x01\x02", "is not a whole number"),
-        ("a.npy", "3\n", "not an array of numbers"),
         ("a.npy", "", "not an array of numbers"),
     ],
 )
@@ -105,12 +97,6 @@ def test_files_that_cannot_be_read(tmp_path: Path):
         read_lengths(tmp_path / "none.txt")
     with pytest.raises(ConfigError, match="cannot read the lengths: Is a directory"):
         read_lengths(tmp_path)
-    # A dataset's suffix cannot follow these names.
-    for nameless in (Path(), Path("/")):
-        with pytest.raises(ConfigError, match="cannot read the lengths: Is a directory"):
-            read_lengths(nameless)
-    with pytest.raises(ConfigError, match="cannot read the lengths: File name too long"):
-        read_lengths(tmp_path / ("x" * 300))
 
 
 @pytest.mark.parametrize("name", ["lengths", "data.idx"])

@@ -2,56 +2,38 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from extended_config import config_from_mapping
 
 from chunkgraph.packing import MicrobatchSizes, PackedShape, sizes_of
 from chunkgraph.packing.seq_counts import default_seq_buckets, recommended_seq_buckets
-from chunkgraph.settings import resolved
+from chunkgraph.settings import config_from_mapping, resolved
+
+
+def test_powers_of_two_up_to_half_and_32_for_short_rows() -> None:
+    for most, expected in ((0, ()), (127, ()), (128, (64,)), (512, (64, 128, 256))):
+        assert default_seq_buckets(most, 1025) == expected
+    for most, expected in ((0, ()), (32, ()), (33, (32,)), (127, (32,)), (128, (32, 64))):
+        assert default_seq_buckets(most, 1024) == expected
 
 
 @pytest.mark.parametrize(
-    ("most", "expected"),
-    [(0, ()), (64, ()), (127, ()), (128, (64,)), (359, (64, 128)), (512, (64, 128, 256))],
-)
-def test_powers_of_two_up_to_half(most: int, expected: tuple[int, ...]) -> None:
-    assert default_seq_buckets(most, 1025) == expected
-
-
-@pytest.mark.parametrize(
-    ("most", "expected"), [(0, ()), (32, ()), (33, (32,)), (127, (32,)), (128, (32, 64))]
-)
-def test_short_rows_have_32_too(most: int, expected: tuple[int, ...]) -> None:
-    assert default_seq_buckets(most, 1024) == expected
-
-
-@pytest.mark.parametrize(
-    ("packing", "model", "expected"),
+    ("packing", "expected"),
     [
-        ({}, {}, (64,)),
-        ({"seq_buckets": None}, {}, (64,)),
-        ({"seq_buckets": []}, {}, ()),
-        ({"seq_buckets": [9, 100]}, {}, (9, 100)),
-        ({}, {"fp8": "hybrid"}, (64,)),
-        ({"seq_buckets": [9], "buckets": [0.5]}, {"fp8": "hybrid"}, (9,)),
-        ({"context_parallel_sizes": [1]}, {}, (64,)),
-        ({"context_parallel_sizes": [1], "seq_buckets": [9]}, {}, (9,)),
-        ({"max_packed_tokens": 1024}, {}, (32, 64)),
-        ({"max_packed_tokens": 1024, "context_parallel_sizes": [1]}, {}, (32, 64)),
-        ({}, {"seq_length": 1024}, (32, 64)),
-        ({"buckets": [0.5]}, {}, (32, 64)),
-        ({"buckets": [0.75, 1.0]}, {}, (64,)),
+        ({}, (64,)),
+        ({"seq_buckets": []}, ()),
+        ({"seq_buckets": [9, 100]}, (9, 100)),
+        ({"context_parallel_sizes": [1]}, (64,)),
+        ({"max_packed_tokens": 1024}, (32, 64)),
+        ({"buckets": [0.5]}, (32, 64)),
+        ({"buckets": [0.75, 1.0]}, (64,)),
     ],
 )
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_what_a_run_has(
-    packing: dict, model: dict, expected: tuple[int, ...], num_ranks: int
-) -> None:
+def test_what_a_run_has(packing: dict, expected: tuple[int, ...], num_ranks: int) -> None:
     """The same with context-parallel ranks that have as many rows each."""
     if "context_parallel_sizes" in packing:  # these rows are already per rank
         num_ranks = 1
     if "max_packed_tokens" in packing:
         packing = {**packing, "max_packed_tokens": packing["max_packed_tokens"] * num_ranks}
-    model = {**model, "seq_length": model.get("seq_length", 2048) * num_ranks}
     config = config_from_mapping(
         {
             "device": "cuda",
@@ -61,8 +43,7 @@ def test_what_a_run_has(
                 "ffn_hidden_size": 128,
                 "num_attention_heads": 4,
                 "layer_spec": "transformer_engine",
-                "normalization": "RMSNorm",
-                **model,
+                "seq_length": 2048 * num_ranks,
             },
             "pipeline": {"context_parallel_size": num_ranks},
             "train": {"micro_batch_size": 1, "num_microbatches": [2]},
@@ -83,15 +64,11 @@ def sizes_of_counts(most: int, others: int) -> MicrobatchSizes:
     ("most", "others", "tokens", "fewer"),
     [
         (300, 40, 12032, []),  # the default has graphs for 64
-        (300, 10, 12032, []),  # 64 cost hardly more than 32
         (99, 12, 4096, [32]),  # there is no default
-        (60, 12, 2432, []),  # all are cheap
         (99, 60, 4096, []),  # not fewer than half
         (180, 150, 7296, [0]),  # no microbatch has so few
         (3199, 1200, 3200, [1536]),
         (300, 40, 384, []),  # in short rows there are graphs for 32
-        (99, 60, 128, [0]),
-        (30, 12, 128, []),
     ],
 )
 def test_fewer_sequences_are_recommended_where_the_default_does_not_have_them(
@@ -99,11 +76,3 @@ def test_fewer_sequences_are_recommended_where_the_default_does_not_have_them(
 ) -> None:
     shape = PackedShape(most + 1, tokens)
     assert recommended_seq_buckets(sizes_of_counts(most, others), shape) == fewer
-
-
-@pytest.mark.parametrize(("others", "fewest"), [(40, []), (20, [32 - 7])])
-def test_dummies_of_a_limit_on_documents_count(others: int, fewest: list[int]) -> None:
-    """Kernels for the default's 64 start as for 128, so graphs are for fewer."""
-    shape = PackedShape(501, 512, max_document_tokens=64)
-    buckets = recommended_seq_buckets(sizes_of_counts(500, others), shape)
-    assert buckets == [*fewest, 64 - 7, 128 - 7]

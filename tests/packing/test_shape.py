@@ -25,16 +25,13 @@ lengths_of_documents = st.lists(st.integers(1, 40), min_size=1, max_size=8)
     [
         ((1, 8), r"max_packed_seqs is 1; .* at least 2 \(one document and the dummy\)"),
         ((4, 0), "max_packed_tokens is 0"),
-        ((4, 8.0), "max_packed_tokens is 8.0"),
         ((True, 8), "max_packed_seqs is True"),
         ((4, 8, 0), "context_parallel_size is 0"),
         ((4, 10, 2), "cannot split into 4 equal parts. The next possible value is 12"),
-        ((4, 8, 1, 9), "max_document_tokens is 9, more than max_packed_tokens 8"),
         ((4, 2**31), "offsets are int32 and end at 2147483647"),
-        ((4, 8, 1, None, True, 0), "pad_seq_to_mult is 0"),
-        ((4, 8, 1, None, False, 8), "pad_seq_to_mult is 8 without counts_padding"),
-        ((4, 20, 1, None, True, 8), "20, not a multiple of 8, .* The next possible value is 24"),
-        ((4, 16, 2, None, True, 6), "16, not a multiple of 12, .* The next possible value is 24"),
+        ((4, 8, 1, True, 0), "pad_seq_to_mult is 0"),
+        ((4, 8, 1, False, 8), "pad_seq_to_mult is 8 without counts_padding"),
+        ((4, 20, 1, True, 8), "20, not a multiple of 8, .* The next possible value is 24"),
     ],
 )
 def test_impossible_sizes(sizes, message):
@@ -68,19 +65,6 @@ def test_a_reason_is_given_exactly_when_a_limit_is_broken(lengths, num_seqs, uni
         broken.add(OverflowReason.TOO_MANY_TOKENS)
     reason = reason_not_to_fit(lengths, shape)
     assert (reason in broken) if broken else (reason is None)
-
-
-def test_a_limit_on_documents_alone():
-    shape = PackedShape(4, 16, 1, max_document_tokens=5)
-    assert reason_not_to_fit([5, 5], shape) is None
-    assert reason_not_to_fit([6], shape) is OverflowReason.DOCUMENT_TOO_LONG
-    assert [bucket.max_document_tokens for bucket in shape.buckets()] == [5, 5, 4]
-    # As many documents as without the limit, and dummies for the longest tail.
-    assert [(b.longest_rows, b.num_sequences) for b in shape.buckets()] == [(5, 7), (5, 5), (4, 4)]
-    assert {b.max_documents for b in shape.buckets()} == {3}
-    assert (PackedShape(4, 16).longest_rows, PackedShape(4, 16).num_sequences) == (16, 4)
-    split = PackedShape(4, 16, 2, max_document_tokens=5)
-    assert (split.longest_rows, split.num_sequences) == (8, 5)
 
 
 @given(lengths_of_documents, st.integers(1, 20), st.sampled_from([1, 2]))
@@ -121,9 +105,8 @@ def test_buckets_in_tokens_are_of_so_many(units, part, size, multiple):
 
 
 @given(st.lists(st.integers(1, 90), min_size=1, max_size=4), st.sampled_from([1, 2, 4]))
-def test_no_piece_is_empty_where_padding_is_counted(lengths, size):
+def test_offsets_include_padding_that_is_counted(lengths, size):
     shape = PackedShape(5, 400, context_parallel_size=size, counts_padding=True)
-    assert shape.first_with_empty_piece(lengths) is None
     assert all(bucket.counts_padding for bucket in shape.buckets())
     counted, alone = pack(lengths, shape), pack(lengths, replace(shape, counts_padding=False))
     ends = counted.cu_seqlens_padded[len(lengths)]
@@ -140,16 +123,15 @@ def test_no_piece_is_empty_where_padding_is_counted(lengths, size):
     st.lists(st.integers(1, 90), min_size=1, max_size=4),
     st.sampled_from([1, 2, 3]),
     st.sampled_from([1, 8, 10, 32]),
-    st.none() | st.just(90),
 )
-def test_documents_begin_at_multiples(lengths, size, multiple, longest):
+def test_documents_begin_at_multiples(lengths, size, multiple):
     """Of the multiple that they are padded to; context-parallel ranks have two pieces of each."""
     whole = math.lcm(1 if size == 1 else 2 * size, multiple)
-    shape = PackedShape(5, 8 * whole * 90, size, longest, True, multiple)
+    shape = PackedShape(5, 8 * whole * 90, size, True, multiple)
     assert shape.document_multiple == whole
     rows = sum(-(-length // whole) * whole for length in lengths)
     tight = whole * -(-sum(lengths) // whole)
-    small = replace(shape, max_packed_tokens=tight, max_document_tokens=None)
+    small = replace(shape, max_packed_tokens=tight)
     assert (reason_not_to_fit(lengths, small) is None) == (rows <= tight)
     packed = pack(lengths, shape)
     offsets = packed.cu_seqlens_padded
@@ -157,22 +139,6 @@ def test_documents_begin_at_multiples(lengths, size, multiple, longest):
     ends = offsets[1 : len(lengths) + 1]
     assert (packed.cu_seqlens == np.minimum(offsets, ends[-1])).all()
     assert ends[-1] == rows
-    # A document's part begins with its tokens; all other rows are padding.
-    held = np.zeros(shape.max_packed_tokens, dtype=bool)
-    for document, (begin, length) in enumerate(zip([0, *ends], lengths, strict=False)):
-        held[begin : begin + length] = True
-        assert (packed.seq_idx[begin : begin + length] == document).all()
-        assert (packed.position_ids[begin : begin + length] == np.arange(length)).all()
-    assert (packed.padding_mask == ~held).all()
-    assert (packed.seq_idx[~held] == len(lengths)).all()
     assert np.diff(offsets).max() <= packed.max_seqlen
-    for rank in range(size if size > 1 else 0):
-        own = packed.rows_of_rank(rank)
-        assert len(own) == shape.tokens_per_rank
-        for begin, end in zip([0, *ends[:-1]], ends, strict=True):
-            place = own[(own >= begin) & (own < end)] - begin
-            piece = (end - begin) // (2 * size)
-            held = [p * piece + np.arange(piece) for p in (rank, 2 * size - 1 - rank)]
-            assert np.array_equal(place, np.concatenate(held))
     assert all(b.pad_seq_to_mult == multiple for b in shape.buckets())
     assert not any(b.max_packed_tokens % whole for b in shape.buckets((0.013, 0.3)))

@@ -77,7 +77,7 @@ class WatchedStage(GraphedStage):
         own = self.replays
         if own is not None and own.is_replayed and self.has_backward and not self.is_first:
             slots = own._graphs._captured.slots[own._index]
-            places = {t.data_ptr() for slot in slots for t in slot.inputs}
+            places = {t.data_ptr() for slot in slots for t in slot.inputs.tensors}
             if hasattr(self, "fwd_cache"):
                 inputs = self.fwd_cache[fwd_chunk_id][1]
             else:  # torch 2.15

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -64,15 +63,3 @@ def test_stages_of_torchtitan_are_equal_to_eager(
     assert output.count("losses equal to eager: True") == (4 if has_v else 2)
     is_sharded = hasattr(FSDPModule, "set_keep_unsharded_storage")
     assert ("sharded over 1" if is_sharded else "not sharded: FSDP2 needs 2.15") in output
-    # On ranks 0 and 1, 1F1B has 2 and 1 slots, ZBV 4 + 1 and 3 + 2; three of four steps replay.
-    # ZBV has at most 4 microbatches in flight, so on a GPU, where memory is measured, both stages
-    # may have 4 slots that share memory.
-    of_zbv = (5,) if device == "cpu" else (5, 8)
-    lines = [("rank 0: 1F1B", (2,), 12), ("rank 1: 1F1B", (1,), 12)]
-    if has_v:
-        lines += [(f"rank {rank}: ZBVZeroBubble", of_zbv, 24) for rank in (0, 1)]
-    for line, captures, replays in lines:
-        # Lines of two processes may follow each other without a line break.
-        (counters,) = re.findall(f"{line}: (.*?); losses", output)
-        assert any(f"captures={n}, " in counters for n in captures), counters
-        assert f" replays={replays}, " in counters

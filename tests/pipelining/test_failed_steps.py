@@ -35,8 +35,7 @@ def _gradients(module: nn.Module) -> list[torch.Tensor]:
     return [p.grad.clone() for p in module.parameters() if p.grad is not None]
 
 
-@pytest.mark.parametrize("cls", [ScheduleGPipe, Schedule1F1B])
-@pytest.mark.parametrize("failing", [0, 1, 3], ids=["first", "eager", "replayed"])
+@pytest.mark.parametrize(("cls", "failing"), [(ScheduleGPipe, 1), (Schedule1F1B, 3)])
 def test_the_step_after_a_failed_one_is_equal_to_eager(
     one_rank: None, cls: type, failing: int
 ) -> None:
@@ -69,15 +68,3 @@ def test_the_step_after_a_failed_one_is_equal_to_eager(
         assert len(actual) == len(expected)
         assert all(map(torch.equal, actual, expected))
     assert schedules.graphs.counters.replayed_steps > 0
-
-
-def test_an_evaluation_after_a_failed_one_has_its_own_losses(one_rank: None) -> None:
-    loss = _Loss()
-    stage = GraphedStage(nn.Linear(4, 4), 0, 1, torch.device("cpu"))
-    schedules = GraphedSchedule(stage, lambda n: ScheduleGPipe(stage, n, loss_fn=loss), (4,))
-    loss.raises_at = 2
-    with pytest.raises(ArithmeticError):
-        schedules.eval(_batch(0), target=_batch(1))
-    losses: list[torch.Tensor] = []
-    schedules.eval(_batch(0), target=_batch(1), losses=losses)
-    assert len(losses) == 4

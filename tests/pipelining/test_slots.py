@@ -58,16 +58,6 @@ def test_interleaved_needs_more_where_the_count_is_no_multiple_of_the_ranks() ->
     assert of_ranks(both, 4) == [(10, 5), (10, 5), (8, 3), (6, 1)]
 
 
-def test_interleaved_is_as_planned_without_torch() -> None:
-    for num_ranks, num_local in ((2, 2), (4, 2), (4, 3)):
-        count = 4 * num_ranks
-        plan = slots("ScheduleInterleaved1F1B", num_ranks, num_local, count)
-        for rank, of_rank in enumerate(of_ranks(plan, num_ranks)):
-            ours = plan_slots(num_ranks, num_local, rank=rank, max_num_microbatches=count)
-            assert of_rank == ours.slots_per_chunk
-            assert plan.of_rank[rank] == ours.peak_in_flight
-
-
 @pytest.mark.parametrize("count", [8, 12])
 def test_split_backwards_hold_slots_to_their_weight_gradients(count: int) -> None:
     plan = slots("ScheduleInterleavedZeroBubble", 4, 1, count)

@@ -35,9 +35,3 @@ def test_text_round_trip(action):
 def test_bad_text_shows_form_and_example(text):
     with pytest.raises(ScheduleError, match=r"<stage><operation><microbatch>.*'2F0'"):
         Action.parse(text)
-
-
-def test_what_ends_a_lifetime_and_feeds_the_previous_stage():
-    assert {op for op in Op if op.ends_lifetime} == {Op.B, Op.W}
-    assert {op for op in Op if op.gives_input_grad} == {Op.B, Op.I}
-    assert {op for op in Op if op.is_compute} == {Op.F, Op.B, Op.I, Op.W}

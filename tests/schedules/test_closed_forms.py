@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +15,6 @@ from chunkgraph.schedules import (
     list_schedules,
     simulate,
 )
-from chunkgraph.schedules.interleaved import num_warmup_forwards
 from chunkgraph.slots import in_flight
 
 
@@ -90,18 +86,3 @@ def test_nearest_legal_counts_are_found_without_a_search(
     below = [other for other in range(count) if other in legal_counts(**sizes)]
     above = [other for other in range(count + 1, 90) if other in legal_counts(**sizes)]
     assert legal_counts(**sizes).nearest(count) == (*below[-1:], *above[:1])
-
-
-@pytest.mark.parametrize("name", list_schedules())
-def test_the_largest_sizes_take_no_time(name: str) -> None:
-    started = time.perf_counter()
-    huge = 2**60
-    family = get_family(name)
-    sizes = {"num_chunks": family.num_chunks or 4, "group_size": 3 * huge}
-    shape = check_step(name, num_ranks=huge, num_microbatches=5 * 3 * huge, **sizes)
-    for rank in (0, 12345, huge - 1):
-        assert family.in_flight(shape, rank).together > 0
-    assert 0 < family.bubble_ratio(shape) < 1
-    assert legal_counts(num_ranks=huge, num_chunks=4, group_size=3 * huge).nearest(huge)
-    assert num_warmup_forwards(shape, 0) > 0
-    assert time.perf_counter() - started < 0.5

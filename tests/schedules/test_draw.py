@@ -62,12 +62,6 @@ def test_text_fits_the_width_and_keeps_every_action(built, width):
         assert len(shown) == len(actions)
 
 
-def test_text_with_uneven_costs_is_to_scale():
-    built = build_schedule("1f1b", num_ranks=1, num_microbatches=1)
-    run = simulate(built, CostModel(forward_ms=0.5, backward_ms=1.5))
-    assert draw_text(run, slots=assign_slots(built))[1] == "rank 0 |F0/0 B0/0" + "-" * 10
-
-
 def rects(root, kind):
     return [rect for rect in root.iter(f"{SVG}rect") if rect.get("class") == kind]
 

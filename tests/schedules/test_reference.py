@@ -173,13 +173,6 @@ def test_single_chunk_schedules_are_torchs_order(num_ranks, count):
     assert built.actions[:-1] == torch_order("1F1B", num_ranks, count)[:-1]
 
 
-@pytest.mark.parametrize(("num_ranks", "num_chunks"), [(2, 2), (2, 3), (4, 2), (8, 4)])
-def test_interleaved_is_torchs_order_for_whole_groups(num_ranks, num_chunks):
-    for count in (num_ranks, 3 * num_ranks):
-        built = megatron_schedule(num_ranks, num_chunks, count)
-        assert built.actions == torch_order("Interleaved1F1B", num_ranks, count, num_chunks)
-
-
 def torch_class_order(name, num_ranks, num_chunks, count):
     """Return the whole table of one of torch's split schedules, without processes."""
     torch_schedules = pytest.importorskip("torch.distributed.pipelining.schedules")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -105,14 +104,3 @@ def test_a_gradient_acknowledges_the_outputs_received_before_it() -> None:
     schedule = with_transfers(build_schedule("1f1b", num_ranks=2, num_microbatches=3))
     assert num_ended_sends(schedule, 0) == {(False, 0, 0): 1, (False, 0, 1): 2, (False, 0, 2): 3}
     assert num_ended_sends(schedule, 1)[True, 1, 2] == 1
-
-
-def test_one_rank_transfers_nothing() -> None:
-    schedule = build_schedule("1f1b", num_ranks=1, num_microbatches=3)
-    assert with_transfers(schedule) == schedule
-
-
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
-def test_transfers_are_replaced(name: str) -> None:
-    schedule = build_schedule(name, num_ranks=3, num_microbatches=5)
-    assert with_transfers(with_transfers(schedule)) == with_transfers(schedule)

@@ -13,13 +13,10 @@ from chunkgraph.schedules import (
     Op,
     Schedule,
     build_schedule,
-    get_family,
-    list_schedules,
     simulate,
     validate,
     with_transfers,
 )
-from chunkgraph.slots import plan_all_ranks
 
 CASES = {
     "gpipe": build_schedule("gpipe", num_ranks=3, num_microbatches=4),
@@ -59,16 +56,12 @@ def test_dropping_any_action_is_caught(built):
             validate(broken)
 
 
-def test_repeating_any_action_is_caught(built):
+def test_repeating_or_moving_any_action_is_caught(built):
     for rank, at in places(built):
         action = built.actions[rank][at]
         broken = edited(built, lambda rows, r=rank, a=action: rows[r].append(a))
         with pytest.raises(ScheduleError, match=f"{action} runs twice"):
             validate(broken)
-
-
-def test_moving_any_action_to_another_rank_is_caught(built):
-    for rank, at in places(built):
 
         def move(rows, rank=rank, at=at):
             rows[(rank + 1) % len(rows)].append(rows[rank].pop(at))
@@ -149,18 +142,6 @@ def test_random_reorderings_are_judged_as_a_separate_check_judges_them(built):
     assert False in verdicts
 
 
-def test_error_shows_the_place_with_an_arrow():
-    def swap(rows):
-        rows[1][0], rows[1][1] = rows[1][1], rows[1][0]
-
-    built = edited(build_schedule("1f1b", num_ranks=2, num_microbatches=2), swap)
-    with pytest.raises(ScheduleError) as error:
-        validate(built)
-    text = str(error.value)
-    assert "rank 1, position 0: 1B0 runs before 1F0" in text
-    assert text.splitlines()[1] == "  rank 1: -> 1B0 1F0 1F1 1B1 (end)"
-
-
 def test_deadlock_names_every_waiting_rank():
     # Each rank alone is valid; together they wait in a cycle.
     built = Schedule.from_csv("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n")
@@ -168,15 +149,6 @@ def test_deadlock_names_every_waiting_rank():
         validate(built)
     assert "rank 0 at 0B0 (position 1) waits for the input grad of stage 1" in str(error.value)
     assert "rank 1 at 1F1 (position 0) waits for the output of stage 0" in str(error.value)
-
-
-def test_messages_received_out_of_order():
-    built = Schedule.from_csv(
-        "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n"
-        "1RECV_F1,1RECV_F0,1F0,1B0,1SEND_B0,1F1,1B1,1SEND_B1\n"
-    )
-    with pytest.raises(ScheduleError, match=r"1RECV_F1 is received out of order.*for 1RECV_F0"):
-        validate(built)
 
 
 @pytest.mark.parametrize(
@@ -216,12 +188,12 @@ def test_a_file_of_ones_own_is_refused_with_its_row():
     rows = build_schedule("zb-v", num_ranks=2, num_chunks=2, num_microbatches=4)
     rows = [line.split(",") for line in with_transfers(rows).to_csv().splitlines()]
 
-    def refused(edit, match, **slots):
+    def refused(edit, match):
         changed = [list(row) for row in rows]
         edit(changed)
         text = "\n".join(map(",".join, changed))
         with pytest.raises(ScheduleError, match=match) as error:
-            validate(Schedule.from_csv(text), **slots)
+            validate(Schedule.from_csv(text))
         assert "->" in str(error.value)
 
     def swap(row, one, other):
@@ -235,30 +207,10 @@ def test_a_file_of_ones_own_is_refused_with_its_row():
     def first(row, cell):
         return lambda changed: changed[row].insert(0, changed[row].pop(changed[row].index(cell)))
 
-    refused(swap(0, "3F0", "3I0"), r"3I0 runs before 3F0, which it needs \(row 1 as CSV\)")
+    shown = r"3I0 runs before 3F0, which it needs \(row 1 as CSV\)\n  rank 0: \.\.\. .*-> 3I0 "
+    refused(swap(0, "3F0", "3I0"), shown)
     refused(swap(1, "1I0", "1W0"), r"1W0 runs before 1I0, which it needs \(row 2 as CSV\)")
     refused(lambda c: c[1].remove("1RECV_F0"), r"microbatch 0: missing RECV_F \(row 2 as CSV\)")
     refused(lambda c: c[0].remove("0SEND_F0"), r"microbatch 0: missing SEND_F \(row 1 as CSV\)")
     refused(first(1, "1RECV_F1"), r"1RECV_F1 is received out of order.*\(row 2 as CSV\)")
     refused(first(0, "3RECV_F0"), r"deadlock: rank 0 at 3RECV_F0.*\(row 1 as CSV\)")
-    slots = [[4, 1], [3, 1]]
-    message = r"2F1 finds no free slot: all 1 of chunk 1 are in use \(row 2 as CSV\)"
-    refused(lambda changed: None, message, slots_per_chunk=slots)
-
-
-@pytest.mark.parametrize("name", list_schedules())
-def test_planned_slots_fit_and_one_less_does_not(name):
-    num_chunks = get_family(name).num_chunks or 2
-    sizes = {"num_ranks": 3, "num_chunks": num_chunks}
-    built = build_schedule(name, **sizes, num_microbatches=12)
-    plans = plan_all_ranks(**sizes, schedule=name, max_num_microbatches=12)
-    slots = [list(plan.slots_per_chunk) for plan in plans]
-    validate(built, slots_per_chunk=slots)
-    for rank in range(3):
-        for chunk in range(num_chunks):
-            fewer = [list(row) for row in slots]
-            fewer[rank][chunk] -= 1
-            with pytest.raises(ScheduleError, match=f"all {fewer[rank][chunk]} of chunk {chunk}"):
-                validate(built, slots_per_chunk=fewer)
-    with pytest.raises(ScheduleError, match=r"3 ranks of .* chunk\(s\), but slots_per_chunk has"):
-        validate(built, slots_per_chunk=slots[1:])

@@ -63,14 +63,6 @@ def test_overrides_replace_values_and_are_read_as_yaml(small: Path) -> None:
     assert load_config(small, ["train={seed: 7}"]).train.seed == 7
 
 
-def test_defaults_and_derived_sizes(small: Path) -> None:
-    config = load_config(small, ["pipeline.data_parallel_size=3"])
-    assert config.pipeline.num_model_chunks == 2
-    assert config.pipeline.microbatch_group_size == 2
-    assert config.pipeline.world_size == 6
-    assert load_config(SHIPPED[0]).pipeline.num_model_chunks >= 1
-
-
 @pytest.mark.parametrize(
     ("override", "parts"),
     [
@@ -81,29 +73,21 @@ def test_defaults_and_derived_sizes(small: Path) -> None:
         ("modl.num_layers=4", ["modl", "the top level", "Did you mean 'model'?"]),
         ("lr=1", ["unknown key 'lr'", "Did you mean 'train.lr'?"]),
         ("train.verify=none", ["Did you mean 'capture.verify'?"]),
-        ("train..lr=1", ["unknown key ''"]),
-        (f"{'x' * 5000}=1", ["unknown key"]),
         ("device.first=x", ["device is {'first': 'x'}", "'cpu', 'cuda' or 'auto'"]),
         ("model.num_layers=eight", ["model.num_layers is 'eight'; it must be a whole number"]),
-        ("model.num_layers=true", ["model.num_layers is True; it must be a whole number"]),
-        ("model.num_layers=null", ["model.num_layers is None"]),
         ("model.swiglu=1", ["model.swiglu is 1; it must be true or false"]),
         ("train.lr=.inf", ["train.lr is inf; it must be a finite number"]),
-        ("train.lr=true", ["train.lr is True; it must be a number"]),
         ("train.lr=0", ["train.lr is 0; it must be greater than 0"]),
         ("train.seed=9223372036854775808", ["train.seed is 922", "less than 9223372036854775808"]),
         ("capture.verify=Shadow", ["capture.verify is 'Shadow'", "Did you mean 'shadow'?"]),
         ("train.num_microbatches=4", ["train.num_microbatches is 4; it must be a list"]),
-        ("train.num_microbatches=[4, x]", ["train.num_microbatches[1] is 'x'"]),
         ("train.num_microbatches=[]", ["num_microbatches is []: set one number for each step"]),
         ("train.num_microbatches=[0]", ["num_microbatches[0] is 0; it must be greater than 0"]),
-        (f"data.path={'x' * 5000}", ["data.path is 'xx", "at most 4096 characters"]),
         ("model.transformer_config=3", ["model.transformer_config is 3; it must be a section"]),
         ("moe.moe_z_loss_coeff=1", ["moe.moe_z_loss_coeff", "belongs in model.transformer_config"]),
         ("model.transformer_config.num_layers=2", ["set model.num_layers instead"]),
         ("model=3", ["model is 3; it must be a section with keys ffn_hidden_size,"]),
         ("train.lr", ["override 'train.lr'", "section.key=value"]),
-        ("train.lr=[", ["override 'train.lr=['", "not valid YAML"]),
     ],
 )
 def test_a_wrong_value_is_named_with_the_reason(
@@ -135,41 +119,17 @@ def test_all_wrong_values_are_named_at_once(small: Path) -> None:
         ("model.num_layers=6", TopologyError, ["num_layers is 6", "4 stages", "4 or 8"]),
         ("model.hidden_size=66", ConfigError, ["hidden_size is 66", "num_attention_heads=4"]),
         ("model.vocab_size=200", ConfigError, ["vocab_size is 200", "257"]),
-        (
-            "model.recompute_granularity=selective; model.recompute_modules=[mlp]",
-            ConfigError,
-            ["recompute_modules is [mlp]", "model.swiglu=true"],
-        ),
         ("device=cpu; model.fp8=hybrid", ConfigError, ["model.fp8 is hybrid", "device=cuda"]),
         (
             "pipeline.sequence_parallel=true",
             TopologyError,
             ["tensor_model_parallel_size=1", "make the latter 2 or more"],
         ),
-        (
-            "device=cuda; pipeline.context_parallel_size=2; model.seq_length=18",
-            TopologyError,
-            ["model.seq_length is 18", "4, the number of parts", "16 or 20"],
-        ),
         ("model.layer_spec=te", ConfigError, ["'te'", "package.module:function"]),
         ("train.num_microbatches=[4,3]", TopologyError, ["num_microbatches[1] is 3", "2 or 4"]),
         ("train.num_microbatches=[1]", TopologyError, ["smaller than a microbatch group of 2"]),
         ("pipeline.pipeline_model_parallel_size=1", TopologyError, ["no pipeline to interleave"]),
-        (
-            (
-                "packing.max_packed_seqs=8; train.micro_batch_size=1; model.layer_spec=a.b:c; "
-                "pipeline.tensor_model_parallel_size=2; pipeline.sequence_parallel=true; "
-                "packing.max_packed_tokens=25; device=cuda"
-            ),
-            TopologyError,
-            ["25 rows", "not divisible by 2", "tensor_model_parallel_size=2", "24 or 26"],
-        ),
         ("packing.buckets=[0.5]", ConfigError, ["buckets is [0.5]", "packing is off"]),
-        (
-            "packing.max_packed_seqs=8; train.micro_batch_size=1; packing.buckets=[0.5,9999]",
-            ConfigError,
-            ["packing.buckets is [0.5, 9999.0]", "9999 is neither", "whole number of rows"],
-        ),
         (
             "packing.max_packed_seqs=8; train.micro_batch_size=2",
             ConfigError,

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
+from small_settings import SMALL
 
 from chunkgraph.settings import Config, config_from_mapping, load_config, resolved, to_yaml
 
@@ -14,20 +15,9 @@ CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*/*.yaml"))
 
 
 def _config(**sections: dict[str, Any]) -> Config:
-    raw: dict[str, Any] = {
-        "device": "cuda",
-        "model": {
-            "num_layers": 4,
-            "hidden_size": 64,
-            "ffn_hidden_size": 128,
-            "num_attention_heads": 4,
-            "seq_length": 512,
-        },
-        "train": {"micro_batch_size": 1, "num_microbatches": [2]},
-    }
-    for name, values in sections.items():
-        raw[name] = {**raw.get(name, {}), **values}
-    return config_from_mapping(raw)
+    model = {**SMALL["model"], "num_layers": 4, "ffn_hidden_size": 128, "seq_length": 512}
+    train = {"micro_batch_size": 1, "num_microbatches": [2]}
+    return config_from_mapping({"device": "cuda", "model": model, "train": train, **sections})
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

@@ -25,35 +25,15 @@ def test_a_schedule_that_matches_is_accepted(tmp_path: Path) -> None:
     assert config.pipeline.schedule == str(tmp_path / "mine.csv")
 
 
-_OTHER_RECEIVES = (
-    "0F0,0F1,0SEND_F1,0SEND_F0,0RECV_B0,0B0,0RECV_B1,0B1\n"
-    "1RECV_F1,1RECV_F0,1F0,1B0,1SEND_B0,1F1,1B1,1SEND_B1\n"
-)
-
-
 @pytest.mark.parametrize(
     ("text", "counts", "message"),
     [
         ("0F0,0W0,0I0\n1F0,1I0,1W0\n", "[1]", "0W0 runs before 0I0"),
-        ("0F0,0B0\n1F0,1F1,1B0,1B1\n", "[1]", "mine.csv"),
         ("0F0,0B0\n", "[1]", r"mine\.csv has 1 ranks of 1 chunk\(s\), but the pipeline has 2 of 1"),
         (
             "0F0,0F1,0B0,0B1\n1F1,1B1,1F0,1B0\n",
             "[2]",
             r"mine\.csv: row 2 has 1F1 before the forward of microbatch 0\. .* count up",
-        ),
-        ("0F0,0F1,0B0,0B1\n1F0,1F1,1B1,1B0\n", "[2]", "row 2 has 1B1 before the backward of"),
-        ("0F0,0F1,0I0,0B1,0W0\n1F0,1F1,1I1,1W1,1B0\n", "[2]", "row 2 has 1I1 before the backward"),
-        (
-            _OTHER_RECEIVES,
-            "[2]",
-            "row 2 has 1RECV_F1 before the received input of microbatch 0",
-        ),
-        (f'0F0,"{"x" * 200_000}', "[1]", "cannot be read as CSV: field larger"),
-        (
-            f"0F{'9' * 5000},0B0\n1F0,1B0\n",
-            "[1]",
-            r"row 1, cell 1: '0F9{38}\.\.\.' is not an action",
         ),
         (
             "0F0,0B0\n1F0,1B0\n",
@@ -74,10 +54,6 @@ def test_a_schedule_that_does_not_fit_is_refused(
     [
         (("pipeline.schedule=gpipe",), "slots for a fixed number; use 1f1b or zb-h1"),
         (("pipeline.schedule=interleaved-zb",), "num_chunks is 1: use 'zb-h1', or set a virtual"),
-        (
-            ("pipeline.schedule=zb-h1", "pipeline.virtual_pipeline_model_parallel_size=2"),
-            "num_chunks is 2: use 'interleaved-zb', or set the virtual pipeline size to 1",
-        ),
     ],
 )
 def test_names_that_do_not_fit_the_pipeline_are_refused(

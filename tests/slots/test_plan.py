@@ -85,7 +85,7 @@ def test_a_promise_saves_slots_and_is_remembered():
     [
         ({"num_ranks": 2, "rank": 2}, r"rank 2 is outside 0\.\.1"),
         ({"num_ranks": 2, "rank": -1}, r"outside"),
-        ({"num_ranks": 1, "num_chunks": 2, "rank": 0}, "pipeline size of at least 2"),
+        ({"num_ranks": 1, "num_chunks": 2, "rank": 0}, "at least 2 pipeline ranks"),
         ({"num_ranks": 4, "num_chunks": 2, "group_size": 3, "rank": 0}, "group size is 3"),
         (
             {"num_ranks": 4, "num_chunks": 2, "rank": 0, "max_num_microbatches": 3},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -11,7 +10,6 @@ from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.ssm import gated_delta_net
 from megatron.core.transformer.spec_utils import ModuleSpec
-from torch import nn
 
 
 def normalized() -> Any:
@@ -40,37 +38,3 @@ def gated_delta() -> Any:
 
 def _l2norm(x: torch.Tensor, dim: int = -1, eps: float = 1e-6) -> torch.Tensor:
     return x * torch.rsqrt((x * x).sum(dim, keepdim=True) + eps)
-
-
-class Duplicated(nn.Module):
-    """Stand-in for Transformer Engine's layer with all of its weight on every rank."""
-
-    def __init__(self, num_in: int, num_out: int, *, init_method: Any, **_: Any) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_out, num_in))
-        init_method(self.weight)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Return the product, and no bias."""
-        return nn.functional.linear(x, self.weight), None
-
-
-def sparse() -> Any:
-    """Return the local spec with Megatron's sparse attention and a stand-in for its package."""
-    from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
-        get_dsa_module_spec_for_backend,
-    )
-    from megatron.core.transformer.experimental_attention_variant import dsa
-
-    dsa.hadamard_transform = lambda x, scale: x * scale
-    backend: Any = LocalSpecProvider()
-    backend.linear = lambda: Duplicated
-    spec = get_gpt_layer_local_spec(multi_latent_attention=True)
-    options = SimpleNamespace(
-        multi_latent_attention=True, qk_l2_norm=False, normalization="RMSNorm", qk_layernorm=False
-    )
-    attention = get_dsa_module_spec_for_backend(options, backend)
-    attention.submodules.linear_q_down_proj = backend.column_parallel_linear()
-    attention.submodules.linear_kv_down_proj = backend.column_parallel_linear()
-    spec.submodules.self_attention = attention
-    return spec

@@ -175,7 +175,7 @@ def new_chunks(fails_at: Sequence[int] = ()) -> list[Mixing]:
     return [Mixing(fails_at) for _ in range(NUM_CHUNKS)]
 
 
-def run(case: dict[str, Any]) -> list[dict[str, Any]]:
+def run(_config: Any, _device: Any, case: dict[str, Any]) -> list[dict[str, Any]]:
     """Run the case; return the results of every rank."""
     if case.get("is_megatron"):
         return groups_of_megatron()
@@ -277,19 +277,13 @@ def gathered(results: dict[str, Any], groups: ContextGroups, agree: Any) -> list
 
 
 def groups_of_megatron() -> list[dict[str, Any]]:
-    """Return each rank's group for a microbatch of size 2, and the group of its routers."""
+    """Return each rank's group for a microbatch of size 2."""
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(2)
-    without = ContextGroups.of_data_parallel([1, 2])
-    groups = ContextGroups.of_data_parallel([1, 2], has_experts=True)
-    shared = groups.of(2)
-    results = {
-        "shared": dist.get_process_group_ranks(shared),
-        "counted": dist.get_process_group_ranks(groups.of_routers(shared)),
-        "without": without.for_routers,
-    }
+    groups = ContextGroups.of_data_parallel([1, 2])
+    results = {"shared": dist.get_process_group_ranks(groups.of(2))}
     groups.close()
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, results)

@@ -27,7 +27,7 @@ class ForcedSizes:
     documents_each: int = 1
 
     def __call__(self, lengths: Sequence[int], limits: ContextLimits) -> ContextSchedule:
-        """Schedule a global batch; see `ContextScheduler`."""
+        """Schedule a global batch; see `schedule_contexts`."""
         waiting = list(enumerate(lengths))
         too_long = [p for p, n in waiting if (limits.smallest_size(n) or 0) > max(self.sizes)]
         if too_long:
@@ -58,7 +58,7 @@ class RandomSizes:
     documents_each: int = 1
 
     def __call__(self, lengths: Sequence[int], limits: ContextLimits) -> ContextSchedule:
-        """Schedule a global batch; see `ContextScheduler`."""
+        """Schedule a global batch; see `schedule_contexts`."""
         rng = random.Random(self.seed)
         # Every turn of all sizes places at least one document.
         turns = [rng.sample(limits.group_sizes, len(limits.group_sizes)) for _ in lengths]
@@ -76,7 +76,7 @@ def _first_documents(
     for place, length in waiting:
         has_room = rows + shape.padded_length(length) <= shape.max_packed_tokens
         if len(documents) < min(most, shape.max_documents) and (
-            has_room and length <= shape.document_limit
+            has_room and length <= shape.max_packed_tokens
         ):
             documents.append((place, length))
             rows += shape.padded_length(length)

@@ -151,7 +151,7 @@ def handled(job: Job, backend: SignallingBackend) -> Iterator[Terminated]:
         signal.signal(signal.SIGTERM, before)
 
 
-def run(config: Config, case: dict[str, Any]) -> list[dict[str, Any]]:
+def run(config: Config, _device: Any, case: dict[str, Any]) -> list[dict[str, Any]]:
     """Run the case; return the results in order of ranks."""
     faulty = dist.get_rank() == dist.get_world_size() - 1
     steps: list[Step] = case["steps"]

@@ -15,12 +15,14 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import split_specs
 import torch
 import user_specs
+from hybrid_specs import hybrid_stack_spec
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from plain_conv import before, convolved
 from torch import nn
@@ -260,25 +262,26 @@ def load_mixer() -> None:
         sys.modules.update(hidden)
 
 
-def local() -> Any:
-    """Return Megatron's local layers: Mamba, attention and feed-forward."""
+def _stack(make: Callable[[], Any]) -> Any:
     load_mixer()
-    return get_gpt_layer_local_spec()
+    return hybrid_stack_spec(make())
+
+
+def local() -> Any:
+    """Return a stack of Megatron's local layers: Mamba, attention, feed-forward and experts."""
+    return _stack(get_gpt_layer_local_spec)
 
 
 def packed() -> Any:
-    """Return the same layers with attention of packed sequences."""
-    load_mixer()
-    return user_specs.packed()
+    """Return such a stack with attention of packed sequences."""
+    return _stack(user_specs.packed)
 
 
 def packed_split() -> Any:
-    """Return the same layers with attention of documents that context-parallel ranks share."""
-    load_mixer()
-    return split_specs.split()
+    """Return such a stack with attention of documents that context-parallel ranks share."""
+    return _stack(split_specs.split)
 
 
 def packed_poisoned() -> Any:
     """Return `packed` with NaN in the tail of attention."""
-    load_mixer()
-    return user_specs.packed_poisoned()
+    return _stack(user_specs.packed_poisoned)

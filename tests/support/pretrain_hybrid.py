@@ -18,7 +18,6 @@ from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
 
 from chunkgraph.megatron.core.model_kinds import HybridNames
-from chunkgraph.trainer.model import hybrid_stack_spec
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "pretrain_gpt.py"
 
@@ -52,7 +51,7 @@ def _stack_spec(implementation: str) -> Any:
         return HybridNames().transformer_engine_spec()
     import mamba_stand_in
 
-    return hybrid_stack_spec(mamba_stand_in.packed())
+    return mamba_stand_in.packed()
 
 
 def packed_seq_params(batch: dict[str, Any]) -> PackedSeqParams:

@@ -112,7 +112,7 @@ class Probe:
             assert received.is_leaf
             assert received.grad is None
             index = getattr(module, "vp_stage", None) or 0
-            static = {slot.inputs[0].data_ptr() for slot in captured.slots[index]}
+            static = {slot.inputs.tensors[0].data_ptr() for slot in captured.slots[index]}
             inputs["in slot" if received.data_ptr() in static else "elsewhere"] += 1
         return forward_step(data, chunk)
 

@@ -31,13 +31,24 @@ from extended_config import extended
 from gathering import uneven_collectives
 from torch import nn
 
-from chunkgraph.jobs.processes import die_with_parent
-from chunkgraph.jobs.reports import write_error
+from chunkgraph.jobs.processes import die_with_parent, write_error
 from chunkgraph.megatron.features.packing.bank import PackedBank
 from chunkgraph.packing import PackedShape
 from chunkgraph.trainer.batches import PackedBatches
 from chunkgraph.trainer.compare import TrainingRun, run_eager, train
 from chunkgraph.trainer.setup import training_process
+
+_WITH_EAGER: dict[str, Any] = {"receive": receive_probe, "schedule": schedule_probe}
+_PROBES: dict[str, Any] = {
+    "packed": packed_probe,
+    "unpadded": unpadded_probe,
+    "dropless": dropless_probe,
+    "kernels": kernel_probe,
+    "overlap": overlap_probe,
+    "context": context_probe,
+    "groups_end": groups_end_probe,
+    "fault": fault_probe,
+}
 
 
 class EagerRuns:
@@ -71,26 +82,10 @@ def run_case(case: dict[str, Any], eager_runs: EagerRuns) -> Any:
         offsets_for(case.get("offsets")),
         training_process(config) as device,
     ):
-        if case.get("probe") == "receive":
-            return receive_probe.run(config, device, case, eager_runs.of)
-        if case.get("probe") == "schedule":
-            return schedule_probe.run(config, device, case, eager_runs.of)
-        if case.get("probe") == "packed":
-            return packed_probe.run(config, device, case)
-        if case.get("probe") == "unpadded":
-            return unpadded_probe.run(config, device, case)
-        if case.get("probe") == "dropless":
-            return dropless_probe.run(config, device, case)
-        if case.get("probe") == "kernels":
-            return kernel_probe.run(config, device, case)
-        if case.get("probe") == "overlap":
-            return overlap_probe.run(config, device, case)
-        if case.get("probe") == "context":
-            return context_probe.run(case)
-        if case.get("probe") == "groups_end":
-            groups_end_probe.run(config, device, case)
-        if case.get("probe") == "fault":
-            return fault_probe.run(config, case)
+        if (probe := case.get("probe")) in _WITH_EAGER:
+            return _WITH_EAGER[probe].run(config, device, case, eager_runs.of)
+        if probe is not None:
+            return _PROBES[probe].run(config, device, case)
         frozen = case.get("frozen", [])
         options: dict[str, Any] = {
             "ddp_options": case.get("ddp_options"),

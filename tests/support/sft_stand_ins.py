@@ -16,7 +16,6 @@ import json
 import os
 import runpy
 import sys
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -86,8 +85,10 @@ def main(script: str) -> None:
     if "SFT_STASH_BYTES" in os.environ:
         from chunkgraph.launch import flags
 
-        num_bytes = int(os.environ["SFT_STASH_BYTES"])
-        flags.StashConfig = partial(flags.StashConfig, initial_bytes=num_bytes)  # type: ignore[misc, assignment]
+        class SmallStash(flags.StashConfig):
+            initial_bytes: int | None = int(os.environ["SFT_STASH_BYTES"])
+
+        flags.StashConfig = SmallStash  # type: ignore[misc]
     if "SFT_RANDOM_SIZES" in os.environ:
         choose_sizes_at_random()
     if "SFT_RERUN" in os.environ:

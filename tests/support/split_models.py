@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs
+from chunkgraph.engine.split import SPLIT, WeightBackwards
 from chunkgraph.graphs import GraphBackend
 
 WIDTH = 16
@@ -161,8 +162,11 @@ class UnseenBeforeBias(nn.Module):
 
 
 def as_split(module: nn.Module, backend: GraphBackend, num_slots: int = 3, **options: Any) -> Any:
-    chunk = Chunk.from_module(module, "rank 0 chunk 0", backward="split")
-    return ChunkGraphs([chunk], num_slots, backend=backend, options=CaptureOptions(**options))
+    chunk = Chunk.from_module(module, "rank 0 chunk 0", program=SPLIT)
+    options = CaptureOptions(**options)
+    graphs: Any = ChunkGraphs([chunk], num_slots, backend=backend, options=options)
+    graphs.weights = WeightBackwards(graphs)
+    return graphs
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {

@@ -14,15 +14,12 @@ from typing import Any
 import torch
 
 from chunkgraph.data import Documents
-from chunkgraph.megatron.attachment import attach, config_of
-from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.megatron.features.packing.params import make_params
 from chunkgraph.packing import PackedShape, pack
-from chunkgraph.trainer.batches import PackedBatches, packed_shape, to_device
+from chunkgraph.trainer.batches import PackedBatches, to_device
 from chunkgraph.trainer.forward_step import forward_step
-from chunkgraph.trainer.model import build_model, build_optimizer, zero_gradients
-from chunkgraph.trainer.setup import seed_everything
-from chunkgraph.trainer.trained_model import capture_options
+from chunkgraph.trainer.model import zero_gradients
+from chunkgraph.trainer.trained_model import TrainedModel
 
 Tensors = dict[str, torch.Tensor]
 
@@ -36,45 +33,29 @@ class _Step:
     losses: list[float]
 
 
-class _Model:
-    """One chunk with the case's configuration and seed."""
+def _run_step(
+    model: TrainedModel, batches: Iterator[dict[str, Any]], count: int, **options: Any
+) -> _Step:
+    """Run a step of one chunk; return losses and gradients before the optimizer."""
 
-    def __init__(self, config: Any, device: torch.device, options: Any) -> None:
-        seed_everything(config.train.seed, device)
-        self.config, self.device = config, device
-        self.chunks = build_model(config, device, transformer_options=options)
-        self.optimizer = build_optimizer(config, self.chunks)
-        schedules = import_megatron("megatron.core.pipeline_parallel")
-        self.forward_backward: Callable[..., Any] = schedules.get_forward_backward_func()
+    def copied(of: Callable[[Any], torch.Tensor]) -> Tensors:
+        named = model.chunks[0].named_parameters()
+        return {n: of(p).detach().to("cpu", copy=True) for n, p in named}
 
-    def step(self, batches: Iterator[dict[str, Any]], count: int, **options: Any) -> _Step:
-        """Run a step; return losses and gradients before the optimizer."""
-        zero_gradients(self.chunks, self.optimizer)
-        before = self._copied(lambda p: p)
-        entries = self.forward_backward(
-            forward_step_func=forward_step,
-            data_iterator=[batches],
-            model=self.chunks,
-            num_microbatches=count,
-            seq_length=self.config.tokens_per_sequence,
-            micro_batch_size=1,
-            forward_only=False,
-            **options,
-        )
-        losses = [float(entry["lm loss"]) for entry in entries]
-        return _Step(before, self._copied(lambda p: p.main_grad), losses)
-
-    def set(self, parameters: Tensors) -> None:
-        """Set the parameters to those of another model."""
-        with torch.no_grad():
-            for name, parameter in self.chunks[0].named_parameters():
-                parameter.copy_(parameters[name])
-
-    def _copied(self, of: Callable[[Any], torch.Tensor]) -> Tensors:
-        return {n: of(p).detach().to("cpu", copy=True) for n, p in self._named()}
-
-    def _named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        return self.chunks[0].named_parameters()
+    zero_gradients(model.chunks, model.optimizer)
+    before = copied(lambda p: p)
+    entries = model.schedule(
+        forward_step_func=forward_step,
+        data_iterator=[batches],
+        model=model.chunks,
+        num_microbatches=count,
+        seq_length=model.config.tokens_per_sequence,
+        micro_batch_size=1,
+        forward_only=False,
+        **options,
+    )
+    losses = [float(entry["lm loss"]) for entry in entries]
+    return _Step(before, copied(lambda p: p.main_grad), losses)
 
 
 def run(config: Any, device: torch.device, case: dict[str, Any]) -> dict[str, Any]:
@@ -87,15 +68,18 @@ def run(config: Any, device: torch.device, case: dict[str, Any]) -> dict[str, An
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    model = _Model(config, device, options)
+    model = TrainedModel(config, device, transformer_options=options)
     losses: list[float] = []
     gradients: dict[str, float] = {}
     num_equal_losses = 0
     for number, (count, expected) in enumerate(
         zip(config.train.num_microbatches, padded["steps"], strict=True)
     ):
-        model.set(expected.parameters)
-        result = model.step(_without_padding(config, device, documents, number, count), count)
+        with torch.no_grad():
+            for name, parameter in model.chunks[0].named_parameters():
+                parameter.copy_(expected.parameters[name])
+        plain = _without_padding(config, device, documents, number, count)
+        result = _run_step(model, plain, count)
         assert all((result.parameters[n] == p).all() for n, p in expected.parameters.items())
         for a, b in zip(result.losses, expected.losses, strict=True):
             losses.append(abs(a - b) / abs(a))
@@ -116,30 +100,22 @@ def run(config: Any, device: torch.device, case: dict[str, Any]) -> dict[str, An
 def _with_graphs(
     config: Any, device: torch.device, options: Any, documents: Documents
 ) -> dict[str, Any]:
-    model = _Model(config, device, options)
-    model_config = config_of(model.chunks[0])
-    shape = packed_shape(config, model_config)
-    assert shape is not None
-    batches = PackedBatches(config, device, model_config)
+    model = TrainedModel(config, device, transformer_options=options)
+    batches = model.batches
+    assert isinstance(batches, PackedBatches)
     batches.documents = documents
-    graphs = attach(
-        model.chunks,
-        scope=config.capture.scope,
-        options=capture_options(config),
-        packing=shape,
-        token_drops=config.moe.token_drops,
-    )
-    model.forward_backward = graphs.wrap_forward_backward(model.forward_backward)
+    graphs = model.attach_graphs()
+    num_rows = config.tokens_per_sequence
     steps, padding = [], []
     try:
         for number, count in enumerate(config.train.num_microbatches):
             packings = batches.schedule_options(number, count)["packings"]
-            padding += [shape.max_packed_tokens - sum(lengths) for lengths in packings]
-            steps.append(model.step(batches.step(number, count), count, packings=packings))
+            padding += [num_rows - sum(lengths) for lengths in packings]
+            steps.append(_run_step(model, batches.step(number, count), count, packings=packings))
             model.optimizer.step()
         return {"steps": steps, "replays": graphs.counters.replays, "padding": padding}
     finally:
-        graphs.detach()
+        model.close()
 
 
 def _without_padding(

@@ -36,9 +36,7 @@ class WatchfulLayer(TransformerLayer):
 
 def watchful() -> Any:
     """Return the local spec with `WatchfulLayer`."""
-    spec = get_gpt_layer_local_spec()
-    spec.module = WatchfulLayer
-    return spec
+    return _with_layer(WatchfulLayer)
 
 
 class FailsOnce(TransformerLayer):
@@ -53,9 +51,7 @@ class FailsOnce(TransformerLayer):
 
 def fails_on_last_rank() -> Any:
     """Return the local spec with `FailsOnce`."""
-    spec = get_gpt_layer_local_spec()
-    spec.module = FailsOnce
-    return spec
+    return _with_layer(FailsOnce)
 
 
 class WatchfulWhereFaulty(TransformerLayer):
@@ -70,9 +66,7 @@ class WatchfulWhereFaulty(TransformerLayer):
 
 def watchful_where_faulty() -> Any:
     """Return the local spec with `WatchfulWhereFaulty`."""
-    spec = get_gpt_layer_local_spec()
-    spec.module = WatchfulWhereFaulty
-    return spec
+    return _with_layer(WatchfulWhereFaulty)
 
 
 class CountingLayer(TransformerLayer):
@@ -90,9 +84,7 @@ class CountingLayer(TransformerLayer):
 
 def counting() -> Any:
     """Return the local spec with `CountingLayer`."""
-    spec = get_gpt_layer_local_spec()
-    spec.module = CountingLayer
-    return spec
+    return _with_layer(CountingLayer)
 
 
 class LatentCore(nn.Module):
@@ -121,9 +113,7 @@ class LatentCore(nn.Module):
 
 def latent() -> Any:
     """Return the local spec of multi-latent attention with `LatentCore`."""
-    spec = get_gpt_layer_local_spec(multi_latent_attention=True)
-    spec.submodules.self_attention.submodules.core_attention = LatentCore
-    return spec
+    return _with_core(LatentCore, multi_latent_attention=True)
 
 
 class SplitNorm(nn.LayerNorm):
@@ -149,6 +139,9 @@ class PackedCore(nn.Module):
     A row sees the rows of its document up to itself. Rows without a document (padding and the tail)
     are cleared in the inputs and in the output. A mask on the scores would not be enough: a weight
     of 0 times NaN is NaN, in the sum over values and in every product of the backward.
+
+    Where the ranks of a group share documents, each has two of the 2 C pieces of every document.
+    Queries are those of its rows, keys and values those of all ranks.
     """
 
     def __init__(self, config: Any, *, softmax_scale: float | None = None, **_: Any) -> None:
@@ -159,6 +152,10 @@ class PackedCore(nn.Module):
     def prepared(self, t: torch.Tensor, is_tail: torch.Tensor) -> torch.Tensor:
         """Return query, key or value [t, heads, width] with a cleared tail."""
         return t.masked_fill(is_tail[:, None, None], 0.0)
+
+    def group_of(self, packed_seq_params: Any) -> Any:
+        """Return the group that shares the microbatch; None: this rank alone."""
+        return None
 
     def forward(
         self,
@@ -174,15 +171,34 @@ class PackedCore(nn.Module):
         assert packed_seq_params.qkv_format == "thd"
         # Another table than that of the queries would be an error in the parameters.
         assert packed_seq_params.cu_seqlens_kv is packed_seq_params.cu_seqlens_q
+        group = self.group_of(packed_seq_params)
+        size, rank = (1, 0) if group is None else (group.size(), group.rank())
         real = packed_seq_params.cu_seqlens_q.long()
         padded = packed_seq_params.cu_seqlens_q_padded
         padded = real if padded is None else padded.long()  # None: no padding between documents
-        rows = torch.arange(query.size(0), device=query.device)
-        document = torch.searchsorted(padded[1:], rows, right=True).clamp(max=len(padded) - 2)
-        is_tail = rows - padded[document] >= (real[1:] - real[:-1])[document]
-        query, key, value = (self.prepared(t, is_tail) for t in (query, key, value))
-        key, value = (_of_every_head(t, query) for t in (key, value))
-        seen = (document[:, None] == document) & (rows[:, None] >= rows)
+        own = torch.arange(query.size(0), device=query.device)
+        starts = padded // size
+        document = torch.searchsorted(starts[1:], own, right=True).clamp(max=len(padded) - 2)
+        piece = ((padded[1:] - padded[:-1]) // (2 * size))[document]
+        within = own - starts[document]
+
+        def place(of: int) -> torch.Tensor:
+            """Return the place in its document of each row of a rank."""
+            if size == 1:
+                return within
+            is_first = within < piece
+            return torch.where(is_first, of * piece, (2 * size - 2 - of) * piece) + within
+
+        places = [place(r) for r in range(size)]
+        length = (real[1:] - real[:-1])[document]
+        is_tail = places[rank] >= length
+        query = self.prepared(query, is_tail)
+        if group is not None:
+            key, value = Gather.apply(key, group), Gather.apply(value, group)
+        of_keys, all_places = document.repeat(size), torch.cat(places)
+        is_padding = all_places >= length.repeat(size)
+        key, value = (_of_every_head(self.prepared(t, is_padding), query) for t in (key, value))
+        seen = (document[:, None] == of_keys) & (places[rank][:, None] >= all_places)
         scores = torch.einsum("snd,tnd->nst", query, key) * self.scale
         weights = scores.masked_fill(~seen, -10000.0).softmax(-1)
         with get_cuda_rng_tracker().fork():
@@ -313,12 +329,6 @@ def fused_experts() -> Any:
         return grouped_experts()
 
 
-def fused_modules(*_: Any, **__: Any) -> Any:
-    """Return `grouped_modules` with `FusedExperts`."""
-    with mock.patch.object(experts, "TEGroupedMLP", FusedExperts):
-        return grouped_modules()
-
-
 def _split_layer(spec: Any) -> Any:
     spec.submodules.input_layernorm = SplitNorm
     spec.submodules.pre_mlp_layernorm = SplitNorm
@@ -330,6 +340,12 @@ def packed_poisoned() -> Any:
     return _with_core(PoisonedCore)
 
 
+def _with_layer(layer: type[TransformerLayer]) -> Any:
+    spec = get_gpt_layer_local_spec()
+    spec.module = layer
+    return spec
+
+
 def _with_core(core: type[nn.Module], **options: Any) -> Any:
     spec = get_gpt_layer_local_spec(**options)
     spec.submodules.self_attention.submodules.core_attention = core
@@ -337,64 +353,13 @@ def _with_core(core: type[nn.Module], **options: Any) -> Any:
 
 
 class ContextCore(PackedCore):
-    """`PackedCore` for documents that the ranks of the parameters' group share.
-
-    Each rank has two of the 2 C pieces of every document. Queries are those of its rows, keys and
-    values those of all ranks.
-    """
-
-    is_static = False
+    """`PackedCore` for documents that the ranks of the parameters' group share."""
 
     def group_of(self, packed_seq_params: Any) -> Any:
-        """Return the group that shares the microbatch; None: this rank alone."""
-        return packed_seq_params.cp_group
-
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        packed_seq_params: Any = None,
-        **_: Any,
-    ) -> torch.Tensor:
-        """Attend over the rows of all ranks of the group."""
-        group = self.group_of(packed_seq_params)
-        size, rank = (1, 0) if group is None else (group.size(), group.rank())
-        # An evaluation has no group.
-        assert (packed_seq_params.local_cp_size or 1) == size or self.is_static
-        real = packed_seq_params.cu_seqlens_q.long()
-        padded = packed_seq_params.cu_seqlens_q_padded
-        padded = real if padded is None else padded.long()
-        own = torch.arange(query.size(0), device=query.device)
-        starts = padded // size
-        document = torch.searchsorted(starts[1:], own, right=True).clamp(max=len(padded) - 2)
-        piece = ((padded[1:] - padded[:-1]) // (2 * size))[document]
-        within = own - starts[document]
-
-        def place(of: int) -> torch.Tensor:
-            """Return the place in its document of each row of a rank."""
-            if size == 1:
-                return within
-            is_first = within < piece
-            return torch.where(is_first, of * piece, (2 * size - 2 - of) * piece) + within
-
-        places = [place(r) for r in range(size)]
-        length = (real[1:] - real[:-1])[document]
-        is_tail = places[rank] >= length
-        query = self.prepared(query, is_tail)
-        if group is not None:
-            key, value = Gather.apply(key, group), Gather.apply(value, group)
-        of_keys, all_places = document.repeat(size), torch.cat(places)
-        is_padding = all_places >= length.repeat(size)
-        key, value = (_of_every_head(self.prepared(t, is_padding), query) for t in (key, value))
-        seen = (document[:, None] == of_keys) & (places[rank][:, None] >= all_places)
-        scores = torch.einsum("snd,tnd->nst", query, key) * self.scale
-        weights = scores.masked_fill(~seen, -10000.0).softmax(-1)
-        with get_cuda_rng_tracker().fork():
-            weights = self.dropout(weights)
-        mixed = torch.einsum("nst,tnd->snd", weights, value)
-        return mixed.masked_fill(is_tail[:, None, None], 0.0).reshape(query.size(0), 1, -1)
+        """Return the group of the parameters; an evaluation has none."""
+        group = packed_seq_params.cp_group
+        assert (packed_seq_params.local_cp_size or 1) == (1 if group is None else group.size())
+        return group
 
 
 def packed_contexts() -> Any:

@@ -12,7 +12,7 @@ import torch
 from chunkgraph.engine.autocast import Autocast
 from chunkgraph.engine.autograd_graph import nodes_below
 from chunkgraph.engine.layout import dense_strides
-from chunkgraph.engine.signature import distinct_tensors, flatten, unflatten
+from chunkgraph.engine.tree import distinct_tensors, flatten, unflatten
 
 __all__ = ["BackwardSample", "watched"]
 

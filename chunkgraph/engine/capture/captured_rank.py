@@ -6,13 +6,18 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 from chunkgraph.engine.banks import Bank
-from chunkgraph.engine.capture.self_test import Noise
+from chunkgraph.engine.capture.saved import SavedTensor
+from chunkgraph.engine.capture.warm_up import WarmUp
 from chunkgraph.engine.checks import ModelGuard
+from chunkgraph.engine.chunk import GradientMarker
 from chunkgraph.engine.gradients import GradientSinks
 from chunkgraph.engine.slot import Slot
 from chunkgraph.memory import PoolPlan
 
-__all__ = ["CaptureReport", "CapturedRank"]
+__all__ = ["CaptureReport", "CapturedRank", "SlotKey"]
+
+SlotKey = tuple[Hashable, int, int]
+"""Key of the bank, index of the chunk, number of the slot."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,9 @@ class CapturedRank:
         models: the state of each chunk's module that the graphs depend on.
         pools: the memory of all graphs.
         report: the session in numbers.
-        noise: how far eager passes are from repeating themselves, by bank and chunk.
+        markers: what follows the gradients of each slot.
+        warm_ups: measurements of the eager passes, by bank and chunk, without the passes.
+        saved: the tensors that each slot's forward keeps for its backward.
     """
 
     banks: dict[Hashable, Bank]
@@ -61,7 +68,9 @@ class CapturedRank:
     models: tuple[ModelGuard, ...]
     pools: PoolPlan
     report: CaptureReport
-    noise: Mapping[tuple[Hashable, int], Noise]
+    markers: Mapping[Slot, GradientMarker]
+    warm_ups: Mapping[tuple[Hashable, int], WarmUp]
+    saved: Mapping[SlotKey, tuple[SavedTensor, ...]]
 
     @property
     def slots(self) -> tuple[tuple[Slot, ...], ...]:

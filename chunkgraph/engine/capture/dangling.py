@@ -111,8 +111,8 @@ def refuse_dangling(label: str, pools: Sequence[Pool], slots: Iterable[Slot]) ->
     Raises:
         CaptureError: there are such tensors; the message says where.
     """
-    tensors = (t for s in slots for t in (*s.inputs, *s.output_tensors, *s.output_grads))
-    grads = (g for s in slots for g in s.input_grads if g is not None)
+    tensors = (t for s in slots for t in (*s.inputs.tensors, *s.outputs.tensors, *_output_grads(s)))
+    grads = (g for s in slots for g in s.input_grads.tensors if g is not None)
     known = {id(t) for t in (*tensors, *grads)}
     if not _dangling(pools, known):
         return
@@ -169,3 +169,7 @@ def _keeper(tensor: torch.Tensor) -> str:
             if value is tensor:
                 return f"{type(owner).__name__}.{name}"
     return "outside of the module"
+
+
+def _output_grads(slot: Slot) -> tuple[torch.Tensor, ...]:
+    return () if slot.output_grads is None else slot.output_grads.tensors

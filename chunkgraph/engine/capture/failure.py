@@ -12,9 +12,8 @@ import torch
 
 from chunkgraph.engine.capture.layers import LayerWatch
 from chunkgraph.engine.capture.session import SessionSettings
-from chunkgraph.engine.chunk import Chunk
+from chunkgraph.engine.chunk import Chunk, OnCapture
 from chunkgraph.engine.decide.reasons import Agree
-from chunkgraph.engine.options import OnCapture
 from chunkgraph.errors import CaptureError, ChunkGraphError
 from chunkgraph.graphs import capture_failure
 

@@ -11,14 +11,9 @@ from torch import nn
 
 from chunkgraph.engine.chunk import Chunk
 
-__all__ = ["LayerWatch", "layer_names", "parameter_names"]
+__all__ = ["LayerWatch", "parameter_names"]
 
-
-def layer_names(chunk: Chunk) -> dict[nn.Module, str]:
-    """Return the modules of ``chunk`` with their names in the user's model."""
-    if chunk.module is None:
-        return {}
-    return {m: _layer_name(chunk, path, m) for path, m in chunk.module.named_modules()}
+_next_sequence_number = torch._C._autograd._get_sequence_nr
 
 
 def parameter_names(chunk: Chunk) -> list[str]:
@@ -31,11 +26,6 @@ def parameter_names(chunk: Chunk) -> list[str]:
         names.get(p.data_ptr(), f"parameter {i} of shape {tuple(p.shape)}")
         for i, p in enumerate(chunk.parameters)
     ]
-
-
-def _layer_name(chunk: Chunk, path: str, module: nn.Module) -> str:
-    name = f"{chunk.module_name}.{path}".strip(".")
-    return name or f"{type(module).__name__} (the chunk itself)"
 
 
 class LayerWatch:
@@ -61,27 +51,20 @@ class LayerWatch:
         return next((name for a, b, name in self._spans if a <= sequence_number < b), "")
 
     @contextmanager
-    def watching(
-        self,
-        chunks: Sequence[Chunk],
-        on_output: Callable[[str, Any], None] | None = None,
-    ) -> Iterator[LayerWatch]:
-        """Follow the forwards of ``chunks`` in this block.
-
-        Args:
-            chunks: the chunks to follow.
-            on_output: called with each layer's name and result, inner layers before outer layers.
-        """
+    def watching(self, chunks: Sequence[Chunk]) -> Iterator[LayerWatch]:
+        """Follow the forwards of ``chunks`` in this block."""
         with ExitStack() as stack:
             for chunk in chunks:
-                names = layer_names(chunk)
-                unwatched = _choosing_by_hooks(names)
-                for module, name in names.items():
+                layers = [*chunk.module.named_modules()] if chunk.module is not None else []
+                unwatched = _choosing_by_hooks(module for _, module in layers)
+                for path, module in layers:
                     if module in unwatched:
                         continue
+                    name = f"{chunk.module_name}.{path}".strip(".")
+                    name = name or f"{type(module).__name__} (the chunk itself)"
                     pre = module.register_forward_pre_hook(self._entering(chunk.module, name))
                     stack.callback(pre.remove)
-                    post = module.register_forward_hook(self._leaving(on_output))
+                    post = module.register_forward_hook(self._leave)
                     stack.callback(post.remove)
             yield self
 
@@ -91,25 +74,20 @@ class LayerWatch:
                 return
             if module is root:
                 self._running.clear()
+                self._spans.clear()
             self._running.append((module, name, _next_sequence_number()))
 
         return hook
 
-    def _leaving(self, on_output: Callable[[str, Any], None] | None) -> Callable[..., None]:
-        def hook(module: nn.Module, _args: Any, result: Any) -> None:
-            if torch.compiler.is_compiling():
-                return
-            # Layers whose exception the model caught are still on top.
-            while self._running and self._running[-1][0] is not module:
-                self._running.pop()
-            if not self._running:
-                return
+    def _leave(self, module: nn.Module, _args: Any, _result: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        # Layers whose exception the model caught are still on top.
+        while self._running and self._running[-1][0] is not module:
+            self._running.pop()
+        if self._running:
             _, name, first = self._running.pop()
             self._spans.append((first, _next_sequence_number(), name))
-            if on_output is not None:
-                on_output(name, result)
-
-        return hook
 
 
 def _choosing_by_hooks(modules: Iterable[nn.Module]) -> set[nn.Module]:
@@ -120,7 +98,3 @@ def _choosing_by_hooks(modules: Iterable[nn.Module]) -> set[nn.Module]:
         if isinstance(module, nn.TransformerEncoderLayer) and not module.training
         for part in module.modules()
     }
-
-
-def _next_sequence_number() -> int:
-    return torch._C._autograd._get_sequence_nr()

@@ -10,7 +10,7 @@ import torch
 
 from chunkgraph.engine.autocast import Autocast
 from chunkgraph.engine.layout import dense_strides
-from chunkgraph.engine.signature import Call
+from chunkgraph.engine.tree import Call
 
 __all__ = ["OutputGradients"]
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from chunkgraph.engine.module_tree import containers
+from chunkgraph.engine.module_tree import entries
 from chunkgraph.errors import CaptureError
 
 __all__ = ["ParameterAliases"]
@@ -25,7 +25,7 @@ class ParameterAliases:
     """New leaves on the memory of ``parameters``.
 
     They replace parameters wherever a module and its parts keep them: in modules, in lists, and in
-    plain objects such as Megatron's helper of a Mamba mixer (see `containers`).
+    plain objects such as Megatron's helper of a Mamba mixer (see `entries`).
 
     Args:
         module: the module whose parameters are replaced; None: use the parameters themselves.
@@ -58,9 +58,8 @@ class ParameterAliases:
             yield
             return
         replaced = [
-            (container.values, key, value, stand_in)
-            for container in containers(self._module)
-            for key, value in container.entries()
+            (container, key, value, stand_in)
+            for container, key, value, _ in entries(self._module)
             if (stand_in := self._stand_in(value)) is not value
         ]
         try:

@@ -1,9 +1,10 @@
-"""Restore the state that eager passes of capture warmup change."""
+"""Restore what eager passes and test replays of a chunk change: tensors, random state, modules."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,49 +13,111 @@ from torch._ops import OpOverload
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._python_dispatch import _disable_current_modes
 
-from chunkgraph.engine.bits import same_bits
+from chunkgraph.engine.bits import has_memory, same_bits
 from chunkgraph.engine.chunk import Chunk
-from chunkgraph.engine.module_tree import containers
+from chunkgraph.engine.module_tree import entries
 from chunkgraph.errors import CaptureError
 from chunkgraph.graphs.operators import OperatorMode, storages_written
 
 _PARTS = ("_modules", "_parameters", "_buffers")
 
-__all__ = ["parts_kept", "put_back", "regions", "tensors_kept", "versions"]
+__all__ = ["ChunkState", "parts_kept", "restored", "state_of", "tensors_kept", "versions"]
+
+
+@dataclass(frozen=True)
+class ChunkState:
+    """A copy of the state that a pass of a chunk reads and may change.
+
+    Attributes:
+        tensors: tensors, each with a copy of its contents.
+        random: random generators, each with its state.
+    """
+
+    tensors: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    random: tuple[tuple[torch.Generator, torch.Tensor], ...] = ()
+
+    @staticmethod
+    def now(
+        tensors: Iterable[torch.Tensor], generators: Iterable[torch.Generator] = ()
+    ) -> ChunkState:
+        """Copy the present state. Modes that record operators do not see it."""
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            copies = tuple((tensor, tensor.clone()) for tensor in tensors)
+        return ChunkState(copies, tuple((g, g.get_state()) for g in generators))
+
+    def put_back(self) -> None:
+        """Make this the present state; autograd's version counters stay.
+
+        Unchanged memory is not written, since it may be read-only. Waits for the device.
+        """
+        for tensor, value in self.tensors:
+            if same_bits(tensor, value):
+                continue
+            with (
+                torch.inference_mode(tensor.is_inference()),
+                torch.no_grad(),
+                versions([tensor]),
+            ):
+                tensor.copy_(value)
+        for generator, value in self.random:
+            generator.set_state(value)
 
 
 @contextmanager
-def tensors_kept(
-    chunk: Chunk, written: Sequence[torch.Tensor] = ()
-) -> Iterator[list[torch.Tensor]]:
-    """Restore, on exit, every tensor of the chunk that is written in this block.
-
-    State, such as buffers, is copied at the start: kernels that torch does not know, among them
-    those of ``torch.compile``, write it unseen. Parameters are large, and a forward hardly writes
-    them: their memory is copied just before the first operator that does. Graphs run no operators
-    that torch sees, so name what they write.
+def restored(
+    tensors: Sequence[torch.Tensor],
+    generators: Sequence[torch.Generator] = (),
+    begin: ChunkState | None = None,
+) -> Iterator[None]:
+    """Restore tensors, their version counters and the generators on exit.
 
     Args:
-        chunk: the chunk.
-        written: memory of parameters that is copied at the start.
+        tensors: tensors that the block may write; see `state_of`.
+        generators: random generators that the block draws from.
+        begin: the state that the block begins with; None for the present one.
+    """
+    state = ChunkState.now(tensors, generators)
+    try:
+        with versions(tensors):
+            if begin is not None:
+                begin.put_back()
+            yield
+    finally:
+        state.put_back()
+
+
+@contextmanager
+def tensors_kept(chunk: Chunk) -> Iterator[list[torch.Tensor]]:
+    """Restore, on exit, every tensor of the chunk that an eager pass in this block writes.
+
+    Parameters are large, and a forward hardly writes them: their memory is copied just before the
+    first operator that does.
 
     Yields:
         The memory of parameters that operators of the block write, filled on exit.
     """
-    with _disable_current_modes(), torch._C.DisableTorchFunction():
-        tensors = list(_tensors(chunk))
-        parameters = {_storage(t) for t in tensors if isinstance(t, nn.Parameter)}
-        every = _regions(tensors)
-        state = [(r, r.clone()) for r in every if _storage(r) not in parameters]
-        state += [(r, r.clone()) for r in written]
-        watch = _WriteWatch([r for r in every if _storage(r) in parameters])
-    regions_written: list[torch.Tensor] = []
+    _, parameters = _regions(chunk)
+    watch = _WriteWatch(parameters)
+    written: list[torch.Tensor] = []
     try:
-        with versions(every), watch:
-            yield regions_written
+        with restored(state_of(chunk)), versions(parameters), watch:
+            yield written
     finally:
-        put_back([*state, *watch.saved])
-        regions_written.extend(region for region, _ in watch.saved)
+        ChunkState(tuple(watch.saved)).put_back()
+        written.extend(region for region, _ in watch.saved)
+
+
+def state_of(chunk: Chunk, written: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
+    """Return the memory that a pass of the chunk may write.
+
+    That is all memory of its tensors except parameters, since kernels that torch does not know,
+    among them those of ``torch.compile``, write unseen.
+
+    Args:
+        chunk: the chunk.
+        written: memory of parameters that its passes write; see `tensors_kept`.
+    """
+    return [*_regions(chunk)[0], *written]
 
 
 @contextmanager
@@ -81,32 +144,9 @@ def parts_kept(chunk: Chunk) -> Iterator[None]:
         )
 
 
-def put_back(copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Write copies of tensors back where bits differ; autograd's version counters stay.
-
-    Unchanged memory is not written, since it may be read-only. Waits for the device.
-
-    Args:
-        copies: each tensor, with a copy of its old contents.
-    """
-    for tensor, value in copies:
-        if not same_bits(tensor, value):
-            with (
-                torch.inference_mode(tensor.is_inference()),
-                torch.no_grad(),
-                versions([tensor]),
-            ):
-                tensor.copy_(value)
-
-
 def versions(tensors: Sequence[torch.Tensor]) -> _unsafe_preserve_version_counter:
     """Return autograd's version counters of the tensors; its ``__exit__`` restores them."""
     return _unsafe_preserve_version_counter(tuple(t for t in tensors if not t.is_inference()))
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    """Return the identity of a tensor's memory; 0 for those without."""
-    return tensor.untyped_storage()._cdata if _has_memory(tensor) else 0
 
 
 class _WriteWatch(OperatorMode):
@@ -124,8 +164,7 @@ class _WriteWatch(OperatorMode):
         self.saved: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._regions: dict[int, list[torch.Tensor]] = {}
         for region in regions:
-            storage = region.untyped_storage().data_ptr()
-            self._regions.setdefault(storage, []).append(region)
+            self._regions.setdefault(region.untyped_storage().data_ptr(), []).append(region)
 
     def run_operator(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `OperatorMode`."""
@@ -137,45 +176,34 @@ class _WriteWatch(OperatorMode):
         return func(*args, **kwargs)
 
 
-def regions(chunk: Chunk) -> list[torch.Tensor]:
-    """Return the memory of the chunk's tensors, each once, without repeats of expanded tensors.
+def _regions(chunk: Chunk) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the memory of the chunk's tensors, each once; that of parameters is the second list.
 
     Hides these operators from recording modes, since they are not part of a graph.
     """
-    with _disable_current_modes(), torch._C.DisableTorchFunction():
-        return _regions(_tensors(chunk))
-
-
-def _regions(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     by_place: dict[tuple[object, ...], torch.Tensor] = {}
-    for tensor in tensors:
-        if not _has_memory(tensor):
-            continue
-        strides = tensor.stride()
-        shape = [n if stride else 1 for n, stride in zip(tensor.shape, strides, strict=True)]
-        region = tensor.detach().as_strided(shape, [stride or 1 for stride in strides])
-        place = (region.data_ptr(), region.shape, region.stride(), region.dtype)
-        by_place.setdefault(place, region)
-    return list(by_place.values())
+    of_parameters: set[int] = set()
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        for tensor in _tensors(chunk):
+            if not has_memory(tensor):
+                continue
+            if isinstance(tensor, nn.Parameter):
+                of_parameters.add(tensor.untyped_storage().data_ptr())
+            # Without repeats of expanded tensors.
+            strides = tensor.stride()
+            shape = [n if stride else 1 for n, stride in zip(tensor.shape, strides, strict=True)]
+            region = tensor.detach().as_strided(shape, [stride or 1 for stride in strides])
+            place = (region.data_ptr(), region.shape, region.stride(), region.dtype)
+            by_place.setdefault(place, region)
+        lists: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+        for region in by_place.values():
+            lists[region.untyped_storage().data_ptr() in of_parameters].append(region)
+    return lists
 
 
 def _tensors(chunk: Chunk) -> Iterable[torch.Tensor]:
     yield from chunk.parameters
     yield from chunk.buffers
-    for container in containers(chunk.module) if chunk.module is not None else ():
-        for _, value in container.entries():
-            values = value if isinstance(value, tuple) else (value,)
-            yield from (v for v in values if isinstance(v, torch.Tensor))
-
-
-def _has_memory(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has its own dense memory, unlike sparse and wrapper tensors."""
-    return (
-        tensor.layout is torch.strided
-        and tensor.device.type != "meta"
-        and type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-        and not tensor.is_quantized
-        and not torch.nn.parameter.is_lazy(tensor)
-        and tensor.numel() > 0
-        and tensor.untyped_storage().nbytes() > 0  # 0: its owner has freed it
-    )
+    for _, _, value, _ in entries(chunk.module) if chunk.module is not None else ():
+        values = value if isinstance(value, tuple) else (value,)
+        yield from (v for v in values if isinstance(v, torch.Tensor))

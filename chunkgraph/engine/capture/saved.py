@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,13 +18,12 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from chunkgraph.engine.autograd_graph import nodes_below
-from chunkgraph.engine.bits import has_nan, same_bits
+from chunkgraph.engine.bits import has_memory, has_nan, same_bits
 from chunkgraph.engine.capture.layers import LayerWatch
+from chunkgraph.engine.layout import span
 from chunkgraph.graphs import AddressRanges, tensor_at
 
-__all__ = ["Place", "SavedTensor", "first_difference", "first_nan", "saved_tensors"]
-
-_NO_NUMBER = 1 << 62
+__all__ = ["SavedTensor", "first_difference", "first_nan", "saved_tensors", "what_follows"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class SavedTensor:
         layer: the layer whose forward ran the operator; "" if unknown.
         operator: the autograd node, and the name under which it keeps the tensor.
         address: address of the first element; the memory may be freed.
-        tensor: the tensor, or None if only its address is recorded.
+        tensor: the tensor, or its digest; None if only its address is recorded.
     """
 
     layer: str
@@ -47,59 +46,70 @@ class SavedTensor:
     device: torch.device
     tensor: torch.Tensor | None = None
 
-    def without_tensor(self) -> SavedTensor:
-        """Return the record without a reference to the tensor."""
-        return SavedTensor(
-            self.layer,
-            self.operator,
-            self.address,
-            self.shape,
-            self.stride,
-            self.dtype,
-            self.device,
-        )
-
-    def lies_in(self, memory: AddressRanges) -> bool:
-        """Return whether the whole tensor lies in ``memory``."""
-        start, end = self._span()
-        return start < end and (AddressRanges([(start, end)]) & memory).num_bytes == end - start
+    def seen_in(self, memory: AddressRanges) -> SavedTensor:
+        """Return the record with its present contents if all of it lies in ``memory``."""
+        own = AddressRanges([(self.address, self.address + self._num_bytes)])
+        is_there = (own & memory).num_bytes == self._num_bytes
+        return replace(self, tensor=self.read() if is_there else None)
 
     def read(self) -> torch.Tensor:
         """Return a tensor on the present contents; the caller ensures that the memory exists."""
-        start, end = self._span()
-        data = tensor_at(start, end - start, self.device).view(self.dtype)
+        data = tensor_at(self.address, self._num_bytes, self.device).view(self.dtype)
         return data.as_strided(self.shape, self.stride, 0)
 
-    def _span(self) -> tuple[int, int]:
-        if 0 in self.shape:
-            return self.address, self.address
-        last = sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
-        return self.address, self.address + (last + 1) * self.dtype.itemsize
+    @property
+    def _num_bytes(self) -> int:
+        return span(self.shape, self.stride) * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
-class Place:
-    """The first saved tensor that is wrong.
+def first_difference(replayed: Sequence[SavedTensor], eager: Sequence[SavedTensor]) -> str:
+    """Return the first layer that keeps another tensor than in an eager pass; "" if none does."""
 
-    Attributes:
-        first: this tensor.
-        before: the layer of the last correct tensor before it, or "".
-        instead: text about what an eager pass keeps instead, if it is another tensor.
+    def is_equal(i: int, tensor: torch.Tensor) -> bool:
+        if i >= len(eager):
+            return False
+        mine, other = replayed[i], eager[i]
+        if (mine.operator, mine.shape, mine.dtype) != (other.operator, other.shape, other.dtype):
+            return False
+        if other.tensor is None or mine.device != other.device:
+            return True  # attention keeps its seed on the device in a capture, else on the host
+        return same_bits(tensor, other.tensor)
+
+    return _first_wrong(replayed, is_equal)
+
+
+def first_nan(saved: Sequence[SavedTensor]) -> str:
+    """Return the first layer that keeps a tensor with a NaN; "" if none does."""
+    return _first_wrong(saved, lambda _, tensor: not has_nan([tensor]))
+
+
+def _first_wrong(
+    saved: Sequence[SavedTensor], is_right: Callable[[int, torch.Tensor], bool]
+) -> str:
+    """Return the layer of the first wrong tensor, and what it keeps; "" if none is wrong.
+
+    Args:
+        saved: the tensors; those that are None are skipped.
+        is_right: called with the index of a tensor and the tensor.
     """
+    before = ""
+    for i, record in enumerate(saved):
+        if record.tensor is None:
+            continue
+        if not is_right(i, record.tensor):
+            kept = f"it keeps {record.operator}, shape {record.shape}"
+            if before not in ("", record.layer):
+                kept += f"; the last correct tensor is kept by {before}"
+            return f"{record.layer or '(outside of any layer)'} ({kept})"
+        before = record.layer
+    return ""
 
-    first: SavedTensor
-    before: str
-    instead: str = ""
 
-    def __str__(self) -> str:
-        kept = f"{self.first.operator}, shape {self.first.shape}{self.instead}"
-        layer = self.first.layer or "(outside of any layer)"
-        if self.before and self.before != self.first.layer:
-            return (
-                f"{layer} (it keeps {kept}; the last correct tensor is kept by {self.before}: the "
-                "cause is between the two)"
-            )
-        return f"{layer} (it keeps {kept})"
+def what_follows(saved: Sequence[SavedTensor]) -> str:
+    """Return the name of the layer in error if all that a forward keeps is right."""
+    if not saved:
+        return "unknown (nothing that is kept for the backward can be compared)"
+    return f"{saved[-1].layer or 'the chunk'}, or what follows it (all that it keeps is right)"
 
 
 def saved_tensors(outputs: Sequence[Any], watch: LayerWatch) -> list[SavedTensor]:
@@ -111,70 +121,22 @@ def saved_tensors(outputs: Sequence[Any], watch: LayerWatch) -> list[SavedTensor
     """
     # Hide these operators from recorders that are active.
     with _disable_current_modes(), torch._C.DisableTorchFunction():
-        return _walk(outputs, watch)
-
-
-def _walk(outputs: Sequence[Any], watch: LayerWatch) -> list[SavedTensor]:
-    entries: list[tuple[int, str, SavedTensor]] = []
-    for node in nodes_below(t for t in outputs if isinstance(t, torch.Tensor)):
-        number = node._sequence_nr()
-        for name, tensor in _kept_by(node):
-            kind = f"{node.name()}.{name}"
-            entries.append((number, kind, _record(tensor, watch.layer_of(number), kind)))
-    entries = [entry for entry in entries if entry[0] < _NO_NUMBER]
-    return [saved for _, _, saved in sorted(entries, key=lambda entry: entry[:2])]
-
-
-def first_difference(
-    replayed: Sequence[SavedTensor], eager: Sequence[SavedTensor], memory: AddressRanges
-) -> Place | None:
-    """Return the first saved tensor in ``memory`` that differs from the eager pass's, or None.
-
-    A tensor differs in its present value, or if the eager pass keeps another kind of tensor.
-    """
-    before = ""
-    for i, record in enumerate(replayed):
-        if i >= len(eager) or _kind(record) != _kind(eager[i]):
-            other = f"{eager[i].operator}, shape {eager[i].shape}" if i < len(eager) else "nothing"
-            return Place(record, before, f", where the eager pass keeps {other}")
-        expected = eager[i].tensor
-        if expected is None or not record.lies_in(memory):
-            continue
-        if expected.device != record.device:
-            continue  # attention keeps its seed on the device in a capture, else on the host
-        if not same_bits(record.read(), expected):
-            return Place(record, before)
-        before = record.layer
-    return None
-
-
-def first_nan(replayed: Sequence[SavedTensor], memory: AddressRanges) -> Place | None:
-    """Return the first saved tensor in ``memory`` that holds a NaN now, or None."""
-    before = ""
-    for record in replayed:
-        if not record.lies_in(memory):
-            continue
-        if has_nan([record.read()]):
-            return Place(record, before)
-        before = record.layer
-    return None
-
-
-def _record(tensor: torch.Tensor, layer: str, operator: str) -> SavedTensor:
-    return SavedTensor(
-        layer=layer,
-        operator=operator,
-        address=tensor.data_ptr(),
-        shape=tuple(tensor.shape),
-        stride=tuple(tensor.stride()),
-        dtype=tensor.dtype,
-        device=tensor.device,
-        tensor=tensor.detach(),
-    )
-
-
-def _kind(saved: SavedTensor) -> tuple[Any, ...]:
-    return saved.operator, saved.shape, saved.dtype
+        entries: list[tuple[int, SavedTensor]] = []
+        for node in nodes_below(t for t in outputs if isinstance(t, torch.Tensor)):
+            number = node._sequence_nr()
+            for name, tensor in _kept_by(node):
+                saved = SavedTensor(
+                    layer=watch.layer_of(number),
+                    operator=f"{node.name()}.{name}",
+                    address=tensor.data_ptr(),
+                    shape=tuple(tensor.shape),
+                    stride=tuple(tensor.stride()),
+                    dtype=tensor.dtype,
+                    device=tensor.device,
+                    tensor=tensor.detach(),
+                )
+                entries.append((number, saved))
+        return [saved for _, saved in sorted(entries, key=lambda e: (e[0], e[1].operator))]
 
 
 def _kept_by(node: Any) -> list[tuple[str, torch.Tensor]]:
@@ -194,17 +156,10 @@ def _kept_by(node: Any) -> list[tuple[str, torch.Tensor]]:
             kept.extend(
                 (name.removeprefix("_saved_"), v) for v in values if isinstance(v, torch.Tensor)
             )
-    # Skip wrappers without their own memory (quantized tensors); the node keeps their parts too.
+    # Skip wrappers (quantized tensors), whose parts the node keeps too, and freed memory.
     return [
-        (name, t)
-        for name, t in kept
-        if type(t) in (torch.Tensor, nn.Parameter) and t.layout is torch.strided and _has_memory(t)
+        (name, t) for name, t in kept if type(t) in (torch.Tensor, nn.Parameter) and has_memory(t)
     ]
-
-
-def _has_memory(tensor: torch.Tensor) -> bool:
-    """Return whether ``tensor`` has elements whose memory is there; recomputation frees it."""
-    return bool(tensor.numel() and tensor.untyped_storage().nbytes())
 
 
 def _is_plain(raw: Any) -> bool:

@@ -9,24 +9,27 @@ to one of them as they are to each other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from chunkgraph.engine.bits import Digests, digests_of
 from chunkgraph.engine.capture.layers import parameter_names
-from chunkgraph.engine.capture.saved import SavedTensor
+from chunkgraph.engine.capture.saved import SavedTensor, first_difference, what_follows
 from chunkgraph.engine.chunk import Chunk
-from chunkgraph.engine.digest import Digests, digests_of
+from chunkgraph.engine.tree import distinct_tensors
 from chunkgraph.errors import CaptureError
 
 __all__ = [
+    "TO_DO",
     "Measured",
     "Noise",
-    "SavedDigests",
+    "backward_difference",
     "check_passes",
     "difference",
+    "forward_difference",
     "wrong_replay",
 ]
 
@@ -39,30 +42,14 @@ _ROUTED_IN_ALL = 0.02
 # Kernels differ by rounding; outputs that differ by this much depend on something else.
 _MOST_OF_OUTPUTS = 0.1
 
-_TO_DO = (
+_NOTHING = digests_of(())
+_PLAIN = (bool, int, float, str)
+
+TO_DO = (
     "  To do: look there for a Python number, flag or list that the forward reads and that changes "
     "from call to call, a tensor that it replaces instead of updating in place, or memory that "
     "others write. Keep such state in tensors that are updated in place, or outside of the chunk."
 )
-
-
-@dataclass(frozen=True)
-class SavedDigests:
-    """The tensors that a forward keeps for its backward, with their digests.
-
-    Attributes:
-        tensors: the tensors, in the order of the operators; only their addresses are kept.
-        digests: one for each.
-    """
-
-    tensors: tuple[SavedTensor, ...]
-    digests: Digests
-
-    @staticmethod
-    def of(saved: Sequence[SavedTensor]) -> SavedDigests:
-        """Read tensors that exist now."""
-        digests = digests_of([s.read() if s.tensor is None else s.tensor for s in saved])
-        return SavedDigests(tuple(s.without_tensor() for s in saved), digests)
 
 
 @dataclass(frozen=True)
@@ -71,21 +58,56 @@ class Measured:
 
     Attributes:
         forward: of the result's tensors, then of the chunk's buffers.
-        backward: of the inputs' gradients, then of the parameters' gradients.
         num_outputs: number of tensors in the result.
-        plain: the other leaves of the result.
+        plain: the other leaves of the result: values, and names of other types.
         random: states of the random generators after the forward.
+        saved: what the forward keeps for its backward, as digests; empty if nobody asked.
+        backward: of the inputs' gradients, then of the parameters' gradients.
         order: parameters in the order in which their gradients were ready; empty for replays.
-        saved: what the forward keeps for its backward; None if nobody asked.
     """
 
     forward: Digests
-    backward: Digests
     num_outputs: int
-    plain: tuple[Any, ...]
-    random: tuple[torch.Tensor, ...]
+    plain: tuple[str, ...] = ()
+    random: tuple[torch.Tensor, ...] = ()
+    saved: tuple[SavedTensor, ...] = ()
+    backward: Digests = _NOTHING
     order: tuple[int, ...] = ()
-    saved: SavedDigests | None = None
+
+    @staticmethod
+    def of(
+        leaves: Sequence[Any],
+        buffers: Sequence[torch.Tensor],
+        generators: Iterable[torch.Generator],
+    ) -> Measured:
+        """Measure a forward that has just run.
+
+        Args:
+            leaves: leaves of its result.
+            buffers: the chunk's buffers.
+            generators: random generators that it draws from.
+        """
+        tensors = distinct_tensors(leaves)
+        others = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+        plain = tuple(repr(x) if isinstance(x, _PLAIN) else type(x).__name__ for x in others)
+        random = tuple(generator.get_state() for generator in generators)
+        return Measured(digests_of([*tensors, *buffers]), len(tensors), plain, random)
+
+    def with_saved(self, saved: Sequence[SavedTensor]) -> Measured:
+        """Measure tensors too that the forward keeps, all of which exist now."""
+        digests = digests_of([s.read() if s.tensor is None else s.tensor for s in saved])
+        pairs = zip(saved, digests.bits, strict=True)
+        return replace(self, saved=tuple(replace(s, tensor=bits) for s, bits in pairs))
+
+    def with_backward(
+        self,
+        input_grads: Sequence[torch.Tensor | None],
+        sums: Sequence[torch.Tensor | None],
+        order: Sequence[int] = (),
+    ) -> Measured:
+        """Measure the backward too, from the inputs' and the parameters' gradients."""
+        digests = digests_of([*input_grads, *sums])
+        return replace(self, backward=digests, order=tuple(order))
 
 
 @dataclass(frozen=True)
@@ -107,12 +129,11 @@ class Noise:
     @staticmethod
     def of(passes: Sequence[Measured]) -> Noise:
         """Compare the first pass with the last one."""
-        one, other = passes[0], passes[-1]
-        forward = one.forward.ratios(other.forward).masked_fill(~one.forward.are_float, 1.0)
-        backward = one.backward.ratios(other.backward)
+        (one, a), (other, b) = ((p.forward, p.backward) for p in (passes[0], passes[-1]))
+        forward = one.ratios(other).masked_fill(~one.are_float, 1.0)
         return Noise(
-            forward.masked_fill(one.forward.equal(other.forward), 0.0),
-            backward.masked_fill(one.backward.equal(other.backward), 0.0),
+            forward.masked_fill(one.equal(other), 0.0),
+            a.ratios(b).masked_fill(a.equal(b), 0.0),
         )
 
     def widened(self, replays: Sequence[Measured]) -> Noise:
@@ -157,16 +178,14 @@ def check_passes(label: str, passes: Sequence[Measured]) -> Noise:
         CaptureError: they differ; the message names the output.
     """
     noise = Noise.of(passes)
-    outputs = (
-        noise.forward[: passes[0].num_outputs]
-        * passes[0].forward.are_float[: passes[0].num_outputs]
-    )
+    num_outputs = passes[0].num_outputs
+    outputs = noise.forward[:num_outputs] * passes[0].forward.are_float[:num_outputs]
     if (outputs > _MOST_OF_OUTPUTS).any():
         index = int(outputs.argmax())
         raise CaptureError(
             f"{label}: two eager passes on the same inputs and random state give different results "
             f"(output {index} differs by {float(outputs[index]):.0%} of its norm), so a replay "
-            f"cannot equal eager training.\n{_TO_DO}"
+            f"cannot equal eager training.\n{TO_DO}"
         )
     return noise
 
@@ -182,83 +201,76 @@ def difference(
         replay: the replay.
         noise: the noise of passes and replays.
     """
-    what = _forward_difference(passes, replay, noise)
-    if not what:
-        return _backward_difference(chunk, passes, replay, noise)
-    eager = passes[-1].saved
-    return what, _first_layer(eager, replay.saved) if eager and replay.saved else "unknown"
+    if what := forward_difference(passes, replay, noise):
+        layer = first_difference(replay.saved, passes[-1].saved)
+        return what, layer or what_follows(replay.saved)
+    return backward_difference(chunk, passes, replay, noise, in_all=True)
 
 
-def _forward_difference(passes: Sequence[Measured], replay: Measured, noise: Noise) -> str:
-    """Return what differs after the replay of a forward, or ""."""
+def forward_difference(passes: Sequence[Measured], replay: Measured, noise: Noise) -> str:
+    """Return what differs from eager passes after the replay of a forward, or ""."""
     eager = passes[-1]
+    held, expected = (f"{m.num_outputs} tensors and {m.plain}" for m in (replay, eager))
+    if held != expected:
+        return f"the result holds {held}, in an eager pass {expected}"
     ratios = _ratios([p.forward for p in passes], replay.forward)
-    wrong = [i for i, r in ratios.items() if not (limit := noise.of_forward(i)) or r > limit]
-    if wrong:
+    if wrong := _exceeding(ratios, noise.of_forward):
         index = wrong[0]
         is_output = index < eager.num_outputs
         name = f"output {index}" if is_output else f"buffer {index - eager.num_outputs}"
         return name + _size(eager.forward, replay.forward, index)
-    if not _equal_plain(replay.plain, eager.plain):
-        return f"the result holds {tuple(replay.plain)!r}, in an eager pass {eager.plain!r}"
+    if not all(torch.equal(a, b) for a, b in zip(replay.random, eager.random, strict=True)):
+        return "the random state: a different number of random values is drawn"
     return ""
 
 
-def _backward_difference(
-    chunk: Chunk, passes: Sequence[Measured], replay: Measured, noise: Noise
+def backward_difference(
+    chunk: Chunk,
+    passes: Sequence[Measured],
+    replay: Measured,
+    noise: Noise,
+    *,
+    in_all: bool = False,
 ) -> tuple[str, str]:
-    """Return what differs after the replay of a backward, and its layer; "" if nothing does."""
-    eager = passes[-1]
-    ratios = _ratios([p.backward for p in passes], replay.backward)
-    wrong = [i for i, r in ratios.items() if not (limit := noise.of_backward(i)) or r > limit]
-    if not wrong and ratios:
-        in_all = (sum(r * r for r in ratios.values()) / len(eager.backward.norms)) ** 0.5
-        wrong = [*ratios] if in_all > noise.of_all_gradients() else []
-    num_inputs = len(eager.backward.norms) - len(chunk.parameters)
-    if of_parameters := [i - num_inputs for i in wrong if i >= num_inputs]:
-        ranks = {index: rank for rank, index in enumerate(eager.order)}
-        first = min(of_parameters, key=lambda i: ranks.get(i, -1))
-        name = parameter_names(chunk)[first]
-        what = (
-            f"the gradient of {name}{_size(eager.backward, replay.backward, num_inputs + first)} "
-            f"(the first in the order of the backward; {len(of_parameters)} of "
-            f"{len(chunk.parameters)} differ)"
-        )
-        return what, name.rpartition(".")[0] or name
-    if wrong:
-        size = _size(eager.backward, replay.backward, wrong[0])
-        return f"the gradient of tensor argument {wrong[0]}{size}", "the chunk's input"
-    if not all(torch.equal(a, b) for a, b in zip(replay.random, eager.random, strict=True)):
-        return "the random state: a different number of random values is drawn", "unknown"
-    return "", ""
+    """Return what differs after the replay of a backward, and its layer; "" if nothing does.
 
-
-def _first_layer(eager: SavedDigests, replayed: SavedDigests) -> str:
-    """Return the first layer that keeps another tensor for its backward than in an eager pass.
-
-    Args:
-        eager: the tensors that an eager pass keeps.
-        replayed: those of the slot, after the replay of its forward.
+    With ``in_all``, bound the differences of all gradients together as well. See `difference`.
     """
-    for i, saved in enumerate(replayed.tensors):
-        layer = saved.layer or "(outside of any layer)"
-        other = eager.tensors[i] if i < len(eager.tensors) else None
-        if other is None or (other.operator, other.shape) != (saved.operator, saved.shape):
-            return f"{layer} (it keeps {saved.operator}, which an eager pass does not)"
-        if saved.device != other.device:
-            continue  # attention keeps its seed on the device in a capture, else on the host
-        if (eager.digests.bits[i] != replayed.digests.bits[i]).any():
-            return f"{layer} (it keeps {saved.operator}, shape {saved.shape})"
-    last = replayed.tensors[-1].layer if replayed.tensors else ""
-    return f"{last or 'the chunk'}, or what follows it (all that it keeps is right)"
+    eager = passes[-1]
+    replayed = replay.backward
+    ratios = _ratios([p.backward for p in passes], replayed)
+    wrong = _exceeding(ratios, noise.of_backward)
+    if in_all and not wrong:
+        mean_square = sum(r * r for r in ratios.values()) / max(1, len(replayed.norms))
+        wrong = [*ratios] if mean_square**0.5 > noise.of_all_gradients() else []
+    if not wrong:
+        return "", ""
+    num_inputs = len(replayed.norms) - len(chunk.parameters)
+    of_parameters = [i - num_inputs for i in wrong if i >= num_inputs]
+    if not of_parameters:
+        size = _size(eager.backward, replayed, wrong[0])
+        return f"the gradient of tensor argument {wrong[0]}{size}", "the chunk's input"
+    ranks = {index: rank for rank, index in enumerate(eager.order)}
+    first = min(of_parameters, key=lambda i: ranks.get(i, -1))
+    name, size = parameter_names(chunk)[first], _size(eager.backward, replayed, num_inputs + first)
+    what = (
+        f"the gradient of {name}{size} (the first in the order of the backward; "
+        f"{len(of_parameters)} of {len(chunk.parameters)} differ)"
+    )
+    return what, name.rpartition(".")[0] or name
 
 
 def wrong_replay(label: str, what: str, layer: str) -> CaptureError:
     """Return the error for a slot whose replay differs from the eager passes."""
     return CaptureError(
         f"{label}: a replay of its graphs differs from an eager pass on the same inputs and random "
-        f"state: {what}.\n  first layer that differs: {layer}\n{_TO_DO}"
+        f"state: {what}.\n  first layer that differs: {layer}\n{TO_DO}"
     )
+
+
+def _exceeding(ratios: dict[int, float], limit_of: Callable[[int], float]) -> list[int]:
+    """Return the tensors whose ratio is more than noise; where that is 0, other bits are."""
+    return [i for i, r in ratios.items() if not (limit := limit_of(i)) or r > limit]
 
 
 def _ratios(passes: Sequence[Digests], replayed: Digests) -> dict[int, float]:
@@ -272,10 +284,3 @@ def _ratios(passes: Sequence[Digests], replayed: Digests) -> dict[int, float]:
 def _size(eager: Digests, replayed: Digests, index: int) -> str:
     distance, norm = (float(d[index]) for d in (eager.distance(replayed), eager.norms))
     return f" differs by {distance / norm:.2g} of its norm" if norm and distance else " differs"
-
-
-def _equal_plain(replayed: Sequence[Any], eager: Sequence[Any]) -> bool:
-    return len(replayed) == len(eager) and all(
-        type(a) is type(b) and (a == b or not isinstance(a, (bool, int, float, str)))
-        for a, b in zip(replayed, eager, strict=True)
-    )

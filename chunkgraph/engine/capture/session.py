@@ -6,9 +6,10 @@
 2. `_warm_up`: run eager passes on the capture stream.
 3. `_make_room`: refuse a session that cannot fit, and empty the allocator's cache.
 4. Slot by slot, `_capture_forward` captures a forward in the slot's pool, and `_capture_backward`
-   its backward, whole or in halves. It frees the saved tensors into the pool, where only that slot
-   ever allocates again. Modules get back what they kept before each capture. Banks are captured
-   from the largest to the smallest; the variants of a slot in smaller banks reuse its pool. `_test`
+   its backward, by the chunk's program. It frees the saved tensors into the pool, where only that
+   slot ever allocates again. Modules get back what they kept before each capture. Banks are
+   captured from the largest to the smallest; the variants of a slot in smaller banks reuse its
+   pool. `_test`
    replays the first slot of each chunk and bank, before the others are captured, and compares it
    with the eager passes.
 5. `_prove`: no replay overwrites memory that another slot holds.
@@ -31,54 +32,34 @@ from torch import nn
 
 from chunkgraph._collector import collector_paused
 from chunkgraph.engine.banks import Bank
-from chunkgraph.engine.capture.captured_rank import CapturedRank, CaptureReport
+from chunkgraph.engine.capture.captured_rank import CapturedRank, CaptureReport, SlotKey
 from chunkgraph.engine.capture.dangling import Bookkeeping, refuse_dangling
-from chunkgraph.engine.capture.eager_call import fill_test_gradient
 from chunkgraph.engine.capture.layers import LayerWatch
 from chunkgraph.engine.capture.parameter_aliases import ParameterAliases
-from chunkgraph.engine.capture.preserved import parts_kept, tensors_kept
+from chunkgraph.engine.capture.preserved import parts_kept, restored, state_of
 from chunkgraph.engine.capture.saved import SavedTensor, saved_tensors
-from chunkgraph.engine.capture.self_test import (
-    Measured,
-    SavedDigests,
-    difference,
-    wrong_replay,
-)
-from chunkgraph.engine.capture.slot_capture import (
-    CapturedForward,
-    GraphMaker,
-    SlotPlace,
-    capture_backward,
-    capture_forward,
-    footprint,
-    new_slot,
-)
+from chunkgraph.engine.capture.self_test import Measured, difference, wrong_replay
 from chunkgraph.engine.capture.static_inputs import SlotStatics
-from chunkgraph.engine.capture.warm_up import (
-    WarmUp,
-    check_memory,
-    plain_leaves,
-    random_states,
-    warm_up,
-)
+from chunkgraph.engine.capture.warm_up import WarmUp, check_memory, warm_up
 from chunkgraph.engine.checks import ModelGuard
-from chunkgraph.engine.chunk import Chunk
-from chunkgraph.engine.digest import digests_of
+from chunkgraph.engine.chunk import Chunk, GradientMarker, Host, OnCapture
 from chunkgraph.engine.gradients import GradientSinks, GradMemory
 from chunkgraph.engine.hooks import refuse_contexts
-from chunkgraph.engine.host import Host
-from chunkgraph.engine.options import OnCapture
-from chunkgraph.engine.signature import Call, Signature
-from chunkgraph.engine.slot import Slot
-from chunkgraph.engine.split.halves import (
-    SplitPlan,
-    capture_halves,
-    plan_split,
-    refuse_shared_with_split,
+from chunkgraph.engine.program import (
+    BackwardPlan,
+    GraphMaker,
+    Isolated,
+    Pass,
+    capture_forward,
+    fill_test_gradient,
+    finish_slot,
+    program_of,
 )
+from chunkgraph.engine.slot import Slot, SlotBlock
+from chunkgraph.engine.tree import Call, Signature
 from chunkgraph.errors import CaptureError
-from chunkgraph.graphs import GraphBackend, Pool
-from chunkgraph.memory import MemoryPlan, PoolPlan, prove_disjoint
+from chunkgraph.graphs import AddressRanges, GraphBackend
+from chunkgraph.memory import MemoryPlan, PoolPlan, SlotFootprint, prove_disjoint
 
 __all__ = ["BeforeGraph", "SessionSettings", "capture_session"]
 
@@ -169,12 +150,12 @@ class _Session:
         aliases: the leaves that replace each chunk's parameters during the session.
         kept: what the module of each chunk keeps, as `_make_room` finds it.
         warm_ups: measurements of the eager passes, by bank and chunk.
-        splits: plans of split backwards, by bank and chunk; None for whole backwards.
-        pools: pool of each slot.
-        statics: memory that each slot's graphs read.
-        forwards: forwards captured so far, in order.
+        plans: how backwards are captured, by bank and chunk.
+        blocks: memory of the first variant of each slot.
+        slots: slots captured so far, in order.
+        markers: what follows the gradients of each slot.
         num_done: number of graphs captured so far.
-        saved: the tensors that the forward of the slot under test keeps.
+        saved: the tensors that each slot's forward keeps, by bank, chunk and slot.
     """
 
     chunks: list[Chunk]
@@ -188,12 +169,12 @@ class _Session:
     aliases: tuple[ParameterAliases, ...]
     kept: tuple[Bookkeeping, ...] = ()
     warm_ups: dict[Hashable, list[WarmUp]] = field(default_factory=dict)
-    splits: dict[Hashable, list[SplitPlan | None]] = field(default_factory=dict)
-    pools: dict[Hashable, Pool] = field(default_factory=dict)
-    statics: dict[Hashable, SlotStatics] = field(default_factory=dict)
-    forwards: list[CapturedForward] = field(default_factory=list)
+    plans: dict[Hashable, list[BackwardPlan]] = field(default_factory=dict)
+    blocks: dict[Hashable, SlotBlock] = field(default_factory=dict)
+    slots: list[Slot] = field(default_factory=list)
+    markers: dict[Slot, GradientMarker] = field(default_factory=dict)
     num_done: int = 0
-    saved: list[SavedTensor] = field(default_factory=list)
+    saved: dict[SlotKey, tuple[SavedTensor, ...]] = field(default_factory=dict)
 
     @property
     def backend(self) -> GraphBackend:
@@ -227,10 +208,15 @@ class _Session:
     def num_graphs(self) -> int:
         """Return the number of graphs that the session captures."""
         return sum(
-            count * (3 if split is not None and split.trace is not None else 2)
-            for of_bank in self.splits.values()
-            for count, split in zip(self.num_slots, of_bank, strict=True)
+            count * (1 + plan.num_graphs)
+            for of_bank in self.plans.values()
+            for count, plan in zip(self.num_slots, of_bank, strict=True)
         )
+
+    def isolated(self, c: int) -> Isolated:
+        """Return chunk ``c``, set aside from training."""
+        leaves = self.aliases[c].leaves
+        return Isolated(self.chunks[c], self.sinks[c], leaves, self.maker)
 
 
 def _run(
@@ -254,13 +240,14 @@ def _run(
                 for key, c in group:
                     for s in range(session.num_slots[c]):
                         with settings.host.preserving():  # on a CPU, captures run
-                            _capture_backward(session, _capture_forward(session, key, c, s))
+                            slot = _new_slot(session, key, c, s)
+                            _capture_backward(session, slot, _capture_forward(session, slot))
                         if s == 0:
-                            _test(session, session.forwards[-1])
+                            _test(session, slot)
             _prove(session)
     except BaseException:
-        for forward in session.forwards:
-            forward.release()
+        for slot in session.slots:
+            slot.release()
         raise
     session.backend.synchronize()
     for model in session.models:
@@ -271,7 +258,13 @@ def _run(
         session.models,
         maker.pools,
         _report(session, (time.perf_counter() - start) * 1e3),
-        {(key, c): warm.noise for key, of in session.warm_ups.items() for c, warm in enumerate(of)},
+        session.markers,
+        {
+            (key, c): replace(warm, passes=())
+            for key, of in session.warm_ups.items()
+            for c, warm in enumerate(of)
+        },
+        session.saved,
     )
 
 
@@ -287,7 +280,7 @@ def _begin(
     sinks = tuple(GradientSinks(c.parameters, grad_memory) for c in chunks)
     grad_memory.set_aside()  # the passes of `_warm_up` need none
     models = tuple(ModelGuard(chunk) for chunk in chunks)
-    refuse_shared_with_split(chunks)
+    _refuse_shared_parameters(chunks)
     stand_ins: dict[int, nn.Parameter] = {}
     aliases = tuple(ParameterAliases(c.module, c.parameters, stand_ins) for c in chunks)
     return _Session(
@@ -332,20 +325,17 @@ def _warm_up(session: _Session) -> None:
     session.backend.take_workspaces()  # else a pass counts them as memory of a slot
     for key, calls in session.samples.items():
         measured = session.warm_ups[key] = []
-        splits = session.splits[key] = []
+        plans = session.plans[key] = []
         for c, (chunk, call) in enumerate(zip(session.chunks, calls, strict=True)):
             settings.before_graph(key)
-            around = session.sinks[c], session.aliases[c].leaves, session.backend
-            label = _label(session, chunk.label, key)
-            host, layers, plan = settings.host, settings.layers, settings.memory_plan
-            warm = warm_up(chunk, call, label, *around, host, layers, plan)
-            split = plan_split(chunk, call, *around[1:], host) if chunk.is_split else None
-            if split is not None:
-                warm = replace(warm, held_bytes=max(warm.held_bytes, split.held_bytes))
-                if split.trace is not None:
-                    warm = replace(warm, scratch_bytes=split.scratch_bytes)
+            own, label = session.isolated(c), _label(session, chunk.label, key)
+            warm = warm_up(own, call, label, settings.layers, settings.memory_plan)
+            plan = program_of(chunk).plan(own, call)
+            warm = replace(warm, held_bytes=max(warm.held_bytes, plan.held_bytes))
+            if plan.scratch_bytes is not None:
+                warm = replace(warm, scratch_bytes=plan.scratch_bytes)
             measured.append(warm)
-            splits.append(split)
+            plans.append(plan)
     settings.before_graph(None)
 
 
@@ -381,23 +371,17 @@ def _make_room(session: _Session) -> None:
     session.maker.pools.reserve_scratch(max(warm.scratch_bytes for warm in warm_ups))
 
 
-def _capture_forward(session: _Session, key: Hashable, c: int, s: int) -> CapturedForward:
-    """Capture the forward of slot ``s`` of chunk ``c`` in bank ``key``."""
-    session.settings.before_graph(key)
+def _capture_forward(session: _Session, slot: Slot) -> Pass:
+    """Capture the forward of a slot."""
+    c = slot.chunk
+    session.settings.before_graph(slot.bank)
     with session.kept[c].put_back():
-        forward = capture_forward(
-            _place(session, key, c, s),
-            session.chunks[c],
-            session.samples[key][c],
-            session.aliases[c].leaves,
-            session.maker,
-        )
-    session.forwards.append(forward)
+        forward = capture_forward(slot, session.isolated(c), session.samples[slot.bank][c])
+    session.slots.append(slot)
     session.graph_done()
-    if s == 0:
-        session.saved = [
-            t.without_tensor() for t in saved_tensors(forward.leaves, session.settings.layers)
-        ]
+    saved = saved_tensors(forward.leaves, session.settings.layers)
+    place = slot.bank, c, slot.index
+    session.saved[place] = tuple(replace(t, tensor=None) for t in saved)
     return forward
 
 
@@ -406,44 +390,42 @@ def _label(session: _Session, label: str, key: Hashable) -> str:
     return label if len(session.samples) == 1 else f"{label}, bank {key}"
 
 
-def _place(session: _Session, key: Hashable, c: int, s: int) -> SlotPlace:
+def _new_slot(session: _Session, key: Hashable, c: int, s: int) -> Slot:
     """Return the slot to capture into. Its first variant creates the memory of all variants."""
     shared_slots, num_banks = session.settings.shared_slots, len(session.samples)
     label = f"{session.chunks[c].label} slot {s}"
-    slot: Hashable = s if shared_slots else (c, s)
-    if slot not in session.pools:
+    place: Hashable = s if shared_slots else (c, s)
+    if place not in session.blocks:
         chunks = range(len(session.chunks)) if shared_slots else (c,)
         slot_bytes = max(w[i].slot_bytes for w in session.warm_ups.values() for i in chunks)
-        session.pools[slot] = session.maker.pools.forward_pool(label, slot_bytes)
         has_variants = num_banks > 1 or (shared_slots and len(session.chunks) > 1)
-        session.statics[slot] = SlotStatics(is_shared=has_variants)
-    return SlotPlace(
-        chunk_index=c,
-        index=s,
-        bank=key,
-        label=_label(session, label, key),
-        slot=slot,
-        pool=session.pools[slot],
-        statics=session.statics[slot],
-    )
+        session.blocks[place] = SlotBlock(
+            place,
+            session.maker.pools.forward_pool(label, slot_bytes),
+            SlotStatics(is_shared=has_variants),
+        )
+    block = replace(session.blocks[place], kept=AddressRanges())
+    return Slot(c, s, _label(session, label, key), key, block)
 
 
-def _capture_backward(session: _Session, forward: CapturedForward) -> None:
-    """Capture the backward of a captured forward."""
-    c, key = forward.place.chunk_index, forward.place.bank
-    session.settings.before_graph(key)
-    around = session.chunks[c], session.sinks[c], session.aliases[c].leaves, session.maker
-    split = session.splits[key][c]
-    with session.kept[c].put_back():
-        if split is not None:
-            capture_halves(forward, *around, split, session.graph_done)
-        else:
-            capture_backward(forward, *around)
-            session.graph_done()
-    forward.let_go(session.maker.pools.scratch)
+def _capture_backward(session: _Session, slot: Slot, forward: Pass) -> None:
+    """Capture the actions after a captured forward."""
+    c, chunk = slot.chunk, session.chunks[slot.chunk]
+    session.settings.before_graph(slot.bank)
+    own = session.isolated(c)
+    input_grads: list[torch.Tensor | None] = [None] * len(forward.inputs)
+    if chunk.has_backward:
+        marker = chunk.new_marker() if chunk.new_marker is not None else None
+        if marker is not None:
+            session.markers[slot] = marker
+        plan, done = session.plans[slot.bank][c], session.graph_done
+        with session.kept[c].put_back():
+            forward.make_output_grads(slot)
+            input_grads = program_of(chunk).capture_backward(slot, forward, own, plan, marker, done)
+    finish_slot(slot, forward, own, input_grads)
 
 
-def _test(session: _Session, forward: CapturedForward) -> None:
+def _test(session: _Session, slot: Slot) -> None:
     """Replay a slot on the sampled call, and compare it with the eager passes.
 
     Kernels that rarely repeat their bits may have repeated them in both passes. So a replay that
@@ -452,38 +434,38 @@ def _test(session: _Session, forward: CapturedForward) -> None:
     Raises:
         CaptureError: all replays differ; the message names the first layer.
     """
-    c, key = forward.place.chunk_index, forward.place.bank
+    c, key = slot.chunk, slot.bank
     session.settings.before_graph(key)  # all ranks replay, or none
     backend, host = session.backend, session.settings.host
     chunk, sinks, warm = session.chunks[c], session.sinks[c], session.warm_ups[key][c]
-    trained, plain = set(forward.trained), plain_leaves(forward.leaves)
+    trained = set(slot.trained)
     replays: list[Measured] = []
     for number in range(1, _NUM_REPLAYS + 1):
         sinks.clear()
-        for gradient in forward.grads:
+        for gradient in slot.output_grads.tensors if slot.output_grads is not None else ():
             fill_test_gradient(gradient)
         with (
             backend.on_capture_stream(),
             backend.preserve_random_state(host.generators()),
             host.preserving(),
-            tensors_kept(chunk, warm.written),
+            restored(state_of(chunk, warm.written)),
         ):
-            forward.graph.replay()
-            digests = digests_of([*forward.tensors, *chunk.buffers])
-            random = random_states(backend, host)
-            saved = SavedDigests.of(session.saved) if number == _NUM_REPLAYS else None
-            for graph in forward.graphs[1:]:
+            first, *later = slot.graphs.values()
+            first.replay()
+            drawn = backend.default_generator, *host.generators()
+            measured = Measured.of(slot.outputs.leaves, chunk.buffers, drawn)
+            if number == _NUM_REPLAYS:
+                measured = measured.with_saved(session.saved[key, c, slot.index])
+            for graph in later:
                 graph.replay()
             sums = [sink if i in trained else None for i, sink in enumerate(sinks.buffers)]
-            backward = digests_of([*forward.input_grads, *sums])
-        count = len(forward.tensors)
-        replays.append(Measured(digests, backward, count, plain, random, saved=saved))
+            replays.append(measured.with_backward(slot.input_grads.tensors, sums))
         noise = warm.noise.widened(replays)
         what, layer = difference(chunk, warm.passes, replays[-1], noise)
         if not what:
             break
     else:
-        raise wrong_replay(forward.place.label, what, layer)
+        raise wrong_replay(slot.label, what, layer)
     session.warm_ups[key][c] = replace(warm, noise=noise)
     backend.release_cached_memory()
 
@@ -495,16 +477,14 @@ def _prove(session: _Session) -> None:
         aliases.check_memory(chunk.label)
     if session.settings.prove:
         backend = session.backend
-        prove_disjoint([footprint(forward, backend) for forward in session.forwards])
+        prove_disjoint([_footprint(slot, backend) for slot in session.slots])
 
 
 def _banks(session: _Session) -> dict[Hashable, Bank]:
     """Return the slots and signatures of every bank."""
     slots: dict[tuple[Hashable, int], list[Slot]] = {}
-    for forward in session.forwards:
-        c = forward.place.chunk_index
-        slot = new_slot(forward, session.chunks[c], session.backend)
-        slots.setdefault((forward.place.bank, c), []).append(slot)
+    for slot in session.slots:
+        slots.setdefault((slot.bank, slot.chunk), []).append(slot)
     return {
         key: Bank(
             key,
@@ -519,22 +499,61 @@ def _banks(session: _Session) -> dict[Hashable, Bank]:
 
 
 def _report(session: _Session, duration_ms: float) -> CaptureReport:
-    pools, forwards = session.maker.pools, session.forwards
+    pools, slots = session.maker.pools, session.slots
     held_bytes: dict[Hashable, int] = {}
-    for forward in forwards:
-        slot = forward.place.slot
-        held_bytes[slot] = max(held_bytes.get(slot, 0), forward.live.num_bytes)
+    for block in (slot.block for slot in slots):
+        held_bytes[block.key] = max(held_bytes.get(block.key, 0), block.kept.num_bytes)
     return CaptureReport(
         num_slots=session.num_slots,
         shared_slots=session.settings.shared_slots,
-        num_graphs=sum(len(forward.graphs) for forward in forwards),
+        num_graphs=sum(len(slot.graphs) for slot in slots),
         slot_bytes=sum(pool.reserved_bytes for pool in pools.slot_pools),
         held_bytes=sum(held_bytes.values()),
         scratch_bytes=pools.scratch.reserved_bytes if pools.scratch else 0,
-        static_bytes=_num_bytes([t for f in forwards for t in (*f.inputs, *f.grads)]),
+        static_bytes=_num_bytes([t for slot in slots for t in _statics(slot)]),
         duration_ms=duration_ms,
         memsets_kept=session.backend.memsets_kept,
     )
+
+
+def _statics(slot: Slot) -> tuple[torch.Tensor, ...]:
+    """Return the tensors outside of pools that are loaded before replays."""
+    grads = slot.output_grads.tensors if slot.output_grads is not None else ()
+    return *slot.inputs.tensors, *grads
+
+
+def _footprint(slot: Slot, backend: GraphBackend) -> SlotFootprint:
+    """Return the memory that a slot's graphs read and write, for the proof."""
+    loaded, reads = AddressRanges(), AddressRanges()
+    for tensor in _statics(slot):
+        loaded = loaded | backend.raw(tensor)
+    for graph in slot.graphs.values():
+        reads = reads | graph.reads()
+    writes = {graph.label: graph.writes() for graph in slot.graphs.values()}
+    # Copies into static inputs before a replay are writes too.
+    writes[f"{slot.label} (its inputs loaded)"] = loaded
+    return SlotFootprint(slot.label, slot.block.kept | loaded, writes, slot.block.key, reads)
+
+
+def _refuse_shared_parameters(chunks: Sequence[Chunk]) -> None:
+    """Refuse parameters that a chunk with several backward actions shares with another one.
+
+    The schedule determines when each adds its gradients, and so the order of the sum.
+
+    Raises:
+        CaptureError: There are such parameters; the message names the chunks.
+    """
+    owners: dict[int, Chunk] = {}
+    for chunk in chunks:
+        for parameter in chunk.parameters:
+            other = owners.setdefault(id(parameter), chunk)
+            if other is not chunk and max(len(other.actions), len(chunk.actions)) > 2:
+                raise CaptureError(
+                    f"{chunk.label} and {other.label} share a parameter of shape "
+                    f"{tuple(parameter.shape)}, and at least one of their backwards is split, so "
+                    "the order in which their gradients are added would depend on the schedule. "
+                    "Capture both with whole backwards, or use a schedule that splits no backward."
+                )
 
 
 def _num_bytes(tensors: Sequence[torch.Tensor]) -> int:

@@ -10,8 +10,7 @@ import torch
 
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.layout import dense_strides, span
-from chunkgraph.engine.plain_values import key_of
-from chunkgraph.engine.signature import Call, flatten_call
+from chunkgraph.engine.tree import Call, flatten
 from chunkgraph.errors import CaptureError
 
 __all__ = ["SlotStatics", "call_with", "static_like"]
@@ -33,29 +32,24 @@ def call_with(
             for the caller; in their own layout, which ``.grad`` of a leaf does not keep.
 
     Raises:
-        CaptureError: the forward changes the contents of an argument.
+        CaptureError: the forward changes a list or dict among the arguments.
     """
     autocast = sample.autocast.entered() if sample.autocast is not None else nullcontext()
     with torch.enable_grad(), autocast:
         tensors = [
             _AsResult.apply(t, results) if i in sample.results else t for i, t in enumerate(inputs)
         ]
-        args, kwargs = sample.filled(tensors).arguments()
-        contents = _contents(args, kwargs)
+        call = sample.filled(tensors)
+        args, kwargs = call.arguments()
         result = chunk.forward(*args, **kwargs)
-    if _contents(args, kwargs) != contents:
+    leaves, spec = flatten((args, kwargs))
+    if spec != call.spec or [*map(id, leaves)] != [*map(id, call.leaves)]:
         raise CaptureError(
             f"{chunk.label}: its forward changes the contents of an argument (appends to a list, "
-            "sets an attribute). A replay runs no Python and would not change it. Return the "
+            "sets a key of a dict). A replay runs no Python and would not change it. Return the "
             "value from the forward."
         )
     return result
-
-
-def _contents(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    call = flatten_call(args, kwargs)
-    values = [id(v) if isinstance(v, torch.Tensor) else key_of(v) for v in call.leaves]
-    return call.spec, values
 
 
 class _AsResult(torch.autograd.Function):

@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import nn
 
-from chunkgraph.engine.capture.eager_call import EagerCall
 from chunkgraph.engine.capture.layers import LayerWatch
 from chunkgraph.engine.capture.preserved import tensors_kept
 from chunkgraph.engine.capture.saved import saved_tensors
-from chunkgraph.engine.capture.self_test import Measured, Noise, SavedDigests, check_passes
-from chunkgraph.engine.capture.slot_capture import refuse_undeclared
+from chunkgraph.engine.capture.self_test import Measured, Noise, check_passes
 from chunkgraph.engine.chunk import Chunk
-from chunkgraph.engine.digest import digests_of
-from chunkgraph.engine.gradients import GradientSinks
-from chunkgraph.engine.host import Host
-from chunkgraph.engine.signature import Call
-from chunkgraph.engine.split.delayed import DelayedModules
+from chunkgraph.engine.program import (
+    GradientOrder,
+    Isolated,
+    Pass,
+    program_of,
+    refuse_undeclared,
+)
+from chunkgraph.engine.tree import Call
 from chunkgraph.errors import CaptureError
 from chunkgraph.graphs import Allocation, GraphBackend, block_bytes
 from chunkgraph.memory import MemoryPlan
 
-__all__ = ["WarmUp", "check_memory", "plain_leaves", "random_states", "warm_up"]
+__all__ = ["WarmUp", "check_memory", "warm_up"]
 
 
 @dataclass(frozen=True)
@@ -52,14 +50,10 @@ class WarmUp:
 
 
 def warm_up(
-    chunk: Chunk,
+    own: Isolated,
     sample: Call,
     label: str,
-    sinks: GradientSinks,
-    leaves: Sequence[nn.Parameter],
-    backend: GraphBackend,
-    host: Host,
-    layers: LayerWatch,  # one parameter for each thing around a pass
+    layers: LayerWatch,
     plan: MemoryPlan,
 ) -> WarmUp:
     """Run eager passes on the capture stream, where libraries create handles and tune.
@@ -67,13 +61,9 @@ def warm_up(
     Each begins with the same state, which is restored.
 
     Args:
-        chunk: the chunk to run forward and backward.
+        own: the chunk to run forward and backward.
         sample: its arguments; the values are copied.
         label: name of the chunk and bank in errors.
-        sinks: its gradient sinks; those in ``main_grad`` are overwritten.
-        leaves: aliases of its parameters.
-        backend: the backend of the capture stream.
-        host: the program around the chunk.
         layers: follows the chunk's layers.
         plan: see `chunkgraph.memory.pools`.
 
@@ -81,6 +71,8 @@ def warm_up(
         CaptureError: the forward uses tensors whose gradients a replay would lose, or the passes
             differ by more than rounding.
     """
+    chunk, sinks, leaves = own.chunk, own.sinks, own.leaves
+    backend, host = own.maker.backend, own.maker.host
     passes: list[Measured] = []
     for _ in range(1 if backend.repeats_bits else 2):
         sinks.clear()
@@ -91,80 +83,47 @@ def warm_up(
             tensors_kept(chunk) as written,
         ):
             before = backend.allocated_bytes()
-            call = EagerCall(chunk, sample)
+            call = Pass(chunk, sample)
             with backend.observe_allocations() as log:
                 call.forward()
                 held_bytes = backend.allocated_bytes() - before
                 num_forward = log.num_events()
                 refuse_undeclared(chunk, call.outputs, [*call.inputs, *leaves])
-                forward = digests_of([*call.tensors, *chunk.buffers])
-                num_outputs, plain = len(call.tensors), plain_leaves(call.leaves)
-                random = random_states(backend, host)
-                saved = SavedDigests.of(saved_tensors(call.leaves, layers))
+                drawn = backend.default_generator, *host.generators()
+                measured = Measured.of(call.leaves, chunk.buffers, drawn)
+                measured = measured.with_saved(saved_tensors(call.leaves, layers))
                 call.make_output_grads()
                 num_before = log.num_events()
-                order, totals = _run_backward(chunk, call, sample, sinks, leaves)
+                order, totals = _run_backward(own, call)
                 num_backward = log.num_events()
-                backward = digests_of([*call.input_grads(), *totals])
+                measured = measured.with_backward(call.input_grads(), totals, order)
                 del call
                 num_end = log.num_events()
                 del totals
                 events = num_forward, num_before, num_backward, num_end
                 sizes = _blocks(log.allocations(), *events, plan)
-        passes.append(Measured(forward, backward, num_outputs, plain, random, order, saved))
+        passes.append(measured)
     noise = check_passes(label, passes)
     return WarmUp(held_bytes, *sizes, tuple(passes), noise, tuple(written))
 
 
-def _run_backward(
-    chunk: Chunk,
-    call: EagerCall,
-    sample: Call,
-    sinks: GradientSinks,
-    leaves: Sequence[nn.Parameter],
-) -> tuple[tuple[int, ...], list[torch.Tensor | None]]:
-    """Run the backward of a call of ``sample``; return the order and the sums of its gradients.
+def _run_backward(own: Isolated, call: Pass) -> tuple[tuple[int, ...], list[torch.Tensor | None]]:
+    """Run the backward of a call; return the order and the sums of its gradients.
 
     A parameter without a gradient has None.
     """
-    delayed = DelayedModules(chunk.module if chunk.is_split else None, chunk.label)
-    order = _Order([])
-    with (
-        sinks.summing(leaves, order) as (sums, totals),
-        call.casting(),
-        # Without an input half, one graph holds the whole backward.
-        nullcontext() if sample.takes_gradients else delayed.computing_at_once(),
-    ):
-        call.backward()
-        delayed.run(leaves, sums.add)
+    chunk, leaves, order = own.chunk, own.leaves, GradientOrder()
+    if not chunk.has_backward:
+        return (), []
+    program = program_of(chunk)
+    with own.sinks.summing(leaves, order) as (sums, totals), call.casting():
+        with program.run_backward(chunk, call.sample, leaves, sums.add):
+            call.backward()
         sums.finish()
         if chunk.end_of_backward is not None:
             chunk.end_of_backward()
     trained = set(order.seen)
     return tuple(order.seen), [totals[i] if i in trained else None for i in range(len(leaves))]
-
-
-@dataclass
-class _Order:
-    """Records the order in which gradients are accumulated (a `GradientMarker`)."""
-
-    seen: list[int]
-
-    def accumulated(self, index: int) -> None:
-        self.seen.append(index)
-
-    def replayed(self) -> None:
-        raise AssertionError("an eager pass is not replayed")
-
-
-def plain_leaves(leaves: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the leaves of a result that are no tensors."""
-    return tuple(leaf for leaf in leaves if not isinstance(leaf, torch.Tensor))
-
-
-def random_states(backend: GraphBackend, host: Host) -> tuple[torch.Tensor, ...]:
-    """Return the states of the generators that chunks draw from."""
-    return tuple(g.get_state() for g in (backend.default_generator, *host.generators()))
 
 
 def _blocks(

@@ -153,7 +153,7 @@ class Deferral(OperatorMode):
             if not traced.is_view:
                 raise CaptureError(
                     f"{self._label}: {func} in its backward reads a weight gradient, which is not "
-                    "computed yet. Capture the chunk with backward='whole', or use a schedule that "
+                    "computed yet. Capture the chunk with a whole backward, or use a schedule that "
                     "splits no backward."
                 )
         return self._defer(func, args, kwargs, inputs, traced.results)
@@ -186,7 +186,7 @@ class Deferral(OperatorMode):
         return CaptureError(
             f"{self._label}: its backward runs {now} where an earlier pass ran {known}. A split "
             "backward needs the same operators in every pass; capture the chunk with "
-            "backward='whole', or use a schedule that splits no backward."
+            "a whole backward, or use a schedule that splits no backward."
         )
 
 

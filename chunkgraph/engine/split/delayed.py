@@ -86,7 +86,7 @@ class DelayedModules:
                 raise CaptureError(
                     f"{self._label}: a {type(module).__name__} that delays its weight gradients "
                     "runs more than once in a forward, and one backward_dw() computes those of one "
-                    "run. Set delay_wgrad_compute=False, capture with backward='whole', or use a "
+                    "run. Set delay_wgrad_compute=False, capture a whole backward, or use a "
                     "schedule that splits no backward."
                 )
 

@@ -29,7 +29,6 @@ from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from chunkgraph.errors import CaptureError
-from chunkgraph.graphs.failure import is_decided_by_node
 from chunkgraph.graphs.operators import (
     OperatorMode,
     run_to_its_end,
@@ -226,7 +225,7 @@ class BackwardTracer(OperatorMode):
                 raise CaptureError(
                     f"{self._label}: {self._operators[i].name} in its backward changes a "
                     "parameter's gradient in place. Compute a new tensor instead, or capture the "
-                    "chunk with backward='whole', or use a schedule that splits no backward."
+                    "chunk with a whole backward, or use a schedule that splits no backward."
                 )
         return BackwardTrace(
             tuple(
@@ -250,7 +249,7 @@ class BackwardTracer(OperatorMode):
         node = torch._C._current_autograd_node()
         if node is not None:
             self._watch(node)
-        has_effect = _has_effect(func, inputs, node) or torch.is_grad_enabled()
+        has_effect = _has_effect(func, inputs) or torch.is_grad_enabled()
         out = run_to_its_end(func, args, kwargs)
         self._note(func, inputs, written, tensors_in(out), has_effect=has_effect)
         return out
@@ -336,7 +335,7 @@ def _is_outside_of_torch(node: Node) -> bool:
     return isinstance(node, BackwardCFunction) or "CppNode" in node.name()
 
 
-def _has_effect(func: OpOverload, inputs: Sequence[torch.Tensor], node: Any) -> bool:
+def _has_effect(func: OpOverload, inputs: Sequence[torch.Tensor]) -> bool:
     """Return whether an operator does more than compute its results from its arguments."""
     return (
         func.namespace == "c10d"
@@ -344,7 +343,6 @@ def _has_effect(func: OpOverload, inputs: Sequence[torch.Tensor], node: Any) -> 
         or func in _WITHOUT_CONTENTS
         or func is _aten.lift_fresh.default
         or any(t.layout is not torch.strided for t in inputs)
-        or (node is not None and is_decided_by_node(node.name()))
     )
 
 

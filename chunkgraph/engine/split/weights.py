@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from chunkgraph.engine.chunk import Chunk
-from chunkgraph.engine.replay.replayer import Replayer
-from chunkgraph.engine.signature import distinct_tensors, flatten
+from chunkgraph.engine.engine import ChunkGraphs
+from chunkgraph.engine.observer import Observer
 from chunkgraph.engine.split.delayed import DelayedModules
+from chunkgraph.engine.split.program import Split
+from chunkgraph.engine.tree import distinct_tensors, flatten
 from chunkgraph.errors import SlotError
 
 __all__ = ["WeightBackwards"]
 
 
-class WeightBackwards:
-    """Compute the weight gradients of the chunks with a split backward (``Chunk.backward``).
+class WeightBackwards(Observer):
+    """Compute the weight gradients of the chunks with a split backward (``program=SPLIT``).
 
     Autograd's ``backward()`` computes only the input gradients of a microbatch. `run` adds its
     weight gradients to ``param.grad`` or ``main_grad``, at any time before the step ends; its slot
@@ -33,21 +34,22 @@ class WeightBackwards:
     Example:
         A whole backward (``B``), and the hook of `torch.distributed.pipelining`::
 
+            weights = WeightBackwards(graphs)
             loss.backward()
-            graphs.weights.run(c)
+            weights.run(c)
 
-            PipelineStage(..., dw_builder=lambda: graphs.weights.runner(c))
+            PipelineStage(..., dw_builder=lambda: weights.runner(c))
 
     Args:
-        chunks: The rank's chunks.
-        replayer: The replayer of the chunks.
+        graphs: The graphs of the chunks.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], replayer: Replayer) -> None:
-        self._chunks = tuple(chunks)
-        self._delayed = [DelayedModules(c.module, c.label) if c.is_split else None for c in chunks]
-        self._replayer = replayer
+    def __init__(self, graphs: ChunkGraphs) -> None:
+        self._chunks = chunks = graphs.chunks
+        self._delayed = [DelayedModules(c.module, c.label) if _splits(c) else None for c in chunks]
+        self._graphs = graphs
         self._eager: _EagerStep | None = None
+        graphs.observe(self)
 
     def run(self, c: int) -> None:
         """Compute the weight gradients of the microbatch of chunk ``c`` that has waited longest.
@@ -78,32 +80,33 @@ class WeightBackwards:
         """Return how many microbatches of chunk ``c`` wait for their weight gradients."""
         return len(self._waiting(c))
 
-    @contextmanager
-    def eager_step(self) -> Iterator[None]:
-        """Enclose one eager step.
+    def observes(self, step: int | None) -> bool:
+        """Observe eager steps."""
+        return step is None and any(map(_splits, self._chunks))
+
+    def begin_step(self, step: int | None) -> None:  # noqa: ARG002
+        """Begin an eager step."""
+        self._eager = _EagerStep(self._chunks, self._delayed)
+
+    def called(self, c: int, result: Any) -> None:
+        """Let the microbatch of an eager call wait, once its backward begins."""
+        if self._eager is not None and _splits(self._chunks[c]) and torch.is_grad_enabled():
+            self._eager.watch(c, result)
+
+    def end_step(self, *, has_failed: bool) -> None:
+        """End an eager step.
 
         Raises:
             SlotError: Weight gradients were not run when the step ended.
         """
-        if not any(chunk.is_split for chunk in self._chunks):
-            yield
-            return
-        self._eager = step = _EagerStep(self._chunks, self._delayed)
-        try:
-            yield
-        finally:
-            self._eager = None
-        step.end()
-
-    def watch(self, c: int, result: Any) -> None:
-        """Let the microbatch of an eager call wait, once its backward begins."""
-        if self._eager is not None and self._chunks[c].is_split and torch.is_grad_enabled():
-            self._eager.watch(c, result)
+        step, self._eager = self._eager, None
+        if step is not None and not has_failed:
+            step.end()
 
     def _run(self, c: int, ticket: int | None) -> None:
         self._check_split(c)
         if self._eager is None:
-            self._replayer.run_weight(c, ticket)
+            self._graphs.run_waiting(c, ticket)
             return
         waiting = self._eager.waiting[c]
         if not waiting:
@@ -121,13 +124,13 @@ class WeightBackwards:
         self._eager.run(c)
 
     def _waiting(self, c: int) -> Sequence[int]:
-        return self._replayer.waiting_weights(c) if self._eager is None else self._eager.waiting[c]
+        return self._graphs.waiting(c) if self._eager is None else self._eager.waiting[c]
 
     def _check_split(self, c: int) -> None:
-        if not self._chunks[c].is_split:
+        if not _splits(self._chunks[c]):
             raise SlotError(
                 f"{self._chunks[c].label}: its backward is not split and computes the weight "
-                "gradients itself. Pass Chunk.from_module(module, label, backward='split') to run "
+                "gradients itself. Pass Chunk.from_module(module, label, program=SPLIT) to run "
                 "them separately."
             )
 
@@ -136,6 +139,10 @@ class WeightBackwards:
             f"{self._chunks[c].label}: no microbatch waits for its weight gradients. Run each "
             "once, after the backward of its microbatch, inside the step."
         )
+
+
+def _splits(chunk: Chunk) -> bool:
+    return isinstance(chunk.program, Split)
 
 
 class _EagerStep:

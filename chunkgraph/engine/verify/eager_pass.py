@@ -1,36 +1,32 @@
 """Run a captured chunk eagerly next to its replays, without side effects on training.
 
-Random state, buffers, gradients and the state of `Host.preserving` are restored. Other leaves
-replace the parameters, new ones in each pass, so that no hook sees their gradients. Casts that the
-caller's autocast block has cached are lost.
+Random state, the chunk's tensors, gradients and the state of `Host.preserving` are restored. Other
+leaves replace the parameters, new ones in each pass, so that no hook sees their gradients. Casts
+that the caller's autocast block has cached are lost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
 
 from chunkgraph.engine.capture.layers import LayerWatch
 from chunkgraph.engine.capture.parameter_aliases import ParameterAliases
-from chunkgraph.engine.capture.preserved import versions
+from chunkgraph.engine.capture.preserved import ChunkState, restored, state_of, versions
 from chunkgraph.engine.capture.saved import SavedTensor, saved_tensors
-from chunkgraph.engine.capture.static_inputs import call_with
-from chunkgraph.engine.chunk import Chunk
+from chunkgraph.engine.capture.self_test import Measured
+from chunkgraph.engine.chunk import Chunk, Host
 from chunkgraph.engine.gradients import GradientSinks
-from chunkgraph.engine.host import Host
-from chunkgraph.engine.signature import Call, distinct_tensors, flatten
-from chunkgraph.engine.split.delayed import DelayedModules
-from chunkgraph.engine.verify.state import ChunkState, restored
+from chunkgraph.engine.program import GradientOrder, Pass, program_of
+from chunkgraph.engine.tree import Call
 from chunkgraph.graphs import GraphBackend
 
-__all__ = ["EagerBackward", "EagerForward", "EagerPasses", "Surroundings"]
-
-OnOutput = Callable[[str, Any], None]
+__all__ = ["EagerPass", "EagerPasses", "Surroundings"]
 
 
 @dataclass(frozen=True)
@@ -45,82 +41,36 @@ class Surroundings:
     backend: GraphBackend
     host: Host
 
-    @contextmanager
-    def untouched(
-        self, written: Sequence[torch.Tensor], begin: ChunkState | None = None
-    ) -> Iterator[None]:
-        """Restore all state on exit, including tensors that the chunk writes in this block.
-
-        Args:
-            written: the tensors that the chunk writes.
-            begin: the state of ``written`` that the block begins with (see `state_of`); None for
-                the present one.
-        """
-        generators = self.host.generators()
-        with ExitStack() as stack:
-            stack.enter_context(self.host.preserving())
-            stack.enter_context(restored(written, self.backend.device, generators, begin))
-            stack.enter_context(self.host.verifying())
-            yield
-
-    def state_of(self, buffers: Sequence[torch.Tensor]) -> ChunkState:
-        """Return a copy of the random state and the buffers."""
-        return ChunkState.now(buffers, self.backend.device, self.host.generators())
-
-
-@dataclass(frozen=True)
-class EagerForward:
-    """An eager forward whose autograd graph is alive.
-
-    Attributes:
-        inputs: copies of the inputs of the replay.
-        leaves: leaves of the result.
-        after: random state and buffers right after the forward.
-        saved: tensors that it keeps for the backward.
-        versions: version counters right after the forward, which the backward checks.
-        aliases: the leaves that replace the parameters.
-    """
-
-    inputs: tuple[torch.Tensor, ...]
-    leaves: tuple[Any, ...]
-    after: ChunkState
-    saved: tuple[SavedTensor, ...]
-    versions: Any
-    aliases: ParameterAliases
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """Return the tensors among the result's leaves, each once."""
-        return distinct_tensors(self.leaves)
-
-
-@dataclass(frozen=True)
-class EagerBackward:
-    """The results of an eager backward.
-
-    Attributes:
-        input_grads: the gradient of each input, or None.
-        sums: for each parameter, the expected contents of its gradient buffer; valid until the
-            next backward of the chunk.
-        order: parameters in the order in which their gradients were ready.
-    """
-
-    input_grads: tuple[torch.Tensor | None, ...]
-    sums: tuple[torch.Tensor, ...]
-    order: tuple[int, ...]
+    def generators(self) -> list[torch.Generator]:
+        """Return the generators that a pass may draw from: the host's, the device's, further."""
+        own = [torch.default_generator]
+        if self.backend.device.type == "cuda":
+            own.append(self.backend.default_generator)
+        return [*own, *self.host.generators()]
 
 
 @dataclass
-class _Order:
-    """Record the order in which gradients are accumulated (a `GradientMarker`)."""
+class EagerPass:
+    """An eager forward whose autograd graph is alive until its backward.
 
-    seen: list[int] = field(default_factory=list)
+    Attributes:
+        call: the pass.
+        measured: digests of what the forward computed.
+        saved: tensors that it keeps for the backward.
+        versions: version counters right after the forward, which the backward checks.
+        aliases: the leaves that replace the parameters.
+        sums: after the backward, for each parameter the expected contents of its gradient buffer;
+            valid until the next backward of the chunk.
+        order: parameters in the order in which their gradients were ready.
+    """
 
-    def accumulated(self, index: int) -> None:
-        self.seen.append(index)
-
-    def replayed(self) -> None:
-        raise AssertionError("an eager pass is not replayed")
+    call: Pass
+    measured: Measured
+    saved: tuple[SavedTensor, ...]
+    versions: Any
+    aliases: ParameterAliases
+    sums: tuple[torch.Tensor, ...] = ()
+    order: tuple[int, ...] = ()
 
 
 class EagerPasses:
@@ -131,7 +81,7 @@ class EagerPasses:
         call: its captured call, without tensors (`Call.emptied`).
         gradients: the buffers that replayed backwards add to, one for each parameter.
         surroundings: the context of the passes.
-        written: tensors, other than buffers, that the chunk updates in place.
+        written: memory of parameters that the chunk's passes write.
     """
 
     def __init__(
@@ -140,97 +90,93 @@ class EagerPasses:
         call: Call,
         gradients: Sequence[torch.Tensor],
         surroundings: Surroundings,
-        written: Sequence[torch.Tensor] = (),
+        written: Sequence[torch.Tensor],
     ) -> None:
-        self._written = (*chunk.buffers, *written)
         self._chunk = chunk
         self._call = call
         self._gradients = tuple(gradients)
         self._around = surroundings
-        self._sums = [torch.empty_like(g) for g in self._gradients]
+        self._state = state_of(chunk, written)
+
+    @cached_property
+    def _sums(self) -> tuple[torch.Tensor, ...]:
+        return tuple(torch.empty_like(g) for g in self._gradients)
+
+    def state(self) -> ChunkState:
+        """Copy the present state that these passes restore."""
+        return ChunkState.now(self._state, self._around.generators())
 
     def forward(
         self,
         tensors: Sequence[torch.Tensor],
         with_grad: Sequence[bool],
-        on_output: OnOutput | None = None,
         begin: ChunkState | None = None,
-    ) -> EagerForward:
+    ) -> EagerPass:
         """Run the forward on copies of ``tensors``, from ``begin`` or the present state."""
         inputs = [t.detach().clone() for t in tensors]
         for tensor, has_grad in zip(inputs, with_grad, strict=True):
             tensor.requires_grad_(has_grad)
-        watch = LayerWatch()
+        layers = LayerWatch()
+        call = Pass(self._chunk, self._call, inputs)
         aliases = ParameterAliases(self._chunk.module, self._chunk.parameters)
-        with (
-            self._around.untouched(self._written, begin),
-            aliases.in_place(),
-            self._own_sums(aliases.leaves),
-        ):
-            with watch.watching([self._chunk], on_output):
-                results, _ = flatten(call_with(self._chunk, self._call, inputs))
-            after = self._around.state_of(self._chunk.buffers)
-            saved = saved_tensors(results, watch)
-            counts = versions(self._written)
-        return EagerForward(tuple(inputs), tuple(results), after, tuple(saved), counts, aliases)
-
-    def state(self) -> ChunkState:
-        """Copy the present state that these passes restore."""
-        return self._around.state_of(self._written)
+        with self._untouched(aliases, begin):
+            with layers.watching([self._chunk]):
+                call.forward()
+            measured = Measured.of(call.leaves, self._chunk.buffers, self._around.generators())
+            saved = saved_tensors(call.leaves, layers)
+            counts = versions(self._state)
+        return EagerPass(call, measured, tuple(saved), counts, aliases)
 
     def backward(
         self,
-        forward: EagerForward,
-        differentiable: Sequence[int],
+        eager: EagerPass,
         grads: Sequence[torch.Tensor],
         *,
         accumulates: bool = True,
         begin: ChunkState | None = None,
-    ) -> EagerBackward:
-        """Run the backward of ``forward``, once.
+    ) -> None:
+        """Run the backward of a pass.
 
         Args:
-            forward: a forward of these passes whose backward has not run.
-            differentiable: indices of the result's tensors that get a gradient.
-            grads: the gradient of each.
+            eager: a pass whose backward has not run.
+            grads: the gradient of each output that gets one.
             accumulates: whether to add to the gradients so far, or to zeros.
             begin: the `state` that a recomputation reads; None for the present one.
         """
-        outputs = [forward.tensors[i] for i in differentiable]
-        leaves, order = forward.aliases.leaves, _Order()
-        with self._own_sums(leaves):
-            sinks = GradientSinks(leaves)
+        leaves, order = eager.aliases.leaves, GradientOrder()
         with torch.no_grad():
             for total, gradient in zip(self._sums, self._gradients, strict=True):
                 if accumulates:
                     total.copy_(gradient)
                 else:
                     total.zero_()
-        with (
-            self._around.untouched(self._written, begin),
-            forward.aliases.in_place(),
-            self._own_sums(leaves),
-            sinks.accumulating(leaves, order) as sums,
-        ):
-            forward.versions.__exit__()  # the backward compares with these versions
-            # As in a capture: not autograd.grad, which forbids recomputation.
-            torch.autograd.backward(outputs, list(grads))
-            if self._chunk.is_split:
-                delayed = DelayedModules(self._chunk.module, self._chunk.label)
-                delayed.run(leaves, sums.add)
-            sums.finish()
-        input_grads = tuple(t.grad for t in forward.inputs)
-        return EagerBackward(input_grads, tuple(self._sums), tuple(order.seen))
+        with self._untouched(eager.aliases, begin):
+            sinks = GradientSinks(leaves)
+            with sinks.accumulating(leaves, order) as sums:
+                eager.versions.__exit__()  # the backward compares with these versions
+                eager.call.grads = list(grads)
+                program = program_of(self._chunk)
+                with program.run_backward(self._chunk, self._call, leaves, sums.add):
+                    eager.call.backward()
+                sums.finish()
+        eager.sums, eager.order = self._sums, tuple(order.seen)
 
     @contextmanager
-    def _own_sums(self, leaves: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Set the buffers of these passes as the leaves' ``main_grad`` in this block."""
-        originals = [dict(leaf.__dict__) for leaf in leaves]
-        try:
-            for leaf, total in zip(leaves, self._sums, strict=True):
-                leaf.main_grad = total  # type: ignore[attr-defined]
-            yield
-        finally:
-            for leaf, attributes in zip(leaves, originals, strict=True):
-                leaf.__dict__.clear()
-                leaf.__dict__.update(attributes)
+    def _untouched(self, aliases: ParameterAliases, begin: ChunkState | None) -> Iterator[None]:
+        """Restore all state on exit; let ``aliases`` add to the buffers of these passes."""
+        host, generators = self._around.host, self._around.generators()
+        originals = [dict(leaf.__dict__) for leaf in aliases.leaves]
+        with (
+            host.preserving(),
+            restored(self._state, generators, begin),
+            host.verifying(),
+            aliases.in_place(),
+        ):
+            try:
+                for leaf, total in zip(aliases.leaves, self._sums, strict=True):
+                    leaf.main_grad = total  # type: ignore[attr-defined]
+                yield
+            finally:
+                for leaf, attributes in zip(aliases.leaves, originals, strict=True):
+                    leaf.__dict__.clear()
+                    leaf.__dict__.update(attributes)

@@ -7,27 +7,35 @@ produces a NaN by itself.
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable, Sequence
 
 import torch
 
 from chunkgraph.engine.bits import has_nan
 from chunkgraph.engine.capture.captured_rank import CapturedRank
-from chunkgraph.engine.capture.saved import Place, first_nan
+from chunkgraph.engine.capture.layers import parameter_names
+from chunkgraph.engine.capture.preserved import ChunkState
+from chunkgraph.engine.capture.saved import first_nan
 from chunkgraph.engine.observer import Action
 from chunkgraph.engine.slot import Slot
 from chunkgraph.engine.verify.base import Verifier
-from chunkgraph.engine.verify.records import memory_of
-from chunkgraph.engine.verify.report import stale_memory
-from chunkgraph.engine.verify.state import ChunkState
+from chunkgraph.engine.verify.eager_pass import EagerPass
 from chunkgraph.graphs import AddressRanges, Pool
 from chunkgraph.memory import Poison
 
 __all__ = ["PoisonVerifier"]
 
+_STALE = (
+    "has a NaN where an eager one on the same inputs has none: it read memory that was no longer "
+    "its own"
+)
+
 
 class PoisonVerifier(Verifier):
     """Fill dead memory around replays, and look for NaN in their results."""
+
+    _has_warned = False
 
     def captured(self, rank: CapturedRank) -> None:
         """Record the memory of the graphs."""
@@ -36,15 +44,16 @@ class PoisonVerifier(Verifier):
         backend = self._around.backend
         own: dict[Pool, AddressRanges] = {}
         for slot in (s for slots in rank.slots for s in slots):
-            for tensor in (*slot.output_tensors, *slot.input_grads):
+            for tensor in (*slot.outputs.tensors, *slot.input_grads.tensors):
                 if tensor is not None:
-                    own[slot.pool] = own.get(slot.pool, AddressRanges()) | backend.raw(tensor)
+                    pool = slot.block.pool
+                    own[pool] = own.get(pool, AddressRanges()) | backend.raw(tensor)
         kept = {pool: pool.live() - ranges for pool, ranges in own.items()}
         self._poison = Poison(rank.pools.scratch, backend.device, kept)
 
     def _forget(self) -> None:
         super()._forget()
-        self._kept_nan: dict[Slot, Place | None] = {}
+        self._kept_nan: dict[Slot, str] = {}
         self._were_infinite: list[bool] = []
         self._begin: dict[Slot, ChunkState] = {}
 
@@ -52,21 +61,21 @@ class PoisonVerifier(Verifier):
         """Fill dead memory; copy the state that an eager pass begins with, and look for NaN."""
         if action == "F":
             self._count_forward(slot)
-            written = (*self._chunks[slot.chunk].buffers, *self._written(slot.chunk))
-            self._begin[slot] = self._around.state_of(written)
+            self._begin[slot] = self._passes_of(slot).state()
         self._poison.before_replay()
         if action == "F":
             return
         # A NaN of the model itself stays in a gradient, infinities may add up to one, and memory
         # without a gradient yet may hold anything. Other microbatches change gradients between
         # both halves.
-        self._were_infinite = self._gradients_with(slot, _is_infinite)
+        self._were_infinite = self._gradients_with(slot, lambda g: ~g.isfinite())
         if action == "W":
             return
-        self._kept_nan[slot] = self._place(slot)  # while its saved tensors exist
+        # Until the backward overwrites what the forward keeps.
+        self._kept_nan[slot] = first_nan(self._kept_by(slot))
         if has_nan(tensors):
             where = "it came in with the output gradient, from work after the chunk"
-            self._warn_of_nan(slot, "backward", where)
+            self._warn(slot, "backward", where)
 
     def after(self, action: Action, slot: Slot) -> None:
         """Look for NaN in the results, and fill a slot whose backward has ended."""
@@ -74,28 +83,34 @@ class PoisonVerifier(Verifier):
             self._look_at_outputs(slot)
         elif action != "I":
             self._look_at_gradients(slot)
-        elif has_nan(slot.input_grads):
-            self._explain(slot, [False] * len(self._names[slot.chunk]))
+        elif has_nan(slot.input_grads.tensors):
+            self._explain(slot, [False] * len(self._gradients[slot.chunk]))
 
     def _look_at_outputs(self, slot: Slot) -> None:
-        if not has_nan(slot.output_tensors):
+        if not has_nan(slot.outputs.tensors):
             return
-        with_grad = self._with_grad(slot)
-        origin = self._first_layer_with_nan(slot, slot.inputs, with_grad, self._begin[slot])
-        if origin:
-            self._warn_of_nan(slot, "forward", origin)
+        if has_nan(slot.inputs.tensors):
+            self._warn(slot, "forward", "it came in with the input")
             return
-        layer = self._place(slot) or "after all tensors that are kept for the backward"
-        replayed = self._replayed(slot, "forward")
-        self._around.host.judge(stale_memory(replayed, "an output has a NaN", str(layer)))
+        eager = self._forward(slot)
+        if has_nan(eager.call.tensors):
+            layer = first_nan(eager.saved) or "the last one"
+            self._warn(slot, "forward", f"the first layer with a NaN is {layer}")
+            return
+        layer = first_nan(self._kept_by(slot)) or "after all tensors that are kept for the backward"
+        self._judge(slot, "forward", _STALE, "an output has a NaN", f"with a NaN: {layer}")
 
     def _look_at_gradients(self, slot: Slot) -> None:
         have_nan = self._gradients_with(slot, torch.isnan)
         pairs = zip(have_nan, self._were_infinite, strict=True)
         is_new = [has and not was_infinite for has, was_infinite in pairs]
-        if has_nan(slot.input_grads) or any(is_new):
+        if has_nan(slot.input_grads.tensors) or any(is_new):
             self._explain(slot, is_new)
-        self._poison.after_backward(slot.pool, holds_grads=slot.grads_lie_in_pool)
+        pool, raw = slot.block.pool, self._around.backend.raw
+        reserved = pool.reserved()
+        grads = [g for g in slot.input_grads.tensors if g is not None]
+        # A compiled backward may write an input gradient over a saved tensor.
+        self._poison.after_backward(pool, holds_grads=any(raw(g) & reserved for g in grads))
 
     def _gradients_with(
         self, slot: Slot, property_of: Callable[[torch.Tensor], torch.Tensor]
@@ -105,30 +120,31 @@ class PoisonVerifier(Verifier):
         return torch.stack(flags).tolist() if flags else []
 
     def _explain(self, slot: Slot, is_new: Sequence[bool]) -> None:
-        passes = self._passes_of(slot)
-        begin = self._begin[slot]
-        forward = passes.forward(slot.inputs, self._with_grad(slot), begin=begin)
-        eager = passes.backward(forward, slot.receiving, slot.output_grads, accumulates=False)
-        if has_nan([*eager.input_grads, *eager.sums]):
-            name = self._first_nan_gradient(slot.chunk, eager.sums, eager.order)
+        """Run the microbatch eagerly, and tell a NaN of the model from one of dead memory."""
+        eager = self._forward(slot)
+        assert slot.output_grads is not None
+        self._passes_of(slot).backward(eager, slot.output_grads.tensors, accumulates=False)
+        has_own = has_nan([*eager.call.input_grads(), *eager.sums])
+        named = [i for i in eager.order if (has_nan([eager.sums[i]]) if has_own else is_new[i])]
+        name = parameter_names(self._chunks[slot.chunk])[named[0]] if named else ""
+        if has_own:
             where = f"the first gradient with a NaN is that of {name or 'an input'}"
-            self._warn_of_nan(slot, "backward", where)
+            self._warn(slot, "backward", where)
             return
-        first = next((i for i in eager.order if is_new[i]), None)
-        name = "" if first is None else self._names[slot.chunk][first]
         what = f"the gradient of {name or 'an input'} has a NaN"
-        place = self._kept_nan.get(slot)
-        layer = str(place) if place is not None else name.rpartition(".")[0] or "unknown"
-        self._around.host.judge(stale_memory(self._replayed(slot, "backward"), what, layer))
+        layer = self._kept_nan.get(slot) or name.rpartition(".")[0] or "unknown"
+        self._judge(slot, "backward", _STALE, what, f"with a NaN: {layer}")
 
-    def _with_grad(self, slot: Slot) -> list[bool]:
-        return [grad is not None for grad in slot.input_grads]
+    def _forward(self, slot: Slot) -> EagerPass:
+        with_grad = [grad is not None for grad in slot.input_grads.tensors]
+        return self._passes_of(slot).forward(slot.inputs.tensors, with_grad, self._begin[slot])
 
-    def _place(self, slot: Slot) -> Place | None:
-        records = self._records.of(slot, self._chunks[slot.chunk])
-        return first_nan(records, memory_of(slot, self._around.backend))
-
-
-def _is_infinite(tensor: torch.Tensor) -> torch.Tensor:
-    """Return where values are infinite or NaN."""
-    return ~tensor.isfinite()
+    def _warn(self, slot: Slot, direction: str, where: str) -> None:
+        """Warn of a NaN that eager training has too, once; later wrong replays still raise."""
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{self._describe(slot, direction)} has a NaN, as eager training would have: "
+                f"{where}. Later NaNs give no warning.",
+                stacklevel=2,
+            )

@@ -28,31 +28,14 @@ from chunkgraph.graphs.addresses import AddressRange
 from chunkgraph.graphs.contract import GraphBackend, Pool
 from chunkgraph.graphs.failure import capture_failure, current_location
 from chunkgraph.graphs.operators import (
-    draws,
     is_collective,
     replace_leaves,
     storages_written,
     tensors_in,
     wait_for_work,
 )
-from chunkgraph.graphs.random_state import (
-    CapturedGenerator,
-    preserve_states,
-    private_generator,
-    thread_generator,
-    without_access,
-)
-from chunkgraph.graphs.recorder.legality import (
-    HostReadGuard,
-    as_without_guard,
-    check_generator,
-    check_operator,
-)
-from chunkgraph.graphs.recorder.private_draws import (
-    PrivateDraws,
-    draw_privately,
-    without_private_draws,
-)
+from chunkgraph.graphs.random_state import CapturedGenerator, answering_calls, patched
+from chunkgraph.graphs.recorder.legality import HostReadGuard, check_operator
 from chunkgraph.graphs.recorder.recorded_graph import Binding, RecordedGraph
 from chunkgraph.graphs.recorder.recording import (
     External,
@@ -85,7 +68,7 @@ def host_call(call: Callable[[], None]) -> None:
             call()
         return
     recording.log.append(HostCall(call))
-    with _disable_current_modes(), torch._C.DisableTorchFunction(), without_access():
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
         call()
 
 
@@ -111,16 +94,12 @@ class RecorderBackend(GraphBackend):
     name = "recorder"
     repeats_bits = True
     memsets_kept = ""
+    default_generator = torch.default_generator
 
     def __init__(self, limit_bytes: int | None = None) -> None:
         self.device = torch.device("cpu")
         self._limit_bytes = limit_bytes
         self._pools: weakref.WeakSet[SimulatedPool] = weakref.WeakSet()
-
-    @property
-    def default_generator(self) -> torch.Generator:
-        """See `GraphBackend.default_generator`."""
-        return thread_generator()
 
     def new_pool(self, label: str) -> SimulatedPool:
         """Return a new, empty simulated pool."""
@@ -142,11 +121,11 @@ class RecorderBackend(GraphBackend):
         mode = _RecordingMode(graph, tuple(self._pools), tuple(generators))
         try:
             with (
-                preserve_states(generators),
-                private_generator(mode.generator),
-                as_without_guard(),
+                self.preserve_random_state(generators),
+                answering_calls(mode.generator),
                 HostReadGuard(label),
-                without_private_draws(),  # a second mode would cost as much as the operator
+                # Modules choose other kernels where a mode overrides functions.
+                patched(torch.overrides, "has_torch_function", lambda _: lambda _arguments: False),
                 mode,
             ):
                 yield graph
@@ -158,17 +137,6 @@ class RecorderBackend(GraphBackend):
             raise capture_failure(label, error) from error
         finally:
             mode.restore()
-
-    @contextmanager
-    def preserve_random_state(self, generators: Sequence[torch.Generator] = ()) -> Iterator[None]:
-        """Draw from a copy of the default generator, which other threads do not see."""
-        with (
-            preserve_states(generators),
-            private_generator(),
-            without_private_draws(),  # those of an enclosing block
-            PrivateDraws(),
-        ):
-            yield
 
     def free_bytes(self) -> int | None:
         """Return the rest of the limit; None without a limit."""
@@ -217,10 +185,8 @@ class _RecordingMode(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        check_operator(func, args, kwargs, self.label)
-        if draws(func):
-            check_generator(func, args, kwargs, self.generators, self.label)
-            self.generator.draw(func, args, kwargs)
+        check_operator(func, args, kwargs, self.generators, self.label)
+        self.generator.draw(func, args, kwargs)
         if func is _aten.lift_fresh.default:
             return self._lift(args[0])
         if func is _aten._efficientzerotensor.default:  # a zero gradient without memory
@@ -246,7 +212,7 @@ class _RecordingMode(TorchDispatchMode):
         if is_collective(func):
             out = self._run_collective(func, args, kwargs, refs, inputs)
         else:
-            out = draw_privately(func, args, kwargs)
+            out = func(*args, **kwargs)
         results = self._place(out, {*addresses})
         has_effect = any(r is not None for r in results) or written or _only_checks(func)
         if has_effect and not _has_undefined_contents(func):

@@ -10,23 +10,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.overrides import (
-    TorchFunctionMode,
-    _get_current_function_mode_stack,
-    _pop_mode_temporarily,
-    resolve_name,
-)
+from torch.overrides import TorchFunctionMode, resolve_name
 
-from chunkgraph.graphs.failure import check_backward, illegal_operation
+from chunkgraph.graphs.failure import illegal_operation
 from chunkgraph.graphs.operators import are_same, draws, explicit_generator
-from chunkgraph.graphs.random_state import patched
 
-__all__ = ["HostReadGuard", "as_without_guard", "check_generator", "check_operator"]
+__all__ = ["HostReadGuard", "check_operator"]
 
 _aten = torch.ops.aten
 
@@ -34,32 +27,39 @@ _aten = torch.ops.aten
 _INDEXING = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default}
 _BY_MASK = "indexes with a mask: its shape depends on values"
 _MASKED_WRITES = {torch.Tensor.__setitem__, torch.Tensor.index_put_, torch.Tensor.index_put}
-_HOST_READS: dict[Any, str] = {
-    torch.Tensor.cpu: "copies a tensor to the host",
-    torch.Tensor.numpy: "copies a tensor to the host",
-    torch.Tensor.tolist: "reads a tensor on the host",
-    torch.Tensor.item: "reads a tensor on the host",
-    torch.Tensor.__bool__: "reads a tensor on the host (in an `if` or `while`)",
-    torch.Tensor.__int__: "reads a tensor on the host",
-    torch.Tensor.__float__: "reads a tensor on the host",
-    torch.Tensor.__index__: "reads a tensor on the host",
-    torch.Tensor.__contains__: "reads a tensor on the host",
-    torch.Tensor.__complex__: "reads a tensor on the host",
-    torch.Tensor.__repr__: "prints a tensor, which reads it on the host",
-    torch.Tensor.__format__: "prints a tensor, which reads it on the host",
-    torch.Tensor.__array__: "gives a tensor to NumPy, which reads it on the host",
-    torch.Tensor.__dlpack__: "gives a tensor to another library, which may read it on the host",
+_HOST_READS = {
+    torch.Tensor.cpu,
+    torch.Tensor.numpy,
+    torch.Tensor.tolist,
+    torch.Tensor.item,
+    torch.Tensor.__bool__,
+    torch.Tensor.__int__,
+    torch.Tensor.__float__,
+    torch.Tensor.__index__,
+    torch.Tensor.__contains__,
+    torch.Tensor.__complex__,
+    torch.Tensor.__repr__,
+    torch.Tensor.__format__,
+    torch.Tensor.__array__,
+    torch.Tensor.__dlpack__,
 }
 _SPLITS = {torch.tensor_split, torch.Tensor.tensor_split}
 
 
 def check_operator(
-    func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], label: str
+    func: OpOverload,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    generators: Sequence[torch.Generator],
+    label: str,
 ) -> None:
-    """Refuse ``func`` if its result or its shape depends on values in device memory.
+    """Refuse ``func`` if a graph cannot hold it.
+
+    Its result or its shape depends on values in device memory, or it draws from a generator that
+    is neither the default one nor one of ``generators``.
 
     Raises:
-        IllegalOperationError: ``func`` does this; the message has operator, reason, file and line.
+        IllegalOperationError: The message has operator, reason, file and line.
     """
     why = _why_not(func)
     if why is not None and not _is_static(func, args, kwargs):
@@ -68,32 +68,15 @@ def check_operator(
         raise illegal_operation(
             "torch.from_numpy", "shares host memory, whose changes a replay does not see", label
         )
-    check_backward(func, args, label)
-
-
-def check_generator(
-    func: OpOverload,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    declared: Sequence[torch.Generator],
-    label: str,
-) -> None:
-    """Refuse draws from a generator that was not declared.
-
-    Raises:
-        IllegalOperationError: ``func`` draws from such a generator; the message has operator,
-            reason, file and line.
-    """
-    if not draws(func):
-        return
-    generator = explicit_generator(args, kwargs)
-    if generator is not None and not any(are_same(generator, other) for other in declared):
-        raise illegal_operation(
-            str(func),
-            "draws from a generator that was not declared (pass it to ChunkGraphs as one of "
-            "`generators`)",
-            label,
-        )
+    if draws(func):
+        generator = explicit_generator(args, kwargs)
+        if generator is not None and not any(are_same(generator, other) for other in generators):
+            raise illegal_operation(
+                str(func),
+                "draws from a generator that was not declared (pass it to ChunkGraphs as one of "
+                "`generators`)",
+                label,
+            )
 
 
 @functools.cache
@@ -133,22 +116,6 @@ def _is_mask(index: object) -> bool:
     return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
-def as_without_guard() -> AbstractContextManager[None]:
-    """Make modules of torch that ask whether a mode overrides functions ignore the guard."""
-    return patched(torch.overrides, "has_torch_function", _unguarded)
-
-
-def _unguarded(has_torch_function: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    def of_others(args: Any) -> bool:
-        modes = _get_current_function_mode_stack()
-        if len(modes) != 1 or not isinstance(modes[0], HostReadGuard):
-            return has_torch_function(args)
-        with _pop_mode_temporarily():
-            return has_torch_function(args)
-
-    return of_others
-
-
 class HostReadGuard(TorchFunctionMode):
     """Refuse tensor methods that reach the host without passing the dispatcher."""
 
@@ -163,9 +130,9 @@ class HostReadGuard(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        why = _HOST_READS.get(func)
-        if why is not None:
-            raise illegal_operation(resolve_name(func) or str(func), why, self.label)
+        if func in _HOST_READS:
+            name = resolve_name(func) or str(func)
+            raise illegal_operation(name, "reads a tensor on the host", self.label)
         if func in _MASKED_WRITES and len(args) == 3 and isinstance(args[2], torch.Tensor):
             indices = args[1] if isinstance(args[1], (tuple, list)) else (args[1],)
             if any(_is_mask(i) for i in indices):

@@ -8,20 +8,17 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
 from chunkgraph.errors import CaptureError, ReplayMismatchError
 from chunkgraph.graphs.addresses import AddressRange, AddressRanges
 from chunkgraph.graphs.operators import (
-    draws,
     is_collective,
     replace_leaves,
     storages_written,
     tensors_in,
     wait_for_work,
 )
-from chunkgraph.graphs.recorder.private_draws import draw_privately
 from chunkgraph.graphs.recorder.recording import (
     External,
     HostCall,
@@ -209,50 +206,23 @@ class Binding:
 def _operation_step(
     entry: Operation, args: Any, kwargs: Any, results: Sequence[torch.Tensor | None], label: str
 ) -> _Step:
-    func: Callable[..., Any] = entry.func
-    if draws(entry.func):  # in a session, from the session's copy of the default generator
-        func = partial(_draw, entry.func)
-    if is_collective(entry.func):
-
-        def run_collective() -> None:
-            wait_for_work(func(*args, **kwargs))
-
-        return run_collective
-    if all(r is None for r in results):  # in place: the operator itself writes
-
-        def run_in_place() -> None:
-            func(*args, **kwargs)
-
-        return run_in_place
-
-    def write(target: torch.Tensor, value: torch.Tensor) -> None:
-        if value.shape != target.shape:
-            raise ReplayMismatchError(
-                f"{label}: {func} returns shape {tuple(value.shape)}, but {tuple(target.shape)} in "
-                f"the capture: its shape depends on values, which a graph cannot hold.\n"
-                f"  at {entry.where}\n  To do: pad to a fixed shape, or move the line out of the "
-                "chunk."
-            )
-        _copy(target, value)
-
-    # An operator with several results may omit all but one of them (frozen parameters).
-    kinds = [isinstance(r.type, torch.TensorType) for r in entry.func._schema.returns]
-    if len(results) == 1 and kinds == [True]:
-        (target,) = results
-        assert target is not None
-
-        def run_single() -> None:
-            write(target, func(*args, **kwargs))
-
-        return run_single
+    func = entry.func
+    waits = is_collective(func)
 
     def run() -> None:
-        for target, value in zip(results, tensors_in(func(*args, **kwargs)), strict=True):
-            if target is not None:
-                write(target, value)
+        out = func(*args, **kwargs)
+        if waits:
+            wait_for_work(out)
+        for target, value in zip(results, tensors_in(out), strict=True):
+            if target is None:  # an output that aliases an argument
+                continue
+            if value.shape != target.shape:
+                raise ReplayMismatchError(
+                    f"{label}: {func} returns shape {tuple(value.shape)}, but "
+                    f"{tuple(target.shape)} in the capture: its shape depends on values, which a "
+                    f"graph cannot hold.\n  at {entry.where}\n  To do: pad to a fixed shape, or "
+                    "move the line out of the chunk."
+                )
+            _copy(target, value)
 
     return run
-
-
-def _draw(func: OpOverload, *args: Any, **kwargs: Any) -> Any:
-    return draw_privately(func, args, kwargs)

@@ -17,7 +17,6 @@ import torch
 from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from chunkgraph.graphs.failure import SourceLocation
 from chunkgraph.graphs.recorder.simulated_pool import SimulatedPool
 
 __all__ = ["External", "HostCall", "Operation", "TensorRef", "owner_of", "span"]
@@ -112,7 +111,7 @@ class Operation:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     results: tuple[TensorRef | None, ...]
-    where: SourceLocation | None
+    where: str | None
     grad_mode: bool
 
 

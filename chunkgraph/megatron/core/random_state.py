@@ -70,7 +70,7 @@ def patch_rng(host: HostRng) -> Callable[[], None]:
     def get_state(*_: Any, clone: bool = False, graph_safe: bool = False, **__: Any) -> Any:
         if not graph_safe:
             return torch.get_rng_state()
-        return host.clone_current() if clone else host.current
+        return host.current.clone_state() if clone else host.current
 
     def set_state(state: Any, *_: Any, **__: Any) -> None:
         if isinstance(state, torch.Tensor):

@@ -44,7 +44,6 @@ from chunkgraph.megatron.core.random_state import patch_rng
 from chunkgraph.megatron.features.experts.dispatch import patch_router
 
 __all__ = [
-    "CpuHost",
     "HostRng",
     "HostRngState",
     "TritonStubFinder",
@@ -102,57 +101,36 @@ class _CudaMeansCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _Stream:
-    """A stream whose work is always complete."""
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
 
+
+class _Done:
+    """A stream or an event whose work is always complete."""
+
+    __init__ = __exit__ = synchronize = _nothing
+
+    def query(self) -> bool:
+        return True
+
+
+class _Event(_Done):
+    record = wait = _nothing
+
+    def elapsed_time(self, _other: object) -> float:
+        return 0.0
+
+
+class _Stream(_Done):
     cuda_stream = 0
     device = _CPU
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def wait_stream(self, stream: object) -> None:
-        pass
-
-    def wait_event(self, event: object) -> None:
-        pass
+    wait_stream = wait_event = _nothing
 
     def record_event(self, event: _Event | None = None) -> _Event:
         return event if event is not None else _Event()
 
-    def synchronize(self) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
     def __enter__(self) -> Self:
         return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        pass
-
-
-class _Event:
-    """An event that is always complete."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def record(self, stream: object = None) -> None:
-        pass
-
-    def wait(self, stream: object = None) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, _other: object) -> float:
-        return 0.0
 
 
 class HostRngState:
@@ -200,10 +178,6 @@ class HostRng:
     def __init__(self) -> None:
         self.default = self.current = HostRngState(self, torch.get_rng_state())
 
-    def clone_current(self) -> HostRngState:
-        """Return a new state with the value of the live one."""
-        return self.current.clone_state()
-
     def new_state(self, state: torch.Tensor) -> HostRngState:
         """Return a new state that starts from ``state``, a result of `HostRngState.get_state`."""
         return HostRngState(self, state)
@@ -218,8 +192,9 @@ class HostRng:
         def switch() -> None:
             if self.current is state:
                 return
-            self.current.stored = torch.get_rng_state()
-            torch.set_rng_state(state.stored)
+            # Not `torch.set_rng_state`, which a capture refuses.
+            self.current.stored = torch.default_generator.get_state()
+            torch.default_generator.set_state(state.stored)
             self.current = state
 
         host_call(switch)
@@ -287,52 +262,21 @@ def _mesh_of_cpus(group: Any, *_: Any, **kwargs: Any) -> DeviceMesh:
     return _mesh_from_group(group, **{**kwargs, "device_type": "cpu"})
 
 
-class CpuHost:
-    """Make this thread a CPU host for Megatron, from `install` to `remove`."""
-
-    def __init__(self) -> None:
-        self.rng: HostRng | None = None
-        self._undo: ExitStack | None = None
-
-    @property
-    def installed(self) -> bool:
-        """Return whether the host is installed."""
-        return self._undo is not None
-
-    def install(self) -> CpuHost:
-        """Install the replacements, unless they are; this imports Megatron's RNG module."""
-        if self._undo is not None:
-            return self
-        with ExitStack() as stack:
-            stack.callback(patch_attributes(torch.cuda, _cuda_stubs()))
-            stack.callback(patch_attributes(torch.Tensor, {"record_stream": lambda *_: None}))
-            stack.callback(patch_attributes(DeviceMesh, {"from_group": _mesh_of_cpus}))
-            stack.callback(TritonStubFinder.install())
-            stack.callback(share_gloo_device())
-            stack.enter_context(_CudaMeansCpu())
-            self.rng = HostRng()
-            stack.callback(patch_rng(self.rng))
-            stack.callback(patch_router())
-            self._undo = stack.pop_all()
-        return self
-
-    def remove(self) -> None:
-        """Undo everything; call this on the thread that installed the host."""
-        if self._undo is not None:
-            if self.rng is not None:
-                self.rng.switch_to(self.rng.default)
-            self._undo.close()
-            self._undo, self.rng = None, None
-
-
 @contextmanager
-def cpu_host() -> Iterator[CpuHost]:
-    """Install a `CpuHost` inside the ``with`` block."""
-    host = CpuHost().install()
-    try:
-        yield host
-    finally:
-        host.remove()
+def cpu_host() -> Iterator[HostRng]:
+    """Install the replacements for this thread; this imports Megatron's RNG module."""
+    with ExitStack() as stack:
+        stack.callback(patch_attributes(torch.cuda, _cuda_stubs()))
+        stack.callback(patch_attributes(torch.Tensor, {"record_stream": lambda *_: None}))
+        stack.callback(patch_attributes(DeviceMesh, {"from_group": _mesh_of_cpus}))
+        stack.callback(TritonStubFinder.install())
+        stack.callback(share_gloo_device())
+        stack.enter_context(_CudaMeansCpu())
+        rng = HostRng()
+        stack.callback(patch_rng(rng))
+        stack.callback(patch_router())
+        stack.callback(rng.switch_to, rng.default)
+        yield rng
 
 
 def share_gloo_device() -> Callable[[], None]:

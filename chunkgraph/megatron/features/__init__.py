@@ -11,7 +11,7 @@ from chunkgraph.megatron.features.model_state import ModelState
 from chunkgraph.megatron.features.packing.feature import PackedCalls, Packing
 from chunkgraph.megatron.features.sharded import Sharding
 from chunkgraph.megatron.features.stash import ExpertStash
-from chunkgraph.megatron.features.tracked_losses import SparseAttention, TokenPrediction
+from chunkgraph.megatron.features.tracked_losses import TokenPrediction
 
 __all__ = ["FEATURES"]
 
@@ -26,6 +26,5 @@ FEATURES: tuple[type[Feature], ...] = (
     ExpertStash,
     Fp8State,
     TokenPrediction,
-    SparseAttention,
 )
 """The features in order: the first one wraps the model innermost."""

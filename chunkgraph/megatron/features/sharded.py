@@ -1,4 +1,4 @@
-"""Support models whose parameters Megatron-FSDP or torch's FSDP2 shards.
+"""Support models whose parameters Megatron-FSDP shards.
 
 A replay runs no hooks of layers and parameters, and reads parameters where they were. So gathered
 parameters keep their memory, and all of them are gathered before a run of a schedule. The hooks
@@ -12,9 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Self
 
-import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.captured_part import Call, CapturedPart
@@ -26,49 +24,29 @@ from chunkgraph.settings.rule import Rule
 
 __all__ = ["Sharding"]
 
+_FLAG = "use_megatron_fsdp"
+_MEGATRON_FSDP = "megatron.core.distributed.fsdp.src.megatron_fsdp"
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_OPTIONS = ("fsdp_double_buffer", "nccl_ub", "num_distributed_optimizer_instances")
+_GUARDS = {"cpu", "to"}
+"""Methods of parameters that guard against freed memory; stand-ins would inherit them."""
+_WEIGHTS = ("model_weight_buffer", "transpose_weight_buffer")
 
 
-class Shards:
-    """The sharded parameters of one model chunk.
-
-    Attributes:
-        flag: Megatron's flag of the wrapper, without dashes.
-        package: Name of the package whose hooks of modules and parameters shard them.
-    """
-
-    flag: str
-    package: str
-
-    def facts(self) -> dict[str, object]:
-        """Return the facts that rules check."""
-        return {self.flag: True, "is_fully_sharded": False}
-
-
-def wrapper_of(chunk: nn.Module, module_name: str, class_name: str) -> Any:
-    """Return the wrapper of this class among those of ``chunk``, or None."""
-    kinds = ((type(module), module) for module in wrappers_of(chunk))
-    wanted = module_name, class_name
-    return next((m for kind, m in kinds if (kind.__module__, kind.__name__) == wanted), None)
-
-
-def remove_hooks(
-    package: str,
-    modules: Iterable[nn.Module],
-    parameters: Sequence[nn.Parameter],
-    undo: ExitStack,
+def _remove_hooks(
+    modules: Iterable[nn.Module], parameters: Sequence[nn.Parameter], undo: ExitStack
 ) -> None:
-    """Remove the hooks of a package until ``undo`` is closed."""
+    """Remove Megatron-FSDP's hooks until ``undo`` is closed."""
     for module in modules:
         for name in _HOOKS:
-            _remove(package, getattr(module, name), undo)
+            _remove(getattr(module, name), undo)
     for parameter in parameters:
-        _remove(package, parameter._post_accumulate_grad_hooks or {}, undo)
+        _remove(parameter._post_accumulate_grad_hooks or {}, undo)
 
 
-def _remove(package: str, hooks: dict[int, Any], undo: ExitStack) -> None:
+def _remove(hooks: dict[int, Any], undo: ExitStack) -> None:
     before = dict(hooks)
-    own = [key for key, hook in hooks.items() if _module_of(hook).startswith(package)]
+    own = [key for key, hook in hooks.items() if _module_of(hook).startswith(_MEGATRON_FSDP)]
     if not own:
         return
     for key in own:
@@ -87,14 +65,7 @@ def _module_of(hook: Any) -> str:
     return str(getattr(function, "__module__", ""))
 
 
-_MEGATRON_FSDP = "megatron.core.distributed.fsdp.src.megatron_fsdp"
-_OPTIONS = ("fsdp_double_buffer", "nccl_ub", "num_distributed_optimizer_instances")
-_GUARDS = {"cpu", "to"}
-"""Methods of parameters that guard against freed memory; stand-ins would inherit them."""
-_WEIGHTS = ("model_weight_buffer", "transpose_weight_buffer")
-
-
-class MegatronShards(Shards):
+class _Shards:
     """The parameters of one chunk in Megatron-FSDP.
 
     It gathers parameters into temporary buckets in hooks of layers, and reduces gradients in hooks
@@ -105,9 +76,6 @@ class MegatronShards(Shards):
         wrapper: The MegatronFSDP around the chunk.
     """
 
-    flag = "use_megatron_fsdp"
-    package = _MEGATRON_FSDP
-
     def __init__(self, wrapper: Any) -> None:
         self._wrapper = wrapper
         self.parameters = list(wrapper.raw_param.values())
@@ -115,13 +83,16 @@ class MegatronShards(Shards):
     @classmethod
     def of(cls, chunk: nn.Module) -> Self | None:
         """Return the shards of a chunk; None without Megatron-FSDP."""
-        wrapper = wrapper_of(chunk, f"{_MEGATRON_FSDP}.megatron_fsdp", "MegatronFSDP")
-        return None if wrapper is None else cls(wrapper)
+        wanted = f"{_MEGATRON_FSDP}.megatron_fsdp", "MegatronFSDP"
+        for module in wrappers_of(chunk):
+            if (type(module).__module__, type(module).__name__) == wanted:
+                return cls(module)
+        return None
 
     def facts(self) -> dict[str, object]:
-        """Return the facts of the wrapper's options too."""
-        config = self._wrapper.ddp_config
-        return {**super().facts(), **{name: getattr(config, name, None) for name in _OPTIONS}}
+        """Return the facts that rules check."""
+        options = {name: getattr(self._wrapper.ddp_config, name, None) for name in _OPTIONS}
+        return {_FLAG: True, "is_fully_sharded": False, **options}
 
     def keep_in_place(self, undo: ExitStack) -> None:
         """Let the buckets of parameters keep their memory.
@@ -172,104 +143,8 @@ def _keep_bucket(_bucket_id: int) -> None:
     """Keep a bucket's memory."""
 
 
-_TORCH_WRAPPER = "megatron.core.distributed.torch_fully_sharded_data_parallel"
-
-
-class TorchShards(Shards):
-    """The parameters of one chunk that ``fully_shard`` shards.
-
-    It gathers parameters in hooks of layers. At the end of a backward the hook of the outermost
-    module, which surrounds the captured part, reduces what no layer has reduced.
-
-    Args:
-        wrapper: Megatron's wrapper around the chunk.
-    """
-
-    flag = "use_torch_fsdp2"
-    package = "torch.distributed.fsdp"
-
-    def __init__(self, wrapper: Any) -> None:
-        self._parts: list[Any] = [m for m in wrapper.modules() if isinstance(m, FSDPModule)]
-        self.parameters: list[nn.Parameter] = []
-
-    @classmethod
-    def of(cls, chunk: nn.Module) -> Self | None:
-        """Return the shards of a chunk; None without FSDP2."""
-        wrapper = wrapper_of(chunk, _TORCH_WRAPPER, "TorchFullyShardedDataParallel")
-        return None if wrapper is None else cls(wrapper)
-
-    def keep_in_place(self, undo: ExitStack) -> None:
-        """Stop torch from freeing gathered parameters.
-
-        Raises:
-            ConfigError: This release of torch keeps them elsewhere.
-        """
-        if not hasattr(self._parts[0]._get_fsdp_state(), "_fsdp_param_groups"):
-            raise ConfigError(
-                f"FSDP2 of torch {torch.__version__} keeps its parameters elsewhere than that of "
-                "2.13. Use torch 2.13, or train without FSDP2."
-            )
-        for group in self._groups():
-            for parameter in group.fsdp_params:
-                parameter.free_unsharded_param = _keep_parameter
-                undo.callback(parameter.__dict__.pop, "free_unsharded_param", None)
-        undo.callback(self._show_shards)
-        self.gather()
-
-    def gather(self) -> None:
-        """Gather all parameters, which the optimizer may have changed."""
-        self._show_shards()
-        for part in self._parts:
-            part.unshard()
-
-    def show_gathered(self) -> None:
-        """Undo the end of a backward, which shows shards."""
-        for group in self._groups():
-            group._to_unsharded()
-
-    def _show_shards(self) -> None:
-        """Show shards; gathered parameters keep their memory."""
-        for part in self._parts:
-            part.reshard()
-
-    def _groups(self) -> list[Any]:
-        return [g for part in self._parts for g in part._get_fsdp_state()._fsdp_param_groups]
-
-
-def _keep_parameter() -> None:
-    """Keep a parameter's memory."""
-
-
 _POOL = "its pool of two buffers moves parameters"
 _UNTESTED = "untested in chunk graphs; leave one of them out"
-_KINDS = (MegatronShards, TorchShards)
-_AnyShards = MegatronShards | TorchShards
-
-
-def _rules(flag: str) -> tuple[Rule, ...]:
-    """Return the rules of both kinds of sharding."""
-
-    def is_sharded(f: Any) -> bool:
-        return bool(getattr(f, flag))
-
-    return (
-        Rule(
-            f"{flag}: fused kernels would add gradients to buffers that move; use "
-            "--no-gradient-accumulation-fusion",
-            lambda f: is_sharded(f) and f.gradient_accumulation_fusion,
-        ),
-        Rule(f"{flag} fp8=: {_UNTESTED}"),
-        Rule(f"{flag} fp8_param_gather: {_UNTESTED}"),
-        Rule(f"{flag} stash: {_UNTESTED}"),
-        Rule(
-            f"{flag} pipeline_model_parallel_size: {_UNTESTED}",
-            lambda f: is_sharded(f) and (f.pipeline_model_parallel_size or 1) > 1,
-        ),
-        Rule(
-            f"{flag} token_drops: {_UNTESTED}",
-            lambda f: is_sharded(f) and f.token_drops == "rerun",
-        ),
-    )
 
 
 class Sharding(Feature):
@@ -280,16 +155,32 @@ class Sharding(Feature):
     """
 
     rules = (
-        *(rule for kind in _KINDS for rule in _rules(kind.flag)),
-        Rule(f"use_megatron_fsdp fsdp_double_buffer: {_POOL}; leave it out"),
-        Rule(f"use_megatron_fsdp nccl_ub: {_POOL}; leave it out"),
+        Rule(f"use_torch_fsdp2: chunk graphs do not support it; use {{{_FLAG}=true}}"),
         Rule(
-            f"use_megatron_fsdp num_distributed_optimizer_instances: {_UNTESTED}",
+            f"{_FLAG}: fused kernels would add gradients to buffers that move; use "
+            "--no-gradient-accumulation-fusion",
+            lambda f: f.use_megatron_fsdp and f.gradient_accumulation_fusion,
+        ),
+        Rule(f"{_FLAG} fp8=: {_UNTESTED}"),
+        Rule(f"{_FLAG} fp8_param_gather: {_UNTESTED}"),
+        Rule(f"{_FLAG} stash: {_UNTESTED}"),
+        Rule(
+            f"{_FLAG} pipeline_model_parallel_size: {_UNTESTED}",
+            lambda f: f.use_megatron_fsdp and (f.pipeline_model_parallel_size or 1) > 1,
+        ),
+        Rule(
+            f"{_FLAG} token_drops: {_UNTESTED}",
+            lambda f: f.use_megatron_fsdp and f.token_drops == "rerun",
+        ),
+        Rule(f"{_FLAG} fsdp_double_buffer: {_POOL}; leave it out"),
+        Rule(f"{_FLAG} nccl_ub: {_POOL}; leave it out"),
+        Rule(
+            f"{_FLAG} num_distributed_optimizer_instances: {_UNTESTED}",
             lambda f: f.use_megatron_fsdp and (f.num_distributed_optimizer_instances or 1) > 1,
         ),
     )
 
-    def __init__(self, shards: Sequence[_AnyShards]) -> None:
+    def __init__(self, shards: Sequence[_Shards]) -> None:
         self._shards = shards
 
     @classmethod
@@ -312,7 +203,7 @@ class Sharding(Feature):
         if not (shards := _shards_of(site)):
             return None
         for of_chunk, part in zip(shards, site.parts, strict=True):
-            remove_hooks(of_chunk.package, part.inner_modules.values(), of_chunk.parameters, undo)
+            _remove_hooks(part.inner_modules.values(), of_chunk.parameters, undo)
         return cls(shards)
 
     def call(self, part: CapturedPart, call: Call) -> Call:
@@ -331,5 +222,5 @@ class Sharding(Feature):
             shards.gather()
 
 
-def _shards_of(site: Site) -> list[_AnyShards]:
-    return [s for chunk in site.chunks for kind in _KINDS if (s := kind.of(chunk)) is not None]
+def _shards_of(site: Site) -> list[_Shards]:
+    return [s for chunk in site.chunks if (s := _Shards.of(chunk)) is not None]

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs
+from chunkgraph.engine.split import SPLIT, WeightBackwards
 from chunkgraph.graphs import RecorderBackend
 
 from .layers import BATCH, TIME, WIDTH
@@ -90,6 +91,7 @@ class World:
         self.parameters = parameters_of(self.chunks)
         self.optimizer = self._new_optimizer()
         self.engines: list[ChunkGraphs] = []
+        self.weights: list[WeightBackwards] = []
         self.calls: list[Callable[..., Any]] = list(self.chunks)
         self.average = [p.detach().clone() for p in self.parameters]
         self.swapped: list[torch.Tensor] | None = None
@@ -116,14 +118,16 @@ class World:
         )
         groups = [self.chunks] if program.engines == "one" else [[chunk] for chunk in self.chunks]
         slots = iter(program.num_slots)
+        split = SPLIT if program.backward == "split" else None
         for group in groups:
             num_slots = [next(slots) for _ in group]
             backend = RecorderBackend()
             chunks = [
-                Chunk.from_module(module, f"chunk {c}", backward=program.backward)  # type: ignore[arg-type]
+                Chunk.from_module(module, f"chunk {c}", program=split)
                 for c, module in enumerate(group)
             ]
             self.engines.append(ChunkGraphs(chunks, num_slots, options=options, backend=backend))
+            self.weights.append(WeightBackwards(self.engines[-1]))
         self.calls = [call for engine in self.engines for call in engine.callables]
 
     @property
@@ -343,10 +347,10 @@ class World:
                 self.flights.pop((k, m), None)
 
     def _run_weights(self) -> None:
-        for engine in self.engines:
+        for engine, weights in zip(self.engines, self.weights, strict=True):
             for c in range(len(engine.callables)):
-                while engine.weights.num_pending(c):
-                    engine.weights.run(c)
+                while weights.num_pending(c):
+                    weights.run(c)
 
     def _used(self, c: int, flight: Flight, once: set[str]) -> list[torch.Tensor]:
         """Return the further outputs that the loss uses."""

@@ -16,6 +16,7 @@ from torch import nn
 from toys import add_to_main_grads
 
 from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs
+from chunkgraph.engine.split import SPLIT, WeightBackwards
 from chunkgraph.graphs import GraphBackend
 
 
@@ -180,7 +181,7 @@ def test_any_legal_order_has_the_bits_of_eager_training(
     eager, split = Rank(case, backend.device), Rank(case, backend.device)
     graphs = ChunkGraphs(
         [
-            Chunk.from_module(m, f"rank 0 chunk {c}", backward="split" if is_split else "whole")
+            Chunk.from_module(m, f"rank 0 chunk {c}", program=SPLIT if is_split else None)
             for c, (m, is_split) in enumerate(zip(split.modules, case.are_split, strict=True))
         ],
         case.num_slots,
@@ -190,13 +191,14 @@ def test_any_legal_order_has_the_bits_of_eager_training(
             verify=case.verify,  # type: ignore[arg-type]
         ),
     )
+    weights = WeightBackwards(graphs)
     for number, count in enumerate((1, *case.counts)):
         order = random_order(case, count, random.Random(case.seed + number))
         torch.manual_seed(number)
         expected = eager.train(order, list(eager.modules), nothing)
         torch.manual_seed(number)
         with graphs.step(count):
-            results = split.train(order, list(graphs.callables), graphs.weights.run)
+            results = split.train(order, list(graphs.callables), weights.run)
         assert len(results) == len(expected)
         assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
         for mine, theirs in zip(split.gradients(), eager.gradients(), strict=True):

@@ -25,6 +25,7 @@ from torch import nn
 from toys import Apply
 
 from chunkgraph.engine import Chunk, ChunkGraphs
+from chunkgraph.engine.split import SPLIT, WeightBackwards
 from chunkgraph.errors import CaptureError, ConfigError, ReplayMismatchError, SlotError
 from chunkgraph.graphs import RecorderBackend
 
@@ -115,8 +116,9 @@ def test_a_slot_is_in_use_until_its_weights_have_run(x: torch.Tensor) -> None:
 
 def test_a_whole_backward_has_no_weight_half() -> None:
     backend = RecorderBackend()
-    graphs = ChunkGraphs([Block()], 1, backend=backend)
-    with pytest.raises(SlotError, match="backward='split'"):
+    graphs: Any = ChunkGraphs([Block()], 1, backend=backend)
+    graphs.weights = WeightBackwards(graphs)
+    with pytest.raises(SlotError, match="program=SPLIT"):
         step(graphs, partial(graphs.weights.run, 0))
     with pytest.raises(ConfigError, match="it must be 'whole' or 'split'"):
         Chunk.from_module(Block(), "chunk", backward="half")  # type: ignore[arg-type]
@@ -133,7 +135,7 @@ def test_chunks_that_share_a_parameter_are_refused() -> None:
     backend = RecorderBackend()
     block, x = Block(), inputs_of(backend.device, 1)[0]
     chunks = [
-        Chunk.from_module(block, "chunk 0", backward="split"),
+        Chunk.from_module(block, "chunk 0", program=SPLIT),
         Chunk.from_module(nn.Sequential(block, Block()), "chunk 1"),
     ]
     graphs = ChunkGraphs(chunks, 1, backend=backend)
@@ -316,30 +318,32 @@ def test_the_end_of_a_backward_is_that_of_the_input_half() -> None:
     backend = RecorderBackend()
     x, ends = inputs_of(backend.device, 1)[0], torch.zeros(1)
     chunk = replace(
-        Chunk.from_module(Block(), "rank 0 chunk 0", backward="split"),
+        Chunk.from_module(Block(), "rank 0 chunk 0", program=SPLIT),
         end_of_backward=lambda: ends.add_(1.0),
     )
     graphs = ChunkGraphs([chunk], 2, backend=backend)
+    weights = WeightBackwards(graphs)
     graphs.capture([x])
     with graphs.step(2):
         for number in (1, 2):
             before = ends.item()
             backward(graphs, x)
             assert ends.item() == before + 1, number
-        graphs.weights.run(0)
-        graphs.weights.run(0)
+        weights.run(0)
+        weights.run(0)
         assert ends.item() == before + 1
 
 
 def test_numbers_and_ranges_know_the_halves() -> None:
     backend = RecorderBackend()
     done: list[tuple[int, int]] = []
-    graphs = ChunkGraphs(
-        [Chunk.from_module(Block(), "rank 0 chunk 0", backward="split")],
+    graphs: Any = ChunkGraphs(
+        [Chunk.from_module(Block(), "rank 0 chunk 0", program=SPLIT)],
         2,
         backend=backend,
         progress=lambda num_done, num_graphs, _: done.append((num_done, num_graphs)),
     )
+    graphs.weights = WeightBackwards(graphs)
     x = inputs_of(backend.device, 1)[0]
     report = graphs.capture([x])
     assert (report.num_graphs, graphs.counters.captures) == (6, 2)
@@ -364,7 +368,7 @@ def test_no_input_gradient_means_no_input_graph() -> None:
     graphs = as_split(Block(), backend, num_slots=2)
     report = graphs.capture([inputs_of(backend.device, 1, requires_grad=False)[0]])
     assert report.num_graphs == 4
-    assert all(slot.backward_graph is None for slot in graphs._captured.slots[0])
+    assert all("I" not in slot.graphs for slot in graphs._captured.slots[0])
 
 
 def test_gradients_may_be_cleared_between_the_halves() -> None:

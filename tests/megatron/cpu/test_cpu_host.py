@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d
 
 from chunkgraph.graphs import RecorderBackend
 from chunkgraph.megatron.core.random_state import preserve_rng
-from chunkgraph.megatron.cpu.host import CpuHost, cpu_host
+from chunkgraph.megatron.cpu.host import HostRng, cpu_host
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(60)]
 
@@ -22,13 +22,13 @@ _RANDOM = "megatron.core.tensor_parallel.random"
 
 
 @pytest.fixture
-def host() -> Iterator[CpuHost]:
+def host() -> Iterator[HostRng]:
     with cpu_host() as host:
         yield host
 
 
 @pytest.fixture
-def tracker(host: CpuHost):  # type: ignore[no-untyped-def]
+def tracker(host: HostRng):  # type: ignore[no-untyped-def]
     random = importlib.import_module(_RANDOM)
     tracker = random.get_cuda_rng_tracker()
     torch.cuda.manual_seed(11)
@@ -37,7 +37,7 @@ def tracker(host: CpuHost):  # type: ignore[no-untyped-def]
     return tracker
 
 
-def test_cuda_means_cpu(host: CpuHost) -> None:
+def test_cuda_means_cpu(host: HostRng) -> None:
     assert torch.zeros(2, device="cuda").device.type == "cpu"
     assert torch.empty(2, device=torch.device("cuda", 0)).device.type == "cpu"
     assert torch.zeros(1, device=torch.cuda.current_device()).device.type == "cpu"
@@ -58,12 +58,10 @@ def test_everything_is_undone() -> None:
     random = importlib.import_module(_RANDOM)
     modules = (torch.cuda, random, distributed_c10d)
     before = [dict(module.__dict__) for module in modules]
-    with cpu_host() as host:
-        assert host.installed
+    with cpu_host():
         for module, names in zip(modules, before, strict=True):
             assert module.__dict__ != names
     assert [dict(module.__dict__) for module in modules] == before
-    assert not host.installed
     if not torch.cuda.is_available():
         with pytest.raises((AssertionError, RuntimeError)):
             torch.zeros(1, device="cuda")
@@ -71,7 +69,7 @@ def test_everything_is_undone() -> None:
 
 @pytest.mark.parametrize(("interfaces", "num_devices"), [("", 1), ("lo", 1), ("lo,lo", 2)])
 def test_groups_share_their_network_threads(
-    host: CpuHost, monkeypatch: pytest.MonkeyPatch, interfaces: str, num_devices: int
+    host: HostRng, monkeypatch: pytest.MonkeyPatch, interfaces: str, num_devices: int
 ) -> None:
     """A separate thread for each group would wake a hundred times a second."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", interfaces)
@@ -109,23 +107,22 @@ def test_forks_draw_from_their_own_sequence(tracker) -> None:  # type: ignore[no
         pass
 
 
-def test_a_fork_that_fails_switches_back(host: CpuHost, tracker) -> None:  # type: ignore[no-untyped-def]
-    assert host.rng is not None
+def test_a_fork_that_fails_switches_back(host: HostRng, tracker) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ZeroDivisionError), tracker.fork():
         raise ZeroDivisionError
-    assert host.rng.current is host.rng.default
+    assert host.current is host.default
 
 
-def test_states_can_be_read_and_set_live_or_not(host: CpuHost) -> None:
-    other = host.rng.clone_current().manual_seed(5)
+def test_states_can_be_read_and_set_live_or_not(host: HostRng) -> None:
+    other = host.current.clone_state().manual_seed(5)
     kept = other.get_state()
-    host.rng.switch_to(other)
+    host.switch_to(other)
     first = torch.rand(3)
     other.set_state(kept)
     assert torch.equal(torch.rand(3), first)
-    host.rng.switch_to(host.rng.default)
+    host.switch_to(host.default)
     other.set_state(kept)
-    host.rng.switch_to(other)
+    host.switch_to(other)
     assert torch.equal(torch.rand(3), first)
 
 
@@ -138,7 +135,7 @@ def _noisy(tracker, x: torch.Tensor) -> torch.Tensor:  # type: ignore[no-untyped
         return torch.dropout(x, 0.5, train=True)
 
 
-def test_replays_draw_what_eager_calls_would(host: CpuHost, tracker) -> None:  # type: ignore[no-untyped-def]
+def test_replays_draw_what_eager_calls_would(host: HostRng, tracker) -> None:  # type: ignore[no-untyped-def]
     x = torch.ones(64)
     with preserve_rng():
         expected = [_noisy(tracker, x) for _ in range(6)]
@@ -155,14 +152,14 @@ def test_replays_draw_what_eager_calls_would(host: CpuHost, tracker) -> None:  #
     assert all(torch.equal(a, b) for a, b in zip(draws, expected, strict=True))
 
 
-def test_random_states_go_through_a_checkpoint(host: CpuHost) -> None:
+def test_random_states_go_through_a_checkpoint(host: HostRng) -> None:
     convert = importlib.import_module("megatron.core.tensor_parallel").convert_cuda_rng_state
-    live, other = host.rng.default, host.rng.clone_current()
+    live, other = host.default, host.current.clone_state()
     expected = torch.rand(3)
     for state in (other, live):
         loaded = convert(pickle.loads(pickle.dumps(state)), to_graphable=True)
         assert torch.equal(loaded.get_state(), state.get_state())
     torch.rand(5)
-    host.rng.switch_to(convert(other, to_graphable=True))
+    host.switch_to(convert(other, to_graphable=True))
     assert torch.equal(torch.rand(3), expected)
     assert isinstance(convert(other, to_graphable=False), torch.Tensor)

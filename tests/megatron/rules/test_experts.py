@@ -9,7 +9,7 @@ import pytest
 from extended_config import config_from_mapping
 
 from chunkgraph.errors import ChunkGraphError, ConfigError, TopologyError
-from chunkgraph.launch.config_flags import flags_of
+from chunkgraph.launch.flags import flags_of
 from chunkgraph.settings import Config, derived_fields, load_config
 from chunkgraph.trainer.model import expert_settings
 
@@ -88,7 +88,6 @@ def test_experts_are_off_until_their_number_is_set() -> None:
     [
         ({"moe_expert_capacity_factor": 0.5}, "below 1, tokens are dropped"),
         ({"moe_expert_capacity_factor": 4.5}, r"is 4.5: above .* \(4\) .* has room for all"),
-        ({"moe_router_topk": 9}, r"moe_router_topk is 9 with moe.num_moe_experts=8"),
         ({"moe_pad_expert_input_to_capacity": False}, "experts would drop tokens and still"),
     ],
 )
@@ -97,24 +96,10 @@ def test_settings_that_cannot_be_are_named(changes: dict[str, Any], message: str
         _config({**_EXPERTS, **changes})
 
 
-@pytest.mark.parametrize(
-    ("moe", "pipeline", "message"),
-    [
-        ({}, {"expert_model_parallel_size": 2}, "there are no experts to split"),
-        (
-            _EXPERTS,
-            {"expert_model_parallel_size": 3, "data_parallel_size": 3},
-            r"does not divide moe.num_moe_experts=8",
-        ),
-        (_EXPERTS, {"expert_model_parallel_size": 2}, "must divide the latter"),
-        (_EXPERTS, {"tensor_model_parallel_size": 2}, "only with sequence parallelism"),
-    ],
-)
-def test_experts_that_cannot_be_shared_out(
-    moe: dict[str, Any], pipeline: dict[str, int], message: str
-) -> None:
-    with pytest.raises(TopologyError, match=message):
-        _config(moe, pipeline=pipeline)
+def test_experts_that_cannot_be_shared_out() -> None:
+    pipeline = {"expert_model_parallel_size": 3, "data_parallel_size": 3}
+    with pytest.raises(TopologyError, match=r"does not divide moe.num_moe_experts=8"):
+        _config(_EXPERTS, pipeline=pipeline)
 
 
 def test_a_rank_budget_is_for_graphs() -> None:
@@ -197,11 +182,6 @@ _SIZES_THAT_CHANGE = (
             "data_parallel_size=6: .* need a power of two",
         ),
         (["model.fp8=hybrid"], ConfigError, "model.fp8=hybrid"),
-        (
-            ["moe.num_moe_experts=4", "pipeline.tensor_model_parallel_size=2"],
-            TopologyError,
-            "only with sequence parallelism",
-        ),
         (["packing.max_packed_seqs=0"], ConfigError, r"sizes is \[1, 2, 4\].*: packing is off"),
     ],
 )

@@ -1,7 +1,4 @@
-"""Count rows without room, and measure loads, on the device, with few kernels.
-
-Every step copies the counts to the host without waiting.
-"""
+"""Count rows without room, and measure loads, on the device, with few kernels."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import torch
 
 from chunkgraph.megatron.core.backward_pass import is_in_backward
 
-__all__ = ["LOAD_OF", "DropReport", "RowCounts"]
+__all__ = ["LOAD_OF", "RowCounts"]
 
 LOAD_OF = 1 << 20
 """Unit of loads: integers per 2^20 tokens, because ranks agree on integers."""
@@ -20,6 +17,11 @@ LOAD_OF = 1 << 20
 
 class RowCounts:
     """What the experts of one rank lack and need.
+
+    Every step copies the counts to the host after the last forward (after all kernels if experts
+    are recomputed). Nothing waits for the copy: `by_layer` returns the last one that has arrived.
+    The counts only grow, so nothing is lost if a step skips its copy because the previous one is
+    still in flight.
 
     Args:
         layers: Layer numbers.
@@ -38,6 +40,13 @@ class RowCounts:
         self.is_recomputed = False
         self.measures = False
         self._heaviest: torch.Tensor | None = None
+        self._latest = [0] * len(self.layers)
+        self._event: torch.cuda.Event | None = None
+        self._host: torch.Tensor | None = None
+        self._is_behind = False
+        if self.total.is_cuda:
+            self._host = torch.zeros(self.total.shape, dtype=torch.int64, pin_memory=True)
+            self._event = torch.cuda.Event()
 
     def add(self, index: int, flags: torch.Tensor) -> None:
         """Count the nonzero elements of ``flags``, of any shape, bool or integer, in a layer."""
@@ -76,37 +85,12 @@ class RowCounts:
         most, self._heaviest = self._heaviest, None
         return 0 if most is None else int(most)
 
-
-class DropReport:
-    """Host copy of counts on the device.
-
-    Every step copies the counts to the host after the last forward (after all kernels if experts
-    are recomputed). Nothing waits for the copy: `by_layer` returns the last one that has arrived.
-    The counts only grow, so nothing is lost if a step skips its copy because the previous one is
-    still in flight.
-
-    Args:
-        counts: Counts by router, on the device, int64.
-        layers: Layer numbers of the routers.
-    """
-
-    def __init__(self, counts: torch.Tensor, layers: Sequence[int]) -> None:
-        self._counts = counts
-        self._layers = tuple(layers)
-        self._latest = [0] * len(self._layers)
-        self._event: torch.cuda.Event | None = None
-        self._host: torch.Tensor | None = None
-        self._is_behind = False
-        if counts.is_cuda:
-            self._host = torch.zeros(counts.shape, dtype=counts.dtype, pin_memory=True)
-            self._event = torch.cuda.Event()
-
-    def end_step(self) -> None:
-        """Start a copy of the counts on the current stream."""
+    def send(self) -> None:
+        """Start a copy of the counts to the host, on the current stream."""
         if self._event is None or self._host is None:
-            self._latest = self._counts.tolist()
+            self._latest = self.total.tolist()
         elif self._arrived():
-            self._send()
+            self._copy()
         else:
             self._is_behind = True
 
@@ -119,18 +103,18 @@ class DropReport:
         if wait and self._event is not None:
             if self._is_behind:  # the last step skipped its copy
                 self._event.synchronize()
-                self._send()
+                self._copy()
             self._event.synchronize()
         self._arrived()
         totals: dict[int, int] = {}
-        for layer, count in zip(self._layers, self._latest, strict=True):
+        for layer, count in zip(self.layers, self._latest, strict=True):
             totals[layer] = totals.get(layer, 0) + count
         return totals
 
-    def _send(self) -> None:
+    def _copy(self) -> None:
         assert self._host is not None
         assert self._event is not None
-        self._host.copy_(self._counts, non_blocking=True)
+        self._host.copy_(self.total, non_blocking=True)
         self._event.record()
         self._is_behind = False
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from chunkgraph.megatron.core.access import import_megatron
+from chunkgraph.megatron.core.access import import_megatron, patch_attributes
 from chunkgraph.megatron.features.experts.counts import RowCounts
 from chunkgraph.megatron.features.experts.dropless_rows import (
     ChosenRows,
@@ -31,8 +31,6 @@ from chunkgraph.megatron.features.experts.room import RowRoom
 __all__ = ["AllGatherRows", "AllToAllRows", "Dispatch"]
 
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
-
-_MISSING = object()
 
 
 class Dispatch:
@@ -84,26 +82,11 @@ class Dispatch:
                     self._counts.add_load(*self.load(*args, *kwargs.values()))
             return eager(*args, **kwargs)
 
-        return self._replace({self.names[0]: measured})
+        return patch_attributes(self._megatrons, {self.names[0]: measured})
 
     def on_device(self) -> Callable[[], None]:
         """Make passes read nothing on the host; return the undo function."""
-        return self._replace({name: getattr(self, name) for name in self.names})
-
-    def _replace(self, methods: dict[str, Callable[..., Any]]) -> Callable[[], None]:
-        """Set methods of the dispatcher; return a function that restores its attributes."""
-        attributes = vars(self._megatrons)
-        before = {name: attributes.get(name, _MISSING) for name in methods}
-        attributes.update(methods)
-
-        def undo() -> None:
-            for name, value in before.items():
-                if value is _MISSING:
-                    attributes.pop(name, None)
-                else:
-                    attributes[name] = value
-
-        return undo
+        return patch_attributes(self._megatrons, {n: getattr(self, n) for n in self.names})
 
     def load(self, *args: Any) -> tuple[int, torch.Tensor]:
         """Return the tokens of a microbatch and the rows that need room, in an eager pass.

@@ -22,7 +22,7 @@ from chunkgraph.megatron.captured_part import CapturedPart
 from chunkgraph.megatron.core.agreement import agree_by_maximum
 from chunkgraph.megatron.feature import LimitedFeature, Shortage, Step, Work, chained
 from chunkgraph.megatron.features.experts.capacity import CapacityExperts
-from chunkgraph.megatron.features.experts.counts import DropReport
+from chunkgraph.megatron.features.experts.counts import RowCounts
 from chunkgraph.megatron.features.experts.dropless import Dropless
 from chunkgraph.megatron.features.experts.dropless_experts import rebuilt_fused_operations
 from chunkgraph.megatron.features.experts.hybrid_ep import (
@@ -30,7 +30,7 @@ from chunkgraph.megatron.features.experts.hybrid_ep import (
     refuse_without_hybrid_ep,
     uses_hybrid_ep,
 )
-from chunkgraph.megatron.features.experts.padding import PaddedRouting
+from chunkgraph.megatron.features.experts.padding import keep_padding_from_experts
 from chunkgraph.megatron.features.experts.room import (
     RowRoom,
     may_lack_room,
@@ -76,18 +76,17 @@ class Experts(LimitedFeature):
         layers = moe_layers_of([m for c in site.chunks for m in c.modules()])
         self._buffer = HybridEPBuffer() if layers and uses_hybrid_ep(config) else None
         self._undo = contextlib.ExitStack()
-        padding = PaddedRouting(site.chunks, config) if facts.pads_rows else None
         self._modules = [m for part in site.parts for m in part.modules]
         captured = routers_of(self._modules)
         self._state = ExpertState(captured) if captured else None
         self._experts: CapacityExperts | Dropless | None = None
-        self._report = DropReport(torch.zeros(0), ())
+        self._counts = RowCounts((), torch.device("cpu"))
         if layers:
             if uses_dropless(config):
                 self._experts = Dropless(layers, has_padding=bool(facts.pads_rows))
             else:
                 self._experts = CapacityExperts(layers, marks_padding=bool(facts.stash))
-            self._report = DropReport(self._experts.counts.total, self._experts.counts.layers)
+            self._counts = self._experts.counts
         self._token_drops = token_drops
         self._is_reported = self._was_abandoned = False
         self._seen = 0
@@ -96,9 +95,9 @@ class Experts(LimitedFeature):
         needs_others = token_drops == "raise" or self._measures_room
         self._agree = agree_by_maximum() if needs_others else None
         try:
-            if padding is not None:
+            if facts.pads_rows:
                 # First: tokens that no router chose cannot be dropped.
-                self._undo.callback(padding.install())
+                self._undo.callback(keep_padding_from_experts(site.chunks, config))
             if self._experts is not None:
                 self._undo.callback(self._experts.install())
         except BaseException:
@@ -112,7 +111,7 @@ class Experts(LimitedFeature):
 
     @classmethod
     def prepare(cls, site: Site, _undo: contextlib.ExitStack) -> None:
-        """Refuse a missing HybridEP, and log settings that have no effect.
+        """Refuse an unknown reaction to drops, and a missing HybridEP.
 
         Raises:
             ConfigError: The choice for dropped tokens is unknown, or HybridEP cannot be captured.
@@ -123,16 +122,6 @@ class Experts(LimitedFeature):
             choices = ", ".join(map(repr, get_args(TokenDrops)))
             raise ConfigError(f"token_drops is {token_drops!r}; it must be one of {choices}.")
         refuse_without_hybrid_ep(site.facts())
-        config = site.config
-        has_bias = getattr(config, "moe_router_enable_expert_bias", False)
-        is_padded = getattr(config, "moe_pad_expert_input_to_capacity", False)
-        if has_bias and is_padded and site.place.rank == 0:
-            _log.warning(
-                "moe_router_enable_expert_bias=True with moe_pad_expert_input_to_capacity=True: "
-                "Megatron counts the rows of each expert after padding, when all experts have the "
-                "same number, so the bias never changes and balances nothing; balance with "
-                "moe_aux_loss_coeff."
-            )
 
     @classmethod
     def of(cls, site: Site, undo: contextlib.ExitStack) -> Self | None:
@@ -229,23 +218,18 @@ class Experts(LimitedFeature):
 
         Experts that are recomputed in the backward count their tokens there.
         """
-        if not self.counts_in_backwards:
-            self._report.end_step()
+        if not self._counts.is_recomputed:
+            self._counts.send()
             self._is_reported = True
 
     def forwards_resumed(self) -> None:
         """Report again at the end of the step."""
         self._is_reported = False
 
-    @property
-    def counts_in_backwards(self) -> bool:
-        """Return whether experts are recomputed, so that they count only in the backward."""
-        return self._experts is not None and self._experts.counts.is_recomputed
-
     def _end_step(self, step: Step) -> None:
         """Report dropped tokens of a training step, before its gradients are used."""
         if self._measures_room and not step.is_replayed:
-            (most,) = (self._agree or agree_alone)([self._take_load()])
+            (most,) = (self._agree or agree_alone)([self._counts.take_load()])
             if isinstance(self._experts, Dropless):
                 self._experts.room.add_load(most)
         self._report_drops()
@@ -253,8 +237,8 @@ class Experts(LimitedFeature):
             self.forget_step()
 
     def _report_drops(self) -> None:
-        if not self._is_reported or self.counts_in_backwards:
-            self._report.end_step()
+        if not self._is_reported or self._counts.is_recomputed:
+            self._counts.send()
         self._is_reported = False
         if self.repeats_steps:  # the guard looks, and runs such a step again
             return
@@ -301,16 +285,13 @@ class Experts(LimitedFeature):
 
     def make_room(self, agree: Agree) -> None:
         """Make room for the heaviest load of a microbatch on any rank; wait for the device."""
-        (most,) = agree([self._take_load()])
+        (most,) = agree([self._counts.take_load()])
         if self._experts is not None:
             self._experts.give(most)
 
-    def _take_load(self) -> int:
-        return self._experts.counts.take_load() if self._experts is not None else 0
-
     def forget_step(self) -> None:
         """Resynchronize with the counts, which were restored because the step ran again."""
-        self._report.end_step()
+        self._counts.send()
         self.look()
 
     def dropped_tokens(self, *, wait: bool = False) -> dict[int, int]:
@@ -326,7 +307,7 @@ class Experts(LimitedFeature):
         Returns:
             Mapping from layer number (from 1) to count; empty on a rank without experts.
         """
-        return self._report.by_layer(wait=wait)
+        return self._counts.by_layer(wait=wait)
 
     def detach(self) -> None:
         """Stop counting, and restore Megatron's handling of padding."""

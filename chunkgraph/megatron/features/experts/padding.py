@@ -30,11 +30,7 @@ from chunkgraph.megatron.refusals import facts_of_model
 from chunkgraph.megatron.rules.experts import PADDED_ROWS_RULES, uses_dropless
 from chunkgraph.settings.rule import check
 
-__all__ = [
-    "PaddedRouting",
-    "keep_padding_from_experts",
-    "rows_within_capacity",
-]
+__all__ = ["keep_padding_from_experts", "rows_within_capacity"]
 
 _MASK = "padding_mask"
 _LAYER = "megatron.core.transformer.moe.moe_layer"
@@ -42,44 +38,78 @@ _ROUTER = "megatron.core.transformer.moe.router"
 _UTILS = "megatron.core.transformer.moe.moe_utils"
 
 
-class PaddedRouting:
-    """Keeps the padding rows of a model out of its experts.
+def keep_padding_from_experts(
+    model_chunks: nn.Module | Sequence[nn.Module], config: Any
+) -> Callable[[], None]:
+    """Make routers ignore padding rows, as if there were only rows with tokens.
 
-    It uses the ``padding_mask`` [b, s] that Megatron passes down, True for rows without a token, in
-    eager and captured passes alike. It counts on the device only.
+    ``attach(packing=...)`` does this itself, for its eager steps too. Call this function to train a
+    model on the same padded rows without chunk graphs; to use both, call it before `attach`. The
+    model then takes ``padding_mask``, bool, shape [1, rows], True for rows without a token, on
+    every pipeline stage. A padding row goes to no expert and counts in no loss or count of a
+    router, and the capacity of experts depends on the tokens alone.
 
     Args:
         model_chunks: The schedule's argument ``model``.
         config: Megatron's TransformerConfig.
 
-    Raises:
-        ConfigError: A setting or the routers of this release do not support padding.
-    """
+    Returns:
+        A function that undoes the change.
 
-    def __init__(self, model_chunks: nn.Module | Sequence[nn.Module], config: Any) -> None:
-        check(
-            PADDED_ROWS_RULES,
-            facts_of_model(config, {"pads_rows": True}),
-            "Experts with these settings cannot be trained on packed sequences:",
+    Raises:
+        ConfigError: A setting or this release of Megatron does not support it.
+    """
+    check(
+        PADDED_ROWS_RULES,
+        facts_of_model(config, {"pads_rows": True}),
+        "Experts with these settings cannot be trained on packed sequences:",
+    )
+    _refuse_without_mask()
+    chunks = [model_chunks] if isinstance(model_chunks, nn.Module) else model_chunks
+    layers = moe_layers_of([m for chunk in chunks for m in chunk.modules()])
+    # HybridEP itself takes tokens without an expert.
+    is_dropless = uses_dropless(config) and config.moe_token_dispatcher_type != "flex"
+    dropless = Dropless(layers, has_padding=True) if layers and is_dropless else None
+    routing = _Routing()
+    undo = ExitStack()
+    undo.callback(routing.install())
+    if dropless is not None:
+        undo.enter_context(dropless.on_device())
+    else:
+        undo.callback(gather_fixed_rows())
+    for layer in layers:
+        for handle in (
+            layer.register_forward_pre_hook(_clear_input, with_kwargs=True),
+            layer.register_forward_hook(_clear_output, with_kwargs=True),
+            layer.router.register_forward_pre_hook(routing.enter, with_kwargs=True),
+            layer.router.register_forward_hook(routing.leave, always_call=True),
+        ):
+            undo.callback(handle.remove)
+    return undo.close
+
+
+def _refuse_without_mask() -> None:
+    (layer,) = private_names(_LAYER, "MoELayer")
+    (router,) = private_names(_ROUTER, "TopKRouter")
+    block = import_megatron("megatron.core.transformer.transformer_block").TransformerBlock
+    unsupported = [
+        kind.__name__
+        for kind in (block, layer, router)
+        if _MASK not in inspect.signature(kind.forward).parameters
+    ]
+    if unsupported:
+        raise ConfigError(
+            f"megatron-core {versions()['megatron_core']} cannot train experts on packed "
+            f"sequences: {', '.join(unsupported)} take no {_MASK}, so the rows after "
+            "packed documents would count in the losses of the routers. Use a release "
+            "that has it, such as 0.16 or 0.19, or leave packing out."
         )
-        (layer,) = private_names(_LAYER, "MoELayer")
-        (router,) = private_names(_ROUTER, "TopKRouter")
-        block = import_megatron("megatron.core.transformer.transformer_block").TransformerBlock
-        unsupported = [
-            kind.__name__
-            for kind in (block, layer, router)
-            if _MASK not in inspect.signature(kind.forward).parameters
-        ]
-        if unsupported:
-            raise ConfigError(
-                f"megatron-core {versions()['megatron_core']} cannot train experts on packed "
-                f"sequences: {', '.join(unsupported)} take no {_MASK}, so the rows after "
-                "packed documents would count in the losses of the routers. Use a release "
-                "that has it, such as 0.16 or 0.19, or leave packing out."
-            )
-        chunks = [model_chunks] if isinstance(model_chunks, nn.Module) else model_chunks
-        self._layers = moe_layers_of([m for chunk in chunks for m in chunk.modules()])
-        self._config = config
+
+
+class _Routing:
+    """Patches of routers that choose no expert for padding rows, and count on the device only."""
+
+    def __init__(self) -> None:
         self._padding: torch.Tensor | None = None
 
     def install(self) -> Callable[[], None]:
@@ -141,27 +171,13 @@ class PaddedRouting:
             "get_tokens_per_expert_and_token_count": at_least_one,
         }
         undo.callback(patch_attributes(module, patched))
-        config = self._config
-        # HybridEP itself takes tokens without an expert.
-        if self._layers and uses_dropless(config) and config.moe_token_dispatcher_type != "flex":
-            undo.enter_context(Dropless(self._layers, has_padding=True).on_device())
-        else:
-            undo.callback(gather_fixed_rows())
-        for layer in self._layers:
-            for handle in (
-                layer.register_forward_pre_hook(_clear_input, with_kwargs=True),
-                layer.register_forward_hook(_clear_output, with_kwargs=True),
-                layer.router.register_forward_pre_hook(self._enter, with_kwargs=True),
-                layer.router.register_forward_hook(self._leave, always_call=True),
-            ):
-                undo.callback(handle.remove)
         return undo.close
 
-    def _enter(self, _router: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def enter(self, _router: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         padding = kwargs.get(_MASK, args[1] if len(args) > 1 else None)
         self._padding = None if padding is None else padding.reshape(-1)
 
-    def _leave(self, *_: Any) -> None:
+    def leave(self, *_: Any) -> None:
         self._padding = None
 
 
@@ -250,27 +266,3 @@ def _of_this_rank(padding: torch.Tensor, num_rows: int) -> torch.Tensor:
             "tensor-parallel ranks. Pass a mask of the microbatch's rows, [1, rows]."
         )
     return padding.chunk(size, dim=1)[state.get_tensor_model_parallel_rank()]
-
-
-def keep_padding_from_experts(
-    model_chunks: nn.Module | Sequence[nn.Module], config: Any
-) -> Callable[[], None]:
-    """Make routers ignore padding rows, as if there were only rows with tokens.
-
-    ``attach(packing=...)`` does this itself, for its eager steps too. Call this function to train a
-    model on the same padded rows without chunk graphs; to use both, call it before `attach`. The
-    model then takes ``padding_mask``, bool, shape [1, rows], True for rows without a token, on
-    every pipeline stage. A padding row goes to no expert and counts in no loss or count of a
-    router, and the capacity of experts depends on the tokens alone.
-
-    Args:
-        model_chunks: The schedule's argument ``model``.
-        config: Megatron's TransformerConfig.
-
-    Returns:
-        A function that undoes the change.
-
-    Raises:
-        ConfigError: A setting or this release of Megatron does not support it.
-    """
-    return PaddedRouting(model_chunks, config).install()

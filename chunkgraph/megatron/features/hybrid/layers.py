@@ -28,34 +28,12 @@ __all__ = [
     "can_recompute_hybrid_layers",
     "clear_mamba_padding",
     "has_mamba_kernels",
-    "local_stack",
     "mamba_mixers_of",
     "packed_mamba_rows",
     "rows_after_documents",
 ]
 
 _MIXER = "megatron.core.ssm.mamba_mixer"
-
-
-def local_stack(stack: Any, norm: Any) -> Any:
-    """Return a subclass of ``stack`` whose final norm is ``norm``, not Transformer Engine's.
-
-    Args:
-        stack: The stack class of `HybridNames`.
-        norm: Norm class; called with config, hidden_size and eps.
-    """
-
-    class LocalStack(stack):
-        """Megatron's stack without Transformer Engine."""
-
-        def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-            super().__init__(config, *args, post_layer_norm=False, **kwargs)
-            self.post_layer_norm = True
-            if self.post_process:
-                size, eps = config.hidden_size, config.layernorm_epsilon
-                self.final_norm = norm(config=config, hidden_size=size, eps=eps)
-
-    return LocalStack
 
 
 def has_mamba_kernels() -> bool:

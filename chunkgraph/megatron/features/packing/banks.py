@@ -101,7 +101,7 @@ class PackedBanks:
         )
         # For each bank the number of sequences in uncut offsets, and in its own offsets.
         self._num_sequences: dict[Hashable, tuple[int, int]] = {
-            bank: (shape.num_sequences, bank.shape.num_sequences)
+            bank: (shape.max_packed_seqs, bank.shape.max_packed_seqs)
             for shape, banks in self._banks.items()
             for bank in banks
         }

@@ -53,7 +53,7 @@ def derived_call(
     first, *others = args
     derived = {name: _derived(c, name, value, of, wanted) for name, value in kwargs.items()}
     shape = wanted.shape
-    if of.size == wanted.size and shape.max_document_tokens is None:
+    if of.size == wanted.size:
         for name in _OFFSET_ARGUMENTS:
             if isinstance(offsets := derived.get(name), torch.Tensor):
                 derived[name] = _with_sequences(offsets, shape.max_packed_seqs)
@@ -85,19 +85,18 @@ def _derived(c: int, name: str, value: Any, of: PackedBank, wanted: PackedBank) 
     if name in _SIZES:
         return wanted.size if value == of.size else value
     whole, other_whole = of.shape.max_packed_tokens, wanted.shape.max_packed_tokens
-    longest, other_longest = of.shape.longest_rows, wanted.shape.longest_rows
     if name in _ROWS_AT:
         rows, other_rows = of.num_tokens, wanted.num_tokens
         if name.startswith("rotary_"):
-            more = _rows_of(value) == longest + 1  # see `fixed_params`
-            rows, other_rows = longest + more, other_longest + more
+            more = _rows_of(value) == whole + 1  # see `fixed_params`
+            rows, other_rows = whole + more, other_whole + more
         if isinstance(value, (tuple, list)):
             return type(value)(_resized(v, _ROWS_AT[name], rows, other_rows) for v in value)
         return _resized(value, _ROWS_AT[name], rows, other_rows)
     if name.startswith(_PARAMS):
         if isinstance(value, int) and not isinstance(value, bool):
-            if name in _LONGEST and value >= longest:
-                return value - longest + other_longest
+            if name in _LONGEST and value >= whole:
+                return value - whole + other_whole
             return other_whole if value == whole else value
         if name == f"{_PARAMS}seq_idx":
             return _resized(value, 1, whole, other_whole)
@@ -120,10 +119,7 @@ def _derived(c: int, name: str, value: Any, of: PackedBank, wanted: PackedBank) 
 
 def _filled_offsets(kwargs: Mapping[str, Any], shape: PackedShape) -> dict[str, torch.Tensor]:
     """Return new offsets for a shape that documents fill as far as possible."""
-    longest = shape.document_limit // shape.document_multiple * shape.document_multiple
-    longest = longest or shape.document_limit
-    count = shape.max_packed_tokens // shape.padded_length(longest)
-    filled = pack([longest] * min(count, shape.max_documents), shape)
+    filled = pack([shape.max_packed_tokens], shape)
     by_name = {}
     for name in _OFFSET_ARGUMENTS:
         offsets = kwargs.get(name)

@@ -18,7 +18,6 @@ from chunkgraph.megatron.features.packing.params import (
     ARGUMENT,
     is_packed,
     join_params,
-    needs_tokens_in_pieces,
     refuse_other_context,
     refuse_predictions_over_padding,
     refuse_rows_after_offsets,
@@ -67,7 +66,6 @@ class Packing(Feature):
             site.agree,
             missing_graphs=self._missing_graphs,
             needs_buckets=has_experts and site.shares_experts,
-            needs_tokens=needs_tokens_in_pieces(site.chunks, site.config),
         )
 
     @classmethod

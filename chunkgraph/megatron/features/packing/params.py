@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from numpy.typing import NDArray
-from torch import nn
 from torch.nn import functional
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.core.access import import_megatron
-from chunkgraph.packing import ContextLimits, PackedSequences, PackedShape
+from chunkgraph.packing import PackedSequences, PackedShape
 
 __all__ = [
     "ARGUMENT",
@@ -30,7 +29,6 @@ __all__ = [
     "is_packed",
     "join_params",
     "make_params",
-    "needs_tokens_in_pieces",
     "num_extra_rows",
     "refuse_other_context",
     "refuse_other_length",
@@ -117,28 +115,6 @@ def refuse_predictions_over_padding(shape: PackedShape, config: Any) -> None:
         )
 
 
-def needs_tokens_in_pieces(
-    chunks: Sequence[nn.Module], config: Any, limits: ContextLimits | None = None
-) -> bool:
-    """Return whether to warn about documents with context-parallel pieces without tokens.
-
-    With four ranks on H200s (Transformer Engine 2.20.2), documents of 10 tokens and more, and heads
-    that share keys, gradient norms of graphs differed from eager ones, and those of eager steps
-    differed between memory layouts. Without shared keys or without empty pieces they were equal.
-    The likely cause is Transformer Engine's issue 2448: cuDNN's backward sums the workspaces of
-    heads, and a sequence without queries leaves its workspace uninitialized.
-
-    Args:
-        chunks: The model chunks.
-        config: Megatron's TransformerConfig.
-        limits: Limits of changing context-parallel sizes; None for the config's size.
-    """
-    size = getattr(config, "context_parallel_size", 1) or 1
-    if limits is not None:
-        size = 1 if limits.counts_padding else max(limits.group_sizes)
-    return size > 1 and shares_keys(config) and _is_transformer_engines(chunks)
-
-
 def shares_keys(config: Any) -> bool:
     """Return whether several attention heads share one head of keys and values.
 
@@ -152,16 +128,6 @@ def shares_keys(config: Any) -> bool:
         # Only in arguments: the number has an effect only with this flag.
         and getattr(config, "group_query_attention", True)
         and not getattr(config, "multi_latent_attention", False)
-    )
-
-
-def _is_transformer_engines(chunks: Sequence[nn.Module]) -> bool:
-    """Return whether the attention is Transformer Engine's."""
-    return any(
-        kind.__module__.startswith("transformer_engine.") and "Attention" in kind.__name__
-        for chunk in chunks
-        for module in chunk.modules()
-        for kind in type(module).__mro__
     )
 
 

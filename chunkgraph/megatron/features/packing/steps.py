@@ -7,7 +7,6 @@ or, with changing context-parallel sizes, by the bank of each microbatch.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -57,8 +56,6 @@ class StepPlans(StepPlanner):
         missing_graphs: Returns the reason why some banks have no graphs, or "".
         needs_buckets: Whether a microbatch's length depends on other ranks' data, so that steps
             need lengths on which the ranks agreed.
-        needs_tokens: Whether to warn, once, about a document with a context-parallel piece without
-            tokens; see `needs_tokens_in_pieces`.
 
     Attributes:
         has_lengths: Whether microbatches have one of several lengths, depending on documents.
@@ -78,7 +75,6 @@ class StepPlans(StepPlanner):
         *,
         missing_graphs: Callable[[Sequence[Hashable]], str] = lambda _: "",
         needs_buckets: bool = False,
-        needs_tokens: bool = False,
     ) -> None:
         banks.refuse_others(rank, agree)
         self._changes_size = changes_size = banks.groups is not None
@@ -93,7 +89,6 @@ class StepPlans(StepPlanner):
         self._rank = rank
         self._missing_graphs = missing_graphs
         self._needs_buckets = needs_buckets and self.has_lengths
-        self._needs_tokens = needs_tokens
         self._announced: _Contents | None = None
 
     def announce(self, inputs: StepInputs) -> tuple[str, int]:
@@ -296,8 +291,6 @@ class StepPlans(StepPlanner):
         self, packings: Packings, rows: Sequence[int] | None, misfit: str
     ) -> list[int]:
         """Return the rows of a step's microbatches: the caller's, or the fewest."""
-        if self._needs_tokens and not misfit:
-            self._warn_of_empty_pieces(packings)
         chosen = self._checked_rows(packings, rows, misfit)
         if self._banks.fills_rows and not misfit:
             for microbatch, (lengths, num_rows) in enumerate(zip(packings, chosen, strict=True)):
@@ -333,27 +326,6 @@ class StepPlans(StepPlanner):
                 f"{len(packings)} microbatches (the smallest that do: {smallest})."
             )
         return list(rows)
-
-    def _warn_of_empty_pieces(self, packings: Packings) -> None:
-        shape = self._banks.largest_shape
-        for microbatch, lengths in enumerate(packings):
-            document = shape.first_with_empty_piece(lengths)
-            if document is None:
-                continue
-            self._needs_tokens = False
-            warnings.warn(
-                f"rank {self._rank}, microbatch {microbatch}: document {document} has "
-                f"{lengths[document]} tokens, and the last of its {shape.document_multiple} pieces "
-                "for the context-parallel ranks has none. If heads share keys "
-                "(num_query_groups), Transformer Engine's attention may return uninitialized "
-                "memory as gradients of such documents' keys (its issue 2448), in eager training "
-                "too, so graphs and eager can differ. Leave out documents of fewer than "
-                f"{shape.document_multiple**2} tokens, or count their padding as tokens: pass "
-                "packing=PackedShape(..., counts_padding=True) to attach() and pack into that "
-                "shape.",
-                stacklevel=2,
-            )
-            return
 
 
 def _plain(packings: Packings) -> list[list[int]]:

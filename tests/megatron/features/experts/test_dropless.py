@@ -137,6 +137,14 @@ def test_two_ranks(run_equal: Callable[..., Any], make_config: Callable[..., Any
         "ep2": case(make, BIASED, pipeline=shared, train=overlap),
         "ep2_gathered": case(make, {**BIASED, **_GATHERED}, pipeline=shared),
         "ep2_stash": case(make, BIASED, pipeline=shared, stash={"enabled": True}),
+        "ep2_overlapped": case(make, BIASED, options=OVERLAP, pipeline=shared),
+        "pp2_dense_stage": case(
+            make,
+            {**EXPERTS, "moe_layer_freq": [0, 1]},
+            counts=(3, 1, 5),
+            pipeline={"pipeline_model_parallel_size": 2},
+            capture={"scope": "chunk"},
+        ),
         "tp2": _split(make, BIASED),
         "pp2_vpp2": case(
             make,
@@ -150,26 +158,6 @@ def test_two_ranks(run_equal: Callable[..., Any], make_config: Callable[..., Any
     results = run_equal(cases, 2, timeout_s=180.0)
     _check(results)
     assert results["ep2_stash"]["stash_bytes"][0] > 0
-
-
-@pytest.mark.slow
-def test_two_ranks_with_other_options(
-    run_equal: Callable[..., Any], make_config: Callable[..., Any]
-) -> None:
-    make, shared = make_config, _SHARED
-    cases = {
-        "ep2_overlapped": case(make, BIASED, options=OVERLAP, pipeline=shared),
-        "ep2_plain": case(make, EXPERTS, model={"swiglu": False}, pipeline=shared),
-        "tp2_gathered": _split(make, {**EXPERTS, **_GATHERED}),
-        "pp2_dense_stage": case(
-            make,
-            {**EXPERTS, "moe_layer_freq": [0, 1]},
-            counts=(3, 1, 5),
-            pipeline={"pipeline_model_parallel_size": 2},
-            capture={"scope": "chunk"},
-        ),
-    }
-    _check(run_equal(cases, 2, timeout_s=180.0))
 
 
 @pytest.mark.slow

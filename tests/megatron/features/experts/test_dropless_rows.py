@@ -9,19 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkgraph.engine.capture.accumulate import Accumulation
 from chunkgraph.graphs import RecorderBackend
 from chunkgraph.megatron.features.experts.counts import LOAD_OF
 from chunkgraph.megatron.features.experts.dropless_rows import (
-    ChosenRows,
     DeviceSplits,
     padded_rows,
-    paired_rows,
-    pieces_of,
     sum_rows,
     take_rows,
 )
@@ -37,66 +32,6 @@ from chunkgraph.megatron.features.experts.grouped_gemm import (
 from chunkgraph.megatron.features.experts.room import RowRoom
 
 _SIZES = (3, 12, 4)  # experts, in, out
-
-
-@given(st.integers(1, 6), st.integers(1, 5), st.data())
-@settings(deadline=None)
-def test_tokens_are_sorted_by_expert(num_tokens: int, num_experts: int, data: Any) -> None:
-    flags = st.lists(st.booleans(), min_size=num_experts, max_size=num_experts)
-    chosen = torch.tensor(data.draw(st.lists(flags, min_size=num_tokens, max_size=num_tokens)))
-    pairs = [(e, t) for e in range(num_experts) for t in range(num_tokens) if chosen[t, e]]
-    num_rows = data.draw(st.integers(1, num_tokens * num_experts + 2))
-    kept = pairs[:num_rows]
-    rows = ChosenRows.of(chosen, num_rows, are_exact=False)
-    assert rows.tokens.tolist()[: len(kept)] == [t for _, t in kept]
-    assert rows.ends.tolist() == [sum(e <= i for e, _ in kept) for i in range(num_experts)]
-    values = torch.rand(num_tokens, num_experts, requires_grad=True)
-    expected = [float(values[t, e]) for e, t in kept] + [0.0] * (num_rows - len(kept))
-    taken = rows.take(values)
-    assert taken.tolist() == expected
-    grads = torch.zeros(num_tokens, num_experts)
-    for i, (e, t) in enumerate(kept):
-        grads[t, e] = i + 0.5
-    taken.backward(torch.arange(num_rows) + 0.5)
-    assert torch.equal(values.grad, grads)  # type: ignore[arg-type]
-    # Deterministic kernels add a token's rows in order, zeros too.
-    unused = rows.tokens.tolist()[len(kept) :]
-    assert all(unused.count(t) <= -(-len(unused) // num_tokens) for t in range(num_tokens))
-
-
-@given(
-    st.integers(1, 3).flatmap(
-        lambda n: st.lists(
-            st.lists(st.integers(0, 3), min_size=n, max_size=n), min_size=1, max_size=4
-        )
-    ),
-    st.integers(1, 12),
-)
-@settings(deadline=None)
-def test_pieces_of_ranks_meet_by_expert_and_come_back(counts: list[list[int]], piece: int) -> None:
-    """Rows without room in a piece are dropped, and come back as zeros."""
-    num_experts = len(counts[0])
-    sent, arrived = [], []
-    for rank, of_rank in enumerate(counts):
-        names = [1 + 100 * rank + 10 * e + i for e in range(num_experts) for i in range(of_rank[e])]
-        rows = torch.tensor([float(n) for n in [*names, -7.0]])  # one is not in use
-        cut = pieces_of(torch.tensor([len(names)]), len(rows), piece)
-        sent.append((names, cut))
-        arrived.append(cut.move(rows))
-    by_expert, splits = paired_rows(torch.tensor(counts), piece)
-    moved = by_expert.move(torch.cat(arrived))
-    expected: list[float] = []
-    ends = []
-    for expert in range(num_experts):
-        for rank, (names, _) in enumerate(sent):
-            expected += [float(n) for n in names[:piece] if (n - 1 - 100 * rank) // 10 == expert]
-        ends.append(len(expected))
-    assert splits.ends.tolist() == ends
-    assert moved.tolist() == expected + [0.0] * (len(moved) - len(expected))
-    back = by_expert.move_back(moved).view(len(counts), piece)
-    for (names, cut), of_rank in zip(sent, back, strict=True):
-        kept = [float(n) for n in names[:piece]]
-        assert cut.move_back(of_rank).tolist() == kept + [0.0] * (len(names) + 1 - len(kept))
 
 
 def test_rows_have_room_for_the_load_and_for_no_more_than_all() -> None:

@@ -12,21 +12,6 @@ pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeo
 CPU = torch.device("cpu")
 
 
-def test_flags_of_any_shape_and_type_are_counted() -> None:
-    counts = RowCounts(range(4), CPU)
-    counts.add(3, torch.tensor([[True, False], [True, True]]))
-    counts.add(1, torch.tensor([0, 7, -1]))
-    counts.add(1, torch.tensor([2]))  # a layer that runs twice
-    counts.add(0, torch.tensor(True))
-    assert counts.total.tolist() == [1, 3, 0, 3]
-    assert not counts.is_recomputed
-    x = torch.ones(2, requires_grad=True)
-    y = x * 2
-    y.register_hook(lambda _: counts.add(2, torch.tensor([1, 1])))
-    y.sum().backward()
-    assert (counts.total.tolist(), counts.is_recomputed) == ([1, 3, 2, 3], True)
-
-
 def test_the_heaviest_load_is_relative_to_the_tokens() -> None:
     """Microbatches of several lengths: the longest need not be the least balanced."""
     counts = RowCounts([1], CPU)

@@ -18,7 +18,7 @@ from chunkgraph.errors import (
     ReplayMismatchError,
     TokenDropError,
 )
-from chunkgraph.launch.reports import StepMetrics
+from chunkgraph.launch.hooks import StepMetrics
 from chunkgraph.megatron.features.experts import sinkhorn
 from chunkgraph.megatron.features.experts.feature import Experts, dropped_tokens
 from chunkgraph.megatron.features.experts.state import forget_expert_metrics
@@ -280,7 +280,7 @@ def test_a_refused_attach_leaves_the_model_as_it_was(one_rank: Any, make_config:
         return [*counts, router.apply_router_token_dropping]
 
     before = hooks()
-    with pytest.raises(ValueError, match="1 chunks, but 2 slot counts"):
+    with pytest.raises(ValueError, match=r"num_slots is \(1, 1\) for 1 chunks"):
         attach(run.chunks, num_slots=(1, 1))
     assert hooks() == before
     attach(run.chunks).detach()

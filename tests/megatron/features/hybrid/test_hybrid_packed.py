@@ -121,7 +121,9 @@ def test_packings_never_seen_at_capture(flight: Flight) -> None:
 
 def _rows_of_slots(flight: Flight) -> list[torch.Tensor]:
     (slots,) = flight.graphs.engine._captured.slots
-    return [t for slot in slots for t in slot.inputs if t.dtype == torch.int32 and t.dim() == 2]
+    return [
+        t for slot in slots for t in slot.inputs.tensors if t.dtype == torch.int32 and t.dim() == 2
+    ]
 
 
 @only_block
@@ -156,44 +158,6 @@ def test_documents_of_rows_have_room_after_them(
     assert min(captured) >= 50
 
 
-@only_block
-@pytest.mark.parametrize("pattern", ["MM"])
-def test_documents_know_nothing_of_each_other(flight: Flight) -> None:
-    """Other tokens in one document change no loss of another one, and none of its gradients."""
-    lengths = [3, 4, 2, 3]
-    first = slice(3, 7)
-
-    def run(
-        change: bool, counted: slice | None = None, *, one_state: bool = False
-    ) -> dict[str, torch.Tensor]:
-        batches = [flight.batch(lengths), flight.batch([10, 3])]
-        if change:
-            batches[0]["input_ids"][0, first] += 1
-            batches[0]["labels"][0, first] += 1
-        if counted is not None:
-            batches[0]["is_counted"] = torch.zeros(1, 14, dtype=torch.bool)
-            batches[0]["is_counted"][0, counted] = True
-        if one_state:
-            batches[0]["packed_seq_params"].seq_idx.zero_()
-        return flight.step([lengths, [10, 3]], batches)
-
-    run(False)
-    before, after = run(False)["losses 0"], run(True)["losses 0"]
-    others = torch.ones(14, dtype=torch.bool)
-    others[first] = False
-    assert torch.equal(before[0, others], after[0, others])
-    assert not torch.equal(before[0, first], after[0, first])
-    for document in (slice(0, 3), slice(7, 9), slice(9, 12)):
-        assert differing(run(False, document), run(True, document)) == ["losses 0"]
-    assert len(differing(run(False, first), run(True, first))) > 5
-    assert flight.graphs.counters.replays > 0
-    if hasattr(flight.batch(lengths)["packed_seq_params"], "seq_idx"):
-        # They would depend on each other if all rows belonged to one document.
-        before, after = (run(change, one_state=True)["losses 0"] for change in (False, True))
-        assert not torch.equal(before[0, 7:], after[0, 7:])
-        assert torch.equal(before[0, :3], after[0, :3])
-
-
 def test_nan_in_the_tail_of_mamba_layers_reaches_nothing(flight: Flight) -> None:
     """Without clearing it would: mixers add up gradients over all rows, and 0 times NaN is NaN."""
     from mamba_poison import Poison
@@ -205,21 +169,6 @@ def test_nan_in_the_tail_of_mamba_layers_reaches_nothing(flight: Flight) -> None
         poison.value.fill_(0.0)
         expected = flight.eager(packings)
         assert all(value.isfinite().all() for value in actual.values())
-        assert differing(actual, expected) == []
-    assert flight.graphs.counters.replays == 2
-
-
-@only_block
-@pytest.mark.parametrize("spec", ["packed_poisoned"])
-def test_nan_in_the_tail_of_attention_reaches_nothing(flight: Flight) -> None:
-    from user_specs import PoisonedCore
-
-    for packings in ([[6, 5], [5]], [[3, 1, 1], [10, 2]]):
-        actual = flight.step(packings)
-        assert all(value.isfinite().all() for value in actual.values())
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(PoisonedCore, "poison", 0.0)
-            expected = flight.eager(packings)
         assert differing(actual, expected) == []
     assert flight.graphs.counters.replays == 2
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Iterable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -98,10 +97,9 @@ def test_each_takes_the_smallest_that_holds_it() -> None:
     assert _buckets().choose(packings, agree) == [16, 16, 32, 32, 32]
 
 
-def test_no_sequence_of_another_bucket_is_longer_than_a_document_may_be() -> None:
+def test_no_sequence_of_another_bucket_is_longer_than_its_rows() -> None:
     """Offsets are derived; tables and the longest sequence are those of the target bucket."""
-    shape = PackedShape(5, 32, max_document_tokens=10)
-    banks = PackedBanks(shape.buckets([0.25]), [3])
+    banks = PackedBanks(PackedShape(5, 32).buckets([0.25]), [3])
 
     def call(bank: PackedBank) -> dict[str, Any]:
         packed = pack([3, 2], bank.shape)
@@ -131,9 +129,9 @@ def test_no_sequence_of_another_bucket_is_longer_than_a_document_may_be() -> Non
         assert (tokens.diff() <= rows.diff()).all()
     # A script's documents may fill all rows, with a table of one row more.
     only = {
-        "rotary_pos_emb": torch.ones(11, 1, 1, 2),
-        "packed_seq_params.cu_seqlens_q": torch.tensor([0, 9, 18, 27, 32, 32, 32, 32]).int(),
-        "packed_seq_params.max_seqlen_q": 11,
+        "rotary_pos_emb": torch.ones(33, 1, 1, 2),
+        "packed_seq_params.cu_seqlens_q": torch.tensor([0, 9, 18, 27, 32, 32]).int(),
+        "packed_seq_params.max_seqlen_q": 33,
     }
     hidden = torch.ones(32, 1, 2)
     _, kwargs = derived_call(0, (hidden,), only, _bank(banks, 32), _bank(banks, 8, 3))
@@ -246,15 +244,14 @@ def test_each_takes_the_fewest_sequences_that_hold_it() -> None:
 @given(
     lengths=st.lists(st.integers(1, 12), min_size=1, max_size=8),
     size=st.sampled_from([1, 2]),
-    longest=st.sampled_from([None, 12, 40]),
     parts=st.lists(st.sampled_from([0.25, 0.5]), max_size=2),
     counts=st.sets(st.integers(2, 8), min_size=1, max_size=3),
 )
 def test_cut_offsets_are_those_of_fewer_sequences(
-    lengths: list[int], size: int, longest: int | None, parts: list[float], counts: set[int]
+    lengths: list[int], size: int, parts: list[float], counts: set[int]
 ) -> None:
     """Equal to packing for the microbatch's own graphs; other arguments stay unchanged."""
-    shape = PackedShape(9, 128, size, longest)
+    shape = PackedShape(9, 128, size)
     banks = PackedBanks(shape.buckets(parts), sorted(counts))
     (rows,) = banks.choose([lengths])
     bank = banks.fewest_sequences(lengths, banks.by_rows[rows])
@@ -311,24 +308,6 @@ def test_ranks_that_share_experts_are_to_agree() -> None:
     assert _begin(plans, [[8]], "", 1, [32]).misfit == ""
     alone = StepPlans(PackedBanks([_SHAPE]), 0, None, needs_buckets=True)
     assert _begin(alone, [[8]], "", 1).misfit == ""
-
-
-def test_documents_with_a_piece_without_tokens_are_reported_once() -> None:
-    """With shared keys, Transformer Engine reads unwritten memory for such a piece."""
-    shape = PackedShape(9, 256, context_parallel_size=4)
-    plans = StepPlans(PackedBanks([shape]), 3, None, needs_tokens=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert _begin(plans, [[64, 100]], "", 1).misfit == ""
-        assert _begin(StepPlans(PackedBanks([shape]), 3, None), [[9]], "", 1).misfit == ""
-        counted = PackedBanks([replace(shape, counts_padding=True)])
-        warned = StepPlans(counted, 3, None, needs_tokens=True)
-        assert _begin(warned, [[9]], "", 1).misfit == ""
-    with pytest.warns(UserWarning, match="rank 3, microbatch 1: document 1 has 9 tokens.* 64 "):
-        assert _begin(plans, [[64], [100, 9]], "", 2).misfit == ""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert _begin(plans, [[9]], "", 1).misfit == ""
 
 
 def test_rows_that_were_promised_to_hold_documents_hold_them() -> None:

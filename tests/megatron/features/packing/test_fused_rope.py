@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import logging
-import sys
-import weakref
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from chunkgraph.graphs import RecorderBackend
-from chunkgraph.megatron.features.packing.rope import forget_rope_rows, packed_rope
+from chunkgraph.megatron.features.packing.rope import packed_rope
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(120)]
 
@@ -135,98 +131,3 @@ def test_one_capture_serves_all_offsets(kernels: Kernels, rotated: Callable[...,
         assert torch.equal(actual, expected), lengths
         assert torch.equal(gradient_of_actual, gradient_of_expected), lengths
     graph.release()
-
-
-def _raises(*_args: Any, **_options: Any) -> torch.Tensor:
-    raise RuntimeError("no kernel image")
-
-
-def _rounds_otherwise(t: torch.Tensor, freqs: torch.Tensor, **_options: Any) -> torch.Tensor:
-    result = Kernels().plain(t, freqs)
-    return torch.nextafter(result, torch.full_like(result, 9.0))
-
-
-@pytest.mark.parametrize(
-    ("plain", "why"),
-    [
-        (_raises, "no kernel image"),
-        (_rounds_otherwise, "last bits"),
-    ],
-)
-def test_what_gives_other_bits_is_not_used(
-    kernels: Kernels,
-    rotated: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    plain: Callable[..., torch.Tensor],
-    why: str,
-) -> None:
-    monkeypatch.setattr(kernels.utils, "fused_apply_rotary_pos_emb", plain)
-    tokens, freqs = _drawn(64, 256)
-    few, many = _offsets([64], 4), _offsets([64], 65)
-    with caplog.at_level(logging.WARNING), packed_rope():
-        rotated(tokens, few, freqs)
-        assert not caplog.records  # no bit changes there
-        outputs = [rotated(tokens, many, freqs) for _ in range(2)]
-    assert all(torch.equal(one, kernels.packed(tokens, many, freqs)) for one in outputs)
-    (record,) = caplog.records
-    assert why in record.getMessage()
-
-
-@pytest.fixture
-def tables(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[torch.Tensor]]:
-    """Collect weak references to the table of every call by row."""
-    references: list[weakref.ref[torch.Tensor]] = []
-
-    def watching(t: torch.Tensor, table: torch.Tensor, **options: Any) -> torch.Tensor:
-        references.append(weakref.ref(table))
-        return kernels.plain(t, table, **options)
-
-    monkeypatch.setattr(kernels.utils, "fused_apply_rotary_pos_emb", watching)
-    return references
-
-
-def test_a_call_leaves_no_table(
-    kernels: Kernels,
-    rotated: Callable[..., Any],
-    tables: list[weakref.ref[torch.Tensor]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Recomputed layers share one table, though each has its own tensor of frequencies."""
-    from torch.utils.checkpoint import checkpoint
-
-    tokens, freqs = _drawn(64, 256)
-    params = SimpleNamespace(cu_seqlens_q=_offsets([30, 34], 80), max_seqlen_q=64)
-
-    def layer(t: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        return rotated(t, params.cu_seqlens_q, table) * 2
-
-    module, num_made = sys.modules["chunkgraph.megatron.features.packing.rope"], 0
-    own = module.rope_rows
-
-    def counting(*args: Any, **options: Any) -> torch.Tensor:
-        nonlocal num_made
-        num_made += 1
-        return own(*args, **options)
-
-    monkeypatch.setattr(module, "rope_rows", counting)
-    with packed_rope():
-        tables.clear()
-        num_made = 0
-        leaf = tokens.clone().requires_grad_()
-        result = leaf
-        for _ in range(3):
-            result = checkpoint(layer, result, freqs.detach(), use_reentrant=True)
-        assert num_made == 1
-        forget_rope_rows(params)
-        result.float().sum().backward()
-        assert num_made == 2
-    # The result still holds its layers, which hold the offsets.
-    assert len(tables) == 6
-    assert all(table() is None for table in tables)
-    other_leaf = tokens.clone().requires_grad_()
-    result = other_leaf
-    for _ in range(3):
-        result = kernels.packed(result, params.cu_seqlens_q, freqs) * 2
-    (expected,) = torch.autograd.grad(result.float().sum(), other_leaf)
-    assert torch.equal(leaf.grad, expected)

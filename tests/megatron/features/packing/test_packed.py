@@ -98,35 +98,6 @@ def test_no_table_of_rope_outlives_its_forward(
     assert max(num_others) == 0
 
 
-def test_documents_know_nothing_of_each_other(chunks: list[Any], graphs: Any) -> None:
-    """Other tokens in one document change no loss of another one, and none of its gradients."""
-    lengths = [7, 9, 4, 8]
-    first = slice(7, 16)
-
-    def run(change: bool, counted: slice | None = None) -> dict[str, torch.Tensor]:
-        batches = [packed_batch(lengths), packed_batch([20, 3])]
-        if change:
-            batches[0]["input_ids"][0, first] += 1
-            batches[0]["labels"][0, first] += 1
-        if counted is not None:
-            is_counted = torch.zeros_like(batches[0]["is_counted"])
-            is_counted[0, counted] = True
-            batches[0]["is_counted"] = is_counted
-        wrapped = graphs.wrap_forward_backward(lambda **_: run_flight(chunks[0], batches))
-        return wrapped(num_microbatches=2, packings=[lengths, [20, 3]])
-
-    run(False)
-    before, after = run(False)["losses 0"], run(True)["losses 0"]
-    others = torch.ones(32, dtype=torch.bool)
-    others[first] = False
-    assert torch.equal(before[0, others], after[0, others])
-    assert not torch.equal(before[0, first], after[0, first])
-    for document in (slice(0, 7), slice(16, 20), slice(20, 28)):
-        assert differing(run(False, document), run(True, document)) == ["losses 0"]
-    assert len(differing(run(False, first), run(True, first))) > 5
-    assert graphs.counters.replays > 0
-
-
 @pytest.mark.parametrize("spec", ["packed_poisoned"])
 def test_a_poisoned_tail_reaches_nothing(chunks: list[Any], graphs: Any) -> None:
     """NaN in every tail row of query, key and value changes no loss or gradient."""
@@ -161,33 +132,6 @@ def test_a_step_that_does_not_fit_runs_eagerly(chunks: list[Any], graphs: Any) -
     assert differing(run_step(graphs, chunks[0], PACKINGS[3]), expected) == []
     assert graphs.counters.replays == 4
     assert graphs.counters.fallbacks == {"capture warmup": 1, "packing overflow": 3}
-
-
-def test_sequences_no_longer_than_a_document_may_be(chunks: list[Any]) -> None:
-    """The tail has several sequences; rows and losses are as without the limit."""
-    shape = PackedShape(6, 32, max_document_tokens=9)
-    packings = [[[9, 8, 6], [3]], [[1], [9, 9, 9, 5]], [[2, 2, 2, 2, 2], [9]]]
-
-    def batches(pair: list[list[int]], of: PackedShape) -> list[dict[str, Any]]:
-        return [packed_batch(lengths, seed, of) for seed, lengths in enumerate(pair)]
-
-    plain = [run_flight(chunks[0], batches(pair, SHAPE)) for pair in packings]
-    limited = [run_flight(chunks[0], batches(pair, shape)) for pair in packings]
-    graphs = attach(chunks, scope="block", num_slots=[2], packing=shape)
-    for pair, one, other in zip(packings, plain, limited, strict=True):
-        flight = batches(pair, shape)
-        assert flight[0]["packed_seq_params"].max_seqlen_q == 9
-        assert flight[0]["packed_seq_params"].cu_seqlens_q.numel() == 10
-        run = graphs.wrap_forward_backward(lambda flight=flight, **_: run_flight(chunks[0], flight))
-        actual = run(num_microbatches=2, packings=pair)
-        assert differing(actual, other) == []
-        for number, lengths in enumerate(pair):
-            name, end = f"losses {number}", sum(lengths)
-            torch.testing.assert_close(actual[name][0, :end], one[name][0, :end])
-    assert graphs.counters.replays == 4
-    wrapped = graphs.wrap_forward_backward(lambda **_: None)
-    wrapped(num_microbatches=1, packings=[[10, 1]])
-    assert graphs.counters.packing_overflows == {"a document is longer than allowed": 1}
 
 
 def test_what_differs_from_the_capture_is_named(chunks: list[Any], graphs: Any) -> None:
@@ -292,20 +236,18 @@ def seen(chunks: list[Any], monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scope", ["block", "chunk"])
-@pytest.mark.parametrize("longest", [None, 20])
 def test_offsets_of_the_most_sequences_are_cut(
-    chunks: list[Any], seen: list[int], scope: Any, longest: int | None
+    chunks: list[Any], seen: list[int], scope: Any
 ) -> None:
     """For graphs of fewer sequences and in eager steps; offsets may also have the final number."""
-    shape = PackedShape(6, 32, max_document_tokens=longest)
-    extra = shape.num_sequences - shape.max_packed_seqs  # for a tail of several sequences
+    shape = PackedShape(6, 32)
     attached = attach(
         chunks, scope=scope, num_slots=[2], packing=PackingOptions(shape, seq_buckets=(4, 2))
     )
     packings = [[[10, 8, 6], [20]], [[5, 5, 5, 5, 5], [1, 20]], [[1], [16, 16]], [[3, 9], [20]]]
-    few = PackedShape(2, 32, max_document_tokens=longest)
+    few = PackedShape(2, 32)
     run_step(attached, chunks[0], packings[0], shape)  # warmup
-    assert set(seen) == {4 + extra, 2 + extra}
+    assert set(seen) == {4, 2}
     for own in packings:
         expected = run_eager(chunks[0], attached, own, shape)
         assert differing(run_step(attached, chunks[0], own, shape), expected) == []
@@ -318,7 +260,7 @@ def test_offsets_of_the_most_sequences_are_cut(
     seen.clear()
     run_step(attached, chunks[0], [[5, 5, 5, 5, 5], [7]], shape, misfit="a bad day")
     # Two layers, and once more in a recomputing backward.
-    assert seen == ([6 + extra] * 2 + [2 + extra] * 2) * 2
+    assert seen == ([6] * 2 + [2] * 2) * 2
     expected = run_eager(chunks[0], attached, [[7], [20]], few)
     assert differing(run_step(attached, chunks[0], [[7], [20]], few), expected) == []
     assert attached.counters.replays == of_graphs + 2
@@ -348,7 +290,7 @@ def test_offsets_are_cut_for_banks_of_context_parallel_sizes(
     limits = ContextLimits(world_size=1, max_tokens_per_rank=32, max_packed_seqs=6)
     groups = ContextGroups([0], {1: None})
     banks = PackedBanks.of_limits(limits, groups, seq_buckets=(3,))
-    undo = follow_groups(chunks, groups)
+    undo = follow_groups(chunks)
     attached = attach(chunks, num_slots=[2], packing=banks)
     many, few = banks.keys
     for packings, keys in (

@@ -12,7 +12,7 @@ from expert_cases import EXPERTS
 from extended_config import extended
 
 from chunkgraph.data import Documents
-from chunkgraph.trainer.batches import context_limits, packed_shape
+from chunkgraph.trainer.batches import packed_shape
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -48,11 +48,6 @@ def _drawn(text: Path, seed: int, size: int) -> list[tuple[int, ...]]:
         text, num_tokens=_TOKENS, seed=seed, multiple=1 if size == 1 else 2 * size
     )
     return [documents.row(step, m).lengths for step, n in enumerate(_COUNTS) for m in range(n)]
-
-
-def _seed_of_equal_draws(text: Path) -> int:
-    """Return a seed whose documents all fit with padding, so that all sizes train on the same."""
-    return next(s for s in range(10000) if _drawn(text, s, 1) == _drawn(text, s, _SIZE))
 
 
 @pytest.fixture
@@ -203,50 +198,11 @@ def test_padding_counts_where_heads_share_keys(make_case: Case, num_query_groups
     model = SimpleNamespace(num_attention_heads=4, num_query_groups=num_query_groups)
     with extended(make_case([1])["config"]) as config:
         shape = packed_shape(config, model)
-        limits = context_limits(config, model)
     assert shape is not None
-    expected = num_query_groups == 2
-    assert (shape.counts_padding, limits.counts_padding) == (expected,) * 2
+    assert shape.counts_padding == (num_query_groups == 2)
 
 
 def _check_experts(result: dict[str, Any]) -> None:
     for step in result["steps"]:
         assert step["expert_metrics_equal"]
         assert len(step["expert_metrics"]) == 2
-
-
-# Not for each release: Megatron does not choose the rows of a rank.
-@pytest.mark.slow
-def test_sharing_documents_changes_rounding_alone(
-    run_equal: Callable[..., Any], make_case: Case, text: Path
-) -> None:
-    """Compare with the same documents on one rank, without padding between them."""
-    seed = _seed_of_equal_draws(text)
-    assert any(length % 4 for lengths in _drawn(text, seed, 1) for length in lengths)
-    moe = {**_EXPERTS, "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None}
-    split = {**_WITH_EXPERTS, "moe": moe, "seed": seed}
-    one = {
-        "dense": make_case(_COUNTS, size=1, spec="user_specs:packed", seed=seed),
-        "grouped": make_case(_COUNTS, size=1, spec="user_specs:packed", seed=seed),
-        "experts": make_case(_COUNTS, size=1, **{**split, "spec": "user_specs:packed_experts"}),
-        "hybrid": make_case(
-            _COUNTS, size=1, seed=seed, **{**_HYBRID, "spec": "mamba_stand_in:packed"}
-        ),
-    }
-    two = {
-        "dense": make_case(_COUNTS, seed=seed),
-        # With padding that counts as tokens.
-        "grouped": make_case(_COUNTS, seed=seed),
-        "experts": make_case(_COUNTS, **split),
-        "hybrid": make_case(_COUNTS, seed=seed, **_HYBRID),
-    }
-    for cases in (one, two):
-        cases["grouped"]["transformer_options"] = {"num_query_groups": 2}
-    alone, shared = run_equal(one, 1), run_equal(two, _SIZE)
-    for name in one:
-        pairs = list(zip(alone[name]["steps"], shared[name]["steps"], strict=True))
-        assert len(pairs) == len(_COUNTS)
-        for of_one, of_two in pairs:
-            for key in ("loss_chunk", "grad_norm_chunk"):
-                values = [step[key] for step in (of_one, of_two)]
-                assert values[1] == pytest.approx(values[0], rel=2e-5), f"{name} {key}"

@@ -39,9 +39,7 @@ def _check(results: dict[str, dict[str, Any]]) -> None:
 def test_one_rank(run_equal: Callable[..., Any], make: Callable[..., dict[str, Any]]) -> None:
     cases = {
         "block": make("latent", [2, 3, 1], capture={"verify": "poison"}),
-        "limited": make(
-            "latent", [2, 3], capture={"scope": "chunk"}, packing={"max_document_tokens": 23}
-        ),
+        "chunk": make("latent", [2, 3], capture={"scope": "chunk"}),
     }
     _check(run_equal(cases, 1))
 

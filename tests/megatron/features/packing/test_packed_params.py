@@ -8,19 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.features.packing.params import (
     join_params,
     make_params,
-    needs_tokens_in_pieces,
     refuse_other_context,
     refuse_predictions_over_padding,
     shares_keys,
     split_params,
 )
-from chunkgraph.packing import ContextLimits, PackedShape, pack
+from chunkgraph.packing import PackedShape, pack
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(100)]
 
@@ -79,49 +77,6 @@ def test_attention_gets_tokens_rows_and_padding(counts_padding: bool) -> None:
     assert params.cu_seqlens_kv_padded is params.cu_seqlens_q_padded
     if hasattr(type(params), "pad_between_seqs"):  # Megatron-core 0.17 and later
         assert params.pad_between_seqs is True
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({}, True),
-        ({"num_query_groups": 4}, False),
-        ({"num_query_groups": None}, False),
-        ({"context_parallel_size": 1}, False),
-        ({"multi_latent_attention": True}, False),
-    ],
-)
-def test_shared_keys_with_context_parallelism(changes: dict[str, Any], expected: bool) -> None:
-    engine = type("DotProductAttention", (nn.Module,), {"__module__": "transformer_engine.x"})
-    settings = {
-        "num_attention_heads": 4,
-        "num_query_groups": 2,
-        "context_parallel_size": 2,
-        **changes,
-    }
-    config = SimpleNamespace(**settings)
-    assert needs_tokens_in_pieces([nn.Sequential(engine())], config) == expected
-    assert not needs_tokens_in_pieces([nn.Linear(2, 2)], config)
-
-
-@pytest.mark.parametrize(
-    ("world_size", "sizes", "counts_padding", "expected"),
-    [(4, (), False, True), (4, (1,), False, False), (1, (), False, False), (4, (), True, False)],
-)
-def test_shared_keys_with_sizes_that_change(
-    world_size: int, sizes: tuple[int, ...], counts_padding: bool, expected: bool
-) -> None:
-    engine = type("DotProductAttention", (nn.Module,), {"__module__": "transformer_engine.x"})
-    config = SimpleNamespace(num_attention_heads=4, num_query_groups=2, context_parallel_size=1)
-    limits = ContextLimits(
-        world_size=world_size,
-        max_tokens_per_rank=8,
-        max_packed_seqs=3,
-        sizes=sizes,
-        counts_padding=counts_padding,
-    )
-    assert needs_tokens_in_pieces([engine()], config, limits) == expected
-    assert all(limits.shape(size).counts_padding == counts_padding for size in limits.group_sizes)
 
 
 def test_keys_are_shared_by_what_the_model_or_its_arguments_say() -> None:

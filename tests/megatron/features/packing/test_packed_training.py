@@ -40,7 +40,6 @@ def make_case(make_config: Callable[..., Any], write_documents: Callable[..., Pa
         stash: dict[str, Any] | None = None,
         buckets: tuple[float, ...] = (),
         seq_buckets: tuple[int, ...] = (),
-        longest: int | None = None,
         path: Path = path,
         seed: int = 1234,
         **pipeline: Any,
@@ -65,7 +64,6 @@ def make_case(make_config: Callable[..., Any], write_documents: Callable[..., Pa
                 packing={
                     "max_packed_seqs": seqs,
                     "max_packed_tokens": _TOKENS,
-                    "max_document_tokens": longest,
                     "buckets": list(buckets),
                     "seq_buckets": list(seq_buckets),
                 },
@@ -195,30 +193,6 @@ def test_length_buckets(run_equal: Callable[..., Any], make_case: Case) -> None:
     assert len(replays) > 2
     assert sum(replays.values()) == 7
     assert set(replays) <= {f"{t} tokens, {n} sequences" for t in (42, 48) for n in (4, 5, 16)}
-
-
-def test_documents_that_are_too_long(run_equal: Callable[..., Any], make_case: Case) -> None:
-    """Their steps are eager; graphs have sequences within the limit."""
-    counts, longest = [2, 3, 1, 4, 2, 3, 1], 22
-    cases = {
-        "limited": make_case(
-            counts,
-            model={"num_layers": 1},
-            longest=longest,
-            buckets=(42,),
-            seq_buckets=(4,),
-            verify="poison",
-        )
-    }
-    path = cases["limited"]["config"]["data"]["path"]
-    documents = Documents.from_file(path, num_tokens=_TOKENS, seed=1234)
-    too_long = [
-        step
-        for step, count in enumerate(counts)
-        if any(max(documents.row(step, m).lengths) > longest for m in range(count))
-    ]
-    assert too_long == [3, 5]
-    _check(run_equal(cases, 1), {"limited": too_long})
 
 
 @pytest.mark.slow

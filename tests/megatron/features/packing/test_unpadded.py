@@ -67,12 +67,6 @@ def test_on_a_cpu(
     cases["hybrid"] = packed_cases.cpu_case(
         text, make_config, "hybrid", [2, 1, 2], **short, **chunk
     )
-    # The tail needs three sequences, since none may have more rows than a document.
-    limited = {"packing": {"max_packed_tokens": 80, "max_document_tokens": 24}}
-    cases["limited"] = {
-        **packed_cases.cpu_case(text, make_config, "attention", [2, 1, 2], **limited, **chunk),
-        "num_drawn": 24,
-    }
     # At most eight documents of three tokens or more, in eight rows each.
     apart = {"packing": {"max_packed_tokens": 80, "pad_seq_to_mult": 8}}
     for kind in ("attention", "roomy_experts", "hybrid"):
@@ -100,10 +94,6 @@ def test_on_a_gpu(
     cases = {
         k: packed_cases.gpu_case(text, make_config, k, [2, 3, 1, 2, 4], **chunk) for k in kinds
     }
-    limited = {"packing": {"max_packed_tokens": 512, "max_document_tokens": 128}}
-    for kind in ("attention", "unfused", "latent"):
-        case = packed_cases.gpu_case(text, make_config, kind, [2, 3, 1, 2, 4], **limited, **chunk)
-        cases[f"limited_{kind}"] = {**case, "num_drawn": 200}
     # At most ten documents of ten tokens or more, in 64 rows each.
     apart = {"packing": {"max_packed_tokens": 768, "pad_seq_to_mult": 64}}
     for kind in (k for k in kinds if k not in ("unfused", "latent")):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,8 +14,8 @@ from refused import refused
 from chunkgraph.engine import CaptureOptions
 from chunkgraph.errors import ConfigError, VerifyError
 from chunkgraph.megatron import site
-from chunkgraph.megatron.features.experts.counts import DropReport
-from chunkgraph.megatron.features.experts.feature import Experts, dropped_tokens
+from chunkgraph.megatron.features.experts.counts import RowCounts
+from chunkgraph.megatron.features.experts.feature import Experts
 from chunkgraph.megatron.features.experts.room import factor_for_all
 from chunkgraph.megatron.features.packing.bank import PackingOptions
 from chunkgraph.megatron.features.rerun import running_metrics
@@ -29,8 +28,6 @@ from chunkgraph.trainer.forward_step import forward_step
 from chunkgraph.trainer.model import build_model
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(60)]
-
-_BIASED = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
 
 
 class _Run(Trained):
@@ -73,10 +70,6 @@ class _Run(Trained):
         return super().step(step, count, forward=failing)
 
 
-def _biases(run: _Run) -> list[list[float]]:
-    return [m.expert_bias.tolist() for m in run.chunks[0].modules() if hasattr(m, "expert_bias")]
-
-
 def test_room_for_all_is_no_row_more_than_there_are_tokens() -> None:
     from megatron.core.transformer.moe.moe_utils import get_capacity
 
@@ -89,21 +82,6 @@ def test_room_for_all_is_no_row_more_than_there_are_tokens() -> None:
             exact = get_capacity(chosen, num_experts, num_experts / top_k)
             some_is_too_much |= exact > num_tokens
     assert some_is_too_much
-
-
-@pytest.mark.slow
-def test_a_step_runs_again_where_room_for_all_rounds_up(
-    one_rank: Any, make_config: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    """48 tokens choose 3 of 7 experts: a factor of 7 / 3 makes room for 49."""
-    experts = {"num_moe_experts": 7, "moe_router_topk": 3, "moe_expert_capacity_factor": 1.0}
-    run = _Run(one_rank, make_config, experts, {"token_drops": "rerun"})
-    for step in range(3):
-        run.step(step, 2)
-    assert run.graphs.counters.overflow_reruns["expert capacity"] >= 1
-    assert dropped_tokens(run.graphs, wait=True) == {1: 0, 2: 0}
-    text = r"rank 0: the step runs again eagerly: tokens without room at an expert: \d+\."
-    assert re.search(text, caplog.text)
 
 
 @pytest.mark.slow
@@ -225,7 +203,7 @@ def test_what_forwards_decide_is_sent_before_the_last_backward(
         run.step(step, 2)
     events: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        for kind, method in ((DropReport, "end_step"), (PagedStash, "send_status")):
+        for kind, method in ((RowCounts, "send"), (PagedStash, "send_status")):
             plain = getattr(kind, method)
 
             def noted(self: Any, plain: Any = plain, name: str = kind.__name__) -> None:
@@ -236,24 +214,9 @@ def test_what_forwards_decide_is_sent_before_the_last_backward(
         run.step(2, 3, on_backward=lambda: events.append("backward"))
     assert run.graphs.counters.replayed_steps == 2
     if is_recomputed:
-        assert events == ["backward"] * 3 + ["DropReport"]
+        assert events == ["backward"] * 3 + ["RowCounts"]
     else:
-        assert events == ["backward"] * 2 + ["DropReport", "PagedStash", "backward"]
-
-
-def _recompute_experts(patch: pytest.MonkeyPatch) -> None:
-    """Recompute experts as a user's layer may, without a setting in the configuration."""
-    from megatron.core.tensor_parallel import checkpoint
-    from megatron.core.transformer.moe.moe_layer import MoELayer
-
-    plain = MoELayer.forward
-
-    def forward(self: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return plain(self, hidden, *args, **kwargs)
-        return checkpoint(lambda h: plain(self, h, *args, **kwargs), False, hidden)
-
-    patch.setattr(MoELayer, "forward", forward)
+        assert events == ["backward"] * 2 + ["RowCounts", "PagedStash", "backward"]
 
 
 def _recompute_experts_alone(chunks: Sequence[Any]) -> None:
@@ -272,26 +235,18 @@ def _recompute_experts_alone(chunks: Sequence[Any]) -> None:
             module.experts.forward = recomputed(module.experts.forward)
 
 
-@pytest.mark.parametrize("what", ["drops", "pages", "pages of experts alone"])
-def test_experts_that_are_recomputed_without_a_setting_are_checked_after_backwards(
-    one_rank: Any, make_config: Any, monkeypatch: pytest.MonkeyPatch, what: str
+def test_pages_of_experts_that_recompute_are_checked_after_backwards(
+    one_rank: Any, make_config: Any
 ) -> None:
-    if "alone" not in what:
-        _recompute_experts(monkeypatch)
-    graphs: dict[str, Any] = {"token_drops": "rerun"}
-    if what != "drops":
-        graphs = {"stash": StashConfig(enabled=True, initial_bytes=2048)}
-    factor = {"moe_expert_capacity_factor": 1.0 if what == "drops" else 2.0}
-    run = _Run(one_rank, make_config, factor, graphs)
-    if "alone" in what:
-        _recompute_experts_alone(run.chunks)
+    """A user's layer may recompute them without a setting in the configuration."""
+    graphs = {"stash": StashConfig(enabled=True, initial_bytes=2048)}
+    run = _Run(one_rank, make_config, {"moe_expert_capacity_factor": 2.0}, graphs)
+    _recompute_experts_alone(run.chunks)
     reruns = run.graphs.counters.overflow_reruns
-    name = "expert capacity" if what == "drops" else "stash pages"
-    first = 0 if what == "drops" else 1  # there are pages from the first replay on
-    for step in range(first + 1):
-        assert reruns[name] == 0
-        run.step(step, 1)
-    assert reruns[name] == 1
+    run.step(0, 1)
+    assert reruns["stash pages"] == 0
+    run.step(1, 1)  # the first replay
+    assert reruns["stash pages"] == 1
 
 
 def test_tokens_of_a_step_that_failed_are_not_the_next_ones(
@@ -347,52 +302,3 @@ def test_what_is_done_about_drops_is_checked(one_rank: Any, make_config: Any) ->
     assert refused(MOE_RULES, holds, token_drops="raise") == []
     (refusal,) = refused(MOE_RULES, holds, token_drops="rerun")
     assert "token_drops='rerun' with fp8='hybrid'" in refusal
-
-
-def test_a_bias_that_cannot_move_is_reported(
-    one_rank: Any, make_config: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Megatron counts the rows of padded experts, which are equally many; see the message."""
-    _Run(one_rank, make_config, {}, {}).graphs.detach()
-    assert "expert_bias" not in caplog.text
-    run = _Run(one_rank, make_config, _BIASED, {})
-    assert "moe_router_enable_expert_bias=True" in caplog.text
-    for step in range(2):
-        run.step(step, 2)
-    assert _biases(run) == [[0.0] * 4] * 2  # otherwise the message is outdated
-
-
-@pytest.mark.every_release
-def test_a_bias_follows_the_loads_of_a_step_once(
-    one_rank: Any, make_config: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Count loads before experts are padded, so that the bias moves."""
-    from megatron.core.transformer.moe import router
-
-    choose, chosen = router.topk_routing_with_score_function, []
-
-    def choosing(*args: Any, **kwargs: Any) -> Any:
-        choice = choose(*args, **kwargs)
-        chosen[:] = [choice[1]]
-        return choice
-
-    def count(self: Any, *_: Any, **__: Any) -> None:
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                self.local_tokens_per_expert += chosen.pop().sum(0)  # it lies in a pool
-
-    monkeypatch.setattr(router, "topk_routing_with_score_function", choosing)
-    monkeypatch.setattr(router.TopKRouter, "_apply_expert_bias", count)
-    seen = []
-    for factor, drops in ((2.0, "count"), (1.0, "rerun")):
-        experts = {**_BIASED, "moe_expert_capacity_factor": factor}
-        run = _Run(one_rank, make_config, experts, {"token_drops": drops})
-        biases = []
-        for step in range(3):
-            run.step(step, 2)
-            biases.append(_biases(run))
-        assert (sum(run.graphs.counters.overflow_reruns.values()) > 0) == (drops == "rerun")
-        seen.append(biases)
-        run.graphs.detach()
-    assert seen[0] == seen[1]
-    assert any(bias for layer in seen[0][0] for bias in layer)

@@ -15,7 +15,7 @@ from chunkgraph.engine.counters import Counters
 from chunkgraph.engine.decide.reasons import StepMode
 from chunkgraph.megatron.attached import notify_after_last_forward
 from chunkgraph.megatron.feature import Feature, Features, LimitedFeature, Shortage
-from chunkgraph.megatron.features.experts.counts import DropReport
+from chunkgraph.megatron.features.experts.counts import RowCounts
 from chunkgraph.megatron.features.rerun import OverflowGuard
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release]
@@ -111,9 +111,9 @@ class _Event:
 
 def test_waiting_for_dropped_tokens_gives_those_of_the_last_step() -> None:
     """Also if that step was not copied, because the previous copy was still running."""
-    counts = torch.zeros(2, dtype=torch.int64)
     copies: list[Callable[[], Any]] = []
-    report = DropReport(counts, [1, 2])
+    report = RowCounts([1, 2], torch.device("cpu"))
+    counts = report.total
 
     class Host:
         values = torch.zeros_like(counts)
@@ -128,11 +128,11 @@ def test_waiting_for_dropped_tokens_gives_those_of_the_last_step() -> None:
     report._event, report._host = _Event(copies), Host()  # type: ignore[assignment]
     for _ in range(3):
         counts += 1
-        report.end_step()
+        report.send()
     assert report.by_layer() == {1: 0, 2: 0}  # without waiting
     assert report.by_layer(wait=True) == {1: 3, 2: 3}
     counts += 1
-    report.end_step()
+    report.send()
     assert report.by_layer(wait=True) == {1: 4, 2: 4}
 
 

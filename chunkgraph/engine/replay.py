@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,19 +11,14 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from chunkgraph.engine.arguments import rank_label
-from chunkgraph.engine.autocast import Autocast
 from chunkgraph.engine.banks import StepBanks
 from chunkgraph.engine.capture.captured_rank import CapturedRank
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.counters import Counters
 from chunkgraph.engine.decide.reasons import NOTHING_REPLAYED
 from chunkgraph.engine.hooks import refuse_contexts
-from chunkgraph.engine.observer import Action, Observer
-from chunkgraph.engine.options import CaptureOptions
-from chunkgraph.engine.replay.autograd_node import replay_node
-from chunkgraph.engine.replay.profiler_ranges import ReplayRanges
+from chunkgraph.engine.observer import Observer
 from chunkgraph.engine.slot import Slot
-from chunkgraph.engine.verify import Verifier
 from chunkgraph.errors import ChunkGraphError, ReplayMismatchError
 from chunkgraph.slots import SlotMachine
 
@@ -40,8 +35,8 @@ class Replayer:
         chunks: The rank's chunks.
         num_slots: Number of slots of each chunk.
         banks: The banks of the microbatches of each step.
-        options: Options for shared slots and verification.
-        counters: Counters that every replay updates.
+        shared_slots: See `CaptureOptions`.
+        counters: Counters of steps.
         device: Device of the chunks.
     """
 
@@ -50,16 +45,17 @@ class Replayer:
         chunks: Sequence[Chunk],
         num_slots: Sequence[int],
         banks: StepBanks,
-        options: CaptureOptions,
         counters: Counters,
         device: torch.device,
+        *,
+        shared_slots: bool,
     ) -> None:
         self._chunks = tuple(chunks)
         self._banks = banks
-        self._options = options
+        self._actions = tuple(chunk.actions for chunk in chunks)
         self._counters = counters
         self._label = rank_label(chunks)
-        self._machine = SlotMachine(num_slots, self._label, are_shared=options.shared_slots)
+        self._machine = SlotMachine(num_slots, self._label, are_shared=shared_slots)
         # An input of every replayed microbatch. A backward that does not reach it computes only
         # some of the gradients.
         self._anchor = torch.zeros((), device=device, requires_grad=True)
@@ -68,17 +64,15 @@ class Replayer:
         self._chunks_in_pass: set[int] = set()
         self._sharing: list[set[int]] = []  # for each chunk, those that train a parameter of it
         self._captured: CapturedRank | None = None
-        self._verifier: Verifier | None = None
-        self._ranges: ReplayRanges | None = None
         self._observers: tuple[Observer, ...] = ()  # of the current step
         self._first_step, self._num_hooks = 0, -1
         self._is_in_step = False
         self._is_called = False
         self._forget_microbatches()
 
-    def take(self, captured: CapturedRank, verifier: Verifier | None) -> None:
+    def take(self, captured: CapturedRank) -> None:
         """Replay these graphs from now on."""
-        self._captured, self._verifier = captured, verifier
+        self._captured = captured
         report = captured.report
         self._machine = SlotMachine(report.num_slots, self._label, are_shared=report.shared_slots)
         trained = [set(map(id, sinks.parameters)) for sinks in captured.sinks]
@@ -88,19 +82,16 @@ class Replayer:
 
     def drop(self) -> None:
         """Drop the graphs and everything that refers to them."""
-        self._captured = self._verifier = None
+        self._captured = None
         self._forget_microbatches()
 
-    def name_replays(self, names: Sequence[str]) -> None:
-        """See `ChunkGraphs.name_replays`."""
-        self._ranges = ReplayRanges(names)
-
     @contextmanager
-    def step(self, num_microbatches: int | None) -> Iterator[None]:
+    def step(self, num_microbatches: int | None, observers: Sequence[Observer]) -> Iterator[None]:
         """Enclose one replayed step.
 
         Args:
             num_microbatches: Number of microbatches; only shown in errors.
+            observers: Follow the step if they observe it.
 
         Raises:
             ReplayMismatchError: The model differs from the captured one.
@@ -110,7 +101,6 @@ class Replayer:
         assert captured is not None
         num_replays = counters.replays
         number = counters.replayed_steps - self._first_step
-        verifier = self._verifier if self._options.verifies(number) else None
         for model in captured.models:
             model.check()
         for sinks in captured.sinks:
@@ -118,24 +108,28 @@ class Replayer:
         self._is_called = False
         self._machine.begin_step()
         self._is_in_step = True
-        self._observers = tuple(o for o in (self._ranges, verifier) if o is not None)
+        self._observers = tuple(o for o in observers if o.observes(number))
         for observer in self._observers:
             observer.begin_step(number)
+        has_failed = True
         try:
             yield
             self._machine.end_step()
+            has_failed = False
         except BaseException as error:
             self._machine.abort_step()
             self._forget_microbatches()
             for slot in (s for slots in captured.slots for s in slots):
-                slot.forget_sources()
+                slot.inputs.forget_sources()
             if isinstance(error, ChunkGraphError) and num_microbatches is not None:
                 error.add_note(f"The step had {num_microbatches} microbatches.")
             raise
         finally:
             self._is_in_step = False
+            for sinks in captured.sinks:
+                sinks.end_step()
             for observer in self._observers:
-                observer.end_step()
+                observer.end_step(has_failed=has_failed)
             self._observers = ()
         if counters.replays > num_replays:
             counters.replayed_steps += 1
@@ -174,10 +168,20 @@ class Replayer:
             del self._received[slot]
         else:
             slot = self._acquire(c, key)
+        if slot.output_grads is None:
+            return self._call_without_backward(slot, tensors)
         self._awaiting_grads[c].append(slot)
-        leaves = map(tensors.__getitem__, slot.differentiable_inputs)
-        outputs = replay_node(self, slot, tensors, *leaves, self._anchor)
-        return outputs if slot.is_single else slot.result(outputs)
+        leaves = map(tensors.__getitem__, slot.input_grads.positions)
+        outputs = _replay_node(self, slot, tensors, *leaves, self._anchor)
+        return outputs if slot.outputs.is_single else slot.outputs.result(outputs)
+
+    def _call_without_backward(self, slot: Slot, tensors: Sequence[torch.Tensor]) -> Any:
+        with torch.no_grad():
+            self.replay_forward(slot, tensors)
+            outputs = slot.outputs.hand_out()
+        self._machine.begin_backward(slot.chunk, slot.index)
+        self._machine.release(slot.chunk, slot.index)
+        return slot.outputs.result(outputs)
 
     def reserve_input(self, c: int, index: int, num_before: int) -> torch.Tensor | None:
         """See `ChunkGraphs.reserve_input`."""
@@ -193,34 +197,37 @@ class Replayer:
             self._reserved[c].append(slot)
             self._received[slot] = set()
         self._received[slot].add(index)
-        wants_grad = slot.input_grads[index] is not None
-        return slot.inputs[index].detach().requires_grad_(wants_grad)
+        wants_grad = slot.input_grads.tensors[index] is not None
+        return slot.inputs.tensors[index].detach().requires_grad_(wants_grad)
 
     def reserve_output_grad(self, c: int, index: int) -> torch.Tensor | None:
         """See `ChunkGraphs.reserve_output_grad`."""
         waiting = self._awaiting_grads[c]
         if not self._is_in_step or not waiting:
             return None
-        return waiting.popleft().output_grads[index]
+        grads = waiting.popleft().output_grads
+        assert grads is not None
+        return grads.tensors[index]
 
     def replay_forward(self, slot: Slot, tensors: Sequence[torch.Tensor]) -> None:
-        """Load inputs and replay. `SlotReplay` calls this."""
-        before = self._chunks[slot.chunk].before_forward
-        if before is not None:
-            before()
+        """Load inputs and replay."""
         for observer in self._observers:
             observer.before("F", slot, tensors)
-        slot.load_inputs(tensors)
-        slot.forward_graph.replay()
+        slot.inputs.load(tensors)
+        slot.graphs["F"].replay()
         for observer in self._observers:
             observer.after("F", slot)
-        self._counters.replays += 1
-        self._counters.replays_of_bank[slot.bank] += 1
 
     def replay_backward(
         self, slot: Slot, turn: int, grads: tuple[torch.Tensor | None, ...]
     ) -> None:
-        """Load output gradients, replay and free the slot. `SlotReplay` calls this."""
+        """Load output gradients and replay; free the slot, unless further actions wait.
+
+        Args:
+            slot: The slot of the microbatch.
+            turn: The slot's turn at the forward of this backward.
+            grads: Gradients of the outputs.
+        """
         c = slot.chunk
         self._machine.begin_backward(c, slot.index, turn)
         waiting = self._awaiting_grads[c]
@@ -228,9 +235,9 @@ class Replayer:
             waiting.popleft()
         elif slot in waiting:
             waiting.remove(slot)
-        autocast = slot.backward_autocast
-        if autocast is not None and not autocast.is_now():
-            raise self._other_autocast(slot.label, autocast)
+        output_grads = slot.output_grads
+        assert output_grads is not None
+        output_grads.check_autocast()
         assert self._captured is not None
         if RemovableHandle.next_id != self._num_hooks:
             self._refuse_hooks()
@@ -243,24 +250,19 @@ class Replayer:
                 "(`step(eager=True)`)."
             )
         self._note_pass(slot)
-        is_split = slot.weight_graph is not None
-        if not is_split:  # else the weight half adds the gradients
+        _, action, *later = self._actions[c]
+        if not later:  # else the last action adds the gradients
             self._captured.sinks[c].before_backward(slot.trained)
-        action: Action = "I" if is_split else "B"
         for observer in self._observers:
             observer.before(action, slot, grads)
-        slot.load_output_grads(grads)
-        before = self._chunks[c].before_backward
-        if before is not None:
-            before()
-        if slot.backward_graph is not None:
-            slot.backward_graph.replay()
+        output_grads.load(grads)
+        if action in slot.graphs:
+            slot.graphs[action].replay()
         for observer in self._observers:
             observer.after(action, slot)
-        self._counters.backward_replays += 1
-        if is_split:
+        if later:
             self._machine.defer_weight(c, slot.index)
-            self._halved[c, slot.index] = slot
+            self._deferred[c, slot.index] = slot
         else:
             self._end_backward(slot)
 
@@ -283,51 +285,36 @@ class Replayer:
             )
         self._chunks_in_pass.add(c)
 
-    def waiting_weights(self, c: int) -> tuple[int, ...]:
-        """Return the turns of chunk ``c`` that wait for their weight half, oldest first."""
+    def waiting(self, c: int) -> tuple[int, ...]:
+        """Return the turns of chunk ``c`` that wait for their last action, oldest first."""
         return self._machine.pending(c)
 
-    def run_weight(self, c: int, turn: int | None) -> None:
-        """Replay the weight half that has waited longest.
+    def run_waiting(self, c: int, turn: int | None) -> None:
+        """Replay the last action of the microbatch that has waited longest.
 
         Args:
             c: Index of the chunk.
             turn: The turn that it must have; None accepts any.
 
         Raises:
-            SlotError: No weight half waits, or another one has waited longest.
+            SlotError: No microbatch waits, or another one has waited longest.
         """
         index = self._machine.begin_weight(c, turn)
-        slot = self._halved.pop((c, index))
+        slot = self._deferred.pop((c, index))
         assert self._captured is not None
-        assert slot.weight_graph is not None
         self._captured.sinks[c].before_backward(slot.trained)
+        action = self._actions[c][-1]
         for observer in self._observers:
-            observer.before("W", slot, ())
-        slot.weight_graph.replay()
+            observer.before(action, slot, ())
+        slot.graphs[action].replay()
         for observer in self._observers:
-            observer.after("W", slot)
-        self._counters.weight_replays += 1
+            observer.after(action, slot)
         self._end_backward(slot)
 
     def _end_backward(self, slot: Slot) -> None:
         """Finish a microbatch once all of its gradients are added."""
         assert self._captured is not None
-        if slot.marker is not None:
-            slot.marker.replayed()
         self._machine.release(slot.chunk, slot.index)
-        after = self._chunks[slot.chunk].after_backward
-        if after is not None:
-            after()
-
-    @staticmethod
-    def _other_autocast(label: str, captured: Autocast) -> ReplayMismatchError:
-        return ReplayMismatchError(
-            f"{label}: its backward was captured with autocast {captured}, and runs with "
-            f"{captured.now(captured.device_type)}. Call backward() under the same autocast in "
-            "warmup steps and in every later step (torch recommends outside of autocast), or "
-            "release the graphs and capture again."
-        )
 
     def _acquire(self, c: int, key: Hashable) -> Slot:
         assert self._captured is not None
@@ -337,11 +324,77 @@ class Replayer:
         return slot
 
     def _forget_microbatches(self) -> None:
-        """Reset the slots that wait for an input, an output gradient or a weight half.
+        """Reset the slots that wait for an input, an output gradient or their last action.
 
         Between steps there are none.
         """
         self._reserved = tuple(deque[Slot]() for _ in self._chunks)
         self._received: dict[Slot, set[int]] = {}
         self._awaiting_grads = tuple(deque[Slot]() for _ in self._chunks)
-        self._halved: dict[tuple[int, int], Slot] = {}  # by chunk and slot number
+        self._deferred: dict[tuple[int, int], Slot] = {}  # by chunk and slot number
+
+
+class _SlotReplay(torch.autograd.Function):
+    """A replayed microbatch as one node of autograd.
+
+    Parameters do not pass through the node. The backward graph accumulates their gradients, so the
+    host cost does not grow with their number.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        runner: Replayer,
+        slot: Slot,
+        tensors: Sequence[torch.Tensor],
+        *_differentiable: torch.Tensor,
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Replay the forward.
+
+        Args:
+            ctx: The context that carries replayer and slot to the backward.
+            runner: The replayer.
+            slot: An acquired slot.
+            tensors: The call's tensor arguments.
+            *_differentiable: The tensors of ``slot.input_grads.positions``, for autograd alone, and
+                one more that requires grad, so that the backward runs.
+
+        Returns:
+            The output tensors, or a single one if it is the whole result. They are copies, or fresh
+            aliases of the static outputs if the caller is known to be done with them in time. A
+            caller may rebind their ``.data`` (Megatron frees sent outputs this way) without
+            touching the static memory.
+        """
+        runner.replay_forward(slot, tensors)
+        ctx.replayed = runner, slot, slot.turn
+        ctx.set_materialize_grads(False)
+        results = slot.outputs
+        if results.plain is not None:
+            hand_out, output = results.plain
+            return hand_out(output)
+        outputs = tuple(results.hand_out())
+        frozen = [out for i, out in enumerate(outputs) if i not in results.differentiable]
+        ctx.mark_non_differentiable(*frozen)
+        return outputs[0] if results.is_single else outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        """Replay the backward.
+
+        The next backward overwrites the memory of the input gradients. Autograd may hold them
+        longer: if several nodes read one tensor (it sums what all of them return), or if a leaf
+        keeps them. So they are copied, unless the caller is known to be done with them by then.
+        """
+        runner, slot, turn = ctx.replayed
+        if torch.is_grad_enabled():
+            raise ReplayMismatchError(
+                f"{slot.label}: backward(create_graph=True) asks for gradients that can be "
+                "differentiated again, which a replay does not compute.\n  To do: leave "
+                "create_graph out, or ask for an eager step (`step(eager=True)`)."
+            )
+        runner.replay_backward(slot, turn, grads)
+        return (None, None, None, *slot.input_grads.hand_out(), None)
+
+
+_replay_node: Callable[..., Any] = super(torch.autograd.Function, _SlotReplay).apply
+"""`_SlotReplay.apply` without support for ``torch.func``, under which no chunk can be called."""

@@ -1,4 +1,4 @@
-"""Memsets of captured graphs become kernels, on GPUs and in a stand-in for the driver."""
+"""Captured graphs get kernels instead of memsets, and begin with copies whose sources change."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs, arguments
-from chunkgraph.graphs import CUDABackend, RecorderBackend
+from chunkgraph.engine.layout import memory_of
+from chunkgraph.errors import CaptureError
+from chunkgraph.graphs import CUDABackend, GraphBackend, RecorderBackend
 from chunkgraph.graphs.cuda import CUDAGraphHandle
-from chunkgraph.graphs.graph_driver import DamagedGraphError, GraphDriver
-from chunkgraph.graphs.memset_nodes import MAX_BYTES, MemsetKernels
+from chunkgraph.graphs.graph_nodes import MAX_BYTES, GraphEditor
+from chunkgraph.graphs.recorder.recorded_graph import RecordedCopy
 
-OK, WRONG, LOSSY = 0, 1, 2
+OK, WRONG = 0, 1
 
 
 class Node(int):
@@ -35,11 +38,10 @@ class FakeDriver(ModuleType):
         CU_GRAPH_NODE_TYPE_MEM_FREE="free",
     )
     CUgraph = CUdeviceptr = int
-    CUDA_KERNEL_NODE_PARAMS = CUDA_MEMSET_NODE_PARAMS = SimpleNamespace
+    CUDA_KERNEL_NODE_PARAMS = CUDA_MEMSET_NODE_PARAMS = CUgraphEdgeData = SimpleNamespace
 
     def __init__(self, bindings: str, *, is_reversed: bool = False) -> None:
         super().__init__("cuda.bindings.driver")
-        self.has_kinds = bindings != "cuda12.0"
         self.is_reversed = is_reversed
         if (
             bindings == "cuda12.9"
@@ -51,7 +53,7 @@ class FakeDriver(ModuleType):
             )
         self.nodes: dict[int, tuple[str, Any]] = {}
         self.edges: list[tuple[int, int, Any]] = []
-        self.refuses = ""
+        self.refuses = False
         self._handles = itertools.count(100)
 
     def add(self, what: str, parameters: Any, *before: int, kind: Any = None) -> Node:
@@ -87,13 +89,11 @@ class FakeDriver(ModuleType):
         return OK, self.nodes[node][1]
 
     def cuGraphGetEdges(self, graph: int, num: int) -> tuple[Any, ...]:  # noqa: N802
-        if not self.has_kinds and any(kind for _, _, kind in self.edges):
-            return LOSSY, [], [], 0
         plain = SimpleNamespace(from_port=0, to_port=0, type=0)
-        kinds = ([kind or plain for _, _, kind in self.edges[:num]],) if self.has_kinds else ()
+        kinds = [kind or plain for _, _, kind in self.edges[:num]]
         sources = [Node(a) for a, _, _ in self.edges[:num]]
         targets = [Node(b) for _, b, _ in self.edges[:num]]
-        return OK, sources, targets, *kinds, len(self.edges)
+        return OK, sources, targets, kinds, len(self.edges)
 
     def cuGraphAddKernelNode(  # noqa: N802
         self, graph: int, before: list[int], num: int, parameters: Any
@@ -102,18 +102,16 @@ class FakeDriver(ModuleType):
         return OK, self.add("fill", parameters, *before)
 
     def cuGraphAddDependencies(self, *args: Any) -> tuple[int]:  # noqa: N802
-        if "dependencies" in self.refuses:
+        if self.refuses:
             return (WRONG,)
-        _, sources, targets, *kinds, num = args
-        assert bool(kinds) == self.has_kinds
+        _, sources, targets, kinds, num = args
+        assert kinds is None
         assert len(sources) == len(targets) == num
         assert all(int(n) in self.nodes for n in (*sources, *targets))
         self.edges += [(int(a), int(b), None) for a, b in zip(sources, targets, strict=True)]
         return (OK,)
 
     def cuGraphDestroyNode(self, node: Node) -> tuple[int]:  # noqa: N802
-        if self.refuses == "destroy after dependencies":
-            return (WRONG,)
         del self.nodes[node]
         self.edges = [edge for edge in self.edges if node not in edge[:2]]
         return (OK,)
@@ -124,16 +122,16 @@ def memset(at: int, value: int = 0, *, width: int = 4, num: int = 1, height: int
 
 
 @pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch, driver: FakeDriver) -> MemsetKernels:
+def editor(monkeypatch: pytest.MonkeyPatch, driver: FakeDriver) -> GraphEditor:
     package = ModuleType("cuda.bindings")
     package.driver = driver  # type: ignore[attr-defined]
     for name, module in (("cuda", ModuleType("cuda")), ("cuda.bindings", package)):
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda keep_graph: None)
-    return MemsetKernels(GraphDriver())
+    return GraphEditor()
 
 
-@pytest.fixture(params=["cuda13", "cuda12.9", "cuda12.0", "reversed"])
+@pytest.fixture(params=["cuda13", "cuda12.9", "reversed"])
 def driver(request: pytest.FixtureRequest) -> FakeDriver:
     """The driver promises no order of nodes."""
     if request.param == "reversed":
@@ -141,9 +139,7 @@ def driver(request: pytest.FixtureRequest) -> FakeDriver:
     return FakeDriver(request.param)
 
 
-def test_a_kernel_takes_the_place_of_each_memset(
-    kernels: MemsetKernels, driver: FakeDriver
-) -> None:
+def test_a_kernel_takes_the_place_of_each_memset(editor: GraphEditor, driver: FakeDriver) -> None:
     first = driver.add("kernel", "A")
     one = driver.add("memset", memset(64), first)
     two = driver.add("memset", memset(32, 7, width=1, num=600), one)
@@ -151,7 +147,7 @@ def test_a_kernel_takes_the_place_of_each_memset(
     driver.add("memset", memset(96, 5, width=2), both)  # nothing after it
     driver.add("kernel", "C", both)
     before = len(driver.edges)
-    assert kernels.replace(1) == 3
+    assert editor.replace_memsets(1) == 3
     order = driver.order()
     fills = [parameters for what, parameters in order if what == "fill"]
     assert [what for what, _ in order].count("memset") == 0
@@ -169,62 +165,36 @@ def test_a_kernel_takes_the_place_of_each_memset(
     assert len(driver.edges) == before
 
 
-def test_what_no_kernel_does_as_well_stays(kernels: MemsetKernels, driver: FakeDriver) -> None:
+def test_what_no_kernel_does_as_well_stays(editor: GraphEditor, driver: FakeDriver) -> None:
     nodes = [driver.add("memset", memset(0, width=4, num=MAX_BYTES // 4 + 1))]
     for unusual in (memset(0, height=2), memset(0, width=8), memset(0, num=0)):
         nodes.append(driver.add("memset", unusual, nodes[-1]))
     last = driver.add("memset", memset(0, width=4, num=MAX_BYTES // 4), nodes[-1])
-    assert kernels.replace(1) == 1
+    assert editor.replace_memsets(1) == 1
     assert set(driver.nodes) >= set(nodes)
     assert last not in driver.nodes
     (fill,) = [parameters for what, parameters in driver.order() if what == "fill"]
     assert fill.gridDimX * fill.blockDimX == MAX_BYTES // 4
 
 
-def test_a_graph_that_allocates_is_left_alone(kernels: MemsetKernels, driver: FakeDriver) -> None:
-    driver.add("memset", memset(0), driver.add("alloc", None))
-    with pytest.raises(RuntimeError, match="a graph that allocates memory"):
-        kernels.replace(1)
-    assert [what for what, _ in driver.order()] == ["alloc", "memset"]
-
-
-@pytest.mark.parametrize("ports_and_type", [(1, 0, 0), (0, 1, 0), (0, 0, 1)])
-def test_edges_of_a_special_kind_are_left_alone(
-    kernels: MemsetKernels, driver: FakeDriver, ports_and_type: tuple[int, int, int]
-) -> None:
-    source, target, kind = ports_and_type
-    special = SimpleNamespace(from_port=source, to_port=target, type=kind)
+def test_unusual_graphs_and_edges_are_left_alone(editor: GraphEditor, driver: FakeDriver) -> None:
+    special = SimpleNamespace(from_port=0, to_port=0, type=1)
     first = driver.add("memset", memset(0), driver.add("kernel", "A"), kind=special)
     second = driver.add("memset", memset(4), first)
     driver.add("kernel", "B", second, kind=special)
     third = driver.add("memset", memset(8), second)
-    if driver.has_kinds:
-        assert kernels.replace(1) == 1
-    else:  # an API without kinds then returns no edges at all
-        with pytest.raises(RuntimeError, match="cuGraphGetEdges failed"):
-            kernels.replace(1)
+    assert editor.replace_memsets(1) == 1
     assert {first, second} <= set(driver.nodes)
-    assert (third in driver.nodes) == (not driver.has_kinds)
-
-
-def test_an_error_leaves_the_graph_as_it_was(kernels: MemsetKernels, driver: FakeDriver) -> None:
-    driver.add("kernel", "B", driver.add("memset", memset(0), driver.add("kernel", "A")))
-    before = driver.order()
-    driver.refuses = "dependencies"
-    with pytest.raises(RuntimeError, match="cuGraphAddDependencies"):
-        kernels.replace(1)
-    assert driver.order() == before
-    driver.refuses = "destroy after dependencies"
-    with pytest.raises(DamagedGraphError):
-        kernels.replace(1)
+    assert third not in driver.nodes
+    driver.add("memset", memset(0), driver.add("alloc", None))
+    assert editor.replace_memsets(1) == 0
 
 
 class _Graph:
-    """A graph of torch whose instantiation may fail."""
+    """A graph of torch whose instantiation fails."""
 
-    def __init__(self, error: Exception | None) -> None:
+    def __init__(self) -> None:
         self.done: list[str] = []
-        self._error = error
 
     def capture_end(self) -> None:
         self.done.append("end")
@@ -234,50 +204,27 @@ class _Graph:
 
     def instantiate(self) -> None:
         self.done.append("instantiate")
-        if self._error is not None:
-            raise self._error
+        raise torch.OutOfMemoryError("none left")
 
     def reset(self) -> None:
         self.done.append("reset")
 
 
-def _handle(monkeypatch: pytest.MonkeyPatch, graph: _Graph, kernels: Any) -> CUDAGraphHandle:
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda keep_graph: graph)
-    driver = kernels._graphs
-    return CUDAGraphHandle("graph", None, None, driver, kernels)  # type: ignore[arg-type]
-
-
-def test_memsets_that_cannot_be_replaced_fail_no_capture(
-    monkeypatch: pytest.MonkeyPatch, kernels: MemsetKernels, driver: FakeDriver
+def test_a_graph_that_cannot_be_made_is_freed(
+    monkeypatch: pytest.MonkeyPatch, editor: GraphEditor, driver: FakeDriver
 ) -> None:
     driver.add("kernel", "B", driver.add("memset", memset(0)))
-    driver.refuses = "dependencies"
-    graph = _Graph(None)
-    handle = _handle(monkeypatch, graph, kernels)
-    handle.finish()
-    assert graph.done == ["end", "instantiate"]
-    assert "cuGraphAddDependencies" in handle.memsets_kept
-    assert handle.num_memset_kernels == 0
-    driver.refuses = "destroy after dependencies"
-    graph = _Graph(None)
-    handle = _handle(monkeypatch, graph, kernels)
-    with pytest.raises(DamagedGraphError):
-        handle.finish()
-    assert graph.done == ["end", "reset"]
-    assert handle.graph is None
-
-
-def test_a_graph_that_cannot_be_made_is_freed(
-    monkeypatch: pytest.MonkeyPatch, kernels: MemsetKernels, driver: FakeDriver
-) -> None:
-    driver.add("memset", memset(0))
-    graph = _Graph(torch.OutOfMemoryError("none left"))
-    handle = _handle(monkeypatch, graph, kernels)
-    with pytest.raises(torch.OutOfMemoryError):
-        handle.finish()
-    assert graph.done == ["end", "instantiate", "reset"]
-    assert handle.graph is None
-    assert handle.memsets_kept == ""
+    for refuses, error, done in (
+        (True, CaptureError, ["end", "reset"]),
+        (False, torch.OutOfMemoryError, ["end", "instantiate", "reset"]),
+    ):
+        driver.refuses, graph = refuses, _Graph()
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda keep_graph, graph=graph: graph)
+        handle = CUDAGraphHandle("graph", None, None, editor)  # type: ignore[arg-type]
+        with pytest.raises(error, match="memset_kernels=False" if refuses else "none left"):
+            handle.finish()
+        assert graph.done == done
+        assert handle.graph is None
 
 
 @pytest.mark.parametrize("uses_kernels", [True, False])
@@ -345,3 +292,169 @@ def test_a_layer_norm_and_a_matrix_product_stay_equal_to_eager() -> None:
         graph.replay()
         with torch.no_grad():
             assert torch.equal(y, module(x))
+
+
+def test_each_replay_copies_from_the_present_source(backend: GraphBackend) -> None:
+    """Also one that was written since, and nothing from the target itself."""
+    target = torch.full((3,), -1.0, device=backend.device)
+    sources = [torch.full((3,), float(i), device=backend.device) for i in range(3)]
+    targets = [memory_of(target), None]
+    with backend.capture("graph", backend.new_pool("slot"), targets=targets) as graph:
+        y = target * 2
+    node, none = graph.copy_nodes
+    assert node is not None
+    assert none is None
+    graph.replay()
+    assert y.tolist() == [-2.0] * 3
+    for i in (0, 1, 1, 2, 0):
+        sources[i].add_(10)
+        node.read(sources[i].data_ptr())
+        graph.replay()
+        assert torch.equal(y, sources[i] * 2)
+        assert torch.equal(target, sources[i])
+    for value in (5.0, 6.0):
+        target.fill_(value)
+        node.read(target.data_ptr())
+        graph.replay()
+        assert y.tolist() == [value * 2] * 3
+    node.read(sources[2].data_ptr())
+    graph.replay()
+    assert torch.equal(y, sources[2] * 2)
+
+
+def test_copies_precede_all_branches_of_a_graph(backend: GraphBackend) -> None:
+    a, b = (torch.zeros(1 << 16, device=backend.device) for _ in range(2))
+    targets = [memory_of(a), memory_of(b)]
+    with backend.capture("graph", backend.new_pool("slot"), targets=targets) as graph:
+        if isinstance(backend, CUDABackend):
+            other = torch.cuda.Stream()
+            other.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(other):
+                y = a + b
+            z = b - a
+            torch.cuda.current_stream().wait_stream(other)
+        else:
+            y, z = a + b, b - a
+    for i in range(20):
+        sources = [torch.full_like(a, float(i)), torch.full_like(b, 3.0 * i)]
+        for node, source in zip(graph.copy_nodes, sources, strict=True):
+            assert node is not None
+            node.read(source.data_ptr())
+        graph.replay()
+        assert torch.equal(y, sources[0] + sources[1])
+        assert torch.equal(z, sources[1] - sources[0])
+
+
+@pytest.mark.gpu
+def test_a_released_graph_loads_nothing() -> None:
+    backend = CUDABackend()
+    x = torch.zeros(2, device=backend.device)
+    with backend.capture("graph", backend.new_pool("slot"), targets=[memory_of(x)]) as graph:
+        x + 1
+    (node,) = graph.copy_nodes
+    graph.release()
+    assert node is not None
+    with pytest.raises(RuntimeError, match="released"):
+        node.read(torch.ones_like(x).data_ptr())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_changed", [True, False])
+def test_replays_equal_eager_with_and_without_copy_nodes(is_changed: bool) -> None:
+    """Without them, the host starts the copies."""
+    device = torch.device("cuda")
+    module = nn.Linear(8, 8, device=device)
+    chunk = Chunk.from_module(module, "chunk")
+    graphs = ChunkGraphs([chunk], [2], options=CaptureOptions(memset_kernels=is_changed))
+    x = torch.randn(4, 8, device=device, requires_grad=True)
+    graphs.capture([(x,)])
+    (slots,) = graphs._captured.slots  # type: ignore[union-attr]
+    assert all((len(slot.graphs["B"].copy_nodes) == 1) == is_changed for slot in slots)
+    gradients = []
+    for call in (graphs.callables[0], module):
+        module.zero_grad()
+        with graphs.step(4):
+            for i in range(4):
+                (call(x) * (i + 0.5)).backward(torch.randn(4, 8, device=device).fill_(i))
+        gradients.append([p.grad.clone() for p in module.parameters()])  # type: ignore[union-attr]
+    assert all(map(torch.equal, *gradients))
+
+
+class CopyEditor(GraphEditor):
+    """Record calls of the driver; one fails if ``refuses`` names it or the source's address."""
+
+    def __init__(self) -> None:
+        self.refuses: list[Any] = []
+        self.calls: list[tuple[Any, ...]] = []
+        self.bindings = SimpleNamespace(
+            CUresult=SimpleNamespace(CUDA_SUCCESS=0),
+            CUmemorytype=SimpleNamespace(CU_MEMORYTYPE_DEVICE="device"),
+            CUDA_MEMCPY3D=SimpleNamespace,
+            CUgraph=int,
+            CUgraphExec=int,
+            CUdeviceptr=int,
+            cuCtxGetCurrent=lambda: (0, "context"),
+            cuGraphGetRootNodes=lambda _graph, num: (0, ["a", "b"][:num], 2),
+            cuGraphAddMemcpyNode=lambda *_: self._called("add", "node"),
+            cuGraphAddDependencies=lambda _graph, sources, targets, *_: self._called(
+                "edges", *zip(sources, targets, strict=True)
+            )[:1],
+            cuGraphNodeSetEnabled=lambda _exec, _node, is_on: self._called("enable", is_on)[:1],
+            cuGraphExecMemcpyNodeSetParams=lambda _exec, _node, parameters, _context: self._called(
+                parameters.srcDevice
+            )[:1],
+        )
+        self._add_dependencies = "cuGraphAddDependencies"
+
+    def _called(self, name: Any, *values: Any) -> tuple[Any, ...]:
+        self.calls.append((name, *values))
+        return (1 if name in self.refuses else 0, *values)
+
+
+def test_a_source_is_set_only_if_it_is_another_one() -> None:
+    editor = CopyEditor()
+    target = memory_of(torch.zeros(2))
+    assert target is not None
+    copy, none = editor.add_copies(7, [target, None])
+    assert none is None
+    assert copy is not None
+    copy.begin(8)
+    assert editor.calls == [("add", "node"), ("edges", ("node", "a"), ("node", "b")), ("enable", 0)]
+    editor.calls.clear()
+    assert all(map(copy.read, (target.start, 300, 300, 400, target.start, target.start)))
+    assert editor.calls == [(300,), ("enable", 1), (400,), ("enable", 0)]
+    editor.calls.clear()
+    editor.refuses = [500]  # memory of another kind: it is left to the host, and not asked again
+    assert [*map(copy.read, (400, 500, 400, target.start))] == [True, False, False, True]
+    assert editor.calls == [(400,), ("enable", 1), (500,), ("enable", 0)]
+
+
+@pytest.mark.parametrize("num_read", [0, 20])
+def test_the_host_copies_where_graphs_cannot(
+    monkeypatch: pytest.MonkeyPatch, num_read: int
+) -> None:
+    """After ``num_read`` loads, no graph copies any more."""
+    read, num_asked = RecordedCopy.read, 0
+
+    def refusing(self: RecordedCopy, address: int) -> bool:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked <= num_read or address == self._target.start:
+            return read(self, address)
+        read(self, self._target.start)
+        return False
+
+    monkeypatch.setattr(RecordedCopy, "read", refusing)
+    torch.manual_seed(0)
+    module, inputs = nn.Linear(4, 4), torch.randn(5, 6, 3, 4)
+    gradients: list[list[torch.Tensor]] = []
+    graphs = ChunkGraphs([module], [2])
+    for call in (graphs.callables[0], module):
+        module.zero_grad()
+        for step in inputs:
+            with graphs.step(len(step)):
+                for x in step:
+                    (call(x) * x).sum().backward()
+        gradients.append([p.grad.clone() for p in module.parameters()])  # type: ignore[union-attr]
+    assert all(map(torch.equal, *gradients))
+    assert num_asked > 40

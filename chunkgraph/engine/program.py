@@ -1,0 +1,507 @@
+"""Programs: which graphs a slot has, and how they are captured.
+
+A program captures a forward, then the actions of its backward. By default there is one,
+`ForwardOnly` has none; `chunkgraph.engine.split` adds one that runs a backward in two halves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import TreeSpec
+
+from chunkgraph.engine.autograd_graph import leaves_below
+from chunkgraph.engine.capture.output_gradients import OutputGradients
+from chunkgraph.engine.capture.static_inputs import call_with, static_like
+from chunkgraph.engine.chunk import Action, Chunk, GradientMarker, Host
+from chunkgraph.engine.gradients import GradientSinks
+from chunkgraph.engine.layout import memory_of, span
+from chunkgraph.engine.module_tree import entries
+from chunkgraph.engine.slot import (
+    InputGrads,
+    Outputs,
+    Slot,
+    StaticInputs,
+    StaticOutputGrads,
+)
+from chunkgraph.engine.tree import Call, argument_paths, distinct_tensors, flatten
+from chunkgraph.errors import CaptureError
+from chunkgraph.graphs import AddressRanges, Graph, GraphBackend, Pool, storage_address
+from chunkgraph.memory import PoolPlan
+
+__all__ = [
+    "FORWARD_ONLY",
+    "BackwardPlan",
+    "ForwardOnly",
+    "GradientOrder",
+    "GraphMaker",
+    "GraphProgram",
+    "Isolated",
+    "Pass",
+    "capture_forward",
+    "fill_test_gradient",
+    "finish_slot",
+    "program_of",
+    "refuse_undeclared",
+]
+
+Receive = Callable[[int, torch.Tensor], None]
+"""Function that takes the index of a parameter and its gradient."""
+
+
+class Pass:
+    """One forward of a sampled call, and its backward from fixed gradients, each run once.
+
+    Args:
+        chunk: runs the forward.
+        sample: the call.
+        inputs: the tensors of the call; None: copies of the sample's.
+
+    Attributes:
+        leaves: the leaves of the result, from `forward` to `backward`.
+        spec: structure of the result.
+        grads: their memory, from `make_output_grads` on.
+    """
+
+    def __init__(
+        self, chunk: Chunk, sample: Call, inputs: Sequence[torch.Tensor] | None = None
+    ) -> None:
+        self.chunk, self.sample = chunk, sample
+        self.inputs = [static_like(t) for t in sample.tensors] if inputs is None else list(inputs)
+        self.leaves: Sequence[Any] = ()
+        self.spec: TreeSpec
+        self.grads: list[torch.Tensor] = []
+        self._results: dict[int, torch.Tensor] = {}
+
+    def forward(self) -> Pass:
+        """Run the forward."""
+        result = call_with(self.chunk, self.sample, self.inputs, self._results)
+        self.leaves, self.spec = flatten(result)
+        return self
+
+    @cached_property
+    def gradients(self) -> OutputGradients:
+        """Return the gradients that enter the backward. Not while the forward is captured."""
+        return OutputGradients.of(self.tensors, self.sample)
+
+    def casting(self) -> AbstractContextManager[None]:
+        """Apply the backward's autocast setting in this block."""
+        return self.gradients.casting()
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the tensors of the result, each once."""
+        return distinct_tensors(self.leaves)
+
+    @property
+    def outputs(self) -> list[torch.Tensor]:
+        """Return the tensors of the result that get a gradient."""
+        tensors = self.tensors
+        return [tensors[i] for i in self.gradients.receiving]
+
+    def make_output_grads(self, slot: Slot | None = None) -> None:
+        """Make the gradients that the backward begins with.
+
+        Args:
+            slot: owns their memory, filled with zeros; None: they are new, and filled by
+                `fill_test_gradient`.
+        """
+        pairs = zip(self.outputs, self.gradients.strides, strict=True)
+        for i, (output, strides) in enumerate(pairs):
+            if slot is not None:
+                self.grads.append(slot.block.statics.gradient_like(i, output, strides))
+                continue
+            size = span(output.shape, strides)
+            memory = torch.empty(size, dtype=output.dtype, device=output.device)
+            self.grads.append(memory.as_strided(output.shape, strides))
+            fill_test_gradient(self.grads[-1])
+
+    def backward(self, *, keeps_leaves: bool = False) -> None:
+        """Run the backward from ``grads``, and drop the result unless ``keeps_leaves``."""
+        outputs = self.outputs
+        if not keeps_leaves:
+            self.leaves = ()
+        # Not autograd.grad, which forbids the inner backwards of recomputation.
+        torch.autograd.backward(outputs, self.grads)
+
+    def input_grads(self) -> list[torch.Tensor | None]:
+        """Return the gradient of each input, or None."""
+        return [self._results.get(id(t), t.grad) for t in self.inputs]
+
+    def take_input_grads(self) -> list[torch.Tensor | None]:
+        """Return the gradient of each input, or None, and drop it here."""
+        grads = self.input_grads()
+        self._results.clear()
+        for tensor in self.inputs:
+            tensor.grad = None
+        return grads
+
+
+@dataclass
+class GradientOrder:
+    """Records the order in which gradients are accumulated (a `GradientMarker`)."""
+
+    seen: list[int] = field(default_factory=list)
+
+    def accumulated(self, index: int) -> None:
+        """See `GradientMarker`."""
+        self.seen.append(index)
+
+    def replayed(self) -> None:
+        """See `GradientMarker`; an eager pass is not replayed."""
+        raise AssertionError
+
+
+def fill_test_gradient(gradient: torch.Tensor) -> None:
+    """Fill the memory of an output gradient with values that change from element to element."""
+    memory = gradient.as_strided((span(gradient.shape, gradient.stride()),), (1,))
+    memory.fill_(1)
+    for period, factor in ((2, -0.5), (3, 0.75), (5, -0.25)):
+        memory[period - 1 :: period].mul_(factor)
+
+
+@dataclass(frozen=True)
+class GraphMaker:
+    """Makes the graphs of one session.
+
+    Attributes:
+        backend: captures them.
+        pools: their memory.
+        host: provides the random generators that chunks draw from.
+    """
+
+    backend: GraphBackend
+    pools: PoolPlan
+    host: Host
+
+    def capture(
+        self, label: str, pool: Pool, targets: Sequence[torch.Tensor] = ()
+    ) -> AbstractContextManager[Graph]:
+        """Capture the operators of the block into one graph. See `GraphBackend.capture`.
+
+        Targets, which are static tensors, on other devices are skipped.
+        """
+        backend, generators = self.backend, self.host.generators()
+        memory = [memory_of(t) if t.device == backend.device else None for t in targets]
+        return backend.capture(label, pool, generators, memory)
+
+
+@dataclass(frozen=True)
+class Isolated:
+    """A chunk whose parameters and gradients are set aside from training during a session.
+
+    Attributes:
+        chunk: the chunk.
+        sinks: where its backwards add gradients; sinks in ``main_grad`` are overwritten by passes.
+        leaves: aliases of its parameters, in order.
+        maker: makes its graphs.
+    """
+
+    chunk: Chunk
+    sinks: GradientSinks
+    leaves: Sequence[nn.Parameter]
+    maker: GraphMaker
+
+
+@dataclass(frozen=True)
+class BackwardPlan:
+    """How the backward of one chunk and bank is captured.
+
+    Attributes:
+        num_graphs: number of its graphs.
+        held_bytes: bytes that stay allocated between its actions; 0 if unknown.
+        scratch_bytes: `block_bytes` of what it allocates in scratch; None: what an eager backward
+            allocates.
+    """
+
+    num_graphs: int = 1
+    held_bytes: int = 0
+    scratch_bytes: int | None = None
+
+
+class GraphProgram:
+    """The graphs of a slot: by default a forward and a whole backward.
+
+    Attributes:
+        actions: the replays of one microbatch, in order. A call replays the first, autograd the
+            second, and `ChunkGraphs.run_waiting` each further one.
+    """
+
+    actions: tuple[Action, ...] = ("F", "B")
+
+    def plan(self, own: Isolated, sample: Call) -> BackwardPlan:  # noqa: ARG002
+        """Return how to capture the backward; may run eager passes on the capture stream.
+
+        Raises:
+            CaptureError: the backward cannot be captured.
+        """
+        return BackwardPlan()
+
+    def run_backward(
+        self, chunk: Chunk, sample: Call, leaves: Sequence[nn.Parameter], receive: Receive
+    ) -> AbstractContextManager[None]:
+        """Enclose an eager backward that computes all gradients of the chunk's parameters.
+
+        Args:
+            chunk: the chunk.
+            sample: the call.
+            leaves: aliases of the chunk's parameters.
+            receive: takes gradients that autograd does not compute itself.
+        """
+        del chunk, sample, leaves, receive
+        return nullcontext()
+
+    def capture_backward(
+        self,
+        slot: Slot,
+        forward: Pass,
+        own: Isolated,
+        plan: BackwardPlan,  # noqa: ARG002
+        marker: GradientMarker | None,
+        on_graph: Callable[[], None],
+    ) -> list[torch.Tensor | None]:
+        """Capture the actions after the forward into ``slot.graphs``; set ``slot.trained``.
+
+        Memory that the forward keeps is freed.
+
+        Args:
+            slot: the slot.
+            forward: its captured forward, with ``grads``.
+            own: the chunk.
+            plan: see `plan`.
+            marker: follows the gradients.
+            on_graph: called after every graph.
+
+        Returns:
+            The gradient of each input, or None.
+        """
+        maker, chunk = own.maker, own.chunk
+        pool = maker.pools.backward_pool(slot.block.pool)
+        with (
+            own.sinks.accumulating(own.leaves, marker) as sums,
+            forward.casting(),
+            maker.capture(f"{slot.label} backward", pool, forward.grads) as graph,
+        ):
+            forward.backward(keeps_leaves=True)
+            sums.finish()
+            if chunk.end_of_backward is not None:
+                chunk.end_of_backward()
+        slot.graphs["B"] = graph
+        slot.trained = own.sinks.interned(tuple(sorted(sums.trained)))
+        on_graph()
+        return forward.take_input_grads()
+
+
+class ForwardOnly(GraphProgram):
+    """A forward without a backward, for chunks that train nothing. Its slot is free at once."""
+
+    actions: tuple[Action, ...] = ("F",)
+
+    def plan(self, own: Isolated, sample: Call) -> BackwardPlan:
+        """Refuse a call whose inputs need a gradient.
+
+        Raises:
+            CaptureError: an input requires grad.
+        """
+        if sample.takes_gradients:
+            raise CaptureError(
+                f"{own.chunk.label}: it is captured without a backward, but an input requires "
+                "grad. Pass inputs that do not, or leave out program=FORWARD_ONLY."
+            )
+        return BackwardPlan(num_graphs=0, scratch_bytes=0)
+
+    def capture_backward(self, *_: object) -> list[torch.Tensor | None]:
+        """Capture nothing."""
+        raise AssertionError("there is no backward")
+
+
+FORWARD_ONLY = ForwardOnly()
+_WHOLE = GraphProgram()
+
+
+def program_of(chunk: Chunk) -> GraphProgram:
+    """Return the program of a chunk."""
+    if chunk.program is None:
+        return _WHOLE
+    assert isinstance(chunk.program, GraphProgram)
+    return chunk.program
+
+
+def capture_forward(slot: Slot, own: Isolated, sample: Call) -> Pass:
+    """Capture the forward of one slot.
+
+    Args:
+        slot: the slot; gets its graph and inputs.
+        own: the chunk.
+        sample: arguments of the call.
+
+    Returns:
+        The forward, whose autograd graph is alive.
+
+    Raises:
+        CaptureError: it cannot be captured; no graph is left.
+    """
+    block, chunk = slot.block, own.chunk
+    inputs = [block.statics.input_like(i, t) for i, t in enumerate(sample.tensors)]
+    versions = [t._version for t in inputs]
+    before = block.pool.live()
+    forward = Pass(chunk, sample, inputs)
+    with (
+        torch.enable_grad(),
+        own.maker.capture(f"{slot.label} forward", block.pool, inputs) as graph,
+    ):
+        forward.forward()
+    block.kept = block.pool.live() - before
+    slot.graphs["F"] = graph
+    slot.inputs = StaticInputs([t.detach() for t in inputs], graph.copy_nodes)
+    try:
+        _refuse_written(chunk.label, sample, inputs, versions)
+        if chunk.has_backward:
+            _check_outputs(chunk, forward.outputs, [*inputs, *own.leaves])
+    except CaptureError:
+        graph.release()
+        raise
+    return forward
+
+
+def finish_slot(
+    slot: Slot, forward: Pass, own: Isolated, input_grads: Sequence[torch.Tensor | None]
+) -> None:
+    """Set what the slot hands out, once all of its graphs are captured.
+
+    The results' memory in pools is free for later captures; replays alone write it.
+
+    Args:
+        slot: the slot.
+        forward: its captured forward, whose result is dropped.
+        own: the chunk.
+        input_grads: the gradient of each input, or None.
+    """
+    chunk, pools = own.chunk, own.maker.pools
+    tensors, gradients = forward.tensors, forward.gradients
+    module_tensors = (
+        [*chunk.module.parameters(), *chunk.module.buffers()] if chunk.module is not None else []
+    )
+    storages = {storage_address(t) for t in (*own.leaves, *module_tensors)} - {0}
+    lent = tuple(i for i, t in enumerate(tensors) if storage_address(t) in storages)
+    differentiable = tuple(i for i, t in enumerate(tensors) if t.requires_grad)
+    if chunk.copies_outputs is not None:
+        args, kwargs = forward.sample.arguments()
+        are_copied = chunk.copies_outputs(*args, **kwargs)
+    else:
+        are_copied = True
+    own_pools = [slot.block.pool, *([pools.scratch] if pools.scratch else [])]
+    memory = [(pool, pool.reserved()) for pool in own_pools]
+    aliases = {id(t): _alias(t.detach() if t.requires_grad else t, memory) for t in tensors}
+    leaves = [aliases.get(id(leaf), leaf) for leaf in forward.leaves]
+    forward.leaves = ()
+    slot.outputs = Outputs(leaves, forward.spec, differentiable, lent, are_copied=are_copied)
+    slot.input_grads = InputGrads(
+        [None if g is None else _alias(g, memory) for g in input_grads],
+        are_copied=chunk.keeps_input_grads,
+    )
+    if chunk.has_backward:
+        # Of a backward whose first action has no graph, the gradients are not loaded by one.
+        first = slot.graphs.get(chunk.actions[1])
+        slot.output_grads = StaticOutputGrads(
+            slot.label,
+            gradients.receiving,
+            forward.grads,
+            first.copy_nodes if first is not None else (),
+            has_layouts=gradients.has_layouts,
+            lent=lent,
+            autocast=gradients.autocast,
+        )
+
+
+def _alias(tensor: torch.Tensor, memory: Sequence[tuple[Pool, AddressRanges]]) -> torch.Tensor:
+    """Return an alias of a tensor that keeps no block of a pool in use."""
+    storage = tensor.untyped_storage()
+    place = AddressRanges([(storage.data_ptr(), storage.data_ptr() + storage.nbytes())])
+    pool = next((pool for pool, reserved in memory if place & reserved), None)
+    if pool is None or type(tensor) is not torch.Tensor or tensor.is_conj():
+        return tensor
+    shape = tensor.storage_offset(), tensor.shape, tensor.stride()
+    free = pool.alias(storage.data_ptr(), storage.nbytes())
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(free, *shape)
+
+
+def _check_outputs(
+    chunk: Chunk, outputs: Sequence[torch.Tensor], declared: Iterable[torch.Tensor]
+) -> None:
+    """Refuse a forward without a backward, or one whose backward would lose gradients.
+
+    Args:
+        chunk: runs the forward.
+        outputs: the outputs that require grad.
+        declared: inputs and parameters, whose gradients are computed.
+
+    Raises:
+        CaptureError: there is no backward, or it would lose gradients; the message names the
+            tensors.
+    """
+    if not outputs:
+        raise CaptureError(
+            f"{chunk.label}: no output of its forward requires grad, so there is no backward to "
+            "capture. Capture it with program=FORWARD_ONLY, leave it out, train one of its "
+            "parameters, or set on_failure=eager."
+        )
+    refuse_undeclared(chunk, outputs, declared)
+
+
+def refuse_undeclared(
+    chunk: Chunk, outputs: Sequence[torch.Tensor], declared: Iterable[torch.Tensor]
+) -> None:
+    """Refuse leaves below ``outputs`` that take a gradient and are not among ``declared``.
+
+    A leaf reached only through recomputation does not show before its backward.
+
+    Raises:
+        CaptureError: there are such leaves; the message names them.
+    """
+    known = set(map(id, declared))
+    lost = [leaf for leaf in leaves_below(outputs) if id(leaf) not in known]
+    if lost:
+        names = ", ".join(_described(chunk, lost))
+        raise CaptureError(
+            f"{chunk.label}: its forward uses tensors that require grad and are neither arguments "
+            f"nor among its parameters ({names}); a replay would lose their gradients. List them "
+            "in Chunk.parameters, pass them as arguments, or detach them."
+        )
+
+
+def _described(chunk: Chunk, tensors: Sequence[torch.Tensor]) -> list[str]:
+    """Return the names of tensors in the chunk's module, with their shapes."""
+    ids = set(map(id, tensors))
+    names: dict[int, str] = {}
+    for _, _, value, name in entries(chunk.module, chunk.module_name) if chunk.module else ():
+        if id(value) in ids:
+            names.setdefault(id(value), f"{name}: ")
+    return [f"{names.get(id(t), '')}{tuple(t.shape)} {t.dtype}" for t in tensors]
+
+
+def _refuse_written(
+    label: str, sample: Call, inputs: Sequence[torch.Tensor], versions: Sequence[int]
+) -> None:
+    """Refuse a chunk that writes into its arguments: a replay writes into copies of them.
+
+    Raises:
+        CaptureError: it writes into arguments; the message names them.
+    """
+    written = [
+        path
+        for path, tensor, version in zip(argument_paths(sample), inputs, versions, strict=True)
+        if tensor._version != version
+    ]
+    if written:
+        raise CaptureError(
+            f"{label}: its forward changes {', '.join(written)} in place. A replay works on a "
+            "copy and would leave the caller's tensor unchanged. Compute a new tensor and return "
+            "it, or keep the state in a buffer of the module."
+        )

@@ -1,1 +1,0 @@
-"""Replay microbatches: slots, autograd nodes, and ranges in a profile."""
