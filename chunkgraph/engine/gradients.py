@@ -180,16 +180,29 @@ class GradMemory:
             kept = last()
             if kept is not None:
                 kept.data = kept.clone()
-        if not was_bound:
-            return
-        num_bound = sum(bound() is not None for bound in self._bound)
-        if use_count(self._storage._cdata) > self._num_own + num_bound:
+        if was_bound and self._has_views():
             raise ReplayMismatchError(
                 "A .grad was dropped or replaced, but views of its memory are still in use (from "
                 "detach(), view() or indexing); replays would overwrite them.\n"
                 "  To do: keep copies (`p.grad.clone()`) instead of views, or clear gradients in "
                 "place (`zero_grad(set_to_none=False)`)."
             )
+
+    def _has_views(self) -> bool:
+        """Return whether tensors other than those that are bound lie in the buffer."""
+        num_bound = sum(bound() is not None for bound in self._bound)
+        return use_count(self._storage._cdata) > self._num_own + num_bound
+
+    def release(self) -> None:
+        """Leave each gradient to the caller in its own memory, once no graph adds to it.
+
+        With views of them in use, all stay where they are.
+        """
+        grads = [bound() for bound in self._bound]
+        if not self._has_views():
+            for grad in grads:
+                if grad is not None:
+                    grad.data = grad.clone()
 
 
 class GradientSinks:
@@ -223,6 +236,10 @@ class GradientSinks:
     def buffers(self) -> tuple[torch.Tensor, ...]:
         """Return the sinks, one for each parameter."""
         return tuple(self._sinks)
+
+    def release(self) -> None:
+        """See `GradMemory.release`."""
+        self._memory.release()
 
     def accumulation(self, marker: GradientMarker | None = None) -> Accumulation:
         """Return what adds the gradients of one backward to the sinks."""

@@ -183,11 +183,13 @@ def test_chunks_share_slots_where_the_sizes_say_that_it_saves(
     assert report.shared_slots == (num_slots == (5, 5))
 
 
-@pytest.mark.parametrize("backward", ["whole", "split"])
-def test_outputs_and_input_gradients_keep_no_block(backward: str, backend: GraphBackend) -> None:
+@pytest.mark.parametrize("program", [None, SPLIT], ids=["whole", "split"])
+def test_outputs_and_input_gradients_keep_no_block(
+    program: Program | None, backend: GraphBackend
+) -> None:
     """Chunks that share slots, and backwards that share scratch, use the same memory for them."""
     chunks = [
-        Chunk.from_module(nn.Linear(8, 8, device=backend.device), f"chunk {c}", backward=backward)
+        Chunk.from_module(nn.Linear(8, 8, device=backend.device), f"chunk {c}", program=program)
         for c in range(2)
     ]
     options = CaptureOptions(shared_slots=True)

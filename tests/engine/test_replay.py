@@ -177,7 +177,7 @@ def test_receiving_into_a_slot_copies_nothing(backend: GraphBackend) -> None:
             received.detach().copy_(data)
             torch.manual_seed(1)
             y = graphs.callables[0](received)
-            assert received.data_ptr() in [s.inputs[0].data_ptr() for s in slots]
+            assert received.data_ptr() in [s.inputs.tensors[0].data_ptr() for s in slots]
             outputs.append(y.detach().clone())
             flying.append((received, y))
         assert graphs.reserve_input(0) is None  # both slots are taken

@@ -26,16 +26,16 @@ def test_two_engines_may_share_a_parameter_in_turn(backend: GraphBackend) -> Non
     engines = [ChunkGraphs([m], [1], backend=backend) for m in (first, nn.Sequential(first))]
     for engine in engines:
         engine.capture([rows(first)])
-    for engine in (*engines, *engines):
-        x = rows(first)
-        first.zero_grad()
-        eager.zero_grad()
-        with engine.step(1):
-            engine.callables[0](x).square().sum().backward()
-        eager(x).square().sum().backward()
-        assert same_bits(first.weight.grad, eager.weight.grad)
-    with pytest.raises(ReplayMismatchError, match="that of another parameter|views of its memory"), engines[0].step(1):
-        engines[0].callables[0](x).square().sum().backward()
+    for clears in (True, True, False, False):
+        for engine in engines:
+            x = rows(first)
+            if clears:
+                first.zero_grad()
+                eager.zero_grad()
+            with engine.step(1):
+                engine.callables[0](x).square().sum().backward()
+            eager(x).square().sum().backward()
+            assert same_bits(first.weight.grad, eager.weight.grad)
 
 
 @pytest.mark.parametrize("is_one_chunk", [True, False])

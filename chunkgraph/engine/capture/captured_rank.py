@@ -83,3 +83,5 @@ class CapturedRank:
         for slots in self.slots:
             for slot in slots:
                 slot.release()
+        for sinks in self.sinks:
+            sinks.release()
