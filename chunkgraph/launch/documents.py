@@ -75,7 +75,7 @@ def documents_of(
     offsets = _on_host(batch, _OFFSETS, where)
     starts = [0]
     for row in offsets.reshape(-1, offsets.shape[-1]):
-        check_offsets(row, seq_length, where, may_repeat=True)
+        check_offsets(row, seq_length, where)
         if row[-1] != seq_length:
             raise ConfigError(
                 f"{where}: the documents of a sample end at {row[-1]}, not at its {seq_length} "

@@ -71,23 +71,21 @@ def check_lengths(lengths: Lengths, where: str = "") -> NDArray[np.int64]:
     return array.astype(np.int64, copy=False)
 
 
-def check_offsets(
-    cu_seqlens: ArrayLike, num_tokens: int, where: str = "", *, may_repeat: bool = False
-) -> None:
+def check_offsets(cu_seqlens: ArrayLike, num_tokens: int, where: str = "") -> None:
     """Refuse cumulative offsets with which attention kernels would read out of bounds.
 
     Args:
         cu_seqlens: the beginning of each document and the end of the last, int32 [documents + 1].
         num_tokens: rows of the tensors that the offsets point into.
         where: the place that a message names, such as ``"rank 3, microbatch 7"``.
-        may_repeat: accept equal neighbours, as in arrays padded to a fixed shape.
 
     Raises:
         PackingError: the offsets are not an int32 array of one dimension, have no document, do not
-            start at 0, decrease, repeat, or exceed ``num_tokens``.
+            start at 0, decrease, or exceed ``num_tokens``. Equal neighbours are empty sequences, as
+            in arrays padded to a fixed shape.
     """
     offsets = _as_array(cu_seqlens, f"{located(where)}cu_seqlens must be a list of integers")
-    problem = _problem(offsets, num_tokens, may_repeat=may_repeat)
+    problem = _problem(offsets, num_tokens)
     if problem is not None:
         msg = (
             f"{located(where)}{problem} cu_seqlens must be int32, start at 0, rise by each "
@@ -105,7 +103,7 @@ def _as_array(values: ArrayLike, requirement: str) -> NDArray[Any]:
         raise PackingError(msg) from None
 
 
-def _problem(offsets: NDArray[np.generic], num_tokens: int, *, may_repeat: bool) -> str | None:
+def _problem(offsets: NDArray[np.generic], num_tokens: int) -> str | None:
     if offsets.ndim != 1:
         return f"cu_seqlens has the shape {list(offsets.shape)}, not one dimension."
     # Check the size before the dtype: an empty list has a meaningless one.
@@ -122,9 +120,6 @@ def _problem(offsets: NDArray[np.generic], num_tokens: int, *, may_repeat: bool)
         return (
             f"cu_seqlens decreases from {values[index]} to {values[index + 1]} (entry {index + 1})."
         )
-    if not may_repeat and steps.min() == 0:
-        index = int(np.argmax(steps == 0))
-        return f"Document {index} has no tokens (cu_seqlens repeats {values[index]})."
     if values[-1] > num_tokens:
         return f"cu_seqlens ends at {values[-1]}, beyond the {num_tokens} tokens."
     return None
