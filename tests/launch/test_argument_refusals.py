@@ -164,7 +164,6 @@ def test_arguments_that_the_script_changes_later_are_looked_at_again() -> None:
             f"{EXPERTS}alltoall --sft --cuda-graph-max-packed-seqs 4 --cuda-graph-cp-sizes 1 2 "
             "--seq-length 18 --moe-router-load-balancing-type quantile_balancing"
         ),
-        "--sft --cuda-graph-max-packed-seqs 4 --seq-length 18 --context-parallel-size 2",
         (
             "--use-transformer-engine-op-fuser --fp8-format hybrid --fp8-recipe mxfp8 "
             "--recompute-granularity full"
