@@ -30,7 +30,6 @@ from chunkgraph.megatron.features.experts.dropless_rows import DeviceSplits
 from chunkgraph.megatron.features.experts.grouped_gemm import (
     GroupedGemm,
     NativeGemm,
-    TorchGemm,
     lay_together,
     native_need,
 )
@@ -87,7 +86,7 @@ def main() -> int:
 
 def _products() -> dict[str, dict[str, Any]]:
     """Compare the products of layers of experts."""
-    gemms: dict[str, GroupedGemm] = {"torch._grouped_mm": TorchGemm()}
+    gemms: dict[str, GroupedGemm] = {"torch._grouped_mm": GroupedGemm()}
     if native_need(torch.bfloat16) is None:
         gemms["Transformer Engine's grouped GEMM"] = NativeGemm()
     return {

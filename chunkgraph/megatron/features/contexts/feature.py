@@ -22,17 +22,13 @@ from torch import nn
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.megatron.feature import Feature, Step, Work
-from chunkgraph.megatron.features.contexts.groups import (
-    ContextGroups,
-    HeldGroups,
-)
+from chunkgraph.megatron.features.contexts.groups import ContextGroups, HeldGroups
 from chunkgraph.megatron.features.packing.params import ARGUMENT
 from chunkgraph.megatron.rules.contexts import CONTEXT_RULES
 from chunkgraph.megatron.site import Site
 from chunkgraph.settings.rule import Rule
 
 if TYPE_CHECKING:
-    from chunkgraph.engine import ChunkGraphs
     from chunkgraph.megatron.attached import MegatronChunkGraphs
 
 __all__ = ["Contexts", "follow_groups"]
@@ -61,7 +57,6 @@ class Contexts(Feature):
     def __init__(self, site: Site, groups: ContextGroups) -> None:
         self._groups = groups
         self._held = HeldGroups([part.module for part in site.parts])
-        self._engine: ChunkGraphs | None = None
 
     @classmethod
     def facts(cls, site: Site) -> Mapping[str, object]:
@@ -96,7 +91,6 @@ class Contexts(Feature):
 
     def bind(self, graphs: MegatronChunkGraphs) -> None:
         """Keep the groups open as long as graphs hold collectives of them."""
-        self._engine = graphs.engine
         self._groups.hold(graphs.engine)
 
     def around(self, work: Work) -> AbstractContextManager[None]:

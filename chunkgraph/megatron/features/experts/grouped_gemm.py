@@ -16,7 +16,6 @@ import ctypes
 import importlib
 import importlib.util
 import itertools
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,7 +33,6 @@ __all__ = [
     "GroupedGemm",
     "LoopGemm",
     "NativeGemm",
-    "TorchGemm",
     "add_biases",
     "as_one",
     "choose_gemm",
@@ -65,27 +63,30 @@ _SUMMED = 8
 _ALIGNMENT_BYTES = 16
 
 
-class GroupedGemm(ABC):
-    """Multiplies rows [num_rows, in] by weights [out, in], one for each expert."""
+class GroupedGemm:
+    """Multiplies rows [num_rows, in] by weights [out, in], one for each expert.
 
-    @abstractmethod
+    It runs `torch._grouped_mm`, whose offsets stay on the device.
+    """
+
     def rows(
         self, rows: torch.Tensor, weights: Sequence[torch.Tensor], splits: DeviceSplits
     ) -> torch.Tensor:
         """Return the rows times their expert's weight: [num_rows, out]."""
+        return torch._grouped_mm(rows, as_one(weights).transpose(-2, -1), offs=splits.ends)
 
-    @abstractmethod
     def row_grads(
         self, grads: torch.Tensor, weights: Sequence[torch.Tensor], splits: DeviceSplits
     ) -> torch.Tensor:
         """Return the gradients of the rows: [num_rows, in]."""
+        return torch._grouped_mm(grads, as_one(weights), offs=splits.ends)
 
-    @abstractmethod
     def outer(self, grads: torch.Tensor, rows: torch.Tensor, splits: DeviceSplits) -> torch.Tensor:
         """Return the product of each expert's gradients and rows: [experts, out, in].
 
         Those of experts without rows may be undefined.
         """
+        return torch._grouped_mm(grads.t(), rows, offs=splits.ends)
 
     def weight_grads(
         self, grads: torch.Tensor, rows: torch.Tensor, splits: DeviceSplits
@@ -99,27 +100,7 @@ class GroupedGemm(ABC):
         return zero_empty(self.outer(grads, ones, splits), splits.ends)[:, :, 0]
 
 
-class TorchGemm(GroupedGemm):
-    """Runs `torch._grouped_mm`, whose offsets stay on the device."""
-
-    def rows(
-        self, rows: torch.Tensor, weights: Sequence[torch.Tensor], splits: DeviceSplits
-    ) -> torch.Tensor:
-        """See `GroupedGemm`."""
-        return torch._grouped_mm(rows, as_one(weights).transpose(-2, -1), offs=splits.ends)
-
-    def row_grads(
-        self, grads: torch.Tensor, weights: Sequence[torch.Tensor], splits: DeviceSplits
-    ) -> torch.Tensor:
-        """See `GroupedGemm`."""
-        return torch._grouped_mm(grads, as_one(weights), offs=splits.ends)
-
-    def outer(self, grads: torch.Tensor, rows: torch.Tensor, splits: DeviceSplits) -> torch.Tensor:
-        """See `GroupedGemm`."""
-        return torch._grouped_mm(grads.t(), rows, offs=splits.ends)
-
-
-class LoopGemm(TorchGemm):
+class LoopGemm(GroupedGemm):
     """Runs torch's product on a CPU, and sums rows in a loop with the bits of a plain sum."""
 
     def sums(self, grads: torch.Tensor, splits: DeviceSplits) -> torch.Tensor:
@@ -274,7 +255,7 @@ def choose_gemm(
         )
     if dtype is not torch.bfloat16:
         return None, f"weights of {dtype}: torch._grouped_mm multiplies bfloat16, and {need}"
-    return TorchGemm(), name
+    return GroupedGemm(), name
 
 
 class _GroupedLinear(torch.autograd.Function):

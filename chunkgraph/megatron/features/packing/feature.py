@@ -19,7 +19,6 @@ from chunkgraph.megatron.features.packing.params import (
     is_packed,
     join_params,
     refuse_other_context,
-    refuse_predictions_over_padding,
     refuse_rows_after_offsets,
     split_params,
 )
@@ -83,7 +82,6 @@ class Packing(Feature):
         banks = site.feature_options["packing"]
         if banks is not None and banks.groups is None:
             refuse_other_context(banks.largest_shape, site.config)
-            refuse_predictions_over_padding(banks.largest_shape, site.config)
 
     @classmethod
     def of(cls, site: Site, undo: ExitStack) -> Self | None:

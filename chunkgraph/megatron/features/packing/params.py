@@ -32,7 +32,6 @@ __all__ = [
     "num_extra_rows",
     "refuse_other_context",
     "refuse_other_length",
-    "refuse_predictions_over_padding",
     "refuse_rows_after_offsets",
     "shares_keys",
     "split_params",
@@ -90,29 +89,6 @@ def refuse_other_length(schedule: Mapping[str, Any]) -> None:
         f"stages receive, but packed microbatches have {length} rows. Leave it out (a script's "
         "--decoder-seq-length): it is for models with an encoder."
     )
-
-
-def refuse_predictions_over_padding(shape: PackedShape, config: Any) -> None:
-    """Refuse multi-token prediction if padding between documents does not count as tokens.
-
-    Megatron rolls labels within documents by token offsets. These equal row offsets only without
-    padding between documents; eager training has the same wrong labels.
-
-    Args:
-        shape: Shape of the packed sequences.
-        config: Megatron's TransformerConfig.
-
-    Raises:
-        ConfigError: The model would learn from labels of other documents.
-    """
-    predicts = getattr(config, "mtp_num_layers", None)
-    if predicts and shape.context_parallel_size > 1 and not shape.counts_padding:
-        raise ConfigError(
-            f"mtp_num_layers={predicts} with packed documents that {shape.context_parallel_size} "
-            "context-parallel ranks share: because of the padding between documents, Megatron "
-            "then mixes labels of different ones. Pass PackedShape(..., counts_padding=True) to "
-            "attach() and pack into that shape, or leave multi-token prediction out."
-        )
 
 
 def shares_keys(config: Any) -> bool:

@@ -21,8 +21,8 @@ from chunkgraph.megatron.features.experts.dropless_rows import (
     take_rows,
 )
 from chunkgraph.megatron.features.experts.grouped_gemm import (
+    GroupedGemm,
     LoopGemm,
-    TorchGemm,
     add_biases,
     as_one,
     grouped_linear,
@@ -213,5 +213,5 @@ def test_the_gradients_of_one_product_are_added_together() -> None:
 
         weight.register_post_accumulate_grad_hook(receive)
     splits = DeviceSplits(torch.tensor([3, 3, 11, 20], dtype=torch.int32))
-    grouped_linear(TorchGemm(), torch.randn(20, 8).bfloat16(), splits, weights).sum().backward()
+    grouped_linear(GroupedGemm(), torch.randn(20, 8).bfloat16(), splits, weights).sum().backward()
     assert num_added == [4]

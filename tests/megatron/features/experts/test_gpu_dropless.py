@@ -17,7 +17,6 @@ from chunkgraph.megatron.features.experts.dropless_rows import DeviceSplits
 from chunkgraph.megatron.features.experts.grouped_gemm import (
     GroupedGemm,
     NativeGemm,
-    TorchGemm,
     add_biases,
     grouped_linear,
     native_need,
@@ -269,7 +268,7 @@ def test_products_equal_a_loop_whatever_the_ends(is_native: bool, dtype: torch.d
         pytest.skip(need)
     if not is_native and dtype is torch.float16:
         pytest.skip("torch._grouped_mm multiplies bfloat16")
-    gemm: GroupedGemm = NativeGemm() if is_native else TorchGemm()
+    gemm: GroupedGemm = NativeGemm() if is_native else GroupedGemm()
     torch.manual_seed(1)
     device = torch.device("cuda")
     rows = torch.randn(512, 128, device=device, dtype=dtype, requires_grad=True)

@@ -53,7 +53,7 @@ def test_what_a_machine_lacks_is_named(
     assert message in need
     # bfloat16 has torch's, nothing else has.
     gemm, _ = grouped_gemm.choose_gemm(_GPU, torch.bfloat16)
-    assert isinstance(gemm, grouped_gemm.TorchGemm)
+    assert type(gemm) is grouped_gemm.GroupedGemm
     for dtype, recipe in ((torch.float16, None), (torch.bfloat16, "tensorwise")):
         gemm, text = grouped_gemm.choose_gemm(_GPU, dtype, recipe)
         assert gemm is None

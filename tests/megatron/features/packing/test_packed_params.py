@@ -14,7 +14,6 @@ from chunkgraph.megatron.features.packing.params import (
     join_params,
     make_params,
     refuse_other_context,
-    refuse_predictions_over_padding,
     shares_keys,
     split_params,
 )
@@ -53,18 +52,6 @@ def test_a_shape_for_another_context_parallel_size_is_refused() -> None:
     with pytest.raises(ConfigError, match="for context_parallel_size 2, but the model has 1"):
         refuse_other_context(shape, alone)
     refuse_other_context(shape, SimpleNamespace(context_parallel_size=2))
-
-
-def test_labels_of_other_documents_are_refused() -> None:
-    """Megatron rolls labels by the offsets of tokens as if they were offsets of rows."""
-    predicts = SimpleNamespace(mtp_num_layers=1)
-    shape = PackedShape(4, 32, context_parallel_size=2)
-    with pytest.raises(ConfigError, match=r"mtp_num_layers=1 .* 2 context-.*counts_padding=True"):
-        refuse_predictions_over_padding(shape, predicts)
-    refuse_predictions_over_padding(shape, SimpleNamespace(mtp_num_layers=None))
-    refuse_predictions_over_padding(PackedShape(4, 32), predicts)
-    counted = PackedShape(4, 32, context_parallel_size=2, counts_padding=True)
-    refuse_predictions_over_padding(counted, predicts)
 
 
 @pytest.mark.parametrize("counts_padding", [False, True])
