@@ -15,6 +15,9 @@ from toys import Apply, capture
 from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs
 from chunkgraph.engine.capture import session
 from chunkgraph.engine.capture.warm_up import warm_up
+from chunkgraph.engine.chunk import Program
+from chunkgraph.engine.program import Isolated
+from chunkgraph.engine.split import SPLIT
 from chunkgraph.errors import MemoryPlanError, SlotError
 from chunkgraph.graphs import GraphBackend
 from chunkgraph.schedules import megatron_schedule

@@ -26,7 +26,7 @@ from toys import Apply
 
 from chunkgraph.engine import Chunk, ChunkGraphs
 from chunkgraph.engine.split import SPLIT, WeightBackwards
-from chunkgraph.errors import CaptureError, ConfigError, ReplayMismatchError, SlotError
+from chunkgraph.errors import CaptureError, ReplayMismatchError, SlotError
 from chunkgraph.graphs import RecorderBackend
 
 
