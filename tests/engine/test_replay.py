@@ -198,7 +198,7 @@ def finish(graphs: ChunkGraphs, flying: list, g: torch.Tensor, grads: list, slot
     buffer.copy_(g)
     y.backward(buffer)
     # Not a copy: the gradient is the slot's own memory, to be used at once.
-    assert received.grad.data_ptr() in [s.input_grads[0].data_ptr() for s in slots]
+    assert received.grad.data_ptr() in [s.input_grads.tensors[0].data_ptr() for s in slots]
     grads.append(received.grad.clone())
 
 

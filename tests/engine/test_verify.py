@@ -104,9 +104,9 @@ def slot_of(graphs: ChunkGraphs, index: int = 0) -> Any:
 
 def keeping_output(slot: Any, fill: Callable[[], None]) -> None:
     """Fill a slot, except its output: the caller still reads it to compute its gradient."""
-    kept = slot.output_tensors[0].clone()
+    kept = slot.outputs.tensors[0].clone()
     fill()
-    slot.output_tensors[0].copy_(kept)
+    slot.outputs.tensors[0].copy_(kept)
 
 
 @pytest.mark.parametrize("main_grad", [False, True])
