@@ -106,9 +106,6 @@ class Feature:
     def forwards_done(self, step: Step) -> None:
         """Act after the last forward of a training step, while backwards still run."""
 
-    def forwards_resumed(self) -> None:
-        """Undo `forwards_done`: the schedule has another forward."""
-
     def release(self) -> None:
         """Free memory that only graphs use; the graphs no longer exist."""
 
@@ -244,11 +241,6 @@ class Features:
         """Notify every feature after the last forward of a training step."""
         for feature in self._all:
             feature.forwards_done(step)
-
-    def forwards_resumed(self) -> None:
-        """Notify every feature that another forward follows."""
-        for feature in self._all:
-            feature.forwards_resumed()
 
     def shortages(self, mode: StepMode) -> list[tuple[LimitedFeature, Shortage]]:
         """List the shortages of features that check, last feature first; alike on all ranks."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,9 +15,7 @@ from chunkgraph.megatron.core.access import (
     import_megatron,
     private_names,
     refuse_other_releases,
-    versions,
 )
-from chunkgraph.megatron.core.capturing import capture_flag
 from chunkgraph.megatron.core.data_parallel import (
     DDP_MODULE,
     call_parameter_gather_hooks,
@@ -28,21 +24,6 @@ from chunkgraph.megatron.core.data_parallel import (
 from chunkgraph.megatron.features import tracked_losses as token_prediction
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(60)]
-
-
-def test_capture_flag_is_set_inside_only(one_rank: torch.device) -> None:
-    from megatron.core.transformer.cuda_graphs import is_graph_capturing
-
-    assert not is_graph_capturing()
-
-    def fail() -> None:
-        with capture_flag():
-            assert is_graph_capturing()
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fail()
-    assert not is_graph_capturing()
 
 
 def test_only_the_hooks_of_ddp_are_called_and_the_list_is_read_again(
@@ -177,28 +158,3 @@ def test_the_number_of_predicted_tokens_stays_on_the_device(
     monkeypatch.setattr(module, "process_mtp_loss", roll)  # a release without this check
     token_prediction._count_on_the_device()()
     assert module.roll_tensor is roll
-
-
-def test_the_schedules_import_without_triton(
-    run_script: Callable[..., tuple[list[int], str]], tmp_path: Path
-) -> None:
-    """Neither torch nor any other module is replaced by a stub; a rank's server imports them."""
-    script = tmp_path / "script.py"
-    script.write_text("""
-import importlib.util, sys
-assert "megatron.core.pipeline_parallel.schedules" in sys.modules
-assert "megatron.core.transformer.moe.moe_layer" in sys.modules
-assert importlib.util.find_spec("triton") is None or "triton" not in sys.meta_path
-assert "triton" not in sys.modules or importlib.util.find_spec("triton") is not None
-print("ok")
-""")
-    codes, output = run_script(script, num_ranks=1)
-    assert codes == [0], output
-    assert output.strip().endswith("ok")
-
-
-def test_versions_are_those_of_the_distributions(one_rank: torch.device) -> None:
-    releases = versions()
-    assert releases["torch"] == torch.__version__
-    assert "+" not in releases["megatron_core"]
-    assert releases["megatron_core"][0].isdigit()

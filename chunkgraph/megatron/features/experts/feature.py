@@ -233,10 +233,6 @@ class Experts(LimitedFeature):
             self._report.end_step()
             self._is_reported = True
 
-    def forwards_resumed(self) -> None:
-        """Report again at the end of the step."""
-        self._is_reported = False
-
     @property
     def counts_in_backwards(self) -> bool:
         """Return whether experts are recomputed, so that they count only in the backward."""
