@@ -15,7 +15,7 @@ from torch import nn
 from chunkgraph.engine import CaptureOptions, Chunk, StepMode
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron import attach
-from chunkgraph.megatron.feature import Feature, Features, LimitedFeature, Shortage, Step, Work
+from chunkgraph.megatron.feature import Feature, LimitedFeature, Shortage, Step, Work
 from chunkgraph.megatron.features import FEATURES
 from chunkgraph.settings.rule import Rule
 
@@ -184,31 +184,3 @@ def test_a_feature_refuses_a_model_with_the_others(chunks: list[nn.Module]) -> N
     with pytest.raises(ConfigError, match=r"(?s)cpu_offloading=True.*init_method_std=0.5: too"):
         attach(chunks, features=(*FEATURES, Counting))
     assert Counting.calls == {"facts": 1}
-
-
-def test_features_are_entered_in_order_and_left_in_reverse() -> None:
-    events: list[str] = []
-
-    class Noted(Feature):
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        @contextmanager
-        def around(self, work: Work) -> Iterator[None]:
-            assert work == "capture"
-            events.append(f"enter {self.name}")
-            yield
-            events.append(f"leave {self.name}")
-
-        def release(self) -> None:
-            events.append(f"release {self.name}")
-
-    features = Features([Noted("a"), Feature(), Noted("b")])
-    with features.around("capture"):
-        events.append("captures")
-    features.release()
-    assert events == [
-        *("enter a", "enter b", "captures", "leave b", "leave a"),
-        *("release b", "release a"),
-    ]
-    assert not features.awaits_forwards
