@@ -31,7 +31,6 @@ __all__ = [
     "facts_of_delays",
     "gathers_parameters",
     "gradient_marker",
-    "has_parameter_gather_hook",
     "is_fully_sharded",
     "unwrap_ddp",
     "wrappers_of",
@@ -67,26 +66,17 @@ def gathers_parameters(ddp: nn.Module) -> bool:
     return bool(getattr(getattr(ddp, "ddp_config", None), "overlap_param_gather", False))
 
 
-def has_parameter_gather_hook(module: nn.Module) -> bool:
-    """Return whether a call of ``module`` makes DDP gather parameters.
-
-    DDP removes its hooks at times, for example to evaluate.
-    """
-    return any(
-        getattr(hook, "__module__", None) == DDP_MODULE
-        for hook in module._forward_pre_hooks.values()
-    )
+def _gather_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+    """Return DDP's forward pre-hooks, which it removes at times, for example to evaluate."""
+    hooks = module._forward_pre_hooks.values()
+    return [hook for hook in hooks if getattr(hook, "__module__", None) == DDP_MODULE]
 
 
 def call_parameter_gather_hooks(modules: Sequence[nn.Module]) -> None:
-    """Run DDP's forward pre-hooks of ``modules``, which a replay does not run.
-
-    DDP adds and removes these hooks between steps, so every call looks them up again.
-    """
+    """Run DDP's forward pre-hooks of ``modules``, which a replay does not run."""
     for module in modules:
-        for hook in list(module._forward_pre_hooks.values()):
-            if getattr(hook, "__module__", None) == DDP_MODULE:
-                hook(module, ())
+        for hook in _gather_hooks(module):
+            hook(module, ())
 
 
 def gradient_marker(
@@ -222,7 +212,7 @@ class ParameterGates:
         The side stream first waits for the work queued so far (the optimizer's writes).
         """
         first_module, _ = self._hooked[0]
-        if not has_parameter_gather_hook(first_module) or not any(
+        if not _gather_hooks(first_module) or not any(
             _is_outstanding(group) for group in self._groups.values()
         ):
             return
