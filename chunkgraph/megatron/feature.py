@@ -165,12 +165,6 @@ class Features:
         self.planner = planners[0] if planners else StepPlanner()
         self._wrong_replay: VerifyError | None = None
 
-    @classmethod
-    def of(cls, site: Site, kinds: Iterable[type[Feature]], undo: ExitStack) -> Features:
-        """Create every feature that applies to the model."""
-        features = (kind.of(site, undo) for kind in kinds)
-        return cls([feature for feature in features if feature is not None])
-
     def find(self, kind: type[AnyFeature]) -> AnyFeature | None:
         """Return the feature of ``kind``, or None."""
         return next((feature for feature in self._all if isinstance(feature, kind)), None)
