@@ -164,20 +164,3 @@ def _has(owner: str, name: str) -> bool:
     except (ImportError, AttributeError, OSError, TypeError):
         return False
     return re.search(rf"\b{name}\b", source) is not None
-
-
-@pytest.mark.parametrize(
-    ("line", "names"),
-    [
-        ("from torch.utils._device import DeviceContext", ["DeviceContext"]),
-        ("from torch.overrides import _pop", ["_pop"]),
-        ("torch._C._autograd._hooks(False)", ["_hooks"]),
-        ("torch._C.DispatchKey.Dense", ["DispatchKey"]),
-        ("torch.ops.aten._to_copy.default", ["_to_copy"]),
-        ("module._forward_hooks.values()", ["_forward_hooks"]),
-        ("getattr(module, '_communicate')", ["_communicate"]),
-        ("self._own + module.public", []),
-    ],
-)
-def test_every_way_to_a_private_name_is_seen(line: str, names: list[str]) -> None:
-    assert sorted({*_private_names(ast.parse(line), {"_own"})}) == names

@@ -10,7 +10,6 @@ captured forward waits for each event where the bucket's first layer begins.
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -19,8 +18,7 @@ import torch
 from torch import nn
 
 from chunkgraph.engine import GradientMarker
-from chunkgraph.errors import ConfigError
-from chunkgraph.megatron.core.access import RANGE, import_megatron, patch_attributes
+from chunkgraph.megatron.core.access import import_megatron, patch_attributes
 
 __all__ = [
     "DDP_MODULE",
@@ -80,7 +78,7 @@ def call_parameter_gather_hooks(modules: Sequence[nn.Module]) -> None:
 
 
 def gradient_marker(
-    ddp: nn.Module, parameters: Sequence[nn.Parameter]
+    ddp: Any, parameters: Sequence[nn.Parameter]
 ) -> Callable[[], GradientMarker] | None:
     """Return a factory of one slot's signals to ``ddp`` that gradients are accumulated.
 
@@ -91,19 +89,10 @@ def gradient_marker(
     Returns:
         A function that makes the marker of one slot; None if DDP needs no such signal (without
         overlap_grad_reduce it reduces at the end of the step).
-
-    Raises:
-        ConfigError: DDP keeps its gradient buckets under unknown names.
     """
-    ddp_config = getattr(ddp, "ddp_config", None)
-    groups = getattr(ddp, "param_to_bucket_group", None)
-    if ddp_config is None or groups is None:
-        raise ConfigError(
-            f"{type(ddp).__qualname__} has no ddp_config or param_to_bucket_group: this release of "
-            f"megatron-core keeps its gradient buckets elsewhere. Use {RANGE}."
-        )
-    if not ddp_config.overlap_grad_reduce:
+    if not ddp.ddp_config.overlap_grad_reduce:
         return None
+    groups = ddp.param_to_bucket_group
     targets = [(groups[p], p) if p in groups else None for p in parameters]
     on_gpu = any(p.is_cuda for p in parameters)
     stream = torch.cuda.Stream() if on_gpu else None
@@ -139,10 +128,6 @@ class _BucketSignals:
                 self._missing.setdefault(id(group), set()).add(index)
         self._members = members
         self._ready: dict[int, torch.cuda.Event | None] = {}
-        self._takes_force = all(
-            "force_all_reduce" in inspect.signature(group.register_grad_ready).parameters
-            for group, _ in members.values()
-        )
 
     def accumulated(self, index: int) -> None:
         target = self._targets[index]
@@ -162,7 +147,7 @@ class _BucketSignals:
     def replayed(self) -> None:
         if not any(self._members[key][0].is_last_microbatch for key in self._ready):
             return
-        force = (getattr(self._ddp, "force_all_reduce", False),) if self._takes_force else ()
+        force = getattr(self._ddp, "force_all_reduce", False)
         for key, event in self._ready.items():
             group, parameters = self._members[key]
             with contextlib.ExitStack() as stack:
@@ -171,7 +156,7 @@ class _BucketSignals:
                     self._stream.wait_event(event)
                     stack.enter_context(torch.cuda.stream(self._stream))
                 for parameter in parameters:
-                    group.register_grad_ready(parameter, *force)
+                    group.register_grad_ready(parameter, force)
 
 
 class ParameterGates:

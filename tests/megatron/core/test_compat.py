@@ -58,26 +58,19 @@ def test_the_hooks_of_this_release_are_recognised(one_rank: torch.device) -> Non
     assert hook.__module__ == DDP_MODULE
 
 
-@pytest.mark.parametrize("takes_force", [True, False])
-def test_grad_ready_signature_is_detected(one_rank: torch.device, takes_force: bool) -> None:
+def test_gradients_are_ready_as_in_eager_training(one_rank: torch.device) -> None:
     calls: list[tuple[Any, ...]] = []
 
-    class WithForce:
+    class Group:
         is_last_microbatch = True
 
         def register_grad_ready(self, param: Any, force_all_reduce: bool = False) -> None:
             calls.append((param, force_all_reduce))
 
-    class Without:
-        is_last_microbatch = True
-
-        def register_grad_ready(self, param: Any) -> None:
-            calls.append((param,))
-
     parameter, other = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
     ddp: Any = nn.Module()
     ddp.ddp_config = SimpleNamespace(overlap_grad_reduce=True)
-    ddp.param_to_bucket_group = {parameter: WithForce() if takes_force else Without()}
+    ddp.param_to_bucket_group = {parameter: Group()}
     ddp.force_all_reduce = True
     new_marker = gradient_marker(ddp, [parameter, other])
     assert new_marker is not None
@@ -87,20 +80,18 @@ def test_grad_ready_signature_is_detected(one_rank: torch.device, takes_force: b
     assert calls == []
     marker.accumulated(0)
     marker.replayed()
-    assert calls == [(parameter, True) if takes_force else (parameter,)]
+    assert calls == [(parameter, True)]
     group = ddp.param_to_bucket_group[parameter]
     group.is_last_microbatch = False
     marker.replayed()
     assert len(calls) == 1
 
 
-def test_no_signal_without_overlap_and_a_clear_error_without_buckets() -> None:
+def test_no_signal_without_overlap() -> None:
     ddp: Any = nn.Module()
     ddp.ddp_config = SimpleNamespace(overlap_grad_reduce=False)
     ddp.param_to_bucket_group = {}
     assert gradient_marker(ddp, []) is None
-    with pytest.raises(ConfigError, match="gradient buckets"):
-        gradient_marker(nn.Module(), [])
 
 
 def test_a_name_that_a_release_moved_is_reported(one_rank: torch.device) -> None:
