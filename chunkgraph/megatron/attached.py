@@ -146,7 +146,6 @@ class MegatronChunkGraphs:
                     kwargs,
                     len(self.site.parts),
                     partial(features.forwards_done, step),
-                    features.forwards_resumed,
                 )
             keywords = self.receiver.begin_step(mode, forward_backward, kwargs, plan.rows)
             return forward_backward(**keywords), mode
@@ -277,18 +276,15 @@ def notify_after_last_forward(
     kwargs: dict[str, Any],
     num_chunks: int,
     done: Callable[[], None],
-    resumed: Callable[[], None],
 ) -> dict[str, Any]:
     """Return a schedule's keywords that make it call ``done`` after this rank's last forward.
 
-    A rank is expected to run one forward for each microbatch and model chunk. A schedule with
-    fewer never calls ``done``; one with more also calls ``resumed``.
+    A rank runs one forward for each microbatch and model chunk.
 
     Args:
         kwargs: Keywords of the schedule; not modified.
         num_chunks: Number of model chunks of this rank.
-        done: Callback on the host after the last expected forward is queued.
-        resumed: Callback after the first forward that follows.
+        done: Callback on the host after the last forward is queued.
     """
     forward_step = kwargs.get("forward_step_func")
     if forward_step is None:
@@ -301,8 +297,6 @@ def notify_after_last_forward(
         num_left -= 1
         if num_left == 0:
             done()
-        elif num_left == -1:
-            resumed()
         return result
 
     return {**kwargs, "forward_step_func": counted}

@@ -134,7 +134,7 @@ def attach(  # the options of a job, as keywords
         for kind in kinds:
             kind.prepare(site, undo)
         site.find_parts(undo)
-        installed = Features.of(site, kinds, undo)
+        installed = Features(f for kind in kinds if (f := kind.of(site, undo)) is not None)
         chunk_graphs = _chunk_graphs(site, installed, backend, progress)
         driver = _driver(site, chunk_graphs, undo)
         receiver = SlotReceiver(

@@ -106,9 +106,6 @@ class Feature:
     def forwards_done(self, step: Step) -> None:
         """Act after the last forward of a training step, while backwards still run."""
 
-    def forwards_resumed(self) -> None:
-        """Undo `forwards_done`: the schedule has another forward."""
-
     def release(self) -> None:
         """Free memory that only graphs use; the graphs no longer exist."""
 
@@ -167,12 +164,6 @@ class Features:
             raise ConfigError(f"Several features plan steps, and one may: {planners}.")
         self.planner = planners[0] if planners else StepPlanner()
         self._wrong_replay: VerifyError | None = None
-
-    @classmethod
-    def of(cls, site: Site, kinds: Iterable[type[Feature]], undo: ExitStack) -> Features:
-        """Create every feature that applies to the model."""
-        features = (kind.of(site, undo) for kind in kinds)
-        return cls([feature for feature in features if feature is not None])
 
     def find(self, kind: type[AnyFeature]) -> AnyFeature | None:
         """Return the feature of ``kind``, or None."""
@@ -244,11 +235,6 @@ class Features:
         """Notify every feature after the last forward of a training step."""
         for feature in self._all:
             feature.forwards_done(step)
-
-    def forwards_resumed(self) -> None:
-        """Notify every feature that another forward follows."""
-        for feature in self._all:
-            feature.forwards_resumed()
 
     def shortages(self, mode: StepMode) -> list[tuple[LimitedFeature, Shortage]]:
         """List the shortages of features that check, last feature first; alike on all ranks."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from chunkgraph.engine import ChunkGraphs, StepMode
-from chunkgraph.errors import ConfigError, TopologyError
+from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.core.p2p import (
     Direction,
     default_groups,
@@ -86,8 +86,7 @@ def waits_for_sends(config: Any) -> bool:
 
     Without ``overlap_p2p_comm`` the compute stream waits for every exchange before the schedule
     continues. With it, the schedule waits for the send after backward k only after it launched
-    backward k + 1, which overwrites the gradient that is being sent. A ring exchange provides no
-    requests to wait for.
+    backward k + 1, which overwrites the gradient that is being sent.
 
     Args:
         config: Megatron's ModelParallelConfig.
@@ -95,7 +94,6 @@ def waits_for_sends(config: Any) -> bool:
     return not (
         getattr(config, "overlap_p2p_comm", False)
         or getattr(config, "overlap_p2p_comm_warmup_flush", False)
-        or getattr(config, "use_ring_exchange_p2p", False)
     )
 
 
@@ -141,7 +139,7 @@ class SlotReceiver:
         self._place = place
         self._config = config
         self._lends_input_grads = tuple(lends_input_grads)
-        self._orders: dict[int, ReceiveOrder | None] = {}
+        self._orders: dict[int, ReceiveOrder] = {}
         self._device = device
         # The chunk and the rows (None: Megatron's) of each receive to come.
         self._left: dict[Direction, deque[tuple[int, int | None]]] = {}
@@ -212,7 +210,6 @@ class SlotReceiver:
         self, keywords: Mapping[str, Any], rows: Sequence[int] | None
     ) -> Mapping[str, Any]:
         order = self._order(keywords["num_microbatches"])
-        assert order is not None
         self._num_before = deque(order.num_before)
         self._left = {
             Direction.FORWARD: _with_rows(order.forward, rows),
@@ -240,15 +237,14 @@ class SlotReceiver:
         return self._engine.call(c, args, kwargs)
 
     def take(
-        self, direction: Direction, shape: tuple[int, ...] | None, dtype: torch.dtype | None
+        self, direction: Direction, shape: tuple[int, ...], dtype: torch.dtype | None
     ) -> torch.Tensor | None:
         """Return the memory of the next receive of ``direction``, called once for each, in order.
 
         Args:
             direction: Direction of the receive.
-            shape: Shape of the tensor that Megatron allocates; None if this receive's allocation
-                was not seen, so that the result is ignored.
-            dtype: Dtype of that tensor; None likewise.
+            shape: Shape of the tensor that Megatron allocates.
+            dtype: Its dtype.
 
         Returns:
             A contiguous leaf that requires grad, of that shape and dtype; None to let Megatron
@@ -260,19 +256,18 @@ class SlotReceiver:
         if direction is Direction.FORWARD:
             self._position = self._num_before.popleft()
         own_shape = shape
-        if rows is not None and shape is not None:
+        if rows is not None:
             own_shape = (shape[0] * rows // self._most_rows, *shape[1:])
         buffer = self._slot_memory(direction, c, own_shape, dtype) if self._is_receiving else None
         if buffer is not None or own_shape == shape:
             return buffer
-        assert own_shape is not None
         return torch.empty(own_shape, dtype=dtype, device=self._device, requires_grad=True)
 
     def _slot_memory(
         self,
         direction: Direction,
         c: int,
-        shape: tuple[int, ...] | None,
+        shape: tuple[int, ...],
         dtype: torch.dtype | None,
     ) -> torch.Tensor | None:
         reserve = (
@@ -320,25 +315,13 @@ class SlotReceiver:
             return "there is no pipeline"
         if not (forward_backward is self._driver or is_pipelining_schedule(forward_backward)):
             return "not Megatron's pipeline schedule, or one that takes no communicator"
-        communicator, groups = keywords.get("p2p_communicator"), keywords.get("pg_collection")
-        if (communicator is None) != (groups is None):
-            return "a communicator without process groups, or process groups without one"
+        communicator = keywords.get("p2p_communicator")
         if communicator is not None and not (
             is_plain_communicator(communicator)
             and communicator.pp_group.size() == self._place.pipeline_size
             and communicator.pp_group.rank() == self._place.pipeline_rank
         ):
             return "the caller's own communicator"
-        if keywords.get("adjust_tensor_shapes_fn") is not None:
-            return "adjust_tensor_shapes_fn"
-        if getattr(self._config, "use_ring_exchange_p2p", False):
-            return "use_ring_exchange_p2p"
-        models = keywords.get("model")
-        models = models if isinstance(models, (list, tuple)) else [models]
-        if not (torch.is_grad_enabled() and all(m.training for m in models)):
-            return "not training"
-        if self._order(keywords["num_microbatches"]) is None:
-            return "Megatron refuses this number of microbatches"
         return ""
 
     def _sends_as_megatron(
@@ -349,16 +332,13 @@ class SlotReceiver:
             communicator is None or is_plain_communicator(communicator)
         )
 
-    def _order(self, num_microbatches: int) -> ReceiveOrder | None:
+    def _order(self, num_microbatches: int) -> ReceiveOrder:
         if num_microbatches not in self._orders:
-            try:
-                if self._driver is None:
-                    order = ReceiveOrder.of_megatron(self._place, num_microbatches)
-                else:
-                    schedule = self._driver.schedule(num_microbatches)
-                    order = ReceiveOrder.of(schedule, self._place.pipeline_rank)
-            except TopologyError:
-                order = None
+            if self._driver is None:
+                order = ReceiveOrder.of_megatron(self._place, num_microbatches)
+            else:
+                schedule = self._driver.schedule(num_microbatches)
+                order = ReceiveOrder.of(schedule, self._place.pipeline_rank)
             self._orders[num_microbatches] = order
         return self._orders[num_microbatches]
 

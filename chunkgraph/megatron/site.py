@@ -87,11 +87,6 @@ class Site:
             self.schedule = PipelineSchedule.of(self.requested_schedule, self.place)
 
     @property
-    def modules(self) -> list[nn.Module]:
-        """Return every module of the rank's model, captured or not."""
-        return [module for chunk in self.chunks for module in chunk.modules()]
-
-    @property
     def shares_experts(self) -> bool:
         """Return whether several ranks share the experts of a layer."""
         return (getattr(self.config, "expert_model_parallel_size", 1) or 1) > 1
@@ -136,8 +131,7 @@ class Site:
                 _refuse_delays_outside(self.chunks[index], part)
         slots = self.requested_slots
         if slots is None:
-            source = self.place if self.schedule is None else self.schedule
-            slots = source.num_slots(are_shared=self.options.shared_slots)
+            slots = self.place.num_slots(self.schedule, are_shared=self.options.shared_slots)
         self.num_slots = check_counts(len(self.parts), slots)
 
     @property

@@ -12,7 +12,6 @@ from torch import nn
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron import attach
-from chunkgraph.megatron.captured_part import SCOPE_RULES
 from chunkgraph.megatron.features.contexts import ContextGroups, follow_groups
 from chunkgraph.megatron.features.fp8 import Fp8State
 from chunkgraph.megatron.features.packing.banks import PackedBanks
@@ -86,14 +85,6 @@ def test_what_does_not_go_with_fp8_is_refused(
     assert refusal.startswith(message)
 
 
-def test_only_one_update_of_delayed_scales_fits_in_a_backward() -> None:
-    settings = {"fp8": "e4m3", "fp8_recipe": "delayed", "mtp_num_layers": 1}
-    (refusal,) = refused(SCOPE_RULES, settings, scope="chunk")
-    assert refusal.startswith("scope='chunk' with fp8_recipe='delayed' and mtp_num_layers: ")
-    assert refused(SCOPE_RULES, settings, scope="block") == []
-    assert refused(SCOPE_RULES, {**settings, "fp8_recipe": "tensorwise"}, scope="chunk") == []
-
-
 @pytest.mark.skipif(
     importlib.util.find_spec("transformer_engine") is not None,
     reason="Transformer Engine is installed",
@@ -101,14 +92,6 @@ def test_only_one_update_of_delayed_scales_fits_in_a_backward() -> None:
 def test_fp8_needs_transformer_engine(chunks: list[nn.Module]) -> None:
     chunks[0].config.fp8, chunks[0].config.fp8_recipe = "e4m3", "delayed"
     with pytest.raises(ConfigError, match=r"fp8='e4m3': it needs Transformer Engine.*\[te\]"):
-        attach(chunks)
-
-
-def test_several_refusals_are_reported_at_once(chunks: list[nn.Module]) -> None:
-    chunks[0].config.cpu_offloading = True
-    chunks[0].config.num_moe_experts = 2
-    chunks[0].config.moe_enable_routing_replay = True
-    with pytest.raises(ConfigError, match=r"(?s)cpu_offloading.*moe_enable_routing_replay"):
         attach(chunks)
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from chunkgraph.engine import CaptureOptions, Chunk, StepMode
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron import attach
-from chunkgraph.megatron.feature import Feature, Features, LimitedFeature, Shortage, Step, Work
+from chunkgraph.megatron.feature import Feature, LimitedFeature, Shortage, Step, Work
 from chunkgraph.megatron.features import FEATURES
 from chunkgraph.settings.rule import Rule
 
@@ -96,9 +96,6 @@ class Counting(LimitedFeature):
         assert step.is_training
         self.calls["forwards_done"] += 1
 
-    def forwards_resumed(self) -> None:
-        self.calls["forwards_resumed"] += 1
-
     def shortage(self, mode: StepMode) -> Shortage:
         assert mode is not StepMode.OUTSIDE
         self.calls["shortage"] += 1
@@ -167,7 +164,7 @@ def test_every_method_of_a_feature_is_called(chunks: list[nn.Module]) -> None:
     assert calls["capture"] == 1
     assert calls["step REPLAY"] == 4
     assert calls["step EAGER"] == 2  # the last one equals the first
-    assert calls["forwards_done"] == calls["forwards_resumed"] == 5
+    assert calls["forwards_done"] == 5
     assert calls["failed step"] == calls["drop_step"] == 1
     assert calls["undone"] == calls["unprepared"] == 1
     assert calls["shortage"] == 4
@@ -187,31 +184,3 @@ def test_a_feature_refuses_a_model_with_the_others(chunks: list[nn.Module]) -> N
     with pytest.raises(ConfigError, match=r"(?s)cpu_offloading=True.*init_method_std=0.5: too"):
         attach(chunks, features=(*FEATURES, Counting))
     assert Counting.calls == {"facts": 1}
-
-
-def test_features_are_entered_in_order_and_left_in_reverse() -> None:
-    events: list[str] = []
-
-    class Noted(Feature):
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        @contextmanager
-        def around(self, work: Work) -> Iterator[None]:
-            assert work == "capture"
-            events.append(f"enter {self.name}")
-            yield
-            events.append(f"leave {self.name}")
-
-        def release(self) -> None:
-            events.append(f"release {self.name}")
-
-    features = Features([Noted("a"), Feature(), Noted("b")])
-    with features.around("capture"):
-        events.append("captures")
-    features.release()
-    assert events == [
-        *("enter a", "enter b", "captures", "leave b", "leave a"),
-        *("release b", "release a"),
-    ]
-    assert not features.awaits_forwards

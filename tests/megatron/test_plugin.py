@@ -230,27 +230,3 @@ def test_another_sequence_length_runs_eagerly_and_equal(
     assert graphs.counters.replays == 2
     with graphs.counters.expect(captures=0, capture_sessions=0):
         wrapped(**keywords[0])
-
-
-def test_a_later_stage_reads_its_input_and_keeps_it(chunks: list[nn.Module]) -> None:
-    """Neither capture nor replay leaves a static buffer as the block's input."""
-
-    inputs = _inputs()
-    block = _block(chunks)
-    block.pre_process = False
-    graphs = attach(chunks, scope="block")
-
-    def schedule(**_: Any) -> torch.Tensor:
-        torch.manual_seed(5)  # the same dropout in every step
-        received = inputs["hidden_states"].detach().clone().requires_grad_()
-        block.set_input_tensor(received)
-        out = block(hidden_states=None, attention_mask=inputs["attention_mask"])
-        out.sum().backward()
-        assert block.input_tensor is received
-        assert received.grad is not None
-        return out.detach().clone()
-
-    wrapped = graphs.wrap_forward_backward(schedule)
-    first, *others = [wrapped(num_microbatches=1) for _ in range(3)]
-    assert graphs.counters.replays == 2
-    assert all(torch.equal(out, first) for out in others)

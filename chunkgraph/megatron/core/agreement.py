@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from chunkgraph.engine.decide.maximum import Maximum
 from chunkgraph.errors import WorkerError
@@ -86,7 +86,9 @@ class Exchange:
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in the order of the ranks, with tensors on the host."""
-        value = tree_map_only(torch.Tensor, torch.Tensor.cpu, value)
+        leaves, spec = tree_flatten(value)
+        leaves = [leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        value = tree_unflatten(leaves, spec)
         if isinstance(self._via, _Posts):
             of_ranks: list[Any] = self._via.post(value, list)()
             return of_ranks

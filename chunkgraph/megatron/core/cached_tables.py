@@ -54,6 +54,8 @@ class CachedTables:
             try:
                 yield
             finally:
+                for module in self._with_buffers:
+                    self._hold_buffers(module)
                 # The work buffers that Megatron's layers share; each exists after its first use.
                 state = import_megatron("megatron.core.parallel_state")
                 self._references.extend(state.get_global_memory_buffer().buffer.values())
@@ -83,19 +85,15 @@ class CachedTables:
         return cached
 
     def _watched(self, module: nn.Module) -> Callable[..., Any]:
-        """Return the module's method, which holds its buffers unless it makes them in a capture.
-
-        The session puts back what a capture leaves on modules.
-        """
+        """Return the module's method, which holds the buffers that it may replace."""
         get = getattr(module, _GET)
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            before = [getattr(module, name) for name in GROWING_BUFFERS if hasattr(module, name)]
-            result = get(*args, **kwargs)
-            for name in GROWING_BUFFERS:
-                buffer = getattr(module, name)
-                if not is_capturing() or any(buffer is other for other in before):
-                    self._references.append(buffer)
-            return result
+            self._hold_buffers(module)
+            return get(*args, **kwargs)
 
         return watched
+
+    def _hold_buffers(self, module: nn.Module) -> None:
+        """Hold the module's buffers; the session removes those that a capture made."""
+        self._references += [getattr(module, n) for n in GROWING_BUFFERS if hasattr(module, n)]

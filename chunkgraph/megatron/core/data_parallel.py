@@ -10,7 +10,6 @@ captured forward waits for each event where the bucket's first layer begins.
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -19,8 +18,7 @@ import torch
 from torch import nn
 
 from chunkgraph.engine import GradientMarker
-from chunkgraph.errors import ConfigError
-from chunkgraph.megatron.core.access import RANGE, import_megatron, patch_attributes
+from chunkgraph.megatron.core.access import import_megatron, patch_attributes
 
 __all__ = [
     "DDP_MODULE",
@@ -31,7 +29,6 @@ __all__ = [
     "facts_of_delays",
     "gathers_parameters",
     "gradient_marker",
-    "has_parameter_gather_hook",
     "is_fully_sharded",
     "unwrap_ddp",
     "wrappers_of",
@@ -67,30 +64,21 @@ def gathers_parameters(ddp: nn.Module) -> bool:
     return bool(getattr(getattr(ddp, "ddp_config", None), "overlap_param_gather", False))
 
 
-def has_parameter_gather_hook(module: nn.Module) -> bool:
-    """Return whether a call of ``module`` makes DDP gather parameters.
-
-    DDP removes its hooks at times, for example to evaluate.
-    """
-    return any(
-        getattr(hook, "__module__", None) == DDP_MODULE
-        for hook in module._forward_pre_hooks.values()
-    )
+def _gather_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+    """Return DDP's forward pre-hooks, which it removes at times, for example to evaluate."""
+    hooks = module._forward_pre_hooks.values()
+    return [hook for hook in hooks if getattr(hook, "__module__", None) == DDP_MODULE]
 
 
 def call_parameter_gather_hooks(modules: Sequence[nn.Module]) -> None:
-    """Run DDP's forward pre-hooks of ``modules``, which a replay does not run.
-
-    DDP adds and removes these hooks between steps, so every call looks them up again.
-    """
+    """Run DDP's forward pre-hooks of ``modules``, which a replay does not run."""
     for module in modules:
-        for hook in list(module._forward_pre_hooks.values()):
-            if getattr(hook, "__module__", None) == DDP_MODULE:
-                hook(module, ())
+        for hook in _gather_hooks(module):
+            hook(module, ())
 
 
 def gradient_marker(
-    ddp: nn.Module, parameters: Sequence[nn.Parameter]
+    ddp: Any, parameters: Sequence[nn.Parameter]
 ) -> Callable[[], GradientMarker] | None:
     """Return a factory of one slot's signals to ``ddp`` that gradients are accumulated.
 
@@ -101,19 +89,10 @@ def gradient_marker(
     Returns:
         A function that makes the marker of one slot; None if DDP needs no such signal (without
         overlap_grad_reduce it reduces at the end of the step).
-
-    Raises:
-        ConfigError: DDP keeps its gradient buckets under unknown names.
     """
-    ddp_config = getattr(ddp, "ddp_config", None)
-    groups = getattr(ddp, "param_to_bucket_group", None)
-    if ddp_config is None or groups is None:
-        raise ConfigError(
-            f"{type(ddp).__qualname__} has no ddp_config or param_to_bucket_group: this release of "
-            f"megatron-core keeps its gradient buckets elsewhere. Use {RANGE}."
-        )
-    if not ddp_config.overlap_grad_reduce:
+    if not ddp.ddp_config.overlap_grad_reduce:
         return None
+    groups = ddp.param_to_bucket_group
     targets = [(groups[p], p) if p in groups else None for p in parameters]
     on_gpu = any(p.is_cuda for p in parameters)
     stream = torch.cuda.Stream() if on_gpu else None
@@ -149,10 +128,6 @@ class _BucketSignals:
                 self._missing.setdefault(id(group), set()).add(index)
         self._members = members
         self._ready: dict[int, torch.cuda.Event | None] = {}
-        self._takes_force = all(
-            "force_all_reduce" in inspect.signature(group.register_grad_ready).parameters
-            for group, _ in members.values()
-        )
 
     def accumulated(self, index: int) -> None:
         target = self._targets[index]
@@ -172,7 +147,7 @@ class _BucketSignals:
     def replayed(self) -> None:
         if not any(self._members[key][0].is_last_microbatch for key in self._ready):
             return
-        force = (getattr(self._ddp, "force_all_reduce", False),) if self._takes_force else ()
+        force = getattr(self._ddp, "force_all_reduce", False)
         for key, event in self._ready.items():
             group, parameters = self._members[key]
             with contextlib.ExitStack() as stack:
@@ -181,7 +156,7 @@ class _BucketSignals:
                     self._stream.wait_event(event)
                     stack.enter_context(torch.cuda.stream(self._stream))
                 for parameter in parameters:
-                    group.register_grad_ready(parameter, *force)
+                    group.register_grad_ready(parameter, force)
 
 
 class ParameterGates:
@@ -222,7 +197,7 @@ class ParameterGates:
         The side stream first waits for the work queued so far (the optimizer's writes).
         """
         first_module, _ = self._hooked[0]
-        if not has_parameter_gather_hook(first_module) or not any(
+        if not _gather_hooks(first_module) or not any(
             _is_outstanding(group) for group in self._groups.values()
         ):
             return

@@ -41,7 +41,7 @@ class Direction(Enum):
     """The gradient of a stage's output, from the next stage."""
 
 
-TakeBuffer = Callable[[Direction, tuple[int, ...] | None, torch.dtype | None], torch.Tensor | None]
+TakeBuffer = Callable[[Direction, tuple[int, ...], torch.dtype | None], torch.Tensor | None]
 """Return the memory of the next receive of a direction; see `SlotReceiver.take`."""
 
 
@@ -64,11 +64,6 @@ class _ReceiveInto(TorchFunctionMode):
                 return buffer
         return func(*args, **kwargs)
 
-    def finish(self) -> None:
-        """Report the receives whose allocations were not seen."""
-        while self._left:
-            self._take(self._left.popleft(), None, None)
-
 
 @functools.cache
 def _communicator_class() -> Any:
@@ -85,13 +80,8 @@ def _communicator_class() -> Any:
             # Megatron allocates the two tensors of one exchange in this order.
             directions = [Direction.FORWARD] * bool(recv_prev)
             directions += [Direction.BACKWARD] * bool(recv_next)
-            if not directions:
-                return super()._communicate(recv_prev=False, recv_next=False, **others)
-            mode = _ReceiveInto(self._take, directions)
-            with mode:
-                result = super()._communicate(recv_prev=recv_prev, recv_next=recv_next, **others)
-            mode.finish()
-            return result
+            with _ReceiveInto(self._take, directions):
+                return super()._communicate(recv_prev=recv_prev, recv_next=recv_next, **others)
 
     return SlotCommunicator
 

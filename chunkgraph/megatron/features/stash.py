@@ -182,10 +182,6 @@ class ExpertStash(LimitedFeature):
         if step.is_replayed and not self.stashes_in_backwards:
             self._send()
 
-    def forwards_resumed(self) -> None:
-        """Send the counts again when the step ends."""
-        self._is_sent = False
-
     def _send(self) -> None:
         if self._saving.stash is not None and not self._is_sent:
             self._saving.stash.send_status()

@@ -79,25 +79,6 @@ class PipelineSchedule:
             return self.file.splits_backward
         return get_family(self.name).splits_backward
 
-    def num_slots(self, *, are_shared: bool) -> tuple[int, ...]:
-        """Return the slots that each chunk needs.
-
-        Args:
-            are_shared: Whether all chunks share their slots.
-        """
-        place = self.place
-        if self.file is None:
-            plan = plan_slots(
-                place.pipeline_size,
-                place.num_chunks,
-                place.group_size,
-                rank=place.pipeline_rank,
-                schedule=self.name,
-            )
-        else:
-            plan = plan_schedule(self.file, place.pipeline_rank)
-        return (plan.peak_in_flight,) * place.num_chunks if are_shared else plan.slots_per_chunk
-
 
 def refuse_other_schedules(
     schedule: PipelineSchedule | None, rank: int, agree: Maximum | None
@@ -173,15 +154,23 @@ class PipelinePlace:
         """Return the name of a chunk of this rank in errors."""
         return f"rank {self.rank}, pipeline stage {self.stage(chunk)}, chunk {chunk}"
 
-    def num_slots(self, *, are_shared: bool = False) -> tuple[int, ...]:
+    def num_slots(
+        self, schedule: PipelineSchedule | None = None, *, are_shared: bool = False
+    ) -> tuple[int, ...]:
         """Return the slots that each chunk needs for any number of microbatches.
 
         Args:
+            schedule: The schedule of training steps; None for Megatron's own.
             are_shared: Whether all chunks share their slots.
         """
-        plan = plan_slots(
-            self.pipeline_size, self.num_chunks, self.group_size, rank=self.pipeline_rank
-        )
-        if are_shared:
-            return (plan.peak_in_flight,) * self.num_chunks
-        return plan.slots_per_chunk
+        if schedule is not None and schedule.file is not None:
+            plan = plan_schedule(schedule.file, self.pipeline_rank)
+        else:
+            plan = plan_slots(
+                self.pipeline_size,
+                self.num_chunks,
+                self.group_size,
+                rank=self.pipeline_rank,
+                schedule="auto" if schedule is None else schedule.name,
+            )
+        return (plan.peak_in_flight,) * self.num_chunks if are_shared else plan.slots_per_chunk

@@ -70,19 +70,14 @@ class ScheduleDriver:
             return losses
         groups = keywords.get("pg_collection") or self._default_groups()
         steps = MegatronSteps(keywords, groups)
-        if keywords.get("adjust_tensor_shapes_fn") is not None:
-            raise ConfigError(
-                "A pipeline schedule of chunkgraph cannot run with adjust_tensor_shapes_fn: all "
-                "stages exchange tensors of one shape. Leave it out, or train with Megatron's own "
-                "schedule."
-            )
-        communicator = keywords.get("p2p_communicator")
-        if communicator is not None and not is_plain_communicator(communicator):
-            raise ConfigError(
-                "A pipeline schedule of chunkgraph exchanges tensors itself, but the "
-                f"p2p_communicator of this step is a {type(communicator).__name__}. Leave it out, "
-                "or train with Megatron's own schedule."
-            )
+        for name in ("adjust_tensor_shapes_fn", "p2p_communicator"):
+            value = keywords.get(name)
+            if value is not None and not is_plain_communicator(value):
+                raise ConfigError(
+                    "A pipeline schedule of chunkgraph exchanges tensors of one shape itself, but "
+                    f"this step has {name}={value!r}. Leave it out, or train with Megatron's own "
+                    "schedule."
+                )
         schedule = self.schedule(steps.num_microbatches)
         if schedule.num_chunks != len(steps.models):
             raise ConfigError(

@@ -99,28 +99,6 @@ def test_global_buffers_outlive_their_replacement(chunks: list[nn.Module], scope
     assert all(ref() is None for ref in used)
 
 
-@pytest.mark.parametrize("scope", ["block", "chunk"])
-def test_a_table_made_in_a_capture_is_the_graphs_alone(chunks: list[nn.Module], scope: Any) -> None:
-    """Neither eager passes nor graphs of a second capture get it from Megatron's cache."""
-    (rotary,) = [m for m in chunks[0].modules() if type(m).__name__ == "RotaryEmbedding"]
-    cache: Any = type(rotary).forward
-    graphs = attach(chunks, scope=scope)
-    (first,) = _losses(graphs, chunks[0], 1)
-    cache.cache_clear()
-    losses = _losses(graphs, chunks[0], 2)
-    table = rotary(16)
-    values = table.clone()
-    losses += _losses(graphs, chunks[0], 1)
-    assert graphs.counters.replays == 3
-    assert torch.equal(table, values)
-    assert torch.equal(table, cache.__wrapped__(rotary, 16))
-    graphs.release()
-    cache.cache_clear()
-    losses += _losses(graphs, chunks[0], 3)
-    assert graphs.counters.captures == 2
-    assert all(torch.equal(loss, first) for loss in losses)
-
-
 class _LatentTables(nn.Module):
     """As the positions of multi-latent attention: a longer table replaces the previous one."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import pickle
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -113,19 +112,6 @@ def test_a_fork_that_fails_switches_back(host: HostRng, tracker) -> None:  # typ
     assert host.current is host.default
 
 
-def test_states_can_be_read_and_set_live_or_not(host: HostRng) -> None:
-    other = host.current.clone_state().manual_seed(5)
-    kept = other.get_state()
-    host.switch_to(other)
-    first = torch.rand(3)
-    other.set_state(kept)
-    assert torch.equal(torch.rand(3), first)
-    host.switch_to(host.default)
-    other.set_state(kept)
-    host.switch_to(other)
-    assert torch.equal(torch.rand(3), first)
-
-
 def _noisy(tracker, x: torch.Tensor) -> torch.Tensor:  # type: ignore[no-untyped-def]
     """A chunk with dropout from three sequences, as in a transformer layer."""
     with tracker.fork():
@@ -150,16 +136,3 @@ def test_replays_draw_what_eager_calls_would(host: HostRng, tracker) -> None:  #
         draws.append(out.clone())
     draws.append(_noisy(tracker, x))  # eager and replayed draws alternate
     assert all(torch.equal(a, b) for a, b in zip(draws, expected, strict=True))
-
-
-def test_random_states_go_through_a_checkpoint(host: HostRng) -> None:
-    convert = importlib.import_module("megatron.core.tensor_parallel").convert_cuda_rng_state
-    live, other = host.default, host.current.clone_state()
-    expected = torch.rand(3)
-    for state in (other, live):
-        loaded = convert(pickle.loads(pickle.dumps(state)), to_graphable=True)
-        assert torch.equal(loaded.get_state(), state.get_state())
-    torch.rand(5)
-    host.switch_to(convert(other, to_graphable=True))
-    assert torch.equal(torch.rand(3), expected)
-    assert isinstance(convert(other, to_graphable=False), torch.Tensor)

@@ -93,33 +93,3 @@ def test_zero_bubble_on_graphs_equals_megatrons_1f1b(
     # Both ranks have two slots, and the first stage has no input gradient to compute.
     assert results["1f1b"]["num_graphs"] == 2 * (2 + 1)
     assert results["zb-h1"]["num_graphs"] == 2 * 2 + 3 * 2
-
-
-@pytest.mark.slow
-def test_four_ranks(run_cases: Callable[..., Any], make_config: Callable[..., Any]) -> None:
-    pp4 = {"pipeline_model_parallel_size": 4}
-    pp2 = {"pipeline_model_parallel_size": 2}
-    overlap = {"overlap_grad_reduce": True, "use_distributed_optimizer": True}
-    _check(
-        run_cases(
-            {
-                "pp4": _case(make_config, "1f1b", pp4, [1, 3, 6]),
-                "tp2": _case(make_config, "1f1b", {**pp2, "tensor_model_parallel_size": 2}, [2, 3]),
-                "dp2": _case(
-                    make_config, "1f1b", {**pp2, "data_parallel_size": 2}, [3, 2], overlap
-                ),
-                "dp2_vpp2": _case(
-                    make_config,
-                    "interleaved",
-                    {
-                        **pp2,
-                        "data_parallel_size": 2,
-                        "virtual_pipeline_model_parallel_size": 2,
-                    },
-                    [4, 2],
-                    {**overlap, "overlap_param_gather": True},
-                ),
-            },
-            4,
-        )
-    )

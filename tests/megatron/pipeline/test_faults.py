@@ -71,29 +71,3 @@ def test_a_rank_killed_in_a_replayed_step(
     codes, messages = run_to_its_end(case([*STEPS, *STEPS], **fault))
     assert codes == [1, -signal.SIGKILL]
     assert "Rank 0 stopped because another rank ended" in messages[0]
-
-
-@pytest.mark.slow
-def test_a_step_without_room_runs_again_under_the_same_schedule(
-    run_cases: Callable[..., dict[str, Any]], make_config: Callable[..., Any]
-) -> None:
-    experts = {
-        "num_moe_experts": 4,
-        "moe_router_topk": 2,
-        "moe_ffn_hidden_size": 32,
-        "moe_expert_capacity_factor": 1.0,
-        "moe_pad_expert_input_to_capacity": True,
-        "token_drops": "rerun",
-    }
-    config = make_config(
-        model={"num_layers": 2, "swiglu": True, "normalization": "RMSNorm"},
-        pipeline=ZB,
-        moe=experts,
-        train={"num_microbatches": [2, 3, 1, 4]},
-    )
-    result = run_cases({"rerun": {"config": config}}, 2, timeout_s=200)["rerun"]
-    for step in result["steps"]:
-        assert step["loss_equal"], step
-        assert step["grad_norm_equal"], step
-    assert result["different_parameters"] == {}
-    assert sum(result["overflow_reruns"].values()) >= 1

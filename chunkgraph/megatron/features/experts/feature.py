@@ -222,10 +222,6 @@ class Experts(LimitedFeature):
             self._counts.send()
             self._is_reported = True
 
-    def forwards_resumed(self) -> None:
-        """Report again at the end of the step."""
-        self._is_reported = False
-
     def _end_step(self, step: Step) -> None:
         """Report dropped tokens of a training step, before its gradients are used."""
         if self._measures_room and not step.is_replayed:

@@ -13,7 +13,6 @@ import torch
 
 from chunkgraph.engine.counters import Counters
 from chunkgraph.engine.decide.reasons import StepMode
-from chunkgraph.megatron.attached import notify_after_last_forward
 from chunkgraph.megatron.feature import Feature, Features, LimitedFeature, Shortage
 from chunkgraph.megatron.features.experts.counts import RowCounts
 from chunkgraph.megatron.features.rerun import OverflowGuard
@@ -134,16 +133,3 @@ def test_waiting_for_dropped_tokens_gives_those_of_the_last_step() -> None:
     counts += 1
     report.send()
     assert report.by_layer(wait=True) == {1: 4, 2: 4}
-
-
-def test_a_further_forward_withdraws_the_report() -> None:
-    events: list[str] = []
-    kwargs = {"forward_step_func": lambda *_: events.append("forward"), "num_microbatches": 2}
-    wrapped = notify_after_last_forward(
-        kwargs, 2, lambda: events.append("notify"), lambda: events.append("back")
-    )
-    for _ in range(6):
-        wrapped["forward_step_func"]("data", "model")
-    assert events == [*["forward"] * 4, "notify", "forward", "back", "forward"]
-    assert kwargs["forward_step_func"] is not wrapped["forward_step_func"]
-    assert notify_after_last_forward({}, 1, lambda: None, lambda: None) == {}
