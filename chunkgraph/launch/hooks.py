@@ -187,10 +187,10 @@ class ChunkGraphsInPretrain:
             world_size=state.get_data_parallel_world_size(with_context_parallel=True),
             group_size=place.group_size if len(chunks) > 1 else 1,
         )
-        groups = ContextGroups.of_data_parallel(limits.group_sizes)
+        groups = ContextGroups.of_data_parallel(limits.group_sizes, has_experts=_has_experts(args))
         # Not after an error: if only this rank has one, others may wait in these groups forever.
         undo.push(lambda kind, _error, _trace: groups.close() if kind is None else None)
-        undo.callback(follow_groups(chunks))
+        undo.callback(follow_groups(chunks, groups))
         return PackedBanks.of_limits(limits, groups, seq_buckets=flags.packing.seq_buckets)
 
     def _forget(self) -> None:

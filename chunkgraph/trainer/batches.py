@@ -158,7 +158,8 @@ def _banks(config: Config, model_config: Any) -> PackedBanks:
         multiple_of=pipeline.microbatch_group_size if pipeline.num_model_chunks > 1 else 1,
         counts_padding=shares_keys(model_config),
     )
-    groups = ContextGroups.of_data_parallel(limits.group_sizes)
+    has_experts = config.moe.num_moe_experts is not None
+    groups = ContextGroups.of_data_parallel(limits.group_sizes, has_experts=has_experts)
     return PackedBanks.of_limits(limits, groups, seq_buckets=packing.seq_buckets)
 
 

@@ -93,7 +93,7 @@ class TrainedModel:
         self.batches = batches = PackedBatches(config, device, model_config)
         self._undo.callback(batches.close)
         if batches.banks.groups is not None:
-            self._undo.callback(follow_groups(self.chunks))
+            self._undo.callback(follow_groups(self.chunks, batches.banks.groups))
 
     def attach_graphs(self, on_capture: OnCapture | None = None) -> MegatronChunkGraphs:
         """Attach chunk graphs as configured.

@@ -281,10 +281,14 @@ def test_ranks_share_each_microbatch_as_its_documents_need(
 
 
 @pytest.mark.slow
-def test_ranks_share_microbatches_of_experts(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ranks", ["pipeline", pytest.param("tensor", marks=pytest.mark.slow)])
+def test_ranks_share_microbatches_of_experts(
+    runs: Runs, ranks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Bit for bit equal to the same groups without graphs; experts are on two ranks.
 
-    Pages of the stash run out in the first replayed step, which runs again with the same groups.
+    With tensor parallelism routers count over the groups of `ContextGroups`. In the pipeline, pages
+    of the stash run out in the first replayed step, which runs again with the same groups.
     """
     flags = ["--train-iters", "3", "--eval-interval", "2", "--hidden-dropout", "0.1"]
     flags += ["--global-batch-size", "8", "--calculate-per-token-loss"]
@@ -293,23 +297,29 @@ def test_ranks_share_microbatches_of_experts(runs: Runs, monkeypatch: pytest.Mon
     flags += ["--moe-aux-loss-coeff", "0.01", "--moe-router-load-balancing-type", "aux_loss"]
     flags += ["--moe-token-dispatcher-type", "alltoall", "--expert-model-parallel-size", "2"]
     chunk = [*CHUNK, "--cuda-graph-verify", "poison"]
-    flags += ["--num-layers", "2", "--spec", "packed_spec", "contexts_experts_layer"]
-    monkeypatch.setenv("SFT_STASH_BYTES", "2048")
-    chunk += ["--cuda-graph-stash", "true", "--cuda-graph-token-drops", "rerun"]
+    if ranks == "pipeline":
+        flags += ["--num-layers", "2", "--spec", "packed_spec", "contexts_experts_layer"]
+        monkeypatch.setenv("SFT_STASH_BYTES", "2048")
+        chunk += ["--cuda-graph-stash", "true", "--cuda-graph-token-drops", "rerun"]
+    else:
+        flags += ["--num-layers", "1", "--spec", "packed_spec", "split_contexts_experts_layer"]
+        flags += ["--pipeline-model-parallel-size", "1", "--tensor-model-parallel-size", "2"]
+        flags += ["--sequence-parallel", "--expert-tensor-parallel-size", "1"]
+        chunk += ["--cuda-graph-chunk-scope", "chunk"]
     monkeypatch.setenv("SFT_RANDOM_SIZES", "1")
     sizes = ["--cuda-graph-cp-sizes", "1", "2"]
     sizes += ["--cuda-graph-max-packed-seqs", "5"]
     never = [*CHUNK[:2], "--cuda-graph-warmup-steps", "99"]
     results = {}
     for name, more in {"eager": never, "chunk": chunk}.items():
-        log = runs.train(name, *flags, *more, *sizes, nproc=4)
+        log = runs.train(f"{ranks}-{name}", *flags, *more, *sizes, nproc=4)
         balance = re.findall(r"load_balancing_loss: (\S+)", runs.output)
         results[name] = (log, balance, runs.evaluations())
         # 1 is a balanced load, for any number of microbatches.
         assert all(0.97 < float(value) < 1.1 for value in balance), balance
         assert [n > 0 for n in runs.replays()] == [False, *[name == "chunk"] * 2]
     assert results["chunk"] == results["eager"]
-    assert runs.output.count("steps run again (stash pages): 1 |") == 1
+    assert runs.output.count("steps run again (stash pages): 1 |") == (ranks == "pipeline")
 
 
 @pytest.mark.slow

@@ -277,13 +277,19 @@ def gathered(results: dict[str, Any], groups: ContextGroups, agree: Any) -> list
 
 
 def groups_of_megatron() -> list[dict[str, Any]]:
-    """Return each rank's group for a microbatch of size 2."""
+    """Return each rank's group for a microbatch of size 2, and the group of its routers."""
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(2)
-    groups = ContextGroups.of_data_parallel([1, 2])
-    results = {"shared": dist.get_process_group_ranks(groups.of(2))}
+    without = ContextGroups.of_data_parallel([1, 2])
+    groups = ContextGroups.of_data_parallel([1, 2], has_experts=True)
+    shared = groups.of(2)
+    results = {
+        "shared": dist.get_process_group_ranks(shared),
+        "counted": dist.get_process_group_ranks(groups.of_routers(shared)),
+        "without": without.for_routers,
+    }
     groups.close()
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, results)

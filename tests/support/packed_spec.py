@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from context_specs import experts
 from split_specs import split
 from user_specs import packed, packed_contexts, packed_contexts_experts, packed_experts
 
@@ -10,3 +11,4 @@ experts_layer = packed_experts()
 split_layer = split()
 contexts_layer = packed_contexts()
 contexts_experts_layer = packed_contexts_experts()
+split_contexts_experts_layer = experts()

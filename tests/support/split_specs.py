@@ -5,18 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
-from user_specs import ContextCore, _with_core
-
-
-class StaticContextCore(ContextCore):
-    """`ContextCore` for documents that the model's context-parallel ranks share."""
-
-    is_static = True
-
-    def group_of(self, packed_seq_params: Any) -> Any:
-        """Return Megatron's group."""
-        return parallel_state.get_context_parallel_group()
+from context_specs import StaticContextCore
+from user_specs import _with_core
 
 
 class PoisonedSplitCore(StaticContextCore):

@@ -61,15 +61,6 @@ CONTEXT_RULES = (
         "context_parallel_sizes hybrid_layer_pattern: a Mamba mixer splits its heads over the "
         "ranks that it was built for; use one of them"
     ),
-    Rule(
-        "context_parallel_sizes num_moe_experts tensor_model_parallel_size: routers would count "
-        "tokens over tensor-parallel ranks too; use {tensor_model_parallel_size=1}",
-        lambda f: (
-            f.context_parallel_sizes
-            and f.num_moe_experts
-            and (f.tensor_model_parallel_size or 1) > 1
-        ),
-    ),
     *(
         Rule(
             f"context_parallel_sizes recompute_modules: {part} would be recomputed with the "

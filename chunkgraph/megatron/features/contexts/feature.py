@@ -4,7 +4,7 @@ Where documents are split over ranks, both halves of attention need the microbat
 attention takes it from ``packed_seq_params`` (Transformer Engine does, through Megatron's wrapper).
 The rotary embedding of packed sequences always takes the model's, ``pg_collection.cp``, so a hook
 replaces it before every call. Routers get a hook too: they count the tokens of each expert over the
-ranks of a microbatch.
+ranks of a microbatch, and with tensor parallelism also over the ranks that share its rows.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from chunkgraph.settings.rule import Rule
 if TYPE_CHECKING:
     from chunkgraph.megatron.attached import MegatronChunkGraphs
 
-__all__ = ["Contexts", "follow_groups"]
+__all__ = ["Contexts", "follow_groups", "refuse_without_groups"]
 
 
 class Contexts(Feature):
@@ -76,11 +76,11 @@ class Contexts(Feature):
         """Refuse a model that `follow_groups` has not prepared.
 
         Raises:
-            ConfigError: an attention would embed positions with the model's group.
+            ConfigError: see `refuse_without_groups`.
         """
         banks = site.feature_options["packing"]
         if banks is not None and banks.groups is not None:
-            _refuse_without_groups(site.chunks)
+            refuse_without_groups(site.chunks, banks.groups)
 
     @classmethod
     def of(cls, site: Site, _undo: ExitStack) -> Self | None:
@@ -106,9 +106,12 @@ class Contexts(Feature):
 
 _GROUPS = "pg_collection"
 _HOOK_MARK = "_chunkgraph_follows_groups"
+_ROUTER_GROUPS = "_chunkgraph_router_groups"
 
 
-def follow_groups(model_chunks: Iterable[nn.Module]) -> Callable[[], None]:
+def follow_groups(
+    model_chunks: Iterable[nn.Module], groups: ContextGroups | None = None
+) -> Callable[[], None]:
     """Make rotary embeddings and routers use the group of each microbatch's ``packed_seq_params``.
 
     Holds for eager steps and captures. Each call's arguments decide, so a recomputation in the
@@ -117,32 +120,51 @@ def follow_groups(model_chunks: Iterable[nn.Module]) -> Callable[[], None]:
 
     Args:
         model_chunks: the modules passed to the schedule.
+        groups: the groups of the microbatches, made with ``has_experts=True``. Only models with
+            experts on several tensor-parallel ranks need them.
 
     Returns:
         A function that undoes it.
 
     Raises:
-        ConfigError: experts are on several tensor-parallel ranks.
+        ConfigError: a router needs ``groups``.
     """
-    modules: list[Any] = [module for chunk in model_chunks for module in chunk.modules()]
-    layers = [m for m in modules if getattr(getattr(m, "mlp", None), "router", None) is not None]
-    if any(layer.mlp.router.tp_group.size() > 1 for layer in layers):
+    model_chunks = list(model_chunks)
+    has_groups = groups is not None and groups.for_routers is not None
+    layers = _layers_with_routers(model_chunks)
+    names = [f"{name} of model chunk {n}" for n, name, layer in layers if _shares_rows(layer)]
+    # The config is the same on all ranks; a pipeline stage may have no experts.
+    if not has_groups and (names or any(_config_shares_rows(chunk) for chunk in model_chunks)):
         raise ConfigError(
-            "The routers of experts on several tensor-parallel ranks count tokens over these ranks "
-            "too, which context-parallel sizes that change do not support. Use "
-            "tensor_model_parallel_size=1."
+            f"{names[0] if names else 'The model'} has experts on several tensor-parallel ranks, "
+            "and its routers count tokens over these ranks too. Pass the groups of the "
+            "microbatches: follow_groups(model_chunks, groups) with groups = "
+            "ContextGroups.of_data_parallel(sizes, has_experts=True)."
         )
     undo = ExitStack()
-    if any(parameter.is_cuda for module in modules for parameter in module.parameters(False)):
-        make_attention_stream()
-    for module in filter(_is_attention, modules):
-        _follow(module, undo)
-    for layer in layers:
-        _follow_with_router(layer, undo)
+    for chunk in model_chunks:
+        if any(parameter.is_cuda for parameter in chunk.parameters()):
+            make_attention_stream()
+        for module in chunk.modules():
+            if _is_attention(module):
+                _follow(module, undo)
+    for _, _, layer in _layers_with_routers(model_chunks):
+        _follow_with_router(layer, groups if _shares_rows(layer) else None, undo)
     return undo.close
 
 
-def _refuse_without_groups(model_chunks: Iterable[nn.Module]) -> None:
+def refuse_without_groups(model_chunks: Iterable[nn.Module], groups: ContextGroups) -> None:
+    """Check that `follow_groups` was called for every layer of a model.
+
+    Args:
+        model_chunks: the modules passed to `follow_groups`.
+        groups: the groups of the banks.
+
+    Raises:
+        ConfigError: an attention would embed positions with the model's group, or a router would
+            count tokens over groups other than the banks'. The message names the first.
+    """
+    model_chunks = list(model_chunks)
     for number, chunk in enumerate(model_chunks):
         for name, module in chunk.named_modules():
             if _is_attention(module) and not any(
@@ -155,6 +177,41 @@ def _refuse_without_groups(model_chunks: Iterable[nn.Module]) -> None:
                     "undo = chunkgraph.megatron.features.contexts.follow_groups(model_chunks) "
                     "before attach(), and undo() after detach()."
                 )
+    for number, name, layer in _layers_with_routers(model_chunks):
+        if _shares_rows(layer) and not any(
+            getattr(hook, _ROUTER_GROUPS, None) is groups
+            for hook in layer._forward_pre_hooks.values()
+        ):
+            raise ConfigError(
+                "attach(packing=PackedBanks.of_limits(...)): "
+                f"the router of {name} of model chunk {number} would count tokens over groups "
+                "other than those of the banks. Call follow_groups(model_chunks, groups) with the "
+                "groups of these banks."
+            )
+
+
+def _layers_with_routers(model_chunks: Iterable[nn.Module]) -> Iterator[tuple[int, str, Any]]:
+    """Yield each layer with a router as (number of its chunk, name in the chunk, layer)."""
+    for number, chunk in enumerate(model_chunks):
+        for name, module in chunk.named_modules():
+            if getattr(getattr(module, "mlp", None), "router", None) is not None:
+                yield number, name, module
+
+
+def _config_shares_rows(chunk: nn.Module) -> bool:
+    """Return whether the model's config, alike on all ranks, splits routers' rows over ranks."""
+    configs = (getattr(module, "config", None) for module in chunk.modules())
+    config = next((config for config in configs if hasattr(config, "num_moe_experts")), None)
+    return bool(
+        config is not None
+        and config.num_moe_experts
+        and (getattr(config, "tensor_model_parallel_size", 1) or 1) > 1
+    )
+
+
+def _shares_rows(layer: Any) -> bool:
+    """Return whether a layer's rows are split over tensor-parallel ranks, which count together."""
+    return bool(layer.mlp.router.tp_group.size() > 1)
 
 
 def _is_attention(module: nn.Module) -> bool:
@@ -183,13 +240,22 @@ def _follow(attention: Any, undo: ExitStack) -> None:
     undo.callback(attention.register_forward_pre_hook(hook, with_kwargs=True).remove)
 
 
-def _follow_with_router(layer: Any, undo: ExitStack) -> None:
-    """Hook a layer with experts, whose router does not get the ``packed_seq_params`` itself."""
+def _follow_with_router(layer: Any, groups: ContextGroups | None, undo: ExitStack) -> None:
+    """Hook a layer with experts, whose router does not get the ``packed_seq_params`` itself.
+
+    Args:
+        layer: the layer.
+        groups: maps a microbatch's group to the one that routers count over; None: they count over
+            the microbatch's group.
+        undo: collects the callbacks that undo it.
+    """
     set_group, undo_router = follow_in_router(layer.mlp.router)
 
     def hook(_module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
-        set_group(getattr(kwargs.get(ARGUMENT), "cp_group", None))
+        group = getattr(kwargs.get(ARGUMENT), "cp_group", None)
+        set_group(group if groups is None else groups.of_routers(group))
 
+    setattr(hook, _ROUTER_GROUPS, groups)
     undo.callback(undo_router)
     undo.callback(layer.register_forward_pre_hook(hook, with_kwargs=True).remove)
 
@@ -257,19 +323,19 @@ def use_groups_in_latent_attention(attention: Any) -> Callable[[], None]:
 def follow_in_router(router: Any) -> tuple[Callable[[Any], None], Callable[[], None]]:
     """Make a router balance the tokens of a microbatch over all ranks that share it.
 
-    Megatron's routers count the tokens of an expert over the model's context-parallel ranks. This
-    one counts over the microbatch's ranks, for the microbatch's losses. A microbatch of
+    Megatron's routers count the tokens of an expert over the model's tensor- and context-parallel
+    ranks. This one counts over the microbatch's ranks, for the microbatch's losses. A microbatch of
     context-parallel size C weighs C times as much as one of size 1 in gradients and metrics, since
     it has C times the rows; Megatron does the same with a static size. The z-loss stays a mean over
     the rank's tokens, and the global loss is over all ranks anyway.
 
     Args:
-        router: a ``TopKRouter`` of a model without static context or tensor parallelism, so that
-            its own group is this rank.
+        router: a ``TopKRouter`` of a model without static context parallelism, so that its own
+            group consists of its tensor-parallel ranks.
 
     Returns:
-        A function that sets the group of the next call (None: the router's own), and a function
-        that undoes it all.
+        A function that sets the group of the next call (tensor-parallel ranks included; None: the
+        router's own), and a function that undoes it all.
     """
     own = router.tp_cp_group
     attach, z_loss = router.attach_and_log_load_balancing_loss, router.apply_z_loss
@@ -283,7 +349,7 @@ def follow_in_router(router: Any) -> tuple[Callable[[Any], None], Callable[[], N
         current = router.tp_cp_group
         if group is current and current is not own:
             # Metrics are reduced after the step, when this microbatch's group is unknown.
-            loss, group = loss * current.size(), own
+            loss, group = loss * (current.size() // own.size()), own
         router.tp_cp_group = own
         try:
             return attach(activation, coefficient, loss, name, group, *args, **more)

@@ -6,12 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from refused import refused
 from torch import nn
 
-from chunkgraph.errors import ConfigError
-from chunkgraph.megatron.features.contexts import follow_groups
-from chunkgraph.megatron.rules.contexts import CONTEXT_RULES
+from chunkgraph.errors import ConfigError, TopologyError
+from chunkgraph.megatron.features.contexts import ContextGroups, follow_groups
+from chunkgraph.megatron.features.contexts.feature import refuse_without_groups
 
 # No `megatron` marker: `test_context_training` has whole jobs.
 
@@ -90,12 +89,65 @@ def test_a_microbatch_of_several_ranks_weighs_as_much_as_its_rows() -> None:
     assert not {"apply_z_loss", "attach_and_log_load_balancing_loss"} & vars(router).keys()
 
 
-def test_experts_on_several_tensor_parallel_ranks_are_refused() -> None:
-    chunks = [nn.Sequential(_Layer(), _Layer(num_tensor_ranks=2))]
-    with pytest.raises(ConfigError, match="experts on several tensor-parallel ranks"):
-        follow_groups(chunks)
+class _Groups:
+    """Groups of microbatches on one, two and four ranks, with two tensor-parallel ranks."""
+
+    def __init__(self, for_routers: Any = "made") -> None:
+        self.for_routers = for_routers
+        self.two, self.four = _Group(2), _Group(4)
+        self._of_routers = {self.two: _Group(4), self.four: _Group(8), None: None}
+
+    def of_routers(self, group: Any) -> Any:
+        return self._of_routers[group]
+
+
+def test_tensor_parallel_ranks_count_their_rows_together() -> None:
+    layer, groups = _Layer(num_tensor_ranks=2), _Groups()
+    router = layer.mlp.router
+    own = router.tp_cp_group
+    counted_over = []
+    router.register_forward_pre_hook(lambda *_: counted_over.append(router.tp_cp_group))
+    undo = follow_groups([layer], groups)  # type: ignore[arg-type]
+    for group in (groups.four, None, groups.two):
+        layer(packed_seq_params=SimpleNamespace(cp_group=group))
+    layer()  # an evaluation
+    undo()
+    assert counted_over == [groups.of_routers(groups.four), own, groups.of_routers(groups.two), own]
+    # Multiplied by the number of context-parallel ranks, not of tensor-parallel ones.
+    losses = [loss for name, loss, group in router.seen if name == "balance" and group is own]
+    assert losses == [4.0, 1.0, 2.0, 1.0]
+    assert {loss for name, loss, _ in router.seen if name == "z"} == {0.5}
+    assert router.tp_cp_group is own
+
+
+def test_routers_that_would_count_over_others_are_refused() -> None:
+    chunks, groups = [nn.Sequential(_Layer(), _Layer(num_tensor_ranks=2))], _Groups()
+    for wrong_groups in (None, _Groups(for_routers=None)):
+        with pytest.raises(ConfigError, match="1 of model chunk 0 has experts on several tensor"):
+            follow_groups(chunks, wrong_groups)  # type: ignore[arg-type]
     assert not any(layer._forward_pre_hooks for layer in chunks[0])
-    facts = {"num_moe_experts": 4, "tensor_model_parallel_size": 2}
-    assert refused(CONTEXT_RULES, facts) == []
-    (reason,) = refused(CONTEXT_RULES, facts, context_parallel_sizes=[1, 2])
-    assert "use tensor_model_parallel_size=1" in reason
+    undo = follow_groups(chunks, groups)  # type: ignore[arg-type]
+    refuse_without_groups(chunks, groups)  # type: ignore[arg-type]
+    others = r"router of 1 of model chunk 0 would count tokens over groups other than"
+    with pytest.raises(ConfigError, match=others):
+        refuse_without_groups(chunks, _Groups())  # type: ignore[arg-type]
+    undo()
+    with pytest.raises(ConfigError, match=others):
+        refuse_without_groups(chunks, groups)  # type: ignore[arg-type]
+
+
+def test_groups_of_routers_belong_to_those_of_microbatches(one_rank: Any) -> None:
+    import torch.distributed as dist
+
+    world = dist.group.WORLD
+    alone = ContextGroups([0], {1: world}, {})
+    assert alone.of_routers(None) is alone.of_routers(world) is None
+    without = ContextGroups([0], {1: world})
+    with pytest.raises(TopologyError, match=r"rank 0: .* ranks \[0\] has no group of routers"):
+        without.of_routers(world)
+    other = dist.new_group([0])
+    with pytest.raises(TopologyError, match=r"ranks \[0\] is none of those that follow_groups"):
+        alone.of_routers(other)
+    dist.destroy_process_group(other)
+    assert ContextGroups.create([[0]], [1]).for_routers is None
+    assert ContextGroups.of_data_parallel([1], has_experts=True).for_routers is None

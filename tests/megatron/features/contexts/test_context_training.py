@@ -193,6 +193,79 @@ def test_two_ranks(run_equal: Callable[..., Any], make_case: Case) -> None:
     check(results["random"], "random", {1, 2})
 
 
+@pytest.mark.slow
+def test_experts_and_tensor_parallelism(run_equal: Callable[..., Any], make_case: Case) -> None:
+    """Routers count tokens over all ranks that have rows of a microbatch.
+
+    A single size equals Megatron's static context parallelism on the same documents.
+    """
+    latent = {"options": _LATENT} if _HAS_LATENT else {}
+    spec = "latent_experts" if _HAS_LATENT else "experts"
+    tp2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    dp2: dict[str, Any] = {"data_parallel_size": 2, **tp2}
+
+    def of(spec: str) -> dict[str, Any]:
+        model = {"num_layers": 1, "swiglu": True, "normalization": "LayerNorm"}
+        return {"model": {**model, "layer_spec": f"context_specs:{spec}"}}
+
+    two, own, static = (
+        make_case([1, 1], [2], moe=_EXPERTS, **of(spec), **dp2)
+        for spec in (
+            "experts",
+            "experts_with_own_group",
+            "static_experts",
+        )
+    )
+    static["config"] |= {
+        "pipeline": {"context_parallel_size": 2, **tp2},
+        "packing": {"max_packed_seqs": 8, "max_packed_tokens": 2 * _ROWS},
+    }
+    cases = {
+        "random": make_case(
+            [2, 3],
+            [1, 2],
+            moe={
+                **_EXPERTS,
+                "moe_router_load_balancing_type": "seq_aux_loss",
+                "moe_shared_expert_intermediate_size": 16,
+            },
+            capture={"verify": "poison", "scope": "chunk"},
+            expert_model_parallel_size=2,
+            **of(spec),
+            **latent,
+            **dp2,
+        ),
+        "two": two,
+        "static": static,
+        "own": own,
+    }
+    results = run_equal(cases, 4)
+    check(results["random"], "random", {1, 2})
+    assert all(len(step["expert_metrics"]) == 2 for step in results["random"]["steps"])
+    # Megatron averages metrics over data-parallel ranks; here they are sums.
+    copies = {"two": 2, "own": 2, "static": 1}
+    numbers = {name: _numbers(r, copies[name]) for name, r in results.items() if name in copies}
+    if numbers:
+        assert numbers["two"] == numbers["static"]
+        assert numbers["own"][0][0] == numbers["static"][0][0]  # before any gradient
+        for step, expected in zip(numbers["own"], numbers["static"], strict=True):
+            assert step[1:] != expected[1:]
+        assert numbers["own"][1][0] != numbers["static"][1][0]
+
+
+def _numbers(result: dict[str, Any], num_copies: int) -> list[tuple[Any, ...]]:
+    """Return each step's loss, gradient norm and router losses, to the last bit."""
+    return [
+        (
+            step["loss_chunk"],
+            step["grad_norm_chunk"],
+            step["expert_metrics"]["load_balancing_loss"] / num_copies,
+            step["expert_metrics"]["z_loss"],
+        )
+        for step in result["steps"]
+    ]
+
+
 def losses_do_not_depend_on_who_shares_what(one: dict[str, Any], other: dict[str, Any]) -> None:
     """Check runs with other groups of the same documents: equal up to the order of sums."""
     pairs = list(zip(one["steps"][:2], other["steps"][:2], strict=True))

@@ -88,6 +88,7 @@ def test_jobs_of_four_ranks(
     # Two tensor-parallel ranks; data-parallel neighbours are two ranks apart.
     for number, rank in enumerate(results.pop("megatron")):
         assert rank["shared"] == [number % 2, number % 2 + 2]
+        assert (rank["counted"], rank["without"]) == ([0, 1, 2, 3], None)
     for name in ("plan_False", "plan_True", "limits"):  # on every rank: no rank waits for ever
         assert [bool(rank["refused"]) for rank in results.pop(name)] == [True] * 4
     for name, ranks in results.items():

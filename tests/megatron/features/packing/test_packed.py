@@ -290,7 +290,7 @@ def test_offsets_are_cut_for_banks_of_context_parallel_sizes(
     limits = ContextLimits(world_size=1, max_tokens_per_rank=32, max_packed_seqs=6)
     groups = ContextGroups([0], {1: None})
     banks = PackedBanks.of_limits(limits, groups, seq_buckets=(3,))
-    undo = follow_groups(chunks)
+    undo = follow_groups(chunks, groups)
     attached = attach(chunks, num_slots=[2], packing=banks)
     many, few = banks.keys
     for packings, keys in (

@@ -1,0 +1,79 @@
+"""Layer specs of experts on documents that ranks share, with sequence parallelism."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from user_specs import (
+    ContextCore,
+    _split_layer,
+    _with_core,
+    packed_contexts_experts,
+    packed_contexts_latent_experts,
+)
+
+
+class _WithWholeExperts(TransformerLayer):
+    """Checks that tensor-parallel ranks hold their experts as configured."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        ranks = parallel_state.get_expert_tensor_parallel_world_size()
+        assert ranks == self.config.expert_tensor_parallel_size == 1
+
+
+def experts() -> Any:
+    """Return the spec of one layer of experts with `SplitNorm`, for sequence parallelism."""
+    spec = packed_contexts_experts()
+    spec.module = _WithWholeExperts
+    return _split_layer(spec)
+
+
+def latent_experts() -> Any:
+    """Return `experts` with multi-latent attention."""
+    return _split_layer(packed_contexts_latent_experts())
+
+
+class StaticContextCore(ContextCore):
+    """`ContextCore` for documents that the model's context-parallel ranks share."""
+
+    is_static = True
+
+    def group_of(self, packed_seq_params: Any) -> Any:
+        """Return Megatron's group."""
+        return parallel_state.get_context_parallel_group()
+
+
+def static_experts() -> Any:
+    """Return `experts` with `StaticContextCore`."""
+    return _split_layer(_with_core(StaticContextCore, num_experts=4))
+
+
+class _WithOwnGroup(TopKRouter):
+    """Wrong on purpose: always counts tokens over its group from Megatron."""
+
+    @property
+    def tp_cp_group(self) -> Any:
+        """Return Megatron's group."""
+        return parallel_state.get_tensor_and_context_parallel_group()
+
+    @tp_cp_group.setter
+    def tp_cp_group(self, group: Any) -> None:
+        pass
+
+
+class _LayerWithOwnGroup(TransformerLayer):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        assert type(self.mlp.router) is TopKRouter
+        self.mlp.router.__class__ = _WithOwnGroup
+
+
+def experts_with_own_group() -> Any:
+    """Return `experts` with routers that ignore the group of the microbatch."""
+    spec = packed_contexts_experts()
+    spec.module = _LayerWithOwnGroup
+    return _split_layer(spec)
