@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from chunkgraph.engine.capture.backward_watch import BackwardSample
+from chunkgraph.engine.capture.output_gradients import BackwardSample
 from chunkgraph.engine.decide.reasons import NO_GRAPHS
 from chunkgraph.engine.slot import Slot
 from chunkgraph.engine.tree import Call, Signature, flatten_call

@@ -13,8 +13,8 @@ from torch import nn
 
 from chunkgraph.engine import arguments
 from chunkgraph.engine.banks import Banks, BankSamples, StepBanks
-from chunkgraph.engine.capture.backward_watch import watched
 from chunkgraph.engine.capture.captured_rank import CapturedRank, CaptureReport
+from chunkgraph.engine.capture.output_gradients import watched
 from chunkgraph.engine.capture.session import SessionSettings
 from chunkgraph.engine.capture.step_samples import StepSampler
 from chunkgraph.engine.capturer import Capturer

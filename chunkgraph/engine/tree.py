@@ -23,7 +23,7 @@ from chunkgraph.engine.autocast import Autocast
 from chunkgraph.errors import ReplayMismatchError
 
 if TYPE_CHECKING:
-    from chunkgraph.engine.capture.backward_watch import BackwardSample
+    from chunkgraph.engine.capture.output_gradients import BackwardSample
 
 __all__ = [
     "Call",

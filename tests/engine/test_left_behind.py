@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from toys import Apply, all_equal, capture, train
+from toys import Apply, capture, train
 
 from chunkgraph.engine import ChunkGraphs
 from chunkgraph.errors import CaptureError, MemoryPlanError
@@ -88,37 +88,6 @@ def test_a_capture_leaves_no_memory_of_graphs_in_attributes(
     assert all(module.named["deep"][key] is value for key, value in named.items())
     now = (module.previous, *listed, *named.values())
     assert all(map(torch.equal, now, values))
-
-
-def tabled(module: Any, x: torch.Tensor) -> torch.Tensor:
-    """Keep a table for each input, which slots and eager passes may have."""
-    n, key = len(x), x.data_ptr()
-    if key not in module.tables:
-        module.tables[key] = torch.arange(n, device=x.device, dtype=x.dtype).cos()[:, None]
-    return (module.linear(x) * module.tables[key]).square()
-
-
-def test_each_graph_makes_its_own_table(backend: GraphBackend) -> None:
-    """A table of one slot's capture is neither read by other slots nor by eager passes."""
-    module = Apply(tabled, linear=nn.Linear(WIDTH, WIDTH), tables={}).to(backend.device)
-    graphs = ChunkGraphs([module], [2], backend=backend)
-    xs = [torch.randn(5, WIDTH, device=backend.device) for _ in range(2)]
-    graphs.capture([xs[0]])
-    for _ in range(2):
-        with graphs.step(2):
-            losses = [graphs.callables[0](x).sum() for x in xs]
-            for loss in reversed(losses):
-                loss.backward()
-        gradient = module.linear.weight.grad.clone()
-        module.linear.zero_grad()
-        expected = [module(x).sum() for x in xs]
-        for loss in reversed(expected):
-            loss.backward()
-        assert all_equal(losses, expected)
-        assert torch.equal(gradient, module.linear.weight.grad)
-        module.linear.zero_grad()
-        graphs.release()
-        graphs.capture([xs[0]])
 
 
 TABLES: dict[int, torch.Tensor] = {}

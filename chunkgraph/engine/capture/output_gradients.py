@@ -1,18 +1,114 @@
-"""The gradients that the outputs of a forward get in its backward, and their layouts."""
+"""The gradients that the outputs of a forward get in its backward.
+
+An eager warmup step records them for a sampled call (`watched`), and the capture runs its backward
+with gradients of these layouts (`OutputGradients`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 
 from chunkgraph.engine.autocast import Autocast
+from chunkgraph.engine.autograd_graph import nodes_below
 from chunkgraph.engine.layout import dense_strides
-from chunkgraph.engine.tree import Call
+from chunkgraph.engine.tree import Call, distinct_tensors, flatten, unflatten
 
-__all__ = ["OutputGradients"]
+__all__ = ["BackwardSample", "OutputGradients", "watched"]
+
+_task_id = torch._C._current_graph_task_id
+
+
+@dataclass
+class BackwardSample:
+    """Facts about one backward, filled in when it runs.
+
+    Attributes:
+        strides: for each differentiable output, the strides of its gradient, or None if it got no
+            gradient; None as a whole before the backward has run.
+        autocast: the autocast setting of the backward.
+        is_observable: whether the gradient of an output can be observed.
+        assumed: ``strides`` before the first gradient; strides where none can be observed.
+    """
+
+    strides: tuple[tuple[int, ...] | None, ...] | None = None
+    autocast: Autocast | None = None
+    is_observable: bool = False
+    assumed: tuple[tuple[int, ...] | None, ...] = ()
+    _task: int = -1  # torch's number of the first backward pass
+
+    def note(self, place: int, num_outputs: int, grad: torch.Tensor | None) -> None:
+        """Record the gradient of output ``place``, unless another pass was the first."""
+        if grad is None:
+            return
+        if self.strides is None:
+            self.strides, self._task = self.assumed or (None,) * num_outputs, _task_id()
+        self.note_autocast(grad)
+        if self._task == _task_id():
+            self.strides = (*self.strides[:place], grad.stride(), *self.strides[place + 1 :])
+
+    def note_autocast(self, grad: torch.Tensor) -> None:
+        """Record the autocast setting of the first backward."""
+        if self.autocast is None:
+            self.autocast = Autocast.now(grad.device.type)
+
+
+class _Watch(torch.autograd.Function):
+    """Pass one output through, and record the layout of its gradient.
+
+    An output has its own node: eager training does not run what is below one that the loss skips.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, sample: BackwardSample, place: tuple[int, int], output: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.sample, ctx.place = sample, place
+        return output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[None, None, torch.Tensor | None]:
+        ctx.sample.note(*ctx.place, grad)
+        return None, None, grad
+
+
+def watched(result: Any, sample: BackwardSample) -> Any:
+    """Return ``result`` with its differentiable tensors passed through nodes, to fill ``sample``.
+
+    A result that holds a parameter is returned unchanged, since a node would change the order in
+    which the parameter's gradients are summed. Hooks then record the gradients of outputs, except
+    for parameters and outputs from which others are computed: they would see whole sums.
+    """
+    leaves, spec = flatten(result)
+    outputs = [tensor for tensor in distinct_tensors(leaves) if tensor.requires_grad]
+    if any(isinstance(tensor, torch.nn.Parameter) for tensor in outputs):
+        are_sums = [tensor.is_leaf or _is_below_others(tensor, outputs) for tensor in outputs]
+        sample.assumed = tuple(
+            dense_strides(tensor) if is_sum else None
+            for tensor, is_sum in zip(outputs, are_sums, strict=True)
+        )
+        sample.is_observable = not all(are_sums)
+        for i, tensor in enumerate(outputs):
+            if not are_sums[i]:
+                tensor.register_hook(partial(sample.note, i, len(outputs)))
+            elif not tensor.is_leaf:
+                tensor.register_hook(sample.note_autocast)
+        return result
+    sample.is_observable = bool(outputs)
+    num = len(outputs)
+    passed = {id(t): _Watch.apply(sample, (i, num), t) for i, t in enumerate(outputs)}
+    return unflatten([passed.get(id(leaf), leaf) for leaf in leaves], spec)
+
+
+def _is_below_others(output: torch.Tensor, outputs: Sequence[torch.Tensor]) -> bool:
+    """Return whether others of ``outputs`` are computed from ``output``."""
+    return output.grad_fn in set(nodes_below(other for other in outputs if other is not output))
 
 
 @dataclass(frozen=True)
@@ -40,16 +136,16 @@ class OutputGradients:
             sample: the sampled call.
         """
         positions = [i for i, t in enumerate(tensors) if t.requires_grad]
-        strides: Sequence[tuple[int, ...] | None] = [dense_strides(tensors[i]) for i in positions]
-        backward = sample.backward
-        autocast, has_layouts = None, False
-        if backward is not None:
-            autocast = backward.autocast
-        if backward is not None and backward.strides is not None:
-            has_layouts, strides = True, backward.strides
+        observed = sample.backward or BackwardSample()
+        strides = observed.strides
+        if strides is None:
+            strides = tuple(dense_strides(tensors[i]) for i in positions)
         received = [(i, s) for i, s in zip(positions, strides, strict=True) if s is not None]
         return OutputGradients(
-            tuple(i for i, _ in received), tuple(s for _, s in received), autocast, has_layouts
+            tuple(i for i, _ in received),
+            tuple(s for _, s in received),
+            observed.autocast,
+            has_layouts=observed.strides is not None,
         )
 
     def casting(self) -> AbstractContextManager[None]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from chunkgraph.engine.banks import BankSamples, StepBanks
-from chunkgraph.engine.capture.backward_watch import BackwardSample
+from chunkgraph.engine.capture.output_gradients import BackwardSample
 from chunkgraph.engine.decide.decider import SHAPE_UNKNOWN
 
 __all__ = ["StepSampler"]
