@@ -5,7 +5,7 @@ from chunkgraph.engine.capture.captured_rank import CaptureReport
 from chunkgraph.engine.chunk import CaptureOptions, Chunk, GradientMarker, Host
 from chunkgraph.engine.constant_inputs import mark_constant
 from chunkgraph.engine.counters import Counters
-from chunkgraph.engine.decide.reasons import Agree, EagerReason, StepMode
+from chunkgraph.engine.decide import Agree, EagerReason, StepMode
 from chunkgraph.engine.engine import ChunkGraphs
 
 __all__ = [

@@ -6,19 +6,19 @@ flight together and share memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from chunkgraph.engine.capture.output_gradients import BackwardSample
-from chunkgraph.engine.decide.reasons import NO_GRAPHS
-from chunkgraph.engine.slot import Slot
-from chunkgraph.engine.tree import Call, Signature, flatten_call
+from chunkgraph.engine.decide import NO_GRAPHS, SHAPE_UNKNOWN
+from chunkgraph.engine.tree import Call, flatten_call
 from chunkgraph.errors import ConfigError, SlotError
 
-__all__ = ["Bank", "BankSamples", "Banks", "Derive", "StepBanks"]
+__all__ = ["Banks", "Derive", "Samples", "StepBanks"]
 
 Derive = Callable[[int, tuple[Any, ...], dict[str, Any], Hashable, Hashable], Any]
 """``(chunk, args, kwargs, source, target)`` -> ``(args, kwargs)``: derives a call of the bank
@@ -52,21 +52,6 @@ class Banks:
             )
 
 
-@dataclass(frozen=True)
-class Bank:
-    """The slots captured for one key.
-
-    Attributes:
-        key: key of the bank.
-        slots: by chunk; slot ``k`` here and slot ``k`` of another bank are variants of one slot.
-        signatures: the signature with which each chunk was captured.
-    """
-
-    key: Hashable
-    slots: tuple[tuple[Slot, ...], ...]
-    signatures: tuple[Signature, ...]
-
-
 class StepBanks:
     """The bank of each forward of a step: the n-th forward of a chunk is of microbatch n.
 
@@ -75,12 +60,13 @@ class StepBanks:
         num_chunks: number of chunks of the rank.
 
     Attributes:
+        all_keys: keys of all banks.
         keys: keys of the banks that are or will be captured.
         dropped: the reason for each bank that was dropped.
     """
 
     def __init__(self, keys: Sequence[Hashable], num_chunks: int) -> None:
-        self._all = self.keys = tuple(keys)
+        self.all_keys = self.keys = tuple(keys)
         self.dropped: dict[Hashable, str] = {}
         self._of_step: tuple[Hashable, ...] | None = None
         self._num_forwards = [0] * num_chunks
@@ -97,12 +83,12 @@ class StepBanks:
     def drop(self, key: Hashable, why: str) -> None:
         """Continue without a bank."""
         self.dropped[key] = why
-        self.keys = tuple(k for k in self._all if k not in self.dropped)
+        self.keys = tuple(k for k in self.all_keys if k not in self.dropped)
 
     def restore(self) -> None:
         """Forget dropped banks, before all are captured again."""
         self.dropped = {}
-        self.keys = self._all
+        self.keys = self.all_keys
 
     def misfit(self, keys: Sequence[Hashable]) -> str:
         """Return why microbatches of these banks cannot all be replayed, or ""."""
@@ -159,76 +145,104 @@ class StepBanks:
         self._num_forwards[c] += 1
 
 
-class BankSamples:
+class Samples:
     """Calls of eager steps from which graphs are captured, one for each chunk and bank.
 
     Args:
-        banks: the banks to capture.
+        banks: the banks of the microbatches of each step.
+        derive: see `Banks`.
         num_chunks: number of chunks of the rank.
+        num_steps: number of eager steps before a session.
 
     Attributes:
-        targets: keys of the banks to capture; calls of other banks may serve to derive calls.
+        shape_key: shape key of the steps whose calls are recorded.
     """
 
-    def __init__(self, banks: Banks, num_chunks: int) -> None:
-        self._keys = self.targets = tuple(banks.keys)
-        self._num_chunks = num_chunks
-        self._derive = banks.derive
+    def __init__(
+        self, banks: StepBanks, derive: Derive | None, num_chunks: int, num_steps: int
+    ) -> None:
+        self.shape_key: Hashable = SHAPE_UNKNOWN
+        self._banks = banks
+        self._derive = derive
+        self._chunks = range(num_chunks)
+        self._num_steps = num_steps
+        self._num_seen = 0
         self._calls: dict[tuple[int, Hashable], Call] = {}
-        self._is_new: set[tuple[int, Hashable]] = set()
+        self._of_step: dict[tuple[int, Hashable], BackwardSample] | None = None
 
-    def begin_step(self) -> None:
-        """Replace earlier calls by the first call of each kind in this step."""
-        self._is_new = set()
+    def is_ready(self, shape_key: Hashable) -> bool:
+        """Return whether graphs for steps of this key can be captured now.
+
+        Every chunk must have a call in every bank, or one to derive it from.
+        """
+        enough = all if self._derive is None else any
+        keys = self._banks.keys if self._derive is None else self._banks.all_keys
+        return (
+            self._num_seen >= self._num_steps
+            and shape_key == self.shape_key
+            and all(enough((c, key) in self._calls for key in keys) for c in self._chunks)
+        )
+
+    @contextmanager
+    def step(self, shape_key: Hashable) -> Iterator[None]:
+        """Run one eager step in this block; count it if it ends without an exception.
+
+        The first call of each kind replaces that of earlier steps. After an exception no call is
+        captured, since their backwards may not have run, nor is a call whose backward did not run.
+        """
+        if shape_key != self.shape_key:
+            self.forget()
+        self.shape_key = shape_key
+        of_step = self._of_step = {}
+        try:
+            yield
+        except BaseException:
+            self.forget()
+            raise
+        finally:
+            self._of_step = None
+        for place, backward in of_step.items():
+            if backward.is_observable and backward.strides is None:
+                del self._calls[place]
+        self._num_seen += 1
 
     def record(
-        self, c: int, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, c: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> BackwardSample | None:
-        """Record a call of a chunk in an eager step.
+        """Record a call of chunk ``c``, if it is the first of its bank in a recorded step.
 
         Returns:
             A sample to fill in when the call's backward runs; None if the call is not recorded.
         """
-        place = (c, key)
-        if key not in self._keys or place in self._is_new:
+        if self._of_step is None or not torch.is_grad_enabled():
             return None
-        backward = BackwardSample()
+        place = c, self._banks.key_of_next(c)
+        self._banks.advance(c)
+        if place in self._of_step:
+            return None
+        backward = self._of_step[place] = BackwardSample()
         call = flatten_call(args, kwargs).sampled()
         self._calls[place] = replace(call, backward=backward)
-        self._is_new.add(place)
         return None if call.problem else backward
-
-    def end_step(self) -> None:
-        """Drop calls of this step whose backward did not run: nothing is known about it."""
-        for place in self._is_new:
-            backward = self._calls[place].backward
-            if backward is not None and backward.is_observable and backward.strides is None:
-                del self._calls[place]
 
     def forget(self) -> None:
         """Drop the calls."""
         self._calls = {}
 
-    @property
-    def are_complete(self) -> bool:
-        """Return whether every chunk and bank has a call, or one to derive it from."""
-        return all(
-            any((c, key) in self._calls for key in self._keys)
-            if self._derive is not None
-            else all((c, key) in self._calls for key in self.targets)
-            for c in range(self._num_chunks)
-        )
+    def restart(self) -> None:
+        """Count steps from 0 again."""
+        self._num_seen = 0
 
     def by_bank(self) -> dict[Hashable, list[Call]]:
-        """Return a call of each chunk for each bank, largest bank first."""
-        return {key: [self._call(c, key) for c in range(self._num_chunks)] for key in self.targets}
+        """Return a call of each chunk for each bank to capture, largest bank first."""
+        return {key: [self._call(c, key) for c in self._chunks] for key in self._banks.keys}
 
     def _call(self, c: int, key: Hashable) -> Call:
         recorded = self._calls.get((c, key))
         if recorded is not None:
             return recorded
         assert self._derive is not None
-        source_key = next(other for other in self._keys if (c, other) in self._calls)
+        source_key = next(k for k in self._banks.all_keys if (c, k) in self._calls)
         source = self._calls[c, source_key]
         args, kwargs = source.arguments()
         with torch.no_grad():

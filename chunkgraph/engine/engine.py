@@ -12,12 +12,10 @@ import torch
 from torch import nn
 
 from chunkgraph.engine import arguments
-from chunkgraph.engine.banks import Banks, BankSamples, StepBanks
+from chunkgraph.engine.banks import Banks, Samples, StepBanks
 from chunkgraph.engine.capture.captured_rank import CapturedRank, CaptureReport
 from chunkgraph.engine.capture.output_gradients import watched
 from chunkgraph.engine.capture.session import SessionSettings
-from chunkgraph.engine.capture.step_samples import StepSampler
-from chunkgraph.engine.capturer import Capturer
 from chunkgraph.engine.chunk import (
     CaptureOptions,
     Chunk,
@@ -26,8 +24,16 @@ from chunkgraph.engine.chunk import (
     with_user_hooks,
 )
 from chunkgraph.engine.counters import Counters
-from chunkgraph.engine.decide.decider import SHAPE_UNKNOWN, Standing, StepDecider, StepKind
-from chunkgraph.engine.decide.reasons import Agree, EagerReason, StepMode, agree_alone
+from chunkgraph.engine.decide import (
+    SHAPE_UNKNOWN,
+    Agree,
+    EagerReason,
+    StepDecider,
+    StepKind,
+    StepMode,
+    agree_alone,
+)
+from chunkgraph.engine.joint_capture import Capturer
 from chunkgraph.engine.observer import (
     ChunkHooks,
     GradientMarkers,
@@ -73,9 +79,10 @@ class ChunkGraphs:
         ConfigError: an argument is invalid.
 
     Attributes:
+        chunks: the chunks of the rank.
         callables: a function for each chunk, called like the chunk.
         counters: see `Counters`.
-        report: report of the last capture session, or None.
+        failure: error of the last capture session, or None.
         mode: how the callables run now.
     """
 
@@ -96,38 +103,36 @@ class ChunkGraphs:
         progress: OnCapture | None = None,
     ) -> None:
         self.options = options or CaptureOptions()
-        self._chunks = arguments.as_chunks(chunks)
-        self._num_slots = arguments.check_counts(len(self._chunks), num_slots)
+        self.chunks = arguments.as_chunks(chunks)
+        self._num_slots = arguments.check_counts(len(self.chunks), num_slots)
         self.counters = Counters()
         self.mode = StepMode.OUTSIDE
+        self.failure: CaptureError | None = None
         self._backend = backend or arguments.default_backend(
-            self._chunks, memset_kernels=self.options.memset_kernels
+            self.chunks, memset_kernels=self.options.memset_kernels
         )
-        self._decider = StepDecider(
-            agree or agree_alone, self._standing, takes_misfits=takes_misfits
-        )
+        self._decider = StepDecider(agree or agree_alone, self._state, takes_misfits=takes_misfits)
         self._captured: CapturedRank | None = None
-        self._failure: CaptureError | None = None
+        self._captured_key: Hashable = SHAPE_UNKNOWN
         self._was_released = False
         banks = banks or Banks()
         if banks.drops_failed and not takes_misfits:
             raise ValueError("Banks(drops_failed=True) needs takes_misfits=True")
-        self._banks = StepBanks(banks.keys, len(self._chunks))
-        host = with_user_hooks(host or Host(), generators, progress)
+        self._banks = StepBanks(banks.keys, len(self.chunks))
+        self._samples = Samples(
+            self._banks, banks.derive, len(self.chunks), self.options.num_warmup_steps
+        )
         self._replayer = Replayer(
-            self._chunks,
+            self.chunks,
             self._num_slots,
             self._banks,
             self.counters,
             self._backend.device,
             shared_slots=self.options.shared_slots,
         )
-        self._observers: list[Observer] = []  # of users
-        self._ranges: ReplayRanges | None = None
-        self._of_capture: tuple[Observer, ...] = ()
-        self._samples = BankSamples(banks, len(self._chunks))
+        host = with_user_hooks(host or Host(), generators, progress)
         self._capturer = Capturer(
-            chunks=self._chunks,
+            chunks=self.chunks,
             num_slots=self._num_slots,
             settings=SessionSettings(
                 memory_plan=plan_for_slots(sum(self._num_slots)),
@@ -139,16 +144,16 @@ class ChunkGraphs:
             backend=self._backend,
             options=self.options,
             banks=self._banks,
-            samples=self._samples,
             agree=self._decider.agreement.now,
             drops_failed_banks=banks.drops_failed,
         )
-        self._sampler = StepSampler(self._samples, self._banks, self.options.num_warmup_steps)
-        self._captured_key: Hashable = SHAPE_UNKNOWN
+        self._hooks = ChunkHooks(self.chunks)
+        self._observers: list[Observer] = []  # of users
+        self._of_capture: tuple[Observer, ...] = ()
         self._is_replaced: Callable[[], bool] = lambda: False
         self._release_replaced: Callable[[], None] = self.release
         self._was_replaced = False  # as of the end of the last step
-        self.callables = arguments.as_functions(self.call, self._chunks)
+        self.callables = arguments.as_functions(self.call, self.chunks)
 
     @classmethod
     def for_schedule(
@@ -191,18 +196,13 @@ class ChunkGraphs:
         return cls(rank_chunks, num_slots, **settings)
 
     def __repr__(self) -> str:
-        state = "capture failed" if self._failure else f"captured: {self._captured is not None}"
-        return arguments.describe(self._chunks, self._num_slots, f"{state}; {self.counters}")
+        state = "capture failed" if self.failure else f"captured: {self._captured is not None}"
+        return arguments.describe(self.chunks, self._num_slots, f"{state}; {self.counters}")
 
     @property
     def report(self) -> CaptureReport | None:
         """Return the report of the last capture session; None before it and after `release`."""
         return self._captured.report if self._captured else None
-
-    @property
-    def failure(self) -> CaptureError | None:
-        """Return the error of the last capture session, or None."""
-        return self._failure
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -248,23 +248,22 @@ class ChunkGraphs:
         """
         if self.mode is not StepMode.OUTSIDE:
             raise SlotError("A step began inside a step. End the outer step first.")
-        misfit, plan_digest = self._decider.resolve_misfit(
-            misfit, plan_digest, forward_only=forward_only
-        )
-        if not (misfit or forward_only or eager):
+        step = self._decider.resolve(StepKind(forward_only, shape_key, eager, misfit, plan_digest))
+        if not (step.misfit or forward_only or eager):
             self._banks.check(banks, num_microbatches)
         self._banks.begin_step(banks)
-        step = StepKind(forward_only, shape_key, eager, misfit, plan_digest)
         reason = self._decide(step, banks or ())
-        if reason is EagerReason.PACKING_OVERFLOW:
-            self.counters.packing_overflows[misfit or "on another rank"] += 1
-        if reason is EagerReason.BANK_MISSING:
-            why = misfit or self.misfit_of(banks or ())
-            self.counters.missing_banks[why or "on another rank"] += 1
+        counts = {
+            EagerReason.PACKING_OVERFLOW: self.counters.packing_overflows,
+            EagerReason.BANK_MISSING: self.counters.missing_banks,
+        }.get(reason)
+        if counts is not None:
+            counts[step.misfit or self.misfit_of(banks or ()) or "on another rank"] += 1
         if reason is EagerReason.NONE:
             self.mode = StepMode.REPLAY
             try:
-                with self._replayer.step(num_microbatches, self._every_observer()):
+                observers = self._hooks, *self._observers, *self._of_capture
+                with self._replayer.step(num_microbatches, observers):
                     yield self.mode
             finally:
                 self.mode = StepMode.OUTSIDE
@@ -277,7 +276,7 @@ class ChunkGraphs:
     def announce(self, misfit: str, *, plan_digest: int = 0) -> None:
         """Announce whether the inputs of the next training step fit, so that ranks agree early.
 
-        While a step runs, this is the step after it. See `engine.decide.announcement`.
+        While a step runs, this is the step after it. See `engine.decide`.
 
         Args:
             misfit: why they do not fit, or "".
@@ -314,58 +313,50 @@ class ChunkGraphs:
         if reason is EagerReason.MEMORY_REPLACED:
             self._release_replaced()
         if reason is EagerReason.NONE and some_without:
-            self._capture_together(self._samples.by_bank, self._sampler.shape_key)
-            if self._failure:
+            self._capture_together(self._samples.by_bank, self._samples.shape_key)
+            if self.failure:
                 return EagerReason.CAPTURE_FAILED
             if self._banks.dropped:  # on all ranks, but this step may need it on some only
                 (is_missing,) = self._decider.agreement.now([int(bool(self.misfit_of(banks)))])
                 return EagerReason.BANK_MISSING if is_missing else EagerReason.NONE
         return reason
 
-    def _standing(self) -> Standing:
-        return Standing(
-            is_captured=self._captured is not None,
-            captured_key=self._captured_key,
-            has_failed=self._failure is not None,
-            was_released=self._was_released,
-            is_ready=self._sampler.is_ready,
-            is_replaced=self._was_replaced,
-        )
+    def _state(self, shape_key: Hashable) -> tuple[EagerReason, bool]:
+        """See `RankState`."""
+        is_captured, reason = self._captured is not None, EagerReason.NONE
+        if self.failure is not None:
+            reason = EagerReason.CAPTURE_FAILED
+        elif self._was_replaced:
+            reason = EagerReason.MEMORY_REPLACED
+        elif is_captured:
+            if shape_key != self._captured_key:
+                reason = EagerReason.SHAPES_DIFFER
+        elif not self._samples.is_ready(shape_key):
+            reason = EagerReason.RELEASED if self._was_released else EagerReason.CAPTURE_WARMUP
+        return reason, is_captured
 
     @contextmanager
     def _running_eagerly(self, reason: EagerReason, shape_key: Hashable) -> Iterator[None]:
         self.mode = StepMode.EAGER
         wants_samples = self._captured is None and reason in _SAMPLED
-        sampled = self._sampler.step(shape_key) if wants_samples else nullcontext()
+        observers = [o for o in self._observers if o.observes(None)]
+        for observer in observers:
+            observer.begin_step(None)
+        has_failed = True
         try:
-            with sampled, self._observed():
-                yield
+            with self._samples.step(shape_key) if wants_samples else nullcontext():
+                try:
+                    yield
+                    has_failed = False
+                finally:
+                    for observer in observers:
+                        observer.end_step(has_failed=has_failed)
         finally:
             self.mode = StepMode.OUTSIDE
         self.counters.fallbacks[reason.text] += 1
         if wants_samples:
             # Otherwise the optimizer's state lies in large blocks of this step and keeps them.
             self._backend.release_cached_memory()
-
-    @contextmanager
-    def _observed(self) -> Iterator[None]:
-        """Let observers follow an eager step."""
-        observers = [o for o in self._every_observer() if o.observes(None)]
-        for observer in observers:
-            observer.begin_step(None)
-        has_failed = True
-        try:
-            yield
-            has_failed = False
-        finally:
-            for observer in observers:
-                observer.end_step(has_failed=has_failed)
-
-    def _every_observer(self) -> tuple[Observer, ...]:
-        """Return all observers; profiler ranges enclose all but the chunks' hooks."""
-        hooks, *others = self._of_capture or (ChunkHooks(self._chunks),)
-        ranges = () if self._ranges is None else (self._ranges,)
-        return hooks, *ranges, *others, *self._observers
 
     def capture(self, samples: Sequence[Any] | Mapping[Hashable, Sequence[Any]]) -> CaptureReport:
         """Capture now from sample inputs. All ranks call it together, outside a step.
@@ -389,10 +380,10 @@ class ChunkGraphs:
             raise CaptureError(
                 "The chunks are already captured; call release() before capturing again."
             )
-        if self._decider.has_announcement:
+        if self._decider.is_announced:
             raise SlotError("A step is announced; call capture() before announce().")
-        calls = arguments.sample_calls(samples, self._banks.keys, len(self._chunks))
-        self._failure = None
+        calls = arguments.sample_calls(samples, self._banks.keys, len(self.chunks))
+        self.failure = None
         self._capture_together(
             lambda: {key: calls[key] for key in self._banks.keys}, None, must_raise=True
         )
@@ -413,9 +404,8 @@ class ChunkGraphs:
             self._captured_key = shape_key
             if result.verifier is not None:
                 result.verifier.captured(result.captured)
-            last = [chunk.actions[-1] for chunk in self._chunks]
+            last = [chunk.actions[-1] for chunk in self.chunks]
             self._of_capture = (
-                ChunkHooks(self._chunks),
                 *([result.verifier] if result.verifier is not None else ()),
                 GradientMarkers(result.captured.markers, last),
                 ReplayCounters(self.counters),
@@ -426,7 +416,7 @@ class ChunkGraphs:
             return
         error = result.error
         assert error is not None
-        self._failure = error if isinstance(error, CaptureError) else CaptureError(str(error))
+        self.failure = error if isinstance(error, CaptureError) else CaptureError(str(error))
         if must_raise or self.options.on_failure == "raise":
             raise error
         if result.is_cause:
@@ -440,27 +430,22 @@ class ChunkGraphs:
         """
         if self.mode is not StepMode.OUTSIDE:
             raise SlotError("release() was called inside a step; release between steps.")
-        had_graphs = self._captured is not None
-        self._drop_captured()
+        captured, self._captured = self._captured, None
+        if captured is not None:
+            self._backend.synchronize()
+            captured.release()
+            self._was_released = True
+        self._of_capture = ()
         self._was_replaced = False
         self._replayer.drop()
-        self._decider.released()
-        self._failure = None
-        self._sampler.restart()
+        self.failure = None
+        self._samples.restart()
         self._banks.restore()
-        self._samples.targets = self._banks.keys
-        if had_graphs:
+        if captured is not None:
+            del captured
             # Otherwise the pools stay reserved, and eager steps cannot use their memory.
             gc.collect()
             self._backend.release_cached_memory()
-
-    def _drop_captured(self) -> None:
-        if self._captured is not None:
-            self._backend.synchronize()
-            self._captured.release()
-            self._was_released = True
-        self._captured = None
-        self._of_capture = ()
 
     def watch_memory(self, is_replaced: Callable[[], bool], release: Callable[[], None]) -> None:
         """Capture again after a library has replaced, on any rank, memory that graphs use.
@@ -474,21 +459,16 @@ class ChunkGraphs:
         self._is_replaced, self._release_replaced = is_replaced, release
 
     def name_replays(self, names: Sequence[str]) -> None:
-        """Put every replay into a named profiler range; costs nothing unless called.
+        """Put every replay into a named profiler range. Call it once.
 
         Args:
             names: prefix of each chunk's ranges, before action and microbatch.
         """
-        self._ranges = ReplayRanges(names)
+        self._observers.insert(0, ReplayRanges(names))
 
     def observe(self, observer: Observer) -> None:
         """Let an observer follow every later step; see `Observer`."""
         self._observers.append(observer)
-
-    @property
-    def chunks(self) -> tuple[Chunk, ...]:
-        """Return the chunks of the rank."""
-        return self._chunks
 
     def waiting(self, c: int) -> tuple[int, ...]:
         """Return the microbatches of chunk ``c`` whose last action waits, oldest first.
@@ -511,16 +491,16 @@ class ChunkGraphs:
 
     def call(self, c: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return ``callables[c](*args, **kwargs)``."""
-        needs_grad = self._chunks[c].has_backward
+        needs_grad = self.chunks[c].has_backward
         if self.mode is StepMode.REPLAY and (torch.is_grad_enabled() or not needs_grad):
             return self._replayer.call(c, args, kwargs)
         if torch.is_grad_enabled() and self.mode is StepMode.OUTSIDE:
             raise SlotError(
-                f"{self._chunks[c].label} was called outside a step. Call the schedule in `with "
+                f"{self.chunks[c].label} was called outside a step. Call the schedule in `with "
                 "graphs.step(n):` (torch's: GraphedSchedule.step); to evaluate, disable gradients."
             )
-        backward = self._sampler.record(c, args, kwargs)
-        result = self._chunks[c].forward(*args, **kwargs)
+        backward = self._samples.record(c, args, kwargs)
+        result = self.chunks[c].forward(*args, **kwargs)
         for observer in self._observers:
             observer.called(c, result)
         if backward is None:

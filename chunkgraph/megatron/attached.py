@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from chunkgraph.engine import ChunkGraphs
-from chunkgraph.engine.decide.reasons import StepMode
+from chunkgraph.engine.decide import StepMode
 from chunkgraph.errors import ConfigError, SlotError
 from chunkgraph.megatron.core.agreement import before_groups_end
 from chunkgraph.megatron.feature import AnyFeature, Features, Step, StepInputs, StepPlan

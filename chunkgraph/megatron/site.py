@@ -12,7 +12,7 @@ from torch import nn
 
 from chunkgraph.engine import CaptureOptions
 from chunkgraph.engine.arguments import check_counts
-from chunkgraph.engine.decide.maximum import Maximum
+from chunkgraph.engine.decide import Maximum
 from chunkgraph.errors import ChunkGraphError, ConfigError
 from chunkgraph.megatron.captured_part import (
     CapturedPart,

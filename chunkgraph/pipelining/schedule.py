@@ -14,7 +14,7 @@ import torch.distributed as dist
 from chunkgraph._text import shown
 from chunkgraph.engine import CaptureOptions, ChunkGraphs
 from chunkgraph.engine.chunk import is_whole
-from chunkgraph.engine.decide.maximum import Maximum
+from chunkgraph.engine.decide import Maximum
 from chunkgraph.engine.split import WeightBackwards
 from chunkgraph.errors import ChunkGraphError, ConfigError, ReplayMismatchError
 from chunkgraph.pipelining.data_parallel import refuse_too_few_steps

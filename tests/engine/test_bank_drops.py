@@ -13,7 +13,7 @@ from thread_ranks import Agreeing, run_ranks
 from torch import nn
 
 from chunkgraph.engine import Banks, CaptureOptions, ChunkGraphs
-from chunkgraph.engine.capture.lockstep import Lockstep, StoppedElsewhere
+from chunkgraph.engine.joint_capture import Lockstep, StoppedElsewhere
 from chunkgraph.errors import CaptureError
 from chunkgraph.graphs import GraphBackend, RecorderBackend
 

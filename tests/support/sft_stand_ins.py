@@ -113,7 +113,7 @@ def choose_sizes_at_random() -> None:
 def write_words(path: str) -> None:
     """Record announcements of steps to the engine, and its questions about them."""
     from chunkgraph.engine import ChunkGraphs
-    from chunkgraph.engine.decide.agreement import Agreement
+    from chunkgraph.engine.decide import Agreement
 
     announce, withdraw, answer = ChunkGraphs.announce, ChunkGraphs.withdraw, Agreement.answer
 
@@ -129,11 +129,10 @@ def write_words(path: str) -> None:
         write("withdrawn")
         withdraw(self)
 
-    def answered(self: Any, kind: Any, values: Any, *args: Any) -> Any:
+    def answered(self: Any, values: Any) -> Any:
         posted = self._posted
-        is_posted = posted is not None and posted[:2] == (kind, list(values))
-        write("posted before" if is_posted else "asks")
-        return answer(self, kind, values, *args)
+        write("posted before" if posted is not None and posted[0] == values else "asks")
+        return answer(self, values)
 
     ChunkGraphs.announce, ChunkGraphs.withdraw = announced, withdrawn
     Agreement.answer = answered

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
-from chunkgraph.engine.banks import Bank
 from chunkgraph.engine.capture.saved import SavedTensor
 from chunkgraph.engine.capture.warm_up import WarmUp
 from chunkgraph.engine.checks import ModelGuard
 from chunkgraph.engine.chunk import GradientMarker
 from chunkgraph.engine.gradients import GradientSinks
 from chunkgraph.engine.slot import Slot
+from chunkgraph.engine.tree import Signature
 from chunkgraph.memory import PoolPlan
 
-__all__ = ["CaptureReport", "CapturedRank", "SlotKey"]
+__all__ = ["Bank", "CaptureReport", "CapturedRank", "SlotKey"]
 
 SlotKey = tuple[Hashable, int, int]
 """Key of the bank, index of the chunk, number of the slot."""
@@ -46,6 +46,19 @@ class CaptureReport:
     static_bytes: int
     duration_ms: float
     memsets_kept: str = ""
+
+
+@dataclass(frozen=True)
+class Bank:
+    """The slots captured for one key.
+
+    Attributes:
+        slots: by chunk; slot ``k`` here and slot ``k`` of another bank are variants of one slot.
+        signatures: the signature with which each chunk was captured.
+    """
+
+    slots: tuple[tuple[Slot, ...], ...]
+    signatures: tuple[Signature, ...]
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,7 @@ import torch
 from torch import nn
 
 from chunkgraph._collector import collector_paused
-from chunkgraph.engine.banks import Bank
-from chunkgraph.engine.capture.captured_rank import CapturedRank, CaptureReport, SlotKey
+from chunkgraph.engine.capture.captured_rank import Bank, CapturedRank, CaptureReport, SlotKey
 from chunkgraph.engine.capture.dangling import Bookkeeping, refuse_dangling
 from chunkgraph.engine.capture.layers import LayerWatch
 from chunkgraph.engine.capture.parameter_aliases import ParameterAliases
@@ -487,7 +486,6 @@ def _banks(session: _Session) -> dict[Hashable, Bank]:
         slots.setdefault((slot.bank, slot.chunk), []).append(slot)
     return {
         key: Bank(
-            key,
             tuple(tuple(slots[key, c]) for c in range(len(session.chunks))),
             tuple(
                 Signature(call, chunk.label)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from chunkgraph.engine.decide.maximum import Maximum
+from chunkgraph.engine.decide import Maximum
 from chunkgraph.errors import WorkerError
 from chunkgraph.megatron.core.access import import_megatron
 
@@ -107,7 +107,7 @@ class Exchange:
 
 
 class StoreMaximum(Maximum):
-    """Compute an element-wise maximum through the store; implements `EarlyAgree`.
+    """Compute an element-wise maximum through the store; also ahead of time.
 
     Args:
         ranks: All ranks of the job.

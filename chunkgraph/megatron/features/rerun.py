@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from chunkgraph.engine.decide.reasons import Agree, StepMode, agree_alone
+from chunkgraph.engine.decide import Agree, StepMode, agree_alone
 from chunkgraph.megatron.core.access import private_names
 from chunkgraph.megatron.core.random_state import RandomStates
 from chunkgraph.megatron.feature import LimitedFeature, Shortage

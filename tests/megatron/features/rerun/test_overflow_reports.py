@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from chunkgraph.engine.counters import Counters
-from chunkgraph.engine.decide.reasons import StepMode
+from chunkgraph.engine.decide import StepMode
 from chunkgraph.megatron.feature import Feature, Features, LimitedFeature, Shortage
 from chunkgraph.megatron.features.experts.counts import RowCounts
 from chunkgraph.megatron.features.rerun import OverflowGuard

@@ -1,1 +1,0 @@
-"""Decide once per step, together on all ranks, whether it replays or runs eagerly."""

@@ -1,0 +1,286 @@
+"""Run the capture sessions of all ranks together: all ranks keep their graphs, or none does.
+
+If one bank alone could not be captured, another session follows without it. All ranks report the
+same cause of a failure.
+"""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+import zlib
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from chunkgraph.engine.arguments import rank_label
+from chunkgraph.engine.banks import StepBanks
+from chunkgraph.engine.capture.captured_rank import CapturedRank
+from chunkgraph.engine.capture.layers import LayerWatch
+from chunkgraph.engine.capture.session import SessionSettings, capture_session
+from chunkgraph.engine.chunk import CaptureOptions, Chunk
+from chunkgraph.engine.decide import Agree
+from chunkgraph.engine.observer import Verifier, new_verifier
+from chunkgraph.engine.tree import Call
+from chunkgraph.errors import CaptureError, ChunkGraphError
+from chunkgraph.graphs import GraphBackend, capture_failure
+
+__all__ = ["Capturer", "JointCapture", "Lockstep", "StoppedElsewhere", "agree_on_cause"]
+
+MakeSamples = Callable[[], Mapping[Hashable, Sequence[Call]]]
+
+
+@dataclass(frozen=True)
+class JointCapture:
+    """The outcome of a session of all ranks, on this rank.
+
+    Attributes:
+        captured: the rank's graphs; None if any rank failed.
+        verifier: verifies them; None without a verify mode.
+        error: if a rank failed, the error to raise here: this rank's own, or one with the cause.
+        is_cause: whether the agreed cause comes from this rank, which alone warns.
+        failed_bank: index of the only bank that could not be captured; None for other failures and
+            for ranks that were not in lockstep.
+    """
+
+    captured: CapturedRank | None
+    verifier: Verifier | None = None
+    error: ChunkGraphError | None = None
+    is_cause: bool = False
+    failed_bank: int | None = None
+
+
+@dataclass(frozen=True)
+class Capturer:
+    """Captures the chunks of one rank, together with all ranks.
+
+    Attributes:
+        chunks: chunks of the rank.
+        num_slots: slots of each chunk.
+        settings: settings of every session.
+        backend: makes the graphs.
+        options: see `CaptureOptions`.
+        banks: the banks; those that cannot be captured are dropped from it.
+        agree: element-wise maximum over all ranks.
+        drops_failed_banks: see `Banks`.
+    """
+
+    chunks: tuple[Chunk, ...]
+    num_slots: tuple[int, ...]
+    settings: SessionSettings
+    backend: GraphBackend
+    options: CaptureOptions
+    banks: StepBanks
+    agree: Agree
+    drops_failed_banks: bool
+
+    def capture(self, make_samples: MakeSamples) -> JointCapture:
+        """Run one session, or as many as it takes to find the banks that can be captured.
+
+        Args:
+            make_samples: returns calls of every chunk, by bank; an error that it raises is an
+                error of this rank's session.
+        """
+        while True:
+            result = self._capture_together(make_samples)
+            if result.failed_bank is None or len(self.banks.keys) == 1:
+                return result
+            key = self.banks.keys[result.failed_bank]
+            self.banks.drop(key, "its capture failed")
+            if result.is_cause:
+                warnings.warn(
+                    f"{result.error}\nAll ranks go on without graphs of {key}; steps with such a "
+                    "microbatch run eagerly.",
+                    stacklevel=6,
+                )
+
+    def _capture_together(self, make_samples: MakeSamples) -> JointCapture:
+        """Capture on this rank, and exchange the outcome with all ranks. Raises nothing."""
+        lockstep = Lockstep(self.agree if self.drops_failed_banks else None)
+        progress = _Progress(self.settings)
+        label = rank_label(self.chunks)
+        own_error: ChunkGraphError | None = None
+        captured: CapturedRank | None = None
+        verifier: Verifier | None = None
+        try:
+            samples = make_samples()
+            chunks = self._checked_chunks(samples)
+            verifier = new_verifier(self.options, chunks, samples, self.backend, self.settings.host)
+            lockstep.begin(None)
+            settings = replace(
+                self.settings,
+                before_graph=lockstep.begin,
+                progress=progress,
+                layers=progress.layers,
+            )
+            with progress.layers.watching(self.chunks):
+                captured = capture_session(chunks, self.num_slots, samples, self.backend, settings)
+            lockstep.finish()
+        except StoppedElsewhere as stop:
+            _forget_frames(stop)
+        except Exception as error:  # noqa: BLE001
+            # Any error: the other ranks are about to exchange outcomes.
+            own_error = progress.explain(error, label)
+            _forget_frames(error)
+            lockstep.fail()
+        cause, is_cause = agree_on_cause(self.agree, "" if own_error is None else str(own_error))
+        if not cause:
+            return JointCapture(captured, verifier)
+        failed_bank = None
+        if self.drops_failed_banks:
+            is_of_bank = own_error is not None and lockstep.bank is not None
+            (number,) = self.agree([self.banks.keys.index(lockstep.bank) + 1 if is_of_bank else 0])
+            failed_bank = number - 1 if number else None
+        state = "stopped capturing, since" if captured is None else "captured, but"
+        if captured is not None:
+            captured.release()
+            captured = None
+        self.backend.release_cached_memory()
+        error_here = own_error or CaptureError(
+            f"{label}: {state} another rank could not; all ranks dropped their graphs. "
+            f"Its message:\n{cause}"
+        )
+        return JointCapture(None, None, error_here, is_cause, failed_bank)
+
+    def _checked_chunks(self, samples: Mapping[Hashable, Sequence[Call]]) -> tuple[Chunk, ...]:
+        """Return the chunks as they are now, once they can be captured from these calls."""
+        chunks = tuple(chunk.now() for chunk in self.chunks)
+        for chunk in chunks:
+            _refuse_sparse_gradients(chunk)
+        for calls in samples.values():
+            for chunk, call in zip(chunks, calls, strict=True):
+                if call.problem:
+                    raise CaptureError(f"{chunk.label}: {call.problem}")
+                if chunk.check_sample is not None:
+                    args, kwargs = call.arguments()
+                    chunk.check_sample(*args, **kwargs)
+        return chunks
+
+
+def _refuse_sparse_gradients(chunk: Chunk) -> None:
+    for path, part in chunk.module.named_modules() if chunk.module is not None else ():
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse:
+            raise CaptureError(
+                f"{chunk.label}: {path or 'it'} is an embedding with sparse=True, whose gradient "
+                "is a sparse tensor of a size that depends on values. Use sparse=False."
+            )
+
+
+class StoppedElsewhere(Exception):  # noqa: N818
+    """Another rank's session failed, so this rank's ends too. Never leaves the engine."""
+
+
+class Lockstep:
+    """Exchange failures between all ranks before each part of a session.
+
+    Without it, a rank learns of another's failure only after its own session. If collectives run
+    inside the session (in capture warmup, and in every capture of the CPU recorder), it would wait
+    forever in a collective that the failed rank never enters.
+
+    Ranks have different numbers of graphs: a rank that has captured all of its graphs keeps
+    answering until every rank has. Ranks with common collectives capture in the same order.
+
+    Args:
+        agree: element-wise maximum over all ranks; None: ranks exchange nothing.
+
+    Attributes:
+        bank: the bank whose graphs this rank captures; None if not a single bank.
+    """
+
+    def __init__(self, agree: Agree | None) -> None:
+        self._agree = agree
+        self._has_ended = agree is None
+        self.bank: Hashable | None = None
+
+    def begin(self, bank: Hashable | None) -> None:
+        """Begin the next part of this rank's session.
+
+        Raises:
+            StoppedElsewhere: another rank failed.
+        """
+        self._ask(has_failed=False, is_working=True)
+        self.bank = bank
+
+    def finish(self) -> None:
+        """Wait for the other ranks, after this rank has captured all of its graphs.
+
+        Raises:
+            StoppedElsewhere: another rank failed.
+        """
+        self.bank = None
+        while not self._has_ended:
+            self._ask(has_failed=False, is_working=False)
+
+    def fail(self) -> None:
+        """Report to the other ranks that this rank failed."""
+        if not self._has_ended:
+            self._ask(has_failed=True, is_working=False)
+
+    def _ask(self, *, has_failed: bool, is_working: bool) -> None:
+        if self._agree is None:
+            return
+        some_failed, some_work = self._agree([int(has_failed), int(is_working)])
+        self._has_ended = bool(some_failed) or not some_work
+        if some_failed and not has_failed:
+            raise StoppedElsewhere
+
+
+class _Progress:
+    """Follow one session of this rank, to explain where it failed."""
+
+    def __init__(self, settings: SessionSettings) -> None:
+        self.layers = LayerWatch()
+        self._progress = settings.progress
+        self._num_done = self._num_graphs = 0
+
+    def __call__(self, num_done: int, num_graphs: int, free_bytes: int | None) -> None:
+        self._num_done, self._num_graphs = num_done, num_graphs
+        if self._progress is not None:
+            self._progress(num_done, num_graphs, free_bytes)
+
+    def explain(self, error: Exception, label: str) -> ChunkGraphError:
+        """Return the error to report, with the layer and, out of memory, the graphs captured."""
+        failure = error
+        if not isinstance(failure, ChunkGraphError):
+            failure = capture_failure(label, error)
+            failure.__cause__ = error
+        if not isinstance(failure, CaptureError):
+            return failure
+        facts = f"\n  in layer {self.layers.layer}" if self.layers.layer else ""
+        if isinstance(failure.__cause__, torch.OutOfMemoryError):
+            total = self._num_graphs or "all"
+            facts += f"\n  {self._num_done} of {total} graphs were captured by then"
+        what, advice, rest = str(failure).partition("\n  To do:")
+        report = type(failure)(what + facts + advice + rest)
+        report.__cause__ = failure
+        return report
+
+
+def agree_on_cause(agree: Agree, cause: str) -> tuple[str, bool]:
+    """Choose one cause for all ranks, although they can only exchange maxima of numbers.
+
+    Args:
+        agree: see `Agree`; all ranks call it together.
+        cause: why this rank failed; "" if it did not.
+
+    Returns:
+        Why the session failed ("" if no rank failed), and whether that is this rank's cause.
+    """
+    text = cause.encode()
+    number = (zlib.crc32(text) << 31) + len(text)
+    (largest,) = agree([number])
+    is_own = number == largest
+    num_bytes = largest % 2**31
+    if not num_bytes:
+        return "", False
+    codes = agree([*text] if is_own else [0] * num_bytes)
+    return bytes(codes).decode(errors="replace"), is_own
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Clear the frames of an error and its causes, which hold a failed session's memory."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
