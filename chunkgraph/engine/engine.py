@@ -511,15 +511,15 @@ class ChunkGraphs:
 
     def call(self, c: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return ``callables[c](*args, **kwargs)``."""
-        needs_grad = self._chunks[c].has_backward
-        if self.mode is StepMode.REPLAY and (torch.is_grad_enabled() or not needs_grad):
+        is_captured = torch.is_grad_enabled() or not self._chunks[c].has_backward
+        if self.mode is StepMode.REPLAY and is_captured:
             return self._replayer.call(c, args, kwargs)
         if torch.is_grad_enabled() and self.mode is StepMode.OUTSIDE:
             raise SlotError(
                 f"{self._chunks[c].label} was called outside a step. Call the schedule in `with "
                 "graphs.step(n):` (torch's: GraphedSchedule.step); to evaluate, disable gradients."
             )
-        backward = self._sampler.record(c, args, kwargs)
+        backward = self._sampler.record(c, args, kwargs) if is_captured else None
         result = self._chunks[c].forward(*args, **kwargs)
         for observer in self._observers:
             observer.called(c, result)

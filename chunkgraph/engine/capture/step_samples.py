@@ -6,8 +6,6 @@ from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from chunkgraph.engine.banks import BankSamples, StepBanks
 from chunkgraph.engine.capture.output_gradients import BackwardSample
 from chunkgraph.engine.decide.decider import SHAPE_UNKNOWN
@@ -73,7 +71,7 @@ class StepSampler:
         Returns:
             A sample to fill in when the call's backward runs; None if the call is not recorded.
         """
-        if not self._is_recording or not torch.is_grad_enabled():
+        if not self._is_recording:
             return None
         backward = self._calls.record(c, self._banks.key_of_next(c), args, kwargs)
         self._banks.advance(c)
