@@ -7,8 +7,10 @@ from chunkgraph.engine.constant_inputs import mark_constant
 from chunkgraph.engine.counters import Counters
 from chunkgraph.engine.decide import Agree, EagerReason, StepMode
 from chunkgraph.engine.engine import ChunkGraphs
+from chunkgraph.engine.program import FORWARD_ONLY
 
 __all__ = [
+    "FORWARD_ONLY",
     "Agree",
     "Banks",
     "CaptureOptions",

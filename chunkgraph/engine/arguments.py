@@ -21,7 +21,6 @@ __all__ = [
     "as_functions",
     "check_counts",
     "default_backend",
-    "describe",
     "rank_label",
     "sample_calls",
 ]
@@ -87,15 +86,6 @@ def check_counts(num_chunks: int, num_slots: int | Iterable[int]) -> tuple[int, 
             "computes it."
         )
     return counts
-
-
-def describe(chunks: Sequence[Chunk], num_slots: Sequence[int], state: str) -> str:
-    """Return one line that describes a rank's graphs."""
-    parts = ", ".join(
-        f"{chunk.label} with {count} slot{'s' * (count > 1)}"
-        for chunk, count in zip(chunks, num_slots, strict=True)
-    )
-    return f"<ChunkGraphs of {parts}; {state}>"
 
 
 def default_backend(chunks: Sequence[Chunk], *, memset_kernels: bool = True) -> GraphBackend:

@@ -56,17 +56,20 @@ class StepBanks:
     """The bank of each forward of a step: the n-th forward of a chunk is of microbatch n.
 
     Args:
-        keys: keys of all banks, largest first.
+        banks: the banks to capture.
         num_chunks: number of chunks of the rank.
 
     Attributes:
-        all_keys: keys of all banks.
+        all_keys: keys of all banks, largest first.
+        derive: see `Banks`.
+        drops_failed: see `Banks`.
         keys: keys of the banks that are or will be captured.
         dropped: the reason for each bank that was dropped.
     """
 
-    def __init__(self, keys: Sequence[Hashable], num_chunks: int) -> None:
-        self.all_keys = self.keys = tuple(keys)
+    def __init__(self, banks: Banks, num_chunks: int) -> None:
+        self.all_keys = self.keys = tuple(banks.keys)
+        self.derive, self.drops_failed = banks.derive, banks.drops_failed
         self.dropped: dict[Hashable, str] = {}
         self._of_step: tuple[Hashable, ...] | None = None
         self._num_forwards = [0] * num_chunks
@@ -150,7 +153,6 @@ class Samples:
 
     Args:
         banks: the banks of the microbatches of each step.
-        derive: see `Banks`.
         num_chunks: number of chunks of the rank.
         num_steps: number of eager steps before a session.
 
@@ -158,12 +160,10 @@ class Samples:
         shape_key: shape key of the steps whose calls are recorded.
     """
 
-    def __init__(
-        self, banks: StepBanks, derive: Derive | None, num_chunks: int, num_steps: int
-    ) -> None:
+    def __init__(self, banks: StepBanks, num_chunks: int, num_steps: int) -> None:
         self.shape_key: Hashable = SHAPE_UNKNOWN
         self._banks = banks
-        self._derive = derive
+        self._derive = banks.derive
         self._chunks = range(num_chunks)
         self._num_steps = num_steps
         self._num_seen = 0
@@ -214,7 +214,7 @@ class Samples:
         Returns:
             A sample to fill in when the call's backward runs; None if the call is not recorded.
         """
-        if self._of_step is None or not torch.is_grad_enabled():
+        if self._of_step is None:
             return None
         place = c, self._banks.key_of_next(c)
         self._banks.advance(c)

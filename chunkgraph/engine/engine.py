@@ -81,6 +81,8 @@ class ChunkGraphs:
     Attributes:
         chunks: the chunks of the rank.
         callables: a function for each chunk, called like the chunk.
+        waiting: see `Replayer.waiting`.
+        run_waiting: see `Replayer.run_waiting`.
         counters: see `Counters`.
         failure: error of the last capture session, or None.
         mode: how the callables run now.
@@ -115,13 +117,10 @@ class ChunkGraphs:
         self._captured: CapturedRank | None = None
         self._captured_key: Hashable = SHAPE_UNKNOWN
         self._was_released = False
-        banks = banks or Banks()
-        if banks.drops_failed and not takes_misfits:
+        self._banks = StepBanks(banks or Banks(), len(self.chunks))
+        if self._banks.drops_failed and not takes_misfits:
             raise ValueError("Banks(drops_failed=True) needs takes_misfits=True")
-        self._banks = StepBanks(banks.keys, len(self.chunks))
-        self._samples = Samples(
-            self._banks, banks.derive, len(self.chunks), self.options.num_warmup_steps
-        )
+        self._samples = Samples(self._banks, len(self.chunks), self.options.num_warmup_steps)
         self._replayer = Replayer(
             self.chunks,
             self._num_slots,
@@ -145,7 +144,6 @@ class ChunkGraphs:
             options=self.options,
             banks=self._banks,
             agree=self._decider.agreement.now,
-            drops_failed_banks=banks.drops_failed,
         )
         self._hooks = ChunkHooks(self.chunks)
         self._observers: list[Observer] = []  # of users
@@ -154,6 +152,7 @@ class ChunkGraphs:
         self._release_replaced: Callable[[], None] = self.release
         self._was_replaced = False  # as of the end of the last step
         self.callables = arguments.as_functions(self.call, self.chunks)
+        self.waiting, self.run_waiting = self._replayer.waiting, self._replayer.run_waiting
 
     @classmethod
     def for_schedule(
@@ -196,8 +195,12 @@ class ChunkGraphs:
         return cls(rank_chunks, num_slots, **settings)
 
     def __repr__(self) -> str:
+        parts = ", ".join(
+            f"{chunk.label} with {count} slot{'s' * (count > 1)}"
+            for chunk, count in zip(self.chunks, self._num_slots, strict=True)
+        )
         state = "capture failed" if self.failure else f"captured: {self._captured is not None}"
-        return arguments.describe(self.chunks, self._num_slots, f"{state}; {self.counters}")
+        return f"<ChunkGraphs of {parts}; {state}; {self.counters}>"
 
     @property
     def report(self) -> CaptureReport | None:
@@ -470,36 +473,17 @@ class ChunkGraphs:
         """Let an observer follow every later step; see `Observer`."""
         self._observers.append(observer)
 
-    def waiting(self, c: int) -> tuple[int, ...]:
-        """Return the microbatches of chunk ``c`` whose last action waits, oldest first.
-
-        There are some if a program has actions after the one that autograd replays.
-        """
-        return self._replayer.waiting(c)
-
-    def run_waiting(self, c: int, turn: int | None = None) -> None:
-        """Replay the last action of the microbatch of chunk ``c`` that has waited longest.
-
-        Args:
-            c: index of the chunk.
-            turn: the number in `waiting` that it must have; None: any.
-
-        Raises:
-            SlotError: no microbatch waits, or another one has waited longest.
-        """
-        self._replayer.run_waiting(c, turn)
-
     def call(self, c: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return ``callables[c](*args, **kwargs)``."""
-        needs_grad = self.chunks[c].has_backward
-        if self.mode is StepMode.REPLAY and (torch.is_grad_enabled() or not needs_grad):
+        is_captured = torch.is_grad_enabled() or not self.chunks[c].has_backward
+        if self.mode is StepMode.REPLAY and is_captured:
             return self._replayer.call(c, args, kwargs)
         if torch.is_grad_enabled() and self.mode is StepMode.OUTSIDE:
             raise SlotError(
                 f"{self.chunks[c].label} was called outside a step. Call the schedule in `with "
                 "graphs.step(n):` (torch's: GraphedSchedule.step); to evaluate, disable gradients."
             )
-        backward = self._samples.record(c, args, kwargs)
+        backward = self._samples.record(c, args, kwargs) if is_captured else None
         result = self.chunks[c].forward(*args, **kwargs)
         for observer in self._observers:
             observer.called(c, result)

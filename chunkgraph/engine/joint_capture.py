@@ -64,7 +64,6 @@ class Capturer:
         options: see `CaptureOptions`.
         banks: the banks; those that cannot be captured are dropped from it.
         agree: element-wise maximum over all ranks.
-        drops_failed_banks: see `Banks`.
     """
 
     chunks: tuple[Chunk, ...]
@@ -74,7 +73,6 @@ class Capturer:
     options: CaptureOptions
     banks: StepBanks
     agree: Agree
-    drops_failed_banks: bool
 
     def capture(self, make_samples: MakeSamples) -> JointCapture:
         """Run one session, or as many as it takes to find the banks that can be captured.
@@ -98,7 +96,7 @@ class Capturer:
 
     def _capture_together(self, make_samples: MakeSamples) -> JointCapture:
         """Capture on this rank, and exchange the outcome with all ranks. Raises nothing."""
-        lockstep = Lockstep(self.agree if self.drops_failed_banks else None)
+        lockstep = Lockstep(self.agree if self.banks.drops_failed else None)
         progress = _Progress(self.settings)
         label = rank_label(self.chunks)
         own_error: ChunkGraphError | None = None
@@ -129,7 +127,7 @@ class Capturer:
         if not cause:
             return JointCapture(captured, verifier)
         failed_bank = None
-        if self.drops_failed_banks:
+        if self.banks.drops_failed:
             is_of_bank = own_error is not None and lockstep.bank is not None
             (number,) = self.agree([self.banks.keys.index(lockstep.bank) + 1 if is_of_bank else 0])
             failed_bank = number - 1 if number else None

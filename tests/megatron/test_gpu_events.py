@@ -92,7 +92,7 @@ def test_a_reduction_waits_for_a_gradient_that_the_graph_writes_late() -> None:
     class Group:
         is_last_microbatch = True
 
-        def register_grad_ready(self, _: nn.Parameter) -> None:
+        def register_grad_ready(self, _: nn.Parameter, *_args: object) -> None:
             reduced.append(gradient.clone())
 
     ddp = SimpleNamespace(

@@ -248,7 +248,7 @@ def _run(
         for slot in session.slots:
             slot.release()
         raise
-    session.backend.synchronize()
+    session.backend.release_cached_memory()
     for model in session.models:
         model.take()
     return CapturedRank(
@@ -397,6 +397,7 @@ def _new_slot(session: _Session, key: Hashable, c: int, s: int) -> Slot:
     if place not in session.blocks:
         chunks = range(len(session.chunks)) if shared_slots else (c,)
         slot_bytes = max(w[i].slot_bytes for w in session.warm_ups.values() for i in chunks)
+        session.backend.release_cached_memory()  # of tests and earlier captures
         has_variants = num_banks > 1 or (shared_slots and len(session.chunks) > 1)
         session.blocks[place] = SlotBlock(
             place,

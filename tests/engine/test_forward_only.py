@@ -1,0 +1,94 @@
+"""Chunks without a backward: frozen parts of a model, and evaluation inside a replayed step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs
+from chunkgraph.engine.program import FORWARD_ONLY
+from chunkgraph.errors import CaptureError, VerifyError
+from chunkgraph.graphs import GraphBackend
+
+
+def model(backend: GraphBackend) -> nn.Module:
+    torch.manual_seed(3)
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3), nn.LayerNorm(8), nn.Linear(8, 4))
+    return layers.to(backend.device).requires_grad_(False)
+
+
+def graphs_of(module: nn.Module, backend: GraphBackend, **options: Any) -> ChunkGraphs:
+    chunk = Chunk.from_module(module, "frozen", program=FORWARD_ONLY)
+    return ChunkGraphs(chunk, 1, backend=backend, options=CaptureOptions(**options))
+
+
+@pytest.mark.parametrize("verify", ["none", "shadow", "poison"])
+@pytest.mark.parametrize("has_grad_mode", [True, False])
+def test_one_slot_serves_any_number_of_forwards(
+    backend: GraphBackend, verify: str, has_grad_mode: bool
+) -> None:
+    module = model(backend)
+    graphs = graphs_of(module, backend, verify=verify)
+    xs = [torch.randn(3, 8, device=backend.device) for _ in range(5)]
+    results = []
+    for _ in range(3):
+        torch.manual_seed(5)
+        with graphs.step(len(xs)), torch.set_grad_enabled(has_grad_mode):
+            results.append([graphs.callables[0](x) for x in xs])
+    torch.manual_seed(5)
+    expected = [module(x) for x in xs]
+    assert not any(y.requires_grad for ys in results for y in ys)
+    for ys in results:
+        assert all(map(torch.equal, ys, expected))
+    assert (graphs.counters.replays, graphs.counters.backward_replays) == (10, 0)
+    assert graphs.report is not None
+    assert graphs.report.num_graphs == 1
+
+
+def test_a_frozen_chunk_feeds_a_trained_one(backend: GraphBackend) -> None:
+    frozen, trained = model(backend), nn.Linear(4, 4).to(backend.device)
+    chunks = [Chunk.from_module(frozen, "a", program=FORWARD_ONLY), Chunk.from_module(trained, "b")]
+    graphs = ChunkGraphs(chunks, [1, 2], backend=backend)
+    x = torch.randn(3, 8, device=backend.device)
+    gradients = []
+    for _ in range(3):
+        torch.manual_seed(5)
+        trained.zero_grad()
+        with graphs.step(2):
+            outputs = [graphs.callables[1](graphs.callables[0](x)) for _ in range(2)]
+            for output in outputs:
+                output.square().sum().backward()
+        gradients.append(trained.weight.grad.clone())
+    assert graphs.counters.replayed_steps == 2
+    assert torch.equal(gradients[1], gradients[0])
+    assert torch.equal(gradients[2], gradients[0])
+
+
+def test_what_needs_a_gradient_is_refused(backend: GraphBackend) -> None:
+    module = model(backend)
+    x = torch.randn(3, 8, device=backend.device)
+    with pytest.raises(CaptureError, match="an input requires grad"):
+        graphs_of(module, backend).capture([x.clone().requires_grad_()])
+    module[3].requires_grad_(True)
+    with pytest.raises(CaptureError, match=r"without a backward, but 3\.weight requires grad"):
+        graphs_of(module, backend).capture([x])
+
+
+def test_shadow_finds_a_wrong_forward(backend: GraphBackend) -> None:
+    module = model(backend)
+    graphs = graphs_of(module, backend, verify="shadow")
+    x = torch.randn(3, 8, device=backend.device)
+    graphs.capture([x])
+    slot = graphs._captured.slots[0][0]  # type: ignore[union-attr]
+    replay = slot.graphs["F"].replay
+
+    def and_spoil() -> None:
+        replay()
+        slot.outputs.tensors[0].add_(1)
+
+    slot.graphs["F"].replay = and_spoil  # type: ignore[method-assign]
+    with pytest.raises(VerifyError, match="replayed forward of microbatch 0"), graphs.step(1):
+        graphs.callables[0](x)
