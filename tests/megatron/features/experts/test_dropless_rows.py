@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +17,6 @@ from chunkgraph.megatron.features.experts.counts import LOAD_OF
 from chunkgraph.megatron.features.experts.dropless_rows import (
     DeviceSplits,
     padded_rows,
-    sum_rows,
-    take_rows,
 )
 from chunkgraph.megatron.features.experts.grouped_gemm import (
     GroupedGemm,
@@ -29,7 +27,7 @@ from chunkgraph.megatron.features.experts.grouped_gemm import (
     lay_together,
     zero_empty,
 )
-from chunkgraph.megatron.features.experts.room import RowRoom
+from chunkgraph.megatron.features.experts.room import Room
 
 _SIZES = (3, 12, 4)  # experts, in, out
 
@@ -38,7 +36,7 @@ def test_rows_have_room_for_the_load_and_for_no_more_than_all() -> None:
     config: Any = SimpleNamespace(
         num_moe_experts=4, moe_router_topk=2, expert_model_parallel_size=2
     )
-    room = RowRoom(config)
+    room = Room(config)
     room.add_load(LOAD_OF // 2)
     assert room.rows(32, 64) == 64
     with room.capturing():
@@ -47,7 +45,7 @@ def test_rows_have_room_for_the_load_and_for_no_more_than_all() -> None:
         assert room.rows(32, 64) == 24  # 22.4
         room.give(9 * LOAD_OF)
         assert room.rows(32, 64) == 64
-    assert RowRoom(config).factor == math.inf
+    assert Room(config).factor == math.inf
 
 
 def _loop(
@@ -164,37 +162,6 @@ def test_experts_without_rows_get_no_gradient() -> None:
     # A split backward defers it with the gradients that it writes.
     assert operators.names == ["chunkgraph::zero_empty"]
     assert [bool(g.any()) for g in grads] == [False, True, False, True]
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("shape", [(512,), (512, 24)])
-def test_rows_are_summed_and_taken_like_deterministic_index_add(
-    device: str, shape: tuple[int, ...], deterministic: None
-) -> None:
-    torch.manual_seed(5)
-    rows = torch.randn(shape, device=device).bfloat16().requires_grad_()
-    places = torch.randint(0, 40, (512,), device=device)
-    grads = torch.randn(40, *shape[1:], device=device).bfloat16()
-    sums = torch.zeros_like(grads).index_add(0, places, rows)
-    (expected,) = torch.autograd.grad(sums, rows, grads)
-    own = sum_rows(rows, places, 40)
-    assert torch.equal(own, sums)
-    assert torch.equal(torch.autograd.grad(own, rows, grads)[0], expected)
-
-    few = grads.clone().requires_grad_()
-    taken = few.index_select(0, places)
-    (expected,) = torch.autograd.grad(taken, few, rows)
-    own = take_rows(few, places)
-    assert torch.equal(own, taken)
-    assert torch.equal(torch.autograd.grad(own, few, rows)[0], expected)
-
-
-@pytest.fixture
-def deterministic() -> Iterator[None]:
-    """Run a test with torch's deterministic algorithms."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def test_the_gradients_of_one_product_are_added_together() -> None:
