@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,8 +71,8 @@ class CapacityExperts:
         undo = ExitStack()
         for index, router in enumerate(self._routers):
             for handle in (
-                router.register_forward_pre_hook(self._enter_hook(index)),
-                router.register_forward_hook(self._leave, always_call=True),
+                router.register_forward_pre_hook(partial(self._enter, index)),
+                router.register_forward_hook(partial(self._enter, None), always_call=True),
             ):
                 undo.callback(handle.remove)
 
@@ -137,14 +138,8 @@ class CapacityExperts:
             if hasattr(layer.token_dispatcher, _FACTOR):
                 setattr(layer.token_dispatcher, _FACTOR, factor)
 
-    def _enter_hook(self, index: int) -> Callable[..., None]:
-        def enter(*_: Any) -> None:
-            self._current = index
-
-        return enter
-
-    def _leave(self, *_: Any) -> None:
-        self._current = None
+    def _enter(self, index: int | None, *_: Any) -> None:
+        self._current = index
 
 
 def gather_fixed_rows() -> Callable[[], None]:

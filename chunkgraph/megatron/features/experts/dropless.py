@@ -106,9 +106,12 @@ class Dropless:
     @contextmanager
     def capturing(self) -> Iterator[None]:
         """Make passes read nothing on the host and use the room of graphs."""
-        self._num_rows = 0
-        with self._room.capturing(), self.on_device():
-            yield
+        self._num_rows, self._room.is_limited = 0, True
+        try:
+            with self.on_device():
+                yield
+        finally:
+            self._room.is_limited = False
 
     def verifying(self) -> AbstractContextManager[None]:
         """Use the products of graphs in eager passes that are compared with replays on a GPU."""

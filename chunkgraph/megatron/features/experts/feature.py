@@ -310,14 +310,10 @@ class Experts(LimitedFeature):
         most = local if self._agree is None else self._agree([local])[0]
         if not most:
             return
-        here = (
-            f"{local} on this rank ({self._drops_by_layer()} since the start)"
-            if local
-            else f"none on this rank, up to {most} on another"
-        )
         raise TokenDropError(
-            f"Experts had no room for tokens in this step, which were dropped: {here}. The "
-            "gradients lack them; the optimizer has not used them.\n"
+            f"Experts had no room for tokens in this step, which were dropped: {local} on this "
+            f"rank, up to {most} on any (here since the start: {self._drops_by_layer() or 'none'})."
+            " The gradients lack them; the optimizer has not used them.\n"
             "  To do: raise moe_expert_capacity_factor; num_moe_experts / moe_router_topk has room "
             "for all. token_drops='count' lets training go on and counts them."
         )

@@ -261,9 +261,4 @@ def _of_this_rank(padding: torch.Tensor, num_rows: int) -> torch.Tensor:
         return padding
     state = import_megatron("megatron.core.parallel_state")
     size = state.get_tensor_model_parallel_world_size()
-    if padding.size(1) != num_rows * size:
-        raise ConfigError(
-            f"{_MASK} has {padding.size(1)} rows, but the layer has {num_rows} on each of {size} "
-            "tensor-parallel ranks. Pass a mask of the microbatch's rows, [1, rows]."
-        )
     return padding.chunk(size, dim=1)[state.get_tensor_model_parallel_rank()]

@@ -8,8 +8,6 @@ budget (``moe_expert_rank_capacity_factor``). With all experts on one rank their
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from chunkgraph.megatron.features.experts.counts import LOAD_OF
@@ -82,15 +80,6 @@ class Room:
         doubled = 2 ** min(self._num_grown, _MOST_DOUBLED)
         measured = self._heaviest / LOAD_OF * (1 + self._margin * doubled)
         return min(max(self._budget, measured) or math.inf, self.most)
-
-    @contextmanager
-    def capturing(self) -> Iterator[None]:
-        """Limit the rows of captured passes."""
-        self.is_limited = True
-        try:
-            yield
-        finally:
-            self.is_limited = False
 
     def rows(self, num_tokens: int, most: int) -> int:
         """Return the room for a microbatch of ``num_tokens``, at most ``most`` rows."""
