@@ -41,7 +41,7 @@ from torch.overrides import TorchFunctionMode
 from chunkgraph.graphs import host_call
 from chunkgraph.megatron.core.access import patch_attributes
 from chunkgraph.megatron.core.random_state import patch_rng
-from chunkgraph.megatron.features.experts.dispatch import patch_router
+from chunkgraph.megatron.features.experts.capacity import patch_router
 
 __all__ = [
     "HostRng",
