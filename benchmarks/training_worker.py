@@ -32,8 +32,9 @@ from chunkgraph.megatron.rules.experts import uses_dropless
 from chunkgraph.settings import Config, load_config
 from chunkgraph.settings.words import facts_of
 from chunkgraph.trainer.forward_step import forward_step
+from chunkgraph.trainer.results import StepRecord
 from chunkgraph.trainer.setup import training_process
-from chunkgraph.trainer.trained_model import StepRecord, TrainedModel, synchronize
+from chunkgraph.trainer.trained_model import TrainedModel, synchronize
 
 ERROR_MARK = "benchmark error: "
 """Begins the line of the output that says why a variant failed."""

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,38 +24,10 @@ from chunkgraph.settings import Config
 from chunkgraph.trainer.batches import Batch, PackedBatches, SequenceBatches
 from chunkgraph.trainer.forward_step import forward_step, shared_loss
 from chunkgraph.trainer.model import build_model, build_optimizer, zero_gradients
+from chunkgraph.trainer.results import StepRecord
 from chunkgraph.trainer.setup import seed_everything
 
-__all__ = ["StepRecord", "TrainedModel", "capture_options", "synchronize"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepRecord:
-    """Results of one training step of this rank.
-
-    Attributes:
-        step: number of the step, from 0.
-        num_microbatches: number of microbatches of each data-parallel rank.
-        loss: mean over microbatches and data-parallel ranks, the same on every rank.
-        grad_norm: gradient norm before clipping, over all stages.
-        step_ms: wall time of schedule and optimizer, in ms.
-        captures: number of graph pairs captured in the step, on this rank.
-        replays: number of replayed forward graphs, on this rank.
-        fallbacks: mapping from the reason of an eager step to 1.
-        expert_metrics: this rank's sums over the step of each metric of the experts, by layer.
-        context_sizes: context-parallel size of each microbatch of this rank, if sizes differ.
-    """
-
-    step: int
-    num_microbatches: int
-    loss: float
-    grad_norm: float
-    step_ms: float
-    captures: int = 0
-    replays: int = 0
-    fallbacks: dict[str, int] = field(default_factory=dict)
-    expert_metrics: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    context_sizes: tuple[int, ...] = ()
+__all__ = ["TrainedModel", "capture_options", "synchronize"]
 
 
 class TrainedModel:
@@ -183,6 +155,7 @@ class TrainedModel:
             synchronize(self.device)
             step_ms = (time.perf_counter() - started) * 1e3
         has_experts = self.config.moe.num_moe_experts is not None
+        metrics = sorted(take_expert_metrics().items()) if has_experts else ()
         return StepRecord(
             step=step,
             num_microbatches=options["num_microbatches"],
@@ -192,8 +165,8 @@ class TrainedModel:
             captures=self.counters.captures - before.captures,
             replays=self.counters.replays - before.replays,
             fallbacks=dict(self.counters.fallbacks - before.fallbacks),
-            expert_metrics=take_expert_metrics() if has_experts else {},
-            context_sizes=tuple(key.size for key in options.get("contexts", ())),
+            expert_metrics={name: sum(of_layers) for name, of_layers in metrics if any(of_layers)},
+            context_sizes=[[bank.size for bank in options.get("contexts", ())]],
         )
 
     @property
