@@ -13,8 +13,8 @@ import torch.distributed as dist
 from host_copies import copied_by_host
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from chunkgraph.engine import replay as replayer
 from chunkgraph.engine.capture import session
-from chunkgraph.engine.replay import replayer
 from chunkgraph.megatron.attachment import MegatronChunkGraphs, attach
 from chunkgraph.settings import Config
 from chunkgraph.trainer import trained_model
