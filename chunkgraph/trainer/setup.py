@@ -68,7 +68,7 @@ def training_process(config: Config) -> Iterator[torch.device]:
             virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
             context_parallel_size=pipeline.context_parallel_size,
             expert_model_parallel_size=pipeline.expert_model_parallel_size,
-            # As in `expert_settings`; Megatron's default is the tensor-parallel size.
+            # As in `build_model`; Megatron's default is the tensor-parallel size.
             expert_tensor_parallel_size=None if config.moe.num_moe_experts is None else 1,
             distributed_timeout_minutes=config.run.timeout_s / 60,
         )
