@@ -26,15 +26,15 @@ import torch
 import torch.distributed as dist
 from drawn_documents import DrawnDocuments
 
+from chunkgraph.data import read_documents
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.core.access import import_megatron, private_names, versions
 from chunkgraph.megatron.rules.experts import uses_dropless
 from chunkgraph.settings import Config, load_config
 from chunkgraph.settings.words import facts_of
-from chunkgraph.trainer.forward_step import forward_step
 from chunkgraph.trainer.results import StepRecord
 from chunkgraph.trainer.setup import training_process
-from chunkgraph.trainer.trained_model import TrainedModel, synchronize
+from chunkgraph.trainer.trained_model import TrainedModel, forward_step, synchronize
 
 ERROR_MARK = "benchmark error: "
 """Begins the line of the output that says why a variant failed."""
@@ -364,8 +364,8 @@ def _draw_documents(model: TrainedModel, counts: Sequence[int]) -> None:
     if batches.banks is None or batches.banks.groups is not None:
         raise ConfigError("--document-counts needs packing with one context-parallel size.")
     of_text = batches.documents
-    batches.documents = DrawnDocuments.from_file(
-        model.config.data.path,
+    batches.documents = DrawnDocuments(
+        read_documents(model.config.data.path),
         counts=counts,
         num_tokens=of_text.num_tokens,
         seed=of_text.seed,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from chunkgraph.data import END_OF_DOCUMENT, DocumentRow, Documents, PackedText
+from chunkgraph.data import END_OF_DOCUMENT, DocumentRow, Documents, PackedText, read_documents
 from chunkgraph.engine.decide.maximum import Maximum
 from chunkgraph.megatron.core.access import import_megatron, private_names
 from chunkgraph.megatron.core.agreement import agree_by_maximum
@@ -56,9 +56,8 @@ class SequenceBatches:
     def __init__(self, config: Config, device: torch.device) -> None:
         self._config = config
         self._device = device
-        self._text = PackedText.from_file(
-            config.data.path, seq_length=config.model.seq_length, seed=config.train.seed
-        )
+        text, seq_length = read_documents(config.data.path), config.model.seq_length
+        self._text = PackedText(text, seq_length=seq_length, seed=config.train.seed)
 
     def step(self, step: int, count: int) -> Iterator[Batch]:
         """Draw this rank's part of the step's microbatches, for one chunk."""
@@ -119,35 +118,23 @@ def _part(rows: torch.Tensor, rank: int, size: int) -> torch.Tensor:
     return torch.cat([pieces[rank], pieces[-1 - rank]], dim=1)
 
 
-def packed_shape(config: Config, model_config: Any = None) -> PackedShape | None:
-    """Return the fixed shape of the run's packed microbatches.
-
-    Padding counts as tokens if heads share keys (docs/packed_sequences.md), or if documents
-    are padded more than context parallelism requires.
-
-    Args:
-        config: the run.
-        model_config: Megatron's TransformerConfig, if documents are packed into the shape.
-
-    Returns:
-        The shape; None without packing, or if microbatches differ in their context-parallel size.
-    """
-    packing = config.packing
-    if not packing.max_packed_seqs or packing.context_parallel_sizes:
-        return None
+def packed_shape(config: Config, *, counts_padding: bool = False) -> PackedShape:
+    """Return the fixed shape of the run's packed microbatches; padding may count as tokens."""
     return PackedShape(
-        packing.max_packed_seqs,
+        config.packing.max_packed_seqs,
         config.tokens_per_sequence,
         context_parallel_size=config.pipeline.context_parallel_size,
-        counts_padding=model_config is not None and shares_keys(model_config),
+        counts_padding=counts_padding,
     )
 
 
 def _banks(config: Config, model_config: Any) -> PackedBanks:
     """Make the banks of a run with packed documents. All ranks call it together."""
     packing, pipeline = config.packing, config.pipeline
-    shape = packed_shape(config, model_config)
-    if shape is not None:
+    # Padding counts if heads share keys (docs/packed_sequences.md).
+    counts_padding = shares_keys(model_config)
+    if not packing.context_parallel_sizes:
+        shape = packed_shape(config, counts_padding=counts_padding)
         options = PackingOptions(shape, packing.buckets, packing.seq_buckets)
         return PackedBanks.of_model(options, model_config)
     limits = ContextLimits(
@@ -156,7 +143,7 @@ def _banks(config: Config, model_config: Any) -> PackedBanks:
         max_packed_seqs=packing.max_packed_seqs,
         sizes=packing.context_parallel_sizes,
         multiple_of=pipeline.microbatch_group_size if pipeline.num_model_chunks > 1 else 1,
-        counts_padding=shares_keys(model_config),
+        counts_padding=counts_padding,
     )
     has_experts = config.moe.num_moe_experts is not None
     groups = ContextGroups.of_data_parallel(limits.group_sizes, has_experts=has_experts)
@@ -219,8 +206,8 @@ class PackedBatches(SequenceBatches):
             # Ranks that share experts run their microbatches through a chunk together.
             self._agree = agree_by_maximum() if len(self.banks.shapes) > 1 else None
         shape = self.banks.largest_shape
-        self.documents = Documents.from_file(
-            config.data.path,
+        self.documents = Documents(
+            read_documents(config.data.path),
             num_tokens=shape.max_packed_tokens,
             seed=config.train.seed,
             # Where sizes change, documents of a row go to ranks and groups of any size.

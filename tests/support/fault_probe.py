@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from chunkgraph.data import PackedText
+from chunkgraph.data import PackedText, read_documents
 from chunkgraph.engine.verify import same_bits
 from chunkgraph.errors import ChunkGraphError
 from chunkgraph.graphs import RecorderBackend, host_call
@@ -21,10 +21,9 @@ from chunkgraph.megatron.attachment import MegatronChunkGraphs, attach
 from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.settings import Config
 from chunkgraph.trainer.batches import sequence_batches as microbatches
-from chunkgraph.trainer.forward_step import forward_step, shared_loss
 from chunkgraph.trainer.model import build_model, build_optimizer, zero_gradients
 from chunkgraph.trainer.setup import seed_everything
-from chunkgraph.trainer.trained_model import capture_options
+from chunkgraph.trainer.trained_model import capture_options, forward_step, shared_loss
 
 Step = dict[str, Any]
 CPU = torch.device("cpu")
@@ -64,7 +63,7 @@ class Job:
             chunk.train(not evaluates)
         zero_gradients(self.chunks, self.optimizer)
         length = step.get("seq_length", self.config.model.seq_length)
-        text = PackedText.from_file(None, seq_length=length, seed=1)
+        text = PackedText(read_documents(None), seq_length=length, seed=1)
         count = step["num_microbatches"]
         with torch.set_grad_enabled(not evaluates):
             losses = self.schedule(

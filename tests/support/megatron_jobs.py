@@ -365,15 +365,14 @@ def num_packings() -> Callable[[dict[str, Any]], int]:
     """Count the different offsets of documents in a case's microbatches."""
 
     def count(case: dict[str, Any]) -> int:
-        from chunkgraph.data import Documents
+        from chunkgraph.data import Documents, read_documents
         from chunkgraph.packing import pack
         from chunkgraph.trainer.batches import packed_shape
 
         with extended(case["config"]) as config:
             shape = packed_shape(config)
-        assert shape is not None
-        documents = Documents.from_file(
-            config.data.path,
+        documents = Documents(
+            read_documents(config.data.path),
             num_tokens=shape.max_packed_tokens,
             seed=config.train.seed,
             multiple=shape.document_multiple,

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from chunkgraph.data import END_OF_DOCUMENT, PackedText
+from chunkgraph.data import END_OF_DOCUMENT, PackedText, read_documents
 from chunkgraph.settings import config_from_mapping
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release]
@@ -24,7 +24,7 @@ def test_documents_of_a_sequence_do_not_mix(
     path = tmp_path / "text.txt"
     path.write_text("one\n\na\n\nlonger than a sequence\n\nfour\n\nfive5")
     config = config_from_mapping(make_config(data={"path": str(path)}))
-    text = PackedText.from_file(path, seq_length=16, seed=1)
+    text = PackedText(read_documents(path), seq_length=16, seed=1)
     for batch in sequence_batches(config, text, 0, 4, one_rank):
         tokens, mask = batch["tokens"], batch["attention_mask"]
         assert mask.shape == (2, 1, 16, 16)
@@ -51,7 +51,7 @@ def test_context_parallel_ranks_share_every_sequence(
         )
         for n in (1, 2)
     )
-    text = PackedText.from_file(None, seq_length=16, seed=1)
+    text = PackedText(read_documents(None), seq_length=16, seed=1)
     (expected,) = sequence_batches(whole, text, 0, 1, one_rank)
     state = import_megatron("megatron.core.parallel_state")
     parts = []

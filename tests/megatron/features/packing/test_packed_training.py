@@ -10,7 +10,7 @@ import pytest
 from expert_cases import EXPERTS
 from extended_config import extended
 
-from chunkgraph.data import Documents
+from chunkgraph.data import Documents, read_documents
 from chunkgraph.megatron.features.packing.bank import PackingOptions
 from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.trainer.batches import packed_shape
@@ -131,7 +131,8 @@ def test_overflow_on_one_of_two_pipelines(run_equal: Callable[..., Any], make_ca
     cases = {"dp2_pp2": make_case(counts, seqs=5, pp=2, dp=2)}
     with extended(cases["dp2_pp2"]["config"]) as config:
         pass
-    documents = Documents.from_file(config.data.path, num_tokens=_TOKENS, seed=config.train.seed)
+    text = read_documents(config.data.path)
+    documents = Documents(text, num_tokens=_TOKENS, seed=config.train.seed)
     too_many = [
         [
             any(len(documents.row(step, m, rank).lengths) > 4 for m in range(count))
@@ -153,10 +154,10 @@ def _lengths(case: dict[str, Any]) -> set[int]:
     """Return the buckets of a run's microbatches."""
     with extended(case["config"]) as config:
         shape = packed_shape(config)
-    assert shape is not None
     options = PackingOptions(shape, config.packing.buckets, config.packing.seq_buckets)
     banks = PackedBanks.of_model(options, config.pipeline)
-    documents = Documents.from_file(config.data.path, num_tokens=_TOKENS, seed=config.train.seed)
+    text = read_documents(config.data.path)
+    documents = Documents(text, num_tokens=_TOKENS, seed=config.train.seed)
     return {
         key
         for rank in range(config.pipeline.data_parallel_size)
