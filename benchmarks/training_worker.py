@@ -62,8 +62,8 @@ class Variant:
         """Return more fields of Megatron's TransformerConfig."""
         return {}
 
-    def ddp_scope(self) -> AbstractContextManager[object]:
-        """Return a context for the time that the chunks are wrapped in DDP."""
+    def build_scope(self) -> AbstractContextManager[object]:
+        """Return a context for the time that the model is built."""
         return nullcontext()
 
     def prepare(self, model: TrainedModel) -> None:
@@ -123,8 +123,8 @@ class _MegatronGraphs(Variant):
         has_dense_layers = 0 in (self.config.model.transformer_config.get("moe_layer_freq", ()))
         return ["attn", *(["mlp"] if has_dense_layers else []), "moe_router", "moe_preprocess"]
 
-    def ddp_scope(self) -> AbstractContextManager[object]:
-        """Give DDP its own stream.
+    def build_scope(self) -> AbstractContextManager[object]:
+        """Build the model, and with it DDP, on its own stream.
 
         DDP keeps the nodes that accumulate gradients, and a capture cannot wait for nodes that
         were created on the default stream.
@@ -200,8 +200,8 @@ class FullIterationVariant(_MegatronGraphs):
 
     implementation = "full_iteration"
 
-    def ddp_scope(self) -> AbstractContextManager[object]:
-        """Give DDP the stream of the capture, as Megatron does."""
+    def build_scope(self) -> AbstractContextManager[object]:
+        """Build DDP on the stream of the capture, as Megatron does."""
         module = import_megatron("megatron.core.full_cuda_graph")
         capture_stream = getattr(module, "get_shared_capture_stream", torch.cuda.Stream)
         return _on_stream(capture_stream())
@@ -250,11 +250,9 @@ class Run:
         document_counts: Sequence[int] = (),
     ) -> None:
         self._config, self._device, self._variant = config, device, variant
-        options: dict[str, Any] = {
-            "transformer_options": variant.transformer_options(),
-            "ddp_scope": variant.ddp_scope,
-        }
-        self._model = model = TrainedModel(config, device, **options)
+        options = variant.transformer_options()
+        with variant.build_scope():
+            self._model = model = TrainedModel(config, device, transformer_options=options)
         if router_skew:
             skew_routers(model.chunks, router_skew)
         if document_counts:

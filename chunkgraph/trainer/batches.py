@@ -33,7 +33,6 @@ __all__ = [
     "PackedBatches",
     "SequenceBatches",
     "packed_shape",
-    "sequence_batches",
 ]
 
 Batch = dict[str, Any]
@@ -60,52 +59,43 @@ class SequenceBatches:
         self._text = PackedText(text, seq_length=seq_length, seed=config.train.seed)
 
     def step(self, step: int, count: int) -> Iterator[Batch]:
-        """Draw this rank's part of the step's microbatches, for one chunk."""
-        return sequence_batches(self._config, self._text, step, count, self._device)
+        """Draw this data- and context-parallel rank's part of the step, for one chunk.
+
+        Each document starts at position 0, and its first token is not a label. A mask separates the
+        documents of a sequence, except for Transformer Engine, whose causal kernel takes no mask.
+        """
+        config, device = self._config, self._device
+        state = import_megatron("megatron.core.parallel_state")
+        dp_rank, cp_rank = state.get_data_parallel_rank(), state.get_context_parallel_rank()
+        cp_size, size = config.pipeline.context_parallel_size, config.train.micro_batch_size
+        (masks_of,) = private_names(
+            "megatron.core.datasets.gpt_dataset", "_get_ltor_masks_and_position_ids"
+        )
+        spec = config.model.layer_spec
+        on_engine = spec == "transformer_engine" or (spec == "auto" and device.type == "cuda")
+        masking = (END_OF_DOCUMENT, True, True, True, not on_engine)
+        for microbatch in range(count):
+            rows = torch.from_numpy(self._text.batch(step, microbatch, size, dp_rank))
+            tokens = rows[:, :-1]
+            mask, loss_mask, positions = zip(*(masks_of(r, *masking) for r in tokens), strict=True)
+            values = {
+                "tokens": tokens,
+                "labels": rows[:, 1:],
+                "position_ids": torch.stack(positions),
+                "is_counted": torch.stack(loss_mask).bool(),
+            }
+            if cp_size > 1:
+                count_of_all = values["is_counted"].sum(dtype=torch.float32)
+                values = {n: _part(value, cp_rank, cp_size) for n, value in values.items()}
+                values["num_counted"] = count_of_all
+            if not on_engine:
+                values["attention_mask"] = torch.stack(mask)
+            yield {n: to_device(value.contiguous().numpy(), device) for n, value in values.items()}
 
     def schedule_options(self, step: int, count: int) -> dict[str, Any]:
         """Return keywords of the schedule: ``num_microbatches``, and those of chunk graphs."""
         del step
         return {"num_microbatches": count}
-
-
-def sequence_batches(
-    config: Config, text: PackedText, step: int, count: int, device: torch.device
-) -> Iterator[Batch]:
-    """Draw a step's microbatches for this data- and context-parallel rank.
-
-    Each document starts at position 0, and its first token is not a label. A mask separates the
-    documents of a sequence, except for Transformer Engine, whose causal kernel takes no mask.
-    """
-    state = import_megatron("megatron.core.parallel_state")
-    dp_rank, cp_rank = state.get_data_parallel_rank(), state.get_context_parallel_rank()
-    cp_size = config.pipeline.context_parallel_size
-    (masks_of,) = private_names(
-        "megatron.core.datasets.gpt_dataset", "_get_ltor_masks_and_position_ids"
-    )
-    spec = config.model.layer_spec
-    on_engine = spec == "transformer_engine" or (spec == "auto" and device.type == "cuda")
-    for microbatch in range(count):
-        drawn = text.batch(step, microbatch, config.train.micro_batch_size, dp_rank)
-        rows = torch.from_numpy(drawn)
-        tokens = rows[:, :-1]
-        mask, loss_mask, positions = zip(
-            *(masks_of(row, END_OF_DOCUMENT, True, True, True, not on_engine) for row in tokens),
-            strict=True,
-        )
-        values = {
-            "tokens": tokens,
-            "labels": rows[:, 1:],
-            "position_ids": torch.stack(positions),
-            "is_counted": torch.stack(loss_mask).bool(),
-        }
-        if cp_size > 1:
-            count_of_all = values["is_counted"].sum(dtype=torch.float32)
-            values = {n: _part(value, cp_rank, cp_size) for n, value in values.items()}
-            values["num_counted"] = count_of_all
-        if not on_engine:
-            values["attention_mask"] = torch.stack(mask)
-        yield {n: to_device(value.contiguous().numpy(), device) for n, value in values.items()}
 
 
 def _part(rows: torch.Tensor, rank: int, size: int) -> torch.Tensor:

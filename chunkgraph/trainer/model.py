@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import fields
 from typing import Any, get_type_hints
 
@@ -38,7 +38,6 @@ def build_model(
     ddp_options: Mapping[str, Any] | None = None,
     transformer_options: Mapping[str, Any] | None = None,
     prepare: Callable[[nn.Module], None] = lambda _: None,
-    ddp_scope: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> list[nn.Module]:
     """Build this rank's model chunks in training mode, wrapped in DDP.
 
@@ -50,7 +49,6 @@ def build_model(
         ddp_options: more fields of Megatron's DistributedDataParallelConfig.
         transformer_options: more fields of Megatron's TransformerConfig.
         prepare: callback with every chunk before it is wrapped, for example to freeze parameters.
-        ddp_scope: returns a context for the time that chunks are wrapped in DDP.
 
     Raises:
         ConfigError: The layers or the installed release do not support the model.
@@ -93,9 +91,8 @@ def build_model(
     if model_config.bf16:
         half = import_megatron("megatron.core.transformer.module").Float16Module
         chunks = [half(model_config, chunk) for chunk in chunks]
-    with ddp_scope():
-        options = {"delay_wgrad_compute": delays, **(ddp_options or {})}
-        chunks = _wrap_for_data_parallel(config, model_config, chunks, options)
+    options = {"delay_wgrad_compute": delays, **(ddp_options or {})}
+    chunks = _wrap_for_data_parallel(config, model_config, chunks, options)
     if config.train.gradient_accumulation_fusion:
         fuse_weight_gradients(chunks)
     for chunk in chunks:

@@ -45,12 +45,6 @@ def training_process(config: Config) -> Iterator[torch.device]:
     with ExitStack() as stack:
         if device.type == "cpu":
             stack.enter_context(cpu_host())
-            num_threads = torch.get_num_threads()
-            stack.callback(torch.set_num_threads, num_threads)
-            # At most as many as the caller allows, for example by OMP_NUM_THREADS: threads that
-            # wait for a core spin, and a step then takes several times as long.
-            share = max(1, (os.cpu_count() or 1) // pipeline.world_size)
-            torch.set_num_threads(min(num_threads, share))
         else:
             torch.cuda.set_device(device)
         if config.train.deterministic:
