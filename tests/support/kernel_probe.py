@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -36,6 +37,6 @@ def run(config: Any, device: torch.device, case: dict[str, Any]) -> dict[str, An
             stack.enter_context(dropless.on_device())
 
         same = run_eager(config, device, **options, prepare=use_products_of_graphs)
-    results = train(config, device, eager=same, **options).to_mapping()
+    results = asdict(train(config, device, eager=same, **options))
     steps = [[step.loss, step.grad_norm] for step in unmodified.steps]
     return {**results, "unmodified": steps}

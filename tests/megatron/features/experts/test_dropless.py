@@ -37,7 +37,7 @@ def _split(
 def _check(results: dict[str, dict[str, Any]]) -> None:
     for name, result in results.items():
         steps = result["steps"]
-        assert len({s["loss_chunk"] for s in steps}) == len(steps), name
+        assert len({s["loss"] for s in steps}) == len(steps), name
         assert all(step["replays"] > 0 for step in steps[1:]), name
         assert result["dropped_tokens"] == 0, name
 
