@@ -111,6 +111,14 @@ FILE_ONLY_RULES = (
         lambda f: f.recompute_granularity == "selective" and not f.recompute_modules,
     ),
     Rule(
+        "recompute_modules swiglu: without SwiGLU the feed-forward layer has a bias, which "
+        "Megatron-core returns from the recomputed part, so that its backward recurses forever; "
+        "use {swiglu=true}, or leave mlp out",
+        lambda f: (
+            f.recompute_granularity == "selective" and "mlp" in f.recompute_modules and not f.swiglu
+        ),
+    ),
+    Rule(
         "fp8: only Transformer Engine's layers on a GPU support FP8; use {device=cuda} and "
         "{layer_spec=transformer_engine}, or leave it out",
         lambda f: f.fp8 and (f.layer_spec == "local" or f.device == "cpu"),
