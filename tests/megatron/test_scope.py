@@ -13,7 +13,7 @@ from in_process import attach
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from chunkgraph.engine.replay import replayer
+from chunkgraph.engine import replay
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.captured_part import SCOPE_RULES, ChosenScope, choose_scope
 from chunkgraph.megatron.refusals import facts_of_model
@@ -76,7 +76,7 @@ def _runs(
 @pytest.fixture
 def modes_may_be_active(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a mode of a test count the operators around replays."""
-    monkeypatch.setattr(replayer, "refuse_contexts", lambda *_: None)
+    monkeypatch.setattr(replay, "refuse_contexts", lambda *_: None)
 
 
 class _Operators(TorchDispatchMode):

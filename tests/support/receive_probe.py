@@ -13,8 +13,8 @@ import torch.distributed as dist
 from host_copies import copied_by_host
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from chunkgraph.engine import replay
 from chunkgraph.engine.capture import session
-from chunkgraph.engine.replay import replayer
 from chunkgraph.megatron.attachment import MegatronChunkGraphs, attach
 from chunkgraph.settings import Config
 from chunkgraph.trainer import trained_model
@@ -161,7 +161,7 @@ def run(
         copied_by_host(),
     ):
         # The mode that counts copies is a context of a test alone.
-        session.refuse_contexts = replayer.refuse_contexts = lambda *_: None  # type: ignore[attr-defined]
+        session.refuse_contexts = replay.refuse_contexts = lambda *_: None  # type: ignore[attr-defined]
         results = train(config, device, eager=eager)
     mine = {
         "equal": all(step.is_equal for step in results.steps) and results.parameters_equal,
