@@ -29,7 +29,7 @@ from chunkgraph.megatron.site import Site
 from chunkgraph.settings.rule import Rule
 
 if TYPE_CHECKING:
-    from chunkgraph.megatron.attached import MegatronChunkGraphs
+    from chunkgraph.megatron.attachment import MegatronChunkGraphs
 
 __all__ = ["Contexts", "follow_groups", "refuse_without_groups"]
 
