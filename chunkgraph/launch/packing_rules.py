@@ -8,7 +8,7 @@ from typing import Any
 
 from chunkgraph.megatron.features.packing.bank import PackingOptions
 from chunkgraph.megatron.features.packing.params import shares_keys
-from chunkgraph.megatron.rules.contexts import RANK_RULES, SIZE_RULES
+from chunkgraph.megatron.rules.contexts import BUCKETS_RULE
 from chunkgraph.megatron.rules.packing import PACKING_RULES
 from chunkgraph.packing import ContextLimits, PackedShape
 from chunkgraph.settings import PackingConfig
@@ -149,8 +149,7 @@ SCRIPT_PACKING_RULES = (
             (f.tensor_model_parallel_size or 1) > 1 and _changing_rows(f) != (f.seq_length or 1)
         ),
     ),
-    *SIZE_RULES,
-    *RANK_RULES,
+    BUCKETS_RULE,
 )
 """Rules for packed sequences whose documents come from a script's data set."""
 

@@ -13,11 +13,6 @@ HYBRID_RULES = (
 """Rules of a hybrid model, from a file, a program or a command line."""
 
 
-def _unknown_symbol(f: Facts) -> object:
-    unknown = [symbol for symbol in f.hybrid_layer_pattern or "" if symbol not in "M*-E|"]
-    return unknown and {"symbol": unknown[0]}
-
-
 def _other_length(f: Facts) -> object:
     pattern = f.hybrid_layer_pattern
     if pattern is None:
@@ -44,11 +39,6 @@ def _other_experts(f: Facts) -> object:
 
 HYBRID_FILE_RULES = (
     *HYBRID_RULES,
-    Rule(
-        "hybrid_layer_pattern: {symbol} is no layer that the training command supports; use M "
-        "(Mamba), * (attention), - (feed-forward), E (experts), and | between pipeline stages",
-        _unknown_symbol,
-    ),
     Rule(
         "num_layers hybrid_layer_pattern: the pattern has {count} layers, and {num_layers=} counts "
         "layers of every kind; use {count}",
