@@ -140,10 +140,6 @@ def test_the_shape_of_packed_sequences() -> None:
             {"cuda_graph_packed_buckets": [0.5], "context_parallel_size": 2},
             "seqs 4 with --context-parallel-size 2: ",
         ),
-        (
-            {"cuda_graph_packed_seq_buckets": [4]},
-            "seq-buckets 4 with --cuda-graph-max-packed-seqs 4: 4 is not between 2",
-        ),
     ],
 )
 def test_what_packed_sequences_cannot_go_with_is_named(
