@@ -14,18 +14,17 @@ Megatron's ``cuda_graph_impl`` stays ``none``.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
-from chunkgraph.engine import Banks, CaptureOptions, ChunkGraphs, Host
+from chunkgraph.engine import Banks, CaptureOptions, ChunkGraphs
 from chunkgraph.engine.decide.reasons import StepMode
 from chunkgraph.engine.split import SPLIT, DelayedModules, WeightBackwards
-from chunkgraph.errors import ConfigError, SlotError, VerifyError
+from chunkgraph.errors import ConfigError, SlotError
 from chunkgraph.megatron.captured_part import Scope
 from chunkgraph.megatron.core.access import refuse_other_releases
 from chunkgraph.megatron.core.agreement import before_groups_end
@@ -142,7 +141,11 @@ def attach(  # the options of a job, as keywords
         site.find_parts(undo)
         installed = Features(f for kind in kinds if (f := kind.of(site, undo)) is not None)
         chunk_graphs = _chunk_graphs(site, installed, backend, progress)
-        driver = _driver(site, chunk_graphs, undo)
+        driver = None
+        if site.schedule is not None:
+            weights = WeightBackwards(chunk_graphs)
+            driver = ScheduleDriver(site.schedule.build, site.place.pipeline_rank, weights.run)
+            undo.callback(driver.close)
         receiver = SlotReceiver(
             chunk_graphs,
             site.place,
@@ -454,16 +457,6 @@ def notify_after_last_forward(
     return {**kwargs, "forward_step_func": counted}
 
 
-def _driver(site: Site, graphs: ChunkGraphs, undo: ExitStack) -> ScheduleDriver | None:
-    """Create the driver of a schedule's steps; None if Megatron's own functions run them."""
-    if site.schedule is None:
-        return None
-    weights = WeightBackwards(graphs)
-    driver = ScheduleDriver(site.schedule.build, site.place.pipeline_rank, weights.run)
-    undo.callback(driver.close)
-    return driver
-
-
 def _chunk_graphs(
     site: Site, features: Features, backend: GraphBackend | None, progress: OnCapture | None
 ) -> ChunkGraphs:
@@ -478,38 +471,13 @@ def _chunk_graphs(
         site.num_slots,
         options=site.options,
         agree=site.agree,
-        host=_Host(features, progress),
+        host=features,
+        generators=graph_safe_generators,
+        progress=progress,
         takes_misfits=features.plans is not None,
         banks=Banks() if features.plans is None else features.plans.banks,
         backend=backend,
     )
-
-
-class _Host(Host):
-    """Adapt Megatron and the features to the engine's `Host`."""
-
-    def __init__(self, features: Features, on_capture: OnCapture | None) -> None:
-        self._features = features
-        self._on_capture = on_capture
-
-    def preserving(self) -> AbstractContextManager[None]:
-        return self._features.around("session")
-
-    def capturing(self) -> AbstractContextManager[None]:
-        return self._features.around("capture")
-
-    def verifying(self) -> AbstractContextManager[None]:
-        return self._features.around("verify")
-
-    def judge(self, wrong_replay: VerifyError) -> None:
-        self._features.judge(wrong_replay)
-
-    def generators(self) -> Sequence[torch.Generator]:
-        return graph_safe_generators()
-
-    def progress(self, num_done: int, num_graphs: int, free_bytes: int | None) -> None:
-        if self._on_capture is not None:
-            self._on_capture(num_done, num_graphs, free_bytes)
 
 
 def eager_driver(chunks: Sequence[nn.Module], name: str) -> ScheduleDriver:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
 import torch
 
-from chunkgraph.engine import Agree, Chunk, StepMode
+from chunkgraph.engine import Agree, Chunk, Host, StepMode
 from chunkgraph.errors import VerifyError
 from chunkgraph.settings.rule import Rule
 
@@ -140,8 +140,8 @@ class LimitedFeature(Feature):
         """Discard a run that failed, or whose result is not used."""
 
 
-class Features:
-    """Combine the features of one model.
+class Features(Host):
+    """Combine the features of one model, for the engine as well.
 
     Args:
         features: The features in order.
@@ -179,8 +179,19 @@ class Features:
         for feature in self._all:
             feature.bind(graphs)
 
-    def around(self, work: Work) -> Context:
-        """Enclose work of the engine outside of steps."""
+    def preserving(self) -> Context:
+        """Enclose a session, or an eager pass of ``verify``, in every feature."""
+        return self._around("session")
+
+    def capturing(self) -> Context:
+        """Enclose the passes and captures of a session in every feature."""
+        return self._around("capture")
+
+    def verifying(self) -> Context:
+        """Enclose an eager pass of ``verify`` in every feature."""
+        return self._around("verify")
+
+    def _around(self, work: Work) -> Context:
         return _all_of(f.around(work) for f in self._all)
 
     def judge(self, wrong_replay: VerifyError) -> None:
