@@ -10,13 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-<<<<<<< HEAD
-from chunkgraph.data import END_OF_DOCUMENT, DocumentRow, Documents, PackedText
-from chunkgraph.engine.decide import Maximum
-=======
 from chunkgraph.data import END_OF_DOCUMENT, DocumentRow, Documents, PackedText, read_documents
-from chunkgraph.engine.decide.maximum import Maximum
->>>>>>> h2-trainer
+from chunkgraph.engine.decide import Maximum
 from chunkgraph.megatron.core.access import import_megatron, private_names
 from chunkgraph.megatron.core.agreement import agree_by_maximum
 from chunkgraph.megatron.features.contexts import ContextGroups

@@ -172,12 +172,6 @@ _SIZES_THAT_CHANGE = (
 @pytest.mark.parametrize(
     ("changes", "kind", "message"),
     [
-        (["packing.context_parallel_sizes=[1,3]"], TopologyError, "3 is not a power of two"),
-        (
-            ["pipeline.data_parallel_size=6"],
-            TopologyError,
-            "data_parallel_size=6: .* need a power of two",
-        ),
         (["model.fp8=hybrid"], ConfigError, "model.fp8=hybrid"),
         (["packing.max_packed_seqs=0"], ConfigError, r"sizes is \[1, 2, 4\].*: packing is off"),
     ],

@@ -38,7 +38,7 @@ from chunkgraph.megatron.rules.experts import MOE_RULES, PADDED_ROWS_RULES, uses
 from chunkgraph.megatron.site import Site
 
 if TYPE_CHECKING:
-    from chunkgraph.megatron.attached import MegatronChunkGraphs
+    from chunkgraph.megatron.attachment import MegatronChunkGraphs
 
 __all__ = ["Experts", "TokenDrops", "dropped_tokens"]
 
