@@ -90,7 +90,7 @@ def print_report(config: Config, results: RunResults, console: Console) -> list[
     Returns:
         The failures of the run; empty if there are none.
     """
-    failures = find_failures(config, results)
+    failures = find_failures(results)
     console.print(_table(config, results))
     console.print()
     for line in _notes(config, results):
@@ -143,9 +143,9 @@ def _notes(config: Config, results: RunResults) -> list[str]:
         for reason in step.fallbacks
     ]
     if config.train.compare == "eager":
-        verdict = {True: "equal", False: "NOT EQUAL", None: "not compared"}
+        verdict = "NOT EQUAL" if results.different_parameters else "equal"
         lines.append(
-            f"parameters after the run: {verdict[results.parameters_equal]} "
+            f"parameters after the run: {verdict} "
             f"({results.num_parameters_compared:,} compared, all ranks)"
         )
     slots = "; ".join(

@@ -28,12 +28,7 @@ from chunkgraph.packing import (
 )
 from chunkgraph.settings import Config
 
-__all__ = [
-    "Batch",
-    "PackedBatches",
-    "SequenceBatches",
-    "packed_shape",
-]
+__all__ = ["Batch", "PackedBatches", "SequenceBatches", "packed_shape"]
 
 Batch = dict[str, Any]
 """A microbatch; `forward_step` lists its entries."""

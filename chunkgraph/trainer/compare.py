@@ -211,7 +211,6 @@ def train(
             _step([run.steps[i] for run in chunks], [run.steps[i] for run in eagers if run])
             for i in range(len(chunk.steps))
         ],
-        parameters_equal=None if eager is None else not any(different),
         different_parameters={f"rank {i}": names for i, names in enumerate(different) if names},
         num_parameters_compared=sum(num_compared),
         **{name: _OF_ALL_RANKS.get(name, list)(values) for name, values in of_each.items()},

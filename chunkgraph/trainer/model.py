@@ -21,12 +21,7 @@ from chunkgraph.megatron.features.hybrid.layers import can_recompute_hybrid_laye
 from chunkgraph.schedules import splits_backward
 from chunkgraph.settings import Config, derived_fields, resolved
 
-__all__ = [
-    "build_model",
-    "build_optimizer",
-    "fuse_weight_gradients",
-    "zero_gradients",
-]
+__all__ = ["build_model", "build_optimizer", "fuse_weight_gradients", "zero_gradients"]
 
 _FUSES = "fuse_wgrad_accumulation"
 

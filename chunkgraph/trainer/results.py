@@ -6,8 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from chunkgraph.settings import Config
-
 __all__ = ["COMPARED", "RunResults", "StepRecord", "StepResult", "find_failures"]
 
 
@@ -70,9 +68,8 @@ class RunResults:
     Attributes:
         versions: versions of the relevant packages, by name.
         steps: the steps, in order.
-        parameters_equal: True if every parameter agrees to the last bit after the run, on all
-            ranks; None if not compared.
-        different_parameters: names of the parameters that differ, by rank.
+        different_parameters: names of the parameters that differ from the eager run's in any bit
+            after the run, by rank.
         num_parameters_compared: number of compared elements of all ranks together.
         capture_sessions: number of sessions that captured graphs.
         captures_after_first_session: number of slots captured later, except captures with more
@@ -94,7 +91,6 @@ class RunResults:
 
     versions: Mapping[str, str] = field(default_factory=dict)
     steps: Sequence[StepResult]
-    parameters_equal: bool | None
     different_parameters: Mapping[str, Sequence[str]] = field(default_factory=dict)
     num_parameters_compared: int
     capture_sessions: int
@@ -112,7 +108,7 @@ class RunResults:
     reserved_bytes: Sequence[int] = ()
 
 
-def find_failures(config: Config, results: RunResults) -> list[str]:
+def find_failures(results: RunResults) -> list[str]:
     """List the failures of a run, such as values that differ from eager; empty for none."""
     failures: list[str] = []
     for step in results.steps:
@@ -124,7 +120,7 @@ def find_failures(config: Config, results: RunResults) -> list[str]:
             f"{getattr(step, name)!r} captured, {getattr(step.eager, name)!r} eager"
             for name in step.different or ()
         ]
-    if config.train.compare == "eager" and not results.parameters_equal:
+    if results.different_parameters:
         failures.append("the parameters after the run differ from the eager run's")
     if results.captures_after_first_session:
         failures.append(

@@ -92,4 +92,3 @@ def _use_deterministic_kernels(device: torch.device) -> None:
         torch.use_deterministic_algorithms(True, warn_only=True)
         # Filling new memory would only add kernels; nothing reads it.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-        torch.backends.cudnn.benchmark = False

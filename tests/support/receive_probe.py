@@ -164,7 +164,7 @@ def run(
         session.refuse_contexts = replay.refuse_contexts = lambda *_: None  # type: ignore[attr-defined]
         results = train(config, device, eager=eager)
     mine = {
-        "equal": all(step.is_equal for step in results.steps) and results.parameters_equal,
+        "equal": not any((results.different_parameters, *(s.different for s in results.steps))),
         "steps": probe.steps,
         "communicators": sorted(probe.communicators),
     }

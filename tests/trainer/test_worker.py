@@ -33,7 +33,7 @@ def test_results_and_progress(run_worker: RunWorker, make_config: MakeConfig) ->
     logs = [(folder / f"log{rank}.txt").read_text(encoding="utf-8") for rank in range(2)]
     assert codes == [0, 0], logs
     result = json.loads((folder / "table.json").read_text(encoding="utf-8"))
-    assert result["parameters_equal"] is True
+    assert result["different_parameters"] == {}
     assert {"torch", "megatron_core"} <= result["versions"].keys()
     for phase in ("eager", "chunk graphs"):
         counts = re.findall(rf"^{phase}: step \d+/\d+  (\d+) microbatches", logs[0], re.MULTILINE)

@@ -58,7 +58,6 @@ def results_of(config: Config, last_step: dict[str, Any], **changes: Any) -> Run
         )
     steps[-1] = replace(steps[-1], **last_step)
     results: dict[str, Any] = {
-        "parameters_equal": True,
         "num_parameters_compared": 10,
         "capture_sessions": 1,
         "captures_after_first_session": 0,
