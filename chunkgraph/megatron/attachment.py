@@ -47,11 +47,11 @@ from chunkgraph.megatron.features.rerun import OverflowGuard
 from chunkgraph.megatron.pipeline.choice import PipelinePlace, PipelineSchedule
 from chunkgraph.megatron.pipeline.driver import ScheduleDriver
 from chunkgraph.megatron.receive import SlotReceiver
-from chunkgraph.megatron.refusals import DELAY_RULES, DRIVER_RULES, facts_of_model, refuse_model
+from chunkgraph.megatron.refusals import DELAY_RULES, DRIVER_RULES, facts_of_model
 from chunkgraph.megatron.site import Site, config_of
 from chunkgraph.packing import PackedShape
 from chunkgraph.settings import StashConfig
-from chunkgraph.settings.rule import check, refusals
+from chunkgraph.settings.rule import check
 
 if TYPE_CHECKING:
     from chunkgraph.engine.chunk import OnCapture
@@ -132,8 +132,11 @@ def attach(  # the options of a job, as keywords
         packing = PackedBanks.of_model(packing, site.config)
     site.feature_options = {"packing": packing, "token_drops": token_drops, "stash": stash}
     site.feature_facts = {name: fact for kind in kinds for name, fact in kind.facts(site).items()}
-    facts = site.facts()
-    refuse_model([text for kind in kinds for text in refusals(kind.rules, facts)])
+    check(
+        [rule for kind in kinds for rule in kind.rules],
+        site.facts(),
+        "Chunk graphs cannot hold this model; turn these off, or train without chunk graphs:",
+    )
     with ExitStack() as failure:
         undo = failure.enter_context(ExitStack())
         for kind in kinds:
