@@ -47,11 +47,11 @@ from chunkgraph.megatron.features.rerun import OverflowGuard
 from chunkgraph.megatron.pipeline.choice import PipelinePlace, PipelineSchedule
 from chunkgraph.megatron.pipeline.driver import ScheduleDriver
 from chunkgraph.megatron.receive import SlotReceiver
-from chunkgraph.megatron.refusals import DELAY_RULES, DRIVER_RULES, facts_of_model, refuse_model
+from chunkgraph.megatron.refusals import DELAY_RULES, DRIVER_RULES, facts_of_model
 from chunkgraph.megatron.site import Site, config_of
 from chunkgraph.packing import PackedShape
 from chunkgraph.settings import StashConfig
-from chunkgraph.settings.rule import check, refusals
+from chunkgraph.settings.rule import check
 
 if TYPE_CHECKING:
     from chunkgraph.engine.chunk import OnCapture
@@ -132,8 +132,11 @@ def attach(  # the options of a job, as keywords
         packing = PackedBanks.of_model(packing, site.config)
     site.feature_options = {"packing": packing, "token_drops": token_drops, "stash": stash}
     site.feature_facts = {name: fact for kind in kinds for name, fact in kind.facts(site).items()}
-    facts = site.facts()
-    refuse_model([text for kind in kinds for text in refusals(kind.rules, facts)])
+    check(
+        [rule for kind in kinds for rule in kind.rules],
+        site.facts(),
+        "Chunk graphs cannot hold this model; turn these off, or train without chunk graphs:",
+    )
     with ExitStack() as failure:
         undo = failure.enter_context(ExitStack())
         for kind in kinds:
@@ -141,25 +144,11 @@ def attach(  # the options of a job, as keywords
         site.find_parts(undo)
         installed = Features(f for kind in kinds if (f := kind.of(site, undo)) is not None)
         chunk_graphs = _chunk_graphs(site, installed, backend, progress)
-        driver = None
-        if site.schedule is not None:
-            weights = WeightBackwards(chunk_graphs)
-            driver = ScheduleDriver(site.schedule.build, site.place.pipeline_rank, weights.run)
-            undo.callback(driver.close)
-        receiver = SlotReceiver(
-            chunk_graphs,
-            site.place,
-            site.config,
-            lends_input_grads=site.lends_input_grads,
-            device=site.device,
-            driver=driver,
-        )
+        graphs = MegatronChunkGraphs(site, chunk_graphs, installed, undo)
+        failure.callback(graphs.detach)
         for part in site.parts:
             undo.callback(part.restore)
-            part.divert_to(installed.call(part, partial(receiver.call, part.index)))
-        graphs = MegatronChunkGraphs(site, chunk_graphs, installed, receiver, undo)
-        graphs.driver = driver
-        failure.callback(graphs.detach)
+            part.divert_to(installed.call(part, partial(graphs.receiver.call, part.index)))
         installed.bind(graphs)
         if installed.repeats_steps:
             graphs.guard = OverflowGuard(graphs, undo)
@@ -182,26 +171,34 @@ class MegatronChunkGraphs:
     """
 
     def __init__(
-        self,
-        site: Site,
-        engine: ChunkGraphs,
-        features: Features,
-        receiver: SlotReceiver,
-        undo: ExitStack,
+        self, site: Site, engine: ChunkGraphs, features: Features, undo: ExitStack
     ) -> None:
         self.site = site
         self.engine = engine
         self.features = features
         self.scope = site.scope
         self.num_slots = site.num_slots
-        self.receiver = receiver
         self.guard: Any = None
-        self.driver: ScheduleDriver | None = None
         self.before_run: Callable[[], None] = lambda: None
+        self._driver: ScheduleDriver | None = None
+        if site.schedule is not None:
+            run_weights = WeightBackwards(engine).run
+            self._driver = ScheduleDriver(
+                site.schedule.build, site.place.pipeline_rank, run_weights
+            )
+            undo.callback(self._driver.close)
+        self.receiver = SlotReceiver(
+            engine,
+            site.place,
+            site.config,
+            lends_input_grads=site.lends_input_grads,
+            device=site.device,
+            driver=self._driver,
+        )
+        # The model keeps this object alive until it is detached, even without other references.
+        self.receiver.owner = self
         self._undo = undo
         self._forget_groups = before_groups_end(self.detach)
-        # The model keeps this object alive until it is detached, even without other references.
-        receiver.owner = self
 
     @property
     def counters(self) -> Any:
@@ -231,8 +228,8 @@ class MegatronChunkGraphs:
         If the context-parallel size changes, training steps take ``contexts``, the bank of each
         microbatch (`PackedBanks.of_schedule`), and ``misfit``.
         """
-        if self.driver is not None:
-            forward_backward = self.driver
+        if self._driver is not None:
+            forward_backward = self._driver
 
         def chunk_graph_forward_backward(
             *,

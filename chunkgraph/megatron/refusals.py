@@ -5,16 +5,15 @@ A rule that a configuration file shares is declared with the section of its sett
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.core.model_kinds import fp8_recipe
 from chunkgraph.megatron.rules.features import RECOMPUTE_RULES, SLOT_RULES
 from chunkgraph.settings.rule import Facts, Rule, Words
 from chunkgraph.settings.words import PROGRAM
 
-__all__ = ["DELAY_RULES", "DRIVER_RULES", "MODEL_RULES", "facts_of_model", "refuse_model"]
+__all__ = ["DELAY_RULES", "DRIVER_RULES", "MODEL_RULES", "facts_of_model"]
 
 
 def _dropout(f: Facts) -> float:
@@ -199,17 +198,3 @@ def facts_of_model(
         **(others or {}),
     }
     return Facts(lambda name: facts[name] if name in facts else getattr(config, name, None), words)
-
-
-def refuse_model(refusals: Sequence[str]) -> None:
-    """Refuse a model if ``refusals`` is not empty.
-
-    Raises:
-        ConfigError: There are refusals; the message lists all of them.
-    """
-    if refusals:
-        raise ConfigError(
-            "Chunk graphs cannot hold this model:\n  - "
-            + "\n  - ".join(refusals)
-            + "\nTurn these off, or train without chunk graphs."
-        )

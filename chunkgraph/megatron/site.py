@@ -13,7 +13,7 @@ from torch import nn
 from chunkgraph.engine import CaptureOptions
 from chunkgraph.engine.arguments import check_counts
 from chunkgraph.engine.decide import Maximum
-from chunkgraph.errors import ChunkGraphError, ConfigError
+from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.captured_part import (
     CapturedPart,
     ChosenScope,
@@ -78,7 +78,7 @@ class Site:
             raise ConfigError("attach() got no model chunk. Pass the schedule's argument `model`.")
         self.config = config_of(self.chunks[0])
         self.place = PipelinePlace.current(len(self.chunks), self.config)
-        self.device = _device_of(self.chunks[0])
+        self.device = next(self.chunks[0].parameters()).device
         if self.requested_schedule != "auto":
             self.schedule = PipelineSchedule.of(self.requested_schedule, self.place)
 
@@ -178,10 +178,3 @@ def _refuse_delays_outside(chunk: nn.Module, part: CapturedPart) -> None:
                 f"{part.label}: {path} delays its weight gradients and is outside of the captured "
                 "block, so nothing would compute them. Use scope='chunk'."
             )
-
-
-def _device_of(chunk: nn.Module) -> torch.device:
-    parameter = next(chunk.parameters(), None)
-    if parameter is None:
-        raise ChunkGraphError(f"{type(chunk).__name__} has no parameters; nothing to capture.")
-    return parameter.device
