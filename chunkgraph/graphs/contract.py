@@ -31,11 +31,6 @@ class Pool(Protocol):
         """Return the bytes that the pool holds, in use or free."""
         return self.reserved().num_bytes
 
-    @property
-    @abstractmethod
-    def num_allocations(self) -> int:
-        """Return the allocations (recorder) or segments (CUDA) so far; no replay changes it."""
-
     @abstractmethod
     def reserve(self, num_bytes: int) -> None:
         """Allocate about ``num_bytes`` from the device, in one piece that captures divide.
