@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -95,18 +94,6 @@ class AddressRanges:
         return f"AddressRanges({', '.join(map(str, self.ranges))})"
 
 
-class _RawBytes:
-    """Device bytes for `torch.as_tensor`, which creates a view without ownership."""
-
-    def __init__(self, start: int, num_bytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (num_bytes,),
-            "typestr": "|u1",
-            "data": (start, False),
-            "version": 3,
-        }
-
-
 def tensor_at(address: int, num_bytes: int, device: torch.device) -> torch.Tensor:
     """Return the bytes at ``address`` as a uint8 tensor [num_bytes] that keeps nothing alive.
 
@@ -115,6 +102,5 @@ def tensor_at(address: int, num_bytes: int, device: torch.device) -> torch.Tenso
         num_bytes: Number of bytes, at least 1.
         device: A CPU or CUDA device.
     """
-    if device.type == "cuda":
-        return torch.as_tensor(_RawBytes(address, num_bytes), device=device)
-    return torch.frombuffer((ctypes.c_char * num_bytes).from_address(address), dtype=torch.uint8)
+    storage = torch._C._construct_storage_from_data_pointer(address, device, num_bytes)
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

@@ -8,15 +8,14 @@ of a device whose work is synchronous and whose memory is not counted.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
 
 from chunkgraph.graphs.addresses import AddressRange, AddressRanges, tensor_at
 from chunkgraph.graphs.allocations import AllocationLog
-from chunkgraph.graphs.random_state import preserve_states
 
 __all__ = ["CopyNode", "Graph", "GraphBackend", "Pool"]
 
@@ -31,11 +30,6 @@ class Pool(Protocol):
     def reserved_bytes(self) -> int:
         """Return the bytes that the pool holds, in use or free."""
         return self.reserved().num_bytes
-
-    @property
-    @abstractmethod
-    def num_allocations(self) -> int:
-        """Return the allocations (recorder) or segments (CUDA) so far; no replay changes it."""
 
     @abstractmethod
     def reserve(self, num_bytes: int) -> None:
@@ -165,11 +159,15 @@ class GraphBackend(Protocol):
         """Run eager work on the stream that captures use (capture warmup)."""
         return nullcontext()
 
-    def preserve_random_state(
-        self, generators: Sequence[torch.Generator] = ()
-    ) -> AbstractContextManager[None]:
+    @contextmanager
+    def preserve_random_state(self, generators: Sequence[torch.Generator] = ()) -> Iterator[None]:
         """Restore the states of the device's default generator and of ``generators`` on exit."""
-        return preserve_states((self.default_generator, *generators))
+        states = [(g, g.get_state()) for g in (self.default_generator, *generators)]
+        try:
+            yield
+        finally:
+            for generator, state in states:
+                generator.set_state(state)
 
     def release_cached_memory(self) -> None:
         """Free memory that the allocator caches for eager work, before pools are filled.

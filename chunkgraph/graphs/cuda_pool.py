@@ -62,11 +62,6 @@ class CUDAPool(Pool):
             with torch.cuda.stream(self._stream), self.serving_this_thread():
                 torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
-    @property
-    def num_allocations(self) -> int:
-        """Return the number of segments that the pool allocated from the device so far."""
-        return len(self._segments())
-
     def live(self) -> AddressRanges:
         """Return the addresses of allocated blocks, from the allocator's snapshot."""
         blocks: list[tuple[int, int]] = []

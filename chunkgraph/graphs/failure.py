@@ -6,7 +6,7 @@ import functools
 import linecache
 import os
 import sys
-from types import FrameType, TracebackType
+import traceback
 
 import torch
 
@@ -46,26 +46,22 @@ def current_location() -> str | None:
     Frames of torch and of the graph backend are skipped. The search ends at the engine, since the
     caller of a capture session does not cause the events in it.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame, line in traceback.walk_stack(sys._getframe(1)):
         file = frame.f_code.co_filename
         if file.startswith(_CAPTURING):
             return None
         if _is_users(file):
-            return _shown(file, frame.f_lineno, frame.f_code.co_name)
-        frame = frame.f_back
+            return _shown(file, line, frame.f_code.co_name)
     return None
 
 
 def _location_of(error: BaseException) -> str | None:
     """Return the user's innermost line in an exception's traceback, or None."""
     location: str | None = None
-    trace: TracebackType | None = error.__traceback__
-    while trace is not None:
-        code = trace.tb_frame.f_code
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
         if _is_users(code.co_filename):
-            location = _shown(code.co_filename, trace.tb_lineno, code.co_name)
-        trace = trace.tb_next
+            location = _shown(code.co_filename, line, code.co_name)
     return location
 
 

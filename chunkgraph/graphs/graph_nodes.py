@@ -77,16 +77,13 @@ class GraphEditor:
     def __init__(self) -> None:
         try:
             from cuda.bindings import driver
-        except ImportError as error:
-            raise RuntimeError(
-                f"cuda-bindings cannot be imported ({error}); pip install cuda-bindings"
-            ) from error
-        if not hasattr(driver, "CUgraphEdgeData"):
-            raise RuntimeError("cuda-bindings are older than CUDA 12.3; upgrade cuda-bindings")
-        try:
+
+            _ = driver.CUgraphEdgeData  # since CUDA 12.3
             torch.cuda.CUDAGraph(keep_graph=True)
-        except TypeError as error:
-            raise RuntimeError(f"torch {torch.__version__} has no keep_graph=True") from error
+        except (ImportError, AttributeError, TypeError) as error:
+            raise RuntimeError(
+                f"{error}; pip install --upgrade cuda-bindings (12.3 or later) and torch"
+            ) from error
         self.bindings: Any = driver
         # Bindings of CUDA 12 have a second pair of functions, which supports all kinds of edges.
         latest = "_v2" if hasattr(driver, "cuGraphGetEdges_v2") else ""

@@ -19,7 +19,6 @@ __all__ = [
     "CapturedGenerator",
     "answering_calls",
     "patched",
-    "preserve_states",
 ]
 
 _MARK = "_chunkgraph_position"
@@ -76,17 +75,6 @@ def answering_calls(generator: CapturedGenerator) -> Iterator[None]:
             yield
         finally:
             _local.generator = None
-
-
-@contextmanager
-def preserve_states(generators: Sequence[torch.Generator]) -> Iterator[None]:
-    """Restore the states of ``generators`` on exit."""
-    states = [generator.get_state() for generator in generators]
-    try:
-        yield
-    finally:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
 
 
 class CapturedGenerator:

@@ -48,7 +48,6 @@ class SimulatedPool(Pool):
         self.label = label
         self.device = torch.device("cpu")
         self._take_segment = take_segment
-        self._num_allocations = 0
         self._segments: list[tuple[int, np.ndarray]] = []
         self._free: list[tuple[int, int]] = []  # (num_bytes, start), sorted: best fit first
         self._used: dict[int, _Block] = {}  # by start
@@ -56,11 +55,6 @@ class SimulatedPool(Pool):
         # A storage may be freed at any point: by the garbage collector in the middle of a line of
         # this class, or in another thread (gloo's). So finalizers only append to this queue.
         self._dead: deque[_Block] = deque()
-
-    @property
-    def num_allocations(self) -> int:
-        """See `Pool.num_allocations`."""
-        return self._num_allocations
 
     def reserve(self, num_bytes: int) -> None:
         """Add one free segment of this size, for later captures."""
@@ -78,7 +72,6 @@ class SimulatedPool(Pool):
         """
         size = -(-num_bytes // ROUND_BYTES) * ROUND_BYTES
         start = self._take(size)
-        self._num_allocations += 1
         owner = self._bytes_at(start, num_bytes)
         storage = torch.frombuffer(owner, dtype=torch.uint8).untyped_storage()
         # The storage keeps `owner` alive, so both are freed together.
