@@ -26,14 +26,15 @@ import torch
 import torch.distributed as dist
 from drawn_documents import DrawnDocuments
 
+from chunkgraph.data import read_documents
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.core.access import import_megatron, private_names, versions
 from chunkgraph.megatron.rules.experts import uses_dropless
 from chunkgraph.settings import Config, load_config
 from chunkgraph.settings.words import facts_of
-from chunkgraph.trainer.forward_step import forward_step
+from chunkgraph.trainer.results import StepRecord
 from chunkgraph.trainer.setup import training_process
-from chunkgraph.trainer.trained_model import StepRecord, TrainedModel, synchronize
+from chunkgraph.trainer.trained_model import TrainedModel, forward_step, synchronize
 
 ERROR_MARK = "benchmark error: "
 """Begins the line of the output that says why a variant failed."""
@@ -61,8 +62,8 @@ class Variant:
         """Return more fields of Megatron's TransformerConfig."""
         return {}
 
-    def ddp_scope(self) -> AbstractContextManager[object]:
-        """Return a context for the time that the chunks are wrapped in DDP."""
+    def build_scope(self) -> AbstractContextManager[object]:
+        """Return a context for the time that the model is built."""
         return nullcontext()
 
     def prepare(self, model: TrainedModel) -> None:
@@ -122,8 +123,8 @@ class _MegatronGraphs(Variant):
         has_dense_layers = 0 in (self.config.model.transformer_config.get("moe_layer_freq", ()))
         return ["attn", *(["mlp"] if has_dense_layers else []), "moe_router", "moe_preprocess"]
 
-    def ddp_scope(self) -> AbstractContextManager[object]:
-        """Give DDP its own stream.
+    def build_scope(self) -> AbstractContextManager[object]:
+        """Build the model, and with it DDP, on its own stream.
 
         DDP keeps the nodes that accumulate gradients, and a capture cannot wait for nodes that
         were created on the default stream.
@@ -199,8 +200,8 @@ class FullIterationVariant(_MegatronGraphs):
 
     implementation = "full_iteration"
 
-    def ddp_scope(self) -> AbstractContextManager[object]:
-        """Give DDP the stream of the capture, as Megatron does."""
+    def build_scope(self) -> AbstractContextManager[object]:
+        """Build DDP on the stream of the capture, as Megatron does."""
         module = import_megatron("megatron.core.full_cuda_graph")
         capture_stream = getattr(module, "get_shared_capture_stream", torch.cuda.Stream)
         return _on_stream(capture_stream())
@@ -249,11 +250,9 @@ class Run:
         document_counts: Sequence[int] = (),
     ) -> None:
         self._config, self._device, self._variant = config, device, variant
-        options: dict[str, Any] = {
-            "transformer_options": variant.transformer_options(),
-            "ddp_scope": variant.ddp_scope,
-        }
-        self._model = model = TrainedModel(config, device, **options)
+        options = variant.transformer_options()
+        with variant.build_scope():
+            self._model = model = TrainedModel(config, device, transformer_options=options)
         if router_skew:
             skew_routers(model.chunks, router_skew)
         if document_counts:
@@ -363,8 +362,8 @@ def _draw_documents(model: TrainedModel, counts: Sequence[int]) -> None:
     if batches.banks is None or batches.banks.groups is not None:
         raise ConfigError("--document-counts needs packing with one context-parallel size.")
     of_text = batches.documents
-    batches.documents = DrawnDocuments.from_file(
-        model.config.data.path,
+    batches.documents = DrawnDocuments(
+        read_documents(model.config.data.path),
         counts=counts,
         num_tokens=of_text.num_tokens,
         seed=of_text.seed,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
@@ -15,10 +15,7 @@ from rich.table import Table
 from chunkgraph._outputs import stream_next_to, write_output
 from chunkgraph._text import REPORT_WIDTH, format_bytes
 from chunkgraph.settings import Config, resolved, to_mapping
-from chunkgraph.trainer.results import RunResults, StepResult, find_failures
-
-if TYPE_CHECKING:
-    from chunkgraph.trainer.trained_model import StepRecord
+from chunkgraph.trainer.results import RunResults, StepRecord, StepResult, find_failures
 
 __all__ = ["TrainProgress", "print_report", "report"]
 
@@ -76,7 +73,7 @@ def report(config: Config, results: RunResults, json_file: Path | None) -> list[
             "ok": not failures,
             "failures": failures,
             "config": to_mapping(resolved(config)),
-            **results.to_mapping(),
+            **asdict(results),
         }
         write_output("--json", json_file, json.dumps(content, indent=2) + "\n")
     return failures
@@ -115,11 +112,11 @@ def _table(config: Config, results: RunResults) -> Table:
     columns: dict[str, Callable[[StepResult], str]] = {
         "step": lambda step: str(step.step + 1),
         "micro-\nbatches": lambda step: str(step.num_microbatches),
-        "loss": lambda step: f"{step.loss_chunk:.6g}",
-        "grad\nnorm": lambda step: f"{step.grad_norm_chunk:.6g}",
+        "loss": lambda step: f"{step.loss:.6g}",
+        "grad\nnorm": lambda step: f"{step.grad_norm:.6g}",
         "same as\neager": _verdict,
-        "ms\nchunk": lambda step: _time(step.step_ms_chunk),
-        "ms\neager": lambda step: _time(step.step_ms_eager),
+        "ms\nchunk": lambda step: f"{step.step_ms:.1f}",
+        "ms\neager": lambda step: "-" if step.eager is None else f"{step.eager.step_ms:.1f}",
         "cap-\ntures": lambda step: str(step.captures or "-"),
         "re-\nplays": lambda step: str(step.replays or "-"),
         "ran\neagerly": lambda step: str(sum(step.fallbacks.values()) or "-"),
@@ -133,14 +130,10 @@ def _table(config: Config, results: RunResults) -> Table:
     return table
 
 
-def _time(ms: float | None) -> str:
-    return "-" if ms is None else f"{ms:.1f}"
-
-
 def _verdict(step: StepResult) -> str:
-    if step.is_equal is None:
+    if step.different is None:
         return "-"
-    return "[green]equal[/]" if step.is_equal else "[bold red]DIFFERS[/]"
+    return "[bold red]DIFFERS[/]" if step.different else "[green]equal[/]"
 
 
 def _notes(config: Config, results: RunResults) -> list[str]:

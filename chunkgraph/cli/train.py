@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from chunkgraph._collector import collector_paused
 from chunkgraph._outputs import check_output
 from chunkgraph.cli.arguments import add_config, add_json
-from chunkgraph.data import Documents, PackedText
+from chunkgraph.data import PackedText, read_documents
 from chunkgraph.errors import ConfigError, MissingDependencyError, TopologyError, WorkerError
 from chunkgraph.settings import Config, derived_fields, load_config
 
@@ -152,11 +152,9 @@ def _checked_config(args: argparse.Namespace, num_local_ranks: int | None = None
     """
     config = resolve_device(load_config(args.config, args.overrides), num_local_ranks)
     check_packages(config)
-    path, seed = config.data.path, config.train.seed
-    if config.packing.max_packed_seqs:
-        Documents.from_file(path, num_tokens=config.tokens_per_sequence, seed=seed)
-    else:
-        PackedText.from_file(path, seq_length=config.model.seq_length, seed=seed)
+    documents = read_documents(config.data.path)
+    if not config.packing.max_packed_seqs:
+        PackedText(documents, seq_length=config.model.seq_length, seed=config.train.seed)
     check_output("--json", args.json)
     return config
 

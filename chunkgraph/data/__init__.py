@@ -9,7 +9,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,20 +64,7 @@ def _generator(seed: int, step: int, microbatch: int, dp_rank: int) -> np.random
     return np.random.Generator(np.random.Philox([seed, step, microbatch, dp_rank]))
 
 
-class _FromFile:
-    """A text that a constructor takes as a list of documents."""
-
-    @classmethod
-    def from_file(cls, path: str | Path | None, **options: Any) -> Self:
-        """Read the documents of a text file; None: the shipped text. Options are the class's.
-
-        Raises:
-            ConfigError: the file cannot be read or is empty.
-        """
-        return cls(read_documents(path), **options)  # type: ignore[call-arg]
-
-
-class PackedText(_FromFile):
+class PackedText:
     """Deterministic microbatches of a text.
 
     The documents, each followed by an end-of-document token, form one stream. A sequence is
@@ -152,21 +138,18 @@ class DocumentRow:
         return cls(tokens, labels, lengths)
 
 
-class Documents(_FromFile):
+class Documents:
     """Deterministic microbatches of whole documents.
 
     A document longer than a row is split into parts, and each part is a document. A row is filled
     with documents drawn with replacement as long as they fit; their number is not limited.
 
     Args:
-        documents: the bytes of each document.
+        documents: the bytes of each document; at least one is not empty.
         num_tokens: tokens of a row.
         seed: seed of the order in which documents are drawn.
         multiple: documents are padded to a multiple of this many rows, which count as well; divides
             ``num_tokens``.
-
-    Raises:
-        ConfigError: there is no document of at least one byte.
     """
 
     def __init__(
@@ -180,9 +163,6 @@ class Documents(_FromFile):
             for document in documents
             for start in range(0, len(document), num_tokens)
         ]
-        if not self._parts:
-            msg = "All documents of the text are empty. Set data.path to another text."
-            raise ConfigError(msg)
 
     def row(self, step: int, microbatch: int, dp_rank: int = 0) -> DocumentRow:
         """Draw one microbatch.

@@ -60,9 +60,11 @@ def tensors_in(*values: Any) -> list[torch.Tensor]:
 
 
 def replace_leaves(value: Any, kind: type, replace: Callable[[Any], Any]) -> Any:
-    """Return an operator's argument with ``replace`` applied to every leaf of type ``kind``."""
+    """Return an operator's arguments with ``replace`` applied to every leaf of type ``kind``."""
     if isinstance(value, kind):
         return replace(value)
+    if isinstance(value, dict):
+        return {name: replace_leaves(item, kind, replace) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)([replace_leaves(item, kind, replace) for item in value])
     return value

@@ -30,7 +30,7 @@ from chunkgraph.launch.documents import (
     documents_of,
     look_ahead,
 )
-from chunkgraph.megatron.attached import MegatronChunkGraphs
+from chunkgraph.megatron.attachment import MegatronChunkGraphs
 from chunkgraph.megatron.core.agreement import Exchange
 from chunkgraph.megatron.features.packing.bank import PackedBank
 from chunkgraph.megatron.features.packing.banks import PackedBanks

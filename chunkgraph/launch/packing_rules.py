@@ -8,8 +8,7 @@ from typing import Any
 
 from chunkgraph.megatron.features.packing.bank import PackingOptions
 from chunkgraph.megatron.features.packing.params import shares_keys
-from chunkgraph.megatron.rules.contexts import RANK_RULES, SIZE_RULES
-from chunkgraph.megatron.rules.packing import PACKING_RULES
+from chunkgraph.megatron.rules.features import BUCKETS_RULE
 from chunkgraph.packing import ContextLimits, PackedShape
 from chunkgraph.settings import PackingConfig
 from chunkgraph.settings.rule import Facts, Rule
@@ -97,7 +96,6 @@ SCRIPT_PACKING_RULES = (
         "{sft=true}, or {context_parallel_size=1}",
         lambda f: (f.context_parallel_size or 1) > 1 and not f.sft,
     ),
-    *PACKING_RULES,
     _fixed(
         "max_packed_seqs micro_batch_size pipeline_model_parallel_size: Megatron lays the samples "
         "end to end, but its stages receive them side by side; use {micro_batch_size=1}",
@@ -149,8 +147,7 @@ SCRIPT_PACKING_RULES = (
             (f.tensor_model_parallel_size or 1) > 1 and _changing_rows(f) != (f.seq_length or 1)
         ),
     ),
-    *SIZE_RULES,
-    *RANK_RULES,
+    BUCKETS_RULE,
 )
 """Rules for packed sequences whose documents come from a script's data set."""
 

@@ -14,16 +14,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
 import torch
 
-from chunkgraph.engine import Agree, Chunk, StepMode
-from chunkgraph.errors import ConfigError, VerifyError
+from chunkgraph.engine import Agree, Chunk, Host, StepMode
+from chunkgraph.errors import VerifyError
 from chunkgraph.settings.rule import Rule
 
 if TYPE_CHECKING:
-    from chunkgraph.engine.banks import Derive
-    from chunkgraph.megatron.attached import MegatronChunkGraphs
+    from chunkgraph.megatron.attachment import MegatronChunkGraphs
     from chunkgraph.megatron.captured_part import Call, CapturedPart
+    from chunkgraph.megatron.features.packing.steps import StepPlans
     from chunkgraph.megatron.site import Site
-    from chunkgraph.packing import PackedShape
 
 __all__ = [
     "AnyFeature",
@@ -34,7 +33,6 @@ __all__ = [
     "Step",
     "StepInputs",
     "StepPlan",
-    "StepPlanner",
     "Work",
     "chained",
 ]
@@ -55,11 +53,11 @@ class Feature:
 
     Attributes:
         rules: Settings that a graph cannot hold, of the model or with this capability.
-        planner: Planner of the slots' variants; at most one feature has one.
+        plans: The plans of packed steps, if this is the feature that makes them.
     """
 
     rules: ClassVar[Sequence[Rule]] = ()
-    planner: StepPlanner | None = None
+    plans: StepPlans | None = None
 
     @classmethod
     def facts(cls, site: Site) -> Mapping[str, object]:
@@ -142,27 +140,21 @@ class LimitedFeature(Feature):
         """Discard a run that failed, or whose result is not used."""
 
 
-class Features:
-    """Combine the features of one model.
+class Features(Host):
+    """Combine the features of one model, for the engine as well.
 
     Args:
         features: The features in order.
 
     Attributes:
         limited: Those that may have no room in a step.
-        planner: The planner of the slots' variants.
-
-    Raises:
-        ConfigError: Several features have a planner.
+        plans: The plans of packed steps; None if documents are not packed.
     """
 
     def __init__(self, features: Iterable[Feature]) -> None:
         self._all = tuple(features)
         self.limited = tuple(f for f in self._all if isinstance(f, LimitedFeature))
-        planners = [f.planner for f in self._all if f.planner is not None]
-        if len(planners) > 1:
-            raise ConfigError(f"Several features plan steps, and one may: {planners}.")
-        self.planner = planners[0] if planners else StepPlanner()
+        self.plans = next((f.plans for f in self._all if f.plans is not None), None)
         self._wrong_replay: VerifyError | None = None
 
     def find(self, kind: type[AnyFeature]) -> AnyFeature | None:
@@ -187,8 +179,19 @@ class Features:
         for feature in self._all:
             feature.bind(graphs)
 
-    def around(self, work: Work) -> Context:
-        """Enclose work of the engine outside of steps."""
+    def preserving(self) -> Context:
+        """Enclose a session, or an eager pass of ``verify``, in every feature."""
+        return self._around("session")
+
+    def capturing(self) -> Context:
+        """Enclose the passes and captures of a session in every feature."""
+        return self._around("capture")
+
+    def verifying(self) -> Context:
+        """Enclose an eager pass of ``verify`` in every feature."""
+        return self._around("verify")
+
+    def _around(self, work: Work) -> Context:
         return _all_of(f.around(work) for f in self._all)
 
     def judge(self, wrong_replay: VerifyError) -> None:
@@ -360,86 +363,3 @@ class Shortage:
     def numbers(self) -> tuple[int, ...]:
         """Return the numbers whose maximum the ranks compute."""
         return self.amount, int(self.is_at_limit)
-
-
-class StepPlanner:
-    """Plan the bank (variant of every slot) of each microbatch. The base class has one bank.
-
-    Attributes:
-        keys: Keys of the banks, largest first.
-        derive: Function that derives a call for one bank from a call for another; see
-            `ChunkGraphs`.
-        inputs: Fields of `StepInputs` that training steps take with ``misfit``. If empty, steps
-            cannot be announced.
-        drops_failed: Whether ranks continue without a bank that one of them cannot capture.
-        shapes: Packed shapes with the most sequences, by rows, largest first.
-        all_shapes: All packed shapes, largest first.
-    """
-
-    keys: Sequence[Hashable] = (None,)
-    derive: Derive | None = None
-    inputs: Sequence[str] = ()
-    drops_failed = False
-    shapes: Mapping[int, PackedShape] = {}
-    all_shapes: Sequence[PackedShape] = ()
-
-    def plan(self, inputs: StepInputs, schedule: Mapping[str, Any]) -> StepPlan:
-        """Plan the training step that begins.
-
-        Args:
-            inputs: The contents of the step that the caller passes.
-            schedule: Keywords of the schedule.
-
-        Raises:
-            ConfigError: The inputs are incomplete, or differ from the announcement.
-        """
-        return StepPlan()
-
-    def announce(self, inputs: StepInputs) -> tuple[str, int]:
-        """Record the contents of the next training step.
-
-        Returns:
-            The reason that the step cannot be replayed, or "", and the digest of the plan that all
-            ranks follow.
-
-        Raises:
-            ConfigError: Steps cannot be announced.
-        """
-        raise ConfigError(
-            "Only chunk graphs attached with `packing` take announcements, with packings=... or "
-            "contexts=..."
-        )
-
-    def withdraw(self) -> None:
-        """Discard the announcement."""
-
-    def agree_on_buckets(self, packings: Sequence[Sequence[int]]) -> list[int]:
-        """Return the rows of each microbatch, alike on all ranks, which call this together.
-
-        Raises:
-            ConfigError: There are no buckets.
-        """
-        raise ConfigError("Only chunk graphs attached with `packing` have buckets.")
-
-    def name(self, key: Hashable) -> str:
-        """Return the name of a bank in reports; "" leaves it out."""
-        return ""
-
-    def refuse_unknown(self, inputs: StepInputs) -> None:
-        """Refuse inputs that these banks do not take.
-
-        Raises:
-            ConfigError: There is such an input; the message names it.
-        """
-        for name in ("packings", "buckets", "contexts"):
-            if name not in self.inputs and getattr(inputs, name) is not None:
-                raise ConfigError(
-                    f"The step has {name}, but the chunk graphs were attached without them. Pass "
-                    "attach() a packed shape (packing=PackedShape(...)), or for contexts the banks "
-                    "(packing=PackedBanks.of_limits(...))."
-                )
-        if inputs.misfit and not self.inputs:
-            raise ConfigError(
-                f"The step has a misfit ({inputs.misfit}), which only chunk graphs attached with "
-                "`packing` take. Leave it out."
-            )

@@ -195,10 +195,8 @@ class SlotReceiver:
         if mode is StepMode.REPLAY:
             self.off_because = obstacle
             self._is_receiving = not self.off_because
-            self._copies_input_grads = any(self._lends_input_grads) and not (
-                waits_for_sends(self._config)
-                and self._sends_as_megatron(forward_backward, keywords)
-            )
+            # Only Megatron's own schedules are known to wait for their sends.
+            self._copies_input_grads = any(self._lends_input_grads) and not self._is_receiving
             self._arrived = tuple(deque[bool]() for _ in range(self._place.num_chunks))
             self._num_begun = 0
             self._has_lost_grad_order = set()
@@ -323,14 +321,6 @@ class SlotReceiver:
         ):
             return "the caller's own communicator"
         return ""
-
-    def _sends_as_megatron(
-        self, forward_backward: Callable[..., Any], keywords: Mapping[str, Any]
-    ) -> bool:
-        communicator = keywords.get("p2p_communicator")
-        return is_pipelining_schedule(forward_backward) and (
-            communicator is None or is_plain_communicator(communicator)
-        )
 
     def _order(self, num_microbatches: int) -> ReceiveOrder:
         if num_microbatches not in self._orders:

@@ -5,15 +5,12 @@ Needs no torch.
 
 from __future__ import annotations
 
-from .estimate import MemoryEstimate, estimate_memory
-from .lifetime import InFlight, assign_slots, in_flight
+from .estimate import ExpertSizes, LatentSizes, MemoryEstimate, ModelSizes, estimate_memory
 from .machine import SlotMachine
-from .model_sizes import ExpertSizes, LatentSizes, ModelSizes
-from .plan import SlotPlan, plan_all_ranks, plan_schedule, plan_slots
+from .plan import SlotPlan, assign_slots, in_flight, plan_schedule, plan_slots
 
 __all__ = [
     "ExpertSizes",
-    "InFlight",
     "LatentSizes",
     "MemoryEstimate",
     "ModelSizes",
@@ -22,7 +19,6 @@ __all__ = [
     "assign_slots",
     "estimate_memory",
     "in_flight",
-    "plan_all_ranks",
     "plan_schedule",
     "plan_slots",
 ]

@@ -1,18 +1,257 @@
 """Estimate the memory of a plan from the sizes of a transformer.
 
 This is an estimate for choosing sizes, not a measurement.
+
+Activations follow Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer
+Models", section 4: a layer saves ``s b h (34 + 5 a s / h)`` bytes in 16-bit without recomputation,
+and with tensor parallel size t ``s b h (10 + 24 / t + 5 a s / (h t))``. Term by term, with e bytes
+per element (e = 2 and ffn = 4 h give the paper's numbers):
+
+- not split by t without sequence parallelism: two norm inputs, the inputs of attention and MLP,
+  4 e h; two dropout masks, 2 h;
+- split by t: queries, keys, values and the input of the output projection, 4 e h (fewer with
+  grouped queries; latent attention also keeps its compressed tokens); the MLP's middles, 2 e ffn;
+- attention scores, split by t: softmax, its dropout mask and its dropped output, (2 e + 1) a s.
+  Flash attention keeps none of the three, only one 4-byte log-sum-exp per head and token.
+
+Experts replace the MLP. The experts of a rank save as many rows as they have room for; every layer
+is assumed to have experts if one has.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from chunkgraph.errors import TopologyError
+from chunkgraph.errors import ConfigError, TopologyError
 
-from .model_sizes import ModelSizes
 from .plan import SlotPlan
 
-__all__ = ["MemoryEstimate", "estimate_memory"]
+__all__ = ["ExpertSizes", "LatentSizes", "MemoryEstimate", "ModelSizes", "estimate_memory"]
+
+_LOG_SUM_EXP_BYTES = 4
+_FLOAT_BYTES = 4
+_NUM_EXCHANGED = 4
+"""Copies of the exchanged rows: by token, by rank, as received, by expert."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LatentSizes:
+    """The sizes of multi-latent attention, under Megatron's names.
+
+    Attributes:
+        q_lora_rank: Width of the compressed queries; None if queries are not compressed.
+        kv_lora_rank: Width of the compressed keys and values.
+        qk_head_dim: Width of a head of queries and keys, without its position part.
+        qk_pos_emb_head_dim: Width of the position part.
+        v_head_dim: Width of a head of values.
+    """
+
+    q_lora_rank: int | None = None
+    kv_lora_rank: int = 32
+    qk_head_dim: int = 128
+    qk_pos_emb_head_dim: int = 64
+    v_head_dim: int = 128
+
+    def num_parameters(self, hidden_size: int, num_heads: int) -> int:
+        """Return the parameters of one layer's attention."""
+        queries = num_heads * (self.qk_head_dim + self.qk_pos_emb_head_dim)
+        rank = self.q_lora_rank
+        of_queries = hidden_size * queries if rank is None else rank * (hidden_size + queries)
+        compressed = hidden_size * (self.kv_lora_rank + self.qk_pos_emb_head_dim)
+        restored = self.kv_lora_rank * num_heads * (self.qk_head_dim + self.v_head_dim)
+        return of_queries + compressed + restored + num_heads * self.v_head_dim * hidden_size
+
+    def width(self, num_heads: int) -> int:
+        """Return the saved elements of one token."""
+        compressed = (self.q_lora_rank or 0) + self.kv_lora_rank + self.qk_pos_emb_head_dim
+        heads = num_heads * 2 * (self.qk_head_dim + self.qk_pos_emb_head_dim + self.v_head_dim)
+        return compressed + heads
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertSizes:
+    """The experts of a layer on one rank.
+
+    Attributes:
+        num_experts: Number of experts of the layer on all ranks.
+        num_local_experts: Number of them on this rank.
+        top_k: Number of experts of each token.
+        ffn_hidden_size: Middle width of one expert.
+        shared_ffn_hidden_size: Middle width of the shared experts, 0 without them.
+        num_optimizer_shards: Number of ranks that share the optimizer's state of the experts.
+        room: Rows that the experts of a rank have room for, as a multiple of those of an even load.
+    """
+
+    num_experts: int
+    num_local_experts: int
+    top_k: int
+    ffn_hidden_size: int
+    shared_ffn_hidden_size: int = 0
+    num_optimizer_shards: int = 1
+    room: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSizes:
+    """The sizes of a model that the estimate depends on.
+
+    Attributes:
+        num_layers: Number of transformer layers of the model, spread evenly over all stages.
+        hidden_size: Width h.
+        ffn_hidden_size: Middle width of the MLP.
+        num_attention_heads: Number of heads a.
+        seq_length: Number of tokens s of one sequence on one rank.
+        micro_batch_size: Number of sequences b in one microbatch.
+        vocab_size: Number of rows of the embedding.
+        num_query_groups: Number of heads of keys and values; None for as many as of queries.
+        head_size: Width of a head; None for ``hidden_size / num_attention_heads``.
+        latent: Sizes of multi-latent attention, None without it.
+        experts: Sizes of the experts, None without experts.
+        bytes_per_element: Bytes e of one element of an activation or a parameter.
+        gradient_bytes_per_element: Bytes of one element of an accumulated gradient; Megatron
+            accumulates in fp32.
+        optimizer_bytes_per_parameter: Bytes of the optimizer's state for one parameter: two
+            moments, and an fp32 copy of a 16-bit parameter.
+        num_optimizer_shards: Number of data-parallel ranks that share this state.
+        tensor_parallel_size: Size t.
+        has_sequence_parallel: Whether norms and dropout are split over the tensor-parallel ranks.
+        has_flash_attention: Whether attention is fused, so that its scores are not saved.
+        has_gated_mlp: Whether the MLP has a gate, a third matrix (SwiGLU).
+        has_tied_embeddings: Whether the output layer shares the embedding's weights. A rank then
+            holds them once; the first and the last rank both hold them.
+        recompute_group_size: Number of layers that are recomputed together and keep only their
+            input; None without recomputation.
+        num_recomputed_layers: Number of recomputed layers of each chunk; None for all.
+    """
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    seq_length: int
+    micro_batch_size: int
+    vocab_size: int
+    num_query_groups: int | None = None
+    head_size: int | None = None
+    latent: LatentSizes | None = None
+    experts: ExpertSizes | None = None
+    bytes_per_element: int = 2
+    gradient_bytes_per_element: int = 4
+    optimizer_bytes_per_parameter: int = 12
+    num_optimizer_shards: int = 1
+    tensor_parallel_size: int = 1
+    has_sequence_parallel: bool = False
+    has_flash_attention: bool = True
+    has_gated_mlp: bool = False
+    has_tied_embeddings: bool = False
+    recompute_group_size: int | None = None
+    num_recomputed_layers: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
+            if isinstance(value, int) and not isinstance(value, bool) and value < 1:
+                raise ConfigError(f"model: {name} is {value}, but must be at least 1")
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Return the bytes of one hidden-state tensor of one microbatch."""
+        tokens = self.seq_length * self.micro_batch_size
+        return self._split(tokens * self.hidden_size * self.bytes_per_element, self._num_splits)
+
+    @property
+    def layer_activation_bytes(self) -> int:
+        """Return the bytes that one layer saves for its backward, for one microbatch."""
+        tokens = self.seq_length * self.micro_batch_size
+        hidden, element = self.hidden_size, self.bytes_per_element
+        whole = hidden * (4 * element + 2)
+        split = element * (self._attention_width + self._mlp_width)
+        if self.has_flash_attention:
+            split += _LOG_SUM_EXP_BYTES * self.num_attention_heads
+        else:
+            split += (2 * element + 1) * self.num_attention_heads * self.seq_length
+        of_split = self._split(tokens * split, self.tensor_parallel_size)
+        return self._split(tokens * whole, self._num_splits) + of_split
+
+    @property
+    def exchange_bytes(self) -> int:
+        """Return the bytes of a layer's rows on their way between the ranks of its experts."""
+        experts = self.experts
+        if experts is None or experts.num_local_experts >= experts.num_experts:
+            return 0
+        num_rows = self.seq_length * self.micro_batch_size * experts.top_k * experts.room
+        row_bytes = self.hidden_size * self.bytes_per_element
+        return self._split(_NUM_EXCHANGED * math.ceil(num_rows) * row_bytes, self._num_splits)
+
+    @property
+    def logit_bytes(self) -> int:
+        """Return the bytes of the logits of one microbatch, as they are and in float32."""
+        num_logits = self.seq_length * self.micro_batch_size * self.vocab_size
+        num_bytes = self.bytes_per_element + (
+            _FLOAT_BYTES if self.bytes_per_element < _FLOAT_BYTES else 0
+        )
+        return self._split(num_logits * num_bytes, self.tensor_parallel_size)
+
+    @property
+    def num_layer_parameters(self) -> int:
+        """Return the parameters of a layer on a tensor-parallel rank, without biases and norms."""
+        return self.num_shared_parameters + self.num_expert_parameters
+
+    @property
+    def num_shared_parameters(self) -> int:
+        """Return the parameters outside of the experts."""
+        if self.latent is not None:
+            attention = self.latent.num_parameters(self.hidden_size, self.num_attention_heads)
+        else:
+            attention = self.hidden_size * self._attention_width
+        mlp, router = self.ffn_hidden_size, 0
+        if self.experts is not None:
+            mlp = self.experts.shared_ffn_hidden_size
+            router = self.hidden_size * self.experts.num_experts
+        split = attention + self._num_mlp_matrices * self.hidden_size * mlp
+        return self._split(split, self.tensor_parallel_size) + router
+
+    @property
+    def num_expert_parameters(self) -> int:
+        """Return the parameters of a layer's experts on one rank."""
+        if self.experts is None:
+            return 0
+        of_one = self._num_mlp_matrices * self.hidden_size * self.experts.ffn_hidden_size
+        return self.experts.num_local_experts * of_one
+
+    @property
+    def _num_splits(self) -> int:
+        return self.tensor_parallel_size if self.has_sequence_parallel else 1
+
+    @property
+    def _num_mlp_matrices(self) -> int:
+        return 3 if self.has_gated_mlp else 2
+
+    @property
+    def _attention_width(self) -> int:
+        """Queries, keys, values and the input of the output projection, elements of a token."""
+        if self.latent is not None:
+            return self.latent.width(self.num_attention_heads)
+        if self.head_size is None and self.num_query_groups is None:
+            return 4 * self.hidden_size
+        head_size = self.head_size or self.hidden_size // self.num_attention_heads
+        num_groups = self.num_query_groups or self.num_attention_heads
+        return 2 * head_size * (self.num_attention_heads + num_groups)
+
+    @property
+    def _mlp_width(self) -> int:
+        """Elements that the MLP or the experts save of one token."""
+        if self.experts is None:
+            return self._num_mlp_matrices * self.ffn_hidden_size
+        experts = self.experts
+        of_one = self.hidden_size + self._num_mlp_matrices * experts.ffn_hidden_size
+        shared = self._num_mlp_matrices * experts.shared_ffn_hidden_size
+        return math.ceil(experts.room * experts.top_k * of_one) + shared
+
+    @staticmethod
+    def _split(total: int, num_parts: int) -> int:
+        return -(-total // num_parts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

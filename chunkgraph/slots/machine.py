@@ -69,11 +69,6 @@ class SlotMachine:
         self._events: list[tuple[str, int, int, int]] = []
         self.abort_step()
 
-    @property
-    def num_busy(self) -> int:
-        """Return the number of slots in use in all chunks together."""
-        return len(self._uses)
-
     def num_free(self, chunk: int) -> int:
         """Return the number of free slots of ``chunk``."""
         return self._free[self._set_of[chunk]].bit_count()
@@ -83,21 +78,13 @@ class SlotMachine:
         self._events.clear()
         self._num_forwards = [0] * len(self._num_slots)
 
-    def acquire_forward(self, chunk: int, microbatch: int | None = None) -> int:
-        """Acquire the lowest free slot of a chunk for a forward.
-
-        Args:
-            chunk: Index of the model chunk.
-            microbatch: Microbatch number for messages; None counts the chunk's forwards.
-
-        Returns:
-            The slot number.
+    def acquire_forward(self, chunk: int) -> int:
+        """Acquire the lowest free slot of a chunk for its next forward, and return its number.
 
         Raises:
             SlotError: No slot is free.
         """
-        if microbatch is None:
-            microbatch = self._num_forwards[chunk]
+        microbatch = self._num_forwards[chunk]
         of_set = self._set_of[chunk]
         free = self._free[of_set]
         if not free:

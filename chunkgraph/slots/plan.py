@@ -6,25 +6,32 @@ microbatch counts of its schedule, which each schedule has in closed form
 microbatches, or twice as many microbatches as ranks. *GPipe* holds all microbatches of a step, so
 its plan needs a maximum count. Tests compare with brute force. The slots of a schedule without a
 family are counted along its actions.
+
+A microbatch is in flight from its forward F to its B, or to its W if the backward is split: W still
+reads saved activations, so I does not end it. Both ends are inclusive; the next action can reuse
+the memory.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from chunkgraph.errors import ConfigError, TopologyError
 from chunkgraph.schedules import (
+    Action,
+    InFlight,
+    Op,
     PipelineShape,
     Schedule,
     check_sizes,
+    chunk_of,
     get_family,
     legal_counts,
     megatron_schedule_name,
 )
 
-from .lifetime import in_flight
-
-__all__ = ["SlotPlan", "plan_all_ranks", "plan_schedule", "plan_slots"]
+__all__ = ["SlotPlan", "assign_slots", "in_flight", "plan_schedule", "plan_slots"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,28 +110,36 @@ def plan_slots(
             f"schedule {name!r} holds every microbatch of a step at once: pass the largest number "
             "of microbatches in a step (max_num_microbatches)"
         )
-    return _plan(name, num_ranks, num_chunks, group_size, rank, max_num_microbatches)
-
-
-def plan_all_ranks(
-    num_ranks: int,
-    num_chunks: int = 1,
-    group_size: int | None = None,
-    *,
-    schedule: str = "auto",
-    max_num_microbatches: int | None = None,
-) -> tuple[SlotPlan, ...]:
-    """Plan the slots of every rank, in order; see ``plan_slots``."""
-    return tuple(
-        plan_slots(
-            num_ranks,
-            num_chunks,
-            group_size,
-            rank=rank,
-            schedule=schedule,
-            max_num_microbatches=max_num_microbatches,
+    largest = max_num_microbatches
+    if largest is None:
+        largest = 2 * (group_size or num_ranks)
+    counts = legal_counts(
+        num_ranks=num_ranks, num_chunks=num_chunks, group_size=group_size, schedule=name
+    )
+    smallest = counts.nearest(0)[-1]
+    if largest < smallest:
+        groups = "" if group_size is None else f" and group size {group_size}"
+        raise TopologyError(
+            f"schedule {name!r} with num_ranks {num_ranks}, num_chunks {num_chunks}{groups} has no "
+            f"legal microbatch count up to {largest}; the smallest is {smallest}"
         )
-        for rank in range(num_ranks)
+    shape = PipelineShape(
+        num_ranks=num_ranks,
+        num_microbatches=largest,
+        num_chunks=num_chunks,
+        group_size=group_size,
+    )
+    peak = family.in_flight(shape, rank)
+    return SlotPlan(
+        schedule=name,
+        num_ranks=num_ranks,
+        num_chunks=num_chunks,
+        group_size=group_size,
+        rank=rank,
+        slots_per_chunk=peak.per_chunk,
+        peak_in_flight=peak.together,
+        max_num_microbatches=max_num_microbatches,
+        splits_backward=family.splits_backward,
     )
 
 
@@ -153,35 +168,38 @@ def plan_schedule(schedule: Schedule, rank: int) -> SlotPlan:
     )
 
 
-def _plan(
-    name: str, num_ranks: int, num_chunks: int, group_size: int | None, rank: int, cap: int | None
-) -> SlotPlan:
-    family = get_family(name)
-    largest = 2 * (group_size or num_ranks) if cap is None else cap
-    smallest = legal_counts(
-        num_ranks=num_ranks, num_chunks=num_chunks, group_size=group_size, schedule=name
-    ).nearest(0)[-1]
-    if largest < smallest:
-        groups = "" if group_size is None else f" and group size {group_size}"
-        raise TopologyError(
-            f"schedule {name!r} with num_ranks {num_ranks}, num_chunks {num_chunks}{groups} has no "
-            f"legal microbatch count up to {cap}; the smallest is {smallest}"
-        )
-    shape = PipelineShape(
-        num_ranks=num_ranks,
-        num_microbatches=largest,
-        num_chunks=num_chunks,
-        group_size=group_size,
-    )
-    counts = family.in_flight(shape, rank)
-    return SlotPlan(
-        schedule=name,
-        num_ranks=num_ranks,
-        num_chunks=num_chunks,
-        group_size=group_size,
-        rank=rank,
-        slots_per_chunk=counts.per_chunk,
-        peak_in_flight=counts.together,
-        max_num_microbatches=cap,
-        splits_backward=family.splits_backward,
-    )
+def in_flight(actions: Iterable[Action], *, num_ranks: int, num_chunks: int) -> InFlight:
+    """Count the microbatches in flight along the actions of one rank."""
+    current, peak = [0] * num_chunks, [0] * num_chunks
+    together = peak_together = 0
+    for action in actions:
+        if action.op is Op.F:
+            chunk = chunk_of(action.stage, num_ranks)
+            current[chunk] += 1
+            peak[chunk] = max(peak[chunk], current[chunk])
+            together += 1
+            peak_together = max(peak_together, together)
+        elif action.op.ends_lifetime:
+            current[chunk_of(action.stage, num_ranks)] -= 1
+            together -= 1
+    return InFlight(tuple(peak), peak_together)
+
+
+def assign_slots(schedule: Schedule) -> dict[tuple[int, int], int]:
+    """Return the slot of every (stage, microbatch): the chunk's lowest free one at the forward.
+
+    ``SlotMachine`` assigns the same slots when it runs the schedule. A chunk never uses more slots
+    than it has microbatches in flight at once.
+    """
+    slots: dict[tuple[int, int], int] = {}
+    for rank in range(schedule.num_ranks):
+        busy: dict[int, set[int]] = {}
+        for action in schedule.compute_actions(rank):
+            in_use = busy.setdefault(action.stage, set())
+            if action.op is Op.F:
+                slot = next(number for number in range(len(in_use) + 1) if number not in in_use)
+                in_use.add(slot)
+                slots[action.stage, action.microbatch] = slot
+            elif action.op.ends_lifetime:
+                in_use.discard(slots[action.stage, action.microbatch])
+    return slots

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from chunkgraph.data import END_OF_DOCUMENT, DocumentRow, Documents, PackedText
+from chunkgraph.data import END_OF_DOCUMENT, DocumentRow, Documents, PackedText, read_documents
 from chunkgraph.engine.decide import Maximum
 from chunkgraph.megatron.core.access import import_megatron, private_names
 from chunkgraph.megatron.core.agreement import agree_by_maximum
@@ -33,7 +33,6 @@ __all__ = [
     "PackedBatches",
     "SequenceBatches",
     "packed_shape",
-    "sequence_batches",
 ]
 
 Batch = dict[str, Any]
@@ -56,57 +55,47 @@ class SequenceBatches:
     def __init__(self, config: Config, device: torch.device) -> None:
         self._config = config
         self._device = device
-        self._text = PackedText.from_file(
-            config.data.path, seq_length=config.model.seq_length, seed=config.train.seed
-        )
+        text, seq_length = read_documents(config.data.path), config.model.seq_length
+        self._text = PackedText(text, seq_length=seq_length, seed=config.train.seed)
 
     def step(self, step: int, count: int) -> Iterator[Batch]:
-        """Draw this rank's part of the step's microbatches, for one chunk."""
-        return sequence_batches(self._config, self._text, step, count, self._device)
+        """Draw this data- and context-parallel rank's part of the step, for one chunk.
+
+        Each document starts at position 0, and its first token is not a label. A mask separates the
+        documents of a sequence, except for Transformer Engine, whose causal kernel takes no mask.
+        """
+        config, device = self._config, self._device
+        state = import_megatron("megatron.core.parallel_state")
+        dp_rank, cp_rank = state.get_data_parallel_rank(), state.get_context_parallel_rank()
+        cp_size, size = config.pipeline.context_parallel_size, config.train.micro_batch_size
+        (masks_of,) = private_names(
+            "megatron.core.datasets.gpt_dataset", "_get_ltor_masks_and_position_ids"
+        )
+        spec = config.model.layer_spec
+        on_engine = spec == "transformer_engine" or (spec == "auto" and device.type == "cuda")
+        masking = (END_OF_DOCUMENT, True, True, True, not on_engine)
+        for microbatch in range(count):
+            rows = torch.from_numpy(self._text.batch(step, microbatch, size, dp_rank))
+            tokens = rows[:, :-1]
+            mask, loss_mask, positions = zip(*(masks_of(r, *masking) for r in tokens), strict=True)
+            values = {
+                "tokens": tokens,
+                "labels": rows[:, 1:],
+                "position_ids": torch.stack(positions),
+                "is_counted": torch.stack(loss_mask).bool(),
+            }
+            if cp_size > 1:
+                count_of_all = values["is_counted"].sum(dtype=torch.float32)
+                values = {n: _part(value, cp_rank, cp_size) for n, value in values.items()}
+                values["num_counted"] = count_of_all
+            if not on_engine:
+                values["attention_mask"] = torch.stack(mask)
+            yield {n: to_device(value.contiguous().numpy(), device) for n, value in values.items()}
 
     def schedule_options(self, step: int, count: int) -> dict[str, Any]:
         """Return keywords of the schedule: ``num_microbatches``, and those of chunk graphs."""
         del step
         return {"num_microbatches": count}
-
-
-def sequence_batches(
-    config: Config, text: PackedText, step: int, count: int, device: torch.device
-) -> Iterator[Batch]:
-    """Draw a step's microbatches for this data- and context-parallel rank.
-
-    Each document starts at position 0, and its first token is not a label. A mask separates the
-    documents of a sequence, except for Transformer Engine, whose causal kernel takes no mask.
-    """
-    state = import_megatron("megatron.core.parallel_state")
-    dp_rank, cp_rank = state.get_data_parallel_rank(), state.get_context_parallel_rank()
-    cp_size = config.pipeline.context_parallel_size
-    (masks_of,) = private_names(
-        "megatron.core.datasets.gpt_dataset", "_get_ltor_masks_and_position_ids"
-    )
-    spec = config.model.layer_spec
-    on_engine = spec == "transformer_engine" or (spec == "auto" and device.type == "cuda")
-    for microbatch in range(count):
-        drawn = text.batch(step, microbatch, config.train.micro_batch_size, dp_rank)
-        rows = torch.from_numpy(drawn)
-        tokens = rows[:, :-1]
-        mask, loss_mask, positions = zip(
-            *(masks_of(row, END_OF_DOCUMENT, True, True, True, not on_engine) for row in tokens),
-            strict=True,
-        )
-        values = {
-            "tokens": tokens,
-            "labels": rows[:, 1:],
-            "position_ids": torch.stack(positions),
-            "is_counted": torch.stack(loss_mask).bool(),
-        }
-        if cp_size > 1:
-            count_of_all = values["is_counted"].sum(dtype=torch.float32)
-            values = {n: _part(value, cp_rank, cp_size) for n, value in values.items()}
-            values["num_counted"] = count_of_all
-        if not on_engine:
-            values["attention_mask"] = torch.stack(mask)
-        yield {n: to_device(value.contiguous().numpy(), device) for n, value in values.items()}
 
 
 def _part(rows: torch.Tensor, rank: int, size: int) -> torch.Tensor:
@@ -119,35 +108,23 @@ def _part(rows: torch.Tensor, rank: int, size: int) -> torch.Tensor:
     return torch.cat([pieces[rank], pieces[-1 - rank]], dim=1)
 
 
-def packed_shape(config: Config, model_config: Any = None) -> PackedShape | None:
-    """Return the fixed shape of the run's packed microbatches.
-
-    Padding counts as tokens if heads share keys (docs/packed_sequences.md), or if documents
-    are padded more than context parallelism requires.
-
-    Args:
-        config: the run.
-        model_config: Megatron's TransformerConfig, if documents are packed into the shape.
-
-    Returns:
-        The shape; None without packing, or if microbatches differ in their context-parallel size.
-    """
-    packing = config.packing
-    if not packing.max_packed_seqs or packing.context_parallel_sizes:
-        return None
+def packed_shape(config: Config, *, counts_padding: bool = False) -> PackedShape:
+    """Return the fixed shape of the run's packed microbatches; padding may count as tokens."""
     return PackedShape(
-        packing.max_packed_seqs,
+        config.packing.max_packed_seqs,
         config.tokens_per_sequence,
         context_parallel_size=config.pipeline.context_parallel_size,
-        counts_padding=model_config is not None and shares_keys(model_config),
+        counts_padding=counts_padding,
     )
 
 
 def _banks(config: Config, model_config: Any) -> PackedBanks:
     """Make the banks of a run with packed documents. All ranks call it together."""
     packing, pipeline = config.packing, config.pipeline
-    shape = packed_shape(config, model_config)
-    if shape is not None:
+    # Padding counts if heads share keys (docs/packed_sequences.md).
+    counts_padding = shares_keys(model_config)
+    if not packing.context_parallel_sizes:
+        shape = packed_shape(config, counts_padding=counts_padding)
         options = PackingOptions(shape, packing.buckets, packing.seq_buckets)
         return PackedBanks.of_model(options, model_config)
     limits = ContextLimits(
@@ -156,7 +133,7 @@ def _banks(config: Config, model_config: Any) -> PackedBanks:
         max_packed_seqs=packing.max_packed_seqs,
         sizes=packing.context_parallel_sizes,
         multiple_of=pipeline.microbatch_group_size if pipeline.num_model_chunks > 1 else 1,
-        counts_padding=shares_keys(model_config),
+        counts_padding=counts_padding,
     )
     has_experts = config.moe.num_moe_experts is not None
     groups = ContextGroups.of_data_parallel(limits.group_sizes, has_experts=has_experts)
@@ -219,8 +196,8 @@ class PackedBatches(SequenceBatches):
             # Ranks that share experts run their microbatches through a chunk together.
             self._agree = agree_by_maximum() if len(self.banks.shapes) > 1 else None
         shape = self.banks.largest_shape
-        self.documents = Documents.from_file(
-            config.data.path,
+        self.documents = Documents(
+            read_documents(config.data.path),
             num_tokens=shape.max_packed_tokens,
             seed=config.train.seed,
             # Where sizes change, documents of a row go to ranks and groups of any size.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -22,8 +23,8 @@ from chunkgraph.megatron.features.stash import ExpertStash
 from chunkgraph.megatron.rules.experts import uses_dropless
 from chunkgraph.settings import Config
 from chunkgraph.settings.words import facts_of
-from chunkgraph.trainer.results import RunResults, StepResult
-from chunkgraph.trainer.trained_model import StepRecord, TrainedModel
+from chunkgraph.trainer.results import COMPARED, RunResults, StepRecord, StepResult
+from chunkgraph.trainer.trained_model import TrainedModel
 
 __all__ = ["TrainingRun", "run_eager", "run_training", "train"]
 
@@ -219,36 +220,24 @@ def train(
 
 def _step(chunk: Sequence[StepRecord], eager: Sequence[StepRecord]) -> StepResult:
     """Return a step's results from the records of all ranks; ``eager`` may be empty."""
-    record = chunk[0]
-    names = dict.fromkeys(name for one in chunk for name in one.expert_metrics)
-    result = StepResult(
-        step=record.step,
-        num_microbatches=record.num_microbatches,
-        loss_chunk=record.loss,
-        grad_norm_chunk=record.grad_norm,
-        expert_metrics={n: sum(sum(one.expert_metrics.get(n, ())) for one in chunk) for n in names},
-        context_sizes=[one.context_sizes for one in chunk],
-        captures=record.captures,
-        replays=record.replays,
-        fallbacks=record.fallbacks,
-        step_ms_chunk=record.step_ms,
-    )
     if not eager:
-        return result
-    pairs = list(zip(eager, chunk, strict=True))
-    return replace(
-        result,
-        loss_eager=eager[0].loss,
-        grad_norm_eager=eager[0].grad_norm,
-        loss_equal=all(a.loss.hex() == b.loss.hex() for a, b in pairs),
-        grad_norm_equal=all(a.grad_norm.hex() == b.grad_norm.hex() for a, b in pairs),
-        expert_metrics_equal=all(
-            _hex(a.expert_metrics) == _hex(b.expert_metrics) for a, b in pairs
-        ),
-        step_ms_eager=eager[0].step_ms,
-    )
+        return StepResult(**vars(_of_all_ranks(chunk)))
+    # The representation is exact to the last bit, and that of NaN equals itself.
+    different = [
+        name
+        for name in COMPARED
+        if any(
+            repr(getattr(a, name)) != repr(getattr(b, name))
+            for a, b in zip(eager, chunk, strict=True)
+        )
+    ]
+    return StepResult(**vars(_of_all_ranks(chunk)), eager=_of_all_ranks(eager), different=different)
 
 
-def _hex(metrics: Mapping[str, tuple[float, ...]]) -> dict[str, list[str]]:
-    """Return the nonzero metrics in hexadecimal, to the last bit."""
-    return {name: [v.hex() for v in values] for name, values in metrics.items() if any(values)}
+def _of_all_ranks(records: Sequence[StepRecord]) -> StepRecord:
+    """Return the first rank's record with the metrics and context-parallel sizes of all."""
+    metrics: Counter[str] = Counter()
+    for record in records:
+        metrics.update(record.expert_metrics)
+    sizes = [size for record in records for size in record.context_sizes]
+    return replace(records[0], expert_metrics=dict(metrics), context_sizes=sizes)

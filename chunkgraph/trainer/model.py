@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from dataclasses import fields
 from typing import Any, get_type_hints
 
@@ -14,26 +14,20 @@ from torch import nn
 from torch.nn import functional
 
 from chunkgraph._text import did_you_mean, shown
-from chunkgraph.errors import ConfigError, MissingDependencyError
-from chunkgraph.megatron.core.access import import_megatron
+from chunkgraph.errors import ConfigError
+from chunkgraph.megatron.core.access import import_megatron, patch_attributes
 from chunkgraph.megatron.core.model_kinds import HybridNames
-from chunkgraph.megatron.features.hybrid.layers import (
-    can_recompute_hybrid_layers,
-    has_mamba_kernels,
-)
+from chunkgraph.megatron.features.hybrid.layers import can_recompute_hybrid_layers
 from chunkgraph.schedules import splits_backward
 from chunkgraph.settings import Config, derived_fields, resolved
 
 __all__ = [
     "build_model",
     "build_optimizer",
-    "expert_settings",
     "fuse_weight_gradients",
-    "layer_spec",
     "zero_gradients",
 ]
 
-_GPT_SPECS = "megatron.core.models.gpt.gpt_layer_specs"
 _FUSES = "fuse_wgrad_accumulation"
 
 
@@ -44,7 +38,6 @@ def build_model(
     ddp_options: Mapping[str, Any] | None = None,
     transformer_options: Mapping[str, Any] | None = None,
     prepare: Callable[[nn.Module], None] = lambda _: None,
-    ddp_scope: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> list[nn.Module]:
     """Build this rank's model chunks in training mode, wrapped in DDP.
 
@@ -56,11 +49,9 @@ def build_model(
         ddp_options: more fields of Megatron's DistributedDataParallelConfig.
         transformer_options: more fields of Megatron's TransformerConfig.
         prepare: callback with every chunk before it is wrapped, for example to freeze parameters.
-        ddp_scope: returns a context for the time that chunks are wrapped in DDP.
 
     Raises:
-        ConfigError: The layers, the device or the installed release do not support the model.
-        MissingDependencyError: Kernels of the layers are missing.
+        ConfigError: The layers or the installed release do not support the model.
     """
     config = resolved(config.model_copy(update={"device": device.type}))
     model_config = _transformer_config(config, transformer_options or {})
@@ -77,26 +68,31 @@ def build_model(
     rank = import_megatron("megatron.core.parallel_state").get_pipeline_model_parallel_rank()
     last_rank = config.pipeline.pipeline_model_parallel_size - 1
     chunks: list[nn.Module] = []
-    for index in range(num_chunks):
-        chunk = kind(
-            config=model_config,
-            vocab_size=model.vocab_size,
-            max_sequence_length=model.seq_length,
-            pre_process=rank == 0 and index == 0,
-            post_process=rank == last_rank and index == num_chunks - 1,
-            position_embedding_type="rope",
-            share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
-            **arguments[index],
-            **({"vp_stage": index} if num_chunks > 1 else {}),
-        )
-        prepare(chunk)
-        chunks.append(chunk.to(device))
+    with ExitStack() as undo:
+        if device.type == "cpu":
+            # Where Transformer Engine is installed, its norm follows layers of any spec.
+            block = import_megatron("megatron.core.transformer.transformer_block")
+            norm = import_megatron("megatron.core.transformer.torch_norm").WrappedTorchNorm
+            undo.callback(patch_attributes(block, {"LayerNormImpl": norm}))
+        for index in range(num_chunks):
+            chunk = kind(
+                config=model_config,
+                vocab_size=model.vocab_size,
+                max_sequence_length=model.seq_length,
+                pre_process=rank == 0 and index == 0,
+                post_process=rank == last_rank and index == num_chunks - 1,
+                position_embedding_type="rope",
+                share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+                **arguments[index],
+                **({"vp_stage": index} if num_chunks > 1 else {}),
+            )
+            prepare(chunk)
+            chunks.append(chunk.to(device))
     if model_config.bf16:
         half = import_megatron("megatron.core.transformer.module").Float16Module
         chunks = [half(model_config, chunk) for chunk in chunks]
-    with ddp_scope():
-        options = {"delay_wgrad_compute": delays, **(ddp_options or {})}
-        chunks = _wrap_for_data_parallel(config, model_config, chunks, options)
+    options = {"delay_wgrad_compute": delays, **(ddp_options or {})}
+    chunks = _wrap_for_data_parallel(config, model_config, chunks, options)
     if config.train.gradient_accumulation_fusion:
         fuse_weight_gradients(chunks)
     for chunk in chunks:
@@ -104,16 +100,15 @@ def build_model(
     return chunks
 
 
-def layer_spec(config: Config) -> Any:
-    """Return the spec of Megatron's local layer, or call the function of ``model.layer_spec``.
+def _own_spec(config: Config) -> Any:
+    """Return the spec of the function in ``model.layer_spec``; None for Megatron's own layers.
 
     Raises:
-        ConfigError: The user's function cannot be imported.
+        ConfigError: The function cannot be imported.
     """
     name = config.model.layer_spec
-    if name == "local":
-        make = import_megatron(_GPT_SPECS).get_gpt_layer_local_spec
-        return make(**_normalization(config))
+    if name in {"local", "transformer_engine"}:
+        return None
     module_name, _, function_name = name.partition(":")
     try:
         function = getattr(importlib.import_module(module_name), function_name)
@@ -125,70 +120,25 @@ def layer_spec(config: Config) -> Any:
     return function()
 
 
-def _normalization(config: Config) -> dict[str, str]:
-    """Return the argument of Megatron's functions of specs, if the configuration sets it."""
-    fields = config.model.transformer_config
-    return {name: fields[name] for name in ("normalization",) if name in fields}
-
-
 def _gpt_arguments(config: Config, transformer_config: Any) -> list[dict[str, Any]]:
-    """Return the specs that GPTModel takes, for each chunk of this rank.
-
-    Args:
-        config: the run.
-        transformer_config: Megatron's TransformerConfig.
-
-    Raises:
-        ConfigError: The layers have no FP8, or the user's function cannot be imported.
-    """
-    specs = import_megatron(_GPT_SPECS)
-    name = config.model.layer_spec
-    if name == "local" and config.model.fp8 is not None:
-        raise ConfigError(
-            f"model.fp8 is {config.model.fp8}, but local layers have no FP8. Use Transformer "
-            "Engine's layers on a GPU (model.layer_spec=transformer_engine), or set "
-            "model.fp8=null."
-        )
-    is_own = name not in {"local", "transformer_engine"}
-    own = layer_spec(config) if is_own else None
-    num_chunks = config.pipeline.num_model_chunks
+    """Return the specs that GPTModel takes, for each chunk of this rank."""
+    specs = import_megatron("megatron.core.models.gpt.gpt_layer_specs")
+    own, num_chunks = _own_spec(config), config.pipeline.num_model_chunks
+    on_engine = config.model.layer_spec != "local"
     arguments = []
-    for index in range(num_chunks):
-        stage = index if num_chunks > 1 else None
-        spec: Any = own
-        if not is_own:
-            spec = specs.get_gpt_decoder_block_spec(
-                transformer_config,
-                use_transformer_engine=name == "transformer_engine",
-                **_normalization(config),
-                vp_stage=stage,
-            )
+    for stage in range(num_chunks) if num_chunks > 1 else (None,):
+        spec = own or specs.get_gpt_decoder_block_spec(
+            transformer_config,
+            use_transformer_engine=on_engine,
+            normalization=transformer_config.normalization,
+            vp_stage=stage,
+        )
         arguments.append({"transformer_layer_spec": spec})
-        if getattr(transformer_config, "mtp_num_layers", None):
+        if transformer_config.mtp_num_layers:
             arguments[-1]["mtp_block_spec"] = specs.get_gpt_mtp_block_spec(
-                transformer_config, spec, use_transformer_engine=name != "local", vp_stage=stage
-            )
-        if is_own and config.device == "cpu":
-            arguments[-1]["transformer_layer_spec"] = _with_torch_norm(
-                spec, transformer_config, stage
+                transformer_config, spec, use_transformer_engine=on_engine, vp_stage=stage
             )
     return arguments
-
-
-def _with_torch_norm(spec: Any, transformer_config: Any, stage: int | None) -> Any:
-    """Return the spec of a block with torch's final norm, if ``spec`` is a layer's.
-
-    If Transformer Engine is installed, Megatron uses its final norm after layers of any spec, and
-    this norm needs a GPU.
-    """
-    block = import_megatron("megatron.core.transformer.transformer_block")
-    norm = import_megatron("megatron.core.transformer.torch_norm").WrappedTorchNorm
-    layer = import_megatron("megatron.core.transformer.transformer_layer").BaseTransformerLayer
-    kind = getattr(spec, "module", None)
-    if not (isinstance(kind, type) and issubclass(kind, layer)):
-        return spec
-    num_layers = block.get_num_layers_to_build(transformer_config, stage)
-    return block.TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=norm)
 
 
 def _hybrid_model(config: Config) -> tuple[type[Any], dict[str, Any]]:
@@ -198,44 +148,32 @@ def _hybrid_model(config: Config) -> tuple[type[Any], dict[str, Any]]:
         config: the run, with ``model.hybrid_layer_pattern``.
 
     Raises:
-        ConfigError: The installed release does not support the configuration.
-        MissingDependencyError: There are Mamba layers, but their kernels are missing.
+        ConfigError: The layers or the installed release do not support the configuration.
     """
-    spec = config.model.layer_spec
-    # Call the user's function first: it may prepare something.
-    own = None if spec == "transformer_engine" else layer_spec(config)
-    names = HybridNames()
-    pattern = config.model.hybrid_layer_pattern or ""
-    if "M" in pattern and not has_mamba_kernels():
-        raise MissingDependencyError(
-            f"model.hybrid_layer_pattern ({pattern}) has Mamba layers, but mamba_ssm or einops "
-            "cannot be imported, or not completely. Install mamba-ssm, causal-conv1d and einops, "
-            "or use a pattern without M."
-        )
-    stack = own or names.transformer_engine_spec()
-    if not (isinstance(stack.module, type) and issubclass(stack.module, names.stack)):
+    model, names = config.model, HybridNames()
+    pattern = model.hybrid_layer_pattern or ""
+    is_on_engine = model.layer_spec == "transformer_engine"
+    stack = names.transformer_engine_spec() if is_on_engine else _own_spec(config)
+    kind = getattr(stack, "module", None)
+    if not (isinstance(kind, type) and issubclass(kind, names.stack)):
         raise ConfigError(
-            f"model.layer_spec is {spec}, which is no hybrid stack, but model.hybrid_layer_pattern "
-            "is set. Use Transformer Engine's layers on a GPU "
+            f"model.layer_spec is {model.layer_spec}, which is no hybrid stack, but "
+            "model.hybrid_layer_pattern is set. Use Transformer Engine's layers on a GPU "
             "(model.layer_spec=transformer_engine), or a function that returns a hybrid stack."
         )
-    if not names.knows_stages:
-        stages = pattern.split("|")
-        _refuse_in_release(config.pipeline.num_model_chunks > 1, "has no interleaved pipeline")
-        _refuse_in_release(len(set(map(len, stages))) > 1, "has no stages of different lengths")
-        pattern = "".join(stages)
+    lengths = {len(stage) for stage in pattern.split("|")}
+    lacks = not names.knows_stages and (config.pipeline.num_model_chunks > 1 or len(lengths) > 1)
     if not can_recompute_hybrid_layers():
-        recomputes_all = config.model.recompute_granularity == "full"
-        _refuse_in_release(recomputes_all, "recomputes nothing (model.recompute_granularity)")
-    return names.model, {names.spec_argument: stack, names.pattern_argument: pattern}
-
-
-def _refuse_in_release(is_wanted: bool, lack: str) -> None:
-    if is_wanted:
+        lacks |= model.recompute_granularity == "full"
+    if lacks:
         raise ConfigError(
-            f"model.hybrid_layer_pattern: this Megatron-core release {lack} of hybrid models. "
-            "Change the setting, or use release 0.19."
+            "model.hybrid_layer_pattern: hybrid models of this Megatron-core release have no "
+            "interleaved pipeline, no stages of different lengths and no full recomputation "
+            "(model.recompute_granularity). Change the setting, or use release 0.19."
         )
+    if not names.knows_stages:
+        pattern = pattern.replace("|", "")
+    return names.model, {names.spec_argument: stack, names.pattern_argument: pattern}
 
 
 def _transformer_config(config: Config, options: Mapping[str, Any]) -> Any:
@@ -278,9 +216,12 @@ def _transformer_config(config: Config, options: Mapping[str, Any]) -> Any:
         "bias_activation_fusion": not on_cpu,
         "bias_dropout_fusion": not on_cpu,
         "deterministic_mode": config.train.deterministic,
-        **expert_settings(config),
-        **derived_fields(config),
     }
+    if config.moe.num_moe_experts is not None:
+        settings |= config.moe.model_dump(exclude_none=True) | {"expert_tensor_parallel_size": 1}
+        if not config.capture.enabled:  # nothing would report rows without room
+            settings.pop("moe_expert_rank_capacity_factor", None)
+    settings |= derived_fields(config)
     is_latent = {**settings, **options}.get("multi_latent_attention")
     kind = getattr(module, "MLATransformerConfig" if is_latent else "TransformerConfig")
     known = {field.name for field in fields(kind)}
@@ -311,22 +252,6 @@ def _checked_fields(values: Mapping[str, Any], kind: Any) -> dict[str, Any]:
             message = error.errors()[0]["msg"].replace("Input should", "it must")
             raise ConfigError(f"{path} is {shown(value)}; {message}.") from None
     return checked
-
-
-def expert_settings(config: Config) -> dict[str, Any]:
-    """Return the fields of Megatron's TransformerConfig for experts; none without experts."""
-    moe = config.moe
-    if moe.num_moe_experts is None:
-        return {}
-    settings = moe.model_dump(exclude={"token_drops"}, exclude_none=True)
-    if not config.capture.enabled:  # nothing would report rows without room
-        settings.pop("moe_expert_rank_capacity_factor", None)
-    return {
-        "moe_ffn_hidden_size": config.model.ffn_hidden_size,
-        **settings,
-        "expert_model_parallel_size": config.pipeline.expert_model_parallel_size,
-        "expert_tensor_parallel_size": 1,
-    }
 
 
 def _wrap_for_data_parallel(

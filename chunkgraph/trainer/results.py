@@ -4,60 +4,63 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from chunkgraph.settings import Config
 
-__all__ = ["RunResults", "StepResult", "find_failures"]
+__all__ = ["COMPARED", "RunResults", "StepRecord", "StepResult", "find_failures"]
+
+
+COMPARED = {
+    "loss": "the losses",
+    "grad_norm": "the gradient norms",
+    "expert_metrics": "the metrics of the experts",
+}
+"""The fields of a step that are compared with the eager run, and what messages call them."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepResult:
-    """Results of one step; values of the eager run are None without one.
+class StepRecord:
+    """Results of one training step of this rank.
 
     Attributes:
         step: number of the step, from 0.
         num_microbatches: number of microbatches of each data-parallel rank.
-        loss_chunk: mean loss of the run with captured chunks.
-        loss_eager: mean loss of the eager run.
-        grad_norm_chunk: gradient norm before clipping, with captured chunks.
-        grad_norm_eager: gradient norm before clipping, eager.
-        loss_equal: True if the losses agree to the last bit, on all ranks.
-        grad_norm_equal: True if the gradient norms agree to the last bit, on all ranks.
-        expert_metrics: each metric of the experts over all layers, microbatches and ranks.
-        expert_metrics_equal: True if these metrics agree to the last bit, on all ranks.
-        context_sizes: context-parallel size of each microbatch, for each rank, if sizes differ.
-        captures: number of slots captured in this step, on rank 0.
-        replays: number of forwards replayed in this step, on rank 0.
-        fallbacks: reasons for which the step ran eagerly, each with the number of steps.
-        step_ms_chunk: time of the step with captured chunks, in ms.
-        step_ms_eager: time of the eager step, in ms.
+        loss: mean over microbatches and data-parallel ranks, the same on every rank.
+        grad_norm: gradient norm before clipping, over all stages.
+        step_ms: wall time of schedule and optimizer, in ms.
+        captures: number of slots captured in the step.
+        replays: number of replayed forward graphs.
+        fallbacks: mapping from the reason of an eager step to 1.
+        expert_metrics: sum over the step and its layers of each metric of the experts that is not
+            zero, by name.
+        context_sizes: context-parallel size of each microbatch, if sizes differ, for each rank.
     """
 
     step: int
     num_microbatches: int
-    loss_chunk: float
-    loss_eager: float | None = None
-    grad_norm_chunk: float
-    grad_norm_eager: float | None = None
-    loss_equal: bool | None = None
-    grad_norm_equal: bool | None = None
+    loss: float
+    grad_norm: float
+    step_ms: float
+    captures: int = 0
+    replays: int = 0
+    fallbacks: Mapping[str, int] = field(default_factory=dict)
     expert_metrics: Mapping[str, float] = field(default_factory=dict)
-    expert_metrics_equal: bool | None = None
     context_sizes: Sequence[Sequence[int]] = ()
-    captures: int
-    replays: int
-    fallbacks: Mapping[str, int]
-    step_ms_chunk: float
-    step_ms_eager: float | None = None
 
-    @property
-    def is_equal(self) -> bool | None:
-        """Return whether loss, norm and metrics agree to the last bit; None if not compared."""
-        if self.loss_equal is None or self.grad_norm_equal is None:
-            return None
-        return self.loss_equal and self.grad_norm_equal and self.expert_metrics_equal is not False
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult(StepRecord):
+    """Results of one step with captured chunks: rank 0's, with metrics and sizes of all ranks.
+
+    Attributes:
+        eager: the same of the eager run; None without one.
+        different: the fields that differ from the eager run's in any bit, on any rank, among
+            ``loss``, ``grad_norm`` and ``expert_metrics``; None without an eager run.
+    """
+
+    eager: StepRecord | None = None
+    different: Sequence[str] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,30 +111,19 @@ class RunResults:
     memsets_kept: Sequence[str] = ()
     reserved_bytes: Sequence[int] = ()
 
-    def to_mapping(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
-        return asdict(self)
-
 
 def find_failures(config: Config, results: RunResults) -> list[str]:
     """List the failures of a run, such as values that differ from eager; empty for none."""
     failures: list[str] = []
     for step in results.steps:
         where = f"step {step.step + 1}"
-        if not (math.isfinite(step.loss_chunk) and math.isfinite(step.grad_norm_chunk)):
+        if not (math.isfinite(step.loss) and math.isfinite(step.grad_norm)):
             failures.append(f"{where}: the loss or gradient norm is not a finite number")
-        if step.loss_equal is False:
-            failures.append(
-                f"{where}: the losses differ: "
-                f"{step.loss_chunk!r} captured, {step.loss_eager!r} eager"
-            )
-        if step.grad_norm_equal is False:
-            failures.append(
-                f"{where}: the gradient norms differ: "
-                f"{step.grad_norm_chunk!r} captured, {step.grad_norm_eager!r} eager"
-            )
-        if step.expert_metrics_equal is False:
-            failures.append(f"{where}: the metrics of the experts differ from the eager run's")
+        failures += [
+            f"{where}: {COMPARED[name]} differ: "
+            f"{getattr(step, name)!r} captured, {getattr(step.eager, name)!r} eager"
+            for name in step.different or ()
+        ]
     if config.train.compare == "eager" and not results.parameters_equal:
         failures.append("the parameters after the run differ from the eager run's")
     if results.captures_after_first_session:

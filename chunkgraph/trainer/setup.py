@@ -45,12 +45,6 @@ def training_process(config: Config) -> Iterator[torch.device]:
     with ExitStack() as stack:
         if device.type == "cpu":
             stack.enter_context(cpu_host())
-            num_threads = torch.get_num_threads()
-            stack.callback(torch.set_num_threads, num_threads)
-            # At most as many as the caller allows, for example by OMP_NUM_THREADS: threads that
-            # wait for a core spin, and a step then takes several times as long.
-            share = max(1, (os.cpu_count() or 1) // pipeline.world_size)
-            torch.set_num_threads(min(num_threads, share))
         else:
             torch.cuda.set_device(device)
         if config.train.deterministic:
@@ -68,7 +62,7 @@ def training_process(config: Config) -> Iterator[torch.device]:
             virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
             context_parallel_size=pipeline.context_parallel_size,
             expert_model_parallel_size=pipeline.expert_model_parallel_size,
-            # As in `expert_settings`; Megatron's default is the tensor-parallel size.
+            # As in `build_model`; Megatron's default is the tensor-parallel size.
             expert_tensor_parallel_size=None if config.moe.num_moe_experts is None else 1,
             distributed_timeout_minutes=config.run.timeout_s / 60,
         )

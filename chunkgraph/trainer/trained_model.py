@@ -1,4 +1,4 @@
-"""Train a model on this rank, step by step, with its optimizer and its microbatches."""
+"""Train a model on this rank, step by step: its optimizer, its microbatches, and their loss."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from chunkgraph.engine import CaptureOptions
 from chunkgraph.engine.chunk import OnCapture
@@ -22,40 +25,88 @@ from chunkgraph.megatron.features.experts.state import forget_expert_metrics, ta
 from chunkgraph.megatron.receive import receiving_lengths
 from chunkgraph.settings import Config
 from chunkgraph.trainer.batches import Batch, PackedBatches, SequenceBatches
-from chunkgraph.trainer.forward_step import forward_step, shared_loss
 from chunkgraph.trainer.model import build_model, build_optimizer, zero_gradients
+from chunkgraph.trainer.results import StepRecord
 from chunkgraph.trainer.setup import seed_everything
 
-__all__ = ["StepRecord", "TrainedModel", "capture_options", "synchronize"]
+__all__ = ["TrainedModel", "capture_options", "forward_step", "shared_loss", "synchronize"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepRecord:
-    """Results of one training step of this rank.
+def forward_step(
+    data: Iterator[dict[str, Any]], chunk: nn.Module
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]]:
+    """Run a microbatch through ``chunk``.
 
-    Attributes:
-        step: number of the step, from 0.
-        num_microbatches: number of microbatches of each data-parallel rank.
-        loss: mean over microbatches and data-parallel ranks, the same on every rank.
-        grad_norm: gradient norm before clipping, over all stages.
-        step_ms: wall time of schedule and optimizer, in ms.
-        captures: number of graph pairs captured in the step, on this rank.
-        replays: number of replayed forward graphs, on this rank.
-        fallbacks: mapping from the reason of an eager step to 1.
-        expert_metrics: this rank's sums over the step of each metric of the experts, by layer.
-        context_sizes: context-parallel size of each microbatch of this rank, if sizes differ.
+    Args:
+        data: microbatches, as dictionaries: ``tokens``, ``labels`` and ``position_ids``, int64
+            [b, s]; ``is_counted``, bool [b, s], True where the label counts; ``attention_mask``,
+            ``packed_seq_params`` and ``padding_mask`` as Megatron's models take them, if any; and
+            ``num_counted`` or ``loss_scale``, see `_loss`.
+        chunk: one of Megatron's models, wrapped or not.
+
+    Returns:
+        The chunk's output, and its loss function.
     """
+    batch = next(data)
+    # Releases without experts on packed sequences do not have the argument.
+    padding = {"padding_mask": batch["padding_mask"]} if "padding_mask" in batch else {}
+    output = chunk(
+        input_ids=batch["tokens"],
+        position_ids=batch["position_ids"],
+        attention_mask=batch.get("attention_mask"),
+        labels=batch["labels"],
+        packed_seq_params=batch.get("packed_seq_params"),
+        **padding,
+    )
+    counted, scale = batch.get("num_counted"), batch.get("loss_scale")
+    return output, partial(_loss, batch["is_counted"], counted, scale)
 
-    step: int
-    num_microbatches: int
-    loss: float
-    grad_norm: float
-    step_ms: float
-    captures: int = 0
-    replays: int = 0
-    fallbacks: dict[str, int] = field(default_factory=dict)
-    expert_metrics: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    context_sizes: tuple[int, ...] = ()
+
+def _loss(
+    is_counted: torch.Tensor,
+    num_counted: torch.Tensor | int | None,
+    scale: float | None,
+    losses: torch.Tensor,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Average the losses that count.
+
+    Others are removed by selection: a factor 0 would pass a NaN on.
+
+    Args:
+        is_counted: the losses that count, [b, s].
+        num_counted: their number on all context-parallel ranks. The result is then this rank's
+            share of the mean, which the schedule multiplies by the number of these ranks before
+            DDP averages gradients over them. None: this rank has all of them.
+        scale: makes the sum a share of the step's mean loss per token, instead. It undoes the means
+            over microbatches (in the schedule) and over ranks (in DDP), which count documents on
+            several ranks more than once.
+        losses: the losses of all tokens, [b, s].
+    """
+    total = losses.float().masked_fill(~is_counted, 0.0).sum()
+    if scale is not None:
+        loss = total * scale
+    else:
+        loss = total / (is_counted.sum().clamp(min=1) if num_counted is None else num_counted)
+    return loss, {"lm loss": loss.detach().clone()}
+
+
+def shared_loss(losses: list[dict[str, torch.Tensor]], device: torch.device) -> float:
+    """Average the losses over microbatches and data-parallel ranks; return it on every rank.
+
+    Context-parallel ranks hold shares of the loss, which are summed.
+    """
+    state = import_megatron("megatron.core.parallel_state")
+    loss = torch.zeros((), dtype=torch.float32, device=device)
+    if losses:
+        loss = torch.stack([entry["lm loss"] for entry in losses]).mean()
+        group = state.get_data_parallel_group(with_context_parallel=True)
+        if group.size() > 1:
+            dist.all_reduce(loss, group=group)
+            loss /= group.size() // state.get_context_parallel_world_size()
+    if state.get_pipeline_model_parallel_world_size() > 1:
+        source = state.get_pipeline_model_parallel_last_rank()
+        dist.broadcast(loss, source, group=state.get_pipeline_model_parallel_group())
+    return float(loss)
 
 
 class TrainedModel:
@@ -183,6 +234,7 @@ class TrainedModel:
             synchronize(self.device)
             step_ms = (time.perf_counter() - started) * 1e3
         has_experts = self.config.moe.num_moe_experts is not None
+        metrics = sorted(take_expert_metrics().items()) if has_experts else ()
         return StepRecord(
             step=step,
             num_microbatches=options["num_microbatches"],
@@ -192,8 +244,8 @@ class TrainedModel:
             captures=self.counters.captures - before.captures,
             replays=self.counters.replays - before.replays,
             fallbacks=dict(self.counters.fallbacks - before.fallbacks),
-            expert_metrics=take_expert_metrics() if has_experts else {},
-            context_sizes=tuple(key.size for key in options.get("contexts", ())),
+            expert_metrics={name: sum(of_layers) for name, of_layers in metrics if any(of_layers)},
+            context_sizes=[[bank.size for bank in options.get("contexts", ())]],
         )
 
     @property

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from chunkgraph.data import read_documents
 from chunkgraph.settings import load_config
 
 ROOT = Path(__file__).parents[2]
@@ -68,7 +69,8 @@ def test_packed_steps_are_measured_and_equal(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     eager, chunk, local = json.loads(path.read_text())["variants"]
     documents = loaded(SCRIPT.with_name("drawn_documents.py"))
-    drawn = documents.DrawnDocuments.from_file(None, counts=COUNTS, num_tokens=TOKENS, seed=8)
+    text = read_documents()
+    drawn = documents.DrawnDocuments(text, counts=COUNTS, num_tokens=TOKENS, seed=8)
     steps = [
         [drawn.row(step, m, 0).lengths for m in range(2 + step % 2)]
         for step in range(WARMUP, WARMUP + STEPS)

@@ -137,16 +137,16 @@ class TestTrain:
         assert config["run"]["timeout_s"] == 50
         assert config["model"]["layer_spec"] == "local"
         assert config["pipeline"]["microbatch_group_size_per_vp_stage"] == 2
-        assert content["steps"][0]["loss_chunk"] == 5.123456789
+        assert content["steps"][0]["loss"] == 5.123456789
         assert [path.name for path in tmp_path.iterdir()] == ["table.json"]
 
     def test_a_broken_promise_ends_with_1(self, tmp_path: Path) -> None:
-        changes = {"last_step": {"loss_eager": 5.123456788, "loss_equal": False}}
+        changes = {"last_step": {"loss": 5.123456788, "different": ["loss"]}}
         table = tmp_path / "table.json"
         result = train(json.dumps(changes), "--json", str(table))
         assert result.returncode == 1
         assert "FAILED: 1 problem(s)" in result.stdout
-        message = "step 6: the losses differ: 5.123456789 captured, 5.123456788 eager"
+        message = "step 6: the losses differ: 5.123456788 captured, 5.123456789 eager"
         assert message in " ".join(result.stdout.split())
         assert "error: Rank 0 failed: the report lists 1 problem(s)" in result.stderr
         assert json.loads(table.read_text())["ok"] is False

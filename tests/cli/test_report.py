@@ -44,12 +44,10 @@ def test_results_are_printed_though_their_file_cannot_be_written(
 STEP = StepResult(
     step=0,
     num_microbatches=4,
-    loss_chunk=2.5,
-    grad_norm_chunk=1.5,
-    captures=0,
+    loss=2.5,
+    grad_norm=1.5,
     replays=4,
-    fallbacks={},
-    step_ms_chunk=12.34,
+    step_ms=12.34,
 )
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from chunkgraph.data import END_OF_DOCUMENT, Documents
-from chunkgraph.errors import ConfigError
 
 _TEXT = [b"one", b"a document of thirty bytes, yes", b"x", b"four"]
 
@@ -42,8 +40,3 @@ def test_padding_after_a_document_takes_room() -> None:
     rows = [[-(-n // 4) * 4 for n in documents.row(step, 0).lengths] for step in range(40)]
     assert all(8 < sum(row) <= 16 for row in rows)
     assert {sum(row) for row in rows} == {12, 16}
-
-
-def test_a_text_without_a_byte_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"data\.path"):
-        Documents([b""], num_tokens=8, seed=1)

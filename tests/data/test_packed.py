@@ -14,7 +14,7 @@ from chunkgraph.errors import ConfigError
 
 
 def shipped(seed: int = 1, seq_length: int = 64) -> PackedText:
-    return PackedText.from_file(None, seq_length=seq_length, seed=seed)
+    return PackedText(read_documents(None), seq_length=seq_length, seed=seed)
 
 
 def test_shipped_text_is_some_hundred_kilobytes_of_english() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from chunkgraph.graphs import GraphBackend
 from chunkgraph.schedules import legal_counts, megatron_schedule
-from chunkgraph.slots import plan_all_ranks
+from chunkgraph.slots import plan_slots
 
 
 @st.composite
@@ -50,7 +50,8 @@ def test_random_schedules_and_counts_equal_eager(
     schedules = schedules_of(num_ranks, num_chunks, group, counts)
     eager = make_pipeline(num_ranks, num_chunks, main_grad=main_grad)
     graphed = make_pipeline(num_ranks, num_chunks, main_grad=main_grad)
-    plans = plan_all_ranks(num_ranks, num_chunks, group if num_chunks > 1 else None)
+    sizes = num_ranks, num_chunks, group if num_chunks > 1 else None
+    plans = [plan_slots(*sizes, rank=rank) for rank in range(num_ranks)]
     slots = [(p.peak_in_flight,) * num_chunks if shared else p.slots_per_chunk for p in plans]
     graphed.attach(slots, new_backend(), verify="poison", shared_slots=shared)
     assert graphed.train(schedules, seed).equals(eager.train(schedules, seed))

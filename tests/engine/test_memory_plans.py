@@ -21,7 +21,7 @@ from chunkgraph.engine.split import SPLIT
 from chunkgraph.errors import MemoryPlanError, SlotError
 from chunkgraph.graphs import GraphBackend
 from chunkgraph.schedules import megatron_schedule
-from chunkgraph.slots import plan_all_ranks
+from chunkgraph.slots import plan_slots
 
 COUNTS = [3, 5, 2, 7]
 
@@ -129,7 +129,7 @@ def test_shared_slots_hold_no_more_than_is_ever_in_flight(
     """Two chunks on each of two ranks: rank 0 has 4 + 2 slots, but 5 microbatches at most."""
     if backend.name != "recorder":
         pytest.skip("sizes to the byte are the recorder's: a GPU's allocator rounds up to 2 MiB")
-    plans = plan_all_ranks(2, 2, 2)
+    plans = [plan_slots(2, 2, 2, rank=rank) for rank in range(2)]
     assert [p.slots_per_chunk for p in plans] == [(4, 2), (3, 1)]
     assert [p.peak_in_flight for p in plans] == [5, 3]
     reports: dict[bool, list[Any]] = {}
@@ -174,7 +174,7 @@ def test_chunks_share_slots_where_the_sizes_say_that_it_saves(
         return dataclasses.replace(warm_up(own, *args, **kwargs), held_bytes=sizes[own.chunk.label])
 
     monkeypatch.setattr(session, "warm_up", measured)
-    plans = plan_all_ranks(2, 2, 2)
+    plans = [plan_slots(2, 2, 2, rank=rank) for rank in range(2)]
     schedules = [megatron_schedule(2, 2, m, 2) for m in (4, 6)]
     pipeline = make_pipeline(2, 2)
     together = [p.peak_in_flight for p in plans]

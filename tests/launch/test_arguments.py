@@ -140,10 +140,6 @@ def test_the_shape_of_packed_sequences() -> None:
             {"cuda_graph_packed_buckets": [0.5], "context_parallel_size": 2},
             "seqs 4 with --context-parallel-size 2: ",
         ),
-        (
-            {"cuda_graph_packed_seq_buckets": [4]},
-            "seq-buckets 4 with --cuda-graph-max-packed-seqs 4: 4 is not between 2",
-        ),
     ],
 )
 def test_what_packed_sequences_cannot_go_with_is_named(
@@ -222,9 +218,6 @@ def test_context_sizes_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"sft": False, "dataloader_inter_document_masking": True}, "1 2 without --sft: "),
         ({"calculate_per_token_loss": False}, "1 2 without --calculate-per-token-loss: "),
         ({"mtp_num_layers": 1}, " with --mtp-num-layers 1: multi-token prediction"),
-        ({"tensor_model_parallel_size": 4}, "1 2 with 1 data-parallel ranks: "),
-        ({"cuda_graph_cp_sizes": [1, 3]}, "sizes 1 3: 3 is not a power of two"),
-        ({"cuda_graph_max_packed_tokens": 7}, "tokens 7: the 7 rows of a rank cannot be divided"),
         ({"cuda_graph_max_packed_tokens": 6}, "tokens 6: 2 ranks hold 12 rows, and documents"),
         (
             {"cuda_graph_max_packed_tokens": 8, "tensor_model_parallel_size": 2},

@@ -29,7 +29,7 @@ _LATENT = {
 def _check(results: dict[str, dict[str, Any]]) -> None:
     for name, result in results.items():
         assert result["num_parameters_compared"] > 5_000, name
-        assert len({s["loss_chunk"] for s in result["steps"]}) == len(result["steps"]), name
+        assert len({s["loss"] for s in result["steps"]}) == len(result["steps"]), name
         assert all(step["replays"] > 0 for step in result["steps"][1:]), name
 
 

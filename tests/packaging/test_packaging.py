@@ -112,8 +112,8 @@ def test_the_wheel_works_next_to_a_users_own_schedules(wheel: Path, tmp_path: Pa
     (tmp_path / "schedules.py").write_text("mine = True\n")
     code = (
         "import chunkgraph.schedules as s, chunkgraph, schedules; "
-        "from chunkgraph.data import PackedText; "
-        "PackedText.from_file(None, seq_length=8, seed=0); "
+        "from chunkgraph.data import PackedText, read_documents; "
+        "PackedText(read_documents(None), seq_length=8, seed=0); "
         "assert schedules.mine; print(chunkgraph.__file__); s.build_schedule"
     )
     result = python(code, tmp_path, installed)

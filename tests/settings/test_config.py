@@ -119,6 +119,11 @@ def test_all_wrong_values_are_named_at_once(small: Path) -> None:
         ("model.num_layers=6", TopologyError, ["num_layers is 6", "4 stages", "4 or 8"]),
         ("model.hidden_size=66", ConfigError, ["hidden_size is 66", "num_attention_heads=4"]),
         ("model.vocab_size=200", ConfigError, ["vocab_size is 200", "257"]),
+        (
+            "model.recompute_granularity=selective; model.recompute_modules=[mlp]",
+            ConfigError,
+            ["recompute_modules is [mlp]", "model.swiglu=true"],
+        ),
         ("device=cpu; model.fp8=hybrid", ConfigError, ["model.fp8 is hybrid", "device=cuda"]),
         (
             "pipeline.sequence_parallel=true",

@@ -9,7 +9,6 @@ from chunkgraph.schedules import Op, legal_counts, megatron_schedule
 from chunkgraph.slots import (
     assign_slots,
     in_flight,
-    plan_all_ranks,
     plan_slots,
 )
 
@@ -37,7 +36,7 @@ def test_known_interleaved_plans(sizes, rank, slots):
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 5, 8])
 def test_1f1b_needs_one_slot_less_on_each_further_rank(num_ranks):
-    plans = plan_all_ranks(num_ranks)
+    plans = [plan_slots(num_ranks, rank=rank) for rank in range(num_ranks)]
     assert [plan.slots_per_chunk for plan in plans] == [(num_ranks - r,) for r in range(num_ranks)]
     assert [plan.peak_in_flight for plan in plans] == [num_ranks - r for r in range(num_ranks)]
 
@@ -53,7 +52,7 @@ def test_1f1b_needs_one_slot_less_on_each_further_rank(num_ranks):
 )
 def test_known_plans_of_four_ranks_with_two_chunks(schedule, slots, together):
     """torch's liveness analyser counts the same from its tables."""
-    plans = plan_all_ranks(4, 2, schedule=schedule)
+    plans = [plan_slots(4, 2, schedule=schedule, rank=rank) for rank in range(4)]
     assert [plan.slots_per_chunk for plan in plans] == slots
     assert [plan.peak_in_flight for plan in plans] == together
 

@@ -17,7 +17,7 @@ from context_sizes import ForcedSizes
 from gathering import Gather
 from torch import nn
 
-from chunkgraph.engine import Banks, CaptureOptions, Chunk, ChunkGraphs, Host, StepMode
+from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs, Host, StepMode
 from chunkgraph.engine.decide import Agree
 from chunkgraph.engine.verify import same_bits
 from chunkgraph.errors import ConfigError, ReplayMismatchError
@@ -89,9 +89,7 @@ class BankedGraphs(Host):
             agree=agree,
             host=self,
             takes_misfits=True,
-            banks=Banks(
-                self._plans.keys, self._plans.derive, drops_failed=self._plans.drops_failed
-            ),
+            banks=self._plans.banks,
         )
         self.callables = self.engine.callables
         self.counters = self.engine.counters

@@ -41,12 +41,12 @@ def _trained(config: Any, device: torch.device, case: dict[str, Any]) -> list[di
     graphs = _Model(device, config, None, seed=config.train.seed)
     if "budget" in case:  # Megatron's check of it asks for fused operations
         graphs.set_budget(case["budget"])
-    graphs.attach(options=options, stash=config.stash, **alone)
     differing, reruns = [], []
     preferred = _growing if case.get("is_growing") else _random
     margin = 0.02 if case.get("is_growing") else -0.2
-    counters = graphs.graphs.counters
     with mock.patch.multiple(room, _MARGIN=margin, _MOST_DOUBLED=0):
+        graphs.attach(options=options, stash=config.stash, **alone)
+        counters = graphs.graphs.counters
         for step in range(case["num_steps"]):
             bias = preferred(config, step)
             results = [model.run(step, bias) for model in (eager, graphs)]

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from chunkgraph.data import PackedText
 from chunkgraph.engine.verify import same_bits
 from chunkgraph.errors import ChunkGraphError
 from chunkgraph.graphs import RecorderBackend, host_call
@@ -20,11 +19,10 @@ from chunkgraph.graphs.recorder.recorded_graph import RecordedGraph
 from chunkgraph.megatron.attachment import MegatronChunkGraphs, attach
 from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.settings import Config
-from chunkgraph.trainer.batches import sequence_batches as microbatches
-from chunkgraph.trainer.forward_step import forward_step, shared_loss
+from chunkgraph.trainer.batches import SequenceBatches
 from chunkgraph.trainer.model import build_model, build_optimizer, zero_gradients
 from chunkgraph.trainer.setup import seed_everything
-from chunkgraph.trainer.trained_model import capture_options
+from chunkgraph.trainer.trained_model import capture_options, forward_step, shared_loss
 
 Step = dict[str, Any]
 CPU = torch.device("cpu")
@@ -64,14 +62,13 @@ class Job:
             chunk.train(not evaluates)
         zero_gradients(self.chunks, self.optimizer)
         length = step.get("seq_length", self.config.model.seq_length)
-        text = PackedText.from_file(None, seq_length=length, seed=1)
+        of_length = self.config.replace(model={"seq_length": length}, train={"seed": 1})
+        batches = SequenceBatches(of_length, CPU)
         count = step["num_microbatches"]
         with torch.set_grad_enabled(not evaluates):
             losses = self.schedule(
                 forward_step_func=forward_step,
-                data_iterator=[
-                    microbatches(self.config, text, number, count, CPU) for _ in self.chunks
-                ],
+                data_iterator=[batches.step(number, count) for _ in self.chunks],
                 model=self.chunks,
                 num_microbatches=count,
                 seq_length=step.get("announced", length),

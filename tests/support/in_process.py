@@ -8,13 +8,12 @@ from typing import Any
 import torch
 
 from chunkgraph import megatron
-from chunkgraph.data import PackedText
 from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.megatron.features.experts.state import forget_expert_metrics, take_expert_metrics
-from chunkgraph.trainer.batches import sequence_batches
-from chunkgraph.trainer.forward_step import forward_step
+from chunkgraph.trainer.batches import SequenceBatches
 from chunkgraph.trainer.model import build_model
 from chunkgraph.trainer.setup import seed_everything
+from chunkgraph.trainer.trained_model import forward_step
 
 # With four experts, of which each token has two, and room for all tokens.
 EXPERTS = {
@@ -88,12 +87,10 @@ class Trained:
         for chunk in self.chunks if clears else ():
             chunk.zero_grad_buffer()
         seq_length = self.config.model.seq_length
-        text = PackedText.from_file(None, seq_length=seq_length, seed=1)
+        batches = SequenceBatches(self.config.replace(train={"seed": 1}), self.device)
         losses = self.train(
             forward_step_func=forward,
-            data_iterator=[
-                sequence_batches(self.config, text, step, count, self.device) for _ in self.chunks
-            ],
+            data_iterator=[batches.step(step, count) for _ in self.chunks],
             model=self.chunks,
             num_microbatches=count,
             seq_length=seq_length,

@@ -12,7 +12,7 @@ from in_process import Trained
 
 from chunkgraph.engine import CaptureOptions
 from chunkgraph.megatron.features.experts.overlap import turn_off_overlap
-from chunkgraph.trainer import forward_step as plain
+from chunkgraph.trainer import trained_model as plain
 
 _OVERLAP = "overlap_moe_expert_parallel_comm"
 

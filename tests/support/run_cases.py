@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -96,7 +97,7 @@ def run_case(case: dict[str, Any], eager_runs: EagerRuns) -> Any:
             "prepare": lambda chunk: _freeze(chunk, frozen),
         }
         eager = eager_runs.of(case, lambda: run_eager(config, device, **options))
-        return train(config, device, eager=eager, **options).to_mapping()
+        return asdict(train(config, device, eager=eager, **options))
 
 
 @contextmanager

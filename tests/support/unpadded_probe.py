@@ -13,13 +13,12 @@ from typing import Any
 
 import torch
 
-from chunkgraph.data import Documents
+from chunkgraph.data import Documents, read_documents
 from chunkgraph.megatron.features.packing.params import make_params
 from chunkgraph.packing import PackedShape, pack
 from chunkgraph.trainer.batches import PackedBatches, to_device
-from chunkgraph.trainer.forward_step import forward_step
 from chunkgraph.trainer.model import zero_gradients
-from chunkgraph.trainer.trained_model import TrainedModel
+from chunkgraph.trainer.trained_model import TrainedModel, forward_step
 
 Tensors = dict[str, torch.Tensor]
 
@@ -63,7 +62,8 @@ def run(config: Any, device: torch.device, case: dict[str, Any]) -> dict[str, An
     options = case.get("transformer_options")
     # Fewer tokens than rows, so that even the longest document leaves many rows.
     num_drawn = case.get("num_drawn", config.tokens_per_sequence)
-    documents = Documents.from_file(config.data.path, num_tokens=num_drawn, seed=config.train.seed)
+    text = read_documents(config.data.path)
+    documents = Documents(text, num_tokens=num_drawn, seed=config.train.seed)
     padded = _with_graphs(config, device, options, documents)
     gc.collect()
     if device.type == "cuda":

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from chunkgraph.data import END_OF_DOCUMENT, PackedText
+from chunkgraph.data import END_OF_DOCUMENT
 from chunkgraph.settings import config_from_mapping
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release]
@@ -19,13 +19,12 @@ pytestmark = [pytest.mark.megatron, pytest.mark.every_release]
 def test_documents_of_a_sequence_do_not_mix(
     one_rank: Any, make_config: Callable[..., Any], tmp_path: Path
 ) -> None:
-    from chunkgraph.trainer.batches import sequence_batches
+    from chunkgraph.trainer.batches import SequenceBatches
 
     path = tmp_path / "text.txt"
     path.write_text("one\n\na\n\nlonger than a sequence\n\nfour\n\nfive5")
     config = config_from_mapping(make_config(data={"path": str(path)}))
-    text = PackedText.from_file(path, seq_length=16, seed=1)
-    for batch in sequence_batches(config, text, 0, 4, one_rank):
+    for batch in SequenceBatches(config, one_rank).step(0, 4):
         tokens, mask = batch["tokens"], batch["attention_mask"]
         assert mask.shape == (2, 1, 16, 16)
         assert torch.equal(tokens[:, 1:], batch["labels"][:, :-1])
@@ -42,7 +41,7 @@ def test_context_parallel_ranks_share_every_sequence(
     one_rank: Any, make_config: Callable[..., Any]
 ) -> None:
     from chunkgraph.megatron.core.access import import_megatron
-    from chunkgraph.trainer.batches import sequence_batches
+    from chunkgraph.trainer.batches import SequenceBatches
 
     model = {"layer_spec": "transformer_engine"}
     whole, split = (
@@ -51,13 +50,12 @@ def test_context_parallel_ranks_share_every_sequence(
         )
         for n in (1, 2)
     )
-    text = PackedText.from_file(None, seq_length=16, seed=1)
-    (expected,) = sequence_batches(whole, text, 0, 1, one_rank)
+    (expected,) = SequenceBatches(whole, one_rank).step(0, 1)
     state = import_megatron("megatron.core.parallel_state")
     parts = []
     for rank in range(2):
         with mock.patch.object(state, "get_context_parallel_rank", lambda rank=rank: rank):
-            parts += sequence_batches(split, text, 0, 1, one_rank)
+            parts += SequenceBatches(split, one_rank).step(0, 1)
     for name in ("tokens", "labels", "position_ids", "is_counted"):
         # Each rank has a piece from the front and one from the end; put them back in order.
         (a, d), (b, c) = (part[name].chunk(2, dim=1) for part in parts)

@@ -171,7 +171,7 @@ def test_training_on_gpus_equals_eager(
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     results = json.loads(table.read_text())
-    assert all(s["loss_equal"] and s["grad_norm_equal"] for s in results["steps"])
+    assert all(s["different"] == [] for s in results["steps"])
     assert results["parameters_equal"]
     assert results["captures_after_first_session"] == 0
     assert [bool(s["replays"]) for s in results["steps"]] == [False] + [True] * (len(counts) - 1)

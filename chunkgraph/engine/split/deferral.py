@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
-from chunkgraph.engine.split.trace import BackwardTrace, Geometry
+from chunkgraph.engine.program import Receive
 from chunkgraph.errors import CaptureError
 from chunkgraph.graphs.operators import (
     OperatorMode,
@@ -25,27 +26,20 @@ from chunkgraph.graphs.operators import (
     tensors_in,
 )
 
-__all__ = ["Deferral", "DeferredTensor"]
+__all__ = ["REMEDY", "Deferral", "DeferredTensor", "TracedOperator"]
+
+REMEDY = "Capture the chunk with a whole backward, or use a schedule that splits no backward."
 
 _keys = torch._C.DispatchKey
 # Deferred operators have passed autocast already.
 _CASTING = torch._C.DispatchKeySet(_keys.AutocastCPU) | torch._C.DispatchKeySet(_keys.AutocastCUDA)
 
-Receive = Callable[[int, torch.Tensor], None]
-"""Function that takes the index of a parameter and its gradient."""
 
-
+@dataclass
 class _Value:
-    """The future result of a deferred operator."""
+    """What the weight half computes: not in the placeholder, whose references autograd counts."""
 
-    __slots__ = ("tensor",)
-
-    def __init__(self) -> None:
-        self.tensor: torch.Tensor | None = None
-
-    def get(self) -> torch.Tensor:
-        assert self.tensor is not None
-        return self.tensor
+    tensor: torch.Tensor | None = None
 
 
 class DeferredTensor(torch.Tensor):
@@ -54,14 +48,10 @@ class DeferredTensor(torch.Tensor):
     value: _Value
 
     @staticmethod
-    def __new__(cls, geometry: Geometry) -> Self:
-        """Create a tensor of this geometry."""
+    def __new__(cls, like: torch.Tensor) -> Self:
+        """Create a placeholder with the shape, strides, dtype and device of a tensor."""
         made: Self = torch.Tensor._make_wrapper_subclass(
-            cls,
-            geometry.shape,
-            strides=geometry.strides,
-            dtype=geometry.dtype,
-            device=geometry.device,
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
         )
         torch._C._set_throw_on_mutable_data_ptr(made)
         made.value = _Value()
@@ -75,23 +65,28 @@ class DeferredTensor(torch.Tensor):
         raise CaptureError(f"{func} reads a weight gradient before the weight half has run")
 
 
-class _Deferred:
-    """An operator to run later, with a `_Value` for each tensor that is not computed yet."""
+@dataclass
+class TracedOperator:
+    """One operator of a backward.
 
-    __slots__ = ("args", "func", "kwargs", "results")
+    Attributes:
+        name: Name of the operator.
+        is_view: Whether its results are views of its arguments.
+        results: For each tensor that it returns, a `DeferredTensor` like it; if the tensor is an
+            argument, the argument's number among the tensor arguments.
+        must_run: Whether it must not be deferred.
+        sources: The operators that wrote the memory that it reads.
+        overwritten: The operators that have read the memory that it writes.
+        is_deferred: Whether it serves weight gradients alone, once the trace is complete.
+    """
 
-    def __init__(
-        self, func: OpOverload, args: Any, kwargs: dict[str, Any], results: Sequence[_Value | None]
-    ) -> None:
-        self.func, self.args, self.kwargs, self.results = func, args, kwargs, results
-
-    def run(self) -> None:
-        args = replace_leaves(self.args, _Value, _Value.get)
-        kwargs = {k: replace_leaves(v, _Value, _Value.get) for k, v in self.kwargs.items()}
-        out = self.func(*args, **kwargs)
-        for value, tensor in zip(self.results, tensors_in(out), strict=True):
-            if value is not None:
-                value.tensor = tensor
+    name: str
+    is_view: bool
+    results: tuple[DeferredTensor | int, ...]
+    must_run: bool
+    sources: frozenset[int]
+    overwritten: frozenset[int]
+    is_deferred: bool = False
 
 
 class Deferral(OperatorMode):
@@ -101,20 +96,21 @@ class Deferral(OperatorMode):
     The weight half is `run`.
 
     Args:
-        trace: Trace of the same backward.
+        trace: The operators of the same backward.
         label: Label for errors.
     """
 
-    def __init__(self, trace: BackwardTrace, label: str) -> None:
+    def __init__(self, trace: Sequence[TracedOperator], label: str) -> None:
         super().__init__()
         self._trace = trace
         self._label = label
         self._next = 0
-        self._entries: deque[_Deferred | tuple[int, _Value | torch.Tensor]] = deque()
+        self._work: deque[Callable[[Receive], None]] = deque()
 
     def take(self, index: int, gradient: torch.Tensor) -> None:
         """Keep a gradient that has arrived, computed or deferred, for the weight half."""
-        self._entries.append((index, _value_of(gradient)))
+        kept = _kept(gradient)
+        self._work.append(lambda receive: receive(index, _computed(kept)))
 
     def run(self, receive: Receive) -> None:
         """Run the weight half.
@@ -125,26 +121,18 @@ class Deferral(OperatorMode):
         Raises:
             CaptureError: The input half was not the traced backward.
         """
-        if self._next != len(self._trace.operators):
+        if self._next != len(self._trace):
             raise self._other_backward("no further operator")
         with torch.no_grad(), torch._C._ExcludeDispatchKeyGuard(_CASTING):
-            while self._entries:
-                entry = self._entries.popleft()
-                if isinstance(entry, _Deferred):
-                    entry.run()
-                    continue
-                index, gradient = entry
-                del entry
-                receive(index, gradient.get() if isinstance(gradient, _Value) else gradient)
-                del gradient
+            while self._work:
+                self._work.popleft()(receive)
 
     def run_operator(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `OperatorMode`."""
         number, self._next = self._next, self._next + 1
-        operators = self._trace.operators
-        if number >= len(operators) or operators[number].name != func.name():
+        if number >= len(self._trace) or self._trace[number].name != func.name():
             raise self._other_backward(func.name())
-        traced = operators[number]
+        traced = self._trace[number]
         inputs = tensors_in(*args, *kwargs.values())
         reads_deferred = any(isinstance(t, DeferredTensor) for t in inputs)
         if traced.is_view or not traced.is_deferred:
@@ -153,51 +141,44 @@ class Deferral(OperatorMode):
             if not traced.is_view:
                 raise CaptureError(
                     f"{self._label}: {func} in its backward reads a weight gradient, which is not "
-                    "computed yet. Capture the chunk with a whole backward, or use a schedule that "
-                    "splits no backward."
+                    f"computed yet. {REMEDY}"
                 )
-        return self._defer(func, args, kwargs, inputs, traced.results)
+        out = [inputs[r] if isinstance(r, int) else DeferredTensor(r) for r in traced.results]
+        kept = replace_leaves((args, kwargs), torch.Tensor, _kept)
+        values = [t.value if isinstance(t, DeferredTensor) else None for t in out]
 
-    def _defer(
-        self,
-        func: OpOverload,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        inputs: Sequence[torch.Tensor],
-        results: Sequence[Geometry | int],
-    ) -> Any:
-        out = [inputs[r] if isinstance(r, int) else DeferredTensor(r) for r in results]
-        values = [
-            None if isinstance(r, int) else tensor.value  # type: ignore[attr-defined]
-            for r, tensor in zip(results, out, strict=True)
-        ]
-        entry = _Deferred(
-            func,
-            replace_leaves(args, torch.Tensor, _value_of),
-            {k: replace_leaves(v, torch.Tensor, _value_of) for k, v in kwargs.items()},
-            values,
-        )
-        self._entries.append(entry)
+        def run(_: Receive) -> None:
+            args, kwargs = replace_leaves(kept, _Value, _computed)
+            for value, tensor in zip(values, tensors_in(func(*args, **kwargs)), strict=True):
+                if value is not None:
+                    value.tensor = tensor
+
+        self._work.append(run)
         return _in_the_form_of(func, out)
 
     def _other_backward(self, now: str) -> CaptureError:
-        operators = self._trace.operators
-        known = operators[self._next - 1].name if self._next <= len(operators) else "nothing more"
+        known = [*(o.name for o in self._trace), "nothing more"][self._next - 1]
         return CaptureError(
             f"{self._label}: its backward runs {now} where an earlier pass ran {known}. A split "
-            "backward needs the same operators in every pass; capture the chunk with "
-            "a whole backward, or use a schedule that splits no backward."
+            f"backward needs the same operators in every pass. {REMEDY}"
         )
 
 
-def _value_of(tensor: torch.Tensor) -> Any:
-    """Return the value to keep for an argument: a `_Value`, or the tensor without its graph."""
+def _kept(tensor: torch.Tensor) -> torch.Tensor | _Value:
+    """Return what is kept of an argument: its value, or the tensor without its autograd graph."""
     if isinstance(tensor, DeferredTensor):
         return tensor.value
     if not tensor.requires_grad:
         return tensor
     with _disable_current_modes():  # it would keep a forward's graph, or its own gradient
         return tensor.detach()
+
+
+def _computed(kept: torch.Tensor | _Value) -> torch.Tensor:
+    """Return the tensor that `_kept` stands for."""
+    tensor = kept.tensor if isinstance(kept, _Value) else kept
+    assert tensor is not None
+    return tensor
 
 
 def _in_the_form_of(func: OpOverload, results: list[torch.Tensor]) -> Any:

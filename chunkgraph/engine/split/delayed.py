@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from chunkgraph.engine.split.deferral import Receive
+from chunkgraph.engine.program import Receive
 from chunkgraph.errors import CaptureError
 
 __all__ = ["DelayedModules"]
@@ -29,13 +29,9 @@ class DelayedModules:
 
     def __init__(self, module: nn.Module | None, label: str) -> None:
         self._label = label
-        delaying = {m for m in module.modules() if _delays(m)} if module is not None else set()
+        delaying = [m for m in module.modules() if _delays(m)] if module is not None else []
         # A module's method also calls those of its parts.
-        self.modules = [
-            m
-            for m in (module.modules() if delaying and module is not None else ())
-            if m in delaying and delaying.isdisjoint(_parts(m))
-        ]
+        self.modules = [m for m in delaying if {m} == {*m.modules()}.intersection(delaying)]
 
     def run(self, leaves: Sequence[nn.Parameter], receive: Receive | None = None) -> None:
         """Compute the weight gradients of the modules' oldest backward, in backward order.
@@ -129,7 +125,3 @@ def _delays(module: nn.Module) -> bool:
         return False
     store: Any = getattr(module, "wgrad_store", None)
     return store is None or bool(store.delay_wgrad_compute())
-
-
-def _parts(module: nn.Module) -> list[nn.Module]:
-    return [part for part in module.modules() if part is not module]

@@ -18,9 +18,9 @@ from chunkgraph.engine.chunk import Action, Chunk, GradientMarker
 from chunkgraph.engine.gradients import collecting
 from chunkgraph.engine.program import BackwardPlan, GraphProgram, Isolated, Pass, Receive
 from chunkgraph.engine.slot import Slot
-from chunkgraph.engine.split.deferral import Deferral
+from chunkgraph.engine.split.deferral import REMEDY, Deferral, TracedOperator
 from chunkgraph.engine.split.delayed import DelayedModules
-from chunkgraph.engine.split.trace import BackwardTrace, BackwardTracer, ForwardWatch
+from chunkgraph.engine.split.trace import BackwardTracer, ForwardWatch
 from chunkgraph.engine.tree import Call
 from chunkgraph.errors import CaptureError, ChunkGraphError
 from chunkgraph.graphs import block_bytes
@@ -37,7 +37,7 @@ class SplitPlan(BackwardPlan):
             the weight half.
     """
 
-    trace: BackwardTrace | None = None
+    trace: Sequence[TracedOperator] | None = None
 
 
 class Split(GraphProgram):
@@ -75,7 +75,7 @@ class Split(GraphProgram):
             with watched:
                 before = Pass(chunk, sample).forward()
             before.make_output_grads()
-            tracer = BackwardTracer(chunk.label, watched, chunk.buffers)
+            tracer = BackwardTracer(watched, chunk.buffers)
             take = tracer.take
             with before.casting(), tracer:
                 before.backward()
@@ -93,17 +93,14 @@ class Split(GraphProgram):
                 with forward.casting(), _explained(chunk.label):
                     with deferral:
                         forward.backward()
-                    if chunk.end_of_backward is not None:
-                        chunk.end_of_backward()
+                    _end_backward(chunk)
                 grads = _present(forward.input_grads())
                 held_bytes = backend.allocated_bytes() - num_bytes
                 num_input = log.num_events()
                 del grads, forward
                 deferral.run(_drop)
                 delayed.run(leaves, _drop)
-                of_weight = [
-                    a for a in log.allocations() if a.begin >= num_input and a.end is not None
-                ]
+                of_weight = [a for a in log.allocations() if a.begin >= num_input and a.end]
         return SplitPlan(2, max(0, held_bytes), block_bytes(of_weight), trace)
 
     @contextmanager
@@ -137,7 +134,8 @@ class Split(GraphProgram):
         pool = maker.pools.backward_pool(slot.block.pool)
         if plan.trace is None:
             with weights.whole(), forward.casting(), maker.capture(label, pool) as graph:
-                _run_backward(forward)
+                forward.backward(keeps_leaves=True)
+                _end_backward(own.chunk)
                 weights.finish()
             input_grads = forward.take_input_grads()
         else:
@@ -174,11 +172,6 @@ def _capture_input_half(
     return input_grads
 
 
-def _run_backward(forward: Pass) -> None:
-    forward.backward(keeps_leaves=True)
-    _end_backward(forward.chunk)
-
-
 def _end_backward(chunk: Chunk) -> None:
     if chunk.end_of_backward is not None:
         chunk.end_of_backward()
@@ -199,8 +192,7 @@ def _explained(label: str) -> Iterator[None]:
         raise CaptureError(
             f"{label}: its backward runs as a whole, but not in halves "
             f"({type(error).__name__}: {str(error).partition(chr(10))[0]}). A kernel that torch "
-            "does not know may read a weight gradient, which is not computed yet. Capture the "
-            "chunk with a whole backward, or use a schedule that splits no backward."
+            f"does not know may read a weight gradient, which is not computed yet. {REMEDY}"
         ) from error
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch._ops import OpOverload
@@ -28,7 +28,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from chunkgraph.errors import CaptureError
+from chunkgraph.engine.split.deferral import DeferredTensor, TracedOperator
 from chunkgraph.graphs.operators import (
     OperatorMode,
     run_to_its_end,
@@ -36,7 +36,7 @@ from chunkgraph.graphs.operators import (
     tensors_in,
 )
 
-__all__ = ["BackwardTrace", "BackwardTracer", "ForwardWatch", "Geometry", "TracedOperator"]
+__all__ = ["BackwardTracer", "ForwardWatch"]
 
 _aten = torch.ops.aten
 # They compute nothing; kernels that torch does not know may fill their results.
@@ -51,85 +51,21 @@ _WITHOUT_CONTENTS = {
 _WATCHED = "chunkgraph.engine.split"  # a key in the metadata of autograd's nodes
 
 
-@dataclass(frozen=True)
-class Geometry:
-    """Shape, strides, type and device of a tensor."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    @staticmethod
-    def of(tensor: torch.Tensor) -> Geometry:
-        """Return the geometry of ``tensor``."""
-        return Geometry(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
-
-
-@dataclass(frozen=True)
-class TracedOperator:
-    """One operator of a backward.
-
-    Attributes:
-        name: Name of the operator.
-        is_deferred: Whether it serves weight gradients alone.
-        is_view: Whether its results are views of its arguments.
-        results: For each tensor that it returns, the geometry; if the tensor is an argument, the
-            argument's number among the tensor arguments.
-    """
-
-    name: str
-    is_deferred: bool
-    is_view: bool
-    results: tuple[Geometry | int, ...]
-
-
-@dataclass(frozen=True)
-class BackwardTrace:
-    """The operators of a backward, in order."""
-
-    operators: tuple[TracedOperator, ...]
-
-
 @dataclass
 class _Memory:
-    """A storage, with the operators that have read and written it so far.
+    """A storage, with the operators of the backward that have read and written it so far.
 
     Attributes:
         alive: Weak reference to the storage.
-        is_own: Whether the backward made it.
-        is_shared: Whether neither forward nor backward made it.
-        is_gradient: Whether a parameter has it as its gradient.
+        maker: What made it; ``outside`` is neither the forward nor the backward.
         writers: The operators that have written it.
         readers: The operators that have read it.
     """
 
     alive: StorageWeakRef
-    is_own: bool
-    is_shared: bool = False
-    is_gradient: bool = False
+    maker: Literal["outside", "forward", "backward"]
     writers: set[int] = field(default_factory=set)
     readers: set[int] = field(default_factory=set)
-
-
-@dataclass
-class _Operator:
-    """An operator as it was seen.
-
-    Attributes that `TracedOperator` does not have:
-        must_run: Whether it must not be deferred.
-        sources: The operators that wrote the memory that it reads.
-        overwritten: The operators that have read the memory that it writes.
-        changes_gradient: Whether it writes to a parameter's gradient that has arrived.
-    """
-
-    name: str
-    is_view: bool
-    results: tuple[Geometry | int, ...]
-    must_run: bool
-    sources: frozenset[int]
-    overwritten: frozenset[int]
-    changes_gradient: bool
 
 
 class ForwardWatch(OperatorMode):
@@ -145,24 +81,34 @@ class ForwardWatch(OperatorMode):
     def __init__(self) -> None:
         super().__init__()
         self.written: list[torch.Tensor] = []
-        self._made: dict[int, StorageWeakRef] = {}
+        self._memory: dict[int, _Memory] = {}
 
-    def has_made(self, tensor: torch.Tensor) -> bool:
-        """Return whether the forward made the memory of a tensor."""
-        made = self._made.get(_address(tensor))
-        return made is not None and not made.expired()
+    def memory_of(self, tensor: torch.Tensor) -> _Memory:
+        """Return the record of a tensor's memory."""
+        memory = self._memory.get(_address(tensor))
+        if memory is None or memory.alive.expired():
+            return self.made(tensor, "outside")
+        return memory
+
+    def made(
+        self, tensor: torch.Tensor, maker: Literal["outside", "forward", "backward"]
+    ) -> _Memory:
+        """Record what made a tensor's memory."""
+        memory = _Memory(StorageWeakRef(tensor.untyped_storage()), maker)
+        self._memory[_address(tensor)] = memory
+        return memory
 
     def run_operator(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `OperatorMode`."""
         for tensor in filter(_is_strided, storages_written(func, args, kwargs)):
-            if not self.has_made(tensor):
+            if self.memory_of(tensor).maker == "outside":
                 self.written.append(tensor)
         inputs = tensors_in(*args, *kwargs.values())
         addresses = {_address(t) for t in filter(_is_strided, inputs)}
         out = func(*args, **kwargs)
         for tensor in filter(_is_strided, tensors_in(out)):
             if _address(tensor) not in addresses:
-                self._made[_address(tensor)] = StorageWeakRef(tensor.untyped_storage())
+                self.made(tensor, "forward")
         return out
 
 
@@ -170,38 +116,28 @@ class BackwardTracer(OperatorMode):
     """Watch a backward.
 
     Args:
-        label: Name of the chunk in errors.
         forward: The watch of the forward, which has run.
         unstable: Further tensors that may change between the two halves.
     """
 
-    def __init__(
-        self, label: str, forward: ForwardWatch, unstable: Iterable[torch.Tensor] = ()
-    ) -> None:
+    def __init__(self, forward: ForwardWatch, unstable: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
-        self._label = label
-        self._forward = forward
+        self._forward, self._known = forward, forward.memory_of
         self._unstable = {_address(t) for t in (*forward.written, *unstable)}
-        self._operators: list[_Operator] = []
-        self._memory: dict[int, _Memory] = {}
+        self._operators: list[TracedOperator] = []
         self._weights: set[int] = set()
         self._read_unseen: set[int] = set()
         self._mark = object()
 
     def take(self, _index: int, gradient: torch.Tensor) -> None:
         """Record the gradient of a parameter, which has just arrived."""
-        memory = self._known(gradient)
-        memory.is_gradient = True
-        self._weights |= memory.writers
+        self._weights |= self._known(gradient).writers
 
-    def trace(self, input_grads: Iterable[torch.Tensor]) -> BackwardTrace:
-        """Return the trace, once the backward has run.
+    def trace(self, input_grads: Iterable[torch.Tensor]) -> Sequence[TracedOperator]:
+        """Return the operators in order, once the backward has run.
 
         Args:
             input_grads: The gradients that the input half must compute.
-
-        Raises:
-            CaptureError: The input half changes a gradient that waits for the weight half.
         """
         for_weights = set(self._weights)
         self._add_sources(for_weights)
@@ -220,19 +156,9 @@ class BackwardTracer(OperatorMode):
             if not late:
                 break
             needed |= late
-        for i in needed:
-            if self._operators[i].changes_gradient:
-                raise CaptureError(
-                    f"{self._label}: {self._operators[i].name} in its backward changes a "
-                    "parameter's gradient in place. Compute a new tensor instead, or capture the "
-                    "chunk with a whole backward, or use a schedule that splits no backward."
-                )
-        return BackwardTrace(
-            tuple(
-                TracedOperator(o.name, i not in needed, o.is_view, o.results)
-                for i, o in enumerate(self._operators)
-            )
-        )
+        for i, operator in enumerate(self._operators):
+            operator.is_deferred = i not in needed
+        return self._operators
 
     def _add_sources(self, operators: set[int]) -> None:
         """Add all operators that these depend on."""
@@ -291,18 +217,17 @@ class BackwardTracer(OperatorMode):
         fresh = [t for t in results if _address(t) not in addresses]
         is_view = bool(results) and not fresh and not written
         self._operators.append(
-            _Operator(
+            TracedOperator(
                 name=func.name(),
                 is_view=is_view,
                 results=tuple(_result(t, inputs) for t in results),
                 must_run=has_effect
                 or not results
-                or not all(memory.is_own for memory in changed)
-                or any(memory.is_shared and memory.writers for memory in read)
+                or any(memory.maker != "backward" for memory in changed)
+                or any(memory.maker == "outside" and memory.writers for memory in read)
                 or not addresses.isdisjoint(self._unstable),
                 sources=frozenset().union(*[memory.writers for memory in read]),
                 overwritten=frozenset().union(*[memory.readers for memory in changed]),
-                changes_gradient=any(memory.is_gradient for memory in changed),
             )
         )
         if is_view:
@@ -312,22 +237,7 @@ class BackwardTracer(OperatorMode):
         for memory in changed:
             memory.writers.add(index)
         for tensor in fresh:
-            made = _Memory(StorageWeakRef(tensor.untyped_storage()), is_own=True)
-            made.writers.add(index)
-            self._memory[_address(tensor)] = made
-
-    def _known(self, tensor: torch.Tensor) -> _Memory:
-        """Return the record of a tensor's memory."""
-        address = _address(tensor)
-        memory = self._memory.get(address)
-        if memory is None or memory.alive.expired():
-            memory = _Memory(
-                StorageWeakRef(tensor.untyped_storage()),
-                is_own=False,
-                is_shared=not self._forward.has_made(tensor),
-            )
-            self._memory[address] = memory
-        return memory
+            self._forward.made(tensor, "backward").writers.add(index)
 
 
 def _is_outside_of_torch(node: Node) -> bool:
@@ -346,11 +256,11 @@ def _has_effect(func: OpOverload, inputs: Sequence[torch.Tensor]) -> bool:
     )
 
 
-def _result(tensor: torch.Tensor, inputs: Sequence[torch.Tensor]) -> Geometry | int:
+def _result(tensor: torch.Tensor, inputs: Sequence[torch.Tensor]) -> DeferredTensor | int:
     for number, argument in enumerate(inputs):
         if argument is tensor:
             return number
-    return Geometry.of(tensor)
+    return DeferredTensor(tensor)
 
 
 def _is_strided(tensor: torch.Tensor) -> bool:

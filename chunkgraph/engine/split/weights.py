@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd.graph import register_multi_grad_hook
 
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.engine import ChunkGraphs
@@ -15,8 +15,12 @@ from chunkgraph.engine.split.delayed import DelayedModules
 from chunkgraph.engine.split.program import Split
 from chunkgraph.engine.tree import distinct_tensors, flatten
 from chunkgraph.errors import SlotError
+from chunkgraph.slots import SlotMachine
 
 __all__ = ["WeightBackwards"]
+
+_NUM_EAGER = 1 << 16
+"""More microbatches than are in flight in any eager step, which has no slots to run out of."""
 
 
 class WeightBackwards(Observer):
@@ -46,9 +50,11 @@ class WeightBackwards(Observer):
 
     def __init__(self, graphs: ChunkGraphs) -> None:
         self._chunks = chunks = graphs.chunks
-        self._delayed = [DelayedModules(c.module, c.label) if _splits(c) else None for c in chunks]
+        self._delayed = [DelayedModules(c.module, c.label) for c in chunks]
         self._graphs = graphs
-        self._eager: _EagerStep | None = None
+        # An eager step runs the halves in the same order as slots do.
+        self._eager = SlotMachine([_NUM_EAGER] * len(chunks), "eager step")
+        self._is_eager = False
         graphs.observe(self)
 
     def run(self, c: int) -> None:
@@ -72,9 +78,12 @@ class WeightBackwards(Observer):
         self._check_split(c)
         waiting = self._waiting(c)
         if not waiting:
-            raise self._none_waits(c)
-        ticket = waiting[-1]
-        return lambda: self._run(c, ticket)
+            raise SlotError(
+                f"{self._chunks[c].label}: no microbatch waits for its weight gradient. Ask for "
+                "the function after the backward of its microbatch, inside the step."
+            )
+        turn = waiting[-1]
+        return lambda: self._run(c, turn)
 
     def num_pending(self, c: int) -> int:
         """Return how many microbatches of chunk ``c`` wait for their weight gradients."""
@@ -86,12 +95,27 @@ class WeightBackwards(Observer):
 
     def begin_step(self, step: int | None) -> None:  # noqa: ARG002
         """Begin an eager step."""
-        self._eager = _EagerStep(self._chunks, self._delayed)
+        self._is_eager = True
+        self._eager.abort_step()
+        self._eager.begin_step()
 
     def called(self, c: int, result: Any) -> None:
         """Let the microbatch of an eager call wait, once its backward begins."""
-        if self._eager is not None and _splits(self._chunks[c]) and torch.is_grad_enabled():
-            self._eager.watch(c, result)
+        if not self._is_eager or not _splits(self._chunks[c]) or not torch.is_grad_enabled():
+            return
+        slot, turn = self._eager.acquire_forward(c), self._eager.latest_turn
+
+        def begin(_: torch.Tensor | None = None) -> None:
+            if hook is not None:
+                hook.remove()
+            self._eager.begin_backward(c, slot, turn)
+            self._eager.defer_weight(c, slot)
+
+        tensors = distinct_tensors(flatten(result)[0])
+        outputs = [t for t in tensors if t.requires_grad and not t.is_leaf]
+        hook = register_multi_grad_hook(outputs, begin, mode="any") if outputs else None
+        if not outputs:
+            begin()  # there is no backward, but schedules run W all the same
 
     def end_step(self, *, has_failed: bool) -> None:
         """End an eager step.
@@ -99,32 +123,21 @@ class WeightBackwards(Observer):
         Raises:
             SlotError: Weight gradients were not run when the step ended.
         """
-        step, self._eager = self._eager, None
-        if step is not None and not has_failed:
-            step.end()
+        self._is_eager = False
+        if not has_failed and any(map(self._eager.pending, range(len(self._chunks)))):
+            self._eager.end_step()
 
-    def _run(self, c: int, ticket: int | None) -> None:
+    def _run(self, c: int, turn: int | None) -> None:
         self._check_split(c)
-        if self._eager is None:
-            self._graphs.run_waiting(c, ticket)
+        if not self._is_eager:
+            self._graphs.run_waiting(c, turn)
             return
-        waiting = self._eager.waiting[c]
-        if not waiting:
-            raise self._none_waits(c)
-        if ticket is not None and ticket != waiting[0]:
-            problem = (
-                f"microbatch {waiting[0]} comes first, since the order affects the bits of the sums"
-                if ticket in waiting
-                else "it has been run already"
-            )
-            raise SlotError(
-                f"{self._chunks[c].label}: the weight gradient of microbatch {ticket} cannot run: "
-                f"{problem}. Run each once, in the order of the input gradients."
-            )
-        self._eager.run(c)
+        slot = self._eager.begin_weight(c, turn)
+        self._delayed[c].run(())
+        self._eager.release(c, slot)
 
-    def _waiting(self, c: int) -> Sequence[int]:
-        return self._graphs.waiting(c) if self._eager is None else self._eager.waiting[c]
+    def _waiting(self, c: int) -> tuple[int, ...]:
+        return self._eager.pending(c) if self._is_eager else self._graphs.waiting(c)
 
     def _check_split(self, c: int) -> None:
         if not _splits(self._chunks[c]):
@@ -134,69 +147,6 @@ class WeightBackwards(Observer):
                 "them separately."
             )
 
-    def _none_waits(self, c: int) -> SlotError:
-        return SlotError(
-            f"{self._chunks[c].label}: no microbatch waits for its weight gradients. Run each "
-            "once, after the backward of its microbatch, inside the step."
-        )
-
 
 def _splits(chunk: Chunk) -> bool:
     return isinstance(chunk.program, Split)
-
-
-class _EagerStep:
-    """The microbatches that wait in an eager step.
-
-    Attributes:
-        waiting: For each chunk, the microbatches whose backward has begun or that have none,
-            oldest first.
-    """
-
-    def __init__(self, chunks: Sequence[Chunk], delayed: Sequence[DelayedModules | None]) -> None:
-        self._delayed = delayed
-        self.waiting = tuple(deque[int]() for _ in chunks)
-        self._chunks = chunks
-        self._num_forwards = [0] * len(chunks)
-
-    def watch(self, c: int, result: Any) -> None:
-        tensors = distinct_tensors(flatten(result)[0])
-        outputs = [t for t in tensors if t.requires_grad and not t.is_leaf]
-        begin = _Begin(self.waiting[c], self._num_forwards[c])
-        self._num_forwards[c] += 1
-        if not outputs:
-            begin(None)  # there is no backward, but schedules run W all the same
-        for tensor in outputs:
-            tensor.register_hook(begin)
-
-    def run(self, c: int) -> None:
-        self.waiting[c].popleft()
-        delayed = self._delayed[c]
-        assert delayed is not None
-        delayed.run(())
-
-    def end(self) -> None:
-        left = [
-            f"microbatch {microbatch} of {chunk.label}"
-            for chunk, waiting in zip(self._chunks, self.waiting, strict=True)
-            for microbatch in waiting
-        ]
-        if left:
-            raise SlotError(
-                f"The step ended, but {len(left)} weight gradients were not run "
-                f"({', '.join(left)}). Run those of every microbatch before the step ends."
-            )
-
-
-class _Begin:
-    """A hook that records once that the backward of a microbatch has begun."""
-
-    def __init__(self, waiting: deque[int], microbatch: int) -> None:
-        self._waiting = waiting
-        self._microbatch = microbatch
-        self._has_begun = False
-
-    def __call__(self, _grad: torch.Tensor | None) -> None:
-        if not self._has_begun:
-            self._has_begun = True
-            self._waiting.append(self._microbatch)

@@ -34,10 +34,6 @@ def patch_rng(host: HostRng) -> Callable[[], None]:
     switch between them goes through ``host.switch_to``. Megatron's ``fork`` also compares the CPU
     generator before and after, which reads a tensor's value. Here both are the same generator, and
     no graph can contain the read, so the tracker gets a ``fork`` without the comparison.
-
-    Recomputation saves and restores all states. Megatron saves references to graph-safe states,
-    which have advanced by the time of the restore, so the recomputed dropout would differ from the
-    first. Here they are saved by value. Captures refuse such dropout (`recomputing`).
     """
     module = import_megatron(_RANDOM)
     base: Any = module.CudaRNGStatesTracker
@@ -78,12 +74,6 @@ def patch_rng(host: HostRng) -> Callable[[], None]:
         else:
             host.switch_to(state)
 
-    def get_all_states() -> tuple[Any]:
-        return (host.save(_tracker().get_states().values()),)
-
-    def set_all_states(saved: Any) -> None:
-        host.restore(saved)
-
     def convert(state: Any, to_graphable: bool) -> Any:
         """Convert a state from a checkpoint, of either kind, to one of this host."""
         values = state if isinstance(state, torch.Tensor) else state.get_state()
@@ -95,8 +85,6 @@ def patch_rng(host: HostRng) -> Callable[[], None]:
         if hasattr(place, "convert_cuda_rng_state"):
             undo.callback(patch_attributes(place, {"convert_cuda_rng_state": convert}))
     replacements = {
-        "_get_all_rng_states": get_all_states,
-        "_set_all_rng_states": set_all_states,
         "CudaRNGStatesTracker": HostRngStatesTracker,
         "_get_cuda_rng_state": get_state,
         "_set_cuda_rng_state": set_state,

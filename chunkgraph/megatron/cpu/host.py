@@ -26,9 +26,8 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from types import CodeType, SimpleNamespace
 from typing import Any, Self
@@ -41,7 +40,7 @@ from torch.overrides import TorchFunctionMode
 from chunkgraph.graphs import host_call
 from chunkgraph.megatron.core.access import patch_attributes
 from chunkgraph.megatron.core.random_state import patch_rng
-from chunkgraph.megatron.features.experts.dispatch import patch_router
+from chunkgraph.megatron.features.experts.capacity import patch_router
 
 __all__ = [
     "HostRng",
@@ -198,26 +197,6 @@ class HostRng:
             self.current = state
 
         host_call(switch)
-
-    def save(self, states: Iterable[HostRngState]) -> SavedRng:
-        """Save the values of the live state and of ``states`` for `restore`."""
-        return SavedRng(self.current, {s: s.get_state() for s in (self.current, *states)})
-
-    def restore(self, saved: SavedRng) -> None:
-        """Continue from the values that were saved."""
-        self.current.stored = torch.get_rng_state()
-        for state, value in saved.values.items():
-            state.stored = value.clone()
-        self.current = saved.current
-        torch.set_rng_state(self.current.stored)
-
-
-@dataclass(frozen=True)
-class SavedRng:
-    """Saved values of the states of a `HostRng`."""
-
-    current: HostRngState
-    values: dict[HostRngState, torch.Tensor]
 
 
 def _cuda_stubs() -> dict[str, Any]:

@@ -27,7 +27,7 @@ from chunkgraph.megatron.features.experts.state import expert_metrics
 from chunkgraph.megatron.site import new_agreement
 
 if TYPE_CHECKING:
-    from chunkgraph.megatron.attached import MegatronChunkGraphs
+    from chunkgraph.megatron.attachment import MegatronChunkGraphs
 
 __all__ = ["OverflowGuard", "RewindableInputs", "RunStep", "StepState", "running_metrics"]
 

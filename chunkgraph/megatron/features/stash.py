@@ -26,7 +26,7 @@ from chunkgraph.settings import StashConfig
 
 if TYPE_CHECKING:
     from chunkgraph.engine import ChunkGraphs
-    from chunkgraph.megatron.attached import MegatronChunkGraphs
+    from chunkgraph.megatron.attachment import MegatronChunkGraphs
 
 __all__ = ["ExpertStash"]
 

@@ -79,11 +79,6 @@ class ScheduleDriver:
                     "schedule."
                 )
         schedule = self.schedule(steps.num_microbatches)
-        if schedule.num_chunks != len(steps.models):
-            raise ConfigError(
-                f"The schedule {schedule.name!r} has {schedule.num_chunks} model chunk(s) a rank, "
-                f"but the model has {len(steps.models)}. Set the virtual pipeline size to match."
-            )
         received = Received(
             steps.received_shape(keywords),
             steps.config.pipeline_dtype,

@@ -5,18 +5,17 @@ They import no torch, so that a command checks a file before it starts a process
 
 from __future__ import annotations
 
-from chunkgraph.megatron.rules.contexts import CONTEXT_FILE_RULES
 from chunkgraph.megatron.rules.experts import EXPERT_RULES
 from chunkgraph.megatron.rules.features import (
+    CONTEXT_RULES,
     FILE_ONLY_RULES,
     FP8_RULES,
+    HYBRID_RULES,
     RECOMPUTE_RULES,
     SCHEDULE_RULES,
     SLOT_RULES,
     STASH_RULES,
 )
-from chunkgraph.megatron.rules.hybrid import HYBRID_FILE_RULES
-from chunkgraph.megatron.rules.packing import PACKING_FILE_RULES
 
 __all__ = ["FILE_RULES"]
 
@@ -26,10 +25,9 @@ FILE_RULES = (
     *FILE_ONLY_RULES,
     *FP8_RULES,
     *RECOMPUTE_RULES,
-    *PACKING_FILE_RULES,
-    *CONTEXT_FILE_RULES,
+    *CONTEXT_RULES,
     *EXPERT_RULES,
-    *HYBRID_FILE_RULES,
+    *HYBRID_RULES,
     *STASH_RULES,
 )
 """Rules of features that a configuration file can turn on."""

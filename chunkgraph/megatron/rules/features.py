@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from chunkgraph.errors import TopologyError
 from chunkgraph.schedules import FILE_SUFFIX, Placement, get_family, list_schedules
 from chunkgraph.settings.rule import Facts, Rule, recomputes
 
 __all__ = [
+    "BUCKETS_RULE",
+    "CONTEXT_RULES",
     "FILE_ONLY_RULES",
     "FP8_RULES",
+    "HYBRID_RULES",
     "RECOMPUTE_RULES",
     "SCHEDULE_RULES",
     "SLOT_RULES",
@@ -104,11 +110,101 @@ STASH_RULES = (
 """Rules of saved activations of experts in pages."""
 
 
+def _recomputes_with_sizes(part: str) -> Callable[[Facts], object]:
+    return lambda f: (
+        f.context_parallel_sizes
+        and f.recompute_granularity == "selective"
+        and part in (f.recompute_modules or ())
+    )
+
+
+CONTEXT_RULES = (
+    Rule(
+        "context_parallel_sizes context_parallel_size: the groups are formed from the "
+        "data-parallel ranks; use {context_parallel_size=1}",
+        lambda f: f.context_parallel_sizes and (f.context_parallel_size or 1) > 1,
+    ),
+    Rule(
+        "context_parallel_sizes fp8: scales of ranks whose microbatches have several sizes are not "
+        "supported; use one of them"
+    ),
+    Rule(
+        "context_parallel_sizes mtp_num_layers: multi-token prediction sees only the rows on its "
+        "rank; use one of them"
+    ),
+    Rule(
+        "context_parallel_sizes hybrid_layer_pattern: a Mamba mixer splits its heads over the "
+        "ranks that it was built for; use one of them"
+    ),
+    *(
+        Rule(
+            f"context_parallel_sizes recompute_modules: {part} would be recomputed with the "
+            f"context-parallel group of another microbatch; leave {part} out",
+            _recomputes_with_sizes(part),
+        )
+        for part in ("moe", "mla_up_proj")
+    ),
+)
+"""Rules of microbatches that have a context-parallel size each."""
+BUCKETS_RULE = Rule(
+    "context_parallel_sizes buckets: the training loop does not support several lengths with "
+    "several sizes; use one of them"
+)
+HYBRID_RULES = (
+    Rule("fp8 hybrid_layer_pattern: the two are not supported together; use one of them"),
+)
+"""Rules of a hybrid model, from a file, a program or a command line."""
+
+
+def _packed(text: str, when: Callable[[Facts], object]) -> Rule:
+    """Return a rule that applies only to packed documents."""
+    return Rule(text, lambda f: f.packed and when(f))
+
+
+def _idle(name: str) -> Rule:
+    return Rule(
+        f"{name} max_packed_seqs: packing is off; leave the former out, or set the latter",
+        lambda f: not f.max_packed_seqs and getattr(f, name),
+    )
+
+
+def _other_length(f: Facts) -> object:
+    pattern = f.hybrid_layer_pattern
+    if pattern is None:
+        return False
+    count = len(pattern.replace("|", ""))
+    return count != f.num_layers and {"count": count}
+
+
+def _other_stages(f: Facts) -> object:
+    pattern = f.hybrid_layer_pattern
+    if pattern is None:
+        return False
+    parts, num_chunks = pattern.split("|"), f.virtual_pipeline_model_parallel_size or 1
+    num_stages = f.pipeline_model_parallel_size * num_chunks
+    is_marked = len(parts) == num_stages and all(parts)
+    is_equal = len(parts) == num_chunks == 1 and f.num_layers % num_stages == 0
+    return not (is_marked or is_equal) and {"parts": len(parts), "stages": num_stages}
+
+
+def _other_experts(f: Facts) -> object:
+    pattern = f.hybrid_layer_pattern
+    return pattern is not None and ("E" in pattern) != (f.num_moe_experts is not None)
+
+
 FILE_ONLY_RULES = (
     Rule(
         "recompute_granularity recompute_modules: selective recomputation would recompute "
         "nothing; name parts of a layer, such as core_attn",
         lambda f: f.recompute_granularity == "selective" and not f.recompute_modules,
+    ),
+    Rule(
+        "recompute_modules swiglu: without SwiGLU the feed-forward layer has a bias, which "
+        "Megatron-core returns from the recomputed part, so that its backward recurses forever; "
+        "use {swiglu=true}, or leave mlp out",
+        lambda f: (
+            f.recompute_granularity == "selective" and "mlp" in f.recompute_modules and not f.swiglu
+        ),
     ),
     Rule(
         "fp8: only Transformer Engine's layers on a GPU support FP8; use {device=cuda} and "
@@ -118,6 +214,40 @@ FILE_ONLY_RULES = (
     Rule(
         "moe_layer_freq hybrid_layer_pattern: the pattern decides which layers have experts; leave "
         "the former out"
+    ),
+    Rule(
+        "max_packed_seqs: one sequence takes the remaining rows; use 2 or more, or 0 for no packed "
+        "sequences",
+        lambda f: f.max_packed_seqs not in (None, 0) and f.max_packed_seqs < 2,
+    ),
+    *map(_idle, ("max_packed_tokens", "buckets", "seq_buckets", "context_parallel_sizes")),
+    _packed(
+        "micro_batch_size max_packed_seqs: a packed microbatch is one row of documents; use "
+        "{micro_batch_size=1} and a larger {max_packed_tokens=}",
+        lambda f: f.micro_batch_size != 1,
+    ),
+    _packed(
+        "layer_spec device max_packed_seqs: Megatron's local attention does not support packed "
+        "sequences; use {layer_spec=transformer_engine} on a GPU, or your own layer spec "
+        "(package.module:function) with an attention that does",
+        lambda f: f.layer_spec == "local" or (f.layer_spec, f.device) == ("auto", "cpu"),
+    ),
+    BUCKETS_RULE,
+    Rule(
+        "num_layers hybrid_layer_pattern: the pattern has {count} layers, and {num_layers=} counts "
+        "layers of every kind; use {count}",
+        _other_length,
+    ),
+    Rule(
+        "hybrid_layer_pattern pipeline_model_parallel_size: the pattern has {parts} stage(s), but "
+        "the pipeline has {stages}; separate as many stages by |, each with a layer, or use no | "
+        "for equal stages of one model chunk a rank",
+        _other_stages,
+        TopologyError,
+    ),
+    Rule(
+        "hybrid_layer_pattern num_moe_experts: E stands for a layer with experts; set both or none",
+        _other_experts,
     ),
 )
 """Rules of a configuration file."""

@@ -300,7 +300,7 @@ def test_what_the_weight_half_would_read_too_late_is_read_in_time(
     ("model", "message"),
     [
         (with_main_grad, "delay_wgrad_compute=True"),
-        (ShiftedInOneMemory, "changes a parameter's gradient in place"),
+        (ShiftedInOneMemory, "the gradient of shift differs"),
         (lambda: Hooked(WIDTH, WIDTH), "weight gradient, .* whole backward"),
     ],
     ids=["added too early", "changed after it arrived", "read by a hook"],

@@ -22,22 +22,18 @@ class Communicator:
 
 @pytest.mark.every_release
 @pytest.mark.parametrize(
-    ("keywords", "num_chunks", "match"),
+    ("keywords", "match"),
     [
-        ({"adjust_tensor_shapes_fn": max}, 1, "this step has adjust_tensor_shapes_fn="),
-        ({"p2p_communicator": Communicator()}, 1, "p2p_communicator=.*Communicator"),
-        ({}, 2, r"has 2 model chunk\(s\) a rank, but the model has 1"),
+        ({"adjust_tensor_shapes_fn": max}, "this step has adjust_tensor_shapes_fn="),
+        ({"p2p_communicator": Communicator()}, "p2p_communicator=.*Communicator"),
     ],
 )
-def test_a_step_of_another_kind_is_refused(
-    keywords: dict[str, Any], num_chunks: int, match: str
-) -> None:
+def test_a_step_of_another_kind_is_refused(keywords: dict[str, Any], match: str) -> None:
     model = nn.Linear(2, 2)
     model.config = SimpleNamespace()  # type: ignore[assignment]
 
     def build(count: int) -> Any:
-        name = "1f1b" if num_chunks == 1 else "interleaved"
-        return build_schedule(name, num_ranks=2, num_chunks=num_chunks, num_microbatches=count)
+        return build_schedule("1f1b", num_ranks=2, num_microbatches=count)
 
     driver = ScheduleDriver(build, rank=0)
     with pytest.raises(ConfigError, match=match):

@@ -107,8 +107,7 @@ def test_experts_that_stash(run_cases: Run, make: Make) -> None:
     )
     for name, result in results.items():
         for step in result["steps"]:
-            assert step["loss_equal"], (name, step)
-            assert step["grad_norm_equal"], (name, step)
+            assert step["different"] == [], (name, step)
         assert result["different_parameters"] == {}, name
         assert min(result["stash_bytes"]) > 0, name
     assert [bool(result["recaptures"]) for result in results.values()] == [False, True, False]

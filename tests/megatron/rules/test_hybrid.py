@@ -61,7 +61,6 @@ def test_patterns(pattern: str, pp: int, vpp: int | None) -> None:
     ("pattern", "options", "error", "message"),
     [
         ("M-M*", {}, ConfigError, "the pattern has 4 layers, .* use 4"),
-        ("M-MxM-", {}, ConfigError, "x is no layer"),
         ("M-MEM-", {}, ConfigError, "E stands for a layer with experts"),
         ("M-M*M-|", {"pp": 2}, TopologyError, "has 2 stage.*each with a layer"),
         ("M-M|*|M-", {"pp": 2}, TopologyError, "has 3 stage.*the pipeline has 2"),

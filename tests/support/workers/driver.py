@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from chunkgraph.cli import __main__, train
 from chunkgraph.cli.report import TrainProgress
 from chunkgraph.jobs import launcher
 from chunkgraph.settings import Config
-from chunkgraph.trainer.results import RunResults, StepResult
+from chunkgraph.trainer.results import RunResults, StepRecord, StepResult
 
 
 class WithoutTorch(launcher.Launcher):
@@ -36,21 +37,26 @@ class WithoutTorch(launcher.Launcher):
 
 
 def results_of(config: Config, last_step: dict[str, Any], **changes: Any) -> RunResults:
-    values = {"loss_chunk": 5.123456789, "loss_eager": 5.123456789, "loss_equal": True}
-    values |= {"grad_norm_chunk": 1.25, "grad_norm_eager": 1.25, "grad_norm_equal": True}
-    values |= {"step_ms_chunk": 10.0, "step_ms_eager": 20.0}
-    steps = [
-        {
-            **values,
+    steps: list[StepResult] = []
+    for step, count in enumerate(config.train.num_microbatches):
+        values: dict[str, Any] = {
             "step": step,
             "num_microbatches": count,
-            "captures": 6 if step == 1 else 0,
-            "replays": count if step else 0,
-            "fallbacks": {} if step else {"capture warmup": 1},
+            "loss": 5.123456789,
+            "grad_norm": 1.25,
         }
-        for step, count in enumerate(config.train.num_microbatches)
-    ]
-    steps[-1] |= last_step
+        steps.append(
+            StepResult(
+                **values,
+                step_ms=10.0,
+                captures=6 if step == 1 else 0,
+                replays=count if step else 0,
+                fallbacks={} if step else {"capture warmup": 1},
+                eager=StepRecord(**values, step_ms=20.0),
+                different=[],
+            )
+        )
+    steps[-1] = replace(steps[-1], **last_step)
     results: dict[str, Any] = {
         "parameters_equal": True,
         "num_parameters_compared": 10,
@@ -59,7 +65,7 @@ def results_of(config: Config, last_step: dict[str, Any], **changes: Any) -> Run
         "slots_per_chunk": [[2, 1]],
         "num_graphs": 12,
     }
-    return RunResults(steps=[StepResult(**step) for step in steps], **{**results, **changes})
+    return RunResults(steps=steps, **{**results, **changes})
 
 
 def stub(behaviour: str) -> Any:
@@ -69,18 +75,12 @@ def stub(behaviour: str) -> Any:
             changes = {"last_step": {}, **json.loads(behaviour)}
             results = results_of(config, **changes)
             for step in results.steps:
-                progress.step("chunk", _Record(step))  # type: ignore[arg-type]
+                progress.step("chunk", step)
             return results
         stub_workers.behave(behaviour, Path(os.environ["STUB_FOLDER"]))
         return results_of(config, {})
 
     return train_stub
-
-
-class _Record:
-    def __init__(self, step: StepResult) -> None:
-        self.step, self.num_microbatches = step.step, step.num_microbatches
-        self.captures, self.loss = step.captures, step.loss_chunk
 
 
 if __name__ == "__main__":

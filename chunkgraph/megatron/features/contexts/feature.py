@@ -24,12 +24,12 @@ from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.megatron.feature import Feature, Step, Work
 from chunkgraph.megatron.features.contexts.groups import ContextGroups, HeldGroups
 from chunkgraph.megatron.features.packing.params import ARGUMENT
-from chunkgraph.megatron.rules.contexts import CONTEXT_RULES
+from chunkgraph.megatron.rules.features import CONTEXT_RULES
 from chunkgraph.megatron.site import Site
 from chunkgraph.settings.rule import Rule
 
 if TYPE_CHECKING:
-    from chunkgraph.megatron.attached import MegatronChunkGraphs
+    from chunkgraph.megatron.attachment import MegatronChunkGraphs
 
 __all__ = ["Contexts", "follow_groups", "refuse_without_groups"]
 

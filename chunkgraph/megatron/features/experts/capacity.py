@@ -1,25 +1,34 @@
 """Experts with a fixed capacity in the graphs of one rank; dropped tokens are counted.
 
 More tokens may choose an expert than it has room for, and Megatron drops the excess silently.
+
+With ``moe_expert_capacity_factor`` and ``moe_pad_expert_input_to_capacity`` every expert gets the
+same number of rows from every rank, known before the tokens are. Megatron's all-to-all dispatcher
+then uses host numbers only. Its all-gather dispatcher counts the rows on the device anyway and
+waits for the result; the patched one uses the known number instead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 
 from chunkgraph.megatron.core.access import import_megatron, patch_attributes, private_names
+from chunkgraph.megatron.core.host_tensors import HostTorch, has_gpu, host_full
 from chunkgraph.megatron.features.experts.counts import RowCounts
-from chunkgraph.megatron.features.experts.dispatch import static_dispatch
-from chunkgraph.megatron.features.experts.room import CapacityRoom
+from chunkgraph.megatron.features.experts.room import Room
 from chunkgraph.megatron.features.experts.rows_in_use import PADDING
 
-__all__ = ["CapacityExperts"]
+__all__ = ["CapacityExperts", "gather_fixed_rows", "patch_router"]
 
+_DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
 _ROUTER = "megatron.core.transformer.moe.router"
+_UTILS = "megatron.core.transformer.moe.moe_utils"
+_FACTOR = "moe_expert_capacity_factor"
 
 
 class CapacityExperts:
@@ -30,21 +39,23 @@ class CapacityExperts:
 
     Args:
         layers: Expert layers; at least one.
+        room: Room of an expert, as a capacity factor.
         marks_padding: Whether rows that only fill an expert's room get probability `PADDING`;
             the experts must handle it (`watch_expert_rows`).
 
     Attributes:
-        counts: Dropped tokens by layer; the load is the most tokens of a microbatch on this rank
-            that chose one expert, minus one.
+        counts: Dropped tokens by layer; the load is the capacity factor that the tokens of a
+            microbatch need on this rank.
     """
 
     description = ""
 
-    def __init__(self, layers: Sequence[Any], *, marks_padding: bool = False) -> None:
+    def __init__(self, layers: Sequence[Any], room: Room, *, marks_padding: bool = False) -> None:
+        self._layers = tuple(layers)
         self._routers = tuple(layer.router for layer in layers)
         device = next(self._routers[0].parameters()).device
         self.counts = RowCounts([int(layer.layer_number or 0) for layer in layers], device)
-        self._room = CapacityRoom(layers)
+        self._room = room
         self._marks_padding = marks_padding
         self._current: int | None = None
 
@@ -60,8 +71,8 @@ class CapacityExperts:
         undo = ExitStack()
         for index, router in enumerate(self._routers):
             for handle in (
-                router.register_forward_pre_hook(self._enter_hook(index)),
-                router.register_forward_hook(self._leave, always_call=True),
+                router.register_forward_pre_hook(partial(self._enter, index)),
+                router.register_forward_hook(partial(self._enter, None), always_call=True),
             ):
                 undo.callback(handle.remove)
 
@@ -79,7 +90,9 @@ class CapacityExperts:
                     # Megatron rounds the room up, so one token less suffices; this matters if
                     # there are few tokens.
                     most = (routing_map.sum(0).max() - 1).clamp(min=0)
-                    self.counts.add_load(num_tokens, most)
+                    config = self._layers[0].config
+                    num_chosen = num_tokens * config.moe_router_topk
+                    self.counts.add_load(num_chosen, most * config.num_moe_experts)
             if self._marks_padding:
                 # Experts that were not chosen have probability 0.
                 probs = torch.add(probs, final_map > routing_map, alpha=PADDING)
@@ -88,9 +101,15 @@ class CapacityExperts:
         undo.callback(patch_attributes(module, {"apply_router_token_dropping": counting}))
         return undo.close
 
-    def capturing(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
         """Make passes read nothing on the host."""
-        return static_dispatch()
+        with ExitStack() as undo:
+            undo.callback(gather_fixed_rows())
+            if not has_gpu():
+                module = import_megatron(_DISPATCHER)
+                undo.callback(patch_attributes(module, {"torch": HostTorch()}))
+            yield
 
     def verifying(self) -> AbstractContextManager[None]:
         """Return nothing to change: eager passes have the kernels of graphs."""
@@ -99,18 +118,85 @@ class CapacityExperts:
     @contextmanager
     def having_room(self) -> Iterator[None]:
         """Let an eager step drop no token, and measure its load."""
-        with self._room.for_all(), self.counts.measuring():
-            yield
+        self._set(self._room.most)
+        try:
+            with self.counts.measuring():
+                yield
+        finally:
+            self._set(self._room.factor)
 
-    def give(self, load: int) -> None:
-        """Make room for the heaviest load of any rank."""
-        self._room.give(load)
+    def grow(self) -> None:
+        """Use a room that has grown."""
+        self._set(self._room.factor)
 
-    def _enter_hook(self, index: int) -> Callable[..., None]:
-        def enter(*_: Any) -> None:
-            self._current = index
+    def _set(self, factor: float) -> None:
+        """Set the capacity factor; existing graphs keep their captured room."""
+        for layer in self._layers:
+            parts = (layer, layer.router, layer.token_dispatcher, layer.experts)
+            for config in {id(p.config): p.config for p in parts if hasattr(p, "config")}.values():
+                setattr(config, _FACTOR, factor)
+            if hasattr(layer.token_dispatcher, _FACTOR):
+                setattr(layer.token_dispatcher, _FACTOR, factor)
 
-        return enter
+    def _enter(self, index: int | None, *_: Any) -> None:
+        self._current = index
 
-    def _leave(self, *_: Any) -> None:
-        self._current = None
+
+def gather_fixed_rows() -> Callable[[], None]:
+    """Make the all-gather dispatcher use a fixed number of rows; return the undo function.
+
+    It returns the same rows in the same order as Megatron's, which selects them by a mask: for each
+    expert the rows of its column, in the order of the tokens.
+    """
+    module = import_megatron(_DISPATCHER)
+    (gathering,) = private_names(_DISPATCHER, "MoEAllGatherTokenDispatcher")
+    private_names(_DISPATCHER, "permute", "get_capacity")
+
+    def dispatch_postprocess(
+        self: Any, hidden_states: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self.hidden_shape_before_permute = hidden_states.shape
+        local = slice(self.local_expert_indices[0], self.local_expert_indices[-1] + 1)
+        self.local_map = self.routing_map[:, local].contiguous()
+        num_ranks = self.tp_size * self.ep_size
+        num_rows = num_ranks * module.get_capacity(
+            num_tokens=hidden_states.shape[0] // num_ranks * self.router_topk,
+            num_experts=self.config.num_moe_experts,
+            capacity_factor=self.config.moe_expert_capacity_factor,
+        )
+        rows, self.local_probs, self.reversed_local_input_permutation_mapping, *_ = module.permute(
+            hidden_states,
+            self.local_map,
+            probs=probs[:, local].contiguous(),
+            num_out_tokens=num_rows * self.num_local_experts,
+            drop_and_pad=True,
+        )
+        self.routing_map = None
+        return rows, host_full((self.num_local_experts,), num_rows), self.local_probs
+
+    return patch_attributes(gathering, {"dispatch_postprocess": dispatch_postprocess})
+
+
+def patch_router() -> Callable[[], None]:
+    """Let Megatron's router and dispatchers run on a CPU host; return the undo function.
+
+    Releases before 0.17 look up Transformer Engine's matrix product under a name that exists only
+    with Transformer Engine, and one compiled function of the router needs a compiler on the host.
+    """
+    utils = import_megatron(_UTILS)
+    (top_k,) = private_names(_ROUTER, "TopKRouter")
+    undo = ExitStack()
+    if not hasattr(utils, "te_general_gemm"):
+        undo.callback(patch_attributes(utils, {"te_general_gemm": None}))
+    compiled = vars(top_k).get("_apply_expert_bias")
+    original = getattr(compiled, "_torchdynamo_orig_callable", None)
+    if original is not None:
+        undo.callback(patch_attributes(top_k, {"_apply_expert_bias": original}))
+    module = import_megatron(_DISPATCHER)
+    undo.callback(patch_attributes(module, {"maybe_move_tensor_to_cpu": _on_the_host}))
+    return undo.close
+
+
+def _on_the_host(tensor: Any, as_numpy: bool = False, **_: object) -> Any:
+    """Return the splits in the requested form; Megatron moves them to the host only from GPUs."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor

@@ -41,12 +41,10 @@ class RowCounts:
         self.measures = False
         self._heaviest: torch.Tensor | None = None
         self._latest = [0] * len(self.layers)
-        self._event: torch.cuda.Event | None = None
-        self._host: torch.Tensor | None = None
         self._is_behind = False
-        if self.total.is_cuda:
-            self._host = torch.zeros(self.total.shape, dtype=torch.int64, pin_memory=True)
-            self._event = torch.cuda.Event()
+        is_cuda = self.total.is_cuda
+        self._host = torch.zeros(self.total.shape, dtype=torch.int64, pin_memory=is_cuda)
+        self._event = torch.cuda.Event() if is_cuda else None
 
     def add(self, index: int, flags: torch.Tensor) -> None:
         """Count the nonzero elements of ``flags``, of any shape, bool or integer, in a layer."""
@@ -87,12 +85,9 @@ class RowCounts:
 
     def send(self) -> None:
         """Start a copy of the counts to the host, on the current stream."""
-        if self._event is None or self._host is None:
-            self._latest = self.total.tolist()
-        elif self._arrived():
+        self._is_behind = not self._has_arrived()
+        if not self._is_behind:
             self._copy()
-        else:
-            self._is_behind = True
 
     def by_layer(self, *, wait: bool = False) -> dict[int, int]:
         """Return, by layer number, how often a token had no room so far on this rank.
@@ -105,23 +100,21 @@ class RowCounts:
                 self._event.synchronize()
                 self._copy()
             self._event.synchronize()
-        self._arrived()
+        self._has_arrived()
         totals: dict[int, int] = {}
         for layer, count in zip(self.layers, self._latest, strict=True):
             totals[layer] = totals.get(layer, 0) + count
         return totals
 
     def _copy(self) -> None:
-        assert self._host is not None
-        assert self._event is not None
         self._host.copy_(self.total, non_blocking=True)
-        self._event.record()
+        if self._event is not None:
+            self._event.record()
         self._is_behind = False
 
-    def _arrived(self) -> bool:
-        if self._event is None or self._host is None:
-            return True
-        if not self._event.query():
+    def _has_arrived(self) -> bool:
+        """Read the last copy, if it has arrived."""
+        if self._event is not None and not self._event.query():
             return False
         self._latest = self._host.tolist()
         return True

@@ -16,10 +16,9 @@ from typing import Any
 import torch
 
 from chunkgraph.errors import ConfigError
-from chunkgraph.megatron.core.access import private_names
+from chunkgraph.megatron.core.access import import_megatron, patch_attributes, private_names
 from chunkgraph.megatron.core.model_kinds import fp8_recipe
 from chunkgraph.megatron.features.experts.counts import RowCounts
-from chunkgraph.megatron.features.experts.dispatch import scattered_routes
 from chunkgraph.megatron.features.experts.dropless_dispatch import (
     AllGatherRows,
     AllToAllRows,
@@ -31,14 +30,16 @@ from chunkgraph.megatron.features.experts.dropless_experts import (
 )
 from chunkgraph.megatron.features.experts.grouped_gemm import choose_gemm, lay_together
 from chunkgraph.megatron.features.experts.hybrid_ep import HybridEPRows
-from chunkgraph.megatron.features.experts.room import RowRoom
-from chunkgraph.megatron.features.experts.sinkhorn import BoundedSinkhorn
+from chunkgraph.megatron.features.experts.room import Room
 from chunkgraph.megatron.rules.experts import balances_by
 
-__all__ = ["Dropless"]
+__all__ = ["BoundedSinkhorn", "Dropless"]
 
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
 _EXPERTS = "megatron.core.transformer.moe.experts"
+_ROUTER = "megatron.core.transformer.moe.router"
+_FEWEST_ROUNDS = 16
+_TINY = 0.00000001
 
 
 class Dropless:
@@ -46,22 +47,22 @@ class Dropless:
 
     Args:
         layers: Expert layers; at least one.
+        room: Room for rows in graphs.
         has_padding: Whether tokens may choose no expert. Megatron's passes do not support that:
             eager ones need `on_device` too.
 
     Attributes:
         counts: Dispatches without room for some rows, and the heaviest load.
-        room: Room for rows in graphs.
 
     Raises:
         ConfigError: No grouped product supports these experts in a graph.
     """
 
-    def __init__(self, layers: Sequence[Any], *, has_padding: bool = False) -> None:
+    def __init__(self, layers: Sequence[Any], room: Room, *, has_padding: bool = False) -> None:
         device = next(layers[0].parameters()).device
         config = layers[0].config
         self.counts = RowCounts([int(layer.layer_number or 0) for layer in layers], device)
-        self.room = RowRoom(config)
+        self._room = room
         self._num_rows = 0  # of the largest captured microbatch
         self._sinkhorn: BoundedSinkhorn | None = None
         if balances_by("sinkhorn", config):
@@ -105,9 +106,12 @@ class Dropless:
     @contextmanager
     def capturing(self) -> Iterator[None]:
         """Make passes read nothing on the host and use the room of graphs."""
-        self._num_rows = 0
-        with self.room.capturing(), self.on_device():
-            yield
+        self._num_rows, self._room.is_limited = 0, True
+        try:
+            with self.on_device():
+                yield
+        finally:
+            self._room.is_limited = False
 
     def verifying(self) -> AbstractContextManager[None]:
         """Use the products of graphs in eager passes that are compared with replays on a GPU."""
@@ -118,9 +122,8 @@ class Dropless:
         """Measure the load of an eager step, in which all rows have room anyway."""
         return self.counts.measuring()
 
-    def give(self, load: int) -> None:
-        """Make room for the heaviest load of any rank, and run twice the rounds of Sinkhorn."""
-        self.room.give(load)
+    def grow(self) -> None:
+        """Run twice the rounds of Sinkhorn; the room has grown."""
         if self._sinkhorn is not None:
             self._sinkhorn.num_rounds *= 2
 
@@ -128,7 +131,6 @@ class Dropless:
     def on_device(self) -> Iterator[None]:
         """Make passes read nothing on the host, with room for all rows outside of captures."""
         with ExitStack() as stack:
-            stack.enter_context(scattered_routes())
             stack.enter_context(experts_on_device(self._measure_rows))
             if self._sinkhorn is not None:
                 stack.callback(self._sinkhorn.install())
@@ -137,7 +139,7 @@ class Dropless:
             yield
 
     def _measure_rows(self, num_rows: int) -> None:
-        if self.room.is_limited:
+        if self._room.is_limited:
             self._num_rows = max(self._num_rows, num_rows)
 
     def _dispatch(self, index: int, layer: Any) -> Dispatch:
@@ -148,7 +150,7 @@ class Dropless:
             kind = HybridEPRows
         elif isinstance(layer.token_dispatcher, gathering):
             kind = AllGatherRows
-        return kind(layer, self.room, self.counts, index, has_padding=self._has_padding)
+        return kind(layer, self._room, self.counts, index, has_padding=self._has_padding)
 
     def _check_gemm(self, device: torch.device) -> str:
         """Return the name of the grouped product.
@@ -166,3 +168,49 @@ class Dropless:
                     "Or set moe_expert_capacity_factor and moe_pad_expert_input_to_capacity=True."
                 )
         return text
+
+
+class BoundedSinkhorn:
+    """Megatron's Sinkhorn routing with a bounded number of rounds, without host reads.
+
+    Megatron's function iterates until an error that it reads on the host is small. Here a fixed
+    number of rounds runs; rounds after Megatron's last one change nothing, so results have the same
+    bits. A flag on the device reports whether more rounds were needed.
+
+    Args:
+        note: Callback with the flag of needing more rounds, a scalar on the device.
+
+    Attributes:
+        num_rounds: Number of rounds.
+    """
+
+    def __init__(self, note: Callable[[torch.Tensor], None]) -> None:
+        self.num_rounds = _FEWEST_ROUNDS
+        self._note = note
+
+    def install(self) -> Callable[[], None]:
+        """Make routers call this object; return the undo function."""
+        private_names(_ROUTER, "sinkhorn")
+        return patch_attributes(import_megatron(_ROUTER), {"sinkhorn": self})
+
+    def __call__(self, cost: torch.Tensor, tol: float = 0.0001) -> torch.Tensor:
+        """Return the probabilities of routing, shape [tokens, experts].
+
+        Args:
+            cost: Costs, of the same shape.
+            tol: Error at which Megatron's loop ends.
+        """
+        cost = torch.exp(cost)
+        rows = torch.ones(cost.size(0), device=cost.device, dtype=cost.dtype)
+        columns = torch.ones(cost.size(1), device=cost.device, dtype=cost.dtype)
+        is_done = torch.zeros((), dtype=torch.bool, device=cost.device)
+        for _ in range(self.num_rounds):
+            of_rows = (1 / rows.size(0)) * 1 / (torch.sum(columns * cost, 1) + _TINY)
+            of_columns = torch.sum(of_rows.unsqueeze(1) * cost, 0) + _TINY
+            of_columns = (1 / columns.size(0)) * 1 / of_columns
+            error = torch.mean(torch.abs(columns - of_columns))
+            rows = torch.where(is_done, rows, of_rows)
+            columns = torch.where(is_done, columns, of_columns)
+            is_done = is_done | ~(error > tol)  # an error of NaN ends Megatron's loop too
+        self._note(~is_done)
+        return columns * cost * rows.unsqueeze(1)

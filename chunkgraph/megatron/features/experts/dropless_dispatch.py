@@ -23,10 +23,8 @@ from chunkgraph.megatron.features.experts.dropless_rows import (
     Shuffle,
     paired_rows,
     pieces_of,
-    sum_rows,
-    take_rows,
 )
-from chunkgraph.megatron.features.experts.room import RowRoom
+from chunkgraph.megatron.features.experts.room import Room
 
 __all__ = ["AllGatherRows", "AllToAllRows", "Dispatch"]
 
@@ -47,7 +45,7 @@ class Dispatch:
     names: tuple[str, ...] = ()
 
     def __init__(
-        self, layer: Any, room: RowRoom, counts: RowCounts, index: int, *, has_padding: bool
+        self, layer: Any, room: Room, counts: RowCounts, index: int, *, has_padding: bool
     ) -> None:
         dispatcher = layer.token_dispatcher
         config = dispatcher.config
@@ -110,7 +108,7 @@ class Dispatch:
         """Return the sum of each token's rows."""
         shape = self._megatrons.hidden_shape_before_permute
         if not is_fused:
-            return sum_rows(rows, places, shape[0])
+            return rows.new_zeros(shape[0], *rows.shape[1:]).index_add(0, places, rows)
         summed: torch.Tensor = self._module.unpermute(
             rows, places, restore_shape=shape, routing_map=routing_map, fused=True
         )
@@ -170,7 +168,7 @@ class AllToAllRows(Dispatch):
             return rows, row_probs
         self._chosen = ChosenRows.of(chosen, num_rows, are_exact=not self._has_padding)
         self._places, self._splits = self._chosen.tokens, DeviceSplits(self._chosen.ends)
-        rows = self._chosen.clear(take_rows(hidden, self._places))
+        rows = self._chosen.clear(hidden.index_select(0, self._places))
         return rows, self._chosen.take(probs)
 
     def token_dispatch(
@@ -278,7 +276,7 @@ class AllGatherRows(Dispatch):
                 hidden, chosen, num_out_tokens=num_rows, fused=True
             )
         else:
-            rows = self._chosen.clear(take_rows(hidden, places))
+            rows = self._chosen.clear(hidden.index_select(0, places))
         megatrons.local_map = chosen
         megatrons.reversed_local_input_permutation_mapping = places
         megatrons.routing_map = None

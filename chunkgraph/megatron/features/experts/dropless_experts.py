@@ -126,10 +126,10 @@ def _sequential(eager: Callable[..., Any], measure: Callable[[int], None]) -> Ca
             return multiply
 
         first = experts[0]
-        with (
-            _forward(first.linear_fc1, linear("linear_fc1")),
-            _forward(first.linear_fc2, linear("linear_fc2")),
-        ):
+        with ExitStack() as undo:
+            for name in ("linear_fc1", "linear_fc2"):
+                layer = getattr(first, name)
+                undo.callback(patch_attributes(layer, {"forward": linear(name)}))
             output, _ = first(hidden, probs)
         return output, None
 
@@ -163,26 +163,15 @@ def _grouped(eager: Callable[..., Any], measure: Callable[[int], None]) -> Calla
 
             return multiply
 
-        with (
-            _forward(self.linear_fc1, linear(self.linear_fc1)),
-            _forward(self.linear_fc2, linear(self.linear_fc2)),
-            _unfused(self),
-            _padded(self),
-        ):
+        with ExitStack() as undo:
+            for layer in (self.linear_fc1, self.linear_fc2):
+                undo.callback(patch_attributes(layer, {"forward": linear(layer)}))
+            if hasattr(self, _FUSED):  # call the linear layers, which it would fuse
+                undo.callback(patch_attributes(self, {_FUSED: False}))
+            _pad_on_device(self, undo)
             return eager(self, hidden, tokens_per_expert, *args)
 
     return forward
-
-
-@contextmanager
-def _unfused(experts: Any) -> Iterator[None]:
-    """Make experts call their linear layers, where Transformer Engine would fuse them."""
-    undo = patch_attributes(experts, {_FUSED: False}) if hasattr(experts, _FUSED) else None
-    try:
-        yield
-    finally:
-        if undo is not None:
-            undo()
 
 
 def _multiply_quantized(
@@ -197,13 +186,11 @@ def _multiply_quantized(
     return out, bias is not None
 
 
-@contextmanager
-def _padded(experts: Any) -> Iterator[None]:
+def _pad_on_device(experts: Any, undo: ExitStack) -> None:
     """Pad the rows of quantized experts on the device."""
     recipe = fp8_recipe(experts.config)
     padding: tuple[Shuffle, DeviceSplits] | None = None
     if recipe is None:
-        yield
         return
 
     def pad(rows: torch.Tensor, splits: DeviceSplits) -> tuple[torch.Tensor, DeviceSplits]:
@@ -217,11 +204,8 @@ def _padded(experts: Any) -> Iterator[None]:
         assert padding is not None
         return padding[0].move_back(rows)
 
-    with (
-        _forward(experts.quantization_padding, pad),
-        _forward(experts.quantization_unpadding, unpad),
-    ):
-        yield
+    undo.callback(patch_attributes(experts.quantization_padding, {"forward": pad}))
+    undo.callback(patch_attributes(experts.quantization_unpadding, {"forward": unpad}))
 
 
 def _apply_bias(eager: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -249,13 +233,3 @@ def _weights(layer: Any, name: str) -> list[Any]:
     if isinstance(whole, torch.Tensor):
         return list(whole.unbind(0))
     return [getattr(layer, f"{name}{index}") for index in range(layer.num_gemms)]
-
-
-@contextmanager
-def _forward(layer: Any, forward: Callable[..., Any]) -> Iterator[None]:
-    """Make calls of ``layer`` run ``forward``."""
-    layer.forward = forward
-    try:
-        yield
-    finally:
-        del layer.forward

@@ -15,8 +15,6 @@ __all__ = [
     "padded_rows",
     "paired_rows",
     "pieces_of",
-    "sum_rows",
-    "take_rows",
 ]
 
 
@@ -68,14 +66,12 @@ class ChosenRows:
             [num_rows]; unused rows name all tokens in turn, as torch's deterministic kernels add
             the rows of one token one after the other.
         tokens: Index of the row's token, shape [num_rows].
-        has_row: Whether each pair of the transposed map has a row, flat, bool.
         ends: End of each expert's rows, shape [experts], int32.
         unused: True for rows without a pair, shape [num_rows]; None if all rows are in use.
     """
 
     pairs: torch.Tensor
     tokens: torch.Tensor
-    has_row: torch.Tensor
     ends: torch.Tensor
     unused: torch.Tensor | None
 
@@ -98,20 +94,16 @@ class ChosenRows:
         if not are_exact:
             pairs = torch.where(numbers > place[-1], numbers % place.shape[0], pairs)
             ends = ends.clamp(max=num_rows)
-            by_expert = by_expert & (place <= num_rows)
         return cls(
             pairs=pairs,
             tokens=pairs % num_tokens,
-            has_row=by_expert,
             ends=ends.int(),
             unused=None if are_exact else numbers > ends[-1],
         )
 
     def take(self, values: torch.Tensor) -> torch.Tensor:
         """Return the value of each row's pair, from ``values`` [tokens, experts]."""
-        by_expert = values.t().contiguous().view(-1)
-        taken: torch.Tensor = _TakenOnce.apply(by_expert, self.pairs, self.has_row)
-        return self.clear(taken)
+        return self.clear(values.t().contiguous().view(-1).index_select(0, self.pairs))
 
     def clear(self, rows: torch.Tensor) -> torch.Tensor:
         """Return ``rows`` with zeros in unused rows, also for gradients in the backward."""
@@ -119,77 +111,6 @@ class ChosenRows:
             return rows
         unused = self.unused if rows.dim() == 1 else self.unused[:, None]
         return rows.masked_fill(unused, 0)
-
-
-def take_rows(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Return ``rows`` at ``places``, which are all inside, with gradients."""
-    taken: torch.Tensor = _Rows.apply(rows, places, None)
-    return taken
-
-
-def sum_rows(rows: torch.Tensor, places: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Return ``num_rows`` rows, each the sum of those that name it, with gradients.
-
-    Args:
-        rows: Rows, shape [n, ...].
-        places: Index of the sum to which a row is added, shape [n], all inside.
-        num_rows: Number of sums.
-    """
-    summed: torch.Tensor = _Rows.apply(rows, places, num_rows)
-    return summed
-
-
-class _Rows(torch.autograd.Function):
-    """Takes the rows at ``places``; or, of ``num_sums`` sums, adds each row to the one it names."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, places: torch.Tensor, num_sums: int | None
-    ) -> torch.Tensor:
-        ctx.save_for_backward(places)
-        ctx.num_sums = rows.shape[0] if num_sums is None else None
-        return _taken_or_summed(rows, places, num_sums)
-
-    @staticmethod
-    def backward(ctx: Any, grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (places,) = ctx.saved_tensors
-        return _taken_or_summed(grads, places, ctx.num_sums), None, None
-
-
-def _taken_or_summed(
-    rows: torch.Tensor, places: torch.Tensor, num_sums: int | None
-) -> torch.Tensor:
-    return rows.index_select(0, places) if num_sums is None else _sums(rows, places, num_sums)
-
-
-class _TakenOnce(torch.autograd.Function):
-    """Take each value for one row at most; unused rows, after the others, give no gradient.
-
-    So no gradients are summed, which takes ten kernels more if kernels are deterministic.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, values: torch.Tensor, places: torch.Tensor, are_taken: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.save_for_backward(are_taken)
-        return values.index_select(0, places)
-
-    @staticmethod
-    def backward(ctx: Any, grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (are_taken,) = ctx.saved_tensors
-        return grads.new_zeros(are_taken.shape).masked_scatter_(are_taken, grads), None, None
-
-
-def _sums(rows: torch.Tensor, places: torch.Tensor, num_rows: int) -> torch.Tensor:
-    sums = rows.new_zeros(num_rows, *rows.shape[1:])
-    if rows.is_cuda and torch.are_deterministic_algorithms_enabled():
-        # The kernel of a deterministic index_add_, without its copy of the rows and its checks of
-        # the indices, which are seven kernels.
-        unsafe: Any = torch.ops.aten._index_put_impl_
-        unsafe(sums, [places], rows, accumulate=True, unsafe=True)
-        return sums
-    return sums.index_add_(0, places, rows)
 
 
 class Shuffle:

@@ -31,18 +31,14 @@ from chunkgraph.megatron.features.experts.hybrid_ep import (
     uses_hybrid_ep,
 )
 from chunkgraph.megatron.features.experts.padding import keep_padding_from_experts
-from chunkgraph.megatron.features.experts.room import (
-    RowRoom,
-    may_lack_room,
-    what_lacks_room,
-)
+from chunkgraph.megatron.features.experts.room import Room
 from chunkgraph.megatron.features.experts.rows_in_use import moe_layers_of
 from chunkgraph.megatron.features.experts.state import ExpertState, routers_of
 from chunkgraph.megatron.rules.experts import MOE_RULES, PADDED_ROWS_RULES, uses_dropless
 from chunkgraph.megatron.site import Site
 
 if TYPE_CHECKING:
-    from chunkgraph.megatron.attached import MegatronChunkGraphs
+    from chunkgraph.megatron.attachment import MegatronChunkGraphs
 
 __all__ = ["Experts", "TokenDrops", "dropped_tokens"]
 
@@ -68,11 +64,9 @@ class Experts(LimitedFeature):
         config, facts = site.config, site.facts()
         token_drops = site.feature_options["token_drops"]
         # For the whole model: this rank may have no experts.
-        self._lacking = what_lacks_room(config)
-        self._measures_room = RowRoom(config).is_measured
-        self.repeats_steps = may_lack_room(config) or (
-            token_drops == "rerun" and not uses_dropless(config)
-        )
+        self._room = Room(config)
+        is_dropless = uses_dropless(config)
+        self.repeats_steps = bool(self._room.lacking) if is_dropless else token_drops == "rerun"
         layers = moe_layers_of([m for c in site.chunks for m in c.modules()])
         self._buffer = HybridEPBuffer() if layers and uses_hybrid_ep(config) else None
         self._undo = contextlib.ExitStack()
@@ -82,17 +76,17 @@ class Experts(LimitedFeature):
         self._experts: CapacityExperts | Dropless | None = None
         self._counts = RowCounts((), torch.device("cpu"))
         if layers:
-            if uses_dropless(config):
-                self._experts = Dropless(layers, has_padding=bool(facts.pads_rows))
+            if is_dropless:
+                self._experts = Dropless(layers, self._room, has_padding=bool(facts.pads_rows))
             else:
-                self._experts = CapacityExperts(layers, marks_padding=bool(facts.stash))
+                self._experts = CapacityExperts(layers, self._room, marks_padding=bool(facts.stash))
             self._counts = self._experts.counts
         self._token_drops = token_drops
         self._is_reported = self._was_abandoned = False
         self._seen = 0
         self._has_warned = token_drops != "warn"
         # All ranks create the group in the same order; it exchanges their counts of drops.
-        needs_others = token_drops == "raise" or self._measures_room
+        needs_others = token_drops == "raise" or self._room.is_measured
         self._agree = agree_by_maximum() if needs_others else None
         try:
             if facts.pads_rows:
@@ -224,10 +218,9 @@ class Experts(LimitedFeature):
 
     def _end_step(self, step: Step) -> None:
         """Report dropped tokens of a training step, before its gradients are used."""
-        if self._measures_room and not step.is_replayed:
+        if self._room.is_measured and not step.is_replayed:
             (most,) = (self._agree or agree_alone)([self._counts.take_load()])
-            if isinstance(self._experts, Dropless):
-                self._experts.room.add_load(most)
+            self._room.add_load(most)
         self._report_drops()
         if step.plan.is_repeated:
             self.forget_step()
@@ -273,7 +266,7 @@ class Experts(LimitedFeature):
         if not self.repeats_steps:
             return None
         num_dropped = self.look()
-        return Shortage("expert capacity", num_dropped, f"{self._lacking}: {num_dropped}")
+        return Shortage("expert capacity", num_dropped, f"{self._room.lacking}: {num_dropped}")
 
     def having_room(self) -> contextlib.AbstractContextManager[None]:
         """Let an eager step drop no token, and measure its load for `make_room`."""
@@ -282,8 +275,9 @@ class Experts(LimitedFeature):
     def make_room(self, agree: Agree) -> None:
         """Make room for the heaviest load of a microbatch on any rank; wait for the device."""
         (most,) = agree([self._counts.take_load()])
+        self._room.give(most)
         if self._experts is not None:
-            self._experts.give(most)
+            self._experts.grow()
 
     def forget_step(self) -> None:
         """Resynchronize with the counts, which were restored because the step ran again."""
@@ -316,14 +310,10 @@ class Experts(LimitedFeature):
         most = local if self._agree is None else self._agree([local])[0]
         if not most:
             return
-        here = (
-            f"{local} on this rank ({self._drops_by_layer()} since the start)"
-            if local
-            else f"none on this rank, up to {most} on another"
-        )
         raise TokenDropError(
-            f"Experts had no room for tokens in this step, which were dropped: {here}. The "
-            "gradients lack them; the optimizer has not used them.\n"
+            f"Experts had no room for tokens in this step, which were dropped: {local} on this "
+            f"rank, up to {most} on any (here since the start: {self._drops_by_layer() or 'none'})."
+            " The gradients lack them; the optimizer has not used them.\n"
             "  To do: raise moe_expert_capacity_factor; num_moe_experts / moe_router_topk has room "
             "for all. token_drops='count' lets training go on and counts them."
         )

@@ -362,24 +362,19 @@ def as_one(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     return first.as_strided(shape, (step_bytes // first.element_size(), *first.stride()))
 
 
-def lay_together(weights: Sequence[torch.nn.Parameter]) -> bool:
+def lay_together(weights: Sequence[torch.nn.Parameter]) -> None:
     """Move weights into one storage, so that `as_one` copies nothing.
 
     The parameters stay the same objects. Weights that share memory with other tensors, such as a
     buffer of Megatron's optimizer, are not moved.
-
-    Returns:
-        Whether the weights are in one storage now.
     """
-    if _even_step_bytes(weights) is not None:
-        return True
-    if any(w.untyped_storage().nbytes() != w.numel() * w.element_size() for w in weights):
-        return False
+    is_shared = any(w.untyped_storage().nbytes() != w.numel() * w.element_size() for w in weights)
+    if is_shared or _even_step_bytes(weights) is not None:
+        return
     with torch.no_grad():
         together = torch.stack([weight.detach() for weight in weights])
         for weight, place in zip(weights, together, strict=True):
             weight.data = place
-    return True
 
 
 def zero_empty(grads: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

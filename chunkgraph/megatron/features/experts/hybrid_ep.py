@@ -33,7 +33,6 @@ __all__ = [
 ]
 
 _CONFIG = "megatron.core.transformer.transformer_config"
-_DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
 _FUSED = "megatron.core.transformer.moe.fused_a2a"
 _FACTOR = "moe_expert_rank_capacity_factor"
 _HANDLE_LENGTH = 11
@@ -96,22 +95,6 @@ def refuse_without_hybrid_ep(facts: Facts) -> None:
         raise MissingDependencyError(missing)
 
 
-def _overflow_of(manager: Any) -> torch.Tensor:
-    """Return whether HybridEP's last dispatch omitted rows, an integer on the device.
-
-    Raises:
-        ConfigError: This release of DeepEP does not return it.
-    """
-    handle = manager.handle
-    if len(handle) != _HANDLE_LENGTH:
-        raise ConfigError(
-            f"DeepEP returns {len(handle)} values from a dispatch, expected {_HANDLE_LENGTH}. Use "
-            "the hybrid-ep branch of 1.2.1."
-        )
-    overflow: torch.Tensor = handle[_OVERFLOW]
-    return overflow
-
-
 class HybridEPRows(Dispatch):
     """Replacement of the flexible dispatcher with HybridEP: rows of a rank have limited room."""
 
@@ -120,14 +103,7 @@ class HybridEPRows(Dispatch):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        (kind,) = private_names(_DISPATCHER, "_HybridEPManager")
-        self._manager: Any = getattr(self._megatrons, "_comm_manager", None)
-        if not isinstance(self._manager, kind):
-            raise ConfigError(
-                f"A layer dispatches its tokens by {type(self._manager).__name__}, not by "
-                f"{kind.__name__} of megatron-core {versions()['megatron_core']}. Give all layers "
-                "one dispatcher."
-            )
+        self._manager: Any = self._megatrons._comm_manager
 
     def install(self) -> Callable[[], None]:
         """See `Dispatch`. Eager passes have room for all rows, whatever the user's budget."""
@@ -161,7 +137,11 @@ class HybridEPRows(Dispatch):
         return sent
 
     def token_dispatch(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Send rows to the ranks of their experts."""
+        """Send rows to the ranks of their experts; count a dispatch that omitted some.
+
+        Raises:
+            ConfigError: This release of DeepEP does not tell.
+        """
         megatrons, manager = self._megatrons, self._manager
         # With any factor the manager keeps the numbers of rows, and leaves them on the device.
         setattr(manager, _FACTOR, 1.0 if self._room.is_limited else None)
@@ -172,7 +152,12 @@ class HybridEPRows(Dispatch):
         finally:
             setattr(manager, _FACTOR, None)
         if self._room.is_limited and torch.is_grad_enabled():
-            self._counts.add(self._index, _overflow_of(manager))
+            if (length := len(manager.handle)) != _HANDLE_LENGTH:
+                raise ConfigError(
+                    f"DeepEP returns {length} values from a dispatch, expected {_HANDLE_LENGTH}. "
+                    "Use the hybrid-ep branch of 1.2.1."
+                )
+            self._counts.add(self._index, manager.handle[_OVERFLOW])
         return received
 
     def dispatch_postprocess(

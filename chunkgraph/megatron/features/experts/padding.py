@@ -23,8 +23,9 @@ from chunkgraph.megatron.core.access import (
     private_names,
     versions,
 )
-from chunkgraph.megatron.features.experts.dispatch import gather_fixed_rows
+from chunkgraph.megatron.features.experts.capacity import gather_fixed_rows
 from chunkgraph.megatron.features.experts.dropless import Dropless
+from chunkgraph.megatron.features.experts.room import Room
 from chunkgraph.megatron.features.experts.rows_in_use import moe_layers_of
 from chunkgraph.megatron.refusals import facts_of_model
 from chunkgraph.megatron.rules.experts import PADDED_ROWS_RULES, uses_dropless
@@ -69,7 +70,7 @@ def keep_padding_from_experts(
     layers = moe_layers_of([m for chunk in chunks for m in chunk.modules()])
     # HybridEP itself takes tokens without an expert.
     is_dropless = uses_dropless(config) and config.moe_token_dispatcher_type != "flex"
-    dropless = Dropless(layers, has_padding=True) if layers and is_dropless else None
+    dropless = Dropless(layers, Room(config), has_padding=True) if layers and is_dropless else None
     routing = _Routing()
     undo = ExitStack()
     undo.callback(routing.install())
@@ -260,9 +261,4 @@ def _of_this_rank(padding: torch.Tensor, num_rows: int) -> torch.Tensor:
         return padding
     state = import_megatron("megatron.core.parallel_state")
     size = state.get_tensor_model_parallel_world_size()
-    if padding.size(1) != num_rows * size:
-        raise ConfigError(
-            f"{_MASK} has {padding.size(1)} rows, but the layer has {num_rows} on each of {size} "
-            "tensor-parallel ranks. Pass a mask of the microbatch's rows, [1, rows]."
-        )
     return padding.chunk(size, dim=1)[state.get_tensor_model_parallel_rank()]

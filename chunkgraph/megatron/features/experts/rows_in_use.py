@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from chunkgraph.megatron.core.access import private_names
+from chunkgraph.megatron.core.access import patch_attributes, private_names
 from chunkgraph.megatron.features.experts.dropless_experts import experts_on_device
 from chunkgraph.megatron.features.experts.dropless_rows import DeviceSplits
 from chunkgraph.megatron.rules.experts import uses_dropless
@@ -58,11 +58,12 @@ def watch_expert_rows(
     for layer in layers:
         watched = _Watched(layer, is_on, scope)
         if uses_dropless(layer.config):
-            watched.divert(layer.experts, watched.dropless, undo)
+            undo.callback(patch_attributes(layer.experts, {"forward": watched.dropless}))
             continue
-        watched.divert(layer.experts, watched.with_capacity, undo)
+        undo.callback(patch_attributes(layer.experts, {"forward": watched.with_capacity}))
         for index, expert in enumerate(watched.one_by_one):
-            watched.divert(expert, watched.one_expert(index, expert), undo)
+            forward = watched.one_expert(index, expert)
+            undo.callback(patch_attributes(expert, {"forward": forward}))
     return undo.close
 
 
@@ -124,8 +125,3 @@ class _Watched:
                 rows = RowsInUse.first(tokens_per_expert.sum().reshape(1), hidden.shape[0])
                 stack.enter_context(self._scope(rows, self._parameters, self._name))
             return self._eager(hidden, tokens_per_expert, *args, **kwargs)
-
-    @staticmethod
-    def divert(module: Any, forward: Callable[..., Any], undo: ExitStack) -> None:
-        module.forward = forward
-        undo.callback(module.__dict__.pop, "forward", None)

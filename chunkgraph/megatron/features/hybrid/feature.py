@@ -18,7 +18,7 @@ from chunkgraph.megatron.features.hybrid.layers import (
     packed_mamba_rows,
 )
 from chunkgraph.megatron.features.packing.params import ARGUMENT
-from chunkgraph.megatron.rules.hybrid import HYBRID_RULES
+from chunkgraph.megatron.rules.features import HYBRID_RULES
 from chunkgraph.megatron.site import Site
 from chunkgraph.settings.rule import Facts, Rule
 

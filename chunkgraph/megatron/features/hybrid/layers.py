@@ -21,24 +21,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from chunkgraph.megatron.core.access import import_megatron, patch_attributes, private_names
+from chunkgraph.megatron.core.access import import_megatron, patch_attributes
 from chunkgraph.megatron.features.packing.params import with_extra_rows
 
 __all__ = [
     "can_recompute_hybrid_layers",
     "clear_mamba_padding",
-    "has_mamba_kernels",
     "mamba_mixers_of",
     "packed_mamba_rows",
     "rows_after_documents",
 ]
 
 _MIXER = "megatron.core.ssm.mamba_mixer"
-
-
-def has_mamba_kernels() -> bool:
-    """Return whether Megatron's mixer could import mamba-ssm and einops."""
-    return all(private_names(_MIXER, "HAVE_MAMBA_SSM", "HAVE_EINOPS"))
 
 
 def can_recompute_hybrid_layers() -> bool:

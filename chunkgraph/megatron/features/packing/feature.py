@@ -28,7 +28,7 @@ from chunkgraph.megatron.site import Site, new_agreement
 
 if TYPE_CHECKING:
     from chunkgraph.engine import ChunkGraphs
-    from chunkgraph.megatron.attached import MegatronChunkGraphs
+    from chunkgraph.megatron.attachment import MegatronChunkGraphs
     from chunkgraph.megatron.features.packing.banks import PackedBanks
 
 __all__ = ["PackedCalls", "Packing"]
@@ -47,10 +47,10 @@ class Packing(Feature):
         site: The site of a model with packed shapes.
 
     Attributes:
-        planner: The plans of this rank's steps.
+        plans: The plans of this rank's steps.
     """
 
-    planner: StepPlans
+    plans: StepPlans
 
     def __init__(self, site: Site) -> None:
         banks: PackedBanks = site.feature_options["packing"]
@@ -59,7 +59,7 @@ class Packing(Feature):
         self._banks_of_run: Sequence[Hashable] = ()
         self._num_calls = [0] * len(site.parts)
         has_experts = bool(getattr(site.config, "num_moe_experts", None))
-        self.planner = StepPlans(
+        self.plans = StepPlans(
             banks,
             site.place.rank,
             site.agree,
@@ -89,9 +89,9 @@ class Packing(Feature):
         if site.feature_options["packing"] is None:
             return None
         packing = cls(site)
-        if packing.planner.has_lengths:
+        if packing.plans.has_lengths:
             # Not the engine's: it communicates ahead of steps, and not on all ranks at once.
-            packing.planner.agree_on_rows = new_agreement(undo)
+            packing.plans.agree_on_rows = new_agreement(undo)
         return packing
 
     def bind(self, graphs: MegatronChunkGraphs) -> None:

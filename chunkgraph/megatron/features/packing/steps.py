@@ -11,16 +11,16 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from chunkgraph.engine import Agree
+from chunkgraph.engine import Agree, Banks
 from chunkgraph.errors import ConfigError, PackingError, SlotError
-from chunkgraph.megatron.feature import StepInputs, StepPlan, StepPlanner
+from chunkgraph.megatron.feature import StepInputs, StepPlan
 from chunkgraph.megatron.features.packing.bank import PackedBank, digest_of_plan
 from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.megatron.features.packing.derived_calls import derived_call
 from chunkgraph.megatron.features.packing.params import refuse_other_length
 from chunkgraph.packing import reason_not_to_fit
 
-__all__ = ["Packings", "StepPlans"]
+__all__ = ["Packings", "StepPlans", "refuse_unknown"]
 
 Packings = Sequence[Sequence[int]]
 """For each microbatch of a step, the tokens of each of its documents."""
@@ -46,7 +46,7 @@ class _Contents:
     cut_for: Sequence[PackedBank | None]
 
 
-class StepPlans(StepPlanner):
+class StepPlans:
     """Plans one rank's steps from their inputs.
 
     Args:
@@ -58,6 +58,11 @@ class StepPlans(StepPlanner):
             need lengths on which the ranks agreed.
 
     Attributes:
+        banks: The banks that the engine captures.
+        names_banks: Whether reports name the bank of a replay.
+        inputs: Fields of `StepInputs` that training steps take with ``misfit``.
+        shapes: Packed shapes with the most sequences, by rows, largest first.
+        all_shapes: All packed shapes, largest first.
         has_lengths: Whether microbatches have one of several lengths, depending on documents.
         agree_on_rows: Element-wise maximum over all ranks, for `agree_on_buckets`.
 
@@ -79,11 +84,10 @@ class StepPlans(StepPlanner):
         banks.refuse_others(rank, agree)
         self._changes_size = changes_size = banks.groups is not None
         self.inputs = ("contexts",) if changes_size else ("packings", "buckets")
-        self.keys = banks.keys
-        self.derive = derived_call
-        self.drops_failed = changes_size
+        self.banks = Banks(banks.keys, derived_call, drops_failed=changes_size)
+        self.names_banks = len(banks.keys) > 1 or changes_size
         self.shapes = {} if changes_size else banks.by_rows
-        self.all_shapes = () if changes_size else [bank.shape for bank in banks.keys]
+        self.all_shapes = () if changes_size else tuple(bank.shape for bank in banks.keys)
         self._banks = banks
         self.has_lengths = len(self.shapes) > 1
         self._rank = rank
@@ -131,14 +135,14 @@ class StepPlans(StepPlanner):
         )
 
     def agree_on_buckets(self, packings: Packings) -> list[int]:
-        """Choose the smallest length that holds each microbatch on every rank."""
-        if self._changes_size:
-            return super().agree_on_buckets(packings)
-        return self._banks.choose(packings, self.agree_on_rows)
+        """Choose the smallest length that holds each microbatch on every rank.
 
-    def name(self, key: Hashable) -> str:
-        """Return the name of a bank; "" if there is only one."""
-        return str(key) if len(self.keys) > 1 or self._changes_size else ""
+        Raises:
+            ConfigError: Context-parallel sizes change.
+        """
+        if self._changes_size:
+            raise ConfigError("Microbatches whose context-parallel sizes change have no buckets.")
+        return self._banks.choose(packings, self.agree_on_rows)
 
     # -- contents of a step --------------------------------------------------------------------
 
@@ -326,6 +330,22 @@ class StepPlans(StepPlanner):
                 f"{len(packings)} microbatches (the smallest that do: {smallest})."
             )
         return list(rows)
+
+
+def refuse_unknown(inputs: StepInputs, plans: StepPlans | None) -> None:
+    """Refuse inputs of a step that ``plans`` do not take; None takes none.
+
+    Raises:
+        ConfigError: There is such an input; the message names it.
+    """
+    known = () if plans is None else (*plans.inputs, "misfit")
+    for name, value in vars(inputs).items():
+        if name not in known and value is not None and not (name == "misfit" and not value):
+            raise ConfigError(
+                f"The step has {name} ({value}), but the chunk graphs were attached without them. "
+                "Pass attach() a packed shape (packing=PackedShape(...)), or for contexts the "
+                "banks (packing=PackedBanks.of_limits(...))."
+            )
 
 
 def _plain(packings: Packings) -> list[list[int]]:

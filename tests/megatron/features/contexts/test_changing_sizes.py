@@ -11,7 +11,7 @@ from torch import nn
 
 from chunkgraph.engine import StepMode
 from chunkgraph.errors import SlotError
-from chunkgraph.megatron.attached import MegatronChunkGraphs
+from chunkgraph.megatron.attachment import MegatronChunkGraphs
 from chunkgraph.megatron.features.contexts.feature import Contexts
 from chunkgraph.megatron.features.contexts.groups import HeldGroups
 
@@ -50,11 +50,7 @@ def test_a_replayed_step_walks_over_no_modules() -> None:
 def test_a_step_is_announced_after_one_that_may_run_again(may_run_again: bool) -> None:
     announcements: list[str] = []
     graphs: Any = SimpleNamespace(
-        features=SimpleNamespace(
-            planner=SimpleNamespace(
-                refuse_unknown=lambda _: None, announce=lambda inputs: (inputs.misfit, 0)
-            )
-        ),
+        _plans=SimpleNamespace(inputs=("contexts",), announce=lambda inputs: (inputs.misfit, 0)),
         guard=object() if may_run_again else None,
         engine=SimpleNamespace(
             mode=StepMode.REPLAY, announce=lambda misfit, **_: announcements.append(misfit)

@@ -18,7 +18,7 @@ from chunkgraph.errors import ReplayMismatchError
 from chunkgraph.megatron.core.access import import_megatron, patch_attributes
 from chunkgraph.megatron.features.experts.dropless_experts import rebuilt_fused_operations
 from chunkgraph.megatron.features.experts.hybrid_ep import HybridEPBuffer
-from chunkgraph.megatron.features.experts.room import RowRoom, may_lack_room
+from chunkgraph.megatron.features.experts.room import Room
 from chunkgraph.megatron.rules.experts import MOE_RULES, PADDED_ROWS_RULES
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(60)]
@@ -77,8 +77,8 @@ def test_a_budget_limits_rows_only_between_ranks(num_ranks: int) -> None:
     changes = {RANK_FACTOR: 0.5, "expert_model_parallel_size": num_ranks}
     config = SimpleNamespace(**{**HOLDS, **changes})
     factor = math.inf if num_ranks == 1 else 0.5 * config.moe_router_topk
-    assert RowRoom(config).factor == factor
-    assert may_lack_room(config) == (num_ranks > 1)
+    assert Room(config).factor == factor
+    assert bool(Room(config).lacking) == (num_ranks > 1)
 
 
 def test_a_replaced_buffer_stops_the_replays(one_rank: Any) -> None:

@@ -24,7 +24,7 @@ def make(make_config: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, 
 
 def _check(results: dict[str, dict[str, Any]], metrics: dict[str, set[str]]) -> None:
     for name, result in results.items():
-        assert len({s["loss_chunk"] for s in result["steps"]}) == len(result["steps"]), name
+        assert len({s["loss"] for s in result["steps"]}) == len(result["steps"]), name
         for step in result["steps"]:
             recorded = {key for key, value in step["expert_metrics"].items() if value > 0}
             assert recorded == metrics[name], name

@@ -19,7 +19,7 @@ from chunkgraph.errors import (
     TokenDropError,
 )
 from chunkgraph.launch.hooks import StepMetrics
-from chunkgraph.megatron.features.experts import sinkhorn
+from chunkgraph.megatron.features.experts import dropless
 from chunkgraph.megatron.features.experts.feature import Experts, dropped_tokens
 from chunkgraph.megatron.features.experts.state import forget_expert_metrics
 from chunkgraph.megatron.rules.experts import MOE_RULES
@@ -142,7 +142,7 @@ def test_uneven_loads_are_as_in_eager_training_and_every_drop_is_counted(
 def test_steps_run_again_until_sinkhorn_routing_has_enough_rounds(
     one_rank: Any, make_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sinkhorn, "_FEWEST_ROUNDS", 1)
+    monkeypatch.setattr(dropless, "_FEWEST_ROUNDS", 1)
     softmax = {"moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False}
     config = _make(make_config, moe_router_topk=2, moe_aux_loss_coeff=0.0, **softmax)
     options = {"moe_router_load_balancing_type": "sinkhorn"}

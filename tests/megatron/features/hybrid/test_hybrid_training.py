@@ -81,7 +81,7 @@ def _check(results: dict[str, dict[str, Any]]) -> None:
     for name, result in results.items():
         steps = result["steps"]
         assert [bool(s["replays"]) for s in steps] == [False] + [True] * (len(steps) - 1), name
-        assert len({s["loss_chunk"] for s in steps}) == len(steps), name
+        assert len({s["loss"] for s in steps}) == len(steps), name
 
 
 @pytest.mark.every_release
@@ -152,10 +152,10 @@ def test_two_ranks(run_equal: Callable[..., Any], make_case: Case) -> None:
 @pytest.mark.every_release
 @pytest.mark.skipif(_KNOWS_STAGES, reason="this release can do it")
 @pytest.mark.parametrize(
-    ("pattern", "pipeline", "model", "message"),
+    ("pattern", "pipeline", "model"),
     [
-        ("M|*|M|-", {"vpp": 2}, {}, "no interleaved pipeline of hybrid models"),
-        ("M|*-", {}, {}, "stages of different lengths"),
+        ("M|*|M|-", {"vpp": 2}, {}),
+        ("M|*-", {}, {}),
         (
             "M|*",
             {},
@@ -164,7 +164,6 @@ def test_two_ranks(run_equal: Callable[..., Any], make_case: Case) -> None:
                 "recompute_method": "uniform",
                 "recompute_num_layers": 1,
             },
-            "recomputes nothing",
         ),
     ],
 )
@@ -174,19 +173,7 @@ def test_what_the_release_has_not_is_refused(
     pattern: str,
     pipeline: dict[str, Any],
     model: dict[str, Any],
-    message: str,
 ) -> None:
     codes, texts = run_to_its_end(make_case(pattern, [2], pp=2, model=model, **pipeline))
     assert codes == [2, 2]
-    assert all(message in text for text in texts)
-
-
-def test_without_kernels_the_package_is_named(
-    run_to_its_end: Callable[..., Any], make_case: Case
-) -> None:
-    if importlib.util.find_spec("mamba_ssm") is not None:
-        pytest.skip("mamba_ssm is installed")
-    case = make_case("M*", [2], model={"layer_spec": "local"})
-    codes, texts = run_to_its_end(case, 1)
-    assert codes == [2]
-    assert "Install mamba-ssm, causal-conv1d and einops" in texts[0]
+    assert all("no stages of different lengths" in text for text in texts)

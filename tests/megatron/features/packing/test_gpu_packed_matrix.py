@@ -73,7 +73,7 @@ def _check(results: dict[str, dict[str, Any]]) -> None:
         steps = result["steps"]
         assert [bool(s["replays"]) for s in steps] == [False] + [True] * (len(steps) - 1), name
         assert [s["fallbacks"] for s in steps[1:]] == [{}] * (len(steps) - 1), name
-        assert len({s["loss_chunk"] for s in steps}) == len(steps), name
+        assert len({s["loss"] for s in steps}) == len(steps), name
         if "experts" in name:
             assert all(step["expert_metrics"]["z_loss"] > 0 for step in steps), name
             assert result["dropped_tokens"] > 0, name

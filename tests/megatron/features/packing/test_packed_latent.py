@@ -32,7 +32,7 @@ def _check(results: dict[str, dict[str, Any]]) -> None:
     for name, result in results.items():
         steps = result["steps"]
         assert [bool(s["replays"]) for s in steps] == [False] + [True] * (len(steps) - 1), name
-        assert len({s["loss_chunk"] for s in steps}) == len(steps), name
+        assert len({s["loss"] for s in steps}) == len(steps), name
 
 
 @pytest.mark.every_release

@@ -24,8 +24,8 @@ from chunkgraph.megatron.rules.experts import MOE_RULES
 from chunkgraph.memory.stash import PagedStash
 from chunkgraph.packing import PackedShape
 from chunkgraph.settings import StashConfig
-from chunkgraph.trainer.forward_step import forward_step
 from chunkgraph.trainer.model import build_model
+from chunkgraph.trainer.trained_model import forward_step
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(60)]
 
