@@ -315,9 +315,8 @@ class ChunkGraphs:
             self._capture_together(self._samples.by_bank, self._samples.shape_key)
             if self.failure:
                 return EagerReason.CAPTURE_FAILED
-            if (
-                self._banks.keys != self._banks.all_keys
-            ):  # on all ranks, but this step may need it on some only
+            if self._banks.keys != self._banks.all_keys:
+                # A bank was dropped on all ranks, but this step may need it on some only.
                 (is_missing,) = self._decider.agreement.now([int(bool(self.misfit_of(banks)))])
                 return EagerReason.BANK_MISSING if is_missing else EagerReason.NONE
         return reason
