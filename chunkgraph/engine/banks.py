@@ -63,14 +63,12 @@ class StepBanks:
         all_keys: keys of all banks, largest first.
         derive: see `Banks`.
         drops_failed: see `Banks`.
-        keys: keys of the banks that are or will be captured.
-        dropped: the reason for each bank that was dropped.
+        keys: keys of the banks that are or will be captured: of all that were not dropped.
     """
 
     def __init__(self, banks: Banks, num_chunks: int) -> None:
         self.all_keys = self.keys = tuple(banks.keys)
         self.derive, self.drops_failed = banks.derive, banks.drops_failed
-        self.dropped: dict[Hashable, str] = {}
         self._of_step: tuple[Hashable, ...] | None = None
         self._num_forwards = [0] * num_chunks
 
@@ -83,21 +81,20 @@ class StepBanks:
         self._of_step = None if keys is None else tuple(keys)
         self._num_forwards = [0] * len(self._num_forwards)
 
-    def drop(self, key: Hashable, why: str) -> None:
-        """Continue without a bank."""
-        self.dropped[key] = why
-        self.keys = tuple(k for k in self.all_keys if k not in self.dropped)
+    def drop(self, key: Hashable) -> None:
+        """Continue without a bank whose capture failed."""
+        self.keys = tuple(k for k in self.keys if k != key)
 
     def restore(self) -> None:
         """Forget dropped banks, before all are captured again."""
-        self.dropped = {}
         self.keys = self.all_keys
 
     def misfit(self, keys: Sequence[Hashable]) -> str:
         """Return why microbatches of these banks cannot all be replayed, or ""."""
         for key in keys:
             if key not in self.keys:
-                why = self.dropped.get(key, "they were not requested")
+                is_dropped = key in self.all_keys
+                why = "its capture failed" if is_dropped else "they were not requested"
                 return f"{NO_GRAPHS}{key}: {why}"
         return ""
 

@@ -303,11 +303,7 @@ class ChunkGraphs:
         self._decider.withdraw()
 
     def misfit_of(self, banks: Sequence[Hashable]) -> str:
-        """Return the misfit of a step with banks that have no graphs, for `step` or `announce`.
-
-        Args:
-            banks: the bank of each microbatch.
-        """
+        """Return the misfit of a step whose microbatches have these banks, if one has no graphs."""
         return self._banks.misfit(banks)
 
     def _decide(self, step: StepKind, banks: Sequence[Hashable]) -> EagerReason:
@@ -319,7 +315,8 @@ class ChunkGraphs:
             self._capture_together(self._samples.by_bank, self._samples.shape_key)
             if self.failure:
                 return EagerReason.CAPTURE_FAILED
-            if self._banks.dropped:  # on all ranks, but this step may need it on some only
+            if self._banks.keys != self._banks.all_keys:
+                # A bank was dropped on all ranks, but this step may need it on some only.
                 (is_missing,) = self._decider.agreement.now([int(bool(self.misfit_of(banks)))])
                 return EagerReason.BANK_MISSING if is_missing else EagerReason.NONE
         return reason

@@ -86,7 +86,7 @@ class Capturer:
             if result.failed_bank is None or len(self.banks.keys) == 1:
                 return result
             key = self.banks.keys[result.failed_bank]
-            self.banks.drop(key, "its capture failed")
+            self.banks.drop(key)
             if result.is_cause:
                 warnings.warn(
                     f"{result.error}\nAll ranks go on without graphs of {key}; steps with such a "
