@@ -56,8 +56,8 @@ class ModelGuard:
         self._layers = {path or "the chunk": layer for path, layer in modules}
         held, layers = self._held_now(), self._layers.values()
         self._names = {t: name for name, t in held.items() if isinstance(t, torch.Tensor)}
-        for p in self.parameters:
-            self._names.setdefault(p, f"a parameter of shape {tuple(p.shape)}")
+        for i, p in enumerate(self.parameters):
+            self._names.setdefault(p, f"parameter {i} of shape {tuple(p.shape)}")
         # The same facts as flat lists, which every step compares.
         self._tensors = [*self._names]
         self._graded = [p for p in self.parameters if hasattr(p, "main_grad")]

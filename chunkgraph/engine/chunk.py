@@ -36,8 +36,8 @@ class Program(Protocol):
     """The graphs of a slot; `chunkgraph.engine.program` captures them.
 
     Attributes:
-        actions: the replays of one microbatch, in order. A call replays the first, autograd the
-            second, and `ChunkGraphs.run_waiting` each further one.
+        actions: the replays of one microbatch, in order: at most three. A call replays the first,
+            autograd the second, and `ChunkGraphs.run_waiting` the third.
     """
 
     actions: tuple[Action, ...]

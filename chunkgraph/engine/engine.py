@@ -512,7 +512,7 @@ class ChunkGraphs:
 
         Args:
             c: index of the chunk.
-            index: number of the output among the chunk's differentiable outputs.
+            index: number of the output among those that get a gradient.
 
         Returns:
             The static gradient; None if no forward of the chunk waits for one.

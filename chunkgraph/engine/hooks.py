@@ -50,8 +50,7 @@ def refuse_hooks(
             if not (may_be_known and _is_of_library(hook)):
                 raise error(
                     f"{label}: there is a hook on {where} ({shown(hook)}), and a replay calls no "
-                    "hooks. Remove it, or do its work outside of the chunk: after the step, or in "
-                    "Chunk.after_backward."
+                    "hooks. Remove it, or do its work after the step."
                 )
     if any(isinstance(m, nn.parallel.DistributedDataParallel) for m in modules.values()):
         raise error(

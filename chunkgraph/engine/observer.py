@@ -49,14 +49,15 @@ class Observer:
         Args:
             action: The replay to come.
             slot: The slot.
-            tensors: The call's tensor arguments, or the gradients of the outputs; none for ``W``.
+            tensors: The call's tensor arguments, or the gradients of the outputs; none for a
+                third action.
         """
 
     def after(self, action: Action, slot: Slot) -> None:
         """Follow a replay that the host has launched, before the caller gets the results."""
 
     def called(self, c: int, result: Any) -> None:
-        """Follow an eager forward of chunk ``c`` in an eager step."""
+        """Follow an eager forward of chunk ``c``, inside or outside of a step."""
 
     def end_step(self, *, has_failed: bool) -> None:
         """End the step.

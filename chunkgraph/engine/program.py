@@ -229,8 +229,8 @@ class GraphProgram:
     """The graphs of a slot: by default a forward and a whole backward.
 
     Attributes:
-        actions: the replays of one microbatch, in order. A call replays the first, autograd the
-            second, and `ChunkGraphs.run_waiting` each further one.
+        actions: the replays of one microbatch, in order: at most three. A call replays the first,
+            autograd the second, and `ChunkGraphs.run_waiting` the third.
     """
 
     actions: tuple[Action, ...] = ("F", "B")

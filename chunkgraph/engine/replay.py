@@ -67,14 +67,16 @@ class Replayer:
         self._observers: tuple[Observer, ...] = ()  # of the current step
         self._first_step, self._num_hooks = 0, -1
         self._is_in_step = False
-        self._is_called = False
+        self._is_called = self._has_replayed = False
         self._forget_microbatches()
 
     def take(self, captured: CapturedRank) -> None:
         """Replay these graphs from now on."""
         self._captured = captured
         report = captured.report
+        latest_turn = self._machine.latest_turn
         self._machine = SlotMachine(report.num_slots, self._label, are_shared=report.shared_slots)
+        self._machine.latest_turn = latest_turn  # backwards of earlier captures stay refused
         trained = [set(map(id, sinks.parameters)) for sinks in captured.sinks]
         self._sharing = [{c for c, of in enumerate(trained) if own & of} for own in trained]
         self._first_step = self._counters.replayed_steps
@@ -99,20 +101,18 @@ class Replayer:
         """
         captured, counters = self._captured, self._counters
         assert captured is not None
-        num_replays = counters.replays
         number = counters.replayed_steps - self._first_step
         for model in captured.models:
             model.check()
         for sinks in captured.sinks:
             sinks.begin_step()
-        self._is_called = False
+        self._is_called = self._has_replayed = False
         self._machine.begin_step()
-        self._is_in_step = True
+        has_failed = self._is_in_step = True
         self._observers = tuple(o for o in observers if o.observes(number))
-        for observer in self._observers:
-            observer.begin_step(number)
-        has_failed = True
         try:
+            for observer in self._observers:
+                observer.begin_step(number)
             yield
             self._machine.end_step()
             has_failed = False
@@ -131,7 +131,7 @@ class Replayer:
             for observer in self._observers:
                 observer.end_step(has_failed=has_failed)
             self._observers = ()
-        if counters.replays > num_replays:
+        if self._has_replayed:
             counters.replayed_steps += 1
         else:  # every call ran eagerly: gradients were off, or modules in evaluation
             counters.fallbacks[NOTHING_REPLAYED] += 1
@@ -205,9 +205,18 @@ class Replayer:
         waiting = self._awaiting_grads[c]
         if not self._is_in_step or not waiting:
             return None
-        grads = waiting.popleft().output_grads
+        if index in self._received_grads[c]:  # so this is the backward after that one
+            self._next_grads(c)
+        if not waiting:
+            return None
+        self._received_grads[c].add(index)
+        grads = waiting[0].output_grads
         assert grads is not None
         return grads.tensors[index]
+
+    def _next_grads(self, c: int) -> None:
+        self._awaiting_grads[c].popleft()
+        self._received_grads[c].clear()
 
     def replay_forward(self, slot: Slot, tensors: Sequence[torch.Tensor]) -> None:
         """Load inputs and replay."""
@@ -232,7 +241,7 @@ class Replayer:
         self._machine.begin_backward(c, slot.index, turn)
         waiting = self._awaiting_grads[c]
         if waiting and waiting[0] is slot:
-            waiting.popleft()
+            self._next_grads(c)
         elif slot in waiting:
             waiting.remove(slot)
         output_grads = slot.output_grads
@@ -320,6 +329,7 @@ class Replayer:
         assert self._captured is not None
         slot = self._captured.banks[key].slots[c][self._machine.acquire_forward(c)]
         slot.turn = self._machine.latest_turn
+        self._has_replayed = True
         self._banks.advance(c)
         return slot
 
@@ -331,6 +341,7 @@ class Replayer:
         self._reserved = tuple(deque[Slot]() for _ in self._chunks)
         self._received: dict[Slot, set[int]] = {}
         self._awaiting_grads = tuple(deque[Slot]() for _ in self._chunks)
+        self._received_grads = tuple(set[int]() for _ in self._chunks)
         self._deferred: dict[tuple[int, int], Slot] = {}  # by chunk and slot number
 
 

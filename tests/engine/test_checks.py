@@ -424,3 +424,13 @@ def test_shadow_finds_what_the_checks_leave_to_the_program(
     with pytest.raises(VerifyError):
         loop.step()
     assert old is not closed
+
+
+def test_parameters_without_a_module_are_told_apart() -> None:
+    first, second = (nn.Parameter(torch.ones(4, 4)) for _ in range(2))
+    chunk = Chunk(lambda x: x @ first @ second, (first, second), "chunk 0")
+    graphs = ChunkGraphs(chunk, 1)
+    graphs.capture([torch.ones(2, 4)])
+    first.data = first.data.clone()
+    with pytest.raises(ReplayMismatchError, match=r"parameter 0 of shape \(4, 4\)"), graphs.step(1):
+        pass

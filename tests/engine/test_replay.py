@@ -323,3 +323,27 @@ def test_nothing_holds_a_slot_that_was_reserved_in_an_aborted_step(graphs: Chunk
     graphs.release()
     gc.collect()
     assert slot() is None
+
+
+def test_gradients_of_several_outputs_are_received_into_one_slot(backend: GraphBackend) -> None:
+    class Two(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            y = self.layer(x)
+            return y.relu(), y.tanh()
+
+    graphs = ChunkGraphs(Two().to(backend.device), 2, backend=backend)
+    x = torch.randn(4, 8, device=backend.device)
+    graphs.capture([x])
+    slots = graphs._captured.slots[0]
+    with graphs.step(2):
+        outputs = [graphs.callables[0](x) for _ in range(2)]
+        for slot, ys in zip(slots, outputs, strict=True):
+            received = [graphs.reserve_output_grad(0, index) for index in range(2)]
+            for grad, static in zip(received, slot.output_grads.tensors, strict=True):
+                assert grad.data_ptr() == static.data_ptr()
+                grad.fill_(1)
+            torch.autograd.backward(ys, received)
