@@ -30,7 +30,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import Enum, IntEnum
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -62,31 +62,30 @@ Megatron's schedules do: a single rank that asks again waits for the others fore
 
 
 class EagerReason(IntEnum):
-    """The reason why a step runs eagerly; the largest over the ranks applies to all of them.
+    """The reason why a step runs eagerly; the largest over the ranks applies to all of them."""
 
-    Attributes:
-        text: The reason as counted and printed.
-    """
+    NONE = 0
+    CAPTURE_WARMUP = 1
+    RELEASED = 2
+    MEMORY_REPLACED = 3
+    SHAPES_DIFFER = 4
+    PACKING_OVERFLOW = 5
+    BANK_MISSING = 6
+    REQUESTED = 7
+    FORWARD_ONLY = 8
+    CAPTURE_FAILED = 9
 
-    text: str
+    @property
+    def text(self) -> str:
+        """Return the reason as it is counted and printed."""
+        return _TEXTS.get(self, self.name.lower().replace("_", " "))
 
-    def __new__(cls, value: int, text: str) -> Self:
-        """Create a reason from its number and text."""
-        reason = int.__new__(cls, value)
-        reason._value_, reason.text = value, text
-        return reason
 
-    NONE = 0, "none"
-    CAPTURE_WARMUP = 1, "capture warmup"
-    RELEASED = 2, "released"
-    MEMORY_REPLACED = 3, "memory of the graphs was replaced"
-    SHAPES_DIFFER = 4, "input shapes differ"
-    PACKING_OVERFLOW = 5, "packing overflow"
-    BANK_MISSING = 6, "no graphs of a bank"
-    REQUESTED = 7, "requested"
-    FORWARD_ONLY = 8, "forward only"
-    CAPTURE_FAILED = 9, "capture failed"
-
+_TEXTS = {
+    EagerReason.MEMORY_REPLACED: "memory of the graphs was replaced",
+    EagerReason.SHAPES_DIFFER: "input shapes differ",
+    EagerReason.BANK_MISSING: "no graphs of a bank",
+}
 
 NOTHING_REPLAYED = "nothing replayed"
 """The reason counted for a step that should replay, but no call asked for gradients."""
