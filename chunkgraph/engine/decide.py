@@ -229,7 +229,7 @@ class StepDecider:
                 "Compute the plan from the same documents and limits on every rank, including all "
                 "pipeline stages."
             )
-        return EagerReason(reason), bool(some_without)  # type: ignore[call-arg]
+        return EagerReason(reason), bool(some_without)
 
     def end_step(self, step: StepKind) -> None:
         """Ask about the next step, which is most likely like this one, after a step ended well."""
