@@ -397,7 +397,8 @@ def _new_slot(session: _Session, key: Hashable, c: int, s: int) -> Slot:
     if place not in session.blocks:
         chunks = range(len(session.chunks)) if shared_slots else (c,)
         slot_bytes = max(w[i].slot_bytes for w in session.warm_ups.values() for i in chunks)
-        session.backend.release_cached_memory()  # of tests and earlier captures
+        if session.slots:  # before the first graph, this would free workspaces too
+            session.backend.release_cached_memory()
         has_variants = num_banks > 1 or (shared_slots and len(session.chunks) > 1)
         session.blocks[place] = SlotBlock(
             place,
