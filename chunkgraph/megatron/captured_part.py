@@ -27,6 +27,7 @@ from torch import nn
 
 from chunkgraph.engine import Chunk, mark_constant
 from chunkgraph.errors import ConfigError
+from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.megatron.core.cached_tables import GROWING_BUFFERS
 from chunkgraph.megatron.core.data_parallel import (
     ParameterGates,
@@ -36,6 +37,7 @@ from chunkgraph.megatron.core.data_parallel import (
     unwrap_ddp,
     wrappers_of,
 )
+from chunkgraph.megatron.core.model_kinds import HybridNames, is_hybrid_model
 from chunkgraph.settings.rule import Facts, Rule
 from chunkgraph.settings.words import FLAGS
 
@@ -218,7 +220,16 @@ class _Block(CapturedPart):
 class _Model(CapturedPart):
     """The whole model of this stage."""
 
-    def _take_input(self, _keywords: dict[str, Any]) -> Any:
+    def __init__(
+        self, module: nn.Module, block: nn.Module, ddp: nn.Module | None, label: str
+    ) -> None:
+        super().__init__(module, block, ddp, label)
+        self._unused = _unused_arguments(module)
+
+    def _take_input(self, keywords: dict[str, Any]) -> Any:
+        for name in self._unused:
+            if name in keywords:
+                keywords[name] = None
         return self._block.input_tensor
 
     def _gives_losses(self, *_args: Any, labels: Any = None, **_kwargs: Any) -> bool:
@@ -266,6 +277,43 @@ def lacks(model: nn.Module, block: nn.Module) -> str:
     if not missing and getattr(model, "decoder", None) is not block:
         return "transformer block as its decoder"
     return ", ".join(missing)
+
+
+def _unused_arguments(model: Any) -> tuple[str, ...]:
+    """Return the arguments that the model's forward ignores on this stage.
+
+    Forward steps pass them on every stage anyway, and each would be copied into a slot for every
+    microbatch. For models that override Megatron's methods, no argument counts as unused.
+    """
+    if not _is_megatrons(model):
+        return ()
+    if getattr(model, "mtp_process", False):
+        return ()  # it embeds tokens and weighs losses inside the model
+    unused = ["loss_mask"]
+    if not model.pre_process:
+        unused.append("input_ids")
+    if not model.post_process:
+        unused.append("labels")
+    if not _reads_position_ids(model):
+        unused.append("position_ids")
+    return tuple(unused)
+
+
+def _is_megatrons(model: Any) -> bool:
+    """Return whether the model's forward is that of GPTModel or HybridModel."""
+    if is_hybrid_model(model):
+        return type(model).forward is HybridNames().model.forward
+    gpt = import_megatron("megatron.core.models.gpt").GPTModel
+    methods = ("forward", "_preprocess", "_postprocess")
+    return all(getattr(type(model), name) is getattr(gpt, name, None) for name in methods)
+
+
+def _reads_position_ids(model: Any) -> bool:
+    if model.position_embedding_type not in ("rope", "yarn", "none"):
+        return model.pre_process or model.position_embedding_type != "learned_absolute"
+    module = "megatron.core.models.common.embeddings.language_model_embedding"
+    embedding = import_megatron(module).LanguageModelEmbedding
+    return model.pre_process and type(model.embedding) is not embedding
 
 
 def find_block(model_chunk: nn.Module, label: str) -> nn.Module:

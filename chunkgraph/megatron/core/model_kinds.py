@@ -8,7 +8,7 @@ from typing import Any
 
 from chunkgraph.megatron.core.access import private_names
 
-__all__ = ["HybridNames", "fp8_recipe", "is_stack"]
+__all__ = ["HybridNames", "fp8_recipe", "is_hybrid_model", "is_stack"]
 
 _HYBRID = "megatron.core.models.hybrid"
 
@@ -57,10 +57,18 @@ class HybridNames:
 
 def is_stack(module: object) -> bool:
     """Return whether ``module`` is Megatron's stack of hybrid layers, or a subclass."""
-    # By name: importing the classes takes a second, and kernels that may be missing.
+    return _is_one_of(module, {"HybridStack", "MambaStack"})
+
+
+def is_hybrid_model(module: object) -> bool:
+    """Return whether ``module`` is Megatron's hybrid model, or a subclass."""
+    return _is_one_of(module, {"HybridModel", "MambaModel"})
+
+
+def _is_one_of(module: object, names: set[str]) -> bool:
+    """Compare by name: importing the classes takes a second, and kernels that may be missing."""
     return any(
-        base.__name__ in {"HybridStack", "MambaStack"}
-        and base.__module__.startswith("megatron.core.")
+        base.__name__ in names and base.__module__.startswith("megatron.core.")
         for base in type(module).__mro__
     )
 
