@@ -44,11 +44,15 @@ from chunkgraph.megatron.features.packing.bank import PackingOptions
 from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.megatron.features.packing.steps import StepPlans, refuse_unknown
 from chunkgraph.megatron.features.rerun import OverflowGuard
-from chunkgraph.megatron.pipeline.choice import PipelinePlace, PipelineSchedule
+from chunkgraph.megatron.pipeline.choice import (
+    PipelinePlace,
+    PipelineSchedule,
+    refuse_other_schedules,
+)
 from chunkgraph.megatron.pipeline.driver import ScheduleDriver
 from chunkgraph.megatron.receive import SlotReceiver
 from chunkgraph.megatron.refusals import DELAY_RULES, DRIVER_RULES, facts_of_model
-from chunkgraph.megatron.site import Site, config_of
+from chunkgraph.megatron.site import Site, config_of, new_agreement
 from chunkgraph.packing import PackedShape
 from chunkgraph.settings import StashConfig
 from chunkgraph.settings.rule import check
@@ -103,8 +107,7 @@ def attach(  # the options of a job, as keywords
             of them runs again eagerly: it must begin without gradients, and its forward step keep
             no state.
         schedule: Name in `chunkgraph.schedules.list_schedules`, or a CSV file of actions, that
-            replaces Megatron's schedule in training steps, the same on every rank; ``auto`` does
-            not.
+            replaces Megatron's schedule in training steps; ``auto`` does not.
         features: Kinds of `Feature`, in order; those that apply are installed.
         num_slots: Number of slots of each chunk. The default suffices for any number of
             microbatches at this rank's place in the pipeline.
@@ -480,12 +483,14 @@ def _chunk_graphs(
 def eager_driver(chunks: Sequence[nn.Module], name: str) -> ScheduleDriver:
     """Return a forward-backward function that runs a schedule without graphs.
 
+    All ranks call it together.
+
     Args:
         chunks: Model chunks of this rank, wrapped as for training.
         name: As `attach` takes ``schedule``.
 
     Raises:
-        ConfigError: The schedule does not match the model.
+        ConfigError: The schedule does not match the model, or another rank has another one.
         ScheduleError: The file holds no valid schedule.
     """
     config = config_of(chunks[0])
@@ -497,5 +502,7 @@ def eager_driver(chunks: Sequence[nn.Module], name: str) -> ScheduleDriver:
         facts_of_model(config, {**facts, **facts_of_delays(chunks)}),
         "This schedule cannot drive the model:",
     )
+    with ExitStack() as undo:
+        refuse_other_schedules(schedule, place.rank, new_agreement(undo))
     delayed = [DelayedModules(c, place.label(i)) for i, c in enumerate(chunks)]
     return ScheduleDriver(schedule.build, place.pipeline_rank, lambda c: delayed[c].run(()))

@@ -13,13 +13,12 @@ from in_process import attach
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from chunkgraph.engine import replay
+from chunkgraph.engine import replay as replayer
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.captured_part import SCOPE_RULES, ChosenScope, choose_scope
 from chunkgraph.megatron.refusals import facts_of_model
-from chunkgraph.settings import Config, resolved
+from chunkgraph.settings import Config
 from chunkgraph.settings.rule import refusals
-from chunkgraph.trainer.model import layer_spec
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(60)]
 
@@ -31,10 +30,11 @@ LENGTH, BATCH = 16, 2
 def middle_stage(chunks: list[nn.Module], config: Config) -> Any:
     """Make a GPTModel of a stage that is neither first nor last."""
     from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     return GPTModel(
         config=chunks[0].config,
-        transformer_layer_spec=layer_spec(resolved(config)),
+        transformer_layer_spec=get_gpt_layer_local_spec(),
         vocab_size=config.model.vocab_size,
         max_sequence_length=LENGTH,
         pre_process=False,
@@ -76,7 +76,7 @@ def _runs(
 @pytest.fixture
 def modes_may_be_active(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a mode of a test count the operators around replays."""
-    monkeypatch.setattr(replay, "refuse_contexts", lambda *_: None)
+    monkeypatch.setattr(replayer, "refuse_contexts", lambda *_: None)
 
 
 class _Operators(TorchDispatchMode):

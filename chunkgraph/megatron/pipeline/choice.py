@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
+from chunkgraph.engine.decide import Maximum
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.megatron.rules.features import SCHEDULE_RULES
@@ -22,7 +24,7 @@ from chunkgraph.settings.rule import Facts, check
 from chunkgraph.settings.words import PROGRAM
 from chunkgraph.slots import plan_schedule, plan_slots
 
-__all__ = ["PipelinePlace", "PipelineSchedule"]
+__all__ = ["PipelinePlace", "PipelineSchedule", "refuse_other_schedules"]
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,32 @@ class PipelineSchedule:
         if self.file is not None:
             return self.file.splits_backward
         return get_family(self.name).splits_backward
+
+
+def refuse_other_schedules(
+    schedule: PipelineSchedule | None, rank: int, agree: Maximum | None
+) -> None:
+    """Check that all ranks train with the same schedule; all ranks call this together.
+
+    Args:
+        schedule: The schedule of this rank; None for Megatron's own.
+        rank: The rank, for errors.
+        agree: Maximum over all ranks; None in a job of one rank.
+
+    Raises:
+        ConfigError: Some rank has another schedule; raised on all ranks.
+    """
+    actions, name = "", "auto"
+    if schedule is not None:
+        actions = schedule.name if schedule.file is None else schedule.file.to_csv()
+        name = schedule.name
+    digest = zlib.crc32(actions.encode())
+    if agree is not None and agree([digest, -digest]) != [digest, -digest]:
+        raise ConfigError(
+            f"rank {rank}: the schedule is {name}, and another one, or another file of this name, "
+            "on another rank. Use the same schedule on every rank; a file must be the same on "
+            "every node."
+        )
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
 
 from chunkgraph.errors import ConfigError, ScheduleError
-from chunkgraph.megatron.pipeline.choice import PipelinePlace, PipelineSchedule
+from chunkgraph.megatron.pipeline.choice import (
+    PipelinePlace,
+    PipelineSchedule,
+    refuse_other_schedules,
+)
 from chunkgraph.schedules import build_schedule
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release]
@@ -59,3 +64,28 @@ def test_files_that_cannot_drive_megatron_are_refused(tmp_path: Path) -> None:
         PipelineSchedule.of(str(tmp_path / "none.csv"), _place(0))
     with pytest.raises(ScheduleError, match="row 1 as CSV"):
         PipelineSchedule.of(_file(tmp_path, "0B0,0F0\n1F0,1B0\n"), _place(0))
+
+
+def test_every_rank_has_the_same_schedule(tmp_path: Path) -> None:
+    def digest(schedule: PipelineSchedule | None) -> list[int]:
+        digests: list[list[int]] = []
+        refuse_other_schedules(schedule, 0, lambda own: digests.append(own) or own)
+        return digests[0]
+
+    texts = [
+        build_schedule(name, num_ranks=2, num_microbatches=4).to_csv() for name in ("1f1b", "zb-h1")
+    ]
+    files = []
+    for number, text in enumerate([*texts, texts[0]]):
+        (tmp_path / f"{number}").mkdir()
+        files.append(PipelineSchedule.of(_file(tmp_path / f"{number}", text), _place(0)))
+    schedules = [None, PipelineSchedule.of("zb-h1", _place(0)), *files[:2]]
+    for own, other in itertools.product(schedules, repeat=2):
+        largest = [max(pair) for pair in zip(digest(own), digest(other), strict=True)]
+        if own is other:
+            refuse_other_schedules(own, 1, lambda _, largest=largest: largest)
+            continue
+        with pytest.raises(ConfigError, match=r"rank 1: the schedule is .* on another rank"):
+            refuse_other_schedules(own, 1, lambda _, largest=largest: largest)
+    assert digest(files[0]) == digest(files[2])  # the same file, elsewhere
+    refuse_other_schedules(files[0], 0, None)
