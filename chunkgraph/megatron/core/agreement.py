@@ -3,6 +3,8 @@
 Jobs with ``--disable-gloo-process-groups`` use the rendezvous store. Each agreement costs a rank
 three or four requests to it, whatever the number of ranks; rank 0 (or torchrun) serves them. It is
 an error if a rank does not answer within the job's timeout.
+
+Values travel in torch's format for tensors and plain Python values, whose reader runs no code.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
-import pickle
+import struct
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +21,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from chunkgraph.engine.decide import Maximum
 from chunkgraph.errors import WorkerError
@@ -34,6 +35,7 @@ __all__ = [
     "uses_gloo",
 ]
 
+_HEADER = struct.Struct(">II")  # of a posted value: the rank's place and the number of bytes
 _uses: Counter[str] = Counter()
 
 
@@ -70,40 +72,37 @@ def exchange_between(group: Any) -> Exchange | None:
     if len(ranks) == 1:
         return None
     if uses_gloo():
-        return Exchange(dist.new_group(ranks, backend="gloo", use_local_synchronization=True))
-    return Exchange(_Posts("exchange", ranks))
+        own = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        return Exchange(functools.partial(_gathered_by_gloo, own), own)
+    posts = _Posts("exchange", ranks)
+    return Exchange(lambda data: _parts(posts.post(data, _unchanged)()))
 
 
 class Exchange:
     """Exchange values between some ranks. All of them must call the same methods in one order.
 
+    A value consists of tensors, plain Python values, and lists, tuples and dicts of these.
+
     Args:
-        via: A gloo group that this object owns, or the posts of these ranks.
+        gather: Returns the bytes of all ranks, in the order of the ranks, from this rank's.
+        group: A process group that this object owns, if any.
     """
 
-    def __init__(self, via: Any) -> None:
-        self._via = via
+    def __init__(self, gather: Callable[[bytes], list[bytes]], group: Any = None) -> None:
+        self._gather, self._group = gather, group
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, in the order of the ranks, with tensors on the host."""
-        leaves, spec = tree_flatten(value)
-        leaves = [leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        value = tree_unflatten(leaves, spec)
-        if isinstance(self._via, _Posts):
-            of_ranks: list[Any] = self._via.post(value, list)()
-            return of_ranks
-        values: list[Any] = [None] * self._via.size()
-        dist.all_gather_object(values, value, group=self._via)
-        return values
+        """Return the values of all ranks, in the order of the ranks."""
+        return [*map(_decoded, self._gather(_encoded(value)))]
 
     def share(self, value: Any) -> Any:
         """Return the first rank's value; the arguments of the others are ignored."""
-        return self.gather(value)[0]
+        return _decoded(self._gather(_encoded(value))[0])
 
     def close(self) -> None:
         """Destroy the process group."""
-        if not isinstance(self._via, _Posts) and dist.is_initialized():
-            dist.destroy_process_group(self._via)
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
 
 
 class StoreMaximum(Maximum):
@@ -119,7 +118,8 @@ class StoreMaximum(Maximum):
 
     def start(self, values: Sequence[int]) -> Callable[[], list[int]]:
         """Post the values; return a function that waits for the maximum."""
-        return self._posts.post([*values], _largest)
+        wait = self._posts.post(" ".join(map(str, values)).encode(), _largest)
+        return lambda: [int(value) for value in wait().split()]
 
 
 class _Posts:
@@ -141,36 +141,34 @@ class _Posts:
         _uses[name] += 1
         self._num_ranks, self._place = len(ranks), [*ranks].index(dist.get_rank())
         self._num_rounds = 0
-        self._wait: Callable[[], Any] = list
+        self._wait: Callable[[], bytes] = bytes
 
-    def post(self, value: Any, combine: Callable[[list[Any]], Any]) -> Callable[[], Any]:
-        """Post ``value``; return a function that waits for the result.
+    def post(self, data: bytes, combine: Callable[[bytes], bytes]) -> Callable[[], bytes]:
+        """Post ``data``; return a function that waits for the result.
 
         Args:
-            value: This rank's value.
-            combine: Computes the result from the values of all ranks, in their order.
+            data: This rank's value.
+            combine: Computes the result from the posted values, each after a header.
         """
         self._wait()  # when all ranks have posted again, all have read the last result
-        self._wait = wait = self._posted(value, combine)
+        self._wait = wait = self._posted(data, combine)
         return wait
 
-    def _posted(self, value: Any, combine: Callable[[list[Any]], Any]) -> Callable[[], Any]:
+    def _posted(self, data: bytes, combine: Callable[[bytes], bytes]) -> Callable[[], bytes]:
         store, number = self._store, self._num_rounds
         self._num_rounds += 1
         posted, count, result = (f"{number}/{name}" for name in ("posted", "count", "result"))
         with _explained():
-            store.append(posted, pickle.dumps((self._place, value)))
+            store.append(posted, _HEADER.pack(self._place, len(data)) + data)
             if store.add(count, 1) == self._num_ranks:
-                values = io.BytesIO(store.get(posted))
-                of_places = dict(pickle.load(values) for _ in range(self._num_ranks))
-                store.set(result, pickle.dumps(combine([v for _, v in sorted(of_places.items())])))
+                store.set(result, combine(store.get(posted)))
                 for key in (posted, count, f"{number - 1}/result"):
                     store.delete_key(key)
 
         @functools.cache
         @_explained()
-        def wait() -> Any:
-            return pickle.loads(store.get(result))
+        def wait() -> bytes:
+            return bytes(store.get(result))
 
         return wait
 
@@ -191,8 +189,46 @@ def _explained() -> Iterator[None]:
         ) from error
 
 
-def _largest(rows: list[list[int]]) -> list[int]:
-    return [max(column) for column in zip(*rows, strict=True)]
+def _unchanged(posted: bytes) -> bytes:
+    return posted
+
+
+def _largest(posted: bytes) -> bytes:
+    rows = [map(int, data.split()) for data in _parts(posted)]
+    return " ".join(str(max(column)) for column in zip(*rows, strict=True)).encode()
+
+
+def _parts(posted: bytes) -> list[bytes]:
+    """Return posted values in the order of the ranks."""
+    parts: dict[int, bytes] = {}
+    begin = 0
+    while begin < len(posted):
+        place, size = _HEADER.unpack_from(posted, begin)
+        begin += _HEADER.size + size
+        parts[place] = posted[begin - size : begin]
+    return [parts[place] for place in sorted(parts)]
+
+
+def _gathered_by_gloo(group: Any, data: bytes) -> list[bytes]:
+    cpu = torch.device("cpu")
+    sizes = [torch.zeros(1, dtype=torch.int64, device=cpu) for _ in range(group.size())]
+    dist.all_gather(sizes, torch.tensor([len(data)], device=cpu), group=group)
+    most = max(int(size) for size in sizes)
+    mine = torch.frombuffer(bytearray(data.ljust(most, b"\0")), dtype=torch.uint8)
+    whole = [torch.empty(most, dtype=torch.uint8, device=cpu) for _ in sizes]
+    dist.all_gather(whole, mine, group=group)
+    pairs = zip(whole, sizes, strict=True)
+    return [tensor[: int(size)].numpy().tobytes() for tensor, size in pairs]
+
+
+def _encoded(value: Any) -> bytes:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def _decoded(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
 _NAME = "destroy_process_group"
