@@ -41,8 +41,8 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--plan",
         action="store_true",
-        help="train nothing and need no GPU: print slots, graphs and memory, and what is refused; "
-        "--nproc-per-node then counts all processes",
+        help="print slots, graphs, memory and refusals for --nproc-per-node processes in all, and "
+        "train nothing",
     )
     add_gpu_memory(parser)
     add_options(parser)

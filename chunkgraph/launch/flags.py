@@ -109,9 +109,8 @@ class _Granularity(Section):
     granularity: Annotated[Literal["layer", "chunk"], models.Flag("--cuda-graph-granularity")] = (
         "layer"
     )
-    """What one CUDA graph holds: the part that --cuda-graph-impl selects, as without this flag
-    (layer), or a whole model chunk, captured once per slot and replayed for any number of
-    microbatches (chunk)."""
+    """What one CUDA graph holds: the part that --cuda-graph-impl selects (layer), or a whole model
+    chunk (chunk)."""
 
 
 _BARE_SEQS = 50
@@ -161,9 +160,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             more["nargs"] = "+"
         elif flag.setting.path == _SEQS:
             more |= {"nargs": "?", "const": _BARE_SEQS}
-        default = "see above" if item.default is None else " ".join(flag.text_of(item.default))
         # argparse formats help with %.
-        text = f"{item.help} (default: {'none' if item.default == () else default})"
+        has_default = item.default not in (None, ())
+        default = f" (default: {' '.join(flag.text_of(item.default))})" if has_default else ""
+        text = f"{item.help}{default}"
         group.add_argument(flag.name, default=None, help=text.replace("%", "%%"), **more)
     parser.set_defaults(**{_GRANULARITY.dest: _GRANULARITY.setting.default})
     warmup = parser._option_string_actions.get(_WARMUP)
@@ -262,7 +262,7 @@ def _describe_flags() -> str:
     parser = argparse.ArgumentParser(
         usage=argparse.SUPPRESS,
         add_help=False,
-        formatter_class=partial(argparse.HelpFormatter, width=REPORT_WIDTH),
+        formatter_class=partial(argparse.HelpFormatter, width=REPORT_WIDTH, max_help_position=8),
     )
     add_flags(parser)
     return parser.format_help().strip()

@@ -125,7 +125,7 @@ class PipelineConfig(Section):
     Megatron's default."""
     schedule: Annotated[str, Flag("--pipeline-schedule")] = "auto"
     """Schedule of training steps: a name that chunkgraph plan --help lists, or a CSV file of
-    actions. auto: Megatron's own, 1F1B or interleaved."""
+    actions. auto: Megatron's own."""
     tensor_model_parallel_size: Count = 1
     """Number of tensor-parallel ranks, which split each layer."""
     sequence_parallel: StrictBool = False
@@ -187,10 +187,9 @@ class ExpertConfig(Section):
     token_drops: Annotated[
         Literal["warn", "count", "raise", "rerun"], Flag("--cuda-graph-token-drops")
     ] = "warn"
-    """What to do about tokens that an expert with a capacity has no room for, which Megatron drops:
-    count them and warn once, and refuse capacity factors below 1 (warn); only count them (count);
-    raise an error (raise); or rerun the step eagerly with room for all tokens and recapture with
-    more room (rerun)."""
+    """What to do about tokens that an expert with a capacity drops: count them, warn once and
+    refuse factors below 1 (warn), count them (count), raise an error (raise), or rerun the step
+    eagerly and recapture with more room (rerun)."""
 
 
 class TrainConfig(Section):
@@ -233,31 +232,27 @@ class PackingConfig(Section):
     switch = "max_packed_seqs"
 
     max_packed_seqs: Annotated[Natural, Flag("--cuda-graph-max-packed-seqs")] = 0
-    """Sequences per packed microbatch: its documents, and one for the remaining tokens. A step with
-    more documents in a microbatch runs eagerly. 0: no packing."""
+    """Sequences per packed microbatch: its documents, and one for the remaining tokens. Steps with
+    more run eagerly."""
     max_packed_tokens: Annotated[Count | None, Flag("--cuda-graph-max-packed-tokens")] = None
     """Rows per packed microbatch; with context_parallel_sizes, rows per rank. Null:
     model.seq_length."""
     buckets: Annotated[
         tuple[Positive, ...], Strict(False), Flag("--cuda-graph-packed-buckets")
     ] = ()
-    """Shorter microbatches to capture as well, as fractions of the rows or as numbers of rows above
-    1. Each microbatch uses the smallest that holds it."""
+    """Shorter microbatches to capture as well, as fractions of the rows or as numbers of rows."""
     seq_buckets: Annotated[
         Annotated[tuple[Natural, ...], Strict(False)] | None,
         Flag("--cuda-graph-packed-seq-buckets"),
     ] = None
-    """Smaller sequence counts to capture as well. Each microbatch uses the smallest that holds its
-    documents, because attention takes time for empty sequences too. Null: powers of two from 64 to
-    half of max_packed_seqs, and 32 where the shortest microbatch has at most 1024 rows per rank.
-    Empty: none."""
+    """Smaller sequence counts to capture as well, because attention takes time for empty sequences
+    too. Null: powers of two from 64 to half of max_packed_seqs, and 32 for microbatches of at most
+    1024 rows per rank. Empty: none."""
     context_parallel_sizes: Annotated[
         tuple[int, ...], Strict(False), Flag("--cuda-graph-cp-sizes")
     ] = ()
     """Numbers of data-parallel ranks that may share a microbatch, powers of two. Each microbatch
-    uses the smallest that holds its documents. A step takes the documents that num_microbatches
-    full microbatches hold, and its schedule decides how many microbatches they become. Empty: no
-    sharing."""
+    uses the smallest that holds its documents. Empty: no sharing."""
 
 
 class CaptureConfig(Section):
@@ -266,17 +261,15 @@ class CaptureConfig(Section):
     enabled: StrictBool = True
     """Capture chunks as graphs. False trains eagerly through the same code."""
     scope: Annotated[Literal["auto", "block", "chunk"], Flag("--cuda-graph-chunk-scope")] = "auto"
-    """What a graph holds: the transformer block (block), or the whole forward of a chunk, including
-    embedding, output layer and loss (chunk). auto takes chunk where it can be captured, and block
-    otherwise; the run's first line names the choice and the reason."""
+    """What a graph holds: the transformer block (block), the whole forward of a chunk with
+    embedding, output layer and loss (chunk), or chunk where it can be captured (auto)."""
     num_warmup_steps: Natural = 1
     """Eager training steps before the capture."""
     verify: Annotated[Literal["none", "poison", "shadow"], Flag("--cuda-graph-verify")] = "none"
-    """How to check replays. poison fills freed slots and scratch memory with NaN around every
-    replay, which exposes reads of stale memory; shadow compares every replay with an eager pass on
-    the same inputs. Both are slow."""
+    """How to check replays, slowly: fill freed slots and scratch memory with NaN (poison), or
+    compare every replay with an eager pass on the same inputs (shadow)."""
     on_failure: Annotated[Literal["raise", "eager"], Flag("--cuda-graph-on-failure")] = "raise"
-    """After a capture that failed on any rank: raise the error, or continue training eagerly."""
+    """After a capture that failed on any rank: raise the error, or train eagerly."""
 
 
 class StashConfig(Section):
@@ -285,7 +278,7 @@ class StashConfig(Section):
     switch = "enabled"
 
     enabled: Annotated[StrictBool, Flag("--cuda-graph-stash")] = False
-    """Store activations that experts save in pages, only for rows that hold a token."""
+    """Store activations that experts save in pages, for rows with a token."""
     initial_bytes: Natural | None = None
     """Bytes of pages to begin with. Null: 1.1 times what the eager steps before the capture
     used."""

@@ -162,3 +162,12 @@ def test_flags_that_make_no_sense_are_refused() -> None:
         read_flags(
             _parse("--cuda-graph-granularity", "chunk", "--cuda-graph-max-packed-seqs", "-1")
         )
+
+
+def test_its_help_fits_on_two_screens(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main(["launch", "--help"])
+    assert len(capsys.readouterr().out.splitlines()) <= 80
