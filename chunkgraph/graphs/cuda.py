@@ -21,7 +21,7 @@ from chunkgraph.errors import CaptureError, ChunkGraphError
 from chunkgraph.graphs.addresses import AddressRange, AddressRanges
 from chunkgraph.graphs.contract import GraphBackend, Pool
 from chunkgraph.graphs.cuda_pool import CudaAllocations, CUDAPool
-from chunkgraph.graphs.failure import capture_failure
+from chunkgraph.graphs.failure import capture_failure, check_backward
 from chunkgraph.graphs.graph_nodes import CudaCopyNode, GraphEditor
 from chunkgraph.graphs.host_constants import HostConstants, HostMemory
 from chunkgraph.graphs.operators import OperatorMode
@@ -138,9 +138,11 @@ class _CaptureMode(OperatorMode):
         super().__init__()
         self.constants = HostConstants(label, memory)
         self._generator = generator
+        self._label = label
 
     def run_operator(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `OperatorMode`."""
+        check_backward(func, args, self._label)
         self._generator.draw(func, args, kwargs)
         return self.constants.run(func, args, kwargs)
 

@@ -7,13 +7,17 @@ import linecache
 import os
 import sys
 import traceback
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
 from chunkgraph.errors import CaptureError, IllegalOperationError
 
 __all__ = [
     "capture_failure",
+    "check_backward",
     "current_location",
     "illegal_operation",
 ]
@@ -22,6 +26,15 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _MACHINERY = (_TORCH, _OURS + "graphs" + os.sep, "<")
 _CAPTURING = (_OURS + "engine" + os.sep, _OURS + "memory" + os.sep)
+
+# Backwards that read values on the host. Under a dispatch mode torch uses other formulas with other
+# bits: for each node, the operator that only this other formula runs (None: any operator).
+_READING_BACKWARDS: dict[str, OpOverload | None] = {
+    "ProdBackward0": None,
+    "ProdBackward1": None,
+    # The gradient of the number that is filled in.
+    "MaskedFillBackward1": torch.ops.aten.where.self,
+}
 
 _KEEP_ON_DEVICE = (
     "keep the value on the device (torch.where, masks of fixed shape), move the line out of the "
@@ -96,3 +109,21 @@ def illegal_operation(
     return IllegalOperationError(
         f"{what} {why}, so the graph cannot hold it; capturing {label}.{place}\n  To do: {remedy}"
     )
+
+
+def check_backward(func: OpOverload, args: Sequence[Any], label: str) -> None:
+    """Refuse backwards that read values on the host, which they avoid only under a dispatch mode.
+
+    Raises:
+        IllegalOperationError: This is such a backward; the message names it.
+    """
+    node = torch._C._current_autograd_node()
+    if node is None:
+        return
+    name = node.name()
+    if name not in _READING_BACKWARDS or _READING_BACKWARDS[name] not in (None, func):
+        return
+    if any(isinstance(a, torch.Tensor) and a.numel() > 1 for a in args):
+        raise illegal_operation(
+            name.removesuffix("0").removesuffix("1"), "reads device values on the host", label
+        )

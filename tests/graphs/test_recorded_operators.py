@@ -162,3 +162,17 @@ def test_any_sequence_of_operators_is_equal_to_eager(names: list[str]) -> None:
         return x
 
     assert_equal_to_eager(program, (6, 4), [w])
+
+
+@pytest.mark.parametrize("name", ["prod", "filled number"])
+def test_backwards_that_read_values_are_refused_by_name(name: str) -> None:
+    backend = RecorderBackend()
+    x = torch.randn(3, requires_grad=True)
+    number = torch.tensor(2.0, requires_grad=True)
+    with capturing(backend, "forward"):
+        out = x.prod() if name == "prod" else x.masked_fill(x > 0, number).sum()
+    with (
+        pytest.raises(IllegalOperationError, match=r"(Prod|MaskedFill)Backward reads"),
+        capturing(backend, "backward"),
+    ):
+        torch.autograd.grad(out, [x, number], torch.ones(()), allow_unused=True)

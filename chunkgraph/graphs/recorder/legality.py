@@ -16,7 +16,7 @@ import torch
 from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from chunkgraph.graphs.failure import illegal_operation
+from chunkgraph.graphs.failure import check_backward, illegal_operation
 from chunkgraph.graphs.operators import are_same, draws, explicit_generator
 
 __all__ = ["HostReadGuard", "check_operator"]
@@ -68,6 +68,7 @@ def check_operator(
         raise illegal_operation(
             "torch.from_numpy", "shares host memory, whose changes a replay does not see", label
         )
+    check_backward(func, args, label)
     if draws(func):
         generator = explicit_generator(args, kwargs)
         if generator is not None and not any(are_same(generator, other) for other in generators):
