@@ -1,4 +1,4 @@
-"""`Chunk`, `CaptureOptions` and `Host`: what a user tells the engine."""
+"""Describe a chunk, the options of its capture, and the program around it."""
 
 from __future__ import annotations
 
