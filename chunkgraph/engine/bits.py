@@ -19,7 +19,7 @@ __all__ = ["Digests", "digests_of", "has_memory", "has_nan", "same_bits"]
 # Prime numbers of buckets. Two of them, so that elements change places unseen only if they are a
 # multiple of both apart.
 _BUCKETS = (251, 241)
-_PIECE = 1 << 20  # elements
+_PIECE = 1 << 17  # elements; their copies of 1 MiB come from the allocator's small blocks
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -131,10 +131,9 @@ def _digest(tensor: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
 def _bucketed(flat: torch.Tensor, num_buckets: int, dtype: torch.dtype) -> torch.Tensor:
     """Sum elements into buckets by their position modulo ``num_buckets``."""
     sums = torch.zeros(num_buckets, dtype=dtype, device=flat.device)
+    num_whole = flat.numel() // num_buckets * num_buckets
     # In pieces, since the sum first makes a copy in ``dtype``, which is up to eight times as large.
-    for piece in flat.split(_PIECE // num_buckets * num_buckets):
-        num_whole = piece.numel() // num_buckets * num_buckets
-        sums += piece[:num_whole].view(-1, num_buckets).sum(dim=0, dtype=dtype)
-        rest = piece[num_whole:]
-        sums[: rest.numel()] += rest.to(dtype)
+    for piece in flat[:num_whole].split(_PIECE // num_buckets * num_buckets):
+        sums += piece.view(-1, num_buckets).sum(dim=0, dtype=dtype)
+    sums[: flat.numel() - num_whole] += flat[num_whole:].to(dtype)
     return sums
