@@ -1,11 +1,12 @@
 """A chunk's slots, the capture session, replay and the decision of every step."""
 
+from chunkgraph.engine.agreement import Agree
 from chunkgraph.engine.banks import Banks
 from chunkgraph.engine.capture.captured_rank import CaptureReport
 from chunkgraph.engine.chunk import CaptureOptions, Chunk, GradientMarker, Host
 from chunkgraph.engine.constant_inputs import mark_constant
 from chunkgraph.engine.counters import Counters
-from chunkgraph.engine.decide import Agree, EagerReason, StepMode
+from chunkgraph.engine.decide import EagerReason, StepMode
 from chunkgraph.engine.engine import ChunkGraphs
 from chunkgraph.engine.program import FORWARD_ONLY
 

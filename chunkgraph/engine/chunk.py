@@ -24,8 +24,7 @@ __all__ = [
     "OnCapture",
     "Program",
     "VerifyMode",
-    "is_whole",
-    "with_user_hooks",
+    "is_integer",
 ]
 
 Action = Literal["F", "B", "I", "W"]
@@ -174,7 +173,7 @@ OnCapture = Callable[[int, int, int | None], None]
 VerifyMode = Literal["none", "poison", "shadow"]
 
 
-def is_whole(value: object) -> TypeGuard[int]:
+def is_integer(value: object) -> TypeGuard[int]:
     """Return whether a value is an integer; booleans are not."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
@@ -236,7 +235,7 @@ class CaptureOptions:
 
     def _check_count(self, name: str, least: int, *, none: str = "") -> None:
         value = getattr(self, name)
-        if (none and value is None) or (is_whole(value) and value >= least):
+        if (none and value is None) or (is_integer(value) and value >= least):
             return
         what = f"a whole number, {least} or greater{f', or {none}' if none else ''}"
         raise ConfigError(f"{name} is {shown(value)}; it must be {what}.")
@@ -248,7 +247,17 @@ class CaptureOptions:
 
 
 class Host:
-    """The program around the chunks. Override the methods it needs; by default all do nothing."""
+    """The program around the chunks. Override the methods it needs; by default all do nothing.
+
+    Args:
+        generators: the random generators that the chunks draw from, besides the default one.
+        progress: called after every captured graph; see `progress`.
+    """
+
+    def __init__(
+        self, generators: Sequence[torch.Generator] = (), progress: OnCapture | None = None
+    ) -> None:
+        self._generators, self._progress = tuple(generators), progress
 
     def preserving(self) -> AbstractContextManager[object]:
         """Enclose a capture session or an eager pass of ``verify``; restore host-side state."""
@@ -271,7 +280,7 @@ class Host:
 
     def generators(self) -> Sequence[torch.Generator]:
         """Return the random generators that the chunks draw from, besides the default one."""
-        return ()
+        return self._generators
 
     def progress(self, num_done: int, num_graphs: int, free_bytes: int | None) -> None:
         """Follow a session: called after every captured graph.
@@ -281,46 +290,5 @@ class Host:
             num_graphs: graphs of the session.
             free_bytes: bytes left on the device; None: unknown.
         """
-
-
-class _WithUserHooks(Host):
-    """A host, with generators and a progress callback that a user declares."""
-
-    def __init__(
-        self,
-        host: Host,
-        generators: Callable[[], Sequence[torch.Generator]],
-        progress: Callable[[int, int, int | None], object] | None,
-    ) -> None:
-        self._host, self._generators, self._progress = host, generators, progress
-
-    def preserving(self) -> AbstractContextManager[object]:
-        return self._host.preserving()
-
-    def capturing(self) -> AbstractContextManager[object]:
-        return self._host.capturing()
-
-    def verifying(self) -> AbstractContextManager[object]:
-        return self._host.verifying()
-
-    def judge(self, wrong_replay: VerifyError) -> None:
-        self._host.judge(wrong_replay)
-
-    def generators(self) -> Sequence[torch.Generator]:
-        return (*self._host.generators(), *self._generators())
-
-    def progress(self, num_done: int, num_graphs: int, free_bytes: int | None) -> None:
-        self._host.progress(num_done, num_graphs, free_bytes)
         if self._progress is not None:
             self._progress(num_done, num_graphs, free_bytes)
-
-
-def with_user_hooks(
-    host: Host,
-    generators: Callable[[], Sequence[torch.Generator]] | None,
-    progress: Callable[[int, int, int | None], object] | None,
-) -> Host:
-    """Return ``host``, with generators and a progress callback that a user declares."""
-    if generators is None and progress is None:
-        return host
-    return _WithUserHooks(host, generators or tuple, progress)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from chunkgraph.engine import arguments
+from chunkgraph.engine.agreement import Agree, agree_alone
 from chunkgraph.engine.banks import Banks, Samples, StepBanks
 from chunkgraph.engine.capture.captured_rank import CapturedRank, CaptureReport
 from chunkgraph.engine.capture.output_gradients import watched
@@ -20,18 +21,14 @@ from chunkgraph.engine.chunk import (
     CaptureOptions,
     Chunk,
     Host,
-    OnCapture,
-    with_user_hooks,
 )
 from chunkgraph.engine.counters import Counters
 from chunkgraph.engine.decide import (
     SHAPE_UNKNOWN,
-    Agree,
     EagerReason,
     StepDecider,
     StepKind,
     StepMode,
-    agree_alone,
 )
 from chunkgraph.engine.joint_capture import Capturer
 from chunkgraph.engine.observer import (
@@ -72,8 +69,6 @@ class ChunkGraphs:
         banks: the variants of every slot; see `Banks`. None: a single one.
         takes_misfits: whether every training step states on every rank whether its inputs fit
             (`step`, `announce`); the same on all ranks. ``banks.drops_failed`` needs it.
-        generators: returns the generators that chunks draw from besides the default and the host's.
-        progress: called after every captured graph; see `Host.progress`.
 
     Raises:
         ConfigError: an argument is invalid.
@@ -100,9 +95,6 @@ class ChunkGraphs:
         host: Host | None = None,
         banks: Banks | None = None,
         takes_misfits: bool = False,
-        # Many, since options hold no such objects; these two spare users a `Host` of their own.
-        generators: Callable[[], Sequence[torch.Generator]] | None = None,
-        progress: OnCapture | None = None,
     ) -> None:
         self.options = options or CaptureOptions()
         self.chunks = arguments.as_chunks(chunks)
@@ -129,7 +121,6 @@ class ChunkGraphs:
             self._backend.device,
             shared_slots=self.options.shared_slots,
         )
-        host = with_user_hooks(host or Host(), generators, progress)
         self._capturer = Capturer(
             chunks=self.chunks,
             num_slots=self._num_slots,
@@ -137,8 +128,7 @@ class ChunkGraphs:
                 memory_plan=plan_for_slots(sum(self._num_slots)),
                 shared_slots=self.options.shared_slots,
                 num_together=num_together,
-                host=host,
-                progress=host.progress,
+                host=host or Host(),
             ),
             backend=self._backend,
             options=self.options,

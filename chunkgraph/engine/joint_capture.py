@@ -13,15 +13,15 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
 
+from chunkgraph.engine.agreement import Agree
 from chunkgraph.engine.arguments import rank_label
 from chunkgraph.engine.banks import StepBanks
 from chunkgraph.engine.capture.captured_rank import CapturedRank
 from chunkgraph.engine.capture.layers import LayerWatch
+from chunkgraph.engine.capture.refusals import refuse_sparse_gradients
 from chunkgraph.engine.capture.session import SessionSettings, capture_session
 from chunkgraph.engine.chunk import CaptureOptions, Chunk
-from chunkgraph.engine.decide import Agree
 from chunkgraph.engine.observer import Verifier, new_verifier
 from chunkgraph.engine.tree import Call
 from chunkgraph.errors import CaptureError, ChunkGraphError
@@ -146,7 +146,7 @@ class Capturer:
         """Return the chunks as they are now, once they can be captured from these calls."""
         chunks = tuple(chunk.now() for chunk in self.chunks)
         for chunk in chunks:
-            _refuse_sparse_gradients(chunk)
+            refuse_sparse_gradients(chunk)
         for calls in samples.values():
             for chunk, call in zip(chunks, calls, strict=True):
                 if call.problem:
@@ -155,15 +155,6 @@ class Capturer:
                     args, kwargs = call.arguments()
                     chunk.check_sample(*args, **kwargs)
         return chunks
-
-
-def _refuse_sparse_gradients(chunk: Chunk) -> None:
-    for path, part in chunk.module.named_modules() if chunk.module is not None else ():
-        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse:
-            raise CaptureError(
-                f"{chunk.label}: {path or 'it'} is an embedding with sparse=True, whose gradient "
-                "is a sparse tensor of a size that depends on values. Use sparse=False."
-            )
 
 
 class StoppedElsewhere(Exception):  # noqa: N818
@@ -230,13 +221,12 @@ class _Progress:
 
     def __init__(self, settings: SessionSettings) -> None:
         self.layers = LayerWatch()
-        self._progress = settings.progress
+        self._host = settings.host
         self._num_done = self._num_graphs = 0
 
     def __call__(self, num_done: int, num_graphs: int, free_bytes: int | None) -> None:
         self._num_done, self._num_graphs = num_done, num_graphs
-        if self._progress is not None:
-            self._progress(num_done, num_graphs, free_bytes)
+        self._host.progress(num_done, num_graphs, free_bytes)
 
     def explain(self, error: Exception, label: str) -> ChunkGraphError:
         """Return the error to report, with the layer and, out of memory, the graphs captured."""

@@ -6,7 +6,7 @@ A program captures a forward, then the actions of its backward. By default there
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,13 +16,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec
 
-from chunkgraph.engine.autograd_graph import leaves_below
 from chunkgraph.engine.capture.output_gradients import OutputGradients
+from chunkgraph.engine.capture.refusals import refuse_without_backward, refuse_written
 from chunkgraph.engine.capture.static_inputs import call_with, static_like
 from chunkgraph.engine.chunk import Action, Chunk, GradientMarker, Host
 from chunkgraph.engine.gradients import GradientSinks
 from chunkgraph.engine.layout import memory_of, span
-from chunkgraph.engine.module_tree import entries
 from chunkgraph.engine.slot import (
     InputGrads,
     Outputs,
@@ -30,7 +29,7 @@ from chunkgraph.engine.slot import (
     StaticInputs,
     StaticOutputGrads,
 )
-from chunkgraph.engine.tree import Call, argument_paths, distinct_tensors, flatten
+from chunkgraph.engine.tree import Call, distinct_tensors, flatten
 from chunkgraph.errors import CaptureError
 from chunkgraph.graphs import AddressRanges, Graph, GraphBackend, Pool, storage_address
 from chunkgraph.memory import PoolPlan
@@ -48,7 +47,6 @@ __all__ = [
     "fill_test_gradient",
     "finish_slot",
     "program_of",
-    "refuse_undeclared",
 ]
 
 Receive = Callable[[int, torch.Tensor], None]
@@ -361,9 +359,9 @@ def capture_forward(slot: Slot, own: Isolated, sample: Call) -> Pass:
     slot.graphs["F"] = graph
     slot.inputs = StaticInputs([t.detach() for t in inputs], graph.copy_nodes)
     try:
-        _refuse_written(chunk.label, sample, inputs, versions)
+        refuse_written(chunk.label, sample, inputs, versions)
         if chunk.has_backward:
-            _check_outputs(chunk, forward.outputs, [*inputs, *own.leaves])
+            refuse_without_backward(chunk, forward.outputs, [*inputs, *own.leaves])
     except CaptureError:
         graph.release()
         raise
@@ -430,78 +428,3 @@ def _alias(tensor: torch.Tensor, memory: Sequence[tuple[Pool, AddressRanges]]) -
     shape = tensor.storage_offset(), tensor.shape, tensor.stride()
     free = pool.alias(storage.data_ptr(), storage.nbytes())
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(free, *shape)
-
-
-def _check_outputs(
-    chunk: Chunk, outputs: Sequence[torch.Tensor], declared: Iterable[torch.Tensor]
-) -> None:
-    """Refuse a forward without a backward, or one whose backward would lose gradients.
-
-    Args:
-        chunk: runs the forward.
-        outputs: the outputs that require grad.
-        declared: inputs and parameters, whose gradients are computed.
-
-    Raises:
-        CaptureError: there is no backward, or it would lose gradients; the message names the
-            tensors.
-    """
-    if not outputs:
-        raise CaptureError(
-            f"{chunk.label}: no output of its forward requires grad, so there is no backward to "
-            "capture. Capture it with program=FORWARD_ONLY, leave it out, train one of its "
-            "parameters, or set on_failure=eager."
-        )
-    refuse_undeclared(chunk, outputs, declared)
-
-
-def refuse_undeclared(
-    chunk: Chunk, outputs: Sequence[torch.Tensor], declared: Iterable[torch.Tensor]
-) -> None:
-    """Refuse leaves below ``outputs`` that take a gradient and are not among ``declared``.
-
-    A leaf reached only through recomputation does not show before its backward.
-
-    Raises:
-        CaptureError: there are such leaves; the message names them.
-    """
-    known = set(map(id, declared))
-    lost = [leaf for leaf in leaves_below(outputs) if id(leaf) not in known]
-    if lost:
-        names = ", ".join(_described(chunk, lost))
-        raise CaptureError(
-            f"{chunk.label}: its forward uses tensors that require grad and are neither arguments "
-            f"nor among its parameters ({names}); a replay would lose their gradients. List them "
-            "in Chunk.parameters, pass them as arguments, or detach them."
-        )
-
-
-def _described(chunk: Chunk, tensors: Sequence[torch.Tensor]) -> list[str]:
-    """Return the names of tensors in the chunk's module, with their shapes."""
-    ids = set(map(id, tensors))
-    names: dict[int, str] = {}
-    for _, _, value, name in entries(chunk.module, chunk.module_name) if chunk.module else ():
-        if id(value) in ids:
-            names.setdefault(id(value), f"{name}: ")
-    return [f"{names.get(id(t), '')}{tuple(t.shape)} {t.dtype}" for t in tensors]
-
-
-def _refuse_written(
-    label: str, sample: Call, inputs: Sequence[torch.Tensor], versions: Sequence[int]
-) -> None:
-    """Refuse a chunk that writes into its arguments: a replay writes into copies of them.
-
-    Raises:
-        CaptureError: it writes into arguments; the message names them.
-    """
-    written = [
-        path
-        for path, tensor, version in zip(argument_paths(sample), inputs, versions, strict=True)
-        if tensor._version != version
-    ]
-    if written:
-        raise CaptureError(
-            f"{label}: its forward changes {', '.join(written)} in place. A replay works on a "
-            "copy and would leave the caller's tensor unchanged. Compute a new tensor and return "
-            "it, or keep the state in a buffer of the module."
-        )

@@ -29,7 +29,6 @@ from chunkgraph.megatron.captured_part import Scope
 from chunkgraph.megatron.core.access import refuse_other_releases
 from chunkgraph.megatron.core.agreement import before_groups_end
 from chunkgraph.megatron.core.data_parallel import facts_of_delays
-from chunkgraph.megatron.core.random_state import graph_safe_generators
 from chunkgraph.megatron.feature import (
     AnyFeature,
     Feature,
@@ -145,8 +144,9 @@ def attach(  # the options of a job, as keywords
         for kind in kinds:
             kind.prepare(site, undo)
         site.find_parts(undo)
-        installed = Features(f for kind in kinds if (f := kind.of(site, undo)) is not None)
-        chunk_graphs = _chunk_graphs(site, installed, backend, progress)
+        own = (kind.of(site, undo) for kind in kinds)
+        installed = Features((feature for feature in own if feature is not None), progress)
+        chunk_graphs = _chunk_graphs(site, installed, backend)
         graphs = MegatronChunkGraphs(site, chunk_graphs, installed, undo)
         failure.callback(graphs.detach)
         for part in site.parts:
@@ -457,9 +457,7 @@ def notify_after_last_forward(
     return {**kwargs, "forward_step_func": counted}
 
 
-def _chunk_graphs(
-    site: Site, features: Features, backend: GraphBackend | None, progress: OnCapture | None
-) -> ChunkGraphs:
+def _chunk_graphs(site: Site, features: Features, backend: GraphBackend | None) -> ChunkGraphs:
     """Create the engine of the captured parts."""
     is_split = site.schedule is not None and site.schedule.splits_backward
     program = SPLIT if is_split else None
@@ -472,8 +470,6 @@ def _chunk_graphs(
         options=site.options,
         agree=site.agree,
         host=features,
-        generators=graph_safe_generators,
-        progress=progress,
         takes_misfits=features.plans is not None,
         banks=Banks() if features.plans is None else features.plans.banks,
         backend=backend,

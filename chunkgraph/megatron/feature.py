@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 import torch
 
 from chunkgraph.engine import Agree, Chunk, Host, StepMode
+from chunkgraph.engine.chunk import OnCapture
 from chunkgraph.errors import VerifyError
+from chunkgraph.megatron.core.random_state import graph_safe_generators
 from chunkgraph.settings.rule import Rule
 
 if TYPE_CHECKING:
@@ -145,13 +147,15 @@ class Features(Host):
 
     Args:
         features: The features in order.
+        progress: Called after every captured graph; see `Host.progress`.
 
     Attributes:
         limited: Those that may have no room in a step.
         plans: The plans of packed steps; None if documents are not packed.
     """
 
-    def __init__(self, features: Iterable[Feature]) -> None:
+    def __init__(self, features: Iterable[Feature], progress: OnCapture | None = None) -> None:
+        super().__init__(progress=progress)
         self._all = tuple(features)
         self.limited = tuple(f for f in self._all if isinstance(f, LimitedFeature))
         self.plans = next((f.plans for f in self._all if f.plans is not None), None)
@@ -190,6 +194,10 @@ class Features(Host):
     def verifying(self) -> Context:
         """Enclose an eager pass of ``verify`` in every feature."""
         return self._around("verify")
+
+    def generators(self) -> list[torch.Generator]:
+        """Return the generators of Megatron's random states."""
+        return graph_safe_generators()
 
     def _around(self, work: Work) -> Context:
         return _all_of(f.around(work) for f in self._all)

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from chunkgraph.engine import CaptureOptions
+from chunkgraph.engine.agreement import Maximum
 from chunkgraph.engine.arguments import check_counts
-from chunkgraph.engine.decide import Maximum
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.captured_part import (
     CapturedPart,

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from chunkgraph._text import shown
 from chunkgraph.engine import CaptureOptions, ChunkGraphs
-from chunkgraph.engine.chunk import is_whole
-from chunkgraph.engine.decide import Maximum
+from chunkgraph.engine.agreement import Maximum
+from chunkgraph.engine.chunk import is_integer
 from chunkgraph.engine.split import WeightBackwards
 from chunkgraph.errors import ChunkGraphError, ConfigError, ReplayMismatchError
 from chunkgraph.pipelining.data_parallel import refuse_too_few_steps
@@ -143,7 +143,7 @@ class GraphedSchedule:
                     "this step: num_microbatches=..."
                 )
             return self._counts[0]
-        if not is_whole(num_microbatches) or num_microbatches < 1:
+        if not is_integer(num_microbatches) or num_microbatches < 1:
             raise ConfigError(
                 f"num_microbatches is {shown(num_microbatches)}; pass a whole number, 1 or greater."
             )
@@ -259,7 +259,7 @@ def _checked(counts: object) -> tuple[int, ...]:
     if not isinstance(counts, Sequence) or not counts:
         raise ConfigError(f"counts is {shown(counts)}; pass the numbers of microbatches of steps.")
     for count in counts:
-        if not is_whole(count) or count < 1:
+        if not is_integer(count) or count < 1:
             raise ConfigError(f"counts has {shown(count)}; pass whole numbers, 1 or greater.")
     return tuple(dict.fromkeys(counts))
 

@@ -95,8 +95,8 @@ class LegalCounts:
 
     def __contains__(self, count: int) -> bool:
         tail = count % self.group_size
-        is_whole = tail == 0 or tail >= self.least_tail
-        return count >= self.least and self.group_size >= self.least_tail and is_whole
+        is_integer = tail == 0 or tail >= self.least_tail
+        return count >= self.least and self.group_size >= self.least_tail and is_integer
 
     def up_to(self, most: int) -> tuple[int, ...]:
         """Return all from 1 to ``most`` inclusive, ascending."""

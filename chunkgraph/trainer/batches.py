@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from chunkgraph.data import END_OF_DOCUMENT, DocumentRow, Documents, PackedText, read_documents
-from chunkgraph.engine.decide import Maximum
+from chunkgraph.engine.agreement import Maximum
 from chunkgraph.megatron.core.access import import_megatron, private_names
 from chunkgraph.megatron.core.agreement import agree_by_maximum
 from chunkgraph.megatron.features.contexts import ContextGroups

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from chunkgraph.engine import CaptureOptions, ChunkGraphs, EagerReason, StepMode
-from chunkgraph.engine.decide import Agreement
+from chunkgraph.engine.agreement import Agreement
 from chunkgraph.graphs import RecorderBackend
 
 

@@ -47,8 +47,8 @@ class _Rank:
 
         def wait() -> list[int]:
             with group.changed:
-                is_whole = lambda: len(group.calls[number]) == group.num_ranks  # noqa: E731
-                assert group.changed.wait_for(is_whole, timeout=60), "a rank waits for ever"
+                is_integer = lambda: len(group.calls[number]) == group.num_ranks  # noqa: E731
+                assert group.changed.wait_for(is_integer, timeout=60), "a rank waits for ever"
                 columns = zip(*group.calls[number].values(), strict=True)
                 return [max(column) for column in columns]
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from toys import Apply
 
-from chunkgraph.engine import Banks, CaptureOptions, Chunk, ChunkGraphs
+from chunkgraph.engine import Banks, CaptureOptions, Chunk, ChunkGraphs, Host
 from chunkgraph.errors import ConfigError
 from chunkgraph.graphs import RecorderBackend
 from chunkgraph.slots import plan_slots
@@ -136,7 +136,7 @@ def test_samples_that_do_not_fit_the_chunks_are_refused() -> None:
         graphs.capture(torch.ones(1, 4))  # type: ignore[arg-type]
 
 
-def test_generators_and_progress_are_declared_without_a_host() -> None:
+def test_generators_and_progress_are_declared_in_a_host() -> None:
     generator = torch.Generator().manual_seed(3)
     num_done = []
     graphs = ChunkGraphs(
@@ -146,8 +146,7 @@ def test_generators_and_progress_are_declared_without_a_host() -> None:
         ),
         1,
         backend=RecorderBackend(),
-        generators=lambda: (generator,),
-        progress=lambda done, _total, _free: num_done.append(done),
+        host=Host([generator], lambda done, _total, _free: num_done.append(done)),
     )
     state = generator.get_state()
     graphs.capture([torch.ones(1, 2)])

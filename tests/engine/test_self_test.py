@@ -11,7 +11,7 @@ import torch
 from torch import library, nn
 from toys import Apply
 
-from chunkgraph.engine import CaptureOptions, ChunkGraphs
+from chunkgraph.engine import CaptureOptions, ChunkGraphs, Host
 from chunkgraph.engine.bits import digests_of
 from chunkgraph.engine.capture import self_test
 from chunkgraph.engine.capture.layers import LayerWatch
@@ -89,7 +89,7 @@ def test_the_first_slot_is_tested_before_the_next_is_captured() -> None:
     done: list[int] = []
     chunk = three_layers()
     chunk.layers[0].scale = counting()
-    graphs = ChunkGraphs([chunk], [4], progress=lambda num, *_: done.append(num))
+    graphs = ChunkGraphs([chunk], [4], host=Host(progress=lambda num, *_: done.append(num)))
     with pytest.raises(CaptureError):
         graphs.capture([torch.randn(2, WIDTH, requires_grad=True)])
     assert done == [1, 2]

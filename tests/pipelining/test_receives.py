@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch_release import ShapeError
 
+from chunkgraph.engine import Host
 from chunkgraph.pipelining.receives import ReceiveMemory
 
 CPU = torch.device("cpu")
@@ -109,7 +110,8 @@ def test_outputs_of_the_last_step_are_gone_before_a_capture(pipeline: Callable[.
     """On a GPU they would keep the rest of their blocks of memory from the graphs."""
     num_kept: list[int] = []
     pipe = pipeline(
-        nn.Linear(4, 4), progress=lambda *_: num_kept.append(len(pipe.stages[0].output_chunks))
+        nn.Linear(4, 4),
+        host=Host(progress=lambda *_: num_kept.append(len(pipe.stages[0].output_chunks))),
     )
     pipe.step()
     assert len(pipe.stages[0].output_chunks) == 2

@@ -18,7 +18,7 @@ from gathering import Gather
 from torch import nn
 
 from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs, Host, StepMode
-from chunkgraph.engine.decide import Agree
+from chunkgraph.engine.agreement import Agree
 from chunkgraph.engine.verify import same_bits
 from chunkgraph.errors import ConfigError, ReplayMismatchError
 from chunkgraph.megatron.core.agreement import agree_by_maximum

@@ -113,7 +113,7 @@ def choose_sizes_at_random() -> None:
 def write_words(path: str) -> None:
     """Record announcements of steps to the engine, and its questions about them."""
     from chunkgraph.engine import ChunkGraphs
-    from chunkgraph.engine.decide import Agreement
+    from chunkgraph.engine.agreement import Agreement
 
     announce, withdraw, answer = ChunkGraphs.announce, ChunkGraphs.withdraw, Agreement.answer
 

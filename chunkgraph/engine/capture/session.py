@@ -36,6 +36,7 @@ from chunkgraph.engine.capture.dangling import Bookkeeping, refuse_dangling
 from chunkgraph.engine.capture.layers import LayerWatch
 from chunkgraph.engine.capture.parameter_aliases import ParameterAliases
 from chunkgraph.engine.capture.preserved import parts_kept, restored, state_of
+from chunkgraph.engine.capture.refusals import refuse_shared_parameters
 from chunkgraph.engine.capture.saved import SavedTensor, saved_tensors
 from chunkgraph.engine.capture.self_test import Measured, difference, wrong_replay
 from chunkgraph.engine.capture.static_inputs import SlotStatics
@@ -279,7 +280,7 @@ def _begin(
     sinks = tuple(GradientSinks(c.parameters, grad_memory) for c in chunks)
     grad_memory.set_aside()  # the passes of `_warm_up` need none
     models = tuple(ModelGuard(chunk) for chunk in chunks)
-    _refuse_shared_parameters(chunks)
+    refuse_shared_parameters(chunks)
     stand_ins: dict[int, nn.Parameter] = {}
     aliases = tuple(ParameterAliases(c.module, c.parameters, stand_ins) for c in chunks)
     return _Session(
@@ -533,27 +534,6 @@ def _footprint(slot: Slot, backend: GraphBackend) -> SlotFootprint:
     # Copies into static inputs before a replay are writes too.
     writes[f"{slot.label} (its inputs loaded)"] = loaded
     return SlotFootprint(slot.label, slot.block.kept | loaded, writes, slot.block.key, reads)
-
-
-def _refuse_shared_parameters(chunks: Sequence[Chunk]) -> None:
-    """Refuse parameters that a chunk with several backward actions shares with another one.
-
-    The schedule determines when each adds its gradients, and so the order of the sum.
-
-    Raises:
-        CaptureError: There are such parameters; the message names the chunks.
-    """
-    owners: dict[int, Chunk] = {}
-    for chunk in chunks:
-        for parameter in chunk.parameters:
-            other = owners.setdefault(id(parameter), chunk)
-            if other is not chunk and max(len(other.actions), len(chunk.actions)) > 2:
-                raise CaptureError(
-                    f"{chunk.label} and {other.label} share a parameter of shape "
-                    f"{tuple(parameter.shape)}, and at least one of their backwards is split, so "
-                    "the order in which their gradients are added would depend on the schedule. "
-                    "Capture both with whole backwards, or use a schedule that splits no backward."
-                )
 
 
 def _num_bytes(tensors: Sequence[torch.Tensor]) -> int:

@@ -10,6 +10,7 @@ import torch
 
 from chunkgraph.engine.capture.layers import LayerWatch
 from chunkgraph.engine.capture.preserved import tensors_kept
+from chunkgraph.engine.capture.refusals import refuse_undeclared
 from chunkgraph.engine.capture.saved import saved_tensors
 from chunkgraph.engine.capture.self_test import Measured, Noise, check_passes
 from chunkgraph.engine.chunk import Chunk
@@ -18,7 +19,6 @@ from chunkgraph.engine.program import (
     Isolated,
     Pass,
     program_of,
-    refuse_undeclared,
 )
 from chunkgraph.engine.tree import Call
 from chunkgraph.errors import CaptureError

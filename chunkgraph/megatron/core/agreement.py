@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from chunkgraph.engine.decide import Maximum
+from chunkgraph.engine.agreement import Maximum
 from chunkgraph.errors import WorkerError
 from chunkgraph.megatron.core.access import import_megatron
 

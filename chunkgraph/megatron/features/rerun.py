@@ -19,7 +19,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from chunkgraph.engine.decide import Agree, StepMode, agree_alone
+from chunkgraph.engine.agreement import Agree, agree_alone
+from chunkgraph.engine.decide import StepMode
 from chunkgraph.megatron.core.access import private_names
 from chunkgraph.megatron.core.random_state import RandomStates
 from chunkgraph.megatron.feature import LimitedFeature, Shortage

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from chunkgraph.engine import Chunk, StepMode
-from chunkgraph.engine.decide import Agree
+from chunkgraph.engine.agreement import Agree
 from chunkgraph.errors import CaptureError
 from chunkgraph.megatron.captured_part import CapturedPart
 from chunkgraph.megatron.core.backward_pass import is_in_backward

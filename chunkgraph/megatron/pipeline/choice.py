@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from chunkgraph.engine.decide import Maximum
+from chunkgraph.engine.agreement import Maximum
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.megatron.rules.features import SCHEDULE_RULES

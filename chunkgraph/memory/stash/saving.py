@@ -267,8 +267,8 @@ class _Choice:
             return None
         if tensor.dim() == 1:
             width, rest = divmod(tensor.numel(), self._rows.num_rows)
-            is_whole = not rest and _MIN_ROW_BYTES <= width * size <= self._page_bytes
-            return self._rows if is_whole else None
+            is_integer = not rest and _MIN_ROW_BYTES <= width * size <= self._page_bytes
+            return self._rows if is_integer else None
         row_bytes = tensor.numel() // tensor.shape[0] * size
         if not _MIN_ROW_BYTES <= row_bytes <= self._page_bytes:
             return None

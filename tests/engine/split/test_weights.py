@@ -24,7 +24,7 @@ from split_models import (
 from torch import nn
 from toys import Apply
 
-from chunkgraph.engine import Chunk, ChunkGraphs
+from chunkgraph.engine import Chunk, ChunkGraphs, Host
 from chunkgraph.engine.split import SPLIT, WeightBackwards
 from chunkgraph.errors import CaptureError, ReplayMismatchError, SlotError
 from chunkgraph.graphs import RecorderBackend
@@ -339,7 +339,7 @@ def test_numbers_and_ranges_know_the_halves() -> None:
         [Chunk.from_module(Block(), "rank 0 chunk 0", program=SPLIT)],
         2,
         backend=backend,
-        progress=lambda num_done, num_graphs, _: done.append((num_done, num_graphs)),
+        host=Host(progress=lambda num, num_graphs, _: done.append((num, num_graphs))),
     )
     graphs.weights = WeightBackwards(graphs)
     x = inputs_of(backend.device, 1)[0]

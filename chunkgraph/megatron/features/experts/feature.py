@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, Self, get_args
 import torch
 
 from chunkgraph.engine import Agree, Chunk, StepMode
-from chunkgraph.engine.decide import agree_alone
+from chunkgraph.engine.agreement import agree_alone
 from chunkgraph.errors import ConfigError, TokenDropError
 from chunkgraph.megatron.captured_part import CapturedPart
 from chunkgraph.megatron.core.agreement import agree_by_maximum

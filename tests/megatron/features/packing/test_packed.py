@@ -189,8 +189,8 @@ def test_rows_after_the_last_offset_are_refused(
     batch = packed_batch([7, 5])
     params = batch["packed_seq_params"]
     check = graphs.features.wrap(graphs.site.parts[0]).check_sample
-    is_whole = graphs.site.parts[0].module is not graphs.site.parts[0]._block
-    first = None if is_whole else torch.zeros(32, 1, 8)
+    is_integer = graphs.site.parts[0].module is not graphs.site.parts[0]._block
+    first = None if is_integer else torch.zeros(32, 1, 8)
     check(first, input_ids=batch["input_ids"], **split_params(params, "chunk"))
     check(first, input_ids=batch["input_ids"])  # not packed
     if not names:  # as for sequences without padding between them
@@ -206,11 +206,11 @@ def test_rows_after_the_last_offset_are_refused(
         check(first, input_ids=batch["input_ids"], **arguments)
     check(first, input_ids=None)  # not packed, and no token numbers
     check(first)
-    if is_whole:  # the caller embeds tokens
+    if is_integer:  # the caller embeds tokens
         with pytest.raises(ConfigError, match=rf"{ends_at}, but there are 32 rows"):
             check(first, input_ids=None, decoder_input=torch.zeros(32, 1, 8), **arguments)
     # Each of four ranks that share the microbatch has a quarter of the rows.
-    rows = {"input_ids": torch.zeros(1, 8)} if is_whole else {}
+    rows = {"input_ids": torch.zeros(1, 8)} if is_integer else {}
     part = torch.zeros(8, 1, 8) if first is not None else None
     whole = split_params(packed_batch([7, 5])["packed_seq_params"], "chunk")
     check(part, **rows, **{**whole, "packed_seq_params.local_cp_size": 4})

@@ -1,0 +1,132 @@
+"""Refuse chunks that a graph would compute otherwise than eager training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from chunkgraph.engine.autograd_graph import leaves_below
+from chunkgraph.engine.chunk import Chunk
+from chunkgraph.engine.module_tree import entries
+from chunkgraph.engine.tree import Call, argument_paths
+from chunkgraph.errors import CaptureError
+
+__all__ = [
+    "refuse_shared_parameters",
+    "refuse_sparse_gradients",
+    "refuse_undeclared",
+    "refuse_without_backward",
+    "refuse_written",
+]
+
+
+def refuse_without_backward(
+    chunk: Chunk, outputs: Sequence[torch.Tensor], declared: Iterable[torch.Tensor]
+) -> None:
+    """Refuse a forward without a backward, or one whose backward would lose gradients.
+
+    Args:
+        chunk: runs the forward.
+        outputs: the outputs that require grad.
+        declared: inputs and parameters, whose gradients are computed.
+
+    Raises:
+        CaptureError: there is no backward, or it would lose gradients; the message names the
+            tensors.
+    """
+    if not outputs:
+        raise CaptureError(
+            f"{chunk.label}: no output of its forward requires grad, so there is no backward to "
+            "capture. Capture it with program=FORWARD_ONLY, leave it out, train one of its "
+            "parameters, or set on_failure=eager."
+        )
+    refuse_undeclared(chunk, outputs, declared)
+
+
+def refuse_undeclared(
+    chunk: Chunk, outputs: Sequence[torch.Tensor], declared: Iterable[torch.Tensor]
+) -> None:
+    """Refuse leaves below ``outputs`` that take a gradient and are not among ``declared``.
+
+    A leaf reached only through recomputation does not show before its backward.
+
+    Raises:
+        CaptureError: there are such leaves; the message names them.
+    """
+    known = set(map(id, declared))
+    lost = [leaf for leaf in leaves_below(outputs) if id(leaf) not in known]
+    if lost:
+        names = ", ".join(_described(chunk, lost))
+        raise CaptureError(
+            f"{chunk.label}: its forward uses tensors that require grad and are neither arguments "
+            f"nor among its parameters ({names}); a replay would lose their gradients. List them "
+            "in Chunk.parameters, pass them as arguments, or detach them."
+        )
+
+
+def _described(chunk: Chunk, tensors: Sequence[torch.Tensor]) -> list[str]:
+    """Return the names of tensors in the chunk's module, with their shapes."""
+    ids = set(map(id, tensors))
+    names: dict[int, str] = {}
+    for _, _, value, name in entries(chunk.module, chunk.module_name) if chunk.module else ():
+        if id(value) in ids:
+            names.setdefault(id(value), f"{name}: ")
+    return [f"{names.get(id(t), '')}{tuple(t.shape)} {t.dtype}" for t in tensors]
+
+
+def refuse_written(
+    label: str, sample: Call, inputs: Sequence[torch.Tensor], versions: Sequence[int]
+) -> None:
+    """Refuse a chunk that writes into its arguments: a replay writes into copies of them.
+
+    Raises:
+        CaptureError: it writes into arguments; the message names them.
+    """
+    written = [
+        path
+        for path, tensor, version in zip(argument_paths(sample), inputs, versions, strict=True)
+        if tensor._version != version
+    ]
+    if written:
+        raise CaptureError(
+            f"{label}: its forward changes {', '.join(written)} in place. A replay works on a "
+            "copy and would leave the caller's tensor unchanged. Compute a new tensor and return "
+            "it, or keep the state in a buffer of the module."
+        )
+
+
+def refuse_shared_parameters(chunks: Sequence[Chunk]) -> None:
+    """Refuse parameters that a chunk with several backward actions shares with another one.
+
+    The schedule determines when each adds its gradients, and so the order of the sum.
+
+    Raises:
+        CaptureError: There are such parameters; the message names the chunks.
+    """
+    owners: dict[int, Chunk] = {}
+    for chunk in chunks:
+        for parameter in chunk.parameters:
+            other = owners.setdefault(id(parameter), chunk)
+            if other is not chunk and max(len(other.actions), len(chunk.actions)) > 2:
+                raise CaptureError(
+                    f"{chunk.label} and {other.label} share a parameter of shape "
+                    f"{tuple(parameter.shape)}, and at least one of their backwards is split, so "
+                    "the order in which their gradients are added would depend on the schedule. "
+                    "Capture both with whole backwards, or use a schedule that splits no backward."
+                )
+
+
+def refuse_sparse_gradients(chunk: Chunk) -> None:
+    """Refuse embeddings with sparse gradients.
+
+    Raises:
+        CaptureError: there is one; the message names it.
+    """
+    for path, part in chunk.module.named_modules() if chunk.module is not None else ():
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse:
+            raise CaptureError(
+                f"{chunk.label}: {path or 'it'} is an embedding with sparse=True, whose gradient "
+                "is a sparse tensor of a size that depends on values. Use sparse=False."
+            )
