@@ -114,33 +114,35 @@ def refuse_dangling(label: str, pools: Sequence[Pool], slots: Iterable[Slot]) ->
     tensors = (t for s in slots for t in (*s.inputs.tensors, *s.outputs.tensors, *_output_grads(s)))
     grads = (g for s in slots for g in s.input_grads.tensors if g is not None)
     known = {id(t) for t in (*tensors, *grads)}
-    if not _dangling(pools, known):
-        return
-    gc.collect()
-    if dangling := _dangling(pools, known):
+    # Functions of subclasses are bypassed: an uninitialized parameter of any module refuses them.
+    with _looking, torch._C.DisableTorchFunctionSubclass():
+        if not _dangling(pools, known):
+            return
+        gc.collect()
+        if not (dangling := _dangling(pools, known)):
+            return
         places = [f"{_keeper(t)}: {tuple(t.shape)} {t.dtype}" for t in dangling[:3]]
-        raise CaptureError(
-            f"{label}: {len(dangling)} tensors that the captured work created are still "
-            f"referenced: {', '.join(places)}{', ...' * (len(dangling) > 3)}. They lie in the "
-            "graphs' memory, which every replay overwrites. Return them from the forward as "
-            "tensors, in tuples, lists or dicts; create caches before the capture, in an eager "
-            "step; drop the rest."
-        )
+    raise CaptureError(
+        f"{label}: {len(dangling)} tensors that the captured work created are still "
+        f"referenced: {', '.join(places)}{', ...' * (len(dangling) > 3)}. They lie in the graphs' "
+        "memory, which every replay overwrites. Return them from the forward as tensors, in "
+        "tuples, lists or dicts; create caches before the capture, in an eager step; drop the rest."
+    )
 
 
 def _dangling(pools: Sequence[Pool], known: set[int]) -> list[torch.Tensor]:
     """Return the tensors in live blocks of pools, except those known by their ids."""
     ranges = sorted((r.start, r.end) for pool in pools for r in pool.live())
-    # Functions of subclasses are bypassed: an uninitialized parameter of any module refuses them.
-    with _looking, torch._C.DisableTorchFunctionSubclass():
-        tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
-        for tensor in tuple(tensors):
-            # A view whose base has changed since does not tell whether it is a leaf.
-            with suppress(RuntimeError):
-                if tensor.requires_grad and tensor.is_leaf and tensor.grad is not None:
-                    tensors.append(tensor.grad)
-        every = {id(t): t for t in tensors if id(t) not in known}
-        return [t for t in every.values() if _lies_in(ranges, pools, t)]
+    if not ranges:  # as usual: a list of all objects would disturb other threads
+        return []
+    tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
+    for tensor in tuple(tensors):
+        # A view whose base has changed since does not tell whether it is a leaf.
+        with suppress(RuntimeError):
+            if tensor.requires_grad and tensor.is_leaf and tensor.grad is not None:
+                tensors.append(tensor.grad)
+    every = {id(t): t for t in tensors if id(t) not in known}
+    return [t for t in every.values() if _lies_in(ranges, pools, t)]
 
 
 def _lies_in(

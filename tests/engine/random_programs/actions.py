@@ -208,7 +208,10 @@ def _anywhere(world: World, action: Action) -> None:
         case "draw":
             world.see("drawn", torch.rand(2))
         case "clip":
-            world.see("norm", torch.nn.utils.clip_grad_norm_(parameters, 0.1))
+            # A replay gives a `.grad` of the caller its parameter's strides (docs/contract.md).
+            norm = torch.nn.utils.get_total_norm([grad.contiguous() for grad in grads])
+            torch.nn.utils.clip_grads_with_norm_(parameters, 0.1, norm)
+            world.see("norm", norm)
         case "read_grads":
             world.see_grads()
         case "keep_grads":
