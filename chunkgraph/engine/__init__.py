@@ -6,7 +6,7 @@ from chunkgraph.engine.capture.captured_rank import CaptureReport
 from chunkgraph.engine.chunk import CaptureOptions, Chunk, GradientMarker, Host
 from chunkgraph.engine.constant_inputs import mark_constant
 from chunkgraph.engine.counters import Counters
-from chunkgraph.engine.decide import EagerReason, StepMode
+from chunkgraph.engine.decide import EagerReason, StepMode, StepPlan
 from chunkgraph.engine.engine import ChunkGraphs
 from chunkgraph.engine.program import FORWARD_ONLY
 
@@ -23,5 +23,6 @@ __all__ = [
     "GradientMarker",
     "Host",
     "StepMode",
+    "StepPlan",
     "mark_constant",
 ]

@@ -108,7 +108,7 @@ class StepBanks:
             if len(self.keys) > 1:
                 raise SlotError(
                     f"A training step began without the banks of its microbatches; there are "
-                    f"{list(self.keys)}. Pass one bank for each microbatch: step(banks=[...])."
+                    f"{list(self.keys)}. Pass one for each: step(plan=StepPlan(banks=[...]))."
                 )
             return
         unknown = [key for key in keys if key not in self.keys]

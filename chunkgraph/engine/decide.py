@@ -26,7 +26,7 @@ the step, and none may wait for an answer that no rank sends. So:
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, IntEnum
 
@@ -40,8 +40,9 @@ __all__ = [
     "EagerReason",
     "RankState",
     "StepDecider",
-    "StepKind",
     "StepMode",
+    "StepPlan",
+    "StepRequest",
 ]
 
 
@@ -90,14 +91,32 @@ class StepMode(Enum):
 
 
 @dataclass(frozen=True)
-class StepKind:
-    """The arguments of a step, equal on all ranks except for the misfit; see `ChunkGraphs.step`."""
+class StepPlan:
+    """What is known of a step's microbatches when it begins, for engines with several banks.
+
+    Attributes:
+        banks: the bank of each microbatch, in the order of the chunks' forwards; required in
+            training steps if there are several banks, unless there is a misfit. Ranks with common
+            collectives inside a chunk must pass the same; this is not checked.
+        misfit: with ``takes_misfits``: why this rank's inputs do not fit the graphs, "" if they
+            fit; None if it was announced. A misfit on any rank makes the step eager on all.
+        digest: with ``takes_misfits``: a digest of the plan that all ranks follow in this step; 0
+            without one. An announced digest takes precedence.
+    """
+
+    banks: Sequence[Hashable] | None = None
+    misfit: str | None = None
+    digest: int = 0
+
+
+@dataclass(frozen=True)
+class StepRequest:
+    """The arguments of `ChunkGraphs.step`; all but the plan are equal on all ranks."""
 
     forward_only: bool = False
     shape_key: Hashable = None
     eager: bool = False
-    misfit: str | None = None
-    plan_digest: int = 0
+    plan: StepPlan = StepPlan()
 
 
 RankState = Callable[[Hashable], tuple[EagerReason, bool]]
@@ -120,7 +139,7 @@ class StepDecider:
         self.agreement = Agreement(agree)
         self._state = state
         self._takes_misfits = takes_misfits
-        self._announced: tuple[str, int] | None = None  # misfit and plan digest of the next step
+        self._announced: StepPlan | None = None  # of the next step
         self._usual_key: Hashable = SHAPE_UNKNOWN  # of the last training step that fit
         self._num_withdrawn = 0
 
@@ -129,7 +148,7 @@ class StepDecider:
         """Return whether the next step was announced."""
         return self._announced is not None
 
-    def announce(self, misfit: str, plan_digest: int, *, is_in_step: bool) -> None:
+    def announce(self, plan: StepPlan, *, is_in_step: bool) -> None:
         """Announce the next training step; ask about it unless a step is running.
 
         Raises:
@@ -141,7 +160,7 @@ class StepDecider:
                 "The next step was announced already. Announce each step once, while the previous "
                 "step runs or after it."
             )
-        self._announced = misfit, plan_digest
+        self._announced = replace(plan, misfit=plan.misfit or "")
         if not is_in_step:
             self._ask_ahead()
 
@@ -151,7 +170,7 @@ class StepDecider:
         self._announced = None
         self._num_withdrawn += 1
 
-    def resolve(self, step: StepKind) -> StepKind:
+    def resolve(self, step: StepRequest) -> StepRequest:
         """Return the step that begins, with the misfit of this rank's inputs: "" if they fit.
 
         If the step was announced, its misfit and plan come from the announcement, which stays until
@@ -161,20 +180,21 @@ class StepDecider:
             SlotError: It is unknown whether the inputs fit, or the announcement contradicts the
                 arguments.
         """
-        misfit = step.misfit
-        if misfit is not None or step.plan_digest:
+        misfit, digest = step.plan.misfit, step.plan.digest
+        if misfit is not None or digest:
             self._require_misfits()
         if step.forward_only or not self._takes_misfits:
-            return replace(step, misfit="", plan_digest=0)
+            return replace(step, plan=replace(step.plan, misfit="", digest=0))
         if self._announced is None:
             if misfit is None:
                 raise SlotError(
                     "A training step began, but it was neither announced nor called with a misfit, "
-                    "so it is unknown whether its inputs fit the graphs. Pass misfit=... to step() "
-                    '("" if they fit), or call announce() before, on every rank.'
+                    "so it is unknown whether its inputs fit the graphs. Pass "
+                    'plan=StepPlan(misfit=...) to step() ("" if they fit), or call announce() '
+                    "before, on every rank."
                 )
             return step
-        announced, plan_digest = self._announced
+        announced = self._announced.misfit
         if misfit is not None and bool(announced) != bool(misfit):
             verdicts = {True: "do not fit", False: "fit"}
             raise SlotError(
@@ -182,15 +202,16 @@ class StepDecider:
                 f"but its inputs {verdicts[bool(misfit)]} ({announced or misfit}). The other ranks "
                 "follow the announcement. Announce the inputs that the step will have."
             )
-        if step.plan_digest not in (0, plan_digest):
+        if digest not in (0, self._announced.digest):
             raise SlotError(
-                f"The step began with another plan (digest {step.plan_digest}) than the announced "
-                f"one ({plan_digest}): documents are assigned to other ranks or microbatches. The "
-                "other ranks follow the announced plan. Announce the plan that the step will have."
+                f"The step began with another plan (digest {digest}) than the announced one "
+                f"({self._announced.digest}): documents are assigned to other ranks or "
+                "microbatches. The other ranks follow the announced plan. Announce the plan that "
+                "the step will have."
             )
-        return replace(step, misfit=announced, plan_digest=plan_digest)
+        return replace(step, plan=replace(self._announced, banks=step.plan.banks))
 
-    def decide(self, step: StepKind) -> tuple[EagerReason, bool]:
+    def decide(self, step: StepRequest) -> tuple[EagerReason, bool]:
         """Agree with the other ranks on this step.
 
         Returns:
@@ -202,20 +223,20 @@ class StepDecider:
         """
         if not step.forward_only:
             self._announced = None
-            if not step.misfit:  # otherwise its shapes are specific to this rank
+            if not step.plan.misfit:  # otherwise its shapes are specific to this rank
                 self._usual_key = step.shape_key
         reason, some_without, most, least, *_ = self.agreement.answer(self._question(step))
         if most != -least:
             raise ConfigError(
                 "The ranks have different plans for this step: they assign documents to other "
                 f"ranks or microbatches (digests {-least} to {most}, this rank's "
-                f"{step.plan_digest}). They would wait for each other forever, or mix up results. "
+                f"{step.plan.digest}). They would wait for each other forever, or mix up results. "
                 "Compute the plan from the same documents and limits on every rank, including all "
                 "pipeline stages."
             )
         return EagerReason(reason), bool(some_without)
 
-    def end_step(self, step: StepKind) -> None:
+    def end_step(self, step: StepRequest) -> None:
         """Ask about the next step, which is most likely like this one, after a step ended well."""
         if not (step.forward_only or step.eager):
             self._ask_ahead()
@@ -224,10 +245,10 @@ class StepDecider:
         """Ask about the next step, if enough of it is known."""
         is_known = self.is_announced or not self._takes_misfits
         if is_known and self._usual_key is not SHAPE_UNKNOWN:
-            misfit, plan_digest = self._announced or ("", 0)
-            self.agreement.post(self._question(StepKind(misfit=misfit, plan_digest=plan_digest)))
+            plan = self._announced or StepPlan(misfit="")
+            self.agreement.post(self._question(StepRequest(plan=plan)))
 
-    def _question(self, step: StepKind) -> list[int]:
+    def _question(self, step: StepRequest) -> list[int]:
         """Return this rank's values for the agreement on a step."""
         own, is_captured = self._state(self._usual_key)
         if step.forward_only:
@@ -235,13 +256,13 @@ class StepDecider:
         elif step.eager:
             own = max(own, EagerReason.REQUESTED)
         reason = own
-        if step.misfit:
-            is_missing = step.misfit.startswith(NO_GRAPHS)
+        if misfit := step.plan.misfit:
+            is_missing = misfit.startswith(NO_GRAPHS)
             why = EagerReason.BANK_MISSING if is_missing else EagerReason.PACKING_OVERFLOW
             reason = max(own, why)
         equal = step.forward_only, self._usual_key, step.eager, own, is_captured
         digest = zlib.crc32(repr((*equal, self._num_withdrawn)).encode())
-        plan = step.plan_digest
+        plan = step.plan.digest
         return [int(reason), int(not is_captured), plan, -plan, digest, -digest]
 
     def _require_misfits(self) -> None:

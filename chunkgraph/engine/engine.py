@@ -27,8 +27,9 @@ from chunkgraph.engine.decide import (
     SHAPE_UNKNOWN,
     EagerReason,
     StepDecider,
-    StepKind,
     StepMode,
+    StepPlan,
+    StepRequest,
 )
 from chunkgraph.engine.joint_capture import Capturer
 from chunkgraph.engine.observer import (
@@ -207,9 +208,7 @@ class ChunkGraphs:
         forward_only: bool = False,
         shape_key: Hashable = None,
         eager: bool = False,
-        misfit: str | None = None,
-        banks: Sequence[Hashable] | None = None,
-        plan_digest: int = 0,
+        plan: StepPlan | None = None,
     ) -> Iterator[StepMode]:
         """Enclose one call of the schedule. All ranks enter it together.
 
@@ -222,13 +221,7 @@ class ChunkGraphs:
             shape_key: values that determine the input shapes, for example (sequence length,
                 microbatch size). A step with another key than the captured one runs eagerly.
             eager: run the step eagerly.
-            misfit: with ``takes_misfits``: why this rank's inputs do not fit the graphs, "" if they
-                fit; None if it was announced. A misfit on any rank makes the step eager on all.
-            banks: the bank of each microbatch, in the order of the chunks' forwards; required in
-                training steps if there are several banks, unless there is a misfit. Ranks with
-                common collectives inside a chunk must pass the same; this is not checked.
-            plan_digest: with ``takes_misfits``: a digest of the plan that all ranks follow in
-                this step; 0 without a plan. An announced digest takes precedence.
+            plan: of the microbatches, with several banks or ``takes_misfits``; see `StepPlan`.
 
         Yields:
             How the step runs.
@@ -241,17 +234,19 @@ class ChunkGraphs:
         """
         if self.mode is not StepMode.OUTSIDE:
             raise SlotError("A step began inside a step. End the outer step first.")
-        step = self._decider.resolve(StepKind(forward_only, shape_key, eager, misfit, plan_digest))
-        if not (step.misfit or forward_only or eager):
+        request = StepRequest(forward_only, shape_key, eager, plan or StepPlan())
+        step = self._decider.resolve(request)
+        misfit, banks = step.plan.misfit, step.plan.banks
+        if not (misfit or forward_only or eager):
             self._banks.check(banks, num_microbatches)
         self._banks.begin_step(banks)
-        reason = self._decide(step, banks or ())
+        reason = self._decide(step)
         counts = {
             EagerReason.PACKING_OVERFLOW: self.counters.packing_overflows,
             EagerReason.BANK_MISSING: self.counters.missing_banks,
         }.get(reason)
         if counts is not None:
-            counts[step.misfit or self.misfit_of(banks or ()) or "on another rank"] += 1
+            counts[misfit or self.misfit_of(banks or ()) or "on another rank"] += 1
         if reason is EagerReason.NONE:
             self.mode = StepMode.REPLAY
             try:
@@ -266,19 +261,18 @@ class ChunkGraphs:
         self._was_replaced = self._captured is not None and self._is_replaced()
         self._decider.end_step(step)
 
-    def announce(self, misfit: str, *, plan_digest: int = 0) -> None:
+    def announce(self, plan: StepPlan) -> None:
         """Announce whether the inputs of the next training step fit, so that ranks agree early.
 
         While a step runs, this is the step after it. See `engine.decide`.
 
         Args:
-            misfit: why they do not fit, or "".
-            plan_digest: see `step`.
+            plan: why they do not fit, or "", and perhaps a digest.
 
         Raises:
             SlotError: that step has been announced already.
         """
-        self._decider.announce(misfit, plan_digest, is_in_step=self.mode is not StepMode.OUTSIDE)
+        self._decider.announce(plan, is_in_step=self.mode is not StepMode.OUTSIDE)
 
     def withdraw(self) -> None:
         """Withdraw the announcement of the next training step, if there is one.
@@ -296,7 +290,7 @@ class ChunkGraphs:
         """Return the misfit of a step whose microbatches have these banks, if one has no graphs."""
         return self._banks.misfit(banks)
 
-    def _decide(self, step: StepKind, banks: Sequence[Hashable]) -> EagerReason:
+    def _decide(self, step: StepRequest) -> EagerReason:
         """Agree with the other ranks on this step, capturing first if all of them are ready."""
         reason, some_without = self._decider.decide(step)
         if reason is EagerReason.MEMORY_REPLACED:
@@ -307,7 +301,8 @@ class ChunkGraphs:
                 return EagerReason.CAPTURE_FAILED
             if self._banks.keys != self._banks.all_keys:
                 # A bank was dropped on all ranks, but this step may need it on some only.
-                (is_missing,) = self._decider.agreement.now([int(bool(self.misfit_of(banks)))])
+                misfit = self.misfit_of(step.plan.banks or ())
+                (is_missing,) = self._decider.agreement.now([int(bool(misfit))])
                 return EagerReason.BANK_MISSING if is_missing else EagerReason.NONE
         return reason
 

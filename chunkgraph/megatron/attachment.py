@@ -280,9 +280,7 @@ class MegatronChunkGraphs:
                 forward_only=not is_training,
                 shape_key=tuple(kwargs.get(name) for name in _SHAPE_NAMES),
                 eager=eager,
-                misfit=plan.misfit,
-                banks=plan.banks,
-                plan_digest=plan.digest,
+                plan=plan,
             ) as mode,
             features.step(step := Step(mode, is_training, plan)),
         ):
@@ -370,7 +368,7 @@ class MegatronChunkGraphs:
                 "token_drops='rerun'). Announce it after that step."
             )
         misfit, digest = plans.announce(inputs)
-        self.engine.announce(misfit, plan_digest=digest)
+        self.engine.announce(StepPlan(misfit=misfit, digest=digest))
 
     def withdraw(self) -> None:
         """Withdraw the announcement of the next training step, if there is one.

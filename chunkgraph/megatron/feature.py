@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
 import torch
 
+from chunkgraph import engine
 from chunkgraph.engine import Agree, Chunk, Host, StepMode
 from chunkgraph.engine.chunk import OnCapture
 from chunkgraph.errors import VerifyError
@@ -302,23 +303,17 @@ class StepInputs:
 
 
 @dataclass(frozen=True)
-class StepPlan:
-    """The plan of a step's microbatches, known when the step begins.
+class StepPlan(engine.StepPlan):
+    """The plan of a step's microbatches, as the engine takes it, and what the step does with it.
 
     Attributes:
-        misfit: Why the step cannot be replayed, or "". None if the announced misfit applies.
-        repeated_misfit: The same for a second run of the step, which has no announcement.
-        banks: The bank of each microbatch; None with a single bank.
-        digest: Digest of the plan that all ranks follow in this step; 0 without a plan.
+        repeated_misfit: The ``misfit`` of a second run of the step, which has no announcement.
         rows: Rows of each microbatch; None for those of the schedule.
         cut_for: Banks to whose number of sequences offsets are cut.
         is_repeated: Whether the step runs again because something had no room.
     """
 
-    misfit: str | None = None
     repeated_misfit: str | None = None
-    banks: Sequence[Hashable] | None = None
-    digest: int = 0
     rows: Sequence[int] | None = None
     cut_for: Sequence[Hashable] = ()
     is_repeated: bool = False

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from thread_ranks import run_ranks
 
-from chunkgraph.engine import Banks, CaptureOptions, ChunkGraphs
+from chunkgraph.engine import Banks, CaptureOptions, ChunkGraphs, StepPlan
 from chunkgraph.errors import SlotError
 from chunkgraph.graphs import RecorderBackend
 
@@ -86,7 +87,7 @@ def _run(
             later = [kind for kind in plan[k + 1 :] if kind != "E"]
             if plan[k] != "E" and later:
                 does_fit = (later[0] == "F") != (rank == 0 and k + 1 == withdrawing)
-                graphs.announce("" if does_fit else "too many")
+                graphs.announce(StepPlan(misfit="" if does_fit else "too many"))
 
         for k, kind in enumerate(plan):
             # The others were announced.
@@ -96,7 +97,9 @@ def _run(
             misfit = ("too many" if kind == "M" else "") if is_announced else None
             rows, shape = (3, "other") if kind == "M" else (2, "usual")
             with (
-                graphs.step(1, shape_key=shape, forward_only=kind == "E", misfit=misfit) as mode,
+                graphs.step(
+                    1, shape_key=shape, forward_only=kind == "E", plan=StepPlan(misfit=misfit)
+                ) as mode,
                 torch.set_grad_enabled(kind != "E"),
             ):
                 modes[rank].append(mode.value)
@@ -154,28 +157,28 @@ def _alone() -> ChunkGraphs:
 @pytest.mark.parametrize(("announced", "misfit"), [("", "too many"), ("too many", "")])
 def test_what_was_announced_binds(announced: str, misfit: str) -> None:
     graphs = _alone()
-    graphs.announce(announced)
+    graphs.announce(StepPlan(misfit=announced))
     with (
         pytest.raises(SlotError, match="announced with inputs that"),
-        graphs.step(1, misfit=misfit),
+        graphs.step(1, plan=StepPlan(misfit=misfit)),
     ):
         pass
 
 
 def test_the_plan_that_was_announced_binds() -> None:
     graphs = _alone()
-    graphs.announce("", plan_digest=7)
+    graphs.announce(StepPlan(misfit="", digest=7))
     message = r"another plan \(digest 8\) than the announced one \(7\)"
-    with pytest.raises(SlotError, match=message), graphs.step(1, plan_digest=8):
+    with pytest.raises(SlotError, match=message), graphs.step(1, plan=StepPlan(digest=8)):
         pass
-    with graphs.step(1, plan_digest=7):
+    with graphs.step(1, plan=StepPlan(digest=7)):
         pass
-    graphs.announce("", plan_digest=7)
-    with graphs.step(1, plan_digest=0):
+    graphs.announce(StepPlan(misfit="", digest=7))
+    with graphs.step(1, plan=StepPlan(digest=0)):
         pass
 
 
-@pytest.mark.parametrize("wrong", [{"banks": [4]}, {"misfit": "too long"}, {"plan_digest": 8}])
+@pytest.mark.parametrize("wrong", [{"banks": [4]}, {"misfit": "too long"}, {"digest": 8}])
 def test_what_was_announced_holds_after_a_step_that_is_refused(wrong: dict[str, Any]) -> None:
     graphs = ChunkGraphs(
         [torch.nn.Linear(4, 4)],
@@ -184,12 +187,15 @@ def test_what_was_announced_holds_after_a_step_that_is_refused(wrong: dict[str, 
         takes_misfits=True,
         banks=Banks((2, 1)),
     )
-    graphs.announce("", plan_digest=7)
-    with pytest.raises(SlotError), graphs.step(1, **{"banks": [1], **wrong}):
+    graphs.announce(StepPlan(misfit="", digest=7))
+    with pytest.raises(SlotError), graphs.step(1, plan=replace(StepPlan([1]), **wrong)):
         pass
-    with graphs.step(1, banks=[1]):
+    with graphs.step(1, plan=StepPlan([1])):
         pass
-    with pytest.raises(SlotError, match="neither announced"), graphs.step(1, banks=[1]):
+    with (
+        pytest.raises(SlotError, match="neither announced"),
+        graphs.step(1, plan=StepPlan([1])),
+    ):
         pass
 
 
@@ -197,25 +203,28 @@ def test_a_step_is_announced_once_and_never_left_open() -> None:
     graphs = _alone()
     with pytest.raises(SlotError, match="neither announced"), graphs.step(1):
         pass
-    graphs.announce("")
+    graphs.announce(StepPlan(misfit=""))
     with pytest.raises(SlotError, match="announced already"):
-        graphs.announce("")
+        graphs.announce(StepPlan(misfit=""))
     with pytest.raises(SlotError, match="before announce"):
         graphs.capture([torch.ones(2, 4)])
     plain = ChunkGraphs([torch.nn.Linear(4, 4)], [1], backend=RecorderBackend())
-    with pytest.raises(ValueError, match="takes_misfits"), plain.step(1, misfit=""):
+    with pytest.raises(ValueError, match="takes_misfits"), plain.step(1, plan=StepPlan(misfit="")):
         pass
     with pytest.raises(ValueError, match="takes_misfits"):
-        plain.announce("")
+        plain.announce(StepPlan(misfit=""))
 
 
 def test_announcements_are_taken_back_between_steps() -> None:
     graphs = _alone()
-    graphs.announce("too many")
+    graphs.announce(StepPlan(misfit="too many"))
     graphs.withdraw()
-    with graphs.step(1, misfit=""), pytest.raises(SlotError, match="withdraw between steps"):
+    with (
+        graphs.step(1, plan=StepPlan(misfit="")),
+        pytest.raises(SlotError, match="withdraw between steps"),
+    ):
         graphs.withdraw()
-    graphs.announce("")  # there is no earlier announcement left
+    graphs.announce(StepPlan(misfit=""))  # there is no earlier announcement left
     with graphs.step(1):
         pass
     plain = ChunkGraphs([torch.nn.Linear(4, 4)], [1], backend=RecorderBackend())

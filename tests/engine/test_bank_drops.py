@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from thread_ranks import Agreeing, run_ranks
 from torch import nn
 
-from chunkgraph.engine import Banks, CaptureOptions, ChunkGraphs
+from chunkgraph.engine import Banks, CaptureOptions, ChunkGraphs, StepPlan
 from chunkgraph.engine.joint_capture import Lockstep, StoppedElsewhere
 from chunkgraph.errors import CaptureError
 from chunkgraph.graphs import GraphBackend, RecorderBackend
@@ -120,10 +120,10 @@ def test_any_interleaving_with_poison_equals_eager(
         misfit = graphs.misfit_of(banks)
         lacks = bool(set(banks) & set(faulty))
         if ignore is not None and number == 1:
-            with ignore, graphs.step(len(banks), banks=banks, misfit=misfit) as mode:
+            with ignore, graphs.step(len(banks), plan=StepPlan(banks, misfit=misfit)) as mode:
                 results = run(graphs.callables[0], mine, banks, order)
         else:
-            with graphs.step(len(banks), banks=banks, misfit=misfit) as mode:
+            with graphs.step(len(banks), plan=StepPlan(banks, misfit=misfit)) as mode:
                 results = run(graphs.callables[0], mine, banks, order)
         assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
         assert mode.value == ("eager" if number == 0 or lacks else "replay")
@@ -135,24 +135,24 @@ def test_what_was_dropped_is_tried_again_after_a_release(backend: GraphBackend) 
     module = new_module(backend.device, ["large"])
     graphs = new_graphs(module, backend)
     run_one = lambda bank: run(graphs.callables[0], module, [bank], [0, 0])  # noqa: E731
-    with graphs.step(1, banks=["small"], misfit=""):
+    with graphs.step(1, plan=StepPlan(["small"], misfit="")):
         run_one("small")
     with (
         pytest.warns(UserWarning, match=rf"{HOST_READ}(.|\n)*go on without graphs of large"),
-        graphs.step(1, banks=["large"], misfit=""),
+        graphs.step(1, plan=StepPlan(["large"], misfit="")),
     ):
         run_one("large")
     assert graphs.misfit_of(["small", "middle"]) == ""
     reason = graphs.misfit_of(["small", "large"])
     assert reason == "no graphs of large: its capture failed"
-    with graphs.step(1, banks=["large"], misfit=reason):
+    with graphs.step(1, plan=StepPlan(["large"], misfit=reason)):
         run_one("large")
     assert graphs.counters.missing_banks == {reason: 2}
     assert graphs.counters.fallbacks == {"capture warmup": 1, "no graphs of a bank": 2}
     graphs.release()
     module.faulty.clear()
     for mode in ("eager", "replay"):
-        with graphs.step(1, banks=["large"], misfit="") as mode_of_step:
+        with graphs.step(1, plan=StepPlan(["large"], misfit="")) as mode_of_step:
             run_one("large")
         assert mode_of_step.value == mode
     assert graphs.counters.captures == 6 + 9

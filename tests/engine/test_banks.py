@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from toys import Apply
 
-from chunkgraph.engine import Banks, CaptureOptions, Chunk, ChunkGraphs
+from chunkgraph.engine import Banks, CaptureOptions, Chunk, ChunkGraphs, StepPlan
 from chunkgraph.engine.capture.static_inputs import SlotStatics
 from chunkgraph.errors import CaptureError, ConfigError, ReplayMismatchError, SlotError
 from chunkgraph.graphs import GraphBackend
@@ -117,7 +117,7 @@ def test_any_mixture_equals_eager(backend: GraphBackend, verify: Any) -> None:
         torch.manual_seed(step)
         expected = run(eager, eager, lengths, order, backend.device)
         torch.manual_seed(step)
-        with graphs.step(len(lengths), banks=lengths):
+        with graphs.step(len(lengths), plan=StepPlan(lengths)):
             results = run(graphs.callables, mine, lengths, order, backend.device)
         assert same(results, expected), step
     assert graphs.counters.fallbacks == {"capture warmup": 1}
@@ -166,7 +166,7 @@ def _forward(graphs: ChunkGraphs, rows: int) -> torch.Tensor:
 
 
 def _train(graphs: ChunkGraphs, *lengths: int) -> None:
-    with graphs.step(len(lengths), banks=lengths):
+    with graphs.step(len(lengths), plan=StepPlan(lengths)):
         for rows in lengths:
             _forward(graphs, rows).sum().backward()
 
@@ -189,7 +189,7 @@ def test_a_step_names_the_banks_of_its_microbatches(graphs: ChunkGraphs) -> None
         ([12, 5], r"belong to the banks \[5\], but there are only"),
         ([12], r"has 2 microbatches, but 1 banks"),
     ):
-        with pytest.raises(SlotError, match=message), graphs.step(2, banks=banks):
+        with pytest.raises(SlotError, match=message), graphs.step(2, plan=StepPlan(banks)):
             pass
     with graphs.step(2, forward_only=True), torch.no_grad():
         _forward(graphs, 5)
@@ -203,12 +203,12 @@ def test_a_call_of_another_length_than_announced_is_named(graphs: ChunkGraphs) -
         _train(graphs, 12, 6, 3)
     with (
         pytest.raises(ReplayMismatchError, match=r"argument 0: captured \(6, 8\).*called \(3, 8\)"),
-        graphs.step(1, banks=[6]),
+        graphs.step(1, plan=StepPlan([6])),
     ):
         _forward(graphs, 3)
     with (
         pytest.raises(SlotError, match="called for microbatch 1, but the step has only 1"),
-        graphs.step(banks=[6]),
+        graphs.step(plan=StepPlan([6])),
     ):
         sum(_forward(graphs, 6).sum() for _ in range(2))
 
@@ -221,7 +221,10 @@ def test_a_sample_that_cannot_be_derived_fails_the_session(backend: GraphBackend
         modules(backend.device)[:1], [2], backend=backend, banks=Banks(BANKS, fails)
     )
     _train(graphs, 12)
-    with pytest.raises(CaptureError, match="cannot be cut"), graphs.step(1, banks=[12]):
+    with (
+        pytest.raises(CaptureError, match="cannot be cut"),
+        graphs.step(1, plan=StepPlan([12])),
+    ):
         pass
 
 
@@ -240,7 +243,10 @@ def test_a_sample_that_a_chunk_refuses_fails_the_session(backend: GraphBackend, 
     chunk = replace(Chunk.from_module(module, "chunk 0"), check_sample=check)
     graphs = ChunkGraphs([chunk], [2], backend=backend, banks=Banks(BANKS, derive))
     _train(graphs, 12)
-    with pytest.raises(ConfigError, match=f"{bad} rows are refused"), graphs.step(1, banks=[12]):
+    with (
+        pytest.raises(ConfigError, match=f"{bad} rows are refused"),
+        graphs.step(1, plan=StepPlan([12])),
+    ):
         pass
     assert seen == list(BANKS)[: len(seen)]
     assert seen[-1] == bad

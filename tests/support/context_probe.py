@@ -112,9 +112,7 @@ class BankedGraphs(Host):
             self.engine.step(
                 count,
                 forward_only=forward_only,
-                misfit=plan.misfit,
-                banks=plan.banks,
-                plan_digest=plan.digest,
+                plan=plan,
             ) as mode,
             self._held.put_back(is_replayed=mode is StepMode.REPLAY),
         ):
@@ -122,7 +120,7 @@ class BankedGraphs(Host):
 
     def announce(self, banks: Sequence[PackedBank]) -> None:
         misfit, digest = self._plans.announce(StepInputs(contexts=banks))
-        self.engine.announce(misfit, plan_digest=digest)
+        self.engine.announce(StepPlan(misfit=misfit, digest=digest))
 
 
 def order_of(rng: random.Random, num: int, num_slots: int) -> list[tuple[int, int]]:

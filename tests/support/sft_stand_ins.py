@@ -112,7 +112,7 @@ def choose_sizes_at_random() -> None:
 
 def write_words(path: str) -> None:
     """Record announcements of steps to the engine, and its questions about them."""
-    from chunkgraph.engine import ChunkGraphs
+    from chunkgraph.engine import ChunkGraphs, StepPlan
     from chunkgraph.engine.agreement import Agreement
 
     announce, withdraw, answer = ChunkGraphs.announce, ChunkGraphs.withdraw, Agreement.answer
@@ -121,9 +121,9 @@ def write_words(path: str) -> None:
         with open(path, "a", encoding="utf-8") as file:
             file.write(f"{word}\n")
 
-    def announced(self: Any, misfit: str, **kwargs: Any) -> None:
-        write(f"announced {misfit or 'fits'}")
-        announce(self, misfit, **kwargs)
+    def announced(self: Any, plan: StepPlan) -> None:
+        write(f"announced {plan.misfit or 'fits'}")
+        announce(self, plan)
 
     def withdrawn(self: Any) -> None:
         write("withdrawn")

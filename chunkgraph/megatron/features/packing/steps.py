@@ -126,10 +126,10 @@ class StepPlans:
         self._announced = None
         misfit = self._misfit_now(contents)
         return StepPlan(
-            misfit if announced is None else None,
-            misfit,
             contents.banks,
+            misfit if announced is None else None,
             digest_of_plan(contents.banks),
+            misfit,
             rows=self._rows(contents, schedule.get("seq_length")),
             cut_for=contents.cut_for,
         )

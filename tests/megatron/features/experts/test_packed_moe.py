@@ -11,6 +11,7 @@ import torch
 from extended_config import config_from_mapping
 from packed_flights import differing, packed_batch
 
+from chunkgraph.engine import StepPlan
 from chunkgraph.errors import ConfigError, SlotError
 from chunkgraph.megatron import attach, keep_padding_from_experts
 from chunkgraph.megatron.attachment import config_of
@@ -359,7 +360,7 @@ def test_no_step_is_announced_while_one_runs_that_may_run_again(
 ) -> None:
     model = _Model(one_rank, make_config, {"token_drops": "rerun"})
     with (
-        model.graphs.engine.step(1, misfit=""),
+        model.graphs.engine.step(1, plan=StepPlan(misfit="")),
         pytest.raises(SlotError, match=r"may run again.*Announce it after that step"),
     ):
         model.graphs.announce([[3]])
