@@ -79,6 +79,8 @@ class ChunkGraphs:
         callables: a function for each chunk, called like the chunk.
         waiting: see `Replayer.waiting`.
         run_waiting: see `Replayer.run_waiting`.
+        reserve_input: see `Replayer.reserve_input`.
+        reserve_output_grad: see `Replayer.reserve_output_grad`.
         counters: see `Counters`.
         failure: error of the last capture session, or None.
         mode: how the callables run now.
@@ -144,6 +146,8 @@ class ChunkGraphs:
         self._was_replaced = False  # as of the end of the last step
         self.callables = arguments.as_functions(self.call, self.chunks)
         self.waiting, self.run_waiting = self._replayer.waiting, self._replayer.run_waiting
+        self.reserve_input = self._replayer.reserve_input
+        self.reserve_output_grad = self._replayer.reserve_output_grad
 
     @classmethod
     def for_schedule(
@@ -472,34 +476,3 @@ class ChunkGraphs:
         if backward is None:
             return result
         return watched(result, backward)
-
-    def reserve_input(self, c: int, index: int = 0, *, num_before: int = 0) -> torch.Tensor | None:
-        """Return the memory that the next forward of chunk ``c`` reads, to receive into it.
-
-        The next call of the chunk takes the same slot, and copies nothing if passed this tensor.
-
-        Args:
-            c: index of the chunk.
-            index: number of the tensor among the call's tensors.
-            num_before: forwards of the rank before that one that have no slot yet; with shared
-                slots, this many slots are left for them.
-
-        Returns:
-            A leaf on the slot's static input, as it was captured; None outside a replayed step or
-            if no slot is free (receive elsewhere; the call copies it).
-        """
-        return self._replayer.reserve_input(c, index, num_before)
-
-    def reserve_output_grad(self, c: int, index: int = 0) -> torch.Tensor | None:
-        """Return the memory that the next backward of chunk ``c`` reads, to receive into it.
-
-        Only for schedules that run a chunk's backwards in the order of its forwards.
-
-        Args:
-            c: index of the chunk.
-            index: number of the output among those that get a gradient.
-
-        Returns:
-            The static gradient; None if no forward of the chunk waits for one.
-        """
-        return self._replayer.reserve_output_grad(c, index)

@@ -19,12 +19,17 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from chunkgraph.engine.capture.accumulate import Accumulation, new_accumulate
+from chunkgraph.engine.capture.accumulate import (
+    Accumulation,
+    collecting,
+    new_accumulate,
+    receiver,
+)
 from chunkgraph.engine.chunk import GradientMarker
 from chunkgraph.engine.layout import dense_strides, span
 from chunkgraph.errors import ReplayMismatchError
 
-__all__ = ["GradMemory", "GradientSinks", "collecting", "use_count"]
+__all__ = ["GradMemory", "GradientSinks", "use_count"]
 
 _ALIGNMENT_BYTES = 512  # of the CUDA allocator: kernels see the alignment that eager memory has
 
@@ -257,7 +262,7 @@ class GradientSinks:
             The gradients; call its ``finish`` after the backward.
         """
         sums = self.accumulation(marker)
-        with collecting(leaves, _receiver(leaves, sums)):
+        with collecting(leaves, receiver(leaves, sums)):
             yield sums
 
     @contextmanager
@@ -277,7 +282,7 @@ class GradientSinks:
             if has_main_grad:
                 totals[index] = self._sinks[index]
         sums = Accumulation(self._accumulate, totals, marker)
-        with collecting(leaves, _receiver(leaves, sums)):
+        with collecting(leaves, receiver(leaves, sums)):
             yield sums, totals
 
     @contextmanager
@@ -357,54 +362,3 @@ def _any_bit(tensors: Sequence[torch.Tensor]) -> bool:
     """Return whether any bit is set, so that -0.0 is not zero. Waits for the device."""
     flags = [t.detach().reshape(-1).view(torch.uint8).any() for t in tensors if t.numel()]
     return bool(flags) and bool(torch.stack(flags).any())
-
-
-def _receiver(
-    leaves: Sequence[nn.Parameter], sums: Accumulation
-) -> Callable[[int, torch.Tensor], None]:
-    """Return a function that adds a gradient of a leaf to ``sums``."""
-
-    def receive(index: int, gradient: torch.Tensor) -> None:
-        if getattr(leaves[index], "grad_added_to_main_grad", False):
-            sums.note(index)  # by a dummy gradient
-        else:
-            sums.add(index, gradient)
-
-    return receive
-
-
-@contextmanager
-def collecting(
-    leaves: Sequence[nn.Parameter], take: Callable[[int, torch.Tensor], None]
-) -> Iterator[None]:
-    """Pass each gradient that autograd computes for a leaf in this block to ``take``.
-
-    Inside, ``grad`` of each leaf is None except while a hook takes a gradient: autograd stores a
-    new gradient without a copy only then. On exit it is restored.
-
-    Args:
-        leaves: parameters, or their aliases.
-        take: called with the index of the leaf and one new gradient.
-    """
-
-    def hook(index: int) -> Callable[[torch.Tensor], None]:
-        def receive(leaf: torch.Tensor) -> None:
-            gradient, leaf.grad = leaf.grad, None
-            if gradient is not None:  # a custom function may return None
-                take(index, gradient)
-
-        return receive
-
-    grads = [leaf.grad for leaf in leaves]
-    handles = [
-        leaf.register_post_accumulate_grad_hook(hook(index)) for index, leaf in enumerate(leaves)
-    ]
-    try:
-        for leaf in leaves:
-            leaf.grad = None
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        for leaf, grad in zip(leaves, grads, strict=True):
-            leaf.grad = grad

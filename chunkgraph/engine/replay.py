@@ -183,8 +183,21 @@ class Replayer:
         self._machine.release(slot.chunk, slot.index)
         return slot.outputs.result(outputs)
 
-    def reserve_input(self, c: int, index: int, num_before: int) -> torch.Tensor | None:
-        """See `ChunkGraphs.reserve_input`."""
+    def reserve_input(self, c: int, index: int = 0, *, num_before: int = 0) -> torch.Tensor | None:
+        """Return the memory that the next forward of chunk ``c`` reads, to receive into it.
+
+        The next call of the chunk takes the same slot, and copies nothing if passed this tensor.
+
+        Args:
+            c: Index of the chunk.
+            index: Number of the tensor among the call's tensors.
+            num_before: Forwards of the rank before that one that have no slot yet; with shared
+                slots, this many slots are left for them.
+
+        Returns:
+            A leaf on the slot's static input, as it was captured; None outside a replayed step or
+            if no slot is free (receive elsewhere; the call copies it).
+        """
         if not self._is_in_step:
             return None
         slot = next((s for s in self._reserved[c] if index not in self._received[s]), None)
@@ -200,8 +213,18 @@ class Replayer:
         wants_grad = slot.input_grads.tensors[index] is not None
         return slot.inputs.tensors[index].detach().requires_grad_(wants_grad)
 
-    def reserve_output_grad(self, c: int, index: int) -> torch.Tensor | None:
-        """See `ChunkGraphs.reserve_output_grad`."""
+    def reserve_output_grad(self, c: int, index: int = 0) -> torch.Tensor | None:
+        """Return the memory that the next backward of chunk ``c`` reads, to receive into it.
+
+        Only for schedules that run a chunk's backwards in the order of its forwards.
+
+        Args:
+            c: Index of the chunk.
+            index: Number of the output among those that get a gradient.
+
+        Returns:
+            The static gradient; None if no forward of the chunk waits for one.
+        """
         waiting = self._awaiting_grads[c]
         if not self._is_in_step or not waiting:
             return None
@@ -273,7 +296,7 @@ class Replayer:
             self._machine.defer_weight(c, slot.index)
             self._deferred[c, slot.index] = slot
         else:
-            self._end_backward(slot)
+            self._machine.release(c, slot.index)
 
     def _note_pass(self, slot: Slot) -> None:
         """Record that the running backward pass enters a microbatch of the slot's chunk.
@@ -318,12 +341,7 @@ class Replayer:
         slot.graphs[action].replay()
         for observer in self._observers:
             observer.after(action, slot)
-        self._end_backward(slot)
-
-    def _end_backward(self, slot: Slot) -> None:
-        """Finish a microbatch once all of its gradients are added."""
-        assert self._captured is not None
-        self._machine.release(slot.chunk, slot.index)
+        self._machine.release(c, index)
 
     def _acquire(self, c: int, key: Hashable) -> Slot:
         assert self._captured is not None

@@ -1,4 +1,4 @@
-"""Add gradients to sinks, ``sink += gradient``, at memory bandwidth.
+"""Take the gradients of a backward, and add them to sinks at memory bandwidth.
 
 torch's kernel for operands of different dtypes converts element by element and reaches about half
 of the memory bandwidth: adding bfloat16 gradients to a float32 ``main_grad`` then takes a fifth of
@@ -11,10 +11,11 @@ are too small to fill the GPU, and each kernel starts after a gap.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
+from torch import nn
 
 try:
     import triton
@@ -24,7 +25,14 @@ except ImportError:
 
 from chunkgraph.engine.chunk import GradientMarker
 
-__all__ = ["Accumulate", "Accumulation", "add_together", "new_accumulate"]
+__all__ = [
+    "Accumulate",
+    "Accumulation",
+    "add_together",
+    "collecting",
+    "new_accumulate",
+    "receiver",
+]
 
 Accumulate = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
 """A function that adds each gradient to its sink, in place, on the current stream."""
@@ -206,3 +214,54 @@ def _launch(run: Sequence[_Pair]) -> None:
     _add_mixed[(triton.cdiv(n, _BLOCK), len(run))](
         sink, gradient, n, *steps, BLOCK=_BLOCK, num_warps=8
     )
+
+
+def receiver(
+    leaves: Sequence[nn.Parameter], sums: Accumulation
+) -> Callable[[int, torch.Tensor], None]:
+    """Return a function that adds a gradient of a leaf to ``sums``."""
+
+    def receive(index: int, gradient: torch.Tensor) -> None:
+        if getattr(leaves[index], "grad_added_to_main_grad", False):
+            sums.note(index)  # by a dummy gradient
+        else:
+            sums.add(index, gradient)
+
+    return receive
+
+
+@contextmanager
+def collecting(
+    leaves: Sequence[nn.Parameter], take: Callable[[int, torch.Tensor], None]
+) -> Iterator[None]:
+    """Pass each gradient that autograd computes for a leaf in this block to ``take``.
+
+    Inside, ``grad`` of each leaf is None except while a hook takes a gradient: autograd stores a
+    new gradient without a copy only then. On exit it is restored.
+
+    Args:
+        leaves: parameters, or their aliases.
+        take: called with the index of the leaf and one new gradient.
+    """
+
+    def hook(index: int) -> Callable[[torch.Tensor], None]:
+        def receive(leaf: torch.Tensor) -> None:
+            gradient, leaf.grad = leaf.grad, None
+            if gradient is not None:  # a custom function may return None
+                take(index, gradient)
+
+        return receive
+
+    grads = [leaf.grad for leaf in leaves]
+    handles = [
+        leaf.register_post_accumulate_grad_hook(hook(index)) for index, leaf in enumerate(leaves)
+    ]
+    try:
+        for leaf in leaves:
+            leaf.grad = None
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for leaf, grad in zip(leaves, grads, strict=True):
+            leaf.grad = grad

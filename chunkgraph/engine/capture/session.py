@@ -134,16 +134,17 @@ def capture_session(
     return captured
 
 
-@dataclass
 class _Session:
     """State that the phases of one session share.
 
-    Attributes:
-        chunks: the chunks of the rank.
+    Args:
+        chunks: see `capture_session`.
         num_slots: see `capture_session`; `_choose_slots` may change it.
         samples: see `capture_session`.
         settings: see `capture_session`; `_choose_slots` may change them.
         maker: makes the graphs.
+
+    Attributes:
         grad_memory: the memory of ``sinks``; there is none during the eager passes.
         sinks: the gradient sinks of each chunk.
         models: the state of each chunk's module that the graphs depend on.
@@ -158,23 +159,33 @@ class _Session:
         saved: the tensors that each slot's forward keeps, by bank, chunk and slot.
     """
 
-    chunks: list[Chunk]
-    num_slots: tuple[int, ...]
-    samples: Mapping[Hashable, Sequence[Call]]
-    settings: SessionSettings
-    maker: GraphMaker
-    grad_memory: GradMemory
-    sinks: tuple[GradientSinks, ...]
-    models: tuple[ModelGuard, ...]
-    aliases: tuple[ParameterAliases, ...]
-    kept: tuple[Bookkeeping, ...] = ()
-    warm_ups: dict[Hashable, list[WarmUp]] = field(default_factory=dict)
-    plans: dict[Hashable, list[BackwardPlan]] = field(default_factory=dict)
-    blocks: dict[Hashable, SlotBlock] = field(default_factory=dict)
-    slots: list[Slot] = field(default_factory=list)
-    markers: dict[Slot, GradientMarker] = field(default_factory=dict)
-    num_done: int = 0
-    saved: dict[SlotKey, tuple[SavedTensor, ...]] = field(default_factory=dict)
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        num_slots: Sequence[int],
+        samples: Mapping[Hashable, Sequence[Call]],
+        settings: SessionSettings,
+        maker: GraphMaker,
+    ) -> None:
+        self.chunks, self.num_slots, self.samples = list(chunks), tuple(num_slots), samples
+        self.settings, self.maker = settings, maker
+        self.backend.release_cached_memory()  # blocks of eager steps are too small for all sinks
+        parameters = {id(p): p for chunk in chunks for p in chunk.parameters}
+        self.grad_memory = GradMemory(parameters.values())
+        self.sinks = tuple(GradientSinks(c.parameters, self.grad_memory) for c in chunks)
+        self.grad_memory.set_aside()  # the passes of `_warm_up` need none
+        self.models = tuple(map(ModelGuard, chunks))
+        refuse_shared_parameters(chunks)
+        stand_ins: dict[int, nn.Parameter] = {}
+        self.aliases = tuple(ParameterAliases(c.module, c.parameters, stand_ins) for c in chunks)
+        self.kept: tuple[Bookkeeping, ...] = ()
+        self.warm_ups: dict[Hashable, list[WarmUp]] = {}
+        self.plans: dict[Hashable, list[BackwardPlan]] = {}
+        self.blocks: dict[Hashable, SlotBlock] = {}
+        self.slots: list[Slot] = []
+        self.markers: dict[Slot, GradientMarker] = {}
+        self.num_done = 0
+        self.saved: dict[SlotKey, tuple[SavedTensor, ...]] = {}
 
     @property
     def backend(self) -> GraphBackend:
@@ -228,7 +239,7 @@ def _run(
 ) -> CapturedRank:
     """Run all phases of a session."""
     start = time.perf_counter()
-    session = _begin(chunks, num_slots, samples, settings, maker)
+    session = _Session(chunks, num_slots, samples, settings, maker)
     try:
         with ExitStack() as stack:
             _enter(session, stack)
@@ -265,34 +276,6 @@ def _run(
             for c, warm in enumerate(of)
         },
         session.saved,
-    )
-
-
-def _begin(
-    chunks: Sequence[Chunk],
-    num_slots: Sequence[int],
-    samples: Mapping[Hashable, Sequence[Call]],
-    settings: SessionSettings,
-    maker: GraphMaker,
-) -> _Session:
-    maker.backend.release_cached_memory()  # blocks of eager steps are too small for all sinks
-    grad_memory = GradMemory({id(p): p for chunk in chunks for p in chunk.parameters}.values())
-    sinks = tuple(GradientSinks(c.parameters, grad_memory) for c in chunks)
-    grad_memory.set_aside()  # the passes of `_warm_up` need none
-    models = tuple(ModelGuard(chunk) for chunk in chunks)
-    refuse_shared_parameters(chunks)
-    stand_ins: dict[int, nn.Parameter] = {}
-    aliases = tuple(ParameterAliases(c.module, c.parameters, stand_ins) for c in chunks)
-    return _Session(
-        list(chunks),
-        tuple(num_slots),
-        samples,
-        settings,
-        maker,
-        grad_memory,
-        sinks,
-        models,
-        aliases,
     )
 
 

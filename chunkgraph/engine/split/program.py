@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from chunkgraph.engine.capture.accumulate import collecting
 from chunkgraph.engine.capture.preserved import tensors_kept
 from chunkgraph.engine.chunk import Action, Chunk, GradientMarker
-from chunkgraph.engine.gradients import collecting
 from chunkgraph.engine.program import BackwardPlan, GraphProgram, Isolated, Pass, Receive
 from chunkgraph.engine.slot import Slot
 from chunkgraph.engine.split.deferral import REMEDY, Deferral, TracedOperator
