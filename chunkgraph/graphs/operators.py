@@ -13,9 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "OperatorMode",
-    "are_same",
-    "draws",
-    "explicit_generator",
     "is_collective",
     "replace_leaves",
     "run_to_its_end",
@@ -139,22 +136,3 @@ def run_to_its_end(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
     if is_collective(func) and all(t.is_cpu for t in tensors_in(*args, *kwargs.values())):
         return wait_for_work(out)
     return out
-
-
-@functools.cache
-def draws(func: OpOverload) -> bool:
-    """Return whether ``func`` draws random numbers."""
-    return torch.Tag.nondeterministic_seeded in func.tags
-
-
-def are_same(one: torch.Generator, other: torch.Generator) -> bool:
-    """Return whether both objects are the same generator; torch may create several objects."""
-    return bool(one._cdata == other._cdata)  # type: ignore[attr-defined]
-
-
-def explicit_generator(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Generator | None:
-    """Return the generator among an operator's arguments, unless it is the default one."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Generator) and not are_same(value, torch.default_generator):
-            return value
-    return None

@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from chunkgraph.graphs.failure import check_backward, illegal_operation
-from chunkgraph.graphs.operators import are_same, draws, explicit_generator
+from chunkgraph.graphs.random_state import are_same, draws, explicit_generator
 
 __all__ = ["HostReadGuard", "check_operator"]
 
