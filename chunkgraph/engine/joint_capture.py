@@ -11,6 +11,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pkgutil import resolve_name
 
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ from chunkgraph.engine.capture.layers import LayerWatch
 from chunkgraph.engine.capture.session import SessionSettings, capture_session
 from chunkgraph.engine.chunk import CaptureOptions, Chunk
 from chunkgraph.engine.decide import Agree
-from chunkgraph.engine.observer import Verifier, new_verifier
+from chunkgraph.engine.observer import Observer
 from chunkgraph.engine.tree import Call
 from chunkgraph.errors import CaptureError, ChunkGraphError
 from chunkgraph.graphs import GraphBackend, capture_failure
@@ -46,7 +47,7 @@ class JointCapture:
     """
 
     captured: CapturedRank | None
-    verifier: Verifier | None = None
+    verifier: Observer | None = None
     error: ChunkGraphError | None = None
     is_cause: bool = False
     failed_bank: int | None = None
@@ -101,11 +102,13 @@ class Capturer:
         label = rank_label(self.chunks)
         own_error: ChunkGraphError | None = None
         captured: CapturedRank | None = None
-        verifier: Verifier | None = None
+        verifier: Observer | None = None
         try:
             samples = make_samples()
             chunks = self._checked_chunks(samples)
-            verifier = new_verifier(self.options, chunks, samples, self.backend, self.settings.host)
+            if self.options.verify != "none":  # loaded only if it is needed
+                make = resolve_name("chunkgraph.engine.verify:VERIFIERS")[self.options.verify]
+                verifier = make(chunks, samples, self.backend, self.settings.host, self.options)
             lockstep.begin(None)
             settings = replace(
                 self.settings,

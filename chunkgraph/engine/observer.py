@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from pkgutil import resolve_name
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from chunkgraph.engine.capture.captured_rank import CapturedRank
-from chunkgraph.engine.chunk import Action, CaptureOptions, Chunk, GradientMarker, Host
+from chunkgraph.engine.chunk import Action, Chunk, GradientMarker
 from chunkgraph.engine.counters import Counters
 from chunkgraph.engine.slot import Slot
-from chunkgraph.engine.tree import Call
-from chunkgraph.graphs import GraphBackend
 
 __all__ = [
     "Action",
@@ -23,8 +20,6 @@ __all__ = [
     "Observer",
     "ReplayCounters",
     "ReplayRanges",
-    "Verifier",
-    "new_verifier",
 ]
 
 
@@ -39,6 +34,9 @@ class Observer:
                 eagerly.
         """
         return step is not None
+
+    def captured(self, rank: CapturedRank) -> None:
+        """Take the result of a successful session."""
 
     def begin_step(self, step: int | None) -> None:
         """Begin a step that it observes."""
@@ -136,35 +134,6 @@ class ReplayCounters(Observer):
             counters.weight_replays += 1
         else:
             counters.backward_replays += 1
-
-
-class Verifier(Observer):
-    """Check replays: what `CaptureOptions.verify` adds to the observers."""
-
-    def captured(self, rank: CapturedRank) -> None:
-        """Take the result of a successful session."""
-
-
-def new_verifier(
-    options: CaptureOptions,
-    chunks: Sequence[Chunk],
-    samples: Mapping[Hashable, Sequence[Call]],
-    backend: GraphBackend,
-    host: Host,
-) -> Verifier | None:
-    """Return the verifier for the next capture, or None. It is loaded only if it is needed.
-
-    Args:
-        options: The mode, and the steps to verify.
-        chunks: The chunks of the rank.
-        samples: The calls to capture, by bank.
-        backend: Makes the graphs.
-        host: The program around the chunks.
-    """
-    if options.verify == "none":
-        return None
-    make = resolve_name("chunkgraph.engine.verify:new_verifier")
-    return cast("Verifier", make(options, chunks, samples, backend, host))
 
 
 _NAMES = {"F": "forward", "B": "backward", "I": "backward", "W": "weight gradient"}

@@ -18,8 +18,8 @@ from gathering import Gather
 from torch import nn
 
 from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs, Host, StepMode
+from chunkgraph.engine.bits import same_bits
 from chunkgraph.engine.decide import Agree
-from chunkgraph.engine.verify import same_bits
 from chunkgraph.errors import ConfigError, ReplayMismatchError
 from chunkgraph.megatron.core.agreement import agree_by_maximum
 from chunkgraph.megatron.feature import StepInputs, StepPlan

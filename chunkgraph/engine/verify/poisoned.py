@@ -1,5 +1,8 @@
 """Poison mode: fill dead memory with NaN, and explain a NaN that a replay returns.
 
+Scratch is dead before every replay. A slot's pool is dead from the end of its backward to its next
+forward. With a correct plan, poison changes no result; with a wrong one, the loss becomes NaN.
+
 Only then does an eager pass run, to distinguish a replay that read dead memory from a model that
 produces a NaN by itself.
 """
@@ -22,7 +25,6 @@ from chunkgraph.engine.slot import Slot
 from chunkgraph.engine.verify.base import Verifier
 from chunkgraph.engine.verify.eager_pass import EagerPass
 from chunkgraph.graphs import AddressRanges, Pool
-from chunkgraph.memory import Poison
 
 __all__ = ["PoisonVerifier"]
 
@@ -41,15 +43,16 @@ class PoisonVerifier(Verifier):
         """Record the memory of the graphs."""
         super().captured(rank)
         gc.collect()  # dead objects must not count as kept
-        backend = self._around.backend
         own: dict[Pool, AddressRanges] = {}
         for slot in (s for slots in rank.slots for s in slots):
             for tensor in (*slot.outputs.tensors, *slot.input_grads.tensors):
                 if tensor is not None:
                     pool = slot.block.pool
-                    own[pool] = own.get(pool, AddressRanges()) | backend.raw(tensor)
-        kept = {pool: pool.live() - ranges for pool, ranges in own.items()}
-        self._poison = Poison(rank.pools.scratch, backend.device, kept)
+                    own[pool] = own.get(pool, AddressRanges()) | self._backend.raw(tensor)
+        # What lives as long as the graphs, such as a mask that a module created in the capture.
+        self._kept = {pool: pool.live() - ranges for pool, ranges in own.items()}
+        self._scratch = rank.pools.scratch
+        self._dead: list[Pool] = []  # pools of free slots, which hold input gradients until now
 
     def _forget(self) -> None:
         super()._forget()
@@ -62,7 +65,10 @@ class PoisonVerifier(Verifier):
         if action == "F":
             self._count_forward(slot)
             self._begin[slot] = self._passes_of(slot).state()
-        self._poison.before_replay()
+        if self._scratch is not None:
+            self._fill(self._scratch)
+        while self._dead:
+            self._fill(self._dead.pop())
         if action == "F":
             return
         # A NaN of the model itself stays in a gradient, infinities may add up to one, and memory
@@ -106,11 +112,17 @@ class PoisonVerifier(Verifier):
         is_new = [has and not was_infinite for has, was_infinite in pairs]
         if has_nan(slot.input_grads.tensors) or any(is_new):
             self._explain(slot, is_new)
-        pool, raw = slot.block.pool, self._around.backend.raw
+        pool, raw = slot.block.pool, self._backend.raw
         reserved = pool.reserved()
-        grads = [g for g in slot.input_grads.tensors if g is not None]
-        # A compiled backward may write an input gradient over a saved tensor.
-        self._poison.after_backward(pool, holds_grads=any(raw(g) & reserved for g in grads))
+        # A compiled backward may write an input gradient over a saved tensor. It lives until the
+        # next replay, which then fills the pool.
+        if any(raw(g) & reserved for g in slot.input_grads.tensors if g is not None):
+            self._dead.append(pool)
+        else:
+            self._fill(pool)
+
+    def _fill(self, pool: Pool) -> None:
+        pool.poison(self._kept.get(pool, ()))
 
     def _gradients_with(
         self, slot: Slot, property_of: Callable[[torch.Tensor], torch.Tensor]

@@ -83,7 +83,7 @@ class ShadowVerifier(Verifier):
         )
 
     def _compare_forward(self, slot: Slot) -> None:
-        buffers, generators = self._chunks[slot.chunk].buffers, self._around.generators()
+        buffers, generators = self._chunks[slot.chunk].buffers, self._passes_of(slot).generators()
         replay = Measured.of(slot.outputs.leaves, buffers, generators)
         noise = self._warm_ups[slot.bank, slot.chunk].noise
         eager = self._passing[slot]
