@@ -39,11 +39,9 @@ from chunkgraph.graphs.recorder.legality import HostReadGuard, check_operator
 from chunkgraph.graphs.recorder.recorded_graph import Binding, RecordedGraph
 from chunkgraph.graphs.recorder.recording import (
     External,
-    HostCall,
     Operation,
     TensorRef,
     owner_of,
-    span,
 )
 from chunkgraph.graphs.recorder.simulated_pool import SimulatedPool
 
@@ -67,7 +65,7 @@ def host_call(call: Callable[[], None]) -> None:
         with _disable_current_modes():
             call()
         return
-    recording.log.append(HostCall(call))
+    recording.log.append(call)
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         call()
 
@@ -168,7 +166,7 @@ class _RecordingMode(TorchDispatchMode):
         self.pool = graph.pool
         self.pools = pools
         self.generators = generators
-        self.log: list[Operation | HostCall] = []
+        self.log: list[Operation | Callable[[], None]] = []
         self.generator = CapturedGenerator(self.label)
         self.externals: list[External] = []
         # The current external memory at each address; an address can serve several in turn.
@@ -197,15 +195,12 @@ class _RecordingMode(TorchDispatchMode):
         # memory for an empty output.
         inputs = tensors_in(*args, *kwargs.values())
         addresses = [self._register(tensor, func) for tensor in inputs]
-        self.reads.extend(
-            span(tensor)
-            for tensor, address in zip(inputs, addresses, strict=True)
-            if address in self._pooled and address not in self._made
-        )
         refs = {
             id(tensor): TensorRef.of(tensor, self._current.get(address))
             for tensor, address in zip(inputs, addresses, strict=True)
         }
+        pooled, made = self._pooled, self._made
+        self.reads += [r.span for r in refs.values() if r.start in pooled and r.start not in made]
         written = storages_written(func, args, kwargs)
         for tensor in written:
             self._save(tensor)
@@ -263,7 +258,7 @@ class _RecordingMode(TorchDispatchMode):
         """Restore the bytes of external memory from before the capture."""
         for external in self.externals:
             if external.saved is not None and not external.alive.expired():
-                torch.empty(0, dtype=torch.uint8).set_(external.alias()).copy_(external.saved)
+                external.bytes().copy_(external.saved)
 
     def _register(self, tensor: torch.Tensor, func: OpOverload) -> int:
         """Return the address of a tensor's storage, after recording memory that no pool owns."""
@@ -301,7 +296,7 @@ class _RecordingMode(TorchDispatchMode):
     def _save(self, tensor: torch.Tensor) -> None:
         external = self._current.get(tensor.untyped_storage().data_ptr())
         if external is not None and external.saved is None:
-            external.saved = torch.empty(0, dtype=torch.uint8).set_(external.alias()).clone()
+            external.saved = external.bytes().clone()
 
     def _place(self, out: Any, input_addresses: set[int]) -> tuple[TensorRef | None, ...]:
         """Move fresh results into the pool; return where a replay writes each result."""

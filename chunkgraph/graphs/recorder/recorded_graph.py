@@ -21,11 +21,9 @@ from chunkgraph.graphs.operators import (
 )
 from chunkgraph.graphs.recorder.recording import (
     External,
-    HostCall,
     Operation,
     TensorRef,
     owner_of,
-    span,
 )
 from chunkgraph.graphs.recorder.simulated_pool import SimulatedPool
 
@@ -83,7 +81,7 @@ class RecordedGraph:
 
     def finish(
         self,
-        log: Sequence[Operation | HostCall],
+        log: Sequence[Operation | _Step],
         externals: list[External],
         reads: Sequence[tuple[int, int]],
         pools: tuple[SimulatedPool, ...],
@@ -99,8 +97,8 @@ class RecordedGraph:
         grad_mode = False  # as in `replay`
         with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
             for entry in log:
-                if isinstance(entry, HostCall):
-                    steps.append(entry.call)
+                if not isinstance(entry, Operation):
+                    steps.append(entry)
                     continue
                 binding.begin_operation()
                 args = replace_leaves(entry.args, TensorRef, binding.bind)
@@ -109,8 +107,8 @@ class RecordedGraph:
                     for name, value in entry.kwargs.items()
                 }
                 results = [None if r is None else binding.bind(r) for r in entry.results]
-                writes.extend(span(r) for r in entry.results if r is not None)
-                writes.extend(span(t) for t in storages_written(entry.func, args, kwargs))
+                written = map(TensorRef.of, storages_written(entry.func, args, kwargs))
+                writes.extend(r.span for r in (*entry.results, *written) if r is not None)
                 if entry.grad_mode is not grad_mode:
                     grad_mode = entry.grad_mode
                     steps.append(partial(torch._C._set_grad_enabled, grad_mode))
@@ -197,7 +195,7 @@ class Binding:
         if ref.num_bytes == 0:
             return torch.UntypedStorage(0)
         if ref.external is not None:
-            return ref.external.alias()
+            return ref.external.bytes().untyped_storage()
         pool = owner_of(self._pools, ref.start)
         assert pool is not None, f"untracked memory at {ref.start:#x}"
         return pool.alias(ref.start, ref.num_bytes)

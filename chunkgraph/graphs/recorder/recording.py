@@ -7,8 +7,7 @@ memory must keep it alive; a replay refuses to run after it is freed.
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import mul
 from typing import Any, NamedTuple
@@ -17,9 +16,10 @@ import torch
 from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from chunkgraph.graphs.addresses import tensor_at
 from chunkgraph.graphs.recorder.simulated_pool import SimulatedPool
 
-__all__ = ["External", "HostCall", "Operation", "TensorRef", "owner_of", "span"]
+__all__ = ["External", "Operation", "TensorRef", "owner_of"]
 
 
 @dataclass(eq=False)
@@ -43,10 +43,9 @@ class External:
     saved: torch.Tensor | None = None
     constant: torch.Tensor | None = None
 
-    def alias(self) -> torch.UntypedStorage:
-        """Return a storage on the same bytes that keeps nothing alive."""
-        buffer = (ctypes.c_char * self.num_bytes).from_address(self.start)
-        return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
+    def bytes(self) -> torch.Tensor:
+        """Return its bytes, as a tensor that keeps nothing alive."""
+        return tensor_at(self.start, self.num_bytes, torch.device("cpu"))
 
 
 class TensorRef(NamedTuple):
@@ -79,6 +78,16 @@ class TensorRef(NamedTuple):
             (tensor.is_conj(), tensor.is_neg()),
             external,
         )
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """Return the first byte of the memory, and the one after the last."""
+        item = self.dtype.itemsize
+        first = self.start + self.offset * item
+        if 0 in self.shape:
+            return first, first
+        last = sum(map(mul, self.shape, self.stride)) - sum(self.stride)
+        return first, first + (last + 1) * item
 
     def tensor(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """Return a tensor with this geometry on ``storage``."""
@@ -113,29 +122,6 @@ class Operation:
     results: tuple[TensorRef | None, ...]
     where: str | None
     grad_mode: bool
-
-
-@dataclass(frozen=True)
-class HostCall:
-    """Host work that belongs to the graph (a switch of the random state)."""
-
-    call: Callable[[], None]
-
-
-def span(tensor: torch.Tensor | TensorRef) -> tuple[int, int]:
-    """Return the first byte of a strided tensor's memory, and the one after the last."""
-    if isinstance(tensor, TensorRef):
-        shape, stride, start = tensor.shape, tensor.stride, tensor.start
-        item = tensor.dtype.itemsize
-        first = start + tensor.offset * item
-    else:
-        shape, stride = tuple(tensor.shape), tensor.stride()
-        item = tensor.element_size()
-        first = tensor.data_ptr()
-    if 0 in shape:
-        return first, first
-    last = sum(map(mul, shape, stride)) - sum(stride)
-    return first, first + (last + 1) * item
 
 
 def owner_of(pools: Sequence[SimulatedPool], address: int) -> SimulatedPool | None:
