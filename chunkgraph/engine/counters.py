@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Hashable
 from dataclasses import dataclass, field, fields
 
 __all__ = ["Counters"]
@@ -54,19 +53,3 @@ class Counters:
     def num_fallbacks(self) -> int:
         """Return the number of eager steps."""
         return self.fallbacks.total()
-
-    @contextmanager
-    def expect(self, **changes: int) -> Iterator[None]:
-        """Assert how much counters change in the block: ``with counters.expect(captures=0)``.
-
-        Raises:
-            AssertionError: a counter changed otherwise; the message has both changes.
-        """
-        before = {name: getattr(self, name) for name in changes}
-        yield
-        wrong = [
-            f"{name}: expected {change:+d}, got {getattr(self, name) - before[name]:+d}"
-            for name, change in changes.items()
-            if getattr(self, name) - before[name] != change
-        ]
-        assert not wrong, "; ".join(wrong)

@@ -229,7 +229,7 @@ class _RecordingMode(TorchDispatchMode):
         """
         binding = Binding(self.pools)
         aliases = {id(t): binding.bind(refs[id(t)]) for t in tensors}
-        args, kwargs = _replaced(args, kwargs, aliases)
+        args, kwargs = replace_leaves((args, kwargs), torch.Tensor, lambda t: aliases[id(t)])
         originals = {id(aliases[id(t)]): t for t in tensors}
         # Some backends copy results in the caller's wait, which would be logged as well.
         out = wait_for_work(func(*args, **kwargs))
@@ -250,7 +250,7 @@ class _RecordingMode(TorchDispatchMode):
         leaves: dict[int, Any],
         results: tuple[TensorRef | None, ...],
     ) -> None:
-        args, kwargs = _replaced(args, kwargs, leaves)
+        args, kwargs = replace_leaves((args, kwargs), torch.Tensor, lambda t: leaves[id(t)])
         grad_mode = torch.is_grad_enabled()
         self.log.append(Operation(func, args, kwargs, results, current_location(), grad_mode))
 
@@ -316,20 +316,6 @@ class _RecordingMode(TorchDispatchMode):
                 tensor.set_(moved[start], tensor.storage_offset(), tensor.size(), tensor.stride())
                 results.append(TensorRef.of(tensor))
         return tuple(results)
-
-
-def _replaced(
-    args: tuple[Any, ...], kwargs: dict[str, Any], leaves: dict[int, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return an operator's arguments with its tensors replaced, by their ids."""
-
-    def replace(tensor: torch.Tensor) -> Any:
-        return leaves[id(tensor)]
-
-    return (
-        replace_leaves(args, torch.Tensor, replace),
-        {name: replace_leaves(value, torch.Tensor, replace) for name, value in kwargs.items()},
-    )
 
 
 # Cached, since torch creates schema objects per access.

@@ -101,11 +101,7 @@ class RecordedGraph:
                     steps.append(entry)
                     continue
                 binding.begin_operation()
-                args = replace_leaves(entry.args, TensorRef, binding.bind)
-                kwargs = {
-                    name: replace_leaves(value, TensorRef, binding.bind)
-                    for name, value in entry.kwargs.items()
-                }
+                args, kwargs = replace_leaves((entry.args, entry.kwargs), TensorRef, binding.bind)
                 results = [None if r is None else binding.bind(r) for r in entry.results]
                 written = map(TensorRef.of, storages_written(entry.func, args, kwargs))
                 writes.extend(r.span for r in (*entry.results, *written) if r is not None)
