@@ -41,20 +41,19 @@ class HostMemory:
         self._end = 0
         self._copies: dict[tuple[Any, ...], torch.Tensor] = {}
 
-    def hold(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Copy a dense tensor into this memory, with its dtype and strides.
+    def hold(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
+        """Return a copy of a dense tensor in this memory; equal constants share one copy.
 
-        Equal constants share one copy.
-
-        Returns:
-            The copy; None if too little memory is left.
+        Raises:
+            IllegalOperationError: Too little memory is left; the message has the graph's ``label``.
         """
         raw = _raw(tensor)
         key = (tensor.dtype, tensor.shape, tensor.stride(), raw.numpy().tobytes())
         if key not in self._copies:
             end = self._end + raw.numel()
             if end > self.bytes.numel():
-                return None
+                what = "needs more bytes than the memory for constants has"
+                raise illegal_operation("A copy from the host", what, label)
             copy = torch.empty(0, dtype=tensor.dtype, device="cpu")
             offset = self._end // tensor.element_size()
             copy.set_(self.bytes.untyped_storage(), offset, tensor.shape, tensor.stride())
@@ -128,11 +127,7 @@ class CaptureMode(OperatorMode):
         first = host.flatten()[:1]
         if first == first and torch.equal(_raw(host), _raw(first.expand(host.numel()).clone())):
             return target.fill_(first.item())
-        source = self._memory.hold(host)
-        if source is None:
-            what = "needs more bytes than the memory for constants has"
-            raise illegal_operation("A copy from the host", what, self._label)
-        return target.copy_(source, non_blocking=True)
+        return target.copy_(self._memory.hold(host, self._label), non_blocking=True)
 
     def _is_made(self, tensor: torch.Tensor) -> bool:
         reference = self._made.get(tensor.untyped_storage()._cdata)

@@ -50,10 +50,8 @@ class CUDAGraphHandle:
         editor: GraphEditor | None = None,
         targets: Sequence[AddressRange | None] = (),
     ) -> None:
-        self.label = label
-        self.pool = pool
-        self._memory = memory
-        self._editor = editor
+        self.label, self.pool = label, pool
+        self._memory, self._editor = memory, editor
         can_copy = hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph_exec")
         self._targets = targets if can_copy else ()
         self.copy_nodes: Sequence[CudaCopyNode | None] = ()
