@@ -16,8 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec
 
-from chunkgraph.engine.autograd_graph import leaves_below
-from chunkgraph.engine.capture.output_gradients import OutputGradients
+from chunkgraph.engine.capture.output_gradients import OutputGradients, leaves_below
 from chunkgraph.engine.capture.static_inputs import call_with, static_like
 from chunkgraph.engine.chunk import Action, Chunk, GradientMarker, Host
 from chunkgraph.engine.gradients import GradientSinks

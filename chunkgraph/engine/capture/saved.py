@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from chunkgraph.engine.autograd_graph import nodes_below
 from chunkgraph.engine.bits import has_memory, has_nan, same_bits
 from chunkgraph.engine.capture.layers import LayerWatch
+from chunkgraph.engine.capture.output_gradients import nodes_below
 from chunkgraph.engine.layout import span
 from chunkgraph.graphs import AddressRanges, tensor_at
 

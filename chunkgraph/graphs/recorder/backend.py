@@ -36,10 +36,11 @@ from chunkgraph.graphs.operators import (
 )
 from chunkgraph.graphs.random_state import CapturedGenerator, answering_calls, patched
 from chunkgraph.graphs.recorder.legality import HostReadGuard, check_operator
-from chunkgraph.graphs.recorder.recorded_graph import Binding, RecordedGraph
-from chunkgraph.graphs.recorder.recording import (
+from chunkgraph.graphs.recorder.recorded_graph import (
+    Binding,
     External,
     Operation,
+    RecordedGraph,
     TensorRef,
     owner_of,
 )
