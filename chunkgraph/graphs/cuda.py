@@ -74,9 +74,8 @@ class CUDAGraphHandle:
         try:
             nodes = self._edit(self._editor, graph.raw_cuda_graph())
             graph.instantiate()
-            for node in nodes:
-                if node is not None:
-                    node.begin(graph.raw_cuda_graph_exec())
+            for node in filter(None, nodes):
+                node.begin(graph.raw_cuda_graph_exec())
             self.copy_nodes = nodes
         except BaseException:
             self.release()
@@ -111,9 +110,8 @@ class CUDAGraphHandle:
     def release(self) -> None:
         """Destroy the graph; its pool is freed with its last graph."""
         if self.graph is not None:
-            for node in self.copy_nodes:
-                if node is not None:
-                    node.end()
+            for node in filter(None, self.copy_nodes):
+                node.end()
             self.graph.reset()
             self.graph = self._memory = None
 

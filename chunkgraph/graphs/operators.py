@@ -116,16 +116,12 @@ def is_collective(func: OpOverload) -> bool:
 def wait_for_work(out: Any) -> Any:
     """Wait for a collective's work; return its result with finished work instead."""
 
-    def finish(item: Any) -> Any:
-        if not isinstance(item, torch.ScriptObject):
-            return item
+    def finish(work: torch.ScriptObject) -> torch.ScriptObject:
         c10d = torch._C._distributed_c10d
-        c10d.Work.unbox(item).wait()
+        c10d.Work.unbox(work).wait()
         return c10d.FakeWork().boxed()
 
-    if isinstance(out, (list, tuple)):
-        return type(out)(finish(item) for item in out)
-    return finish(out)
+    return replace_leaves(out, torch.ScriptObject, finish)
 
 
 def run_to_its_end(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

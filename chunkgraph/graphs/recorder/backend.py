@@ -61,12 +61,8 @@ def host_call(call: Callable[[], None]) -> None:
     Args:
         call: A function that must not run torch operators of the graph.
     """
-    recording = _recording()
-    if recording is None:
-        with _disable_current_modes():
-            call()
-        return
-    recording.log.append(call)
+    if (recording := _recording()) is not None:
+        recording.log.append(call)
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         call()
 
