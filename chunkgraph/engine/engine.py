@@ -402,8 +402,6 @@ class ChunkGraphs:
         if result.captured is not None:
             self._captured = result.captured
             self._captured_key = shape_key
-            if result.verifier is not None:
-                result.verifier.captured(result.captured)
             last = [chunk.actions[-1] for chunk in self.chunks]
             self._of_capture = (
                 *([result.verifier] if result.verifier is not None else ()),

@@ -106,9 +106,6 @@ class Capturer:
         try:
             samples = make_samples()
             chunks = self._checked_chunks(samples)
-            if self.options.verify != "none":  # loaded only if it is needed
-                make = resolve_name("chunkgraph.engine.verify:VERIFIERS")[self.options.verify]
-                verifier = make(chunks, samples, self.backend, self.settings.host, self.options)
             lockstep.begin(None)
             settings = replace(
                 self.settings,
@@ -118,6 +115,10 @@ class Capturer:
             )
             with progress.layers.watching(self.chunks):
                 captured = capture_session(chunks, self.num_slots, samples, self.backend, settings)
+            if self.options.verify != "none":  # loaded only if it is needed
+                make = resolve_name("chunkgraph.engine.verify:VERIFIERS")[self.options.verify]
+                around = self.backend, self.settings.host
+                verifier = make(chunks, samples, captured, *around, self.options)
             lockstep.finish()
         except StoppedElsewhere as stop:
             _forget_frames(stop)
@@ -137,7 +138,7 @@ class Capturer:
         state = "stopped capturing, since" if captured is None else "captured, but"
         if captured is not None:
             captured.release()
-            captured = None
+            captured = verifier = None
         self.backend.release_cached_memory()
         error_here = own_error or CaptureError(
             f"{label}: {state} another rank could not; all ranks dropped their graphs. "

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from chunkgraph.engine.capture.captured_rank import CapturedRank
 from chunkgraph.engine.chunk import Action, Chunk, GradientMarker
 from chunkgraph.engine.counters import Counters
 from chunkgraph.engine.slot import Slot
@@ -34,9 +33,6 @@ class Observer:
                 eagerly.
         """
         return step is not None
-
-    def captured(self, rank: CapturedRank) -> None:
-        """Take the result of a successful session."""
 
     def begin_step(self, step: int | None) -> None:
         """Begin a step that it observes."""

@@ -33,6 +33,7 @@ class Verifier(Observer):
     Args:
         chunks: the chunks of the rank.
         samples: the captured calls, by bank.
+        rank: the result of their capture.
         backend: the backend of the graphs.
         host: the program around the chunks.
         options: the steps to verify.
@@ -42,6 +43,7 @@ class Verifier(Observer):
         self,
         chunks: Sequence[Chunk],
         samples: Mapping[Hashable, Sequence[Call]],
+        rank: CapturedRank,
         backend: GraphBackend,
         host: Host,
         options: CaptureOptions,
@@ -51,13 +53,10 @@ class Verifier(Observer):
             key: tuple(sample.emptied() for sample in calls) for key, calls in samples.items()
         }
         self._backend, self._host = backend, host
+        self._rank = rank
+        self._gradients = tuple(sinks.buffers for sinks in rank.sinks)
         self._step = 0
         self._forget()
-
-    def captured(self, rank: CapturedRank) -> None:
-        """Take the result of a successful session."""
-        self._gradients = tuple(sinks.buffers for sinks in rank.sinks)
-        self._warm_ups, self._saved = rank.warm_ups, rank.saved
 
     def observes(self, step: int | None) -> bool:
         """Observe the steps that the options ask for."""
@@ -84,7 +83,7 @@ class Verifier(Observer):
     def _passes_of(self, slot: Slot) -> EagerPasses:
         c, key = slot.chunk, slot.bank
         if (c, key) not in self._passes:
-            written = self._warm_ups[key, c].written
+            written = self._rank.warm_ups[key, c].written
             of_chunk = self._chunks[c], self._calls[key][c], self._gradients[c], written
             self._passes[c, key] = EagerPasses(*of_chunk, self._backend, self._host)
         return self._passes[c, key]
@@ -97,7 +96,7 @@ class Verifier(Observer):
         memory = slot.block.pool.reserved()
         for tensor in slot.inputs.tensors:
             memory = memory | self._backend.raw(tensor)
-        saved = self._saved[slot.bank, slot.chunk, slot.index]
+        saved = self._rank.saved[slot.bank, slot.chunk, slot.index]
         return [record.seen_in(memory) for record in saved]
 
     def _describe(self, slot: Slot, direction: str) -> str:

@@ -12,11 +12,11 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from chunkgraph.engine.bits import has_nan
-from chunkgraph.engine.capture.captured_rank import CapturedRank
 from chunkgraph.engine.capture.layers import parameter_names
 from chunkgraph.engine.capture.preserved import ChunkState
 from chunkgraph.engine.capture.saved import first_nan
@@ -39,19 +39,18 @@ class PoisonVerifier(Verifier):
 
     _has_warned = False
 
-    def captured(self, rank: CapturedRank) -> None:
-        """Record the memory of the graphs."""
-        super().captured(rank)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         gc.collect()  # dead objects must not count as kept
         own: dict[Pool, AddressRanges] = {}
-        for slot in (s for slots in rank.slots for s in slots):
+        for slot in (s for slots in self._rank.slots for s in slots):
             for tensor in (*slot.outputs.tensors, *slot.input_grads.tensors):
                 if tensor is not None:
                     pool = slot.block.pool
                     own[pool] = own.get(pool, AddressRanges()) | self._backend.raw(tensor)
         # What lives as long as the graphs, such as a mask that a module created in the capture.
         self._kept = {pool: pool.live() - ranges for pool, ranges in own.items()}
-        self._scratch = rank.pools.scratch
+        self._scratch = self._rank.pools.scratch
         self._dead: list[Pool] = []  # pools of free slots, which hold input gradients until now
 
     def _forget(self) -> None:
