@@ -23,7 +23,6 @@ from chunkgraph.engine.chunk import (
     OnCapture,
     with_user_hooks,
 )
-from chunkgraph.engine.counters import Counters
 from chunkgraph.engine.decide import (
     SHAPE_UNKNOWN,
     Agree,
@@ -36,6 +35,7 @@ from chunkgraph.engine.decide import (
 from chunkgraph.engine.joint_capture import Capturer
 from chunkgraph.engine.observer import (
     ChunkHooks,
+    Counters,
     GradientMarkers,
     Observer,
     ReplayCounters,

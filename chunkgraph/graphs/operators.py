@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "OperatorMode",
+    "computes_nothing",
     "is_collective",
     "replace_leaves",
     "run_to_its_end",
@@ -111,6 +112,12 @@ def _written_arguments(func: OpOverload) -> tuple[tuple[int, str], ...]:
 def is_collective(func: OpOverload) -> bool:
     """Return whether ``func`` is a collective of a process group."""
     return func.namespace == "c10d"
+
+
+@functools.cache
+def computes_nothing(func: OpOverload) -> bool:
+    """Return whether ``func`` returns memory with undefined contents."""
+    return func._schema.name.startswith(("aten::empty", "aten::new_empty"))
 
 
 def wait_for_work(out: Any) -> Any:

@@ -28,6 +28,7 @@ from chunkgraph.graphs.addresses import AddressRange
 from chunkgraph.graphs.contract import GraphBackend, Pool
 from chunkgraph.graphs.failure import capture_failure, current_location
 from chunkgraph.graphs.operators import (
+    computes_nothing,
     is_collective,
     replace_leaves,
     storages_written,
@@ -49,7 +50,6 @@ from chunkgraph.graphs.recorder.simulated_pool import SimulatedPool
 __all__ = ["RecorderBackend", "host_call", "is_capturing"]
 
 _aten = torch.ops.aten
-_UNDEFINED_CONTENTS = ("aten::empty", "aten::new_empty")
 
 
 def host_call(call: Callable[[], None]) -> None:
@@ -207,7 +207,7 @@ class _RecordingMode(TorchDispatchMode):
             out = func(*args, **kwargs)
         results = self._place(out, {*addresses})
         has_effect = any(r is not None for r in results) or written or _only_checks(func)
-        if has_effect and not _has_undefined_contents(func):
+        if has_effect and not computes_nothing(func):
             self._log(func, args, kwargs, refs, results)
         return out
 
@@ -325,11 +325,6 @@ def _is_view(func: OpOverload) -> bool:
         and all(result.alias_info is not None for result in func._schema.returns)
         and not func.has_kernel_for_dispatch_key(composite)
     )
-
-
-@functools.cache
-def _has_undefined_contents(func: OpOverload) -> bool:
-    return func._schema.name.startswith(_UNDEFINED_CONTENTS)
 
 
 @functools.cache
