@@ -91,7 +91,7 @@ def storage_address(tensor: torch.Tensor) -> int:
         storage = tensor.untyped_storage()
         # Torch warns if the address of a compiler's tensor is read.
         return storage.data_ptr() if storage.device.type != "meta" else 0
-    except RuntimeError:
+    except (RuntimeError, ValueError):
         return 0
 
 

@@ -65,7 +65,7 @@ class Bookkeeping:
         """
         before = [container.copy() for container in self._containers]
         try:
-            with parts_kept(self._chunk):
+            with parts_kept(self._chunk, ["_buffers"]):  # data parallelism may swap parameters
                 yield
         finally:
             for own, entries in zip(self._containers, before, strict=True):

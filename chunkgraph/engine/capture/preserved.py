@@ -121,14 +121,18 @@ def state_of(chunk: Chunk, written: Sequence[torch.Tensor] = ()) -> list[torch.T
 
 
 @contextmanager
-def parts_kept(chunk: Chunk) -> Iterator[None]:
+def parts_kept(chunk: Chunk, kinds: Sequence[str] = _PARTS) -> Iterator[None]:
     """Restore, on exit, the modules, parameters and buffers that are registered in the chunk's.
+
+    Args:
+        chunk: the chunk.
+        kinds: the names under which a module registers the parts to restore.
 
     Raises:
         CaptureError: the forward replaced one of them.
     """
     named = chunk.module.named_modules() if chunk.module is not None else ()
-    held = [(path, vars(module)[part]) for path, module in named for part in _PARTS]
+    held = [(path, vars(module)[part]) for path, module in named for part in kinds]
     before = [dict(own) for _, own in held]
     replaced: list[str] = []
     try:

@@ -153,12 +153,19 @@ class EagerPasses:
     @contextmanager
     def _untouched(self, aliases: ParameterAliases, begin: ChunkState | None) -> Iterator[None]:
         """Restore all state on exit; let ``aliases`` add to the buffers of these passes."""
-        for leaf, total in zip(aliases.leaves, self._sums, strict=True):
-            leaf.main_grad = total  # type: ignore[attr-defined]
+        # Without a module they are the parameters themselves.
+        originals = [dict(leaf.__dict__) for leaf in aliases.leaves]
         with (
             self._host.preserving(),
             restored(self._state, self.generators(), begin),
             self._host.verifying(),
             aliases.in_place(),
         ):
-            yield
+            try:
+                for leaf, total in zip(aliases.leaves, self._sums, strict=True):
+                    leaf.main_grad = total  # type: ignore[attr-defined]
+                yield
+            finally:
+                for leaf, attributes in zip(aliases.leaves, originals, strict=True):
+                    leaf.__dict__.clear()
+                    leaf.__dict__.update(attributes)
