@@ -140,10 +140,7 @@ def saved_tensors(outputs: Sequence[Any], watch: LayerWatch) -> list[SavedTensor
 
 
 def _kept_by(node: Any) -> list[tuple[str, torch.Tensor]]:
-    """Return (name, tensor) of the tensors that a node keeps for its backward.
-
-    Tensors that a custom function keeps in its own attributes are not seen.
-    """
+    """Return (name, tensor) of the tensors that a node keeps for its backward."""
     kept: list[tuple[str, torch.Tensor]] = []
     kind: type = type(node)
     for name in _names_of_saved(kind):

@@ -44,6 +44,9 @@ __all__ = ["BackwardTracer", "ForwardWatch"]
 _WATCHED = "chunkgraph.engine.split"  # a key in the metadata of autograd's nodes
 
 
+_Maker = Literal["outside", "forward", "backward"]
+
+
 @dataclass
 class _Memory:
     """A storage, with the operators of the backward that have read and written it so far.
@@ -56,7 +59,7 @@ class _Memory:
     """
 
     alive: StorageWeakRef
-    maker: Literal["outside", "forward", "backward"]
+    maker: _Maker
     writers: set[int] = field(default_factory=set)
     readers: set[int] = field(default_factory=set)
 
@@ -83,9 +86,7 @@ class ForwardWatch(OperatorMode):
             return self.made(tensor, "outside")
         return memory
 
-    def made(
-        self, tensor: torch.Tensor, maker: Literal["outside", "forward", "backward"]
-    ) -> _Memory:
+    def made(self, tensor: torch.Tensor, maker: _Maker) -> _Memory:
         """Record what made a tensor's memory."""
         memory = _Memory(StorageWeakRef(tensor.untyped_storage()), maker)
         self._memory[_address(tensor)] = memory

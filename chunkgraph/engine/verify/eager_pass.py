@@ -39,9 +39,6 @@ class EagerPass:
         saved: tensors that it keeps for the backward.
         versions: version counters right after the forward, which the backward checks.
         aliases: the leaves that replace the parameters.
-        sums: after the backward, for each parameter the expected contents of its gradient buffer;
-            valid until the next backward of the chunk.
-        order: parameters in the order in which their gradients were ready.
     """
 
     call: Pass
@@ -49,8 +46,6 @@ class EagerPass:
     saved: tuple[SavedTensor, ...]
     versions: Any
     aliases: ParameterAliases
-    sums: tuple[torch.Tensor, ...] = ()
-    order: tuple[int, ...] = ()
 
 
 class EagerPasses:
@@ -123,7 +118,7 @@ class EagerPasses:
         *,
         accumulates: bool = True,
         begin: ChunkState | None = None,
-    ) -> None:
+    ) -> tuple[Sequence[torch.Tensor], Sequence[int]]:
         """Run the backward of a pass.
 
         Args:
@@ -131,6 +126,10 @@ class EagerPasses:
             grads: the gradient of each output that gets one.
             accumulates: whether to add to the gradients so far, or to zeros.
             begin: the `state` that a recomputation reads; None for the present one.
+
+        Returns:
+            For each parameter the expected contents of its gradient buffer, valid until the next
+            backward of the chunk; and the order in which the gradients were ready.
         """
         leaves, order = eager.aliases.leaves, GradientOrder()
         with torch.no_grad():
@@ -148,7 +147,7 @@ class EagerPasses:
                 with program.run_backward(self._chunk, eager.call.sample, leaves, sums.add):
                     eager.call.backward()
                 sums.finish()
-        eager.sums, eager.order = self._sums, tuple(order.seen)
+        return self._sums, order.seen
 
     @contextmanager
     def _untouched(self, aliases: ParameterAliases, begin: ChunkState | None) -> Iterator[None]:

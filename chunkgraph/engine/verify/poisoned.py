@@ -134,9 +134,10 @@ class PoisonVerifier(Verifier):
         """Run the microbatch eagerly, and tell a NaN of the model from one of dead memory."""
         eager = self._forward(slot)
         assert slot.output_grads is not None
-        self._passes_of(slot).backward(eager, slot.output_grads.tensors, accumulates=False)
-        has_own = has_nan([*eager.call.input_grads(), *eager.sums])
-        named = [i for i in eager.order if (has_nan([eager.sums[i]]) if has_own else is_new[i])]
+        grads = slot.output_grads.tensors
+        sums, order = self._passes_of(slot).backward(eager, grads, accumulates=False)
+        has_own = has_nan([*eager.call.input_grads(), *sums])
+        named = [i for i in order if (has_nan([sums[i]]) if has_own else is_new[i])]
         name = parameter_names(self._chunks[slot.chunk])[named[0]] if named else ""
         if has_own:
             where = f"the first gradient with a NaN is that of {name or 'an input'}"

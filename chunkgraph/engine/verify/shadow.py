@@ -77,10 +77,8 @@ class ShadowVerifier(Verifier):
         self, slot: Slot, grads: Sequence[torch.Tensor], begin: ChunkState | None = None
     ) -> None:
         eager = self._passing.pop(slot)
-        self._passes_of(slot).backward(eager, grads, begin=begin)
-        self._ended[slot] = eager.measured.with_backward(
-            eager.call.input_grads(), eager.sums, eager.order
-        )
+        sums, order = self._passes_of(slot).backward(eager, grads, begin=begin)
+        self._ended[slot] = eager.measured.with_backward(eager.call.input_grads(), sums, order)
 
     def _compare_forward(self, slot: Slot) -> None:
         buffers, generators = self._chunks[slot.chunk].buffers, self._passes_of(slot).generators()
