@@ -156,11 +156,11 @@ class CUDABackend(GraphBackend):
         self.device = device or torch.device("cuda", torch.cuda.current_device())
         self.stream = torch.cuda.Stream(self.device)
         self.default_generator = torch.cuda.default_generators[self.device.index]
-        self._host_memory: HostMemory | None = None
         self._editor: GraphEditor | None = None
         self.memsets_kept = ""
         with torch.cuda.device(self.device):
             self._token = torch.zeros(1, device=self.device)  # makes the device's context current
+            self._host_memory = HostMemory(is_pinned=True)
             if memset_kernels:
                 try:
                     self._editor = GraphEditor()
@@ -181,8 +181,6 @@ class CUDABackend(GraphBackend):
     ) -> Iterator[CUDAGraphHandle]:
         """Stream-capture the block. See `GraphBackend.capture`."""
         assert isinstance(pool, CUDAPool)
-        if self._host_memory is None:
-            self._host_memory = HostMemory(is_pinned=True)
         generator = CapturedGenerator(label)
         handle = CUDAGraphHandle(label, pool, self._host_memory, self._editor, targets)
         graph = handle.graph
