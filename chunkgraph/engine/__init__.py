@@ -5,9 +5,9 @@ from chunkgraph.engine.banks import Banks
 from chunkgraph.engine.capture.captured_rank import CaptureReport
 from chunkgraph.engine.chunk import CaptureOptions, Chunk, GradientMarker, Host
 from chunkgraph.engine.constant_inputs import mark_constant
-from chunkgraph.engine.counters import Counters
 from chunkgraph.engine.decide import EagerReason, StepMode, StepPlan
 from chunkgraph.engine.engine import ChunkGraphs
+from chunkgraph.engine.observer import Counters
 from chunkgraph.engine.program import FORWARD_ONLY
 
 __all__ = [

@@ -22,7 +22,6 @@ from chunkgraph.engine.chunk import (
     Chunk,
     Host,
 )
-from chunkgraph.engine.counters import Counters
 from chunkgraph.engine.decide import (
     SHAPE_UNKNOWN,
     EagerReason,
@@ -34,6 +33,7 @@ from chunkgraph.engine.decide import (
 from chunkgraph.engine.joint_capture import Capturer
 from chunkgraph.engine.observer import (
     ChunkHooks,
+    Counters,
     GradientMarkers,
     Observer,
     ReplayCounters,
@@ -391,8 +391,6 @@ class ChunkGraphs:
         if result.captured is not None:
             self._captured = result.captured
             self._captured_key = shape_key
-            if result.verifier is not None:
-                result.verifier.captured(result.captured)
             last = [chunk.actions[-1] for chunk in self.chunks]
             self._of_capture = (
                 *([result.verifier] if result.verifier is not None else ()),

@@ -11,6 +11,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pkgutil import resolve_name
 
 import torch
 
@@ -22,7 +23,7 @@ from chunkgraph.engine.capture.layers import LayerWatch
 from chunkgraph.engine.capture.refusals import refuse_sparse_gradients
 from chunkgraph.engine.capture.session import SessionSettings, capture_session
 from chunkgraph.engine.chunk import CaptureOptions, Chunk
-from chunkgraph.engine.observer import Verifier, new_verifier
+from chunkgraph.engine.observer import Observer
 from chunkgraph.engine.tree import Call
 from chunkgraph.errors import CaptureError, ChunkGraphError
 from chunkgraph.graphs import GraphBackend, capture_failure
@@ -46,7 +47,7 @@ class JointCapture:
     """
 
     captured: CapturedRank | None
-    verifier: Verifier | None = None
+    verifier: Observer | None = None
     error: ChunkGraphError | None = None
     is_cause: bool = False
     failed_bank: int | None = None
@@ -101,11 +102,10 @@ class Capturer:
         label = rank_label(self.chunks)
         own_error: ChunkGraphError | None = None
         captured: CapturedRank | None = None
-        verifier: Verifier | None = None
+        verifier: Observer | None = None
         try:
             samples = make_samples()
             chunks = self._checked_chunks(samples)
-            verifier = new_verifier(self.options, chunks, samples, self.backend, self.settings.host)
             lockstep.begin(None)
             settings = replace(
                 self.settings,
@@ -115,6 +115,10 @@ class Capturer:
             )
             with progress.layers.watching(self.chunks):
                 captured = capture_session(chunks, self.num_slots, samples, self.backend, settings)
+            if self.options.verify != "none":  # loaded only if it is needed
+                make = resolve_name("chunkgraph.engine.verify:VERIFIERS")[self.options.verify]
+                around = self.backend, self.settings.host
+                verifier = make(chunks, samples, captured, *around, self.options)
             lockstep.finish()
         except StoppedElsewhere as stop:
             _forget_frames(stop)
@@ -134,7 +138,7 @@ class Capturer:
         state = "stopped capturing, since" if captured is None else "captured, but"
         if captured is not None:
             captured.release()
-            captured = None
+            captured = verifier = None
         self.backend.release_cached_memory()
         error_here = own_error or CaptureError(
             f"{label}: {state} another rank could not; all ranks dropped their graphs. "

@@ -12,7 +12,6 @@ import torch
 from chunkgraph.graphs import AddressRange
 
 __all__ = [
-    "CopyInto",
     "copy_into",
     "dense_strides",
     "duplicate",
@@ -20,9 +19,6 @@ __all__ = [
     "same_layout",
     "span",
 ]
-
-CopyInto = Callable[[torch.Tensor], object]
-"""A function that copies its argument, which has the layout of the target, into the target."""
 
 
 def same_layout(shape: Sequence[int], a: Sequence[int], b: Sequence[int]) -> bool:
@@ -55,7 +51,7 @@ def memory_of(tensor: torch.Tensor) -> AddressRange | None:
     return AddressRange(start, start + span(tensor.shape, tensor.stride()) * tensor.element_size())
 
 
-def copy_into(target: torch.Tensor) -> CopyInto:
+def copy_into(target: torch.Tensor) -> Callable[[torch.Tensor], object]:
     """Return a function that copies a tensor of the same layout into ``target``.
 
     Expanded dimensions (stride 0) are copied once: torch refuses to write them.

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import ExitStack
-from pkgutil import resolve_name
-from typing import Any, cast
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 
-from chunkgraph.engine.capture.captured_rank import CapturedRank
-from chunkgraph.engine.chunk import Action, CaptureOptions, Chunk, GradientMarker, Host
-from chunkgraph.engine.counters import Counters
+from chunkgraph.engine.chunk import Action, Chunk, GradientMarker
 from chunkgraph.engine.slot import Slot
-from chunkgraph.engine.tree import Call
-from chunkgraph.graphs import GraphBackend
 
 __all__ = [
     "Action",
     "ChunkHooks",
+    "Counters",
     "GradientMarkers",
     "Observer",
     "ReplayCounters",
     "ReplayRanges",
-    "Verifier",
-    "new_verifier",
 ]
 
 
@@ -116,6 +112,52 @@ class GradientMarkers(Observer):
             self._markers[slot].replayed()
 
 
+@dataclass(repr=False)
+class Counters:
+    """Totals since the engine was created.
+
+    Attributes:
+        captures: captured forwards, each with its backward.
+        capture_sessions: sessions that succeeded.
+        replays: replayed forwards, one per microbatch and chunk.
+        replays_of_bank: replayed forwards by key of the bank.
+        backward_replays: replayed backwards; for split backwards, their input halves.
+        weight_replays: replayed weight halves.
+        replayed_steps: steps in which at least one microbatch was replayed.
+        fallbacks: eager steps by reason.
+        packing_overflows: eager steps whose packed sequences did not fit, by the misfit on this
+            rank, or ``on another rank``.
+        missing_banks: eager steps with a microbatch of a bank without graphs, by bank and reason,
+            or ``on another rank``.
+        overflow_reruns: steps that ran again because a limit overflowed, by the name of the limit.
+        recaptures: the reason of each capture with more room.
+    """
+
+    captures: int = 0
+    capture_sessions: int = 0
+    replays: int = 0
+    replays_of_bank: Counter[Hashable] = field(default_factory=Counter)
+    backward_replays: int = 0
+    weight_replays: int = 0
+    replayed_steps: int = 0
+    fallbacks: Counter[str] = field(default_factory=Counter)
+    packing_overflows: Counter[str] = field(default_factory=Counter)
+    missing_banks: Counter[str] = field(default_factory=Counter)
+    overflow_reruns: Counter[str] = field(default_factory=Counter)
+    recaptures: list[str] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        """Return the counters that are not zero."""
+        counts = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name)}
+        values = {k: dict(v) if isinstance(v, Counter) else v for k, v in counts.items()}
+        return f"Counters({', '.join(f'{name}={value!r}' for name, value in values.items())})"
+
+    @property
+    def num_fallbacks(self) -> int:
+        """Return the number of eager steps."""
+        return self.fallbacks.total()
+
+
 class ReplayCounters(Observer):
     """Count replays.
 
@@ -136,35 +178,6 @@ class ReplayCounters(Observer):
             counters.weight_replays += 1
         else:
             counters.backward_replays += 1
-
-
-class Verifier(Observer):
-    """Check replays: what `CaptureOptions.verify` adds to the observers."""
-
-    def captured(self, rank: CapturedRank) -> None:
-        """Take the result of a successful session."""
-
-
-def new_verifier(
-    options: CaptureOptions,
-    chunks: Sequence[Chunk],
-    samples: Mapping[Hashable, Sequence[Call]],
-    backend: GraphBackend,
-    host: Host,
-) -> Verifier | None:
-    """Return the verifier for the next capture, or None. It is loaded only if it is needed.
-
-    Args:
-        options: The mode, and the steps to verify.
-        chunks: The chunks of the rank.
-        samples: The calls to capture, by bank.
-        backend: Makes the graphs.
-        host: The program around the chunks.
-    """
-    if options.verify == "none":
-        return None
-    make = resolve_name("chunkgraph.engine.verify:new_verifier")
-    return cast("Verifier", make(options, chunks, samples, backend, host))
 
 
 _NAMES = {"F": "forward", "B": "backward", "I": "backward", "W": "weight gradient"}

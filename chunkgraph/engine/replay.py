@@ -14,10 +14,9 @@ from chunkgraph.engine.arguments import rank_label
 from chunkgraph.engine.banks import StepBanks
 from chunkgraph.engine.capture.captured_rank import CapturedRank
 from chunkgraph.engine.chunk import Chunk
-from chunkgraph.engine.counters import Counters
 from chunkgraph.engine.decide import NOTHING_REPLAYED
 from chunkgraph.engine.hooks import refuse_contexts
-from chunkgraph.engine.observer import Observer
+from chunkgraph.engine.observer import Counters, Observer
 from chunkgraph.engine.slot import Slot
 from chunkgraph.errors import ChunkGraphError, ReplayMismatchError
 from chunkgraph.slots import SlotMachine

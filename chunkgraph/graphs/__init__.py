@@ -1,7 +1,7 @@
 """Capture and replay of one callable: CUDA graphs, and a CPU recorder with the same contract."""
 
 from chunkgraph.graphs.addresses import AddressRange, AddressRanges, tensor_at
-from chunkgraph.graphs.allocations import Allocation, AllocationLog, block_bytes
+from chunkgraph.graphs.allocations import Allocation, block_bytes
 from chunkgraph.graphs.contract import CopyNode, Graph, GraphBackend, Pool
 from chunkgraph.graphs.cuda import CUDABackend
 from chunkgraph.graphs.failure import capture_failure
@@ -12,7 +12,6 @@ __all__ = [
     "AddressRange",
     "AddressRanges",
     "Allocation",
-    "AllocationLog",
     "CUDABackend",
     "CopyNode",
     "Graph",

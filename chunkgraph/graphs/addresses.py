@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
+from typing import NamedTuple, Self
 
 import torch
 
 __all__ = ["AddressRange", "AddressRanges", "tensor_at"]
 
 
-@dataclass(frozen=True, order=True)
-class AddressRange:
+class AddressRange(NamedTuple):
     """Bytes ``start <= address < end``."""
 
     start: int
@@ -21,48 +20,34 @@ class AddressRange:
         return f"[{self.start:#x}, {self.end:#x})"
 
 
-class AddressRanges:
-    """An immutable set of addresses; touching and overlapping ranges are merged.
+class AddressRanges(tuple[AddressRange, ...]):
+    """A set of addresses as sorted ranges; touching and overlapping ranges are merged.
 
     Args:
         ranges: Pairs of start and end (exclusive) in bytes, in any order; empty ranges are dropped.
     """
 
-    __slots__ = ("ranges",)
+    __slots__ = ()
 
-    ranges: tuple[AddressRange, ...]
-
-    def __init__(self, ranges: Iterable[tuple[int, int] | AddressRange] = ()) -> None:
-        pairs = sorted((r.start, r.end) if isinstance(r, AddressRange) else r for r in ranges)
-        merged: list[tuple[int, int]] = []
-        for start, end in pairs:
+    def __new__(cls, ranges: Iterable[tuple[int, int]] = ()) -> Self:
+        """Sort and merge the ranges."""
+        merged: list[AddressRange] = []
+        for start, end in sorted(ranges):
             if end <= start:
                 continue
-            if merged and start <= merged[-1][1]:
-                merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+            if merged and start <= merged[-1].end:
+                merged[-1] = AddressRange(merged[-1].start, max(end, merged[-1].end))
             else:
-                merged.append((start, end))
-        self.ranges = tuple(AddressRange(start, end) for start, end in merged)
-
-    def __iter__(self) -> Iterator[AddressRange]:
-        return iter(self.ranges)
-
-    def __bool__(self) -> bool:
-        return bool(self.ranges)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, AddressRanges) and self.ranges == other.ranges
-
-    def __hash__(self) -> int:
-        return hash(self.ranges)
+                merged.append(AddressRange(start, end))
+        return super().__new__(cls, merged)
 
     def __or__(self, other: AddressRanges) -> AddressRanges:
-        return AddressRanges([*self.ranges, *other.ranges])
+        return AddressRanges([*self, *other])
 
     def __and__(self, other: AddressRanges) -> AddressRanges:
         """Return the addresses in both sets, in one pass over the two sorted tuples."""
         common: list[tuple[int, int]] = []
-        left, right = iter(self.ranges), iter(other.ranges)
+        left, right = iter(self), iter(other)
         a, b = next(left, None), next(right, None)
         while a is not None and b is not None:
             start, end = max(a.start, b.start), min(a.end, b.end)
@@ -77,7 +62,7 @@ class AddressRanges:
     def __sub__(self, other: AddressRanges) -> AddressRanges:
         """Return the addresses in this set only."""
         remaining: list[tuple[int, int]] = []
-        for area in self.ranges:
+        for area in self:
             start = area.start
             for removed in AddressRanges([area]) & other:
                 remaining.append((start, removed.start))
@@ -88,10 +73,7 @@ class AddressRanges:
     @property
     def num_bytes(self) -> int:
         """Return the number of bytes in the set."""
-        return sum(r.end - r.start for r in self.ranges)
-
-    def __repr__(self) -> str:
-        return f"AddressRanges({', '.join(map(str, self.ranges))})"
+        return sum(r.end - r.start for r in self)
 
 
 def tensor_at(address: int, num_bytes: int, device: torch.device) -> torch.Tensor:

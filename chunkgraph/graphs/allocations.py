@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 __all__ = ["Allocation", "AllocationLog", "block_bytes"]
 
@@ -49,30 +50,20 @@ def block_bytes(allocations: Iterable[Allocation]) -> int:
     The allocator takes the smallest free piece, which may leave gaps, so this can exceed the most
     bytes in use at once.
     """
-    events: list[tuple[int, int, int]] = []  # number, allocation, bytes or 0 to free
+    events: list[tuple[int, int, int]] = []  # number, allocation, bytes; negative to free
     for i, allocation in enumerate(allocations):
         size = -(-allocation.num_bytes // _ROUND_BYTES) * _ROUND_BYTES
         if size > _SMALL_BYTES:
             events.append((allocation.begin, i, size))
             if allocation.end is not None:
-                events.append((allocation.end, i, 0))
+                events.append((allocation.end, i, -size))
     events.sort()
-    size = _peak_bytes(events)
+    peak = max(accumulate(size for _, _, size in events), default=0)
+    size = -(-peak // _STEP_BYTES) * _STEP_BYTES
     step = max(_STEP_BYTES, size // 64 // _STEP_BYTES * _STEP_BYTES)
     while not _fits(events, size):
         size += step
     return size
-
-
-def _peak_bytes(events: Iterable[tuple[int, int, int]]) -> int:
-    sizes: dict[int, int] = {}
-    now = peak = 0
-    for _, i, size in events:
-        now += size - sizes.pop(i, 0)
-        if size:
-            sizes[i] = size
-        peak = max(peak, now)
-    return -(-peak // _STEP_BYTES) * _STEP_BYTES
 
 
 def _fits(events: Iterable[tuple[int, int, int]], num_bytes: int) -> bool:
@@ -80,7 +71,7 @@ def _fits(events: Iterable[tuple[int, int, int]], num_bytes: int) -> bool:
     free = {0: num_bytes}  # start -> bytes
     used: dict[int, tuple[int, int]] = {}
     for _, i, size in events:
-        if not size:
+        if size < 0:
             start, length = used.pop(i)
             length += free.pop(start + length, 0)
             before = next((s for s, n in free.items() if s + n == start), None)

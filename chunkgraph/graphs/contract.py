@@ -8,7 +8,7 @@ of a device whose work is synchronous and whose memory is not counted.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
@@ -57,9 +57,9 @@ class Pool(Protocol):
         del storage
         return False
 
-    def poison(self) -> None:
-        """Fill the whole pool with 0xFF bytes (a NaN in every floating dtype), in stream order."""
-        for area in self.reserved():
+    def poison(self, kept: Iterable[AddressRange] = ()) -> None:
+        """Fill all but ``kept`` with 0xFF (a NaN in every floating dtype), in stream order."""
+        for area in self.reserved() - AddressRanges(kept):
             tensor_at(area.start, area.end - area.start, self.device).fill_(0xFF)
 
 

@@ -8,32 +8,27 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import _disable_current_modes
 
 from chunkgraph._collector import collector_paused
 from chunkgraph.errors import CaptureError, ChunkGraphError
 from chunkgraph.graphs.addresses import AddressRange, AddressRanges
+from chunkgraph.graphs.capture_mode import CaptureMode, HostMemory
 from chunkgraph.graphs.contract import GraphBackend, Pool
 from chunkgraph.graphs.cuda_pool import CudaAllocations, CUDAPool
-from chunkgraph.graphs.failure import capture_failure, check_backward
+from chunkgraph.graphs.failure import capture_failure
 from chunkgraph.graphs.graph_nodes import CudaCopyNode, GraphEditor
-from chunkgraph.graphs.host_constants import HostConstants, HostMemory
-from chunkgraph.graphs.operators import OperatorMode
-from chunkgraph.graphs.random_state import CapturedGenerator, answering_calls, patched
+from chunkgraph.graphs.random_state import (
+    CapturedGenerator,
+    answering_calls,
+    answering_device_calls,
+)
 
 __all__ = ["CUDABackend"]
-
-
-def _graphs_exist() -> bool:
-    """Return whether the process has a CUDA graph, finished or not."""
-    kinds = set(map(type, gc.get_objects()))
-    return any(issubclass(kind, torch.cuda.CUDAGraph) for kind in kinds)
 
 
 class CUDAGraphHandle:
@@ -42,7 +37,7 @@ class CUDAGraphHandle:
     Args:
         label: Name of the graph in errors.
         pool: Pool that the graph writes.
-        constants: Host memory that the graph copies from, kept while the graph exists.
+        memory: Host memory that the graph copies from, kept while the graph exists.
         editor: Changes the graph before it is instantiated; None: nothing does.
         targets: Memory that ``copy_nodes`` copy to, if there is an editor.
     """
@@ -51,14 +46,12 @@ class CUDAGraphHandle:
         self,
         label: str,
         pool: CUDAPool,
-        constants: HostConstants | None = None,
+        memory: HostMemory | None = None,
         editor: GraphEditor | None = None,
         targets: Sequence[AddressRange | None] = (),
     ) -> None:
-        self.label = label
-        self.pool = pool
-        self._constants = constants
-        self._editor = editor
+        self.label, self.pool = label, pool
+        self._memory, self._editor = memory, editor
         can_copy = hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph_exec")
         self._targets = targets if can_copy else ()
         self.copy_nodes: Sequence[CudaCopyNode | None] = ()
@@ -81,9 +74,8 @@ class CUDAGraphHandle:
         try:
             nodes = self._edit(self._editor, graph.raw_cuda_graph())
             graph.instantiate()
-            for node in nodes:
-                if node is not None:
-                    node.begin(graph.raw_cuda_graph_exec())
+            for node in filter(None, nodes):
+                node.begin(graph.raw_cuda_graph_exec())
             self.copy_nodes = nodes
         except BaseException:
             self.release()
@@ -118,66 +110,10 @@ class CUDAGraphHandle:
     def release(self) -> None:
         """Destroy the graph; its pool is freed with its last graph."""
         if self.graph is not None:
-            for node in self.copy_nodes:
-                if node is not None:
-                    node.end()
+            for node in filter(None, self.copy_nodes):
+                node.end()
             self.graph.reset()
-            self.graph = self._constants = None
-
-
-class _CaptureMode(OperatorMode):
-    """Intercept the operators of a capture: refuse some, and handle their host tensors.
-
-    Args:
-        label: Name of the graph in errors.
-        memory: Host memory of the constants.
-        generator: Replaces the device's default generator.
-    """
-
-    def __init__(self, label: str, memory: HostMemory, generator: CapturedGenerator) -> None:
-        super().__init__()
-        self.constants = HostConstants(label, memory)
-        self._generator = generator
-        self._label = label
-
-    def run_operator(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See `OperatorMode`."""
-        check_backward(func, args, self._label)
-        self._generator.draw(func, args, kwargs)
-        return self.constants.run(func, args, kwargs)
-
-
-@contextmanager
-def _states_checked(generator: CapturedGenerator) -> Iterator[None]:
-    """Make `torch.cuda.get_rng_state` and ``set_rng_state`` use ``generator`` in a capture.
-
-    Recomputation calls them in the backward, which runs in a thread of autograd.
-    """
-
-    def getting(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
-            if not torch.cuda.is_current_stream_capturing():
-                return original(*args, **kwargs)
-            # An empty state: code outside of the capture cannot set it.
-            with _disable_current_modes():
-                return generator.marked(torch.empty(0, dtype=torch.uint8))
-
-        return get_rng_state
-
-    def setting(original: Callable[..., None]) -> Callable[..., None]:
-        def set_rng_state(new_state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-            if torch.cuda.is_current_stream_capturing():
-                generator.set_state(new_state)
-            else:
-                original(new_state, *args, **kwargs)
-
-        return set_rng_state
-
-    with (
-        patched(torch.cuda, "get_rng_state", getting),
-        patched(torch.cuda, "set_rng_state", setting),
-    ):
-        yield
+            self.graph = self._memory = None
 
 
 @contextmanager
@@ -220,11 +156,11 @@ class CUDABackend(GraphBackend):
         self.device = device or torch.device("cuda", torch.cuda.current_device())
         self.stream = torch.cuda.Stream(self.device)
         self.default_generator = torch.cuda.default_generators[self.device.index]
-        self._host_memory: HostMemory | None = None
         self._editor: GraphEditor | None = None
         self.memsets_kept = ""
         with torch.cuda.device(self.device):
             self._token = torch.zeros(1, device=self.device)  # makes the device's context current
+            self._host_memory = HostMemory(is_pinned=True)
             if memset_kernels:
                 try:
                     self._editor = GraphEditor()
@@ -245,11 +181,8 @@ class CUDABackend(GraphBackend):
     ) -> Iterator[CUDAGraphHandle]:
         """Stream-capture the block. See `GraphBackend.capture`."""
         assert isinstance(pool, CUDAPool)
-        if self._host_memory is None:
-            self._host_memory = HostMemory(is_pinned=True)
         generator = CapturedGenerator(label)
-        mode = _CaptureMode(label, self._host_memory, generator)
-        handle = CUDAGraphHandle(label, pool, mode.constants, self._editor, targets)
+        handle = CUDAGraphHandle(label, pool, self._host_memory, self._editor, targets)
         graph = handle.graph
         assert graph is not None
         for registered in generators:
@@ -260,23 +193,17 @@ class CUDABackend(GraphBackend):
             try:
                 with (
                     answering_calls(CapturedGenerator(label)),
-                    _states_checked(generator),
+                    answering_device_calls(generator),
                     _lifting_from_host(),
-                    mode,
+                    CaptureMode(label, self._host_memory, generator),
                 ):
                     yield handle
                 generator.finish()
-            except BaseException as error:
-                self._abandon(handle, generators)
-                if isinstance(error, ChunkGraphError) or not isinstance(error, Exception):
-                    raise
-                raise capture_failure(label, error) from error
-            try:
                 handle.finish()
-            except Exception as error:
+            except BaseException as error:
                 if handle.graph is not None:
                     self._abandon(handle, generators)
-                if isinstance(error, ChunkGraphError):
+                if isinstance(error, ChunkGraphError) or not isinstance(error, Exception):
                     raise
                 raise capture_failure(label, error) from error
 
@@ -323,7 +250,8 @@ class CUDABackend(GraphBackend):
         workspaces, so none is freed if the process has any graph, including those of other owners.
         """
         self.synchronize()
-        if not _graphs_exist():
+        kinds = set(map(type, gc.get_objects()))
+        if not any(issubclass(kind, torch.cuda.CUDAGraph) for kind in kinds):
             torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
 

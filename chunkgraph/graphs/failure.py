@@ -8,6 +8,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from types import CodeType
 from typing import Any
 
 import torch
@@ -48,9 +49,9 @@ def _is_users(file: str) -> bool:
 
 
 @functools.cache
-def _shown(file: str, line: int, function: str) -> str:
-    text = linecache.getline(file, line).strip()
-    return f"{file}:{line}, in {function}" + (f": {text}" if text else "")
+def _shown(code: CodeType, line: int) -> str:
+    text = linecache.getline(code.co_filename, line).strip()
+    return f"{code.co_filename}:{line}, in {code.co_name}" + (f": {text}" if text else "")
 
 
 def current_location() -> str | None:
@@ -64,18 +65,15 @@ def current_location() -> str | None:
         if file.startswith(_CAPTURING):
             return None
         if _is_users(file):
-            return _shown(file, line, frame.f_code.co_name)
+            return _shown(frame.f_code, line)
     return None
 
 
 def _location_of(error: BaseException) -> str | None:
     """Return the user's innermost line in an exception's traceback, or None."""
-    location: str | None = None
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        code = frame.f_code
-        if _is_users(code.co_filename):
-            location = _shown(code.co_filename, line, code.co_name)
-    return location
+    lines = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    users = [(code, line) for code, line in lines if _is_users(code.co_filename)]
+    return _shown(*users[-1]) if users else None
 
 
 def capture_failure(label: str, error: Exception) -> CaptureError:

@@ -14,7 +14,6 @@ nothing if the source stays where it was (measured on an H100). The device takes
 from __future__ import annotations
 
 import ctypes
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -85,9 +84,10 @@ class GraphEditor:
                 f"{error}; pip install --upgrade cuda-bindings (12.3 or later) and torch"
             ) from error
         self.bindings: Any = driver
-        # Bindings of CUDA 12 have a second pair of functions, which supports all kinds of edges.
-        latest = "_v2" if hasattr(driver, "cuGraphGetEdges_v2") else ""
-        self._get_edges = f"cuGraphGetEdges{latest}"
+        # Bindings of CUDA 12 have second functions, which support all kinds of edges.
+        latest = "_v2" if hasattr(driver, "cuGraphAddDependencies_v2") else ""
+        self._get_sources = f"cuGraphNodeGetDependencies{latest}"
+        self._get_targets = f"cuGraphNodeGetDependentNodes{latest}"
         self._add_dependencies = f"cuGraphAddDependencies{latest}"
         module = self.call("cuModuleLoadData", _PTX.encode() + b"\0")
         self._fills = {
@@ -123,19 +123,18 @@ class GraphEditor:
         allocating = {kinds.CU_GRAPH_NODE_TYPE_MEM_ALLOC, kinds.CU_GRAPH_NODE_TYPE_MEM_FREE}
         if not memsets or not allocating.isdisjoint(types):
             return 0
-        before, after, unusual = self._edges(handle)
-        replaced: dict[int, Any] = {}
+        num_replaced = 0
         for node in memsets:
             parameters = self._fill_for(self.call("cuGraphMemsetNodeGetParams", node))
-            if parameters is None or int(node) in unusual:
+            sources = self._neighbors(self._get_sources, node)
+            targets = self._neighbors(self._get_targets, node)
+            if parameters is None or sources is None or targets is None:
                 continue
-            sources = [replaced.get(int(other), other) for other in before[int(node)]]
-            targets = [replaced.get(int(other), other) for other in after[int(node)]]
             kernel = self.call("cuGraphAddKernelNode", handle, sources, len(sources), parameters)
             self._add_edges(handle, kernel, targets)
             self.call("cuGraphDestroyNode", node)
-            replaced[int(node)] = kernel
-        return len(replaced)
+            num_replaced += 1
+        return num_replaced
 
     def add_copies(
         self, graph: int, targets: Sequence[AddressRange | None]
@@ -167,21 +166,12 @@ class GraphEditor:
 
         return tuple(None if target is None else added(target) for target in targets)
 
-    def _edges(self, graph: Any) -> tuple[dict[int, list[Any]], dict[int, list[Any]], set[int]]:
-        """Return each node's predecessors and successors, and the nodes with special edges."""
-        before: dict[int, list[Any]] = defaultdict(list)
-        after: dict[int, list[Any]] = defaultdict(list)
-        special: set[int] = set()
-        *_, num_edges = self.call(self._get_edges, graph, 0)
-        if not num_edges:
-            return before, after, special
-        sources, targets, kinds, _ = self.call(self._get_edges, graph, num_edges)
-        for source, target, kind in zip(sources, targets, kinds, strict=True):
-            before[int(target)].append(source)
-            after[int(source)].append(target)
-            if any((kind.from_port, kind.to_port, int(kind.type))):
-                special |= {int(source), int(target)}
-        return before, after, special
+    def _neighbors(self, query: str, node: Any) -> list[Any] | None:
+        """Return the nodes before or after a node; None if an edge to one of them is special."""
+        *_, num = self.call(query, node, 0)
+        nodes, edges, _ = self.call(query, node, num) if num else ([], [], 0)
+        is_special = any(e.from_port or e.to_port or int(e.type) for e in edges)
+        return None if is_special else nodes
 
     def _add_edges(self, graph: Any, source: Any, targets: list[Any]) -> None:
         if targets:

@@ -13,9 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "OperatorMode",
-    "are_same",
-    "draws",
-    "explicit_generator",
+    "computes_nothing",
     "is_collective",
     "replace_leaves",
     "run_to_its_end",
@@ -90,8 +88,10 @@ def storage_address(tensor: torch.Tensor) -> int:
     Sparse tensors, wrappers (``DTensor``) and meta tensors have none.
     """
     try:
-        return tensor.untyped_storage().data_ptr()
-    except RuntimeError:
+        storage = tensor.untyped_storage()
+        # Torch warns if the address of a compiler's tensor is read.
+        return storage.data_ptr() if storage.device.type != "meta" else 0
+    except (RuntimeError, ValueError):
         return 0
 
 
@@ -114,19 +114,21 @@ def is_collective(func: OpOverload) -> bool:
     return func.namespace == "c10d"
 
 
+@functools.cache
+def computes_nothing(func: OpOverload) -> bool:
+    """Return whether ``func`` returns memory with undefined contents."""
+    return func._schema.name.startswith(("aten::empty", "aten::new_empty"))
+
+
 def wait_for_work(out: Any) -> Any:
     """Wait for a collective's work; return its result with finished work instead."""
 
-    def finish(item: Any) -> Any:
-        if not isinstance(item, torch.ScriptObject):
-            return item
+    def finish(work: torch.ScriptObject) -> torch.ScriptObject:
         c10d = torch._C._distributed_c10d
-        c10d.Work.unbox(item).wait()
+        c10d.Work.unbox(work).wait()
         return c10d.FakeWork().boxed()
 
-    if isinstance(out, (list, tuple)):
-        return type(out)(finish(item) for item in out)
-    return finish(out)
+    return replace_leaves(out, torch.ScriptObject, finish)
 
 
 def run_to_its_end(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -139,22 +141,3 @@ def run_to_its_end(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
     if is_collective(func) and all(t.is_cpu for t in tensors_in(*args, *kwargs.values())):
         return wait_for_work(out)
     return out
-
-
-@functools.cache
-def draws(func: OpOverload) -> bool:
-    """Return whether ``func`` draws random numbers."""
-    return torch.Tag.nondeterministic_seeded in func.tags
-
-
-def are_same(one: torch.Generator, other: torch.Generator) -> bool:
-    """Return whether both objects are the same generator; torch may create several objects."""
-    return bool(one._cdata == other._cdata)  # type: ignore[attr-defined]
-
-
-def explicit_generator(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Generator | None:
-    """Return the generator among an operator's arguments, unless it is the default one."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Generator) and not are_same(value, torch.default_generator):
-            return value
-    return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,14 +11,18 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
+from torch.utils._python_dispatch import _disable_current_modes
 
 from chunkgraph.errors import IllegalOperationError
 from chunkgraph.graphs.failure import illegal_operation
-from chunkgraph.graphs.operators import draws, explicit_generator
 
 __all__ = [
     "CapturedGenerator",
     "answering_calls",
+    "answering_device_calls",
+    "are_same",
+    "draws",
+    "explicit_generator",
     "patched",
 ]
 
@@ -75,6 +80,39 @@ def answering_calls(generator: CapturedGenerator) -> Iterator[None]:
             yield
         finally:
             _local.generator = None
+
+
+@contextmanager
+def answering_device_calls(generator: CapturedGenerator) -> Iterator[None]:
+    """Let ``generator`` answer `torch.cuda.get_rng_state` and ``set_rng_state`` in a capture.
+
+    Recomputation calls them in the backward, which runs in a thread of autograd.
+    """
+
+    def getting(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
+            if not torch.cuda.is_current_stream_capturing():
+                return original(*args, **kwargs)
+            # An empty state: code outside of the capture cannot set it.
+            with _disable_current_modes():
+                return generator.marked(torch.empty(0, dtype=torch.uint8))
+
+        return get_rng_state
+
+    def setting(original: Callable[..., None]) -> Callable[..., None]:
+        def set_rng_state(new_state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+            if torch.cuda.is_current_stream_capturing():
+                generator.set_state(new_state)
+            else:
+                original(new_state, *args, **kwargs)
+
+        return set_rng_state
+
+    with (
+        patched(torch.cuda, "get_rng_state", getting),
+        patched(torch.cuda, "set_rng_state", setting),
+    ):
+        yield
 
 
 class CapturedGenerator:
@@ -167,3 +205,22 @@ def _draws_nothing(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
     if func is torch.ops.aten.native_dropout.default:
         return values["train"] is False
     return values.get("dropout_p") == 0.0
+
+
+@functools.cache
+def draws(func: OpOverload) -> bool:
+    """Return whether ``func`` draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def are_same(one: torch.Generator, other: torch.Generator) -> bool:
+    """Return whether both objects are the same generator; torch may create several objects."""
+    return bool(one._cdata == other._cdata)  # type: ignore[attr-defined]
+
+
+def explicit_generator(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Generator | None:
+    """Return the generator among an operator's arguments, unless it is the default one."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Generator) and not are_same(value, torch.default_generator):
+            return value
+    return None

@@ -1,12 +1,10 @@
-"""Memory plans, the proof that slots do not overwrite each other, and poison mode."""
+"""Memory plans, and the proof that slots do not overwrite each other."""
 
-from chunkgraph.memory.poison import Poison
 from chunkgraph.memory.pools import MemoryPlan, PoolPlan, plan_for_slots
 from chunkgraph.memory.proof import SlotFootprint, find_conflicts, prove_disjoint
 
 __all__ = [
     "MemoryPlan",
-    "Poison",
     "PoolPlan",
     "SlotFootprint",
     "find_conflicts",

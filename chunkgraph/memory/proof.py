@@ -79,7 +79,7 @@ def prove_disjoint(slots: Sequence[SlotFootprint]) -> None:
         return
     shown = "\n".join(
         f"  replaying {graph} overwrites {common.num_bytes} bytes that {slot} still reads "
-        f"({next(iter(common))}{', ...' if len(common.ranges) > 1 else ''})"
+        f"({next(iter(common))}{', ...' if len(common) > 1 else ''})"
         for graph, slot, common in conflicts[:5]
     )
     more = f"\n  and {len(conflicts) - 5} more" if len(conflicts) > 5 else ""

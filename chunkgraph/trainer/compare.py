@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from chunkgraph.engine.bits import same_bits
 from chunkgraph.engine.chunk import OnCapture
-from chunkgraph.engine.verify import same_bits
 from chunkgraph.megatron.core.access import versions
 from chunkgraph.megatron.features.experts.feature import dropped_tokens
 from chunkgraph.megatron.features.experts.room import factor_for_all

@@ -16,7 +16,7 @@ from torch import nn
 
 from chunkgraph.engine import CaptureOptions
 from chunkgraph.engine.chunk import OnCapture
-from chunkgraph.engine.counters import Counters
+from chunkgraph.engine.observer import Counters
 from chunkgraph.megatron.attachment import MegatronChunkGraphs, attach, config_of, eager_driver
 from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.megatron.features.contexts import follow_groups

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from toys import counting
 
 from chunkgraph.graphs import GraphBackend
 from chunkgraph.schedules import legal_counts, megatron_schedule
@@ -74,8 +75,8 @@ def test_counts_below_at_and_above_the_slots_capture_once(
     pools = [pool for graphs in graphed.graphs for pool in graphs._captured.pools.pools]
     before = [pool.reserved() for pool in pools]
     with (
-        graphed.graphs[0].counters.expect(captures=0, capture_sessions=0, num_fallbacks=0),
-        graphed.graphs[2].counters.expect(captures=0, replays=sum(counts), num_fallbacks=0),
+        counting(graphed.graphs[0].counters, captures=0, capture_sessions=0, num_fallbacks=0),
+        counting(graphed.graphs[2].counters, captures=0, replays=sum(counts), num_fallbacks=0),
     ):
         assert graphed.train(schedules, seed=2).equals(eager.train(schedules, seed=2))
     assert [pool.reserved() for pool in pools] == before

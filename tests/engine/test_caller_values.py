@@ -13,7 +13,7 @@ from torch import nn
 from toys import Apply, capture
 
 from chunkgraph.engine import ChunkGraphs
-from chunkgraph.engine.verify import same_bits
+from chunkgraph.engine.bits import same_bits
 from chunkgraph.errors import CaptureError, ReplayMismatchError
 from chunkgraph.graphs import GraphBackend
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from toys import Apply, capture, train
+from toys import Apply, capture, counting, train
 
 from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs
 from chunkgraph.errors import CaptureError, ReplayMismatchError, VerifyError
@@ -59,7 +59,7 @@ class Loop:
     def capture(self) -> Any:
         """Capture, replay one step, and return the module."""
         self.graphs.capture([self.rows()])
-        with self.graphs.counters.expect(replays=1):
+        with counting(self.graphs.counters, replays=1):
             self.step()
         return self.module
 
@@ -125,7 +125,7 @@ def test_a_change_is_refused_by_name(
     module = loop.capture()
     change(module)
     with (
-        loop.graphs.counters.expect(replays=0),
+        counting(loop.graphs.counters, replays=0),
         pytest.raises(ReplayMismatchError, match=f"chunk 0: {message}") as error,
     ):
         loop.step()
@@ -141,7 +141,7 @@ def test_a_change_that_is_undone_is_accepted(loop: Loop) -> None:
         with pytest.raises(ReplayMismatchError):
             loop.step()
         undo(*arguments)
-        with loop.graphs.counters.expect(replays=1):
+        with counting(loop.graphs.counters, replays=1):
             loop.step()
 
 
@@ -161,7 +161,7 @@ def test_a_declared_cache_may_grow_in_an_eager_step(backend: GraphBackend) -> No
     chunk = replace(Chunk.from_module(module, "stage"), caches=("scale",))
     graphs = capture(chunk, torch.ones(3, WIDTH, device=backend.device), backend=backend)
     module.scale = torch.ones(4, device=backend.device)
-    with graphs.counters.expect(replays=1):
+    with counting(graphs.counters, replays=1):
         train(graphs, torch.ones(3, WIDTH, device=backend.device))
 
 
@@ -215,7 +215,7 @@ def test_a_hook_is_refused_at_the_capture_and_before_the_next_replay(loop: Loop,
     loop.capture()
     with hooked(loop, kind), pytest.raises(ReplayMismatchError, match=where):
         loop.step()
-    with loop.graphs.counters.expect(replays=1):
+    with counting(loop.graphs.counters, replays=1):
         loop.step()
 
 
@@ -241,7 +241,7 @@ def test_hooks_of_libraries_are_accepted(loop: Loop) -> None:
     loop.module.norm.register_forward_hook(hook)
     loop.capture()
     loop.module.dropout.register_forward_pre_hook(hook)
-    with loop.graphs.counters.expect(replays=1):
+    with counting(loop.graphs.counters, replays=1):
         loop.step()
 
 
@@ -300,11 +300,11 @@ def test_a_context_that_replays_would_ignore_is_refused(
             loop.graphs.callables[0](loop.rows())
 
     with (
-        loop.graphs.counters.expect(replays=0),
+        counting(loop.graphs.counters, replays=0),
         pytest.raises(ReplayMismatchError, match=rf"{name}.*step\(eager=True\)"),
     ):
         step()
-    with loop.graphs.counters.expect(replays=1):
+    with counting(loop.graphs.counters, replays=1):
         loop.step()
     if name != "forward-mode autograd":
         with context():
@@ -313,7 +313,7 @@ def test_a_context_that_replays_would_ignore_is_refused(
 
 def test_contexts_of_torch_that_change_no_result_are_accepted(loop: Loop) -> None:
     loop.capture()
-    with loop.graphs.counters.expect(replays=3):
+    with counting(loop.graphs.counters, replays=3):
         with torch.autograd.graph.save_on_cpu():
             loop.step()
         with torch.device(loop.device):

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from toys import capture, sample, towers, train, train_microbatch
+from toys import capture, counting, sample, towers, train, train_microbatch
 
 from chunkgraph.engine import Chunk, ChunkGraphs, StepMode
 from chunkgraph.errors import ReplayMismatchError, SlotError
@@ -222,11 +222,11 @@ def test_markers_follow_every_gradient_and_every_replay(backend: GraphBackend) -
 def test_a_step_whose_calls_want_no_gradient_is_counted_as_eager(
     graphs: ChunkGraphs, backend: GraphBackend
 ) -> None:
-    expected = graphs.counters.expect(replays=0, replayed_steps=0, num_fallbacks=1)
+    expected = counting(graphs.counters, replays=0, replayed_steps=0, num_fallbacks=1)
     with expected, graphs.step(1), torch.no_grad():
         graphs.callables[0](sample(backend))
     assert dict(graphs.counters.fallbacks) == {"nothing replayed": 1}
-    with graphs.counters.expect(replays=1, replayed_steps=1, num_fallbacks=0), graphs.step(1):
+    with counting(graphs.counters, replays=1, replayed_steps=1, num_fallbacks=0), graphs.step(1):
         train_microbatch(graphs.callables[0], sample(backend))
 
 

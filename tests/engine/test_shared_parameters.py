@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from chunkgraph.engine import ChunkGraphs
-from chunkgraph.engine.verify import same_bits
+from chunkgraph.engine.bits import same_bits
 from chunkgraph.errors import ReplayMismatchError
 from chunkgraph.graphs import GraphBackend
 

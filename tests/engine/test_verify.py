@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from toys import Apply, capture
 
-from chunkgraph.engine import ChunkGraphs
+from chunkgraph.engine import Chunk, ChunkGraphs
 from chunkgraph.errors import VerifyError
 from chunkgraph.graphs import GraphBackend, tensor_at
 from chunkgraph.schedules import megatron_schedule
@@ -100,6 +100,17 @@ def train_in_flight(
 
 def slot_of(graphs: ChunkGraphs, index: int = 0) -> Any:
     return graphs._captured.slots[0][index]
+
+
+def test_parameters_of_a_function_stay_as_they_are(backend: GraphBackend) -> None:
+    """An eager pass has no module in which others could replace them."""
+    weight = nn.Parameter(torch.ones(WIDTH, WIDTH, device=backend.device))
+    chunk = Chunk(forward=lambda x: x @ weight, parameters=(weight,), label="function")
+    graphs = capture(chunk, new_input(backend), backend=backend, verify="shadow")
+    for _ in range(2):
+        train(graphs, backend)
+    assert graphs.counters.replays == 2
+    assert not vars(weight)
 
 
 def keeping_output(slot: Any, fill: Callable[[], None]) -> None:

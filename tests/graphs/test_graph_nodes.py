@@ -43,14 +43,10 @@ class FakeDriver(ModuleType):
     def __init__(self, bindings: str, *, is_reversed: bool = False) -> None:
         super().__init__("cuda.bindings.driver")
         self.is_reversed = is_reversed
-        if (
-            bindings == "cuda12.9"
-        ):  # the plain functions know no kinds of edges; nothing may call them
-            self.cuGraphGetEdges_v2, self.cuGraphGetEdges = self.cuGraphGetEdges, None  # type: ignore[method-assign,assignment]
-            self.cuGraphAddDependencies_v2, self.cuGraphAddDependencies = (  # type: ignore[method-assign]
-                self.cuGraphAddDependencies,
-                None,  # type: ignore[assignment]
-            )
+        if bindings == "cuda12.9":  # the plain functions know no kinds of edges; none may be called
+            for name in ("NodeGetDependencies", "NodeGetDependentNodes", "AddDependencies"):
+                setattr(self, f"cuGraph{name}_v2", getattr(self, f"cuGraph{name}"))
+                setattr(self, f"cuGraph{name}", None)
         self.nodes: dict[int, tuple[str, Any]] = {}
         self.edges: list[tuple[int, int, Any]] = []
         self.refuses = False
@@ -88,12 +84,16 @@ class FakeDriver(ModuleType):
     def cuGraphMemsetNodeGetParams(self, node: Node) -> tuple[int, Any]:  # noqa: N802
         return OK, self.nodes[node][1]
 
-    def cuGraphGetEdges(self, graph: int, num: int) -> tuple[Any, ...]:  # noqa: N802
+    def cuGraphNodeGetDependencies(self, node: Node, num: int) -> tuple[Any, ...]:  # noqa: N802
+        return self._neighbors([(a, kind) for a, b, kind in self.edges if b == node], num)
+
+    def cuGraphNodeGetDependentNodes(self, node: Node, num: int) -> tuple[Any, ...]:  # noqa: N802
+        return self._neighbors([(b, kind) for a, b, kind in self.edges if a == node], num)
+
+    def _neighbors(self, found: list[tuple[int, Any]], num: int) -> tuple[Any, ...]:
         plain = SimpleNamespace(from_port=0, to_port=0, type=0)
-        kinds = [kind or plain for _, _, kind in self.edges[:num]]
-        sources = [Node(a) for a, _, _ in self.edges[:num]]
-        targets = [Node(b) for _, b, _ in self.edges[:num]]
-        return OK, sources, targets, kinds, len(self.edges)
+        nodes = [Node(node) for node, _ in found[:num]]
+        return OK, nodes, [kind or plain for _, kind in found[:num]], len(found)
 
     def cuGraphAddKernelNode(  # noqa: N802
         self, graph: int, before: list[int], num: int, parameters: Any

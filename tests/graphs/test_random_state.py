@@ -9,8 +9,7 @@ import torch
 
 from chunkgraph.errors import IllegalOperationError
 from chunkgraph.graphs import RecorderBackend
-from chunkgraph.graphs.cuda import _states_checked
-from chunkgraph.graphs.random_state import CapturedGenerator
+from chunkgraph.graphs.random_state import CapturedGenerator, answering_device_calls
 
 
 def test_another_thread_keeps_its_calls_of_the_random_state() -> None:
@@ -47,11 +46,11 @@ def test_a_capture_on_a_gpu_draws_only_from_its_current_state(
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     draw = torch.ops.aten.rand.default, ([3],), {}
     forward, backward = CapturedGenerator("forward"), CapturedGenerator("backward")
-    with _states_checked(forward):
+    with answering_device_calls(forward):
         saved = torch.cuda.get_rng_state()
         forward.draw(*draw)
         forward.finish()
-    with _states_checked(backward):
+    with answering_device_calls(backward):
         current = torch.cuda.get_rng_state()
         torch.cuda.set_rng_state(saved)
         with pytest.raises(IllegalOperationError, match="in a recomputation"):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from chunkgraph.engine import CaptureReport
-from chunkgraph.engine.counters import Counters
+from chunkgraph.engine.observer import Counters
 from chunkgraph.launch.flags import GraphFlags
 from chunkgraph.launch.hooks import StepMetrics, capture_line, start_line
 from chunkgraph.megatron.captured_part import ChosenScope

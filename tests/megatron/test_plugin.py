@@ -10,6 +10,7 @@ import torch
 from extended_config import config_from_mapping
 from in_process import attach
 from torch import nn
+from toys import counting
 
 from chunkgraph.engine import ChunkGraphs
 from chunkgraph.errors import ConfigError, SlotError
@@ -228,5 +229,5 @@ def test_another_sequence_length_runs_eagerly_and_equal(
     assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
     assert graphs.counters.fallbacks == {"capture warmup": 1, "input shapes differ": 1}
     assert graphs.counters.replays == 2
-    with graphs.counters.expect(captures=0, capture_sessions=0):
+    with counting(graphs.counters, captures=0, capture_sessions=0):
         wrapped(**keywords[0])

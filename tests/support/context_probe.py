@@ -19,7 +19,7 @@ from torch import nn
 
 from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs, Host, StepMode
 from chunkgraph.engine.agreement import Agree
-from chunkgraph.engine.verify import same_bits
+from chunkgraph.engine.bits import same_bits
 from chunkgraph.errors import ConfigError, ReplayMismatchError
 from chunkgraph.megatron.core.agreement import agree_by_maximum
 from chunkgraph.megatron.feature import StepInputs, StepPlan

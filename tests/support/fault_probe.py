@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from chunkgraph.engine.verify import same_bits
+from chunkgraph.engine.bits import same_bits
 from chunkgraph.errors import ChunkGraphError
 from chunkgraph.graphs import RecorderBackend, host_call
 from chunkgraph.graphs.recorder.recorded_graph import RecordedGraph

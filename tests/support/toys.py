@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from chunkgraph.engine import CaptureOptions, ChunkGraphs
+from chunkgraph.engine import CaptureOptions, ChunkGraphs, Counters
 from chunkgraph.graphs import Graph, GraphBackend
 
 
@@ -51,6 +51,14 @@ def train_microbatch(call: Callable[..., Any], x: torch.Tensor, **kwargs: Any) -
     y = call(x, **kwargs)
     y.square().sum().backward()
     return y.detach().clone()
+
+
+@contextmanager
+def counting(counters: Counters, **changes: int) -> Iterator[None]:
+    """Assert how much counters change in the block: ``with counting(counters, captures=0)``."""
+    before = {name: getattr(counters, name) for name in changes}
+    yield
+    assert {name: getattr(counters, name) - before[name] for name in changes} == changes
 
 
 def add_to_main_grads(module: nn.Module) -> None:

@@ -8,11 +8,10 @@ and it has no value before the first replay. So modules get back what they kept 
 
 from __future__ import annotations
 
-import bisect
 import gc
-import sys
 import threading
 import weakref
+from bisect import bisect
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -21,10 +20,11 @@ from typing import Any
 
 import torch
 
+from chunkgraph.engine.capture.preserved import parts_kept
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.slot import Slot
 from chunkgraph.errors import CaptureError
-from chunkgraph.graphs import Pool
+from chunkgraph.graphs import AddressRanges, Pool, storage_address
 
 __all__ = ["Bookkeeping", "refuse_dangling"]
 
@@ -50,44 +50,31 @@ class Bookkeeping:
         level: list[Any] = [vars(m) for m in chunk.module.modules()] if chunk.module else []
         found: dict[int, Any] = {}
         for _ in range(_DEPTH + 1):
-            level = [holder for holder in level if id(holder) not in found]
-            found.update((id(holder), holder) for holder in level)
-            values = [v for h in level for v in (h.values() if isinstance(h, dict) else h)]
-            level = [holder for holder in map(_holder, values) if holder is not None]
-        self._holders = list(found.values())
+            level = [own for own in level if id(own) not in found]
+            found.update((id(own), own) for own in level)
+            values = [v for own in level for v in (own.values() if isinstance(own, dict) else own)]
+            level = [own for own in map(_container, values) if own is not None]
+        self._containers = list(found.values())
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
         """Put back, on exit, what the modules kept before the block.
 
         Raises:
-            CaptureError: the block replaced a buffer, which is state of the model.
+            CaptureError: see `parts_kept`.
         """
-        before = [holder.copy() for holder in self._holders]
-        buffers = self._buffers()
+        before = [container.copy() for container in self._containers]
         try:
-            yield
-            now = self._buffers()
-            if replaced := [name for name, b in buffers.items() if now.get(name) is not b]:
-                raise CaptureError(
-                    f"{self._chunk.label}: its forward replaces {', '.join(replaced)} by another "
-                    "tensor, so every replay would start from the value of the capture. Update it "
-                    "in place (add_, copy_), or keep it out of the chunk."
-                )
+            with parts_kept(self._chunk, ["_buffers"]):  # data parallelism may swap parameters
+                yield
         finally:
-            for holder, entries in zip(self._holders, before, strict=True):
-                if _ids(holder) != _ids(entries):
-                    holder.clear()
-                    holder.update(entries) if isinstance(holder, dict) else holder.extend(entries)
-
-    def _buffers(self) -> dict[str, torch.Tensor]:
-        """Return the present buffers by name, except caches."""
-        module, caches = self._chunk.module, self._chunk.caches
-        named = module.named_buffers(remove_duplicate=False) if module is not None else ()
-        return {name: b for name, b in named if name.rpartition(".")[2] not in caches}
+            for own, entries in zip(self._containers, before, strict=True):
+                if _ids(own) != _ids(entries):
+                    own.clear()
+                    own.update(entries) if isinstance(own, dict) else own.extend(entries)
 
 
-def _holder(value: Any) -> Any:
+def _container(value: Any) -> Any:
     """Return the dict, list or deque with the entries of a value; None if it has none."""
     if type(value) in weakref.ProxyTypes or isinstance(value, _OPAQUE):  # a proxy may be dead
         return None
@@ -95,9 +82,10 @@ def _holder(value: Any) -> Any:
     return entries if isinstance(entries, (list, deque, dict)) else None
 
 
-def _ids(holder: Any) -> list[int]:
+def _ids(container: Any) -> list[int]:
     """Return the ids of the entries of a dict, list or deque."""
-    return [*map(id, (*holder, *holder.values()) if isinstance(holder, dict) else holder)]
+    is_dict = isinstance(container, dict)
+    return [*map(id, (*container, *container.values()) if is_dict else container)]
 
 
 def refuse_dangling(label: str, pools: Sequence[Pool], slots: Iterable[Slot]) -> None:
@@ -111,9 +99,11 @@ def refuse_dangling(label: str, pools: Sequence[Pool], slots: Iterable[Slot]) ->
     Raises:
         CaptureError: there are such tensors; the message says where.
     """
-    tensors = (t for s in slots for t in (*s.inputs.tensors, *s.outputs.tensors, *_output_grads(s)))
-    grads = (g for s in slots for g in s.input_grads.tensors if g is not None)
-    known = {id(t) for t in (*tensors, *grads)}
+    known: set[int] = set()
+    for slot in slots:
+        grads = slot.output_grads.tensors if slot.output_grads is not None else ()
+        known.update(map(id, (*slot.inputs.tensors, *slot.outputs.tensors, *grads)))
+        known.update(map(id, slot.input_grads.tensors))
     # Functions of subclasses are bypassed: an uninitialized parameter of any module refuses them.
     with _looking, torch._C.DisableTorchFunctionSubclass():
         if not _dangling(pools, known):
@@ -132,8 +122,8 @@ def refuse_dangling(label: str, pools: Sequence[Pool], slots: Iterable[Slot]) ->
 
 def _dangling(pools: Sequence[Pool], known: set[int]) -> list[torch.Tensor]:
     """Return the tensors in live blocks of pools, except those known by their ids."""
-    ranges = sorted((r.start, r.end) for pool in pools for r in pool.live())
-    if not ranges:  # as usual: a list of all objects would disturb other threads
+    live = AddressRanges(area for pool in pools for area in pool.live())
+    if not live:  # as usual: a list of all objects would disturb other threads
         return []
     tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
     for tensor in tuple(tensors):
@@ -142,23 +132,16 @@ def _dangling(pools: Sequence[Pool], known: set[int]) -> list[torch.Tensor]:
             if tensor.requires_grad and tensor.is_leaf and tensor.grad is not None:
                 tensors.append(tensor.grad)
     every = {id(t): t for t in tensors if id(t) not in known}
-    return [t for t in every.values() if _lies_in(ranges, pools, t)]
+    return [t for t in every.values() if _lies_in(live, pools, t)]
 
 
-def _lies_in(
-    ranges: Sequence[tuple[int, int]], pools: Sequence[Pool], tensor: torch.Tensor
-) -> bool:
-    """Return whether a tensor lies in sorted ranges of pools and is no alias that a graph uses."""
-    try:
-        storage = tensor.untyped_storage()
-        # That of a compiler's tensor has no address.
-        address = storage.data_ptr() if storage.device.type != "meta" else 0
-    except (RuntimeError, NotImplementedError, ValueError):  # the tensor has no storage
+def _lies_in(live: AddressRanges, pools: Sequence[Pool], tensor: torch.Tensor) -> bool:
+    """Return whether a tensor lies in live memory of pools and is no alias that a graph uses."""
+    address = storage_address(tensor)
+    place = bisect(live, address, key=lambda area: area.end)
+    if place == len(live) or address < live[place].start:
         return False
-    place = bisect.bisect_right(ranges, (address, sys.maxsize)) - 1
-    if place < 0 or address >= ranges[place][1]:
-        return False
-    return not any(pool.is_alias(storage) for pool in pools)
+    return not any(pool.is_alias(tensor.untyped_storage()) for pool in pools)
 
 
 def _keeper(tensor: torch.Tensor) -> str:
@@ -171,7 +154,3 @@ def _keeper(tensor: torch.Tensor) -> str:
             if value is tensor:
                 return f"{type(owner).__name__}.{name}"
     return "outside of the module"
-
-
-def _output_grads(slot: Slot) -> tuple[torch.Tensor, ...]:
-    return () if slot.output_grads is None else slot.output_grads.tensors

@@ -1,4 +1,4 @@
-"""The gradients that the outputs of a forward get in its backward.
+"""The outputs of a forward in autograd: the graph below them, and the gradients that they get.
 
 An eager warmup step records them for a sampled call (`watched`), and the capture runs its backward
 with gradients of these layouts (`OutputGradients`).
@@ -6,7 +6,7 @@ with gradients of these layouts (`OutputGradients`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -15,13 +15,35 @@ from typing import Any
 import torch
 
 from chunkgraph.engine.autocast import Autocast
-from chunkgraph.engine.autograd_graph import nodes_below
 from chunkgraph.engine.layout import dense_strides
 from chunkgraph.engine.tree import Call, distinct_tensors, flatten, unflatten
 
-__all__ = ["BackwardSample", "OutputGradients", "watched"]
+__all__ = ["BackwardSample", "OutputGradients", "leaves_below", "nodes_below", "watched"]
 
 _task_id = torch._C._current_graph_task_id
+
+
+def nodes_below(outputs: Iterable[torch.Tensor]) -> Iterator[Any]:
+    """Yield every node of the graph below ``outputs``, each once."""
+    waiting: list[Any] = [t.grad_fn for t in outputs if t.grad_fn is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for parent, _ in node.next_functions:
+            if parent is not None and parent not in seen:
+                seen.add(parent)
+                waiting.append(parent)
+
+
+def leaves_below(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the leaves below ``outputs``, each once.
+
+    Leaves that are reached only through recomputation are not seen before the backward.
+    """
+    leaves = [getattr(node, "variable", None) for node in nodes_below(outputs)]
+    own = [t for t in outputs if t.grad_fn is None and t.requires_grad]
+    return list({id(t): t for t in (*leaves, *own) if t is not None}.values())
 
 
 @dataclass

@@ -121,22 +121,28 @@ def state_of(chunk: Chunk, written: Sequence[torch.Tensor] = ()) -> list[torch.T
 
 
 @contextmanager
-def parts_kept(chunk: Chunk) -> Iterator[None]:
+def parts_kept(chunk: Chunk, kinds: Sequence[str] = _PARTS) -> Iterator[None]:
     """Restore, on exit, the modules, parameters and buffers that are registered in the chunk's.
+
+    Args:
+        chunk: the chunk.
+        kinds: the names under which a module registers the parts to restore.
 
     Raises:
         CaptureError: the forward replaced one of them.
     """
-    modules = chunk.module.modules() if chunk.module is not None else ()
-    held: list[dict[str, Any]] = [vars(m)[name] for m in modules for name in _PARTS]
-    before = [(d, dict(d)) for d in held]
+    named = chunk.module.named_modules() if chunk.module is not None else ()
+    held = [(path, vars(module)[part]) for path, module in named for part in kinds]
+    before = [dict(own) for _, own in held]
+    replaced: list[str] = []
     try:
         yield
     finally:
-        replaced = [k for d, old in before for k in old if d.get(k) is not old[k]]
-        for d, old in before:
-            d.update(old)
-    if replaced := [key for key in replaced if key not in chunk.caches]:
+        for (path, own), old in zip(held, before, strict=True):
+            changed = [key for key in old if own.get(key) is not old[key]]
+            replaced += [f"{path}.{k}".lstrip(".") for k in changed if k not in chunk.caches]
+            own.update(old)
+    if replaced:
         raise CaptureError(
             f"{chunk.label}: its forward replaces {', '.join(replaced)} by another tensor, so "
             "every replay would start from the value of the capture. Update it in place (add_, "

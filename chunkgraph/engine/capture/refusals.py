@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from chunkgraph.engine.autograd_graph import leaves_below
+from chunkgraph.engine.capture.output_gradients import leaves_below
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.module_tree import entries
 from chunkgraph.engine.tree import Call, argument_paths

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from chunkgraph.engine.autograd_graph import nodes_below
 from chunkgraph.engine.bits import has_memory, has_nan, same_bits
 from chunkgraph.engine.capture.layers import LayerWatch
+from chunkgraph.engine.capture.output_gradients import nodes_below
 from chunkgraph.engine.layout import span
 from chunkgraph.graphs import AddressRanges, tensor_at
 
@@ -140,10 +140,7 @@ def saved_tensors(outputs: Sequence[Any], watch: LayerWatch) -> list[SavedTensor
 
 
 def _kept_by(node: Any) -> list[tuple[str, torch.Tensor]]:
-    """Return (name, tensor) of the tensors that a node keeps for its backward.
-
-    Tensors that a custom function keeps in its own attributes are not seen.
-    """
+    """Return (name, tensor) of the tensors that a node keeps for its backward."""
     kept: list[tuple[str, torch.Tensor]] = []
     kind: type = type(node)
     for name in _names_of_saved(kind):

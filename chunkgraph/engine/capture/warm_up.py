@@ -88,21 +88,20 @@ def warm_up(
             with backend.observe_allocations() as log:
                 call.forward()
                 held_bytes = backend.allocated_bytes() - before
-                num_forward = log.num_events()
+                marks = [log.num_events()]
                 refuse_undeclared(chunk, call.outputs, [*call.inputs, *leaves])
                 drawn = backend.default_generator, *host.generators()
                 measured = Measured.of(call.leaves, chunk.buffers, drawn)
                 measured = measured.with_saved(saved_tensors(call.leaves, layers))
                 call.make_output_grads()
-                num_before = log.num_events()
+                marks.append(log.num_events())
                 order, totals = _run_backward(own, call)
-                num_backward = log.num_events()
+                marks.append(log.num_events())
                 measured = measured.with_backward(call.input_grads(), totals, order)
                 del call
-                num_end = log.num_events()
+                marks.append(log.num_events())
                 del totals
-                events = num_forward, num_before, num_backward, num_end
-                sizes = _blocks(log.allocations(), *events, plan)
+                sizes = _blocks(log.allocations(), marks, plan)
         passes.append(measured)
         # torch's first call of some operators leaves cycles whose frames hold the pass.
         gc.collect(0)
@@ -130,24 +129,18 @@ def _run_backward(own: Isolated, call: Pass) -> tuple[tuple[int, ...], list[torc
 
 
 def _blocks(
-    allocations: Sequence[Allocation],
-    num_forward: int,
-    num_before: int,
-    num_backward: int,
-    num_end: int,
-    plan: MemoryPlan,
+    allocations: Sequence[Allocation], marks: Sequence[int], plan: MemoryPlan
 ) -> tuple[int, int]:
     """Return the blocks of a pass in the slot's pool and in scratch.
 
     Args:
         allocations: those of one pass. What stays in use after it, such as workspaces that a first
             pass creates, belongs to no slot.
-        num_forward: number of events of the forward.
-        num_before: number of events before the backward.
-        num_backward: number of events up to its end.
-        num_end: number of events before the sums of gradients are freed, which no graph allocates.
+        marks: numbers of events up to the end of the forward, the begin of the backward, its end,
+            and until the sums of gradients are freed, which no graph allocates.
         plan: see `chunkgraph.memory.pools`.
     """
+    num_forward, num_before, num_backward, num_end = marks
     freed = [a for a in allocations if a.end is not None and a.end < num_end]
     forward = [a for a in freed if a.begin < num_forward]
     backward = [a for a in freed if num_before <= a.begin < num_backward]

@@ -133,7 +133,8 @@ class Split(GraphProgram):
         label = f"{slot.label} weight gradient"
         pool = maker.pools.backward_pool(slot.block.pool)
         if plan.trace is None:
-            with weights.whole(), forward.casting(), maker.capture(label, pool) as graph:
+            at_once = weights.delayed.computing_at_once()
+            with weights.taken(), at_once, forward.casting(), maker.capture(label, pool) as graph:
                 forward.backward(keeps_leaves=True)
                 _end_backward(own.chunk)
                 weights.finish()
@@ -201,14 +202,15 @@ class _Weights:
 
     Attributes:
         sums: The gradients that are added.
+        delayed: The modules that delay theirs.
     """
 
     def __init__(self, label: str, own: Isolated, marker: GradientMarker | None) -> None:
         self.sums = own.sinks.accumulation(marker)
         self._label, self._sinks, self._leaves = label, own.sinks, own.leaves
         leaves = own.leaves
-        self._delayed = DelayedModules(own.chunk.module, own.chunk.label)
-        held = {id(p) for module in self._delayed.modules for p in module.parameters()}
+        self.delayed = DelayedModules(own.chunk.module, own.chunk.label)
+        held = {id(p) for module in self.delayed.modules for p in module.parameters()}
         self._of_delayed = {i for i, leaf in enumerate(leaves) if id(leaf) in held}
         self._announced: list[int] = []
 
@@ -232,15 +234,9 @@ class _Weights:
         with collecting(self._leaves, receive):
             yield
 
-    @contextmanager
-    def whole(self) -> Iterator[None]:
-        """Add all gradients that a whole backward computes here."""
-        with self.taken(), self._delayed.computing_at_once():
-            yield
-
     def finish(self) -> None:
         """Compute the gradients that modules have delayed, and add all that wait."""
-        self._delayed.run(self._leaves, self.sums.add)
+        self.delayed.run(self._leaves, self.sums.add)
         self.sums.finish()
         for index in self._announced:
             self.sums.note(index)

@@ -31,24 +31,20 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from chunkgraph.engine.split.deferral import DeferredTensor, TracedOperator
 from chunkgraph.graphs.operators import (
     OperatorMode,
+    computes_nothing,
+    is_collective,
     run_to_its_end,
     storages_written,
     tensors_in,
 )
+from chunkgraph.graphs.random_state import draws
 
 __all__ = ["BackwardTracer", "ForwardWatch"]
 
-_aten = torch.ops.aten
-# They compute nothing; kernels that torch does not know may fill their results.
-_WITHOUT_CONTENTS = {
-    _aten.empty.memory_format,
-    _aten.empty_like.default,
-    _aten.empty_strided.default,
-    _aten.new_empty.default,
-    _aten.new_empty_strided.default,
-}
-
 _WATCHED = "chunkgraph.engine.split"  # a key in the metadata of autograd's nodes
+
+
+_Maker = Literal["outside", "forward", "backward"]
 
 
 @dataclass
@@ -63,7 +59,7 @@ class _Memory:
     """
 
     alive: StorageWeakRef
-    maker: Literal["outside", "forward", "backward"]
+    maker: _Maker
     writers: set[int] = field(default_factory=set)
     readers: set[int] = field(default_factory=set)
 
@@ -90,9 +86,7 @@ class ForwardWatch(OperatorMode):
             return self.made(tensor, "outside")
         return memory
 
-    def made(
-        self, tensor: torch.Tensor, maker: Literal["outside", "forward", "backward"]
-    ) -> _Memory:
+    def made(self, tensor: torch.Tensor, maker: _Maker) -> _Memory:
         """Record what made a tensor's memory."""
         memory = _Memory(StorageWeakRef(tensor.untyped_storage()), maker)
         self._memory[_address(tensor)] = memory
@@ -248,10 +242,10 @@ def _is_outside_of_torch(node: Node) -> bool:
 def _has_effect(func: OpOverload, inputs: Sequence[torch.Tensor]) -> bool:
     """Return whether an operator does more than compute its results from its arguments."""
     return (
-        func.namespace == "c10d"
-        or torch.Tag.nondeterministic_seeded in func.tags
-        or func in _WITHOUT_CONTENTS
-        or func is _aten.lift_fresh.default
+        is_collective(func)
+        or draws(func)
+        or computes_nothing(func)  # kernels that torch does not know may fill its results
+        or func is torch.ops.aten.lift_fresh.default
         or any(t.layout is not torch.strided for t in inputs)
     )
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 
-from chunkgraph.engine import observer
 from chunkgraph.engine.capture.captured_rank import CapturedRank
 from chunkgraph.engine.capture.saved import SavedTensor
 from chunkgraph.engine.capture.self_test import TO_DO
-from chunkgraph.engine.chunk import CaptureOptions, Chunk
+from chunkgraph.engine.chunk import CaptureOptions, Chunk, Host
+from chunkgraph.engine.observer import Observer
 from chunkgraph.engine.slot import Slot
 from chunkgraph.engine.tree import Call
-from chunkgraph.engine.verify.eager_pass import EagerPasses, Surroundings
+from chunkgraph.engine.verify.eager_pass import EagerPasses
 from chunkgraph.errors import VerifyError
+from chunkgraph.graphs import GraphBackend
 
 __all__ = ["Verifier"]
 
@@ -23,7 +24,7 @@ _BACKWARD_TO_DO = (
 )
 
 
-class Verifier(observer.Verifier):
+class Verifier(Observer):
     """Check the replays of one rank in verified steps.
 
     In a verified step a verifier observes every replay, on the stream of the replays. For a wrong
@@ -32,7 +33,9 @@ class Verifier(observer.Verifier):
     Args:
         chunks: the chunks of the rank.
         samples: the captured calls, by bank.
-        surroundings: the context of eager passes.
+        rank: the result of their capture.
+        backend: the backend of the graphs.
+        host: the program around the chunks.
         options: the steps to verify.
     """
 
@@ -40,21 +43,20 @@ class Verifier(observer.Verifier):
         self,
         chunks: Sequence[Chunk],
         samples: Mapping[Hashable, Sequence[Call]],
-        surroundings: Surroundings,
+        rank: CapturedRank,
+        backend: GraphBackend,
+        host: Host,
         options: CaptureOptions,
     ) -> None:
         self._chunks, self._options = tuple(chunks), options
         self._calls = {
             key: tuple(sample.emptied() for sample in calls) for key, calls in samples.items()
         }
-        self._around = surroundings
+        self._backend, self._host = backend, host
+        self._rank = rank
+        self._gradients = tuple(sinks.buffers for sinks in rank.sinks)
         self._step = 0
         self._forget()
-
-    def captured(self, rank: CapturedRank) -> None:
-        """Take the result of a successful session."""
-        self._gradients = tuple(sinks.buffers for sinks in rank.sinks)
-        self._warm_ups, self._saved = rank.warm_ups, rank.saved
 
     def observes(self, step: int | None) -> bool:
         """Observe the steps that the options ask for."""
@@ -81,9 +83,9 @@ class Verifier(observer.Verifier):
     def _passes_of(self, slot: Slot) -> EagerPasses:
         c, key = slot.chunk, slot.bank
         if (c, key) not in self._passes:
-            written = self._warm_ups[key, c].written
-            of_chunk = self._chunks[c], self._calls[key][c], self._gradients[c]
-            self._passes[c, key] = EagerPasses(*of_chunk, self._around, written)
+            written = self._rank.warm_ups[key, c].written
+            of_chunk = self._chunks[c], self._calls[key][c], self._gradients[c], written
+            self._passes[c, key] = EagerPasses(*of_chunk, self._backend, self._host)
         return self._passes[c, key]
 
     def _kept_by(self, slot: Slot) -> list[SavedTensor]:
@@ -93,8 +95,8 @@ class Verifier(observer.Verifier):
         """
         memory = slot.block.pool.reserved()
         for tensor in slot.inputs.tensors:
-            memory = memory | self._around.backend.raw(tensor)
-        saved = self._saved[slot.bank, slot.chunk, slot.index]
+            memory = memory | self._backend.raw(tensor)
+        saved = self._rank.saved[slot.bank, slot.chunk, slot.index]
         return [record.seen_in(memory) for record in saved]
 
     def _describe(self, slot: Slot, direction: str) -> str:
@@ -109,4 +111,4 @@ class Verifier(observer.Verifier):
             f"{self._describe(slot, direction)} {problem}.\n  {what}\n  first layer {layer}\n"
             f"{TO_DO if direction == 'forward' else _BACKWARD_TO_DO}"
         )
-        self._around.host.judge(error)
+        self._host.judge(error)

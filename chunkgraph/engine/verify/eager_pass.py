@@ -26,27 +26,7 @@ from chunkgraph.engine.program import GradientOrder, Pass, program_of
 from chunkgraph.engine.tree import Call
 from chunkgraph.graphs import GraphBackend
 
-__all__ = ["EagerPass", "EagerPasses", "Surroundings"]
-
-
-@dataclass(frozen=True)
-class Surroundings:
-    """The context of an eager pass.
-
-    Attributes:
-        backend: the backend of the graphs.
-        host: the program around the chunks.
-    """
-
-    backend: GraphBackend
-    host: Host
-
-    def generators(self) -> list[torch.Generator]:
-        """Return the generators that a pass may draw from: the host's, the device's, further."""
-        own = [torch.default_generator]
-        if self.backend.device.type == "cuda":
-            own.append(self.backend.default_generator)
-        return [*own, *self.host.generators()]
+__all__ = ["EagerPass", "EagerPasses"]
 
 
 @dataclass
@@ -59,9 +39,6 @@ class EagerPass:
         saved: tensors that it keeps for the backward.
         versions: version counters right after the forward, which the backward checks.
         aliases: the leaves that replace the parameters.
-        sums: after the backward, for each parameter the expected contents of its gradient buffer;
-            valid until the next backward of the chunk.
-        order: parameters in the order in which their gradients were ready.
     """
 
     call: Pass
@@ -69,8 +46,6 @@ class EagerPass:
     saved: tuple[SavedTensor, ...]
     versions: Any
     aliases: ParameterAliases
-    sums: tuple[torch.Tensor, ...] = ()
-    order: tuple[int, ...] = ()
 
 
 class EagerPasses:
@@ -80,8 +55,9 @@ class EagerPasses:
         chunk: the chunk.
         call: its captured call, without tensors (`Call.emptied`).
         gradients: the buffers that replayed backwards add to, one for each parameter.
-        surroundings: the context of the passes.
         written: memory of parameters that the chunk's passes write.
+        backend: the backend of the graphs.
+        host: the program around the chunks.
     """
 
     def __init__(
@@ -89,22 +65,30 @@ class EagerPasses:
         chunk: Chunk,
         call: Call,
         gradients: Sequence[torch.Tensor],
-        surroundings: Surroundings,
         written: Sequence[torch.Tensor],
+        backend: GraphBackend,
+        host: Host,
     ) -> None:
         self._chunk = chunk
         self._call = call
         self._gradients = tuple(gradients)
-        self._around = surroundings
+        self._backend, self._host = backend, host
         self._state = state_of(chunk, written)
 
     @cached_property
     def _sums(self) -> tuple[torch.Tensor, ...]:
         return tuple(torch.empty_like(g) for g in self._gradients)
 
+    def generators(self) -> list[torch.Generator]:
+        """Return the generators that a pass may draw from: the host's, the device's, further."""
+        own = [torch.default_generator]
+        if self._backend.device.type == "cuda":
+            own.append(self._backend.default_generator)
+        return [*own, *self._host.generators()]
+
     def state(self) -> ChunkState:
         """Copy the present state that these passes restore."""
-        return ChunkState.now(self._state, self._around.generators())
+        return ChunkState.now(self._state, self.generators())
 
     def forward(
         self,
@@ -122,7 +106,7 @@ class EagerPasses:
         with self._untouched(aliases, begin):
             with layers.watching([self._chunk]):
                 call.forward()
-            measured = Measured.of(call.leaves, self._chunk.buffers, self._around.generators())
+            measured = Measured.of(call.leaves, self._chunk.buffers, self.generators())
             saved = saved_tensors(call.leaves, layers)
             counts = versions(self._state)
         return EagerPass(call, measured, tuple(saved), counts, aliases)
@@ -134,7 +118,7 @@ class EagerPasses:
         *,
         accumulates: bool = True,
         begin: ChunkState | None = None,
-    ) -> None:
+    ) -> tuple[Sequence[torch.Tensor], Sequence[int]]:
         """Run the backward of a pass.
 
         Args:
@@ -142,6 +126,10 @@ class EagerPasses:
             grads: the gradient of each output that gets one.
             accumulates: whether to add to the gradients so far, or to zeros.
             begin: the `state` that a recomputation reads; None for the present one.
+
+        Returns:
+            For each parameter the expected contents of its gradient buffer, valid until the next
+            backward of the chunk; and the order in which the gradients were ready.
         """
         leaves, order = eager.aliases.leaves, GradientOrder()
         with torch.no_grad():
@@ -159,17 +147,17 @@ class EagerPasses:
                 with program.run_backward(self._chunk, eager.call.sample, leaves, sums.add):
                     eager.call.backward()
                 sums.finish()
-        eager.sums, eager.order = self._sums, tuple(order.seen)
+        return self._sums, order.seen
 
     @contextmanager
     def _untouched(self, aliases: ParameterAliases, begin: ChunkState | None) -> Iterator[None]:
         """Restore all state on exit; let ``aliases`` add to the buffers of these passes."""
-        host, generators = self._around.host, self._around.generators()
+        # Without a module they are the parameters themselves.
         originals = [dict(leaf.__dict__) for leaf in aliases.leaves]
         with (
-            host.preserving(),
-            restored(self._state, generators, begin),
-            host.verifying(),
+            self._host.preserving(),
+            restored(self._state, self.generators(), begin),
+            self._host.verifying(),
             aliases.in_place(),
         ):
             try:

@@ -1,5 +1,8 @@
 """Poison mode: fill dead memory with NaN, and explain a NaN that a replay returns.
 
+Scratch is dead before every replay. A slot's pool is dead from the end of its backward to its next
+forward. With a correct plan, poison changes no result; with a wrong one, the loss becomes NaN.
+
 Only then does an eager pass run, to distinguish a replay that read dead memory from a model that
 produces a NaN by itself.
 """
@@ -9,11 +12,11 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from chunkgraph.engine.bits import has_nan
-from chunkgraph.engine.capture.captured_rank import CapturedRank
 from chunkgraph.engine.capture.layers import parameter_names
 from chunkgraph.engine.capture.preserved import ChunkState
 from chunkgraph.engine.capture.saved import first_nan
@@ -22,7 +25,6 @@ from chunkgraph.engine.slot import Slot
 from chunkgraph.engine.verify.base import Verifier
 from chunkgraph.engine.verify.eager_pass import EagerPass
 from chunkgraph.graphs import AddressRanges, Pool
-from chunkgraph.memory import Poison
 
 __all__ = ["PoisonVerifier"]
 
@@ -37,19 +39,19 @@ class PoisonVerifier(Verifier):
 
     _has_warned = False
 
-    def captured(self, rank: CapturedRank) -> None:
-        """Record the memory of the graphs."""
-        super().captured(rank)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         gc.collect()  # dead objects must not count as kept
-        backend = self._around.backend
         own: dict[Pool, AddressRanges] = {}
-        for slot in (s for slots in rank.slots for s in slots):
+        for slot in (s for slots in self._rank.slots for s in slots):
             for tensor in (*slot.outputs.tensors, *slot.input_grads.tensors):
                 if tensor is not None:
                     pool = slot.block.pool
-                    own[pool] = own.get(pool, AddressRanges()) | backend.raw(tensor)
-        kept = {pool: pool.live() - ranges for pool, ranges in own.items()}
-        self._poison = Poison(rank.pools.scratch, backend.device, kept)
+                    own[pool] = own.get(pool, AddressRanges()) | self._backend.raw(tensor)
+        # What lives as long as the graphs, such as a mask that a module created in the capture.
+        self._kept = {pool: pool.live() - ranges for pool, ranges in own.items()}
+        self._scratch = self._rank.pools.scratch
+        self._dead: list[Pool] = []  # pools of free slots, which hold input gradients until now
 
     def _forget(self) -> None:
         super()._forget()
@@ -62,7 +64,10 @@ class PoisonVerifier(Verifier):
         if action == "F":
             self._count_forward(slot)
             self._begin[slot] = self._passes_of(slot).state()
-        self._poison.before_replay()
+        if self._scratch is not None:
+            self._fill(self._scratch)
+        while self._dead:
+            self._fill(self._dead.pop())
         if action == "F":
             return
         # A NaN of the model itself stays in a gradient, infinities may add up to one, and memory
@@ -106,11 +111,17 @@ class PoisonVerifier(Verifier):
         is_new = [has and not was_infinite for has, was_infinite in pairs]
         if has_nan(slot.input_grads.tensors) or any(is_new):
             self._explain(slot, is_new)
-        pool, raw = slot.block.pool, self._around.backend.raw
+        pool, raw = slot.block.pool, self._backend.raw
         reserved = pool.reserved()
-        grads = [g for g in slot.input_grads.tensors if g is not None]
-        # A compiled backward may write an input gradient over a saved tensor.
-        self._poison.after_backward(pool, holds_grads=any(raw(g) & reserved for g in grads))
+        # A compiled backward may write an input gradient over a saved tensor. It lives until the
+        # next replay, which then fills the pool.
+        if any(raw(g) & reserved for g in slot.input_grads.tensors if g is not None):
+            self._dead.append(pool)
+        else:
+            self._fill(pool)
+
+    def _fill(self, pool: Pool) -> None:
+        pool.poison(self._kept.get(pool, ()))
 
     def _gradients_with(
         self, slot: Slot, property_of: Callable[[torch.Tensor], torch.Tensor]
@@ -123,9 +134,10 @@ class PoisonVerifier(Verifier):
         """Run the microbatch eagerly, and tell a NaN of the model from one of dead memory."""
         eager = self._forward(slot)
         assert slot.output_grads is not None
-        self._passes_of(slot).backward(eager, slot.output_grads.tensors, accumulates=False)
-        has_own = has_nan([*eager.call.input_grads(), *eager.sums])
-        named = [i for i in eager.order if (has_nan([eager.sums[i]]) if has_own else is_new[i])]
+        grads = slot.output_grads.tensors
+        sums, order = self._passes_of(slot).backward(eager, grads, accumulates=False)
+        has_own = has_nan([*eager.call.input_grads(), *sums])
+        named = [i for i in order if (has_nan([sums[i]]) if has_own else is_new[i])]
         name = parameter_names(self._chunks[slot.chunk])[named[0]] if named else ""
         if has_own:
             where = f"the first gradient with a NaN is that of {name or 'an input'}"

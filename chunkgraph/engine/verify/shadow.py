@@ -77,15 +77,13 @@ class ShadowVerifier(Verifier):
         self, slot: Slot, grads: Sequence[torch.Tensor], begin: ChunkState | None = None
     ) -> None:
         eager = self._passing.pop(slot)
-        self._passes_of(slot).backward(eager, grads, begin=begin)
-        self._ended[slot] = eager.measured.with_backward(
-            eager.call.input_grads(), eager.sums, eager.order
-        )
+        sums, order = self._passes_of(slot).backward(eager, grads, begin=begin)
+        self._ended[slot] = eager.measured.with_backward(eager.call.input_grads(), sums, order)
 
     def _compare_forward(self, slot: Slot) -> None:
-        buffers, generators = self._chunks[slot.chunk].buffers, self._around.generators()
+        buffers, generators = self._chunks[slot.chunk].buffers, self._passes_of(slot).generators()
         replay = Measured.of(slot.outputs.leaves, buffers, generators)
-        noise = self._warm_ups[slot.bank, slot.chunk].noise
+        noise = self._rank.warm_ups[slot.bank, slot.chunk].noise
         eager = self._passing[slot]
         what = forward_difference([eager.measured], replay, noise)
         if slot.output_grads is None:
@@ -98,7 +96,7 @@ class ShadowVerifier(Verifier):
     def _compare_backward(self, slot: Slot, input_grads: Sequence[torch.Tensor | None]) -> None:
         eager, place = self._ended.pop(slot), self._overwritten.pop(slot)
         replay = eager.with_backward(input_grads, self._gradients[slot.chunk])
-        noise = self._warm_ups[slot.bank, slot.chunk].noise
+        noise = self._rank.warm_ups[slot.bank, slot.chunk].noise
         what, layer = backward_difference(self._chunks[slot.chunk], [eager], replay, noise)
         if not what:
             return

@@ -28,6 +28,7 @@ from chunkgraph.graphs.addresses import AddressRange
 from chunkgraph.graphs.contract import GraphBackend, Pool
 from chunkgraph.graphs.failure import capture_failure, current_location
 from chunkgraph.graphs.operators import (
+    computes_nothing,
     is_collective,
     replace_leaves,
     storages_written,
@@ -36,21 +37,19 @@ from chunkgraph.graphs.operators import (
 )
 from chunkgraph.graphs.random_state import CapturedGenerator, answering_calls, patched
 from chunkgraph.graphs.recorder.legality import HostReadGuard, check_operator
-from chunkgraph.graphs.recorder.recorded_graph import Binding, RecordedGraph
-from chunkgraph.graphs.recorder.recording import (
+from chunkgraph.graphs.recorder.recorded_graph import (
+    Binding,
     External,
-    HostCall,
     Operation,
+    RecordedGraph,
     TensorRef,
     owner_of,
-    span,
 )
 from chunkgraph.graphs.recorder.simulated_pool import SimulatedPool
 
 __all__ = ["RecorderBackend", "host_call", "is_capturing"]
 
 _aten = torch.ops.aten
-_UNDEFINED_CONTENTS = ("aten::empty", "aten::new_empty")
 
 
 def host_call(call: Callable[[], None]) -> None:
@@ -62,12 +61,8 @@ def host_call(call: Callable[[], None]) -> None:
     Args:
         call: A function that must not run torch operators of the graph.
     """
-    recording = _recording()
-    if recording is None:
-        with _disable_current_modes():
-            call()
-        return
-    recording.log.append(HostCall(call))
+    if (recording := _recording()) is not None:
+        recording.log.append(call)
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         call()
 
@@ -168,7 +163,7 @@ class _RecordingMode(TorchDispatchMode):
         self.pool = graph.pool
         self.pools = pools
         self.generators = generators
-        self.log: list[Operation | HostCall] = []
+        self.log: list[Operation | Callable[[], None]] = []
         self.generator = CapturedGenerator(self.label)
         self.externals: list[External] = []
         # The current external memory at each address; an address can serve several in turn.
@@ -197,15 +192,12 @@ class _RecordingMode(TorchDispatchMode):
         # memory for an empty output.
         inputs = tensors_in(*args, *kwargs.values())
         addresses = [self._register(tensor, func) for tensor in inputs]
-        self.reads.extend(
-            span(tensor)
-            for tensor, address in zip(inputs, addresses, strict=True)
-            if address in self._pooled and address not in self._made
-        )
         refs = {
             id(tensor): TensorRef.of(tensor, self._current.get(address))
             for tensor, address in zip(inputs, addresses, strict=True)
         }
+        pooled, made = self._pooled, self._made
+        self.reads += [r.span for r in refs.values() if r.start in pooled and r.start not in made]
         written = storages_written(func, args, kwargs)
         for tensor in written:
             self._save(tensor)
@@ -215,7 +207,7 @@ class _RecordingMode(TorchDispatchMode):
             out = func(*args, **kwargs)
         results = self._place(out, {*addresses})
         has_effect = any(r is not None for r in results) or written or _only_checks(func)
-        if has_effect and not _has_undefined_contents(func):
+        if has_effect and not computes_nothing(func):
             self._log(func, args, kwargs, refs, results)
         return out
 
@@ -234,7 +226,7 @@ class _RecordingMode(TorchDispatchMode):
         """
         binding = Binding(self.pools)
         aliases = {id(t): binding.bind(refs[id(t)]) for t in tensors}
-        args, kwargs = _replaced(args, kwargs, aliases)
+        args, kwargs = replace_leaves((args, kwargs), torch.Tensor, lambda t: aliases[id(t)])
         originals = {id(aliases[id(t)]): t for t in tensors}
         # Some backends copy results in the caller's wait, which would be logged as well.
         out = wait_for_work(func(*args, **kwargs))
@@ -255,7 +247,7 @@ class _RecordingMode(TorchDispatchMode):
         leaves: dict[int, Any],
         results: tuple[TensorRef | None, ...],
     ) -> None:
-        args, kwargs = _replaced(args, kwargs, leaves)
+        args, kwargs = replace_leaves((args, kwargs), torch.Tensor, lambda t: leaves[id(t)])
         grad_mode = torch.is_grad_enabled()
         self.log.append(Operation(func, args, kwargs, results, current_location(), grad_mode))
 
@@ -263,7 +255,7 @@ class _RecordingMode(TorchDispatchMode):
         """Restore the bytes of external memory from before the capture."""
         for external in self.externals:
             if external.saved is not None and not external.alive.expired():
-                torch.empty(0, dtype=torch.uint8).set_(external.alias()).copy_(external.saved)
+                external.bytes().copy_(external.saved)
 
     def _register(self, tensor: torch.Tensor, func: OpOverload) -> int:
         """Return the address of a tensor's storage, after recording memory that no pool owns."""
@@ -301,7 +293,7 @@ class _RecordingMode(TorchDispatchMode):
     def _save(self, tensor: torch.Tensor) -> None:
         external = self._current.get(tensor.untyped_storage().data_ptr())
         if external is not None and external.saved is None:
-            external.saved = torch.empty(0, dtype=torch.uint8).set_(external.alias()).clone()
+            external.saved = external.bytes().clone()
 
     def _place(self, out: Any, input_addresses: set[int]) -> tuple[TensorRef | None, ...]:
         """Move fresh results into the pool; return where a replay writes each result."""
@@ -323,20 +315,6 @@ class _RecordingMode(TorchDispatchMode):
         return tuple(results)
 
 
-def _replaced(
-    args: tuple[Any, ...], kwargs: dict[str, Any], leaves: dict[int, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return an operator's arguments with its tensors replaced, by their ids."""
-
-    def replace(tensor: torch.Tensor) -> Any:
-        return leaves[id(tensor)]
-
-    return (
-        replace_leaves(args, torch.Tensor, replace),
-        {name: replace_leaves(value, torch.Tensor, replace) for name, value in kwargs.items()},
-    )
-
-
 # Cached, since torch creates schema objects per access.
 @functools.cache
 def _is_view(func: OpOverload) -> bool:
@@ -347,11 +325,6 @@ def _is_view(func: OpOverload) -> bool:
         and all(result.alias_info is not None for result in func._schema.returns)
         and not func.has_kernel_for_dispatch_key(composite)
     )
-
-
-@functools.cache
-def _has_undefined_contents(func: OpOverload) -> bool:
-    return func._schema.name.startswith(_UNDEFINED_CONTENTS)
 
 
 @functools.cache

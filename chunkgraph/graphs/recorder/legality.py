@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from chunkgraph.graphs.failure import check_backward, illegal_operation
-from chunkgraph.graphs.operators import are_same, draws, explicit_generator
+from chunkgraph.graphs.random_state import are_same, draws, explicit_generator
 
 __all__ = ["HostReadGuard", "check_operator"]
 
@@ -138,20 +138,15 @@ class HostReadGuard(TorchFunctionMode):
             indices = args[1] if isinstance(args[1], (tuple, list)) else (args[1],)
             if any(_is_mask(i) for i in indices):
                 raise illegal_operation(resolve_name(func) or str(func), _BY_MASK, self.label)
-        if func in _SPLITS and any(
-            isinstance(a, torch.Tensor) for a in (*args[1:], *(kwargs or {}).values())
-        ):
+        options = (*args[1:], *(kwargs or {}).values())
+        if func in _SPLITS and any(isinstance(option, torch.Tensor) for option in options):
             raise illegal_operation(
                 "torch.tensor_split", "reads indices or sections on the host", self.label
             )
         # Only the literal: a `torch.device`, or a subclass of str that stands for one, is often the
         # device of another tensor in the chunk.
-        if func is torch.Tensor.to and "cpu" in _names(args[1:], kwargs):
+        if func is torch.Tensor.to and any(type(o) is str and o == "cpu" for o in options):
             raise illegal_operation(
                 "torch.Tensor.to('cpu')", "copies a tensor to the host", self.label
             )
         return func(*args, **(kwargs or {}))
-
-
-def _names(args: Sequence[Any], kwargs: dict[str, Any] | None) -> list[str]:
-    return [a for a in (*args, *(kwargs or {}).values()) if type(a) is str]

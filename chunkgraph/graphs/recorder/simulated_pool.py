@@ -27,15 +27,6 @@ SEGMENT_BYTES = 1 << 20
 PAGE_BYTES = 4096
 
 
-class _Block(weakref.ref[np.ndarray]):
-    """A block in use: a weak reference to its owner, whose callback gets it when it is free."""
-
-    __slots__ = ("num_bytes", "start")
-
-    start: int
-    num_bytes: int
-
-
 class SimulatedPool(Pool):
     """One pool of segments with a best-fit free list.
 
@@ -44,17 +35,17 @@ class SimulatedPool(Pool):
         take_segment: Callback with the bytes of every new segment, before it is allocated.
     """
 
-    def __init__(self, label: str, take_segment: Callable[[int], None] | None = None) -> None:
+    def __init__(self, label: str, take_segment: Callable[[int], object] = lambda _: None) -> None:
         self.label = label
         self.device = torch.device("cpu")
         self._take_segment = take_segment
         self._segments: list[tuple[int, np.ndarray]] = []
         self._free: list[tuple[int, int]] = []  # (num_bytes, start), sorted: best fit first
-        self._used: dict[int, _Block] = {}  # by start
+        self._used: dict[int, int] = {}  # start -> num_bytes
         self._aliases: dict[int, StorageWeakRef] = {}
         # A storage may be freed at any point: by the garbage collector in the middle of a line of
         # this class, or in another thread (gloo's). So finalizers only append to this queue.
-        self._dead: deque[_Block] = deque()
+        self._dead: deque[int] = deque()  # starts
 
     def reserve(self, num_bytes: int) -> None:
         """Add one free segment of this size, for later captures."""
@@ -74,9 +65,9 @@ class SimulatedPool(Pool):
         start = self._take(size)
         owner = self._bytes_at(start, num_bytes)
         storage = torch.frombuffer(owner, dtype=torch.uint8).untyped_storage()
+        self._used[start] = size
         # The storage keeps `owner` alive, so both are freed together.
-        block = self._used[start] = _Block(owner, self._dead.append)
-        block.start, block.num_bytes = start, size
+        weakref.finalize(owner, self._dead.append, start).atexit = False
         return storage
 
     def alias(self, start: int, num_bytes: int) -> torch.UntypedStorage:
@@ -102,7 +93,7 @@ class SimulatedPool(Pool):
     def live(self) -> AddressRanges:
         """Return the addresses of the blocks in use (rounded sizes)."""
         self._release_dead()
-        return AddressRanges((b.start, b.start + b.num_bytes) for b in self._used.values())
+        return AddressRanges((start, start + size) for start, size in self._used.items())
 
     def reserved(self) -> AddressRanges:
         """Return the addresses of all segments."""
@@ -125,8 +116,7 @@ class SimulatedPool(Pool):
 
     def _new_segment(self, size: int) -> tuple[int, int]:
         num_bytes = -(-size // SEGMENT_BYTES) * SEGMENT_BYTES
-        if self._take_segment is not None:
-            self._take_segment(num_bytes)
+        self._take_segment(num_bytes)
         raw = np.empty(num_bytes + PAGE_BYTES, dtype=np.uint8)
         # Page alignment, since vectorized kernels must see the alignment of eager memory.
         shift = -raw.ctypes.data % PAGE_BYTES
@@ -138,12 +128,10 @@ class SimulatedPool(Pool):
         while self._dead:
             self._release(self._dead.popleft())
 
-    def _release(self, block: _Block) -> None:
-        start = block.start
-        del self._used[start]
+    def _release(self, start: int) -> None:
+        end = start + self._used.pop(start)
         base, segment = self._segment_of(start)
         end_of_segment = base + segment.nbytes
-        end = start + block.num_bytes
         for free_size, free_start in list(self._free):
             if free_start + free_size == start and free_start >= base:
                 self._free.remove((free_size, free_start))

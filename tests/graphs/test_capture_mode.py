@@ -9,17 +9,14 @@ import torch
 
 from chunkgraph.errors import IllegalOperationError
 from chunkgraph.graphs import GraphBackend
-from chunkgraph.graphs.cuda import _CaptureMode
-from chunkgraph.graphs.host_constants import HostConstants, HostMemory
+from chunkgraph.graphs.capture_mode import CaptureMode, HostMemory
 from chunkgraph.graphs.random_state import CapturedGenerator
 
 
-def capturing(memory: HostMemory | None = None) -> _CaptureMode:
+def capturing(memory: HostMemory | None = None) -> CaptureMode:
     """Return the dispatch mode of a CUDA capture, for another device."""
     memory = memory or HostMemory(is_pinned=False)
-    mode = _CaptureMode("chunk", memory, CapturedGenerator("chunk"))
-    mode.constants = HostConstants("chunk", memory, device_type="meta")
-    return mode
+    return CaptureMode("chunk", memory, CapturedGenerator("chunk"), device_type="meta")
 
 
 def test_a_constant_is_copied_from_memory_that_stays() -> None:

@@ -1,4 +1,4 @@
-"""Handle host tensors that captured work reads: as constants of the graph, or by refusal.
+"""Intercept the operators of a CUDA capture: refuse some, and make host tensors constants.
 
 A CUDA graph runs nothing on the host. A number that a forward computes on the host and passes to a
 kernel is fixed in the graph. So is a tensor that it copies to the device; torch refuses such a
@@ -15,10 +15,12 @@ import torch
 from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from chunkgraph.graphs.failure import illegal_operation
-from chunkgraph.graphs.operators import draws, storages_written, tensors_in
+from chunkgraph.errors import IllegalOperationError
+from chunkgraph.graphs.failure import check_backward, illegal_operation
+from chunkgraph.graphs.operators import OperatorMode, storages_written, tensors_in
+from chunkgraph.graphs.random_state import CapturedGenerator, draws
 
-__all__ = ["HostConstants", "HostMemory"]
+__all__ = ["CaptureMode", "HostMemory"]
 
 _aten = torch.ops.aten
 _ALIGNMENT = 256
@@ -39,20 +41,19 @@ class HostMemory:
         self._end = 0
         self._copies: dict[tuple[Any, ...], torch.Tensor] = {}
 
-    def hold(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Copy a dense tensor into this memory, with its dtype and strides.
+    def hold(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
+        """Return a copy of a dense tensor in this memory; equal constants share one copy.
 
-        Equal constants share one copy.
-
-        Returns:
-            The copy; None if too little memory is left.
+        Raises:
+            IllegalOperationError: Too little memory is left; the message has the graph's ``label``.
         """
         raw = _raw(tensor)
         key = (tensor.dtype, tensor.shape, tensor.stride(), raw.numpy().tobytes())
         if key not in self._copies:
             end = self._end + raw.numel()
             if end > self.bytes.numel():
-                return None
+                what = "needs more bytes than the memory for constants has"
+                raise illegal_operation("A copy from the host", what, label)
             copy = torch.empty(0, dtype=tensor.dtype, device="cpu")
             offset = self._end // tensor.element_size()
             copy.set_(self.bytes.untyped_storage(), offset, tensor.shape, tensor.stride())
@@ -61,28 +62,37 @@ class HostMemory:
         return self._copies[key]
 
 
-class HostConstants:
-    """Handle the host tensors of one capture.
+class CaptureMode(OperatorMode):
+    """The dispatch mode of one capture.
 
     Args:
         label: Name of the graph in errors.
         memory: Memory that constants are copied to the device from.
-        device_type: Type of the device.
+        generator: Replaces the device's default generator.
+        device_type: Type of the device; another one for tests.
     """
 
-    def __init__(self, label: str, memory: HostMemory, device_type: str = "cuda") -> None:
-        self._label = label
-        self._memory = memory
+    def __init__(
+        self,
+        label: str,
+        memory: HostMemory,
+        generator: CapturedGenerator,
+        device_type: str = "cuda",
+    ) -> None:
+        super().__init__()
+        self._label, self._memory, self._generator = label, memory, generator
         self._device_type = device_type
         # Of the host tensors that the captured work made; the graph does not repeat their writes.
         self._made: dict[int, StorageWeakRef] = {}
 
-    def run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_operator(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator of the captured work.
 
         Raises:
-            IllegalOperationError: A replay would not repeat the host work of ``func``.
+            IllegalOperationError: A replay would not repeat the work of ``func``.
         """
+        check_backward(func, args, self._label)
+        self._generator.draw(func, args, kwargs)
         inputs = tensors_in(*args, *kwargs.values())
         device = kwargs.get("device")
         if any(tensor.device.type != "cpu" for tensor in inputs):
@@ -92,15 +102,9 @@ class HostConstants:
         if not inputs and torch.device(device or "cpu").type != "cpu":
             return func(*args, **kwargs)
         if draws(func):
-            raise illegal_operation(
-                str(func),
-                "draws random numbers on the host, which a replay does not repeat",
-                self._label,
-            )
+            raise self._refused(str(func), "draws random numbers on the host")
         if not all(map(self._is_made, storages_written(func, args, kwargs))):
-            raise illegal_operation(
-                str(func), "writes host memory, which a replay does not repeat", self._label
-            )
+            raise self._refused(str(func), "writes host memory")
         if func is _aten._to_copy.default and self._goes_to_device(args[0], device):
             return self._copy(args[0], device, kwargs)
         out = func(*args, **kwargs)
@@ -123,18 +127,14 @@ class HostConstants:
         first = host.flatten()[:1]
         if first == first and torch.equal(_raw(host), _raw(first.expand(host.numel()).clone())):
             return target.fill_(first.item())
-        source = self._memory.hold(host)
-        if source is None:
-            raise illegal_operation(
-                "A copy from the host",
-                "needs more bytes than the memory for constants has",
-                self._label,
-            )
-        return target.copy_(source, non_blocking=True)
+        return target.copy_(self._memory.hold(host, self._label), non_blocking=True)
 
     def _is_made(self, tensor: torch.Tensor) -> bool:
         reference = self._made.get(tensor.untyped_storage()._cdata)
         return reference is not None and not reference.expired()
+
+    def _refused(self, what: str, why: str) -> IllegalOperationError:
+        return illegal_operation(what, f"{why}, which a replay does not repeat", self._label)
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
