@@ -157,7 +157,7 @@ class ChunkGraphsInPretrain:
         self.graphs = graphs = attach(
             model,
             scope=flags.capture.scope,
-            options=CaptureOptions(**flags.capture.model_dump(exclude={"enabled", "scope"})),
+            options=CaptureOptions(**flags.capture.options),
             token_drops=flags.token_drops,
             packing=contexts or packing_options(flags.packing, args),
             stash=flags.stash,

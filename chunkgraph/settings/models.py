@@ -271,6 +271,11 @@ class CaptureConfig(Section):
     on_failure: Annotated[Literal["raise", "eager"], Flag("--cuda-graph-on-failure")] = "raise"
     """After a capture that failed on any rank: raise the error, or train eagerly."""
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """Return the arguments of the engine's ``CaptureOptions``."""
+        return self.model_dump(exclude={"enabled", "scope"})
+
 
 class StashConfig(Section):
     """Pages for the activations that experts save, only for rows that hold a token."""
