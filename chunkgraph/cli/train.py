@@ -228,9 +228,6 @@ def worker_environment(config: Config, *, debug: bool = False) -> dict[str, str]
         # Importing Megatron loads torch's compiler for functions that only a GPU run calls. This
         # takes a third of a rank's start time.
         environment["TORCHDYNAMO_DISABLE"] = "1"
-    if config.train.deterministic:
-        environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-        environment["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
     if derived_fields(config).get("use_transformer_engine_op_fuser"):
         environment["NVTE_CUTEDSL_FUSED_GROUPED_MLP"] = "1"  # Megatron asks for it with SwiGLU
     if not debug:

@@ -28,7 +28,7 @@ from chunkgraph.engine import CaptureOptions, CaptureReport
 from chunkgraph.launch.arguments import refuse_changed_arguments, settle_arguments
 from chunkgraph.launch.flags import GraphFlags
 from chunkgraph.launch.packed_steps import OwnDocuments, PackedSteps, SpreadDocuments
-from chunkgraph.launch.packing_rules import changing_limits, packing_options
+from chunkgraph.launch.packing_rules import packing_options
 from chunkgraph.launch.patches import (
     patch_pretrain,
     pretrain_arguments,
@@ -44,6 +44,7 @@ from chunkgraph.megatron.features.experts.feature import Experts, dropped_tokens
 from chunkgraph.megatron.features.experts.overlap import turn_off_overlap
 from chunkgraph.megatron.features.experts.state import scale_expert_metrics
 from chunkgraph.megatron.features.packing.banks import PackedBanks
+from chunkgraph.megatron.features.packing.params import shares_keys
 from chunkgraph.megatron.pipeline.choice import PipelinePlace
 from chunkgraph.megatron.pipeline.driver import ScheduleDriver
 from chunkgraph.schedules import splits_backward
@@ -181,11 +182,11 @@ class ChunkGraphsInPretrain:
             return None
         state = import_megatron("megatron.core.parallel_state")
         place = PipelinePlace.current(len(chunks), config_of(chunks[0]))
-        limits = changing_limits(
-            flags.packing,
-            args,
-            world_size=state.get_data_parallel_world_size(with_context_parallel=True),
-            group_size=place.group_size if len(chunks) > 1 else 1,
+        limits = flags.packing.limits(
+            args.seq_length,
+            state.get_data_parallel_world_size(with_context_parallel=True),
+            multiple_of=place.group_size if len(chunks) > 1 else 1,
+            counts_padding=shares_keys(args),
         )
         groups = ContextGroups.of_data_parallel(limits.group_sizes, has_experts=_has_experts(args))
         # Not after an error: if only this rank has one, others may wait in these groups forever.

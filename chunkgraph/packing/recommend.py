@@ -5,6 +5,7 @@ An evaluation estimates how many steps run eagerly and how many rows are padding
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -12,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chunkgraph.packing.microbatches import MicrobatchSizes, quantile
-from chunkgraph.packing.seq_counts import largest_count_with_same_launch
+from chunkgraph.packing.seq_counts import num_launched
 from chunkgraph.packing.shape import PackedShape
 
 __all__ = [
@@ -69,14 +70,11 @@ def fallback_share(num_misfits: int, num_microbatches: int, microbatches_per_ste
 
 def allowed_misfits(target: float, num_microbatches: int, microbatches_per_step: int) -> int:
     """Return the most misfits for which the fallback share is at most ``target``."""
-    low, high = 0, num_microbatches
-    while low < high:
-        middle = (low + high + 1) // 2
-        if fallback_share(middle, num_microbatches, microbatches_per_step) <= target:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+
+    def share(num_misfits: int) -> float:
+        return fallback_share(num_misfits, num_microbatches, microbatches_per_step)
+
+    return bisect_right(range(num_microbatches + 1), target, key=share) - 1
 
 
 def fits(sizes: MicrobatchSizes, shape: PackedShape) -> NDArray[np.bool_]:
@@ -158,7 +156,7 @@ def recommend(
     outcomes = {shape: evaluate(sizes, shape, microbatches_per_step) for shape in shapes}
     best = _best(o for o in _sorted(outcomes.values()) if o.fallback_share <= target)
     if best is not None:
-        num_seqs = largest_count_with_same_launch(best.shape)
+        num_seqs = num_launched(best.shape.max_packed_seqs)
         shape = replace(best.shape, max_packed_seqs=num_seqs)
         best = outcomes.setdefault(shape, evaluate(sizes, shape, microbatches_per_step))
     return Recommendation(
@@ -186,14 +184,10 @@ def _token_candidates(sizes: MicrobatchSizes, capacity: PackedShape) -> list[Pac
 
 
 def _sequence_candidates(sizes: MicrobatchSizes, roomy: PackedShape, budget: int) -> set[int]:
-    candidates = set()
     median = quantile(sizes.num_documents, 0.5)
-    size = 2
-    while size < 2 * roomy.max_packed_seqs:
-        # Below the median, half of all microbatches would be misfits.
-        if size > median:
-            candidates.add(size)
-        size *= 2
+    powers = (1 << k for k in range(1, (2 * roomy.max_packed_seqs - 1).bit_length()))
+    # Below the median, half of all microbatches would be misfits.
+    candidates = {size for size in powers if size > median}
     fewest = _fewest_sequences(sizes, roomy, budget)
     return candidates if fewest is None else candidates | {fewest}
 

@@ -11,7 +11,7 @@ __all__ = [
     "MOST_MICROBATCHES",
     "default_buckets_of_shape",
     "default_seq_buckets",
-    "largest_count_with_same_launch",
+    "num_launched",
     "recommended_seq_buckets",
 ]
 
@@ -70,9 +70,9 @@ def recommended_seq_buckets(sizes: MicrobatchSizes, shape: PackedShape) -> list[
     sufficient = quantile(sizes.num_documents, MOST_MICROBATCHES) + 1
     useful = [n for n in default if n > quantile(sizes.num_documents, _NEGLIGIBLE_SHARE)]
     chosen = min(n for n in (*default, most) if n >= sufficient or n == most)
-    fewer = _num_launched(sufficient)
+    fewer = num_launched(sufficient)
     cost = max(fewer, min((*default, _CHEAP)))
-    if _num_launched(chosen) > cost and _WORTHWHILE_RATIO * fewer <= most:
+    if num_launched(chosen) > cost and _WORTHWHILE_RATIO * fewer <= most:
         return sorted({fewer, *useful})
     return [0] if default and not useful else []
 
@@ -84,15 +84,11 @@ def default_buckets_of_shape(shape: PackedShape, buckets: Sequence[float] = ()) 
     )
 
 
-def largest_count_with_same_launch(shape: PackedShape) -> int:
-    """Return the largest N for which attention launches as much work as for the shape's N."""
-    return _num_launched(shape.max_packed_seqs)
-
-
-def _num_launched(num_seqs: int) -> int:
+def num_launched(num_seqs: int) -> int:
     """Return the number of sequences for which attention launches work, given ``num_seqs``.
 
-    Transformer Engine's rule for cuDNN (``get_max_batch_size``).
+    Transformer Engine's rule for cuDNN (``get_max_batch_size``). It is also the largest number for
+    which attention launches as much.
     """
     if num_seqs > _LINEAR_FROM:
         return -(-num_seqs // _LINEAR_FROM) * _LINEAR_FROM

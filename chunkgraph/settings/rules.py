@@ -54,11 +54,10 @@ def _check_layer_spec(spec: str) -> None:
     parts = [*module.split("."), function]
     if spec in _LAYER_SPECS or (colon and all(part.isidentifier() for part in parts)):
         return
-    msg = (
+    raise ConfigError(
         f"model.layer_spec is {shown(spec)}; expected auto, local, transformer_engine or "
         f"package.module:function.{did_you_mean(spec, _LAYER_SPECS)}"
     )
-    raise ConfigError(msg)
 
 
 def _check_more_fields(config: Settings) -> None:

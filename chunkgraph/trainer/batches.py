@@ -18,7 +18,6 @@ from chunkgraph.megatron.features.packing.bank import PackedBank, PackingOptions
 from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.megatron.features.packing.params import make_params, shares_keys, to_device
 from chunkgraph.packing import (
-    ContextLimits,
     PackedShape,
     SmallestSizes,
     pack,
@@ -104,19 +103,20 @@ def _part(rows: torch.Tensor, rank: int, size: int) -> torch.Tensor:
 def _banks(config: Config, model_config: Any) -> PackedBanks:
     """Make the banks of a run with packed documents. All ranks call it together."""
     packing, pipeline = config.packing, config.pipeline
-    num_seqs, num_rows = packing.max_packed_seqs, config.tokens_per_sequence
     # Padding counts if heads share keys (docs/packed_sequences.md).
     counts_padding = shares_keys(model_config)
     if not packing.context_parallel_sizes:
-        size = pipeline.context_parallel_size
-        shape = PackedShape(num_seqs, num_rows, size, counts_padding=counts_padding)
+        shape = PackedShape(
+            packing.max_packed_seqs,
+            config.tokens_per_sequence,
+            pipeline.context_parallel_size,
+            counts_padding=counts_padding,
+        )
         options = PackingOptions(shape, packing.buckets, packing.seq_buckets)
         return PackedBanks.of_model(options, model_config)
-    limits = ContextLimits(
-        world_size=pipeline.data_parallel_size,
-        max_tokens_per_rank=num_rows,
-        max_packed_seqs=num_seqs,
-        sizes=packing.context_parallel_sizes,
+    limits = packing.limits(
+        config.model.seq_length,
+        pipeline.data_parallel_size,
         multiple_of=pipeline.microbatch_group_size if pipeline.num_model_chunks > 1 else 1,
         counts_padding=counts_padding,
     )

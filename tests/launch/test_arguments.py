@@ -14,9 +14,10 @@ from launch_arguments import arguments
 from chunkgraph.errors import ConfigError, PackingError
 from chunkgraph.launch.arguments import settle_arguments
 from chunkgraph.launch.flags import GraphFlags, add_flags, read_flags
-from chunkgraph.launch.packing_rules import changing_limits, packing_options
+from chunkgraph.launch.packing_rules import packing_options
 from chunkgraph.megatron.cpu.pretrain import cpu_flags
 from chunkgraph.megatron.features.packing.banks import PackedBanks
+from chunkgraph.megatron.features.packing.params import shares_keys
 from chunkgraph.packing import PackedShape
 
 
@@ -200,7 +201,7 @@ def test_context_sizes_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
     assert flags is not None
     assert flags.packing.context_parallel_sizes == (4, 2, 1)
     assert packed_shape(flags, args) is None
-    limits = changing_limits(flags.packing, args, world_size=4, group_size=2)
+    limits = flags.packing.limits(args.seq_length, 4, 2, counts_padding=shares_keys(args))
     experts = {"num_experts": 4, "moe_token_dispatcher_type": "alltoall"}
     experts |= {"moe_expert_capacity_factor": 2.0, "moe_pad_expert_input_to_capacity": True}
     assert settle_arguments(arguments(**{**vars(args), **experts}), on_cpu=True) == flags
@@ -209,7 +210,7 @@ def test_context_sizes_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (limits.group_sizes, limits.max_tokens_per_rank, limits.multiple_of) == ((4, 2, 1), 4, 2)
     assert not limits.counts_padding
     args.group_query_attention, args.num_query_groups, args.num_attention_heads = True, 2, 4
-    assert changing_limits(flags.packing, args, world_size=4, group_size=2).counts_padding
+    assert shares_keys(args)
 
 
 @pytest.mark.parametrize(
