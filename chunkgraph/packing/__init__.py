@@ -8,8 +8,13 @@ for a dataset.
 
 from __future__ import annotations
 
-from chunkgraph.packing.context_scheduler import SmallestSizes, schedule_contexts
-from chunkgraph.packing.contexts import ContextLimits, ContextMicrobatch, ContextSchedule
+from chunkgraph.packing.contexts import (
+    ContextLimits,
+    ContextMicrobatch,
+    ContextSchedule,
+    SmallestSizes,
+    schedule_contexts,
+)
 from chunkgraph.packing.lengths import DocumentLengths, read_lengths, read_megatron_index
 from chunkgraph.packing.microbatches import (
     MicrobatchSizes,
