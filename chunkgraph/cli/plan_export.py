@@ -160,13 +160,12 @@ def as_trace(grid: Grid) -> str:
                     "args": {"microbatch": microbatch, "chunk": chunk, "slot": slot},
                 }
             )
-            counter = {"ph": "C", "name": f"slots in use, rank {rank}", "pid": 0}
-            if Op(op) is Op.F:
-                num_in_use += 1
-                events.append({**counter, "ts": start_us, "args": {"slots": num_in_use}})
-            elif Op(op).ends_lifetime:
-                num_in_use -= 1
-                events.append({**counter, "ts": end_us, "args": {"slots": num_in_use}})
+            # A forward takes a slot, and the last part of its backward gives it back.
+            if change := 1 if Op(op) is Op.F else -int(Op(op).ends_lifetime):
+                num_in_use += change
+                at_us = start_us if change > 0 else end_us
+                counter = {"ph": "C", "name": f"slots in use, rank {rank}", "pid": 0, "ts": at_us}
+                events.append({**counter, "args": {"slots": num_in_use}})
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n"
 
 

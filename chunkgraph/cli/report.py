@@ -80,16 +80,7 @@ def report(config: Config, results: RunResults, json_file: Path | None) -> list[
 
 
 def print_report(config: Config, results: RunResults, console: Console) -> list[str]:
-    """Print the table, the notes and the verdict.
-
-    Args:
-        config: Configuration of the run.
-        results: Results of the run.
-        console: Console to print to.
-
-    Returns:
-        The failures of the run; empty if there are none.
-    """
+    """Print the table, the notes and the verdict; return the failures of the run."""
     failures = find_failures(results)
     console.print(_table(config, results))
     console.print()

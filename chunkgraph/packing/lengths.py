@@ -159,29 +159,27 @@ def read_megatron_index(path: Path) -> NDArray[np.int64]:
     """Return the tokens of each document, int64 [documents], without reading the ``.bin`` file.
 
     Raises:
-        ConfigError: the file cannot be read, is damaged, or is not such an index.
+        ConfigError: the file is damaged, or is not such an index.
+        OSError: the file cannot be read.
     """
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as stream:
-            num_sequences, num_boundaries = _read_counts(stream.read(_HEADER_BYTES), path)
-        expected = _HEADER_BYTES + num_sequences * _BYTES_PER_SEQUENCE
-        expected += num_boundaries * _BYTES_PER_BOUNDARY
-        # Check the size first: a broken header could ask for more than the host's memory.
-        if size not in (expected, expected + num_sequences):
-            raise ConfigError(
-                f"{path}: {size} bytes, but {num_sequences} sequences and {num_boundaries} "
-                f"document boundaries take {expected}. The file is damaged, or still being written."
-            )
-        lengths = np.fromfile(path, dtype="<i4", count=num_sequences, offset=_HEADER_BYTES)
-        boundaries = np.fromfile(
-            path,
-            dtype="<i8",
-            count=num_boundaries,
-            offset=_HEADER_BYTES + num_sequences * _BYTES_PER_SEQUENCE,
+    size = path.stat().st_size
+    with path.open("rb") as stream:
+        num_sequences, num_boundaries = _read_counts(stream.read(_HEADER_BYTES), path)
+    expected = _HEADER_BYTES + num_sequences * _BYTES_PER_SEQUENCE
+    expected += num_boundaries * _BYTES_PER_BOUNDARY
+    # Check the size first: a broken header could ask for more than the host's memory.
+    if size not in (expected, expected + num_sequences):
+        raise ConfigError(
+            f"{path}: {size} bytes, but {num_sequences} sequences and {num_boundaries} "
+            f"document boundaries take {expected}. The file is damaged, or still being written."
         )
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot read the index: {error.strerror or error}.") from None
+    lengths = np.fromfile(path, dtype="<i4", count=num_sequences, offset=_HEADER_BYTES)
+    boundaries = np.fromfile(
+        path,
+        dtype="<i8",
+        count=num_boundaries,
+        offset=_HEADER_BYTES + num_sequences * _BYTES_PER_SEQUENCE,
+    )
     return _documents(lengths, boundaries, path)
 
 

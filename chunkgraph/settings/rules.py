@@ -103,12 +103,8 @@ def _head_size(f: Facts) -> int:
     return int(f.hidden_size // f.num_attention_heads)
 
 
-def _num_stages(f: Facts) -> int:
-    return int(f.pipeline_model_parallel_size * (f.virtual_pipeline_model_parallel_size or 1))
-
-
 def _uneven_stages(f: Facts) -> object:
-    stages = _num_stages(f)
+    stages = f.pipeline_model_parallel_size * (f.virtual_pipeline_model_parallel_size or 1)
     if f.hybrid_layer_pattern is not None or f.num_layers % stages == 0:
         return False
     below = f.num_layers // stages * stages
