@@ -48,11 +48,7 @@ def main(options: argparse.Namespace | None = None) -> int:
         The exit code.
     """
     _set_rank_variables()
-
-    def work() -> int:
-        return run_script(options or parse_options(sys.argv[1:], _PROG))
-
-    return run_rank(work)
+    return run_rank(lambda: run_script(options or parse_options(sys.argv[1:], _PROG)))
 
 
 def run_script(options: argparse.Namespace) -> int:

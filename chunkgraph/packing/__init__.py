@@ -16,23 +16,21 @@ from chunkgraph.packing.contexts import (
     schedule_contexts,
 )
 from chunkgraph.packing.lengths import DocumentLengths, read_lengths, read_megatron_index
-from chunkgraph.packing.microbatches import (
-    MicrobatchSizes,
-    pack_in_order,
-    quantile,
-    sizes_of,
-)
 from chunkgraph.packing.offsets import check_offsets
 from chunkgraph.packing.pack import PackedSequences, pack
 from chunkgraph.packing.recommend import (
+    MicrobatchSizes,
     Recommendation,
     ShapeOutcome,
     allowed_misfits,
     evaluate,
     fallback_share,
     fits,
+    pack_in_order,
     padding_waste,
+    quantile,
     recommend,
+    sizes_of,
 )
 from chunkgraph.packing.shape import (
     OverflowReason,
