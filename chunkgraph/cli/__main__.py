@@ -29,13 +29,10 @@ _COMMANDS = ("plan", "train", "launch", "packing", "config", "doctor")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line.
+    """Run the command line and return the exit code.
 
     Args:
         argv: Arguments after the program's name; None for those of the process.
-
-    Returns:
-        The exit code.
     """
     try:
         return _run(sys.argv[1:] if argv is None else list(argv))

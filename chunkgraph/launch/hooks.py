@@ -303,12 +303,7 @@ def start_line(graphs: MegatronChunkGraphs, flags: GraphFlags) -> str:
 
 
 def capture_line(report: CaptureReport, expert_dispatch: str = "") -> str:
-    """Return a line about the finished capture on rank 0.
-
-    Args:
-        report: The report of the capture.
-        expert_dispatch: See `Experts.dispatch`.
-    """
+    """Return a line about the finished capture on rank 0, with `Experts.dispatch`, if any."""
     total = report.slot_bytes + report.scratch_bytes + report.static_bytes
     slots = _slots(report.num_slots, report.shared_slots)
     return (
@@ -330,11 +325,7 @@ def _slots(num_slots: tuple[int, ...], are_shared: bool = False) -> str:
 
 
 class StepMetrics:
-    """Differences of the engine's counters on this rank, by step and by log line.
-
-    Args:
-        graphs: Graphs attached to the trained model.
-    """
+    """Differences of the engine's counters on this rank, by step and by log line."""
 
     def __init__(self, graphs: MegatronChunkGraphs) -> None:
         self._graphs = graphs

@@ -154,10 +154,6 @@ def packing_options(packing: PackingConfig, args: Any) -> PackingOptions | None:
 
     Return None without packed sequences, or if context-parallel sizes change.
 
-    Args:
-        packing: The section that the flags select.
-        args: Megatron's arguments.
-
     Raises:
         PackingError: There is no such shape.
     """
