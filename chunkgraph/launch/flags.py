@@ -14,15 +14,13 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from chunkgraph._text import REPORT_WIDTH, did_you_mean
 from chunkgraph.errors import ConfigError
@@ -80,25 +78,16 @@ class _MegatronDefault(int):
     """Megatron's default for the warmup steps, marked to detect that the user set no number."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class GraphFlags:
-    """The settings that the flags select with granularity ``chunk``.
+class GraphFlags(Section):
+    """The settings that the flags select with granularity ``chunk``."""
 
-    Attributes:
-        capture: Settings of the capture.
-        packing: Settings of packed sequences.
-        token_drops: Reaction to tokens that an expert has no room for.
-        stash: Settings of the stash for activations of experts.
-        schedule: Schedule of training steps.
-        turned_off: Lines about Megatron's flags that training runs without.
-    """
-
-    capture: CaptureConfig = field(default_factory=CaptureConfig)
-    packing: PackingConfig = field(default_factory=PackingConfig)
+    capture: CaptureConfig = Field(default_factory=CaptureConfig)
+    packing: PackingConfig = Field(default_factory=PackingConfig)
+    stash: StashConfig = Field(default_factory=StashConfig)
     token_drops: Literal["warn", "count", "raise", "rerun"] = "warn"
-    stash: StashConfig = field(default_factory=StashConfig)
     schedule: str = "auto"
     turned_off: tuple[str, ...] = ()
+    """Lines about Megatron's flags that training runs without."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -176,8 +165,8 @@ def read_flags(args: argparse.Namespace) -> GraphFlags | None:
             f"{_WARMUP} {num_warmup_steps}: chunks are captured from the inputs of "
             "an eager step, so at least one eager step must come first. Use 1 or more."
         )
-    values: defaultdict[str, dict[str, Any]] = defaultdict(dict)
-    values["capture"]["num_warmup_steps"] = num_warmup_steps
+    values: dict[str, Any] = {"packing": {}, "stash": {}}
+    values["capture"] = {"num_warmup_steps": num_warmup_steps}
     for path, value in given.items():
         switch = _OPTIONS[path].switch or ""
         if switch in _OPTIONS and not given.get(switch):
@@ -186,26 +175,25 @@ def read_flags(args: argparse.Namespace) -> GraphFlags | None:
                 "this out."
             )
         section, _, name = path.partition(".")
-        values[section][name] = value
-    sections: dict[str, Any] = {**values["moe"], **values["pipeline"]}
-    kinds: dict[str, type[Section]] = {
-        "capture": CaptureConfig,
-        "packing": PackingConfig,
-        "stash": StashConfig,
-    }
-    for section, kind in kinds.items():
-        try:
-            sections[section] = kind.model_validate(values[section])
-        except ValidationError as error:
-            problems += problems_of(error, kind, partial(_named, section))
+        # The single settings of other sections have none here.
+        values.get(section, values)[name] = value
+    flags = None
+    try:
+        flags = GraphFlags.model_validate(values)
+    except ValidationError as error:
+        problems += problems_of(error, GraphFlags, _named)
     if problems:
         raise ConfigError("\n".join(problems))
-    return GraphFlags(**sections)
+    return flags
 
 
-def _named(section: str, path: str) -> str:
+def _named(path: str) -> str:
     """Return the path of a setting with the flag in place of its name."""
-    return re.sub(r"^\w+", lambda match: str(_OPTIONS[f"{section}.{match[0]}"].flag), path)
+
+    def name(match: re.Match[str]) -> str:
+        return str(_OPTIONS[match[0]].flag) if match[0] in _OPTIONS else match[0]
+
+    return re.sub(r"^[\w.]+", name, path)
 
 
 # -- the launcher's own command line -------------------------------------------------------------
