@@ -10,8 +10,6 @@ __all__ = [
     "REPORT_WIDTH",
     "did_you_mean",
     "format_bytes",
-    "name_list",
-    "nearest",
     "shorten",
     "shown",
 ]
@@ -28,28 +26,15 @@ _REPR.maxstring = _REPR.maxlong = _REPR.maxother = _MAX_SHOWN
 _REPR.maxlist = _REPR.maxtuple = _REPR.maxdict = 20
 
 
-def nearest(word: str, choices: Iterable[str]) -> str:
-    """Find the choice most like a word, whatever its case; ``""`` when none is near."""
-    if len(word) > _NAME_LENGTH:
-        return ""
-    by_lower = {choice.lower(): choice for choice in choices}
-    matches = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=_CUTOFF)
-    return by_lower[matches[0]] if matches else ""
-
-
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a question with the nearest known name, or nothing when none is near.
+    """Return a question with the known name most like ``name``, whatever its case.
 
     Returns:
         A string that starts with a space, such as `` Did you mean 'num_layers'?``, or ``""``.
     """
-    match = nearest(name, known)
-    return f" Did you mean {match!r}?" if match else ""
-
-
-def name_list(names: Iterable[str]) -> str:
-    """Return the names, sorted and separated by commas."""
-    return ", ".join(sorted(names))
+    by_lower = {choice.lower(): choice for choice in known} if len(name) <= _NAME_LENGTH else {}
+    matches = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=_CUTOFF)
+    return f" Did you mean {by_lower[matches[0]]!r}?" if matches else ""
 
 
 def shown(value: object) -> str:

@@ -29,13 +29,10 @@ _COMMANDS = ("plan", "train", "launch", "packing", "config", "doctor")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line.
+    """Run the command line and return the exit code.
 
     Args:
         argv: Arguments after the program's name; None for those of the process.
-
-    Returns:
-        The exit code.
     """
     try:
         return _run(sys.argv[1:] if argv is None else list(argv))
@@ -53,20 +50,18 @@ def _run(argv: list[str]) -> int:
         code: int = import_module(f"chunkgraph.cli.{args.command}").run(args)
         _flush()
         return code
-    except ChunkGraphError as error:
-        if getattr(args, "debug", False):
-            traceback.print_exc()
-        print(f"error: {error}", file=sys.stderr)
-        return exit_code_of(error)
     except BrokenPipeError:
         # The reader closed the pipe (`chunkgraph plan | head`), so nothing can be printed.
         return EXIT_FAILED
-    except OSError as error:
+    except (ChunkGraphError, OSError) as error:
         if getattr(args, "debug", False):
             traceback.print_exc()
-        what = "reading or writing" if error.filename is None else shown(error.filename)
-        print(f"error: {what}: {error.strerror or error}", file=sys.stderr)
-        return EXIT_FAILED
+        text = str(error)
+        if not isinstance(error, ChunkGraphError):
+            what = "reading or writing" if error.filename is None else shown(error.filename)
+            text = f"{what}: {error.strerror or error}"
+        print(f"error: {text}", file=sys.stderr)
+        return exit_code_of(error)
     finally:
         _drop_what_cannot_be_printed()
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["Finding", "add_parser", "run"]
 
 _VERSION_PARTS = ("MAJOR", "MINOR", "PATCH")
-_CUDNN_PARTIAL = 91500
+_CUDNN_NEEDED = 91501
 _NEEDS = {
     "plan": (),
     "train on a CPU": ("torch", "capture", "megatron-core"),
@@ -181,17 +181,11 @@ def _transformer_engine() -> Finding:
 def _cudnn() -> Finding:
     import torch
 
-    number = torch.backends.cudnn.version()
-    if not number:
-        return Finding("cuDNN", "absent", "not found")
-    text = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
-    if number <= _CUDNN_PARTIAL:
-        advice = (
-            "up to 9.15 Transformer Engine captures its attention only for sequences of a multiple "
-            "of 128 tokens (with context parallelism: 256 a rank)"
-        )
-        return Finding("cuDNN", "absent", text, advice)
-    return Finding("cuDNN", "ok", text)
+    advice = (
+        "up to 9.15 Transformer Engine captures its attention only for sequences of a multiple of "
+        "128 tokens (with context parallelism: 256 a rank)"
+    )
+    return _library("cuDNN", torch.backends.cudnn.version(), _CUDNN_NEEDED, advice)
 
 
 def _hybrid_ep() -> Finding:
@@ -209,18 +203,21 @@ def _hybrid_ep() -> Finding:
 def _cublaslt() -> Finding:
     from chunkgraph.megatron.features.experts import grouped_gemm
 
-    name = "cuBLASLt"
-    number = grouped_gemm.cublaslt_version()
-    if number is None:
+    needed = grouped_gemm.CUBLASLT_NEEDED
+    text = grouped_gemm.version_text(needed)
+    advice = f"TE's grouped GEMM with counts on the device needs {text} (also float16 and FP8)"
+    return _library("cuBLASLt", grouped_gemm.cublaslt_version(), needed, advice)
+
+
+def _library(name: str, number: int | None, needed: int, advice: str) -> Finding:
+    """Compare the version of a library, such as 91501 for 9.15.1, with the needed one."""
+    from chunkgraph.megatron.features.experts.grouped_gemm import version_text
+
+    if not number:
         return Finding(name, "absent", "not found")
-    found = grouped_gemm.version_text(number)
-    if number < grouped_gemm.CUBLASLT_NEEDED:
-        needed = grouped_gemm.version_text(grouped_gemm.CUBLASLT_NEEDED)
-        advice = (
-            f"TE's grouped GEMM with counts on the device needs {needed} (also float16 and FP8)"
-        )
-        return Finding(name, "absent", found, advice)
-    return Finding(name, "ok", found)
+    if number < needed:
+        return Finding(name, "absent", version_text(number), advice)
+    return Finding(name, "ok", version_text(number))
 
 
 def _grouped_gemm() -> Finding:

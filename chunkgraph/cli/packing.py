@@ -31,7 +31,8 @@ from chunkgraph.packing import (
     sizes_of,
 )
 from chunkgraph.packing.offsets import MAX_TOKENS
-from chunkgraph.packing.seq_counts import default_buckets_of_shape, recommended_seq_buckets
+from chunkgraph.packing.recommend import recommended_seq_buckets
+from chunkgraph.packing.seq_counts import default_buckets_of_shape
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction

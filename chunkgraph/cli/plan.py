@@ -43,7 +43,6 @@ Times count in forwards; a backward takes two.
   {EXAMPLE}
   chunkgraph plan configs/cpu/gpt_pp2_vpp2_cpu.yaml model.num_layers=16
 """
-_MAX_PLANNED_CHUNKS = 20_000
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -96,11 +95,6 @@ def run(args: argparse.Namespace) -> int:
         OutputError: Writing the picture failed.
     """
     request = request_of(args)
-    if (num_chunks := request.num_ranks * request.num_chunks) > _MAX_PLANNED_CHUNKS:
-        raise ConfigError(
-            f"plan: {request.num_ranks} ranks have {num_chunks} chunks, and at most "
-            f"{_MAX_PLANNED_CHUNKS} are planned at once. Plan fewer ranks or chunks"
-        )
     if args.compare:
         return _compare(args, request)
     shape = request.shape()

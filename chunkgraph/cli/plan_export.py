@@ -11,16 +11,15 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from chunkgraph.schedules import (
+    Action,
     CostModel,
     Op,
     PipelineShape,
     Schedule,
     Simulation,
     simulate,
-    text_panels,
 )
 from chunkgraph.schedules.draw_svg import colour_of
-from chunkgraph.schedules.draw_text import legend
 from chunkgraph.slots import assign_slots
 
 if TYPE_CHECKING:
@@ -77,27 +76,48 @@ class Grid:
         return cls(simulation=simulate(schedule, costs), slots=assign_slots(schedule))
 
     def print(self, console: Console) -> None:
-        """Print the whole step, or its beginning."""
+        """Print the step, or its beginning, in panels: stretches of time that fit the width."""
         from rich.text import Text
 
-        panels = text_panels(self.simulation, slots=self.slots, width=console.width)
-        digits = len(str(self.simulation.schedule.num_ranks - 1))
-        for panel in panels[:_MAX_PANELS]:
-            console.print(f"time {panel.start_ms:g} to {panel.end_ms:g}", style="dim")
-            for rank, cells in panel.rows:
-                line = Text(f"rank {rank:>{digits}} |")
-                for cell in cells:
-                    # The gap after an action stays white, so that neighbours do not run together.
-                    text = cell.text.rstrip(" ")
-                    line.append(text, style="" if cell.op is None else _STYLES[cell.op])
-                    line.append(cell.text[len(text) :])
-                line.rstrip()
-                console.print(line, soft_wrap=True)
+        ranks = [
+            [(span, self._label(span.action)) for span in spans] for spans in self.simulation.spans
+        ]
+        # The shortest action is just wide enough for its label and a blank, the others to scale.
+        least = 1 + max(len(label) for cells in ranks for _, label in cells)
+        per_ms = least / min(span.end_ms - span.start_ms for cells in ranks for span, _ in cells)
+        lines = []
+        for cells in ranks:
+            line = Text()
+            for span, label in cells:
+                line.append(" " * (round(span.start_ms * per_ms) - len(line)))
+                width = max(round(span.end_ms * per_ms) - len(line), least)
+                # The blank after an action stays white, so that neighbours do not run together.
+                line.append(label.ljust(width - 1, "-"), _STYLES[span.action.op]).append(" ")
+            lines.append(line)
+        heading = f"rank {len(lines) - 1} |"
+        num_columns = max(1, (console.width - len(heading)) // least) * least
+        starts = range(0, max(map(len, lines)), num_columns)
+        for left in starts[:_MAX_PANELS]:
+            right = min(left + num_columns, starts.stop)
+            console.print(f"time {left / per_ms:g} to {right / per_ms:g}", style="dim")
+            for rank, line in enumerate(lines):
+                row = Text(f"rank {rank} |".rjust(len(heading))).append(line[left:right])
+                row.rstrip()
+                console.print(row, soft_wrap=True)
             console.print()
-        if (rest := len(panels) - _MAX_PANELS) > 0:
+        if (rest := len(starts) - _MAX_PANELS) > 0:
             console.print(f"... {rest} more panels: --svg FILE draws them")
-        how_to_read = legend(self.simulation.schedule)
-        console.print(how_to_read, style="dim", soft_wrap=True)
+        chunk, where = (".1", ", chunk 1") if self.simulation.schedule.num_chunks > 1 else ("", "")
+        used = {span.action.op for cells in ranks for span, _ in cells}
+        names = ", ".join(f"{op.value}: {name}" for op, name in _NAMES.items() if op in used)
+        console.print(f"F3{chunk}/0: microbatch 3{where}, slot 0. {names}", style="dim")
+
+    def _label(self, action: Action) -> str:
+        """Return an action's text: ``F3.1/0`` is the forward of microbatch 3, chunk 1, slot 0."""
+        schedule = self.simulation.schedule
+        chunk = f".{schedule.chunk_of(action.stage)}" if schedule.num_chunks > 1 else ""
+        slot = self.slots[action.stage, action.microbatch]
+        return f"{action.op.value}{action.microbatch}{chunk}/{slot}"
 
 
 def as_html(steps: Sequence[tuple[Grid, Sequence[RankRow]]], *, title: str) -> str:
@@ -140,13 +160,12 @@ def as_trace(grid: Grid) -> str:
                     "args": {"microbatch": microbatch, "chunk": chunk, "slot": slot},
                 }
             )
-            counter = {"ph": "C", "name": f"slots in use, rank {rank}", "pid": 0}
-            if Op(op) is Op.F:
-                num_in_use += 1
-                events.append({**counter, "ts": start_us, "args": {"slots": num_in_use}})
-            elif Op(op).ends_lifetime:
-                num_in_use -= 1
-                events.append({**counter, "ts": end_us, "args": {"slots": num_in_use}})
+            # A forward takes a slot, and the last part of its backward gives it back.
+            if change := 1 if Op(op) is Op.F else -int(Op(op).ends_lifetime):
+                num_in_use += change
+                at_us = start_us if change > 0 else end_us
+                counter = {"ph": "C", "name": f"slots in use, rank {rank}", "pid": 0, "ts": at_us}
+                events.append({**counter, "args": {"slots": num_in_use}})
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n"
 
 

@@ -1,16 +1,16 @@
-"""Estimate the memory of a plan: the model's sizes, a table, and whether it fits on a GPU."""
+"""Read the memory of a GPU, and the sizes of a model, for the memory that a plan needs."""
 
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from chunkgraph._text import format_bytes, shown
-from chunkgraph.slots import ExpertSizes, LatentSizes, MemoryEstimate, ModelSizes, SlotPlan
+from chunkgraph._text import shown
+from chunkgraph.slots import ExpertSizes, LatentSizes, ModelSizes
 
-__all__ = ["add_gpu_memory", "fit_line", "kept_line", "sizes_of"]
+__all__ = ["add_gpu_memory", "sizes_of"]
 
 _SIZE = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*(GiB|GB|MiB|MB)", re.IGNORECASE)
 _UNITS = {"gib": 2**30, "gb": 10**9, "mib": 2**20, "mb": 10**6}
@@ -19,7 +19,6 @@ _MASTER_BYTES = 4
 _DROPLESS_ROOM = 1.2 * 1.5
 """Graphs have room for 1.2 times the largest load; a new router's is about 1.5 of an even one."""
 _LATENT = ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-_Estimates = Sequence[tuple[SlotPlan, MemoryEstimate]]
 
 
 def add_gpu_memory(parser: argparse.ArgumentParser) -> None:
@@ -111,40 +110,4 @@ def _experts(value: Callable[[str], Any], num_shards: int) -> ExpertSizes | None
         shared_ffn_hidden_size=value("moe_shared_expert_intermediate_size") or 0,
         num_optimizer_shards=max(1, num_copies) if num_shards > 1 else 1,
         room=factor or min(_DROPLESS_ROOM, room_for_all),
-    )
-
-
-def kept_line(estimates: _Estimates) -> str:
-    """Compare what graphs keep between steps with the activations of eager training."""
-    plan, memory = max(estimates, key=lambda one: one[1].slot_bytes)
-    one_slot = memory.slot_bytes_per_chunk[0]
-    kept = format_bytes(memory.slot_bytes + memory.scratch_bytes)
-    eager = format_bytes(plan.peak_in_flight * one_slot)
-    return (
-        f"One slot: {format_bytes(one_slot)}. Graphs keep {kept} of slots and scratch between "
-        f"steps (rank {plan.rank}); eager training has {eager} of activations at its peak."
-    )
-
-
-def fit_line(estimates: _Estimates, gpu_bytes: int, *, is_complete: bool) -> str:
-    """State whether the largest rank fits on a GPU.
-
-    Args:
-        estimates: Plan and memory of each rank.
-        gpu_bytes: Memory of the GPU.
-        is_complete: Whether the estimate leaves out no part of the model.
-    """
-    plan, memory = max(estimates, key=lambda one: one[1].total_bytes)
-    size, total = format_bytes(gpu_bytes), format_bytes(memory.total_bytes)
-    if memory.total_bytes > gpu_bytes:
-        return (
-            f"Does not fit in {size}: rank {plan.rank} needs {total}. Recompute activations "
-            "(recompute_granularity), shard the optimizer (use_distributed_optimizer), or use "
-            "smaller microbatches or more ranks."
-        )
-    verdict = "Fits" if is_complete else "What is estimated fits"
-    left = format_bytes(gpu_bytes - memory.total_bytes)
-    return (
-        f"{verdict} in {size}: rank {plan.rank} needs {total}. {left} are left for CUDA, NCCL, "
-        "workspaces and fragmentation, which are not estimated."
     )

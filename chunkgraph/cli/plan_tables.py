@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from chunkgraph._text import format_bytes
 from chunkgraph.cli.plan_export import Grid
-from chunkgraph.cli.plan_memory import fit_line, kept_line
 from chunkgraph.cli.plan_request import Request
 from chunkgraph.errors import TopologyError
 from chunkgraph.schedules import get_family, list_schedules
@@ -103,27 +102,53 @@ def print_rows(console: Console, request: Request, rows: Sequence[RankRow]) -> N
     console.print(_table(columns, planned))
     estimates = [(row.plan, row.memory) for row in rows if row.memory is not None]
     if estimates:
-        console.print("Memory, estimated from the model's sizes", style="bold")
-        headings = ("Rank", "Weights", "Gradients", "Optimizer", "Slots", "Scratch", "Sum")
-        cells = []
-        for plan, memory in estimates:
-            sizes = (
-                memory.parameter_bytes,
-                memory.gradient_bytes,
-                memory.optimizer_bytes,
-                memory.slot_bytes,
-                memory.scratch_bytes + memory.logit_bytes,
-                memory.total_bytes,
-            )
-            cells.append([str(plan.rank), *map(format_bytes, sizes)])
-        console.print(_table(headings, cells))
-        console.print(kept_line(estimates))
+        _print_memory(console, estimates)
     for note in (*request.omissions, *request.notes):
         console.print(note, soft_wrap=True, markup=False)
-    if request.gpu_bytes is not None and request.model is not None:
+    if request.gpu_bytes is not None and estimates:
+        plan, memory = max(estimates, key=lambda one: one[1].total_bytes)
+        size, total = format_bytes(request.gpu_bytes), format_bytes(memory.total_bytes)
+        need = f"in {size}: rank {plan.rank} needs {total}."
+        if exit_code(request, rows):
+            line = (
+                f"Does not fit {need} Recompute activations (recompute_granularity), shard the "
+                "optimizer (use_distributed_optimizer), or use smaller microbatches or more ranks."
+            )
+        else:
+            verdict = "What is estimated fits" if request.omissions else "Fits"
+            left = format_bytes(request.gpu_bytes - memory.total_bytes)
+            line = (
+                f"{verdict} {need} {left} are left for CUDA, NCCL, workspaces and fragmentation, "
+                "which are not estimated."
+            )
         style = "bold red" if exit_code(request, rows) else "bold green"
-        line = fit_line(estimates, request.gpu_bytes, is_complete=not request.omissions)
         console.print(line, style=style, soft_wrap=True)
+
+
+def _print_memory(console: Console, estimates: Sequence[tuple[SlotPlan, MemoryEstimate]]) -> None:
+    """Print the memory of each rank, and what graphs keep of it between steps."""
+    console.print("Memory, estimated from the model's sizes", style="bold")
+    headings = ("Rank", "Weights", "Gradients", "Optimizer", "Slots", "Scratch", "Sum")
+    cells = []
+    for plan, memory in estimates:
+        sizes = (
+            memory.parameter_bytes,
+            memory.gradient_bytes,
+            memory.optimizer_bytes,
+            memory.slot_bytes,
+            memory.scratch_bytes + memory.logit_bytes,
+            memory.total_bytes,
+        )
+        cells.append([str(plan.rank), *map(format_bytes, sizes)])
+    console.print(_table(headings, cells))
+    plan, memory = max(estimates, key=lambda one: one[1].slot_bytes)
+    one_slot = memory.slot_bytes_per_chunk[0]
+    kept = format_bytes(memory.slot_bytes + memory.scratch_bytes)
+    eager = format_bytes(plan.peak_in_flight * one_slot)
+    console.print(
+        f"One slot: {format_bytes(one_slot)}. Graphs keep {kept} of slots and scratch between "
+        f"steps (rank {plan.rank}); eager training has {eager} of activations at its peak."
+    )
 
 
 def exit_code(request: Request, rows: Sequence[RankRow]) -> int:

@@ -27,18 +27,12 @@ _VERIFIED = {
 
 
 class TrainProgress:
-    """Shows the steps and captures of rank 0.
+    """Shows the steps and captures of rank 0 on standard error, apart from the report."""
 
-    Args:
-        config: The run's configuration.
-        console: Console for the progress; None for standard error, apart from the report.
-        is_shown: False on the other ranks.
-    """
-
-    def __init__(
-        self, config: Config, console: Console | None = None, *, is_shown: bool = True
-    ) -> None:
-        self._console = console or Console(stderr=True, quiet=not is_shown)
+    def __init__(self, config: Config, *, is_shown: bool = True) -> None:
+        self._print = Console(
+            stderr=True, quiet=not is_shown, soft_wrap=True, highlight=False, markup=False
+        ).print
         self._num_steps = len(config.train.num_microbatches)
         pipeline = config.pipeline
         self._print(
@@ -60,9 +54,6 @@ class TrainProgress:
             note = "" if free_bytes is None else f"  {free_bytes / 2**30:.1f} GiB left"
             self._print(f"chunk graphs: graph {num_captured}/{num_graphs}{note}")
 
-    def _print(self, line: str) -> None:
-        self._console.print(line, soft_wrap=True, highlight=False, markup=False)
-
 
 def report(config: Config, results: RunResults, json_file: Path | None) -> list[str]:
     """Print the closing table, write the results to the file, if any, and return the failures."""
@@ -80,16 +71,7 @@ def report(config: Config, results: RunResults, json_file: Path | None) -> list[
 
 
 def print_report(config: Config, results: RunResults, console: Console) -> list[str]:
-    """Print the table, the notes and the verdict.
-
-    Args:
-        config: Configuration of the run.
-        results: Results of the run.
-        console: Console to print to.
-
-    Returns:
-        The failures of the run; empty if there are none.
-    """
+    """Print the table, the notes and the verdict; return the failures of the run."""
     failures = find_failures(results)
     console.print(_table(config, results))
     console.print()

@@ -197,40 +197,25 @@ def check_packages(config: Config) -> None:
         MissingDependencyError: A required package is not installed.
     """
     layers = config.model.layer_spec
-    needs = {"megatron.core": ("megatron-core", "megatron", "to train")}
+    needs = {"megatron": ("megatron-core", "megatron", "to train")}
     if layers == "transformer_engine" or (layers == "auto" and config.device == "cuda"):
         needs["transformer_engine"] = ("Transformer Engine", "te", "for the layers of a GPU run")
     for module, (package, extra, purpose) in needs.items():
-        if not _is_installed(module):
+        if importlib.util.find_spec(module) is None:
             raise MissingDependencyError(
                 f"{package} is not installed; it is needed {purpose}. "
                 f"Install it with: pip install 'chunkgraph[{extra}]'"
             )
 
 
-def _is_installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # the parent package is missing
-        return False
-
-
 def worker_environment(config: Config, *, debug: bool = False) -> dict[str, str]:
-    """Return variables that must be set before a worker starts; the user's take precedence.
-
-    Args:
-        config: The run's configuration.
-        debug: Whether to show warnings.
-    """
+    """Return variables that must be set before a worker starts; the user's take precedence."""
     environment = {"OMP_NUM_THREADS": "1"}
     if config.device == "cpu":
         environment["GLOO_SOCKET_IFNAME"] = "lo"  # all ranks are on this machine
         # Importing Megatron loads torch's compiler for functions that only a GPU run calls. This
         # takes a third of a rank's start time.
         environment["TORCHDYNAMO_DISABLE"] = "1"
-    if config.train.deterministic:
-        environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-        environment["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
     if derived_fields(config).get("use_transformer_engine_op_fuser"):
         environment["NVTE_CUTEDSL_FUSED_GROUPED_MLP"] = "1"  # Megatron asks for it with SwiGLU
     if not debug:

@@ -46,16 +46,14 @@ def read_documents(path: str | Path | None = None) -> list[bytes]:
     try:
         text = Path(path or _SHIPPED).read_bytes()
     except OSError as error:
-        msg = (
+        raise ConfigError(
             f"data.path: cannot read {shown(str(path))}: {error.strerror or error}. Name a text "
             "file, or set data.path to null for the text that is shipped."
-        )
-        raise ConfigError(msg) from None
+        ) from None
     paragraphs = re.split(rb"\n[ \t]*(?:\n[ \t]*)+", text.replace(b"\r\n", b"\n"))
     documents = [paragraph.strip(b"\n") for paragraph in paragraphs if paragraph.strip()]
     if not documents:
-        msg = f"data.path: {shown(str(path))} is empty."
-        raise ConfigError(msg)
+        raise ConfigError(f"data.path: {shown(str(path))} is empty.")
     return documents
 
 
@@ -90,23 +88,18 @@ class PackedText:
         self._seed = seed
         self.num_sequences = (len(self._stream) - 1) // seq_length
         if self.num_sequences < 1:
-            msg = (
+            raise ConfigError(
                 f"The text has {len(self._stream)} tokens, fewer than the {seq_length + 1} that a "
                 f"sequence of model.seq_length {seq_length} needs. Shorten the sequence, or set "
                 "data.path to a longer text."
             )
-            raise ConfigError(msg)
 
     def batch(
         self, step: int, microbatch: int, micro_batch_size: int, dp_rank: int = 0
     ) -> NDArray[np.int64]:
         """Draw one microbatch with replacement, [micro_batch_size, seq_length + 1].
 
-        Args:
-            step: training step, from 0.
-            microbatch: microbatch of the step, from 0.
-            micro_batch_size: number of sequences.
-            dp_rank: data-parallel rank.
+        Steps, and the microbatches of a step, are numbered from 0.
         """
         rng = _generator(self._seed, step, microbatch, dp_rank)
         starts = rng.integers(self.num_sequences, size=micro_batch_size) * self._seq_length
@@ -165,13 +158,7 @@ class Documents:
         ]
 
     def row(self, step: int, microbatch: int, dp_rank: int = 0) -> DocumentRow:
-        """Draw one microbatch.
-
-        Args:
-            step: training step, from 0.
-            microbatch: microbatch of the step, from 0.
-            dp_rank: data-parallel rank.
-        """
+        """Draw one microbatch of a data-parallel rank, by step and microbatch, both from 0."""
         return DocumentRow.of_documents(self.draw(_generator(self.seed, step, microbatch, dp_rank)))
 
     def draw(self, rng: np.random.Generator) -> list[NDArray[np.uint8]]:

@@ -39,27 +39,17 @@ _PROG = "python -m chunkgraph.launch"
 
 
 def main(options: argparse.Namespace | None = None) -> int:
-    """Run the script as one rank, and report errors.
+    """Run the script as one rank, report errors and return the exit code.
 
     Args:
         options: The parsed command line; None: parse that of this process.
-
-    Returns:
-        The exit code.
     """
     _set_rank_variables()
-
-    def work() -> int:
-        return run_script(options or parse_options(sys.argv[1:], _PROG))
-
-    return run_rank(work)
+    return run_rank(lambda: run_script(options or parse_options(sys.argv[1:], _PROG)))
 
 
 def run_script(options: argparse.Namespace) -> int:
-    """Run the script in this process, with Megatron's pretrain program hooked.
-
-    Returns:
-        The script's exit code.
+    """Run the script with Megatron's pretrain program hooked; return its exit code.
 
     Raises:
         Exception: Any exception of the script.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.launch.flags import GraphFlags, read_flags
@@ -107,7 +106,7 @@ def settle_arguments(args: argparse.Namespace, *, on_cpu: bool) -> GraphFlags | 
     if _wants_te_rng(args, on_cpu):
         args.te_rng_tracker = True
     setattr(args, _WARMUP, flags.capture.num_warmup_steps)
-    return replace(flags, turned_off=tuple(_turn_off(args, flags.schedule)))
+    return flags.model_copy(update={"turned_off": tuple(_turn_off(args, flags.schedule))})
 
 
 def refuse_changed_arguments(args: argparse.Namespace) -> None:

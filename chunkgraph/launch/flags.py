@@ -14,15 +14,13 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from chunkgraph._text import REPORT_WIDTH, did_you_mean
 from chunkgraph.errors import ConfigError
@@ -35,10 +33,10 @@ from chunkgraph.settings import (
     StashConfig,
     derived_fields,
     load_config,
-    models,
     settings_of,
 )
 from chunkgraph.settings.loader import problems_of
+from chunkgraph.settings.models import Flag
 from chunkgraph.settings.rule import Facts, Rule, check
 from chunkgraph.settings.words import facts_of
 
@@ -46,7 +44,6 @@ __all__ = [
     "DESCRIPTION",
     "FLAGS",
     "GRANULARITY",
-    "Flag",
     "GraphFlags",
     "add_flags",
     "add_options",
@@ -59,116 +56,83 @@ __all__ = [
     "settle_options",
 ]
 
+GRANULARITY = "--cuda-graph-granularity"
+_WARMUP = "--cuda-graph-warmup-steps"
 _SEQS = "packing.max_packed_seqs"
-
-
-@dataclass(frozen=True)
-class Flag:
-    """A flag and the setting that it stands for."""
-
-    setting: Setting
-
-    @property
-    def name(self) -> str:
-        """Return the flag as written on the command line."""
-        assert self.setting.flag is not None
-        return self.setting.flag
-
-    @property
-    def dest(self) -> str:
-        """Return the name of the parsed argument."""
-        return self.name.removeprefix("--").replace("-", "_")
-
-    @property
-    def choices(self) -> tuple[str, ...]:
-        """Return the words that the flag accepts; empty if it accepts numbers or a name."""
-        return ("false", "true") if self.setting.kind is bool else self.setting.choices
-
-    def text_of(self, value: Any) -> tuple[str, ...]:
-        """Format a value of the setting as the flag's arguments; 0 stands for an empty list."""
-        if isinstance(value, tuple):
-            return tuple(text for one in value or (0,) for text in self.text_of(one))
-        if isinstance(value, bool):
-            return (str(value).lower(),)
-        return (repr(value).removesuffix(".0") if isinstance(value, float) else str(value),)
-
-    def value_of(self, parsed: Any) -> Any:
-        """Turn a parsed argument into a value of the setting."""
-        if self.setting.kind is bool:
-            return parsed == "true"
-        if self.setting.is_list:
-            return () if self.setting.is_optional and parsed == [0] else tuple(parsed)
-        return parsed
-
-    def format(self, value: Any) -> str:
-        """Format the flag with a value of the setting, for messages."""
-        return " ".join([self.name, *self.text_of(value)])
+_BARE_SEQS = 50
+"""Sequences of a packed microbatch if the flag is used without a number."""
 
 
 class _Granularity(Section):
-    granularity: Annotated[Literal["layer", "chunk"], models.Flag("--cuda-graph-granularity")] = (
-        "layer"
-    )
+    granularity: Annotated[Literal["layer", "chunk"], Flag(GRANULARITY)] = "layer"
     """What one CUDA graph holds: the part that --cuda-graph-impl selects (layer), or a whole model
     chunk (chunk)."""
 
 
-_BARE_SEQS = 50
-"""Sequences of a packed microbatch if the flag is used without a number."""
-_GRANULARITY = Flag(next(settings_of(_Granularity)))
-GRANULARITY = _GRANULARITY.name
-_WARMUP = "--cuda-graph-warmup-steps"
-_OPTIONS = {item.path: Flag(item) for item in settings_of(Config) if item.flag is not None}
-FLAGS = (_GRANULARITY, *_OPTIONS.values())
-"""All flags. Warmup steps use Megatron's own ``--cuda-graph-warmup-steps``."""
+_OPTIONS = {item.path: item for item in settings_of(Config) if item.flag}
+FLAGS = (*settings_of(_Granularity), *_OPTIONS.values())
+"""The settings of all flags. Warmup steps use Megatron's own ``--cuda-graph-warmup-steps``."""
 
 
 class _MegatronDefault(int):
     """Megatron's default for the warmup steps, marked to detect that the user set no number."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class GraphFlags:
-    """The settings that the flags select with granularity ``chunk``.
+class GraphFlags(Section):
+    """The settings that the flags select with granularity ``chunk``."""
 
-    Attributes:
-        capture: Settings of the capture.
-        packing: Settings of packed sequences.
-        token_drops: Reaction to tokens that an expert has no room for.
-        stash: Settings of the stash for activations of experts.
-        schedule: Schedule of training steps.
-        turned_off: Lines about Megatron's flags that training runs without.
-    """
-
-    capture: CaptureConfig = field(default_factory=CaptureConfig)
-    packing: PackingConfig = field(default_factory=PackingConfig)
+    capture: CaptureConfig = Field(default_factory=CaptureConfig)
+    packing: PackingConfig = Field(default_factory=PackingConfig)
+    stash: StashConfig = Field(default_factory=StashConfig)
     token_drops: Literal["warn", "count", "raise", "rerun"] = "warn"
-    stash: StashConfig = field(default_factory=StashConfig)
     schedule: str = "auto"
     turned_off: tuple[str, ...] = ()
+    """Lines about Megatron's flags that training runs without."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags to Megatron's parser."""
     group = parser.add_argument_group("chunk-wise CUDA graphs")
-    for flag in FLAGS:
-        item = flag.setting
+    for item in FLAGS:
         more: dict[str, Any] = {"type": item.kind, "metavar": "NAME" if item.kind is str else "N"}
-        if flag.choices:
-            more = {"choices": flag.choices}
+        if choices := ("false", "true") if item.kind is bool else item.choices:
+            more = {"choices": choices}
         elif item.is_list:
             more["nargs"] = "+"
-        elif flag.setting.path == _SEQS:
+        elif item.path == _SEQS:
             more |= {"nargs": "?", "const": _BARE_SEQS}
         # argparse formats help with %.
         has_default = item.default not in (None, ())
-        default = f" (default: {' '.join(flag.text_of(item.default))})" if has_default else ""
+        default = f" (default: {' '.join(_words_of(item.default))})" if has_default else ""
         text = f"{item.help}{default}"
-        group.add_argument(flag.name, default=None, help=text.replace("%", "%%"), **more)
-    parser.set_defaults(**{_GRANULARITY.dest: _GRANULARITY.setting.default})
+        group.add_argument(str(item.flag), default=None, help=text.replace("%", "%%"), **more)
+    parser.set_defaults(cuda_graph_granularity="layer")
     warmup = parser._option_string_actions.get(_WARMUP)
     if warmup is not None and type(warmup.default) is int:
         warmup.default = _MegatronDefault(warmup.default)
+
+
+def _words_of(value: Any) -> tuple[str, ...]:
+    """Format a value of a setting as its flag's arguments; 0 stands for an empty list."""
+    if isinstance(value, tuple):
+        return tuple(text for one in value or (0,) for text in _words_of(one))
+    if isinstance(value, bool):
+        return (str(value).lower(),)
+    return (repr(value).removesuffix(".0") if isinstance(value, float) else str(value),)
+
+
+def _values_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the values of the settings whose flags were used, by path."""
+    values: dict[str, Any] = {}
+    for path, item in _OPTIONS.items():
+        if (parsed := getattr(args, item.dest)) is None:
+            continue
+        if item.kind is bool:
+            parsed = parsed == "true"
+        elif item.is_list:
+            parsed = () if item.is_optional and parsed == [0] else tuple(parsed)
+        values[path] = parsed
+    return values
 
 
 def read_flags(args: argparse.Namespace) -> GraphFlags | None:
@@ -180,15 +144,12 @@ def read_flags(args: argparse.Namespace) -> GraphFlags | None:
     Raises:
         ConfigError: Flags have wrong values or no effect; the error lists all of them.
     """
-    flag_values = {
-        flag: flag.value_of(parsed)
-        for flag in _OPTIONS.values()
-        if (parsed := getattr(args, flag.dest)) is not None
-    }
+    given = _values_of(args)
+    words = {path: " ".join([str(_OPTIONS[path].flag), *_words_of(v)]) for path, v in given.items()}
     if args.cuda_graph_granularity == "layer":
-        flag_values.pop(_OPTIONS["pipeline.schedule"], None)  # it drives eager steps too
-        if flag_values:
-            unused = ", ".join(flag.format(value) for flag, value in flag_values.items())
+        words.pop("pipeline.schedule", None)  # it drives eager steps too
+        if words:
+            unused = ", ".join(words.values())
             raise ConfigError(
                 f"{unused} has no effect with {GRANULARITY} layer. Add {GRANULARITY} chunk, or "
                 "leave it out."
@@ -204,36 +165,35 @@ def read_flags(args: argparse.Namespace) -> GraphFlags | None:
             f"{_WARMUP} {num_warmup_steps}: chunks are captured from the inputs of "
             "an eager step, so at least one eager step must come first. Use 1 or more."
         )
-    values: defaultdict[str, dict[str, Any]] = defaultdict(dict)
-    values["capture"]["num_warmup_steps"] = num_warmup_steps
-    for flag, value in flag_values.items():
-        switch = _OPTIONS.get(flag.setting.switch or "")
-        if switch is not None and not flag_values.get(switch):
+    values: dict[str, Any] = {"packing": {}, "stash": {}}
+    values["capture"] = {"num_warmup_steps": num_warmup_steps}
+    for path, value in given.items():
+        switch = _OPTIONS[path].switch or ""
+        if switch in _OPTIONS and not given.get(switch):
             problems.append(
-                f"{flag.format(value)} has no effect without {switch.name}; add it, or leave this "
-                "out."
+                f"{words[path]} has no effect without {_OPTIONS[switch].flag}; add it, or leave "
+                "this out."
             )
-        section, _, name = flag.setting.path.partition(".")
-        values[section][name] = value
-    sections: dict[str, Any] = {**values["moe"], **values["pipeline"]}
-    kinds: dict[str, type[Section]] = {
-        "capture": CaptureConfig,
-        "packing": PackingConfig,
-        "stash": StashConfig,
-    }
-    for section, kind in kinds.items():
-        try:
-            sections[section] = kind.model_validate(values[section])
-        except ValidationError as error:
-            problems += problems_of(error, kind, partial(_named, section))
+        section, _, name = path.partition(".")
+        # The single settings of other sections have none here.
+        values.get(section, values)[name] = value
+    flags = None
+    try:
+        flags = GraphFlags.model_validate(values)
+    except ValidationError as error:
+        problems += problems_of(error, GraphFlags, _named)
     if problems:
         raise ConfigError("\n".join(problems))
-    return GraphFlags(**sections)
+    return flags
 
 
-def _named(section: str, path: str) -> str:
+def _named(path: str) -> str:
     """Return the path of a setting with the flag in place of its name."""
-    return re.sub(r"^\w+", lambda match: _OPTIONS[f"{section}.{match[0]}"].name, path)
+
+    def name(match: re.Match[str]) -> str:
+        return str(_OPTIONS[match[0]].flag) if match[0] in _OPTIONS else match[0]
+
+    return re.sub(r"^[\w.]+", name, path)
 
 
 # -- the launcher's own command line -------------------------------------------------------------
@@ -438,11 +398,7 @@ def merge_flags(config: Config, script_args: Sequence[str], line: argparse.Names
     Raises:
         ConfigError: A value has no flag in Megatron.
     """
-    changes = {
-        flag.setting.path: flag.value_of(parsed)
-        for flag in FLAGS[1:]
-        if (parsed := getattr(line, flag.dest)) is not None
-    }
+    changes = _values_of(line)
     if line.cuda_graph_granularity == "layer":
         changes["capture.enabled"] = False
     for path, value in changes.items():  # not checked yet
@@ -464,7 +420,7 @@ def flags_of(config: Config) -> list[tuple[str, ...]]:
     flags = [*_special_flags(config)]
     for item in settings_of(Config):
         if (value := _value_of(item, config)) is not None:
-            own = item.flag and (item.flag, *Flag(item).text_of(value))
+            own = item.flag and (item.flag, *_words_of(value))
             flags.append(own or (str(item.megatron), *_texts(item.name, value)))
     if config.capture.enabled:
         flags.append((GRANULARITY, "chunk"))

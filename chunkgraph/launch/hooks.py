@@ -28,7 +28,7 @@ from chunkgraph.engine import CaptureOptions, CaptureReport
 from chunkgraph.launch.arguments import refuse_changed_arguments, settle_arguments
 from chunkgraph.launch.flags import GraphFlags
 from chunkgraph.launch.packed_steps import OwnDocuments, PackedSteps, SpreadDocuments
-from chunkgraph.launch.packing_rules import changing_limits, packing_options
+from chunkgraph.launch.packing_rules import packing_options
 from chunkgraph.launch.patches import (
     patch_pretrain,
     pretrain_arguments,
@@ -44,6 +44,7 @@ from chunkgraph.megatron.features.experts.feature import Experts, dropped_tokens
 from chunkgraph.megatron.features.experts.overlap import turn_off_overlap
 from chunkgraph.megatron.features.experts.state import scale_expert_metrics
 from chunkgraph.megatron.features.packing.banks import PackedBanks
+from chunkgraph.megatron.features.packing.params import shares_keys
 from chunkgraph.megatron.pipeline.choice import PipelinePlace
 from chunkgraph.megatron.pipeline.driver import ScheduleDriver
 from chunkgraph.schedules import splits_backward
@@ -157,7 +158,7 @@ class ChunkGraphsInPretrain:
         self.graphs = graphs = attach(
             model,
             scope=flags.capture.scope,
-            options=CaptureOptions(**flags.capture.model_dump(exclude={"enabled", "scope"})),
+            options=CaptureOptions(**flags.capture.options),
             token_drops=flags.token_drops,
             packing=contexts or packing_options(flags.packing, args),
             stash=flags.stash,
@@ -181,11 +182,11 @@ class ChunkGraphsInPretrain:
             return None
         state = import_megatron("megatron.core.parallel_state")
         place = PipelinePlace.current(len(chunks), config_of(chunks[0]))
-        limits = changing_limits(
-            flags.packing,
-            args,
-            world_size=state.get_data_parallel_world_size(with_context_parallel=True),
-            group_size=place.group_size if len(chunks) > 1 else 1,
+        limits = flags.packing.limits(
+            args.seq_length,
+            state.get_data_parallel_world_size(with_context_parallel=True),
+            multiple_of=place.group_size if len(chunks) > 1 else 1,
+            counts_padding=shares_keys(args),
         )
         groups = ContextGroups.of_data_parallel(limits.group_sizes, has_experts=_has_experts(args))
         # Not after an error: if only this rank has one, others may wait in these groups forever.
@@ -302,12 +303,7 @@ def start_line(graphs: MegatronChunkGraphs, flags: GraphFlags) -> str:
 
 
 def capture_line(report: CaptureReport, expert_dispatch: str = "") -> str:
-    """Return a line about the finished capture on rank 0.
-
-    Args:
-        report: The report of the capture.
-        expert_dispatch: See `Experts.dispatch`.
-    """
+    """Return a line about the finished capture on rank 0, with `Experts.dispatch`, if any."""
     total = report.slot_bytes + report.scratch_bytes + report.static_bytes
     slots = _slots(report.num_slots, report.shared_slots)
     return (
@@ -329,11 +325,7 @@ def _slots(num_slots: tuple[int, ...], are_shared: bool = False) -> str:
 
 
 class StepMetrics:
-    """Differences of the engine's counters on this rank, by step and by log line.
-
-    Args:
-        graphs: Graphs attached to the trained model.
-    """
+    """Differences of the engine's counters on this rank, by step and by log line."""
 
     def __init__(self, graphs: MegatronChunkGraphs) -> None:
         self._graphs = graphs

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from typing import Any
 
 from chunkgraph.megatron.features.packing.bank import PackingOptions
-from chunkgraph.megatron.features.packing.params import shares_keys
 from chunkgraph.megatron.rules.features import BUCKETS_RULE
-from chunkgraph.packing import ContextLimits, PackedShape
+from chunkgraph.packing import PackedShape
 from chunkgraph.settings import PackingConfig
 from chunkgraph.settings.rule import Facts, Rule
 
 __all__ = [
     "SCRIPT_PACKING_RULES",
-    "changing_limits",
     "packing_options",
 ]
 
@@ -157,10 +154,6 @@ def packing_options(packing: PackingConfig, args: Any) -> PackingOptions | None:
 
     Return None without packed sequences, or if context-parallel sizes change.
 
-    Args:
-        packing: The section that the flags select.
-        args: Megatron's arguments.
-
     Raises:
         PackingError: There is no such shape.
     """
@@ -175,27 +168,3 @@ def packing_options(packing: PackingConfig, args: Any) -> PackingOptions | None:
         counts_padding=size > 1,
     )
     return PackingOptions(shape, packing.buckets, packing.seq_buckets, fills_rows=True)
-
-
-def changing_limits(
-    packing: PackingConfig, args: argparse.Namespace, world_size: int, group_size: int
-) -> ContextLimits:
-    """Return the limits of every step's schedule.
-
-    Args:
-        packing: The section that the flags select, with context-parallel sizes.
-        args: Megatron's arguments.
-        world_size: Number of data-parallel ranks.
-        group_size: Divisor of the number of microbatches.
-
-    Raises:
-        PackingError: There are no such groups.
-    """
-    return ContextLimits(
-        world_size=world_size,
-        max_tokens_per_rank=packing.max_packed_tokens or args.seq_length,
-        max_packed_seqs=packing.max_packed_seqs,
-        sizes=packing.context_parallel_sizes,
-        multiple_of=group_size,
-        counts_padding=shares_keys(args),
-    )

@@ -8,26 +8,29 @@ for a dataset.
 
 from __future__ import annotations
 
-from chunkgraph.packing.context_scheduler import SmallestSizes, schedule_contexts
-from chunkgraph.packing.contexts import ContextLimits, ContextMicrobatch, ContextSchedule
-from chunkgraph.packing.lengths import DocumentLengths, read_lengths, read_megatron_index
-from chunkgraph.packing.microbatches import (
-    MicrobatchSizes,
-    pack_in_order,
-    quantile,
-    sizes_of,
+from chunkgraph.packing.contexts import (
+    ContextLimits,
+    ContextMicrobatch,
+    ContextSchedule,
+    SmallestSizes,
+    schedule_contexts,
 )
+from chunkgraph.packing.lengths import DocumentLengths, read_lengths, read_megatron_index
 from chunkgraph.packing.offsets import check_offsets
 from chunkgraph.packing.pack import PackedSequences, pack
 from chunkgraph.packing.recommend import (
+    MicrobatchSizes,
     Recommendation,
     ShapeOutcome,
     allowed_misfits,
     evaluate,
     fallback_share,
     fits,
+    pack_in_order,
     padding_waste,
+    quantile,
     recommend,
+    sizes_of,
 )
 from chunkgraph.packing.shape import (
     OverflowReason,

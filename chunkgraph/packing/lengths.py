@@ -159,50 +159,45 @@ def read_megatron_index(path: Path) -> NDArray[np.int64]:
     """Return the tokens of each document, int64 [documents], without reading the ``.bin`` file.
 
     Raises:
-        ConfigError: the file cannot be read, is damaged, or is not such an index.
+        ConfigError: the file is damaged, or is not such an index.
+        OSError: the file cannot be read.
     """
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as stream:
-            num_sequences, num_boundaries = _read_counts(stream.read(_HEADER_BYTES), path)
-        expected = _HEADER_BYTES + num_sequences * _BYTES_PER_SEQUENCE
-        expected += num_boundaries * _BYTES_PER_BOUNDARY
-        # Check the size first: a broken header could ask for more than the host's memory.
-        if size not in (expected, expected + num_sequences):
-            msg = (
-                f"{path}: {size} bytes, but {num_sequences} sequences and {num_boundaries} "
-                f"document boundaries take {expected}. The file is damaged, or still being written."
-            )
-            raise ConfigError(msg)
-        lengths = np.fromfile(path, dtype="<i4", count=num_sequences, offset=_HEADER_BYTES)
-        boundaries = np.fromfile(
-            path,
-            dtype="<i8",
-            count=num_boundaries,
-            offset=_HEADER_BYTES + num_sequences * _BYTES_PER_SEQUENCE,
+    size = path.stat().st_size
+    with path.open("rb") as stream:
+        num_sequences, num_boundaries = _read_counts(stream.read(_HEADER_BYTES), path)
+    expected = _HEADER_BYTES + num_sequences * _BYTES_PER_SEQUENCE
+    expected += num_boundaries * _BYTES_PER_BOUNDARY
+    # Check the size first: a broken header could ask for more than the host's memory.
+    if size not in (expected, expected + num_sequences):
+        raise ConfigError(
+            f"{path}: {size} bytes, but {num_sequences} sequences and {num_boundaries} "
+            f"document boundaries take {expected}. The file is damaged, or still being written."
         )
-    except OSError as error:
-        msg = f"{path}: cannot read the index: {error.strerror or error}."
-        raise ConfigError(msg) from None
+    lengths = np.fromfile(path, dtype="<i4", count=num_sequences, offset=_HEADER_BYTES)
+    boundaries = np.fromfile(
+        path,
+        dtype="<i8",
+        count=num_boundaries,
+        offset=_HEADER_BYTES + num_sequences * _BYTES_PER_SEQUENCE,
+    )
     return _documents(lengths, boundaries, path)
 
 
 def _read_counts(header: bytes, path: Path) -> tuple[int, int]:
     if header.startswith(_OLD_MAGIC):
-        msg = (
+        raise ConfigError(
             f"{path}: an index of the older TNTIDX format. Preprocess the data with Megatron-core."
         )
-        raise ConfigError(msg)
     if not header.startswith(_MAGIC) or len(header) < _HEADER_BYTES:
-        msg = f"{path}: not the index of a Megatron dataset (it does not begin with MMIDIDX)."
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"{path}: not the index of a Megatron dataset (it does not begin with MMIDIDX)."
+        )
     version, type_code, num_sequences, num_boundaries = _COUNTS.unpack_from(header, len(_MAGIC))
     if version != _VERSION or type_code not in _TYPE_CODES:
-        msg = (
+        raise ConfigError(
             f"{path}: index version {version} with token type {type_code}; only version "
             f"{_VERSION} with types 1 to 8 is supported."
         )
-        raise ConfigError(msg)
     return int(num_sequences), int(num_boundaries)
 
 
@@ -214,15 +209,15 @@ def _documents(
     # The index of an empty dataset may have no boundary.
     ends = (boundaries[0], boundaries[-1]) if len(boundaries) else (0, 0)
     if not is_rising or ends != (0, num_sequences):
-        msg = (
+        raise ConfigError(
             f"{path}: the document boundaries do not rise from 0 to {num_sequences} sequences. "
             "The file is damaged."
         )
-        raise ConfigError(msg)
     if num_sequences and lengths.min() < 0:
         index = int(np.argmax(lengths < 0))
-        msg = f"{path}: sequence {index} has a length of {lengths[index]}. The file is damaged."
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"{path}: sequence {index} has a length of {lengths[index]}. The file is damaged."
+        )
     totals = np.zeros(num_sequences + 1, dtype=np.int64)
     np.cumsum(lengths, out=totals[1:])
     starts = totals[boundaries]

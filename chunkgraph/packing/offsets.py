@@ -42,32 +42,28 @@ def check_lengths(lengths: Lengths, where: str = "") -> NDArray[np.int64]:
     """
     array = _as_array(lengths, f"{located(where)}document lengths must be a list of integers")
     if array.size == 0:
-        msg = (
+        raise PackingError(
             f"{located(where)}a microbatch without documents cannot be packed. Add at least one "
             "document, or leave it out."
         )
-        raise PackingError(msg)
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        msg = (
+        raise PackingError(
             f"{located(where)}document lengths must be a list of integers, not {array.dtype} of "
             f"shape {list(array.shape)}."
         )
-        raise PackingError(msg)
     if array.min() < 1:
         index = int(np.argmax(array < 1))
-        msg = (
+        raise PackingError(
             f"{located(where)}document {index} of {array.size} has a length of {array[index]}. "
             "Every document needs at least 1 token: drop empty documents before packing."
         )
-        raise PackingError(msg)
     # Unsigned values beyond int64 would become negative.
     if int(array.max()) > _INT64_MAX:
         index = int(np.argmax(array))
-        msg = (
+        raise PackingError(
             f"{located(where)}document {index} of {array.size} has {array[index]} tokens; a "
             f"document has at most {MAX_TOKENS}."
         )
-        raise PackingError(msg)
     return array.astype(np.int64, copy=False)
 
 
@@ -87,11 +83,10 @@ def check_offsets(cu_seqlens: ArrayLike, num_tokens: int, where: str = "") -> No
     offsets = _as_array(cu_seqlens, f"{located(where)}cu_seqlens must be a list of integers")
     problem = _problem(offsets, num_tokens)
     if problem is not None:
-        msg = (
+        raise PackingError(
             f"{located(where)}{problem} cu_seqlens must be int32, start at 0, rise by each "
             f"document's length and end at or below the microbatch's {num_tokens} tokens."
         )
-        raise PackingError(msg)
 
 
 def _as_array(values: ArrayLike, requirement: str) -> NDArray[Any]:
@@ -99,8 +94,7 @@ def _as_array(values: ArrayLike, requirement: str) -> NDArray[Any]:
         return np.asarray(values)
     except ValueError as error:
         # For example nested lists of different lengths.
-        msg = f"{requirement}; these values form no array: {error}"
-        raise PackingError(msg) from None
+        raise PackingError(f"{requirement}; these values form no array: {error}") from None
 
 
 def _problem(offsets: NDArray[np.generic], num_tokens: int) -> str | None:

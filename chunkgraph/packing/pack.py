@@ -77,8 +77,9 @@ class PackedSequences:
             PackingError: the number of values differs from the number of tokens.
         """
         if len(values) != self.num_valid_tokens:
-            msg = f"{len(values)} values for documents of {self.num_valid_tokens} tokens."
-            raise PackingError(msg)
+            raise PackingError(
+                f"{len(values)} values for documents of {self.num_valid_tokens} tokens."
+            )
         rows = np.full((self.shape.max_packed_tokens, *values.shape[1:]), fill, dtype=values.dtype)
         rows[~self.padding_mask] = values
         return rows
@@ -94,8 +95,9 @@ class PackedSequences:
         """
         size = self.shape.context_parallel_size
         if not 0 <= context_parallel_rank < size:
-            msg = f"context-parallel rank {context_parallel_rank} is outside 0..{size - 1}."
-            raise PackingError(msg)
+            raise PackingError(
+                f"context-parallel rank {context_parallel_rank} is outside 0..{size - 1}."
+            )
         if size == 1:
             return np.arange(self.shape.max_packed_tokens, dtype=np.int64)
         starts = self.cu_seqlens_padded[:-1].astype(np.int64)

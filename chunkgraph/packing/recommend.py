@@ -1,29 +1,36 @@
 """Evaluate candidate shapes for a dataset and recommend one.
 
-An evaluation estimates how many steps run eagerly and how many rows are padding.
+The microbatches are those that a data path without the limits of graphs makes of the documents. An
+evaluation estimates how many steps run eagerly and how many rows are padding.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkgraph.packing.microbatches import MicrobatchSizes, quantile
-from chunkgraph.packing.seq_counts import largest_count_with_same_launch
+from chunkgraph.packing.offsets import check_lengths
+from chunkgraph.packing.seq_counts import default_buckets_of_shape, num_launched
 from chunkgraph.packing.shape import PackedShape
 
 __all__ = [
+    "MicrobatchSizes",
     "Recommendation",
     "ShapeOutcome",
     "allowed_misfits",
     "evaluate",
     "fallback_share",
     "fits",
+    "pack_in_order",
     "padding_waste",
+    "quantile",
     "recommend",
+    "recommended_seq_buckets",
+    "sizes_of",
 ]
 
 _QUANTILES = (0.5, 0.9, 0.99)
@@ -31,6 +38,86 @@ _QUANTILES = (0.5, 0.9, 0.99)
 _TOKEN_PARTS = 32
 # A shape with this much more waste than the best is as good if it needs fewer sequences.
 _EQUAL_WASTE = 0.01
+_MOST_MICROBATCHES = 0.9
+"""Share of the microbatches that a smaller bucket has to serve to be worth its graphs."""
+# A smaller bucket is worth its graphs if it has at most 1 / 2 of the most sequences.
+_WORTHWHILE_RATIO = 2
+# A bucket that fewer than this share of the microbatches fit is not worth its graphs.
+_NEGLIGIBLE_SHARE = 0.01
+# In rows that are not short, this many sequences cost at most 1% of a layer more than the fewest.
+_CHEAP = 64
+_BLOCK = 1 << 16
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class MicrobatchSizes:
+    """The sizes that decide whether microbatches fit a shape; each int64 [microbatches]."""
+
+    num_documents: NDArray[np.int64]
+    num_tokens: NDArray[np.int64]
+    num_rows: NDArray[np.int64]
+    """Tokens, with the padding of each document that context parallelism adds."""
+    longest: NDArray[np.int64]
+    """Tokens of the longest document."""
+
+    def __len__(self) -> int:
+        return len(self.num_documents)
+
+
+def quantile(values: NDArray[np.int64], q: float) -> int:
+    """Return the smallest value that at least a share ``q`` of the values does not exceed."""
+    return int(np.quantile(values, q, method="inverted_cdf"))
+
+
+def pack_in_order(lengths: NDArray[np.int64], shape: PackedShape) -> NDArray[np.int64]:
+    """Fill microbatches with documents in order; each ends before the first that has no room.
+
+    Only the shape's tokens limit a microbatch, not its sequences, as in a data path without
+    graphs. A document with more rows than the capacity gets its own microbatch.
+
+    Args:
+        lengths: tokens of each document, int64 [documents].
+        shape: the capacity in tokens, and the context parallelism that pads documents.
+
+    Returns:
+        The end of each microbatch, int64 [microbatches], as the number of documents up to there.
+
+    Raises:
+        PackingError: there is no document, or one has less than one token.
+    """
+    rows = shape.padded_lengths(check_lengths(lengths))
+    row_ends = np.zeros(len(rows) + 1, dtype=np.int64)
+    np.cumsum(rows, out=row_ends[1:])
+    ends: list[int] = []
+    place = 0
+    # One search for a block of possible beginnings is much faster than one per microbatch.
+    for begin in range(0, len(rows), _BLOCK):
+        block = row_ends[begin : min(begin + _BLOCK, len(rows))]
+        reach = np.searchsorted(row_ends, block + shape.max_packed_tokens, side="right") - 1
+        following = np.maximum(reach, np.arange(begin, begin + len(block)) + 1).tolist()
+        while place < begin + len(block):
+            place = following[place - begin]
+            ends.append(place)
+    return np.array(ends, dtype=np.int64)
+
+
+def sizes_of(
+    lengths: NDArray[np.int64], ends: NDArray[np.int64], shape: PackedShape
+) -> MicrobatchSizes:
+    """Return the sizes of microbatches.
+
+    Args:
+        lengths: tokens of each document, int64 [documents].
+        ends: end of each microbatch, as `pack_in_order` returns them.
+        shape: the context parallelism that pads documents.
+    """
+    starts = np.concatenate([np.zeros(1, dtype=np.int64), ends[:-1]])
+    return MicrobatchSizes(
+        num_documents=ends - starts,
+        num_tokens=np.add.reduceat(lengths, starts),
+        num_rows=np.add.reduceat(shape.padded_lengths(lengths), starts),
+        longest=np.maximum.reduceat(lengths, starts),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,14 +156,11 @@ def fallback_share(num_misfits: int, num_microbatches: int, microbatches_per_ste
 
 def allowed_misfits(target: float, num_microbatches: int, microbatches_per_step: int) -> int:
     """Return the most misfits for which the fallback share is at most ``target``."""
-    low, high = 0, num_microbatches
-    while low < high:
-        middle = (low + high + 1) // 2
-        if fallback_share(middle, num_microbatches, microbatches_per_step) <= target:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+
+    def share(num_misfits: int) -> float:
+        return fallback_share(num_misfits, num_microbatches, microbatches_per_step)
+
+    return bisect_right(range(num_microbatches + 1), target, key=share) - 1
 
 
 def fits(sizes: MicrobatchSizes, shape: PackedShape) -> NDArray[np.bool_]:
@@ -158,7 +242,7 @@ def recommend(
     outcomes = {shape: evaluate(sizes, shape, microbatches_per_step) for shape in shapes}
     best = _best(o for o in _sorted(outcomes.values()) if o.fallback_share <= target)
     if best is not None:
-        num_seqs = largest_count_with_same_launch(best.shape)
+        num_seqs = num_launched(best.shape.max_packed_seqs)
         shape = replace(best.shape, max_packed_seqs=num_seqs)
         best = outcomes.setdefault(shape, evaluate(sizes, shape, microbatches_per_step))
     return Recommendation(
@@ -186,14 +270,10 @@ def _token_candidates(sizes: MicrobatchSizes, capacity: PackedShape) -> list[Pac
 
 
 def _sequence_candidates(sizes: MicrobatchSizes, roomy: PackedShape, budget: int) -> set[int]:
-    candidates = set()
     median = quantile(sizes.num_documents, 0.5)
-    size = 2
-    while size < 2 * roomy.max_packed_seqs:
-        # Below the median, half of all microbatches would be misfits.
-        if size > median:
-            candidates.add(size)
-        size *= 2
+    powers = (1 << k for k in range(1, (2 * roomy.max_packed_seqs - 1).bit_length()))
+    # Below the median, half of all microbatches would be misfits.
+    candidates = {size for size in powers if size > median}
     fewest = _fewest_sequences(sizes, roomy, budget)
     return candidates if fewest is None else candidates | {fewest}
 
@@ -222,3 +302,22 @@ def _best(outcomes: Iterable[ShapeOutcome]) -> ShapeOutcome | None:
         (outcome for waste, outcome in usable if waste <= least + _EQUAL_WASTE),
         key=lambda o: (o.shape.max_packed_seqs, o.shape.max_packed_tokens),
     )
+
+
+def recommended_seq_buckets(sizes: MicrobatchSizes, shape: PackedShape) -> list[int]:
+    """Return the setting to recommend: empty for the default, [0] for no smaller counts.
+
+    Args:
+        sizes: the dataset's microbatches.
+        shape: the shape that they are replayed in.
+    """
+    most = shape.max_packed_seqs
+    default = default_buckets_of_shape(shape)
+    sufficient = quantile(sizes.num_documents, _MOST_MICROBATCHES) + 1
+    useful = [n for n in default if n > quantile(sizes.num_documents, _NEGLIGIBLE_SHARE)]
+    chosen = min(n for n in (*default, most) if n >= sufficient or n == most)
+    fewer = num_launched(sufficient)
+    cost = max(fewer, min((*default, _CHEAP)))
+    if num_launched(chosen) > cost and _WORTHWHILE_RATIO * fewer <= most:
+        return sorted({fewer, *useful})
+    return [0] if default and not useful else []

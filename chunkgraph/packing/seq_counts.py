@@ -4,31 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from chunkgraph.packing.microbatches import MicrobatchSizes, quantile
 from chunkgraph.packing.shape import PackedShape
 
-__all__ = [
-    "MOST_MICROBATCHES",
-    "default_buckets_of_shape",
-    "default_seq_buckets",
-    "largest_count_with_same_launch",
-    "recommended_seq_buckets",
-]
+__all__ = ["default_buckets_of_shape", "default_seq_buckets", "num_launched"]
 
 _SMALLEST_DEFAULT = 64
 # Below this many rows per rank, 32 sequences are measurably faster than 64.
 _SHORT_ROWS = 1024
-MOST_MICROBATCHES = 0.9
-"""Share of the microbatches that a smaller bucket has to serve to be worth its graphs."""
-# A smaller bucket is worth its graphs if it has at most 1 / 2 of the most sequences.
-_WORTHWHILE_RATIO = 2
-# A bucket that fewer than this share of the microbatches fit is not worth its graphs.
-_NEGLIGIBLE_SHARE = 0.01
 # Transformer Engine rounds sequences up to 32, then to powers of two, and from 512 on to multiples
 # of 512.
 _FEWEST_LAUNCHED, _LINEAR_FROM = 32, 512
-# In rows that are not short, this many sequences cost at most 1% of a layer more than the fewest.
-_CHEAP = 64
 
 
 def default_seq_buckets(
@@ -58,25 +43,6 @@ def default_seq_buckets(
     return tuple(counts)
 
 
-def recommended_seq_buckets(sizes: MicrobatchSizes, shape: PackedShape) -> list[int]:
-    """Return the setting to recommend: empty for the default, [0] for no smaller counts.
-
-    Args:
-        sizes: the dataset's microbatches.
-        shape: the shape that they are replayed in.
-    """
-    most = shape.max_packed_seqs
-    default = default_buckets_of_shape(shape)
-    sufficient = quantile(sizes.num_documents, MOST_MICROBATCHES) + 1
-    useful = [n for n in default if n > quantile(sizes.num_documents, _NEGLIGIBLE_SHARE)]
-    chosen = min(n for n in (*default, most) if n >= sufficient or n == most)
-    fewer = _num_launched(sufficient)
-    cost = max(fewer, min((*default, _CHEAP)))
-    if _num_launched(chosen) > cost and _WORTHWHILE_RATIO * fewer <= most:
-        return sorted({fewer, *useful})
-    return [0] if default and not useful else []
-
-
 def default_buckets_of_shape(shape: PackedShape, buckets: Sequence[float] = ()) -> tuple[int, ...]:
     """Return `default_seq_buckets` of a shape with these length buckets."""
     return default_seq_buckets(
@@ -84,15 +50,11 @@ def default_buckets_of_shape(shape: PackedShape, buckets: Sequence[float] = ()) 
     )
 
 
-def largest_count_with_same_launch(shape: PackedShape) -> int:
-    """Return the largest N for which attention launches as much work as for the shape's N."""
-    return _num_launched(shape.max_packed_seqs)
-
-
-def _num_launched(num_seqs: int) -> int:
+def num_launched(num_seqs: int) -> int:
     """Return the number of sequences for which attention launches work, given ``num_seqs``.
 
-    Transformer Engine's rule for cuDNN (``get_max_batch_size``).
+    Transformer Engine's rule for cuDNN (``get_max_batch_size``). It is also the largest number for
+    which attention launches as much.
     """
     if num_seqs > _LINEAR_FROM:
         return -(-num_seqs // _LINEAR_FROM) * _LINEAR_FROM

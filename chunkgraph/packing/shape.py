@@ -77,16 +77,16 @@ class PackedShape:
         ):
             if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < least:
                 why = " (one document and the dummy)" if name == "max_packed_seqs" else ""
-                msg = f"{name} is {value!r}; it must be a whole number of at least {least}{why}."
-                raise PackingError(msg)
+                raise PackingError(
+                    f"{name} is {value!r}; it must be a whole number of at least {least}{why}."
+                )
             # NumPy integers would overflow in sums, and JSON cannot serialize them.
             object.__setattr__(self, name, int(value))
         if self.max_packed_tokens > MAX_TOKENS:
-            msg = (
+            raise PackingError(
                 f"max_packed_tokens is {self.max_packed_tokens}; offsets are int32 and end at "
                 f"{MAX_TOKENS}."
             )
-            raise PackingError(msg)
         if self.max_packed_tokens % self.document_multiple:
             nearest = self.padded_length(self.max_packed_tokens)
             why = (
@@ -99,11 +99,10 @@ class PackedShape:
             )
             raise PackingError(f"max_packed_tokens is {self.max_packed_tokens}, {why}.")
         if self.pad_seq_to_mult > 1 and not self.counts_padding:
-            msg = (
+            raise PackingError(
                 f"pad_seq_to_mult is {self.pad_seq_to_mult} without counts_padding: attention may "
                 "leave rows between documents unwritten. Set counts_padding=True."
             )
-            raise PackingError(msg)
 
     @property
     def max_documents(self) -> int:
@@ -151,14 +150,12 @@ class PackedShape:
         for size in sizes:
             is_number = isinstance(size, Real)  # as NumPy's are
             if not is_number or not 0 < size <= most or (size > 1 and size != int(size)):
-                msg = (
+                raise PackingError(
                     f"A bucket of {size}: a bucket is a fraction of the {most} tokens, above 0 and "
                     f"at most 1, or a whole number of tokens up to {most}."
                 )
-                raise PackingError(msg)
         if most % multiple:
-            msg = f"max_packed_tokens {most} is not a multiple of {multiple}."
-            raise PackingError(msg)
+            raise PackingError(f"max_packed_tokens {most} is not a multiple of {multiple}.")
         parts = (size if size <= 1 else Fraction(int(size), most) for size in (*sizes, most))
         lengths = {max(1, math.ceil(most // multiple * part)) * multiple for part in parts}
         return tuple(replace(self, max_packed_tokens=n) for n in sorted(lengths, reverse=True))

@@ -17,7 +17,6 @@ from chunkgraph.schedules.build import (
     megatron_schedule,
 )
 from chunkgraph.schedules.draw_svg import draw_svg
-from chunkgraph.schedules.draw_text import text_panels
 from chunkgraph.schedules.files import (
     FILE_SUFFIX,
     check_counts,
@@ -75,7 +74,6 @@ __all__ = [
     "simulate",
     "splits_backward",
     "stage_of",
-    "text_panels",
     "validate",
     "with_transfers",
 ]

@@ -17,30 +17,22 @@ from chunkgraph.settings.loader import (
 )
 from chunkgraph.settings.models import (
     CaptureConfig,
-    DataConfig,
-    ExpertConfig,
     ModelConfig,
     PackingConfig,
     PipelineConfig,
-    RunConfig,
     Section,
     StashConfig,
-    TrainConfig,
 )
 
 __all__ = [
     "CaptureConfig",
     "Config",
-    "DataConfig",
-    "ExpertConfig",
     "ModelConfig",
     "PackingConfig",
     "PipelineConfig",
-    "RunConfig",
     "Section",
     "Setting",
     "StashConfig",
-    "TrainConfig",
     "config_from_mapping",
     "derived_fields",
     "load_config",

@@ -70,6 +70,11 @@ class Setting:
         return next((one.name for one in self.field.metadata if isinstance(one, Flag)), None)
 
     @property
+    def dest(self) -> str:
+        """Return the name of the flag's parsed argument."""
+        return str(self.flag).removeprefix("--").replace("-", "_")
+
+    @property
     def megatron(self) -> str | None:
         """Return the flag of Megatron's own command line, or None."""
         is_named_alike = (

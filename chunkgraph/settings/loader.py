@@ -14,7 +14,7 @@ from typing import Any, Self
 import yaml
 from pydantic import ValidationError, model_validator
 
-from chunkgraph._text import did_you_mean, name_list, shorten, shown
+from chunkgraph._text import did_you_mean, shorten, shown
 from chunkgraph.errors import ConfigError
 from chunkgraph.settings.listing import settings_of
 from chunkgraph.settings.models import Section, Settings
@@ -199,7 +199,7 @@ def problems_of(
         elif item["type"] == "missing":
             line = f"{name(path)} is missing and has no default."
         elif item["type"] == "model_type":
-            keys = name_list(_keys_of(model, path))
+            keys = ", ".join(sorted(_keys_of(model, path)))
             line = f"{found}; it must be a section with keys {keys}."
         else:
             expected = re.sub(r"^\w+ should ", "it must ", item["msg"]).split(" after ")[0]
@@ -237,7 +237,7 @@ def _unknown_key(key: str, section: str, model: type[Section]) -> str:
         hint += " A field of Megatron's TransformerConfig belongs in model.transformer_config."
     return (
         f"{shorten(dotted)}: unknown key {shown(key)} in {where}.{hint} Known keys: "
-        f"{name_list(known)}."
+        f"{', '.join(sorted(known))}."
     )
 
 

@@ -11,6 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, Strict, StrictBool
 
+from chunkgraph.packing import ContextLimits
+
 __all__ = [
     "CaptureConfig",
     "DataConfig",
@@ -254,6 +256,19 @@ class PackingConfig(Section):
     """Numbers of data-parallel ranks that may share a microbatch, powers of two. Each microbatch
     uses the smallest that holds its documents. Empty: no sharing."""
 
+    def limits(
+        self, seq_length: int, world_size: int, multiple_of: int, *, counts_padding: bool
+    ) -> ContextLimits:
+        """Return the limits of schedules with these context-parallel sizes; see `ContextLimits`."""
+        return ContextLimits(
+            world_size=world_size,
+            max_tokens_per_rank=self.max_packed_tokens or seq_length,
+            max_packed_seqs=self.max_packed_seqs,
+            sizes=self.context_parallel_sizes,
+            multiple_of=multiple_of,
+            counts_padding=counts_padding,
+        )
+
 
 class CaptureConfig(Section):
     """How chunks are captured."""
@@ -270,6 +285,11 @@ class CaptureConfig(Section):
     compare every replay with an eager pass on the same inputs (shadow)."""
     on_failure: Annotated[Literal["raise", "eager"], Flag("--cuda-graph-on-failure")] = "raise"
     """After a capture that failed on any rank: raise the error, or train eagerly."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Return the arguments of the engine's ``CaptureOptions``."""
+        return self.model_dump(exclude={"enabled", "scope"})
 
 
 class StashConfig(Section):

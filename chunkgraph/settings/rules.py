@@ -54,11 +54,10 @@ def _check_layer_spec(spec: str) -> None:
     parts = [*module.split("."), function]
     if spec in _LAYER_SPECS or (colon and all(part.isidentifier() for part in parts)):
         return
-    msg = (
+    raise ConfigError(
         f"model.layer_spec is {shown(spec)}; expected auto, local, transformer_engine or "
         f"package.module:function.{did_you_mean(spec, _LAYER_SPECS)}"
     )
-    raise ConfigError(msg)
 
 
 def _check_more_fields(config: Settings) -> None:
@@ -104,12 +103,8 @@ def _head_size(f: Facts) -> int:
     return int(f.hidden_size // f.num_attention_heads)
 
 
-def _num_stages(f: Facts) -> int:
-    return int(f.pipeline_model_parallel_size * (f.virtual_pipeline_model_parallel_size or 1))
-
-
 def _uneven_stages(f: Facts) -> object:
-    stages = _num_stages(f)
+    stages = f.pipeline_model_parallel_size * (f.virtual_pipeline_model_parallel_size or 1)
     if f.hybrid_layer_pattern is not None or f.num_layers % stages == 0:
         return False
     below = f.num_layers // stages * stages

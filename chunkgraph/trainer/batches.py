@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from chunkgraph.data import END_OF_DOCUMENT, DocumentRow, Documents, PackedText, read_documents
-from chunkgraph.engine.agreement import Maximum
 from chunkgraph.megatron.core.access import import_megatron, private_names
 from chunkgraph.megatron.core.agreement import agree_by_maximum
 from chunkgraph.megatron.features.contexts import ContextGroups
@@ -19,16 +18,14 @@ from chunkgraph.megatron.features.packing.bank import PackedBank, PackingOptions
 from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.megatron.features.packing.params import make_params, shares_keys, to_device
 from chunkgraph.packing import (
-    ContextLimits,
     PackedShape,
     SmallestSizes,
     pack,
-    reason_not_to_fit,
     schedule_contexts,
 )
 from chunkgraph.settings import Config
 
-__all__ = ["Batch", "PackedBatches", "SequenceBatches", "packed_shape"]
+__all__ = ["Batch", "PackedBatches", "SequenceBatches"]
 
 Batch = dict[str, Any]
 """A microbatch; `forward_step` lists its entries."""
@@ -103,30 +100,23 @@ def _part(rows: torch.Tensor, rank: int, size: int) -> torch.Tensor:
     return torch.cat([pieces[rank], pieces[-1 - rank]], dim=1)
 
 
-def packed_shape(config: Config, *, counts_padding: bool = False) -> PackedShape:
-    """Return the fixed shape of the run's packed microbatches; padding may count as tokens."""
-    return PackedShape(
-        config.packing.max_packed_seqs,
-        config.tokens_per_sequence,
-        context_parallel_size=config.pipeline.context_parallel_size,
-        counts_padding=counts_padding,
-    )
-
-
 def _banks(config: Config, model_config: Any) -> PackedBanks:
     """Make the banks of a run with packed documents. All ranks call it together."""
     packing, pipeline = config.packing, config.pipeline
     # Padding counts if heads share keys (docs/packed_sequences.md).
     counts_padding = shares_keys(model_config)
     if not packing.context_parallel_sizes:
-        shape = packed_shape(config, counts_padding=counts_padding)
+        shape = PackedShape(
+            packing.max_packed_seqs,
+            config.tokens_per_sequence,
+            pipeline.context_parallel_size,
+            counts_padding=counts_padding,
+        )
         options = PackingOptions(shape, packing.buckets, packing.seq_buckets)
         return PackedBanks.of_model(options, model_config)
-    limits = ContextLimits(
-        world_size=pipeline.data_parallel_size,
-        max_tokens_per_rank=config.tokens_per_sequence,
-        max_packed_seqs=packing.max_packed_seqs,
-        sizes=packing.context_parallel_sizes,
+    limits = packing.limits(
+        config.model.seq_length,
+        pipeline.data_parallel_size,
         multiple_of=pipeline.microbatch_group_size if pipeline.num_model_chunks > 1 else 1,
         counts_padding=counts_padding,
     )
@@ -185,28 +175,29 @@ class PackedBatches(SequenceBatches):
     def __init__(self, config: Config, device: torch.device, model_config: Any) -> None:
         self._config = config
         self._device = device
-        self._agree: Maximum | None = None
         self.banks = _banks(config, model_config)
-        if self.banks.groups is None and config.pipeline.expert_model_parallel_size > 1:
-            # Ranks that share experts run their microbatches through a chunk together.
-            self._agree = agree_by_maximum() if len(self.banks.shapes) > 1 else None
+        is_fixed = self.banks.groups is None
+        # Ranks that share experts run their microbatches through a chunk together.
+        shares_experts = is_fixed and config.pipeline.expert_model_parallel_size > 1
+        agrees = shares_experts and len(self.banks.shapes) > 1
+        self._agree = agree_by_maximum() if agrees else None
         shape = self.banks.largest_shape
         self.documents = Documents(
             read_documents(config.data.path),
             num_tokens=shape.max_packed_tokens,
             seed=config.train.seed,
             # Where sizes change, documents of a row go to ranks and groups of any size.
-            multiple=shape.document_multiple if self.banks.groups is None else 1,
+            multiple=shape.document_multiple if is_fixed else 1,
         )
-        draw = self._fixed_step if self.banks.groups is None else self._scheduled_step
+        draw = self._fixed_step if is_fixed else self._scheduled_step
         # Of this step, and of the next, which is announced.
         self._step = lru_cache(maxsize=4)(draw)
 
     def step(self, step: int, count: int) -> Iterator[Batch]:
         """Draw this rank's rows of the step's microbatches, for one chunk."""
         contents = self._step(step, count)
-        for number, (row, bank) in enumerate(zip(contents.rows, contents.banks, strict=True)):
-            batch = self._batch(row, bank, f"step {step}, microbatch {number}")
+        for row, bank in zip(contents.rows, contents.banks, strict=True):
+            batch = self._batch(row, bank)
             if contents.loss_scale is not None:
                 batch["loss_scale"] = contents.loss_scale
             yield batch
@@ -257,13 +248,15 @@ class PackedBatches(SequenceBatches):
         scale = schedule.num_microbatches * limits.world_size / sum(lengths)
         return _Step(rows, banks, {"contexts": banks}, loss_scale=scale)
 
-    def _batch(self, row: DocumentRow, bank: PackedBank, where: str) -> Batch:
+    def _batch(self, row: DocumentRow, bank: PackedBank) -> Batch:
         """Return this rank's rows of a microbatch."""
         groups = self.banks.groups
         is_filler = not row.lengths
         if is_filler:  # it has one token, which does not count
             row = DocumentRow.of_documents([np.zeros(1, np.int64)])
-        packed = pack(row.lengths, self._shape_for(row.lengths, bank), where=where)
+        # The tokens always fit, since they were drawn for this shape; documents get more offsets.
+        num_seqs = max(bank.shape.max_packed_seqs, len(row.lengths) + 1)
+        packed = pack(row.lengths, replace(bank.shape, max_packed_seqs=num_seqs))
         is_counted = ~packed.padding_mask & (not is_filler)
         values = {
             "tokens": packed.place(row.tokens),
@@ -290,12 +283,3 @@ class PackedBatches(SequenceBatches):
             params.cp_group, params.local_cp_size = bank.group, bank.size
         batch["packed_seq_params"] = params
         return batch
-
-    def _shape_for(self, lengths: Sequence[int], bank: PackedBank) -> PackedShape:
-        """Return the shape to pack documents into, with room for those that do not fit."""
-        shape = bank.shape
-        if reason_not_to_fit(lengths, shape) is None:
-            return shape
-        # The tokens always fit: they were drawn for this shape.
-        seqs = max(shape.max_packed_seqs, len(lengths) + 1)
-        return replace(shape, max_packed_seqs=seqs)

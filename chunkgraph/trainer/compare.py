@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -151,8 +152,7 @@ def _with_room_for_all(config: Config) -> Config:
     order, the two runs differ in the last bits.
     """
     moe = config.moe
-    is_dropless = uses_dropless(facts_of(config))
-    if moe.num_moe_experts is None or moe.token_drops != "rerun" or is_dropless:
+    if moe.token_drops != "rerun" or uses_dropless(facts_of(config)) or not moe.num_moe_experts:
         return config
     factor = factor_for_all(moe.num_moe_experts, moe.moe_router_topk)
     return config.replace(moe={"moe_expert_capacity_factor": factor})
@@ -169,13 +169,9 @@ def train(
 ) -> RunResults:
     """Run ``config`` on this rank, and compare with an eager run if ``train.compare`` is ``eager``.
 
-    Args:
-        config: the run.
-        device: this rank's device; process groups must be initialized.
+    Args, in addition to those of `run_training`:
         on_step: callback after every step, with ``eager`` or ``chunk``.
-        on_capture: callback after every captured graph of this rank.
         eager: an eager run of the same steps by `run_eager`; None to run it here.
-        model_options: more arguments of `build_model`.
 
     Returns:
         The whole job's results, the same on every rank.
@@ -183,32 +179,31 @@ def train(
     if config.train.compare != "eager":
         eager = None
     elif eager is None:
-        eager = run_eager(
-            config, device, on_step=lambda record: on_step("eager", record), **model_options
-        )
+        eager = run_eager(config, device, on_step=partial(on_step, "eager"), **model_options)
     chunk = run_training(
         config,
         device,
         use_graphs=config.capture.enabled,
-        on_step=lambda record: on_step("chunk", record),
+        on_step=partial(on_step, "chunk"),
         on_capture=on_capture,
         **model_options,
     )
-    of_eager = {} if eager is None else eager.parameters
+    expected = {} if eager is None else eager.parameters
     own = (
-        replace(chunk, parameters={}),
-        None if eager is None else replace(eager, parameters={}),
-        [name for name, v in of_eager.items() if not same_bits(v, chunk.parameters[name])],
-        sum(value.numel() for value in of_eager.values()),
+        chunk.totals,
+        chunk.steps,
+        [] if eager is None else eager.steps,
+        [name for name, v in expected.items() if not same_bits(v, chunk.parameters[name])],
+        sum(value.numel() for value in expected.values()),
     )
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, own)
-    chunks, eagers, different, num_compared = zip(*ranks, strict=True)
-    of_each = {name: [run.totals[name] for run in chunks] for name in chunk.totals}
+    totals, chunks, eagers, different, num_compared = zip(*ranks, strict=True)
+    of_each = {name: [of_rank[name] for of_rank in totals] for name in chunk.totals}
     return RunResults(
         versions=versions(),
         steps=[
-            _step([run.steps[i] for run in chunks], [run.steps[i] for run in eagers if run])
+            _step([steps[i] for steps in chunks], [steps[i] for steps in eagers if steps])
             for i in range(len(chunk.steps))
         ],
         different_parameters={f"rank {i}": names for i, names in enumerate(different) if names},
@@ -219,18 +214,16 @@ def train(
 
 def _step(chunk: Sequence[StepRecord], eager: Sequence[StepRecord]) -> StepResult:
     """Return a step's results from the records of all ranks; ``eager`` may be empty."""
+    result = StepResult(**vars(_of_all_ranks(chunk)))
     if not eager:
-        return StepResult(**vars(_of_all_ranks(chunk)))
-    # The representation is exact to the last bit, and that of NaN equals itself.
-    different = [
-        name
-        for name in COMPARED
-        if any(
-            repr(getattr(a, name)) != repr(getattr(b, name))
-            for a, b in zip(eager, chunk, strict=True)
-        )
-    ]
-    return StepResult(**vars(_of_all_ranks(chunk)), eager=_of_all_ranks(eager), different=different)
+        return result
+
+    def bits(records: Sequence[StepRecord], name: str) -> list[str]:
+        # The representation is exact to the last bit, and that of NaN equals itself.
+        return [repr(getattr(record, name)) for record in records]
+
+    different = [name for name in COMPARED if bits(eager, name) != bits(chunk, name)]
+    return replace(result, eager=_of_all_ranks(eager), different=different)
 
 
 def _of_all_ranks(records: Sequence[StepRecord]) -> StepRecord:

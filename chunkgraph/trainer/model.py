@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
@@ -104,9 +104,8 @@ def _own_spec(config: Config) -> Any:
     name = config.model.layer_spec
     if name in {"local", "transformer_engine"}:
         return None
-    module_name, _, function_name = name.partition(":")
     try:
-        function = getattr(importlib.import_module(module_name), function_name)
+        function = pkgutil.resolve_name(name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(
             f"model.layer_spec is {name}, but {error}. Use package.module:function, importable by "
@@ -137,10 +136,7 @@ def _gpt_arguments(config: Config, transformer_config: Any) -> list[dict[str, An
 
 
 def _hybrid_model(config: Config) -> tuple[type[Any], dict[str, Any]]:
-    """Return Megatron's hybrid model, and its arguments for layers.
-
-    Args:
-        config: the run, with ``model.hybrid_layer_pattern``.
+    """Return Megatron's hybrid model, and its arguments for ``model.hybrid_layer_pattern``.
 
     Raises:
         ConfigError: The layers or the installed release do not support the configuration.
@@ -156,11 +152,10 @@ def _hybrid_model(config: Config) -> tuple[type[Any], dict[str, Any]]:
             "model.hybrid_layer_pattern is set. Use Transformer Engine's layers on a GPU "
             "(model.layer_spec=transformer_engine), or a function that returns a hybrid stack."
         )
-    lengths = {len(stage) for stage in pattern.split("|")}
-    lacks = not names.knows_stages and (config.pipeline.num_model_chunks > 1 or len(lengths) > 1)
-    if not can_recompute_hybrid_layers():
-        lacks |= model.recompute_granularity == "full"
-    if lacks:
+    has_even_stages = len({len(stage) for stage in pattern.split("|")}) == 1
+    is_plain = has_even_stages and config.pipeline.num_model_chunks == 1
+    recomputes = model.recompute_granularity == "full"
+    if not (names.knows_stages or is_plain) or (recomputes and not can_recompute_hybrid_layers()):
         raise ConfigError(
             "model.hybrid_layer_pattern: hybrid models of this Megatron-core release have no "
             "interleaved pipeline, no stages of different lengths and no full recomputation "

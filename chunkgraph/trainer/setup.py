@@ -6,8 +6,6 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,18 +40,25 @@ def training_process(config: Config) -> Iterator[torch.device]:
     after ``run.timeout_s``. Graphs must be freed before the block ends.
     """
     device, pipeline = choose_device(config), config.pipeline
+    is_cpu = device.type == "cpu"
     with ExitStack() as stack:
-        if device.type == "cpu":
+        if is_cpu:
             stack.enter_context(cpu_host())
         else:
             torch.cuda.set_device(device)
         if config.train.deterministic:
-            _use_deterministic_kernels(device)
-        dist.init_process_group(
-            "gloo" if device.type == "cpu" else "nccl",
-            timeout=timedelta(seconds=config.run.timeout_s),
-        )
-        stack.push(partial(_end_groups, device))
+            # Transformer Engine and cuBLAS read these when they first run.
+            os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        if config.train.deterministic and not is_cpu:
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            # Filling new memory would only add kernels; nothing reads it.
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        timeout = timedelta(seconds=config.run.timeout_s)
+        dist.init_process_group("gloo" if is_cpu else "nccl", timeout=timeout)
+        # After an error NCCL would wait for transfers that the other ranks may never post, and the
+        # process ends anyway. The function is looked up then: attached graphs replace it.
+        stack.push(lambda kind, *_: dist.destroy_process_group() if is_cpu or not kind else None)
         state = import_megatron("megatron.core.parallel_state")
         virtual = pipeline.num_model_chunks
         state.initialize_model_parallel(
@@ -70,25 +75,9 @@ def training_process(config: Config) -> Iterator[torch.device]:
         yield device
 
 
-def _end_groups(device: torch.device, _kind: Any, error: BaseException | None, _: Any) -> None:
-    # NCCL would wait for transfers that the other ranks may never post; the process ends anyway.
-    if error is None or device.type == "cpu":
-        dist.destroy_process_group()  # looked up here: attached graphs replace the function
-
-
 def seed_everything(seed: int, device: torch.device) -> None:
     """Seed torch's and Megatron's random numbers; pipeline ranks get different seeds."""
     state = import_megatron("megatron.core.parallel_state")
     seed += 100 * state.get_pipeline_model_parallel_rank()
     torch.manual_seed(seed)
     seed_model_parallel(seed, device)
-
-
-def _use_deterministic_kernels(device: torch.device) -> None:
-    # Transformer Engine and cuBLAS read these when they first run.
-    os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    if device.type == "cuda":
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        # Filling new memory would only add kernels; nothing reads it.
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -29,7 +29,7 @@ from chunkgraph.trainer.model import build_model, build_optimizer, zero_gradient
 from chunkgraph.trainer.results import StepRecord
 from chunkgraph.trainer.setup import seed_everything
 
-__all__ = ["TrainedModel", "capture_options", "forward_step", "shared_loss", "synchronize"]
+__all__ = ["TrainedModel", "forward_step", "shared_loss", "synchronize"]
 
 
 def forward_step(
@@ -58,35 +58,26 @@ def forward_step(
         packed_seq_params=batch.get("packed_seq_params"),
         **padding,
     )
-    counted, scale = batch.get("num_counted"), batch.get("loss_scale")
-    return output, partial(_loss, batch["is_counted"], counted, scale)
+    return output, partial(_loss, batch)
 
 
-def _loss(
-    is_counted: torch.Tensor,
-    num_counted: torch.Tensor | int | None,
-    scale: float | None,
-    losses: torch.Tensor,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Average the losses that count.
+def _loss(batch: Batch, losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Average the losses [b, s] that count; others are selected away, as a NaN times 0 is NaN.
 
-    Others are removed by selection: a factor 0 would pass a NaN on.
-
-    Args:
-        is_counted: the losses that count, [b, s].
-        num_counted: their number on all context-parallel ranks. The result is then this rank's
-            share of the mean, which the schedule multiplies by the number of these ranks before
-            DDP averages gradients over them. None: this rank has all of them.
-        scale: makes the sum a share of the step's mean loss per token, instead. It undoes the means
-            over microbatches (in the schedule) and over ranks (in DDP), which count documents on
-            several ranks more than once.
-        losses: the losses of all tokens, [b, s].
+    With ``num_counted``, that of all context-parallel ranks, the result is this rank's share of the
+    mean, which the schedule multiplies by the number of these ranks before DDP averages gradients
+    over them. ``loss_scale`` makes the sum a share of the step's mean loss per token instead. It
+    undoes the means over microbatches (in the schedule) and over ranks (in DDP), which count
+    documents on several ranks more than once.
     """
+    is_counted = batch["is_counted"]
     total = losses.float().masked_fill(~is_counted, 0.0).sum()
-    if scale is not None:
-        loss = total * scale
+    if "loss_scale" in batch:
+        loss = total * batch["loss_scale"]
+    elif "num_counted" in batch:
+        loss = total / batch["num_counted"]
     else:
-        loss = total / (is_counted.sum().clamp(min=1) if num_counted is None else num_counted)
+        loss = total / is_counted.sum().clamp(min=1)
     return loss, {"lm loss": loss.detach().clone()}
 
 
@@ -147,16 +138,12 @@ class TrainedModel:
             self._undo.callback(follow_groups(self.chunks, batches.banks.groups))
 
     def attach_graphs(self, on_capture: OnCapture | None = None) -> MegatronChunkGraphs:
-        """Attach chunk graphs as configured.
-
-        Args:
-            on_capture: callback after every captured graph.
-        """
+        """Attach chunk graphs as configured; call ``on_capture`` after every captured graph."""
         config = self.config
         self.graphs = attach(
             self.chunks,
             scope=config.capture.scope,
-            options=capture_options(config),
+            options=CaptureOptions(**config.capture.options),
             packing=self.batches.banks,
             schedule=config.pipeline.schedule,
             progress=on_capture,
@@ -265,11 +252,6 @@ class TrainedModel:
     def close(self) -> None:
         """Detach the graphs and destroy the batches' process groups."""
         self._undo.close()
-
-
-def capture_options(config: Config) -> CaptureOptions:
-    """Return the capture options of a configuration."""
-    return CaptureOptions(**config.capture.model_dump(exclude={"enabled", "scope"}))
 
 
 def synchronize(device: torch.device) -> None:

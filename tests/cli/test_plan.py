@@ -99,13 +99,13 @@ def test_table_and_grid(run, config):
     assert "One step of 6 microbatches" in out
     assert "estimated" in out
     assert "rank 0 |F0.0/0" in out
-    assert "F3.1/0: forward of microbatch 3, chunk 1, slot 0" in out
+    assert "F3.1/0: microbatch 3, chunk 1, slot 0. F: forward, B: backward" in out
     assert max(map(len, out.splitlines())) <= 80
 
 
 def test_a_v_has_two_chunks_by_default(run):
     out = run("--pp", 4, "--schedule", "dualpipe-v")
-    assert "B: backward; I, W: its halves" in out
+    assert "B: backward, I: input gradient, W: weight gradient" in " ".join(out.split())
     assert max(map(len, out.splitlines())) <= 80
     row = json.loads(run("--pp", 4, "--schedule", "zb-v", "--json", "-"))[1]
     assert row["slots_per_chunk"] == [7, 2]
@@ -198,7 +198,7 @@ def test_a_file_is_planned_with_its_own_sizes(run, tmp_path):
     path = csv_of(tmp_path, "zb-v", num_ranks=2, num_chunks=2, num_microbatches=4)
     out = run("--schedule", path)
     assert "mine.csv: slots for steps of 4 microbatches" in out
-    assert "I/W: input/weight grad" in out
+    assert "F: forward, I: input gradient, W: weight gradient" in " ".join(out.split())
     named = ("--pp", 2, "--schedule", "zb-v", "--num-microbatches", 4)
     assert json.loads(run("--schedule", path, "--json")) == json.loads(run(*named, "--json"))
     row = json.loads(run("--schedule", path, "--json"))[1]

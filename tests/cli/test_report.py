@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -83,13 +82,13 @@ def test_a_run_without_captures_is_not_simply_ok() -> None:
 
 
 @pytest.mark.parametrize(("free_bytes", "note"), [(3 << 30, "  3.0 GiB left"), (None, "")])
-def test_captures_and_the_memory_left_are_shown(free_bytes: int | None, note: str) -> None:
-    shown = io.StringIO()
-    config = load_config(CONFIG)
-    progress = TrainProgress(config, Console(file=shown))
+def test_captures_and_the_memory_left_are_shown(
+    free_bytes: int | None, note: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    progress = TrainProgress(load_config(CONFIG))
     for number in range(1, 9):
         progress.capture(number, 8, free_bytes)
-    lines = [line for line in shown.getvalue().splitlines() if "graph " in line]
+    lines = [line for line in capsys.readouterr().err.splitlines() if "graph " in line]
     assert lines == [f"chunk graphs: graph 4/8{note}", f"chunk graphs: graph 8/8{note}"]
 
 

@@ -62,7 +62,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=_ids)
 def test_commands_parse(page: Path) -> None:
-    flags = {flag.name for flag in FLAGS} | _MEGATRONS_FLAGS
+    flags = {item.flag for item in FLAGS} | _MEGATRONS_FLAGS
     for words in _commands(page):
         if words[0] == "launch":
             unknown = {w for w in words if w.startswith("--cuda-graph")} - flags

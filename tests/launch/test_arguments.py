@@ -5,19 +5,22 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
-from types import FrameType
+from contextlib import ExitStack
+from types import FrameType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from launch_arguments import arguments
 
 from chunkgraph.errors import ConfigError, PackingError
+from chunkgraph.launch import hooks
 from chunkgraph.launch.arguments import settle_arguments
 from chunkgraph.launch.flags import GraphFlags, add_flags, read_flags
-from chunkgraph.launch.packing_rules import changing_limits, packing_options
+from chunkgraph.launch.packing_rules import packing_options
 from chunkgraph.megatron.cpu.pretrain import cpu_flags
 from chunkgraph.megatron.features.packing.banks import PackedBanks
-from chunkgraph.packing import PackedShape
+from chunkgraph.packing import ContextLimits, PackedShape
 
 
 @pytest.mark.parametrize("implementation", ["local", "none"])
@@ -189,6 +192,23 @@ def test_impossible_flags_of_packed_sequences(arguments: list[str], message: str
 CHANGING = {**PACKED, "cuda_graph_cp_sizes": [2, 1], "calculate_per_token_loss": True}
 
 
+def limits_of(flags: GraphFlags, args: argparse.Namespace) -> ContextLimits:
+    """Return the limits of two model chunks in groups of two microbatches, on four ranks."""
+    ranks = SimpleNamespace(get_data_parallel_world_size=lambda **_: 4)
+    stand_ins: dict[str, Any] = {
+        "import_megatron": lambda _: ranks,
+        "config_of": lambda _: None,
+        "PipelinePlace": SimpleNamespace(current=lambda *_: SimpleNamespace(group_size=2)),
+        "ContextGroups": mock.Mock(),
+        "follow_groups": mock.Mock(),
+        "PackedBanks": SimpleNamespace(of_limits=lambda limits, *_, **__: limits),
+    }
+    with mock.patch.multiple(hooks, **stand_ins), ExitStack() as undo:
+        limits: Any = hooks.ChunkGraphsInPretrain()._contexts(flags, args, [None, None], undo)
+    assert isinstance(limits, ContextLimits)
+    return limits
+
+
 def test_context_sizes_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "8")
     args = arguments(
@@ -200,7 +220,7 @@ def test_context_sizes_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
     assert flags is not None
     assert flags.packing.context_parallel_sizes == (4, 2, 1)
     assert packed_shape(flags, args) is None
-    limits = changing_limits(flags.packing, args, world_size=4, group_size=2)
+    limits = limits_of(flags, args)
     experts = {"num_experts": 4, "moe_token_dispatcher_type": "alltoall"}
     experts |= {"moe_expert_capacity_factor": 2.0, "moe_pad_expert_input_to_capacity": True}
     assert settle_arguments(arguments(**{**vars(args), **experts}), on_cpu=True) == flags
@@ -209,7 +229,7 @@ def test_context_sizes_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (limits.group_sizes, limits.max_tokens_per_rank, limits.multiple_of) == ((4, 2, 1), 4, 2)
     assert not limits.counts_padding
     args.group_query_attention, args.num_query_groups, args.num_attention_heads = True, 2, 4
-    assert changing_limits(flags.packing, args, world_size=4, group_size=2).counts_padding
+    assert limits_of(flags, args).counts_padding
 
 
 @pytest.mark.parametrize(

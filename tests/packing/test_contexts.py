@@ -18,7 +18,7 @@ from chunkgraph.packing import (
     pack,
     schedule_contexts,
 )
-from chunkgraph.packing.context_scheduler import first_fit
+from chunkgraph.packing.contexts import first_fit
 
 LIMITS = ContextLimits(world_size=4, max_tokens_per_rank=16, max_packed_seqs=4)
 

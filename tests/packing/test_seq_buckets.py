@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from chunkgraph.packing import MicrobatchSizes, PackedShape, sizes_of
-from chunkgraph.packing.seq_counts import default_seq_buckets, recommended_seq_buckets
+from chunkgraph.packing.recommend import recommended_seq_buckets
+from chunkgraph.packing.seq_counts import default_seq_buckets
 from chunkgraph.settings import config_from_mapping, resolved
 
 

@@ -5,8 +5,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from chunkgraph.schedules import CostModel, build_schedule, draw_svg, simulate, text_panels
-from chunkgraph.schedules.draw_text import legend
+from chunkgraph.schedules import build_schedule, draw_svg, simulate
 from chunkgraph.slots import assign_slots
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -21,45 +20,9 @@ CASES = [
 ]
 
 
-def draw_text(simulation, **options):
-    """Return the panels as lines."""
-    lines = []
-    for panel in text_panels(simulation, **options):
-        lines.append(f"time {panel.start_ms:g} to {panel.end_ms:g}")
-        for rank, cells in panel.rows:
-            lines.append(f"rank {rank} |{''.join(cell.text for cell in cells)}".rstrip())
-    return lines
-
-
 @pytest.fixture(params=CASES, ids=lambda built: built.name)
 def built(request):
     return request.param
-
-
-def test_text_of_a_small_schedule():
-    built = build_schedule("1f1b", num_ranks=2, num_microbatches=2)
-    assert draw_text(simulate(built), slots=assign_slots(built)) == [
-        "time 0 to 9",
-        "rank 0 |F0/0 F1/1           B0/0-----      B1/1-----",
-        "rank 1 |     F0/0 B0/0----- F1/0 B1/0-----",
-    ]
-    words = "F3/0: forward of microbatch 3, slot 0; B: backward"
-    assert legend(built) == words
-
-
-@pytest.mark.parametrize("width", [40, 80, 200])
-def test_text_fits_the_width_and_keeps_every_action(built, width):
-    text = draw_text(simulate(built), slots=assign_slots(built), width=width)
-    assert max(map(len, text)) <= width
-    joined = dict.fromkeys(range(built.num_ranks), "")
-    for line in text:
-        if line.startswith("rank"):
-            label, _, body = line.partition("|")
-            joined[int(label.split()[1])] += body + " " * (width - len(line))
-    for rank, actions in enumerate(built.actions):
-        words = joined[rank].replace("-", " ").split()
-        shown = [word for word in words if word[0] in "FBIW"]
-        assert len(shown) == len(actions)
 
 
 def rects(root, kind):
@@ -109,13 +72,3 @@ def test_svg_names_ranks_title_slots_and_chunks():
     ]
     assert "interleaved: 4 ranks, 2 chunks each, 12 microbatches" in texts
     assert {"rank 0", "rank 3", "c1 s0", "F forward, B backward. White: idle."} <= set(texts)
-
-
-def test_text_of_measured_costs_keeps_every_label(built):
-    """The lengths of these actions are no multiples of each other."""
-    costs = CostModel(forward_ms=1.61, backward_ms=4.59, input_grad_ms=2.37, weight_grad_ms=1.43)
-    text = draw_text(simulate(built, costs), slots=assign_slots(built), width=100_000)
-    for rank, line in enumerate(text[1 : built.num_ranks + 1]):
-        body = line.partition("|")[2].replace("-", " ")
-        words = [f"{a.op.value}{a.microbatch}" for a in built.actions[rank]]
-        assert [word.partition("/")[0].partition(".")[0] for word in body.split()] == words

@@ -2,20 +2,20 @@ from __future__ import annotations
 
 import pytest
 
-from chunkgraph._text import format_bytes, nearest, shorten, shown
+from chunkgraph._text import did_you_mean, format_bytes, shorten, shown
 
 
 @pytest.mark.parametrize(
     ("word", "expected"),
     [
-        ("shadwo", "shadow"),
-        ("SHADOW", "shadow"),
+        ("shadwo", " Did you mean 'shadow'?"),
+        ("SHADOW", " Did you mean 'shadow'?"),
         ("qqq", ""),
         ("shadow" * 100_000, ""),
     ],
 )
 def test_nearest_finds_a_choice_in_any_case_and_no_far_one(word: str, expected: str) -> None:
-    assert nearest(word, ("none", "poison", "shadow")) == expected
+    assert did_you_mean(word, ("none", "poison", "shadow")) == expected
 
 
 def test_a_value_in_a_message_is_cut_at_200_characters() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from chunkgraph.engine import CaptureOptions
 from chunkgraph.engine.bits import same_bits
 from chunkgraph.errors import ChunkGraphError
 from chunkgraph.graphs import RecorderBackend, host_call
@@ -22,7 +23,7 @@ from chunkgraph.settings import Config
 from chunkgraph.trainer.batches import SequenceBatches
 from chunkgraph.trainer.model import build_model, build_optimizer, zero_gradients
 from chunkgraph.trainer.setup import seed_everything
-from chunkgraph.trainer.trained_model import capture_options, forward_step, shared_loss
+from chunkgraph.trainer.trained_model import forward_step, shared_loss
 
 Step = dict[str, Any]
 CPU = torch.device("cpu")
@@ -48,7 +49,7 @@ class Job:
             self.graphs = attach(
                 self.chunks,
                 scope=config.capture.scope,
-                options=capture_options(config),
+                options=CaptureOptions(**config.capture.options),
                 schedule=config.pipeline.schedule,
                 backend=backend,
             )

@@ -12,13 +12,13 @@ import in_process
 import torch
 import torch.distributed as dist
 
+from chunkgraph.engine import CaptureOptions
 from chunkgraph.megatron.core.access import import_megatron
-from chunkgraph.trainer.trained_model import capture_options
 
 
 def run(config: Any, device: torch.device, case: dict[str, Any]) -> NoReturn:
     """Write the state before and after the groups end, and end the process."""
-    graphs = {"scope": config.capture.scope, "options": capture_options(config)}
+    graphs = {"scope": config.capture.scope, "options": CaptureOptions(**config.capture.options)}
     model = in_process.Trained(device, config, graphs, seed=config.train.seed)
     for step, count in enumerate(config.train.num_microbatches):
         model.step(step, count)

@@ -38,7 +38,8 @@ def hybrid_ep(*, is_on: bool = True) -> Iterator[None]:
             (import_megatron(f"{_MOE}token_dispatcher"), "hybrid_ep_dispatch", _dispatch),
             (import_megatron(f"{_MOE}token_dispatcher"), "hybrid_ep_combine", _combine),
             (import_megatron(f"{_MOE}fused_a2a"), "_hybrid_ep_buffer", buffer),
-            (needs, "hybrid_ep_need", lambda _: None),
+            (needs, "deep_ep_version", lambda: "1.2.1"),
+            (needs, "has_hybrid_ep", lambda: True),
         ):
             stack.enter_context(mock.patch.object(target, name, value))
         yield

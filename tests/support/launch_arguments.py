@@ -11,7 +11,7 @@ from chunkgraph.launch.flags import FLAGS
 def arguments(**changes: Any) -> argparse.Namespace:
     """Return arguments of a small job with these changes."""
     values = {
-        **{flag.dest: None for flag in FLAGS},
+        **{item.dest: None for item in FLAGS},
         "cuda_graph_granularity": "chunk",
         "cuda_graph_impl": "local",
         "cuda_graph_warmup_steps": 3,

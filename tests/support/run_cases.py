@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -32,10 +32,10 @@ from extended_config import extended
 from gathering import uneven_collectives
 from torch import nn
 
+from chunkgraph.data import DocumentRow
 from chunkgraph.jobs.processes import die_with_parent, write_error
 from chunkgraph.megatron.features.packing.bank import PackedBank
-from chunkgraph.packing import PackedShape
-from chunkgraph.trainer.batches import PackedBatches
+from chunkgraph.trainer.batches import Batch, PackedBatches
 from chunkgraph.trainer.compare import TrainingRun, run_eager, train
 from chunkgraph.trainer.setup import training_process
 
@@ -131,15 +131,15 @@ def offsets_for(kind: str | None) -> Iterator[None]:
         yield
         return
     assert kind == "most"
-    fewest, num_wider = PackedBatches._shape_for, 0
+    fewest, num_wider = PackedBatches._batch, 0
 
-    def most(own: PackedBatches, lengths: Sequence[int], bank: PackedBank) -> PackedShape:
+    def most(own: PackedBatches, row: DocumentRow, bank: PackedBank) -> Batch:
         nonlocal num_wider
         widest = own.banks.most_sequences(own.banks.by_rows[bank.shape.max_packed_tokens])
         num_wider += widest != bank
-        return fewest(own, lengths, widest)
+        return fewest(own, row, widest)
 
-    with mock.patch.object(PackedBatches, "_shape_for", most):
+    with mock.patch.object(PackedBatches, "_batch", most):
         yield
     assert num_wider, "no offsets were for more sequences than they would have been"
 

@@ -88,7 +88,10 @@ def main(script: str) -> None:
         class SmallStash(flags.StashConfig):
             initial_bytes: int | None = int(os.environ["SFT_STASH_BYTES"])
 
-        flags.StashConfig = SmallStash  # type: ignore[misc]
+        class SmallFlags(flags.GraphFlags):
+            stash: SmallStash = SmallStash()
+
+        flags.GraphFlags = SmallFlags  # type: ignore[misc]
     if "SFT_RANDOM_SIZES" in os.environ:
         choose_sizes_at_random()
     if "SFT_RERUN" in os.environ:

@@ -182,20 +182,6 @@ def version_text(number: int) -> str:
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
 
-def _cublaslt_need() -> str | None:
-    """Describe the cuBLASLt to load for counts on the device; None if this process has it."""
-    number = cublaslt_version()
-    needed = version_text(CUBLASLT_NEEDED)
-    if number is None:
-        return f"cuBLASLt {needed} or newer was not found"
-    if number < CUBLASLT_NEEDED:
-        return (
-            f"cuBLASLt {version_text(number)} moves token counts through the host; load "
-            f"{needed} or newer (a newer nvidia-cublas, or LD_PRELOAD of its two libraries)"
-        )
-    return None
-
-
 def native_need(dtype: torch.dtype, recipe: str | None = None) -> str | None:
     """Describe what Transformer Engine's grouped GEMM lacks on this machine; None if nothing.
 
@@ -205,8 +191,14 @@ def native_need(dtype: torch.dtype, recipe: str | None = None) -> str | None:
     """
     if importlib.util.find_spec("transformer_engine") is None:
         return "Transformer Engine is not installed"
-    if (need := _cublaslt_need()) is not None:
-        return need
+    number, needed = cublaslt_version(), version_text(CUBLASLT_NEEDED)
+    if number is None:
+        return f"cuBLASLt {needed} or newer was not found"
+    if number < CUBLASLT_NEEDED:
+        return (
+            f"cuBLASLt {version_text(number)} moves token counts through the host; load "
+            f"{needed} or newer (a newer nvidia-cublas, or LD_PRELOAD of its two libraries)"
+        )
     try:
         NativeGemm()
         (is_supported,) = private_names(_LINEAR, "is_module_grouped_tensor_path_supported")

@@ -27,7 +27,6 @@ __all__ = [
     "HybridEPRows",
     "deep_ep_version",
     "has_hybrid_ep",
-    "hybrid_ep_need",
     "refuse_without_hybrid_ep",
     "uses_hybrid_ep",
 ]
@@ -67,15 +66,6 @@ def has_hybrid_ep() -> bool:
     return importlib.util.find_spec("hybrid_ep_cpp") is not None
 
 
-def hybrid_ep_need(facts: Facts) -> str | None:
-    """Describe what to install before HybridEP can be captured; None if nothing."""
-    version = deep_ep_version()
-    if version is not None and has_hybrid_ep():
-        return None
-    state = "deep_ep is not installed" if version is None else f"deep_ep ({version}) lacks HybridEP"
-    return facts.text(f"{state}; build DeepEP's branch hybrid-ep for this machine, or {ALL_TO_ALL}")
-
-
 def refuse_without_hybrid_ep(facts: Facts) -> None:
     """Check what HybridEP needs beyond settings, if a model uses it.
 
@@ -91,8 +81,11 @@ def refuse_without_hybrid_ep(facts: Facts) -> None:
             f"HybridEP of megatron-core {versions()['megatron_core']} does not report rows without "
             "room. Use 0.18 or later, or set moe_token_dispatcher_type to 'alltoall'."
         )
-    if (missing := hybrid_ep_need(facts)) is not None:
-        raise MissingDependencyError(missing)
+    version = deep_ep_version()
+    if version is None or not has_hybrid_ep():
+        state = "is not installed" if version is None else f"({version}) lacks HybridEP"
+        need = f"deep_ep {state}; build DeepEP's branch hybrid-ep for this machine, or {ALL_TO_ALL}"
+        raise MissingDependencyError(facts.text(need))
 
 
 class HybridEPRows(Dispatch):

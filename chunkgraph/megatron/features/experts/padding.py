@@ -115,13 +115,13 @@ class _Routing:
 
     def install(self) -> Callable[[], None]:
         """Install the patches; return the undo function."""
-        module = import_megatron(_ROUTER)
-        top_k, drop = private_names(
-            _ROUTER, "topk_routing_with_score_function", "apply_router_token_dropping"
+        names = (
+            "topk_routing_with_score_function",
+            "apply_router_token_dropping",
+            "get_tokens_per_expert_and_token_count",
         )
-        # Not through the router module's name, which others may have patched.
-        (original,) = private_names(_UTILS, "apply_router_token_dropping")
-        signature = inspect.signature(original)
+        top_k, drop, count_tokens, kind = private_names(_ROUTER, *names, "TopKRouter")
+        count = kind._apply_expert_bias
 
         def choose(*args: Any, **kwargs: Any) -> Any:
             probs, chosen, *more = top_k(*args, **kwargs)
@@ -131,32 +131,24 @@ class _Routing:
             return (probs, chosen, *more)
 
         def drop_to_capacity(
-            routing_probs: torch.Tensor, routing_map: torch.Tensor, *args: Any, **kwargs: Any
-        ) -> tuple[torch.Tensor, torch.Tensor]:
+            routing_probs: torch.Tensor,
+            routing_map: torch.Tensor,
+            router_topk: int,
+            capacity_factor: float,
+            drop_policy: str = "probs",
+            pad_to_capacity: bool = False,
+        ) -> Any:
+            options = router_topk, capacity_factor, drop_policy
             if self._padding is None:
-                return drop(routing_probs, routing_map, *args, **kwargs)
-            call = signature.bind(routing_probs, routing_map, *args, **kwargs)
-            call.apply_defaults()
-            selected = rows_within_capacity(
-                routing_probs,
-                routing_map,
-                self._padding,
-                top_k=call.arguments["router_topk"],
-                capacity_factor=call.arguments["capacity_factor"],
-                by_position=call.arguments["drop_policy"] == "position",
-            )
+                return drop(routing_probs, routing_map, *options, pad_to_capacity)
+            selected = rows_within_capacity(routing_probs, routing_map, self._padding, *options)
             return routing_probs * selected, selected
-
-        (count_tokens,) = private_names(_ROUTER, "get_tokens_per_expert_and_token_count")
 
         def at_least_one(*args: Any, **kwargs: Any) -> Any:
             # Losses divide by the count, and all rows of a microbatch may be padding.
             of_experts, local, total = count_tokens(*args, **kwargs)
             is_counted = isinstance(total, torch.Tensor)
             return of_experts, local, total.clamp(min=1) if is_counted else total
-
-        (kind,) = private_names(_ROUTER, "TopKRouter")
-        count = kind._apply_expert_bias
 
         def count_chosen(
             router: Any, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None
@@ -166,12 +158,8 @@ class _Routing:
 
         undo = ExitStack()
         undo.callback(patch_attributes(kind, {"_apply_expert_bias": count_chosen}))
-        patched = {
-            "topk_routing_with_score_function": choose,
-            "apply_router_token_dropping": drop_to_capacity,
-            "get_tokens_per_expert_and_token_count": at_least_one,
-        }
-        undo.callback(patch_attributes(module, patched))
+        patched = dict(zip(names, (choose, drop_to_capacity, at_least_one), strict=True))
+        undo.callback(patch_attributes(import_megatron(_ROUTER), patched))
         return undo.close
 
     def enter(self, _router: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -186,10 +174,9 @@ def rows_within_capacity(
     routing_probs: torch.Tensor,
     routing_map: torch.Tensor,
     padding: torch.Tensor,
-    *,
     top_k: int,
     capacity_factor: float,
-    by_position: bool,
+    drop_policy: str,
 ) -> torch.Tensor:
     """Select the rows of every expert, bool [rows, experts], with the capacity of the tokens alone.
 
@@ -203,10 +190,11 @@ def rows_within_capacity(
         padding: True for rows without a token, bool [rows].
         top_k: Number of experts of a token.
         capacity_factor: Capacity factor of an expert.
-        by_position: Select the first tokens instead of those with the largest probability.
+        drop_policy: ``position`` to select the first tokens instead of those with the largest
+            probability.
     """
     order = routing_probs.detach()
-    if by_position:
+    if drop_policy == "position":
         places = torch.arange(routing_map.shape[0], 0, -1, device=routing_map.device)
         order = routing_map * places[:, None]
     order = order.masked_fill(padding[:, None], -1)

@@ -287,9 +287,7 @@ def test_the_first_tokens_have_room_by_position() -> None:
     padding = torch.ones(32, dtype=torch.bool)
     padding[torch.randperm(32)[:24]] = False
     chosen &= ~padding[:, None]
-    kept = rows_within_capacity(
-        torch.rand(32, 4) * chosen, chosen, padding, top_k=2, capacity_factor=0.5, by_position=True
-    )
+    kept = rows_within_capacity(torch.rand(32, 4) * chosen, chosen, padding, 2, 0.5, "position")
     assert not kept[padding].any()
     for expert in range(4):
         assert (

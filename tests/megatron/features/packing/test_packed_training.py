@@ -13,7 +13,7 @@ from extended_config import extended
 from chunkgraph.data import Documents, read_documents
 from chunkgraph.megatron.features.packing.bank import PackingOptions
 from chunkgraph.megatron.features.packing.banks import PackedBanks
-from chunkgraph.trainer.batches import packed_shape
+from chunkgraph.packing import PackedShape
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -153,7 +153,7 @@ _BUCKETS = (12, 0.75, 42)  # in rows of 48 tokens: 12 is never enough, but captu
 def _lengths(case: dict[str, Any]) -> set[int]:
     """Return the buckets of a run's microbatches."""
     with extended(case["config"]) as config:
-        shape = packed_shape(config)
+        shape = PackedShape(config.packing.max_packed_seqs, config.tokens_per_sequence)
     options = PackingOptions(shape, config.packing.buckets, config.packing.seq_buckets)
     banks = PackedBanks.of_model(options, config.pipeline)
     text = read_documents(config.data.path)
