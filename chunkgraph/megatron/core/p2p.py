@@ -108,6 +108,8 @@ def is_plain_communicator(communicator: object) -> bool:
 
 def is_pipelining_schedule(forward_backward: Callable[..., Any]) -> bool:
     """Return whether this is one of Megatron's pipeline schedules, which take a communicator."""
+    if not hasattr(_plain_class(), "_communicate"):
+        return False
     module = import_megatron("megatron.core.pipeline_parallel.schedules")
     return forward_backward in (
         module.forward_backward_pipelining_without_interleaving,
