@@ -19,7 +19,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -27,7 +29,7 @@ from torch import nn
 
 from chunkgraph.engine import Chunk, mark_constant
 from chunkgraph.errors import ConfigError
-from chunkgraph.megatron.core.access import import_megatron
+from chunkgraph.megatron.core.access import import_megatron, patch_attributes
 from chunkgraph.megatron.core.cached_tables import GROWING_BUFFERS
 from chunkgraph.megatron.core.data_parallel import (
     ParameterGates,
@@ -49,9 +51,6 @@ __all__ = [
     "ChosenScope",
     "Scope",
     "choose_scope",
-    "find_block",
-    "innermost",
-    "lacks",
     "new_part",
 ]
 
@@ -69,7 +68,7 @@ class CapturedPart:
     """One module whose forward is captured as a chunk of the engine.
 
     Args:
-        module: The module; `divert_to` replaces its forward, `restore` undoes that.
+        module: The module, whose forward `divert_to` replaces.
         block: The transformer block in ``module``, or ``module`` itself; received activations are
             stored in its ``input_tensor``.
         ddp: Megatron's DDP around the module, or None.
@@ -99,17 +98,13 @@ class CapturedPart:
         self.parameters = tuple(p for p in module.parameters() if p.requires_grad)
         self._block: Any = block
         self._ddp = ddp
-        self._gates: Any = None
-        if (
-            ddp is not None
-            and gathers_parameters(ddp)
-            and any(p.is_cuda for p in module.parameters())
-        ):
-            layers: Any = block.layers
-            self._gates = ParameterGates(ddp, module, layers)
         self._eager = type(module).forward
-        self._names = _positional_names(self._eager)
-        self._optional = _none_by_default(self._eager)
+        parameters = list(inspect.signature(self._eager).parameters.values())[1:]
+        self._optional = {p.name for p in parameters if p.default is None}
+        # The names of positional arguments.
+        self._names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+            self._names = []
         self.config: Any = getattr(block, "config", None)
         self.predicts_tokens = bool(getattr(module, "mtp_process", False))
 
@@ -121,13 +116,19 @@ class CapturedPart:
 
     def chunk(self) -> Chunk:
         """Return the chunk that the engine captures."""
-        before = new_marker = None
+        run: Callable[..., Any] = self._run
+        before: Callable[[], None] | None = None
+        new_marker = None
         if self._ddp is not None:
-            if gathers_parameters(self._ddp):
-                before = self._gather_parameters if self._gates is None else self._gates.gather
             new_marker = gradient_marker(self._ddp, self.parameters)
+            if gathers_parameters(self._ddp):
+                before = partial(call_parameter_gather_hooks, self.modules)
+                if any(p.is_cuda for p in self.module.parameters()):
+                    gates = ParameterGates(self._ddp, self.module, self._block.layers)
+                    before = gates.gather
+                    run = gates.wait_in_capture()(run)  # decorates: entered in each call
         return Chunk(
-            forward=self._run if self._gates is None else self._run_gated,
+            forward=run,
             parameters=self.parameters,
             label=self.label,
             module=self.module,
@@ -139,8 +140,8 @@ class CapturedPart:
             caches=GROWING_BUFFERS,
         )
 
-    def divert_to(self, call: Call) -> None:
-        """Send the module's training forwards to ``call``."""
+    def divert_to(self, call: Call, undo: ExitStack) -> None:
+        """Send the module's training forwards to ``call``, until ``undo`` is closed."""
         module, num_named = self.module, len(self._names)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -160,11 +161,7 @@ class CapturedPart:
             }
             return call((first, *args[num_named:]), keywords)
 
-        module.forward = forward
-
-    def restore(self) -> None:
-        """Restore the forward of the module's class."""
-        self.module.__dict__.pop("forward", None)
+        undo.callback(patch_attributes(module, {"forward": forward}))
 
     def _take_input(self, keywords: dict[str, Any]) -> Any:
         """Return the engine's first argument; leave its other arguments in ``keywords``."""
@@ -181,10 +178,6 @@ class CapturedPart:
         """Run the module's eager forward with its input as ``first``."""
         raise NotImplementedError
 
-    def _run_gated(self, first: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._gates.wait_in_capture():
-            return self._run(first, *args, **kwargs)
-
     def _run_received(self, received: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the eager forward with ``received`` as the block's ``input_tensor``."""
         block = self._block
@@ -194,9 +187,6 @@ class CapturedPart:
             return self._eager(self.module, *args, **kwargs)
         finally:
             block.input_tensor = previous
-
-    def _gather_parameters(self) -> None:
-        call_parameter_gather_hooks(self.modules)
 
 
 class _Block(CapturedPart):
@@ -240,19 +230,14 @@ class _Model(CapturedPart):
 
 
 def new_part(scope: CapturedScope, model_chunk: nn.Module, label: str) -> CapturedPart:
-    """Find the part of ``model_chunk`` that ``scope`` captures.
-
-    Args:
-        scope: See the module's table.
-        model_chunk: The chunk as the schedule receives it, with its wrappers.
-        label: Name of the chunk in errors.
+    """Find the part of ``model_chunk``, with its wrappers, that ``scope`` captures.
 
     Raises:
         ConfigError: The chunk has no such part, or graphs are attached to it already.
     """
     ddp = unwrap_ddp(model_chunk)
-    block = find_block(model_chunk, label)
-    model = innermost(model_chunk)
+    block = _find_block(model_chunk, label)
+    model = _innermost(model_chunk)
     if any("forward" in module.__dict__ for module in (block, model)):
         raise ConfigError(
             f"The forward of {label} is already replaced on the instance; detach() the earlier "
@@ -263,7 +248,7 @@ def new_part(scope: CapturedScope, model_chunk: nn.Module, label: str) -> Captur
         return _Block(block, block, ddp, label, name)
     if scope != "chunk":
         raise ConfigError(f"The scope of a capture is 'auto', 'block' or 'chunk', not {scope!r}.")
-    if missing := lacks(model, block):
+    if missing := _lacks(model, block):
         raise ConfigError(
             f"{label}: {type(model).__name__} is not built like GPTModel or HybridModel (it has no "
             f"{missing}), so that it cannot be captured whole. Use scope='auto' or 'block'."
@@ -271,7 +256,7 @@ def new_part(scope: CapturedScope, model_chunk: nn.Module, label: str) -> Captur
     return _Model(model, block, ddp, label)
 
 
-def lacks(model: nn.Module, block: nn.Module) -> str:
+def _lacks(model: nn.Module, block: nn.Module) -> str:
     """Return the attributes of GPTModel that ``model`` lacks, as text; "" for none."""
     missing = [name for name in _MODEL_ATTRIBUTES if not hasattr(model, name)]
     if not missing and getattr(model, "decoder", None) is not block:
@@ -316,12 +301,8 @@ def _reads_position_ids(model: Any) -> bool:
     return model.pre_process and type(model.embedding) is not embedding
 
 
-def find_block(model_chunk: nn.Module, label: str) -> nn.Module:
-    """Return the only transformer block of a model chunk.
-
-    Args:
-        model_chunk: The chunk as the schedule receives it, with its wrappers.
-        label: Name of the chunk in errors.
+def _find_block(model_chunk: nn.Module, label: str) -> nn.Module:
+    """Return the only transformer block of a model chunk with its wrappers.
 
     Raises:
         ConfigError: There is no block, or there are several.
@@ -340,23 +321,10 @@ def find_block(model_chunk: nn.Module, label: str) -> nn.Module:
     return blocks[0]
 
 
-def innermost(model_chunk: nn.Module) -> nn.Module:
+def _innermost(model_chunk: nn.Module) -> nn.Module:
     """Return the model inside wrappers (DDP, Float16Module) that call it ``module``."""
     *_, module = wrappers_of(model_chunk)
     return module
-
-
-def _positional_names(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the names of the positional parameters after ``self``; none with ``*args``."""
-    parameters = list(inspect.signature(function).parameters.values())[1:]
-    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return ()
-    return tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
-
-
-def _none_by_default(function: Callable[..., Any]) -> frozenset[str]:
-    parameters = inspect.signature(function).parameters.values()
-    return frozenset(p.name for p in parameters if p.default is None)
 
 
 @dataclass(frozen=True)
@@ -447,10 +415,10 @@ def _obstacle_in_model(model_chunk: nn.Module) -> str:
     A model that overrides Megatron's methods may run arbitrary code around its block, and a replay
     does not run hooks.
     """
-    model: Any = innermost(model_chunk)
+    model: Any = _innermost(model_chunk)
     name = type(model).__name__
-    block = find_block(model_chunk, name)
-    if lacks(model, block):
+    block = _find_block(model_chunk, name)
+    if _lacks(model, block):
         return f"{name}, which is not built like GPTModel"
     libraries = ("megatron.core.", "torch.")
     others = [vars(c) for c in type(model).__mro__ if not c.__module__.startswith(libraries)]

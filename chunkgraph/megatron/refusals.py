@@ -16,10 +16,6 @@ from chunkgraph.settings.words import PROGRAM
 __all__ = ["DELAY_RULES", "DRIVER_RULES", "MODEL_RULES", "facts_of_model"]
 
 
-def _dropout(f: Facts) -> float:
-    return max(f.hidden_dropout or 0.0, f.attention_dropout or 0.0)
-
-
 _GATHERED_WEIGHTS = "Python hooks gather the weights for every use, and a replay does not run hooks"
 _QUANTIZED_WEIGHTS = (
     "Python state decides whether to update the cached quantized weights, and a replay freezes it"
@@ -27,7 +23,6 @@ _QUANTIZED_WEIGHTS = (
 _FP8_ATTENTION = "Python code copies and sets the scales of its FP8 tensors in every call"
 _QUEUES = "its queues are Python state that a replay does not advance"
 _OUTSIDE = "weight gradients would be computed outside the graph"
-_OTHER_GRAPHS = "Megatron would capture the same layers again"
 _SAFE_RNG = "use {te_rng_tracker=true}"
 
 
@@ -35,14 +30,12 @@ def _drives(f: Facts) -> bool:
     return f.schedule not in (None, "auto")
 
 
-def _next_to_schedule(text: str, name: str) -> Rule:
+def _next_to_schedule(name: str) -> Rule:
+    text = f"{name} schedule: only Megatron's own schedules do it; leave one of them out"
     return Rule(text, lambda f: _drives(f) and getattr(f, name))
 
 
-_OWN_SCHEDULE = "only Megatron's own schedules do it; leave one of them out"
-_RING_EXCHANGE = _next_to_schedule(
-    f"use_ring_exchange_p2p schedule: {_OWN_SCHEDULE}", "use_ring_exchange_p2p"
-)
+_RING_EXCHANGE = _next_to_schedule("use_ring_exchange_p2p")
 DELAY_RULES = (
     Rule(
         # The launcher trains without it where Megatron allows it: next to overlapped transfers.
@@ -72,16 +65,11 @@ DELAY_RULES = (
 )
 """Rules of weight gradients that layers delay until the action W."""
 DRIVER_RULES = (
-    *(
-        _next_to_schedule(f"{name} schedule: {_OWN_SCHEDULE}", name)
-        for name in (
-            "fine_grained_activation_offloading",
-            "hybrid_context_parallel",
-            "num_microbatches_with_partial_activation_checkpoints",
-            "overlap_moe_expert_parallel_comm",
-            "variable_seq_lengths",
-        )
-    ),
+    _next_to_schedule("fine_grained_activation_offloading"),
+    _next_to_schedule("hybrid_context_parallel"),
+    _next_to_schedule("num_microbatches_with_partial_activation_checkpoints"),
+    _next_to_schedule("overlap_moe_expert_parallel_comm"),
+    _next_to_schedule("variable_seq_lengths"),
     _RING_EXCHANGE,
     Rule(
         "cuda_graph_impl schedule: Megatron's graphs follow its own schedules; leave one of them "
@@ -133,11 +121,9 @@ MODEL_RULES = (
     Rule(f"overlap_dispatch_backward_with_experts_wgrad: {_OUTSIDE}"),
     Rule("moe_hybridep_pad_uneven_dispatch_inputs: it reads token counts on the host"),
     Rule(
-        f"cuda_graph_impl: {_OTHER_GRAPHS}; leave it out",
+        "cuda_graph_impl: Megatron would capture the same layers again; leave it out",
         lambda f: f.cuda_graph_impl not in (None, "none"),
     ),
-    Rule(f"enable_cuda_graph: {_OTHER_GRAPHS}; leave it out"),
-    Rule(f"external_cuda_graph: {_OTHER_GRAPHS}; leave it out"),
     Rule(
         "use_transformer_engine_op_fuser: without experts fused operations hold their own "
         "parameters, which is supported for experts only; leave it out",
@@ -165,7 +151,8 @@ MODEL_RULES = (
         "hidden_dropout attention_dropout moe_router_force_load_balancing: the RNG tracker is not "
         f"graph-safe, and every replay would draw the same numbers; {_SAFE_RNG}",
         lambda f: (
-            (_dropout(f) > 0 or f.moe_router_force_load_balancing) and not f.is_rng_graph_safe
+            (f.hidden_dropout or f.attention_dropout or f.moe_router_force_load_balancing)
+            and not f.is_rng_graph_safe
         ),
     ),
 )
@@ -182,18 +169,14 @@ def facts_of_model(
         words: How the user writes settings.
     """
     dtype = getattr(config, "params_dtype", None)
-    dispatcher = getattr(config, "moe_token_dispatcher_type", None) or "allgather"
-    is_flex = dispatcher == "flex"
-    # Without that dispatcher it has Megatron's default, which is not the user's choice.
-    backend = (
-        (getattr(config, "moe_flex_dispatcher_backend", None) or "deepep") if is_flex else None
-    )
     facts = {
         "captures": True,
         "element_bytes": None if dtype is None else dtype.itemsize,
         "fp8_recipe": fp8_recipe(config),
-        "moe_flex_dispatcher_backend": backend,
-        "moe_token_dispatcher_type": dispatcher,
+        "moe_flex_dispatcher_backend": getattr(config, "moe_flex_dispatcher_backend", None)
+        or "deepep",
+        "moe_token_dispatcher_type": getattr(config, "moe_token_dispatcher_type", None)
+        or "allgather",
         "swiglu": getattr(config, "gated_linear_unit", None),
         **(others or {}),
     }

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from chunkgraph.megatron.core.p2p import (
     default_groups,
     is_plain_communicator,
 )
-from chunkgraph.megatron.pipeline.transfers import Exchange, Received, TransferGroups
+from chunkgraph.megatron.pipeline.transfers import Exchange, TransferGroups
 from chunkgraph.schedules import Action, Op, Schedule, num_ended_sends, with_transfers
 
 __all__ = ["ScheduleDriver"]
@@ -49,10 +50,9 @@ class ScheduleDriver:
         rank: int,
         run_weights: Callable[[int], None] | None = None,
     ) -> None:
-        self.rank = rank
-        self.run_weights = run_weights
+        self._run_weights = run_weights
         self.schedule = functools.cache(lambda count: with_transfers(build(count)))
-        self._walk = functools.cache(lambda count: _Walk.of(self.schedule(count), rank))
+        self._stops = functools.cache(lambda count: _stops_of(self.schedule(count), rank))
         self._default_groups = functools.cache(default_groups)
         self._groups: TransferGroups | None = None
         self._is_in_step = False
@@ -68,8 +68,6 @@ class ScheduleDriver:
             schedules = import_megatron("megatron.core.pipeline_parallel")
             losses: list[Any] = schedules.get_forward_backward_func()(**keywords)
             return losses
-        groups = keywords.get("pg_collection") or self._default_groups()
-        steps = MegatronSteps(keywords, groups)
         for name in ("adjust_tensor_shapes_fn", "p2p_communicator"):
             value = keywords.get(name)
             if value is not None and not is_plain_communicator(value):
@@ -78,20 +76,13 @@ class ScheduleDriver:
                     f"this step has {name}={value!r}. Leave it out, or train with Megatron's own "
                     "schedule."
                 )
-        schedule = self.schedule(steps.num_microbatches)
-        received = Received(
-            steps.received_shape(keywords),
-            steps.config.pipeline_dtype,
-            next(steps.models[0].parameters()).device,
-            take_buffer,
-        )
-        if self._groups is None and schedule.num_ranks > 1:
-            self._groups = TransferGroups(steps.groups.pp, received.message_bytes)
+        groups = keywords.get("pg_collection") or self._default_groups()
+        count = keywords["num_microbatches"]
+        step = _Step(keywords, groups, self._stops(count), take_buffer, self._run_weights)
+        if self._groups is None and self.schedule(count).num_ranks > 1:
+            self._groups = TransferGroups(groups.pp, step.message_bytes)
         self._is_in_step = True
-        force_all_reduce = bool(keywords.get("force_all_reduce", False))
-        walk = self._walk(steps.num_microbatches)
-        step = _Step(steps, walk, self._groups, received, self.run_weights)
-        losses = step.run(force_all_reduce=force_all_reduce)
+        losses = step.run(self._groups)
         self._is_in_step = False
         return losses
 
@@ -111,60 +102,49 @@ class _Stop(NamedTuple):
     """One action of a rank, with its details that are known before the step.
 
     Attributes:
-        run: Runs it, as a method of `_Step`.
+        op: Its operation.
         chunk: Index of the stage among the rank's chunks.
         stage: Its stage.
         microbatch: Its microbatch.
-        last: The chunk's last gradients, if it adds them.
+        is_last: Whether its stage is the last one.
+        adds_last: Whether it adds the last gradients of its chunk. An eager backward adds most of
+            them in I already, so the last I and the last W both do; they may belong to different
+            microbatches.
         num_ended: Number of sends, in the other direction, that have ended once the tensor that
             the action uses is received; see `num_ended_sends`.
     """
 
-    run: Callable[[_Step, _Stop], None]
+    op: Op
     chunk: int
     stage: int
     microbatch: int
-    last: LastGradients | None
+    is_last: bool
+    adds_last: bool
     num_ended: int
 
+    @property
+    def key(self) -> tuple[int, int]:
+        """Return the stage and the microbatch."""
+        return self.stage, self.microbatch
 
-@dataclass(frozen=True)
-class _Walk:
-    """The actions of one rank in a step of some number of microbatches."""
 
-    stops: tuple[_Stop, ...]
-    last_stage: int
-    is_last_rank: bool
-
-    @staticmethod
-    def of(schedule: Schedule, rank: int) -> _Walk:
-        """Return the walk of a rank along a schedule with transfers."""
-        methods: dict[Op, Callable[[_Step, _Stop], None]] = {
-            Op.F: _Step.forward,
-            Op.B: _Step.backward,
-            Op.I: _Step.backward,
-            Op.W: _Step.weights,
-            Op.SEND_F: lambda step, stop: step.forwards.send(stop.stage, stop.microbatch),
-            Op.RECV_F: lambda step, stop: step.forwards.receive(stop.stage, stop.microbatch),
-            Op.SEND_B: lambda step, stop: step.backwards.send(stop.stage, stop.microbatch),
-            Op.RECV_B: lambda step, stop: step.backwards.receive(stop.stage, stop.microbatch),
-        }
-        actions = [half for action in schedule.actions[rank] for half in _halves(schedule, action)]
-        last = last_gradients(actions, schedule.chunk_of)
-        num_ended = num_ended_sends(schedule, rank)
-        last_stage = schedule.num_stages - 1
-        stops = tuple(
-            _Stop(
-                methods[action.op],
-                schedule.chunk_of(action.stage),
-                action.stage,
-                action.microbatch,
-                last.get(index),
-                num_ended.get((action.op is Op.F, action.stage, action.microbatch), 0),
-            )
-            for index, action in enumerate(actions)
+def _stops_of(schedule: Schedule, rank: int) -> tuple[_Stop, ...]:
+    """Return the actions of a rank in a schedule with transfers."""
+    actions = [half for action in schedule.actions[rank] for half in _halves(schedule, action)]
+    last = {(a.op, a.stage): index for index, a in enumerate(actions)}
+    num_ended = num_ended_sends(schedule, rank)
+    return tuple(
+        _Stop(
+            a.op,
+            schedule.chunk_of(a.stage),
+            a.stage,
+            a.microbatch,
+            a.stage == schedule.num_stages - 1,
+            a.op in (Op.B, Op.I, Op.W) and last[a.op, a.stage] == index,
+            num_ended.get((a.op is Op.F, a.stage, a.microbatch), 0),
         )
-        return _Walk(stops, last_stage, schedule.rank_of(last_stage) == rank)
+        for index, a in enumerate(actions)
+    )
 
 
 def _halves(schedule: Schedule, action: Action) -> tuple[Action, ...]:
@@ -177,129 +157,175 @@ def _halves(schedule: Schedule, action: Action) -> tuple[Action, ...]:
 class _Step:
     """One training step on one rank.
 
-    Attributes:
-        forwards: The transfers of outputs.
-        backwards: The transfers of input gradients.
+    Args:
+        keywords: Keywords of a forward-backward function.
+        groups: Megatron's process groups.
+        stops: The rank's actions.
+        take_buffer: See `ScheduleDriver`, like ``run_weights``.
     """
 
     def __init__(
         self,
-        steps: MegatronSteps,
-        walk: _Walk,
-        groups: TransferGroups | None,
-        received: Received,
+        keywords: dict[str, Any],
+        groups: Any,
+        stops: Sequence[_Stop],
+        take_buffer: TakeBuffer | None,
         run_weights: Callable[[int], None] | None,
     ) -> None:
-        self._megatron = steps
-        self._walk = walk
+        self._schedules: Any = import_megatron("megatron.core.pipeline_parallel.schedules")
+        self._models, data = _as_list(keywords["model"]), _as_list(keywords["data_iterator"])
+        self._data = data if len(data) == len(self._models) else data * len(self._models)
+        self._config = config = self._schedules.get_model_config(self._models[0])
+        self._keywords = keywords
+        self._groups = groups
+        self._stops = stops
+        self._take_buffer = take_buffer
         self._run_weights = run_weights
-        forward, backward = (
-            None if groups is None else groups.route(direction) for direction in Direction
+        (self._shape,) = self._schedules.get_tensor_shapes(
+            seq_length=keywords["seq_length"],
+            micro_batch_size=keywords["micro_batch_size"],
+            decoder_seq_length=keywords.get("decoder_seq_length"),
+            config=config,
+            tp_group=groups.tp,
+            cp_group=groups.cp,
         )
-        self.forwards = Exchange(Direction.FORWARD, forward, received, steps.free_output)
-        self.backwards = Exchange(Direction.BACKWARD, backward, received)
-        self._sync = GradientSync(steps.config, steps.models)
+        self._device = next(self._models[0].parameters()).device
+        takes_type = "model_type" in inspect.signature(self._schedules.backward_step).parameters
+        self._model_type = [self._schedules.get_model_type(self._models[0])] if takes_type else []
+        self._sync = GradientSync(config, self._models)
         self._in_flight: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
-        self._num_tokens = torch.zeros([], dtype=torch.int, device=received.device)
+        self._num_tokens = torch.zeros([], dtype=torch.int, device=self._device)
+        self._losses: list[Any] = []
 
-    def run(self, *, force_all_reduce: bool) -> list[Any]:
-        """Walk the rank's actions; return what the last stage reports of its losses."""
-        steps, config, is_last = self._megatron, self._megatron.config, self._walk.is_last_rank
-        embedding = steps.begin(is_last_rank=is_last)
+    @property
+    def message_bytes(self) -> int:
+        """Return the size of a tensor that stages exchange."""
+        return math.prod(self._shape) * int(self._config.pipeline_dtype.itemsize)
+
+    def run(self, transfers: TransferGroups | None) -> list[Any]:
+        """Walk the rank's actions; return what the last stage reports of its losses.
+
+        Args:
+            transfers: Groups of the transfers; None with one rank.
+        """
+        config, models = self._config, list(self._models)
+        is_last = any(stop.is_last for stop in self._stops)
+        finalize = config.finalize_model_grads_func
+        if finalize is not None:
+            embedding = self._schedules.clear_embedding_activation_buffer(config, models, is_last)
         if config.timers is not None:
             barrier = config.barrier_with_L1_time
             config.timers("forward-backward", log_level=1).start(barrier=barrier)
         self._start_parameter_gathers()
-        with self._sync.step():
-            for stop in self._walk.stops:
-                if stop.last is None:
-                    stop.run(self, stop)
-                else:
-                    with self._sync.around(stop.last):
-                        stop.run(self, stop)
-            self.forwards.end()
-            self.backwards.end()
-        steps.finish(
-            embedding, self._num_tokens, is_last_rank=is_last, force_all_reduce=force_all_reduce
-        )
+        self._take_stops(transfers)
+        if finalize is not None:
+            self._schedules.finish_embedding_wgrad_compute(
+                config, embedding, is_last, self._groups.tp
+            )
+            finalize(
+                models,
+                self._num_tokens if config.calculate_per_token_loss else None,
+                pg_collection=self._groups,
+                force_all_reduce=bool(self._keywords.get("force_all_reduce", False)),
+            )
         if config.timers is not None:
             config.timers("forward-backward").stop()
-        return steps.losses
+        return self._losses
 
     def _start_parameter_gathers(self) -> None:
-        functions = self._megatron.config.param_sync_func
-        if functions is None or len(self._megatron.models) == 1:
+        functions = self._config.param_sync_func
+        if functions is None or len(self._models) == 1:
             return
-        if not isinstance(functions, (list, tuple)):
-            functions = [functions] * len(self._megatron.models)
-        for function, model in zip(functions, self._megatron.models, strict=True):
+        for function, model in zip(_for_each(self._models, functions), self._models, strict=True):
             function(model.parameters())
 
-    def forward(self, stop: _Stop) -> None:
+    def _take_stops(self, transfers: TransferGroups | None) -> None:
+        forwards, backwards = (
+            Exchange(None if transfers is None else transfers.routes[direction])
+            for direction in Direction
+        )
+        self._forwards, self._backwards = forwards, backwards
+        methods: dict[Op, Callable[[_Stop], None]] = {
+            Op.F: self._forward,
+            Op.B: self._backward,
+            Op.I: self._backward,
+            Op.W: self._weights,
+            Op.SEND_F: lambda stop: forwards.send(stop.key),
+            Op.RECV_F: lambda stop: forwards.receive(stop.key, self._buffer(Direction.FORWARD)),
+            Op.SEND_B: lambda stop: backwards.send(stop.key),
+            Op.RECV_B: lambda stop: backwards.receive(stop.key, self._buffer(Direction.BACKWARD)),
+        }
+        with self._sync.step():
+            for stop in self._stops:
+                if stop.adds_last:
+                    with self._sync.around(stop.chunk, are_final=stop.op is not Op.I):
+                        methods[stop.op](stop)
+                else:
+                    methods[stop.op](stop)
+            self._end_forward_sends()
+            backwards.end()
+
+    def _buffer(self, direction: Direction) -> torch.Tensor:
+        """Return the memory of the next receive of a direction, which requires grad."""
+        shape, dtype = tuple(self._shape), self._config.pipeline_dtype
+        buffer = None if self._take_buffer is None else self._take_buffer(direction, shape, dtype)
+        if buffer is not None:
+            return buffer
+        return torch.empty(shape, dtype=dtype, device=self._device, requires_grad=True)
+
+    def _end_forward_sends(self, num_sends: float = math.inf) -> None:
+        """Wait until outputs are sent, and free them where Megatron is configured to."""
+        for output in self._forwards.end(num_sends):
+            self._free(output)
+
+    def _free(self, output: torch.Tensor) -> None:
+        self._schedules.deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)
+
+    def _forward(self, stop: _Stop) -> None:
         """Run the forward of a microbatch."""
-        _, chunk, stage, microbatch, _, num_ended = stop
-        is_last = stage == self._walk.last_stage
         received = None
-        if stage:
-            received = self.forwards.take(stage, microbatch)
-            self.backwards.end(num_ended)
-        output, num_tokens = self._megatron.forward(chunk, microbatch, received, is_last=is_last)
+        if stop.stage:
+            received = self._forwards.take(stop.key)
+            self._backwards.end(stop.num_ended)
+        output, num_tokens = self._schedules.forward_step(
+            self._keywords["forward_step_func"],
+            self._data[stop.chunk],
+            self._models[stop.chunk],
+            self._keywords["num_microbatches"],
+            received,
+            self._losses,
+            self._config,
+            cp_group_size=self._groups.cp.size(),
+            collect_non_loss_data=self._keywords.get("collect_non_loss_data", False),
+            is_first_microbatch=stop.microbatch == 0,
+            current_microbatch=stop.microbatch,
+            vp_stage=stop.chunk if len(self._models) > 1 else None,
+            is_last_stage=stop.is_last,
+        )
         self._num_tokens += num_tokens
-        self._in_flight[stage, microbatch] = (received, output)
-        if is_last:
-            self._megatron.free_output(output)
+        self._in_flight[stop.key] = (received, output)
+        if stop.is_last:
+            self._free(output)
         else:
-            self.forwards.keep(stage, microbatch, output)
+            self._forwards.keep(stop.key, output)
 
-    def backward(self, stop: _Stop) -> None:
+    def _backward(self, stop: _Stop) -> None:
         """Run the backward of a microbatch, or its input gradients."""
-        _, _, stage, microbatch, _, num_ended = stop
-        received, output = self._in_flight.pop((stage, microbatch))
+        received, output = self._in_flight.pop(stop.key)
         output_grad = None
-        if stage < self._walk.last_stage:
-            output_grad = self.backwards.take(stage, microbatch)
-            self.forwards.end(num_ended)
-        input_grad = self._megatron.backward(received, output, output_grad)
-        if stage:
-            assert input_grad is not None
-            self.backwards.keep(stage, microbatch, input_grad)
+        if not stop.is_last:
+            output_grad = self._backwards.take(stop.key)
+            self._end_forward_sends(stop.num_ended)
+        input_grad = self._schedules.backward_step(
+            received, output, output_grad, *self._model_type, self._config
+        )
+        if stop.stage:
+            self._backwards.keep(stop.key, input_grad)
 
-    def weights(self, stop: _Stop) -> None:
+    def _weights(self, stop: _Stop) -> None:
         """Add the weight gradients that the oldest backward of a chunk has left out."""
         if self._run_weights is not None:
             self._run_weights(stop.chunk)
-
-
-class LastGradients(NamedTuple):
-    """The last gradients of a chunk in a step.
-
-    Attributes:
-        chunk: Index of the chunk.
-        are_final: Whether none come later, whether or not the backward is split.
-    """
-
-    chunk: int
-    are_final: bool
-
-
-def last_gradients(
-    actions: Sequence[Action], chunk_of: Callable[[int], int]
-) -> dict[int, LastGradients]:
-    """Return which of a rank's actions add the last gradients of its chunks, by their index.
-
-    An eager backward adds most gradients in I already, so the last I and the last W both count;
-    they may belong to different microbatches.
-
-    Args:
-        actions: The actions; B only where no backward is split.
-        chunk_of: Returns the index of a stage among the rank's chunks.
-    """
-    last = {(action.op, chunk_of(action.stage)): i for i, action in enumerate(actions)}
-    return {
-        index: LastGradients(chunk, op is not Op.I)
-        for (op, chunk), index in last.items()
-        if op in (Op.B, Op.I, Op.W)
-    }
 
 
 class GradientSync:
@@ -311,163 +337,49 @@ class GradientSync:
     """
 
     def __init__(self, config: Any, models: Sequence[nn.Module]) -> None:
-        functions = config.no_sync_func
-        if functions is None:
-            functions = ()
-        self._no_sync = functions if isinstance(functions, (list, tuple)) else (functions,)
-        starts = config.grad_sync_func
-        is_list = isinstance(starts, (list, tuple))
-        self._starts = list(starts) if is_list else [starts] * len(models)
+        self._no_sync = [] if config.no_sync_func is None else _as_list(config.no_sync_func)
+        self._starts = _for_each(models, config.grad_sync_func)
         self._models = models
-        self._held: contextlib.ExitStack | None = None
+        self._held = ExitStack()
 
-    @contextlib.contextmanager
+    @contextmanager
     def step(self) -> Iterator[None]:
         """Hold reductions back inside, except those that `around` runs."""
         self._hold()
         try:
             yield
         finally:
-            self._let_go()
+            self._held.close()
 
-    @contextlib.contextmanager
-    def around(self, last: LastGradients) -> Iterator[None]:
-        """Reduce the gradients of a chunk; the action inside adds the last ones."""
-        start = self._starts[last.chunk]
+    @contextmanager
+    def around(self, chunk: int, *, are_final: bool) -> Iterator[None]:
+        """Reduce the gradients of a chunk; the action inside adds the last ones.
+
+        Args:
+            chunk: Index of the chunk.
+            are_final: Whether none come later, whether or not the backward is split.
+        """
+        start = self._starts[chunk]
         if start is None:
-            self._let_go()
+            self._held.close()
             yield
             self._hold()
             return
         yield
-        if last.are_final:
-            self._let_go()
-            start(self._models[last.chunk].parameters())
+        if are_final:
+            self._held.close()
+            start(self._models[chunk].parameters())
             self._hold()
 
     def _hold(self) -> None:
-        self._held = contextlib.ExitStack()
         for function in self._no_sync:
             self._held.enter_context(function())
-
-    def _let_go(self) -> None:
-        if self._held is not None:
-            self._held.close()
-            self._held = None
-
-
-class MegatronSteps:
-    """Megatron's functions and arguments for one training step of a schedule.
-
-    Args:
-        keywords: Keywords of a forward-backward function.
-        groups: Megatron's process groups.
-
-    Attributes:
-        models: Model chunks of this rank, wrappers included.
-        config: Megatron's ModelParallelConfig.
-        groups: Megatron's process groups.
-        num_microbatches: Microbatches in the step.
-        losses: What the last stage's loss function reports, by microbatch.
-    """
-
-    def __init__(self, keywords: dict[str, Any], groups: Any) -> None:
-        self.models, data = _as_list(keywords["model"]), _as_list(keywords["data_iterator"])
-        self._data = data if len(data) == len(self.models) else [*data] * len(self.models)
-        self.schedules: Any = import_megatron("megatron.core.pipeline_parallel.schedules")
-        self.config = self.schedules.get_model_config(self.models[0])
-        self.groups = groups
-        self._forward_step_func = keywords["forward_step_func"]
-        self.num_microbatches = keywords["num_microbatches"]
-        self._collect_non_loss_data = keywords.get("collect_non_loss_data", False)
-        self.losses: list[Any] = []
-
-    def forward(
-        self, chunk: int, microbatch: int, received: torch.Tensor | None, *, is_last: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run one forward; return the output, or the loss, and the number of tokens."""
-        output, num_tokens = self.schedules.forward_step(
-            self._forward_step_func,
-            self._data[chunk],
-            self.models[chunk],
-            self.num_microbatches,
-            received,
-            self.losses,
-            self.config,
-            cp_group_size=self.groups.cp.size(),
-            collect_non_loss_data=self._collect_non_loss_data,
-            is_first_microbatch=microbatch == 0,
-            current_microbatch=microbatch,
-            vp_stage=chunk if len(self.models) > 1 else None,
-            is_last_stage=is_last,
-        )
-        return output, num_tokens
-
-    def backward(
-        self,
-        received: torch.Tensor | None,
-        output: torch.Tensor,
-        output_grad: torch.Tensor | None,
-    ) -> torch.Tensor | None:
-        """Run one backward; return the input's gradient, None on the first stage."""
-        grad: torch.Tensor | None = self.schedules.backward_step(
-            received, output, output_grad, *self.model_type, self.config
-        )
-        return grad
-
-    @functools.cached_property
-    def model_type(self) -> tuple[Any, ...]:
-        """Return the argument that only older releases take."""
-        parameters = inspect.signature(self.schedules.backward_step).parameters
-        is_taken = "model_type" in parameters
-        return (self.schedules.get_model_type(self.models[0]),) if is_taken else ()
-
-    def free_output(self, output: torch.Tensor) -> None:
-        """Free an output that was sent, where Megatron is configured to."""
-        self.schedules.deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
-
-    def received_shape(self, keywords: dict[str, Any]) -> tuple[int, ...]:
-        """Return the shape of what stages exchange."""
-        (shape,) = self.schedules.get_tensor_shapes(
-            seq_length=keywords["seq_length"],
-            micro_batch_size=keywords["micro_batch_size"],
-            decoder_seq_length=keywords.get("decoder_seq_length"),
-            config=self.config,
-            tp_group=self.groups.tp,
-            cp_group=self.groups.cp,
-        )
-        return tuple(shape)
-
-    def begin(self, *, is_last_rank: bool) -> Any:
-        """Prepare deferred gradients of the output layer; return what `finish` needs."""
-        if self.config.finalize_model_grads_func is None:
-            return None
-        return self.schedules.clear_embedding_activation_buffer(
-            self.config, list(self.models), is_last_rank
-        )
-
-    def finish(
-        self,
-        embedding: Any,
-        num_tokens: torch.Tensor,
-        *,
-        is_last_rank: bool,
-        force_all_reduce: bool,
-    ) -> None:
-        """Compute deferred gradients and reduce all of them over the job."""
-        config = self.config
-        if config.finalize_model_grads_func is None:
-            return
-        self.schedules.finish_embedding_wgrad_compute(
-            config, embedding, is_last_rank, self.groups.tp
-        )
-        config.finalize_model_grads_func(
-            list(self.models),
-            num_tokens if config.calculate_per_token_loss else None,
-            pg_collection=self.groups,
-            force_all_reduce=force_all_reduce,
-        )
 
 
 def _as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _for_each(models: Sequence[nn.Module], value: Any) -> list[Any]:
+    """Return a value for each model: those of a list, or the one value."""
+    return list(value) if isinstance(value, (list, tuple)) else [value] * len(models)

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from chunkgraph.megatron.core.p2p import Direction, TakeBuffer
+from chunkgraph.megatron.core.p2p import Direction
 
-__all__ = ["Exchange", "Received", "Route", "TransferGroups"]
+__all__ = ["Exchange", "Route", "TransferGroups"]
 
 # NCCL_BUFFSIZE: what one block of a kernel can send before the receive is posted.
 _BLOCK_BUFFER_BYTES = 4 * 2**20
@@ -57,6 +55,9 @@ class TransferGroups:
     Args:
         pipeline: Megatron's pipeline group of this process.
         message_bytes: Size of a tensor that stages exchange, the same on all ranks.
+
+    Attributes:
+        routes: Where this rank's transfers of each direction go.
     """
 
     def __init__(self, pipeline: Any, message_bytes: int) -> None:
@@ -78,19 +79,15 @@ class TransferGroups:
             if ranks == tuple(own_ranks):
                 self._groups = groups
         place = own_ranks.index(dist.get_rank())
-        self._routes = {}
+        self.routes = {}
         for direction, step in ((Direction.FORWARD, 1), (Direction.BACKWARD, -1)):
             target, source = (place + step) % size, (place - step) % size
-            self._routes[direction] = Route(
+            self.routes[direction] = Route(
                 self._groups[direction, colors[place]],
                 own_ranks[target],
                 self._groups[direction, colors[source]],
                 own_ranks[source],
             )
-
-    def route(self, direction: Direction) -> Route:
-        """Return where the transfers of a direction go."""
-        return self._routes[direction]
 
     def close(self) -> None:
         """Destroy the groups."""
@@ -116,94 +113,53 @@ def _num_ctas(message_bytes: int) -> int:
     return min(max(2 << (num_buffers - 1).bit_length(), 4), 32)
 
 
-@dataclass(frozen=True)
-class Received:
-    """The tensors that the receives of a step return.
-
-    Attributes:
-        shape: Shape of every tensor that stages exchange.
-        dtype: Their dtype.
-        device: Their device.
-        take: Returns memory to receive into; None: new memory.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    take: TakeBuffer | None
-
-    @property
-    def message_bytes(self) -> int:
-        """Return the size of a tensor."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def make(self, direction: Direction) -> torch.Tensor:
-        """Return the memory of the next receive of a direction, which requires grad."""
-        if self.take is not None:
-            buffer = self.take(direction, self.shape, self.dtype)
-            if buffer is not None:
-                return buffer
-        return torch.empty(self.shape, dtype=self.dtype, device=self.device, requires_grad=True)
-
-
 class Exchange:
     """The transfers of one direction of one rank in one step.
 
     The stream that takes a received tensor waits for it; no stream waits for a send before it is
-    known to have ended. Neighbouring stages are on different ranks.
+    known to have ended. Neighbouring stages are on different ranks. The keys of tensors are their
+    stage and microbatch.
 
     Args:
-        direction: The direction of the transfers.
-        route: Where they go; None with one rank.
-        received: Shape, dtype, device and memory of received tensors.
-        sent: Called with a tensor once its send has ended for the stream.
+        route: Where the transfers go; None with one rank.
     """
 
-    def __init__(
-        self,
-        direction: Direction,
-        route: Route | None,
-        received: Received,
-        sent: Callable[[torch.Tensor], None] | None = None,
-    ) -> None:
-        self._direction = direction
+    def __init__(self, route: Route | None) -> None:
         self._route = route
-        self._received = received
-        self._sent = sent
         self._receives: dict[tuple[int, int], tuple[torch.Tensor, Any]] = {}
         self._made: dict[tuple[int, int], torch.Tensor] = {}
         self._pending: deque[tuple[torch.Tensor, Any]] = deque()
         self._num_ended = 0
 
-    def keep(self, stage: int, microbatch: int, tensor: torch.Tensor) -> None:
-        """Keep the tensor of a stage and a microbatch until it is sent."""
-        self._made[stage, microbatch] = tensor
+    def keep(self, key: tuple[int, int], tensor: torch.Tensor) -> None:
+        """Keep a tensor until it is sent."""
+        self._made[key] = tensor
 
-    def send(self, stage: int, microbatch: int) -> None:
+    def send(self, key: tuple[int, int]) -> None:
         """Post the send of a kept tensor."""
         assert self._route is not None
-        tensor = self._made.pop((stage, microbatch))
+        tensor = self._made.pop(key)
         request = dist.isend(tensor, self._route.target, self._route.sends)
         self._pending.append((tensor, request))
 
-    def receive(self, stage: int, microbatch: int) -> None:
-        """Post a receive."""
+    def receive(self, key: tuple[int, int], memory: torch.Tensor) -> None:
+        """Post a receive into ``memory``."""
         assert self._route is not None
-        tensor = self._received.make(self._direction)
-        request = dist.irecv(tensor, self._route.source, self._route.receives)
-        self._receives[stage, microbatch] = tensor, request
+        request = dist.irecv(memory, self._route.source, self._route.receives)
+        self._receives[key] = memory, request
 
-    def take(self, stage: int, microbatch: int) -> torch.Tensor:
+    def take(self, key: tuple[int, int]) -> torch.Tensor:
         """Return a received tensor; the current stream waits for it."""
-        tensor, request = self._receives.pop((stage, microbatch))
+        tensor, request = self._receives.pop(key)
         request.wait()
         return tensor
 
-    def end(self, num_sends: float = math.inf) -> None:
-        """Wait until this number of the step's sends have ended, and drop their tensors."""
+    def end(self, num_sends: float = math.inf) -> list[torch.Tensor]:
+        """Wait until this number of the step's sends have ended; return those that were open."""
+        ended = []
         while self._pending and self._num_ended < num_sends:
             tensor, request = self._pending.popleft()
             self._num_ended += 1
             request.wait()
-            if self._sent is not None:
-                self._sent(tensor)
+            ended.append(tensor)
+        return ended

@@ -1,17 +1,21 @@
-"""The rules of features that need few of them, from a file, a program or a command line."""
+"""The rules of features that need few of them, from a file, a program or a command line.
+
+They import no torch, so that a command checks a file before it starts a process.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from chunkgraph.errors import TopologyError
+from chunkgraph.megatron.rules.experts import EXPERT_RULES
 from chunkgraph.schedules import FILE_SUFFIX, Placement, get_family, list_schedules
 from chunkgraph.settings.rule import Facts, Rule, recomputes
 
 __all__ = [
     "BUCKETS_RULE",
     "CONTEXT_RULES",
-    "FILE_ONLY_RULES",
+    "FILE_RULES",
     "FP8_RULES",
     "HYBRID_RULES",
     "RECOMPUTE_RULES",
@@ -110,14 +114,6 @@ STASH_RULES = (
 """Rules of saved activations of experts in pages."""
 
 
-def _recomputes_with_sizes(part: str) -> Callable[[Facts], object]:
-    return lambda f: (
-        f.context_parallel_sizes
-        and f.recompute_granularity == "selective"
-        and part in (f.recompute_modules or ())
-    )
-
-
 CONTEXT_RULES = (
     Rule(
         "context_parallel_sizes context_parallel_size: the groups are formed from the "
@@ -136,13 +132,14 @@ CONTEXT_RULES = (
         "context_parallel_sizes hybrid_layer_pattern: a Mamba mixer splits its heads over the "
         "ranks that it was built for; use one of them"
     ),
-    *(
-        Rule(
-            f"context_parallel_sizes recompute_modules: {part} would be recomputed with the "
-            f"context-parallel group of another microbatch; leave {part} out",
-            _recomputes_with_sizes(part),
-        )
-        for part in ("moe", "mla_up_proj")
+    Rule(
+        "context_parallel_sizes recompute_modules: moe and mla_up_proj would be recomputed with "
+        "the context-parallel group of another microbatch; leave them out",
+        lambda f: (
+            f.context_parallel_sizes
+            and f.recompute_granularity == "selective"
+            and not {"moe", "mla_up_proj"}.isdisjoint(f.recompute_modules or ())
+        ),
     ),
 )
 """Rules of microbatches that have a context-parallel size each."""
@@ -192,7 +189,15 @@ def _other_experts(f: Facts) -> object:
     return pattern is not None and ("E" in pattern) != (f.num_moe_experts is not None)
 
 
-FILE_ONLY_RULES = (
+FILE_RULES = (
+    *SCHEDULE_RULES,
+    *SLOT_RULES,
+    *FP8_RULES,
+    *RECOMPUTE_RULES,
+    *CONTEXT_RULES,
+    *EXPERT_RULES,
+    *HYBRID_RULES,
+    *STASH_RULES,
     Rule(
         "recompute_granularity recompute_modules: selective recomputation would recompute "
         "nothing; name parts of a layer, such as core_attn",
@@ -250,4 +255,4 @@ FILE_ONLY_RULES = (
         _other_experts,
     ),
 )
-"""Rules of a configuration file."""
+"""Rules of features that a configuration file can turn on."""

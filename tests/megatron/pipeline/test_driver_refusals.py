@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 from chunkgraph.errors import ConfigError
@@ -69,13 +68,8 @@ def test_groups_with_transfers_that_may_be_pending_are_not_destroyed(
     monkeypatch.setattr(
         "chunkgraph.megatron.pipeline.driver._Step.run", lambda *_, **__: 1 / 0 if fails else []
     )
-    monkeypatch.setattr(
-        "chunkgraph.megatron.pipeline.driver.MegatronSteps.received_shape", lambda *_: (1,)
-    )
+    monkeypatch.setattr("chunkgraph.megatron.pipeline.driver._Step.message_bytes", 4)
     model = nn.Linear(2, 2)
-    model.config = SimpleNamespace(  # type: ignore[assignment]
-        pipeline_dtype=torch.float32, deallocate_pipeline_outputs=False
-    )
     driver = ScheduleDriver(
         lambda count: build_schedule("1f1b", num_ranks=2, num_chunks=1, num_microbatches=count), 0
     )

@@ -13,16 +13,16 @@ import copy
 import importlib.util
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
 
 from chunkgraph.errors import ConfigError
-from chunkgraph.megatron.core.access import import_megatron
+from chunkgraph.megatron.core.access import import_megatron, patch_attributes
 from chunkgraph.megatron.feature import Feature, Step, Work
-from chunkgraph.megatron.features.contexts.groups import ContextGroups, HeldGroups
+from chunkgraph.megatron.features.contexts.groups import ContextGroups, groups_put_back
 from chunkgraph.megatron.features.packing.params import ARGUMENT
 from chunkgraph.megatron.rules.features import CONTEXT_RULES
 from chunkgraph.megatron.site import Site
@@ -56,7 +56,7 @@ class Contexts(Feature):
 
     def __init__(self, site: Site, groups: ContextGroups) -> None:
         self._groups = groups
-        self._held = HeldGroups([part.module for part in site.parts])
+        self._modules = [part.module for part in site.parts]
 
     @classmethod
     def facts(cls, site: Site) -> Mapping[str, object]:
@@ -94,14 +94,12 @@ class Contexts(Feature):
         self._groups.hold(graphs.engine)
 
     def around(self, work: Work) -> AbstractContextManager[None]:
-        """Restore the modules' groups after a capture."""
-        return self._held.capturing() if work == "capture" else nullcontext()
+        """Restore the modules' groups after captures and passes of ``verify``."""
+        return nullcontext() if work == "session" else groups_put_back(self._modules)
 
-    @contextmanager
-    def step(self, step: Step) -> Iterator[None]:
-        """Restore, after a step, the groups that modules had before it."""
-        with self._held.put_back(is_replayed=step.is_replayed):
-            yield
+    def step(self, step: Step) -> AbstractContextManager[None]:
+        """Restore the modules' groups after an eager step; a replay calls no module."""
+        return nullcontext() if step.is_replayed else groups_put_back(self._modules)
 
 
 _GROUPS = "pg_collection"
@@ -234,7 +232,8 @@ def _follow(attention: Any, undo: ExitStack) -> None:
         module.pg_collection = collections[id(group)]
 
     setattr(hook, _HOOK_MARK, True)
-    if is_latent_attention(attention):
+    # Multi-latent attention embeds positions by itself.
+    if hasattr(attention, "get_query_key_value_tensors") and hasattr(attention, "kv_layernorm"):
         undo.callback(use_groups_in_latent_attention(attention))
     undo.callback(setattr, attention, _GROUPS, model_groups)
     undo.callback(attention.register_forward_pre_hook(hook, with_kwargs=True).remove)
@@ -249,14 +248,13 @@ def _follow_with_router(layer: Any, groups: ContextGroups | None, undo: ExitStac
             the microbatch's group.
         undo: collects the callbacks that undo it.
     """
-    set_group, undo_router = follow_in_router(layer.mlp.router)
+    set_group = follow_in_router(layer.mlp.router, undo)
 
     def hook(_module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
         group = getattr(kwargs.get(ARGUMENT), "cp_group", None)
         set_group(group if groups is None else groups.of_routers(group))
 
     setattr(hook, _ROUTER_GROUPS, groups)
-    undo.callback(undo_router)
     undo.callback(layer.register_forward_pre_hook(hook, with_kwargs=True).remove)
 
 
@@ -273,11 +271,6 @@ def make_attention_stream() -> None:
     attention: Any = getattr(extension, "TEDotProductAttention", None)
     if attention is not None and getattr(attention, "cp_stream", None) is None:
         attention.cp_stream = torch.cuda.Stream()
-
-
-def is_latent_attention(module: Any) -> bool:
-    """Return whether a module is multi-latent attention, which embeds positions by itself."""
-    return hasattr(module, "get_query_key_value_tensors") and hasattr(module, "kv_layernorm")
 
 
 def use_groups_in_latent_attention(attention: Any) -> Callable[[], None]:
@@ -312,15 +305,10 @@ def use_groups_in_latent_attention(attention: Any) -> Callable[[], None]:
         finally:
             attention.config = config
 
-    attention.get_query_key_value_tensors = get_tensors
-
-    def undo() -> None:
-        del attention.get_query_key_value_tensors
-
-    return undo
+    return patch_attributes(attention, {"get_query_key_value_tensors": get_tensors})
 
 
-def follow_in_router(router: Any) -> tuple[Callable[[Any], None], Callable[[], None]]:
+def follow_in_router(router: Any, undo: ExitStack) -> Callable[[Any], None]:
     """Make a router balance the tokens of a microbatch over all ranks that share it.
 
     Megatron's routers count the tokens of an expert over the model's tensor- and context-parallel
@@ -332,10 +320,11 @@ def follow_in_router(router: Any) -> tuple[Callable[[Any], None], Callable[[], N
     Args:
         router: a ``TopKRouter`` of a model without static context parallelism, so that its own
             group consists of its tensor-parallel ranks.
+        undo: collects the callbacks that undo it.
 
     Returns:
         A function that sets the group of the next call (tensor-parallel ranks included; None: the
-        router's own), and a function that undoes it all.
+        router's own).
     """
     own = router.tp_cp_group
     attach, z_loss = router.attach_and_log_load_balancing_loss, router.apply_z_loss
@@ -363,11 +352,7 @@ def follow_in_router(router: Any) -> tuple[Callable[[Any], None], Callable[[], N
         finally:
             router.tp_cp_group = current
 
-    router.attach_and_log_load_balancing_loss = attach_share
-    router.apply_z_loss = apply_z_loss
-
-    def undo() -> None:
-        del router.attach_and_log_load_balancing_loss, router.apply_z_loss
-        router.tp_cp_group = own
-
-    return set_group, undo
+    methods = {"attach_and_log_load_balancing_loss": attach_share, "apply_z_loss": apply_z_loss}
+    undo.callback(patch_attributes(router, methods))
+    undo.callback(set_group, None)
+    return set_group

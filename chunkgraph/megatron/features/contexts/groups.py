@@ -14,7 +14,7 @@ from chunkgraph.engine import ChunkGraphs
 from chunkgraph.errors import ConfigError, TopologyError
 from chunkgraph.megatron.core.access import import_megatron
 
-__all__ = ["ContextGroups", "HeldGroups"]
+__all__ = ["ContextGroups", "groups_put_back"]
 
 _ATTRIBUTES = (
     *("cp_group", "cp_global_ranks", "cp_stream", "cp_comm_type", "pg_collection"),
@@ -72,7 +72,6 @@ class ContextGroups:
         cls,
         worlds: Sequence[Sequence[int]],
         sizes: Sequence[int],
-        backend: str | None = None,
         *,
         tensor_groups: Sequence[Sequence[int]] = (),
     ) -> ContextGroups:
@@ -82,7 +81,6 @@ class ContextGroups:
             worlds: for every pipeline stage and tensor-parallel rank, the ranks that share a global
                 batch.
             sizes: the group sizes; each divides the world's size.
-            backend: the backend of `torch.distributed`; None: the default one.
             tensor_groups: for a model with experts on several tensor-parallel ranks, the ranks of
                 every tensor-parallel group, each at the same place of a different world; routers
                 count tokens over them too.
@@ -104,7 +102,7 @@ class ContextGroups:
                     continue
                 for first in range(0, len(world), size):
                     ranks = list(world[first : first + size])
-                    group = dist.new_group(ranks, backend=backend)
+                    group = dist.new_group(ranks)
                     if dist.get_rank() in ranks:
                         by_size[size] = group
                         created.append(group)
@@ -120,7 +118,7 @@ class ContextGroups:
                 for first in range(0, len(world), size)
             }
             for union in sorted(unions):
-                group = dist.new_group(list(union), backend=backend)
+                group = dist.new_group(list(union))
                 if dist.get_rank() in union:
                     for_routers[size] = group
                     created.append(group)
@@ -148,11 +146,6 @@ class ContextGroups:
         needs_more = has_experts and len(tensor_groups[0]) > 1
         return cls.create(worlds, sizes, tensor_groups=tensor_groups if needs_more else ())
 
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Return the group sizes, largest first."""
-        return tuple(self._groups)
-
     def of(self, size: int) -> Any:
         """Return the group of a size; None for this rank alone.
 
@@ -160,7 +153,7 @@ class ContextGroups:
             TopologyError: there is no group of this size.
         """
         if size not in self._groups:
-            raise TopologyError(f"There is no context-parallel group of {size}: {self.sizes}.")
+            raise TopologyError(f"There is no context-parallel group of {size}: {[*self._groups]}.")
         return self._groups[size]
 
     def of_routers(self, group: Any) -> Any:
@@ -222,49 +215,17 @@ def _ranks_of_megatron() -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
     return worlds, tensor_groups
 
 
-class HeldGroups:
-    """The context-parallel groups that modules keep in attributes.
-
-    Eager steps look at all modules, since attention may get the attributes in any call. A replay
-    calls no module, so it looks only at those that held a group before the capture.
-
-    Args:
-        modules: the modules; their submodules are included.
-    """
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self.modules = tuple(modules)
-        self._holders: list[nn.Module] | None = None
-
-    @contextmanager
-    def capturing(self) -> Iterator[None]:
-        """Restore the groups after a capture session, and record which modules held one before.
-
-        Transformer Engine's attention keeps the group of its last call, here the last bank's.
-        """
-        modules = _submodules(self.modules)
-        self._holders = [m for m in modules if vars(m).keys() & set(_ATTRIBUTES)]
-        with _put_back(modules):
-            yield
-
-    @contextmanager
-    def put_back(self, *, is_replayed: bool) -> Iterator[None]:
-        """Restore, on exit, the groups that the modules have on entry."""
-        holders = self._holders if is_replayed else None
-        with _put_back(_submodules(self.modules) if holders is None else holders):
-            yield
-
-
-def _submodules(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the modules and all their submodules, each once."""
-    return list({id(m): m for module in modules for m in module.modules()}.values())
-
-
 @contextmanager
-def _put_back(modules: Iterable[nn.Module]) -> Iterator[None]:
+def groups_put_back(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Restore, on exit, the groups that modules and their submodules keep in attributes on entry.
+
+    Transformer Engine's attention keeps the group of its last call, in a capture the last bank's.
+    Attention may get the attributes in any call.
+    """
+    every = {id(m): m for module in modules for m in module.modules()}.values()
     attributes = [
         (module, {name: vars(module)[name] for name in _ATTRIBUTES if name in vars(module)})
-        for module in modules
+        for module in every
     ]
     try:
         yield

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from chunkgraph.megatron.core.access import import_megatron, patch_attributes, private_names
-from chunkgraph.megatron.core.backward_pass import at_end_of_backward, is_in_backward
+from chunkgraph.megatron.core.backward_pass import is_in_backward
 
 __all__ = ["forget_rope_rows", "packed_rope", "rope_rows"]
 
@@ -50,11 +50,9 @@ def packed_rope() -> Iterator[None]:
     by_row = fused_by_row(fused, plain, functools.partial(_rows, restarts=True))
     if by_row is not None:
         patches["fused_apply_rotary_pos_emb_thd"] = by_row
-    undo = patch_attributes(import_megatron(_MODULE), patches)
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(patch_attributes(import_megatron(_MODULE), patches))
         yield
-    finally:
-        undo()
 
 
 def rope_rows(
@@ -124,7 +122,8 @@ def _rows(
     by_row = freqs.index_select(0, rows)
     if is_in_backward():
         cache.clear()
-        at_end_of_backward(lambda: _forget(cu_seqlens))
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(lambda: _forget(cu_seqlens))
     # Keep the table too, so that no other tensor can take its address.
     cache[key] = (freqs, by_row)
     setattr(cu_seqlens, _CACHE, cache)
