@@ -16,18 +16,18 @@ from chunkgraph._text import did_you_mean, shown
 from chunkgraph.errors import CaptureError, ConfigError, VerifyError
 
 __all__ = [
-    "Action",
     "CaptureOptions",
     "Chunk",
     "GradientMarker",
     "Host",
     "OnCapture",
     "Program",
+    "ReplayAction",
     "VerifyMode",
     "is_integer",
 ]
 
-Action = Literal["F", "B", "I", "W"]
+ReplayAction = Literal["F", "B", "I", "W"]
 """A replay: forward, whole backward, or the input and the weight half of a split one."""
 
 
@@ -39,7 +39,7 @@ class Program(Protocol):
             autograd the second, and `ChunkGraphs.run_waiting` the third.
     """
 
-    actions: tuple[Action, ...]
+    actions: tuple[ReplayAction, ...]
 
 
 class GradientMarker(Protocol):
@@ -109,7 +109,7 @@ class Chunk:
     follows_module: bool = False
 
     @property
-    def actions(self) -> tuple[Action, ...]:
+    def actions(self) -> tuple[ReplayAction, ...]:
         """Return the replays of one microbatch, in order."""
         return ("F", "B") if self.program is None else self.program.actions
 

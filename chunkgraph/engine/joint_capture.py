@@ -109,7 +109,7 @@ class Capturer:
             lockstep.begin(None)
             settings = replace(
                 self.settings,
-                before_graph=lockstep.begin,
+                begin_part=lockstep.begin,
                 progress=progress,
                 layers=progress.layers,
             )

@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from chunkgraph.engine.chunk import Action, Chunk, GradientMarker
+from chunkgraph.engine.chunk import Chunk, GradientMarker, ReplayAction
 from chunkgraph.engine.slot import Slot
 
 __all__ = [
-    "Action",
     "ChunkHooks",
     "Counters",
     "GradientMarkers",
     "Observer",
+    "ReplayAction",
     "ReplayCounters",
     "ReplayRanges",
 ]
@@ -39,7 +39,9 @@ class Observer:
     def begin_step(self, step: int | None) -> None:
         """Begin a step that it observes."""
 
-    def before(self, action: Action, slot: Slot, tensors: Sequence[torch.Tensor | None]) -> None:
+    def before(
+        self, action: ReplayAction, slot: Slot, tensors: Sequence[torch.Tensor | None]
+    ) -> None:
         """Follow a replay that is about to load its inputs.
 
         Args:
@@ -49,7 +51,7 @@ class Observer:
                 third action.
         """
 
-    def after(self, action: Action, slot: Slot) -> None:
+    def after(self, action: ReplayAction, slot: Slot) -> None:
         """Follow a replay that the host has launched, before the caller gets the results."""
 
     def called(self, c: int, result: Any) -> None:
@@ -84,7 +86,7 @@ class ChunkHooks(Observer):
         """See `Observer`."""
         return step is not None and bool(self._hooks)
 
-    def before(self, action: Action, slot: Slot, tensors: object) -> None:  # noqa: ARG002
+    def before(self, action: ReplayAction, slot: Slot, tensors: object) -> None:  # noqa: ARG002
         """Call the hook of a replay."""
         hook = self._hooks.get((slot.chunk, action))
         if hook is not None:
@@ -99,14 +101,16 @@ class GradientMarkers(Observer):
         last: The last action of each chunk.
     """
 
-    def __init__(self, markers: Mapping[Slot, GradientMarker], last: Sequence[Action]) -> None:
+    def __init__(
+        self, markers: Mapping[Slot, GradientMarker], last: Sequence[ReplayAction]
+    ) -> None:
         self._markers, self._last = markers, tuple(last)
 
     def observes(self, step: int | None) -> bool:
         """See `Observer`."""
         return step is not None and bool(self._markers)
 
-    def after(self, action: Action, slot: Slot) -> None:
+    def after(self, action: ReplayAction, slot: Slot) -> None:
         """Follow the replay that adds the gradients."""
         if action == self._last[slot.chunk] and slot in self._markers:
             self._markers[slot].replayed()
@@ -168,7 +172,7 @@ class ReplayCounters(Observer):
     def __init__(self, counters: Counters) -> None:
         self._counters = counters
 
-    def after(self, action: Action, slot: Slot) -> None:
+    def after(self, action: ReplayAction, slot: Slot) -> None:
         """Count a replay."""
         counters = self._counters
         if action == "F":
@@ -202,7 +206,7 @@ class ReplayRanges(Observer):
         self._next = [0] * len(self._names)
         self._microbatch: dict[tuple[int, int], int] = {}
 
-    def before(self, action: Action, slot: Slot, tensors: object) -> None:  # noqa: ARG002
+    def before(self, action: ReplayAction, slot: Slot, tensors: object) -> None:  # noqa: ARG002
         """Begin the range of a replay."""
         c = slot.chunk
         if action == "F":
@@ -214,7 +218,7 @@ class ReplayRanges(Observer):
         if torch.cuda.is_initialized():
             self._open.enter_context(torch.cuda.nvtx.range(name))
 
-    def after(self, action: Action, slot: Slot) -> None:  # noqa: ARG002
+    def after(self, action: ReplayAction, slot: Slot) -> None:  # noqa: ARG002
         """End the range."""
         self._open.close()
 

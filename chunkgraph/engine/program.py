@@ -19,7 +19,7 @@ from torch.utils._pytree import TreeSpec
 from chunkgraph.engine.capture.output_gradients import OutputGradients
 from chunkgraph.engine.capture.refusals import refuse_without_backward, refuse_written
 from chunkgraph.engine.capture.static_inputs import call_with, static_like
-from chunkgraph.engine.chunk import Action, Chunk, GradientMarker, Host
+from chunkgraph.engine.chunk import Chunk, GradientMarker, Host, ReplayAction
 from chunkgraph.engine.gradients import GradientSinks
 from chunkgraph.engine.layout import memory_of, span
 from chunkgraph.engine.slot import (
@@ -113,7 +113,7 @@ class Pass:
         pairs = zip(self.outputs, self.gradients.strides, strict=True)
         for i, (output, strides) in enumerate(pairs):
             if slot is not None:
-                self.grads.append(slot.block.statics.gradient_like(i, output, strides))
+                self.grads.append(slot.memory.statics.gradient_like(i, output, strides))
                 continue
             size = span(output.shape, strides)
             memory = torch.empty(size, dtype=output.dtype, device=output.device)
@@ -231,7 +231,7 @@ class GraphProgram:
             autograd the second, and `ChunkGraphs.run_waiting` the third.
     """
 
-    actions: tuple[Action, ...] = ("F", "B")
+    actions: tuple[ReplayAction, ...] = ("F", "B")
 
     def plan(self, own: Isolated, sample: Call) -> BackwardPlan:  # noqa: ARG002
         """Return how to capture the backward; may run eager passes on the capture stream.
@@ -280,7 +280,7 @@ class GraphProgram:
             The gradient of each input, or None.
         """
         maker, chunk = own.maker, own.chunk
-        pool = maker.pools.backward_pool(slot.block.pool)
+        pool = maker.pools.backward_pool(slot.memory.pool)
         with (
             own.sinks.accumulating(own.leaves, marker) as sums,
             forward.casting(),
@@ -299,7 +299,7 @@ class GraphProgram:
 class ForwardOnly(GraphProgram):
     """A forward without a backward, for chunks that train nothing. Its slot is free at once."""
 
-    actions: tuple[Action, ...] = ("F",)
+    actions: tuple[ReplayAction, ...] = ("F",)
 
     def plan(self, own: Isolated, sample: Call) -> BackwardPlan:
         """Refuse a call whose inputs need a gradient.
@@ -345,17 +345,17 @@ def capture_forward(slot: Slot, own: Isolated, sample: Call) -> Pass:
     Raises:
         CaptureError: it cannot be captured; no graph is left.
     """
-    block, chunk = slot.block, own.chunk
-    inputs = [block.statics.input_like(i, t) for i, t in enumerate(sample.tensors)]
+    memory, chunk = slot.memory, own.chunk
+    inputs = [memory.statics.input_like(i, t) for i, t in enumerate(sample.tensors)]
     versions = [t._version for t in inputs]
-    before = block.pool.live()
+    before = memory.pool.live()
     forward = Pass(chunk, sample, inputs)
     with (
         torch.enable_grad(),
-        own.maker.capture(f"{slot.label} forward", block.pool, inputs) as graph,
+        own.maker.capture(f"{slot.label} forward", memory.pool, inputs) as graph,
     ):
         forward.forward()
-    block.kept = block.pool.live() - before
+    memory.kept = memory.pool.live() - before
     slot.graphs["F"] = graph
     slot.inputs = StaticInputs([t.detach() for t in inputs], graph.copy_nodes)
     try:
@@ -394,7 +394,7 @@ def finish_slot(
         are_copied = chunk.copies_outputs(*args, **kwargs)
     else:
         are_copied = True
-    own_pools = [slot.block.pool, *([pools.scratch] if pools.scratch else [])]
+    own_pools = [slot.memory.pool, *([pools.scratch] if pools.scratch else [])]
     memory = [(pool, pool.reserved()) for pool in own_pools]
     aliases = {id(t): _alias(t.detach() if t.requires_grad else t, memory) for t in tensors}
     leaves = [aliases.get(id(leaf), leaf) for leaf in forward.leaves]

@@ -292,8 +292,8 @@ class Replayer:
         for observer in self._observers:
             observer.after(action, slot)
         if later:
-            self._machine.defer_weight(c, slot.index)
-            self._deferred[c, slot.index] = slot
+            self._machine.await_last(c, slot.index)
+            self._awaiting_last[c, slot.index] = slot
         else:
             self._machine.release(c, slot.index)
 
@@ -318,7 +318,7 @@ class Replayer:
 
     def waiting(self, c: int) -> tuple[int, ...]:
         """Return the turns of chunk ``c`` that wait for their last action, oldest first."""
-        return self._machine.pending(c)
+        return self._machine.waiting(c)
 
     def run_waiting(self, c: int, turn: int | None) -> None:
         """Replay the last action of the microbatch that has waited longest.
@@ -330,8 +330,8 @@ class Replayer:
         Raises:
             SlotError: No microbatch waits, or another one has waited longest.
         """
-        index = self._machine.begin_weight(c, turn)
-        slot = self._deferred.pop((c, index))
+        index = self._machine.begin_last(c, turn)
+        slot = self._awaiting_last.pop((c, index))
         assert self._captured is not None
         self._captured.sinks[c].before_backward(slot.trained)
         action = self._actions[c][-1]
@@ -359,7 +359,7 @@ class Replayer:
         self._received: dict[Slot, set[int]] = {}
         self._awaiting_grads = tuple(deque[Slot]() for _ in self._chunks)
         self._received_grads = tuple(set[int]() for _ in self._chunks)
-        self._deferred: dict[tuple[int, int], Slot] = {}  # by chunk and slot number
+        self._awaiting_last: dict[tuple[int, int], Slot] = {}  # by chunk and slot number
 
 
 class _SlotReplay(torch.autograd.Function):

@@ -11,18 +11,18 @@ from torch.utils._pytree import TreeSpec
 
 from chunkgraph.engine.autocast import Autocast
 from chunkgraph.engine.capture.static_inputs import SlotStatics
-from chunkgraph.engine.chunk import Action
+from chunkgraph.engine.chunk import ReplayAction
 from chunkgraph.engine.constant_inputs import LoadedSource
 from chunkgraph.engine.layout import copy_into, duplicate, same_layout
 from chunkgraph.engine.tree import distinct_tensors, unflatten
 from chunkgraph.errors import ReplayMismatchError
 from chunkgraph.graphs import AddressRanges, CopyNode, Graph, Pool
 
-__all__ = ["InputGrads", "Outputs", "Slot", "SlotBlock", "StaticInputs", "StaticOutputGrads"]
+__all__ = ["InputGrads", "Outputs", "Slot", "SlotMemory", "StaticInputs", "StaticOutputGrads"]
 
 
 @dataclass
-class SlotBlock:
+class SlotMemory:
     """The memory of one slot in one bank.
 
     Attributes:
@@ -49,7 +49,7 @@ class Slot:
         index: number of the slot in its chunk.
         label: name of the slot in errors.
         bank: key of the bank that this variant of the slot belongs to.
-        block: its memory.
+        memory: where its tensors lie.
         inputs: the tensors that a forward reads.
         outputs: the results of a forward, valid from its replay to this slot's next one.
         output_grads: the gradients that a backward reads; None without a backward.
@@ -65,12 +65,12 @@ class Slot:
     index: int
     label: str
     bank: Hashable
-    block: SlotBlock
+    memory: SlotMemory
     inputs: StaticInputs = field(init=False)
     outputs: Outputs = field(init=False)
     output_grads: StaticOutputGrads | None = None
     input_grads: InputGrads = field(init=False)
-    graphs: dict[Action, Graph] = field(default_factory=dict)
+    graphs: dict[ReplayAction, Graph] = field(default_factory=dict)
     trained: tuple[int, ...] = ()
     turn: int = 0
 

@@ -196,7 +196,7 @@ class GraphBackend(Protocol):
         """Wait for the device."""
         return
 
-    def raw(self, tensor: torch.Tensor) -> AddressRanges:
+    def storage_ranges(self, tensor: torch.Tensor) -> AddressRanges:
         """Return the addresses of the storage of ``tensor``."""
         storage = tensor.untyped_storage()
         return AddressRanges([(storage.data_ptr(), storage.data_ptr() + storage.nbytes())])

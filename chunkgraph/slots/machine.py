@@ -43,7 +43,7 @@ class SlotMachine:
 
     A step is ``begin_step``, then any legal order of ``acquire_forward``, ``begin_backward`` and
     ``release``, then ``end_step``, or ``abort_step`` after an exception. With a split backward,
-    ``defer_weight`` and ``begin_weight`` come before ``release``. Every call costs a few list
+    ``await_last`` and ``begin_last`` come before ``release``. Every call costs a few list
     operations, independent of the number of slots. Not thread-safe.
 
     Args:
@@ -121,7 +121,7 @@ class SlotMachine:
         use.state = _BACKWARD
         self._events.append(("backward", chunk, use.microbatch, slot))
 
-    def defer_weight(self, chunk: int, slot: int) -> None:
+    def await_last(self, chunk: int, slot: int) -> None:
         """Mark that a slot's input gradient is done and its weight gradient is pending.
 
         Raises:
@@ -131,14 +131,14 @@ class SlotMachine:
         if use is None or use.state is not _BACKWARD:
             self._refuse("defer weight", chunk, slot, _WEIGHT_ONCE)
         use.state = _WAITING
-        self._pending[chunk].append(slot)
+        self._waiting[chunk].append(slot)
         self._events.append(("input gradient", chunk, use.microbatch, slot))
 
-    def pending(self, chunk: int) -> tuple[int, ...]:
+    def waiting(self, chunk: int) -> tuple[int, ...]:
         """Return the turns of ``chunk`` that wait for their weight gradient, oldest first."""
-        return tuple(self._uses[chunk, slot].turn for slot in self._pending[chunk])
+        return tuple(self._uses[chunk, slot].turn for slot in self._waiting[chunk])
 
-    def begin_weight(self, chunk: int, turn: int | None = None) -> int:
+    def begin_last(self, chunk: int, turn: int | None = None) -> int:
         """Mark that the weight gradient that waits longest starts.
 
         Args:
@@ -152,9 +152,9 @@ class SlotMachine:
             SlotError: No weight gradient waits, or another one has waited longer: the sums of
                 weight gradients would have other bits.
         """
-        turns = self.pending(chunk)
+        turns = self.waiting(chunk)
         if turn in turns[1:]:
-            first = self._uses[chunk, self._pending[chunk][0]].microbatch
+            first = self._uses[chunk, self._waiting[chunk][0]].microbatch
             raise self._error(
                 f"weight chunk {chunk}",
                 f"the weight gradient of microbatch {first} comes first, or the sums would have "
@@ -166,7 +166,7 @@ class SlotMachine:
             if turn is not None:
                 problem = "this microbatch's weight gradient has been run already"
             raise self._error(f"weight chunk {chunk}", problem, _WEIGHT_ONCE)
-        slot = self._pending[chunk].popleft()
+        slot = self._waiting[chunk].popleft()
         use = self._uses[chunk, slot]
         use.state = _WEIGHT
         self._events.append(("weight", chunk, use.microbatch, slot))
@@ -191,7 +191,7 @@ class SlotMachine:
         Raises:
             SlotError: A slot is still in use.
         """
-        waiting = [(c, s) for c, slots in enumerate(self._pending) for s in slots]
+        waiting = [(c, s) for c, slots in enumerate(self._waiting) for s in slots]
         if waiting:
             names = ", ".join(
                 f"microbatch {self._uses[place].microbatch} of chunk {place[0]}"
@@ -217,7 +217,7 @@ class SlotMachine:
         self._free = [(1 << count) - 1 for count in counts]
         self._uses: dict[tuple[int, int], _Use] = {}  # by chunk and slot, of slots in use
         self._num_forwards = [0] * len(self._num_slots)
-        self._pending = tuple(deque[int]() for _ in self._num_slots)
+        self._waiting = tuple(deque[int]() for _ in self._num_slots)
 
     def _refuse(self, what: str, chunk: int, slot: int, advice: str) -> NoReturn:
         """Refuse a call on a slot that does not hold what the call needs."""

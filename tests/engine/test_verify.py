@@ -267,7 +267,7 @@ def test_poison_still_finds_dead_memory_after_a_nan_of_the_model(
     if drops_gradients:
         stack.zero_grad(set_to_none=True)
     train(graphs, backend)
-    inner = slot_of(graphs).block.pool.poison
+    inner = slot_of(graphs).memory.pool.poison
     with pytest.raises(VerifyError, match="memory that was no longer its own"):
         train_in_flight(graphs, backend, 1, lambda: keeping_output(slot_of(graphs), inner))
 
@@ -300,7 +300,7 @@ def test_poison_names_the_layer_that_read_dead_memory(
 ) -> None:
     """The slot's pool is freed too early: its backward reads NaN, an eager one does not."""
     graphs = attach(verify="poison")
-    inner = slot_of(graphs).block.pool.poison
+    inner = slot_of(graphs).memory.pool.poison
     with pytest.raises(VerifyError) as error:
         train_in_flight(graphs, backend, 1, lambda: keeping_output(slot_of(graphs), inner))
     message = str(error.value)

@@ -105,10 +105,10 @@ def test_writes_cover_results_and_stay_inside_pool_and_targets(backend: GraphBac
     pool = backend.new_pool("slot")
     with torch.no_grad(), backend.capture("forward", pool) as graph:
         y = module(x)
-    assert graph.writes() & backend.raw(y)
-    assert not graph.writes() & backend.raw(x)
+    assert graph.writes() & backend.storage_ranges(y)
+    assert not graph.writes() & backend.storage_ranges(x)
     assert (graph.writes() & pool.reserved()) == graph.writes()
-    assert (pool.live() & backend.raw(y)).num_bytes > 0
+    assert (pool.live() & backend.storage_ranges(y)).num_bytes > 0
     assert pool.reserved_bytes >= pool.live().num_bytes
 
 
@@ -136,14 +136,14 @@ def test_freed_memory_serves_later_captures_of_the_same_pool_only(backend: Graph
     shared, other = backend.new_pool("shared"), backend.new_pool("other")
     with backend.capture("first", shared) as first:
         y = x + 1
-    freed = backend.raw(y)
+    freed = backend.storage_ranges(y)
     del y
     with backend.capture("second", shared) as second:
         z = x + 2
     with backend.capture("third", other) as third:
         w = x + 3
-    assert backend.raw(z) & freed
-    assert not backend.raw(w) & freed
+    assert backend.storage_ranges(z) & freed
+    assert not backend.storage_ranges(w) & freed
     first.replay(), second.replay(), third.replay()
     assert torch.equal(z, x + 2)
     assert torch.equal(w, x + 3)

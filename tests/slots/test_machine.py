@@ -75,15 +75,15 @@ def test_calls_out_of_order(running, accepted, last, parts):
 
 def test_a_weight_gradient_comes_after_its_input_gradient(running):
     running.acquire_forward(0)
-    refused(lambda: running.begin_weight(0), "no microbatch waits for its weight gradient")
-    refused(lambda: running.defer_weight(0, 0), "waits for its backward")
+    refused(lambda: running.begin_last(0), "no microbatch waits for its weight gradient")
+    refused(lambda: running.await_last(0, 0), "waits for its backward")
     running.begin_backward(0, 0)
-    running.defer_weight(0, 0)
+    running.await_last(0, 0)
     refused(lambda: running.release(0, 0), "waits for its weight gradient")
-    refused(lambda: running.defer_weight(0, 0), "waits for its weight gradient")
+    refused(lambda: running.await_last(0, 0), "waits for its weight gradient")
     refused(lambda: running.begin_backward(0, 0), "input gradient done")
-    assert running.begin_weight(0) == 0
-    refused(lambda: running.defer_weight(0, 0), "in weight gradient")
+    assert running.begin_last(0) == 0
+    refused(lambda: running.await_last(0, 0), "in weight gradient")
     running.release(0, 0)
     running.end_step()
 
@@ -95,14 +95,14 @@ def test_weight_gradients_come_in_the_order_of_input_gradients(running):
         turns.append(running.latest_turn)
     for slot in (1, 0):
         running.begin_backward(0, slot)
-        running.defer_weight(0, slot)
-    assert running.pending(0) == (turns[1], turns[0])
-    refused(lambda: running.begin_weight(0, turns[0]), "microbatch 1 comes first", "other bits")
+        running.await_last(0, slot)
+    assert running.waiting(0) == (turns[1], turns[0])
+    refused(lambda: running.begin_last(0, turns[0]), "microbatch 1 comes first", "other bits")
     refused(running.end_step, "2 weight gradients were not run (microbatch 1 of chunk 0, micro")
-    assert running.begin_weight(0, turns[1]) == 1
+    assert running.begin_last(0, turns[1]) == 1
     running.release(0, 1)
-    refused(lambda: running.begin_weight(0, turns[1]), "has been run already")
-    assert running.begin_weight(0) == 0
+    refused(lambda: running.begin_last(0, turns[1]), "has been run already")
+    assert running.begin_last(0) == 0
     running.release(0, 0)
     running.end_step()
 
@@ -230,17 +230,17 @@ def test_random_calls_agree_with_a_simple_model(seed):
         elif what == "backward":
             refused(lambda c=chunk, s=slot: machine.begin_backward(c, s))
         elif what == "defer" and model.get((chunk, slot)) == "backward":
-            machine.defer_weight(chunk, slot)
+            machine.await_last(chunk, slot)
             model[chunk, slot] = "pending"
             waiting[chunk].append(slot)
         elif what == "defer":
-            refused(lambda c=chunk, s=slot: machine.defer_weight(c, s))
+            refused(lambda c=chunk, s=slot: machine.await_last(c, s))
         elif what == "weight" and waiting[chunk]:
             slot = waiting[chunk].pop(0)
-            assert machine.begin_weight(chunk) == slot
+            assert machine.begin_last(chunk) == slot
             model[chunk, slot] = "weight"
         elif what == "weight":
-            refused(lambda c=chunk: machine.begin_weight(c))
+            refused(lambda c=chunk: machine.begin_last(c))
         elif model.get((chunk, slot)) in ("backward", "weight"):
             machine.release(chunk, slot)
             del model[chunk, slot]

@@ -55,16 +55,16 @@ from chunkgraph.engine.program import (
     finish_slot,
     program_of,
 )
-from chunkgraph.engine.slot import Slot, SlotBlock
+from chunkgraph.engine.slot import Slot, SlotMemory
 from chunkgraph.engine.tree import Call, Signature
 from chunkgraph.errors import CaptureError
 from chunkgraph.graphs import AddressRanges, GraphBackend
 from chunkgraph.memory import MemoryPlan, PoolPlan, SlotFootprint, prove_disjoint
 
-__all__ = ["BeforeGraph", "SessionSettings", "capture_session"]
+__all__ = ["BeginPart", "SessionSettings", "capture_session"]
 
 
-BeforeGraph = Callable[[Hashable | None], None]
+BeginPart = Callable[[Hashable | None], None]
 """A function called before each part of a session with the bank of this part; None: all banks."""
 
 
@@ -79,7 +79,7 @@ class SessionSettings:
         num_together: see `ChunkGraphs`.
         prove: check that slots do not overlap; False lets tests see what the verify modes detect.
         progress: called after every captured graph.
-        before_graph: see `BeforeGraph`.
+        begin_part: see `BeginPart`.
         layers: follows the layers of the chunks.
     """
 
@@ -89,7 +89,7 @@ class SessionSettings:
     num_together: int | None = None
     prove: bool = True
     progress: OnCapture | None = None
-    before_graph: BeforeGraph = lambda _: None
+    begin_part: BeginPart = lambda _: None
     layers: LayerWatch = field(default_factory=LayerWatch)
 
 
@@ -152,7 +152,7 @@ class _Session:
         kept: what the module of each chunk keeps, as `_make_room` finds it.
         warm_ups: measurements of the eager passes, by bank and chunk.
         plans: how backwards are captured, by bank and chunk.
-        blocks: memory of the first variant of each slot.
+        memories: of the first variant of each slot.
         slots: slots captured so far, in order.
         markers: what follows the gradients of each slot.
         num_done: number of graphs captured so far.
@@ -181,7 +181,7 @@ class _Session:
         self.kept: tuple[Bookkeeping, ...] = ()
         self.warm_ups: dict[Hashable, list[WarmUp]] = {}
         self.plans: dict[Hashable, list[BackwardPlan]] = {}
-        self.blocks: dict[Hashable, SlotBlock] = {}
+        self.memories: dict[Hashable, SlotMemory] = {}
         self.slots: list[Slot] = []
         self.markers: dict[Slot, GradientMarker] = {}
         self.num_done = 0
@@ -290,7 +290,7 @@ def _enter(session: _Session, stack: ExitStack) -> None:
         gc.collect()  # no other collection starts until the last graph is captured
         stack.enter_context(collector_paused())
     # All ranks enter the host's context together, so stop here if one has failed.
-    settings.before_graph(None)
+    settings.begin_part(None)
     # Cached memory serves neither another stream nor a pool. It is released before the host's
     # context, which may allocate, and again once all contexts are entered.
     backend.release_cached_memory()
@@ -310,7 +310,7 @@ def _warm_up(session: _Session) -> None:
         measured = session.warm_ups[key] = []
         plans = session.plans[key] = []
         for c, (chunk, call) in enumerate(zip(session.chunks, calls, strict=True)):
-            settings.before_graph(key)
+            settings.begin_part(key)
             own, label = session.isolated(c), _label(session, chunk.label, key)
             warm = warm_up(own, call, label, settings.layers, settings.memory_plan)
             plan = program_of(chunk).plan(own, call)
@@ -319,7 +319,7 @@ def _warm_up(session: _Session) -> None:
                 warm = replace(warm, scratch_bytes=plan.scratch_bytes)
             measured.append(warm)
             plans.append(plan)
-    settings.before_graph(None)
+    settings.begin_part(None)
 
 
 def _choose_slots(session: _Session) -> None:
@@ -357,7 +357,7 @@ def _make_room(session: _Session) -> None:
 def _capture_forward(session: _Session, slot: Slot) -> Pass:
     """Capture the forward of a slot."""
     c = slot.chunk
-    session.settings.before_graph(slot.bank)
+    session.settings.begin_part(slot.bank)
     with session.kept[c].put_back():
         forward = capture_forward(slot, session.isolated(c), session.samples[slot.bank][c])
     session.slots.append(slot)
@@ -378,25 +378,25 @@ def _new_slot(session: _Session, key: Hashable, c: int, s: int) -> Slot:
     shared_slots, num_banks = session.settings.shared_slots, len(session.samples)
     label = f"{session.chunks[c].label} slot {s}"
     place: Hashable = s if shared_slots else (c, s)
-    if place not in session.blocks:
+    if place not in session.memories:
         chunks = range(len(session.chunks)) if shared_slots else (c,)
         slot_bytes = max(w[i].slot_bytes for w in session.warm_ups.values() for i in chunks)
         if session.slots:  # before the first graph, this would free workspaces too
             session.backend.release_cached_memory()
         has_variants = num_banks > 1 or (shared_slots and len(session.chunks) > 1)
-        session.blocks[place] = SlotBlock(
+        session.memories[place] = SlotMemory(
             place,
             session.maker.pools.forward_pool(label, slot_bytes),
             SlotStatics(is_shared=has_variants),
         )
-    block = replace(session.blocks[place], kept=AddressRanges())
-    return Slot(c, s, _label(session, label, key), key, block)
+    memory = replace(session.memories[place], kept=AddressRanges())
+    return Slot(c, s, _label(session, label, key), key, memory)
 
 
 def _capture_backward(session: _Session, slot: Slot, forward: Pass) -> None:
     """Capture the actions after a captured forward."""
     c, chunk = slot.chunk, session.chunks[slot.chunk]
-    session.settings.before_graph(slot.bank)
+    session.settings.begin_part(slot.bank)
     own = session.isolated(c)
     input_grads: list[torch.Tensor | None] = [None] * len(forward.inputs)
     if chunk.has_backward:
@@ -420,7 +420,7 @@ def _test(session: _Session, slot: Slot) -> None:
         CaptureError: all replays differ; the message names the first layer.
     """
     c, key = slot.chunk, slot.bank
-    session.settings.before_graph(key)  # all ranks replay, or none
+    session.settings.begin_part(key)  # all ranks replay, or none
     backend, host = session.backend, session.settings.host
     chunk, sinks, warm = session.chunks[c], session.sinks[c], session.warm_ups[key][c]
     trained = set(slot.trained)
@@ -457,7 +457,7 @@ def _test(session: _Session, slot: Slot) -> None:
 
 def _prove(session: _Session) -> None:
     """Check the parameters' memory, and prove that slots do not overlap."""
-    session.settings.before_graph(None)
+    session.settings.begin_part(None)
     for aliases, chunk in zip(session.aliases, session.chunks, strict=True):
         aliases.check_memory(chunk.label)
     if session.settings.prove:
@@ -485,8 +485,8 @@ def _banks(session: _Session) -> dict[Hashable, Bank]:
 def _report(session: _Session, duration_ms: float) -> CaptureReport:
     pools, slots = session.maker.pools, session.slots
     held_bytes: dict[Hashable, int] = {}
-    for block in (slot.block for slot in slots):
-        held_bytes[block.key] = max(held_bytes.get(block.key, 0), block.kept.num_bytes)
+    for memory in (slot.memory for slot in slots):
+        held_bytes[memory.key] = max(held_bytes.get(memory.key, 0), memory.kept.num_bytes)
     return CaptureReport(
         num_slots=session.num_slots,
         shared_slots=session.settings.shared_slots,
@@ -510,13 +510,13 @@ def _footprint(slot: Slot, backend: GraphBackend) -> SlotFootprint:
     """Return the memory that a slot's graphs read and write, for the proof."""
     loaded, reads = AddressRanges(), AddressRanges()
     for tensor in _statics(slot):
-        loaded = loaded | backend.raw(tensor)
+        loaded = loaded | backend.storage_ranges(tensor)
     for graph in slot.graphs.values():
         reads = reads | graph.reads()
     writes = {graph.label: graph.writes() for graph in slot.graphs.values()}
     # Copies into static inputs before a replay are writes too.
     writes[f"{slot.label} (its inputs loaded)"] = loaded
-    return SlotFootprint(slot.label, slot.block.kept | loaded, writes, slot.block.key, reads)
+    return SlotFootprint(slot.label, slot.memory.kept | loaded, writes, slot.memory.key, reads)
 
 
 def _num_bytes(tensors: Sequence[torch.Tensor]) -> int:

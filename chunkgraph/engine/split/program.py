@@ -15,7 +15,7 @@ from torch import nn
 
 from chunkgraph.engine.capture.accumulate import collecting
 from chunkgraph.engine.capture.preserved import tensors_kept
-from chunkgraph.engine.chunk import Action, Chunk, GradientMarker
+from chunkgraph.engine.chunk import Chunk, GradientMarker, ReplayAction
 from chunkgraph.engine.program import BackwardPlan, GraphProgram, Isolated, Pass, Receive
 from chunkgraph.engine.slot import Slot
 from chunkgraph.engine.split.deferral import REMEDY, Deferral, TracedOperator
@@ -48,7 +48,7 @@ class Split(GraphProgram):
     ``before_backward`` runs before the first half, its ``end_of_backward`` at the end of it.
     """
 
-    actions: tuple[Action, ...] = ("F", "I", "W")
+    actions: tuple[ReplayAction, ...] = ("F", "I", "W")
 
     def plan(self, own: Isolated, sample: Call) -> SplitPlan:
         """Watch one whole backward, run another one in halves, and return how to capture them.
@@ -131,7 +131,7 @@ class Split(GraphProgram):
         maker = own.maker
         weights = _Weights(slot.label, own, marker)
         label = f"{slot.label} weight gradient"
-        pool = maker.pools.backward_pool(slot.block.pool)
+        pool = maker.pools.backward_pool(slot.memory.pool)
         if plan.trace is None:
             at_once = weights.delayed.computing_at_once()
             with weights.taken(), at_once, forward.casting(), maker.capture(label, pool) as graph:
@@ -159,7 +159,7 @@ SPLIT = Split()
 def _capture_input_half(
     slot: Slot, forward: Pass, own: Isolated, deferral: Deferral
 ) -> list[torch.Tensor | None]:
-    pool = slot.block.pool
+    pool = slot.memory.pool
     before = pool.live()
     label = f"{slot.label} input gradient"
     with forward.casting(), own.maker.capture(label, pool, forward.grads) as graph:
@@ -169,7 +169,7 @@ def _capture_input_half(
     slot.graphs["I"] = graph
     input_grads = forward.take_input_grads()
     # Memory that the forward keeps is read later, or was freed for later allocations.
-    slot.block.kept = slot.block.kept | (pool.live() - before)
+    slot.memory.kept = slot.memory.kept | (pool.live() - before)
     return input_grads
 
 

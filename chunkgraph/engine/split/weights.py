@@ -85,7 +85,7 @@ class WeightBackwards(Observer):
         turn = waiting[-1]
         return lambda: self._run(c, turn)
 
-    def num_pending(self, c: int) -> int:
+    def num_waiting(self, c: int) -> int:
         """Return how many microbatches of chunk ``c`` wait for their weight gradients."""
         return len(self._waiting(c))
 
@@ -109,7 +109,7 @@ class WeightBackwards(Observer):
             if hook is not None:
                 hook.remove()
             self._eager.begin_backward(c, slot, turn)
-            self._eager.defer_weight(c, slot)
+            self._eager.await_last(c, slot)
 
         tensors = distinct_tensors(flatten(result)[0])
         outputs = [t for t in tensors if t.requires_grad and not t.is_leaf]
@@ -124,7 +124,7 @@ class WeightBackwards(Observer):
             SlotError: Weight gradients were not run when the step ended.
         """
         self._is_eager = False
-        if not has_failed and any(map(self._eager.pending, range(len(self._chunks)))):
+        if not has_failed and any(map(self._eager.waiting, range(len(self._chunks)))):
             self._eager.end_step()
 
     def _run(self, c: int, turn: int | None) -> None:
@@ -132,12 +132,12 @@ class WeightBackwards(Observer):
         if not self._is_eager:
             self._graphs.run_waiting(c, turn)
             return
-        slot = self._eager.begin_weight(c, turn)
+        slot = self._eager.begin_last(c, turn)
         self._delayed[c].run(())
         self._eager.release(c, slot)
 
     def _waiting(self, c: int) -> tuple[int, ...]:
-        return self._eager.pending(c) if self._is_eager else self._graphs.waiting(c)
+        return self._eager.waiting(c) if self._is_eager else self._graphs.waiting(c)
 
     def _check_split(self, c: int) -> None:
         if not _splits(self._chunks[c]):

@@ -93,9 +93,9 @@ class Verifier(Observer):
 
         Other memory may be gone.
         """
-        memory = slot.block.pool.reserved()
+        memory = slot.memory.pool.reserved()
         for tensor in slot.inputs.tensors:
-            memory = memory | self._backend.raw(tensor)
+            memory = memory | self._backend.storage_ranges(tensor)
         saved = self._rank.saved[slot.bank, slot.chunk, slot.index]
         return [record.seen_in(memory) for record in saved]
 

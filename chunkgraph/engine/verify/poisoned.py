@@ -20,7 +20,7 @@ from chunkgraph.engine.bits import has_nan
 from chunkgraph.engine.capture.layers import parameter_names
 from chunkgraph.engine.capture.preserved import ChunkState
 from chunkgraph.engine.capture.saved import first_nan
-from chunkgraph.engine.observer import Action
+from chunkgraph.engine.observer import ReplayAction
 from chunkgraph.engine.slot import Slot
 from chunkgraph.engine.verify.base import Verifier
 from chunkgraph.engine.verify.eager_pass import EagerPass
@@ -46,8 +46,10 @@ class PoisonVerifier(Verifier):
         for slot in (s for slots in self._rank.slots for s in slots):
             for tensor in (*slot.outputs.tensors, *slot.input_grads.tensors):
                 if tensor is not None:
-                    pool = slot.block.pool
-                    own[pool] = own.get(pool, AddressRanges()) | self._backend.raw(tensor)
+                    pool = slot.memory.pool
+                    own[pool] = own.get(pool, AddressRanges()) | self._backend.storage_ranges(
+                        tensor
+                    )
         # What lives as long as the graphs, such as a mask that a module created in the capture.
         self._kept = {pool: pool.live() - ranges for pool, ranges in own.items()}
         self._scratch = self._rank.pools.scratch
@@ -59,7 +61,9 @@ class PoisonVerifier(Verifier):
         self._were_infinite: list[bool] = []
         self._begin: dict[Slot, ChunkState] = {}
 
-    def before(self, action: Action, slot: Slot, tensors: Sequence[torch.Tensor | None]) -> None:
+    def before(
+        self, action: ReplayAction, slot: Slot, tensors: Sequence[torch.Tensor | None]
+    ) -> None:
         """Fill dead memory; copy the state that an eager pass begins with, and look for NaN."""
         if action == "F":
             self._count_forward(slot)
@@ -82,7 +86,7 @@ class PoisonVerifier(Verifier):
             where = "it came in with the output gradient, from work after the chunk"
             self._warn(slot, "backward", where)
 
-    def after(self, action: Action, slot: Slot) -> None:
+    def after(self, action: ReplayAction, slot: Slot) -> None:
         """Look for NaN in the results, and fill a slot whose backward has ended."""
         if action == "F":
             self._look_at_outputs(slot)
@@ -111,7 +115,7 @@ class PoisonVerifier(Verifier):
         is_new = [has and not was_infinite for has, was_infinite in pairs]
         if has_nan(slot.input_grads.tensors) or any(is_new):
             self._explain(slot, is_new)
-        pool, raw = slot.block.pool, self._backend.raw
+        pool, raw = slot.memory.pool, self._backend.storage_ranges
         reserved = pool.reserved()
         # A compiled backward may write an input gradient over a saved tensor. It lives until the
         # next replay, which then fills the pool.

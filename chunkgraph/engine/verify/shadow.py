@@ -17,7 +17,7 @@ from chunkgraph.engine.capture.preserved import ChunkState
 from chunkgraph.engine.capture.saved import first_difference, what_follows
 from chunkgraph.engine.capture.self_test import Measured, backward_difference, forward_difference
 from chunkgraph.engine.layout import copy_into, duplicate
-from chunkgraph.engine.observer import Action
+from chunkgraph.engine.observer import ReplayAction
 from chunkgraph.engine.slot import Slot
 from chunkgraph.engine.verify.base import Verifier
 from chunkgraph.engine.verify.eager_pass import EagerPass
@@ -40,7 +40,9 @@ class ShadowVerifier(Verifier):
         self._halved: dict[Slot, tuple[list[torch.Tensor], ChunkState]] = {}
         self._input_grads: dict[Slot, Sequence[torch.Tensor | None]] = {}
 
-    def before(self, action: Action, slot: Slot, tensors: Sequence[torch.Tensor | None]) -> None:
+    def before(
+        self, action: ReplayAction, slot: Slot, tensors: Sequence[torch.Tensor | None]
+    ) -> None:
         """Run the eager pass. Of a split backward, it runs before the weight half.
 
         It then recomputes with the state from before the input half, and adds to the gradients so
@@ -63,7 +65,7 @@ class ShadowVerifier(Verifier):
             else:
                 self._run_backward(slot, grads)
 
-    def after(self, action: Action, slot: Slot) -> None:
+    def after(self, action: ReplayAction, slot: Slot) -> None:
         """Compare the replay with the eager pass; both halves of a backward after the second."""
         if action == "F":
             self._compare_forward(slot)
