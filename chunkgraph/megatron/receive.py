@@ -8,6 +8,7 @@ in a direction is known, and the receive goes into the chunk's next slot.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from chunkgraph.megatron.pipeline.choice import PipelinePlace
 from chunkgraph.megatron.pipeline.driver import ScheduleDriver
 from chunkgraph.schedules import Op, Schedule, megatron_schedule, with_transfers
 
-__all__ = ["ReceiveOrder", "SlotReceiver", "receiving_lengths", "waits_for_sends"]
+__all__ = ["ReceiveOrder", "SlotReceiver", "receiving_lengths"]
 
 
 @dataclass(frozen=True)
@@ -81,22 +82,6 @@ def _with_rows(chunks: Sequence[int], rows: Sequence[int] | None) -> deque[tuple
     return pairs
 
 
-def waits_for_sends(config: Any) -> bool:
-    """Return whether Megatron's schedules finish sending a gradient before the next backward.
-
-    Without ``overlap_p2p_comm`` the compute stream waits for every exchange before the schedule
-    continues. With it, the schedule waits for the send after backward k only after it launched
-    backward k + 1, which overwrites the gradient that is being sent.
-
-    Args:
-        config: Megatron's ModelParallelConfig.
-    """
-    return not (
-        getattr(config, "overlap_p2p_comm", False)
-        or getattr(config, "overlap_p2p_comm_warmup_flush", False)
-    )
-
-
 class SlotReceiver:
     """Let the schedule receive into slots in replayed steps.
 
@@ -139,7 +124,11 @@ class SlotReceiver:
         self._place = place
         self._config = config
         self._lends_input_grads = tuple(lends_input_grads)
-        self._orders: dict[int, ReceiveOrder] = {}
+        self._order = functools.cache(
+            functools.partial(ReceiveOrder.of_megatron, place)
+            if driver is None
+            else lambda count: ReceiveOrder.of(driver.schedule(count), place.pipeline_rank)
+        )
         self._device = device
         # The chunk and the rows (None: Megatron's) of each receive to come.
         self._left: dict[Direction, deque[tuple[int, int | None]]] = {}
@@ -321,16 +310,6 @@ class SlotReceiver:
         ):
             return "the caller's own communicator"
         return ""
-
-    def _order(self, num_microbatches: int) -> ReceiveOrder:
-        if num_microbatches not in self._orders:
-            if self._driver is None:
-                order = ReceiveOrder.of_megatron(self._place, num_microbatches)
-            else:
-                schedule = self._driver.schedule(num_microbatches)
-                order = ReceiveOrder.of(schedule, self._place.pipeline_rank)
-            self._orders[num_microbatches] = order
-        return self._orders[num_microbatches]
 
 
 def receiving_lengths(

@@ -28,7 +28,6 @@ from chunkgraph.megatron.pipeline.choice import (
     PipelineSchedule,
     refuse_other_schedules,
 )
-from chunkgraph.megatron.receive import waits_for_sends
 from chunkgraph.megatron.refusals import facts_of_model
 from chunkgraph.settings.rule import Facts
 
@@ -136,9 +135,14 @@ class Site:
 
     @property
     def lends_input_grads(self) -> list[bool]:
-        """Return, for each chunk, whether its input gradients are sent from its slots' memory."""
+        """Return, for each chunk, whether its input gradients are sent from its slots' memory.
+
+        Without ``overlap_p2p_comm`` the compute stream waits for every exchange before Megatron's
+        schedule continues. With it, the schedule waits for the send after backward k only after it
+        launched backward k + 1, which overwrites the gradient that is being sent.
+        """
         # Stage 0 sends none, so its input gradient may be used anywhere.
-        lends = self.schedule is None and waits_for_sends(self.config)
+        lends = self.schedule is None and not self.config.overlap_p2p_comm
         return [lends and self.place.stage(c) > 0 for c in range(len(self.chunks))]
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 from collections import deque
 from collections.abc import Callable
 from enum import Enum
@@ -108,16 +107,14 @@ def is_plain_communicator(communicator: object) -> bool:
 
 
 def is_pipelining_schedule(forward_backward: Callable[..., Any]) -> bool:
-    """Return whether this is one of Megatron's pipeline schedules and accepts a communicator."""
+    """Return whether this is one of Megatron's pipeline schedules, which take a communicator."""
     if not hasattr(_plain_class(), "_communicate"):
         return False
     module = import_megatron("megatron.core.pipeline_parallel.schedules")
-    schedules = (
+    return forward_backward in (
         module.forward_backward_pipelining_without_interleaving,
         module.forward_backward_pipelining_with_interleaving,
     )
-    parameters = inspect.signature(forward_backward).parameters.keys()
-    return forward_backward in schedules and {"p2p_communicator", "pg_collection"} <= parameters
 
 
 def default_groups() -> Any:
