@@ -27,7 +27,6 @@ _QUANTIZED_WEIGHTS = (
 _FP8_ATTENTION = "Python code copies and sets the scales of its FP8 tensors in every call"
 _QUEUES = "its queues are Python state that a replay does not advance"
 _OUTSIDE = "weight gradients would be computed outside the graph"
-_OTHER_GRAPHS = "Megatron would capture the same layers again"
 _SAFE_RNG = "use {te_rng_tracker=true}"
 
 
@@ -133,11 +132,9 @@ MODEL_RULES = (
     Rule(f"overlap_dispatch_backward_with_experts_wgrad: {_OUTSIDE}"),
     Rule("moe_hybridep_pad_uneven_dispatch_inputs: it reads token counts on the host"),
     Rule(
-        f"cuda_graph_impl: {_OTHER_GRAPHS}; leave it out",
+        "cuda_graph_impl: Megatron would capture the same layers again; leave it out",
         lambda f: f.cuda_graph_impl not in (None, "none"),
     ),
-    Rule(f"enable_cuda_graph: {_OTHER_GRAPHS}; leave it out"),
-    Rule(f"external_cuda_graph: {_OTHER_GRAPHS}; leave it out"),
     Rule(
         "use_transformer_engine_op_fuser: without experts fused operations hold their own "
         "parameters, which is supported for experts only; leave it out",
@@ -182,18 +179,14 @@ def facts_of_model(
         words: How the user writes settings.
     """
     dtype = getattr(config, "params_dtype", None)
-    dispatcher = getattr(config, "moe_token_dispatcher_type", None) or "allgather"
-    is_flex = dispatcher == "flex"
-    # Without that dispatcher it has Megatron's default, which is not the user's choice.
-    backend = (
-        (getattr(config, "moe_flex_dispatcher_backend", None) or "deepep") if is_flex else None
-    )
     facts = {
         "captures": True,
         "element_bytes": None if dtype is None else dtype.itemsize,
         "fp8_recipe": fp8_recipe(config),
-        "moe_flex_dispatcher_backend": backend,
-        "moe_token_dispatcher_type": dispatcher,
+        "moe_flex_dispatcher_backend": getattr(config, "moe_flex_dispatcher_backend", None)
+        or "deepep",
+        "moe_token_dispatcher_type": getattr(config, "moe_token_dispatcher_type", None)
+        or "allgather",
         "swiglu": getattr(config, "gated_linear_unit", None),
         **(others or {}),
     }

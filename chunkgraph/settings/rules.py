@@ -34,7 +34,7 @@ def check_settings(config: Settings) -> None:
     _check_layer_spec(config.model.layer_spec)
     _check_more_fields(config)
     # The features import this package. Their rules import no torch.
-    from chunkgraph.megatron.rules import FILE_RULES
+    from chunkgraph.megatron.rules.features import FILE_RULES
 
     rules = (*_RULES, *FILE_RULES)
     check(rules, facts_of(config), "these settings cannot go together:")

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from chunkgraph.errors import ConfigError, TopologyError
-from chunkgraph.megatron.rules import FILE_RULES
-from chunkgraph.megatron.rules.features import STASH_RULES
+from chunkgraph.megatron.rules.features import FILE_RULES, STASH_RULES
 from chunkgraph.settings import rules as file_rules
 from chunkgraph.settings.rule import Facts, Rule, Words, check, recomputes, refusals
 from chunkgraph.settings.words import FILE, FLAGS, PROGRAM, settings_by_fact
@@ -162,12 +161,12 @@ def test_the_rules_of_a_model_ask_for_fields_that_megatron_has() -> None:
     facts |= {"fsdp_double_buffer", "nccl_ub", "num_distributed_optimizer_instances"}
     # Fields of some releases of Megatron, or of some of its config classes.
     some = {
-        *("enable_cuda_graph", "external_cuda_graph", "fp8_param_gather", "fp4", "qk_layernorm"),
+        *("fp8_param_gather", "fp4", "qk_layernorm"),
         *("expert_gtp_weight_remat_size", "gtp_weight_remat_size", "moe_paged_stash"),
         *("experimental_attention_variant", "moe_permute_fusion_into_hybridep", "moe_latent_size"),
         *("fine_grained_activation_offloading", "moe_enable_routing_replay"),
         *("moe_hybridep_pad_uneven_dispatch_inputs", "moe_router_force_biased"),
-        *("moe_router_padding_for_quantization", "moe_router_padding_for_fp8"),
+        "moe_router_padding_for_quantization",
         *("moe_use_legacy_grouped_gemm", "overlap_dispatch_backward_with_experts_wgrad"),
         *("cross_entropy_fusion_impl", "te_rng_tracker", "use_mamba_mem_eff_path"),
         "use_transformer_engine_op_fuser",

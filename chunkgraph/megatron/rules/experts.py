@@ -30,7 +30,6 @@ STATIC = (
 """The remedy where the grouped GEMM of dropless experts cannot be used."""
 _UNTRIED = "the two are not supported together; leave one out, or "
 _STATIC_DISPATCHERS = ("alltoall", "allgather")
-_ROWS = "it changes how many rows an expert gets"
 
 
 def _enough(f: Facts) -> float:
@@ -104,13 +103,10 @@ _HYBRID_EP_RULES = (
         f"graph; use {{moe_flex_dispatcher_backend=hybridep}}, or {ALL_TO_ALL}",
         lambda f: _uses_flex(f) and f.moe_flex_dispatcher_backend != "hybridep",
     ),
-    *(
-        Rule(
-            f"{setting} moe_token_dispatcher_type: it belongs to "
-            "{moe_token_dispatcher_type=flex}; change one of them",
-            _is_idle(setting),
-        )
-        for setting in ("moe_flex_dispatcher_backend", "moe_expert_rank_capacity_factor")
+    Rule(
+        "moe_expert_rank_capacity_factor moe_token_dispatcher_type: it belongs to "
+        "{moe_token_dispatcher_type=flex}; change one of them",
+        _is_idle("moe_expert_rank_capacity_factor"),
     ),
     Rule(
         "use_transformer_engine_op_fuser moe_expert_capacity_factor: fused operations hold their "
@@ -219,8 +215,7 @@ EXPERT_RULES = (
 
 MOE_RULES = (
     _rule("moe_use_legacy_grouped_gemm: its kernels read the token counts on the host"),
-    _rule(f"moe_router_padding_for_quantization: {_ROWS}"),
-    _rule(f"moe_router_padding_for_fp8: {_ROWS}"),
+    _rule("moe_router_padding_for_quantization: it changes how many rows an expert gets"),
     _rule("moe_enable_routing_replay: it replays Python state"),
     _rule(
         "moe_router_force_biased: it keeps random numbers drawn in the first forward",
@@ -230,7 +225,6 @@ MOE_RULES = (
         "moe_paged_stash: the order of its pages is Python state, frozen in a replay; {stash=} has "
         "the same purpose"
     ),
-    _rule(f"moe_enable_deepep: the rows of a rank depend on the tokens; {ALL_TO_ALL}"),
     _rule(
         f"moe_token_dispatcher_type: unknown; {ALL_TO_ALL}",
         lambda f: f.moe_token_dispatcher_type not in (*_STATIC_DISPATCHERS, "flex"),

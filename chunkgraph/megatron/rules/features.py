@@ -1,17 +1,21 @@
-"""The rules of features that need few of them, from a file, a program or a command line."""
+"""The rules of features that need few of them, from a file, a program or a command line.
+
+They import no torch, so that a command checks a file before it starts a process.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from chunkgraph.errors import TopologyError
+from chunkgraph.megatron.rules.experts import EXPERT_RULES
 from chunkgraph.schedules import FILE_SUFFIX, Placement, get_family, list_schedules
 from chunkgraph.settings.rule import Facts, Rule, recomputes
 
 __all__ = [
     "BUCKETS_RULE",
     "CONTEXT_RULES",
-    "FILE_ONLY_RULES",
+    "FILE_RULES",
     "FP8_RULES",
     "HYBRID_RULES",
     "RECOMPUTE_RULES",
@@ -192,7 +196,15 @@ def _other_experts(f: Facts) -> object:
     return pattern is not None and ("E" in pattern) != (f.num_moe_experts is not None)
 
 
-FILE_ONLY_RULES = (
+FILE_RULES = (
+    *SCHEDULE_RULES,
+    *SLOT_RULES,
+    *FP8_RULES,
+    *RECOMPUTE_RULES,
+    *CONTEXT_RULES,
+    *EXPERT_RULES,
+    *HYBRID_RULES,
+    *STASH_RULES,
     Rule(
         "recompute_granularity recompute_modules: selective recomputation would recompute "
         "nothing; name parts of a layer, such as core_attn",
@@ -250,4 +262,4 @@ FILE_ONLY_RULES = (
         _other_experts,
     ),
 )
-"""Rules of a configuration file."""
+"""Rules of features that a configuration file can turn on."""
