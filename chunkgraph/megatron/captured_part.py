@@ -20,6 +20,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -99,17 +100,13 @@ class CapturedPart:
         self.parameters = tuple(p for p in module.parameters() if p.requires_grad)
         self._block: Any = block
         self._ddp = ddp
-        self._gates: Any = None
-        if (
-            ddp is not None
-            and gathers_parameters(ddp)
-            and any(p.is_cuda for p in module.parameters())
-        ):
-            layers: Any = block.layers
-            self._gates = ParameterGates(ddp, module, layers)
         self._eager = type(module).forward
-        self._names = _positional_names(self._eager)
-        self._optional = _none_by_default(self._eager)
+        parameters = list(inspect.signature(self._eager).parameters.values())[1:]
+        self._optional = {p.name for p in parameters if p.default is None}
+        # The names of positional arguments.
+        self._names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+            self._names = []
         self.config: Any = getattr(block, "config", None)
         self.predicts_tokens = bool(getattr(module, "mtp_process", False))
 
@@ -121,13 +118,19 @@ class CapturedPart:
 
     def chunk(self) -> Chunk:
         """Return the chunk that the engine captures."""
-        before = new_marker = None
+        run: Callable[..., Any] = self._run
+        before: Callable[[], None] | None = None
+        new_marker = None
         if self._ddp is not None:
-            if gathers_parameters(self._ddp):
-                before = self._gather_parameters if self._gates is None else self._gates.gather
             new_marker = gradient_marker(self._ddp, self.parameters)
+            if gathers_parameters(self._ddp):
+                before = partial(call_parameter_gather_hooks, self.modules)
+                if any(p.is_cuda for p in self.module.parameters()):
+                    gates = ParameterGates(self._ddp, self.module, self._block.layers)
+                    before = gates.gather
+                    run = gates.wait_in_capture()(run)  # decorates: entered in each call
         return Chunk(
-            forward=self._run if self._gates is None else self._run_gated,
+            forward=run,
             parameters=self.parameters,
             label=self.label,
             module=self.module,
@@ -181,10 +184,6 @@ class CapturedPart:
         """Run the module's eager forward with its input as ``first``."""
         raise NotImplementedError
 
-    def _run_gated(self, first: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._gates.wait_in_capture():
-            return self._run(first, *args, **kwargs)
-
     def _run_received(self, received: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the eager forward with ``received`` as the block's ``input_tensor``."""
         block = self._block
@@ -194,9 +193,6 @@ class CapturedPart:
             return self._eager(self.module, *args, **kwargs)
         finally:
             block.input_tensor = previous
-
-    def _gather_parameters(self) -> None:
-        call_parameter_gather_hooks(self.modules)
 
 
 class _Block(CapturedPart):
@@ -344,19 +340,6 @@ def innermost(model_chunk: nn.Module) -> nn.Module:
     """Return the model inside wrappers (DDP, Float16Module) that call it ``module``."""
     *_, module = wrappers_of(model_chunk)
     return module
-
-
-def _positional_names(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the names of the positional parameters after ``self``; none with ``*args``."""
-    parameters = list(inspect.signature(function).parameters.values())[1:]
-    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return ()
-    return tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
-
-
-def _none_by_default(function: Callable[..., Any]) -> frozenset[str]:
-    parameters = inspect.signature(function).parameters.values()
-    return frozenset(p.name for p in parameters if p.default is None)
 
 
 @dataclass(frozen=True)

@@ -245,31 +245,21 @@ class SlotReceiver:
         own_shape = shape
         if rows is not None:
             own_shape = (shape[0] * rows // self._most_rows, *shape[1:])
-        buffer = self._slot_memory(direction, c, own_shape, dtype) if self._is_receiving else None
-        if buffer is not None or own_shape == shape:
-            return buffer
-        return torch.empty(own_shape, dtype=dtype, device=self._device, requires_grad=True)
-
-    def _slot_memory(
-        self,
-        direction: Direction,
-        c: int,
-        shape: tuple[int, ...],
-        dtype: torch.dtype | None,
-    ) -> torch.Tensor | None:
-        reserve = (
-            self._reserve_input if direction is Direction.FORWARD else self._reserve_output_grad
-        )
-        buffer = reserve(c)
-        if buffer is not None and not (
-            tuple(buffer.shape) == shape and buffer.dtype == dtype and buffer.is_contiguous()
-        ):
-            buffer = None  # the slot stays reserved for the microbatch, and its replay copies
-        if buffer is None:
+        if self._is_receiving:
+            is_input = direction is Direction.FORWARD
+            buffer = self._reserve_input(c) if is_input else self._reserve_output_grad(c)
+            # Otherwise the slot stays reserved for the microbatch, and its replay copies.
+            if buffer is not None and (
+                tuple(buffer.shape) == own_shape
+                and buffer.dtype == dtype
+                and buffer.is_contiguous()
+            ):
+                self.num_received_in_place += 1
+                return buffer.requires_grad_()
             self.num_received_copied += 1
+        if own_shape == shape:
             return None
-        self.num_received_in_place += 1
-        return buffer.requires_grad_()
+        return torch.empty(own_shape, dtype=dtype, device=self._device, requires_grad=True)
 
     def _reserve_input(self, c: int) -> torch.Tensor | None:
         # The engine assigns reserved slots to the next forwards. If a microbatch outside of a slot

@@ -98,6 +98,7 @@ def test_a_reduction_waits_for_a_gradient_that_the_graph_writes_late() -> None:
     ddp = SimpleNamespace(
         ddp_config=SimpleNamespace(overlap_grad_reduce=True),
         param_to_bucket_group={parameter: Group()},
+        force_all_reduce=False,
     )
     new_marker = gradient_marker(ddp, [parameter])  # type: ignore[arg-type]
     assert new_marker is not None

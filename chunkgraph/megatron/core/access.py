@@ -9,6 +9,7 @@ import importlib
 import importlib.metadata
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
 
@@ -24,7 +25,6 @@ __all__ = [
     "versions",
 ]
 
-_MISSING = object()
 _FROM, _UP_TO = (0, 16), (0, 19)
 RANGE = "0.16 to 0.19"
 
@@ -111,15 +111,11 @@ def private_names(module_name: str, *names: str) -> tuple[Any, ...]:
 
 def patch_attributes(target: object, replacements: Mapping[str, Any]) -> Callable[[], None]:
     """Set attributes on ``target`` and return a function that puts its own old ones back."""
-    saved = {name: vars(target).get(name, _MISSING) for name in replacements}
+    undo = ExitStack()
     for name, value in replacements.items():
+        if name in vars(target):
+            undo.callback(setattr, target, name, vars(target)[name])
+        else:
+            undo.callback(delattr, target, name)
         setattr(target, name, value)
-
-    def undo() -> None:
-        for name, value in saved.items():
-            if value is _MISSING:
-                delattr(target, name)
-            else:
-                setattr(target, name, value)
-
-    return undo
+    return undo.close

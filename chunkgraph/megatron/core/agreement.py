@@ -4,7 +4,7 @@ Jobs with ``--disable-gloo-process-groups`` use the rendezvous store. Each agree
 three or four requests to it, whatever the number of ranks; rank 0 (or torchrun) serves them. It is
 an error if a rank does not answer within the job's timeout.
 
-Values travel in torch's format for tensors and plain Python values, whose reader runs no code.
+Values travel in torch's format for tensors and plain Python values.
 """
 
 from __future__ import annotations
@@ -73,9 +73,15 @@ def exchange_between(group: Any) -> Exchange | None:
         return None
     if uses_gloo():
         own = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-        return Exchange(functools.partial(_gathered_by_gloo, own), own)
+
+        def gather(data: bytes) -> list[bytes]:
+            parts = [b""] * len(ranks)
+            dist.all_gather_object(parts, data, group=own)
+            return parts
+
+        return Exchange(gather, own)
     posts = _Posts("exchange", ranks)
-    return Exchange(lambda data: _parts(posts.post(data, _unchanged)()))
+    return Exchange(lambda data: _parts(posts.post(data, bytes)()))
 
 
 class Exchange:
@@ -93,11 +99,14 @@ class Exchange:
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in the order of the ranks."""
-        return [*map(_decoded, self._gather(_encoded(value)))]
+        stream = io.BytesIO()
+        torch.save(value, stream)
+        parts = map(io.BytesIO, self._gather(stream.getvalue()))
+        return [torch.load(part, map_location="cpu", weights_only=True) for part in parts]
 
     def share(self, value: Any) -> Any:
         """Return the first rank's value; the arguments of the others are ignored."""
-        return _decoded(self._gather(_encoded(value))[0])
+        return self.gather(value)[0]
 
     def close(self) -> None:
         """Destroy the process group."""
@@ -151,10 +160,6 @@ class _Posts:
             combine: Computes the result from the posted values, each after a header.
         """
         self._wait()  # when all ranks have posted again, all have read the last result
-        self._wait = wait = self._posted(data, combine)
-        return wait
-
-    def _posted(self, data: bytes, combine: Callable[[bytes], bytes]) -> Callable[[], bytes]:
         store, number = self._store, self._num_rounds
         self._num_rounds += 1
         posted, count, result = (f"{number}/{name}" for name in ("posted", "count", "result"))
@@ -170,6 +175,7 @@ class _Posts:
         def wait() -> bytes:
             return bytes(store.get(result))
 
+        self._wait = wait
         return wait
 
 
@@ -189,10 +195,6 @@ def _explained() -> Iterator[None]:
         ) from error
 
 
-def _unchanged(posted: bytes) -> bytes:
-    return posted
-
-
 def _largest(posted: bytes) -> bytes:
     rows = [map(int, data.split()) for data in _parts(posted)]
     return " ".join(str(max(column)) for column in zip(*rows, strict=True)).encode()
@@ -207,28 +209,6 @@ def _parts(posted: bytes) -> list[bytes]:
         begin += _HEADER.size + size
         parts[place] = posted[begin - size : begin]
     return [parts[place] for place in sorted(parts)]
-
-
-def _gathered_by_gloo(group: Any, data: bytes) -> list[bytes]:
-    cpu = torch.device("cpu")
-    sizes = [torch.zeros(1, dtype=torch.int64, device=cpu) for _ in range(group.size())]
-    dist.all_gather(sizes, torch.tensor([len(data)], device=cpu), group=group)
-    most = max(int(size) for size in sizes)
-    mine = torch.frombuffer(bytearray(data.ljust(most, b"\0")), dtype=torch.uint8)
-    whole = [torch.empty(most, dtype=torch.uint8, device=cpu) for _ in sizes]
-    dist.all_gather(whole, mine, group=group)
-    pairs = zip(whole, sizes, strict=True)
-    return [tensor[: int(size)].numpy().tobytes() for tensor, size in pairs]
-
-
-def _encoded(value: Any) -> bytes:
-    stream = io.BytesIO()
-    torch.save(value, stream)
-    return stream.getvalue()
-
-
-def _decoded(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
 _NAME = "destroy_process_group"

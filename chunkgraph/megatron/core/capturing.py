@@ -153,11 +153,9 @@ def without_realtime_tests() -> Iterator[None]:
     def run_realtime_tests(_self: Any) -> None:
         pass
 
-    undo = patch_attributes(attention, {"run_realtime_tests": run_realtime_tests})
-    try:
+    with ExitStack() as undo:
+        undo.callback(patch_attributes(attention, {"run_realtime_tests": run_realtime_tests}))
         yield
-    finally:
-        undo()
 
 
 _MODULE = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"

@@ -9,9 +9,10 @@ captured forward waits for each event where the bucket's first layer begins.
 
 from __future__ import annotations
 
-import contextlib
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -119,44 +120,42 @@ class _BucketSignals:
         self._ddp = ddp
         self._targets = targets
         self._stream = stream
-        self._missing: dict[int, set[int]] = {}
-        members: dict[int, tuple[Any, list[nn.Parameter]]] = {}
+        # By bucket group: its parameters, the indices that the capture has not seen, and the event.
+        self._members: dict[Any, list[nn.Parameter]] = defaultdict(list)
+        self._missing: dict[Any, set[int]] = defaultdict(set)
+        self._ready: dict[Any, torch.cuda.Event | None] = {}
         for index, target in enumerate(targets):
             if target is not None:
                 group, parameter = target
-                members.setdefault(id(group), (group, []))[1].append(parameter)
-                self._missing.setdefault(id(group), set()).add(index)
-        self._members = members
-        self._ready: dict[int, torch.cuda.Event | None] = {}
+                self._members[group].append(parameter)
+                self._missing[group].add(index)
 
     def accumulated(self, index: int) -> None:
         target = self._targets[index]
         if target is None:
             return
-        key = id(target[0])
-        self._missing[key].discard(index)
-        if self._missing[key]:
+        group, _ = target
+        self._missing[group].discard(index)
+        if self._missing[group]:
             return
         event: torch.cuda.Event | None = None
         if self._stream is not None:
             event = torch.cuda.Event(external=True)
             event.record()
-        self._ready.pop(key, None)
-        self._ready[key] = event
+        self._ready.pop(group, None)
+        self._ready[group] = event
 
     def replayed(self) -> None:
-        if not any(self._members[key][0].is_last_microbatch for key in self._ready):
+        if not any(group.is_last_microbatch for group in self._ready):
             return
-        force = getattr(self._ddp, "force_all_reduce", False)
-        for key, event in self._ready.items():
-            group, parameters = self._members[key]
-            with contextlib.ExitStack() as stack:
+        for group, event in self._ready.items():
+            with ExitStack() as stack:
                 if event is not None:
                     assert self._stream is not None
                     self._stream.wait_event(event)
                     stack.enter_context(torch.cuda.stream(self._stream))
-                for parameter in parameters:
-                    group.register_grad_ready(parameter, force)
+                for parameter in self._members[group]:
+                    group.register_grad_ready(parameter, self._ddp.force_all_reduce)
 
 
 class ParameterGates:
@@ -172,15 +171,13 @@ class ParameterGates:
     def __init__(self, ddp: Any, module: nn.Module, layers: Iterable[nn.Module]) -> None:
         self._stream = torch.cuda.Stream()
         group_of = ddp.param_to_bucket_group
-        self._groups: dict[int, Any] = {}
-        self._events: dict[int, torch.cuda.Event] = {}
+        self._events: dict[Any, torch.cuda.Event] = {}  # by bucket group
         # Every module, with the bucket groups that no earlier module uses.
-        self._hooked: list[tuple[nn.Module, list[int]]] = []
+        self._hooked: list[tuple[nn.Module, list[Any]]] = []
         for submodule in module.modules():
             groups = _groups(submodule.parameters(recurse=False), group_of)
-            new = [key for key in groups if key not in self._groups]
-            self._groups.update(groups)
-            self._events.update((key, _recorded_event()) for key in new)
+            new = [group for group in groups if group not in self._events]
+            self._events.update((group, _recorded_event()) for group in new)
             self._hooked.append((submodule, new))
         layers = list(layers)
         in_layers = {id(m) for layer in layers for m in layer.modules()}
@@ -189,7 +186,7 @@ class ParameterGates:
             for other in module.modules()
             if id(other) not in in_layers
         ]
-        self._gates = [(gate, list(groups)) for gate, groups in gates if groups]
+        self._gates = [(gate, groups) for gate, groups in gates if groups]
 
     def gather(self) -> None:
         """Before a replay, run DDP's hooks on the side stream: start gathers and wait for them.
@@ -197,16 +194,17 @@ class ParameterGates:
         The side stream first waits for the work queued so far (the optimizer's writes).
         """
         first_module, _ = self._hooked[0]
-        if not _gather_hooks(first_module) or not any(
-            _is_outstanding(group) for group in self._groups.values()
+        if not _gather_hooks(first_module) or all(
+            group.param_gather_dispatched and group.param_gather_handle is None
+            for group in self._events
         ):
             return
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for module, groups in self._hooked:
                 call_parameter_gather_hooks([module])
-                for key in groups:
-                    self._events[key].record()
+                for group in groups:
+                    self._events[group].record()
 
     @contextmanager
     def wait_in_capture(self) -> Iterator[None]:
@@ -219,16 +217,15 @@ class ParameterGates:
             return
         left = dict(self._events)
 
-        def wait(keys: Sequence[int]) -> None:
-            for key in keys:
-                event = left.pop(key, None)
+        def wait(groups: Sequence[Any], *_: Any) -> None:
+            for group in groups:
+                event = left.pop(group, None)
                 if event is not None:
                     event.wait()
 
-        def hook(keys: list[int]) -> Any:
-            return lambda *_: wait(keys)
-
-        handles = [module.register_forward_pre_hook(hook(keys)) for module, keys in self._gates]
+        handles = [
+            gate.register_forward_pre_hook(partial(wait, groups)) for gate, groups in self._gates
+        ]
         try:
             yield
             wait(list(left))
@@ -248,19 +245,9 @@ def _recorded_event() -> torch.cuda.Event:
     return event
 
 
-def _groups(
-    parameters: Iterable[nn.Parameter], group_of: dict[nn.Parameter, Any]
-) -> dict[int, Any]:
-    """Return the bucket groups of ``parameters`` by identity, in order."""
-    groups = [group_of[p] for p in parameters if p in group_of]
-    return {id(group): group for group in groups}
-
-
-def _is_outstanding(group: Any) -> bool:
-    """Return whether the gather of a bucket group has not finished, or has not started."""
-    return getattr(group, "param_gather_handle", group) is not None or not getattr(
-        group, "param_gather_dispatched", False
-    )
+def _groups(parameters: Iterable[nn.Parameter], group_of: dict[nn.Parameter, Any]) -> list[Any]:
+    """Return the bucket groups of ``parameters``, each once, in order."""
+    return list(dict.fromkeys(group_of[p] for p in parameters if p in group_of))
 
 
 _FIELD = "delay_wgrad_compute"

@@ -80,11 +80,10 @@ def patch_rng(host: HostRng) -> Callable[[], None]:
         return host.new_state(values) if to_graphable else values
 
     undo = contextlib.ExitStack()
-    package = import_megatron("megatron.core.tensor_parallel")
-    for place in (module, package):  # the package re-exports the function
-        if hasattr(place, "convert_cuda_rng_state"):
-            undo.callback(patch_attributes(place, {"convert_cuda_rng_state": convert}))
+    converting = {"convert_cuda_rng_state": convert}
+    undo.callback(patch_attributes(import_megatron("megatron.core.tensor_parallel"), converting))
     replacements = {
+        **converting,
         "CudaRNGStatesTracker": HostRngStatesTracker,
         "_get_cuda_rng_state": get_state,
         "_set_cuda_rng_state": set_state,
@@ -101,11 +100,9 @@ def seed_model_parallel(seed: int, device: torch.device) -> None:
 
     On a GPU this is Transformer Engine's tracker if it is installed, since its modules expect it.
     """
-    manual_seed = import_megatron(_RANDOM).model_parallel_cuda_manual_seed
-    accepted = inspect.signature(manual_seed).parameters
     engine = importlib.util.find_spec("transformer_engine") is not None
     flag = "te_rng_tracker" if engine and device.type == "cuda" else "use_cudagraphable_rng"
-    manual_seed(seed, **({flag: True} if flag in accepted else {}))
+    import_megatron(_RANDOM).model_parallel_cuda_manual_seed(seed, **{flag: True})
 
 
 def _tracker() -> Any:
@@ -114,12 +111,7 @@ def _tracker() -> Any:
 
 def rng_is_graph_safe() -> bool:
     """Return whether a graph can contain the tracker's switches between its states."""
-    module = import_megatron(_RANDOM)
-    tracker = _tracker()
-    probe = getattr(module, "is_graph_safe_cuda_rng_tracker", None)
-    if probe is not None:
-        return bool(probe(tracker))
-    return bool(getattr(tracker, "use_cudagraphable_rng", False))
+    return bool(import_megatron(_RANDOM).is_graph_safe_cuda_rng_tracker(_tracker()))
 
 
 def graph_safe_generators() -> list[torch.Generator]:
@@ -127,9 +119,8 @@ def graph_safe_generators() -> list[torch.Generator]:
 
     There are none on a CPU host.
     """
-    states = _tracker().get_states()
-    every = import_megatron(_RANDOM).get_all_rng_states() or {}
-    states |= {name: state for name, state in every.items() if name not in states}
+    own, every = _tracker().get_states(), import_megatron(_RANDOM).get_all_rng_states() or {}
+    states = own | every | own
     return [state for state in states.values() if isinstance(state, torch.Generator)]
 
 

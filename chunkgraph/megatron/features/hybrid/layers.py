@@ -65,11 +65,9 @@ def packed_mamba_rows() -> Iterator[None]:
         documents = torch.searchsorted(offsets[1:].long(), rows, right=True)
         return with_extra_rows(documents.to(torch.int32).unsqueeze(0))
 
-    undo = patch_attributes(mixer, {"_create_packed_seq_idx": create})
-    try:
+    with ExitStack() as undo:
+        undo.callback(patch_attributes(mixer, {"_create_packed_seq_idx": create}))
         yield
-    finally:
-        undo()
 
 
 _LAYER = "megatron.core.ssm.mamba_layer"

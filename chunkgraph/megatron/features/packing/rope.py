@@ -50,11 +50,9 @@ def packed_rope() -> Iterator[None]:
     by_row = fused_by_row(fused, plain, functools.partial(_rows, restarts=True))
     if by_row is not None:
         patches["fused_apply_rotary_pos_emb_thd"] = by_row
-    undo = patch_attributes(import_megatron(_MODULE), patches)
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(patch_attributes(import_megatron(_MODULE), patches))
         yield
-    finally:
-        undo()
 
 
 def rope_rows(
