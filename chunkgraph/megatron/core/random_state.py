@@ -1,98 +1,25 @@
-"""Megatron's RNG tracker: seeds, generators for graphs, and its replacement on a CPU host."""
+"""Megatron's RNG tracker: seeds, generators for graphs, and its state by value."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
-import inspect
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
-from chunkgraph.megatron.core.access import import_megatron, patch_attributes
-
-if TYPE_CHECKING:
-    from chunkgraph.megatron.cpu.host import HostRng
+from chunkgraph.megatron.core.access import import_megatron
 
 __all__ = [
     "RandomStates",
     "graph_safe_generators",
-    "patch_rng",
     "preserve_rng",
     "rng_is_graph_safe",
     "seed_model_parallel",
 ]
 
 _RANDOM = "megatron.core.tensor_parallel.random"
-
-
-def patch_rng(host: HostRng) -> Callable[[], None]:
-    """Point Megatron's RNG tracker at the CPU generator; return a function that undoes it.
-
-    The tracker then holds state objects, as it does with graph-safe CUDA generators, and every
-    switch between them goes through ``host.switch_to``. Megatron's ``fork`` also compares the CPU
-    generator before and after, which reads a tensor's value. Here both are the same generator, and
-    no graph can contain the read, so the tracker gets a ``fork`` without the comparison.
-    """
-    module = import_megatron(_RANDOM)
-    base: Any = module.CudaRNGStatesTracker
-    default_name = inspect.signature(base.fork).parameters["name"].default
-
-    class HostRngStatesTracker(base):
-        """Megatron's tracker on the CPU generator; always graph-safe."""
-
-        _current_state_name: str
-
-        def __init__(self, *_: Any, is_inference_rng_tracker: bool = False, **__: Any) -> None:
-            super().__init__(
-                use_cudagraphable_rng=False, is_inference_rng_tracker=is_inference_rng_tracker
-            )
-            self.use_cudagraphable_rng = True
-
-        @contextlib.contextmanager
-        def fork(self, name: str = default_name) -> Iterator[None]:
-            if name not in self.states_:
-                raise KeyError(f"RNG state {name} is not added to the tracker")
-            outer_name, outer = self._current_state_name, host.current
-            host.switch_to(self.states_[name])
-            self._current_state_name = name
-            try:
-                yield
-            finally:
-                host.switch_to(outer)
-                self._current_state_name = outer_name
-
-    def get_state(*_: Any, clone: bool = False, graph_safe: bool = False, **__: Any) -> Any:
-        if not graph_safe:
-            return torch.get_rng_state()
-        return host.current.clone_state() if clone else host.current
-
-    def set_state(state: Any, *_: Any, **__: Any) -> None:
-        if isinstance(state, torch.Tensor):
-            torch.set_rng_state(state)
-        else:
-            host.switch_to(state)
-
-    def convert(state: Any, to_graphable: bool) -> Any:
-        """Convert a state from a checkpoint, of either kind, to one of this host."""
-        values = state if isinstance(state, torch.Tensor) else state.get_state()
-        return host.new_state(values) if to_graphable else values
-
-    undo = contextlib.ExitStack()
-    converting = {"convert_cuda_rng_state": convert}
-    undo.callback(patch_attributes(import_megatron("megatron.core.tensor_parallel"), converting))
-    replacements = {
-        **converting,
-        "CudaRNGStatesTracker": HostRngStatesTracker,
-        "_get_cuda_rng_state": get_state,
-        "_set_cuda_rng_state": set_state,
-        # A tracker made before the patch would hold states of the wrong kind.
-        "_CUDA_RNG_STATE_TRACKER": None,
-        "_CUDA_RNG_STATE_TRACKER_INITIALIZED": False,
-    }
-    undo.callback(patch_attributes(module, replacements))
-    return undo.close
 
 
 def seed_model_parallel(seed: int, device: torch.device) -> None:

@@ -37,14 +37,11 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
-from chunkgraph.graphs import host_call
 from chunkgraph.megatron.core.access import patch_attributes
-from chunkgraph.megatron.core.random_state import patch_rng
+from chunkgraph.megatron.cpu.random_state import HostRng, patch_rng
 from chunkgraph.megatron.features.experts.capacity import patch_router
 
 __all__ = [
-    "HostRng",
-    "HostRngState",
     "TritonStubFinder",
     "cpu_host",
     "share_gloo_device",
@@ -130,73 +127,6 @@ class _Stream(_Done):
 
     def __enter__(self) -> Self:
         return self
-
-
-class HostRngState:
-    """One state of the CPU generator, which replaces a graph-safe CUDA generator.
-
-    If the state is live, the generator holds its value; otherwise ``stored`` does.
-    """
-
-    def __init__(self, rng: HostRng | None, state: torch.Tensor) -> None:
-        self._rng = rng
-        self.stored = state
-
-    @property
-    def _is_live(self) -> bool:
-        return self._rng is not None and self._rng.current is self
-
-    def get_state(self) -> torch.Tensor:
-        """Return a copy of the state, a uint8 tensor [bytes]."""
-        return torch.get_rng_state() if self._is_live else self.stored.clone()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A checkpoint contains the value without the host.
-        return HostRngState, (None, self.get_state())
-
-    def set_state(self, state: torch.Tensor) -> None:
-        """Continue from ``state``, a result of `get_state`."""
-        if self._is_live:
-            torch.set_rng_state(state)
-        else:
-            self.stored = state.clone()
-
-    def manual_seed(self, seed: int) -> HostRngState:
-        """Restart from ``seed``."""
-        self.set_state(torch.Generator().manual_seed(seed).get_state())
-        return self
-
-    def clone_state(self) -> HostRngState:
-        """Return a new state with the same value."""
-        return HostRngState(self._rng, self.get_state())
-
-
-class HostRng:
-    """The CPU's default generator, shared by several states of which one is live."""
-
-    def __init__(self) -> None:
-        self.default = self.current = HostRngState(self, torch.get_rng_state())
-
-    def new_state(self, state: torch.Tensor) -> HostRngState:
-        """Return a new state that starts from ``state``, a result of `HostRngState.get_state`."""
-        return HostRngState(self, state)
-
-    def switch_to(self, state: HostRngState) -> None:
-        """Make ``state`` the live one.
-
-        Inside a capture the switch is also logged. Every replay repeats it with the current values
-        of the states, so that dropout masks continue as in eager training.
-        """
-
-        def switch() -> None:
-            if self.current is state:
-                return
-            # Not `torch.set_rng_state`, which a capture refuses.
-            self.current.stored = torch.default_generator.get_state()
-            torch.default_generator.set_state(state.stored)
-            self.current = state
-
-        host_call(switch)
 
 
 def _cuda_stubs() -> dict[str, Any]:
