@@ -146,8 +146,7 @@ def attach(  # the options of a job, as keywords
             kind.prepare(site, undo)
         site.find_parts(undo)
         installed = Features(f for kind in kinds if (f := kind.of(site, undo)) is not None)
-        chunk_graphs = _chunk_graphs(site, installed, backend, progress)
-        graphs = MegatronChunkGraphs(site, chunk_graphs, installed, undo)
+        graphs = MegatronChunkGraphs(site, installed, undo, backend, progress)
         failure.callback(graphs.detach)
         for part in site.parts:
             undo.callback(part.restore)
@@ -174,10 +173,31 @@ class MegatronChunkGraphs:
     """
 
     def __init__(
-        self, site: Site, engine: ChunkGraphs, features: Features, undo: ExitStack
+        self,
+        site: Site,
+        features: Features,
+        undo: ExitStack,
+        backend: GraphBackend | None,
+        progress: OnCapture | None,
     ) -> None:
+        is_split = site.schedule is not None and site.schedule.splits_backward
+        program = SPLIT if is_split else None
+        self.engine = engine = ChunkGraphs(
+            [
+                replace(features.wrap(part), keeps_input_grads=not lends, program=program)
+                for part, lends in zip(site.parts, site.lends_input_grads, strict=True)
+            ],
+            site.num_slots,
+            options=site.options,
+            agree=site.agree,
+            host=features,
+            generators=graph_safe_generators,
+            progress=progress,
+            takes_misfits=features.plans is not None,
+            banks=Banks() if features.plans is None else features.plans.banks,
+            backend=backend,
+        )
         self.site = site
-        self.engine = engine
         self.features = features
         self.scope = site.scope
         self.num_slots = site.num_slots
@@ -286,14 +306,25 @@ class MegatronChunkGraphs:
             ) as mode,
             features.step(step := Step(mode, is_training, plan)),
         ):
-            if is_training and features.awaits_forwards:
-                kwargs = notify_after_last_forward(
-                    kwargs,
-                    len(self.site.parts),
-                    partial(features.forwards_done, step),
-                )
+            if is_training and features.awaits_forwards and kwargs.get("forward_step_func"):
+                kwargs = self._reporting(kwargs, step)
             keywords = self.receiver.begin_step(mode, forward_backward, kwargs, plan.rows)
             return forward_backward(**keywords), mode
+
+    def _reporting(self, kwargs: dict[str, Any], step: Step) -> dict[str, Any]:
+        """Return keywords whose forward step tells the features of this rank's last forward."""
+        forward_step = kwargs["forward_step_func"]
+        num_left = kwargs["num_microbatches"] * len(self.site.parts)
+
+        def counted(*args: Any, **more: Any) -> Any:
+            nonlocal num_left
+            result = forward_step(*args, **more)
+            num_left -= 1
+            if num_left == 0:
+                self.features.forwards_done(step)
+            return result
+
+        return {**kwargs, "forward_step_func": counted}
 
     @property
     def num_banks(self) -> int:
@@ -425,59 +456,6 @@ class MegatronChunkGraphs:
 
 _SHAPE_NAMES = ("seq_length", "micro_batch_size", "decoder_seq_length")
 """Keywords of the schedule that determine the shapes of a step."""
-
-
-def notify_after_last_forward(
-    kwargs: dict[str, Any],
-    num_chunks: int,
-    done: Callable[[], None],
-) -> dict[str, Any]:
-    """Return a schedule's keywords that make it call ``done`` after this rank's last forward.
-
-    A rank runs one forward for each microbatch and model chunk.
-
-    Args:
-        kwargs: Keywords of the schedule; not modified.
-        num_chunks: Number of model chunks of this rank.
-        done: Callback on the host after the last forward is queued.
-    """
-    forward_step = kwargs.get("forward_step_func")
-    if forward_step is None:
-        return kwargs
-    num_left = kwargs["num_microbatches"] * num_chunks
-
-    def counted(*args: Any, **more: Any) -> Any:
-        nonlocal num_left
-        result = forward_step(*args, **more)
-        num_left -= 1
-        if num_left == 0:
-            done()
-        return result
-
-    return {**kwargs, "forward_step_func": counted}
-
-
-def _chunk_graphs(
-    site: Site, features: Features, backend: GraphBackend | None, progress: OnCapture | None
-) -> ChunkGraphs:
-    """Create the engine of the captured parts."""
-    is_split = site.schedule is not None and site.schedule.splits_backward
-    program = SPLIT if is_split else None
-    return ChunkGraphs(
-        [
-            replace(features.wrap(part), keeps_input_grads=not lends, program=program)
-            for part, lends in zip(site.parts, site.lends_input_grads, strict=True)
-        ],
-        site.num_slots,
-        options=site.options,
-        agree=site.agree,
-        host=features,
-        generators=graph_safe_generators,
-        progress=progress,
-        takes_misfits=features.plans is not None,
-        banks=Banks() if features.plans is None else features.plans.banks,
-        backend=backend,
-    )
 
 
 def eager_driver(chunks: Sequence[nn.Module], name: str) -> ScheduleDriver:
