@@ -50,9 +50,6 @@ __all__ = [
     "ChosenScope",
     "Scope",
     "choose_scope",
-    "find_block",
-    "innermost",
-    "lacks",
     "new_part",
 ]
 
@@ -236,19 +233,14 @@ class _Model(CapturedPart):
 
 
 def new_part(scope: CapturedScope, model_chunk: nn.Module, label: str) -> CapturedPart:
-    """Find the part of ``model_chunk`` that ``scope`` captures.
-
-    Args:
-        scope: See the module's table.
-        model_chunk: The chunk as the schedule receives it, with its wrappers.
-        label: Name of the chunk in errors.
+    """Find the part of ``model_chunk``, with its wrappers, that ``scope`` captures.
 
     Raises:
         ConfigError: The chunk has no such part, or graphs are attached to it already.
     """
     ddp = unwrap_ddp(model_chunk)
-    block = find_block(model_chunk, label)
-    model = innermost(model_chunk)
+    block = _find_block(model_chunk, label)
+    model = _innermost(model_chunk)
     if any("forward" in module.__dict__ for module in (block, model)):
         raise ConfigError(
             f"The forward of {label} is already replaced on the instance; detach() the earlier "
@@ -259,7 +251,7 @@ def new_part(scope: CapturedScope, model_chunk: nn.Module, label: str) -> Captur
         return _Block(block, block, ddp, label, name)
     if scope != "chunk":
         raise ConfigError(f"The scope of a capture is 'auto', 'block' or 'chunk', not {scope!r}.")
-    if missing := lacks(model, block):
+    if missing := _lacks(model, block):
         raise ConfigError(
             f"{label}: {type(model).__name__} is not built like GPTModel or HybridModel (it has no "
             f"{missing}), so that it cannot be captured whole. Use scope='auto' or 'block'."
@@ -267,7 +259,7 @@ def new_part(scope: CapturedScope, model_chunk: nn.Module, label: str) -> Captur
     return _Model(model, block, ddp, label)
 
 
-def lacks(model: nn.Module, block: nn.Module) -> str:
+def _lacks(model: nn.Module, block: nn.Module) -> str:
     """Return the attributes of GPTModel that ``model`` lacks, as text; "" for none."""
     missing = [name for name in _MODEL_ATTRIBUTES if not hasattr(model, name)]
     if not missing and getattr(model, "decoder", None) is not block:
@@ -312,12 +304,8 @@ def _reads_position_ids(model: Any) -> bool:
     return model.pre_process and type(model.embedding) is not embedding
 
 
-def find_block(model_chunk: nn.Module, label: str) -> nn.Module:
-    """Return the only transformer block of a model chunk.
-
-    Args:
-        model_chunk: The chunk as the schedule receives it, with its wrappers.
-        label: Name of the chunk in errors.
+def _find_block(model_chunk: nn.Module, label: str) -> nn.Module:
+    """Return the only transformer block of a model chunk with its wrappers.
 
     Raises:
         ConfigError: There is no block, or there are several.
@@ -336,7 +324,7 @@ def find_block(model_chunk: nn.Module, label: str) -> nn.Module:
     return blocks[0]
 
 
-def innermost(model_chunk: nn.Module) -> nn.Module:
+def _innermost(model_chunk: nn.Module) -> nn.Module:
     """Return the model inside wrappers (DDP, Float16Module) that call it ``module``."""
     *_, module = wrappers_of(model_chunk)
     return module
@@ -430,10 +418,10 @@ def _obstacle_in_model(model_chunk: nn.Module) -> str:
     A model that overrides Megatron's methods may run arbitrary code around its block, and a replay
     does not run hooks.
     """
-    model: Any = innermost(model_chunk)
+    model: Any = _innermost(model_chunk)
     name = type(model).__name__
-    block = find_block(model_chunk, name)
-    if lacks(model, block):
+    block = _find_block(model_chunk, name)
+    if _lacks(model, block):
         return f"{name}, which is not built like GPTModel"
     libraries = ("megatron.core.", "torch.")
     others = [vars(c) for c in type(model).__mro__ if not c.__module__.startswith(libraries)]

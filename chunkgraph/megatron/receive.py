@@ -228,11 +228,6 @@ class SlotReceiver:
     ) -> torch.Tensor | None:
         """Return the memory of the next receive of ``direction``, called once for each, in order.
 
-        Args:
-            direction: Direction of the receive.
-            shape: Shape of the tensor that Megatron allocates.
-            dtype: Its dtype.
-
         Returns:
             A contiguous leaf that requires grad, of that shape and dtype; None to let Megatron
             allocate.

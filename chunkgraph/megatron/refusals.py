@@ -16,10 +16,6 @@ from chunkgraph.settings.words import PROGRAM
 __all__ = ["DELAY_RULES", "DRIVER_RULES", "MODEL_RULES", "facts_of_model"]
 
 
-def _dropout(f: Facts) -> float:
-    return max(f.hidden_dropout or 0.0, f.attention_dropout or 0.0)
-
-
 _GATHERED_WEIGHTS = "Python hooks gather the weights for every use, and a replay does not run hooks"
 _QUANTIZED_WEIGHTS = (
     "Python state decides whether to update the cached quantized weights, and a replay freezes it"
@@ -162,7 +158,8 @@ MODEL_RULES = (
         "hidden_dropout attention_dropout moe_router_force_load_balancing: the RNG tracker is not "
         f"graph-safe, and every replay would draw the same numbers; {_SAFE_RNG}",
         lambda f: (
-            (_dropout(f) > 0 or f.moe_router_force_load_balancing) and not f.is_rng_graph_safe
+            (f.hidden_dropout or f.attention_dropout or f.moe_router_force_load_balancing)
+            and not f.is_rng_graph_safe
         ),
     ),
 )

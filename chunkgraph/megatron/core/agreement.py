@@ -155,9 +155,7 @@ class _Posts:
     def post(self, data: bytes, combine: Callable[[bytes], bytes]) -> Callable[[], bytes]:
         """Post ``data``; return a function that waits for the result.
 
-        Args:
-            data: This rank's value.
-            combine: Computes the result from the posted values, each after a header.
+        ``combine`` computes the result from the posted values, each after a header.
         """
         self._wait()  # when all ranks have posted again, all have read the last result
         store, number = self._store, self._num_rounds

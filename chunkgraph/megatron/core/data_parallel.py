@@ -83,13 +83,8 @@ def gradient_marker(
 ) -> Callable[[], GradientMarker] | None:
     """Return a factory of one slot's signals to ``ddp`` that gradients are accumulated.
 
-    Args:
-        ddp: Megatron's DDP around the chunk.
-        parameters: The parameters in the order of the indices that the marker receives.
-
-    Returns:
-        A function that makes the marker of one slot; None if DDP needs no such signal (without
-        overlap_grad_reduce it reduces at the end of the step).
+    The indices that the marker receives count ``parameters``. The result is None if DDP needs no
+    such signal: without overlap_grad_reduce it reduces at the end of the step.
     """
     if not ddp.ddp_config.overlap_grad_reduce:
         return None

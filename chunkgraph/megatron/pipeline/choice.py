@@ -83,12 +83,9 @@ class PipelineSchedule:
 def refuse_other_schedules(
     schedule: PipelineSchedule | None, rank: int, agree: Maximum | None
 ) -> None:
-    """Check that all ranks train with the same schedule; all ranks call this together.
+    """Check that all ranks train with the same schedule, None for Megatron's own.
 
-    Args:
-        schedule: The schedule of this rank; None for Megatron's own.
-        rank: The rank, for errors.
-        agree: Maximum over all ranks; None in a job of one rank.
+    All ranks call this together.
 
     Raises:
         ConfigError: Some rank has another schedule; raised on all ranks.

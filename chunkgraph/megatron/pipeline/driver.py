@@ -52,7 +52,7 @@ class ScheduleDriver:
     ) -> None:
         self._run_weights = run_weights
         self.schedule = functools.cache(lambda count: with_transfers(build(count)))
-        self._walk = functools.cache(lambda count: _Walk.of(self.schedule(count), rank))
+        self._stops = functools.cache(lambda count: _stops_of(self.schedule(count), rank))
         self._default_groups = functools.cache(default_groups)
         self._groups: TransferGroups | None = None
         self._is_in_step = False
@@ -77,9 +77,9 @@ class ScheduleDriver:
                     "schedule."
                 )
         groups = keywords.get("pg_collection") or self._default_groups()
-        walk = self._walk(keywords["num_microbatches"])
-        step = _Step(keywords, groups, walk, take_buffer, self._run_weights)
-        if self._groups is None and walk.num_ranks > 1:
+        count = keywords["num_microbatches"]
+        step = _Step(keywords, groups, self._stops(count), take_buffer, self._run_weights)
+        if self._groups is None and self.schedule(count).num_ranks > 1:
             self._groups = TransferGroups(groups.pp, step.message_bytes)
         self._is_in_step = True
         losses = step.run(self._groups)
@@ -106,6 +106,7 @@ class _Stop(NamedTuple):
         chunk: Index of the stage among the rank's chunks.
         stage: Its stage.
         microbatch: Its microbatch.
+        is_last: Whether its stage is the last one.
         adds_last: Whether it adds the last gradients of its chunk. An eager backward adds most of
             them in I already, so the last I and the last W both do; they may belong to different
             microbatches.
@@ -117,6 +118,7 @@ class _Stop(NamedTuple):
     chunk: int
     stage: int
     microbatch: int
+    is_last: bool
     adds_last: bool
     num_ended: int
 
@@ -126,34 +128,23 @@ class _Stop(NamedTuple):
         return self.stage, self.microbatch
 
 
-class _Walk(NamedTuple):
-    """The actions of one rank in a step of some number of microbatches."""
-
-    stops: tuple[_Stop, ...]
-    num_ranks: int
-    last_stage: int
-    is_last_rank: bool
-
-    @classmethod
-    def of(cls, schedule: Schedule, rank: int) -> _Walk:
-        """Return the walk of a rank along a schedule with transfers."""
-        actions = [half for action in schedule.actions[rank] for half in _halves(schedule, action)]
-        last = {(a.op, a.stage): index for index, a in enumerate(actions)}
-        num_ended = num_ended_sends(schedule, rank)
-        last_stage = schedule.num_stages - 1
-        stops = tuple(
-            _Stop(
-                a.op,
-                schedule.chunk_of(a.stage),
-                a.stage,
-                a.microbatch,
-                a.op in (Op.B, Op.I, Op.W) and last[a.op, a.stage] == index,
-                num_ended.get((a.op is Op.F, a.stage, a.microbatch), 0),
-            )
-            for index, a in enumerate(actions)
+def _stops_of(schedule: Schedule, rank: int) -> tuple[_Stop, ...]:
+    """Return the actions of a rank in a schedule with transfers."""
+    actions = [half for action in schedule.actions[rank] for half in _halves(schedule, action)]
+    last = {(a.op, a.stage): index for index, a in enumerate(actions)}
+    num_ended = num_ended_sends(schedule, rank)
+    return tuple(
+        _Stop(
+            a.op,
+            schedule.chunk_of(a.stage),
+            a.stage,
+            a.microbatch,
+            a.stage == schedule.num_stages - 1,
+            a.op in (Op.B, Op.I, Op.W) and last[a.op, a.stage] == index,
+            num_ended.get((a.op is Op.F, a.stage, a.microbatch), 0),
         )
-        is_last_rank = schedule.rank_of(last_stage) == rank
-        return cls(stops, schedule.num_ranks, last_stage, is_last_rank)
+        for index, a in enumerate(actions)
+    )
 
 
 def _halves(schedule: Schedule, action: Action) -> tuple[Action, ...]:
@@ -169,7 +160,7 @@ class _Step:
     Args:
         keywords: Keywords of a forward-backward function.
         groups: Megatron's process groups.
-        walk: The rank's actions.
+        stops: The rank's actions.
         take_buffer: See `ScheduleDriver`, like ``run_weights``.
     """
 
@@ -177,7 +168,7 @@ class _Step:
         self,
         keywords: dict[str, Any],
         groups: Any,
-        walk: _Walk,
+        stops: Sequence[_Stop],
         take_buffer: TakeBuffer | None,
         run_weights: Callable[[int], None] | None,
     ) -> None:
@@ -187,7 +178,7 @@ class _Step:
         self._config = config = self._schedules.get_model_config(self._models[0])
         self._keywords = keywords
         self._groups = groups
-        self._walk = walk
+        self._stops = stops
         self._take_buffer = take_buffer
         self._run_weights = run_weights
         (self._shape,) = self._schedules.get_tensor_shapes(
@@ -217,7 +208,8 @@ class _Step:
         Args:
             transfers: Groups of the transfers; None with one rank.
         """
-        config, models, is_last = self._config, list(self._models), self._walk.is_last_rank
+        config, models = self._config, list(self._models)
+        is_last = any(stop.is_last for stop in self._stops)
         finalize = config.finalize_model_grads_func
         if finalize is not None:
             embedding = self._schedules.clear_embedding_activation_buffer(config, models, is_last)
@@ -264,7 +256,7 @@ class _Step:
             Op.RECV_B: lambda stop: backwards.receive(stop.key, self._buffer(Direction.BACKWARD)),
         }
         with self._sync.step():
-            for stop in self._walk.stops:
+            for stop in self._stops:
                 if stop.adds_last:
                     with self._sync.around(stop.chunk, are_final=stop.op is not Op.I):
                         methods[stop.op](stop)
@@ -291,7 +283,6 @@ class _Step:
 
     def _forward(self, stop: _Stop) -> None:
         """Run the forward of a microbatch."""
-        is_last = stop.stage == self._walk.last_stage
         received = None
         if stop.stage:
             received = self._forwards.take(stop.key)
@@ -309,11 +300,11 @@ class _Step:
             is_first_microbatch=stop.microbatch == 0,
             current_microbatch=stop.microbatch,
             vp_stage=stop.chunk if len(self._models) > 1 else None,
-            is_last_stage=is_last,
+            is_last_stage=stop.is_last,
         )
         self._num_tokens += num_tokens
         self._in_flight[stop.key] = (received, output)
-        if is_last:
+        if stop.is_last:
             self._free(output)
         else:
             self._forwards.keep(stop.key, output)
@@ -322,7 +313,7 @@ class _Step:
         """Run the backward of a microbatch, or its input gradients."""
         received, output = self._in_flight.pop(stop.key)
         output_grad = None
-        if stop.stage < self._walk.last_stage:
+        if not stop.is_last:
             output_grad = self._backwards.take(stop.key)
             self._end_forward_sends(stop.num_ended)
         input_grad = self._schedules.backward_step(

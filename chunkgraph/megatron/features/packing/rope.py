@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from chunkgraph.megatron.core.access import import_megatron, patch_attributes, private_names
-from chunkgraph.megatron.core.backward_pass import at_end_of_backward, is_in_backward
+from chunkgraph.megatron.core.backward_pass import is_in_backward
 
 __all__ = ["forget_rope_rows", "packed_rope", "rope_rows"]
 
@@ -122,7 +122,8 @@ def _rows(
     by_row = freqs.index_select(0, rows)
     if is_in_backward():
         cache.clear()
-        at_end_of_backward(lambda: _forget(cu_seqlens))
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(lambda: _forget(cu_seqlens))
     # Keep the table too, so that no other tensor can take its address.
     cache[key] = (freqs, by_row)
     setattr(cu_seqlens, _CACHE, cache)
