@@ -30,14 +30,12 @@ def _drives(f: Facts) -> bool:
     return f.schedule not in (None, "auto")
 
 
-def _next_to_schedule(text: str, name: str) -> Rule:
+def _next_to_schedule(name: str) -> Rule:
+    text = f"{name} schedule: only Megatron's own schedules do it; leave one of them out"
     return Rule(text, lambda f: _drives(f) and getattr(f, name))
 
 
-_OWN_SCHEDULE = "only Megatron's own schedules do it; leave one of them out"
-_RING_EXCHANGE = _next_to_schedule(
-    f"use_ring_exchange_p2p schedule: {_OWN_SCHEDULE}", "use_ring_exchange_p2p"
-)
+_RING_EXCHANGE = _next_to_schedule("use_ring_exchange_p2p")
 DELAY_RULES = (
     Rule(
         # The launcher trains without it where Megatron allows it: next to overlapped transfers.
@@ -67,16 +65,11 @@ DELAY_RULES = (
 )
 """Rules of weight gradients that layers delay until the action W."""
 DRIVER_RULES = (
-    *(
-        _next_to_schedule(f"{name} schedule: {_OWN_SCHEDULE}", name)
-        for name in (
-            "fine_grained_activation_offloading",
-            "hybrid_context_parallel",
-            "num_microbatches_with_partial_activation_checkpoints",
-            "overlap_moe_expert_parallel_comm",
-            "variable_seq_lengths",
-        )
-    ),
+    _next_to_schedule("fine_grained_activation_offloading"),
+    _next_to_schedule("hybrid_context_parallel"),
+    _next_to_schedule("num_microbatches_with_partial_activation_checkpoints"),
+    _next_to_schedule("overlap_moe_expert_parallel_comm"),
+    _next_to_schedule("variable_seq_lengths"),
     _RING_EXCHANGE,
     Rule(
         "cuda_graph_impl schedule: Megatron's graphs follow its own schedules; leave one of them "

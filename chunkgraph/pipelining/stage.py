@@ -197,10 +197,11 @@ class StageReplays:
             raise ConfigError(
                 f"{label} has no trainable parameter. Move its layers to a neighbouring stage."
             )
+        is_plain = self._loss is None and not self.is_wrapped and self._sharded is None
         watched = self._module if self._loss is None else self._loss.joined(self._module)
         self.chunk = replace(
             Chunk.from_module(watched, label, program=SPLIT if is_split else None),
-            forward=self._module if self._is_plain else self._run,
+            forward=self._module if is_plain else self._run,
             # When an output's gradient arrives, the next stage has received the output, and the
             # slot is not reused earlier. Outputs of the last stage belong to the caller.
             copies_outputs=None if stage.is_last else lambda *_args, **_kwargs: False,
@@ -226,10 +227,6 @@ class StageReplays:
         """Return whether backwards are replays, which run no hooks that wait for gradients."""
         assert self._graphs is not None
         return self._graphs.mode is StepMode.REPLAY
-
-    @property
-    def _is_plain(self) -> bool:
-        return self._loss is None and not self.is_wrapped and self._sharded is None
 
     @contextmanager
     def step(self) -> Iterator[None]:

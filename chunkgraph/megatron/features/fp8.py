@@ -24,6 +24,7 @@ import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -33,7 +34,7 @@ from chunkgraph.engine.chunk import Chunk
 from chunkgraph.errors import CaptureError, ConfigError, MissingDependencyError, ReplayMismatchError
 from chunkgraph.megatron.captured_part import CapturedPart
 from chunkgraph.megatron.core.model_kinds import fp8_recipe
-from chunkgraph.megatron.feature import Feature, Step, Work
+from chunkgraph.megatron.feature import Feature, Step, Work, chained
 from chunkgraph.megatron.rules.experts import uses_dropless
 from chunkgraph.megatron.rules.features import FP8_RULES
 from chunkgraph.megatron.site import Site
@@ -196,12 +197,7 @@ class Fp8State(Feature):
 
     def wrap(self, part: CapturedPart, chunk: Chunk) -> Chunk:
         """Update the chunk's FP8 state around replays, and check it in captures."""
-        before, run, index = chunk.before_forward, chunk.forward, part.index
-
-        def before_forward() -> None:
-            if before is not None:
-                before()
-            self._begin_forward(index)
+        run, index = chunk.forward, part.index
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not self._is_capturing:
@@ -213,11 +209,12 @@ class Fp8State(Feature):
                 self._weights.check_captured(index)
             return result
 
+        update_scales = partial(self._manager.reduce_and_update_fp8_tensors, forward=False)
         return replace(
             chunk,
             forward=forward,
-            before_forward=before_forward,
-            end_of_backward=self._update_scales if self._is_delayed else None,
+            before_forward=chained(chunk.before_forward, partial(self._begin_forward, index)),
+            end_of_backward=update_scales if self._is_delayed else None,
         )
 
     def around(self, work: Work) -> AbstractContextManager[None]:
@@ -317,9 +314,6 @@ class Fp8State(Feature):
         if self._is_first == self._skips:
             self._skips = not self._is_first
             self._skip.fill_(float(self._skips))
-
-    def _update_scales(self) -> None:
-        self._manager.reduce_and_update_fp8_tensors(forward=False)
 
     def _is_in_graph(self) -> bool:
         # The recorder runs no warmup pass, in which layers could allocate caches.

@@ -112,7 +112,7 @@ class _Shards:
         )
         for name in _WEIGHTS:
             lasting = temporary()
-            lasting.free = _keep_bucket
+            lasting.free = lambda _bucket_id: None
             for group in self._wrapper.param_and_grad_buffer.parameter_groups:
                 buffer = getattr(group, name)
                 if buffer is not None:
@@ -127,9 +127,8 @@ class _Shards:
 
     def gather(self) -> None:
         """Gather all buckets; those that a step has not changed are in place."""
-        wrapper = self._wrapper
-        wrapper._replace_param_with_raw_if_needed()
-        wrapper.all_gather_and_wait_parameters_ready(self.parameters, prefetch=False)
+        self.show_gathered()
+        self._wrapper.all_gather_and_wait_parameters_ready(self.parameters, prefetch=False)
         for parameter in self.parameters:
             # None between backwards; graphs accumulate in `grad`, which is reduced after each.
             vars(parameter).pop("main_grad", None)
@@ -137,10 +136,6 @@ class _Shards:
     def show_gathered(self) -> None:
         """Undo the end of a step's reduction, which shows shards."""
         self._wrapper._replace_param_with_raw_if_needed()
-
-
-def _keep_bucket(_bucket_id: int) -> None:
-    """Keep a bucket's memory."""
 
 
 _POOL = "its pool of two buffers moves parameters"
@@ -162,7 +157,6 @@ class Sharding(Feature):
             lambda f: f.use_megatron_fsdp and f.gradient_accumulation_fusion,
         ),
         Rule(f"{_FLAG} fp8=: {_UNTESTED}"),
-        Rule(f"{_FLAG} fp8_param_gather: {_UNTESTED}"),
         Rule(f"{_FLAG} stash: {_UNTESTED}"),
         Rule(
             f"{_FLAG} pipeline_model_parallel_size: {_UNTESTED}",

@@ -114,14 +114,6 @@ STASH_RULES = (
 """Rules of saved activations of experts in pages."""
 
 
-def _recomputes_with_sizes(part: str) -> Callable[[Facts], object]:
-    return lambda f: (
-        f.context_parallel_sizes
-        and f.recompute_granularity == "selective"
-        and part in (f.recompute_modules or ())
-    )
-
-
 CONTEXT_RULES = (
     Rule(
         "context_parallel_sizes context_parallel_size: the groups are formed from the "
@@ -140,13 +132,14 @@ CONTEXT_RULES = (
         "context_parallel_sizes hybrid_layer_pattern: a Mamba mixer splits its heads over the "
         "ranks that it was built for; use one of them"
     ),
-    *(
-        Rule(
-            f"context_parallel_sizes recompute_modules: {part} would be recomputed with the "
-            f"context-parallel group of another microbatch; leave {part} out",
-            _recomputes_with_sizes(part),
-        )
-        for part in ("moe", "mla_up_proj")
+    Rule(
+        "context_parallel_sizes recompute_modules: moe and mla_up_proj would be recomputed with "
+        "the context-parallel group of another microbatch; leave them out",
+        lambda f: (
+            f.context_parallel_sizes
+            and f.recompute_granularity == "selective"
+            and not {"moe", "mla_up_proj"}.isdisjoint(f.recompute_modules or ())
+        ),
     ),
 )
 """Rules of microbatches that have a context-parallel size each."""

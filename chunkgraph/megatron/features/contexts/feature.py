@@ -234,7 +234,8 @@ def _follow(attention: Any, undo: ExitStack) -> None:
         module.pg_collection = collections[id(group)]
 
     setattr(hook, _HOOK_MARK, True)
-    if is_latent_attention(attention):
+    # Multi-latent attention embeds positions by itself.
+    if hasattr(attention, "get_query_key_value_tensors") and hasattr(attention, "kv_layernorm"):
         undo.callback(use_groups_in_latent_attention(attention))
     undo.callback(setattr, attention, _GROUPS, model_groups)
     undo.callback(attention.register_forward_pre_hook(hook, with_kwargs=True).remove)
@@ -273,11 +274,6 @@ def make_attention_stream() -> None:
     attention: Any = getattr(extension, "TEDotProductAttention", None)
     if attention is not None and getattr(attention, "cp_stream", None) is None:
         attention.cp_stream = torch.cuda.Stream()
-
-
-def is_latent_attention(module: Any) -> bool:
-    """Return whether a module is multi-latent attention, which embeds positions by itself."""
-    return hasattr(module, "get_query_key_value_tensors") and hasattr(module, "kv_layernorm")
 
 
 def use_groups_in_latent_attention(attention: Any) -> Callable[[], None]:

@@ -295,7 +295,24 @@ class StepPlans:
         self, packings: Packings, rows: Sequence[int] | None, misfit: str
     ) -> list[int]:
         """Return the rows of a step's microbatches: the caller's, or the fewest."""
-        chosen = self._checked_rows(packings, rows, misfit)
+        if rows is None and self._needs_buckets:
+            raise ConfigError(
+                f"rank {self._rank}: ranks share experts, so microbatches of several ranks "
+                "go through a chunk together, but the step has no buckets on which they "
+                "agreed. Pass buckets=graphs.agree_on_buckets(packings), and create the "
+                "microbatches with these lengths."
+            )
+        smallest = self._banks.choose(packings)
+        chosen = smallest if rows is None else list(rows)
+        is_too_small = any(
+            not misfit and (n not in self.shapes or n < least)
+            for n, least in zip(chosen, smallest, strict=False)
+        )
+        if is_too_small or len(chosen) != len(packings):
+            raise ConfigError(
+                f"rank {self._rank}: the buckets {chosen} of a step do not hold its "
+                f"{len(packings)} microbatches (the smallest that do: {smallest})."
+            )
         if self._banks.fills_rows and not misfit:
             for microbatch, (lengths, num_rows) in enumerate(zip(packings, chosen, strict=True)):
                 if sum(lengths) != num_rows:
@@ -306,30 +323,6 @@ class StepPlans:
                         "rows in the last document, or leave fills_rows out."
                     )
         return chosen
-
-    def _checked_rows(
-        self, packings: Packings, rows: Sequence[int] | None, misfit: str
-    ) -> list[int]:
-        if rows is None and self._needs_buckets:
-            raise ConfigError(
-                f"rank {self._rank}: ranks share experts, so microbatches of several ranks "
-                "go through a chunk together, but the step has no buckets on which they "
-                "agreed. Pass buckets=graphs.agree_on_buckets(packings), and create the "
-                "microbatches with these lengths."
-            )
-        smallest = self._banks.choose(packings)
-        if rows is None:
-            return smallest
-        is_too_small = any(
-            not misfit and (n not in self.shapes or n < least)
-            for n, least in zip(rows, smallest, strict=False)
-        )
-        if is_too_small or len(rows) != len(packings):
-            raise ConfigError(
-                f"rank {self._rank}: the buckets {list(rows)} of a step do not hold its "
-                f"{len(packings)} microbatches (the smallest that do: {smallest})."
-            )
-        return list(rows)
 
 
 def refuse_unknown(inputs: StepInputs, plans: StepPlans | None) -> None:

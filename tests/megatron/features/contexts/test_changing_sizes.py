@@ -72,7 +72,7 @@ def test_a_step_is_announced_after_one_that_may_run_again(may_run_again: bool) -
         ({"mtp_num_layers": 1}, "mtp_num_layers=1: multi-token prediction"),
         (
             {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]},
-            "recompute_modules=['mla_up_proj']: mla_up_proj would be recomputed",
+            "recompute_modules=['mla_up_proj']: moe and mla_up_proj would be recomputed",
         ),
     ],
 )
