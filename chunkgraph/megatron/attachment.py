@@ -149,8 +149,7 @@ def attach(  # the options of a job, as keywords
         graphs = MegatronChunkGraphs(site, installed, undo, backend, progress)
         failure.callback(graphs.detach)
         for part in site.parts:
-            undo.callback(part.restore)
-            part.divert_to(installed.call(part, partial(graphs.receiver.call, part.index)))
+            part.divert_to(installed.call(part, partial(graphs.receiver.call, part.index)), undo)
         installed.bind(graphs)
         if installed.repeats_steps:
             graphs.guard = OverflowGuard(graphs, undo)

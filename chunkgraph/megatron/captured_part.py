@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -28,7 +29,7 @@ from torch import nn
 
 from chunkgraph.engine import Chunk, mark_constant
 from chunkgraph.errors import ConfigError
-from chunkgraph.megatron.core.access import import_megatron
+from chunkgraph.megatron.core.access import import_megatron, patch_attributes
 from chunkgraph.megatron.core.cached_tables import GROWING_BUFFERS
 from chunkgraph.megatron.core.data_parallel import (
     ParameterGates,
@@ -67,7 +68,7 @@ class CapturedPart:
     """One module whose forward is captured as a chunk of the engine.
 
     Args:
-        module: The module; `divert_to` replaces its forward, `restore` undoes that.
+        module: The module, whose forward `divert_to` replaces.
         block: The transformer block in ``module``, or ``module`` itself; received activations are
             stored in its ``input_tensor``.
         ddp: Megatron's DDP around the module, or None.
@@ -139,8 +140,8 @@ class CapturedPart:
             caches=GROWING_BUFFERS,
         )
 
-    def divert_to(self, call: Call) -> None:
-        """Send the module's training forwards to ``call``."""
+    def divert_to(self, call: Call, undo: ExitStack) -> None:
+        """Send the module's training forwards to ``call``, until ``undo`` is closed."""
         module, num_named = self.module, len(self._names)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -160,11 +161,7 @@ class CapturedPart:
             }
             return call((first, *args[num_named:]), keywords)
 
-        module.forward = forward
-
-    def restore(self) -> None:
-        """Restore the forward of the module's class."""
-        self.module.__dict__.pop("forward", None)
+        undo.callback(patch_attributes(module, {"forward": forward}))
 
     def _take_input(self, keywords: dict[str, Any]) -> Any:
         """Return the engine's first argument; leave its other arguments in ``keywords``."""

@@ -29,7 +29,6 @@ STATIC = (
 )
 """The remedy where the grouped GEMM of dropless experts cannot be used."""
 _UNTRIED = "the two are not supported together; leave one out, or "
-_STATIC_DISPATCHERS = ("alltoall", "allgather")
 
 
 def _enough(f: Facts) -> float:
@@ -112,19 +111,12 @@ _HYBRID_EP_RULES = (
         "use_transformer_engine_op_fuser moe_expert_capacity_factor: fused operations hold their "
         "own parameters, which is supported for experts that take all tokens; leave one of them "
         "out",
-        lambda f: (
-            _is_idle("use_transformer_engine_op_fuser")(f)
-            and f.moe_expert_capacity_factor is not None
-            and f.moe_expert_capacity_factor >= 0
-        ),
+        lambda f: _is_idle("use_transformer_engine_op_fuser")(f) and not uses_dropless(f),
     ),
     _with_flex(
         "moe_expert_capacity_factor: experts of a rank share its room; leave it and "
         "{moe_pad_expert_input_to_capacity=} out; {moe_expert_rank_capacity_factor=} sets the room",
-        lambda f: (
-            (f.moe_expert_capacity_factor is not None and f.moe_expert_capacity_factor >= 0)
-            or f.moe_pad_expert_input_to_capacity
-        ),
+        lambda f: not uses_dropless(f) or f.moe_pad_expert_input_to_capacity,
     ),
     _with_flex(
         "moe_router_dtype: it sends probabilities in float32; use {moe_router_dtype=fp32}",
@@ -175,11 +167,6 @@ EXPERT_RULES = (
         lambda f: _captures_dropless(f) and f.fp8 and f.moe_token_dispatcher_type == "flex",
     ),
     Rule(
-        "fp4 moe_expert_capacity_factor: Megatron pads quantized rows to counts that it reads on "
-        f"the host; train without FP4, or {STATIC}",
-        lambda f: _captures_dropless(f) and f.fp4,
-    ),
-    Rule(
         "bf16 moe_expert_capacity_factor: the grouped GEMM of graphs on a GPU multiplies numbers "
         f"of 16 bits; use {{bf16=true}}, or {STATIC}",
         lambda f: _captures_dropless(f) and f.on_gpu and f.element_bytes != 2,
@@ -226,10 +213,6 @@ MOE_RULES = (
         "the same purpose"
     ),
     _rule(
-        f"moe_token_dispatcher_type: unknown; {ALL_TO_ALL}",
-        lambda f: f.moe_token_dispatcher_type not in (*_STATIC_DISPATCHERS, "flex"),
-    ),
-    _rule(
         "moe_permute_fusion moe_token_dispatcher_type: it reads the token counts on the host; "
         "turn the fusion off, or use {moe_token_dispatcher_type=alltoall}",
         lambda f: (
@@ -264,12 +247,8 @@ PADDED_ROWS_RULES = (
         "which leaves out padding; turn the fusion off"
     ),
     _padded(
-        "moe_router_load_balancing_type: sinkhorn does not support padding",
-        lambda f: balances_by("sinkhorn", f),
-    ),
-    _padded(
-        "moe_router_load_balancing_type: quantile_balancing does not support padding",
-        lambda f: balances_by("quantile_balancing", f),
+        "moe_router_load_balancing_type: sinkhorn and quantile_balancing do not support padding",
+        lambda f: balances_by("sinkhorn", f) or balances_by("quantile_balancing", f),
     ),
 )
 """Rules for packed sequences in rows that may contain no token."""

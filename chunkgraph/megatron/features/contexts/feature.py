@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from chunkgraph.errors import ConfigError
-from chunkgraph.megatron.core.access import import_megatron
+from chunkgraph.megatron.core.access import import_megatron, patch_attributes
 from chunkgraph.megatron.feature import Feature, Step, Work
 from chunkgraph.megatron.features.contexts.groups import ContextGroups, HeldGroups
 from chunkgraph.megatron.features.packing.params import ARGUMENT
@@ -250,14 +250,13 @@ def _follow_with_router(layer: Any, groups: ContextGroups | None, undo: ExitStac
             the microbatch's group.
         undo: collects the callbacks that undo it.
     """
-    set_group, undo_router = follow_in_router(layer.mlp.router)
+    set_group = follow_in_router(layer.mlp.router, undo)
 
     def hook(_module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
         group = getattr(kwargs.get(ARGUMENT), "cp_group", None)
         set_group(group if groups is None else groups.of_routers(group))
 
     setattr(hook, _ROUTER_GROUPS, groups)
-    undo.callback(undo_router)
     undo.callback(layer.register_forward_pre_hook(hook, with_kwargs=True).remove)
 
 
@@ -308,15 +307,10 @@ def use_groups_in_latent_attention(attention: Any) -> Callable[[], None]:
         finally:
             attention.config = config
 
-    attention.get_query_key_value_tensors = get_tensors
-
-    def undo() -> None:
-        del attention.get_query_key_value_tensors
-
-    return undo
+    return patch_attributes(attention, {"get_query_key_value_tensors": get_tensors})
 
 
-def follow_in_router(router: Any) -> tuple[Callable[[Any], None], Callable[[], None]]:
+def follow_in_router(router: Any, undo: ExitStack) -> Callable[[Any], None]:
     """Make a router balance the tokens of a microbatch over all ranks that share it.
 
     Megatron's routers count the tokens of an expert over the model's tensor- and context-parallel
@@ -328,10 +322,11 @@ def follow_in_router(router: Any) -> tuple[Callable[[Any], None], Callable[[], N
     Args:
         router: a ``TopKRouter`` of a model without static context parallelism, so that its own
             group consists of its tensor-parallel ranks.
+        undo: collects the callbacks that undo it.
 
     Returns:
         A function that sets the group of the next call (tensor-parallel ranks included; None: the
-        router's own), and a function that undoes it all.
+        router's own).
     """
     own = router.tp_cp_group
     attach, z_loss = router.attach_and_log_load_balancing_loss, router.apply_z_loss
@@ -359,11 +354,7 @@ def follow_in_router(router: Any) -> tuple[Callable[[Any], None], Callable[[], N
         finally:
             router.tp_cp_group = current
 
-    router.attach_and_log_load_balancing_loss = attach_share
-    router.apply_z_loss = apply_z_loss
-
-    def undo() -> None:
-        del router.attach_and_log_load_balancing_loss, router.apply_z_loss
-        router.tp_cp_group = own
-
-    return set_group, undo
+    methods = {"attach_and_log_load_balancing_loss": attach_share, "apply_z_loss": apply_z_loss}
+    undo.callback(patch_attributes(router, methods))
+    undo.callback(set_group, None)
+    return set_group

@@ -39,7 +39,6 @@ def test_a_budget_is_optional_and_asks_for_nothing_else() -> None:
     [
         ({"moe_flex_dispatcher_backend": "ncclep"}, "='ncclep': only HybridEP"),
         ({"moe_flex_dispatcher_backend": None}, "='deepep': only HybridEP"),  # Megatron's default
-        ({"moe_token_dispatcher_type": "other"}, "'other': unknown"),
         ({"moe_expert_capacity_factor": 2.0}, "experts of a rank share its room"),
         ({"moe_pad_expert_input_to_capacity": True}, "leave it and moe_pad_expert"),
         ({"moe_router_dtype": None}, "moe_router_dtype=None.*'fp32'"),

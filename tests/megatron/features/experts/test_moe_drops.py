@@ -241,10 +241,6 @@ _HOLDS = {
             "fp8='hybrid' with .* moe_expert_capacity_factor=None: only grouped experts",
         ),
         (
-            {"moe_expert_capacity_factor": -1.0, "fp4": "e2m1"},
-            "fp4='e2m1' with moe_expert_capacity_factor=-1.0",
-        ),
-        (
             {"use_transformer_engine_op_fuser": True},
             r"op_fuser=True with moe_expert_capacity_factor=.*: fused operations hold",
         ),

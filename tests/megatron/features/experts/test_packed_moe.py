@@ -309,8 +309,8 @@ def test_a_forward_step_without_the_mask_is_reported(one_rank: Any, make_config:
     [
         ({"moe_permute_fusion": True}, "moe_permute_fusion=True with packed sequences: its kernel"),
         ({"moe_router_fusion": True}, "moe_router_fusion=True with packed sequences: its kernel"),
-        ({"moe_router_load_balancing_type": "quantile_balancing"}, "does not support padding"),
-        ({"moe_router_load_balancing_type": "sinkhorn"}, "does not support padding"),
+        ({"moe_router_load_balancing_type": "quantile_balancing"}, "do not support padding"),
+        ({"moe_router_load_balancing_type": "sinkhorn"}, "do not support padding"),
     ],
 )
 def test_what_cannot_be_packed_is_refused_by_name(options: dict[str, Any], message: str) -> None:
