@@ -6,7 +6,7 @@ import math
 import random
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from chunkgraph.engine.verify import same_bits
 from chunkgraph.errors import ConfigError, ReplayMismatchError
 from chunkgraph.megatron.core.agreement import agree_by_maximum
 from chunkgraph.megatron.feature import StepInputs, StepPlan
-from chunkgraph.megatron.features.contexts.groups import ContextGroups, HeldGroups
+from chunkgraph.megatron.features.contexts.groups import ContextGroups, groups_put_back
 from chunkgraph.megatron.features.packing.bank import PackedBank
 from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.megatron.features.packing.steps import StepPlans
@@ -75,7 +75,7 @@ class BankedGraphs(Host):
     ) -> None:
         assert banks.groups is not None
         self._groups = banks.groups
-        self._held = HeldGroups(chunks)
+        self._chunks = chunks
         self._plans = StepPlans(
             banks,
             banks.groups.rank,
@@ -99,7 +99,9 @@ class BankedGraphs(Host):
         return self.engine.misfit_of(keys)
 
     def capturing(self) -> AbstractContextManager[None]:
-        return self._held.capturing()
+        return groups_put_back(self._chunks)
+
+    verifying = capturing
 
     @contextmanager
     def step(
@@ -116,7 +118,7 @@ class BankedGraphs(Host):
                 banks=plan.banks,
                 plan_digest=plan.digest,
             ) as mode,
-            self._held.put_back(is_replayed=mode is StepMode.REPLAY),
+            nullcontext() if mode is StepMode.REPLAY else groups_put_back(self._chunks),
         ):
             yield mode
 

@@ -19,7 +19,6 @@ class HybridNames:
     Attributes:
         model: The class HybridModel; MambaModel in older releases.
         stack: The class HybridStack; MambaStack in older releases.
-        submodules: The dataclass of the stack's layers.
         spec_argument: Name of the model's argument for the spec of the stack.
         pattern_argument: Name of the model's argument for the pattern of layers.
         knows_stages: Whether the pattern may mark where stages end, and stages may interleave.
@@ -31,15 +30,11 @@ class HybridNames:
     def __init__(self) -> None:
         if importlib.util.find_spec(_HYBRID) is not None:
             (self.model,) = private_names(f"{_HYBRID}.hybrid_model", "HybridModel")
-            self.stack, self.submodules = private_names(
-                f"{_HYBRID}.hybrid_block", "HybridStack", "HybridStackSubmodules"
-            )
+            (self.stack,) = private_names(f"{_HYBRID}.hybrid_block", "HybridStack")
             self._specs = f"{_HYBRID}.hybrid_layer_specs", "hybrid_stack_spec"
         else:
             (self.model,) = private_names("megatron.core.models.mamba.mamba_model", "MambaModel")
-            self.stack, self.submodules = private_names(
-                "megatron.core.ssm.mamba_block", "MambaStack", "MambaStackSubmodules"
-            )
+            (self.stack,) = private_names("megatron.core.ssm.mamba_block", "MambaStack")
             self._specs = "megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"
         arguments = inspect.signature(self.model.__init__).parameters
         self.spec_argument = next(name for name in arguments if name.endswith("stack_spec"))

@@ -13,7 +13,7 @@ import copy
 import importlib.util
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -22,7 +22,7 @@ from torch import nn
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.core.access import import_megatron, patch_attributes
 from chunkgraph.megatron.feature import Feature, Step, Work
-from chunkgraph.megatron.features.contexts.groups import ContextGroups, HeldGroups
+from chunkgraph.megatron.features.contexts.groups import ContextGroups, groups_put_back
 from chunkgraph.megatron.features.packing.params import ARGUMENT
 from chunkgraph.megatron.rules.features import CONTEXT_RULES
 from chunkgraph.megatron.site import Site
@@ -56,7 +56,7 @@ class Contexts(Feature):
 
     def __init__(self, site: Site, groups: ContextGroups) -> None:
         self._groups = groups
-        self._held = HeldGroups([part.module for part in site.parts])
+        self._modules = [part.module for part in site.parts]
 
     @classmethod
     def facts(cls, site: Site) -> Mapping[str, object]:
@@ -94,14 +94,12 @@ class Contexts(Feature):
         self._groups.hold(graphs.engine)
 
     def around(self, work: Work) -> AbstractContextManager[None]:
-        """Restore the modules' groups after a capture."""
-        return self._held.capturing() if work == "capture" else nullcontext()
+        """Restore the modules' groups after captures and passes of ``verify``."""
+        return nullcontext() if work == "session" else groups_put_back(self._modules)
 
-    @contextmanager
-    def step(self, step: Step) -> Iterator[None]:
-        """Restore, after a step, the groups that modules had before it."""
-        with self._held.put_back(is_replayed=step.is_replayed):
-            yield
+    def step(self, step: Step) -> AbstractContextManager[None]:
+        """Restore the modules' groups after an eager step; a replay calls no module."""
+        return nullcontext() if step.is_replayed else groups_put_back(self._modules)
 
 
 _GROUPS = "pg_collection"

@@ -14,7 +14,7 @@ from chunkgraph.engine import ChunkGraphs
 from chunkgraph.errors import ConfigError, TopologyError
 from chunkgraph.megatron.core.access import import_megatron
 
-__all__ = ["ContextGroups", "HeldGroups"]
+__all__ = ["ContextGroups", "groups_put_back"]
 
 _ATTRIBUTES = (
     *("cp_group", "cp_global_ranks", "cp_stream", "cp_comm_type", "pg_collection"),
@@ -222,49 +222,17 @@ def _ranks_of_megatron() -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
     return worlds, tensor_groups
 
 
-class HeldGroups:
-    """The context-parallel groups that modules keep in attributes.
-
-    Eager steps look at all modules, since attention may get the attributes in any call. A replay
-    calls no module, so it looks only at those that held a group before the capture.
-
-    Args:
-        modules: the modules; their submodules are included.
-    """
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self.modules = tuple(modules)
-        self._holders: list[nn.Module] | None = None
-
-    @contextmanager
-    def capturing(self) -> Iterator[None]:
-        """Restore the groups after a capture session, and record which modules held one before.
-
-        Transformer Engine's attention keeps the group of its last call, here the last bank's.
-        """
-        modules = _submodules(self.modules)
-        self._holders = [m for m in modules if vars(m).keys() & set(_ATTRIBUTES)]
-        with _put_back(modules):
-            yield
-
-    @contextmanager
-    def put_back(self, *, is_replayed: bool) -> Iterator[None]:
-        """Restore, on exit, the groups that the modules have on entry."""
-        holders = self._holders if is_replayed else None
-        with _put_back(_submodules(self.modules) if holders is None else holders):
-            yield
-
-
-def _submodules(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the modules and all their submodules, each once."""
-    return list({id(m): m for module in modules for m in module.modules()}.values())
-
-
 @contextmanager
-def _put_back(modules: Iterable[nn.Module]) -> Iterator[None]:
+def groups_put_back(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Restore, on exit, the groups that modules and their submodules keep in attributes on entry.
+
+    Transformer Engine's attention keeps the group of its last call, in a capture the last bank's.
+    Attention may get the attributes in any call.
+    """
+    every = {id(m): m for module in modules for m in module.modules()}.values()
     attributes = [
         (module, {name: vars(module)[name] for name in _ATTRIBUTES if name in vars(module)})
-        for module in modules
+        for module in every
     ]
     try:
         yield

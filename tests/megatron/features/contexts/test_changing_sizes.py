@@ -12,14 +12,15 @@ from torch import nn
 from chunkgraph.engine import StepMode
 from chunkgraph.errors import SlotError
 from chunkgraph.megatron.attachment import MegatronChunkGraphs
+from chunkgraph.megatron.feature import Step, StepPlan
 from chunkgraph.megatron.features.contexts.feature import Contexts
-from chunkgraph.megatron.features.contexts.groups import HeldGroups
+from chunkgraph.megatron.features.contexts.groups import groups_put_back
 
 
 def test_modules_get_their_groups_back() -> None:
     outer = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     outer[0].cp_group = outer[0].tp_cp_group = "before"
-    with HeldGroups([outer, outer[0]]).capturing():
+    with groups_put_back([outer, outer[0]]):
         outer[0].cp_group = outer[1].cp_group = outer[1].cp_stream = "of the last bank"
         outer[0].tp_cp_group = "a router's, of the last bank"
     assert outer[0].cp_group == outer[0].tp_cp_group == "before"
@@ -28,22 +29,23 @@ def test_modules_get_their_groups_back() -> None:
 
 
 def test_a_replayed_step_walks_over_no_modules() -> None:
-    """Modules with a group are collected before a capture session; eager steps check all."""
+    """It calls none of them, except in the eager passes of `verify`; eager steps call all."""
     outer = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     outer[0].cp_group = "before"
-    held = HeldGroups([outer, outer[0]])
-    with held.put_back(is_replayed=False):  # the warmup, which gives attention the attribute
-        outer[0].cp_group = outer[1].cp_group = "of its first call"
-    assert (outer[0].cp_group, hasattr(outer[1], "cp_group")) == ("before", False)
-    outer[1].cp_group = "the user's"
-    with held.capturing():
-        pass
+    site: Any = SimpleNamespace(parts=[SimpleNamespace(module=outer)])
+    contexts = Contexts(site, groups=None)  # type: ignore[arg-type]
+    for around in (
+        lambda: contexts.step(Step(StepMode.EAGER, True, StepPlan())),
+        lambda: contexts.around("capture"),
+        lambda: contexts.around("verify"),
+    ):
+        with around():
+            outer[0].cp_group = outer[1].cp_group = "of its first call"
+        assert (outer[0].cp_group, hasattr(outer[1], "cp_group")) == ("before", False)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nn.Module, "named_modules", None)  # the iterator of modules()
-        with held.put_back(is_replayed=True):
-            outer[0].cp_group = outer[1].cp_group = outer[1].cp_stream = "of the last bank"
-    assert (outer[0].cp_group, outer[1].cp_group) == ("before", "the user's")
-    assert not hasattr(outer[1], "cp_stream")
+        with contexts.step(Step(StepMode.REPLAY, True, StepPlan())):
+            pass
 
 
 @pytest.mark.parametrize("may_run_again", [False, True])
