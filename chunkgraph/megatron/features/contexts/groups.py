@@ -72,7 +72,6 @@ class ContextGroups:
         cls,
         worlds: Sequence[Sequence[int]],
         sizes: Sequence[int],
-        backend: str | None = None,
         *,
         tensor_groups: Sequence[Sequence[int]] = (),
     ) -> ContextGroups:
@@ -82,7 +81,6 @@ class ContextGroups:
             worlds: for every pipeline stage and tensor-parallel rank, the ranks that share a global
                 batch.
             sizes: the group sizes; each divides the world's size.
-            backend: the backend of `torch.distributed`; None: the default one.
             tensor_groups: for a model with experts on several tensor-parallel ranks, the ranks of
                 every tensor-parallel group, each at the same place of a different world; routers
                 count tokens over them too.
@@ -104,7 +102,7 @@ class ContextGroups:
                     continue
                 for first in range(0, len(world), size):
                     ranks = list(world[first : first + size])
-                    group = dist.new_group(ranks, backend=backend)
+                    group = dist.new_group(ranks)
                     if dist.get_rank() in ranks:
                         by_size[size] = group
                         created.append(group)
@@ -120,7 +118,7 @@ class ContextGroups:
                 for first in range(0, len(world), size)
             }
             for union in sorted(unions):
-                group = dist.new_group(list(union), backend=backend)
+                group = dist.new_group(list(union))
                 if dist.get_rank() in union:
                     for_routers[size] = group
                     created.append(group)
@@ -148,11 +146,6 @@ class ContextGroups:
         needs_more = has_experts and len(tensor_groups[0]) > 1
         return cls.create(worlds, sizes, tensor_groups=tensor_groups if needs_more else ())
 
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Return the group sizes, largest first."""
-        return tuple(self._groups)
-
     def of(self, size: int) -> Any:
         """Return the group of a size; None for this rank alone.
 
@@ -160,7 +153,7 @@ class ContextGroups:
             TopologyError: there is no group of this size.
         """
         if size not in self._groups:
-            raise TopologyError(f"There is no context-parallel group of {size}: {self.sizes}.")
+            raise TopologyError(f"There is no context-parallel group of {size}: {[*self._groups]}.")
         return self._groups[size]
 
     def of_routers(self, group: Any) -> Any:
