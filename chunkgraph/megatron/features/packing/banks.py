@@ -99,12 +99,6 @@ class PackedBanks:
         self.keys = tuple(
             bank for bank in self._every if not captured_sizes or bank.size in captured_sizes
         )
-        # For each bank the number of sequences in uncut offsets, and in its own offsets.
-        self._num_sequences: dict[Hashable, tuple[int, int]] = {
-            bank: (shape.max_packed_seqs, bank.shape.max_packed_seqs)
-            for shape, banks in self._banks.items()
-            for bank in banks
-        }
 
     @classmethod
     def of_model(cls, packing: PackedShape | PackingOptions, config: Any) -> PackedBanks:
@@ -308,7 +302,9 @@ class PackedBanks:
         fit. The cut loses no document: a microbatch of the bank has fewer documents, and its last
         sequence ends at the last row.
         """
-        return with_cut_offsets(kwargs, *self._num_sequences.get(bank, (0, 0)))
+        if not isinstance(bank, PackedBank) or bank not in self._every:
+            return kwargs
+        return with_cut_offsets(kwargs, self.seq_counts[0], bank.shape.max_packed_seqs)
 
 
 def _name_of_size(shape: PackedShape) -> str:
