@@ -4,7 +4,7 @@ Jobs with ``--disable-gloo-process-groups`` use the rendezvous store. Each agree
 three or four requests to it, whatever the number of ranks; rank 0 (or torchrun) serves them. It is
 an error if a rank does not answer within the job's timeout.
 
-Values travel in torch's format for tensors and plain Python values.
+Values travel in torch's format for tensors and plain Python values, whose reader runs no code.
 """
 
 from __future__ import annotations
@@ -73,13 +73,7 @@ def exchange_between(group: Any) -> Exchange | None:
         return None
     if uses_gloo():
         own = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-
-        def gather(data: bytes) -> list[bytes]:
-            parts = [b""] * len(ranks)
-            dist.all_gather_object(parts, data, group=own)
-            return parts
-
-        return Exchange(gather, own)
+        return Exchange(functools.partial(_gathered_by_gloo, own), own)
     posts = _Posts("exchange", ranks)
     return Exchange(lambda data: _parts(posts.post(data, bytes)()))
 
@@ -207,6 +201,18 @@ def _parts(posted: bytes) -> list[bytes]:
         begin += _HEADER.size + size
         parts[place] = posted[begin - size : begin]
     return [parts[place] for place in sorted(parts)]
+
+
+def _gathered_by_gloo(group: Any, data: bytes) -> list[bytes]:
+    cpu = torch.device("cpu")
+    sizes = [torch.zeros(1, dtype=torch.int64, device=cpu) for _ in range(group.size())]
+    dist.all_gather(sizes, torch.tensor([len(data)], device=cpu), group=group)
+    most = max(int(size) for size in sizes)
+    mine = torch.frombuffer(bytearray(data.ljust(most, b"\0")), dtype=torch.uint8)
+    whole = [torch.empty(most, dtype=torch.uint8, device=cpu) for _ in sizes]
+    dist.all_gather(whole, mine, group=group)
+    pairs = zip(whole, sizes, strict=True)
+    return [tensor[: int(size)].numpy().tobytes() for tensor, size in pairs]
 
 
 _NAME = "destroy_process_group"
