@@ -9,14 +9,7 @@ from typing import TYPE_CHECKING
 
 from chunkgraph._outputs import check_output, is_stdout, output_file, stream_next_to, write_output
 from chunkgraph.cli.arguments import add_config, add_json, prints_json
-from chunkgraph.cli.plan_export import (
-    MAX_DRAWN,
-    MAX_EXPORTED,
-    Grid,
-    as_html,
-    as_trace,
-    too_large,
-)
+from chunkgraph.cli.plan_export import MAX_DRAWN, MAX_EXPORTED, Grid, as_html, as_trace, too_large
 from chunkgraph.cli.plan_memory import add_gpu_memory
 from chunkgraph.cli.plan_request import EXAMPLE, Request, request_of
 from chunkgraph.cli.plan_tables import (

@@ -7,7 +7,7 @@ from chunkgraph.engine.chunk import CaptureOptions, Chunk, GradientMarker, Host
 from chunkgraph.engine.constant_inputs import mark_constant
 from chunkgraph.engine.decide import EagerReason, StepMode, StepPlan
 from chunkgraph.engine.engine import ChunkGraphs
-from chunkgraph.engine.observer import Counters
+from chunkgraph.engine.observer import Counters, Observer, ReplayRanges
 from chunkgraph.engine.program import FORWARD_ONLY
 
 __all__ = [
@@ -22,6 +22,8 @@ __all__ = [
     "EagerReason",
     "GradientMarker",
     "Host",
+    "Observer",
+    "ReplayRanges",
     "StepMode",
     "StepPlan",
     "mark_constant",

@@ -254,6 +254,9 @@ class Host:
         progress: called after every captured graph; see `progress`.
     """
 
+    _generators: Sequence[torch.Generator] = ()
+    _progress: OnCapture | None = None
+
     def __init__(
         self, generators: Sequence[torch.Generator] = (), progress: OnCapture | None = None
     ) -> None:

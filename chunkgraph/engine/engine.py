@@ -17,11 +17,7 @@ from chunkgraph.engine.banks import Banks, Samples, StepBanks
 from chunkgraph.engine.capture.captured_rank import CapturedRank, CaptureReport
 from chunkgraph.engine.capture.output_gradients import watched
 from chunkgraph.engine.capture.session import SessionSettings
-from chunkgraph.engine.chunk import (
-    CaptureOptions,
-    Chunk,
-    Host,
-)
+from chunkgraph.engine.chunk import CaptureOptions, Chunk, Host
 from chunkgraph.engine.decide import (
     SHAPE_UNKNOWN,
     EagerReason,
@@ -37,7 +33,6 @@ from chunkgraph.engine.observer import (
     GradientMarkers,
     Observer,
     ReplayCounters,
-    ReplayRanges,
 )
 from chunkgraph.engine.replay import Replayer
 from chunkgraph.engine.tree import Call
@@ -90,7 +85,7 @@ class ChunkGraphs:
         self,
         chunks: nn.Module | Chunk | Sequence[nn.Module | Chunk],
         num_slots: int | Sequence[int],
-        *,
+        *,  # many, since a slot's memory and the agreement of ranks belong to the engine
         num_together: int | None = None,
         options: CaptureOptions | None = None,
         backend: GraphBackend | None = None,
@@ -444,14 +439,6 @@ class ChunkGraphs:
                 else that lives as long as the graphs.
         """
         self._is_replaced, self._release_replaced = is_replaced, release
-
-    def name_replays(self, names: Sequence[str]) -> None:
-        """Put every replay into a named profiler range. Call it once.
-
-        Args:
-            names: prefix of each chunk's ranges, before action and microbatch.
-        """
-        self._observers.insert(0, ReplayRanges(names))
 
     def observe(self, observer: Observer) -> None:
         """Let an observer follow every later step; see `Observer`."""

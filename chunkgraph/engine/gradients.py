@@ -19,12 +19,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from chunkgraph.engine.capture.accumulate import (
-    Accumulation,
-    collecting,
-    new_accumulate,
-    receiver,
-)
+from chunkgraph.engine.capture.accumulate import Accumulation, collecting, new_accumulate, receiver
 from chunkgraph.engine.chunk import GradientMarker
 from chunkgraph.engine.layout import dense_strides, span
 from chunkgraph.errors import ReplayMismatchError

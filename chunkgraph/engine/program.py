@@ -22,13 +22,7 @@ from chunkgraph.engine.capture.static_inputs import call_with, static_like
 from chunkgraph.engine.chunk import Chunk, GradientMarker, Host, ReplayAction
 from chunkgraph.engine.gradients import GradientSinks
 from chunkgraph.engine.layout import memory_of, span
-from chunkgraph.engine.slot import (
-    InputGrads,
-    Outputs,
-    Slot,
-    StaticInputs,
-    StaticOutputGrads,
-)
+from chunkgraph.engine.slot import InputGrads, Outputs, Slot, StaticInputs, StaticOutputGrads
 from chunkgraph.engine.tree import Call, distinct_tensors, flatten
 from chunkgraph.errors import CaptureError
 from chunkgraph.graphs import AddressRanges, Graph, GraphBackend, Pool, storage_address

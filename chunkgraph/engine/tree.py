@@ -11,12 +11,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.utils._pytree import (
-    TreeSpec,
-    tree_flatten,
-    tree_flatten_with_path,
-    tree_unflatten,
-)
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from chunkgraph._text import shorten, shown
 from chunkgraph.engine.autocast import Autocast

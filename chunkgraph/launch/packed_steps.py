@@ -22,14 +22,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from chunkgraph.errors import ConfigError, PackingError
-from chunkgraph.launch.documents import (
-    ROWS,
-    Documents,
-    Microbatches,
-    cut,
-    documents_of,
-    look_ahead,
-)
+from chunkgraph.launch.documents import ROWS, Documents, Microbatches, cut, documents_of, look_ahead
 from chunkgraph.megatron.attachment import MegatronChunkGraphs
 from chunkgraph.megatron.core.agreement import Exchange
 from chunkgraph.megatron.features.packing.bank import PackedBank

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from chunkgraph.engine import Banks, CaptureOptions, ChunkGraphs
+from chunkgraph.engine import Banks, CaptureOptions, ChunkGraphs, ReplayRanges
 from chunkgraph.engine.decide import StepMode
 from chunkgraph.engine.split import SPLIT, DelayedModules, WeightBackwards
 from chunkgraph.errors import ConfigError, SlotError
@@ -29,14 +29,7 @@ from chunkgraph.megatron.captured_part import Scope
 from chunkgraph.megatron.core.access import refuse_other_releases
 from chunkgraph.megatron.core.agreement import before_groups_end
 from chunkgraph.megatron.core.data_parallel import facts_of_delays
-from chunkgraph.megatron.feature import (
-    AnyFeature,
-    Feature,
-    Features,
-    Step,
-    StepInputs,
-    StepPlan,
-)
+from chunkgraph.megatron.feature import AnyFeature, Feature, Features, Step, StepInputs, StepPlan
 from chunkgraph.megatron.features import FEATURES
 from chunkgraph.megatron.features.experts.feature import TokenDrops
 from chunkgraph.megatron.features.packing.bank import PackingOptions
@@ -423,9 +416,8 @@ class MegatronChunkGraphs:
     def name_replays(self) -> None:
         """Name every replay in profiles by stage, chunk, action and microbatch."""
         place = self.site.place
-        self.engine.name_replays(
-            [f"stage {place.stage(c)} chunk {c}" for c in range(len(self.site.parts))]
-        )
+        names = [f"stage {place.stage(c)} chunk {c}" for c in range(len(self.site.parts))]
+        self.engine.observe(ReplayRanges(names))
 
     def release(self) -> None:
         """Free the graphs; the model stays attached and runs eagerly until the next capture."""

@@ -8,13 +8,7 @@ from __future__ import annotations
 
 from chunkgraph.settings.derived import derived_fields, resolved
 from chunkgraph.settings.listing import Setting, settings_of
-from chunkgraph.settings.loader import (
-    Config,
-    config_from_mapping,
-    load_config,
-    to_mapping,
-    to_yaml,
-)
+from chunkgraph.settings.loader import Config, config_from_mapping, load_config, to_mapping, to_yaml
 from chunkgraph.settings.models import (
     CaptureConfig,
     ModelConfig,

@@ -8,11 +8,7 @@ from typing import Any
 from chunkgraph._text import did_you_mean, shown
 from chunkgraph.data import NUM_TOKENS
 from chunkgraph.errors import ConfigError, TopologyError
-from chunkgraph.schedules import (
-    FILE_SUFFIX,
-    legal_counts,
-    read_matching_schedule,
-)
+from chunkgraph.schedules import FILE_SUFFIX, legal_counts, read_matching_schedule
 from chunkgraph.settings.listing import settings_of
 from chunkgraph.settings.models import Settings
 from chunkgraph.settings.rule import Facts, Rule, check

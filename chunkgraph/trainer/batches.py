@@ -21,6 +21,7 @@ from chunkgraph.packing import (
     PackedShape,
     SmallestSizes,
     pack,
+    reason_not_to_fit,
     schedule_contexts,
 )
 from chunkgraph.settings import Config
@@ -254,9 +255,12 @@ class PackedBatches(SequenceBatches):
         is_filler = not row.lengths
         if is_filler:  # it has one token, which does not count
             row = DocumentRow.of_documents([np.zeros(1, np.int64)])
-        # The tokens always fit, since they were drawn for this shape; documents get more offsets.
-        num_seqs = max(bank.shape.max_packed_seqs, len(row.lengths) + 1)
-        packed = pack(row.lengths, replace(bank.shape, max_packed_seqs=num_seqs))
+        shape = bank.shape
+        if reason_not_to_fit(row.lengths, shape) is not None:
+            # The tokens fit, since they were drawn for this shape; documents get more offsets.
+            num_seqs = max(shape.max_packed_seqs, len(row.lengths) + 1)
+            shape = replace(shape, max_packed_seqs=num_seqs)
+        packed = pack(row.lengths, shape)
         is_counted = ~packed.padding_mask & (not is_filler)
         values = {
             "tokens": packed.place(row.tokens),

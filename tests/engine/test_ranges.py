@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from chunkgraph.engine import CaptureOptions, ChunkGraphs
+from chunkgraph.engine import CaptureOptions, ChunkGraphs, ReplayRanges
 
 
 def _step(graphs: ChunkGraphs, count: int) -> None:
@@ -29,7 +29,7 @@ def test_a_range_names_chunk_action_and_microbatch() -> None:
     graphs = ChunkGraphs([nn.Linear(4, 4)], [2], options=CaptureOptions(num_warmup_steps=1))
     _step(graphs, 2)  # warmup
     assert _ranges(graphs, 3) == []  # names are off by default
-    graphs.name_replays(["stage 0 chunk 0"])
+    graphs.observe(ReplayRanges(["stage 0 chunk 0"]))
     expected = [
         *("forward microbatch 0", "forward microbatch 1", "backward microbatch 0"),
         *("forward microbatch 2", "backward microbatch 1", "backward microbatch 2"),

@@ -366,12 +366,13 @@ def num_packings() -> Callable[[dict[str, Any]], int]:
 
     def count(case: dict[str, Any]) -> int:
         from chunkgraph.data import Documents, read_documents
-        from chunkgraph.packing import PackedShape, pack
+        from chunkgraph.packing import pack
+        from chunkgraph.trainer import batches
 
         with extended(case["config"]) as config:
             size = config.pipeline.context_parallel_size
             num_seqs, num_rows = config.packing.max_packed_seqs, config.tokens_per_sequence
-        shape = PackedShape(num_seqs, num_rows, size)
+            shape = batches.PackedShape(num_seqs, num_rows, size, counts_padding=False)
         documents = Documents(
             read_documents(config.data.path),
             num_tokens=shape.max_packed_tokens,

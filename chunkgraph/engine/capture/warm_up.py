@@ -14,12 +14,7 @@ from chunkgraph.engine.capture.refusals import refuse_undeclared
 from chunkgraph.engine.capture.saved import saved_tensors
 from chunkgraph.engine.capture.self_test import Measured, Noise, check_passes
 from chunkgraph.engine.chunk import Chunk
-from chunkgraph.engine.program import (
-    GradientOrder,
-    Isolated,
-    Pass,
-    program_of,
-)
+from chunkgraph.engine.program import GradientOrder, Isolated, Pass, program_of
 from chunkgraph.engine.tree import Call
 from chunkgraph.errors import CaptureError
 from chunkgraph.graphs import Allocation, GraphBackend, block_bytes

@@ -19,12 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from chunkgraph.engine.program import Receive
 from chunkgraph.errors import CaptureError
-from chunkgraph.graphs.operators import (
-    OperatorMode,
-    replace_leaves,
-    run_to_its_end,
-    tensors_in,
-)
+from chunkgraph.graphs.operators import OperatorMode, replace_leaves, run_to_its_end, tensors_in
 
 __all__ = ["REMEDY", "Deferral", "DeferredTensor", "TracedOperator"]
 

@@ -24,7 +24,7 @@ from split_models import (
 from torch import nn
 from toys import Apply
 
-from chunkgraph.engine import Chunk, ChunkGraphs, Host
+from chunkgraph.engine import Chunk, ChunkGraphs, Host, ReplayRanges
 from chunkgraph.engine.split import SPLIT, WeightBackwards
 from chunkgraph.errors import CaptureError, ReplayMismatchError, SlotError
 from chunkgraph.graphs import RecorderBackend
@@ -346,7 +346,7 @@ def test_numbers_and_ranges_know_the_halves() -> None:
     report = graphs.capture([x])
     assert (report.num_graphs, graphs.counters.captures) == (6, 2)
     assert done == [(n, 6) for n in range(1, 7)]
-    graphs.name_replays(["stage 0"])
+    graphs.observe(ReplayRanges(["stage 0"]))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         run_split(graphs, [x, x], 1)
     events = sorted(profile.events(), key=lambda event: event.time_range.start)

@@ -24,10 +24,7 @@ from chunkgraph.megatron.features.experts.dropless_dispatch import (
     AllToAllRows,
     Dispatch,
 )
-from chunkgraph.megatron.features.experts.dropless_experts import (
-    expert_linears,
-    experts_on_device,
-)
+from chunkgraph.megatron.features.experts.dropless_experts import expert_linears, experts_on_device
 from chunkgraph.megatron.features.experts.grouped_gemm import choose_gemm, lay_together
 from chunkgraph.megatron.features.experts.hybrid_ep import HybridEPRows
 from chunkgraph.megatron.features.experts.room import Room

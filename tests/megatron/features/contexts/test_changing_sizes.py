@@ -55,7 +55,7 @@ def test_a_step_is_announced_after_one_that_may_run_again(may_run_again: bool) -
         _plans=SimpleNamespace(inputs=("contexts",), announce=lambda inputs: (inputs.misfit, 0)),
         guard=object() if may_run_again else None,
         engine=SimpleNamespace(
-            mode=StepMode.REPLAY, announce=lambda misfit, **_: announcements.append(misfit)
+            mode=StepMode.REPLAY, announce=lambda plan: announcements.append(plan.misfit)
         ),
     )
     if may_run_again:
