@@ -120,7 +120,10 @@ def request_of_arguments(
     num_ranks = args.pipeline_model_parallel_size
     num_chunks = args.virtual_pipeline_model_parallel_size or 1
     rows = args.micro_batch_size * args.data_parallel_size
-    num_microbatches = max(1, (args.global_batch_size or rows) // rows)
+    largest = args.global_batch_size or rows
+    if steps := getattr(args, "step_batch_size_schedule", None):  # "THRESHOLD:SIZE THRESHOLD:SIZE"
+        largest = max(int(step.rpartition(":")[2]) for step in steps.split())
+    num_microbatches = max(1, largest // rows)
     file = read_matching_schedule(
         flags.schedule, num_ranks, num_chunks, [num_microbatches], "--global-batch-size"
     )

@@ -79,6 +79,12 @@ def test_arguments_become_sizes() -> None:
     assert (float_model.bytes_per_element, float_model.optimizer_bytes_per_parameter) == (4, 8)
 
 
+def test_the_largest_step_of_a_schedule_of_batch_sizes_is_planned() -> None:
+    """Megatron's --global-batch-size is one row a rank then."""
+    steps = arguments(global_batch_size=2, step_batch_size_schedule="0:64 1B:256 5B:128")
+    assert request_of_arguments(steps, GraphFlags()).num_microbatches == 128
+
+
 def test_flags_of_graphs_count() -> None:
     packing = PackingConfig(max_packed_seqs=8, max_packed_tokens=4096)
     flags = GraphFlags(packing=packing, schedule="zb-h1")
