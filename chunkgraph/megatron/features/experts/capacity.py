@@ -22,6 +22,7 @@ from chunkgraph.megatron.core.host_tensors import HostTorch, has_gpu, host_full
 from chunkgraph.megatron.features.experts.counts import RowCounts
 from chunkgraph.megatron.features.experts.room import Room
 from chunkgraph.megatron.features.experts.rows_in_use import PADDING
+from chunkgraph.megatron.features.experts.unique_indices import scattered_routes
 
 __all__ = ["CapacityExperts", "gather_fixed_rows", "patch_router"]
 
@@ -105,6 +106,7 @@ class CapacityExperts:
     def capturing(self) -> Iterator[None]:
         """Make passes read nothing on the host."""
         with ExitStack() as undo:
+            undo.callback(scattered_routes())
             undo.callback(gather_fixed_rows())
             if not has_gpu():
                 module = import_megatron(_DISPATCHER)

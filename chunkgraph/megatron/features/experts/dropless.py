@@ -28,6 +28,7 @@ from chunkgraph.megatron.features.experts.dropless_experts import expert_linears
 from chunkgraph.megatron.features.experts.grouped_gemm import choose_gemm, lay_together
 from chunkgraph.megatron.features.experts.hybrid_ep import HybridEPRows
 from chunkgraph.megatron.features.experts.room import Room
+from chunkgraph.megatron.features.experts.unique_indices import scattered_routes
 from chunkgraph.megatron.rules.experts import balances_by
 
 __all__ = ["BoundedSinkhorn", "Dropless"]
@@ -128,6 +129,7 @@ class Dropless:
     def on_device(self) -> Iterator[None]:
         """Make passes read nothing on the host, with room for all rows outside of captures."""
         with ExitStack() as stack:
+            stack.callback(scattered_routes())
             stack.enter_context(experts_on_device(self._measure_rows))
             if self._sinkhorn is not None:
                 stack.callback(self._sinkhorn.install())

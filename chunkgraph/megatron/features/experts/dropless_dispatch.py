@@ -25,6 +25,7 @@ from chunkgraph.megatron.features.experts.dropless_rows import (
     pieces_of,
 )
 from chunkgraph.megatron.features.experts.room import Room
+from chunkgraph.megatron.features.experts.unique_indices import sum_rows, take_rows
 
 __all__ = ["AllGatherRows", "AllToAllRows", "Dispatch"]
 
@@ -108,7 +109,7 @@ class Dispatch:
         """Return the sum of each token's rows."""
         shape = self._megatrons.hidden_shape_before_permute
         if not is_fused:
-            return rows.new_zeros(shape[0], *rows.shape[1:]).index_add(0, places, rows)
+            return sum_rows(rows, places, shape[0])
         summed: torch.Tensor = self._module.unpermute(
             rows, places, restore_shape=shape, routing_map=routing_map, fused=True
         )
@@ -168,7 +169,7 @@ class AllToAllRows(Dispatch):
             return rows, row_probs
         self._chosen = ChosenRows.of(chosen, num_rows, are_exact=not self._has_padding)
         self._places, self._splits = self._chosen.tokens, DeviceSplits(self._chosen.ends)
-        rows = self._chosen.clear(hidden.index_select(0, self._places))
+        rows = self._chosen.clear(take_rows(hidden, self._places))
         return rows, self._chosen.take(probs)
 
     def token_dispatch(
@@ -276,7 +277,7 @@ class AllGatherRows(Dispatch):
                 hidden, chosen, num_out_tokens=num_rows, fused=True
             )
         else:
-            rows = self._chosen.clear(hidden.index_select(0, places))
+            rows = self._chosen.clear(take_rows(hidden, places))
         megatrons.local_map = chosen
         megatrons.reversed_local_input_permutation_mapping = places
         megatrons.routing_map = None

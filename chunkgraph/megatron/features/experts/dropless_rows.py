@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from chunkgraph.megatron.features.experts.unique_indices import take_once
+
 __all__ = [
     "ChosenRows",
     "DeviceSplits",
@@ -66,12 +68,14 @@ class ChosenRows:
             [num_rows]; unused rows name all tokens in turn, as torch's deterministic kernels add
             the rows of one token one after the other.
         tokens: Index of the row's token, shape [num_rows].
+        has_row: Whether each pair of the transposed map has a row, flat, bool.
         ends: End of each expert's rows, shape [experts], int32.
         unused: True for rows without a pair, shape [num_rows]; None if all rows are in use.
     """
 
     pairs: torch.Tensor
     tokens: torch.Tensor
+    has_row: torch.Tensor
     ends: torch.Tensor
     unused: torch.Tensor | None
 
@@ -94,16 +98,19 @@ class ChosenRows:
         if not are_exact:
             pairs = torch.where(numbers > place[-1], numbers % place.shape[0], pairs)
             ends = ends.clamp(max=num_rows)
+            by_expert = by_expert & (place <= num_rows)
         return cls(
             pairs=pairs,
             tokens=pairs % num_tokens,
+            has_row=by_expert,
             ends=ends.int(),
             unused=None if are_exact else numbers > ends[-1],
         )
 
     def take(self, values: torch.Tensor) -> torch.Tensor:
         """Return the value of each row's pair, from ``values`` [tokens, experts]."""
-        return self.clear(values.t().contiguous().view(-1).index_select(0, self.pairs))
+        by_expert = values.t().contiguous().view(-1)
+        return self.clear(take_once(by_expert, self.pairs, self.has_row))
 
     def clear(self, rows: torch.Tensor) -> torch.Tensor:
         """Return ``rows`` with zeros in unused rows, also for gradients in the backward."""
