@@ -62,6 +62,9 @@ class ModelGuard:
         self._tensors = [*self._names]
         self._graded = [p for p in self.parameters if hasattr(p, "main_grad")]
         holders = [*chain.from_iterable(map(_HOLDERS, map(vars, layers)))]
+        # What lies beside a cache, which eager calls may replace.
+        caching = [h for h in holders if self._caches & h.keys()]
+        self._beside = [(h, k, v) for h in caching for k, v in h.items() if k not in self._caches]
         holders = [h for h in holders if not self._caches & h.keys()]
         # A new buffer changes nothing that a graph computes.
         self._empty = [h for own in map(vars, layers) for h in _HOLDERS(own)[:2] if not h]
@@ -99,6 +102,7 @@ class ModelGuard:
         return (
             all(map(is_, chain.from_iterable(self._values), self._objects))
             and not any(self._empty)
+            and all(holder.get(key) is value for holder, key, value in self._beside)
             and self._others_now(tensors) == self._others
             and (self._fits(*tensors) or _layouts(tensors) == self._layouts)
         )

@@ -246,18 +246,18 @@ class ChunkGraphs:
         }.get(reason)
         if counts is not None:
             counts[misfit or self.misfit_of(banks or ()) or "on another rank"] += 1
-        if reason is EagerReason.NONE:
-            self.mode = StepMode.REPLAY
-            try:
+        try:
+            if reason is EagerReason.NONE:
+                self.mode = StepMode.REPLAY
                 observers = self._hooks, *self._observers, *self._of_capture
                 with self._replayer.step(num_microbatches, observers):
                     yield self.mode
-            finally:
-                self.mode = StepMode.OUTSIDE
-        else:
-            with self._running_eagerly(reason, shape_key):
-                yield self.mode
-        self._was_replaced = self._captured is not None and self._is_replaced()
+            else:
+                with self._running_eagerly(reason, shape_key):
+                    yield self.mode
+        finally:
+            self.mode = StepMode.OUTSIDE
+            self._was_replaced = self._captured is not None and self._is_replaced()
         self._decider.end_step(step)
 
     def announce(self, plan: StepPlan) -> None:
@@ -266,7 +266,7 @@ class ChunkGraphs:
         While a step runs, this is the step after it. See `engine.decide`.
 
         Args:
-            plan: why they do not fit, or "", and perhaps a digest.
+            plan: why they do not fit, or "", and perhaps a digest; banks are stated by `step`.
 
         Raises:
             SlotError: that step has been announced already.
@@ -433,8 +433,8 @@ class ChunkGraphs:
         """Capture again after a library has replaced, on any rank, memory that graphs use.
 
         Args:
-            is_replaced: called after every step, including evaluation. If it returns True, the
-                next training step is eager on all ranks and begins a new warmup.
+            is_replaced: called after every step, also a failed one, while there are graphs. If it
+                returns True, the next training step is eager on all ranks, and warmup begins again.
             release: called on all ranks before that step; must call `release` and drop everything
                 else that lives as long as the graphs.
         """

@@ -203,6 +203,7 @@ class GradMemory:
             for grad in grads:
                 if grad is not None:
                     grad.data = grad.clone()
+            self._bound = [_nothing] * len(grads)  # the sinks of other chunks release it too
 
 
 class GradientSinks:

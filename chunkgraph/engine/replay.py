@@ -79,7 +79,7 @@ class Replayer:
         trained = [set(map(id, sinks.parameters)) for sinks in captured.sinks]
         self._sharing = [{c for c, of in enumerate(trained) if own & of} for own in trained]
         self._first_step = self._counters.replayed_steps
-        self._num_hooks = -1  # torch's number of the last hook for which hooks were accepted
+        self._num_hooks = -1  # torch's number of the next hook when hooks were last accepted
 
     def drop(self) -> None:
         """Drop the graphs and everything that refers to them."""

@@ -353,7 +353,7 @@ def _key(value: Any, where: str = "") -> Any:
         names = [field.name for field in fields(value)]
         return kind, [_key(getattr(value, name), f"{where}.{name}") for name in names]
     if isinstance(value, (set, frozenset)):
-        return kind, frozenset(value)
+        return kind, frozenset((type(v), repr(v) if isinstance(v, float) else v) for v in value)
     if isinstance(value, torch.Tensor):
         raise _NoKeyError(f"{where} is a tensor in an object (pass it by itself, or in a dict)")
     is_compared = kind.__eq__ is not _IDENTITY and kind.__hash__ is not None  # not an array

@@ -145,3 +145,16 @@ def test_memory_that_was_replaced_on_one_rank_makes_all_capture_again(is_here: b
         step()
     assert (graphs.counters.capture_sessions, graphs.counters.replayed_steps) == (2, 4)
     assert len(released) == 1
+
+
+def test_memory_that_a_failed_step_replaces_is_noticed() -> None:
+    graphs = _graphs(Ranks())
+    is_replaced = False
+    graphs.watch_memory(lambda: is_replaced, graphs.release)
+    for _ in range(2):
+        _step(graphs)
+    is_replaced = True
+    with pytest.raises(KeyError), graphs.step(1):
+        raise KeyError
+    _step(graphs)
+    assert graphs.counters.fallbacks["memory of the graphs was replaced"] == 1

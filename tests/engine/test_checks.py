@@ -165,6 +165,16 @@ def test_a_declared_cache_may_grow_in_an_eager_step(backend: GraphBackend) -> No
         train(graphs, torch.ones(3, WIDTH, device=backend.device))
 
 
+def test_a_buffer_beside_a_declared_cache_may_not_be_replaced(backend: GraphBackend) -> None:
+    module = Stack().to(backend.device)
+    module.register_buffer("table", torch.ones(2, device=backend.device))
+    chunk = replace(Chunk.from_module(module, "stage"), caches=("table",))
+    graphs = capture(chunk, torch.ones(3, WIDTH, device=backend.device), backend=backend)
+    module.scale = torch.ones(1, device=backend.device)
+    with pytest.raises(ReplayMismatchError, match="scale was replaced by another tensor"):
+        train(graphs, torch.ones(3, WIDTH, device=backend.device))
+
+
 def test_a_forward_that_replaces_a_buffer_is_refused(backend: GraphBackend) -> None:
     """Every replay would continue from the captured value."""
 
