@@ -62,7 +62,7 @@ class ModelGuard:
         self._tensors = [*self._names]
         self._graded = [p for p in self.parameters if hasattr(p, "main_grad")]
         holders = [*chain.from_iterable(map(_HOLDERS, map(vars, layers)))]
-        # What lies beside a cache, which eager calls may replace.
+        # Eager calls may replace a cache, but nothing else that its layer holds.
         caching = [h for h in holders if self._caches & h.keys()]
         self._beside = [(h, k, v) for h in caching for k, v in h.items() if k not in self._caches]
         holders = [h for h in holders if not self._caches & h.keys()]

@@ -4,20 +4,12 @@ import itertools
 import xml.etree.ElementTree as ET
 
 import pytest
+from drawn_schedules import CASES
 
-from chunkgraph.schedules import build_schedule, draw_svg, simulate
+from chunkgraph.schedules import draw_svg, simulate
 from chunkgraph.slots import assign_slots
 
 SVG = "{http://www.w3.org/2000/svg}"
-CASES = [
-    build_schedule("interleaved", num_ranks=4, num_chunks=2, num_microbatches=12),
-    build_schedule("zb-h1", num_ranks=3, num_microbatches=11),
-    build_schedule("1f1b", num_ranks=12, num_microbatches=3),
-    build_schedule("gpipe", num_ranks=1, num_microbatches=1),
-    build_schedule("interleaved-zb", num_ranks=2, num_chunks=2, num_microbatches=4),
-    build_schedule("zb-v", num_ranks=3, num_chunks=2, num_microbatches=5),
-    build_schedule("dualpipe-v", num_ranks=3, num_chunks=2, num_microbatches=7),
-]
 
 
 @pytest.fixture(params=CASES, ids=lambda built: built.name)
