@@ -153,6 +153,8 @@ class GraphEditor:
         roots = self.call("cuGraphGetRootNodes", handle, num_roots)[0] if num_roots else []
         context = self.call("cuCtxGetCurrent")
 
+        before: list[Any] = []  # one after the other: parallel copies start 25 us later (H200)
+
         def added(target: AddressRange) -> CudaCopyNode:
             parameters = self.bindings.CUDA_MEMCPY3D()
             memory = self.bindings.CUmemorytype.CU_MEMORYTYPE_DEVICE
@@ -160,11 +162,16 @@ class GraphEditor:
             parameters.srcDevice = parameters.dstDevice = self.bindings.CUdeviceptr(target.start)
             parameters.WidthInBytes = target.end - target.start
             parameters.Height = parameters.Depth = 1
-            node = self.call("cuGraphAddMemcpyNode", handle, [], 0, parameters, context)
-            self._add_edges(handle, node, list(roots))
+            node = self.call(
+                "cuGraphAddMemcpyNode", handle, before, len(before), parameters, context
+            )
+            before[:] = [node]
             return CudaCopyNode(self, node, parameters, context)
 
-        return tuple(None if target is None else added(target) for target in targets)
+        copies = tuple(None if target is None else added(target) for target in targets)
+        for node in before:
+            self._add_edges(handle, node, list(roots))
+        return copies
 
     def _neighbors(self, query: str, node: Any) -> list[Any] | None:
         """Return the nodes before or after a node; None if an edge to one of them is special."""
