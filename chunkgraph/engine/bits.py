@@ -78,8 +78,13 @@ class Digests:
         return (self.bits == other.bits).all(dim=1)
 
     def ratios(self, other: Digests) -> torch.Tensor:
-        """Return the norms of the differences as fractions of ``other``'s norms, at most 1."""
-        return (self.distance(other) / other.norms.clamp_min(1e-300)).clamp_max(1.0)
+        """Return the norms of the differences as fractions of ``other``'s norms.
+
+        At most 1, or inf if one tensor alone has a NaN.
+        """
+        distance = self.distance(other)
+        ratios = (distance / other.norms.clamp_min(1e-300)).clamp_max(1.0)
+        return ratios.masked_fill(distance.isinf(), torch.inf)
 
     def distance(self, other: Digests) -> torch.Tensor:
         """Estimate the norm of each difference: float64, shape (n,); inf if one alone has a NaN."""

@@ -42,8 +42,7 @@ class JointCapture:
         verifier: verifies them; None without a verify mode.
         error: if a rank failed, the error to raise here: this rank's own, or one with the cause.
         is_cause: whether the agreed cause comes from this rank, which alone warns.
-        failed_bank: index of the only bank that could not be captured; None for other failures and
-            for ranks that were not in lockstep.
+        failed_bank: index of the only bank that could not be captured; None for other failures.
     """
 
     captured: CapturedRank | None
@@ -97,7 +96,7 @@ class Capturer:
 
     def _capture_together(self, make_samples: MakeSamples) -> JointCapture:
         """Capture on this rank, and exchange the outcome with all ranks. Raises nothing."""
-        lockstep = Lockstep(self.agree if self.banks.drops_failed else None)
+        lockstep = Lockstep(self.agree)
         progress = _Progress(self.settings)
         label = rank_label(self.chunks)
         own_error: ChunkGraphError | None = None
@@ -110,6 +109,7 @@ class Capturer:
             settings = replace(
                 self.settings,
                 begin_part=lockstep.begin,
+                any_rank=lockstep.any_rank,
                 progress=progress,
                 layers=progress.layers,
             )
@@ -169,22 +169,22 @@ class Lockstep:
     """Exchange failures between all ranks before each part of a session.
 
     Without it, a rank learns of another's failure only after its own session. If collectives run
-    inside the session (in capture warmup, and in every capture of the CPU recorder), it would wait
-    forever in a collective that the failed rank never enters.
+    inside the session (in capture warmup, in test replays, and in every capture of the CPU
+    recorder), it would wait forever in a collective that the failed rank never enters.
 
     Ranks have different numbers of graphs: a rank that has captured all of its graphs keeps
     answering until every rank has. Ranks with common collectives capture in the same order.
 
     Args:
-        agree: element-wise maximum over all ranks; None: ranks exchange nothing.
+        agree: element-wise maximum over all ranks.
 
     Attributes:
         bank: the bank whose graphs this rank captures; None if not a single bank.
     """
 
-    def __init__(self, agree: Agree | None) -> None:
+    def __init__(self, agree: Agree) -> None:
         self._agree = agree
-        self._has_ended = agree is None
+        self._has_ended = False
         self.bank: Hashable | None = None
 
     def begin(self, bank: Hashable | None) -> None:
@@ -195,6 +195,14 @@ class Lockstep:
         """
         self._ask(has_failed=False, is_working=True)
         self.bank = bank
+
+    def any_rank(self, is_true: bool) -> bool:
+        """Return whether ``is_true`` on a rank that asks now; ranks that begin a part say no.
+
+        Raises:
+            StoppedElsewhere: another rank failed.
+        """
+        return self._ask(has_failed=False, is_working=True, is_true=is_true)
 
     def finish(self) -> None:
         """Wait for the other ranks, after this rank has captured all of its graphs.
@@ -211,13 +219,13 @@ class Lockstep:
         if not self._has_ended:
             self._ask(has_failed=True, is_working=False)
 
-    def _ask(self, *, has_failed: bool, is_working: bool) -> None:
-        if self._agree is None:
-            return
-        some_failed, some_work = self._agree([int(has_failed), int(is_working)])
+    def _ask(self, *, has_failed: bool, is_working: bool, is_true: bool = False) -> bool:
+        values = [int(has_failed), int(is_working), int(is_true)]
+        some_failed, some_work, some_true = self._agree(values)
         self._has_ended = bool(some_failed) or not some_work
         if some_failed and not has_failed:
             raise StoppedElsewhere
+        return bool(some_true)
 
 
 class _Progress:

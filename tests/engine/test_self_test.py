@@ -158,6 +158,50 @@ def test_noise_of_kernels_is_accepted(size: float, verify: Any) -> None:
     assert noisy_steps(noisy(size), verify=verify).counters.replays == 3
 
 
+def routed(backward_scale: Callable[[], float] = lambda: 1.0) -> Any:
+    """Make a chunk that routes the only token of other experts elsewhere in each pass."""
+    parts = {"scale": nn.Parameter(torch.ones(64)), "size": 1e-6, "fault": lambda: 0.0}
+    experts = nn.ParameterList([nn.Parameter(torch.randn(64, 64)) for _ in range(200)])
+
+    def forward(module: Any, x: torch.Tensor) -> torch.Tensor:
+        weights = _Routed.apply(torch.stack([*module.experts]), backward_scale)
+        return _Noise.apply(torch.einsum("bi,eij->bj", x, weights) * module.scale, module)
+
+    return Apply(forward, experts=experts, **parts)
+
+
+@pytest.mark.parametrize("verify", ["none", "shadow"])
+def test_gradients_of_experts_whose_tokens_are_routed_otherwise_are_accepted(verify: Any) -> None:
+    assert noisy_steps(routed(), verify=verify).counters.replays == 3
+
+
+@pytest.mark.parametrize("fault", [0.0, torch.nan])
+def test_wrong_gradients_of_all_experts_are_found(fault: float) -> None:
+    values = iter([1.0, 1.0, 1.0])  # an eager step, and two passes
+    with pytest.raises(CaptureError, match=r"the gradient of experts\.\d+ differs"):
+        noisy_steps(routed(lambda: next(values, fault)))
+
+
+class _Routed(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, weights: torch.Tensor, backward_scale: Callable[[], float]
+    ) -> torch.Tensor:
+        ctx.backward_scale = backward_scale
+        return weights.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return torch.ops.chunkgraph_noise.route(grad * ctx.backward_scale()), None
+
+
+@library.custom_op("chunkgraph_noise::route", mutates_args=())
+def _route(grads: torch.Tensor) -> torch.Tensor:
+    """Lose most of a few experts' gradients, of others in each call."""
+    is_lost = torch.rand(grads.shape[0], generator=_unseeded) < 0.02
+    return grads * (1 - 0.9 * is_lost.to(grads.dtype))[:, None, None]
+
+
 def test_a_fault_larger_than_the_noise_is_found() -> None:
     values = iter([0.0, 0.0, 0.0, 0.0, 0.0, 0.0])  # an eager step, and two passes
     with pytest.raises(CaptureError, match="differs from an eager pass"):

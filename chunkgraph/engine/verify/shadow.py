@@ -87,7 +87,7 @@ class ShadowVerifier(Verifier):
         replay = Measured.of(slot.outputs.leaves, buffers, generators)
         noise = self._rank.warm_ups[slot.bank, slot.chunk].noise
         eager = self._passing[slot]
-        what = forward_difference([eager.measured], replay, noise)
+        what = forward_difference([eager.measured], [replay], noise)
         if slot.output_grads is None:
             del self._passing[slot]
         if what:
@@ -99,7 +99,7 @@ class ShadowVerifier(Verifier):
         eager, place = self._ended.pop(slot), self._overwritten.pop(slot)
         replay = eager.with_backward(input_grads, self._gradients[slot.chunk])
         noise = self._rank.warm_ups[slot.bank, slot.chunk].noise
-        what, layer = backward_difference(self._chunks[slot.chunk], [eager], replay, noise)
+        what, layer = backward_difference(self._chunks[slot.chunk], [eager], [replay], noise)
         if not what:
             return
         if place:
