@@ -164,6 +164,7 @@ class Samples:
         self._chunks = range(num_chunks)
         self._num_steps = num_steps
         self._num_seen = 0
+        self._num_restarts = 0  # since the shape key changed
         self._calls: dict[tuple[int, Hashable], Call] = {}
         self._of_step: dict[tuple[int, Hashable], BackwardSample] | None = None
 
@@ -180,6 +181,21 @@ class Samples:
             and all(enough((c, key) in self._calls for key in keys) for c in self._chunks)
         )
 
+    def lack(self) -> str:
+        """Return why nothing can be captured after many steps, and what to do."""
+        idle = [c for c in self._chunks if not any(place[0] == c for place in self._calls)]
+        if idle:
+            return (
+                f"no backward of chunk {idle[0]} ran in a step. Call it in step(), with gradients "
+                "enabled, and do not detach its outputs before the loss."
+            )
+        if self._num_restarts > 1:
+            return (
+                f"the shapes of steps changed {self._num_restarts} times, and are {self.shape_key} "
+                "now. Give all steps one shape (pad them), or packed sequences with buckets."
+            )
+        return "another rank cannot capture, and warns of the cause."
+
     @contextmanager
     def step(self, shape_key: Hashable) -> Iterator[None]:
         """Run one eager step in this block; count it if it ends without an exception.
@@ -188,6 +204,7 @@ class Samples:
         captured, since their backwards may not have run, nor is a call whose backward did not run.
         """
         if shape_key != self.shape_key:
+            self._num_restarts += self.shape_key is not SHAPE_UNKNOWN
             self.forget()
         self.shape_key = shape_key
         of_step = self._of_step = {}

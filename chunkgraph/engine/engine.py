@@ -43,6 +43,7 @@ from chunkgraph.slots import plan_slots
 
 __all__ = ["ChunkGraphs"]
 
+_PATIENCE = 10  # steps without graphs after the warmup, before a warning
 _SAMPLED = (EagerReason.CAPTURE_WARMUP, EagerReason.RELEASED, EagerReason.MEMORY_REPLACED)
 
 
@@ -138,6 +139,7 @@ class ChunkGraphs:
         self._of_capture: tuple[Observer, ...] = ()
         self._is_replaced: Callable[[], bool] = lambda: False
         self._release_replaced: Callable[[], None] = self.release
+        self._num_uncaptured = 0  # steps since a capture was first wanted
         self._was_replaced = False  # as of the end of the last step
         self.callables = arguments.as_functions(self.call, self.chunks)
         self.waiting, self.run_waiting = self._replayer.waiting, self._replayer.run_waiting
@@ -341,6 +343,13 @@ class ChunkGraphs:
         if wants_samples:
             # Otherwise the optimizer's state lies in large blocks of this step and keeps them.
             self._backend.release_cached_memory()
+            self._num_uncaptured += 1
+            if self._num_uncaptured == self.options.num_warmup_steps + _PATIENCE:
+                warnings.warn(
+                    f"{arguments.rank_label(self.chunks)}: {self._num_uncaptured} steps ran "
+                    f"eagerly, and no graph was captured: {self._samples.lack()}",
+                    stacklevel=5,
+                )
 
     def capture(self, samples: Sequence[Any] | Mapping[Hashable, Sequence[Any]]) -> CaptureReport:
         """Capture now from sample inputs. All ranks call it together, outside a step.
@@ -386,6 +395,7 @@ class ChunkGraphs:
         if result.captured is not None:
             self._captured = result.captured
             self._captured_key = shape_key
+            self._num_uncaptured = 0
             last = [chunk.actions[-1] for chunk in self.chunks]
             self._of_capture = (
                 *([result.verifier] if result.verifier is not None else ()),

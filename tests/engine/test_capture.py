@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -316,3 +317,24 @@ def test_pools_reserve_what_a_pass_allocates(num_slots: int, sizes: dict[str, in
         kind = "slot" if "slot" in pool.label else "scratch"
         step = 2 * 2**20
         assert pool.reserved_bytes == -(-sizes[kind] * 2**20 // step) * step, pool.label
+
+
+def test_training_that_never_captures_warns_once_with_the_cause() -> None:
+    def train(num_steps: int, shape_of: Callable[[int], int], *, is_detached: bool = False) -> None:
+        graphs = ChunkGraphs(nn.Linear(8, 8), 1, backend=RecorderBackend())
+        for number in range(num_steps):
+            rows = shape_of(number)
+            with graphs.step(1, shape_key=rows):
+                y = graphs.callables[0](torch.randn(rows, 8, requires_grad=True))
+                (y.detach().requires_grad_() if is_detached else y).sum().backward()
+
+    with pytest.warns(UserWarning, match="11 steps ran eagerly.*shapes of steps changed 10") as two:
+        train(40, lambda number: 4 + number % 2)
+    assert len(two) == 1
+    with pytest.warns(UserWarning, match="no backward of chunk 0 ran in a step") as one:
+        train(40, lambda _: 4, is_detached=True)
+    assert len(one) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(40, lambda number: 4 + (number % 4 == 3))
+        train(10, lambda number: 4 + number % 2)
