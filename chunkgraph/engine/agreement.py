@@ -1,15 +1,31 @@
-"""Let all ranks agree on the maximum of each number, now or ahead of time."""
+"""Let all ranks agree: on maxima of numbers, on one error, on equal settings.
+
+Ranks exchange nothing but element-wise maxima, now or ahead of time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["Agree", "Agreement", "Maximum", "agree_alone"]
+from chunkgraph.errors import ConfigError
+
+__all__ = [
+    "Agree",
+    "Agreement",
+    "Maximum",
+    "agree_alone",
+    "agree_on_cause",
+    "new_group",
+    "refuse_differences",
+    "refused_together",
+]
 
 Agree = Callable[[Sequence[int]], list[int]]
 """Element-wise maximum over all ranks of the job, on the host; the same list on every rank.
@@ -112,3 +128,107 @@ class Maximum:
             except RuntimeError:
                 return
         dist.destroy_process_group(group)
+
+
+def agree_on_cause(agree: Agree, cause: str) -> tuple[str, bool]:
+    """Choose one cause for all ranks, although they can only exchange maxima of numbers.
+
+    Args:
+        agree: see `Agree`; all ranks call it together.
+        cause: why this rank failed; "" if it did not.
+
+    Returns:
+        Why the session failed ("" if no rank failed), and whether that is this rank's cause.
+    """
+    text = cause.encode()
+    number = (zlib.crc32(text) << 31) + len(text)
+    (largest,) = agree([number])
+    is_own = number == largest
+    num_bytes = largest % 2**31
+    if not num_bytes:
+        return "", False
+    codes = agree([*text] if is_own else [0] * num_bytes)
+    return bytes(codes).decode(errors="replace"), is_own
+
+
+@contextlib.contextmanager
+def refused_together(agree: Agree | None, rank: int) -> Iterator[None]:
+    """Let an error of one rank's block end the block on all ranks, which enter it together.
+
+    Collectives of the block must come after all that can fail on one rank alone.
+
+    Args:
+        agree: see `Agree`; None for one rank.
+        rank: this rank, as errors name it.
+
+    Raises:
+        ConfigError: another rank's block raised; the message has its text.
+    """
+    agree = agree or agree_alone
+    try:
+        yield
+    except Exception as error:
+        agree_on_cause(agree, f"rank {rank}: {error}")
+        raise
+    cause, _ = agree_on_cause(agree, "")
+    if cause:
+        raise ConfigError(f"rank {rank} stopped, since another rank cannot go on.\n{cause}")
+
+
+def refuse_differences(agree: Agree | None, rank: int, facts: Mapping[str, object]) -> None:
+    """Check that all ranks have the same facts. They call this together.
+
+    Args:
+        agree: see `Agree`; None for one rank.
+        rank: this rank.
+        facts: values by name, compared as texts.
+
+    Raises:
+        ConfigError: a fact differs, or is missing on some rank; raised on all ranks. It names the
+            facts, a rank that differs, and both values.
+    """
+    agree = agree or agree_alone
+    own = {name: " ".join(str(value).split()) for name, value in facts.items()}
+    digest = zlib.crc32(repr(sorted(own.items())).encode())
+    first, most, least = agree([-rank, digest, -digest])
+    if most == -least:
+        return
+    mine = "\n".join(map(": ".join, own.items()))
+    text, _ = agree_on_cause(agree, mine if rank == -first else "")
+    expected = dict(line.split(": ", 1) for line in text.splitlines())
+    names = [n for n in {**expected, **own} if own.get(n) != expected.get(n)]
+    lines = "".join(
+        f"\n  {n}: {own.get(n, 'missing')} on rank {rank}, {expected.get(n, 'missing')} on rank "
+        f"{-first}"
+        for n in names
+    )
+    cause, _ = agree_on_cause(agree, lines)
+    raise ConfigError(
+        f"The ranks of this job differ, so they cannot train one model:{cause}\n  To do: start all "
+        "ranks with the same command, configuration and packages."
+    )
+
+
+def new_group(ranks: Sequence[int] | None = None, **options: Any) -> Any:
+    """Create a process group whose collectives end after the job's timeout.
+
+    torch's own default is 10 or 30 minutes, whatever the job's timeout is.
+
+    Args:
+        ranks: global ranks of the group; None: all.
+        options: further arguments of `torch.distributed.new_group`.
+    """
+    timeout = _job_timeout()
+    if timeout is not None and options.get("pg_options") is not None:
+        options["pg_options"]._timeout = timeout  # else torch warns that the argument overrides it
+    return dist.new_group(ranks, timeout=timeout, **options)
+
+
+def _job_timeout() -> timedelta | None:
+    """Return the timeout of the default group; None if its backend has none."""
+    for kind in ("cuda", "cpu"):
+        with contextlib.suppress(RuntimeError, AttributeError):
+            backend: Any = dist.group.WORLD._get_backend(torch.device(kind))  # type: ignore[union-attr]
+            timeout: timedelta = backend.options._timeout
+            return timeout
+    return None

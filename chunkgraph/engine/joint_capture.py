@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import traceback
 import warnings
-import zlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pkgutil import resolve_name
 
 import torch
 
-from chunkgraph.engine.agreement import Agree
+from chunkgraph.engine.agreement import Agree, agree_on_cause
 from chunkgraph.engine.arguments import rank_label
 from chunkgraph.engine.banks import StepBanks
 from chunkgraph.engine.capture.captured_rank import CapturedRank
@@ -28,7 +27,7 @@ from chunkgraph.engine.tree import Call
 from chunkgraph.errors import CaptureError, ChunkGraphError
 from chunkgraph.graphs import GraphBackend, capture_failure
 
-__all__ = ["Capturer", "JointCapture", "Lockstep", "StoppedElsewhere", "agree_on_cause"]
+__all__ = ["Capturer", "JointCapture", "Lockstep", "StoppedElsewhere"]
 
 MakeSamples = Callable[[], Mapping[Hashable, Sequence[Call]]]
 
@@ -256,27 +255,6 @@ class _Progress:
         report = type(failure)(what + facts + advice + rest)
         report.__cause__ = failure
         return report
-
-
-def agree_on_cause(agree: Agree, cause: str) -> tuple[str, bool]:
-    """Choose one cause for all ranks, although they can only exchange maxima of numbers.
-
-    Args:
-        agree: see `Agree`; all ranks call it together.
-        cause: why this rank failed; "" if it did not.
-
-    Returns:
-        Why the session failed ("" if no rank failed), and whether that is this rank's cause.
-    """
-    text = cause.encode()
-    number = (zlib.crc32(text) << 31) + len(text)
-    (largest,) = agree([number])
-    is_own = number == largest
-    num_bytes = largest % 2**31
-    if not num_bytes:
-        return "", False
-    codes = agree([*text] if is_own else [0] * num_bytes)
-    return bytes(codes).decode(errors="replace"), is_own
 
 
 def _forget_frames(error: BaseException | None) -> None:

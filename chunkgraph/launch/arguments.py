@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 from collections.abc import Iterator
 
+from chunkgraph import __version__
 from chunkgraph.errors import ConfigError
 from chunkgraph.launch.flags import GraphFlags, read_flags
 from chunkgraph.launch.packing_rules import SCRIPT_PACKING_RULES, packing_options
+from chunkgraph.megatron.core.access import import_megatron, versions
 from chunkgraph.megatron.features import FEATURES
 from chunkgraph.megatron.features.experts.overlap import OVERLAP_RULES
 from chunkgraph.megatron.features.packing.banks import PackedBanks
@@ -19,6 +22,7 @@ from chunkgraph.settings.rule import Facts, Rule, refusals
 from chunkgraph.settings.words import FLAGS
 
 __all__ = [
+    "equal_facts",
     "refuse_changed_arguments",
     "settle_arguments",
 ]
@@ -34,6 +38,10 @@ _TURNED_OFF = {
         "activations are in the graphs' memory on the GPU, which must hold those of all slots"
     ),
     "delay_wgrad_compute": "a backward graph computes weight gradients too",
+}
+_OF_STEPS = {
+    *("seq_length", "micro_batch_size", "global_batch_size", "train_iters", "seed", "lr"),
+    *("optimizer", "weight_decay", "clip_grad", "pipeline_schedule"),
 }
 _REFUSED = "--cuda-graph-granularity chunk cannot go together with"
 _GRAPH_RULES = (
@@ -116,6 +124,15 @@ def refuse_changed_arguments(args: argparse.Namespace) -> None:
         ConfigError: Flags cannot be combined with ``chunk``; the error lists all of them.
     """
     _refuse(refusals(_PROGRAM_RULES, Facts(lambda name: getattr(args, name, None), FLAGS)))
+
+
+def equal_facts(args: argparse.Namespace) -> dict[str, object]:
+    """Return the arguments and versions that all ranks must share: those of the model and step."""
+    config = import_megatron("megatron.core.transformer.transformer_config").TransformerConfig
+    names = {*(f.name for f in dataclasses.fields(config)), *_OF_STEPS} & vars(args).keys()
+    values = {name: getattr(args, name) for name in sorted(names)}
+    plain = {n: v for n, v in values.items() if isinstance(v, (bool, int, float, str, list))}
+    return {"chunkgraph": __version__, **versions(), **plain}
 
 
 def _turn_off(args: argparse.Namespace, schedule: str) -> Iterator[str]:

@@ -25,7 +25,12 @@ import torch.distributed as dist
 
 from chunkgraph._text import format_bytes
 from chunkgraph.engine import CaptureOptions, CaptureReport
-from chunkgraph.launch.arguments import refuse_changed_arguments, settle_arguments
+from chunkgraph.engine.agreement import refuse_differences
+from chunkgraph.launch.arguments import (
+    equal_facts,
+    refuse_changed_arguments,
+    settle_arguments,
+)
 from chunkgraph.launch.flags import GraphFlags
 from chunkgraph.launch.packed_steps import OwnDocuments, PackedSteps, SpreadDocuments
 from chunkgraph.launch.packing_rules import packing_options
@@ -47,6 +52,7 @@ from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.megatron.features.packing.params import shares_keys
 from chunkgraph.megatron.pipeline.choice import PipelinePlace
 from chunkgraph.megatron.pipeline.driver import ScheduleDriver
+from chunkgraph.megatron.site import new_agreement
 from chunkgraph.schedules import splits_backward
 
 __all__ = ["ChunkGraphsInPretrain", "StepMetrics", "capture_line", "enable", "start_line"]
@@ -126,6 +132,13 @@ class ChunkGraphsInPretrain:
         self._schedule = args.pipeline_schedule or "auto"
         if splits_backward(self._schedule):
             self._undo_delay = delay_in_new_configs()
+
+    def before_model(self) -> None:
+        """Check that all ranks train the same model with the same settings."""
+        if self.flags is not None:
+            with contextlib.ExitStack() as undo:
+                facts = equal_facts(pretrain_arguments())
+                refuse_differences(new_agreement(undo), dist.get_rank(), facts)
 
     @contextlib.contextmanager
     def training(self, model: Any) -> Iterator[None]:

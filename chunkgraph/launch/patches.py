@@ -58,8 +58,13 @@ def patch_pretrain(hooks: ChunkGraphsInPretrain, *, on_cpu: bool = False) -> Cal
     refuse_other_releases()
     arguments, training = _import_training()
     add, *_ = private_names(_ARGUMENTS, "add_megatron_arguments", "parse_args")
-    train, get_schedule, log, print_last = private_names(
-        _TRAINING, "train", "get_forward_backward_func", "training_log", "print_rank_last"
+    train, set_up, get_schedule, log, print_last = private_names(
+        _TRAINING,
+        "train",
+        "setup_model_and_optimizer",
+        "get_forward_backward_func",
+        "training_log",
+        "print_rank_last",
     )
     log_signature = inspect.signature(log)
     is_logging = False
@@ -91,6 +96,10 @@ def patch_pretrain(hooks: ChunkGraphsInPretrain, *, on_cpu: bool = False) -> Cal
         with hooks.training(model):
             return train(forward_step_func, model, *args, **kwargs)
 
+    def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
+        hooks.before_model()
+        return set_up(*args, **kwargs)
+
     def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
         return hooks.wrap_schedule(get_schedule(*args, **kwargs))
 
@@ -113,6 +122,7 @@ def patch_pretrain(hooks: ChunkGraphsInPretrain, *, on_cpu: bool = False) -> Cal
     undo.callback(patch_attributes(arguments, {"add_megatron_arguments": add_megatron_arguments}))
     replacements = {
         "train": train_with_hooks,
+        "setup_model_and_optimizer": setup_model_and_optimizer,
         "get_forward_backward_func": get_forward_backward_func,
         "training_log": training_log,
         "print_rank_last": print_rank_last,

@@ -19,14 +19,17 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch import nn
 
+from chunkgraph import __version__
 from chunkgraph.engine import Banks, CaptureOptions, ChunkGraphs, ReplayRanges
+from chunkgraph.engine.agreement import refuse_differences, refused_together
 from chunkgraph.engine.decide import StepMode
 from chunkgraph.engine.split import SPLIT, DelayedModules, WeightBackwards
 from chunkgraph.errors import ConfigError, SlotError
 from chunkgraph.megatron.captured_part import Scope
-from chunkgraph.megatron.core.access import refuse_other_releases
+from chunkgraph.megatron.core.access import refuse_other_releases, versions
 from chunkgraph.megatron.core.agreement import before_groups_end
 from chunkgraph.megatron.core.data_parallel import facts_of_delays
 from chunkgraph.megatron.feature import AnyFeature, Feature, Features, Step, StepInputs, StepPlan
@@ -39,7 +42,6 @@ from chunkgraph.megatron.features.rerun import OverflowGuard
 from chunkgraph.megatron.pipeline.choice import (
     PipelinePlace,
     PipelineSchedule,
-    refuse_other_schedules,
 )
 from chunkgraph.megatron.pipeline.driver import ScheduleDriver
 from chunkgraph.megatron.receive import SlotReceiver
@@ -114,29 +116,46 @@ def attach(  # the options of a job, as keywords
         PackingError: ``packing`` asks for lengths that do not exist.
         MissingDependencyError: The model dispatches through HybridEP, which is not installed.
     """
-    refuse_other_releases()
     kinds = tuple(features)
-    site = Site(
-        chunks=[model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks),
-        requested_scope=scope,
-        options=options if options is not None else CaptureOptions(),
-        requested_slots=num_slots,
-        requested_schedule=schedule,
-    )
-    if packing is not None and not isinstance(packing, PackedBanks):
-        packing = PackedBanks.of_model(packing, site.config)
-    site.feature_options = {"packing": packing, "token_drops": token_drops, "stash": stash}
-    site.feature_facts = {name: fact for kind in kinds for name, fact in kind.facts(site).items()}
-    check(
-        [rule for kind in kinds for rule in kind.rules],
-        site.facts(),
-        "Chunk graphs cannot hold this model; turn these off, or train without chunk graphs:",
-    )
     with ExitStack() as failure:
         undo = failure.enter_context(ExitStack())
+        agree = new_agreement(undo)
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        with refused_together(agree, rank):
+            refuse_other_releases()
+            site = Site(
+                chunks=[model_chunks] if isinstance(model_chunks, nn.Module) else [*model_chunks],
+                requested_scope=scope,
+                options=options if options is not None else CaptureOptions(),
+                requested_slots=num_slots,
+                requested_schedule=schedule,
+                agree=agree,
+            )
+            if packing is not None and not isinstance(packing, PackedBanks):
+                packing = PackedBanks.of_model(packing, site.config)
+            chosen = {"packing": packing, "token_drops": token_drops, "stash": stash}
+            site.feature_options = chosen
+            facts = (fact for kind in kinds for fact in kind.facts(site).items())
+            site.feature_facts = dict(facts)
+            check(
+                [rule for kind in kinds for rule in kind.rules],
+                site.facts(),
+                "Chunk graphs cannot hold this model; turn these off, or train without chunk "
+                "graphs:",
+            )
+        equal = {
+            **versions(),
+            "chunkgraph": __version__,
+            "schedule": site.schedule or "auto",
+            "scope": scope,
+            "num_warmup_steps": site.options.num_warmup_steps,
+            "on_failure": site.options.on_failure,
+            "token_drops": token_drops,
+        }
+        refuse_differences(agree, rank, equal)
         for kind in kinds:
             kind.prepare(site, undo)
-        site.find_parts(undo)
+        site.find_parts()
         own = (kind.of(site, undo) for kind in kinds)
         installed = Features((feature for feature in own if feature is not None), progress)
         graphs = MegatronChunkGraphs(site, installed, undo, backend)
@@ -467,6 +486,6 @@ def eager_driver(chunks: Sequence[nn.Module], name: str) -> ScheduleDriver:
         "This schedule cannot drive the model:",
     )
     with ExitStack() as undo:
-        refuse_other_schedules(schedule, place.rank, new_agreement(undo))
+        refuse_differences(new_agreement(undo), place.rank, {"schedule": schedule})
     delayed = [DelayedModules(c, place.label(i)) for i, c in enumerate(chunks)]
     return ScheduleDriver(schedule.build, place.pipeline_rank, lambda c: delayed[c].run(()))

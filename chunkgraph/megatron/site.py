@@ -23,11 +23,7 @@ from chunkgraph.megatron.captured_part import (
 )
 from chunkgraph.megatron.core.agreement import agree_by_maximum
 from chunkgraph.megatron.core.data_parallel import delays, wrappers_of
-from chunkgraph.megatron.pipeline.choice import (
-    PipelinePlace,
-    PipelineSchedule,
-    refuse_other_schedules,
-)
+from chunkgraph.megatron.pipeline.choice import PipelinePlace, PipelineSchedule
 from chunkgraph.megatron.refusals import facts_of_model
 from chunkgraph.settings.rule import Facts
 
@@ -104,15 +100,12 @@ class Site:
         }
         return facts_of_model(self.config, {**own, **self.feature_facts})
 
-    def find_parts(self, undo: ExitStack) -> None:
-        """Agree on schedule and scope with all ranks, find the captured parts, and count slots.
+    def find_parts(self) -> None:
+        """Agree on the scope with all ranks, find the captured parts, and count slots.
 
         Raises:
-            ConfigError: A chunk has no such part, its hooks cannot be captured, or another rank
-                has another schedule.
+            ConfigError: A chunk has no such part, or its hooks cannot be captured.
         """
-        self.agree = new_agreement(undo)
-        refuse_other_schedules(self.schedule, self.place.rank, self.agree)
         self.scope = choose_scope(
             self.requested_scope,
             self.facts(),

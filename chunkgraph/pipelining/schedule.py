@@ -11,9 +11,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from chunkgraph import __version__
 from chunkgraph._text import shown
 from chunkgraph.engine import CaptureOptions, ChunkGraphs
-from chunkgraph.engine.agreement import Maximum
+from chunkgraph.engine.agreement import (
+    Maximum,
+    new_group,
+    refuse_differences,
+    refused_together,
+)
 from chunkgraph.engine.chunk import is_integer
 from chunkgraph.engine.split import WeightBackwards
 from chunkgraph.errors import ChunkGraphError, ConfigError, ReplayMismatchError
@@ -75,20 +81,33 @@ class GraphedSchedule:
         options: CaptureOptions | None = None,
         **settings: Any,
     ) -> None:
-        self._stages = [graphed(s) for s in (stages if isinstance(stages, Sequence) else [stages])]
+        given = list(stages) if isinstance(stages, Sequence) else [stages]
         self._make = make
         self._loss = loss
         self._is_training: bool | None = None
         self._kept: dict[int, Any] = {}  # schedules by count
-        self._counts = _checked(counts)
-        self._fitting = set(self._counts)
-        self.slots = reduce(or_, map(self._plan, self._counts), ScheduleSlots())
         self.receive_memory = ReceiveMemory()
-        self._replays = [
-            StageReplays(stage, loss, self.receive_memory, is_split=self.slots.is_split)
-            for stage in self._stages
-        ]
-        self.graphs = self._new_graphs(options or CaptureOptions(), settings)
+        self._agree = _agree_in(getattr(given[0], "group", None) if given else None)
+        options, rank = options or CaptureOptions(), dist.get_rank()
+        with refused_together(self._agree, rank):
+            self._stages = [graphed(stage) for stage in given]
+            self._counts = _checked(counts)
+            self._fitting = set(self._counts)
+            self.slots = reduce(or_, map(self._plan, self._counts), ScheduleSlots())
+            self._replays = [
+                StageReplays(stage, loss, self.receive_memory, is_split=self.slots.is_split)
+                for stage in self._stages
+            ]
+            self.graphs = self._new_graphs(options, settings)
+        equal = {
+            "chunkgraph": __version__,
+            "torch": torch.__version__,
+            "counts": self._counts,
+            "schedule": type(self._kept[self._counts[0]]).__name__,
+            "num_warmup_steps": options.num_warmup_steps,
+            "on_failure": options.on_failure,
+        }
+        refuse_differences(self._agree, rank, equal)
 
     def step(
         self, *args: Any, num_microbatches: int | None = None, eager: bool = False, **kwargs: Any
@@ -240,7 +259,7 @@ class GraphedSchedule:
             num_together if options.shared_slots else of_stages,
             num_together=num_together,
             options=options,
-            agree=_agree_in(first.group),
+            agree=self._agree,
             **settings,
         )
         weights = WeightBackwards(graphs)
@@ -278,7 +297,7 @@ def _agree_in(group: dist.ProcessGroup | None) -> Maximum | None:
     if dist.get_world_size(group) == 1:
         return None
     ranks = dist.get_process_group_ranks(group)
-    return Maximum(dist.new_group(ranks, backend="gloo", use_local_synchronization=True))
+    return Maximum(new_group(ranks, backend="gloo", use_local_synchronization=True))
 
 
 @contextmanager

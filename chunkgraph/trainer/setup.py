@@ -10,9 +10,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from chunkgraph.megatron.core.access import import_megatron
+from chunkgraph import __version__
+from chunkgraph.engine.agreement import refuse_differences
+from chunkgraph.megatron.core.access import import_megatron, versions
 from chunkgraph.megatron.core.random_state import seed_model_parallel
 from chunkgraph.megatron.cpu.host import cpu_host
+from chunkgraph.megatron.site import new_agreement
 from chunkgraph.settings import Config
 
 __all__ = ["choose_device", "seed_everything", "training_process"]
@@ -56,6 +59,8 @@ def training_process(config: Config) -> Iterator[torch.device]:
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         timeout = timedelta(seconds=config.run.timeout_s)
         dist.init_process_group("gloo" if is_cpu else "nccl", timeout=timeout)
+        with ExitStack() as undo:
+            refuse_differences(new_agreement(undo), dist.get_rank(), _equal_facts(config))
         # After an error NCCL would wait for transfers that the other ranks may never post, and the
         # process ends anyway. The function is looked up then: attached graphs replace it.
         stack.push(lambda kind, *_: dist.destroy_process_group() if is_cpu or not kind else None)
@@ -73,6 +78,13 @@ def training_process(config: Config) -> Iterator[torch.device]:
         )
         stack.callback(state.destroy_model_parallel)
         yield device
+
+
+def _equal_facts(config: Config) -> dict[str, object]:
+    """Return the settings and versions that all ranks must share."""
+    sections = config.model_dump(exclude={"device": True, "run": True, "data": {"path"}})
+    settings = {f"{name}.{key}": v for name, of in sections.items() for key, v in of.items()}
+    return {"chunkgraph": __version__, **versions(), **settings}
 
 
 def seed_everything(seed: int, device: torch.device) -> None:

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from thread_ranks import Agreeing, run_ranks
 
+import chunkgraph
 from chunkgraph.engine import CaptureOptions, ChunkGraphs, EagerReason, StepMode
-from chunkgraph.engine.agreement import Agreement
+from chunkgraph.engine.agreement import (
+    Agreement,
+    new_group,
+    refuse_differences,
+    refused_together,
+)
+from chunkgraph.errors import ConfigError
 from chunkgraph.graphs import RecorderBackend
 
 
@@ -158,3 +170,65 @@ def test_memory_that_a_failed_step_replaces_is_noticed() -> None:
         raise KeyError
     _step(graphs)
     assert graphs.counters.fallbacks["memory of the graphs was replaced"] == 1
+
+
+def messages(num_ranks: int, main: Callable[[int, Any], None]) -> list[str]:
+    """Return the message that each rank's ``main(rank, agree)`` raises, "" for none."""
+    together = Agreeing(num_ranks)
+    texts = [""] * num_ranks
+
+    def run(rank: int) -> None:
+        try:
+            main(rank, together.rank(rank))
+        except ConfigError as error:
+            texts[rank] = str(error)
+
+    run_ranks(num_ranks, run)
+    return texts
+
+
+def test_an_error_of_one_rank_ends_all() -> None:
+    def refuse(rank: int, agree: Any) -> None:
+        with refused_together(agree, rank):
+            if rank == 1:
+                raise ConfigError("stage 1 has no layer.")
+
+    assert messages(3, refuse) == [
+        "rank 0 stopped, since another rank cannot go on.\nrank 1: stage 1 has no layer.",
+        "stage 1 has no layer.",
+        "rank 2 stopped, since another rank cannot go on.\nrank 1: stage 1 has no layer.",
+    ]
+
+
+def test_ranks_that_differ_are_told_what_differs() -> None:
+    def compare(rank: int, agree: Any) -> None:
+        own = {"seed": 7, "lr": 0.5 if rank == 2 else 0.1, "spec": "a\n  b"}
+        refuse_differences(agree, rank, own | ({"extra": 1} if rank == 2 else {}))
+
+    texts = messages(3, compare)
+    assert len(set(texts)) == 1
+    assert "\n  lr: 0.5 on rank 2, 0.1 on rank 0\n  extra: 1 on rank 2, missing on" in texts[0]
+    assert "seed" not in texts[0]
+    assert "spec" not in texts[0]
+    assert (
+        messages(3, lambda rank, agree: refuse_differences(agree, rank, {"a": "b: c"})) == [""] * 3
+    )
+
+
+def test_groups_have_the_timeout_of_the_job(tmp_path: Path) -> None:
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    timeout = timedelta(seconds=17)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timeout)
+    try:
+        backend: Any = new_group([0])._get_backend(torch.device("cpu"))
+        assert backend.options._timeout == timeout
+    finally:
+        dist.destroy_process_group()
+
+
+def test_one_function_makes_all_groups() -> None:
+    """Another one would lack the timeout of the job."""
+    folder = Path(chunkgraph.__file__).parent
+    made = re.compile(r"dist\.new_\w*group|new_subgroups|split_group")
+    files = [p for p in folder.rglob("*.py") if made.search(p.read_text(encoding="utf-8"))]
+    assert [str(p.relative_to(folder)) for p in files] == ["engine/agreement.py"]

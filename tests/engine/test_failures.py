@@ -15,7 +15,7 @@ from thread_ranks import Agreeing, run_ranks
 from torch import nn
 
 from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs
-from chunkgraph.engine.joint_capture import agree_on_cause
+from chunkgraph.engine.agreement import agree_on_cause
 from chunkgraph.errors import CaptureError, IllegalOperationError
 from chunkgraph.graphs import RecorderBackend
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from chunkgraph.engine.agreement import Maximum
+from chunkgraph.engine.agreement import Maximum, new_group
 from chunkgraph.errors import WorkerError
 from chunkgraph.megatron.core.access import import_megatron
 
@@ -59,7 +59,7 @@ def agree_by_maximum() -> Maximum | None:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     if uses_gloo():
-        return Maximum(dist.new_group(backend="gloo"))
+        return Maximum(new_group(backend="gloo"))
     return StoreMaximum(range(dist.get_world_size()))
 
 
@@ -72,7 +72,7 @@ def exchange_between(group: Any) -> Exchange | None:
     if len(ranks) == 1:
         return None
     if uses_gloo():
-        own = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        own = new_group(ranks, backend="gloo", use_local_synchronization=True)
         return Exchange(functools.partial(_gathered_by_gloo, own), own)
     posts = _Posts("exchange", ranks)
     return Exchange(lambda data: _parts(posts.post(data, bytes)()))

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from chunkgraph.engine.agreement import Maximum
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.megatron.rules.features import SCHEDULE_RULES
@@ -24,7 +23,7 @@ from chunkgraph.settings.rule import Facts, check
 from chunkgraph.settings.words import PROGRAM
 from chunkgraph.slots import plan_schedule, plan_slots
 
-__all__ = ["PipelinePlace", "PipelineSchedule", "refuse_other_schedules"]
+__all__ = ["PipelinePlace", "PipelineSchedule"]
 
 
 @dataclass(frozen=True)
@@ -72,35 +71,18 @@ class PipelineSchedule:
         check_counts(self.file, [num_microbatches], "the batch size")
         return self.file
 
+    def __str__(self) -> str:
+        """Return the name, or a digest of a file's actions."""
+        if self.file is None:
+            return self.name
+        return f"a file with the digest {zlib.crc32(self.file.to_csv().encode()):08x}"
+
     @property
     def splits_backward(self) -> bool:
         """Return whether backwards are split into input and weight gradients."""
         if self.file is not None:
             return self.file.splits_backward
         return get_family(self.name).splits_backward
-
-
-def refuse_other_schedules(
-    schedule: PipelineSchedule | None, rank: int, agree: Maximum | None
-) -> None:
-    """Check that all ranks train with the same schedule, None for Megatron's own.
-
-    All ranks call this together.
-
-    Raises:
-        ConfigError: Some rank has another schedule; raised on all ranks.
-    """
-    actions, name = "", "auto"
-    if schedule is not None:
-        actions = schedule.name if schedule.file is None else schedule.file.to_csv()
-        name = schedule.name
-    digest = zlib.crc32(actions.encode())
-    if agree is not None and agree([digest, -digest]) != [digest, -digest]:
-        raise ConfigError(
-            f"rank {rank}: the schedule is {name}, and another one, or another file of this name, "
-            "on another rank. Use the same schedule on every rank; a file must be the same on "
-            "every node."
-        )
 
 
 @dataclass(frozen=True)

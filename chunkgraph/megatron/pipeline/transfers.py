@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from chunkgraph.engine.agreement import new_group
 from chunkgraph.megatron.core.p2p import Direction
 
 __all__ = ["Exchange", "Route", "TransferGroups"]
@@ -101,7 +102,7 @@ def _new_group(ranks: tuple[int, ...], backend: str, message_bytes: int) -> Any:
     if backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
         options.config.max_ctas = _num_ctas(message_bytes)
-    return dist.new_group(list(ranks), backend=backend, pg_options=options)
+    return new_group(list(ranks), backend=backend, pg_options=options)
 
 
 def _num_ctas(message_bytes: int) -> int:

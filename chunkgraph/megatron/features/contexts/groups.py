@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from chunkgraph.engine import ChunkGraphs
+from chunkgraph.engine.agreement import new_group
 from chunkgraph.errors import ConfigError, TopologyError
 from chunkgraph.megatron.core.access import import_megatron
 
@@ -102,7 +103,7 @@ class ContextGroups:
                     continue
                 for first in range(0, len(world), size):
                     ranks = list(world[first : first + size])
-                    group = dist.new_group(ranks)
+                    group = new_group(ranks)
                     if dist.get_rank() in ranks:
                         by_size[size] = group
                         created.append(group)
@@ -118,7 +119,7 @@ class ContextGroups:
                 for first in range(0, len(world), size)
             }
             for union in sorted(unions):
-                group = dist.new_group(list(union))
+                group = new_group(list(union))
                 if dist.get_rank() in union:
                     for_routers[size] = group
                     created.append(group)
