@@ -23,6 +23,7 @@ from chunkgraph.engine.capture.refusals import refuse_sparse_gradients
 from chunkgraph.engine.capture.session import SessionSettings, capture_session
 from chunkgraph.engine.chunk import CaptureOptions, Chunk
 from chunkgraph.engine.observer import Observer
+from chunkgraph.engine.program import without_backward
 from chunkgraph.engine.tree import Call
 from chunkgraph.errors import CaptureError, ChunkGraphError
 from chunkgraph.graphs import GraphBackend, capture_failure
@@ -147,7 +148,10 @@ class Capturer:
 
     def _checked_chunks(self, samples: Mapping[Hashable, Sequence[Call]]) -> tuple[Chunk, ...]:
         """Return the chunks as they are now, once they can be captured from these calls."""
-        chunks = tuple(chunk.now() for chunk in self.chunks)
+        chunks = tuple(
+            without_backward(chunk.now(), [calls[c] for calls in samples.values()])
+            for c, chunk in enumerate(self.chunks)
+        )
         for chunk in chunks:
             refuse_sparse_gradients(chunk)
         for calls in samples.values():

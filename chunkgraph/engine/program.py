@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -41,6 +41,7 @@ __all__ = [
     "fill_test_gradient",
     "finish_slot",
     "program_of",
+    "without_backward",
 ]
 
 Receive = Callable[[int, torch.Tensor], None]
@@ -315,6 +316,17 @@ class ForwardOnly(GraphProgram):
 
 FORWARD_ONLY = ForwardOnly()
 _WHOLE = GraphProgram()
+
+
+def without_backward(chunk: Chunk, samples: Sequence[Call]) -> Chunk:
+    """Return a chunk that trains nothing, such as a frozen first stage, as one without a backward.
+
+    Others are returned as they are. A slot of a chunk without a backward is free at once, so its
+    results are copied.
+    """
+    if chunk.parameters or any(sample.takes_gradients for sample in samples):
+        return chunk
+    return replace(chunk, program=FORWARD_ONLY, copies_outputs=None)
 
 
 def program_of(chunk: Chunk) -> GraphProgram:

@@ -193,10 +193,6 @@ class StageReplays:
         self.microbatch = 0
         label = f"stage {stage.stage_index}"
         self._module = unwrapped(wrapper, label)
-        if not any(p.requires_grad for p in self._module.parameters()):
-            raise ConfigError(
-                f"{label} has no trainable parameter. Move its layers to a neighbouring stage."
-            )
         is_plain = self._loss is None and not self.is_wrapped and self._sharded is None
         watched = self._module if self._loss is None else self._loss.joined(self._module)
         self.chunk = replace(

@@ -92,3 +92,30 @@ def test_shadow_finds_a_wrong_forward(backend: GraphBackend) -> None:
     slot.graphs["F"].replay = and_spoil  # type: ignore[method-assign]
     with pytest.raises(VerifyError, match="replayed forward of microbatch 0"), graphs.step(1):
         graphs.callables[0](x)
+
+
+@pytest.mark.parametrize("verify", ["none", "shadow", "poison"])
+def test_a_chunk_that_trains_nothing_has_no_backward(backend: GraphBackend, verify: str) -> None:
+    """It is found in the sampled call, has one slot, and its results survive later forwards."""
+    frozen, trained = model(backend), nn.Linear(4, 4).to(backend.device)
+    expected, got = [], []
+    x = torch.randn(4, 3, 8, device=backend.device)
+    for chunks in ([frozen, trained], None):
+        if chunks is not None:
+            options = CaptureOptions(verify=verify)
+            graphs = ChunkGraphs(chunks, [3, 3], backend=backend, options=options)
+        for _ in range(3):
+            torch.manual_seed(5)
+            trained.zero_grad()
+            calls: Any = (frozen, trained) if chunks is None else graphs.callables
+            with graphs.step(3, eager=chunks is None):
+                hidden = [calls[0](x[i]) for i in range(3)]
+                losses = [calls[1](h).square().sum() for h in hidden]
+                for loss in losses:
+                    loss.backward()
+            (expected if chunks is None else got).append(trained.weight.grad.clone())
+    assert all(map(torch.equal, got, expected))
+    assert graphs.counters.replays == 2 * 6
+    assert graphs.report is not None
+    assert graphs.report.num_slots == (1, 3)
+    assert graphs.report.num_graphs == 1 + 2 * 3

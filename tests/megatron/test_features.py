@@ -159,6 +159,32 @@ def test_two_ranks(
     _check(run_equal(in_both_scopes(cases), 2))
 
 
+@pytest.mark.parametrize("where", ["first", "last"])
+def test_frozen_stages(
+    run_equal: Callable[..., Any], make_config: Callable[..., Any], where: str
+) -> None:
+    """A first stage without trainable parameters has no backward; one slot serves it."""
+    model = {**_FOUR_LAYERS, "hidden_dropout": 0.1, "untie_embeddings_and_output_weights": True}
+    schedules = {"1f1b": ("auto", None), "interleaved": ("auto", 2), "zb": ("zb-h1", None)}
+    cases = {
+        name: {
+            "config": make_config(
+                model=model,
+                pipeline={
+                    "pipeline_model_parallel_size": 2,
+                    "virtual_pipeline_model_parallel_size": num_chunks,
+                    "schedule": schedule,
+                },
+                train={"num_microbatches": [2, 4, 6] if num_chunks else [3, 2, 5, 9]},
+                capture={"scope": "chunk"},
+            ),
+            "frozen": [where],
+        }
+        for name, (schedule, num_chunks) in schedules.items()
+    }
+    _check(run_equal(cases, 2))
+
+
 def _metrics(
     device: Any, config: Any, options: dict[str, Any], log: Any, **graph_options: Any
 ) -> list[dict[str, Any]]:

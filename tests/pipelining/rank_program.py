@@ -103,8 +103,24 @@ class Case:
     sharded: MixedPrecisionPolicy | None = None
     is_static: bool = False
     csv: bool = False
+    frozen: tuple[int, ...] = ()  # stages without trainable parameters
 
 
+_FROZEN = [
+    Case(f"frozen {where} {name}", schedule, num_local, frozen=frozen)
+    for name, schedule, num_local in (
+        ("1f1b", "Schedule1F1B", 1),
+        ("gpipe", "ScheduleGPipe", 1),
+        ("interleaved", "ScheduleInterleaved1F1B", 2),
+        ("zero bubble", "ScheduleInterleavedZeroBubble", 2),
+        ("zero bubble v", "ScheduleZBVZeroBubble", 2),
+    )
+    for where, frozen in (
+        ("first", (0,)),
+        ("last", (2 * num_local - 1,)),
+        *([("middle", (1, 2))] if num_local == 2 else []),
+    )
+]
 CASES = {
     2: [
         Case("1f1b", "Schedule1F1B"),
@@ -148,6 +164,7 @@ CASES = {
             counts=(4, 6),
         ),
         Case("csv", "ScheduleInterleaved1F1B", 2, csv=True),
+        *_FROZEN,
     ],
     4: [
         Case("1f1b", "Schedule1F1B"),
@@ -224,6 +241,7 @@ def make_stages(case: Case, place: Place, kind: type) -> list[Any]:
         module: nn.Module = Blocks(
             range(i * per_stage, (i + 1) * per_stage), drops=case.drops and i == 0
         )
+        module.requires_grad_(i not in case.frozen)
         if case.sharded is not None:
             shard(module, case.sharded, place)
         elif place.replicas is not None:
@@ -290,7 +308,11 @@ def train(case: Case, place: Place, folder: Path, *, has_graphs: bool) -> Run:
     torch.manual_seed(1)
     stages = make_stages(case, place, case.stage if has_graphs else pipelining.PipelineStage)
     modules = nn.ModuleList(stage.submod for stage in stages)
-    named = {name[name.index("blocks.") :]: p for name, p in modules.named_parameters()}
+    named = {
+        name[name.index("blocks.") :]: p
+        for name, p in modules.named_parameters()
+        if p.requires_grad
+    }
     loss = GraphedLoss(loss_fn) if has_graphs and case.graphs_loss else loss_fn
     make = maker(case, stages, loss, folder)
     runner: Any = Eager(make)
@@ -302,7 +324,8 @@ def train(case: Case, place: Place, folder: Path, *, has_graphs: bool) -> Run:
             loss=loss if case.graphs_loss else None,
             options=CaptureOptions(**case.options),
         )
-    optimizer = torch.optim.AdamW(named.values(), lr=0.01)
+    trained = [*named.values()] or [torch.zeros(1)]
+    optimizer = torch.optim.AdamW(trained, lr=0.01)
     is_first = any(stage.is_first for stage in stages)
     is_last = any(stage.is_last for stage in stages)
 
@@ -323,7 +346,8 @@ def train(case: Case, place: Place, folder: Path, *, has_graphs: bool) -> Run:
     for step, count in enumerate(case.counts):
         optimizer.zero_grad()
         results = call(runner.step, step, count, return_outputs=step % 2 == 0)
-        values.append((*results, {name: local(p.grad).clone() for name, p in named.items()}))
+        grads = {n: None if p.grad is None else local(p.grad).clone() for n, p in named.items()}
+        values.append((*results, grads))
         optimizer.step()
         if has_graphs:
             receive_memory.append(runner.receive_memory.num_buffers)
@@ -388,13 +412,15 @@ def compare(case: Case, place: Place, folder: Path) -> dict[str, Any]:
         "pairs": (
             slots.of_rank[place.rank] * len(indices)
             if shared
-            else sum(slots.of_stage[i] for i in indices)
+            else sum(1 if i in case.frozen and i == 0 else slots.of_stage[i] for i in indices)
         ),
         "inputs elsewhere": [getattr(s, "num_elsewhere", 0) for s in run.stages],
         "receive buffers": [num_receive_buffers(r.stages) for r in (eager, run)],
         "receive memory": run.receive_memory,
         "num warmup": case.options.get("num_warmup_steps", 1),
         "num replays": len(indices) * sum(case.counts[case.options.get("num_warmup_steps", 1) :]),
+        # A frozen first stage has no backward.
+        "num forwards alone": sum(case.counts[1:]) if 0 in case.frozen and 0 in indices else 0,
     }
 
 

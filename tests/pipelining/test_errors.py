@@ -178,11 +178,6 @@ REFUSED: dict[str, tuple[Callable[[], list[nn.Module]], dict[str, Any], str]] = 
         SPLIT,
         "torch never reduces those of a split one",
     ),
-    "no parameters": (
-        lambda: [linear(), nn.Tanh()],
-        {},
-        "stage 1 has no trainable parameter",
-    ),
     "unused": (lambda: [ddp(find_unused_parameters=True)], {}, "find_unused_parameters"),
     "static": (lambda: [ddp(static_graph=True)], {}, "static_graph"),
     "DDP with an eager step": (lambda: [ddp()], {}, "num_warmup_steps=2"),

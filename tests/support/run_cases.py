@@ -149,6 +149,12 @@ def _among(case: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _freeze(chunk: nn.Module, patterns: list[str]) -> None:
+    """Freeze parameters by name; "first" and "last" are all of the first and the last stage."""
+    model = chunk
+    while not hasattr(model, "pre_process"):
+        model = model.module
+    stages = [*(["first"] if model.pre_process else []), *(["last"] if model.post_process else [])]
+    patterns = [".*" if p in stages else p for p in patterns if p in stages or len(p) > 5]
     for name, parameter in chunk.named_parameters():
         if any(re.search(pattern, name) for pattern in patterns):
             parameter.requires_grad_(False)

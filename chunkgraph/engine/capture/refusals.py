@@ -39,8 +39,8 @@ def refuse_without_backward(
     if not outputs:
         raise CaptureError(
             f"{chunk.label}: no output of its forward requires grad, so there is no backward to "
-            "capture. Capture it with program=FORWARD_ONLY, leave it out, train one of its "
-            "parameters, or set on_failure=eager."
+            "capture, though it has parameters to train. Do not detach its outputs, or freeze its "
+            "parameters."
         )
     refuse_undeclared(chunk, outputs, declared)
 

@@ -325,7 +325,10 @@ def _warm_up(session: _Session) -> None:
 
 
 def _choose_slots(session: _Session) -> None:
-    """Let the chunks share their slots if that takes less memory."""
+    """Take one slot for a chunk without a backward; share slots if that takes less memory."""
+    if not session.settings.shared_slots:
+        pairs = zip(session.chunks, session.num_slots, strict=True)
+        session.num_slots = tuple(n if chunk.has_backward else 1 for chunk, n in pairs)
     num_together, held_bytes = session.settings.num_together, session.held_bytes
     if num_together is None or session.settings.shared_slots:
         return

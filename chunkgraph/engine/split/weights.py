@@ -77,6 +77,8 @@ class WeightBackwards(Observer):
         """
         self._check_split(c)
         waiting = self._waiting(c)
+        if not waiting and _is_frozen(self._chunks[c]):
+            return lambda: None
         if not waiting:
             raise SlotError(
                 f"{self._chunks[c].label}: no microbatch waits for its weight gradient. Ask for "
@@ -103,6 +105,10 @@ class WeightBackwards(Observer):
         """Let the microbatch of an eager call wait, once its backward begins."""
         if not self._is_eager or not _splits(self._chunks[c]) or not torch.is_grad_enabled():
             return
+        tensors = distinct_tensors(flatten(result)[0])
+        outputs = [t for t in tensors if t.requires_grad and not t.is_leaf]
+        if not outputs and _is_frozen(self._chunks[c]):
+            return
         slot, turn = self._eager.acquire_forward(c), self._eager.latest_turn
 
         def begin(_: torch.Tensor | None = None) -> None:
@@ -111,8 +117,6 @@ class WeightBackwards(Observer):
             self._eager.begin_backward(c, slot, turn)
             self._eager.await_last(c, slot)
 
-        tensors = distinct_tensors(flatten(result)[0])
-        outputs = [t for t in tensors if t.requires_grad and not t.is_leaf]
         hook = register_multi_grad_hook(outputs, begin, mode="any") if outputs else None
         if not outputs:
             begin()  # there is no backward, but schedules run W all the same
@@ -129,6 +133,8 @@ class WeightBackwards(Observer):
 
     def _run(self, c: int, turn: int | None) -> None:
         self._check_split(c)
+        if not self._waiting(c) and _is_frozen(self._chunks[c]):
+            return
         if not self._is_eager:
             self._graphs.run_waiting(c, turn)
             return
@@ -146,6 +152,12 @@ class WeightBackwards(Observer):
                 "gradients itself. Pass Chunk.from_module(module, label, program=SPLIT) to run "
                 "them separately."
             )
+
+
+def _is_frozen(chunk: Chunk) -> bool:
+    """Return whether a chunk has nothing to train; without input gradients it has no backward."""
+    parameters = chunk.parameters if chunk.module is None else chunk.module.parameters()
+    return not any(p.requires_grad for p in parameters)
 
 
 def _splits(chunk: Chunk) -> bool:
