@@ -167,6 +167,7 @@ class Samples:
         self._num_restarts = 0  # since the shape key changed
         self._calls: dict[tuple[int, Hashable], Call] = {}
         self._of_step: dict[tuple[int, Hashable], BackwardSample] | None = None
+        self._siblings: list[list[BackwardSample]] = []  # by chunk
 
     def is_ready(self, shape_key: Hashable) -> bool:
         """Return whether graphs for steps of this key can be captured now.
@@ -208,6 +209,7 @@ class Samples:
             self.forget()
         self.shape_key = shape_key
         of_step = self._of_step = {}
+        self._siblings = [[] for _ in self._chunks]
         try:
             yield
         except BaseException:
@@ -226,15 +228,17 @@ class Samples:
         """Record a call of chunk ``c``, if it is the first of its bank in a recorded step.
 
         Returns:
-            A sample to fill in when the call's backward runs; None if the call is not recorded.
+            A sample to fill in when the call's backward runs; None outside of recorded steps.
         """
         if self._of_step is None:
             return None
         place = c, self._banks.key_of_next(c)
         self._banks.advance(c)
+        backward = BackwardSample(siblings=self._siblings[c])
+        self._siblings[c].append(backward)
         if place in self._of_step:
-            return None
-        backward = self._of_step[place] = BackwardSample()
+            return backward
+        self._of_step[place] = backward
         call = flatten_call(args, kwargs).sampled()
         self._calls[place] = replace(call, backward=backward)
         return None if call.problem else backward

@@ -158,6 +158,14 @@ class Capturer:
             for chunk, call in zip(chunks, calls, strict=True):
                 if call.problem:
                     raise CaptureError(f"{chunk.label}: {call.problem}")
+                if chunk.parameters and call.backward is not None and call.backward.shares_pass:
+                    raise CaptureError(
+                        f"{chunk.label}: one backward pass runs through several of its calls, "
+                        "which eager training adds up before it adds to a gradient; replays "
+                        "cannot, so the last bits would differ.\n"
+                        "  To do: pass both inputs in one call, concatenated, or call backward() "
+                        "for each."
+                    )
                 if chunk.check_sample is not None:
                     args, kwargs = call.arguments()
                     chunk.check_sample(*args, **kwargs)

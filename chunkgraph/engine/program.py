@@ -367,7 +367,8 @@ def capture_forward(slot: Slot, own: Isolated, sample: Call) -> Pass:
     try:
         refuse_written(chunk.label, sample, inputs, versions)
         if chunk.has_backward:
-            refuse_without_backward(chunk, forward.outputs, [*inputs, *own.leaves])
+            declared = [*inputs, *own.leaves]
+            refuse_without_backward(chunk, forward.leaves, forward.outputs, declared)
     except CaptureError:
         graph.release()
         raise

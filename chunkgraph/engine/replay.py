@@ -23,6 +23,7 @@ from chunkgraph.slots import SlotMachine
 
 __all__ = ["Replayer"]
 
+_UNUSED = "appears to not have been used in the graph"  # torch's error of autograd.grad
 _task_id = torch._C._current_graph_task_id
 _will_execute = torch._C._will_engine_execute_node
 
@@ -120,6 +121,12 @@ class Replayer:
             self._forget_microbatches()
             for slot in (s for slots in captured.slots for s in slots):
                 slot.inputs.forget_sources()
+            if _UNUSED in str(error) and isinstance(error, RuntimeError):
+                raise ReplayMismatchError(
+                    f"{self._label}: autograd.grad() asks for gradients of parameters, which a "
+                    "replayed backward adds to .grad itself.\n  To do: call backward() and read "
+                    ".grad after the step, or ask for an eager step (`step(eager=True)`)."
+                ) from error
             if isinstance(error, ChunkGraphError) and num_microbatches is not None:
                 error.add_note(f"The step had {num_microbatches} microbatches.")
             raise

@@ -75,7 +75,7 @@ class GraphedSchedule:
         self,
         stages: Any,
         make: Callable[[int], Any],
-        counts: Sequence[int],
+        counts: Sequence[int] = (),
         *,
         loss: GraphedLoss | None = None,
         options: CaptureOptions | None = None,
@@ -199,7 +199,13 @@ class GraphedSchedule:
 
     def _new(self, count: int) -> Any:
         """Create the schedule for a count; check that it has that count and the captured stages."""
-        schedule = self._make(count)
+        try:
+            schedule = self._make(count)
+        except (TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"make({count}) raised {type(error).__name__}: {error}. Let it return a schedule "
+                "of the rank's stages: torch's classes for several stages take a list of them."
+            ) from error
         actual = getattr(schedule, "_n_microbatches", count)
         if schedule is None or actual != count:
             what = "None" if schedule is None else f"a schedule of {actual} microbatches"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from thread_ranks import Agreeing, run_ranks
 from torch import nn
+from toys import Apply
 
 from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs
 from chunkgraph.engine.agreement import agree_on_cause
-from chunkgraph.errors import CaptureError, IllegalOperationError
+from chunkgraph.errors import CaptureError, IllegalOperationError, ReplayMismatchError
 from chunkgraph.graphs import RecorderBackend
 
 WIDTH = 256
@@ -128,3 +130,42 @@ def test_all_ranks_know_one_of_the_causes(texts: list[str]) -> None:
     assert (cause == "") == (not any(texts))
     assert not cause or cause in texts
     assert [is_own for _, is_own in results] == [bool(t) and t == cause for t in texts]
+
+
+def test_a_loss_over_two_calls_is_refused_before_any_replay() -> None:
+    module = nn.Linear(8, 8)
+    graphs = ChunkGraphs(module, 2, backend=RecorderBackend())
+
+    def train(num_calls: int) -> None:
+        with graphs.step(num_calls):
+            losses = [graphs.callables[0](torch.randn(2, 8)).sum() for _ in range(num_calls)]
+            (losses[0] - losses[-1]).backward() if num_calls > 1 else losses[0].backward()
+
+    train(2)
+    with pytest.raises(CaptureError, match=r"(?s)several of its calls.*concatenated"):
+        train(2)
+    assert graphs.counters.replays == 0
+
+
+@dataclass
+class Hidden:
+    value: torch.Tensor
+
+
+def test_unknown_containers_as_outputs_are_named() -> None:
+    module = Apply(lambda m, x: Hidden(m.linear(x)), linear=nn.Linear(8, 8))
+    graphs = ChunkGraphs(module, 1, backend=RecorderBackend())
+    with graphs.step(1):
+        graphs.callables[0](torch.randn(2, 8)).value.sum().backward()
+    with pytest.raises(CaptureError, match=r"returns Hidden.*register"), graphs.step(1):
+        pass
+
+
+def test_gradients_of_parameters_by_autograd_grad_are_refused() -> None:
+    module = nn.Linear(8, 8)
+    graphs = ChunkGraphs(module, 1, backend=RecorderBackend())
+    graphs.capture([torch.randn(2, 8)])
+    with pytest.raises(ReplayMismatchError, match=r"autograd\.grad.*gradients of"), graphs.step(1):
+        torch.autograd.grad(graphs.callables[0](torch.randn(2, 8)).sum(), [*module.parameters()])
+    with graphs.step(1):
+        graphs.callables[0](torch.randn(2, 8)).sum().backward()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -56,12 +56,16 @@ class BackwardSample:
         autocast: the autocast setting of the backward.
         is_observable: whether the gradient of an output can be observed.
         assumed: ``strides`` before the first gradient; strides where none can be observed.
+        siblings: those of all calls of the chunk in one step, this one included.
+        shares_pass: whether one backward pass ran through several calls of the chunk.
     """
 
     strides: tuple[tuple[int, ...] | None, ...] | None = None
     autocast: Autocast | None = None
     is_observable: bool = False
     assumed: tuple[tuple[int, ...] | None, ...] = ()
+    siblings: list[BackwardSample] = field(default_factory=list)
+    shares_pass: bool = False
     _task: int = -1  # torch's number of the first backward pass
 
     def note(self, place: int, num_outputs: int, grad: torch.Tensor | None) -> None:
@@ -70,6 +74,9 @@ class BackwardSample:
             return
         if self.strides is None:
             self.strides, self._task = self.assumed or (None,) * num_outputs, _task_id()
+            if sum(other._task == self._task for other in self.siblings) > 1:
+                for other in self.siblings:
+                    other.shares_pass = True
         self.note_autocast(grad)
         if self._task == _task_id():
             self.strides = (*self.strides[:place], grad.stride(), *self.strides[place + 1 :])

@@ -22,13 +22,20 @@ __all__ = [
 ]
 
 
+_PLAIN = (torch.Tensor, bool, int, float, complex, str, type(None))
+
+
 def refuse_without_backward(
-    chunk: Chunk, outputs: Sequence[torch.Tensor], declared: Iterable[torch.Tensor]
+    chunk: Chunk,
+    leaves: Sequence[object],
+    outputs: Sequence[torch.Tensor],
+    declared: Iterable[torch.Tensor],
 ) -> None:
     """Refuse a forward without a backward, or one whose backward would lose gradients.
 
     Args:
         chunk: runs the forward.
+        leaves: leaves of its result.
         outputs: the outputs that require grad.
         declared: inputs and parameters, whose gradients are computed.
 
@@ -36,6 +43,13 @@ def refuse_without_backward(
         CaptureError: there is no backward, or it would lose gradients; the message names the
             tensors.
     """
+    others = {type(leaf).__name__ for leaf in leaves if not isinstance(leaf, _PLAIN)}
+    if not outputs and others:
+        raise CaptureError(
+            f"{chunk.label}: its forward returns {', '.join(sorted(others))}, whose tensors torch "
+            "does not find. Return tuples, lists or dicts of tensors, or register the class "
+            "(torch.utils._pytree.register_dataclass)."
+        )
     if not outputs:
         raise CaptureError(
             f"{chunk.label}: no output of its forward requires grad, so there is no backward to "
