@@ -243,11 +243,5 @@ class Samples:
         source = self._calls[c, source_key]
         args, kwargs = source.arguments()
         with torch.no_grad():
-            call = flatten_call(*self._derive(c, args, kwargs, source_key, key))
-        return replace(
-            call.sharing_as(source),
-            autocast=source.autocast,
-            backward=source.backward,
-            results=source.results,
-            problem=source.problem,
-        )
+            call = flatten_call(*self._derive(c, args, kwargs, source_key, key)).sharing_as(source)
+        return replace(source, leaves=call.leaves, spec=call.spec)

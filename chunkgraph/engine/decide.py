@@ -267,4 +267,7 @@ class StepDecider:
 
     def _require_misfits(self) -> None:
         if not self._takes_misfits:
-            raise ValueError("takes_misfits is False: steps have no misfit, plan or announcement")
+            raise ConfigError(
+                "A step has a misfit, a digest or an announcement, but the engine takes none. Pass "
+                "ChunkGraphs takes_misfits=True, on every rank."
+            )

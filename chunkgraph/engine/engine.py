@@ -36,7 +36,7 @@ from chunkgraph.engine.observer import (
 )
 from chunkgraph.engine.replay import Replayer
 from chunkgraph.engine.tree import Call
-from chunkgraph.errors import CaptureError, SlotError
+from chunkgraph.errors import CaptureError, ConfigError, SlotError
 from chunkgraph.graphs import GraphBackend
 from chunkgraph.memory import plan_for_slots
 from chunkgraph.slots import plan_slots
@@ -109,7 +109,10 @@ class ChunkGraphs:
         self._was_released = False
         self._banks = StepBanks(banks or Banks(), len(self.chunks))
         if self._banks.drops_failed and not takes_misfits:
-            raise ValueError("Banks(drops_failed=True) needs takes_misfits=True")
+            raise ConfigError(
+                "Banks(drops_failed=True) needs steps with misfits. Pass ChunkGraphs "
+                "takes_misfits=True too, or leave out drops_failed."
+            )
         self._samples = Samples(self._banks, len(self.chunks), self.options.num_warmup_steps)
         self._replayer = Replayer(
             self.chunks,
@@ -327,22 +330,25 @@ class ChunkGraphs:
         for observer in observers:
             observer.begin_step(None)
         has_failed = True
-        try:
-            with self._samples.step(shape_key) if wants_samples else nullcontext():
-                try:
-                    yield
-                    has_failed = False
-                finally:
-                    for observer in observers:
-                        observer.end_step(has_failed=has_failed)
-        finally:
-            self.mode = StepMode.OUTSIDE
+        with self._samples.step(shape_key) if wants_samples else nullcontext():
+            try:
+                yield
+                has_failed = False
+            finally:
+                for observer in observers:
+                    observer.end_step(has_failed=has_failed)
+        self.mode = StepMode.OUTSIDE
         self.counters.fallbacks[reason.text] += 1
         if wants_samples:
             # Otherwise the optimizer's state lies in large blocks of this step and keeps them.
             self._backend.release_cached_memory()
 
-    def capture(self, samples: Sequence[Any] | Mapping[Hashable, Sequence[Any]]) -> CaptureReport:
+    def capture(
+        self,
+        samples: Sequence[Any] | Mapping[Hashable, Sequence[Any]],
+        *,
+        shape_key: Hashable = None,
+    ) -> CaptureReport:
         """Capture now from sample inputs. All ranks call it together, outside a step.
 
         Args:
@@ -350,11 +356,13 @@ class ChunkGraphs:
                 arguments, or a single tensor. Tensors must have the shapes, dtypes, devices and
                 ``requires_grad`` of real calls; their values are copied. With several banks, a
                 mapping by key.
+            shape_key: that of the steps to replay; see `step`.
 
         Returns:
             The report of the session.
 
         Raises:
+            ConfigError: there is not one sample for each chunk.
             CaptureError: the chunk of this or another rank could not be captured; the callables
                 run eagerly.
         """
@@ -369,7 +377,7 @@ class ChunkGraphs:
         calls = arguments.sample_calls(samples, self._banks.keys, len(self.chunks))
         self.failure = None
         self._capture_together(
-            lambda: {key: calls[key] for key in self._banks.keys}, None, must_raise=True
+            lambda: {key: calls[key] for key in self._banks.keys}, shape_key, must_raise=True
         )
         assert self._captured is not None
         return self._captured.report

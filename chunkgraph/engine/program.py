@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec
 
+from chunkgraph._text import shown
 from chunkgraph.engine.capture.output_gradients import OutputGradients
 from chunkgraph.engine.capture.refusals import refuse_without_backward, refuse_written
 from chunkgraph.engine.capture.static_inputs import call_with, static_like
@@ -24,7 +25,7 @@ from chunkgraph.engine.gradients import GradientSinks
 from chunkgraph.engine.layout import memory_of, span
 from chunkgraph.engine.slot import InputGrads, Outputs, Slot, StaticInputs, StaticOutputGrads
 from chunkgraph.engine.tree import Call, distinct_tensors, flatten
-from chunkgraph.errors import CaptureError
+from chunkgraph.errors import CaptureError, ConfigError
 from chunkgraph.graphs import AddressRanges, Graph, GraphBackend, Pool, storage_address
 from chunkgraph.memory import PoolPlan
 
@@ -81,10 +82,6 @@ class Pass:
     def gradients(self) -> OutputGradients:
         """Return the gradients that enter the backward. Not while the forward is captured."""
         return OutputGradients.of(self.tensors, self.sample)
-
-    def casting(self) -> AbstractContextManager[None]:
-        """Apply the backward's autocast setting in this block."""
-        return self.gradients.casting()
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -277,7 +274,7 @@ class GraphProgram:
         pool = maker.pools.backward_pool(slot.memory.pool)
         with (
             own.sinks.accumulating(own.leaves, marker) as sums,
-            forward.casting(),
+            forward.gradients.casting(),
             maker.capture(f"{slot.label} backward", pool, forward.grads) as graph,
         ):
             forward.backward(keeps_leaves=True)
@@ -308,21 +305,24 @@ class ForwardOnly(GraphProgram):
             )
         return BackwardPlan(num_graphs=0, scratch_bytes=0)
 
-    def capture_backward(self, *_: object) -> list[torch.Tensor | None]:
-        """Capture nothing."""
-        raise AssertionError("there is no backward")
-
 
 FORWARD_ONLY = ForwardOnly()
 _WHOLE = GraphProgram()
 
 
 def program_of(chunk: Chunk) -> GraphProgram:
-    """Return the program of a chunk."""
-    if chunk.program is None:
-        return _WHOLE
-    assert isinstance(chunk.program, GraphProgram)
-    return chunk.program
+    """Return the program of a chunk.
+
+    Raises:
+        ConfigError: it is no `GraphProgram`.
+    """
+    program = _WHOLE if chunk.program is None else chunk.program
+    if not isinstance(program, GraphProgram):
+        raise ConfigError(
+            f"{chunk.label}: program is {shown(program)}. Pass FORWARD_ONLY, SPLIT or another "
+            "GraphProgram (an instance), or None for a forward and a whole backward."
+        )
+    return program
 
 
 def capture_forward(slot: Slot, own: Isolated, sample: Call) -> Pass:
@@ -383,11 +383,8 @@ def finish_slot(
     storages = {storage_address(t) for t in (*own.leaves, *module_tensors)} - {0}
     lent = tuple(i for i, t in enumerate(tensors) if storage_address(t) in storages)
     differentiable = tuple(i for i, t in enumerate(tensors) if t.requires_grad)
-    if chunk.copies_outputs is not None:
-        args, kwargs = forward.sample.arguments()
-        are_copied = chunk.copies_outputs(*args, **kwargs)
-    else:
-        are_copied = True
+    args, kwargs = forward.sample.arguments()
+    are_copied = chunk.copies_outputs is None or chunk.copies_outputs(*args, **kwargs)
     own_pools = [slot.memory.pool, *([pools.scratch] if pools.scratch else [])]
     memory = [(pool, pool.reserved()) for pool in own_pools]
     aliases = {id(t): _alias(t.detach() if t.requires_grad else t, memory) for t in tensors}

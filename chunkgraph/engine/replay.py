@@ -224,15 +224,13 @@ class Replayer:
         Returns:
             The static gradient; None if no forward of the chunk waits for one.
         """
-        waiting = self._awaiting_grads[c]
-        if not self._is_in_step or not waiting:
-            return None
-        if index in self._received_grads[c]:  # so this is the backward after that one
+        slots = self._awaiting_grads[c]
+        if slots and index in self._received_grads[c]:  # so this is the backward after that one
             self._next_grads(c)
-        if not waiting:
+        if not self._is_in_step or not slots:
             return None
         self._received_grads[c].add(index)
-        grads = waiting[0].output_grads
+        grads = slots[0].output_grads
         assert grads is not None
         return grads.tensors[index]
 
@@ -261,11 +259,11 @@ class Replayer:
         """
         c = slot.chunk
         self._machine.begin_backward(c, slot.index, turn)
-        waiting = self._awaiting_grads[c]
-        if waiting and waiting[0] is slot:
+        slots = self._awaiting_grads[c]
+        if slots and slots[0] is slot:
             self._next_grads(c)
-        elif slot in waiting:
-            waiting.remove(slot)
+        elif slot in slots:
+            slots.remove(slot)
         output_grads = slot.output_grads
         assert output_grads is not None
         output_grads.check_autocast()

@@ -341,7 +341,7 @@ class InputGrads:
 def _hand_over(tensor: torch.Tensor, *, is_copied: bool) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return the function that returns an output tensor for the caller."""
     if isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad:
-        return _itself  # can be thawed
+        return lambda parameter: parameter  # can be thawed
     return duplicate(tensor) if is_copied else torch.detach
 
 
@@ -353,7 +353,3 @@ def _is_read(node: CopyNode | None, tensor: torch.Tensor, pointer: int) -> bool:
     if node is None or not pointer or tensor.is_neg() or tensor.is_conj():
         return False
     return node.read(pointer)
-
-
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor

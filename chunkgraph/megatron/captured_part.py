@@ -237,7 +237,7 @@ def new_part(scope: CapturedScope, model_chunk: nn.Module, label: str) -> Captur
     """
     ddp = unwrap_ddp(model_chunk)
     block = _find_block(model_chunk, label)
-    model = _innermost(model_chunk)
+    *_, model = wrappers_of(model_chunk)
     if any("forward" in module.__dict__ for module in (block, model)):
         raise ConfigError(
             f"The forward of {label} is already replaced on the instance; detach() the earlier "
@@ -319,12 +319,6 @@ def _find_block(model_chunk: nn.Module, label: str) -> nn.Module:
             "and other layouts are not supported."
         )
     return blocks[0]
-
-
-def _innermost(model_chunk: nn.Module) -> nn.Module:
-    """Return the model inside wrappers (DDP, Float16Module) that call it ``module``."""
-    *_, module = wrappers_of(model_chunk)
-    return module
 
 
 @dataclass(frozen=True)
@@ -415,7 +409,7 @@ def _obstacle_in_model(model_chunk: nn.Module) -> str:
     A model that overrides Megatron's methods may run arbitrary code around its block, and a replay
     does not run hooks.
     """
-    model: Any = _innermost(model_chunk)
+    *_, model = wrappers_of(model_chunk)
     name = type(model).__name__
     block = _find_block(model_chunk, name)
     if _lacks(model, block):

@@ -4,15 +4,16 @@
 
 1. `_enter`: isolate the model, random state and memory from training.
 2. `_warm_up`: run eager passes on the capture stream.
-3. `_make_room`: refuse a session that cannot fit, and empty the allocator's cache.
-4. Slot by slot, `_capture_forward` captures a forward in the slot's pool, and `_capture_backward`
+3. `_choose_slots`: let the chunks share their slots if that takes less memory.
+4. `_make_room`: refuse a session that cannot fit, and empty the allocator's cache.
+5. Slot by slot, `_capture_forward` captures a forward in the slot's pool, and `_capture_backward`
    its backward, by the chunk's program. It frees the saved tensors into the pool, where only that
    slot ever allocates again. Modules get back what they kept before each capture. Banks are
    captured from the largest to the smallest; the variants of a slot in smaller banks reuse its
    pool. `_test`
    replays the first slot of each chunk and bank, before the others are captured, and compares it
    with the eager passes.
-5. `_prove`: no replay overwrites memory that another slot holds.
+6. `_prove`: no replay overwrites memory that another slot holds.
 
 Gradients, the modules' tensors and random state are as if the session had not happened. A session
 that fails leaves nothing in memory.
@@ -31,6 +32,7 @@ import torch
 from torch import nn
 
 from chunkgraph._collector import collector_paused
+from chunkgraph.engine.arguments import rank_label
 from chunkgraph.engine.capture.captured_rank import Bank, CapturedRank, CaptureReport, SlotKey
 from chunkgraph.engine.capture.dangling import Bookkeeping, refuse_dangling
 from chunkgraph.engine.capture.layers import LayerWatch
@@ -120,15 +122,15 @@ def capture_session(
         MemoryPlanError: the proof failed; no graph, pool or buffer is left.
     """
     refuse_contexts(chunks[0].label, CaptureError)
-    pools = PoolPlan(settings.memory_plan, backend, chunks[0].label.split(" chunk")[0])
+    rank = rank_label(chunks)
+    pools = PoolPlan(settings.memory_plan, backend, rank)
     captured: CapturedRank | None = None
     try:
         # When `_run` returns, only slots may hold memory of graphs.
         maker = GraphMaker(backend, pools, settings.host)
         captured = _run(chunks, num_slots, samples, settings, maker)
         slots = [slot for of_chunk in captured.slots for slot in of_chunk]
-        label = chunks[0].label if len(chunks) == 1 else chunks[0].label.split(" chunk")[0]
-        refuse_dangling(label, pools.pools, slots)
+        refuse_dangling(chunks[0].label if len(chunks) == 1 else rank, pools.pools, slots)
     except BaseException:
         if captured is not None:
             captured.release()
@@ -147,6 +149,7 @@ class _Session:
         maker: makes the graphs.
 
     Attributes:
+        backend: that of ``maker``.
         grad_memory: the memory of ``sinks``; there is none during the eager passes.
         sinks: the gradient sinks of each chunk.
         models: the state of each chunk's module that the graphs depend on.
@@ -170,7 +173,7 @@ class _Session:
         maker: GraphMaker,
     ) -> None:
         self.chunks, self.num_slots, self.samples = list(chunks), tuple(num_slots), samples
-        self.settings, self.maker = settings, maker
+        self.settings, self.maker, self.backend = settings, maker, maker.backend
         self.backend.release_cached_memory()  # blocks of eager steps are too small for all sinks
         parameters = {id(p): p for chunk in chunks for p in chunk.parameters}
         self.grad_memory = GradMemory(parameters.values())
@@ -188,11 +191,6 @@ class _Session:
         self.markers: dict[Slot, GradientMarker] = {}
         self.num_done = 0
         self.saved: dict[SlotKey, tuple[SavedTensor, ...]] = {}
-
-    @property
-    def backend(self) -> GraphBackend:
-        """Return the backend that makes the graphs."""
-        return self.maker.backend
 
     def variants(self) -> list[list[tuple[Hashable, int]]]:
         """Return banks and chunks in the order of capture.

@@ -113,7 +113,7 @@ def _run_backward(own: Isolated, call: Pass) -> tuple[tuple[int, ...], list[torc
     if not chunk.has_backward:
         return (), []
     program = program_of(chunk)
-    with own.sinks.summing(leaves, order) as (sums, totals), call.casting():
+    with own.sinks.summing(leaves, order) as (sums, totals), call.gradients.casting():
         with program.run_backward(chunk, call.sample, leaves, sums.add):
             call.backward()
         sums.finish()
