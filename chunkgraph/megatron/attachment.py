@@ -25,7 +25,6 @@ from chunkgraph.engine import Banks, CaptureOptions, ChunkGraphs, ReplayRanges
 from chunkgraph.engine.decide import StepMode
 from chunkgraph.engine.split import SPLIT, DelayedModules, WeightBackwards
 from chunkgraph.errors import ConfigError, SlotError
-from chunkgraph.megatron.captured_part import Scope
 from chunkgraph.megatron.core.access import refuse_other_releases
 from chunkgraph.megatron.core.agreement import before_groups_end
 from chunkgraph.megatron.core.data_parallel import facts_of_delays
@@ -36,6 +35,7 @@ from chunkgraph.megatron.features.packing.bank import PackingOptions
 from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.megatron.features.packing.steps import StepPlans, refuse_unknown
 from chunkgraph.megatron.features.rerun import OverflowGuard
+from chunkgraph.megatron.model_part import Scope
 from chunkgraph.megatron.pipeline.choice import (
     PipelinePlace,
     PipelineSchedule,

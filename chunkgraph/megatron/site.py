@@ -14,15 +14,15 @@ from chunkgraph.engine import CaptureOptions
 from chunkgraph.engine.agreement import Maximum
 from chunkgraph.engine.arguments import check_counts
 from chunkgraph.errors import ConfigError
-from chunkgraph.megatron.captured_part import (
-    CapturedPart,
+from chunkgraph.megatron.core.agreement import agree_by_maximum
+from chunkgraph.megatron.core.data_parallel import delays, wrappers_of
+from chunkgraph.megatron.model_part import (
     ChosenScope,
+    ModelPart,
     Scope,
     choose_scope,
     new_part,
 )
-from chunkgraph.megatron.core.agreement import agree_by_maximum
-from chunkgraph.megatron.core.data_parallel import delays, wrappers_of
 from chunkgraph.megatron.pipeline.choice import (
     PipelinePlace,
     PipelineSchedule,
@@ -66,7 +66,7 @@ class Site:
     feature_facts: dict[str, object] = field(default_factory=dict)
     requested_slots: Sequence[int] | None = None
     requested_schedule: str = "auto"
-    parts: tuple[CapturedPart, ...] = ()
+    parts: tuple[ModelPart, ...] = ()
     scope: ChosenScope = field(init=False)
     num_slots: tuple[int, ...] = ()
     schedule: PipelineSchedule | None = None
@@ -169,7 +169,7 @@ def config_of(chunk: nn.Module) -> Any:
     )
 
 
-def _refuse_tracers(part: CapturedPart) -> None:
+def _refuse_tracers(part: ModelPart) -> None:
     """Refuse Megatron's own hooks that keep what they see; captures refuse those of users."""
     for path, module in part.inner_modules.items():
         for hook in module._forward_hooks.values():
@@ -180,7 +180,7 @@ def _refuse_tracers(part: CapturedPart) -> None:
                 )
 
 
-def _refuse_delays_outside(chunk: nn.Module, part: CapturedPart) -> None:
+def _refuse_delays_outside(chunk: nn.Module, part: ModelPart) -> None:
     captured = set(part.inner_modules.values())
     for path, module in chunk.named_modules():
         if delays(module) and module not in captured:
