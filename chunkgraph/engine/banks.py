@@ -124,7 +124,7 @@ class StepBanks:
                 "bank for each microbatch."
             )
 
-    def key_of_next(self, c: int) -> Hashable:
+    def bank_of_next(self, c: int) -> Hashable:
         """Return the bank of the next forward of chunk ``c``.
 
         Raises:
@@ -213,7 +213,7 @@ class Samples:
         """
         if self._of_step is None:
             return None
-        place = c, self._banks.key_of_next(c)
+        place = c, self._banks.bank_of_next(c)
         self._banks.advance(c)
         if place in self._of_step:
             return None

@@ -1,4 +1,4 @@
-"""Describe a chunk, the options of its capture, and the program around it."""
+"""Describe a chunk, the options of its capture, and the training loop around it."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ def _is_on(variable: str) -> bool:
 
 
 class Host:
-    """The program around the chunks. Override the methods it needs; by default all do nothing.
+    """The training loop around the chunks. Override what it needs; by default nothing happens.
 
     Args:
         generators: the random generators that the chunks draw from, besides the default one.
@@ -276,7 +276,7 @@ class Host:
     def judge(self, wrong_replay: VerifyError) -> None:
         """Handle a replay that ``verify`` finds wrong: by default, raise the error.
 
-        A program that returns continues the step; ``verify`` may report more replays of it.
+        A host that returns continues the step; ``verify`` may report more replays of it.
         """
         raise wrong_replay
 

@@ -14,7 +14,7 @@ from torch import nn
 from chunkgraph.engine import arguments
 from chunkgraph.engine.agreement import Agree, agree_alone
 from chunkgraph.engine.banks import Banks, Samples, StepBanks
-from chunkgraph.engine.capture.captured_rank import CapturedRank, CaptureReport
+from chunkgraph.engine.capture.graph_set import CaptureReport, GraphSet
 from chunkgraph.engine.capture.output_gradients import watched
 from chunkgraph.engine.capture.session import SessionSettings
 from chunkgraph.engine.chunk import CaptureOptions, Chunk, Host
@@ -61,7 +61,7 @@ class ChunkGraphs:
         options: see `CaptureOptions`.
         backend: makes the graphs; None: CUDA graphs or the CPU recorder, by the parameters' device.
         agree: lets all ranks decide together; see `Agree`. Required with several processes.
-        host: the program around the chunks; see `Host`.
+        host: the training loop around the chunks; see `Host`.
         banks: the variants of every slot; see `Banks`. None: a single one.
         takes_misfits: whether every training step states on every rank whether its inputs fit
             (`step`, `announce`); the same on all ranks. ``banks.drops_failed`` needs it.
@@ -104,8 +104,8 @@ class ChunkGraphs:
             self.chunks, memset_kernels=self.options.memset_kernels
         )
         self._decider = StepDecider(agree or agree_alone, self._state, takes_misfits=takes_misfits)
-        self._captured: CapturedRank | None = None
-        self._captured_key: Hashable = SHAPE_UNKNOWN
+        self._captured: GraphSet | None = None
+        self._captured_shape_key: Hashable = SHAPE_UNKNOWN
         self._was_released = False
         self._banks = StepBanks(banks or Banks(), len(self.chunks))
         if self._banks.drops_failed and not takes_misfits:
@@ -219,7 +219,8 @@ class ChunkGraphs:
 
         Args:
             num_microbatches: microbatches of the step; only shown in errors.
-            forward_only: whether this is an evaluation step, which runs eagerly.
+            forward_only: whether this is an evaluation step, which runs eagerly; named as in
+                Megatron. Training steps replay chunks with the program `FORWARD_ONLY`.
             shape_key: values that determine the input shapes, for example (sequence length,
                 microbatch size). A step with another key than the captured one runs eagerly.
             eager: run the step eagerly.
@@ -310,17 +311,17 @@ class ChunkGraphs:
 
     def _state(self, shape_key: Hashable) -> tuple[EagerReason, bool]:
         """See `RankState`."""
-        is_captured, reason = self._captured is not None, EagerReason.NONE
+        has_graphs, reason = self._captured is not None, EagerReason.NONE
         if self.failure is not None:
             reason = EagerReason.CAPTURE_FAILED
         elif self._was_replaced:
             reason = EagerReason.MEMORY_REPLACED
-        elif is_captured:
-            if shape_key != self._captured_key:
+        elif has_graphs:
+            if shape_key != self._captured_shape_key:
                 reason = EagerReason.SHAPES_DIFFER
         elif not self._samples.is_ready(shape_key):
             reason = EagerReason.RELEASED if self._was_released else EagerReason.CAPTURE_WARMUP
-        return reason, is_captured
+        return reason, has_graphs
 
     @contextmanager
     def _running_eagerly(self, reason: EagerReason, shape_key: Hashable) -> Iterator[None]:
@@ -393,7 +394,7 @@ class ChunkGraphs:
         self._samples.forget()
         if result.captured is not None:
             self._captured = result.captured
-            self._captured_key = shape_key
+            self._captured_shape_key = shape_key
             last = [chunk.actions[-1] for chunk in self.chunks]
             self._of_capture = (
                 *([result.verifier] if result.verifier is not None else ()),
@@ -454,15 +455,15 @@ class ChunkGraphs:
 
     def call(self, c: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return ``callables[c](*args, **kwargs)``."""
-        is_captured = torch.is_grad_enabled() or not self.chunks[c].has_backward
-        if self.mode is StepMode.REPLAY and is_captured:
+        is_replayable = torch.is_grad_enabled() or not self.chunks[c].has_backward
+        if self.mode is StepMode.REPLAY and is_replayable:
             return self._replayer.call(c, args, kwargs)
         if torch.is_grad_enabled() and self.mode is StepMode.OUTSIDE:
             raise SlotError(
                 f"{self.chunks[c].label} was called outside a step. Call the schedule in `with "
                 "graphs.step(n):` (torch's: GraphedSchedule.step); to evaluate, disable gradients."
             )
-        backward = self._samples.record(c, args, kwargs) if is_captured else None
+        backward = self._samples.record(c, args, kwargs) if is_replayable else None
         result = self.chunks[c].forward(*args, **kwargs)
         for observer in self._observers:
             observer.called(c, result)

@@ -18,7 +18,7 @@ import torch
 from chunkgraph.engine.agreement import Agree
 from chunkgraph.engine.arguments import rank_label
 from chunkgraph.engine.banks import StepBanks
-from chunkgraph.engine.capture.captured_rank import CapturedRank
+from chunkgraph.engine.capture.graph_set import GraphSet
 from chunkgraph.engine.capture.layers import LayerWatch
 from chunkgraph.engine.capture.refusals import refuse_sparse_gradients
 from chunkgraph.engine.capture.session import SessionSettings, capture_session
@@ -45,7 +45,7 @@ class JointCapture:
         failed_bank: index of the only bank that could not be captured; None for other failures.
     """
 
-    captured: CapturedRank | None
+    captured: GraphSet | None
     verifier: Observer | None = None
     error: ChunkGraphError | None = None
     is_cause: bool = False
@@ -100,7 +100,7 @@ class Capturer:
         progress = _Progress(self.settings)
         label = rank_label(self.chunks)
         own_error: ChunkGraphError | None = None
-        captured: CapturedRank | None = None
+        captured: GraphSet | None = None
         verifier: Observer | None = None
         try:
             samples = make_samples()

@@ -70,11 +70,11 @@ class Pass:
         self.leaves: Sequence[Any] = ()
         self.spec: TreeSpec
         self.grads: list[torch.Tensor] = []
-        self._results: dict[int, torch.Tensor] = {}
+        self._non_leaf_grads: dict[int, torch.Tensor] = {}
 
     def forward(self) -> Pass:
         """Run the forward."""
-        result = call_with(self.chunk, self.sample, self.inputs, self._results)
+        result = call_with(self.chunk, self.sample, self.inputs, self._non_leaf_grads)
         self.leaves, self.spec = flatten(result)
         return self
 
@@ -121,12 +121,12 @@ class Pass:
 
     def input_grads(self) -> list[torch.Tensor | None]:
         """Return the gradient of each input, or None."""
-        return [self._results.get(id(t), t.grad) for t in self.inputs]
+        return [self._non_leaf_grads.get(id(t), t.grad) for t in self.inputs]
 
     def take_input_grads(self) -> list[torch.Tensor | None]:
         """Return the gradient of each input, or None, and drop it here."""
         grads = self.input_grads()
-        self._results.clear()
+        self._non_leaf_grads.clear()
         for tensor in self.inputs:
             tensor.grad = None
         return grads
@@ -349,7 +349,7 @@ def capture_forward(slot: Slot, own: Isolated, sample: Call) -> Pass:
         own.maker.capture(f"{slot.label} forward", memory.pool, inputs) as graph,
     ):
         forward.forward()
-    memory.kept = memory.pool.live() - before
+    memory.live = memory.pool.live() - before
     slot.graphs["F"] = graph
     slot.inputs = StaticInputs([t.detach() for t in inputs], graph.copy_nodes)
     try:

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from chunkgraph.engine.arguments import rank_label
 from chunkgraph.engine.banks import StepBanks
-from chunkgraph.engine.capture.captured_rank import CapturedRank
+from chunkgraph.engine.capture.graph_set import GraphSet
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.decide import NOTHING_REPLAYED
 from chunkgraph.engine.hooks import refuse_contexts
@@ -62,14 +62,14 @@ class Replayer:
         self._pass = -1  # torch's number of the backward pass that runs
         self._chunks_in_pass: set[int] = set()
         self._sharing: list[set[int]] = []  # for each chunk, those that train a parameter of it
-        self._captured: CapturedRank | None = None
+        self._captured: GraphSet | None = None
         self._observers: tuple[Observer, ...] = ()  # of the current step
         self._first_step, self._num_hooks = 0, -1
         self._is_in_step = False
         self._is_called = self._has_replayed = False
         self._forget_microbatches()
 
-    def take(self, captured: CapturedRank) -> None:
+    def take(self, captured: GraphSet) -> None:
         """Replay these graphs from now on."""
         self._captured = captured
         report = captured.report
@@ -153,14 +153,14 @@ class Replayer:
             ReplayMismatchError: The call does not match the capture.
             SlotError: No slot is free.
         """
-        captured: CapturedRank = self._captured  # type: ignore[assignment]
+        captured: GraphSet = self._captured  # type: ignore[assignment]
         if not self._is_called:  # inside the contexts of the caller
             refuse_contexts(self._label, ReplayMismatchError)
             self._is_called = True
         if RemovableHandle.next_id != self._num_hooks:
             self._refuse_hooks()
         reserved = self._reserved[c]
-        key = reserved[0].bank if reserved else self._banks.key_of_next(c)
+        key = reserved[0].bank if reserved else self._banks.bank_of_next(c)
         tensors = captured.banks[key].signatures[c].tensors_of(args, kwargs)
         if reserved:
             slot = reserved.popleft()
@@ -205,7 +205,7 @@ class Replayer:
             num_others = num_before if self._captured.report.shared_slots else 0
             if self._machine.num_free(c) <= num_others:
                 return None
-            slot = self._acquire(c, self._banks.key_of_next(c))
+            slot = self._acquire(c, self._banks.bank_of_next(c))
             self._reserved[c].append(slot)
             self._received[slot] = set()
         self._received[slot].add(index)

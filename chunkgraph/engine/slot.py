@@ -26,16 +26,16 @@ class SlotMemory:
     """The memory of one slot in one bank.
 
     Attributes:
-        key: key that all variants of the slot share.
+        slot_id: identifies the slot on its rank; the same in all variants.
         pool: the graphs' own memory, which all variants share.
         statics: memory outside of pools that the graphs read, which all variants share.
-        kept: the memory of ``pool`` that must survive from a forward to its last action.
+        live: the memory of ``pool`` that must survive from a forward to its last action.
     """
 
-    key: Hashable
+    slot_id: Hashable
     pool: Pool
     statics: SlotStatics
-    kept: AddressRanges = field(default_factory=AddressRanges)
+    live: AddressRanges = field(default_factory=AddressRanges)
 
 
 @dataclass(eq=False)

@@ -105,8 +105,7 @@ class Measured:
         order: Sequence[int] = (),
     ) -> Measured:
         """Measure the backward too, from the inputs' and the parameters' gradients."""
-        digests = digests_of([*input_grads, *sums])
-        return replace(self, backward=digests, order=tuple(order))
+        return replace(self, backward=digests_of([*input_grads, *sums]), order=tuple(order))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from chunkgraph.engine.capture.accumulate import collecting
-from chunkgraph.engine.capture.preserved import tensors_kept
+from chunkgraph.engine.capture.restore import restoring_writes
 from chunkgraph.engine.chunk import Chunk, GradientMarker, ReplayAction
 from chunkgraph.engine.program import BackwardPlan, GraphProgram, Isolated, Pass, Receive
 from chunkgraph.engine.slot import Slot
@@ -68,7 +68,7 @@ class Split(GraphProgram):
             backend.on_capture_stream(),
             backend.preserve_random_state(host.generators()),
             host.preserving(),
-            tensors_kept(chunk),
+            restoring_writes(chunk),
             # Entered first: of two hooks on a leaf, the first takes the gradient.
             collecting(leaves, lambda index, gradient: take(index, gradient)),  # noqa: PLW0108
         ):
@@ -169,7 +169,7 @@ def _capture_input_half(
     slot.graphs["I"] = graph
     input_grads = forward.take_input_grads()
     # Memory that the forward keeps is read later, or was freed for later allocations.
-    slot.memory.kept = slot.memory.kept | (pool.live() - before)
+    slot.memory.live = slot.memory.live | (pool.live() - before)
     return input_grads
 
 
