@@ -2,7 +2,7 @@
 
 from chunkgraph.engine.agreement import Agree
 from chunkgraph.engine.banks import Banks
-from chunkgraph.engine.capture.captured_rank import CaptureReport
+from chunkgraph.engine.capture.graph_set import CaptureReport
 from chunkgraph.engine.chunk import CaptureOptions, Chunk, GradientMarker, Host
 from chunkgraph.engine.constant_inputs import mark_constant
 from chunkgraph.engine.decide import EagerReason, StepMode, StepPlan

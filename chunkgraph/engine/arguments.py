@@ -12,6 +12,7 @@ from torch import nn
 
 from chunkgraph._text import shown
 from chunkgraph.engine.chunk import Chunk
+from chunkgraph.engine.program import program_of
 from chunkgraph.engine.tree import Call, flatten_call
 from chunkgraph.errors import ConfigError
 from chunkgraph.graphs import CUDABackend, GraphBackend, RecorderBackend
@@ -52,7 +53,7 @@ def as_chunks(chunks: object) -> tuple[Chunk, ...]:
     """Return the chunks of a rank, from one or several modules or `Chunk` values.
 
     Raises:
-        ConfigError: a value is neither a module nor a `Chunk`.
+        ConfigError: a value is neither a module nor a `Chunk`, or its program is none.
     """
     are_several = isinstance(chunks, (list, tuple, nn.ModuleList))
     values: Sequence[Any] = chunks if are_several else (chunks,)  # type: ignore[assignment]
@@ -62,6 +63,8 @@ def as_chunks(chunks: object) -> tuple[Chunk, ...]:
                 f"Chunk {i} is {shown(value)}. Pass an instance of nn.Module, or for a function "
                 "Chunk(forward=function, parameters=(...), label='...')."
             )
+        if isinstance(value, Chunk):
+            program_of(value)
     return tuple(
         value if isinstance(value, Chunk) else Chunk.from_module(value, f"chunk {i}")
         for i, value in enumerate(values)
@@ -127,13 +130,17 @@ def sample_calls(
             with several banks, a mapping by key.
         keys: keys of the banks.
         num_chunks: number of chunks of the rank.
+
+    Raises:
+        ConfigError: there is not one sample for each chunk.
     """
     by_bank = samples if isinstance(samples, Mapping) else {keys[0]: samples}
     for of_bank in by_bank.values():
         if isinstance(of_bank, torch.Tensor) or len(of_bank) != num_chunks:
             number = "one tensor" if isinstance(of_bank, torch.Tensor) else len(of_bank)
-            raise ValueError(
-                f"got {number} samples for {num_chunks} chunks; give a list of one each"
+            raise ConfigError(
+                f"capture() got {number} as samples of {num_chunks} chunks. Pass a list of one "
+                "sample for each chunk."
             )
     return {key: [_sample_call(s) for s in by_bank[key]] for key in keys}
 

@@ -6,6 +6,7 @@ flight together and share memory.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,7 +14,9 @@ from typing import Any
 
 import torch
 
+from chunkgraph.engine.arguments import rank_label
 from chunkgraph.engine.capture.output_gradients import BackwardSample
+from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.decide import NO_GRAPHS, SHAPE_UNKNOWN
 from chunkgraph.engine.tree import Call, flatten_call
 from chunkgraph.errors import ConfigError, SlotError
@@ -124,7 +127,7 @@ class StepBanks:
                 "bank for each microbatch."
             )
 
-    def key_of_next(self, c: int) -> Hashable:
+    def bank_of_next(self, c: int) -> Hashable:
         """Return the bank of the next forward of chunk ``c``.
 
         Raises:
@@ -145,23 +148,27 @@ class StepBanks:
         self._num_forwards[c] += 1
 
 
+_PATIENCE = 10  # steps without a capture after the warmup, before a warning
+
+
 class Samples:
     """Calls of eager steps from which graphs are captured, one for each chunk and bank.
 
     Args:
         banks: the banks of the microbatches of each step.
-        num_chunks: number of chunks of the rank.
+        chunks: chunks of the rank.
         num_steps: number of eager steps before a session.
 
     Attributes:
         shape_key: shape key of the steps whose calls are recorded.
     """
 
-    def __init__(self, banks: StepBanks, num_chunks: int, num_steps: int) -> None:
+    def __init__(self, banks: StepBanks, chunks: Sequence[Chunk], num_steps: int) -> None:
         self.shape_key: Hashable = SHAPE_UNKNOWN
         self._banks = banks
         self._derive = banks.derive
-        self._chunks = range(num_chunks)
+        self._label = rank_label(chunks)
+        self._chunks = range(len(chunks))
         self._num_steps = num_steps
         self._num_seen = 0
         self._num_restarts = 0  # since the shape key changed
@@ -182,7 +189,7 @@ class Samples:
             and all(enough((c, key) in self._calls for key in keys) for c in self._chunks)
         )
 
-    def lack(self) -> str:
+    def _lack(self) -> str:
         """Return why nothing can be captured after many steps, and what to do."""
         idle = [c for c in self._chunks if not any(place[0] == c for place in self._calls)]
         if idle:
@@ -221,6 +228,12 @@ class Samples:
             if backward.is_observable and backward.strides is None:
                 del self._calls[place]
         self._num_seen += 1
+        if self._num_seen == self._num_steps + _PATIENCE:
+            warnings.warn(
+                f"{self._label}: {self._num_seen} steps ran eagerly, and no graph was captured: "
+                f"{self._lack()}",
+                stacklevel=7,
+            )
 
     def record(
         self, c: int, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -232,7 +245,7 @@ class Samples:
         """
         if self._of_step is None:
             return None
-        place = c, self._banks.key_of_next(c)
+        place = c, self._banks.bank_of_next(c)
         self._banks.advance(c)
         backward = BackwardSample(siblings=self._siblings[c])
         self._siblings[c].append(backward)
@@ -249,7 +262,7 @@ class Samples:
 
     def restart(self) -> None:
         """Count steps from 0 again."""
-        self._num_seen = 0
+        self._num_seen = self._num_restarts = 0
 
     def by_bank(self) -> dict[Hashable, list[Call]]:
         """Return a call of each chunk for each bank to capture, largest bank first."""
@@ -264,11 +277,5 @@ class Samples:
         source = self._calls[c, source_key]
         args, kwargs = source.arguments()
         with torch.no_grad():
-            call = flatten_call(*self._derive(c, args, kwargs, source_key, key))
-        return replace(
-            call.sharing_as(source),
-            autocast=source.autocast,
-            backward=source.backward,
-            results=source.results,
-            problem=source.problem,
-        )
+            call = flatten_call(*self._derive(c, args, kwargs, source_key, key)).sharing_as(source)
+        return replace(source, leaves=call.leaves, spec=call.spec)

@@ -1,4 +1,4 @@
-"""Describe a chunk, the options of its capture, and the program around it."""
+"""Describe a chunk, the options of its capture, and the training loop around it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from numbers import Integral
-from typing import Any, Literal, Protocol, TypeGuard, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard, get_args
 
 import torch
 from torch import nn
@@ -15,13 +15,15 @@ from torch import nn
 from chunkgraph._text import did_you_mean, shown
 from chunkgraph.errors import CaptureError, ConfigError, VerifyError
 
+if TYPE_CHECKING:
+    from chunkgraph.engine.program import GraphProgram
+
 __all__ = [
     "CaptureOptions",
     "Chunk",
     "GradientMarker",
     "Host",
     "OnCapture",
-    "Program",
     "ReplayAction",
     "VerifyMode",
     "is_integer",
@@ -29,17 +31,6 @@ __all__ = [
 
 ReplayAction = Literal["F", "B", "I", "W"]
 """A replay: forward, whole backward, or the input and the weight half of a split one."""
-
-
-class Program(Protocol):
-    """The graphs of a slot; `chunkgraph.engine.program` captures them.
-
-    Attributes:
-        actions: the replays of one microbatch, in order: at most three. A call replays the first,
-            autograd the second, and `ChunkGraphs.run_waiting` the third.
-    """
-
-    actions: tuple[ReplayAction, ...]
 
 
 class GradientMarker(Protocol):
@@ -105,7 +96,7 @@ class Chunk:
     copies_outputs: Callable[..., bool] | None = None
     check_sample: Callable[..., None] | None = None
     caches: tuple[str, ...] = ()
-    program: Program | None = None
+    program: GraphProgram | None = None
     follows_module: bool = False
 
     @property
@@ -119,7 +110,7 @@ class Chunk:
         return len(self.actions) > 1
 
     @staticmethod
-    def from_module(module: nn.Module, label: str, *, program: Program | None = None) -> Chunk:
+    def from_module(module: nn.Module, label: str, *, program: GraphProgram | None = None) -> Chunk:
         """Return a chunk of ``module`` with all trainable parameters and buffers."""
         chunk = Chunk(module, (), label, module, program=program, follows_module=True)
         return chunk._of_module()
@@ -167,10 +158,11 @@ class Chunk:
 
 
 OnCapture = Callable[[int, int, int | None], None]
-"""A function called after every graph with the graphs captured, all graphs, and free bytes or None.
-"""
+"""A function called after every graph with the graphs captured, all graphs, and the free bytes."""
 
 VerifyMode = Literal["none", "poison", "shadow"]
+
+_NO, _YES = ("0", "false", "no", "off"), ("1", "true", "yes", "on")
 
 
 def is_integer(value: object) -> TypeGuard[int]:
@@ -207,9 +199,7 @@ class CaptureOptions:
 
     num_warmup_steps: int = 1
     shared_slots: bool = False
-    memset_kernels: bool = field(
-        default_factory=lambda: os.environ.get("CHUNKGRAPH_MEMSET_KERNELS", "1") != "0"
-    )
+    memset_kernels: bool = field(default_factory=lambda: _is_on("CHUNKGRAPH_MEMSET_KERNELS"))
     verify: VerifyMode = "none"
     num_verify_steps: int | None = None
     verify_every: int = 1
@@ -246,8 +236,17 @@ class CaptureOptions:
         return is_early and step % self.verify_every == 0
 
 
+def _is_on(variable: str) -> bool:
+    """Return whether an environment variable is on, as it is if it is not set."""
+    text = (os.environ.get(variable) or "1").lower()
+    if text not in _YES + _NO:
+        known = ", ".join(_YES + _NO)
+        raise ConfigError(f"{variable} is {shown(text)}. Set it to one of {known}, or unset it.")
+    return text in _YES
+
+
 class Host:
-    """The program around the chunks. Override the methods it needs; by default all do nothing.
+    """The training loop around the chunks. Override what it needs; by default nothing happens.
 
     Args:
         generators: the random generators that the chunks draw from, besides the default one.
@@ -277,7 +276,7 @@ class Host:
     def judge(self, wrong_replay: VerifyError) -> None:
         """Handle a replay that ``verify`` finds wrong: by default, raise the error.
 
-        A program that returns continues the step; ``verify`` may report more replays of it.
+        A host that returns continues the step; ``verify`` may report more replays of it.
         """
         raise wrong_replay
 

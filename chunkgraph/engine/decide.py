@@ -140,7 +140,7 @@ class StepDecider:
         self._state = state
         self._takes_misfits = takes_misfits
         self._announced: StepPlan | None = None  # of the next step
-        self._usual_key: Hashable = SHAPE_UNKNOWN  # of the last training step that fit
+        self._usual_shape_key: Hashable = SHAPE_UNKNOWN  # of the last training step that fit
         self._num_withdrawn = 0
 
     @property
@@ -224,7 +224,7 @@ class StepDecider:
         if not step.forward_only:
             self._announced = None
             if not step.plan.misfit:  # otherwise its shapes are specific to this rank
-                self._usual_key = step.shape_key
+                self._usual_shape_key = step.shape_key
         reason, some_without, most, least, *_ = self.agreement.answer(self._question(step))
         if most != -least:
             raise ConfigError(
@@ -244,13 +244,13 @@ class StepDecider:
     def _ask_ahead(self) -> None:
         """Ask about the next step, if enough of it is known."""
         is_known = self.is_announced or not self._takes_misfits
-        if is_known and self._usual_key is not SHAPE_UNKNOWN:
+        if is_known and self._usual_shape_key is not SHAPE_UNKNOWN:
             plan = self._announced or StepPlan(misfit="")
             self.agreement.post(self._question(StepRequest(plan=plan)))
 
     def _question(self, step: StepRequest) -> list[int]:
         """Return this rank's values for the agreement on a step."""
-        own, is_captured = self._state(self._usual_key)
+        own, has_graphs = self._state(self._usual_shape_key)
         if step.forward_only:
             own = EagerReason.FORWARD_ONLY
         elif step.eager:
@@ -260,11 +260,14 @@ class StepDecider:
             is_missing = misfit.startswith(NO_GRAPHS)
             why = EagerReason.BANK_MISSING if is_missing else EagerReason.PACKING_OVERFLOW
             reason = max(own, why)
-        equal = step.forward_only, self._usual_key, step.eager, own, is_captured
+        equal = step.forward_only, self._usual_shape_key, step.eager, own, has_graphs
         digest = zlib.crc32(repr((*equal, self._num_withdrawn)).encode())
         plan = step.plan.digest
-        return [int(reason), int(not is_captured), plan, -plan, digest, -digest]
+        return [int(reason), int(not has_graphs), plan, -plan, digest, -digest]
 
     def _require_misfits(self) -> None:
         if not self._takes_misfits:
-            raise ValueError("takes_misfits is False: steps have no misfit, plan or announcement")
+            raise ConfigError(
+                "A step has a misfit, a digest or an announcement, but the engine takes none. Pass "
+                "ChunkGraphs takes_misfits=True, on every rank."
+            )

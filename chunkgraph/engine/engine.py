@@ -14,7 +14,7 @@ from torch import nn
 from chunkgraph.engine import arguments
 from chunkgraph.engine.agreement import Agree, agree_alone
 from chunkgraph.engine.banks import Banks, Samples, StepBanks
-from chunkgraph.engine.capture.captured_rank import CapturedRank, CaptureReport
+from chunkgraph.engine.capture.graph_set import CaptureReport, GraphSet
 from chunkgraph.engine.capture.output_gradients import watched
 from chunkgraph.engine.capture.session import SessionSettings
 from chunkgraph.engine.chunk import CaptureOptions, Chunk, Host
@@ -36,14 +36,13 @@ from chunkgraph.engine.observer import (
 )
 from chunkgraph.engine.replay import Replayer
 from chunkgraph.engine.tree import Call
-from chunkgraph.errors import CaptureError, SlotError
+from chunkgraph.errors import CaptureError, ConfigError, SlotError
 from chunkgraph.graphs import GraphBackend
 from chunkgraph.memory import plan_for_slots
 from chunkgraph.slots import plan_slots
 
 __all__ = ["ChunkGraphs"]
 
-_PATIENCE = 10  # steps without graphs after the warmup, before a warning
 _SAMPLED = (EagerReason.CAPTURE_WARMUP, EagerReason.RELEASED, EagerReason.MEMORY_REPLACED)
 
 
@@ -62,7 +61,7 @@ class ChunkGraphs:
         options: see `CaptureOptions`.
         backend: makes the graphs; None: CUDA graphs or the CPU recorder, by the parameters' device.
         agree: lets all ranks decide together; see `Agree`. Required with several processes.
-        host: the program around the chunks; see `Host`.
+        host: the training loop around the chunks; see `Host`.
         banks: the variants of every slot; see `Banks`. None: a single one.
         takes_misfits: whether every training step states on every rank whether its inputs fit
             (`step`, `announce`); the same on all ranks. ``banks.drops_failed`` needs it.
@@ -105,13 +104,16 @@ class ChunkGraphs:
             self.chunks, memset_kernels=self.options.memset_kernels
         )
         self._decider = StepDecider(agree or agree_alone, self._state, takes_misfits=takes_misfits)
-        self._captured: CapturedRank | None = None
-        self._captured_key: Hashable = SHAPE_UNKNOWN
+        self._captured: GraphSet | None = None
+        self._captured_shape_key: Hashable = SHAPE_UNKNOWN
         self._was_released = False
         self._banks = StepBanks(banks or Banks(), len(self.chunks))
         if self._banks.drops_failed and not takes_misfits:
-            raise ValueError("Banks(drops_failed=True) needs takes_misfits=True")
-        self._samples = Samples(self._banks, len(self.chunks), self.options.num_warmup_steps)
+            raise ConfigError(
+                "Banks(drops_failed=True) needs steps with misfits. Pass ChunkGraphs "
+                "takes_misfits=True too, or leave out drops_failed."
+            )
+        self._samples = Samples(self._banks, self.chunks, self.options.num_warmup_steps)
         self._replayer = Replayer(
             self.chunks,
             self._num_slots,
@@ -139,7 +141,6 @@ class ChunkGraphs:
         self._of_capture: tuple[Observer, ...] = ()
         self._is_replaced: Callable[[], bool] = lambda: False
         self._release_replaced: Callable[[], None] = self.release
-        self._num_uncaptured = 0  # steps since a capture was first wanted
         self._was_replaced = False  # as of the end of the last step
         self.callables = arguments.as_functions(self.call, self.chunks)
         self.waiting, self.run_waiting = self._replayer.waiting, self._replayer.run_waiting
@@ -218,7 +219,8 @@ class ChunkGraphs:
 
         Args:
             num_microbatches: microbatches of the step; only shown in errors.
-            forward_only: whether this is an evaluation step, which runs eagerly.
+            forward_only: whether this is an evaluation step, which runs eagerly; named as in
+                Megatron. Training steps replay chunks with the program `FORWARD_ONLY`.
             shape_key: values that determine the input shapes, for example (sequence length,
                 microbatch size). A step with another key than the captured one runs eagerly.
             eager: run the step eagerly.
@@ -309,17 +311,17 @@ class ChunkGraphs:
 
     def _state(self, shape_key: Hashable) -> tuple[EagerReason, bool]:
         """See `RankState`."""
-        is_captured, reason = self._captured is not None, EagerReason.NONE
+        has_graphs, reason = self._captured is not None, EagerReason.NONE
         if self.failure is not None:
             reason = EagerReason.CAPTURE_FAILED
         elif self._was_replaced:
             reason = EagerReason.MEMORY_REPLACED
-        elif is_captured:
-            if shape_key != self._captured_key:
+        elif has_graphs:
+            if shape_key != self._captured_shape_key:
                 reason = EagerReason.SHAPES_DIFFER
         elif not self._samples.is_ready(shape_key):
             reason = EagerReason.RELEASED if self._was_released else EagerReason.CAPTURE_WARMUP
-        return reason, is_captured
+        return reason, has_graphs
 
     @contextmanager
     def _running_eagerly(self, reason: EagerReason, shape_key: Hashable) -> Iterator[None]:
@@ -329,29 +331,25 @@ class ChunkGraphs:
         for observer in observers:
             observer.begin_step(None)
         has_failed = True
-        try:
-            with self._samples.step(shape_key) if wants_samples else nullcontext():
-                try:
-                    yield
-                    has_failed = False
-                finally:
-                    for observer in observers:
-                        observer.end_step(has_failed=has_failed)
-        finally:
-            self.mode = StepMode.OUTSIDE
+        with self._samples.step(shape_key) if wants_samples else nullcontext():
+            try:
+                yield
+                has_failed = False
+            finally:
+                for observer in observers:
+                    observer.end_step(has_failed=has_failed)
+        self.mode = StepMode.OUTSIDE
         self.counters.fallbacks[reason.text] += 1
         if wants_samples:
             # Otherwise the optimizer's state lies in large blocks of this step and keeps them.
             self._backend.release_cached_memory()
-            self._num_uncaptured += 1
-            if self._num_uncaptured == self.options.num_warmup_steps + _PATIENCE:
-                warnings.warn(
-                    f"{arguments.rank_label(self.chunks)}: {self._num_uncaptured} steps ran "
-                    f"eagerly, and no graph was captured: {self._samples.lack()}",
-                    stacklevel=5,
-                )
 
-    def capture(self, samples: Sequence[Any] | Mapping[Hashable, Sequence[Any]]) -> CaptureReport:
+    def capture(
+        self,
+        samples: Sequence[Any] | Mapping[Hashable, Sequence[Any]],
+        *,
+        shape_key: Hashable = None,
+    ) -> CaptureReport:
         """Capture now from sample inputs. All ranks call it together, outside a step.
 
         Args:
@@ -359,11 +357,13 @@ class ChunkGraphs:
                 arguments, or a single tensor. Tensors must have the shapes, dtypes, devices and
                 ``requires_grad`` of real calls; their values are copied. With several banks, a
                 mapping by key.
+            shape_key: that of the steps to replay; see `step`.
 
         Returns:
             The report of the session.
 
         Raises:
+            ConfigError: there is not one sample for each chunk.
             CaptureError: the chunk of this or another rank could not be captured; the callables
                 run eagerly.
         """
@@ -378,7 +378,7 @@ class ChunkGraphs:
         calls = arguments.sample_calls(samples, self._banks.keys, len(self.chunks))
         self.failure = None
         self._capture_together(
-            lambda: {key: calls[key] for key in self._banks.keys}, None, must_raise=True
+            lambda: {key: calls[key] for key in self._banks.keys}, shape_key, must_raise=True
         )
         assert self._captured is not None
         return self._captured.report
@@ -394,8 +394,7 @@ class ChunkGraphs:
         self._samples.forget()
         if result.captured is not None:
             self._captured = result.captured
-            self._captured_key = shape_key
-            self._num_uncaptured = 0
+            self._captured_shape_key = shape_key
             last = [chunk.actions[-1] for chunk in self.chunks]
             self._of_capture = (
                 *([result.verifier] if result.verifier is not None else ()),
@@ -456,15 +455,15 @@ class ChunkGraphs:
 
     def call(self, c: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return ``callables[c](*args, **kwargs)``."""
-        is_captured = torch.is_grad_enabled() or not self.chunks[c].has_backward
-        if self.mode is StepMode.REPLAY and is_captured:
+        is_replayable = torch.is_grad_enabled() or not self.chunks[c].has_backward
+        if self.mode is StepMode.REPLAY and is_replayable:
             return self._replayer.call(c, args, kwargs)
         if torch.is_grad_enabled() and self.mode is StepMode.OUTSIDE:
             raise SlotError(
                 f"{self.chunks[c].label} was called outside a step. Call the schedule in `with "
                 "graphs.step(n):` (torch's: GraphedSchedule.step); to evaluate, disable gradients."
             )
-        backward = self._samples.record(c, args, kwargs) if is_captured else None
+        backward = self._samples.record(c, args, kwargs) if is_replayable else None
         result = self.chunks[c].forward(*args, **kwargs)
         for observer in self._observers:
             observer.called(c, result)

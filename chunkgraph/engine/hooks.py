@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from chunkgraph._text import shown
 from chunkgraph.errors import CaptureError, ReplayMismatchError
 
-__all__ = ["Error", "refuse_contexts", "refuse_hooks"]
+__all__ = ["Error", "refuse_contexts", "refuse_gradients_of_parameters", "refuse_hooks"]
 
 Error = type[CaptureError] | type[ReplayMismatchError]
 """The class of an error, at a capture or at a replay."""
@@ -83,6 +83,16 @@ def refuse_contexts(label: str, error: Error) -> None:
             f"{label} is called under {found[0]}, and a replay runs no Python, so it would have no "
             "effect. Leave its block, or ask for an eager step (`step(eager=True)`)."
         )
+
+
+def refuse_gradients_of_parameters(label: str, error: BaseException) -> None:
+    """Explain torch's error in a replayed step that asks autograd.grad() for them."""
+    if isinstance(error, RuntimeError) and "not have been used in the graph" in str(error):
+        raise ReplayMismatchError(
+            f"{label}: autograd.grad() asks for gradients of parameters, which a replayed backward "
+            "adds to .grad itself.\n  To do: call backward() and read .grad after the step, or ask "
+            "for an eager step (`step(eager=True)`)."
+        ) from error
 
 
 def _is_of_library(hook: Any) -> bool:

@@ -17,13 +17,13 @@ import torch
 from chunkgraph.engine.agreement import Agree, agree_on_cause
 from chunkgraph.engine.arguments import rank_label
 from chunkgraph.engine.banks import StepBanks
-from chunkgraph.engine.capture.captured_rank import CapturedRank
+from chunkgraph.engine.capture.graph_set import GraphSet
 from chunkgraph.engine.capture.layers import LayerWatch
 from chunkgraph.engine.capture.refusals import refuse_sparse_gradients
 from chunkgraph.engine.capture.session import SessionSettings, capture_session
 from chunkgraph.engine.chunk import CaptureOptions, Chunk
 from chunkgraph.engine.observer import Observer
-from chunkgraph.engine.program import without_backward
+from chunkgraph.engine.program import FORWARD_ONLY
 from chunkgraph.engine.tree import Call
 from chunkgraph.errors import CaptureError, ChunkGraphError
 from chunkgraph.graphs import GraphBackend, capture_failure
@@ -45,7 +45,7 @@ class JointCapture:
         failed_bank: index of the only bank that could not be captured; None for other failures.
     """
 
-    captured: CapturedRank | None
+    captured: GraphSet | None
     verifier: Observer | None = None
     error: ChunkGraphError | None = None
     is_cause: bool = False
@@ -100,7 +100,7 @@ class Capturer:
         progress = _Progress(self.settings)
         label = rank_label(self.chunks)
         own_error: ChunkGraphError | None = None
-        captured: CapturedRank | None = None
+        captured: GraphSet | None = None
         verifier: Observer | None = None
         try:
             samples = make_samples()
@@ -149,7 +149,7 @@ class Capturer:
     def _checked_chunks(self, samples: Mapping[Hashable, Sequence[Call]]) -> tuple[Chunk, ...]:
         """Return the chunks as they are now, once they can be captured from these calls."""
         chunks = tuple(
-            without_backward(chunk.now(), [calls[c] for calls in samples.values()])
+            _without_backward(chunk.now(), [calls[c] for calls in samples.values()])
             for c, chunk in enumerate(self.chunks)
         )
         for chunk in chunks:
@@ -267,6 +267,17 @@ class _Progress:
         report = type(failure)(what + facts + advice + rest)
         report.__cause__ = failure
         return report
+
+
+def _without_backward(chunk: Chunk, samples: Sequence[Call]) -> Chunk:
+    """Return a chunk that trains nothing, such as a frozen first stage, as one without a backward.
+
+    Others are returned as they are. A slot of a chunk without a backward is free at once, so its
+    results are copied.
+    """
+    if chunk.parameters or any(sample.takes_gradients for sample in samples):
+        return chunk
+    return replace(chunk, program=FORWARD_ONLY, copies_outputs=None)
 
 
 def _forget_frames(error: BaseException | None) -> None:

@@ -54,9 +54,9 @@ def entries(module: nn.Module, name: str = "") -> Iterator[Entry]:
     """
     modules: set[nn.Module] = set()
     seen: set[int] = set()
-    waiting: deque[tuple[Any, str, int]] = deque([(module, name, 0)])
-    while waiting:
-        holder, path, depth = waiting.popleft()
+    queue: deque[tuple[Any, str, int]] = deque([(module, name, 0)])
+    while queue:
+        holder, path, depth = queue.popleft()
         found: list[tuple[Any, str, bool]]  # containers, and whether their keys are attributes
         if isinstance(holder, nn.Module):
             found = [
@@ -80,7 +80,7 @@ def entries(module: nn.Module, name: str = "") -> Iterator[Entry]:
                 if not isinstance(container, tuple):
                     yield Entry(container, key, value, text)
                 if depth < _MAX_DEPTH and _may_hold(value):
-                    waiting.append((value, text, depth + 1))
+                    queue.append((value, text, depth + 1))
 
 
 def _may_hold(value: Any) -> bool:

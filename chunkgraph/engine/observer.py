@@ -18,7 +18,6 @@ __all__ = [
     "Counters",
     "GradientMarkers",
     "Observer",
-    "ReplayAction",
     "ReplayCounters",
     "ReplayRanges",
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec
 
+from chunkgraph._text import shown
 from chunkgraph.engine.capture.output_gradients import OutputGradients
 from chunkgraph.engine.capture.refusals import refuse_without_backward, refuse_written
 from chunkgraph.engine.capture.static_inputs import call_with, static_like
@@ -24,7 +25,7 @@ from chunkgraph.engine.gradients import GradientSinks
 from chunkgraph.engine.layout import memory_of, span
 from chunkgraph.engine.slot import InputGrads, Outputs, Slot, StaticInputs, StaticOutputGrads
 from chunkgraph.engine.tree import Call, distinct_tensors, flatten
-from chunkgraph.errors import CaptureError
+from chunkgraph.errors import CaptureError, ConfigError
 from chunkgraph.graphs import AddressRanges, Graph, GraphBackend, Pool, storage_address
 from chunkgraph.memory import PoolPlan
 
@@ -41,7 +42,6 @@ __all__ = [
     "fill_test_gradient",
     "finish_slot",
     "program_of",
-    "without_backward",
 ]
 
 Receive = Callable[[int, torch.Tensor], None]
@@ -70,11 +70,11 @@ class Pass:
         self.leaves: Sequence[Any] = ()
         self.spec: TreeSpec
         self.grads: list[torch.Tensor] = []
-        self._results: dict[int, torch.Tensor] = {}
+        self._non_leaf_grads: dict[int, torch.Tensor] = {}
 
     def forward(self) -> Pass:
         """Run the forward."""
-        result = call_with(self.chunk, self.sample, self.inputs, self._results)
+        result = call_with(self.chunk, self.sample, self.inputs, self._non_leaf_grads)
         self.leaves, self.spec = flatten(result)
         return self
 
@@ -82,10 +82,6 @@ class Pass:
     def gradients(self) -> OutputGradients:
         """Return the gradients that enter the backward. Not while the forward is captured."""
         return OutputGradients.of(self.tensors, self.sample)
-
-    def casting(self) -> AbstractContextManager[None]:
-        """Apply the backward's autocast setting in this block."""
-        return self.gradients.casting()
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -125,12 +121,12 @@ class Pass:
 
     def input_grads(self) -> list[torch.Tensor | None]:
         """Return the gradient of each input, or None."""
-        return [self._results.get(id(t), t.grad) for t in self.inputs]
+        return [self._non_leaf_grads.get(id(t), t.grad) for t in self.inputs]
 
     def take_input_grads(self) -> list[torch.Tensor | None]:
         """Return the gradient of each input, or None, and drop it here."""
         grads = self.input_grads()
-        self._results.clear()
+        self._non_leaf_grads.clear()
         for tensor in self.inputs:
             tensor.grad = None
         return grads
@@ -278,7 +274,7 @@ class GraphProgram:
         pool = maker.pools.backward_pool(slot.memory.pool)
         with (
             own.sinks.accumulating(own.leaves, marker) as sums,
-            forward.casting(),
+            forward.gradients.casting(),
             maker.capture(f"{slot.label} backward", pool, forward.grads) as graph,
         ):
             forward.backward(keeps_leaves=True)
@@ -309,32 +305,24 @@ class ForwardOnly(GraphProgram):
             )
         return BackwardPlan(num_graphs=0, scratch_bytes=0)
 
-    def capture_backward(self, *_: object) -> list[torch.Tensor | None]:
-        """Capture nothing."""
-        raise AssertionError("there is no backward")
-
 
 FORWARD_ONLY = ForwardOnly()
 _WHOLE = GraphProgram()
 
 
-def without_backward(chunk: Chunk, samples: Sequence[Call]) -> Chunk:
-    """Return a chunk that trains nothing, such as a frozen first stage, as one without a backward.
-
-    Others are returned as they are. A slot of a chunk without a backward is free at once, so its
-    results are copied.
-    """
-    if chunk.parameters or any(sample.takes_gradients for sample in samples):
-        return chunk
-    return replace(chunk, program=FORWARD_ONLY, copies_outputs=None)
-
-
 def program_of(chunk: Chunk) -> GraphProgram:
-    """Return the program of a chunk."""
-    if chunk.program is None:
-        return _WHOLE
-    assert isinstance(chunk.program, GraphProgram)
-    return chunk.program
+    """Return the program of a chunk.
+
+    Raises:
+        ConfigError: it is no `GraphProgram`.
+    """
+    program = _WHOLE if chunk.program is None else chunk.program
+    if not isinstance(program, GraphProgram):
+        raise ConfigError(
+            f"{chunk.label}: program is {shown(program)}. Pass FORWARD_ONLY, SPLIT or another "
+            "GraphProgram (an instance), or None for a forward and a whole backward."
+        )
+    return program
 
 
 def capture_forward(slot: Slot, own: Isolated, sample: Call) -> Pass:
@@ -361,7 +349,7 @@ def capture_forward(slot: Slot, own: Isolated, sample: Call) -> Pass:
         own.maker.capture(f"{slot.label} forward", memory.pool, inputs) as graph,
     ):
         forward.forward()
-    memory.kept = memory.pool.live() - before
+    memory.live = memory.pool.live() - before
     slot.graphs["F"] = graph
     slot.inputs = StaticInputs([t.detach() for t in inputs], graph.copy_nodes)
     try:
@@ -396,11 +384,8 @@ def finish_slot(
     storages = {storage_address(t) for t in (*own.leaves, *module_tensors)} - {0}
     lent = tuple(i for i, t in enumerate(tensors) if storage_address(t) in storages)
     differentiable = tuple(i for i, t in enumerate(tensors) if t.requires_grad)
-    if chunk.copies_outputs is not None:
-        args, kwargs = forward.sample.arguments()
-        are_copied = chunk.copies_outputs(*args, **kwargs)
-    else:
-        are_copied = True
+    args, kwargs = forward.sample.arguments()
+    are_copied = chunk.copies_outputs is None or chunk.copies_outputs(*args, **kwargs)
     own_pools = [slot.memory.pool, *([pools.scratch] if pools.scratch else [])]
     memory = [(pool, pool.reserved()) for pool in own_pools]
     aliases = {id(t): _alias(t.detach() if t.requires_grad else t, memory) for t in tensors}

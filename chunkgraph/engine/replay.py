@@ -12,10 +12,10 @@ from torch.utils.hooks import RemovableHandle
 
 from chunkgraph.engine.arguments import rank_label
 from chunkgraph.engine.banks import StepBanks
-from chunkgraph.engine.capture.captured_rank import CapturedRank
+from chunkgraph.engine.capture.graph_set import GraphSet
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.decide import NOTHING_REPLAYED
-from chunkgraph.engine.hooks import refuse_contexts
+from chunkgraph.engine.hooks import refuse_contexts, refuse_gradients_of_parameters
 from chunkgraph.engine.observer import Counters, Observer
 from chunkgraph.engine.slot import Slot
 from chunkgraph.errors import ChunkGraphError, ReplayMismatchError
@@ -23,7 +23,6 @@ from chunkgraph.slots import SlotMachine
 
 __all__ = ["Replayer"]
 
-_UNUSED = "appears to not have been used in the graph"  # torch's error of autograd.grad
 _task_id = torch._C._current_graph_task_id
 _will_execute = torch._C._will_engine_execute_node
 
@@ -63,14 +62,14 @@ class Replayer:
         self._pass = -1  # torch's number of the backward pass that runs
         self._chunks_in_pass: set[int] = set()
         self._sharing: list[set[int]] = []  # for each chunk, those that train a parameter of it
-        self._captured: CapturedRank | None = None
+        self._captured: GraphSet | None = None
         self._observers: tuple[Observer, ...] = ()  # of the current step
         self._first_step, self._num_hooks = 0, -1
         self._is_in_step = False
         self._is_called = self._has_replayed = False
         self._forget_microbatches()
 
-    def take(self, captured: CapturedRank) -> None:
+    def take(self, captured: GraphSet) -> None:
         """Replay these graphs from now on."""
         self._captured = captured
         report = captured.report
@@ -121,12 +120,7 @@ class Replayer:
             self._forget_microbatches()
             for slot in (s for slots in captured.slots for s in slots):
                 slot.inputs.forget_sources()
-            if _UNUSED in str(error) and isinstance(error, RuntimeError):
-                raise ReplayMismatchError(
-                    f"{self._label}: autograd.grad() asks for gradients of parameters, which a "
-                    "replayed backward adds to .grad itself.\n  To do: call backward() and read "
-                    ".grad after the step, or ask for an eager step (`step(eager=True)`)."
-                ) from error
+            refuse_gradients_of_parameters(self._label, error)
             if isinstance(error, ChunkGraphError) and num_microbatches is not None:
                 error.add_note(f"The step had {num_microbatches} microbatches.")
             raise
@@ -160,14 +154,14 @@ class Replayer:
             ReplayMismatchError: The call does not match the capture.
             SlotError: No slot is free.
         """
-        captured: CapturedRank = self._captured  # type: ignore[assignment]
+        captured: GraphSet = self._captured  # type: ignore[assignment]
         if not self._is_called:  # inside the contexts of the caller
             refuse_contexts(self._label, ReplayMismatchError)
             self._is_called = True
         if RemovableHandle.next_id != self._num_hooks:
             self._refuse_hooks()
         reserved = self._reserved[c]
-        key = reserved[0].bank if reserved else self._banks.key_of_next(c)
+        key = reserved[0].bank if reserved else self._banks.bank_of_next(c)
         tensors = captured.banks[key].signatures[c].tensors_of(args, kwargs)
         if reserved:
             slot = reserved.popleft()
@@ -212,7 +206,7 @@ class Replayer:
             num_others = num_before if self._captured.report.shared_slots else 0
             if self._machine.num_free(c) <= num_others:
                 return None
-            slot = self._acquire(c, self._banks.key_of_next(c))
+            slot = self._acquire(c, self._banks.bank_of_next(c))
             self._reserved[c].append(slot)
             self._received[slot] = set()
         self._received[slot].add(index)
@@ -231,15 +225,13 @@ class Replayer:
         Returns:
             The static gradient; None if no forward of the chunk waits for one.
         """
-        waiting = self._awaiting_grads[c]
-        if not self._is_in_step or not waiting:
-            return None
-        if index in self._received_grads[c]:  # so this is the backward after that one
+        slots = self._awaiting_grads[c]
+        if slots and index in self._received_grads[c]:  # so this is the backward after that one
             self._next_grads(c)
-        if not waiting:
+        if not self._is_in_step or not slots:
             return None
         self._received_grads[c].add(index)
-        grads = waiting[0].output_grads
+        grads = slots[0].output_grads
         assert grads is not None
         return grads.tensors[index]
 
@@ -268,11 +260,11 @@ class Replayer:
         """
         c = slot.chunk
         self._machine.begin_backward(c, slot.index, turn)
-        waiting = self._awaiting_grads[c]
-        if waiting and waiting[0] is slot:
+        slots = self._awaiting_grads[c]
+        if slots and slots[0] is slot:
             self._next_grads(c)
-        elif slot in waiting:
-            waiting.remove(slot)
+        elif slot in slots:
+            slots.remove(slot)
         output_grads = slot.output_grads
         assert output_grads is not None
         output_grads.check_autocast()

@@ -26,16 +26,16 @@ class SlotMemory:
     """The memory of one slot in one bank.
 
     Attributes:
-        key: key that all variants of the slot share.
+        slot_id: identifies the slot on its rank; the same in all variants.
         pool: the graphs' own memory, which all variants share.
         statics: memory outside of pools that the graphs read, which all variants share.
-        kept: the memory of ``pool`` that must survive from a forward to its last action.
+        live: the memory of ``pool`` that must survive from a forward to its last action.
     """
 
-    key: Hashable
+    slot_id: Hashable
     pool: Pool
     statics: SlotStatics
-    kept: AddressRanges = field(default_factory=AddressRanges)
+    live: AddressRanges = field(default_factory=AddressRanges)
 
 
 @dataclass(eq=False)
@@ -341,7 +341,7 @@ class InputGrads:
 def _hand_over(tensor: torch.Tensor, *, is_copied: bool) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return the function that returns an output tensor for the caller."""
     if isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad:
-        return _itself  # can be thawed
+        return lambda parameter: parameter  # can be thawed
     return duplicate(tensor) if is_copied else torch.detach
 
 
@@ -353,7 +353,3 @@ def _is_read(node: CopyNode | None, tensor: torch.Tensor, pointer: int) -> bool:
     if node is None or not pointer or tensor.is_neg() or tensor.is_conj():
         return False
     return node.read(pointer)
-
-
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor

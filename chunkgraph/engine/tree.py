@@ -43,7 +43,7 @@ class Call:
         spec: the structure of the arguments.
         autocast: autocast setting of the call; None if unknown.
         backward: facts about its backward; None if unknown.
-        results: numbers of the `tensors` that take a gradient and are not leaves of autograd.
+        non_leaves: numbers of the `tensors` that take a gradient and are results of operators.
         problem: why no graph can be captured from the call, or "".
     """
 
@@ -51,7 +51,7 @@ class Call:
     spec: TreeSpec
     autocast: Autocast | None = None
     backward: BackwardSample | None = None
-    results: frozenset[int] = frozenset()
+    non_leaves: frozenset[int] = frozenset()
     problem: str = ""
 
     def sampled(self) -> Call:
@@ -66,7 +66,7 @@ class Call:
         return replace(
             self.filled([t.detach().requires_grad_(t.requires_grad) for t in tensors]),
             autocast=Autocast.now(kinds.pop() if kinds else "cpu"),
-            results=frozenset(
+            non_leaves=frozenset(
                 i for i, t in enumerate(tensors) if t.requires_grad and not t.is_leaf
             ),
         )
@@ -152,8 +152,8 @@ def _problem(call: Call) -> str:
     for path, leaf in call.named_leaves():
         if not isinstance(leaf, torch.Tensor):
             try:
-                _key(leaf)
-            except _NoKeyError as error:
+                _plain_fact(leaf)
+            except _NoFactError as error:
                 return (
                     f"{path}{error} and cannot be compared from call to call. A replay uses its "
                     "value in the capture, whatever the call's value is. Pass tensors, numbers, "
@@ -184,7 +184,7 @@ class Signature:
         self._facts = [fact for fact, _ in self._named.values()]
         places = call.places
         self._firsts = [places.index(n) for n in range(len(call.tensors))]
-        # Often the same objects are passed again, which need no key if they cannot change.
+        # Often the same objects are passed again, which need no comparison if they cannot change.
         self._constants = [
             (i, leaf if isinstance(leaf, float) or self._facts[i][1] is leaf else object())
             for i, leaf in enumerate(call.leaves)
@@ -264,15 +264,15 @@ class _TensorFact(NamedTuple):
 
 
 def _fact(leaves: Sequence[Any], i: int) -> Any:
-    """Return what a graph depends on of leaf ``i``: a `_TensorFact`, or the key of a plain value.
+    """Return what a graph depends on of leaf ``i``: a `_TensorFact`, or a `_plain_fact`.
 
     Of a tensor that is also an earlier leaf, the number of that leaf.
     """
     leaf = leaves[i]
     if not isinstance(leaf, torch.Tensor):
         try:
-            return _key(leaf)
-        except _NoKeyError:
+            return _plain_fact(leaf)
+        except _NoFactError:
             return object()
     first = next(j for j, other in enumerate(leaves) if other is leaf)
     if first != i:
@@ -325,40 +325,40 @@ _BY_IDENTITY: tuple[type, ...] = (
 _IDENTITY: Any = object.__eq__
 
 
-class _NoKeyError(Exception):
-    """A value has no key; the text says which part of it, and why."""
+class _NoFactError(Exception):
+    """A value has no fact; the text says which part of it, and why."""
 
 
-def _key(value: Any, where: str = "") -> Any:
-    """Return the key of a plain value: its type, and copies of its contents or the value itself.
+def _plain_fact(value: Any, where: str = "") -> Any:
+    """Return the fact of a plain value: its type, and copies of its contents or the value itself.
 
     A replay runs no Python: whatever value an argument has, the graph uses that of the capture.
-    Equal keys mean equal values.
+    Equal facts mean equal values.
 
     Args:
         value: the value.
         where: the part of an argument that it is, such as ``.scale``.
 
     Raises:
-        _NoKeyError: a part has no key.
+        _NoFactError: a part has no fact.
     """
     kind = type(value)
     if isinstance(value, (float, complex)):  # NaN is equal to itself, -0.0 is not 0.0
         return kind, repr(value)
     if isinstance(value, (list, tuple)):
-        return kind, [_key(v, f"{where}[{i}]") for i, v in enumerate(value)]
+        return kind, [_plain_fact(v, f"{where}[{i}]") for i, v in enumerate(value)]
     if isinstance(value, dict):
-        return kind, [(_key(k), _key(v, f"{where}[{k!r}]")) for k, v in value.items()]
+        return kind, [(_plain_fact(k), _plain_fact(v, f"{where}[{k!r}]")) for k, v in value.items()]
     if is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in fields(value)]
-        return kind, [_key(getattr(value, name), f"{where}.{name}") for name in names]
+        return kind, [_plain_fact(getattr(value, name), f"{where}.{name}") for name in names]
     if isinstance(value, (set, frozenset)):
         return kind, frozenset((type(v), repr(v) if isinstance(v, float) else v) for v in value)
     if isinstance(value, torch.Tensor):
-        raise _NoKeyError(f"{where} is a tensor in an object (pass it by itself, or in a dict)")
+        raise _NoFactError(f"{where} is a tensor in an object (pass it by itself, or in a dict)")
     is_compared = kind.__eq__ is not _IDENTITY and kind.__hash__ is not None  # not an array
     if not (is_compared or callable(value) or isinstance(value, _BY_IDENTITY)):
-        raise _NoKeyError(f"{where} is an object of type {kind.__qualname__}")
+        raise _NoFactError(f"{where} is an object of type {kind.__qualname__}")
     return kind, value
 
 

@@ -22,14 +22,12 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import nn
 
-from chunkgraph import __version__
 from chunkgraph.engine import Banks, CaptureOptions, ChunkGraphs, ReplayRanges
 from chunkgraph.engine.agreement import refuse_differences, refused_together
 from chunkgraph.engine.decide import StepMode
 from chunkgraph.engine.split import SPLIT, DelayedModules, WeightBackwards
 from chunkgraph.errors import ConfigError, SlotError
-from chunkgraph.megatron.captured_part import Scope
-from chunkgraph.megatron.core.access import refuse_other_releases, versions
+from chunkgraph.megatron.core.access import refuse_other_releases
 from chunkgraph.megatron.core.agreement import before_groups_end
 from chunkgraph.megatron.core.data_parallel import facts_of_delays
 from chunkgraph.megatron.feature import AnyFeature, Feature, Features, Step, StepInputs, StepPlan
@@ -39,6 +37,7 @@ from chunkgraph.megatron.features.packing.bank import PackingOptions
 from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.megatron.features.packing.steps import StepPlans, refuse_unknown
 from chunkgraph.megatron.features.rerun import OverflowGuard
+from chunkgraph.megatron.model_part import Scope
 from chunkgraph.megatron.pipeline.choice import (
     PipelinePlace,
     PipelineSchedule,
@@ -135,24 +134,8 @@ def attach(  # the options of a job, as keywords
                 packing = PackedBanks.of_model(packing, site.config)
             chosen = {"packing": packing, "token_drops": token_drops, "stash": stash}
             site.feature_options = chosen
-            facts = (fact for kind in kinds for fact in kind.facts(site).items())
-            site.feature_facts = dict(facts)
-            check(
-                [rule for kind in kinds for rule in kind.rules],
-                site.facts(),
-                "Chunk graphs cannot hold this model; turn these off, or train without chunk "
-                "graphs:",
-            )
-        equal = {
-            **versions(),
-            "chunkgraph": __version__,
-            "schedule": site.schedule or "auto",
-            "scope": scope,
-            "num_warmup_steps": site.options.num_warmup_steps,
-            "on_failure": site.options.on_failure,
-            "token_drops": token_drops,
-        }
-        refuse_differences(agree, rank, equal)
+            _check_features(site, kinds)
+        refuse_differences(agree, rank, site.equal_facts())
         for kind in kinds:
             kind.prepare(site, undo)
         site.find_parts()
@@ -167,6 +150,16 @@ def attach(  # the options of a job, as keywords
             graphs.guard = OverflowGuard(graphs, undo)
         failure.pop_all()
     return graphs
+
+
+def _check_features(site: Site, kinds: Sequence[type[Feature]]) -> None:
+    """Collect the facts of the features, and check their rules."""
+    site.feature_facts = {name: fact for kind in kinds for name, fact in kind.facts(site).items()}
+    check(
+        [rule for kind in kinds for rule in kind.rules],
+        site.facts(),
+        "Chunk graphs cannot hold this model; turn these off, or train without chunk graphs:",
+    )
 
 
 class MegatronChunkGraphs:

@@ -23,8 +23,8 @@ from chunkgraph.settings.rule import Rule
 
 if TYPE_CHECKING:
     from chunkgraph.megatron.attachment import MegatronChunkGraphs
-    from chunkgraph.megatron.captured_part import Call, CapturedPart
     from chunkgraph.megatron.features.packing.steps import StepPlans
+    from chunkgraph.megatron.model_part import Call, ModelPart
     from chunkgraph.megatron.site import Site
 
 __all__ = [
@@ -82,11 +82,11 @@ class Feature:
         """Create the feature, which may change the model or Megatron; None if it does not apply."""
         return cls()
 
-    def wrap(self, part: CapturedPart, chunk: Chunk) -> Chunk:
+    def wrap(self, part: ModelPart, chunk: Chunk) -> Chunk:
         """Return ``chunk`` as the engine captures it; the first feature wraps innermost."""
         return chunk
 
-    def call(self, part: CapturedPart, call: Call) -> Call:
+    def call(self, part: ModelPart, call: Call) -> Call:
         """Wrap ``call``, which a part's forward calls; the first feature wraps outermost."""
         return call
 
@@ -166,14 +166,14 @@ class Features(Host):
         """Return the feature of ``kind``, or None."""
         return next((feature for feature in self._all if isinstance(feature, kind)), None)
 
-    def wrap(self, part: CapturedPart) -> Chunk:
+    def wrap(self, part: ModelPart) -> Chunk:
         """Return the chunk of ``part`` as the engine captures it."""
         chunk = part.chunk()
         for feature in self._all:
             chunk = feature.wrap(part, chunk)
         return chunk
 
-    def call(self, part: CapturedPart, call: Call) -> Call:
+    def call(self, part: ModelPart, call: Call) -> Call:
         """Wrap the engine's ``call`` as the forward of ``part`` calls it."""
         for feature in reversed(self._all):
             call = feature.call(part, call)

@@ -10,19 +10,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from chunkgraph import __version__
 from chunkgraph.engine import CaptureOptions
 from chunkgraph.engine.agreement import Maximum
 from chunkgraph.engine.arguments import check_counts
 from chunkgraph.errors import ConfigError
-from chunkgraph.megatron.captured_part import (
-    CapturedPart,
+from chunkgraph.megatron.core.access import versions
+from chunkgraph.megatron.core.agreement import agree_by_maximum
+from chunkgraph.megatron.core.data_parallel import delays, wrappers_of
+from chunkgraph.megatron.model_part import (
     ChosenScope,
+    ModelPart,
     Scope,
     choose_scope,
     new_part,
 )
-from chunkgraph.megatron.core.agreement import agree_by_maximum
-from chunkgraph.megatron.core.data_parallel import delays, wrappers_of
 from chunkgraph.megatron.pipeline.choice import PipelinePlace, PipelineSchedule
 from chunkgraph.megatron.refusals import facts_of_model
 from chunkgraph.settings.rule import Facts
@@ -62,7 +64,7 @@ class Site:
     feature_facts: dict[str, object] = field(default_factory=dict)
     requested_slots: Sequence[int] | None = None
     requested_schedule: str = "auto"
-    parts: tuple[CapturedPart, ...] = ()
+    parts: tuple[ModelPart, ...] = ()
     scope: ChosenScope = field(init=False)
     num_slots: tuple[int, ...] = ()
     schedule: PipelineSchedule | None = None
@@ -99,6 +101,18 @@ class Site:
             "verify": self.options.verify,
         }
         return facts_of_model(self.config, {**own, **self.feature_facts})
+
+    def equal_facts(self) -> dict[str, object]:
+        """Return versions and options that all ranks must share."""
+        return {
+            **versions(),
+            "chunkgraph": __version__,
+            "schedule": self.schedule or "auto",
+            "scope": self.requested_scope,
+            "num_warmup_steps": self.options.num_warmup_steps,
+            "on_failure": self.options.on_failure,
+            "token_drops": self.feature_options["token_drops"],
+        }
 
     def find_parts(self) -> None:
         """Agree on the scope with all ranks, find the captured parts, and count slots.
@@ -162,7 +176,7 @@ def config_of(chunk: nn.Module) -> Any:
     )
 
 
-def _refuse_tracers(part: CapturedPart) -> None:
+def _refuse_tracers(part: ModelPart) -> None:
     """Refuse Megatron's own hooks that keep what they see; captures refuse those of users."""
     for path, module in part.inner_modules.items():
         for hook in module._forward_hooks.values():
@@ -173,7 +187,7 @@ def _refuse_tracers(part: CapturedPart) -> None:
                 )
 
 
-def _refuse_delays_outside(chunk: nn.Module, part: CapturedPart) -> None:
+def _refuse_delays_outside(chunk: nn.Module, part: ModelPart) -> None:
     captured = set(part.inner_modules.values())
     for path, module in chunk.named_modules():
         if delays(module) and module not in captured:

@@ -162,9 +162,12 @@ class SlotMachine:
                 "run the weight gradients of a chunk in the order of its input gradients",
             )
         if not turns or turn not in (None, turns[0]):
-            problem = "no microbatch waits for its weight gradient"
-            if turn is not None:
-                problem = "this microbatch's weight gradient has been run already"
+            states = {use.turn: use.state for use in self._uses.values()}
+            problem = "this microbatch's weight gradient has been run already"
+            if turn is None:
+                problem = "no microbatch waits for its weight gradient"
+            elif states.get(turn) in (_FORWARD, _BACKWARD):
+                problem = "the backward of this microbatch has not run"
             raise self._error(f"weight chunk {chunk}", problem, _WEIGHT_ONCE)
         slot = self._waiting[chunk].popleft()
         use = self._uses[chunk, slot]

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from toys import Apply
 
-from chunkgraph.engine import Banks, CaptureOptions, Chunk, ChunkGraphs, Host
+from chunkgraph.engine import Banks, CaptureOptions, Chunk, ChunkGraphs, Host, StepPlan
+from chunkgraph.engine.split.program import Split
 from chunkgraph.errors import ConfigError
 from chunkgraph.graphs import RecorderBackend
 from chunkgraph.slots import plan_slots
@@ -48,6 +49,8 @@ def test_one_module_and_one_number_of_slots(chunks: Any, num_slots: Any) -> None
         (lambda x: x, r"Chunk 0 is <function .*Chunk\(forward=function, parameters="),
         ([Stage(), None], "Chunk 1 is None"),
         ([], "There are no chunks"),
+        (Chunk.from_module(Stage(), "it", program="split"), "it: program is 'split'. Pass FORWARD"),
+        (Chunk.from_module(Stage(), "it", program=Split), "it: program is <class .*an instance"),
     ],
 )
 def test_what_is_no_chunk_is_refused(chunks: Any, named: str) -> None:
@@ -132,7 +135,7 @@ def test_callables_and_graphs_say_what_they_are() -> None:
 
 def test_samples_that_do_not_fit_the_chunks_are_refused() -> None:
     graphs = ChunkGraphs(Stage(), 1, backend=RecorderBackend())
-    with pytest.raises(ValueError, match="one tensor samples for 1 chunks"):
+    with pytest.raises(ConfigError, match="got one tensor as samples of 1 chunks"):
         graphs.capture(torch.ones(1, 4))  # type: ignore[arg-type]
 
 
@@ -200,3 +203,31 @@ def test_options_that_cannot_be_are_refused(option: dict[str, Any], named: str) 
 def test_banks_have_different_keys(keys: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match="at least one key, and each once"):
         Banks(keys)
+
+
+def test_misfits_are_declared() -> None:
+    with pytest.raises(ConfigError, match=r"drops_failed=True\) needs .* takes_misfits=True too"):
+        ChunkGraphs(Stage(), 1, banks=Banks(drops_failed=True))
+    graphs = ChunkGraphs(Stage(), 1)
+    with pytest.raises(ConfigError, match=r"takes none.*takes_misfits=True"):
+        graphs.announce(StepPlan(misfit="too long"))
+
+
+@pytest.mark.parametrize(
+    ("text", "is_on"),
+    [("0", False), ("false", False), ("No", False), ("OFF", False), ("", True), ("true", True)],
+)
+def test_memset_kernels_come_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch, text: str, is_on: bool
+) -> None:
+    monkeypatch.setenv("CHUNKGRAPH_MEMSET_KERNELS", text)
+    assert CaptureOptions().memset_kernels is is_on
+
+
+def test_an_environment_that_says_neither_yes_nor_no_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CHUNKGRAPH_MEMSET_KERNELS", "never")
+    with pytest.raises(ConfigError, match=r"MEMSET_KERNELS is 'never'\. Set it to one of 1, tr"):
+        CaptureOptions()
+    assert CaptureOptions(memset_kernels=True).memset_kernels

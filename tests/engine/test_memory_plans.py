@@ -15,8 +15,7 @@ from toys import Apply, capture
 from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs
 from chunkgraph.engine.capture import session
 from chunkgraph.engine.capture.warm_up import warm_up
-from chunkgraph.engine.chunk import Program
-from chunkgraph.engine.program import Isolated
+from chunkgraph.engine.program import GraphProgram, Isolated
 from chunkgraph.engine.split import SPLIT
 from chunkgraph.errors import MemoryPlanError, SlotError
 from chunkgraph.graphs import GraphBackend
@@ -188,7 +187,7 @@ def test_chunks_share_slots_where_the_sizes_say_that_it_saves(
 
 @pytest.mark.parametrize("program", [None, SPLIT], ids=["whole", "split"])
 def test_outputs_and_input_gradients_keep_no_block(
-    program: Program | None, backend: GraphBackend
+    program: GraphProgram | None, backend: GraphBackend
 ) -> None:
     """Chunks that share slots, and backwards that share scratch, use the same memory for them."""
     chunks = [

@@ -12,7 +12,7 @@ from chunkgraph.engine import CaptureReport
 from chunkgraph.engine.observer import Counters
 from chunkgraph.launch.flags import GraphFlags
 from chunkgraph.launch.hooks import StepMetrics, capture_line, start_line
-from chunkgraph.megatron.captured_part import ChosenScope
+from chunkgraph.megatron.model_part import ChosenScope
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release]
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkgraph.engine import replay as replayer
 from chunkgraph.errors import ConfigError
-from chunkgraph.megatron.captured_part import SCOPE_RULES, ChosenScope, choose_scope
+from chunkgraph.megatron.model_part import SCOPE_RULES, ChosenScope, choose_scope
 from chunkgraph.megatron.refusals import facts_of_model
 from chunkgraph.settings import Config
 from chunkgraph.settings.rule import refusals

@@ -76,6 +76,8 @@ def test_calls_out_of_order(running, accepted, last, parts):
 def test_a_weight_gradient_comes_after_its_input_gradient(running):
     running.acquire_forward(0)
     refused(lambda: running.begin_last(0), "no microbatch waits for its weight gradient")
+    never_run = "the backward of this microbatch has not run"
+    refused(lambda: running.begin_last(0, running.latest_turn), never_run)
     refused(lambda: running.await_last(0, 0), "waits for its backward")
     running.begin_backward(0, 0)
     running.await_last(0, 0)

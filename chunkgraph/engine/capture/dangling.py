@@ -1,7 +1,7 @@
 """No tensor of a pool outlives the capture unseen.
 
 Whatever a capture leaves in Python lies in the memory of one graph: other graphs may overwrite it,
-and it has no value before the first replay. So modules get back what they kept before each capture
+and it has no value before the first replay. So what modules keep is restored after each capture
 (`Bookkeeping`), and a session fails if anything else in the process still refers to its memory
 (`refuse_dangling`). What eager warmup passes leave stays.
 """
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from chunkgraph.engine.capture.preserved import parts_kept
+from chunkgraph.engine.capture.restore import restoring_parts
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.slot import Slot
 from chunkgraph.errors import CaptureError
@@ -29,7 +29,7 @@ from chunkgraph.graphs import AddressRanges, Pool, storage_address
 __all__ = ["Bookkeeping", "refuse_dangling"]
 
 _DEPTH = 2
-"""Most objects, dicts and lists between a module and an entry that is put back."""
+"""Most objects, dicts and lists between a module and an entry that is restored."""
 
 _OPAQUE = (type, torch.Tensor, FunctionType, MethodType, BuiltinFunctionType, ModuleType)
 """Their attributes are no bookkeeping."""
@@ -42,7 +42,7 @@ class Bookkeeping:
     """What modules keep: attributes, buffers, and entries of objects, dicts and lists in these.
 
     Args:
-        chunk: the chunk of the modules; without a module, nothing is put back.
+        chunk: the chunk of the modules; without a module, nothing is restored.
     """
 
     def __init__(self, chunk: Chunk) -> None:
@@ -57,15 +57,15 @@ class Bookkeeping:
         self._containers = list(found.values())
 
     @contextmanager
-    def put_back(self) -> Iterator[None]:
-        """Put back, on exit, what the modules kept before the block.
+    def restoring(self) -> Iterator[None]:
+        """Restore, on exit, what the modules kept before the block.
 
         Raises:
-            CaptureError: see `parts_kept`.
+            CaptureError: see `restoring_parts`.
         """
         before = [container.copy() for container in self._containers]
         try:
-            with parts_kept(self._chunk, ["_buffers"]):  # data parallelism may swap parameters
+            with restoring_parts(self._chunk, ["_buffers"]):  # data parallelism may swap parameters
                 yield
         finally:
             for own, entries in zip(self._containers, before, strict=True):

@@ -25,15 +25,15 @@ _task_id = torch._C._current_graph_task_id
 
 def nodes_below(outputs: Iterable[torch.Tensor]) -> Iterator[Any]:
     """Yield every node of the graph below ``outputs``, each once."""
-    waiting: list[Any] = [t.grad_fn for t in outputs if t.grad_fn is not None]
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
+    stack: list[Any] = [t.grad_fn for t in outputs if t.grad_fn is not None]
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
         yield node
         for parent, _ in node.next_functions:
             if parent is not None and parent not in seen:
                 seen.add(parent)
-                waiting.append(parent)
+                stack.append(parent)
 
 
 def leaves_below(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:

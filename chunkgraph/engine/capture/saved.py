@@ -124,7 +124,7 @@ def saved_tensors(outputs: Sequence[Any], watch: LayerWatch) -> list[SavedTensor
         entries: list[tuple[int, SavedTensor]] = []
         for node in nodes_below(t for t in outputs if isinstance(t, torch.Tensor)):
             number = node._sequence_nr()
-            for name, tensor in _kept_by(node):
+            for name, tensor in _saved_by(node):
                 saved = SavedTensor(
                     layer=watch.layer_of(number),
                     operator=f"{node.name()}.{name}",
@@ -139,7 +139,7 @@ def saved_tensors(outputs: Sequence[Any], watch: LayerWatch) -> list[SavedTensor
         return [saved for _, saved in sorted(entries, key=lambda e: (e[0], e[1].operator))]
 
 
-def _kept_by(node: Any) -> list[tuple[str, torch.Tensor]]:
+def _saved_by(node: Any) -> list[tuple[str, torch.Tensor]]:
     """Return (name, tensor) of the tensors that a node keeps for its backward."""
     kept: list[tuple[str, torch.Tensor]] = []
     kind: type = type(node)

@@ -105,8 +105,7 @@ class Measured:
         order: Sequence[int] = (),
     ) -> Measured:
         """Measure the backward too, from the inputs' and the parameters' gradients."""
-        digests = digests_of([*input_grads, *sums])
-        return replace(self, backward=digests, order=tuple(order))
+        return replace(self, backward=digests_of([*input_grads, *sums]), order=tuple(order))
 
 
 @dataclass(frozen=True)
@@ -150,7 +149,9 @@ class Noise:
         """Return the largest ratio, as in ``forward``, that is noise; 0: all bits must be equal."""
         if not self.is_routed:
             return 0.0
-        return _FACTOR * float(self.forward[index]) + self._level()
+        floats = self.forward[self.forward < 1.0]
+        level = min(float(floats.max()) if floats.numel() else 0.0, _MOST_NOISE)
+        return _FACTOR * float(self.forward[index]) + level
 
     @property
     def is_routed(self) -> bool:
@@ -167,10 +168,6 @@ class Noise:
         """Return the largest root mean square of all ratios of a backward that is noise."""
         slack = _ROUTED if self.is_routed else _LEAST_NOISE
         return _FACTOR * float(self.backward.square().mean().sqrt()) + slack
-
-    def _level(self) -> float:
-        floats = self.forward[self.forward < 1.0]
-        return min(float(floats.max()) if floats.numel() else 0.0, _MOST_NOISE)
 
 
 def check_passes(label: str, passes: Sequence[Measured]) -> Noise:

@@ -4,15 +4,16 @@
 
 1. `_enter`: isolate the model, random state and memory from training.
 2. `_warm_up`: run eager passes on the capture stream.
-3. `_make_room`: refuse a session that cannot fit, and empty the allocator's cache.
-4. Slot by slot, `_capture_forward` captures a forward in the slot's pool, and `_capture_backward`
+3. `_choose_slots`: let the chunks share their slots if that takes less memory.
+4. `_make_room`: refuse a session that cannot fit, and empty the allocator's cache.
+5. Slot by slot, `_capture_forward` captures a forward in the slot's pool, and `_capture_backward`
    its backward, by the chunk's program. It frees the saved tensors into the pool, where only that
-   slot ever allocates again. Modules get back what they kept before each capture. Banks are
+   slot ever allocates again. What modules keep is restored after each capture. Banks are
    captured from the largest to the smallest; the variants of a slot in smaller banks reuse its
    pool. `_test`
    replays the first slot of each chunk and bank, before the others are captured, and compares it
    with the eager passes.
-5. `_prove`: no replay overwrites memory that another slot holds.
+6. `_prove`: no replay overwrites memory that another slot holds.
 
 Gradients, the modules' tensors and random state are as if the session had not happened. A session
 that fails leaves nothing in memory.
@@ -31,12 +32,13 @@ import torch
 from torch import nn
 
 from chunkgraph._collector import collector_paused
-from chunkgraph.engine.capture.captured_rank import Bank, CapturedRank, CaptureReport, SlotKey
+from chunkgraph.engine.arguments import rank_label
 from chunkgraph.engine.capture.dangling import Bookkeeping, refuse_dangling
+from chunkgraph.engine.capture.graph_set import Bank, CaptureReport, GraphSet, SlotKey
 from chunkgraph.engine.capture.layers import LayerWatch
 from chunkgraph.engine.capture.parameter_aliases import ParameterAliases
-from chunkgraph.engine.capture.preserved import parts_kept, restored, state_of
 from chunkgraph.engine.capture.refusals import refuse_shared_parameters
+from chunkgraph.engine.capture.restore import restoring, restoring_parts, writable
 from chunkgraph.engine.capture.saved import SavedTensor, saved_tensors
 from chunkgraph.engine.capture.self_test import Measured, difference, wrong_replay
 from chunkgraph.engine.capture.static_inputs import SlotStatics
@@ -73,7 +75,7 @@ class SessionSettings:
     """Settings of a session.
 
     Attributes:
-        host: the program around the chunks.
+        host: the training loop around the chunks.
         memory_plan: see `chunkgraph.memory.pools`.
         shared_slots: see `CaptureOptions`.
         num_together: see `ChunkGraphs`.
@@ -104,7 +106,7 @@ def capture_session(
     samples: Mapping[Hashable, Sequence[Call]],
     backend: GraphBackend,
     settings: SessionSettings,
-) -> CapturedRank:
+) -> GraphSet:
     """Capture ``num_slots[c]`` slots of every chunk ``c`` in every bank from its sample call.
 
     Args:
@@ -120,15 +122,15 @@ def capture_session(
         MemoryPlanError: the proof failed; no graph, pool or buffer is left.
     """
     refuse_contexts(chunks[0].label, CaptureError)
-    pools = PoolPlan(settings.memory_plan, backend, chunks[0].label.split(" chunk")[0])
-    captured: CapturedRank | None = None
+    rank = rank_label(chunks)
+    pools = PoolPlan(settings.memory_plan, backend, rank)
+    captured: GraphSet | None = None
     try:
         # When `_run` returns, only slots may hold memory of graphs.
         maker = GraphMaker(backend, pools, settings.host)
         captured = _run(chunks, num_slots, samples, settings, maker)
         slots = [slot for of_chunk in captured.slots for slot in of_chunk]
-        label = chunks[0].label if len(chunks) == 1 else chunks[0].label.split(" chunk")[0]
-        refuse_dangling(label, pools.pools, slots)
+        refuse_dangling(chunks[0].label if len(chunks) == 1 else rank, pools.pools, slots)
     except BaseException:
         if captured is not None:
             captured.release()
@@ -147,11 +149,12 @@ class _Session:
         maker: makes the graphs.
 
     Attributes:
+        backend: that of ``maker``.
         grad_memory: the memory of ``sinks``; there is none during the eager passes.
         sinks: the gradient sinks of each chunk.
         models: the state of each chunk's module that the graphs depend on.
         aliases: the leaves that replace each chunk's parameters during the session.
-        kept: what the module of each chunk keeps, as `_make_room` finds it.
+        bookkeeping: what the module of each chunk keeps, as `_make_room` finds it.
         warm_ups: measurements of the eager passes, by bank and chunk.
         plans: how backwards are captured, by bank and chunk.
         memories: of the first variant of each slot.
@@ -170,7 +173,7 @@ class _Session:
         maker: GraphMaker,
     ) -> None:
         self.chunks, self.num_slots, self.samples = list(chunks), tuple(num_slots), samples
-        self.settings, self.maker = settings, maker
+        self.settings, self.maker, self.backend = settings, maker, maker.backend
         self.backend.release_cached_memory()  # blocks of eager steps are too small for all sinks
         parameters = {id(p): p for chunk in chunks for p in chunk.parameters}
         self.grad_memory = GradMemory(parameters.values())
@@ -180,7 +183,7 @@ class _Session:
         refuse_shared_parameters(chunks)
         stand_ins: dict[int, nn.Parameter] = {}
         self.aliases = tuple(ParameterAliases(c.module, c.parameters, stand_ins) for c in chunks)
-        self.kept: tuple[Bookkeeping, ...] = ()
+        self.bookkeeping: tuple[Bookkeeping, ...] = ()
         self.warm_ups: dict[Hashable, list[WarmUp]] = {}
         self.plans: dict[Hashable, list[BackwardPlan]] = {}
         self.memories: dict[Hashable, SlotMemory] = {}
@@ -188,11 +191,6 @@ class _Session:
         self.markers: dict[Slot, GradientMarker] = {}
         self.num_done = 0
         self.saved: dict[SlotKey, tuple[SavedTensor, ...]] = {}
-
-    @property
-    def backend(self) -> GraphBackend:
-        """Return the backend that makes the graphs."""
-        return self.maker.backend
 
     def variants(self) -> list[list[tuple[Hashable, int]]]:
         """Return banks and chunks in the order of capture.
@@ -238,7 +236,7 @@ def _run(
     samples: Mapping[Hashable, Sequence[Call]],
     settings: SessionSettings,
     maker: GraphMaker,
-) -> CapturedRank:
+) -> GraphSet:
     """Run all phases of a session."""
     start = time.perf_counter()
     session = _Session(chunks, num_slots, samples, settings, maker)
@@ -265,7 +263,7 @@ def _run(
     session.backend.release_cached_memory()
     for model in session.models:
         model.take()
-    return CapturedRank(
+    return GraphSet(
         _banks(session),
         session.sinks,
         session.models,
@@ -285,7 +283,7 @@ def _enter(session: _Session, stack: ExitStack) -> None:
     """Isolate the model, random state and memory from training until ``stack`` is closed."""
     backend, settings = session.backend, session.settings
     for chunk in session.chunks:
-        stack.enter_context(parts_kept(chunk))
+        stack.enter_context(restoring_parts(chunk))
     stack.enter_context(settings.host.preserving())
     stack.enter_context(backend.preserve_random_state(settings.host.generators()))
     if backend.device.type == "cuda":
@@ -340,7 +338,7 @@ def _choose_slots(session: _Session) -> None:
 
 def _make_room(session: _Session) -> None:
     """Refuse a session that cannot fit, and give the allocator's cache back to the device."""
-    session.kept = tuple(map(Bookkeeping, session.chunks))
+    session.bookkeeping = tuple(map(Bookkeeping, session.chunks))
     backend = session.backend
     check_memory(
         session.chunks,
@@ -363,13 +361,12 @@ def _capture_forward(session: _Session, slot: Slot) -> Pass:
     """Capture the forward of a slot."""
     c = slot.chunk
     session.settings.begin_part(slot.bank)
-    with session.kept[c].put_back():
+    with session.bookkeeping[c].restoring():
         forward = capture_forward(slot, session.isolated(c), session.samples[slot.bank][c])
     session.slots.append(slot)
     session.graph_done()
     saved = saved_tensors(forward.leaves, session.settings.layers)
-    place = slot.bank, c, slot.index
-    session.saved[place] = tuple(replace(t, tensor=None) for t in saved)
+    session.saved[slot.bank, c, slot.index] = tuple(replace(t, tensor=None) for t in saved)
     return forward
 
 
@@ -382,19 +379,19 @@ def _new_slot(session: _Session, key: Hashable, c: int, s: int) -> Slot:
     """Return the slot to capture into. Its first variant creates the memory of all variants."""
     shared_slots, num_banks = session.settings.shared_slots, len(session.samples)
     label = f"{session.chunks[c].label} slot {s}"
-    place: Hashable = s if shared_slots else (c, s)
-    if place not in session.memories:
+    slot_id: Hashable = s if shared_slots else (c, s)
+    if slot_id not in session.memories:
         chunks = range(len(session.chunks)) if shared_slots else (c,)
         slot_bytes = max(w[i].slot_bytes for w in session.warm_ups.values() for i in chunks)
         if session.slots:  # before the first graph, this would free workspaces too
             session.backend.release_cached_memory()
         has_variants = num_banks > 1 or (shared_slots and len(session.chunks) > 1)
-        session.memories[place] = SlotMemory(
-            place,
+        session.memories[slot_id] = SlotMemory(
+            slot_id,
             session.maker.pools.forward_pool(label, slot_bytes),
             SlotStatics(is_shared=has_variants),
         )
-    memory = replace(session.memories[place], kept=AddressRanges())
+    memory = replace(session.memories[slot_id], live=AddressRanges())
     return Slot(c, s, _label(session, label, key), key, memory)
 
 
@@ -409,7 +406,7 @@ def _capture_backward(session: _Session, slot: Slot, forward: Pass) -> None:
         if marker is not None:
             session.markers[slot] = marker
         plan, done = session.plans[slot.bank][c], session.graph_done
-        with session.kept[c].put_back():
+        with session.bookkeeping[c].restoring():
             forward.make_output_grads(slot)
             input_grads = program_of(chunk).capture_backward(slot, forward, own, plan, marker, done)
     finish_slot(slot, forward, own, input_grads)
@@ -439,7 +436,7 @@ def _test(session: _Session, slot: Slot) -> None:
             backend.on_capture_stream(),
             backend.preserve_random_state(host.generators()),
             host.preserving(),
-            restored(state_of(chunk, warm.written)),
+            restoring(writable(chunk, warm.written)),
         ):
             first, *later = slot.graphs.values()
             first.replay()
@@ -492,7 +489,7 @@ def _report(session: _Session, duration_ms: float) -> CaptureReport:
     pools, slots = session.maker.pools, session.slots
     held_bytes: dict[Hashable, int] = {}
     for memory in (slot.memory for slot in slots):
-        held_bytes[memory.key] = max(held_bytes.get(memory.key, 0), memory.kept.num_bytes)
+        held_bytes[memory.slot_id] = max(held_bytes.get(memory.slot_id, 0), memory.live.num_bytes)
     return CaptureReport(
         num_slots=session.num_slots,
         shared_slots=session.settings.shared_slots,
@@ -522,7 +519,7 @@ def _footprint(slot: Slot, backend: GraphBackend) -> SlotFootprint:
     writes = {graph.label: graph.writes() for graph in slot.graphs.values()}
     # Copies into static inputs before a replay are writes too.
     writes[f"{slot.label} (its inputs loaded)"] = loaded
-    return SlotFootprint(slot.label, slot.memory.kept | loaded, writes, slot.memory.key, reads)
+    return SlotFootprint(slot.label, slot.memory.live | loaded, writes, slot.memory.slot_id, reads)
 
 
 def _num_bytes(tensors: Sequence[torch.Tensor]) -> int:

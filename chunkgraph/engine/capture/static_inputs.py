@@ -20,7 +20,7 @@ def call_with(
     chunk: Chunk,
     sample: Call,
     inputs: Sequence[torch.Tensor],
-    results: dict[int, torch.Tensor] | None = None,
+    grads: dict[int, torch.Tensor] | None = None,
 ) -> Any:
     """Run the chunk's forward with a sample's plain values and autocast and with these tensors.
 
@@ -28,8 +28,8 @@ def call_with(
         chunk: the chunk to run, with gradients enabled.
         sample: the call.
         inputs: tensors that replace the call's tensors.
-        results: filled in the backward with the gradients, by id, of inputs that were not leaves
-            for the caller; in their own layout, which ``.grad`` of a leaf does not keep.
+        grads: filled in the backward with the gradients, by id, of the sample's ``non_leaves``; in
+            their own layout, which ``.grad`` of a leaf does not keep.
 
     Raises:
         CaptureError: the forward changes a list or dict among the arguments.
@@ -37,7 +37,7 @@ def call_with(
     autocast = sample.autocast.entered() if sample.autocast is not None else nullcontext()
     with torch.enable_grad(), autocast:
         tensors = [
-            _AsResult.apply(t, results) if i in sample.results else t for i, t in enumerate(inputs)
+            _NonLeaf.apply(t, grads) if i in sample.non_leaves else t for i, t in enumerate(inputs)
         ]
         call = sample.filled(tensors)
         args, kwargs = call.arguments()
@@ -52,7 +52,7 @@ def call_with(
     return result
 
 
-class _AsResult(torch.autograd.Function):
+class _NonLeaf(torch.autograd.Function):
     """Turn a leaf into the result of an operator on the same memory, as it was for the caller.
 
     In-place operators refuse leaves, and autocast caches casts only of leaves.
@@ -60,17 +60,17 @@ class _AsResult(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, leaf: torch.Tensor, results: dict[int, torch.Tensor] | None
+        ctx: Any, leaf: torch.Tensor, grads: dict[int, torch.Tensor] | None
     ) -> torch.Tensor:
-        ctx.place = id(leaf), results
+        ctx.place = id(leaf), grads
         return leaf.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None]:
-        place, results = ctx.place
-        if results is None:
+        place, grads = ctx.place
+        if grads is None:
             return grad, None
-        results[place] = grad.detach()  # a view would keep its base alive
+        grads[place] = grad.detach()  # a view would keep its base alive
         return None, None
 
 

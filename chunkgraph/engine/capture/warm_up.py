@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from chunkgraph.engine.capture.layers import LayerWatch
-from chunkgraph.engine.capture.preserved import tensors_kept
 from chunkgraph.engine.capture.refusals import refuse_undeclared
+from chunkgraph.engine.capture.restore import restoring_writes
 from chunkgraph.engine.capture.saved import saved_tensors
 from chunkgraph.engine.capture.self_test import Measured, Noise, check_passes
 from chunkgraph.engine.chunk import Chunk
@@ -46,11 +46,7 @@ class WarmUp:
 
 
 def warm_up(
-    own: Isolated,
-    sample: Call,
-    label: str,
-    layers: LayerWatch,
-    plan: MemoryPlan,
+    own: Isolated, sample: Call, label: str, layers: LayerWatch, plan: MemoryPlan
 ) -> WarmUp:
     """Run eager passes on the capture stream, where libraries create handles and tune.
 
@@ -76,7 +72,7 @@ def warm_up(
             backend.on_capture_stream(),
             backend.preserve_random_state(host.generators()),
             host.preserving(),
-            tensors_kept(chunk) as written,
+            restoring_writes(chunk) as written,
         ):
             before = backend.allocated_bytes()
             call = Pass(chunk, sample)
@@ -113,7 +109,7 @@ def _run_backward(own: Isolated, call: Pass) -> tuple[tuple[int, ...], list[torc
     if not chunk.has_backward:
         return (), []
     program = program_of(chunk)
-    with own.sinks.summing(leaves, order) as (sums, totals), call.casting():
+    with own.sinks.summing(leaves, order) as (sums, totals), call.gradients.casting():
         with program.run_backward(chunk, call.sample, leaves, sums.add):
             call.backward()
         sums.finish()

@@ -77,8 +77,8 @@ class DelayedModules:
             CaptureError: A module waits because it ran more than once in the forward.
         """
         for module in self.modules:
-            waiting = getattr(getattr(module, "wgrad_store", None), "context", None)
-            if waiting is not None and not waiting.empty():
+            queue = getattr(getattr(module, "wgrad_store", None), "context", None)
+            if queue is not None and not queue.empty():
                 raise CaptureError(
                     f"{self._label}: a {type(module).__name__} that delays its weight gradients "
                     "runs more than once in a forward, and one backward_dw() computes those of one "

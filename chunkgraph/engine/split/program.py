@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from chunkgraph.engine.capture.accumulate import collecting
-from chunkgraph.engine.capture.preserved import tensors_kept
+from chunkgraph.engine.capture.restore import restoring_writes
 from chunkgraph.engine.chunk import Chunk, GradientMarker, ReplayAction
 from chunkgraph.engine.program import BackwardPlan, GraphProgram, Isolated, Pass, Receive
 from chunkgraph.engine.slot import Slot
@@ -68,7 +68,7 @@ class Split(GraphProgram):
             backend.on_capture_stream(),
             backend.preserve_random_state(host.generators()),
             host.preserving(),
-            tensors_kept(chunk),
+            restoring_writes(chunk),
             # Entered first: of two hooks on a leaf, the first takes the gradient.
             collecting(leaves, lambda index, gradient: take(index, gradient)),  # noqa: PLW0108
         ):
@@ -77,7 +77,7 @@ class Split(GraphProgram):
             before.make_output_grads()
             tracer = BackwardTracer(watched, chunk.buffers)
             take = tracer.take
-            with before.casting(), tracer:
+            with before.gradients.casting(), tracer:
                 before.backward()
             trace = tracer.trace(_present(before.input_grads()))
             delayed.run(leaves, _drop)
@@ -90,7 +90,7 @@ class Split(GraphProgram):
             deferral = Deferral(trace, chunk.label)
             take = deferral.take
             with backend.observe_allocations() as log:
-                with forward.casting(), _explained(chunk.label):
+                with forward.gradients.casting(), _explained(chunk.label):
                     with deferral:
                         forward.backward()
                     _end_backward(chunk)
@@ -133,8 +133,8 @@ class Split(GraphProgram):
         label = f"{slot.label} weight gradient"
         pool = maker.pools.backward_pool(slot.memory.pool)
         if plan.trace is None:
-            at_once = weights.delayed.computing_at_once()
-            with weights.taken(), at_once, forward.casting(), maker.capture(label, pool) as graph:
+            at_once, cast = weights.delayed.computing_at_once(), forward.gradients.casting()
+            with weights.taken(), at_once, cast, maker.capture(label, pool) as graph:
                 forward.backward(keeps_leaves=True)
                 _end_backward(own.chunk)
                 weights.finish()
@@ -162,14 +162,14 @@ def _capture_input_half(
     pool = slot.memory.pool
     before = pool.live()
     label = f"{slot.label} input gradient"
-    with forward.casting(), own.maker.capture(label, pool, forward.grads) as graph:
+    with forward.gradients.casting(), own.maker.capture(label, pool, forward.grads) as graph:
         with deferral:
             forward.backward(keeps_leaves=True)
         _end_backward(own.chunk)
     slot.graphs["I"] = graph
     input_grads = forward.take_input_grads()
     # Memory that the forward keeps is read later, or was freed for later allocations.
-    slot.memory.kept = slot.memory.kept | (pool.live() - before)
+    slot.memory.live = slot.memory.live | (pool.live() - before)
     return input_grads
 
 

@@ -156,11 +156,11 @@ class BackwardTracer(OperatorMode):
 
     def _add_sources(self, operators: set[int]) -> None:
         """Add all operators that these depend on."""
-        waiting = list(operators)
-        while waiting:
-            new = self._operators[waiting.pop()].sources - operators
+        stack = list(operators)
+        while stack:
+            new = self._operators[stack.pop()].sources - operators
             operators |= new
-            waiting.extend(new)
+            stack.extend(new)
 
     def run_operator(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `OperatorMode`."""
@@ -179,16 +179,16 @@ class BackwardTracer(OperatorMode):
 
         If a backward recomputes, the first operator leads to the rest of the graph that it makes.
         """
-        waiting = [node]
-        while waiting:
-            new = waiting.pop()
+        stack = [node]
+        while stack:
+            new = stack.pop()
             # Nodes are not kept: tensors that they hold would live longer than in other passes.
             metadata: dict[Any, Any] = new.metadata  # type: ignore[assignment]  # not a method
             if metadata.get(_WATCHED) is not self._mark:
                 metadata[_WATCHED] = self._mark
                 if _is_outside_of_torch(new):
                     new.register_prehook(self._arrived)
-                waiting.extend(after for after, _ in new.next_functions if after is not None)
+                stack.extend(after for after, _ in new.next_functions if after is not None)
 
     def _arrived(self, gradients: Sequence[torch.Tensor | None]) -> None:
         for gradient in gradients:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 
-from chunkgraph.engine.capture.captured_rank import CapturedRank
+from chunkgraph.engine.capture.graph_set import GraphSet
 from chunkgraph.engine.capture.saved import SavedTensor
 from chunkgraph.engine.capture.self_test import TO_DO
 from chunkgraph.engine.chunk import CaptureOptions, Chunk, Host
@@ -33,9 +33,9 @@ class Verifier(Observer):
     Args:
         chunks: the chunks of the rank.
         samples: the captured calls, by bank.
-        rank: the result of their capture.
+        graphs: their graphs.
         backend: the backend of the graphs.
-        host: the program around the chunks.
+        host: the training loop around the chunks.
         options: the steps to verify.
     """
 
@@ -43,7 +43,7 @@ class Verifier(Observer):
         self,
         chunks: Sequence[Chunk],
         samples: Mapping[Hashable, Sequence[Call]],
-        rank: CapturedRank,
+        graphs: GraphSet,
         backend: GraphBackend,
         host: Host,
         options: CaptureOptions,
@@ -53,8 +53,8 @@ class Verifier(Observer):
             key: tuple(sample.emptied() for sample in calls) for key, calls in samples.items()
         }
         self._backend, self._host = backend, host
-        self._rank = rank
-        self._gradients = tuple(sinks.buffers for sinks in rank.sinks)
+        self._graphs = graphs
+        self._gradients = tuple(sinks.buffers for sinks in graphs.sinks)
         self._step = 0
         self._forget()
 
@@ -83,12 +83,12 @@ class Verifier(Observer):
     def _passes_of(self, slot: Slot) -> EagerPasses:
         c, key = slot.chunk, slot.bank
         if (c, key) not in self._passes:
-            written = self._rank.warm_ups[key, c].written
+            written = self._graphs.warm_ups[key, c].written
             of_chunk = self._chunks[c], self._calls[key][c], self._gradients[c], written
             self._passes[c, key] = EagerPasses(*of_chunk, self._backend, self._host)
         return self._passes[c, key]
 
-    def _kept_by(self, slot: Slot) -> list[SavedTensor]:
+    def _saved_by(self, slot: Slot) -> list[SavedTensor]:
         """Return what the slot's forward keeps, with tensors in its pool and its inputs.
 
         Other memory may be gone.
@@ -96,7 +96,7 @@ class Verifier(Observer):
         memory = slot.memory.pool.reserved()
         for tensor in slot.inputs.tensors:
             memory = memory | self._backend.storage_ranges(tensor)
-        saved = self._rank.saved[slot.bank, slot.chunk, slot.index]
+        saved = self._graphs.saved[slot.bank, slot.chunk, slot.index]
         return [record.seen_in(memory) for record in saved]
 
     def _describe(self, slot: Slot, direction: str) -> str:

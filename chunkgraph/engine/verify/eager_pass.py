@@ -17,7 +17,7 @@ import torch
 
 from chunkgraph.engine.capture.layers import LayerWatch
 from chunkgraph.engine.capture.parameter_aliases import ParameterAliases
-from chunkgraph.engine.capture.preserved import ChunkState, restored, state_of, versions
+from chunkgraph.engine.capture.restore import ChunkState, restoring, versions, writable
 from chunkgraph.engine.capture.saved import SavedTensor, saved_tensors
 from chunkgraph.engine.capture.self_test import Measured
 from chunkgraph.engine.chunk import Chunk, Host
@@ -57,7 +57,7 @@ class EagerPasses:
         gradients: the buffers that replayed backwards add to, one for each parameter.
         written: memory of parameters that the chunk's passes write.
         backend: the backend of the graphs.
-        host: the program around the chunks.
+        host: the training loop around the chunks.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class EagerPasses:
         self._call = call
         self._gradients = tuple(gradients)
         self._backend, self._host = backend, host
-        self._state = state_of(chunk, written)
+        self._state = writable(chunk, written)
 
     @cached_property
     def _sums(self) -> tuple[torch.Tensor, ...]:
@@ -156,7 +156,7 @@ class EagerPasses:
         originals = [dict(leaf.__dict__) for leaf in aliases.leaves]
         with (
             self._host.preserving(),
-            restored(self._state, self.generators(), begin),
+            restoring(self._state, self.generators(), begin),
             self._host.verifying(),
             aliases.in_place(),
         ):

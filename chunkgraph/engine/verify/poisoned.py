@@ -18,9 +18,9 @@ import torch
 
 from chunkgraph.engine.bits import has_nan
 from chunkgraph.engine.capture.layers import parameter_names
-from chunkgraph.engine.capture.preserved import ChunkState
+from chunkgraph.engine.capture.restore import ChunkState
 from chunkgraph.engine.capture.saved import first_nan
-from chunkgraph.engine.observer import ReplayAction
+from chunkgraph.engine.chunk import ReplayAction
 from chunkgraph.engine.slot import Slot
 from chunkgraph.engine.verify.base import Verifier
 from chunkgraph.engine.verify.eager_pass import EagerPass
@@ -41,23 +41,22 @@ class PoisonVerifier(Verifier):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        gc.collect()  # dead objects must not count as kept
+        gc.collect()  # dead objects must not count as lasting
         own: dict[Pool, AddressRanges] = {}
-        for slot in (s for slots in self._rank.slots for s in slots):
+        for slot in (s for slots in self._graphs.slots for s in slots):
             for tensor in (*slot.outputs.tensors, *slot.input_grads.tensors):
                 if tensor is not None:
                     pool = slot.memory.pool
-                    own[pool] = own.get(pool, AddressRanges()) | self._backend.storage_ranges(
-                        tensor
-                    )
-        # What lives as long as the graphs, such as a mask that a module created in the capture.
-        self._kept = {pool: pool.live() - ranges for pool, ranges in own.items()}
-        self._scratch = self._rank.pools.scratch
+                    ranges = self._backend.storage_ranges(tensor)
+                    own[pool] = own.get(pool, AddressRanges()) | ranges
+        # What lasts as long as the graphs, such as a mask that a module created in the capture.
+        self._lasting = {pool: pool.live() - results for pool, results in own.items()}
+        self._scratch = self._graphs.pools.scratch
         self._dead: list[Pool] = []  # pools of free slots, which hold input gradients until now
 
     def _forget(self) -> None:
         super()._forget()
-        self._kept_nan: dict[Slot, str] = {}
+        self._saved_nan: dict[Slot, str] = {}
         self._were_infinite: list[bool] = []
         self._begin: dict[Slot, ChunkState] = {}
 
@@ -81,7 +80,7 @@ class PoisonVerifier(Verifier):
         if action == "W":
             return
         # Until the backward overwrites what the forward keeps.
-        self._kept_nan[slot] = first_nan(self._kept_by(slot))
+        self._saved_nan[slot] = first_nan(self._saved_by(slot))
         if has_nan(tensors):
             where = "it came in with the output gradient, from work after the chunk"
             self._warn(slot, "backward", where)
@@ -106,7 +105,7 @@ class PoisonVerifier(Verifier):
             layer = first_nan(eager.saved) or "the last one"
             self._warn(slot, "forward", f"the first layer with a NaN is {layer}")
             return
-        layer = first_nan(self._kept_by(slot)) or "after all tensors that are kept for the backward"
+        layer = first_nan(self._saved_by(slot)) or "after all tensors that the backward reads"
         self._judge(slot, "forward", _STALE, "an output has a NaN", f"with a NaN: {layer}")
 
     def _look_at_gradients(self, slot: Slot) -> None:
@@ -125,7 +124,7 @@ class PoisonVerifier(Verifier):
             self._fill(pool)
 
     def _fill(self, pool: Pool) -> None:
-        pool.poison(self._kept.get(pool, ()))
+        pool.poison(self._lasting.get(pool, ()))
 
     def _gradients_with(
         self, slot: Slot, property_of: Callable[[torch.Tensor], torch.Tensor]
@@ -148,7 +147,7 @@ class PoisonVerifier(Verifier):
             self._warn(slot, "backward", where)
             return
         what = f"the gradient of {name or 'an input'} has a NaN"
-        layer = self._kept_nan.get(slot) or name.rpartition(".")[0] or "unknown"
+        layer = self._saved_nan.get(slot) or name.rpartition(".")[0] or "unknown"
         self._judge(slot, "backward", _STALE, what, f"with a NaN: {layer}")
 
     def _forward(self, slot: Slot) -> EagerPass:

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 
 import torch
 
-from chunkgraph.engine.capture.preserved import ChunkState
+from chunkgraph.engine.capture.restore import ChunkState
 from chunkgraph.engine.capture.saved import first_difference, what_follows
 from chunkgraph.engine.capture.self_test import Measured, backward_difference, forward_difference
+from chunkgraph.engine.chunk import ReplayAction
 from chunkgraph.engine.layout import copy_into, duplicate
-from chunkgraph.engine.observer import ReplayAction
 from chunkgraph.engine.slot import Slot
 from chunkgraph.engine.verify.base import Verifier
 from chunkgraph.engine.verify.eager_pass import EagerPass
@@ -58,8 +58,8 @@ class ShadowVerifier(Verifier):
             self._run_backward(slot, *self._halved.pop(slot))
         else:
             grads = _output_grads(slot, tensors)
-            kept = self._kept_by(slot)  # until the backward overwrites it
-            self._overwritten[slot] = first_difference(kept, self._passing[slot].saved)
+            saved = self._saved_by(slot)  # until the backward overwrites it
+            self._overwritten[slot] = first_difference(saved, self._passing[slot].saved)
             if action == "I":
                 self._halved[slot] = grads, self._passes_of(slot).state()
             else:
@@ -85,20 +85,20 @@ class ShadowVerifier(Verifier):
     def _compare_forward(self, slot: Slot) -> None:
         buffers, generators = self._chunks[slot.chunk].buffers, self._passes_of(slot).generators()
         replay = Measured.of(slot.outputs.leaves, buffers, generators)
-        noise = self._rank.warm_ups[slot.bank, slot.chunk].noise
+        noise = self._graphs.warm_ups[slot.bank, slot.chunk].noise
         eager = self._passing[slot]
         what = forward_difference([eager.measured], [replay], noise)
         if slot.output_grads is None:
             del self._passing[slot]
         if what:
-            kept = self._kept_by(slot)
-            layer = first_difference(kept, eager.saved) or what_follows(kept)
+            saved = self._saved_by(slot)
+            layer = first_difference(saved, eager.saved) or what_follows(saved)
             self._judge(slot, "forward", _DIFFERS, what, f"that differs: {layer}")
 
     def _compare_backward(self, slot: Slot, input_grads: Sequence[torch.Tensor | None]) -> None:
         eager, place = self._ended.pop(slot), self._overwritten.pop(slot)
         replay = eager.with_backward(input_grads, self._gradients[slot.chunk])
-        noise = self._rank.warm_ups[slot.bank, slot.chunk].noise
+        noise = self._graphs.warm_ups[slot.bank, slot.chunk].noise
         what, layer = backward_difference(self._chunks[slot.chunk], [eager], [replay], noise)
         if not what:
             return

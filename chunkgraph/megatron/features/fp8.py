@@ -32,9 +32,9 @@ from torch import nn
 
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.errors import CaptureError, ConfigError, MissingDependencyError, ReplayMismatchError
-from chunkgraph.megatron.captured_part import CapturedPart
 from chunkgraph.megatron.core.model_kinds import fp8_recipe
 from chunkgraph.megatron.feature import Feature, Step, Work, chained
+from chunkgraph.megatron.model_part import ModelPart
 from chunkgraph.megatron.rules.experts import uses_dropless
 from chunkgraph.megatron.rules.features import FP8_RULES
 from chunkgraph.megatron.site import Site
@@ -195,7 +195,7 @@ class Fp8State(Feature):
             is_delayed=recipe == "delayed",
         )
 
-    def wrap(self, part: CapturedPart, chunk: Chunk) -> Chunk:
+    def wrap(self, part: ModelPart, chunk: Chunk) -> Chunk:
         """Update the chunk's FP8 state around replays, and check it in captures."""
         run, index = chunk.forward, part.index
 

@@ -8,7 +8,6 @@ from typing import Self
 
 from torch import nn
 
-from chunkgraph.megatron.captured_part import SCOPE_RULES
 from chunkgraph.megatron.core.cached_tables import CachedTables
 from chunkgraph.megatron.core.capturing import (
     capture_flag,
@@ -20,6 +19,7 @@ from chunkgraph.megatron.core.capturing import (
 from chunkgraph.megatron.core.data_parallel import facts_of_delays, is_fully_sharded
 from chunkgraph.megatron.core.random_state import preserve_rng, rng_is_graph_safe
 from chunkgraph.megatron.feature import Feature, Work
+from chunkgraph.megatron.model_part import SCOPE_RULES
 from chunkgraph.megatron.refusals import MODEL_RULES
 from chunkgraph.megatron.site import Site
 

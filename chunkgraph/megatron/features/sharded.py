@@ -15,10 +15,10 @@ from typing import Any, Self
 from torch import nn
 
 from chunkgraph.errors import ConfigError
-from chunkgraph.megatron.captured_part import Call, CapturedPart
 from chunkgraph.megatron.core.access import private_names
 from chunkgraph.megatron.core.data_parallel import wrappers_of
 from chunkgraph.megatron.feature import Feature
+from chunkgraph.megatron.model_part import Call, ModelPart
 from chunkgraph.megatron.site import Site
 from chunkgraph.settings.rule import Rule
 
@@ -200,7 +200,7 @@ class Sharding(Feature):
             _remove_hooks(part.inner_modules.values(), of_chunk.parameters, undo)
         return cls(shards)
 
-    def call(self, part: CapturedPart, call: Call) -> Call:
+    def call(self, part: ModelPart, call: Call) -> Call:
         """Point the modules at gathered parameters before each forward."""
         shards = self._shards[part.index]
 

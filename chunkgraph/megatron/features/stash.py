@@ -15,10 +15,10 @@ from torch import nn
 from chunkgraph.engine import Chunk, StepMode
 from chunkgraph.engine.agreement import Agree
 from chunkgraph.errors import CaptureError
-from chunkgraph.megatron.captured_part import CapturedPart
 from chunkgraph.megatron.core.backward_pass import is_in_backward
 from chunkgraph.megatron.feature import LimitedFeature, Shortage, Step, Work
 from chunkgraph.megatron.features.experts.rows_in_use import moe_layers_of, watch_expert_rows
+from chunkgraph.megatron.model_part import ModelPart
 from chunkgraph.megatron.rules.features import STASH_RULES
 from chunkgraph.megatron.site import Site
 from chunkgraph.memory.stash import PagedStash, PageMeter, RowsInUse, Saving, StashStatus
@@ -123,7 +123,7 @@ class ExpertStash(LimitedFeature):
         """Keep the engine, to check whether there are graphs."""
         self._engine = graphs.engine
 
-    def wrap(self, part: CapturedPart, chunk: Chunk) -> Chunk:
+    def wrap(self, part: ModelPart, chunk: Chunk) -> Chunk:
         """Attribute the tensors of each forward to the chunk."""
         forward, index = chunk.forward, part.index
 

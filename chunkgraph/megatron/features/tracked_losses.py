@@ -11,9 +11,9 @@ from typing import Any, Self
 import torch
 
 from chunkgraph.engine import Chunk
-from chunkgraph.megatron.captured_part import CapturedPart
 from chunkgraph.megatron.core.access import import_megatron, patch_attributes, private_names
 from chunkgraph.megatron.feature import Feature, Work, chained
+from chunkgraph.megatron.model_part import ModelPart
 from chunkgraph.megatron.site import Site
 from chunkgraph.settings.rule import Rule
 
@@ -54,7 +54,7 @@ class TokenPrediction(Feature):
         """Apply if a captured part predicts several tokens at once."""
         return cls() if any(part.predicts_tokens for part in site.parts) else None
 
-    def wrap(self, part: CapturedPart, chunk: Chunk) -> Chunk:
+    def wrap(self, part: ModelPart, chunk: Chunk) -> Chunk:
         """Set the current scale and groups before replays of a part that predicts tokens."""
         if not part.predicts_tokens:
             return chunk

@@ -158,7 +158,7 @@ def test_no_cache_hands_a_table_to_another_graph(
         outside = {length: module(length) for length in lengths}
         inside = []
         for pool in pools:
-            with kept.put_back(), backend.capture("graph", pool):
+            with kept.restoring(), backend.capture("graph", pool):
                 assert all(module(length) is table for length, table in outside.items())
                 inside.append(module(64))
                 module.get_cached_cos_sin(64)

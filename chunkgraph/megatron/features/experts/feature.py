@@ -18,7 +18,6 @@ import torch
 from chunkgraph.engine import Agree, Chunk, StepMode
 from chunkgraph.engine.agreement import agree_alone
 from chunkgraph.errors import ConfigError, TokenDropError
-from chunkgraph.megatron.captured_part import CapturedPart
 from chunkgraph.megatron.core.agreement import agree_by_maximum
 from chunkgraph.megatron.feature import LimitedFeature, Shortage, Step, Work, chained
 from chunkgraph.megatron.features.experts.capacity import CapacityExperts
@@ -34,6 +33,7 @@ from chunkgraph.megatron.features.experts.padding import keep_padding_from_exper
 from chunkgraph.megatron.features.experts.room import Room
 from chunkgraph.megatron.features.experts.rows_in_use import moe_layers_of
 from chunkgraph.megatron.features.experts.state import ExpertState, routers_of
+from chunkgraph.megatron.model_part import ModelPart
 from chunkgraph.megatron.rules.experts import MOE_RULES, PADDED_ROWS_RULES, uses_dropless
 from chunkgraph.megatron.site import Site
 
@@ -139,7 +139,7 @@ class Experts(LimitedFeature):
 
         graphs.engine.watch_memory(self.is_memory_replaced, release)
 
-    def wrap(self, part: CapturedPart, chunk: Chunk) -> Chunk:
+    def wrap(self, part: ModelPart, chunk: Chunk) -> Chunk:
         """Make the graphs of a part with routers keep the routers' state and count drops."""
         if self._state is None or not routers_of(part.modules):
             return chunk

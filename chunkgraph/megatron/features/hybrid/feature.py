@@ -9,7 +9,6 @@ from typing import Any, Self
 from torch import nn
 
 from chunkgraph.errors import ConfigError
-from chunkgraph.megatron.captured_part import Call, CapturedPart
 from chunkgraph.megatron.core.model_kinds import is_stack
 from chunkgraph.megatron.feature import Feature, Work
 from chunkgraph.megatron.features.hybrid.layers import (
@@ -18,6 +17,7 @@ from chunkgraph.megatron.features.hybrid.layers import (
     packed_mamba_rows,
 )
 from chunkgraph.megatron.features.packing.params import ARGUMENT
+from chunkgraph.megatron.model_part import Call, ModelPart
 from chunkgraph.megatron.rules.features import HYBRID_RULES
 from chunkgraph.megatron.site import Site
 from chunkgraph.settings.rule import Facts, Rule
@@ -73,7 +73,7 @@ class Hybrid(Feature):
             undo.callback(clear_mamba_padding(modules))
         return cls()
 
-    def call(self, part: CapturedPart, call: Call) -> Call:
+    def call(self, part: ModelPart, call: Call) -> Call:
         """Refuse packed sequences whose beginnings are unknown to Mamba layers."""
         if not mamba_mixers_of(part.modules):
             return call

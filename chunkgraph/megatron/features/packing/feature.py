@@ -12,7 +12,6 @@ import torch
 
 from chunkgraph.engine import Chunk
 from chunkgraph.errors import ConfigError
-from chunkgraph.megatron.captured_part import Call, CapturedPart
 from chunkgraph.megatron.feature import Feature, Step, Work
 from chunkgraph.megatron.features.packing.params import (
     ARGUMENT,
@@ -24,6 +23,7 @@ from chunkgraph.megatron.features.packing.params import (
 )
 from chunkgraph.megatron.features.packing.rope import forget_rope_rows, packed_rope
 from chunkgraph.megatron.features.packing.steps import StepPlans
+from chunkgraph.megatron.model_part import Call, ModelPart
 from chunkgraph.megatron.site import Site, new_agreement
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class Packing(Feature):
         self._num_calls = [0] * len(self._num_calls)
         yield
 
-    def call(self, part: CapturedPart, call: Call) -> Call:
+    def call(self, part: ModelPart, call: Call) -> Call:
         """Cut the offsets of each microbatch to the sequences of its bank."""
         if not self._banks.has_fewer_sequences:
             return call
@@ -151,7 +151,7 @@ class PackedCalls(Feature):
     The engine receives the tensors and constants separately; the chunk reassembles them.
     """
 
-    def call(self, part: CapturedPart, call: Call) -> Call:
+    def call(self, part: ModelPart, call: Call) -> Call:
         """Split the parameters of packed sequences."""
         label, predicts_tokens = part.label, part.predicts_tokens
 
@@ -169,7 +169,7 @@ class PackedCalls(Feature):
 
         return with_split_params
 
-    def wrap(self, part: CapturedPart, chunk: Chunk) -> Chunk:
+    def wrap(self, part: ModelPart, chunk: Chunk) -> Chunk:
         """Reassemble the parameters, and check offsets before a capture."""
         run = chunk.forward
 
@@ -189,7 +189,7 @@ class PackedCalls(Feature):
 
 
 def _check_sample(
-    part: CapturedPart, check: Callable[..., None] | None, first: Any, *args: Any, **kwargs: Any
+    part: ModelPart, check: Callable[..., None] | None, first: Any, *args: Any, **kwargs: Any
 ) -> None:
     """Refuse offsets of packed sequences that do not reach the last row."""
     if check is not None:

@@ -21,7 +21,7 @@ from chunkgraph.graphs.operators import OperatorMode, storages_written
 
 _PARTS = ("_modules", "_parameters", "_buffers")
 
-__all__ = ["ChunkState", "parts_kept", "restored", "state_of", "tensors_kept", "versions"]
+__all__ = ["ChunkState", "restoring", "restoring_parts", "restoring_writes", "versions", "writable"]
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class ChunkState:
             copies = tuple((tensor, tensor.clone()) for tensor in tensors)
         return ChunkState(copies, tuple((g, g.get_state()) for g in generators))
 
-    def put_back(self) -> None:
-        """Make this the present state; autograd's version counters stay.
+    def restore(self) -> None:
+        """Restore this state; autograd's version counters stay.
 
         Unchanged memory is not written, since it may be read-only. Waits for the device.
         """
@@ -64,7 +64,7 @@ class ChunkState:
 
 
 @contextmanager
-def restored(
+def restoring(
     tensors: Sequence[torch.Tensor],
     generators: Sequence[torch.Generator] = (),
     begin: ChunkState | None = None,
@@ -72,7 +72,7 @@ def restored(
     """Restore tensors, their version counters and the generators on exit.
 
     Args:
-        tensors: tensors that the block may write; see `state_of`.
+        tensors: tensors that the block may write; see `writable`.
         generators: random generators that the block draws from.
         begin: the state that the block begins with; None for the present one.
     """
@@ -80,14 +80,14 @@ def restored(
     try:
         with versions(tensors):
             if begin is not None:
-                begin.put_back()
+                begin.restore()
             yield
     finally:
-        state.put_back()
+        state.restore()
 
 
 @contextmanager
-def tensors_kept(chunk: Chunk) -> Iterator[list[torch.Tensor]]:
+def restoring_writes(chunk: Chunk) -> Iterator[list[torch.Tensor]]:
     """Restore, on exit, every tensor of the chunk that an eager pass in this block writes.
 
     Parameters are large, and a forward hardly writes them: their memory is copied just before the
@@ -100,14 +100,14 @@ def tensors_kept(chunk: Chunk) -> Iterator[list[torch.Tensor]]:
     watch = _WriteWatch(parameters)
     written: list[torch.Tensor] = []
     try:
-        with restored(state_of(chunk)), versions(parameters), watch:
+        with restoring(writable(chunk)), versions(parameters), watch:
             yield written
     finally:
-        ChunkState(tuple(watch.saved)).put_back()
+        ChunkState(tuple(watch.saved)).restore()
         written.extend(region for region, _ in watch.saved)
 
 
-def state_of(chunk: Chunk, written: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
+def writable(chunk: Chunk, written: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
     """Return the memory that a pass of the chunk may write.
 
     That is all memory of its tensors except parameters, since kernels that torch does not know,
@@ -115,13 +115,13 @@ def state_of(chunk: Chunk, written: Sequence[torch.Tensor] = ()) -> list[torch.T
 
     Args:
         chunk: the chunk.
-        written: memory of parameters that its passes write; see `tensors_kept`.
+        written: memory of parameters that its passes write; see `restoring_writes`.
     """
     return [*_regions(chunk)[0], *written]
 
 
 @contextmanager
-def parts_kept(chunk: Chunk, kinds: Sequence[str] = _PARTS) -> Iterator[None]:
+def restoring_parts(chunk: Chunk, kinds: Sequence[str] = _PARTS) -> Iterator[None]:
     """Restore, on exit, the modules, parameters and buffers that are registered in the chunk's.
 
     Args:

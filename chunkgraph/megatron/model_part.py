@@ -1,4 +1,4 @@
-"""The captured part of a model chunk: its transformer block, or its whole forward.
+"""`ModelPart`: the captured part of a model chunk, its transformer block or its whole forward.
 
 =========== =================================================== ================================
 scope       captured                                            input
@@ -46,9 +46,9 @@ from chunkgraph.settings.words import FLAGS
 __all__ = [
     "SCOPE_RULES",
     "Call",
-    "CapturedPart",
     "CapturedScope",
     "ChosenScope",
+    "ModelPart",
     "Scope",
     "choose_scope",
     "new_part",
@@ -64,8 +64,8 @@ _MODEL_ATTRIBUTES = ("decoder", "set_input_tensor", "pre_process", "post_process
 _ROTARY_TABLES = ("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin")
 
 
-class CapturedPart:
-    """One module whose forward is captured as a chunk of the engine.
+class ModelPart:
+    """The module of a model chunk whose forward is captured as a chunk of the engine.
 
     Args:
         module: The module, whose forward `divert_to` replaces.
@@ -189,7 +189,7 @@ class CapturedPart:
             block.input_tensor = previous
 
 
-class _Block(CapturedPart):
+class _Block(ModelPart):
     """The transformer block alone; embedding, output layer and loss stay eager."""
 
     def _take_input(self, keywords: dict[str, Any]) -> Any:
@@ -207,7 +207,7 @@ class _Block(CapturedPart):
         return self._run_received(first, first, *args, **kwargs)
 
 
-class _Model(CapturedPart):
+class _Model(ModelPart):
     """The whole model of this stage."""
 
     def __init__(
@@ -229,7 +229,7 @@ class _Model(CapturedPart):
         return self._run_received(first, *args, **kwargs)
 
 
-def new_part(scope: CapturedScope, model_chunk: nn.Module, label: str) -> CapturedPart:
+def new_part(scope: CapturedScope, model_chunk: nn.Module, label: str) -> ModelPart:
     """Find the part of ``model_chunk``, with its wrappers, that ``scope`` captures.
 
     Raises:
@@ -237,7 +237,7 @@ def new_part(scope: CapturedScope, model_chunk: nn.Module, label: str) -> Captur
     """
     ddp = unwrap_ddp(model_chunk)
     block = _find_block(model_chunk, label)
-    model = _innermost(model_chunk)
+    *_, model = wrappers_of(model_chunk)
     if any("forward" in module.__dict__ for module in (block, model)):
         raise ConfigError(
             f"The forward of {label} is already replaced on the instance; detach() the earlier "
@@ -321,12 +321,6 @@ def _find_block(model_chunk: nn.Module, label: str) -> nn.Module:
     return blocks[0]
 
 
-def _innermost(model_chunk: nn.Module) -> nn.Module:
-    """Return the model inside wrappers (DDP, Float16Module) that call it ``module``."""
-    *_, module = wrappers_of(model_chunk)
-    return module
-
-
 @dataclass(frozen=True)
 class ChosenScope:
     """The captured scope, and why it is not the whole chunk.
@@ -363,11 +357,8 @@ def choose_scope(
     obstacles = [rule.subject(flags) for rule in _OBSTACLES if rule.broken(facts)]
     if not obstacles:
         obstacles = [why for chunk in model_chunks if (why := _obstacle_in_model(chunk))][:1]
-    is_block = bool(obstacles)
-    if agree is not None:
-        (answer,) = agree([int(is_block)])
-        is_block = bool(answer)
-    if not is_block:
+    own = [int(bool(obstacles))]
+    if not any(own if agree is None else agree(own)):
         return ChosenScope("chunk")
     return ChosenScope("block", ", ".join(obstacles) or "the model on another rank")
 
@@ -415,7 +406,7 @@ def _obstacle_in_model(model_chunk: nn.Module) -> str:
     A model that overrides Megatron's methods may run arbitrary code around its block, and a replay
     does not run hooks.
     """
-    model: Any = _innermost(model_chunk)
+    *_, model = wrappers_of(model_chunk)
     name = type(model).__name__
     block = _find_block(model_chunk, name)
     if _lacks(model, block):

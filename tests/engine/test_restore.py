@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs
-from chunkgraph.engine.capture.preserved import tensors_kept
+from chunkgraph.engine.capture.restore import restoring_writes
 
 
 class Counting(nn.Module):
@@ -45,7 +45,7 @@ def test_writes_are_undone(is_seen: bool) -> None:
     module = Counting()
     before = [t.detach().clone() for t in module.tensors()]
     pending = module.scale * module.get_buffer("calls")  # saves both
-    with tensors_kept(chunk_of(module)), torch.no_grad():
+    with restoring_writes(chunk_of(module)), torch.no_grad():
         for tensor in module.tensors()[: 3 if is_seen else 2]:
             if is_seen:
                 tensor.add_(1.0)
@@ -64,7 +64,7 @@ def test_memory_without_writes_is_not_written(tmp_path: Path) -> None:
         table = np.memmap(tmp_path / "table", dtype=np.float32, mode="r")
         module.listed += [torch.from_numpy(table), torch.zeros(3)]
     module.listed[-1].untyped_storage().resize_(0)
-    with tensors_kept(chunk_of(module)):
+    with restoring_writes(chunk_of(module)):
         module.listed[0].add_(1.0)
     assert not module.listed[0].any()
 

@@ -1,4 +1,4 @@
-"""`CapturedRank`: the result of a capture session."""
+"""`GraphSet`: the graphs that one capture session has made on a rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from chunkgraph.engine.slot import Slot
 from chunkgraph.engine.tree import Signature
 from chunkgraph.memory import PoolPlan
 
-__all__ = ["Bank", "CaptureReport", "CapturedRank", "SlotKey"]
+__all__ = ["Bank", "CaptureReport", "GraphSet", "SlotKey"]
 
 SlotKey = tuple[Hashable, int, int]
 """Key of the bank, index of the chunk, number of the slot."""
@@ -62,8 +62,8 @@ class Bank:
 
 
 @dataclass(frozen=True)
-class CapturedRank:
-    """The graphs of a session, with the state that replays need.
+class GraphSet:
+    """All graphs of a session, with the state that replays need.
 
     Attributes:
         banks: the banks by key, largest first.
