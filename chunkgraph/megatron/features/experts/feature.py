@@ -165,7 +165,7 @@ class Experts(LimitedFeature):
                 stack.enter_context(self._experts.capturing())
             stack.enter_context(rebuilt_fused_operations(self._modules))
             if self._state is not None:
-                stack.enter_context(self._state.capturing())
+                self._state.capture()
             yield
         if self._buffer is not None:
             self._buffer.remember()
