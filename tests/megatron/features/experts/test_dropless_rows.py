@@ -20,7 +20,6 @@ from chunkgraph.megatron.features.experts.dropless_rows import (
 )
 from chunkgraph.megatron.features.experts.grouped_gemm import (
     GroupedGemm,
-    LoopGemm,
     add_biases,
     as_one,
     grouped_linear,
@@ -66,7 +65,7 @@ def test_products_replay_with_other_ends(ends: tuple[int, ...]) -> None:
     rows = torch.randn(8, _SIZES[1], requires_grad=True)
     places = torch.tensor([1, 4, 8], dtype=torch.int32)
     grads = torch.randn(8, _SIZES[2])
-    gemm = LoopGemm()
+    gemm = GroupedGemm()
     backend = RecorderBackend()
     leaves = [rows, *weights, *biases]
     with backend.capture("products", backend.new_pool("all")) as graph:
