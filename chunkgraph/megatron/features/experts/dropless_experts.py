@@ -58,19 +58,12 @@ def rebuilt_fused_operations(modules: Iterable[Any]) -> Iterator[None]:
     Args:
         modules: Modules, including the layers.
     """
-    originals = [
-        (module, name, vars(module)[name])
-        for module in dict.fromkeys(modules)
-        for name in ("_fused_ops", "_fused_impl")
-        if isinstance(vars(module).get(name), (tuple, type(None))) and name in vars(module)
-    ]
-    for module, name, _ in originals:
-        setattr(module, name, None)
-    try:
+    with ExitStack() as undo:
+        for module in modules:
+            for name in ("_fused_ops", "_fused_impl"):
+                if isinstance(vars(module).get(name, ""), (tuple, type(None))):
+                    undo.callback(patch_attributes(module, {name: None}))
         yield
-    finally:
-        for module, name, operations in originals:
-            setattr(module, name, operations)
 
 
 def expert_linears(experts: Any) -> list[list[torch.nn.Parameter]]:
@@ -147,10 +140,12 @@ def _grouped(experts: Any, _splits: DeviceSplits, *_: Any, undo: ExitStack) -> N
 
         def multiply(rows: torch.Tensor, splits: DeviceSplits) -> tuple[torch.Tensor, Any]:
             if experts.config.fp8:
-                out, has_bias = _multiply_quantized(layer, rows, splits)
+                out, bias = type(layer).forward(layer, rows, splits.counts)
+                if bias is None:
+                    return out, None
             else:
-                out, has_bias = grouped_linear(gemm, rows, splits, weights), biases is not None
-            if biases is None or not has_bias:
+                out = grouped_linear(gemm, rows, splits, weights)
+            if biases is None:
                 return out, None
             bias = add_biases(gemm, rows.shape[0], splits, biases)
             # The second product leaves its bias to `_apply_bias`.
@@ -162,23 +157,11 @@ def _grouped(experts: Any, _splits: DeviceSplits, *_: Any, undo: ExitStack) -> N
         undo.callback(patch_attributes(layer, {"forward": linear(layer)}))
     if hasattr(experts, _FUSED):  # call the linear layers, which it would fuse
         undo.callback(patch_attributes(experts, {_FUSED: False}))
-    _pad_on_device(experts, undo)
+    _quantize_on_device(experts, undo)
 
 
-def _multiply_quantized(
-    layer: Any, rows: torch.Tensor, splits: DeviceSplits
-) -> tuple[torch.Tensor, bool]:
-    """Return the product of Transformer Engine's layer, and whether it leaves a bias to add."""
-    undo = patch_attributes(layer, {"use_grouped_tensor": True})
-    try:
-        out, bias = type(layer).forward(layer, rows, splits.counts)
-    finally:
-        undo()
-    return out, bias is not None
-
-
-def _pad_on_device(experts: Any, undo: ExitStack) -> None:
-    """Pad the rows of quantized experts on the device."""
+def _quantize_on_device(experts: Any, undo: ExitStack) -> None:
+    """Let quantized experts pad rows, and Transformer Engine multiply, by counts on the device."""
     recipe = fp8_recipe(experts.config)
     padding: tuple[Shuffle, DeviceSplits] | None = None
     if recipe is None:
@@ -195,6 +178,8 @@ def _pad_on_device(experts: Any, undo: ExitStack) -> None:
         assert padding is not None
         return padding[0].move_back(rows)
 
+    for layer in (experts.linear_fc1, experts.linear_fc2):
+        undo.callback(patch_attributes(layer, {"use_grouped_tensor": True}))
     undo.callback(patch_attributes(experts.quantization_padding, {"forward": pad}))
     undo.callback(patch_attributes(experts.quantization_unpadding, {"forward": unpad}))
 
