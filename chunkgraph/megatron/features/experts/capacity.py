@@ -24,11 +24,10 @@ from chunkgraph.megatron.features.experts.room import Room
 from chunkgraph.megatron.features.experts.rows_in_use import PADDING
 from chunkgraph.megatron.features.experts.unique_indices import scattered_routes
 
-__all__ = ["CapacityExperts", "gather_fixed_rows", "patch_router"]
+__all__ = ["CapacityExperts", "gather_fixed_rows"]
 
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
 _ROUTER = "megatron.core.transformer.moe.router"
-_UTILS = "megatron.core.transformer.moe.moe_utils"
 _FACTOR = "moe_expert_capacity_factor"
 
 
@@ -177,28 +176,3 @@ def gather_fixed_rows() -> Callable[[], None]:
         return rows, host_full((self.num_local_experts,), num_rows), self.local_probs
 
     return patch_attributes(gathering, {"dispatch_postprocess": dispatch_postprocess})
-
-
-def patch_router() -> Callable[[], None]:
-    """Let Megatron's router and dispatchers run on a CPU host; return the undo function.
-
-    Releases before 0.17 look up Transformer Engine's matrix product under a name that exists only
-    with Transformer Engine, and one compiled function of the router needs a compiler on the host.
-    """
-    utils = import_megatron(_UTILS)
-    (top_k,) = private_names(_ROUTER, "TopKRouter")
-    undo = ExitStack()
-    if not hasattr(utils, "te_general_gemm"):
-        undo.callback(patch_attributes(utils, {"te_general_gemm": None}))
-    compiled = vars(top_k).get("_apply_expert_bias")
-    original = getattr(compiled, "_torchdynamo_orig_callable", None)
-    if original is not None:
-        undo.callback(patch_attributes(top_k, {"_apply_expert_bias": original}))
-    module = import_megatron(_DISPATCHER)
-    undo.callback(patch_attributes(module, {"maybe_move_tensor_to_cpu": _on_the_host}))
-    return undo.close
-
-
-def _on_the_host(tensor: Any, as_numpy: bool = False, **_: object) -> Any:
-    """Return the splits in the requested form; Megatron moves them to the host only from GPUs."""
-    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
