@@ -25,11 +25,7 @@ from chunkgraph.megatron.features.experts.capacity import CapacityExperts
 from chunkgraph.megatron.features.experts.counts import RowCounts
 from chunkgraph.megatron.features.experts.dropless import Dropless
 from chunkgraph.megatron.features.experts.dropless_experts import rebuilt_fused_operations
-from chunkgraph.megatron.features.experts.hybrid_ep import (
-    HybridEPBuffer,
-    refuse_without_hybrid_ep,
-    uses_hybrid_ep,
-)
+from chunkgraph.megatron.features.experts.hybrid_ep import HybridEPBuffer, refuse_without_hybrid_ep
 from chunkgraph.megatron.features.experts.padding import keep_padding_from_experts
 from chunkgraph.megatron.features.experts.room import Room
 from chunkgraph.megatron.features.experts.rows_in_use import moe_layers_of
@@ -68,7 +64,8 @@ class Experts(LimitedFeature):
         is_dropless = uses_dropless(config)
         self.repeats_steps = bool(self._room.lacking) if is_dropless else token_drops == "rerun"
         layers = moe_layers_of([m for c in site.chunks for m in c.modules()])
-        self._buffer = HybridEPBuffer() if layers and uses_hybrid_ep(config) else None
+        uses_hybrid_ep = config.moe_token_dispatcher_type == "flex"
+        self._buffer = HybridEPBuffer() if layers and uses_hybrid_ep else None
         self._undo = contextlib.ExitStack()
         self._modules = [m for part in site.parts for m in part.modules]
         captured = routers_of(self._modules)
