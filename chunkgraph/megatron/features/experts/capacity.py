@@ -38,8 +38,9 @@ class CapacityExperts:
     (evaluation, the first pass of recomputation) do not count, as in Megatron's own counts.
 
     Args:
-        layers: Expert layers; at least one.
+        layers: Expert layers; none on some ranks.
         room: Room of an expert, as a capacity factor.
+        device: Device of the layers.
         marks_padding: Whether rows that only fill an expert's room get probability `PADDING`;
             the experts must handle it (`watch_expert_rows`).
 
@@ -50,10 +51,10 @@ class CapacityExperts:
 
     description = ""
 
-    def __init__(self, layers: Sequence[Any], room: Room, *, marks_padding: bool = False) -> None:
+    def __init__(
+        self, layers: Sequence[Any], room: Room, device: torch.device, *, marks_padding: bool
+    ) -> None:
         self._layers = tuple(layers)
-        self._routers = tuple(layer.router for layer in layers)
-        device = next(self._routers[0].parameters()).device
         self.counts = RowCounts([int(layer.layer_number or 0) for layer in layers], device)
         self._room = room
         self._marks_padding = marks_padding
@@ -69,10 +70,10 @@ class CapacityExperts:
         module = import_megatron(_ROUTER)
         (drop,) = private_names(_ROUTER, "apply_router_token_dropping")
         undo = ExitStack()
-        for index, router in enumerate(self._routers):
+        for index, layer in enumerate(self._layers):
             for handle in (
-                router.register_forward_pre_hook(partial(self._enter, index)),
-                router.register_forward_hook(partial(self._enter, None), always_call=True),
+                layer.router.register_forward_pre_hook(partial(self._enter, index)),
+                layer.router.register_forward_hook(partial(self._enter, None), always_call=True),
             ):
                 undo.callback(handle.remove)
 

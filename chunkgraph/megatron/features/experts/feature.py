@@ -22,7 +22,6 @@ from chunkgraph.megatron.captured_part import CapturedPart
 from chunkgraph.megatron.core.agreement import agree_by_maximum
 from chunkgraph.megatron.feature import LimitedFeature, Shortage, Step, Work, chained
 from chunkgraph.megatron.features.experts.capacity import CapacityExperts
-from chunkgraph.megatron.features.experts.counts import RowCounts
 from chunkgraph.megatron.features.experts.dropless import Dropless
 from chunkgraph.megatron.features.experts.dropless_experts import rebuilt_fused_operations
 from chunkgraph.megatron.features.experts.hybrid_ep import HybridEPBuffer, refuse_without_hybrid_ep
@@ -70,14 +69,14 @@ class Experts(LimitedFeature):
         self._modules = [m for part in site.parts for m in part.modules]
         captured = routers_of(self._modules)
         self._state = ExpertState(captured) if captured else None
-        self._experts: CapacityExperts | Dropless | None = None
-        self._counts = RowCounts((), torch.device("cpu"))
-        if layers:
-            if is_dropless:
-                self._experts = Dropless(layers, self._room, has_padding=bool(facts.pads_rows))
-            else:
-                self._experts = CapacityExperts(layers, self._room, marks_padding=bool(facts.stash))
-            self._counts = self._experts.counts
+        self._experts: CapacityExperts | Dropless
+        if layers and is_dropless:
+            self._experts = Dropless(layers, self._room, has_padding=bool(facts.pads_rows))
+        else:  # also without layers, of either kind
+            self._experts = CapacityExperts(
+                layers, self._room, site.device, marks_padding=bool(facts.stash)
+            )
+        self._counts = self._experts.counts
         self._token_drops = token_drops
         self._is_reported = self._was_abandoned = False
         self._seen = 0
@@ -89,8 +88,7 @@ class Experts(LimitedFeature):
             if facts.pads_rows:
                 # First: tokens that no router chose cannot be dropped.
                 self._undo.callback(keep_padding_from_experts(site.chunks, config))
-            if self._experts is not None:
-                self._undo.callback(self._experts.install())
+            self._undo.callback(self._experts.install())
         except BaseException:
             self.detach()
             raise
@@ -150,7 +148,7 @@ class Experts(LimitedFeature):
         """Capture without host reads; make passes of ``verify`` compute the bits of replays."""
         if work == "capture":
             return self._capturing()
-        if work == "verify" and self._experts is not None:
+        if work == "verify":
             return self._experts.verifying()
         return contextlib.nullcontext()
 
@@ -158,8 +156,7 @@ class Experts(LimitedFeature):
     def _capturing(self) -> Iterator[None]:
         """Capture without host reads in the dispatch; restore the metrics afterwards."""
         with contextlib.ExitStack() as stack:
-            if self._experts is not None:
-                stack.enter_context(self._experts.capturing())
+            stack.enter_context(self._experts.capturing())
             stack.enter_context(rebuilt_fused_operations(self._modules))
             if self._state is not None:
                 self._state.capture()
@@ -170,7 +167,7 @@ class Experts(LimitedFeature):
     @property
     def dispatch(self) -> str:
         """Return dispatch, grouped GEMM and rows of dropless experts in graphs; "" for others."""
-        return self._experts.description if self._experts is not None else ""
+        return self._experts.description
 
     def is_memory_replaced(self) -> bool:
         """Return whether HybridEP has replaced the buffer that graphs write to."""
@@ -247,7 +244,7 @@ class Experts(LimitedFeature):
         They include Megatron's own flags: its training loop would otherwise repeat a step that
         was already repeated here.
         """
-        return self._experts.tensors if self._experts is not None else ()
+        return self._experts.tensors
 
     def look(self) -> int:
         """Return the tokens dropped in the last step on this rank; wait for its forwards.
@@ -267,14 +264,13 @@ class Experts(LimitedFeature):
 
     def having_room(self) -> contextlib.AbstractContextManager[None]:
         """Let an eager step drop no token, and measure its load for `make_room`."""
-        return self._experts.having_room() if self._experts else contextlib.nullcontext()
+        return self._experts.having_room()
 
     def make_room(self, agree: Agree) -> None:
         """Make room for the heaviest load of a microbatch on any rank; wait for the device."""
         (most,) = agree([self._counts.take_load()])
         self._room.give(most)
-        if self._experts is not None:
-            self._experts.grow()
+        self._experts.grow()
 
     def forget_step(self) -> None:
         """Resynchronize with the counts, which were restored because the step ran again."""
