@@ -19,7 +19,6 @@ from chunkgraph.engine import Agree, Chunk, StepMode
 from chunkgraph.engine.agreement import agree_alone
 from chunkgraph.errors import ConfigError, TokenDropError
 from chunkgraph.megatron.captured_part import CapturedPart
-from chunkgraph.megatron.core.agreement import agree_by_maximum
 from chunkgraph.megatron.feature import LimitedFeature, Shortage, Step, Work, chained
 from chunkgraph.megatron.features.experts.capacity import CapacityExperts
 from chunkgraph.megatron.features.experts.dropless import Dropless
@@ -30,7 +29,7 @@ from chunkgraph.megatron.features.experts.room import Room
 from chunkgraph.megatron.features.experts.rows_in_use import moe_layers_of
 from chunkgraph.megatron.features.experts.state import ExpertState, routers_of
 from chunkgraph.megatron.rules.experts import MOE_RULES, PADDED_ROWS_RULES, uses_dropless
-from chunkgraph.megatron.site import Site
+from chunkgraph.megatron.site import Site, new_agreement
 
 if TYPE_CHECKING:
     from chunkgraph.megatron.attachment import MegatronChunkGraphs
@@ -48,6 +47,8 @@ class Experts(LimitedFeature):
 
     Args:
         site: The model and the options of `attach`.
+        undo: Closed when the graphs are detached; stops the counts, and restores Megatron's
+            handling of padding.
 
     Raises:
         ConfigError: Experts cannot be trained on packed sequences.
@@ -55,7 +56,7 @@ class Experts(LimitedFeature):
 
     rules = (*MOE_RULES, *PADDED_ROWS_RULES)
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: Site, undo: contextlib.ExitStack) -> None:
         config, facts = site.config, site.facts()
         token_drops = site.feature_options["token_drops"]
         # For the whole model: this rank may have no experts.
@@ -65,7 +66,6 @@ class Experts(LimitedFeature):
         layers = moe_layers_of([m for c in site.chunks for m in c.modules()])
         uses_hybrid_ep = config.moe_token_dispatcher_type == "flex"
         self._buffer = HybridEPBuffer() if layers and uses_hybrid_ep else None
-        self._undo = contextlib.ExitStack()
         self._modules = [m for part in site.parts for m in part.modules]
         captured = routers_of(self._modules)
         self._state = ExpertState(captured) if captured else None
@@ -83,15 +83,11 @@ class Experts(LimitedFeature):
         self._has_warned = token_drops != "warn"
         # All ranks create the group in the same order; it exchanges their counts of drops.
         needs_others = token_drops == "raise" or self._room.is_measured
-        self._agree = agree_by_maximum() if needs_others else None
-        try:
-            if facts.pads_rows:
-                # First: tokens that no router chose cannot be dropped.
-                self._undo.callback(keep_padding_from_experts(site.chunks, config))
-            self._undo.callback(self._experts.install())
-        except BaseException:
-            self.detach()
-            raise
+        self._agree: Agree = (new_agreement(undo) if needs_others else None) or agree_alone
+        if facts.pads_rows:
+            # First: tokens that no router chose cannot be dropped.
+            undo.callback(keep_padding_from_experts(site.chunks, config))
+        undo.callback(self._experts.install())
 
     @classmethod
     def facts(cls, site: Site) -> Mapping[str, object]:
@@ -115,11 +111,7 @@ class Experts(LimitedFeature):
     @classmethod
     def of(cls, site: Site, undo: contextlib.ExitStack) -> Self | None:
         """Return the feature for models with experts, also on ranks without experts."""
-        if not getattr(site.config, "num_moe_experts", None):
-            return None
-        experts = cls(site)
-        undo.callback(experts.detach)
-        return experts
+        return cls(site, undo) if getattr(site.config, "num_moe_experts", None) else None
 
     def bind(self, graphs: MegatronChunkGraphs) -> None:
         """Release the graphs when HybridEP replaces the buffer that they write to."""
@@ -213,7 +205,7 @@ class Experts(LimitedFeature):
     def _end_step(self, step: Step) -> None:
         """Report dropped tokens of a training step, before its gradients are used."""
         if self._room.is_measured and not step.is_replayed:
-            (most,) = (self._agree or agree_alone)([self._counts.take_load()])
+            (most,) = self._agree([self._counts.take_load()])
             self._room.add_load(most)
         self._report_drops()
         if step.plan.is_repeated:
@@ -292,15 +284,9 @@ class Experts(LimitedFeature):
         """
         return self._counts.by_layer(wait=wait)
 
-    def detach(self) -> None:
-        """Stop counting, and restore Megatron's handling of padding."""
-        self._undo.close()
-        if self._agree is not None:
-            self._agree.close()
-
     def _raise_if_dropped(self) -> None:
         local = self.look()
-        most = local if self._agree is None else self._agree([local])[0]
+        (most,) = self._agree([local])
         if not most:
             return
         raise TokenDropError(
