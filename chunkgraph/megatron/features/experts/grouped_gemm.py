@@ -40,7 +40,6 @@ __all__ = [
     "lay_together",
     "native_need",
     "version_text",
-    "zero_empty",
 ]
 
 CUBLASLT_NEEDED = 130801
@@ -82,7 +81,9 @@ class GroupedGemm:
 
     def outer(self, grads: torch.Tensor, rows: torch.Tensor, splits: DeviceSplits) -> torch.Tensor:
         """Return each expert's gradients times its rows, zeros without rows: [experts, out, in]."""
-        return zero_empty(self._outer(grads, rows, splits), splits.ends)
+        out = self._outer(grads, rows, splits)
+        torch.ops.chunkgraph.zero_empty(out, splits.ends)
+        return out
 
     def sums(self, grads: torch.Tensor, splits: DeviceSplits) -> torch.Tensor:
         """Return the sum of each expert's rows: [experts, out]."""
@@ -355,17 +356,12 @@ def lay_together(weights: Sequence[torch.nn.Parameter]) -> None:
             weight.data = place
 
 
-def zero_empty(grads: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Write zeros to ``grads`` [experts, out, in] of experts without rows, and return them.
+def _zero_empty(grads: torch.Tensor, ends: torch.Tensor) -> None:
+    """Write zeros to ``grads`` [experts, out, in] of experts without rows.
 
     A grouped product does not write the gradients of these experts. This is one operator of torch
     on each device: a split backward sees that it reads and writes weight gradients.
     """
-    torch.ops.chunkgraph.zero_empty(grads, ends)
-    return grads
-
-
-def _zero_empty(grads: torch.Tensor, ends: torch.Tensor) -> None:
     if grads.is_cuda and importlib.util.find_spec("triton") is not None:
         kernel = importlib.import_module("chunkgraph.megatron.features.experts.empty_kernel")
         kernel.zero_empty(grads, ends)
