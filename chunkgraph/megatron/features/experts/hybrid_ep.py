@@ -83,6 +83,7 @@ class HybridEPRows(Dispatch):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._manager: Any = self._megatrons._comm_manager
+        self.tensors = (self._manager.over_budget,)  # Megatron accumulates the flag of omitted rows
 
     def install(self) -> Callable[[], None]:
         """See `Dispatch`. Eager passes have room for all rows, whatever the user's budget."""
@@ -91,11 +92,6 @@ class HybridEPRows(Dispatch):
         undo.callback(setattr, self._manager, _FACTOR, getattr(self._manager, _FACTOR, None))
         setattr(self._manager, _FACTOR, None)
         return undo.close
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """See `Dispatch`; Megatron accumulates the flag of omitted rows."""
-        return (self._manager.over_budget,)
 
     def load(self, *args: Any) -> tuple[int, torch.Tensor]:
         """See `Dispatch`."""
@@ -150,8 +146,7 @@ class HybridEPRows(Dispatch):
 
     def _num_tokens(self) -> int:
         """Return the tokens of the current microbatch on this rank."""
-        *sizes, _ = self._megatrons.hidden_shape
-        return int(torch.Size(sizes).numel())
+        return int(self._megatrons.hidden_shape[:-1].numel())
 
 
 class HybridEPBuffer:
