@@ -123,7 +123,7 @@ def _compare(
             return [
                 gemm.rows(rows, weights, splits),
                 gemm.row_grads(grads, weights, splits),
-                *gemm.weight_grads(grads, rows, splits),
+                *gemm.outer(grads, rows, splits),
             ]
 
     results = {"eager (one GEMM for each expert)": {"ms": _ms(eager), "kernels": _kernels(eager)}}

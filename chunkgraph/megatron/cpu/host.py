@@ -37,9 +37,8 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
-from chunkgraph.megatron.core.access import patch_attributes
+from chunkgraph.megatron.core.access import import_megatron, patch_attributes, private_names
 from chunkgraph.megatron.cpu.random_state import HostRng, patch_rng
-from chunkgraph.megatron.features.experts.capacity import patch_router
 
 __all__ = [
     "TritonStubFinder",
@@ -48,6 +47,7 @@ __all__ = [
 ]
 
 _CPU = torch.device("cpu")
+_MOE = "megatron.core.transformer.moe"
 # Methods that take or return a device without a keyword.
 _NAMING_DEVICES = {
     *(torch.Tensor.cuda, torch.Tensor.pin_memory, torch.Tensor.type, torch.Tensor.to)
@@ -183,9 +183,34 @@ def cpu_host() -> Iterator[HostRng]:
         stack.enter_context(_CudaMeansCpu())
         rng = HostRng()
         stack.callback(patch_rng(rng))
-        stack.callback(patch_router())
+        stack.callback(_patch_router())
         stack.callback(rng.switch_to, rng.default)
         yield rng
+
+
+def _patch_router() -> Callable[[], None]:
+    """Let Megatron's router and dispatchers run on a CPU host; return the undo function.
+
+    Releases before 0.17 look up Transformer Engine's matrix product under a name that exists only
+    with Transformer Engine, and one compiled function of the router needs a compiler on the host.
+    """
+    utils = import_megatron(f"{_MOE}.moe_utils")
+    (top_k,) = private_names(f"{_MOE}.router", "TopKRouter")
+    undo = ExitStack()
+    if not hasattr(utils, "te_general_gemm"):
+        undo.callback(patch_attributes(utils, {"te_general_gemm": None}))
+    compiled = vars(top_k).get("_apply_expert_bias")
+    original = getattr(compiled, "_torchdynamo_orig_callable", None)
+    if original is not None:
+        undo.callback(patch_attributes(top_k, {"_apply_expert_bias": original}))
+    module = import_megatron(f"{_MOE}.token_dispatcher")
+    undo.callback(patch_attributes(module, {"maybe_move_tensor_to_cpu": _on_the_host}))
+    return undo.close
+
+
+def _on_the_host(tensor: Any, as_numpy: bool = False, **_: object) -> Any:
+    """Return the splits in the requested form; Megatron moves them to the host only from GPUs."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
 def share_gloo_device() -> Callable[[], None]:

@@ -24,11 +24,10 @@ from chunkgraph.megatron.features.experts.room import Room
 from chunkgraph.megatron.features.experts.rows_in_use import PADDING
 from chunkgraph.megatron.features.experts.unique_indices import scattered_routes
 
-__all__ = ["CapacityExperts", "gather_fixed_rows", "patch_router"]
+__all__ = ["CapacityExperts", "gather_fixed_rows"]
 
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
 _ROUTER = "megatron.core.transformer.moe.router"
-_UTILS = "megatron.core.transformer.moe.moe_utils"
 _FACTOR = "moe_expert_capacity_factor"
 
 
@@ -39,8 +38,9 @@ class CapacityExperts:
     (evaluation, the first pass of recomputation) do not count, as in Megatron's own counts.
 
     Args:
-        layers: Expert layers; at least one.
+        layers: Expert layers; none on some ranks.
         room: Room of an expert, as a capacity factor.
+        device: Device of the layers.
         marks_padding: Whether rows that only fill an expert's room get probability `PADDING`;
             the experts must handle it (`watch_expert_rows`).
 
@@ -51,10 +51,10 @@ class CapacityExperts:
 
     description = ""
 
-    def __init__(self, layers: Sequence[Any], room: Room, *, marks_padding: bool = False) -> None:
+    def __init__(
+        self, layers: Sequence[Any], room: Room, device: torch.device, *, marks_padding: bool
+    ) -> None:
         self._layers = tuple(layers)
-        self._routers = tuple(layer.router for layer in layers)
-        device = next(self._routers[0].parameters()).device
         self.counts = RowCounts([int(layer.layer_number or 0) for layer in layers], device)
         self._room = room
         self._marks_padding = marks_padding
@@ -70,10 +70,10 @@ class CapacityExperts:
         module = import_megatron(_ROUTER)
         (drop,) = private_names(_ROUTER, "apply_router_token_dropping")
         undo = ExitStack()
-        for index, router in enumerate(self._routers):
+        for index, layer in enumerate(self._layers):
             for handle in (
-                router.register_forward_pre_hook(partial(self._enter, index)),
-                router.register_forward_hook(partial(self._enter, None), always_call=True),
+                layer.router.register_forward_pre_hook(partial(self._enter, index)),
+                layer.router.register_forward_hook(partial(self._enter, None), always_call=True),
             ):
                 undo.callback(handle.remove)
 
@@ -177,28 +177,3 @@ def gather_fixed_rows() -> Callable[[], None]:
         return rows, host_full((self.num_local_experts,), num_rows), self.local_probs
 
     return patch_attributes(gathering, {"dispatch_postprocess": dispatch_postprocess})
-
-
-def patch_router() -> Callable[[], None]:
-    """Let Megatron's router and dispatchers run on a CPU host; return the undo function.
-
-    Releases before 0.17 look up Transformer Engine's matrix product under a name that exists only
-    with Transformer Engine, and one compiled function of the router needs a compiler on the host.
-    """
-    utils = import_megatron(_UTILS)
-    (top_k,) = private_names(_ROUTER, "TopKRouter")
-    undo = ExitStack()
-    if not hasattr(utils, "te_general_gemm"):
-        undo.callback(patch_attributes(utils, {"te_general_gemm": None}))
-    compiled = vars(top_k).get("_apply_expert_bias")
-    original = getattr(compiled, "_torchdynamo_orig_callable", None)
-    if original is not None:
-        undo.callback(patch_attributes(top_k, {"_apply_expert_bias": original}))
-    module = import_megatron(_DISPATCHER)
-    undo.callback(patch_attributes(module, {"maybe_move_tensor_to_cpu": _on_the_host}))
-    return undo.close
-
-
-def _on_the_host(tensor: Any, as_numpy: bool = False, **_: object) -> Any:
-    """Return the splits in the requested form; Megatron moves them to the host only from GPUs."""
-    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor

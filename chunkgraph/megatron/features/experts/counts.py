@@ -19,9 +19,8 @@ class RowCounts:
     """What the experts of one rank lack and need.
 
     Every step copies the counts to the host after the last forward (after all kernels if experts
-    are recomputed). Nothing waits for the copy: `by_layer` returns the last one that has arrived.
-    The counts only grow, so nothing is lost if a step skips its copy because the previous one is
-    still in flight.
+    are recomputed). Nothing waits for the copy: `by_layer` returns what has arrived of it. The
+    counts only grow, so one of a copy in flight is as valid as the one that it replaces.
 
     Args:
         layers: Layer numbers.
@@ -40,8 +39,6 @@ class RowCounts:
         self.is_recomputed = False
         self.measures = False
         self._heaviest: torch.Tensor | None = None
-        self._latest = [0] * len(self.layers)
-        self._is_behind = False
         is_cuda = self.total.is_cuda
         self._host = torch.zeros(self.total.shape, dtype=torch.int64, pin_memory=is_cuda)
         self._event = torch.cuda.Event() if is_cuda else None
@@ -85,9 +82,9 @@ class RowCounts:
 
     def send(self) -> None:
         """Start a copy of the counts to the host, on the current stream."""
-        self._is_behind = not self._has_arrived()
-        if not self._is_behind:
-            self._copy()
+        self._host.copy_(self.total, non_blocking=True)
+        if self._event is not None:
+            self._event.record()
 
     def by_layer(self, *, wait: bool = False) -> dict[int, int]:
         """Return, by layer number, how often a token had no room so far on this rank.
@@ -96,25 +93,8 @@ class RowCounts:
             wait: Wait for the device, so that the last step is included.
         """
         if wait and self._event is not None:
-            if self._is_behind:  # the last step skipped its copy
-                self._event.synchronize()
-                self._copy()
             self._event.synchronize()
-        self._has_arrived()
         totals: dict[int, int] = {}
-        for layer, count in zip(self.layers, self._latest, strict=True):
+        for layer, count in zip(self.layers, self._host.tolist(), strict=True):
             totals[layer] = totals.get(layer, 0) + count
         return totals
-
-    def _copy(self) -> None:
-        self._host.copy_(self.total, non_blocking=True)
-        if self._event is not None:
-            self._event.record()
-        self._is_behind = False
-
-    def _has_arrived(self) -> bool:
-        """Read the last copy, if it has arrived."""
-        if self._event is not None and not self._event.query():
-            return False
-        self._latest = self._host.tolist()
-        return True

@@ -67,6 +67,7 @@ class Dropless:
             self._sinkhorn = BoundedSinkhorn(lambda is_short: self.counts.add(0, is_short))
         self._has_padding = has_padding
         self._experts = [layer.experts for layer in layers]
+        self._is_cuda = device.type == "cuda"
         kinds = private_names(_EXPERTS, "SequentialMLP", "TEGroupedMLP")
         for layer in layers:
             if not isinstance(layer.experts, kinds):
@@ -95,10 +96,9 @@ class Dropless:
         undo = ExitStack()
         for dispatch in self._dispatches:
             undo.callback(dispatch.install())
-        if next(self._experts[0].parameters()).is_cuda:
-            for experts in self._experts:
-                for weights in expert_linears(experts):
-                    lay_together(weights)
+        for experts in self._experts if self._is_cuda else ():
+            for weights in expert_linears(experts):
+                lay_together(weights)
         return undo.close
 
     @contextmanager
@@ -113,8 +113,7 @@ class Dropless:
 
     def verifying(self) -> AbstractContextManager[None]:
         """Use the products of graphs in eager passes that are compared with replays on a GPU."""
-        is_cuda = next(self._experts[0].parameters()).is_cuda
-        return self.on_device() if is_cuda else nullcontext()
+        return self.on_device() if self._is_cuda else nullcontext()
 
     def having_room(self) -> AbstractContextManager[None]:
         """Measure the load of an eager step, in which all rows have room anyway."""

@@ -40,10 +40,14 @@ class Dispatch:
         room: Room for rows, if experts are on several ranks.
         counts: The account, in which this layer has the number ``index``.
         has_padding: Whether tokens may choose no expert.
+
+    Attributes:
+        tensors: Tensors that a captured forward changes, in addition to the counts.
     """
 
     name = ""
     names: tuple[str, ...] = ()
+    tensors: tuple[torch.Tensor, ...] = ()
 
     def __init__(
         self, layer: Any, room: Room, counts: RowCounts, index: int, *, has_padding: bool
@@ -63,11 +67,7 @@ class Dispatch:
         indices = dispatcher.local_expert_indices
         self._local = slice(indices[0], indices[-1] + 1)
         self._chosen: ChosenRows | None = None
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Return the tensors that a captured forward changes, in addition to the notes."""
-        return ()
+        self._places: torch.Tensor | None = None
 
     def install(self) -> Callable[[], None]:
         """Measure the loads of eager passes between ranks; return the undo function."""
@@ -142,7 +142,6 @@ class AllToAllRows(Dispatch):
         self._cut: Shuffle | None = None
         self._by_expert: Shuffle | None = None
         self._splits: DeviceSplits | None = None
-        self._places: torch.Tensor | None = None
 
     def load(self, *args: Any) -> tuple[int, torch.Tensor]:
         """See `Dispatch`."""
@@ -271,16 +270,14 @@ class AllGatherRows(Dispatch):
         if self._num_ranks > 1:
             num_rows = self._bounded(num_tokens, chosen.sum())
         self._chosen = ChosenRows.of(chosen, num_rows, are_exact=are_exact)
-        places = self._chosen.tokens
         if self._is_fused and are_exact:
-            rows, _, places, *_ = self._module.permute(
+            rows, _, self._places, *_ = self._module.permute(
                 hidden, chosen, num_out_tokens=num_rows, fused=True
             )
         else:
-            rows = self._chosen.clear(take_rows(hidden, places))
-        megatrons.local_map = chosen
-        megatrons.reversed_local_input_permutation_mapping = places
-        megatrons.routing_map = None
+            self._places = self._chosen.tokens
+            rows = self._chosen.clear(take_rows(hidden, self._places))
+        megatrons.local_map, megatrons.routing_map = chosen, None
         local_probs = self._chosen.take(probs[:, self._local].contiguous())
         return rows, DeviceSplits(self._chosen.ends), local_probs
 
@@ -288,14 +285,14 @@ class AllGatherRows(Dispatch):
         """Add up the local results of each token."""
         megatrons, chosen = self._megatrons, self._chosen
         assert chosen is not None
+        assert self._places is not None
         output = self._summed(
             chosen.clear(rows),
-            megatrons.reversed_local_input_permutation_mapping,
+            self._places,
             is_fused=self._is_fused and chosen.unused is None,
             routing_map=megatrons.local_map,
         )
-        self._chosen = megatrons.local_map = None
-        megatrons.reversed_local_input_permutation_mapping = None
+        self._chosen = self._places = megatrons.local_map = None
         return output
 
 

@@ -38,15 +38,12 @@ def experts_on_device(measure: Callable[[int], None] = lambda _: None) -> Iterat
         measure: Callback with the number of rows, used or not, of each call with `DeviceSplits`.
     """
     sequential, grouped = private_names(_EXPERTS, "SequentialMLP", "TEGroupedMLP")
+    apply_bias = staticmethod(_apply_bias(grouped._apply_bias))
     with ExitStack() as stack:
-        stack.callback(
-            patch_attributes(sequential, {"forward": _sequential(sequential.forward, measure)})
-        )
-        stack.callback(patch_attributes(grouped, {"forward": _grouped(grouped.forward, measure)}))
-        # From the class's dict: attribute access would unwrap the static method.
-        original = vars(grouped)["_apply_bias"]
-        grouped._apply_bias = staticmethod(_apply_bias(grouped._apply_bias))
-        stack.callback(setattr, grouped, "_apply_bias", original)
+        for kind, replace_products in ((sequential, _sequential), (grouped, _grouped)):
+            forward = _forward(kind.forward, replace_products, measure)
+            stack.callback(patch_attributes(kind, {"forward": forward}))
+        stack.callback(patch_attributes(grouped, {"_apply_bias": apply_bias}))
         yield
 
 
@@ -61,19 +58,12 @@ def rebuilt_fused_operations(modules: Iterable[Any]) -> Iterator[None]:
     Args:
         modules: Modules, including the layers.
     """
-    originals = [
-        (module, name, vars(module)[name])
-        for module in dict.fromkeys(modules)
-        for name in ("_fused_ops", "_fused_impl")
-        if isinstance(vars(module).get(name), (tuple, type(None))) and name in vars(module)
-    ]
-    for module, name, _ in originals:
-        setattr(module, name, None)
-    try:
+    with ExitStack() as undo:
+        for module in modules:
+            for name in ("_fused_ops", "_fused_impl"):
+                if isinstance(vars(module).get(name, ""), (tuple, type(None))):
+                    undo.callback(patch_attributes(module, {name: None}))
         yield
-    finally:
-        for module, name, operations in originals:
-            setattr(module, name, operations)
 
 
 def expert_linears(experts: Any) -> list[list[torch.nn.Parameter]]:
@@ -92,102 +82,86 @@ def _gemm(weight: torch.Tensor) -> GroupedGemm:
     return gemm
 
 
-def _sequential(eager: Callable[..., Any], measure: Callable[[int], None]) -> Callable[..., Any]:
-    """Return ``forward`` for experts that Megatron runs one by one: the first runs for all."""
-
-    def forward(
-        self: Any, hidden: torch.Tensor, tokens_per_expert: Any, probs: torch.Tensor
-    ) -> tuple[torch.Tensor, None]:
-        if not isinstance(tokens_per_expert, DeviceSplits):
-            result: tuple[torch.Tensor, None] = eager(self, hidden, tokens_per_expert, probs)
-            return result
-        measure(hidden.shape[0])
-        splits, experts = tokens_per_expert, list(self.local_experts)
-        gemm = _gemm(experts[0].linear_fc1.weight)
-        if self.config.moe_apply_probs_on_input:
-            hidden = (probs.unsqueeze(-1) * hidden).to(hidden.dtype)
-            probs = torch.ones_like(probs)
-
-        def linear(name: str) -> _Linear:
-            layers = [getattr(expert, name) for expert in experts]
-            weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
-            _returns_grads(weights)
-
-            def multiply(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-                out = grouped_linear(gemm, rows, splits, weights)
-                if biases[0] is None:
-                    return out, None
-                bias = add_biases(gemm, rows.shape[0], splits, biases)
-                if name == "linear_fc1":
-                    return out, bias
-                out += bias * probs.unsqueeze(-1)
-                return out, None
-
-            return multiply
-
-        first = experts[0]
-        with ExitStack() as undo:
-            for name in ("linear_fc1", "linear_fc2"):
-                layer = getattr(first, name)
-                undo.callback(patch_attributes(layer, {"forward": linear(name)}))
-            output, _ = first(hidden, probs)
-        return output, None
-
-    return forward
-
-
-def _grouped(eager: Callable[..., Any], measure: Callable[[int], None]) -> Callable[..., Any]:
-    """Return ``forward`` for experts that Transformer Engine multiplies together."""
+def _forward(
+    eager: Callable[..., Any],
+    replace_products: Callable[..., None],
+    measure: Callable[[int], None],
+) -> Callable[..., Any]:
+    """Return Megatron's ``forward`` of experts, with other products for `DeviceSplits`."""
 
     def forward(self: Any, hidden: torch.Tensor, tokens_per_expert: Any, *args: Any) -> Any:
         if not isinstance(tokens_per_expert, DeviceSplits):
             return eager(self, hidden, tokens_per_expert, *args)
         measure(hidden.shape[0])
-
-        def linear(layer: Any) -> _Linear:
-            weights = _weights(layer, "weight")
-            biases = _weights(layer, "bias") if layer.use_bias else None
-            gemm = _gemm(weights[0])
-            _returns_grads(layer.parameters(recurse=False))
-
-            def multiply(rows: torch.Tensor, splits: DeviceSplits) -> tuple[torch.Tensor, Any]:
-                if self.config.fp8:
-                    out, has_bias = _multiply_quantized(layer, rows, splits)
-                else:
-                    out, has_bias = grouped_linear(gemm, rows, splits, weights), biases is not None
-                if biases is None or not has_bias:
-                    return out, None
-                bias = add_biases(gemm, rows.shape[0], splits, biases)
-                # The second product leaves its bias to `_apply_bias`.
-                return (out, bias) if layer is self.linear_fc2 else (out + bias, None)
-
-            return multiply
-
         with ExitStack() as undo:
-            for layer in (self.linear_fc1, self.linear_fc2):
-                undo.callback(patch_attributes(layer, {"forward": linear(layer)}))
-            if hasattr(self, _FUSED):  # call the linear layers, which it would fuse
-                undo.callback(patch_attributes(self, {_FUSED: False}))
-            _pad_on_device(self, undo)
+            replace_products(self, tokens_per_expert, *args, undo=undo)
             return eager(self, hidden, tokens_per_expert, *args)
 
     return forward
 
 
-def _multiply_quantized(
-    layer: Any, rows: torch.Tensor, splits: DeviceSplits
-) -> tuple[torch.Tensor, bool]:
-    """Return the product of Transformer Engine's layer, and whether it leaves a bias to add."""
-    undo = patch_attributes(layer, {"use_grouped_tensor": True})
-    try:
-        out, bias = type(layer).forward(layer, rows, splits.counts)
-    finally:
-        undo()
-    return out, bias is not None
+def _sequential(experts: Any, splits: DeviceSplits, probs: torch.Tensor, undo: ExitStack) -> None:
+    """Let the first of the experts that Megatron runs one by one run for all."""
+    if experts.config.moe_apply_probs_on_input:
+        probs = torch.ones_like(probs)
+
+    def linear(name: str) -> _Linear:
+        layers = [getattr(expert, name) for expert in experts.local_experts]
+        weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+        gemm = _gemm(weights[0])
+        _returns_grads(weights)
+
+        def multiply(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+            out = grouped_linear(gemm, rows, splits, weights)
+            if biases[0] is None:
+                return out, None
+            bias = add_biases(gemm, rows.shape[0], splits, biases)
+            if name == "linear_fc1":
+                return out, bias
+            out += bias * probs.unsqueeze(-1)
+            return out, None
+
+        return multiply
+
+    for name in ("linear_fc1", "linear_fc2"):
+        layer = getattr(experts.local_experts[0], name)
+        undo.callback(patch_attributes(layer, {"forward": linear(name)}))
+    undo.callback(patch_attributes(experts, {"num_local_experts": 1}))
 
 
-def _pad_on_device(experts: Any, undo: ExitStack) -> None:
-    """Pad the rows of quantized experts on the device."""
+def _grouped(experts: Any, _splits: DeviceSplits, *_: Any, undo: ExitStack) -> None:
+    """Replace the products that Transformer Engine computes for all experts together."""
+
+    def linear(layer: Any) -> _Linear:
+        weights = _weights(layer, "weight")
+        biases = _weights(layer, "bias") if layer.use_bias else None
+        gemm = _gemm(weights[0])
+        _returns_grads(layer.parameters(recurse=False))
+
+        def multiply(rows: torch.Tensor, splits: DeviceSplits) -> tuple[torch.Tensor, Any]:
+            if experts.config.fp8:
+                out, bias = type(layer).forward(layer, rows, splits.counts)
+                if bias is None:
+                    return out, None
+            else:
+                out = grouped_linear(gemm, rows, splits, weights)
+            if biases is None:
+                return out, None
+            bias = add_biases(gemm, rows.shape[0], splits, biases)
+            # The second product leaves its bias to `_apply_bias`.
+            return (out, bias) if layer is experts.linear_fc2 else (out + bias, None)
+
+        return multiply
+
+    for layer in (experts.linear_fc1, experts.linear_fc2):
+        undo.callback(patch_attributes(layer, {"forward": linear(layer)}))
+    if hasattr(experts, _FUSED):  # call the linear layers, which it would fuse
+        undo.callback(patch_attributes(experts, {_FUSED: False}))
+    _quantize_on_device(experts, undo)
+
+
+def _quantize_on_device(experts: Any, undo: ExitStack) -> None:
+    """Let quantized experts pad rows, and Transformer Engine multiply, by counts on the device."""
     recipe = fp8_recipe(experts.config)
     padding: tuple[Shuffle, DeviceSplits] | None = None
     if recipe is None:
@@ -204,6 +178,8 @@ def _pad_on_device(experts: Any, undo: ExitStack) -> None:
         assert padding is not None
         return padding[0].move_back(rows)
 
+    for layer in (experts.linear_fc1, experts.linear_fc2):
+        undo.callback(patch_attributes(layer, {"use_grouped_tensor": True}))
     undo.callback(patch_attributes(experts.quantization_padding, {"forward": pad}))
     undo.callback(patch_attributes(experts.quantization_unpadding, {"forward": unpad}))
 

@@ -121,36 +121,27 @@ class ChosenRows:
 
 
 class Shuffle:
-    """Moves rows between two buffers, each row at most once, with gradients.
+    """Moves groups of rows, which are adjacent in both of two buffers, with gradients.
+
+    Rows of no group are dropped; rows of the other buffer to which none moves are zeros.
 
     Args:
-        sources: Row of the first buffer for each row of the second one; -1 for zeros.
-        targets: Row of the second buffer for each row of the first one; -1 to drop the row.
+        sources: First row of each group in the first buffer, ascending from 0, int64 [groups].
+        targets: First row of each group in the second buffer, int64 [groups].
+        counts: Rows of each group, int64 [groups].
+        num_sources: Rows of the first buffer.
+        num_targets: Rows of the second buffer.
     """
 
-    def __init__(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        self._sources = sources
-        self._targets = targets
-
-    @classmethod
-    def of_groups(
-        cls,
+    def __init__(
+        self,
         sources: torch.Tensor,
         targets: torch.Tensor,
         counts: torch.Tensor,
         *,
         num_sources: int,
         num_targets: int,
-    ) -> Shuffle:
-        """Move groups of rows that are adjacent in both buffers; rows of no group are dropped.
-
-        Args:
-            sources: First row of each group in the first buffer, ascending from 0, int64 [groups].
-            targets: First row of each group in the second buffer, int64 [groups].
-            counts: Rows of each group, int64 [groups].
-            num_sources: Rows of the first buffer.
-            num_targets: Rows of the second buffer.
-        """
+    ) -> None:
         places = torch.arange(num_sources, device=counts.device)
         group = torch.searchsorted(sources, places, right=True) - 1
         is_used = places < (sources + counts).index_select(0, group)
@@ -159,7 +150,8 @@ class Shuffle:
         # writes the values of a row one after the other.
         own = torch.where(is_used, target, num_targets + places)
         source = places.new_full((num_targets + num_sources,), -1).scatter_(0, own, places)
-        return cls(source[:num_targets], torch.where(is_used, target, -1))
+        # For each row of one buffer its row in the other one, or -1.
+        self._sources, self._targets = source[:num_targets], torch.where(is_used, target, -1)
 
     def move(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the second buffer, from the first one."""
@@ -201,7 +193,7 @@ def pieces_of(counts: torch.Tensor, num_rows: int, piece: int) -> Shuffle:
         piece: Rows of a piece; rows that exceed it are omitted.
     """
     num_ranks = counts.shape[0]
-    return Shuffle.of_groups(
+    return Shuffle(
         counts.cumsum(0) - counts,
         torch.arange(num_ranks, device=counts.device) * piece,
         counts.clamp(max=piece),
@@ -227,7 +219,7 @@ def paired_rows(counts: torch.Tensor, piece: int) -> tuple[Shuffle, DeviceSplits
     by_expert = counts.t().reshape(-1)
     targets = (by_expert.cumsum(0) - by_expert).view(-1, num_ranks).t()
     pieces = torch.arange(num_ranks, device=counts.device)[:, None] * piece
-    shuffle = Shuffle.of_groups(
+    shuffle = Shuffle(
         (begins + pieces).view(-1),
         targets.reshape(-1),
         counts.view(-1),
@@ -251,7 +243,7 @@ def padded_rows(splits: DeviceSplits, num_rows: int, multiple: int) -> tuple[Shu
     padded = (splits.counts + multiple - 1) // multiple * multiple
     ends = padded.cumsum(0)
     num_padded = num_rows + len(padded) * (multiple - 1)
-    shuffle = Shuffle.of_groups(
+    shuffle = Shuffle(
         splits.ends - splits.counts,
         ends - padded,
         splits.counts,

@@ -18,24 +18,18 @@ import torch
 from chunkgraph.engine import Agree, Chunk, StepMode
 from chunkgraph.engine.agreement import agree_alone
 from chunkgraph.errors import ConfigError, TokenDropError
-from chunkgraph.megatron.core.agreement import agree_by_maximum
 from chunkgraph.megatron.feature import LimitedFeature, Shortage, Step, Work, chained
 from chunkgraph.megatron.features.experts.capacity import CapacityExperts
-from chunkgraph.megatron.features.experts.counts import RowCounts
 from chunkgraph.megatron.features.experts.dropless import Dropless
 from chunkgraph.megatron.features.experts.dropless_experts import rebuilt_fused_operations
-from chunkgraph.megatron.features.experts.hybrid_ep import (
-    HybridEPBuffer,
-    refuse_without_hybrid_ep,
-    uses_hybrid_ep,
-)
+from chunkgraph.megatron.features.experts.hybrid_ep import HybridEPBuffer, refuse_without_hybrid_ep
 from chunkgraph.megatron.features.experts.padding import keep_padding_from_experts
 from chunkgraph.megatron.features.experts.room import Room
 from chunkgraph.megatron.features.experts.rows_in_use import moe_layers_of
 from chunkgraph.megatron.features.experts.state import ExpertState, routers_of
 from chunkgraph.megatron.model_part import ModelPart
 from chunkgraph.megatron.rules.experts import MOE_RULES, PADDED_ROWS_RULES, uses_dropless
-from chunkgraph.megatron.site import Site
+from chunkgraph.megatron.site import Site, new_agreement
 
 if TYPE_CHECKING:
     from chunkgraph.megatron.attachment import MegatronChunkGraphs
@@ -53,6 +47,8 @@ class Experts(LimitedFeature):
 
     Args:
         site: The model and the options of `attach`.
+        undo: Closed when the graphs are detached; stops the counts, and restores Megatron's
+            handling of padding.
 
     Raises:
         ConfigError: Experts cannot be trained on packed sequences.
@@ -60,7 +56,7 @@ class Experts(LimitedFeature):
 
     rules = (*MOE_RULES, *PADDED_ROWS_RULES)
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: Site, undo: contextlib.ExitStack) -> None:
         config, facts = site.config, site.facts()
         token_drops = site.feature_options["token_drops"]
         # For the whole model: this rank may have no experts.
@@ -68,35 +64,30 @@ class Experts(LimitedFeature):
         is_dropless = uses_dropless(config)
         self.repeats_steps = bool(self._room.lacking) if is_dropless else token_drops == "rerun"
         layers = moe_layers_of([m for c in site.chunks for m in c.modules()])
-        self._buffer = HybridEPBuffer() if layers and uses_hybrid_ep(config) else None
-        self._undo = contextlib.ExitStack()
+        uses_hybrid_ep = config.moe_token_dispatcher_type == "flex"
+        self._buffer = HybridEPBuffer() if layers and uses_hybrid_ep else None
         self._modules = [m for part in site.parts for m in part.modules]
         captured = routers_of(self._modules)
         self._state = ExpertState(captured) if captured else None
-        self._experts: CapacityExperts | Dropless | None = None
-        self._counts = RowCounts((), torch.device("cpu"))
-        if layers:
-            if is_dropless:
-                self._experts = Dropless(layers, self._room, has_padding=bool(facts.pads_rows))
-            else:
-                self._experts = CapacityExperts(layers, self._room, marks_padding=bool(facts.stash))
-            self._counts = self._experts.counts
+        self._experts: CapacityExperts | Dropless
+        if layers and is_dropless:
+            self._experts = Dropless(layers, self._room, has_padding=bool(facts.pads_rows))
+        else:  # also without layers, of either kind
+            self._experts = CapacityExperts(
+                layers, self._room, site.device, marks_padding=bool(facts.stash)
+            )
+        self._counts = self._experts.counts
         self._token_drops = token_drops
         self._is_reported = self._was_abandoned = False
         self._seen = 0
         self._has_warned = token_drops != "warn"
         # All ranks create the group in the same order; it exchanges their counts of drops.
         needs_others = token_drops == "raise" or self._room.is_measured
-        self._agree = agree_by_maximum() if needs_others else None
-        try:
-            if facts.pads_rows:
-                # First: tokens that no router chose cannot be dropped.
-                self._undo.callback(keep_padding_from_experts(site.chunks, config))
-            if self._experts is not None:
-                self._undo.callback(self._experts.install())
-        except BaseException:
-            self.detach()
-            raise
+        self._agree: Agree = (new_agreement(undo) if needs_others else None) or agree_alone
+        if facts.pads_rows:
+            # First: tokens that no router chose cannot be dropped.
+            undo.callback(keep_padding_from_experts(site.chunks, config))
+        undo.callback(self._experts.install())
 
     @classmethod
     def facts(cls, site: Site) -> Mapping[str, object]:
@@ -120,11 +111,7 @@ class Experts(LimitedFeature):
     @classmethod
     def of(cls, site: Site, undo: contextlib.ExitStack) -> Self | None:
         """Return the feature for models with experts, also on ranks without experts."""
-        if not getattr(site.config, "num_moe_experts", None):
-            return None
-        experts = cls(site)
-        undo.callback(experts.detach)
-        return experts
+        return cls(site, undo) if getattr(site.config, "num_moe_experts", None) else None
 
     def bind(self, graphs: MegatronChunkGraphs) -> None:
         """Release the graphs when HybridEP replaces the buffer that they write to."""
@@ -153,7 +140,7 @@ class Experts(LimitedFeature):
         """Capture without host reads; make passes of ``verify`` compute the bits of replays."""
         if work == "capture":
             return self._capturing()
-        if work == "verify" and self._experts is not None:
+        if work == "verify":
             return self._experts.verifying()
         return contextlib.nullcontext()
 
@@ -161,11 +148,10 @@ class Experts(LimitedFeature):
     def _capturing(self) -> Iterator[None]:
         """Capture without host reads in the dispatch; restore the metrics afterwards."""
         with contextlib.ExitStack() as stack:
-            if self._experts is not None:
-                stack.enter_context(self._experts.capturing())
+            stack.enter_context(self._experts.capturing())
             stack.enter_context(rebuilt_fused_operations(self._modules))
             if self._state is not None:
-                stack.enter_context(self._state.capturing())
+                self._state.capture()
             yield
         if self._buffer is not None:
             self._buffer.remember()
@@ -173,7 +159,7 @@ class Experts(LimitedFeature):
     @property
     def dispatch(self) -> str:
         """Return dispatch, grouped GEMM and rows of dropless experts in graphs; "" for others."""
-        return self._experts.description if self._experts is not None else ""
+        return self._experts.description
 
     def is_memory_replaced(self) -> bool:
         """Return whether HybridEP has replaced the buffer that graphs write to."""
@@ -219,7 +205,7 @@ class Experts(LimitedFeature):
     def _end_step(self, step: Step) -> None:
         """Report dropped tokens of a training step, before its gradients are used."""
         if self._room.is_measured and not step.is_replayed:
-            (most,) = (self._agree or agree_alone)([self._counts.take_load()])
+            (most,) = self._agree([self._counts.take_load()])
             self._room.add_load(most)
         self._report_drops()
         if step.plan.is_repeated:
@@ -250,7 +236,7 @@ class Experts(LimitedFeature):
         They include Megatron's own flags: its training loop would otherwise repeat a step that
         was already repeated here.
         """
-        return self._experts.tensors if self._experts is not None else ()
+        return self._experts.tensors
 
     def look(self) -> int:
         """Return the tokens dropped in the last step on this rank; wait for its forwards.
@@ -270,14 +256,13 @@ class Experts(LimitedFeature):
 
     def having_room(self) -> contextlib.AbstractContextManager[None]:
         """Let an eager step drop no token, and measure its load for `make_room`."""
-        return self._experts.having_room() if self._experts else contextlib.nullcontext()
+        return self._experts.having_room()
 
     def make_room(self, agree: Agree) -> None:
         """Make room for the heaviest load of a microbatch on any rank; wait for the device."""
         (most,) = agree([self._counts.take_load()])
         self._room.give(most)
-        if self._experts is not None:
-            self._experts.grow()
+        self._experts.grow()
 
     def forget_step(self) -> None:
         """Resynchronize with the counts, which were restored because the step ran again."""
@@ -299,15 +284,9 @@ class Experts(LimitedFeature):
         """
         return self._counts.by_layer(wait=wait)
 
-    def detach(self) -> None:
-        """Stop counting, and restore Megatron's handling of padding."""
-        self._undo.close()
-        if self._agree is not None:
-            self._agree.close()
-
     def _raise_if_dropped(self) -> None:
         local = self.look()
-        most = local if self._agree is None else self._agree([local])[0]
+        (most,) = self._agree([local])
         if not most:
             return
         raise TokenDropError(

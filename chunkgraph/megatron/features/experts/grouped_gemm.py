@@ -31,7 +31,6 @@ __all__ = [
     "CUBLASLT_NEEDED",
     "FP8_MULTIPLES",
     "GroupedGemm",
-    "LoopGemm",
     "NativeGemm",
     "add_biases",
     "as_one",
@@ -41,7 +40,6 @@ __all__ = [
     "lay_together",
     "native_need",
     "version_text",
-    "zero_empty",
 ]
 
 CUBLASLT_NEEDED = 130801
@@ -82,31 +80,21 @@ class GroupedGemm:
         return torch._grouped_mm(grads, as_one(weights), offs=splits.ends)
 
     def outer(self, grads: torch.Tensor, rows: torch.Tensor, splits: DeviceSplits) -> torch.Tensor:
-        """Return the product of each expert's gradients and rows: [experts, out, in].
-
-        Those of experts without rows may be undefined.
-        """
-        return torch._grouped_mm(grads.t(), rows, offs=splits.ends)
-
-    def weight_grads(
-        self, grads: torch.Tensor, rows: torch.Tensor, splits: DeviceSplits
-    ) -> Sequence[torch.Tensor]:
-        """Return the gradient of each weight, zeros without rows: [out, in] each."""
-        return zero_empty(self.outer(grads, rows, splits), splits.ends).unbind(0)
+        """Return each expert's gradients times its rows, zeros without rows: [experts, out, in]."""
+        out = self._outer(grads, rows, splits)
+        torch.ops.chunkgraph.zero_empty(out, splits.ends)
+        return out
 
     def sums(self, grads: torch.Tensor, splits: DeviceSplits) -> torch.Tensor:
         """Return the sum of each expert's rows: [experts, out]."""
+        if not grads.is_cuda:  # in a loop, with the bits of a plain sum
+            result: torch.Tensor = torch.ops.chunkgraph.grouped_sums(grads, splits.ends)
+            return result
         ones = torch.ones(grads.shape[0], _SUMMED, dtype=grads.dtype, device=grads.device)
-        return zero_empty(self.outer(grads, ones, splits), splits.ends)[:, :, 0]
+        return self.outer(grads, ones, splits)[:, :, 0]
 
-
-class LoopGemm(GroupedGemm):
-    """Runs torch's product on a CPU, and sums rows in a loop with the bits of a plain sum."""
-
-    def sums(self, grads: torch.Tensor, splits: DeviceSplits) -> torch.Tensor:
-        """See `GroupedGemm`."""
-        result: torch.Tensor = torch.ops.chunkgraph.grouped_sums(grads, splits.ends)
-        return result
+    def _outer(self, grads: torch.Tensor, rows: torch.Tensor, splits: DeviceSplits) -> torch.Tensor:
+        return torch._grouped_mm(grads.t(), rows, offs=splits.ends)
 
 
 def _loop_sums(grads: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -134,8 +122,7 @@ class NativeGemm(GroupedGemm):
         """See `GroupedGemm`."""
         return self._times(grads, weights, splits, weights[0].shape[1], layout="NN")
 
-    def outer(self, grads: torch.Tensor, rows: torch.Tensor, splits: DeviceSplits) -> torch.Tensor:
-        """See `GroupedGemm`."""
+    def _outer(self, grads: torch.Tensor, rows: torch.Tensor, splits: DeviceSplits) -> torch.Tensor:
         out = rows.new_empty(len(splits.ends), grads.shape[1], rows.shape[1])
         operands = self._pack(rows, splits), self._pack(grads, splits)
         self._gemm(*operands, list(out.unbind(0)), layout="NT")
@@ -229,7 +216,7 @@ def choose_gemm(
     if device.type == "cpu":
         if not hasattr(torch.nn.functional, "grouped_mm"):
             return None, f"{name} does not run on a CPU; install 2.10 or newer"
-        return LoopGemm(), name
+        return GroupedGemm(), name
     if (need := native_need(dtype, recipe)) is None:
         version = version_text(cublaslt_version() or 0)
         return NativeGemm(), f"Transformer Engine's grouped GEMM (cuBLASLt {version})"
@@ -273,7 +260,7 @@ class _GroupedLinear(torch.autograd.Function):
         needs_grad = ctx.needs_input_grad[3:]
         of_weights: list[torch.Tensor | None] = [None] * len(weights)
         if any(needs_grad):
-            by_expert = gemm.weight_grads(grads, rows, splits)
+            by_expert = gemm.outer(grads, rows, splits).unbind(0)
             add_together(by_expert[0])
             of_weights = [
                 g if is_needed else None for g, is_needed in zip(by_expert, needs_grad, strict=True)
@@ -369,17 +356,12 @@ def lay_together(weights: Sequence[torch.nn.Parameter]) -> None:
             weight.data = place
 
 
-def zero_empty(grads: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Write zeros to ``grads`` [experts, out, in] of experts without rows, and return them.
+def _zero_empty(grads: torch.Tensor, ends: torch.Tensor) -> None:
+    """Write zeros to ``grads`` [experts, out, in] of experts without rows.
 
     A grouped product does not write the gradients of these experts. This is one operator of torch
     on each device: a split backward sees that it reads and writes weight gradients.
     """
-    torch.ops.chunkgraph.zero_empty(grads, ends)
-    return grads
-
-
-def _zero_empty(grads: torch.Tensor, ends: torch.Tensor) -> None:
     if grads.is_cuda and importlib.util.find_spec("triton") is not None:
         kernel = importlib.import_module("chunkgraph.megatron.features.experts.empty_kernel")
         kernel.zero_empty(grads, ends)

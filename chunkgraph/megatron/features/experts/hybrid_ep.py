@@ -28,7 +28,6 @@ __all__ = [
     "deep_ep_version",
     "has_hybrid_ep",
     "refuse_without_hybrid_ep",
-    "uses_hybrid_ep",
 ]
 
 _CONFIG = "megatron.core.transformer.transformer_config"
@@ -37,19 +36,6 @@ _FACTOR = "moe_expert_rank_capacity_factor"
 _HANDLE_LENGTH = 11
 """Length of the tuple that HybridEP's dispatch returns, in which `_OVERFLOW` is an index."""
 _OVERFLOW = 10
-
-
-def uses_hybrid_ep(model: Any) -> bool:
-    """Return whether a model dispatches through HybridEP.
-
-    Args:
-        model: `Facts`, or a TransformerConfig.
-    """
-    return (
-        bool(getattr(model, "num_moe_experts", None))
-        and getattr(model, "moe_token_dispatcher_type", None) == "flex"
-        and getattr(model, "moe_flex_dispatcher_backend", None) == "hybridep"
-    )
 
 
 def deep_ep_version() -> str | None:
@@ -67,13 +53,13 @@ def has_hybrid_ep() -> bool:
 
 
 def refuse_without_hybrid_ep(facts: Facts) -> None:
-    """Check what HybridEP needs beyond settings, if a model uses it.
+    """Check what HybridEP needs beyond settings, if a model uses it, the only flexible dispatcher.
 
     Raises:
         ConfigError: This release of Megatron does not report rows without room.
         MissingDependencyError: The package is missing.
     """
-    if not uses_hybrid_ep(facts):
+    if not (facts.num_moe_experts and facts.moe_token_dispatcher_type == "flex"):
         return
     config = import_megatron(_CONFIG).TransformerConfig
     if _FACTOR not in config.__dataclass_fields__:
@@ -97,6 +83,7 @@ class HybridEPRows(Dispatch):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._manager: Any = self._megatrons._comm_manager
+        self.tensors = (self._manager.over_budget,)  # Megatron accumulates the flag of omitted rows
 
     def install(self) -> Callable[[], None]:
         """See `Dispatch`. Eager passes have room for all rows, whatever the user's budget."""
@@ -105,11 +92,6 @@ class HybridEPRows(Dispatch):
         undo.callback(setattr, self._manager, _FACTOR, getattr(self._manager, _FACTOR, None))
         setattr(self._manager, _FACTOR, None)
         return undo.close
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """See `Dispatch`; Megatron accumulates the flag of omitted rows."""
-        return (self._manager.over_budget,)
 
     def load(self, *args: Any) -> tuple[int, torch.Tensor]:
         """See `Dispatch`."""
@@ -164,8 +146,7 @@ class HybridEPRows(Dispatch):
 
     def _num_tokens(self) -> int:
         """Return the tokens of the current microbatch on this rank."""
-        *sizes, _ = self._megatrons.hidden_shape
-        return int(torch.Size(sizes).numel())
+        return int(self._megatrons.hidden_shape[:-1].numel())
 
 
 class HybridEPBuffer:
@@ -185,10 +166,7 @@ class HybridEPBuffer:
 
     def is_replaced(self) -> bool:
         """Return whether HybridEP has replaced its buffer since the last capture."""
-        if self._captured is None:
-            return False
-        (captured, before), (now, tokens) = self._captured, self._current()
-        return now is not captured or tokens != before
+        return self._captured is not None and self._captured != self._current()
 
     def check(self) -> None:
         """Check the buffer before a replay.
@@ -196,16 +174,14 @@ class HybridEPBuffer:
         Raises:
             ReplayMismatchError: HybridEP has replaced its buffer since the capture.
         """
-        if not self.is_replaced():
-            return
-        assert self._captured is not None
-        (_, before), (_, tokens) = self._captured, self._current()
-        raise ReplayMismatchError(
-            "HybridEP replaced its buffer outside of all steps since the graphs were captured: a "
-            f"pass had {tokens} tokens on this rank, and the graphs write to the buffer of "
-            f"{before}. Run such passes through the wrapped schedule (forward_only), after which "
-            "all ranks capture again, or release() the graphs before them."
-        )
+        if self._captured is not None and self.is_replaced():
+            (_, before), (_, tokens) = self._captured, self._current()
+            raise ReplayMismatchError(
+                "HybridEP replaced its buffer outside of all steps since the graphs were captured: "
+                f"a pass had {tokens} tokens on this rank, and the graphs write to the buffer of "
+                f"{before}. Run such passes through the wrapped schedule (forward_only), after "
+                "which all ranks capture again, or release() the graphs before them."
+            )
 
     def _current(self) -> tuple[Any, int]:
         buffer = self._fused._hybrid_ep_buffer

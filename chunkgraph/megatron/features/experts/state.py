@@ -7,15 +7,14 @@ use both as long as the tensors remain the captured ones.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from chunkgraph.errors import CaptureError, ReplayMismatchError
+from chunkgraph.errors import ReplayMismatchError
 from chunkgraph.megatron.core.access import private_names
 
 __all__ = [
@@ -58,54 +57,38 @@ class ExpertState:
         (self._scaler,) = private_names(_UTILS, "MoEAuxLossAutoScaler")
         self._device = routers[0].weight.device
         self._scale: torch.Tensor | None = None
-        self._captured: dict[str, torch.Tensor] = {}
         for router in routers:
             # A half-precision wrapper cast the biases; the first forward would cast them back.
             getattr(router, "_maintain_float32_expert_bias", lambda: None)()
             for name in _metric_names(router):
                 _make_metric(name, router.config, self._device)
-        self.buffers = tuple(expert_metrics().values())
+        self._metrics = expert_metrics()
+        self.buffers = tuple(self._metrics.values())
 
-    @contextlib.contextmanager
-    def capturing(self) -> Iterator[None]:
-        """Record the scale and metrics that graphs capture; restore the metrics' values.
+    def capture(self) -> None:
+        """Record the scale that graphs capture, before the capture.
 
         Raises:
-            CaptureError: A metric was recorded for the first time, in memory of the graph.
+            ReplayMismatchError: See `check`.
         """
+        self.check()
         if self._scaler.main_loss_backward_scale is None:
             self._scaler.main_loss_backward_scale = torch.ones(1, device=self._device)
         self._scale = self._scaler.main_loss_backward_scale
-        self._captured = expert_metrics()
-        copies = {name: value.clone() for name, value in self._captured.items()}
-        try:
-            yield
-        finally:
-            for name, value in copies.items():
-                self._captured[name].copy_(value)
-        new = [name for name in expert_metrics() if name not in self._captured]
-        if new:
-            for name in new:
-                del _tracker()[name]
-            raise CaptureError(
-                f"The metrics {', '.join(new)} of the experts were recorded for the first time in "
-                "the capture, into memory of the graph. Train a step eagerly before the capture "
-                "(num_warmup_steps=1 or more)."
-            )
 
     def check(self) -> None:
-        """Check that the graphs still add to the metrics that Megatron reads.
+        """Check that Megatron still reads the metrics to which graphs add.
 
         Raises:
-            ReplayMismatchError: The metrics were replaced since the capture.
+            ReplayMismatchError: The metrics were replaced since the graphs were attached.
         """
         now = expert_metrics()
-        lost = [name for name, value in self._captured.items() if now.get(name) is not value]
+        lost = [name for name, value in self._metrics.items() if now.get(name) is not value]
         if lost:
             raise ReplayMismatchError(
-                f"The metrics {', '.join(lost)} of the experts were replaced since the capture: "
-                "the graphs would add to the old ones. Clear them in place, as Megatron does, or "
-                "release() the graphs and capture again."
+                f"The metrics {', '.join(lost)} of the experts were replaced since the graphs were "
+                "attached: graphs would add to the old ones. Clear them in place, as Megatron "
+                "does, or attach again."
             )
 
     def before_backward(self) -> None:

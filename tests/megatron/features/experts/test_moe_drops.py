@@ -13,11 +13,7 @@ from extended_config import config_from_mapping
 from in_process import Trained, attach
 from refused import refused
 
-from chunkgraph.errors import (
-    CaptureError,
-    ReplayMismatchError,
-    TokenDropError,
-)
+from chunkgraph.errors import ReplayMismatchError, TokenDropError
 from chunkgraph.launch.hooks import StepMetrics
 from chunkgraph.megatron.features.experts import dropless
 from chunkgraph.megatron.features.experts.feature import Experts, dropped_tokens
@@ -187,21 +183,16 @@ def test_drops_are_an_error_where_that_is_asked_for_and_reported_once_otherwise(
 
 
 @pytest.mark.every_release
-def test_metrics_that_were_replaced_are_reported(one_rank: Any, make_config: Any) -> None:
+@pytest.mark.parametrize("num_steps", [1, 2], ids=["before the capture", "after the capture"])
+def test_metrics_that_were_replaced_are_reported(
+    one_rank: Any, make_config: Any, num_steps: int
+) -> None:
     run = _Run(one_rank, _make(make_config, moe_expert_capacity_factor=2.0), [], {})
-    for step in range(2):
+    for step in range(num_steps):
         run.step(step, 1)
     forget_expert_metrics()
     with pytest.raises(ReplayMismatchError, match="load_balancing_loss"):
-        run.step(2, 1)
-
-
-def test_a_metric_first_recorded_in_the_capture_is_refused(one_rank: Any, make_config: Any) -> None:
-    run = _Run(one_rank, _make(make_config, moe_expert_capacity_factor=2.0), [], {})
-    run.step(0, 1)
-    forget_expert_metrics()
-    with pytest.raises(CaptureError, match=r"load_balancing_loss.*first time in the capture"):
-        run.step(1, 1)
+        run.step(num_steps, 1)
 
 
 def test_the_scale_of_a_replaced_loss_scaler_reaches_the_graphs(

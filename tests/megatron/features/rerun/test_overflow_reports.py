@@ -100,16 +100,13 @@ class _Event:
 
     def record(self) -> None: ...
 
-    def query(self) -> bool:
-        return not self.copies
-
     def synchronize(self) -> None:
         while self.copies:
             self.copies.pop(0)()
 
 
 def test_waiting_for_dropped_tokens_gives_those_of_the_last_step() -> None:
-    """Also if that step was not copied, because the previous copy was still running."""
+    """Also if the copies of earlier steps are still running."""
     copies: list[Callable[[], Any]] = []
     report = RowCounts([1, 2], torch.device("cpu"))
     counts = report.total
