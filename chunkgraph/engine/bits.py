@@ -19,7 +19,6 @@ __all__ = ["Digests", "digests_of", "has_memory", "has_nan", "same_bits"]
 # Prime numbers of buckets. Two of them, so that elements change places unseen only if they are a
 # multiple of both apart.
 _BUCKETS = (251, 241)
-_PIECE = 1 << 17  # elements; their copies of 1 MiB come from the allocator's small blocks
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -62,7 +61,7 @@ class Digests:
     """Digests of ``n`` tensors, on the host.
 
     Attributes:
-        bits: int64, shape (n, 492): sums of the elements' bits.
+        bits: int64, shape (n, 492): sums of the elements' bits, in words of 8 bytes.
         sums: float64, shape (n, 251): sums of the elements' values.
         norms: float64, shape (n,): Euclidean norms; 0 if one is not finite.
         are_float: bool, shape (n,): whether the tensors hold floating-point numbers.
@@ -119,26 +118,35 @@ def _digest(tensor: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     values = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
     if values.is_complex():
         values = torch.view_as_real(values).reshape(-1)
-    integers = values.view(_INTEGERS[values.element_size()])
-    if not values.is_floating_point() or values.element_size() == 1:
-        values = integers
-    sums = _bucketed(values, _BUCKETS[0], torch.float64)
+    words, rest = _words(values)
+    bits = [_bucketed(words, n) for n in _BUCKETS]
+    bits[0][: len(rest)] += rest
+    # Sums in the dtype of the result need no copy of the tensor.
+    has_sums = values.is_floating_point() and values.element_size() > 1
+    dtype = torch.promote_types(values.dtype, torch.float32) if has_sums else torch.int64
+    sums = _bucketed(values if has_sums else words, _BUCKETS[0], dtype).double()
     norm = sums.new_zeros(1)
     if values.is_floating_point() and values.numel():
-        dtype = torch.promote_types(values.dtype, torch.float32)
-        norm = torch.linalg.vector_norm(values, dtype=dtype).double().view(1)
-    return (
-        torch.cat([_bucketed(integers, n, torch.int64) for n in _BUCKETS]),
-        torch.cat([sums, norm.nan_to_num(nan=0.0, posinf=0.0)]),
-    )
+        norm_dtype = torch.promote_types(values.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(values, dtype=norm_dtype).double().view(1)
+    return torch.cat(bits), torch.cat([sums, norm.nan_to_num(nan=0.0, posinf=0.0)])
 
 
-def _bucketed(flat: torch.Tensor, num_buckets: int, dtype: torch.dtype) -> torch.Tensor:
+def _words(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the bits of a flat tensor as int64 words, without a copy, and of the elements left."""
+    per_word = 8 // values.element_size()
+    integers = values.view(_INTEGERS[values.element_size()])
+    if values.data_ptr() % 8 or values.storage_offset() % per_word:
+        integers = integers.clone()
+    num_whole = integers.numel() // per_word * per_word
+    return integers[:num_whole].view(torch.int64), integers[num_whole:].long()
+
+
+def _bucketed(
+    flat: torch.Tensor, num_buckets: int, dtype: torch.dtype = torch.int64
+) -> torch.Tensor:
     """Sum elements into buckets by their position modulo ``num_buckets``."""
-    sums = torch.zeros(num_buckets, dtype=dtype, device=flat.device)
     num_whole = flat.numel() // num_buckets * num_buckets
-    # In pieces, since the sum first makes a copy in ``dtype``, which is up to eight times as large.
-    for piece in flat[:num_whole].split(_PIECE // num_buckets * num_buckets):
-        sums += piece.view(-1, num_buckets).sum(dim=0, dtype=dtype)
-    sums[: flat.numel() - num_whole] += flat[num_whole:].to(dtype)
+    sums = flat[:num_whole].view(-1, num_buckets).sum(dim=0, dtype=dtype)
+    sums[: flat.numel() - num_whole] += flat[num_whole:]
     return sums

@@ -256,6 +256,9 @@ def test_digests_see_every_bit(dtype: torch.dtype) -> None:
         other.view(torch.uint8)[place * other.element_size()] ^= 1
         same, differs = digests_of([one, one]), digests_of([one.clone(), other.view_as(one)])
         assert same.equal(differs).tolist() == [True, False]
+        # A view that begins in the middle of a word has the digest of its copy.
+        longer = torch.cat([torch.zeros(3, dtype=dtype), one.reshape(-1)])[3:]
+        assert digests_of([longer]).equal(digests_of([one])).all()
 
 
 def test_saved_tensors_whose_memory_is_freed_are_not_read() -> None:
