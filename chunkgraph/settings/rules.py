@@ -212,6 +212,32 @@ _RULES = (
         TopologyError,
     ),
     Rule(
+        "recompute_modules: Megatron recomputes these on GPUs only; leave out layernorm, moe_act, "
+        "mla_up_proj, or use {device=cuda}",
+        lambda f: (
+            f.device == "cpu"
+            and f.recompute_granularity == "selective"
+            and not {"layernorm", "moe_act", "mla_up_proj"}.isdisjoint(f.recompute_modules)
+        ),
+    ),
+    Rule(
+        "num_moe_experts tensor_model_parallel_size: Megatron trains experts on tensor-parallel "
+        "ranks only with sequence parallelism; use {sequence_parallel=true}",
+        lambda f: (
+            f.num_moe_experts and f.tensor_model_parallel_size > 1 and not f.sequence_parallel
+        ),
+    ),
+    Rule(
+        "num_moe_experts: Megatron's local experts train without biases only, if one rank has all "
+        "of them; use {swiglu=true}, or add_bias_linear: false in model.transformer_config",
+        lambda f: (
+            f.num_moe_experts
+            and f.expert_model_parallel_size == 1
+            and (not f.swiglu if f.add_bias_linear is None else f.add_bias_linear)
+            and _is_local(f)
+        ),
+    ),
+    Rule(
         "overlap_param_gather: it gathers the parameters of a sharded optimizer; use "
         "{use_distributed_optimizer=true} and {overlap_grad_reduce=true}",
         lambda f: (

@@ -116,6 +116,7 @@ def test_the_rules_of_a_file_ask_for_settings_that_there_are() -> None:
     # Of Megatron, derived from other settings or not in a file.
     megatrons = {
         *(
+            "add_bias_linear",
             "attention_dropout",
             "hidden_dropout",
             "moe_layer_freq",

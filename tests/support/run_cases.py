@@ -33,6 +33,7 @@ from gathering import uneven_collectives
 from torch import nn
 
 from chunkgraph.data import DocumentRow
+from chunkgraph.errors import ChunkGraphError
 from chunkgraph.jobs.processes import die_with_parent, write_error
 from chunkgraph.megatron.features.packing.bank import PackedBank
 from chunkgraph.trainer.batches import Batch, PackedBatches
@@ -170,9 +171,13 @@ def main(cases_path: str, folder: str) -> None:
         try:
             results = run_case(case, eager_runs)
         except Exception as error:
-            if not case.get("may_end"):
+            if case.get("may_refuse"):
+                kind = "refused" if isinstance(error, ChunkGraphError) else "failed"
+                results = {kind: f"{type(error).__name__}: {error}"}
+            elif not case.get("may_end"):
                 raise
-            os._exit(write_error(Path(folder), int(os.environ["RANK"]), error))
+            else:
+                os._exit(write_error(Path(folder), int(os.environ["RANK"]), error))
         if os.environ["RANK"] == "0":
             text = json.dumps(results)
             (Path(folder) / f"{case['name']}.json").write_text(text, encoding="utf-8")

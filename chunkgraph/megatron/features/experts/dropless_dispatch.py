@@ -278,6 +278,7 @@ class AllGatherRows(Dispatch):
             self._places = self._chosen.tokens
             rows = self._chosen.clear(take_rows(hidden, self._places))
         megatrons.local_map, megatrons.routing_map = chosen, None
+        megatrons.local_probs = probs.new_empty(0)  # Megatron combines rows in its dtype
         local_probs = self._chosen.take(probs[:, self._local].contiguous())
         return rows, DeviceSplits(self._chosen.ends), local_probs
 
