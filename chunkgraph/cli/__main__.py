@@ -6,21 +6,24 @@ Exit codes: 0 done, 1 the run failed, 2 bad usage or configuration, 130 interrup
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
-import io
-import os
-import signal
-import sys
-import traceback
-from collections.abc import Mapping, Sequence
-from importlib import import_module
+try:
+    import argparse
+    import importlib.util
+    import io
+    import os
+    import signal
+    import sys
+    import traceback
+    from collections.abc import Mapping, Sequence
+    from importlib import import_module
 
-from chunkgraph import __version__
-from chunkgraph._text import shown
-from chunkgraph.cli.arguments import Parser
-from chunkgraph.errors import ChunkGraphError
-from chunkgraph.jobs.processes import EXIT_FAILED, EXIT_INTERRUPTED, exit_code_of
+    from chunkgraph import __version__
+    from chunkgraph._text import shown
+    from chunkgraph.cli.arguments import Parser
+    from chunkgraph.errors import ChunkGraphError
+    from chunkgraph.jobs.processes import EXIT_FAILED, EXIT_INTERRUPTED, exit_code_of
+except KeyboardInterrupt:  # in the first moments, before `main`
+    raise SystemExit(130) from None
 
 __all__ = ["build_parser", "commands_of", "main"]
 

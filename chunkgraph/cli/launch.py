@@ -62,8 +62,11 @@ def run(args: argparse.Namespace) -> int:
         from chunkgraph.launch.__main__ import main
 
         return main(args)
-    from chunkgraph.jobs.launcher import Launcher
+    from chunkgraph.jobs.launcher import Launcher, check_gpus
 
+    num_ranks = args.nproc_per_node or 1
+    if args.device == "cuda" and num_ranks > 1:  # one may only print the script's help
+        check_gpus(num_ranks, "Lower --nproc-per-node, or add --device cpu.")
     environment = {"OMP_NUM_THREADS": "1"}  # as with torchrun
     if args.device == "cpu":
         environment["GLOO_SOCKET_IFNAME"] = "lo"
@@ -72,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
             *("-m", "chunkgraph.launch", "--device", args.device),
             *(str(args.script), *args.script_args),
         ],
-        num_ranks=args.nproc_per_node or 1,
+        num_ranks=num_ranks,
         environment=environment,
         debug=args.debug,
     ).run()

@@ -21,6 +21,7 @@ from chunkgraph._outputs import check_output
 from chunkgraph.cli.arguments import add_config, add_json
 from chunkgraph.data import PackedText, read_documents
 from chunkgraph.errors import ConfigError, MissingDependencyError, TopologyError, WorkerError
+from chunkgraph.jobs.launcher import Launcher, check_gpus
 from chunkgraph.settings import Config, derived_fields, load_config
 
 if TYPE_CHECKING:
@@ -51,7 +52,6 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the subcommand and return the exit code."""
-    from chunkgraph.jobs.launcher import Launcher
     from chunkgraph.jobs.processes import leave, run_rank
 
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
@@ -166,21 +166,15 @@ def resolve_device(config: Config, num_local_ranks: int | None = None) -> Config
         config: The run's configuration.
         num_local_ranks: Number of ranks on this machine, one GPU each; None if all ranks are on it.
     """
-    if config.device == "cpu":
-        num_gpus = 0
-    else:
-        import torch
-
-        num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = config.device
     if device == "auto":
-        device = "cuda" if num_gpus else "cpu"
-    num_needed = config.pipeline.world_size if num_local_ranks is None else num_local_ranks
-    may_share = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # see `choose_device`
-    if device == "cuda" and num_gpus < (1 if may_share else num_needed):
-        raise ConfigError(
-            f"device is cuda and the run needs {num_needed} GPU(s), one for each rank, but torch "
-            f"sees {num_gpus} here. Set device=cpu, or lower the sizes in the pipeline section."
+        import torch
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        check_gpus(
+            config.pipeline.world_size if num_local_ranks is None else num_local_ranks,
+            "Set device=cpu, or lower the sizes in the pipeline section.",
         )
     if device == "cpu" and config.model.layer_spec == "transformer_engine":
         raise ConfigError(

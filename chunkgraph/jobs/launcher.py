@@ -21,6 +21,7 @@ from types import FrameType
 from typing import Any
 
 from chunkgraph._collector import collector_paused
+from chunkgraph.errors import ConfigError
 from chunkgraph.jobs.processes import (
     PARENT_PID_VARIABLE,
     REPORT_FOLDER_VARIABLE,
@@ -28,7 +29,7 @@ from chunkgraph.jobs.processes import (
     follows_from_another,
 )
 
-__all__ = ["Launcher"]
+__all__ = ["Launcher", "check_gpus"]
 
 _POLL_S = 0.05
 _EXPLAIN_S = 5.0
@@ -37,6 +38,7 @@ _SAVE_S = 30.0
 """Time for ranks to save after SIGTERM, if it ended one."""
 _GRACE_S = 3.0
 """Time for a rank to end after SIGTERM."""
+_RANKS_PER_CPU = 32
 
 
 @dataclass(kw_only=True)
@@ -63,17 +65,24 @@ class Launcher:
         SIGTERM is passed on to the ranks, which may save a checkpoint and end with 0.
 
         Raises:
+            ConfigError: There are far more ranks than CPUs.
             WorkerError: A rank failed or was killed.
             SystemExit: SIGTERM ended the ranks; the code is 143.
         """
-        with TemporaryDirectory(prefix="chunkgraph-", ignore_cleanup_errors=True) as name:
+        if self.num_ranks > (most := _RANKS_PER_CPU * (os.cpu_count() or 1)):
+            raise ConfigError(
+                f"{self.num_ranks} processes are too many for the CPUs of this machine: at most "
+                f"{most} ({_RANKS_PER_CPU} for each CPU). Lower the number, or use more machines."
+            )
+        where = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # unlike a disk, not full
+        with TemporaryDirectory("", "chunkgraph-", where, ignore_cleanup_errors=True) as name:
             folder = Path(name)
             old = signal.signal(signal.SIGTERM, self._pass_on)
             try:
                 store, port = _store()
                 self._start(port, folder)
                 self._follow(folder)
-                running = self._running()
+                running = {rank: self._stop_signal(rank) for rank in self._running()}
             finally:
                 self._end()
                 signal.signal(signal.SIGTERM, old)
@@ -123,6 +132,14 @@ class Launcher:
     def _running(self) -> list[int]:
         return [rank for rank, process in enumerate(self._processes) if process.poll() is None]
 
+    def _stop_signal(self, rank: int) -> str:
+        """Return the name of the signal that has stopped a rank; empty if none has."""
+        state = None
+        if sys.platform == "linux":
+            how = os.WSTOPPED | os.WNOHANG | os.WNOWAIT
+            state = os.waitid(os.P_PID, self._processes[rank].pid, how)
+        return signal.Signals(state.si_status).name if state else ""
+
     def _note_failures(self) -> None:
         for rank, process in enumerate(self._processes):
             if code := process.poll():
@@ -154,6 +171,19 @@ class Launcher:
         for process in self._processes:
             with suppress(subprocess.TimeoutExpired):  # a driver call cannot be interrupted
                 process.wait(_GRACE_S)
+
+
+def check_gpus(num_ranks: int, remedy: str) -> None:
+    """Refuse more ranks than GPUs here with a ConfigError that ends with ``remedy``."""
+    import torch
+
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    may_share = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+    if num_gpus < (1 if may_share else num_ranks):
+        raise ConfigError(
+            f"device is cuda and the run needs {num_ranks} GPU(s), one for each rank, but torch "
+            f"sees {num_gpus} here. {remedy}"
+        )
 
 
 def _store() -> tuple[Any, int]:

@@ -14,12 +14,14 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import NoReturn
 
-from chunkgraph.errors import ChunkGraphError, WorkerError
+from chunkgraph._text import shown
+from chunkgraph.errors import ChunkGraphError, ConfigError, WorkerError
 
 __all__ = [
     "EXIT_FAILED",
@@ -56,7 +58,10 @@ _LOST_PEER = (
     "Broken pipe",
     "Timed out",
     "Application timeout",
+    "wait timeout",
 )
+_FOLLOWS = "another rank"
+_NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _SIGNAL_ADVICE: dict[int, str] = {
     signal.SIGKILL: "The system does this if memory runs out: try a smaller model, sequence or "
     "micro batch.",
@@ -88,7 +93,9 @@ def run_rank(work: Callable[[], int], *, debug: bool | None = None) -> int:
     if folder is not None:
         # Ctrl-C reaches every process of the terminal; only the launcher handles it.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+    rank = 0
     try:
+        rank = _rank()
         code = work()
     except (KeyboardInterrupt, SystemExit):
         raise
@@ -96,7 +103,6 @@ def run_rank(work: Callable[[], int], *, debug: bool | None = None) -> int:
         has_traceback = debug and folder is None
         if has_traceback or (debug is None and not isinstance(error, ChunkGraphError)):
             traceback.print_exception(error)
-        rank = int(os.environ.get("RANK", "0"))
         if folder is not None:
             return write_error(Path(folder), rank, error)
         _print_once(error, rank)
@@ -106,11 +112,22 @@ def run_rank(work: Callable[[], int], *, debug: bool | None = None) -> int:
     return code
 
 
+def _rank() -> int:
+    """Return the rank of this process; refuse variables of the job that are no numbers."""
+    for name in _NUMBERS:
+        if not (value := os.environ.get(name, "0")).isdecimal():
+            raise ConfigError(
+                f"The environment variable {name} is {shown(value)}; it must be a number, as "
+                "torchrun and srun set it. Unset it to start a job here."
+            )
+    return int(os.environ.get("RANK", "0"))
+
+
 def _print_once(error: BaseException, rank: int) -> None:
     """Print an error; where all ranks have it in common, on the first of this machine."""
     message = describe_error(error, rank)
     is_of_other = exit_code_of(error) == EXIT_USAGE and os.environ.get("LOCAL_RANK", "0") != "0"
-    if is_of_other or lost_a_peer(error):
+    if is_of_other or _FOLLOWS in message:
         time.sleep(_WAIT_S)
         if is_of_other:  # it is this rank's own
             message = f"Rank {rank} failed: {message}"
@@ -166,8 +183,9 @@ def leave(code: int) -> NoReturn:
 
     The guard ends what it started.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(OSError):  # the disk is full, or the reader is gone
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)
 
 
@@ -202,35 +220,32 @@ def exit_code_of(error: BaseException) -> int:
     return int(getattr(error, "exit_code", EXIT_FAILED))
 
 
-def _error_path(folder: Path, rank: int) -> Path:
-    """Return the path of a rank's error file: the message, a blank line, the traceback."""
-    return folder / f"error_rank{rank}.txt"
-
-
 def write_error(folder: Path, rank: int, error: BaseException) -> int:
-    """Write a rank's error file, whole or not at all; return the exit code for the error."""
-    text = f"{describe_error(error, rank)}\n\n{''.join(traceback.format_exception(error))}"
+    """Write a rank's message, a blank line and the traceback; return the exit code of the error."""
+    message = describe_error(error, rank)
+    text = f"{message}\n\n{''.join(traceback.format_exception(error))}"
     partial = folder / f".error_rank{rank}.txt.{os.getpid()}"
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(_error_path(folder, rank))
+    try:
+        partial.write_text(text, encoding="utf-8", errors="backslashreplace")
+        partial.replace(folder / f"error_rank{rank}.txt")
+    except OSError as full:
+        sys.stderr.write(f"error: {message} (Not in {folder}: {full.strerror}.)\n")
     return exit_code_of(error)
-
-
-def lost_a_peer(error: BaseException) -> bool:
-    """Return True if an error only reports that another rank ended."""
-    return not isinstance(error, ChunkGraphError) and any(sign in str(error) for sign in _LOST_PEER)
 
 
 def describe_error(error: BaseException, rank: int) -> str:
     """Describe an error in one paragraph that names the rank, without a traceback."""
-    text = str(error)
+    text = ""
+    with suppress(Exception):  # of a class whose own text fails
+        text = str(error)
+    is_own = isinstance(error, (ChunkGraphError, BrokenPipeError))
     if type(error).__name__ == "CheckpointException":  # torch's; its text is the ranks' tracebacks
         causes = [(at, cause) for at, (cause, _) in getattr(error, "failures", {}).items()]
         text = "; ".join(f"on rank {at}, {type(cause).__name__}: {cause}" for at, cause in causes)
     # A blank line would end the message in the error file.
     text = "\n".join(line for line in text.splitlines() if line.strip())
     text = text.strip() or type(error).__name__
-    if lost_a_peer(error):
+    if not is_own and any(sign in text for sign in _LOST_PEER):
         return (
             f"Rank {rank} stopped because another rank ended or did not answer in time "
             f"({text.splitlines()[0]})."
@@ -246,14 +261,14 @@ def describe_error(error: BaseException, rank: int) -> str:
 
 def follows_from_another(folder: Path, rank: int) -> bool:
     """Return True if a rank reported that it failed because another rank did."""
-    return "another rank" in _report(folder, rank)[0]
+    return _FOLLOWS in _report(folder, rank)[0]
 
 
 def first_failure(
     folder: Path,
     exit_codes: Mapping[int, int],
     *,
-    running: Sequence[int] = (),
+    running: Mapping[int, str] = MappingProxyType({}),
     debug: bool = False,
 ) -> WorkerError:
     """Return the failure that caused the others as an error that names the rank.
@@ -262,25 +277,26 @@ def first_failure(
         folder: The run folder with the reports of the ranks.
         exit_codes: Exit codes of the ranks that failed by themselves, in this order; signals are
             negative.
-        running: Ranks that had not ended by then.
+        running: Ranks that had not ended by then, and the name of a signal that had stopped them.
         debug: Whether the rank's traceback is appended.
     """
     causes = [rank for rank in exit_codes if not follows_from_another(folder, rank)]
     rank = causes[0] if causes else next(iter(exit_codes))
     code = exit_codes[rank]
     message, details = _report(folder, rank)
-    if not message:
-        return WorkerError(_without_report(rank, code), exit_code=max(code, EXIT_FAILED))
-    if not causes:
+    message = message or _without_report(rank, code)
+    if stopped := [f"rank {at} by {name}" for at, name in running.items() if name]:
+        message += f" Did not answer, since a debugger or a user stopped it: {', '.join(stopped)}."
+    elif not causes:
         waited_for = ", ".join(map(str, running)) or "none"
         message += f" No rank failed before it; ranks that had not ended: {waited_for}."
-    message = f"{message}\n{details}" if debug else message
+    message = f"{message}\n{details}" if debug and details else message
     return WorkerError(message, exit_code=max(code, EXIT_FAILED))
 
 
 def _report(folder: Path, rank: int) -> tuple[str, str]:
     """Return a rank's message and traceback; empty if it wrote none."""
-    path = _error_path(folder, rank)
+    path = folder / f"error_rank{rank}.txt"
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     message, _, details = text.partition("\n\n")
     return message, details

@@ -14,6 +14,7 @@ import io
 import math
 import os
 import runpy
+import socket
 import sys
 import time
 import warnings
@@ -203,7 +204,8 @@ def _set_rank_variables() -> None:
     os.environ.setdefault("WORLD_SIZE", "1")
     if os.environ["WORLD_SIZE"] == "1":
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-        os.environ.setdefault("MASTER_PORT", "29500")
+        with socket.create_server(("127.0.0.1", 0)) as free:  # another job may use torch's 29500
+            os.environ.setdefault("MASTER_PORT", str(free.getsockname()[1]))
 
 
 if __name__ == "__main__":

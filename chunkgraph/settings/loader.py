@@ -25,6 +25,7 @@ __all__ = ["Config", "config_from_mapping", "load_config", "problems_of", "to_ma
 _BASE = "extends"
 _MAX_BYTES = 256 * 1024
 _MAX_PROBLEMS = 20
+_MAX_BASES = 100
 _EXPECTED = {
     "a valid boolean": "true or false",
     "a valid dictionary": "a section",
@@ -122,6 +123,8 @@ def _read_files(path: Path, children: tuple[Path, ...] = ()) -> dict[str, Any]:
     if path.resolve() in [child.resolve() for child in children]:
         chain = " -> ".join(shorten(str(item)) for item in (*children, path))
         raise ConfigError(f"{source} extends itself: {chain}. Remove one '{_BASE}'.")
+    if len(children) > _MAX_BASES:
+        raise ConfigError(f"{source}: more than {_MAX_BASES} files extend it; merge some of them.")
     raw = _parse(content, source)
     if not isinstance(raw, dict):
         raise ConfigError(

@@ -46,6 +46,7 @@ def _sigterm() -> Iterator[None]:
         (["launch", "--nproc_per_node", "2", "x.py"], "Did you mean '--nproc-per-node'?"),
         (["plan", "--pp", "two"], "invalid int value: 'two'"),
         (["plan", "--gpu-memory", "80"], "is not a size; write it as 80GiB"),
+        (["plan", "--gpu-memory", "9" * 400 + "GiB"], "GiB' is not a size; write it as 80GiB"),
         (["plan", "--svg", "x/"], "x/ is a folder"),
         (["plan", "--json", "run.yaml"], "Put it before --json"),
     ],
@@ -77,6 +78,29 @@ def test_ctrl_c_while_a_command_is_imported(
     monkeypatch.setattr("chunkgraph.cli.__main__.import_module", interrupted)
     assert main(["plan", "--pp", "2"]) == 130
     assert capsys.readouterr().err.startswith("interrupted: ")
+
+
+def test_ctrl_c_before_the_command_begins_prints_nothing() -> None:
+    code = """
+import runpy, sys
+
+class Interrupted:
+    def find_spec(self, name, *_):
+        if name == "chunkgraph.cli.arguments":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupted())
+runpy.run_module("chunkgraph.cli", run_name="__main__")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 def test_a_closed_pipe_is_no_error() -> None:

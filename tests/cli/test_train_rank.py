@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from chunkgraph.errors import CaptureError, ConfigError, TopologyError
 from chunkgraph.jobs import processes
+from chunkgraph.launch import __main__ as launch
 
 ROOT = Path(__file__).parents[2]
 CONFIG = str(ROOT / "configs" / "cpu" / "gpt_pp2_cpu.yaml")
@@ -27,6 +29,30 @@ def test_the_command_takes_a_started_process_for_a_rank() -> None:
     assert result.returncode == 1
     assert "error: Rank 0 failed: " in result.stderr
     assert "MASTER_ADDR expected, but not set" in result.stderr
+
+
+@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"])
+def test_a_variable_of_the_job_that_is_no_number_is_named(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(processes, "time", SimpleNamespace(sleep=lambda _: None))
+    monkeypatch.setenv(name, "x")
+    assert processes.run_rank(lambda: 0) == 2
+    message = f"The environment variable {name} is 'x'; it must be a number"
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_single_process_meets_nobody_at_a_port_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    ports = []
+    for _ in range(2):
+        os.environ.clear()
+        launch._set_rank_variables()
+        ports.append(int(os.environ["MASTER_PORT"]))
+        socket.create_server(("127.0.0.1", ports[-1])).close()
+    assert 29500 not in ports
 
 
 @pytest.mark.parametrize(

@@ -99,13 +99,24 @@ def test_a_killed_worker_is_named_with_its_signal(launched: Launched) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a stopped process ignores SIGTERM")
-def test_a_rank_that_waits_in_vain_names_the_rank_that_it_waited_for(launched: Launched) -> None:
+@pytest.mark.parametrize(
+    ("behaviour", "start", "end"),
+    [
+        ("stop", "Rank 0 stopped because another", "a user stopped it: rank 1 by SIGSTOP."),
+        ("stop_before_the_groups", "Rank 0 stopped because another", "rank 1 by SIGSTOP."),
+        ("stop_and_be_given_up", "Rank 0 was killed by signal 6", "rank 1 by SIGSTOP."),
+        ("never_answer", "Rank 0 stopped because another", "ranks that had not ended: 1."),
+    ],
+)
+def test_a_rank_that_waits_in_vain_names_the_rank_that_it_waited_for(
+    launched: Launched, behaviour: str, start: str, end: str
+) -> None:
     """The launcher kills the stopped rank, which is not the failure of the job."""
     with pytest.raises(WorkerError) as error:
-        launched.run("stop")
+        launched.run(behaviour)
     message = str(error.value)
-    assert message.startswith("Rank 0 stopped because another rank ended or did not answer")
-    assert message.endswith("No rank failed before it; ranks that had not ended: 1.")
+    assert message.startswith(start)
+    assert message.endswith(end)
     assert launched.workers_are_gone()
 
 
@@ -131,6 +142,53 @@ def test_a_rank_that_lost_its_peer_is_not_the_cause(tmp_path: Path) -> None:
     assert str(error) == "Rank 3 failed: model.py:12: .item()"
     killed = first_failure(tmp_path, {0: 1, 2: -6, 3: 1})
     assert str(killed).startswith("Rank 2 was killed by signal 6 (SIGABRT). ")
+
+
+class UnprintableError(BaseException):
+    def __str__(self) -> str:
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (UnprintableError(), "Rank 1 failed: UnprintableError: UnprintableError"),
+        (OSError(28, "No space left", "a\udcff"), r"Rank 1 failed: OSError: [Errno 28] No space"),
+        (ValueError("\udcff"), r"Rank 1 failed: ValueError: \udcff"),
+        (BrokenPipeError(32, "Broken pipe"), "Rank 1 failed: BrokenPipeError: [Errno 32] Broken"),
+    ],
+)
+def test_any_exception_reaches_the_launcher(
+    tmp_path: Path, error: BaseException, message: str
+) -> None:
+    write_error(tmp_path, 1, error)
+    assert str(first_failure(tmp_path, {1: 1})).startswith(message)
+
+
+def test_a_full_disk_does_not_hide_the_error_of_a_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert write_error(tmp_path, 1, ConfigError("model.layers: not a number.")) == 2
+    line = f"error: model.layers: not a number. (Not in {tmp_path}: No space left on device.)\n"
+    assert capsys.readouterr().err == line
+
+
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="needs files in memory")
+def test_errors_of_ranks_take_no_room_on_the_disk_of_tmpdir(
+    launched: Launched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "full"))
+    with pytest.raises(WorkerError, match="Rank 1 failed: ZeroDivisionError"):
+        launched.run("crash")
+
+
+def test_far_more_ranks_than_cpus_are_refused(launched: Launched) -> None:
+    with pytest.raises(ConfigError, match="1000000 processes are too many for the CPUs of this"):
+        Launcher(command=["none.py"], num_ranks=10**6).run()
 
 
 def test_of_two_causes_the_first_counts(tmp_path: Path) -> None:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+ROOT = Path(__file__).parents[2]
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(120)]
 
@@ -183,3 +190,50 @@ def test_shadow_names_slot_and_layer_of_one_rank(
     assert "microbatch 0 in replayed step 1 after the capture" in messages[1]
     assert "first layer that differs: decoder.final_layernorm" in messages[1]
     assert "the last correct tensor is kept by decoder.layers.1" in messages[1]
+
+
+def child_of(parent: int, rank: int) -> int:
+    """Return the process id of a rank that ``parent`` started."""
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            is_rank = f"RANK={rank}\0".encode() in (path / "environ").read_bytes()
+            state = (path / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if is_rank and int(state[1]) == parent:
+            return int(path.name)
+    raise AssertionError(f"rank {rank} does not run")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
+@pytest.mark.parametrize("moment", ["processes: ", "step 1/", "chunk graphs: captured", "step 50/"])
+def test_a_stopped_rank_is_named_within_the_timeout(
+    moment: str, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    """While processes meet, after the warmup, the capture and a replay."""
+    config = make_config(
+        pipeline={"pipeline_model_parallel_size": 2},
+        train={"num_microbatches": [3] * 300, "compare": "none"},
+        run={"timeout_s": 8},
+    )
+    (tmp_path / "config.yaml").write_text(json.dumps(config), encoding="utf-8")
+    job = subprocess.Popen(
+        [sys.executable, "-m", "chunkgraph.cli", "train", str(tmp_path / "config.yaml")],
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with job:
+        try:
+            assert job.stderr is not None
+            next(line for line in job.stderr if moment in line)
+            os.kill(child_of(job.pid, 1), signal.SIGSTOP)
+            start = time.monotonic()
+            last = job.stderr.read().splitlines()[-1]
+            assert time.monotonic() - start < 8 + 30
+        finally:
+            job.terminate()
+    assert last.startswith("error: Rank 0 stopped because another rank ended or did not answer")
+    assert last.endswith("rank 1 by SIGSTOP.")

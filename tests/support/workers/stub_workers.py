@@ -68,6 +68,26 @@ def stop(folder: Path) -> int:
     raise RuntimeError("Timed out waiting 1000ms for recv operation to complete")
 
 
+def stop_before_the_groups(folder: Path) -> int:
+    if RANK == "1":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    raise RuntimeError("wait timeout after 1000ms, keys: /default_pg/0//cpu//0/1")
+
+
+def stop_and_be_given_up(folder: Path) -> int:
+    """Behave as with NCCL, whose watchdog aborts the rank that waits in vain."""
+    if RANK == "1":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(1)
+    os.abort()
+
+
+def never_answer(folder: Path) -> int:
+    if RANK == "1":
+        return hang(folder)
+    raise RuntimeError("Timed out waiting 1000ms for recv operation to complete")
+
+
 def fail_late(folder: Path) -> int:
     if RANK == "0":
         raise RuntimeError("Connection closed by peer")
