@@ -10,7 +10,13 @@ import yaml
 from small_settings import SMALL
 
 from chunkgraph.errors import ConfigError, TopologyError
-from chunkgraph.settings import Config, load_config, settings_of, to_mapping
+from chunkgraph.settings import (
+    Config,
+    config_from_mapping,
+    load_config,
+    settings_of,
+    to_mapping,
+)
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "configs").glob("*/*.yaml"))
