@@ -130,7 +130,7 @@ def _check_world_size(config: Config, num_ranks: int) -> None:
     pipeline = config.pipeline
     if num_ranks != pipeline.world_size:
         raise TopologyError(
-            f"The configuration needs {pipeline.world_size} process(es) (pipeline "
+            f"The configuration needs {pipeline.world_size} processes (pipeline "
             f"{pipeline.pipeline_model_parallel_size} x tensor "
             f"{pipeline.tensor_model_parallel_size} x context {pipeline.context_parallel_size} x "
             f"data {pipeline.data_parallel_size}), but the job was started with {num_ranks} "

@@ -43,7 +43,7 @@ _OF_STEPS = {
     *("seq_length", "micro_batch_size", "global_batch_size", "train_iters", "seed", "lr"),
     *("optimizer", "weight_decay", "clip_grad", "pipeline_schedule"),
 }
-_REFUSED = "--cuda-graph-granularity chunk cannot go together with"
+_REFUSED = "--cuda-graph-granularity chunk does not support"
 _GRAPH_RULES = (
     Rule(f"rl_training_cuda_graphs: Megatron would capture the same layers again; {_LEAVE_OUT}"),
     Rule(f"cuda_graph_modules=: {_ALL_OF_A_LAYER}; {_LEAVE_OUT}"),

@@ -49,7 +49,7 @@ class Config(Settings):
         """Return a checked copy: ``config.replace(device="cpu", moe={"token_drops": "count"})``.
 
         Raises:
-            ConfigError: A value is wrong, or two values cannot go together.
+            ConfigError: A value is wrong, or two values conflict.
         """
         values = self.model_dump()
         for name, value in changes.items():
@@ -87,7 +87,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     Raises:
         ConfigError: The file cannot be read, a key is unknown, a value has the wrong type, or
-            values cannot go together (TopologyError if they cannot form a pipeline).
+            values conflict (TopologyError if they cannot form a pipeline).
     """
     raw = _read_files(Path(path))
     for override in overrides:

@@ -99,7 +99,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Rule:
-    """Settings that cannot go together, why, and what to do.
+    """Settings that conflict, why, and what to do.
 
     Attributes:
         text: ``settings: why; what to do``. The settings are names for `Facts.spell`, separated by

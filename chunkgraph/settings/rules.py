@@ -23,7 +23,7 @@ def check_settings(config: Settings) -> None:
     """Check the settings against each other.
 
     Raises:
-        ConfigError: settings cannot go together.
+        ConfigError: settings conflict.
         ScheduleError: the schedule's file holds no valid schedule.
         TopologyError: the sizes cannot form a pipeline.
     """
@@ -33,7 +33,7 @@ def check_settings(config: Settings) -> None:
     from chunkgraph.megatron.rules.features import FILE_RULES
 
     rules = (*_RULES, *FILE_RULES)
-    check(rules, facts_of(config), "these settings cannot go together:")
+    check(rules, facts_of(config), "these settings conflict:")
     pipeline = config.pipeline
     read_matching_schedule(
         pipeline.schedule,

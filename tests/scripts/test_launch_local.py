@@ -121,7 +121,7 @@ def test_ranks_that_do_not_fit_the_configuration_are_one_error(marked: Any) -> N
     result = launch(marked, CONFIG, num_ranks=3)
     assert result.returncode == 2
     assert result.stderr.count("error: ") == 1
-    assert "needs 2 process(es) (pipeline 2 x tensor 1 x context 1 x data 1)" in result.stderr
+    assert "needs 2 processes (pipeline 2 x tensor 1 x context 1 x data 1)" in result.stderr
     assert "the job was started with 3" in result.stderr
     # Python 3.11 may lose a race in its own `_after_fork`, which it reports and ignores.
     num_ignored = result.stderr.count("Exception ignored in: <function _after_fork")

@@ -85,7 +85,7 @@ def test_a_configuration_that_fails_fails_the_job(jobs: Submitted, way: Any) -> 
     ended = jobs.run(way, CONFIG, "pipeline.pipeline_model_parallel_size=4")
     log = jobs.log.read_text()
     assert ended == ("FAILED", 2), log
-    assert log.count("error: The configuration needs 4 process(es)") == 1
+    assert log.count("error: The configuration needs 4 processes") == 1
     assert jobs.marked.is_alone()
 
 
