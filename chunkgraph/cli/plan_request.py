@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from chunkgraph.cli.plan_memory import sizes_of
+from chunkgraph.cli.plan_memory import omissions_of, sizes_of
 from chunkgraph.errors import ConfigError
 from chunkgraph.schedules import (
     PipelineShape,
@@ -180,6 +180,10 @@ def _from_config(args: argparse.Namespace, config: Config) -> Request:
         raise ConfigError("plan: --gpu-memory: memory is not estimated for hybrid models")
     schedule = pipeline.schedule if args.schedule == "auto" else args.schedule
     file = read_matching_schedule(schedule, num_ranks, num_chunks, counts, setting)
+    # The memory of Mamba layers is not estimated; a sum without them would be wrong.
+    model, omissions = None, ["Memory is not estimated for hybrid models."]
+    if not is_hybrid:
+        model, omissions = _model(config)
     return Request(
         schedule=schedule_name(schedule, num_chunks),
         num_ranks=num_ranks,
@@ -187,23 +191,23 @@ def _from_config(args: argparse.Namespace, config: Config) -> Request:
         group_size=pipeline.microbatch_group_size_per_vp_stage,
         num_microbatches=max(counts),
         file=file,
-        # The memory of Mamba layers is not estimated; a sum without them would be wrong.
-        model=None if is_hybrid else _model(config),
+        model=model,
         gpu_bytes=args.gpu_memory,
-        omissions=("Memory is not estimated for hybrid models.",) if is_hybrid else (),
+        omissions=tuple(omissions),
         notes=_packed_notes(config),
         is_for_megatron=True,
     )
 
 
-def _model(config: Config) -> ModelSizes:
+def _model(config: Config) -> tuple[ModelSizes, list[str]]:
+    """Return the sizes of the model, and lines on what they do not count."""
     from chunkgraph.settings.words import facts_of
 
     model, pipeline = config.model, config.pipeline
     facts = facts_of(config)
     # With context_parallel_sizes, the rows are already those of a rank.
     ranks = pipeline.context_parallel_size
-    return sizes_of(
+    sizes = sizes_of(
         lambda name: getattr(facts, name),
         seq_length=-(-config.tokens_per_sequence // ranks),
         micro_batch_size=config.train.micro_batch_size,
@@ -211,6 +215,7 @@ def _model(config: Config) -> ModelSizes:
         is_local=model.layer_spec == "local"
         or (model.layer_spec == "auto" and config.device == "cpu"),
     )
+    return sizes, omissions_of(lambda name: getattr(facts, name))
 
 
 def _packed_notes(config: Config) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
+from chunkgraph._text import escape
 from chunkgraph.errors import ChunkGraphError, WorkerError
 
 __all__ = [
@@ -114,7 +115,7 @@ def _print_once(error: BaseException, rank: int) -> None:
         time.sleep(_WAIT_S)
         if is_of_other:  # it is this rank's own
             message = f"Rank {rank} failed: {message}"
-    sys.stderr.write(f"error: {message}\n")
+    sys.stderr.write(f"error: {escape(message)}\n")
 
 
 def die_with_parent(signum: int = signal.SIGKILL) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 from chunkgraph.errors import ConfigError, TopologyError
 from chunkgraph.schedules import (
@@ -68,8 +69,12 @@ class SlotPlan:
 
     @property
     def num_graphs(self) -> int:
-        """Return the number of graphs: for every slot a forward and a backward, or its halves."""
-        return (3 if self.splits_backward else 2) * self.num_slots
+        """Return the number of graphs: for every slot a forward and a backward, or its halves.
+
+        The first stage of a model takes no gradient, so its backward has only the second half.
+        """
+        of_first = self.slots_per_chunk[0] if self.rank == 0 else 0
+        return 3 * self.num_slots - of_first if self.splits_backward else 2 * self.num_slots
 
 
 def plan_slots(
@@ -193,13 +198,14 @@ def assign_slots(schedule: Schedule) -> dict[tuple[int, int], int]:
     """
     slots: dict[tuple[int, int], int] = {}
     for rank in range(schedule.num_ranks):
-        busy: dict[int, set[int]] = {}
+        free: dict[int, list[int]] = {}  # a heap, and at its end the lowest slot never used
         for action in schedule.compute_actions(rank):
-            in_use = busy.setdefault(action.stage, set())
+            heap = free.setdefault(action.stage, [0])
+            place = action.stage, action.microbatch
             if action.op is Op.F:
-                slot = next(number for number in range(len(in_use) + 1) if number not in in_use)
-                in_use.add(slot)
-                slots[action.stage, action.microbatch] = slot
+                slots[place] = slot = heappop(heap)
+                if not heap:
+                    heappush(heap, slot + 1)
             elif action.op.ends_lifetime:
-                in_use.discard(slots[action.stage, action.microbatch])
+                heappush(heap, slots[place])
     return slots
