@@ -170,6 +170,8 @@ def _from_flags(args: argparse.Namespace) -> Request:
 
 
 def _from_config(args: argparse.Namespace, config: Config) -> Request:
+    from chunkgraph.settings.words import facts_of
+
     pipeline = config.pipeline
     counts, setting = config.train.num_microbatches, "train.num_microbatches"
     if args.num_microbatches is not None:
@@ -181,9 +183,9 @@ def _from_config(args: argparse.Namespace, config: Config) -> Request:
     schedule = pipeline.schedule if args.schedule == "auto" else args.schedule
     file = read_matching_schedule(schedule, num_ranks, num_chunks, counts, setting)
     # The memory of Mamba layers is not estimated; a sum without them would be wrong.
-    model, omissions = None, ["Memory is not estimated for hybrid models."]
+    omissions = ["Memory is not estimated for hybrid models."]
     if not is_hybrid:
-        model, omissions = _model(config)
+        omissions = omissions_of(facts_of(config).__getattr__)
     return Request(
         schedule=schedule_name(schedule, num_chunks),
         num_ranks=num_ranks,
@@ -191,7 +193,7 @@ def _from_config(args: argparse.Namespace, config: Config) -> Request:
         group_size=pipeline.microbatch_group_size_per_vp_stage,
         num_microbatches=max(counts),
         file=file,
-        model=model,
+        model=None if is_hybrid else _model(config),
         gpu_bytes=args.gpu_memory,
         omissions=tuple(omissions),
         notes=_packed_notes(config),
@@ -199,15 +201,14 @@ def _from_config(args: argparse.Namespace, config: Config) -> Request:
     )
 
 
-def _model(config: Config) -> tuple[ModelSizes, list[str]]:
-    """Return the sizes of the model, and lines on what they do not count."""
+def _model(config: Config) -> ModelSizes:
     from chunkgraph.settings.words import facts_of
 
     model, pipeline = config.model, config.pipeline
     facts = facts_of(config)
     # With context_parallel_sizes, the rows are already those of a rank.
     ranks = pipeline.context_parallel_size
-    sizes = sizes_of(
+    return sizes_of(
         lambda name: getattr(facts, name),
         seq_length=-(-config.tokens_per_sequence // ranks),
         micro_batch_size=config.train.micro_batch_size,
@@ -215,7 +216,6 @@ def _model(config: Config) -> tuple[ModelSizes, list[str]]:
         is_local=model.layer_spec == "local"
         or (model.layer_spec == "auto" and config.device == "cpu"),
     )
-    return sizes, omissions_of(lambda name: getattr(facts, name))
 
 
 def _packed_notes(config: Config) -> tuple[str, ...]:

@@ -150,14 +150,13 @@ def planned_arguments(options: argparse.Namespace) -> tuple[argparse.Namespace, 
         flags = settle_arguments(args, on_cpu=False)
         if flags is None:
             raise ConfigError(f"{GRANULARITY} layer: there are no chunk graphs to plan. Use chunk.")
+        if size % (least := _smallest_world_size(args)):
+            raise TopologyError(
+                f"{size} processes: the products pipeline x tensor x context and pipeline x expert "
+                f"x expert-tensor must divide them. Start a multiple of {least}, or change sizes."
+            )
         args.rank, args.world_size = 0, size
         validate_arguments(args)
-        sizes = _expert_sizes(args)
-        if size % math.prod(sizes):
-            raise TopologyError(
-                "{} processes cannot be divided into {} expert-tensor x {} expert x {} pipeline "
-                "ranks. Start a multiple of their product.".format(size, *sizes)
-            )
         found.append((args, flags))
         raise _ParsedError
 
@@ -176,8 +175,8 @@ def planned_arguments(options: argparse.Namespace) -> tuple[argparse.Namespace, 
     with contextlib.ExitStack() as stack:
         stack.enter_context(cpu_pretrain_host())
         stack.callback(patch_pretrain(hooks))
-        known = {"parse_known_args": parse_known_args}
-        stack.callback(patch_attributes(argparse.ArgumentParser, known))
+        patches = {"parse_known_args": parse_known_args}
+        stack.callback(patch_attributes(argparse.ArgumentParser, patches))
         stack.callback(patch_attributes(dist, {"init_process_group": check_and_exit}))
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         stack.enter_context(contextlib.suppress(_ParsedError))
@@ -199,14 +198,9 @@ def _smallest_world_size(args: argparse.Namespace) -> int:
         return int(getattr(args, name, None) or 1)
 
     dense = size("tensor_model_parallel_size") * size("context_parallel_size")
-    return math.lcm(size("pipeline_model_parallel_size") * dense, math.prod(_expert_sizes(args)))
-
-
-def _expert_sizes(args: argparse.Namespace) -> list[int]:
-    """Return the sizes whose product divides the ranks in Megatron's ``parallel_state``."""
-    tensor = getattr(args, "expert_tensor_parallel_size", None) or args.tensor_model_parallel_size
-    experts = getattr(args, "expert_model_parallel_size", None)
-    return [size or 1 for size in (tensor, experts, args.pipeline_model_parallel_size)]
+    tensor = getattr(args, "expert_tensor_parallel_size", None)  # default as in parallel_state
+    of_experts = size("expert_model_parallel_size") * (tensor or size("tensor_model_parallel_size"))
+    return size("pipeline_model_parallel_size") * math.lcm(dense, of_experts)
 
 
 def _warn_if_unused(options: argparse.Namespace, hooks: ChunkGraphsInPretrain) -> None:

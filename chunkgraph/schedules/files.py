@@ -41,11 +41,7 @@ def read_schedule(name: str) -> Schedule | None:
     advice = "Pass a CSV file with a row for each rank."
     content = read_input(name, "the schedule", advice, _MAX_FILE_BYTES)
     name = shorten(name)
-    try:
-        text = content.decode("utf-8")
-    except UnicodeDecodeError:
-        raise ConfigError(f"{name}: the schedule is not UTF-8 text. {advice}") from None
-    schedule = Schedule.from_csv(text, name=name)
+    schedule = Schedule.from_csv(content.decode(errors="replace"), name=name)
     if schedule.num_ranks > _MAX_RANKS:
         raise ConfigError(f"{name}: {schedule.num_ranks} rows, one for each rank, are too many.")
     validate(schedule)
