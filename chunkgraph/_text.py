@@ -9,6 +9,7 @@ from collections.abc import Iterable
 __all__ = [
     "REPORT_WIDTH",
     "did_you_mean",
+    "escape",
     "format_bytes",
     "shorten",
     "shown",
@@ -20,20 +21,19 @@ _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 # Longest value in a message; what follows it has to stay readable.
 _MAX_SHOWN = 200
 _NAME_LENGTH = 80
-_CUTOFF = 0.6
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxlong = _REPR.maxother = _MAX_SHOWN
 _REPR.maxlist = _REPR.maxtuple = _REPR.maxdict = 20
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """Return a question with the known name most like ``name``, whatever its case.
 
     Returns:
         A string that starts with a space, such as `` Did you mean 'num_layers'?``, or ``""``.
     """
     by_lower = {choice.lower(): choice for choice in known} if len(name) <= _NAME_LENGTH else {}
-    matches = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=_CUTOFF)
+    matches = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=cutoff)
     return f" Did you mean {by_lower[matches[0]]!r}?" if matches else ""
 
 
@@ -42,11 +42,22 @@ def shown(value: object) -> str:
 
     Large, deep and self-referential values take no longer. Never raises.
     """
-    return shorten(_REPR.repr(value))
+    try:
+        return shorten(_REPR.repr(value))
+    except ValueError:  # Python refuses to write numbers of more than 4300 digits
+        return f"a {type(value).__name__} with too many digits"
+
+
+def escape(text: str, keep: str = "\n\t") -> str:
+    r"""Return text for a terminal, with escapes such as ``\x1b`` for what it would not print."""
+    return "".join(
+        c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text
+    )
 
 
 def shorten(text: str) -> str:
-    """Return the text of a message, cut at 200 characters."""
+    """Return the text of a user for a message: one line, escaped, and cut at 200 characters."""
+    text = escape(text[: _MAX_SHOWN + 1], keep="")
     return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
 
 

@@ -18,7 +18,7 @@ try:
     from importlib import import_module
 
     from chunkgraph import __version__
-    from chunkgraph._text import shown
+    from chunkgraph._text import escape, shown
     from chunkgraph.cli.arguments import Parser
     from chunkgraph.errors import ChunkGraphError
     from chunkgraph.jobs.processes import EXIT_FAILED, EXIT_INTERRUPTED, exit_code_of
@@ -63,7 +63,7 @@ def _run(argv: list[str]) -> int:
         if not isinstance(error, ChunkGraphError):
             what = "reading or writing" if error.filename is None else shown(error.filename)
             text = f"{what}: {error.strerror or error}"
-        print(f"error: {text}", file=sys.stderr)
+        print(f"error: {escape(text)}", file=sys.stderr)
         return exit_code_of(error)
     finally:
         _drop_what_cannot_be_printed()

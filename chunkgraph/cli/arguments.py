@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from chunkgraph._outputs import is_stdout, output_file
-from chunkgraph._text import did_you_mean, shown
+from chunkgraph._text import did_you_mean, escape, shown
 
 __all__ = ["Parser", "add_config", "add_json", "prints_json"]
 
@@ -26,7 +26,7 @@ class Parser(argparse.ArgumentParser):
             hint = did_you_mean(match[1], re.findall(r"[\w.-]+", match[2]))
         elif match := _UNKNOWN.search(message):
             hint = did_you_mean(match[1], self._option_string_actions)
-        super().error(f"{message}.{hint}" if hint else message)
+        super().error(escape(f"{message}.{hint}" if hint else message))
 
 
 def add_config(parser: argparse.ArgumentParser, *, is_required: bool = False) -> None:

@@ -6,7 +6,8 @@ import argparse
 import os
 from typing import TYPE_CHECKING, Any
 
-from chunkgraph.cli.plan_memory import add_gpu_memory, sizes_of
+from chunkgraph._text import shorten
+from chunkgraph.cli.plan_memory import add_gpu_memory, omissions_of, sizes_of
 from chunkgraph.cli.plan_request import Request, schedule_name
 from chunkgraph.cli.plan_tables import exit_code, print_rows, rows_of
 from chunkgraph.errors import ConfigError
@@ -50,8 +51,11 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the subcommand; return the exit code, which is the script's own if the script fails."""
-    if "--plan" in args.script_args:
-        raise ConfigError("--plan belongs before the script; what follows it is the script's own.")
+    for word in (arg.partition("=")[0] for arg in args.script_args):
+        if word.replace("_", "-") in ("--plan", "--gpu-memory", "--nproc-per-node"):
+            raise ConfigError(
+                f"{shorten(word)} belongs before the script; what follows it is the script's own."
+            )
     if args.gpu_memory is not None and not args.plan:
         raise ConfigError("--gpu-memory compares the memory of a plan; add --plan.")
     settle_options(args)
@@ -95,16 +99,16 @@ def _print_plan(options: argparse.Namespace) -> int:
     args, flags = planned_arguments(options)
     request = request_of_arguments(args, flags, options.gpu_memory)
     rows = rows_of(request)
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     sizes = "".join(
         f", {part} {size}"
         for part, name in _SIZES.items()
         if (size := getattr(args, name, None) or 1) > 1
     )
     console.print(
-        f"{options.script.name} on {args.world_size} processes (data {args.data_parallel_size}"
-        f"{sizes}): all flags are compatible with chunk graphs. Layer specs, hooks and wrappers "
-        "are checked when the model is built.",
+        f"{shorten(options.script.name)} on {args.world_size} processes (data "
+        f"{args.data_parallel_size}{sizes}): all flags are compatible with chunk graphs. Layer "
+        "specs, hooks and wrappers are checked when the model is built.",
         soft_wrap=True,
     )
     print_rows(console, request, rows)
@@ -173,8 +177,6 @@ def _model(
             "Memory leaves out embedding and output layer, whose size only the tokenizer knows; "
             "pass Megatron's --vocab-size to count them."
         )
-    if getattr(args, "mtp_num_layers", None):
-        omissions.append("Memory leaves out the layers of multi-token prediction.")
     is_float = not (getattr(args, "bf16", False) or getattr(args, "fp16", False))
     has_groups = getattr(args, "group_query_attention", False)
     # The names of Megatron's configuration that differ from those of its arguments.
@@ -186,6 +188,7 @@ def _model(
         "params_dtype": "float32" if is_float else "bfloat16",
         "num_query_groups": args.num_query_groups if has_groups else None,
     }
+    omissions += omissions_of(values.get)
     packing = flags.packing
     seq_length, micro_batch_size = args.seq_length, args.micro_batch_size
     num_ranks = args.context_parallel_size

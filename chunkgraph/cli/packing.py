@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from chunkgraph._outputs import check_output, output_file, write_output
-from chunkgraph._text import shown
+from chunkgraph._text import shorten, shown
 from chunkgraph.errors import ConfigError, MissingDependencyError
 from chunkgraph.packing import (
     DocumentLengths,
@@ -144,10 +144,10 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None:
         write_output("--plot", args.plot, _drawn(sizes, result, args, target))
     console = Console(highlight=False, markup=False)
-    console.print(f"{args.file}", style="bold", soft_wrap=True)
+    console.print(shorten(str(args.file)), style="bold", soft_wrap=True)
     what = "cut" if lengths.microbatch_ends is None else "never fit"
     parts = {
-        "Documents": len(lengths.tokens),
+        "Documents" + " (of the beginning)" * lengths.is_partial: len(lengths.tokens),
         "empty, left out": lengths.num_empty,
         f"longer than {most} tokens, {what}": int((lengths.tokens > most).sum()),
     }

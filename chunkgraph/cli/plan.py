@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from chunkgraph._outputs import check_output, is_stdout, output_file, stream_next_to, write_output
+from chunkgraph._text import shorten
 from chunkgraph.cli.arguments import add_config, add_json, prints_json
 from chunkgraph.cli.plan_export import MAX_DRAWN, MAX_EXPORTED, Grid, as_html, as_trace, too_large
 from chunkgraph.cli.plan_memory import add_gpu_memory
@@ -119,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
         # Only printed tables need rich.
         from rich.console import Console
 
-        console = Console(file=stream_next_to(*pictures.values()), highlight=False)
+        console = Console(file=stream_next_to(*pictures.values()), highlight=False, markup=False)
         print_rows(console, request, rows)
         console.print(f"One step of {request.num_microbatches} microbatches", style="bold")
         if grid is None or no_grid is not None:
@@ -127,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
         else:
             grid.print(console)
         for path in pictures.values():
-            console.print(f"Drawn in {path}", markup=False, soft_wrap=True)
+            console.print(f"Drawn in {shorten(str(path))}", soft_wrap=True)
     return exit_code(request, rows)
 
 
@@ -151,7 +152,7 @@ def _compare(args: argparse.Namespace, request: Request) -> int:
             grid = Grid.of(one.request.build(), costs)
             steps.append((grid, rows_of(one.request, grid)))
         write_output("plan: --html", args.html, as_html(steps, title=_title(request)))
-    console = Console(file=stream_next_to(args.html), highlight=False)
+    console = Console(file=stream_next_to(args.html), highlight=False, markup=False)
     console.print(f"Schedules for {_title(request)}", style="bold", soft_wrap=True)
     print_comparison(console, compared, refused)
     return 0

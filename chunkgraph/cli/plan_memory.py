@@ -10,7 +10,7 @@ from typing import Any
 from chunkgraph._text import shown
 from chunkgraph.slots import ExpertSizes, LatentSizes, ModelSizes
 
-__all__ = ["add_gpu_memory", "sizes_of"]
+__all__ = ["add_gpu_memory", "omissions_of", "sizes_of"]
 
 _SIZE = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*(GiB|GB|MiB|MB)", re.IGNORECASE)
 _UNITS = {"gib": 2**30, "gb": 10**9, "mib": 2**20, "mb": 10**6}
@@ -19,6 +19,12 @@ _MASTER_BYTES = 4
 _DROPLESS_ROOM = 1.2 * 1.5
 """Graphs have room for 1.2 times the largest load; a new router's is about 1.5 of an even one."""
 _LATENT = ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+
+_NOT_COUNTED = {
+    "mtp_num_layers": "the layers of multi-token prediction",
+    "fp8": "FP8 copies of weights and activations",
+    "fp8_param_gather": "weights kept in FP8",
+}
 
 
 def add_gpu_memory(parser: argparse.ArgumentParser) -> None:
@@ -84,6 +90,17 @@ def sizes_of(
         recompute_group_size=1 if by_layer and num_recomputed else num_recomputed,
         num_recomputed_layers=num_recomputed if by_layer else None,
     )
+
+
+def omissions_of(value: Callable[[str], Any]) -> list[str]:
+    """Return a line on what the settings use and the estimate does not count, if there is any."""
+    found = [text for name, text in _NOT_COUNTED.items() if value(name)]
+    if value("moe_token_dispatcher_type") == "flex":
+        found.append("DeepEP's buffers")
+    modules = {*(value("recompute_modules") or ())} - {"core_attn"}
+    if value("recompute_granularity") == "selective" and modules:
+        found.append(f"what recomputing {', '.join(sorted(modules))} saves")
+    return [f"Memory does not count: {', '.join(found)}."] if found else []
 
 
 def _latent(value: Callable[[str], Any]) -> LatentSizes | None:

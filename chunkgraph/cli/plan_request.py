@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from chunkgraph.cli.plan_memory import sizes_of
+from chunkgraph.cli.plan_memory import omissions_of, sizes_of
 from chunkgraph.errors import ConfigError
 from chunkgraph.schedules import (
     PipelineShape,
@@ -170,6 +170,8 @@ def _from_flags(args: argparse.Namespace) -> Request:
 
 
 def _from_config(args: argparse.Namespace, config: Config) -> Request:
+    from chunkgraph.settings.words import facts_of
+
     pipeline = config.pipeline
     counts, setting = config.train.num_microbatches, "train.num_microbatches"
     if args.num_microbatches is not None:
@@ -180,6 +182,10 @@ def _from_config(args: argparse.Namespace, config: Config) -> Request:
         raise ConfigError("plan: --gpu-memory: memory is not estimated for hybrid models")
     schedule = pipeline.schedule if args.schedule == "auto" else args.schedule
     file = read_matching_schedule(schedule, num_ranks, num_chunks, counts, setting)
+    # The memory of Mamba layers is not estimated; a sum without them would be wrong.
+    omissions = ["Memory is not estimated for hybrid models."]
+    if not is_hybrid:
+        omissions = omissions_of(facts_of(config).__getattr__)
     return Request(
         schedule=schedule_name(schedule, num_chunks),
         num_ranks=num_ranks,
@@ -187,10 +193,9 @@ def _from_config(args: argparse.Namespace, config: Config) -> Request:
         group_size=pipeline.microbatch_group_size_per_vp_stage,
         num_microbatches=max(counts),
         file=file,
-        # The memory of Mamba layers is not estimated; a sum without them would be wrong.
         model=None if is_hybrid else _model(config),
         gpu_bytes=args.gpu_memory,
-        omissions=("Memory is not estimated for hybrid models.",) if is_hybrid else (),
+        omissions=tuple(omissions),
         notes=_packed_notes(config),
         is_for_megatron=True,
     )

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from chunkgraph._text import format_bytes
+from chunkgraph._text import format_bytes, shorten
 from chunkgraph.cli.plan_export import Grid
 from chunkgraph.cli.plan_request import Request
 from chunkgraph.errors import TopologyError
@@ -87,7 +87,8 @@ def print_rows(console: Console, request: Request, rows: Sequence[RankRow]) -> N
         holds = "any legal number of microbatches"
     else:
         holds = f"up to {request.num_microbatches} microbatches"
-    console.print(f"{request.schedule}: slots for {holds}", style="bold", soft_wrap=True)
+    heading = f"{shorten(request.schedule)}: slots for {holds}"
+    console.print(heading, style="bold", soft_wrap=True)
     planned = [
         [
             str(row.plan.rank),
@@ -104,7 +105,7 @@ def print_rows(console: Console, request: Request, rows: Sequence[RankRow]) -> N
     if estimates:
         _print_memory(console, estimates)
     for note in (*request.omissions, *request.notes):
-        console.print(note, soft_wrap=True, markup=False)
+        console.print(note, soft_wrap=True)
     if request.gpu_bytes is not None and estimates:
         plan, memory = max(estimates, key=lambda one: one[1].total_bytes)
         size, total = format_bytes(request.gpu_bytes), format_bytes(memory.total_bytes)
@@ -115,7 +116,7 @@ def print_rows(console: Console, request: Request, rows: Sequence[RankRow]) -> N
                 "optimizer (use_distributed_optimizer), or use smaller microbatches or more ranks."
             )
         else:
-            verdict = "What is estimated fits" if request.omissions else "Fits"
+            verdict = "May fit" if request.omissions else "Fits"
             left = format_bytes(request.gpu_bytes - memory.total_bytes)
             line = (
                 f"{verdict} {need} {left} are left for CUDA, NCCL, workspaces and fragmentation, "
@@ -243,7 +244,7 @@ def print_comparison(
     headings = ["Schedule", "Chunks", "Bubble", "Step, F", "Of 1f1b", "Peak in flight", "Memory"]
     cells = [
         [
-            f"{Path(one.request.schedule).name}{'*' if one.request.runs_in_megatron else ' '}",
+            shorten(Path(one.request.schedule).name) + " *"[one.request.runs_in_megatron],
             str(one.request.num_chunks),
             f"{one.bubble_ratio:.1%}",
             f"{one.step:.1f}",
@@ -255,16 +256,18 @@ def print_comparison(
     ]
     num_columns = len(headings) if base.memory_bytes else len(headings) - 1
     console.print(_table(headings[:num_columns], [line[:num_columns] for line in cells]))
+    for omission in base.request.omissions:
+        console.print(omission, soft_wrap=True)
     for reason in refused:
-        console.print(f"Left out: {reason}", markup=False)
+        console.print(f"Left out: {reason}")
     own = _best([one for one in compared if one.request.runs_in_megatron])
     best = own if base.request.is_for_megatron else _best(compared)
-    words = best.request.schedule
+    words = shorten(best.request.schedule)
     if best is not base:
         words += f", {best.step / base.step:.3f} times {_BASE}'s step time and "
         words += f"{best.peak_in_flight / base.peak_in_flight:.2f} times its peak in flight"
-    console.print(f"Recommended: {words}.", style="bold", soft_wrap=True, markup=False)
-    console.print(f"* Runs in Megatron; the best of these is {own.request.schedule}.")
+    console.print(f"Recommended: {words}.", style="bold", soft_wrap=True)
+    console.print(f"* Runs in Megatron; the best of these is {shorten(own.request.schedule)}.")
     console.print("Step in forwards (F), peak in microbatches of all layers of a rank.")
 
 

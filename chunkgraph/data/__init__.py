@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from chunkgraph._inputs import read_input
 from chunkgraph._text import shown
 from chunkgraph.errors import ConfigError
 
@@ -33,6 +34,9 @@ NUM_TOKENS = 257
 _SHIPPED = Path(__file__).with_name("persuasion.txt")
 """The text in the package; for its origin and licence see SOURCES.md next to it."""
 
+_MAX_BYTES = 6 * 2**20
+_ADVICE = "Name a text file, or set data.path to null for the text that is shipped."
+
 
 def read_documents(path: str | Path | None = None) -> list[bytes]:
     """Read the documents of a text, which blank lines separate.
@@ -43,13 +47,7 @@ def read_documents(path: str | Path | None = None) -> list[bytes]:
     Raises:
         ConfigError: the file cannot be read or is empty.
     """
-    try:
-        text = Path(path or _SHIPPED).read_bytes()
-    except OSError as error:
-        raise ConfigError(
-            f"data.path: cannot read {shown(str(path))}: {error.strerror or error}. Name a text "
-            "file, or set data.path to null for the text that is shipped."
-        ) from None
+    text = read_input(path or _SHIPPED, "the text of data.path", _ADVICE, _MAX_BYTES)
     paragraphs = re.split(rb"\n[ \t]*(?:\n[ \t]*)+", text.replace(b"\r\n", b"\n"))
     documents = [paragraph.strip(b"\n") for paragraph in paragraphs if paragraph.strip()]
     if not documents:
@@ -81,9 +79,10 @@ class PackedText:
     """
 
     def __init__(self, documents: Sequence[bytes], *, seq_length: int, seed: int) -> None:
-        end = [END_OF_DOCUMENT]
-        parts = [part for d in documents for part in (np.frombuffer(d, dtype=np.uint8), end)]
-        self._stream = np.concatenate(parts, dtype=np.int64)
+        text = b"\0".join([*documents, b""])
+        self._stream = np.frombuffer(text, dtype=np.uint8).astype(np.int64)
+        ends = np.cumsum([len(document) + 1 for document in documents], dtype=np.int64) - 1
+        self._stream[ends] = END_OF_DOCUMENT
         self._seq_length = seq_length
         self._seed = seed
         self.num_sequences = (len(self._stream) - 1) // seq_length

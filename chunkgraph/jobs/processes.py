@@ -20,7 +20,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NoReturn
 
-from chunkgraph._text import shown
+from chunkgraph._text import escape, shown
 from chunkgraph.errors import ChunkGraphError, ConfigError, WorkerError
 
 __all__ = [
@@ -131,7 +131,7 @@ def _print_once(error: BaseException, rank: int) -> None:
         time.sleep(_WAIT_S)
         if is_of_other:  # it is this rank's own
             message = f"Rank {rank} failed: {message}"
-    sys.stderr.write(f"error: {message}\n")
+    sys.stderr.write(f"error: {escape(message)}\n")
 
 
 def die_with_parent(signum: int = signal.SIGKILL) -> None:

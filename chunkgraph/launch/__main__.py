@@ -18,10 +18,11 @@ import socket
 import sys
 import time
 import warnings
-from typing import TYPE_CHECKING, Never
+from typing import TYPE_CHECKING, Any, Never
 
 from chunkgraph._collector import collector_paused
-from chunkgraph.errors import ConfigError
+from chunkgraph._text import shorten
+from chunkgraph.errors import ConfigError, TopologyError
 from chunkgraph.jobs.processes import EXIT_FAILED, keep_quiet, leave, run_rank
 from chunkgraph.launch.flags import (
     GRANULARITY,
@@ -114,19 +115,47 @@ def planned_arguments(options: argparse.Namespace) -> tuple[argparse.Namespace, 
         ConfigError: Megatron or chunk graphs refuse the arguments, or the script parses none.
         Exception: Any exception that the script raises before.
     """
+    import torch.distributed as dist
+
     from chunkgraph.launch.arguments import settle_arguments
     from chunkgraph.launch.hooks import ChunkGraphsInPretrain
     from chunkgraph.launch.patches import patch_pretrain, validate_arguments
+    from chunkgraph.megatron.core.access import patch_attributes
     from chunkgraph.megatron.cpu.pretrain import cpu_pretrain_host
 
     found: list[tuple[argparse.Namespace, GraphFlags]] = []
+    latest: list[Any] = []  # the parser that parsed last
+    mine: list[Any] = []  # Megatron's parser, and its arguments
+    unknown: dict[Any, list[str]] = {}  # by parser of the command line
+    parse = argparse.ArgumentParser.parse_known_args
 
-    def check_and_exit(args: argparse.Namespace) -> Never:
+    def parse_known_args(parser: Any, args: Any = None, namespace: Any = None) -> Any:
+        result = parse(parser, args, namespace)
+        if args is None:
+            latest[:1], unknown[parser] = [parser], result[1]
+        return result
+
+    def on_parsed(args: argparse.Namespace) -> None:
+        mine[:] = latest[0], args
+        # A script that ignores unknown flags may parse again, and know them then.
+        if not unknown[mine[0]]:
+            check_and_exit()
+
+    def check_and_exit(*_: Any, **__: Any) -> Never:
+        parser, args = mine
+        lists = unknown.values()
+        if rest := [arg for arg in unknown[parser] if all(arg in one for one in lists)]:
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
         size = options.nproc_per_node or _smallest_world_size(args)
         os.environ["WORLD_SIZE"] = str(size)
         flags = settle_arguments(args, on_cpu=False)
         if flags is None:
             raise ConfigError(f"{GRANULARITY} layer: there are no chunk graphs to plan. Use chunk.")
+        if size % (least := _smallest_world_size(args)):
+            raise TopologyError(
+                f"{size} processes: the products pipeline x tensor x context and pipeline x expert "
+                f"x expert-tensor must divide them. Start a multiple of {least}, or change sizes."
+            )
         args.rank, args.world_size = 0, size
         validate_arguments(args)
         found.append((args, flags))
@@ -143,13 +172,18 @@ def planned_arguments(options: argparse.Namespace) -> tuple[argparse.Namespace, 
     warnings.simplefilter("ignore")
     hooks = ChunkGraphsInPretrain()
     hooks.on_parser = explain_in_one_line
-    hooks.parsed = check_and_exit  # type: ignore[method-assign]
+    hooks.parsed = on_parsed  # type: ignore[method-assign]
     with contextlib.ExitStack() as stack:
         stack.enter_context(cpu_pretrain_host())
         stack.callback(patch_pretrain(hooks))
+        patches = {"parse_known_args": parse_known_args}
+        stack.callback(patch_attributes(argparse.ArgumentParser, patches))
+        stack.callback(patch_attributes(dist, {"init_process_group": check_and_exit}))
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         stack.enter_context(contextlib.suppress(_ParsedError))
         runpy.run_path(str(options.script), run_name="__main__")
+        if mine:
+            check_and_exit()
     if not found:
         raise ConfigError(
             f"{options.script.name} never parsed Megatron's arguments, so there is nothing to "
@@ -165,7 +199,8 @@ def _smallest_world_size(args: argparse.Namespace) -> int:
         return int(getattr(args, name, None) or 1)
 
     dense = size("tensor_model_parallel_size") * size("context_parallel_size")
-    of_experts = size("expert_model_parallel_size") * size("expert_tensor_parallel_size")
+    tensor = getattr(args, "expert_tensor_parallel_size", None)  # default as in parallel_state
+    of_experts = size("expert_model_parallel_size") * (tensor or size("tensor_model_parallel_size"))
     return size("pipeline_model_parallel_size") * math.lcm(dense, of_experts)
 
 
@@ -180,7 +215,7 @@ def _warn_if_unused(options: argparse.Namespace, hooks: ChunkGraphsInPretrain) -
     if not is_unused:
         return
     sys.stderr.write(
-        f"WARNING: chunk graphs: {options.script.name} {reason}, so {GRANULARITY} had no "
+        f"WARNING: chunk graphs: {shorten(options.script.name)} {reason}, so {GRANULARITY} had no "
         "effect. In your own training loop, call chunkgraph.megatron.attach().\n"
     )
 

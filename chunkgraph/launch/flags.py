@@ -306,6 +306,7 @@ def parse_options(argv: Sequence[str], prog: str) -> argparse.Namespace:
         prog=prog, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_options(parser)
+    explain_in_one_line(parser)
     return settle_options(parser.parse_args(list(argv)))
 
 

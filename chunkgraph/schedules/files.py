@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from pathlib import Path
 
+from chunkgraph._inputs import read_input
+from chunkgraph._text import shorten
 from chunkgraph.errors import ConfigError
 from chunkgraph.schedules.action import Op
 from chunkgraph.schedules.build import check_sizes
@@ -24,7 +25,8 @@ __all__ = [
 
 FILE_SUFFIX = ".csv"
 """Distinguishes a schedule's file from a name."""
-_MAX_FILE_BYTES = 8 * 2**20
+_MAX_FILE_BYTES = 512 * 2**10
+_MAX_RANKS = 1024
 
 
 def read_schedule(name: str) -> Schedule | None:
@@ -36,20 +38,12 @@ def read_schedule(name: str) -> Schedule | None:
     """
     if not name.endswith(FILE_SUFFIX):
         return None
-    path = Path(name)
-    try:
-        size = path.stat().st_size
-        # A device never ends, and a pipe without a writer never begins.
-        why = "" if path.is_file() else "it is not a regular file"
-        why = f"it is larger than {_MAX_FILE_BYTES} bytes" if size > _MAX_FILE_BYTES else why
-        text = "" if why else path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = (error.strerror or "") if isinstance(error, OSError) else "it is not UTF-8 text"
-    if why:
-        raise ConfigError(
-            f"{name}: cannot read the schedule: {why}. Pass a CSV file with a row for each rank."
-        )
-    schedule = Schedule.from_csv(text, name=name)
+    advice = "Pass a CSV file with a row for each rank."
+    content = read_input(name, "the schedule", advice, _MAX_FILE_BYTES)
+    name = shorten(name)
+    schedule = Schedule.from_csv(content.decode(errors="replace"), name=name)
+    if schedule.num_ranks > _MAX_RANKS:
+        raise ConfigError(f"{name}: {schedule.num_ranks} rows, one for each rank, are too many.")
     validate(schedule)
     return schedule
 

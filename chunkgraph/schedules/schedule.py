@@ -7,6 +7,7 @@ import io
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from chunkgraph.errors import ScheduleError
 from chunkgraph.schedules.action import Action, Op
@@ -18,7 +19,7 @@ _BYTE_ORDER_MARK = "\ufeff"  # Excel's "CSV UTF-8" begins with it
 _OVERLAP = re.compile(r"\s*\((.*)\)OVERLAP_F_B\s*")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Schedule:
     """The actions of every rank of a pipeline in one step.
 
@@ -58,7 +59,7 @@ class Schedule:
         """Return whether the schedule has sends and receives."""
         return any(not action.op.is_compute for _, action in self)
 
-    @property
+    @cached_property
     def splits_backward(self) -> bool:
         """Whether weight gradients are computed apart from input gradients."""
         return any(action.op is Op.W for _, action in self)

@@ -6,6 +6,7 @@ differences from the base, which may have a base too.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any, Self
 import yaml
 from pydantic import ValidationError, model_validator
 
+from chunkgraph._inputs import read_input
 from chunkgraph._text import did_you_mean, shorten, shown
 from chunkgraph.errors import ConfigError
 from chunkgraph.settings.listing import settings_of
@@ -23,7 +25,8 @@ from chunkgraph.settings.rules import check_settings
 __all__ = ["Config", "config_from_mapping", "load_config", "problems_of", "to_mapping", "to_yaml"]
 
 _BASE = "extends"
-_MAX_BYTES = 256 * 1024
+_MAX_BYTES = 64 * 1024
+_MAX_VALUES = 10_000  # with aliases written out: a few lines could stand for billions
 _MAX_PROBLEMS = 20
 _MAX_BASES = 100
 _EXPECTED = {
@@ -81,7 +84,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a configuration file.
 
     Args:
-        path: A YAML file of at most 256 KiB.
+        path: A YAML file of at most 64 KiB.
         overrides: ``section.key=value`` strings, applied in order. Values are YAML:
             ``train.num_microbatches=[4,6]`` is a list and ``model.swiglu=true`` a boolean.
 
@@ -106,20 +109,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 def _read_files(path: Path, children: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Return the values of a file and its bases; ``children`` are files that extend it."""
     source = shorten(str(path))
+    advice = "Pass a YAML file, such as those in configs/."
     try:
-        if path.is_fifo() or path.is_char_device():  # it may never begin, or never end
-            raise ValueError("it is not a regular file")
-        with path.open("rb") as file:
-            content = file.read(_MAX_BYTES + 1)
-    except (OSError, ValueError) as error:
-        reason = (getattr(error, "strerror", None) or str(error)).rstrip(".")
+        content = read_input(path, "the configuration file", advice, _MAX_BYTES)
+    except ConfigError as error:
         base = f"{shorten(str(children[-1]))}: cannot extend its base. " if children else ""
-        raise ConfigError(
-            f"{base}{source}: cannot read the configuration file: {reason}. Pass a YAML file, such "
-            "as those in configs/."
-        ) from None
-    if len(content) > _MAX_BYTES:
-        raise ConfigError(f"{source}: a configuration has at most {_MAX_BYTES} bytes.")
+        raise ConfigError(f"{base}{error}") from None
     if path.resolve() in [child.resolve() for child in children]:
         chain = " -> ".join(shorten(str(item)) for item in (*children, path))
         raise ConfigError(f"{source} extends itself: {chain}. Remove one '{_BASE}'.")
@@ -144,13 +139,27 @@ def _read_files(path: Path, children: tuple[Path, ...] = ()) -> dict[str, Any]:
 def _parse(text: str | bytes, where: str) -> Any:
     """Read the values of YAML text; ``where`` is its origin, for errors."""
     try:
-        return yaml.load(text, Loader=_Loader)
+        value = yaml.load(text, Loader=_Loader)
+        if _num_values(value, {}) > _MAX_VALUES:
+            raise ValueError(f"more than {_MAX_VALUES} values, with aliases written out")
+        return value
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         place = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
         problem = getattr(error, "problem", None) or getattr(error, "reason", None) or error
-        what = " ".join(shorten(str(problem)).split())
+        what = shorten(" ".join(str(problem).split()))
         raise ConfigError(f"{where}{place}: not valid YAML: {what}.") from None
+
+
+def _num_values(value: Any, known: dict[int, float]) -> float:
+    """Count the values in a value; infinitely many if it contains itself."""
+    if not isinstance(value, (dict, list, tuple)):
+        return 1
+    if (count := known.get(id(value))) is None:
+        known[id(value)] = math.inf  # until all is counted
+        parts = value.values() if isinstance(value, dict) else value
+        count = known[id(value)] = 1 + sum(_num_values(part, known) for part in parts)
+    return count
 
 
 def _merge(raw: dict[str, Any], values: Mapping[str, Any]) -> None:
@@ -174,8 +183,6 @@ def config_from_mapping(raw: Mapping[str, object], *, source: str = "config") ->
         kinds = [type(e["ctx"]["error"]) for e in error.errors() if e["type"] == "value_error"]
         kind = kinds[0] if kinds else ConfigError
         lines = problems_of(error, Config)
-        if len(lines) > _MAX_PROBLEMS:
-            lines[_MAX_PROBLEMS:] = [f"... and {len(lines) - _MAX_PROBLEMS} more"]
         start = f"{source}: " if len(lines) == 1 else f"{source}:\n  - "
         raise kind(start + "\n  - ".join(lines)) from None
 
@@ -191,7 +198,7 @@ def problems_of(
         name: Returns the text for the dotted path of a setting.
     """
     lines = []
-    for item in error.errors(include_url=False):
+    for item in error.errors(include_url=False)[:_MAX_PROBLEMS]:
         *parents, last = item["loc"] or ("",)
         path = re.sub(r"\.(\d+)\b", r"[\1]", ".".join(map(str, item["loc"])))
         found = f"{name(path)} is {shown(item['input'])}"
@@ -213,6 +220,8 @@ def problems_of(
             choices = re.findall(r"'(.*?)'", item["ctx"]["expected"])
             line += did_you_mean(str(item["input"]), choices)
         lines.append(line)
+    if (num_more := error.error_count() - _MAX_PROBLEMS) > 0:
+        lines.append(f"... and {num_more} more")
     return lines
 
 
@@ -231,7 +240,7 @@ def _unknown_key(key: str, section: str, model: type[Section]) -> str:
     known, paths = _keys_of(model, section), _paths_of(model)
     hint = did_you_mean(key, known)
     if not hint:
-        hint = did_you_mean(key, [path.rpartition(".")[2] for path in paths])
+        hint = did_you_mean(key, [path.rpartition(".")[2] for path in paths], cutoff=0.9)
         for path in paths:
             hint = hint.replace(f"'{path.rpartition('.')[2]}'", f"'{path}'")
     where = f"section {section!r}" if section else "the top level"

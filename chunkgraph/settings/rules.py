@@ -181,6 +181,17 @@ _RULES = (
         for setting in ("num_attention_heads", "ffn_hidden_size", "vocab_size")
     ),
     Rule(
+        "expert_model_parallel_size: it does not divide the ranks of a pipeline stage; change it, "
+        "or {data_parallel_size}",
+        lambda f: (
+            f.tensor_model_parallel_size
+            * f.context_parallel_size
+            * f.data_parallel_size
+            % f.expert_model_parallel_size
+        ),
+        TopologyError,
+    ),
+    Rule(
         "sequence_parallel tensor_model_parallel_size: tensor-parallel ranks split the sequence; "
         "make the latter 2 or more, or leave the former out",
         lambda f: f.sequence_parallel and f.tensor_model_parallel_size == 1,

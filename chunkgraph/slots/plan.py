@@ -4,8 +4,7 @@ A chunk needs one slot for each microbatch that can be in flight: the maximum ov
 microbatch counts of its schedule, which each schedule has in closed form
 (``ScheduleFamily.in_flight``). A bounded schedule reaches it with at most two groups of
 microbatches, or twice as many microbatches as ranks. *GPipe* holds all microbatches of a step, so
-its plan needs a maximum count. Tests compare with brute force. The slots of a schedule without a
-family are counted along its actions.
+its plan needs a maximum count. Without a family, slots are counted along the actions.
 
 A microbatch is in flight from its forward F to its B, or to its W if the backward is split: W still
 reads saved activations, so I does not end it. Both ends are inclusive; the next action can reuse
@@ -16,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 from chunkgraph.errors import ConfigError, TopologyError
 from chunkgraph.schedules import (
@@ -68,8 +68,9 @@ class SlotPlan:
 
     @property
     def num_graphs(self) -> int:
-        """Return the number of graphs: for every slot a forward and a backward, or its halves."""
-        return (3 if self.splits_backward else 2) * self.num_slots
+        """Return the number of graphs: 2 for a slot, or 3 with half a backward for its input."""
+        num_split = self.num_slots - (self.slots_per_chunk[0] if self.rank == 0 else 0)
+        return 2 * self.num_slots + (num_split if self.splits_backward else 0)
 
 
 def plan_slots(
@@ -193,13 +194,12 @@ def assign_slots(schedule: Schedule) -> dict[tuple[int, int], int]:
     """
     slots: dict[tuple[int, int], int] = {}
     for rank in range(schedule.num_ranks):
-        busy: dict[int, set[int]] = {}
+        free: dict[int, list[int]] = {}  # a heap, and at its end the lowest slot never used
         for action in schedule.compute_actions(rank):
-            in_use = busy.setdefault(action.stage, set())
+            heap = free.setdefault(action.stage, [0])
             if action.op is Op.F:
-                slot = next(number for number in range(len(in_use) + 1) if number not in in_use)
-                in_use.add(slot)
-                slots[action.stage, action.microbatch] = slot
+                slots[action.stage, action.microbatch] = slot = heappop(heap)
+                heap[:] = heap or [slot + 1]
             elif action.op.ends_lifetime:
-                in_use.discard(slots[action.stage, action.microbatch])
+                heappush(heap, slots[action.stage, action.microbatch])
     return slots

@@ -67,7 +67,7 @@ def test_help_and_version() -> None:
         (["train", CONFIG, "--fast"], "unrecognized arguments: --fast"),
         (["train", CONFIG, "--debug", "model.num_layers=6"], "not divisible by 4 stages"),
         (["train", CONFIG, "model.layer_spec=transformer_engine"], "runs on GPUs only"),
-        (["train", CONFIG, "data.path=none.txt"], "data.path: cannot read 'none.txt'"),
+        (["train", CONFIG, "data.path=none.txt"], "none.txt: cannot read the text of data.path"),
         (["train", CONFIG, "--json", "none/x.json"], "does not exist"),
         (["train", CONFIG, "device=cuda", "pipeline.data_parallel_size=64"], "needs 128 GPU(s)"),
     ],

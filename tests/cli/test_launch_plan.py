@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from training_needs import NEEDS_TRAINING
 
 from chunkgraph.cli.__main__ import main
 from chunkgraph.cli.launch import request_of_arguments
-from chunkgraph.cli.plan_tables import as_json, rows_of
+from chunkgraph.cli.plan_tables import as_json, print_rows, rows_of
 from chunkgraph.errors import ConfigError
 from chunkgraph.launch.flags import GraphFlags
 from chunkgraph.schedules import build_schedule
@@ -117,7 +118,7 @@ def test_what_memory_leaves_out_is_a_note() -> None:
     assert request.notes[0].startswith("Memory counts 31 layers in every chunk; 61 layers are not")
     assert [text.split(",")[0] for text in request.omissions] == [
         "Memory leaves out embedding and output layer",
-        "Memory leaves out the layers of multi-token prediction.",
+        "Memory does not count: the layers of multi-token prediction.",
     ]
     hybrid = arguments(hybrid_layer_pattern="M*")
     assert request_of_arguments(hybrid, GraphFlags()).model is None
@@ -152,6 +153,75 @@ def test_a_command_line_is_planned_without_a_gpu(plan: Callable[..., tuple[int, 
     assert "interleaved: slots for any legal number of microbatches" in out
     assert " 8 4 " in out  # rank 0
     assert "Fits in 80.0 GiB" in out
+
+
+SMALL = shlex.split("""
+    --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64
+    --max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 8 --train-iters 2
+    --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 100 --bf16
+""")
+TWICE = """
+import argparse
+import torch.distributed as dist
+from megatron.training.arguments import parse_args
+
+def own(parser):
+    parser.add_argument("--my-data", type=int)
+    return parser
+
+parse_args(ignore_unknown_args=True)
+parse_args(extra_args_provider=own)
+"""
+IGNORES = """
+import argparse
+import torch.distributed as dist
+from megatron.training.arguments import parse_args
+
+own = argparse.ArgumentParser(allow_abbrev=False)
+own.add_argument("--my-data", type=int)
+own.parse_known_args()
+parse_args(ignore_unknown_args=True)
+dist.init_process_group("nccl")
+"""
+
+
+@pytest.mark.megatron
+@NEEDS_TRAINING
+@pytest.mark.parametrize("script", [TWICE, IGNORES])
+def test_unknown_flags_are_refused_and_own_ones_known_in_a_script_that_ignores_some(
+    plan: Callable[..., tuple[int, str]], tmp_path: Path, script: str
+) -> None:
+    path = tmp_path / "pretrain.py"
+    path.write_text(script)
+    code, out = plan(str(path), *SMALL, "--my-data", "3")
+    assert code == 0, out
+    assert "all flags are compatible" in out
+    code, out = plan(str(path), *SMALL, "--cuda-graph-granularty", "chunk", "--my-data", "3")
+    assert code == 2
+    assert "Did you mean '--cuda-graph-granularity'?" in out
+    assert "Traceback" not in out
+
+
+@pytest.mark.megatron
+@NEEDS_TRAINING
+def test_a_layout_that_megatron_cannot_form_is_refused(
+    plan: Callable[..., tuple[int, str]],
+) -> None:
+    code, out = plan("--nproc-per-node", "8", str(SCRIPT), *MIXTRAL)
+    assert code == 2
+    assert "8 processes: the products pipeline x tensor" in out
+    assert "Start a multiple of 32" in out
+
+
+def test_what_is_not_counted_is_listed_and_may_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    uncounted = {"fp8": "e4m3", "fp8_param_gather": True, "moe_token_dispatcher_type": "flex"}
+    recomputed = {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}
+    request = request_of_arguments(arguments(**uncounted, **recomputed), GraphFlags(), 2**50)
+    print_rows(Console(highlight=False, markup=False), request, rows_of(request))
+    out = " ".join(capsys.readouterr().out.split())
+    assert "Memory does not count: FP8 copies of weights and activations, weights kept in" in out
+    assert "DeepEP's buffers, what recomputing moe_act saves." in out
+    assert "May fit in 1024.0 TiB" in out
 
 
 @pytest.mark.megatron

@@ -265,9 +265,9 @@ def test_no_name_of_a_file_is_markup_in_a_page(run, tmp_path, monkeypatch):
             "of 4 microbatches, but a step has 3. Change --num-microbatches",
         ),
         (("--schedule", "none.csv"), "none.csv: cannot read the schedule: No such file or dir"),
-        (("--schedule", "bytes.csv"), "bytes.csv: cannot read the schedule: it is not UTF-8"),
+        (("--schedule", "bytes.csv"), "schedule 'bytes.csv', row 1, cell 1: '\ufffd' is not"),
         (("--schedule", "deadlock.csv"), "schedule 'deadlock.csv', rank 1, position 0: deadlock"),
-        (("--schedule", "large.csv"), "large.csv: cannot read the schedule: it is larger than 83"),
+        (("--schedule", "large.csv"), "large.csv: cannot read the schedule: it is larger than 52"),
         (("--schedule", "pipe.csv"), "pipe.csv: cannot read the schedule: it is not a regular"),
     ],
 )

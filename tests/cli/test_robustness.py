@@ -60,13 +60,29 @@ def test_a_wrong_flag_is_named_with_the_nearest(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--plan", "--gpu-memory=80GiB", "--nproc_per_node"])
 def test_the_option_after_the_script_is_noticed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str
 ) -> None:
     script = tmp_path / "pretrain.py"
     script.touch()
-    assert main(["launch", str(script), "--plan"]) == 2
-    assert "--plan belongs before the script" in capsys.readouterr().err
+    assert main(["launch", str(script), option]) == 2
+    assert f"{option.partition('=')[0]} belongs before the script" in capsys.readouterr().err
+
+
+def test_a_schedule_is_named_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--pp", "2", "--schedule", "zbh1"]) == 2
+    assert "Did you mean 'zb-h1'?" in capsys.readouterr().err
+
+
+def test_a_key_of_another_section_that_is_only_similar_is_not_suggested(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = str(ROOT / "configs" / "cpu" / "gpt_pp2_cpu.yaml")
+    assert main(["plan", config, "train.num_steps=40"]) == 2
+    assert "Did you mean" not in capsys.readouterr().err
+    assert main(["plan", config, "train.num_warmup_step=2"]) == 2
+    assert "Did you mean 'capture.num_warmup_steps'?" in capsys.readouterr().err
 
 
 def test_ctrl_c_while_a_command_is_imported(

@@ -67,7 +67,9 @@ def test_documents_stand_between_blank_lines(tmp_path: Path) -> None:
 
 
 def test_missing_and_empty_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data\.path: cannot read .*none\.txt.*No such file"):
+    with pytest.raises(
+        ConfigError, match=r"none\.txt: cannot read the text of data\.path: No such file"
+    ):
         read_documents(tmp_path / "none.txt")
     empty = tmp_path / "empty.txt"
     empty.write_bytes(b"\n \n")

@@ -34,6 +34,12 @@ def test_known_interleaved_plans(sizes, rank, slots):
     assert plan.max_num_microbatches is None
 
 
+def test_the_first_stage_has_no_graph_of_an_input_gradient():
+    """As captured: `chunkgraph train` reports 4 + 6 graphs for two ranks of two slots."""
+    assert [plan_slots(2, rank=r, schedule="zb-h1").num_graphs for r in (0, 1)] == [4, 6]
+    assert plan_slots(2, 2, rank=0, schedule="zb-v").num_graphs == 3 * 5 - 4
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2, 5, 8])
 def test_1f1b_needs_one_slot_less_on_each_further_rank(num_ranks):
     plans = [plan_slots(num_ranks, rank=rank) for rank in range(num_ranks)]

@@ -1,0 +1,138 @@
+"""Every file that a user names is regular, limited, and named without raw escapes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from chunkgraph.cli.__main__ import main
+from chunkgraph.data import read_documents
+from chunkgraph.errors import ConfigError
+from chunkgraph.packing import read_lengths
+from chunkgraph.schedules import read_schedule
+from chunkgraph.settings import load_config
+
+READERS: dict[str, Callable[[str], object]] = {
+    "a.yaml": load_config,
+    "a.csv": read_schedule,
+    "a.npy": lambda name: read_lengths(Path(name)),
+    "a.idx": lambda name: read_lengths(Path(name)),
+    "lengths": lambda name: read_lengths(Path(name)),
+    "text": read_documents,
+}
+RAW = "\x1b[31m\r\x07"
+
+
+@pytest.fixture(autouse=True)
+def _sigterm() -> Iterator[None]:
+    """Restore what the command replaces in this process."""
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, handler)
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_device_and_a_pipe_are_not_read(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.symlink_to("/dev/zero")
+    with pytest.raises(ConfigError, match="it is not a regular file"):
+        READERS[name](str(path))
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ConfigError, match="it is not a regular file"):
+        READERS[name](str(path))
+
+
+@pytest.mark.parametrize("name", [name for name in READERS if name != "a.idx"])
+def test_a_huge_file_is_refused(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    with path.open("wb") as file:
+        file.truncate(2**34)
+    with pytest.raises(ConfigError, match=r"it is larger than \d+ bytes"):
+        READERS[name](str(path))
+
+
+def test_an_array_that_claims_more_than_its_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.npy"
+    header = {"descr": "<i8", "fortran_order": False, "shape": (10**13,)}
+    with path.open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, header)
+    with pytest.raises(ConfigError, match="not an array of numbers"):
+        read_lengths(path)
+    path.write_bytes(b"PK\x03\x04 an archive")
+    with pytest.raises(ConfigError, match="it does not begin as one"):
+        read_lengths(path)
+
+
+def test_aliases_do_not_grow_without_limit(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    lines = ["a0: &a0 [x, x]", *(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]" for i in range(1, 64))]
+    path.write_text("model:\n  transformer_config:\n    " + "\n    ".join(lines))
+    with pytest.raises(ConfigError, match="more than 10000 values, with aliases"):
+        load_config(path)
+
+
+def test_a_schedule_of_many_ranks_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("0F0\n" * 2000)
+    with pytest.raises(ConfigError, match="2000 rows, one for each rank, are too many"):
+        read_schedule(str(path))
+
+
+def test_a_number_with_too_many_digits_is_shown(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("model: 1:" + "1:" * 9000 + "1\n")
+    with pytest.raises(ConfigError, match="model is a int with too many digits"):
+        load_config(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ('model:\n  "a\\e[31m\\r\\ab": 1\n', ["plan", "a.yaml"]),
+        ('"a\\e[31m\\r\\ab": 1\n', ["config", "a.yaml"]),
+        ('extends: "a\\e[31m\\r\\a.yaml"\n', ["plan", "a.yaml"]),
+        (f"12\n{RAW}\n", ["packing", "a.yaml"]),
+        ("", ["packing", f"{RAW}.npy"]),
+        ("", ["plan", f"{RAW}.yaml"]),
+        ("", ["plan", "--schedule", f"{RAW}.csv"]),
+        ("", ["plan", "--pp", "2", "--schedule", RAW]),
+        ("", ["launch", f"{RAW}.py"]),
+        ("", ["plan", "--pp", "2", f"--{RAW}"]),
+    ],
+)
+def test_escapes_of_a_user_do_not_reach_the_terminal(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    text: str,
+    arguments: list[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.yaml").write_text(text)
+    try:
+        code: object = main(arguments)
+    except SystemExit as end:
+        code = end.code
+    printed = "".join(capsys.readouterr())
+    assert code == 2
+    assert "\\x1b[31m" in printed
+    assert set(printed) & set(RAW) <= set("[31m")
+
+
+def test_a_name_with_escapes_is_planned_without_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = f"[red]{RAW}.csv"
+    Path(name).write_text("0F0,0B0\n1F0,1B0\n")
+    assert main(["plan", "--schedule", name, "--trace", f"{RAW}.json"]) == 0
+    assert main(["plan", "--schedule", name, "--compare"]) == 0
+    printed = "".join(capsys.readouterr())
+    assert "[red]\\x1b[31m\\r\\x07.csv" in printed
+    assert set(printed) & set(RAW) <= set("[31m")
