@@ -36,6 +36,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Probes, stand-ins and fixtures of whole jobs, which tests of several rooms share.
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 from collector import collect_new_objects
+from training_needs import HAS_MEGATRON
 
 pytest_plugins = ["megatron_jobs"]
 # These rooms import Megatron; some tests of `launch` do not.
@@ -92,7 +93,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: (_num_gpus_needed(item), _takes_long(item)), reverse=True)
     num_gpus: int | None = None
     for item in items:
-        if item.get_closest_marker("megatron") and not _has_megatron():
+        if item.get_closest_marker("megatron") and not HAS_MEGATRON:
             item.add_marker(pytest.mark.skip(reason="megatron-core is not installed"))
         if item.get_closest_marker("slurm") and (missing := _missing_of_slurm()):
             reason = f"Slurm is not installed: no {', '.join(missing)}"
@@ -248,13 +249,6 @@ def _missing_of_slurm() -> list[str]:
     return [program for program in programs if shutil.which(program, path=path) is None]
 
 
-def _has_megatron() -> bool:
-    try:
-        return importlib.util.find_spec("megatron.core") is not None
-    except ModuleNotFoundError:
-        return False
-
-
 @pytest.fixture(scope="session")
 def once(pytestconfig: pytest.Config) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """Return the cases unchanged; none in `make test` or with the oldest release of Megatron.
@@ -319,6 +313,14 @@ def backend(request: pytest.FixtureRequest) -> object:
     from chunkgraph.graphs import CUDABackend, RecorderBackend
 
     return RecorderBackend() if request.param == "recorder" else CUDABackend()
+
+
+@pytest.fixture
+def restored_sigterm() -> Iterator[None]:
+    """Restore what the command replaces in this process."""
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, handler)
 
 
 @pytest.fixture

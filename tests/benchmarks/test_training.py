@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from commands import python
 
 from chunkgraph.data import read_documents
 from chunkgraph.settings import load_config
@@ -47,14 +48,7 @@ def training() -> ModuleType:
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     search = os.pathsep.join(map(str, [ROOT, ROOT / "tests" / "support"]))
-    return subprocess.run(
-        [sys.executable, SCRIPT, CONFIG, *arguments],
-        env={**os.environ, "PYTHONPATH": search},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    return python(SCRIPT, CONFIG, *arguments, timeout_s=280, PYTHONPATH=search)
 
 
 # Not for each release of Megatron: tests of packed training cover their differences.

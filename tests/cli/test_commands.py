@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
@@ -11,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from commands import finished, output_of_python
+from training_needs import HAS_MEGATRON
 
 from chunkgraph.cli.__main__ import main
 
@@ -27,26 +28,13 @@ def environment() -> dict[str, str]:
 
 def chunkgraph(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the command as a user does."""
-    return subprocess.run(
-        [sys.executable, "-m", "chunkgraph.cli", *arguments],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    return finished([sys.executable, "-m", "chunkgraph.cli", *arguments], environment())
 
 
 def train(behaviour: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """``chunkgraph train`` with a stand-in of a chosen behaviour; see ``driver.py``."""
-    return subprocess.run(
-        [sys.executable, str(WORKERS / "driver.py"), behaviour, "train", CONFIG, *arguments],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    driver = str(WORKERS / "driver.py")
+    return finished([sys.executable, driver, behaviour, "train", CONFIG, *arguments], environment())
 
 
 def test_help_and_version() -> None:
@@ -96,28 +84,13 @@ def test_bad_usage_is_the_exit_code_of_the_command() -> None:
 def test_a_command_imports_nothing_of_the_others() -> None:
     code = "import sys; from chunkgraph.cli.__main__ import _parse; "
     code += "_parse(['launch', 'script.py']); print(*sys.modules)"
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    modules = set(result.stdout.split())
+    modules = set(output_of_python("-c", code).split())
     assert "chunkgraph.cli.launch" in modules
     # Not `data` and `schedules`: the settings check counts of documents and schedules with them.
     assert not modules & {"rich", "torch", "chunkgraph.cli.train", "chunkgraph.cli.plan"}
 
 
-def has_megatron() -> bool:
-    try:
-        return importlib.util.find_spec("megatron.core") is not None
-    except ModuleNotFoundError:
-        return False
-
-
-@pytest.mark.skipif(not has_megatron(), reason="the command insists on megatron-core")
+@pytest.mark.skipif(not HAS_MEGATRON, reason="the command insists on megatron-core")
 class TestTrain:
     """With stand-in workers, which need no Megatron themselves."""
 

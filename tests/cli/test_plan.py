@@ -3,12 +3,11 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
+from commands import output_of_python
 from plan_config import CONFIG
 
 from chunkgraph.cli.__main__ import main
@@ -164,16 +163,7 @@ def test_command_without_torch(config):
         "from chunkgraph.cli.__main__ import main\n"
         f"sys.exit(main(['plan', {config!r}, 'train.num_microbatches=[4]']))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=REPOSITORY,
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "slots for any legal number of microbatches" in done.stdout
+    assert "slots for any legal number of microbatches" in output_of_python("-c", code)
 
 
 def test_the_schedule_of_a_configuration_is_planned(run, config, tmp_path):

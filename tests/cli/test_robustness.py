@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from commands import python
 
 from chunkgraph.cli.__main__ import main
 
 ROOT = Path(__file__).parents[2]
 FULL = Path("/dev/full")
+
+pytestmark = pytest.mark.usefixtures("restored_sigterm")
 
 
 def chunkgraph(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
@@ -29,14 +30,6 @@ def chunkgraph(*arguments: str, **options: object) -> subprocess.CompletedProces
         check=False,
         **options,  # type: ignore[call-overload]
     )
-
-
-@pytest.fixture(autouse=True)
-def _sigterm() -> Iterator[None]:
-    """Restore what the command replaces in this process."""
-    handler = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, handler)
 
 
 @pytest.mark.parametrize(
@@ -108,14 +101,7 @@ class Interrupted:
 sys.meta_path.insert(0, Interrupted())
 runpy.run_module("chunkgraph.cli", run_name="__main__")
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = python("-c", code)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 

@@ -2,12 +2,11 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from commands import python
 
 from chunkgraph.errors import CaptureError, ConfigError, TopologyError
 from chunkgraph.jobs import processes
@@ -18,14 +17,7 @@ CONFIG = str(ROOT / "configs" / "cpu" / "gpt_pp2_cpu.yaml")
 
 
 def test_the_command_takes_a_started_process_for_a_rank() -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "chunkgraph.cli", "train", CONFIG],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "RANK": "0", "WORLD_SIZE": "2"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    result = python("-m", "chunkgraph.cli", "train", CONFIG, RANK="0", WORLD_SIZE="2")
     assert result.returncode == 1
     assert "error: Rank 0 failed: " in result.stderr
     assert "MASTER_ADDR expected, but not set" in result.stderr

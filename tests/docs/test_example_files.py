@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import re
-import subprocess
 import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from commands import TORCHRUN, output_of_python
 
 from chunkgraph.schedules import Schedule, validate
 
@@ -22,27 +21,13 @@ EXAMPLES = ROOT / "examples"
 
 
 def run(*command: str | Path) -> str:
-    done = subprocess.run(
-        [sys.executable, *command],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def torchrun(script: str, port: int) -> str:
-    options = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port)]
-    return run(*options, EXAMPLES / script)
+    return output_of_python(*command, timeout_s=280, CUDA_VISIBLE_DEVICES="")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_own_loop_is_equal_to_eager(free_port: Callable[[], int]) -> None:
-    out = torchrun("own_1f1b.py", free_port())
+    out = run(*TORCHRUN, str(free_port()), EXAMPLES / "own_1f1b.py")
     assert out.count("losses equal to eager: True") == 2
     assert "captures=2," in out
     assert " replays=16," in out  # 7 + 3 + 6 microbatches after the first step

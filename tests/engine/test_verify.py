@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from toys import Apply, capture
+from toys import Apply, capture, copy_with_gradient
 
 from chunkgraph.engine import Chunk, ChunkGraphs
 from chunkgraph.errors import VerifyError
@@ -272,22 +272,12 @@ def test_poison_still_finds_dead_memory_after_a_nan_of_the_model(
         train_in_flight(graphs, backend, 1, lambda: keeping_output(slot_of(graphs), inner))
 
 
-class BadBackward(torch.autograd.Function):
-    """Produces a NaN in the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad * float("nan")
-
-
 def test_a_nan_of_the_backward_is_named_by_its_first_gradient(backend: GraphBackend) -> None:
+    nan_in_backward = copy_with_gradient(lambda grad: grad * float("nan"))
+
     def bad(module: Any, x: torch.Tensor) -> torch.Tensor:
         first, second, third = module.layers
-        return third(BadBackward.apply(second(first(x))))
+        return third(nan_in_backward(second(first(x))))
 
     chunk = Apply(bad, layers=nn.ModuleList(Layer() for _ in range(3)))
     graphs = capture(chunk, new_input(backend), backend=backend, verify="poison")

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
-import functools
 import re
 from typing import Any
 
 import pytest
+from launch_arguments import megatron_parser
 from training_needs import NEEDS_TRAINING
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.launch.arguments import refuse_changed_arguments, settle_arguments
-from chunkgraph.launch.flags import add_flags
-from chunkgraph.megatron.cpu.pretrain import cpu_flags, cpu_pretrain_host
+from chunkgraph.megatron.cpu.pretrain import cpu_flags
 from chunkgraph.settings import Config, settings_of
 
 pytestmark = [pytest.mark.megatron, NEEDS_TRAINING]
@@ -25,23 +23,9 @@ WHOLE = "--cuda-graph-chunk-scope chunk "
 EXPERTS = "--num-experts 8 --moe-token-dispatcher-type "
 
 
-@functools.cache
-def parser() -> argparse.ArgumentParser:
-    """Return Megatron's parser with the flags of chunk graphs."""
-    with cpu_pretrain_host():
-        from megatron.training import arguments
-
-        result = argparse.ArgumentParser(allow_abbrev=False)
-        arguments.add_megatron_arguments(result)
-    result.add_argument("--export-kd-teacher-load")  # from ModelOpt, if it is installed
-    result.add_argument("--flextron", action="store_true")  # from a script in Megatron's repository
-    add_flags(result)
-    return result
-
-
 def refusal(arguments: str, *, on_cpu: bool = True) -> str:
     """Return the refusal of these flags."""
-    args = parser().parse_args(f"{CHUNK}{arguments}".split())
+    args = megatron_parser().parse_args(f"{CHUNK}{arguments}".split())
     with pytest.raises(ConfigError) as error:
         settle_arguments(args, on_cpu=on_cpu)
     return str(error.value)
@@ -93,7 +77,7 @@ def test_what_a_gpu_cannot_capture_is_refused_before_the_model_is_built(
     arguments: str, message: str
 ) -> None:
     assert message in refusal(arguments, on_cpu=False)
-    args = parser().parse_args(f"{CHUNK}{arguments}".split())
+    args = megatron_parser().parse_args(f"{CHUNK}{arguments}".split())
     assert settle_arguments(args, on_cpu=True) is not None
 
 
@@ -123,7 +107,7 @@ def test_all_problems_stand_in_one_message() -> None:
 
 def test_arguments_that_the_script_changes_later_are_looked_at_again() -> None:
     """Megatron's `maybe_enable_modelopt` changes arguments after parsing."""
-    args = parser().parse_args(CHUNK.split())
+    args = megatron_parser().parse_args(CHUNK.split())
     assert settle_arguments(args, on_cpu=True) is not None
     refuse_changed_arguments(args)
     args.modelopt_enabled = True
@@ -175,10 +159,10 @@ def test_refusals_speak_in_flags_that_can_be_typed(arguments: str) -> None:
     message = refusal(arguments, on_cpu=False)
     assert message.count("\n  - ") >= 1
     flags = set(re.findall(r"(?<![\w-])--[\w-]+", message))
-    assert flags - set(parser()._option_string_actions) == set()
+    assert flags - set(megatron_parser()._option_string_actions) == set()
     assert re.findall(r"=(?:True|False|None|')|with without", message) == []
     assert not [line for line in message.splitlines()[1:] if not line.startswith("  ")]
-    dests = {action.dest for action in parser()._actions if "_" in action.dest}
+    dests = {action.dest for action in megatron_parser()._actions if "_" in action.dest}
     settings = {item.name for item in settings_of(Config) if "_" in item.name}
     settings |= {"gated_linear_unit", "fp8_param", "params_dtype"}
     assert (dests | settings) & set(re.findall(r"(?<![\w-])\w+", message)) == set()
@@ -189,7 +173,7 @@ def test_flags_that_change_no_result_are_turned_off_and_named() -> None:
     flags = " ".join(f"--{name}" for name in names)
     untied = "--untie-embeddings-and-output-weights --pipeline-model-parallel-size 2"
     transfers = "--overlap-moe-expert-parallel-comm"
-    args = parser().parse_args(f"{CHUNK}{flags} {untied} {transfers}".split())
+    args = megatron_parser().parse_args(f"{CHUNK}{flags} {untied} {transfers}".split())
     settled = settle_arguments(args, on_cpu=True)
     assert settled is not None
     assert not args.fine_grained_activation_offloading
@@ -197,7 +181,9 @@ def test_flags_that_change_no_result_are_turned_off_and_named() -> None:
     for line, name in zip(settled.turned_off, names, strict=True):
         assert line.startswith(f"chunk graphs: training runs without --{name}, with the same")
     assert "--delay-wgrad-compute: weight" in refusal(f"{flags} {untied}")
-    plain = parser().parse_args(f"--cuda-graph-granularity layer {flags} {transfers}".split())
+    plain = megatron_parser().parse_args(
+        f"--cuda-graph-granularity layer {flags} {transfers}".split()
+    )
     assert settle_arguments(plain, on_cpu=True) is None
     assert plain.fine_grained_activation_offloading
     assert plain.delay_wgrad_compute

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import functools
 
 import pytest
+from launch_arguments import megatron_parser
 from training_needs import NEEDS_TRAINING
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.launch.arguments import settle_arguments
-from chunkgraph.launch.flags import add_flags
-from chunkgraph.megatron.cpu.pretrain import cpu_pretrain_host
 
 pytestmark = [pytest.mark.megatron, NEEDS_TRAINING]
 
@@ -113,19 +111,8 @@ _REFUSED = (
 )
 
 
-@functools.cache
-def _parser() -> argparse.ArgumentParser:
-    with cpu_pretrain_host():
-        from megatron.training import arguments
-
-        result = argparse.ArgumentParser(allow_abbrev=False)
-        arguments.add_megatron_arguments(result)
-    add_flags(result)
-    return result
-
-
 def _parsed(recipe: str, more: str) -> argparse.Namespace:
-    return _parser().parse_args(f"{_GRAPHS} {_BASE} {recipe} {more}".split())
+    return megatron_parser().parse_args(f"{_GRAPHS} {_BASE} {recipe} {more}".split())
 
 
 @pytest.mark.parametrize(("recipe", "more"), _TAKEN)

@@ -71,16 +71,8 @@ CASES = {
 }
 
 
-SLOW = {
-    *("megatron_block", "megatron_nothing", "megatron_tensors", "megatron_everything"),
-    *("megatron_experts", "megatron_overlapped_transfers", "megatron_recomputed"),
-}
-
-
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 def test_sharded_models_equal_eager(
     case: str, tmp_path: Path, run_ranks: Callable[..., tuple[list[int], str]]
 ) -> None:

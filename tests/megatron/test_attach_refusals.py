@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
 
 import pytest
 import torch
+from in_process import block_of
 from refused import refused
 from torch import nn
 
@@ -20,12 +20,6 @@ from chunkgraph.megatron.refusals import MODEL_RULES
 from chunkgraph.packing import ContextLimits
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(60)]
-
-
-def _block(chunks: list[nn.Module]) -> Any:
-    return next(
-        m for m in chunks[0].modules() if hasattr(m, "set_input_tensor") and hasattr(m, "layers")
-    )
 
 
 @pytest.mark.parametrize(
@@ -54,7 +48,7 @@ def test_unsupported_settings_are_refused_by_name(
     setattr(chunks[0].config, name, value)
     with pytest.raises(ConfigError, match=rf"{name}={value!r}"):
         attach(chunks)
-    assert "forward" not in _block(chunks).__dict__
+    assert "forward" not in block_of(chunks).__dict__
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import metadata
 from typing import Any
 
 import pytest
 from in_process import Trained
+from megatron_jobs import in_scope
+from packed_cases import HAS_LATENT, SMALL_LATENT
 
 from chunkgraph.engine import CaptureOptions
 
@@ -15,15 +16,6 @@ pytestmark = [pytest.mark.megatron, pytest.mark.timeout(200)]
 
 _DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 _FOUR_LAYERS = {**_DROPOUT, "num_layers": 4}
-_LATENT = {
-    "multi_latent_attention": True,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_head_dim": 8,
-    "qk_pos_emb_head_dim": 8,
-    "v_head_dim": 8,
-    "apply_rope_fusion": False,
-}
 
 
 def _check(results: dict[str, dict[str, Any]]) -> None:
@@ -33,34 +25,10 @@ def _check(results: dict[str, dict[str, Any]]) -> None:
         assert all(step["replays"] > 0 for step in result["steps"][1:]), name
 
 
-def _in_scope(scope: str, case: dict[str, Any]) -> dict[str, Any]:
-    config = case["config"]
-    capture = {**config.get("capture", {}), "scope": scope}
-    return {**case, "config": {**config, "capture": capture}}
-
-
-@pytest.fixture
-def in_both_scopes(once: Callable[..., Any]) -> Callable[..., dict[str, dict[str, Any]]]:
-    """Return every case in both scopes; with an older release of Megatron in one of them."""
-
-    def double(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        in_scopes = [
-            {f"{name}_{scope}": _in_scope(scope, case) for name, case in cases.items()}
-            for scope in ("block", "chunk")
-        ]
-        both: dict[str, dict[str, Any]] = {}
-        for index, pair in enumerate(zip(*(scope.items() for scope in in_scopes), strict=True)):
-            both |= [pair[index % 2]]
-            both |= once(dict([pair[1 - index % 2]]))
-        return both
-
-    return double
-
-
 def _alternately(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return every case in one of the scopes, in turn: cases differ inside the blocks."""
     return {
-        name: _in_scope(("chunk", "block")[index % 2], case)
+        name: in_scope(("chunk", "block")[index % 2], case)
         for index, (name, case) in enumerate(cases.items())
     }
 
@@ -94,7 +62,7 @@ def test_one_rank(
 
 
 @pytest.mark.skipif(
-    metadata.version("megatron-core").startswith("0.16"),
+    not HAS_LATENT,
     reason="0.16's multi-latent attention cannot be built without Transformer Engine",
 )
 def test_latent_attention(run_equal: Callable[..., Any], make_config: Callable[..., Any]) -> None:
@@ -104,11 +72,11 @@ def test_latent_attention(run_equal: Callable[..., Any], make_config: Callable[.
             "config": make_config(
                 model={**_DROPOUT, "layer_spec": "user_specs:latent"}, capture={"verify": "poison"}
             ),
-            "transformer_options": {**_LATENT, "rope_type": "rope"},
+            "transformer_options": {**SMALL_LATENT, "rope_type": "rope"},
         },
         "latent_yarn": {
             "config": make_config(model={**_DROPOUT, "layer_spec": "user_specs:latent"}),
-            "transformer_options": {**_LATENT, "rope_type": "yarn", "rotary_scaling_factor": 4},
+            "transformer_options": SMALL_LATENT,
         },
     }
     _check(run_equal(_alternately(cases), 1))

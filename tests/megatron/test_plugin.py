@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from extended_config import config_from_mapping
-from in_process import attach
+from in_process import attach, block_of
 from torch import nn
 from toys import counting
 
@@ -25,12 +25,6 @@ from chunkgraph.trainer.model import build_model
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(60)]
 
 MakeConfig = Callable[..., dict[str, Any]]
-
-
-def _block(chunks: list[nn.Module]) -> Any:
-    return next(
-        m for m in chunks[0].modules() if hasattr(m, "set_input_tensor") and hasattr(m, "layers")
-    )
 
 
 def _inputs(requires_grad: bool = True) -> dict[str, Any]:
@@ -106,7 +100,7 @@ def test_groups_are_not_closed_under_their_graphs(
 
 
 def test_attach_twice_is_refused_and_detach_puts_all_back(chunks: list[nn.Module]) -> None:
-    block = _block(chunks)
+    block = block_of(chunks)
     before = dict(block.__dict__)
     names = list(chunks[0].state_dict())
     for _ in range(2):
@@ -122,11 +116,11 @@ def test_attach_twice_is_refused_and_detach_puts_all_back(chunks: list[nn.Module
 def test_training_outside_a_step_names_the_chunk(chunks: list[nn.Module]) -> None:
     attach(chunks, scope="block")
     with pytest.raises(SlotError, match="rank 0, pipeline stage 0, chunk 0"):
-        _block(chunks)(**_inputs())
+        block_of(chunks)(**_inputs())
 
 
 def test_evaluation_and_no_grad_run_eagerly_anywhere(chunks: list[nn.Module]) -> None:
-    block = _block(chunks)
+    block = block_of(chunks)
     block.eval()
     expected = block(**_inputs())
     graphs = attach(chunks)
@@ -208,7 +202,7 @@ def test_another_sequence_length_runs_eagerly_and_equal(
 ) -> None:
     """A step of other shapes between replayed ones runs eagerly as a whole."""
 
-    block = _block(chunks)
+    block = block_of(chunks)
 
     def schedule(**kwargs: Any) -> torch.Tensor:
         length = kwargs["seq_length"]

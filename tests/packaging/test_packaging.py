@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import tomllib
 import zipfile
@@ -9,22 +7,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from commands import finished, python
 
 ROOT = Path(__file__).parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-
-
-def python(code: str, cwd: Path, path: Path) -> subprocess.CompletedProcess[str]:
-    """Run code that sees ``path``, and not this repository's checkout by accident."""
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(path)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
 
 
 def test_every_package_is_listed() -> None:
@@ -56,14 +42,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def build(source: Path, folder: Path, hook: str) -> Path:
     code = f"from setuptools import build_meta; print(build_meta.{hook}({str(folder)!r}))"
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=source,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    result = finished([sys.executable, "-c", code], timeout_s=120, cwd=source)
     assert result.returncode == 0, result.stderr
     return folder / result.stdout.split()[-1]
 
@@ -116,7 +95,7 @@ def test_the_wheel_works_next_to_a_users_own_schedules(wheel: Path, tmp_path: Pa
         "PackedText(read_documents(None), seq_length=8, seed=0); "
         "assert schedules.mine; print(chunkgraph.__file__); s.build_schedule"
     )
-    result = python(code, tmp_path, installed)
+    result = python("-c", code, cwd=tmp_path, PYTHONPATH=str(installed))
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith(str(installed))
 
@@ -141,7 +120,7 @@ LIGHT = (
 def test_light_modules_import_no_torch(tmp_path: Path) -> None:
     code = f"import sys, {', '.join(LIGHT)}; "
     code += "sys.exit('torch' in sys.modules or 'megatron' in sys.modules)"
-    result = python(code, tmp_path, ROOT)
+    result = python("-c", code, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
 
 

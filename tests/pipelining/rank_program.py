@@ -130,13 +130,8 @@ CASES = {
             has_scale=True,
             drops=True,
             schedule_options={"scale_grads": False},
-            counts=(
-                4,
-                8,
-                8,
-                6,
-                4,
-            ),  # the same schedule before and after an evaluation with another one
+            # The same schedule before and after an evaluation with another one.
+            counts=(4, 8, 8, 6, 4),
         ),
         Case("1f1b loss in the graphs", "Schedule1F1B", graphs_loss=True),
         Case("1f1b static", "Schedule1F1B", is_static=True, stage=pipelining.PipelineStage),

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from commands import TORCHRUN, output_of_python
 from torch.distributed.fsdp import FSDPModule
 from torch_release import HAS_LOCAL_STAGES
 
@@ -27,17 +25,7 @@ def output_of(
             codes, output = run_script(EXAMPLES / name)
             assert codes == [0, 0], output
             return output
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-        done = subprocess.run(
-            [*torchrun, "--master-port", str(free_port()), EXAMPLES / name],
-            env={**os.environ, "PYTHONPATH": str(EXAMPLES.parent)},
-            capture_output=True,
-            text=True,
-            timeout=180,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        return output_of_python(*TORCHRUN, str(free_port()), EXAMPLES / name, timeout_s=180)
 
     return output_of
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from drawn_schedules import legal_steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -10,27 +11,14 @@ from chunkgraph.errors import ConfigError, ScheduleError, TopologyError
 from chunkgraph.schedules import (
     Schedule,
     build_schedule,
-    get_family,
-    legal_counts,
-    list_schedules,
     megatron_schedule,
     validate,
     with_transfers,
 )
 
-
-@st.composite
-def schedules(draw):
-    name = draw(st.sampled_from(list_schedules()))
-    family = get_family(name)
-    num_chunks = family.num_chunks or draw(st.integers(2, 4))
-    num_ranks = draw(st.integers(1 if num_chunks == 1 else 2, 6))
-    sizes = {"num_ranks": num_ranks, "num_chunks": num_chunks}
-    if family.interleaves:
-        sizes["group_size"] = draw(st.integers(num_ranks, 2 * num_ranks + 1))
-    up_to = 3 * sizes.get("group_size", num_ranks + 2)
-    counts = legal_counts(**sizes, schedule=name).up_to(up_to)
-    return build_schedule(name, **sizes, num_microbatches=draw(st.sampled_from(counts)))
+SCHEDULES = legal_steps().map(
+    lambda step: build_schedule(step[0], **step[1], num_microbatches=step[2])
+)
 
 
 def rows(schedule):
@@ -61,7 +49,7 @@ def test_a_v_holds_both_ends_on_rank_0():
 
 
 @settings(deadline=None, max_examples=150)
-@given(schedules())
+@given(SCHEDULES)
 def test_every_schedule_is_valid_with_and_without_communication(built):
     validate(built)
     with_communication = with_transfers(built)
@@ -71,7 +59,7 @@ def test_every_schedule_is_valid_with_and_without_communication(built):
 
 
 @settings(deadline=None, max_examples=80)
-@given(schedules(), st.booleans())
+@given(SCHEDULES, st.booleans())
 def test_csv_round_trip(built, communicates):
     built = with_transfers(built) if communicates else built
     text = built.to_csv()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from drawn_schedules import legal_steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,26 +13,17 @@ from chunkgraph.schedules import (
     check_step,
     get_family,
     legal_counts,
-    list_schedules,
     simulate,
 )
 from chunkgraph.slots import in_flight
 
 
-@st.composite
-def steps(draw: st.DrawFn) -> tuple[str, PipelineShape]:
-    """Draw a legal step of any schedule."""
-    name = draw(st.sampled_from(list_schedules()))
-    family = get_family(name)
-    num_chunks = family.num_chunks or draw(st.integers(2, 4))
-    num_ranks = draw(st.integers(1 if num_chunks == 1 else 2, 6))
-    sizes = {"num_ranks": num_ranks, "num_chunks": num_chunks}
-    largest = 20
-    if family.interleaves:
-        sizes["group_size"] = draw(st.integers(num_ranks, 2 * num_ranks + 2))
-        largest = 3 * sizes["group_size"]
-    count = draw(st.sampled_from(legal_counts(**sizes, schedule=name).up_to(largest)))
+def _checked(case: tuple[str, dict[str, int], int]) -> tuple[str, PipelineShape]:
+    name, sizes, count = case
     return name, check_step(name, num_microbatches=count, **sizes)
+
+
+STEPS = legal_steps().map(_checked)
 
 
 def sizes_of(shape: PipelineShape) -> dict[str, int]:
@@ -40,7 +32,7 @@ def sizes_of(shape: PipelineShape) -> dict[str, int]:
 
 
 @settings(max_examples=150)
-@given(steps())
+@given(STEPS)
 def test_idle_time_is_that_of_a_simulation(case: tuple[str, PipelineShape]) -> None:
     name, shape = case
     run = simulate(build_schedule(name, num_microbatches=shape.num_microbatches, **sizes_of(shape)))
@@ -51,7 +43,7 @@ def test_idle_time_is_that_of_a_simulation(case: tuple[str, PipelineShape]) -> N
 
 
 @settings(max_examples=150)
-@given(steps())
+@given(STEPS)
 def test_numbers_in_flight_are_those_counted_in_all_steps(case: tuple[str, PipelineShape]) -> None:
     name, shape = case
     sizes = sizes_of(shape)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import finished
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(ROOT / "scripts" / "launch_local.sh")
@@ -48,15 +49,8 @@ def environment(marked: Any, num_ranks: int = 2) -> dict[str, str]:
 def launch(
     marked: Any, *arguments: str, num_ranks: int = 2, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [SCRIPT, *arguments],
-        cwd=marked.folder,
-        env={**environment(marked, num_ranks), **variables},
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-    )
+    env = {**environment(marked, num_ranks), **variables}
+    return finished([SCRIPT, *arguments], env, timeout_s=90, cwd=marked.folder)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from commands import finished
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "launch_slurm.sbatch"
@@ -43,15 +44,8 @@ class Site:
         (folder / "pretrain.py").touch()
 
     def run(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            ["bash", str(SCRIPT), *arguments],
-            cwd=self.folder,
-            env={"PATH": f"{self.folder}/bin:/usr/bin:/bin", **variables},
-            capture_output=True,
-            text=True,
-            timeout=30,
-            check=False,
-        )
+        env = {"PATH": f"{self.folder}/bin:/usr/bin:/bin", **variables}
+        return finished(["bash", str(SCRIPT), *arguments], env, cwd=self.folder)
 
     def command(self, *arguments: str, **variables: str) -> list[str]:
         """Return the arguments of srun and the line with its environment."""

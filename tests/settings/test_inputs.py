@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -27,13 +26,7 @@ READERS: dict[str, Callable[[str], object]] = {
 }
 RAW = "\x1b[31m\r\x07"
 
-
-@pytest.fixture(autouse=True)
-def _sigterm() -> Iterator[None]:
-    """Restore what the command replaces in this process."""
-    handler = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, handler)
+pytestmark = pytest.mark.usefixtures("restored_sigterm")
 
 
 @pytest.mark.parametrize("name", READERS)

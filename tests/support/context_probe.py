@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from context_sizes import ForcedSizes
-from gathering import Gather
+from gathering import Gather, of_ranks
 from torch import nn
 
 from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs, Host, StepMode
@@ -269,9 +269,7 @@ def gathered(results: dict[str, Any], groups: ContextGroups, agree: Any) -> list
     """End a case; return the results of all ranks."""
     agree and agree.close()
     groups.close()
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, results)
-    return ranks
+    return of_ranks(results)
 
 
 def groups_of_megatron() -> list[dict[str, Any]]:
@@ -289,9 +287,7 @@ def groups_of_megatron() -> list[dict[str, Any]]:
         "without": without.for_routers,
     }
     groups.close()
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, results)
-    return ranks
+    return of_ranks(results)
 
 
 def refusals(graphs: BankedGraphs, banks: PackedBanks, limits: ContextLimits) -> list[str]:

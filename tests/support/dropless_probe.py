@@ -6,7 +6,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
+from gathering import of_ranks
 from hybrid_ep_stand_in import hybrid_ep
 from in_process import Trained
 
@@ -63,9 +63,7 @@ def _trained(config: Any, device: torch.device, case: dict[str, Any]) -> list[di
         "dispatch": graphs.graphs.find(Experts).dispatch,
         "dropped": sum(dropped_tokens(graphs.graphs, wait=True).values()),
     }
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, mine)
-    return ranks
+    return of_ranks(mine)
 
 
 def _are_same(eager: torch.Tensor, graphs: torch.Tensor, device: torch.device) -> bool:

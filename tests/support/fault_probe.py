@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from gathering import of_ranks
 
 from chunkgraph.engine import CaptureOptions
 from chunkgraph.engine.bits import same_bits
@@ -198,6 +199,4 @@ def run(config: Config, _device: Any, case: dict[str, Any]) -> list[dict[str, An
         "handler_ran_in": handler.seen_in,
     }
     job.graphs.detach()
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return everyone
+    return of_ranks(mine)

@@ -29,6 +29,13 @@ class Gather(torch.autograd.Function):
         return total[first : first + ctx.num_rows].clone(), None
 
 
+def of_ranks(mine: Any) -> list[Any]:
+    """Return what each rank passes."""
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, mine)
+    return ranks
+
+
 @contextmanager
 def uneven_collectives() -> Iterator[None]:
     """Let gloo gather, and reduce and scatter, different numbers of rows, as NCCL does."""

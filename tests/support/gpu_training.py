@@ -1,15 +1,19 @@
-"""Runs ``python -m chunkgraph.launch`` on GPUs under torchrun."""
+"""Trains on GPUs with the command, and with ``python -m chunkgraph.launch`` under torchrun."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-__all__ = ["check_replays", "train_on_gpus"]
+from commands import finished
+
+__all__ = ["check_replays", "train_on_gpus", "trained_report"]
 
 ROOT = Path(__file__).parents[2]
 
@@ -64,3 +68,12 @@ def check_replays(output: str) -> None:
     replays = [int(n) for n in re.findall(r"graph replays: +(\d+)", output)]
     assert replays[0] == 0
     assert all(n > 0 for n in replays[1:]), replays
+
+
+def trained_report(arguments: Sequence[str | Path], report: Path) -> dict[str, Any]:
+    """Train by ``chunkgraph train``; return its report, also if it found unequal values."""
+    command = [sys.executable, "-m", "chunkgraph.cli", "train", *arguments, "--json", report]
+    done = finished(command, timeout_s=280)
+    assert report.exists(), f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    results: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
+    return results

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import expert_cases
 import torch
 
 from chunkgraph import megatron
@@ -16,13 +17,7 @@ from chunkgraph.trainer.setup import seed_everything
 from chunkgraph.trainer.trained_model import forward_step
 
 # With four experts, of which each token has two, and room for all tokens.
-EXPERTS = {
-    "num_moe_experts": 4,
-    "moe_router_topk": 2,
-    "moe_ffn_hidden_size": 32,
-    "moe_expert_capacity_factor": 2.0,
-    "moe_aux_loss_coeff": 0.1,
-}
+EXPERTS = {**expert_cases.EXPERTS, "moe_expert_capacity_factor": 2.0}
 
 
 _attached: list[Any] = []
@@ -38,6 +33,13 @@ def detach_all() -> None:
     """Detach all graphs, the newest first; a second time changes nothing."""
     while _attached:
         _attached.pop().detach()
+
+
+def block_of(chunks: list[Any]) -> Any:
+    """Return the transformer block of the first chunk."""
+    return next(
+        m for m in chunks[0].modules() if hasattr(m, "set_input_tensor") and hasattr(m, "layers")
+    )
 
 
 class Trained:

@@ -1,11 +1,12 @@
-"""Parsed arguments of Megatron with chunk graphs, for tests without its training program."""
+"""Arguments of Megatron with chunk graphs: its parser, and parsed ones without it."""
 
 from __future__ import annotations
 
 import argparse
+import functools
 from typing import Any
 
-from chunkgraph.launch.flags import FLAGS
+from chunkgraph.launch.flags import FLAGS, add_flags
 
 
 def arguments(**changes: Any) -> argparse.Namespace:
@@ -27,3 +28,19 @@ def arguments(**changes: Any) -> argparse.Namespace:
         "moe_expert_capacity_factor": None,
     }
     return argparse.Namespace(**{**values, **changes})
+
+
+@functools.cache
+def megatron_parser() -> argparse.ArgumentParser:
+    """Return Megatron's parser with the flags of chunk graphs."""
+    from chunkgraph.megatron.cpu.pretrain import cpu_pretrain_host
+
+    with cpu_pretrain_host():
+        from megatron.training import arguments
+
+        result = argparse.ArgumentParser(allow_abbrev=False)
+        arguments.add_megatron_arguments(result)
+    result.add_argument("--export-kd-teacher-load")  # from ModelOpt, if it is installed
+    result.add_argument("--flextron", action="store_true")  # from a script in Megatron's repository
+    add_flags(result)
+    return result

@@ -343,6 +343,32 @@ def run_equal(run_cases: Callable[..., Any]) -> Callable[..., dict[str, dict[str
     return run
 
 
+def in_scope(scope: str, case: dict[str, Any]) -> dict[str, Any]:
+    """Return the case of `run_cases` with graphs of blocks or of whole chunks."""
+    config = case["config"]
+    capture = {**config.get("capture", {}), "scope": scope}
+    return {**case, "config": {**config, "capture": capture}}
+
+
+@pytest.fixture
+def in_both_scopes(once: Callable[..., Any]) -> Callable[..., dict[str, dict[str, Any]]]:
+    """Return every case in both scopes, which end its name.
+
+    With an older release, every second case has blocks and the others have whole chunks: the newest
+    one covers both scopes for each way to split a model.
+    """
+
+    def double(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        both: dict[str, dict[str, Any]] = {}
+        for index, (name, case) in enumerate(cases.items()):
+            pair = [{f"{name}_{scope}": in_scope(scope, case)} for scope in ("block", "chunk")]
+            both |= pair.pop(index % 2)
+            both |= once(pair[0])
+        return both
+
+    return double
+
+
 @pytest.fixture
 def write_documents(tmp_path: Path) -> Callable[..., Path]:
     """Return a writer of short documents, each one letter longer than one of ``lengths``."""

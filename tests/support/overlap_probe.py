@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from gathering import of_ranks
 from in_process import Trained
 
 from chunkgraph.engine import CaptureOptions
@@ -49,9 +49,7 @@ def run(config: Any, device: torch.device, case: dict[str, Any]) -> list[list[st
         for name, value in expected.items()
         if not torch.equal(value, values[name])
     ]
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, mine)
-    return ranks
+    return of_ranks(mine)
 
 
 def _forward_step(

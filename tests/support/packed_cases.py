@@ -17,7 +17,10 @@ __all__ = [
     "HAS_LATENT",
     "LATENT",
     "NORMS",
+    "SMALL_HYBRID",
     "SMALL_LATENT",
+    "SMALL_MIXERS",
+    "all_but_the_first_replay",
     "cpu_case",
     "gpu_case",
 ]
@@ -128,6 +131,13 @@ SMALL_LATENT = {
     "qk_pos_emb_head_dim": 8,
     "v_head_dim": 16,
 }
+SMALL_MIXERS = {"mamba_state_dim": 4, "mamba_head_dim": 8, "mamba_num_groups": 2}
+SMALL_HYBRID: dict[str, Any] = {
+    "hidden_size": 16,
+    "ffn_hidden_size": 32,
+    "num_attention_heads": 2,
+    **SMALL_MIXERS,
+}
 NORMS = {"swiglu": True, "normalization": "LayerNorm"}
 _CPU_KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "attention": ({"layer_spec": "user_specs:packed"}, {}, {}),
@@ -151,12 +161,7 @@ _CPU_KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {
             "layer_spec": "mamba_stand_in:packed",
             "hybrid_layer_pattern": "M*",
-            "num_attention_heads": 2,
-            "hidden_size": 16,
-            "ffn_hidden_size": 32,
-            "mamba_state_dim": 4,
-            "mamba_head_dim": 8,
-            "mamba_num_groups": 2,
+            **SMALL_HYBRID,
         },
         {},
         {},
@@ -186,3 +191,11 @@ def cpu_case(
         capture=capture or {},
     )
     return {"config": config, "transformer_options": options}
+
+
+def all_but_the_first_replay(results: dict[str, dict[str, Any]]) -> None:
+    """Check that only the first step of each case is eager, and that its model trains."""
+    for name, result in results.items():
+        steps = result["steps"]
+        assert [bool(s["replays"]) for s in steps] == [False] + [True] * (len(steps) - 1), name
+        assert len({s["loss"] for s in steps}) == len(steps), name

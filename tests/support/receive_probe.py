@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
+from gathering import of_ranks
 from host_copies import copied_by_host
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -168,6 +168,4 @@ def run(
         "steps": probe.steps,
         "communicators": sorted(probe.communicators),
     }
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, mine)
-    return ranks
+    return of_ranks(mine)

@@ -1,4 +1,4 @@
-"""The settings of a small model, for tests of settings."""
+"""The settings of a small model, for tests of settings, and those of a recomputed one."""
 
 from __future__ import annotations
 
@@ -15,3 +15,9 @@ SMALL: dict[str, Any] = {
     "pipeline": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
     "train": {"num_microbatches": [4, 6]},
 }
+RECOMPUTED: dict[str, Any] = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+"""Every layer runs its forward again in its backward."""

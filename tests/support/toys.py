@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkgraph.engine import CaptureOptions, ChunkGraphs, Counters
 from chunkgraph.graphs import Graph, GraphBackend
@@ -87,6 +88,21 @@ class Apply(nn.Module):
         return self.function(self, *args, **kwargs)
 
 
+def copy_with_gradient(gradient: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
+    """Return a function that copies its input; its backward is the given one."""
+
+    class Copy(torch.autograd.Function):
+        @staticmethod
+        def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(_ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return gradient(grad)
+
+    return Copy.apply
+
+
 def capture(
     chunk: Any, *sample: Any, backend: GraphBackend, num_slots: int = 1, **options: Any
 ) -> ChunkGraphs:
@@ -96,6 +112,18 @@ def capture(
     graphs = ChunkGraphs([chunk], [num_slots], backend=backend, options=CaptureOptions(**options))
     graphs.capture([sample])
     return graphs
+
+
+class Operators(TorchDispatchMode):
+    """Lists the names of the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
 
 
 def capturing(backend: GraphBackend, label: str) -> AbstractContextManager[Graph]:

@@ -1,4 +1,4 @@
-"""What tests of Megatron's pretrain scripts need."""
+"""What tests of Megatron, and of its pretrain scripts, need."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ import sys
 
 import pytest
 
-__all__ = ["NEEDS_TRAINING"]
+__all__ = ["HAS_MEGATRON", "NEEDS_TRAINING"]
+
+
+def _has_megatron() -> bool:
+    try:
+        return importlib.util.find_spec("megatron.core") is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def _why_not() -> str:
@@ -20,4 +27,5 @@ def _why_not() -> str:
     return ""
 
 
+HAS_MEGATRON = _has_megatron()
 NEEDS_TRAINING = pytest.mark.skipif(bool(_why_not()), reason=_why_not() or "-")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from faulty_cases import STEPS, faulty_case, one_rank_is_killed
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,26 +25,10 @@ RunCases = Callable[..., dict[str, Any]]
 RunWorker = Callable[..., tuple[list[int], Path]]
 MakeConfig = Callable[..., dict[str, Any]]
 
-STEPS = [{"num_microbatches": m} for m in (2, 3, 1)]
-
 
 @pytest.fixture
 def case(make_config: MakeConfig) -> Callable[..., dict[str, Any]]:
-    def make(
-        steps: list[dict[str, Any]],
-        capture: dict[str, Any] | None = None,
-        model: dict[str, Any] | None = None,
-        **fault: Any,
-    ) -> dict[str, Any]:
-        dropout = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
-        config = make_config(
-            model={**dropout, **(model or {})},
-            pipeline={"pipeline_model_parallel_size": 2},
-            capture=capture or {},
-        )
-        return {"config": config, "probe": "fault", "steps": steps, **fault}
-
-    return make
+    return partial(faulty_case, make_config)
 
 
 def line_of(marker: str) -> int:
@@ -173,10 +158,7 @@ def test_a_shape_changed_without_a_word(
 def test_a_rank_killed_in_a_replayed_step(
     run_to_its_end: Callable[..., Any], case: Callable[..., dict[str, Any]]
 ) -> None:
-    fault = {"signalled": "replay", "signal": int(signal.SIGKILL)}
-    codes, messages = run_to_its_end(case([*STEPS, *STEPS], **fault))
-    assert codes == [1, -signal.SIGKILL]
-    assert "Rank 0 stopped because another rank ended" in messages[0]
+    one_rank_is_killed(run_to_its_end, case)
 
 
 def test_shadow_names_slot_and_layer_of_one_rank(

@@ -22,34 +22,14 @@ def _pipeline(pp: int = 1, vpp: int | None = None, **others: int) -> dict[str, A
     }
 
 
-@pytest.fixture
-def in_both_scopes(once: Callable[..., Any]) -> Callable[..., dict[str, dict[str, Any]]]:
-    """Return every case in both scopes: with captured blocks, and with whole chunks, the default.
-
-    With an older release, every second case has blocks and the others have whole chunks: the newest
-    one covers both scopes for each way to split a model.
-    """
-
-    def double(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        both: dict[str, dict[str, Any]] = {}
-        for index, (name, case) in enumerate(cases.items()):
-            capture = {**case["config"].get("capture", {}), "scope": "block"}
-            block = {**case, "config": {**case["config"], "capture": capture}}
-            pair = [{name: block}, {f"{name}_chunk": case}]
-            both |= pair.pop(index % 2)
-            both |= once(pair[0])
-        return both
-
-    return double
-
-
 def _check(
     results: dict[str, dict[str, Any]],
     cases: dict[str, dict[str, Any]],
     slots: dict[str, list[list[int]]],
 ) -> None:
     """Check that all is equal, with one capture and a replay of every later microbatch."""
-    slots = {**slots, **{f"{name}_chunk": counts for name, counts in slots.items()}}
+    both = {f"{name}_{scope}": n for name, n in slots.items() for scope in ("block", "chunk")}
+    slots = {**slots, **both}
     for name, result in results.items():
         config = cases[name]["config"]
         counts = config["train"]["num_microbatches"]

@@ -13,6 +13,7 @@ from split_models import (
     WIDTH,
     as_split,
     assert_equal,
+    check_step,
     gradients,
     inputs_of,
     pair,
@@ -20,8 +21,8 @@ from split_models import (
     run_split,
 )
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from toys import Operators
 
 from chunkgraph.engine import StepMode
 from chunkgraph.errors import MemoryPlanError
@@ -40,10 +41,7 @@ def test_halves_have_the_bits_of_whole_backwards(
     graphs = as_split(module, backend)
     for lag in (0, 2, 1):
         inputs = inputs_of(backend.device, 5, requires_grad=requires_grad)
-        torch.manual_seed(lag)
-        expected = run_eagerly(eager, inputs)
-        torch.manual_seed(lag)
-        assert_equal(run_split(graphs, inputs, lag), expected)
+        check_step(graphs, eager, inputs, lag)
         assert_equal(gradients(module), gradients(eager))
     assert graphs.counters.weight_replays == graphs.counters.backward_replays == 10
 
@@ -60,10 +58,7 @@ def test_memory_plans_and_verify_modes(backend: GraphBackend, plan: Any, verify:
         return
     for lag in (0, 2):
         inputs = inputs_of(backend.device, 4)
-        torch.manual_seed(lag)
-        expected = run_eagerly(eager, inputs)
-        torch.manual_seed(lag)
-        assert_equal(run_split(graphs, inputs, lag), expected)
+        check_step(graphs, eager, inputs, lag)
         assert_equal(gradients(module), gradients(eager))
     assert graphs.mode is StepMode.OUTSIDE
     assert graphs.counters.num_fallbacks == 1
@@ -101,18 +96,6 @@ def test_recomputations_that_change_the_module(backend: GraphBackend, verify: st
         assert torch.equal(module.calls, eager.calls)
 
 
-class Count(TorchDispatchMode):
-    """Counts operators."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[func.name()] += 1
-        return func(*args, **(kwargs or {}))
-
-
 HEAVY = {
     "aten::mm",
     "aten::addmm",
@@ -130,7 +113,7 @@ def test_no_operator_runs_twice() -> None:
     eager, module = pair("layers", backend.device)
     x = inputs_of(backend.device, 1)[0]
     y = eager(x)
-    with Count() as whole:
+    with Operators() as whole:
         y.backward(torch.ones_like(y))
     graphs = as_split(module, backend, num_slots=1)
     logs: dict[str, Counter[str]] = {}
@@ -143,7 +126,7 @@ def test_no_operator_runs_twice() -> None:
     graphs.capture([x])
     inputs = logs["rank 0 chunk 0 slot 0 input gradient"]
     weights = logs["rank 0 chunk 0 slot 0 weight gradient"]
-    heavy = {name: n for name, n in whole.counts.items() if name in HEAVY}
+    heavy = {name: n for name, n in Counter(whole.names).items() if name in HEAVY}
     assert {name: inputs[name] + weights[name] for name in heavy} == heavy
     assert inputs["aten::mm"] == weights["aten::mm"] == 8
     assert weights.keys() & HEAVY == {"aten::mm", "aten::sum.dim_IntList"}
@@ -154,14 +137,14 @@ class _Counting:
 
     def __init__(self, inner: Any, label: str, logs: dict[str, Counter[str]]) -> None:
         self._inner, self._label, self._logs = inner, label, logs
-        self._count = Count()
+        self._operators = Operators()
 
     def __enter__(self) -> Any:
         graph = self._inner.__enter__()
-        self._count.__enter__()
+        self._operators.__enter__()
         return graph
 
     def __exit__(self, *error: object) -> Any:
-        self._count.__exit__(*error)
-        self._logs[self._label] = self._count.counts
+        self._operators.__exit__(*error)
+        self._logs[self._label] = Counter(self._operators.names)
         return self._inner.__exit__(*error)

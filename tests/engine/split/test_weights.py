@@ -12,7 +12,6 @@ import torch
 from split_models import (
     WIDTH,
     Block,
-    Unseen,
     as_split,
     assert_equal,
     gradients,
@@ -20,9 +19,10 @@ from split_models import (
     pair,
     run_eagerly,
     run_split,
+    unseen,
 )
 from torch import nn
-from toys import Apply
+from toys import Apply, copy_with_gradient
 
 from chunkgraph.engine import Chunk, ChunkGraphs, Host, ReplayRanges
 from chunkgraph.engine.split import SPLIT, WeightBackwards
@@ -164,16 +164,10 @@ class Fused(nn.Linear):
         return _Fused.apply(x, self.weight)
 
 
-class _InPlace(torch.autograd.Function):
-    """Scales the incoming gradient in place, which a parameter may already hold."""
-
-    @staticmethod
-    def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(_ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad.mul_(2.0)
+@copy_with_gradient
+def _in_place(grad: torch.Tensor) -> torch.Tensor:
+    """Scale the incoming gradient in place, which a parameter may already hold."""
+    return grad.mul_(2.0)
 
 
 class Shifted(nn.Module):
@@ -184,7 +178,7 @@ class Shifted(nn.Module):
         self.shift = nn.Parameter(torch.zeros(2, 5, WIDTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (_InPlace.apply(x) + self.shift) * 2.0
+        return (_in_place(x) + self.shift) * 2.0
 
 
 class Stashed(nn.Linear):
@@ -250,13 +244,13 @@ class ShiftedInOneMemory(Shifted):
     """Changes the shift's gradient after the shift has it."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _OneMemory.apply(_InPlace.apply(x), self.shift) * 2.0
+        return _OneMemory.apply(_in_place(x), self.shift) * 2.0
 
 
 def unseen_before_head() -> nn.Module:
     """Make layers whose head computes from its gradient the one that a kernel reads."""
     layers = {"first": nn.Linear(WIDTH, WIDTH), "head": nn.Linear(WIDTH, WIDTH)}
-    return Apply(lambda m, x: m.head(Unseen.apply(m.first(x))).tanh(), **layers)
+    return Apply(lambda m, x: m.head(unseen(m.first(x))).tanh(), **layers)
 
 
 class Hooked(nn.Linear):

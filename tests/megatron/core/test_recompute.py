@@ -11,6 +11,7 @@ import torch
 from extended_config import config_from_mapping
 from in_process import Trained
 from refused import refused as refused_settings
+from small_settings import RECOMPUTED
 from torch import nn
 
 from chunkgraph.engine import Chunk, ChunkGraphs
@@ -24,12 +25,7 @@ pytestmark = [pytest.mark.megatron, pytest.mark.timeout(150)]
 
 _DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 _FOUR_LAYERS = {"num_layers": 4}
-_UNIFORM = {
-    "recompute_granularity": "full",
-    "recompute_method": "uniform",
-    "recompute_num_layers": 1,
-}
-_BLOCK = {**_UNIFORM, "recompute_method": "block"}
+_BLOCK = {**RECOMPUTED, "recompute_method": "block"}
 
 
 def _selective(*modules: str) -> dict[str, Any]:
@@ -49,10 +45,10 @@ def test_one_rank(
     """Every kind of recomputation has the bits of saved activations."""
     ways: dict[str, dict[str, Any]] = {
         "kept": {},
-        "uniform": _UNIFORM,
+        "uniform": RECOMPUTED,
         **once(
             {
-                "pairs": {**_UNIFORM, "recompute_num_layers": 2},
+                "pairs": {**RECOMPUTED, "recompute_num_layers": 2},
                 "block": {**_BLOCK, "recompute_num_layers": 3},
             }
         ),
@@ -62,7 +58,7 @@ def test_one_rank(
         name: {"config": make_config(model={**_FOUR_LAYERS, **way}, capture={"verify": "poison"})}
         for name, way in ways.items()
     }
-    model = {**_FOUR_LAYERS, **_UNIFORM}
+    model = {**_FOUR_LAYERS, **RECOMPUTED}
     shadow = {"verify": "shadow"}
     cases |= once({"uniform_shadow": {"config": make_config(model=model, capture=shadow)}})
     cases |= once(
@@ -97,7 +93,7 @@ def test_two_ranks(run_equal: Callable[..., Any], make_config: Callable[..., Any
     cases = {
         "pp2_vpp2": {
             "config": make_config(
-                model={**_UNIFORM, "untie_embeddings_and_output_weights": False},
+                model={**RECOMPUTED, "untie_embeddings_and_output_weights": False},
                 pipeline={
                     "pipeline_model_parallel_size": 2,
                     "virtual_pipeline_model_parallel_size": 2,
@@ -145,7 +141,7 @@ def test_slots_hold_only_the_inputs_of_layers(
     one_rank: Any, make_config: Callable[..., Any]
 ) -> None:
     held: list[int] = []
-    for way in ({}, _UNIFORM):
+    for way in ({}, RECOMPUTED):
         config = config_from_mapping(make_config(model={**_FOUR_LAYERS, **way, "seq_length": 64}))
         model = Trained(one_rank, config, {"scope": "block"})
         graphs = model.graphs

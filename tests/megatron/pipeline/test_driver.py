@@ -9,6 +9,10 @@ import pytest
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(150)]
 
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+PP2 = {"pipeline_model_parallel_size": 2}
+VPP2 = {**PP2, "virtual_pipeline_model_parallel_size": 2}
+
 
 def _case(
     make_config: Callable[..., Any],
@@ -42,24 +46,21 @@ def _check(results: dict[str, dict[str, Any]]) -> None:
 def test_eager_steps_equal_megatrons_functions(
     run_cases: Callable[..., Any], make_config: Callable[..., Any]
 ) -> None:
-    dropout = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
-    pp2 = {"pipeline_model_parallel_size": 2}
-    vpp2 = {**pp2, "virtual_pipeline_model_parallel_size": 2}
     overlap = {"overlap_grad_reduce": True}
     _check(
         run_cases(
             {
-                "1f1b": _case(make_config, "1f1b", pp2, [1, 2, 5, 3], model=dropout),
+                "1f1b": _case(make_config, "1f1b", PP2, [1, 2, 5, 3], model=DROPOUT),
                 "tied": _case(
                     make_config,
                     "1f1b",
-                    pp2,
+                    PP2,
                     [2, 3],
                     model={"untie_embeddings_and_output_weights": False},
                 ),
-                "interleaved": _case(make_config, "interleaved", vpp2, [2, 4, 6], model=dropout),
-                "overlap": _case(make_config, "1f1b", pp2, [3, 4], overlap),
-                "interleaved_overlap": _case(make_config, "interleaved", vpp2, [4, 2], overlap),
+                "interleaved": _case(make_config, "interleaved", VPP2, [2, 4, 6], model=DROPOUT),
+                "overlap": _case(make_config, "1f1b", PP2, [3, 4], overlap),
+                "interleaved_overlap": _case(make_config, "interleaved", VPP2, [4, 2], overlap),
             },
             2,
         )
@@ -69,9 +70,6 @@ def test_eager_steps_equal_megatrons_functions(
 def test_zero_bubble_on_graphs_equals_megatrons_1f1b(
     run_equal: Callable[..., Any], make_config: Callable[..., Any]
 ) -> None:
-    dropout = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
-    pp2 = {"pipeline_model_parallel_size": 2}
-    vpp2 = {**pp2, "virtual_pipeline_model_parallel_size": 2}
 
     def case(schedule: str, pipeline: dict[str, Any], counts: list[int], **more: Any) -> Any:
         case = _case(make_config, schedule, {**pipeline, "schedule": schedule}, counts, **more)
@@ -79,14 +77,14 @@ def test_zero_bubble_on_graphs_equals_megatrons_1f1b(
 
     results = run_equal(
         {
-            "1f1b": case("1f1b", pp2, [2, 5, 1, 3]),
-            "zb-h1": case("zb-h1", pp2, [1, 2, 5, 1, 3], model=dropout),
+            "1f1b": case("1f1b", PP2, [2, 5, 1, 3]),
+            "zb-h1": case("zb-h1", PP2, [1, 2, 5, 1, 3], model=DROPOUT),
             "tied": case(
-                "zb-h1", pp2, [2, 3, 4], model={"untie_embeddings_and_output_weights": False}
+                "zb-h1", PP2, [2, 3, 4], model={"untie_embeddings_and_output_weights": False}
             ),
-            "overlap": case("zb-h1", pp2, [3, 4, 2], train={"overlap_grad_reduce": True}),
-            "interleaved": case("interleaved", vpp2, [2, 4, 2]),
-            "interleaved-zb": case("interleaved-zb", vpp2, [2, 4, 6, 2], model=dropout),
+            "overlap": case("zb-h1", PP2, [3, 4, 2], train={"overlap_grad_reduce": True}),
+            "interleaved": case("interleaved", VPP2, [2, 4, 2]),
+            "interleaved-zb": case("interleaved-zb", VPP2, [2, 4, 6, 2], model=DROPOUT),
         },
         2,
     )

@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
+from faulty_cases import STEPS, faulty_case, one_rank_is_killed
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(240)]
-
-ZB = {"pipeline_model_parallel_size": 2, "schedule": "zb-h1"}
-STEPS = [{"num_microbatches": m} for m in (2, 3, 1)]
 
 
 @pytest.fixture
 def case(make_config: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
-    def make(
-        steps: list[dict[str, Any]],
-        capture: dict[str, Any] | None = None,
-        model: dict[str, Any] | None = None,
-        **fault: Any,
-    ) -> dict[str, Any]:
-        config = make_config(
-            model={"hidden_dropout": 0.1, **(model or {})}, pipeline=ZB, capture=capture or {}
-        )
-        return {"config": config, "probe": "fault", "steps": steps, **fault}
-
-    return make
+    return partial(faulty_case, make_config, schedule="zb-h1")
 
 
 @pytest.mark.slow
@@ -67,7 +54,4 @@ def test_faults_of_one_rank(
 def test_a_rank_killed_in_a_replayed_step(
     run_to_its_end: Callable[..., Any], case: Callable[..., dict[str, Any]]
 ) -> None:
-    fault = {"signalled": "replay", "signal": int(signal.SIGKILL)}
-    codes, messages = run_to_its_end(case([*STEPS, *STEPS], **fault))
-    assert codes == [1, -signal.SIGKILL]
-    assert "Rank 0 stopped because another rank ended" in messages[0]
+    one_rank_is_killed(run_to_its_end, case)

@@ -9,6 +9,7 @@ from typing import Any
 import packed_cases
 import pytest
 from expert_cases import EXPERTS
+from small_settings import RECOMPUTED
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(300)]
 
@@ -115,17 +116,12 @@ def test_experts_that_stash(run_cases: Run, make: Make) -> None:
 
 @pytest.mark.slow
 def test_recomputation(run_equal: Run, make: Make) -> None:
-    full = {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    }
     some = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
     run_equal(
         {
-            "full": make(ZB, model=full, capture={"scope": "chunk"}),
+            "full": make(ZB, model=RECOMPUTED, capture={"scope": "chunk"}),
             "selective": make(ZB, model={**some, "swiglu": True, "hidden_dropout": 0.1}),
-            "delayed": make(ZB, model={**full, "layer_spec": "delayed_layers:delaying"}),
+            "delayed": make(ZB, model={**RECOMPUTED, "layer_spec": "delayed_layers:delaying"}),
         },
         2,
         timeout_s=240,

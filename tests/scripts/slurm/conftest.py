@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from commands import finished
 
 # No accounting, no cgroups, no hardware plugins. More CPUs than the machine has, so that jobs
 # and their ranks fit on any machine. Immediate decisions, since tests wait for them.
@@ -102,28 +103,13 @@ class Slurm:
 
     def call(self, *command: str) -> str:
         """Return the standard output of a Slurm command."""
-        done = subprocess.run(
-            command,
-            env={**os.environ, **self.environment},
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-        return done.stdout.strip()
+        return finished(command, {**os.environ, **self.environment}).stdout.strip()
 
     def submit(self, *command: str, environment: Mapping[str, str], folder: Path, log: Path) -> str:
         """Submit a job with sbatch's arguments; return its number."""
-        done = subprocess.run(
-            # Far from the limit: the script requests a signal near it.
-            ["sbatch", "--parsable", "--time=10", f"--output={log}", *command],
-            env={**environment, **self.environment},
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        # Far from the limit: the script requests a signal near it.
+        sbatch = ["sbatch", "--parsable", "--time=10", f"--output={log}", *command]
+        done = finished(sbatch, {**environment, **self.environment}, cwd=folder)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from collections.abc import Callable
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from training_needs import HAS_MEGATRON
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = str(ROOT / "scripts" / "launch_slurm.sbatch")
@@ -22,15 +22,8 @@ BOTH = pytest.mark.parametrize(
 )
 
 
-def has_megatron() -> bool:
-    try:
-        return importlib.util.find_spec("megatron.core") is not None
-    except ModuleNotFoundError:
-        return False
-
-
 # No `megatron` marker: its releases make no difference to Slurm.
-TRAINS = pytest.mark.skipif(not has_megatron(), reason="megatron-core is not installed")
+TRAINS = pytest.mark.skipif(not HAS_MEGATRON, reason="megatron-core is not installed")
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(150)]
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 from expert_cases import EXPERTS
+from packed_cases import HAS_LATENT, SMALL_LATENT
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(150)]
 
@@ -136,29 +136,16 @@ def test_four_ranks(
     without_a_bank_the_step_is_eager(results["tp2"])
 
 
-_LATENT = {
-    "multi_latent_attention": True,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_head_dim": 8,
-    "qk_pos_emb_head_dim": 8,
-    "v_head_dim": 16,
-    "apply_rope_fusion": False,
-}
 _EXPERTS = {**EXPERTS, "moe_expert_capacity_factor": 2.0}
-
-
-# 0.16's multi-latent attention cannot be built without Transformer Engine.
-_HAS_LATENT = not metadata.version("megatron-core").startswith("0.16")
 
 
 @pytest.mark.slow
 def test_latent_attention_and_experts(run_equal: Callable[..., Any], make_case: Case) -> None:
     """Routers and tables cover the tokens of all ranks that share a microbatch."""
-    spec = "packed_contexts_latent_experts" if _HAS_LATENT else "packed_contexts_experts"
+    spec = "packed_contexts_latent_experts" if HAS_LATENT else "packed_contexts_experts"
     model = {"num_layers": 1, "swiglu": True, "normalization": "LayerNorm"}
     model["layer_spec"] = f"user_specs:{spec}"
-    common = {"model": model, "options": _LATENT if _HAS_LATENT else {}}
+    common = {"model": model, "options": SMALL_LATENT if HAS_LATENT else {}}
     dp4 = {**common, "data_parallel_size": 4}
     no_losses = {**_EXPERTS, "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None}
     cases = {
@@ -199,8 +186,8 @@ def test_experts_and_tensor_parallelism(run_equal: Callable[..., Any], make_case
 
     A single size equals Megatron's static context parallelism on the same documents.
     """
-    latent = {"options": _LATENT} if _HAS_LATENT else {}
-    spec = "latent_experts" if _HAS_LATENT else "experts"
+    latent = {"options": SMALL_LATENT} if HAS_LATENT else {}
+    spec = "latent_experts" if HAS_LATENT else "experts"
     tp2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
     dp2: dict[str, Any] = {"data_parallel_size": 2, **tp2}
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from toys import Operators
 
 from chunkgraph.engine.capture.accumulate import Accumulation
 from chunkgraph.graphs import RecorderBackend
@@ -141,22 +141,10 @@ def test_weights_that_lie_together_are_seen_as_one() -> None:
     assert torch.equal(as_one(pieces), torch.zeros(3, 4, 8))
 
 
-class _Operators(TorchDispatchMode):
-    """Lists the names of operators."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func.name())
-        return func(*args, **(kwargs or {}))
-
-
 def test_experts_without_rows_get_no_gradient() -> None:
     grads = torch.full((4, 2, 2), 3.0)
     ends = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
-    with _Operators() as operators:
+    with Operators() as operators:
         torch.ops.chunkgraph.zero_empty(grads, ends)
     # A split backward defers it with the gradients that it writes.
     assert operators.names == ["chunkgraph::zero_empty"]

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from gpu_training import trained_report
 
 from chunkgraph.megatron.features.experts.dropless_rows import DeviceSplits
 from chunkgraph.megatron.features.experts.grouped_gemm import (
@@ -48,20 +46,7 @@ pytestmark = [pytest.mark.megatron, pytest.mark.timeout(300)]
 
 
 def _train(settings: list[str], tmp_path: Path) -> dict[str, Any]:
-    report = tmp_path / "report.json"
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "chunkgraph.cli", "train", str(CONFIG), *SMALL, *settings),
-            *("--json", str(report)),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert report.exists(), f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
-    results: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
-    return results
+    return trained_report([CONFIG, *SMALL, *settings], tmp_path / "report.json")
 
 
 def _check(results: dict[str, Any]) -> None:

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from expert_cases import EXPERTS
 from extended_config import config_from_mapping
 from packed_flights import differing, packed_batch
+from poison import Poisoned
 
 from chunkgraph.engine import StepPlan
 from chunkgraph.errors import ConfigError, SlotError
@@ -33,24 +35,18 @@ _PACKINGS = [
     [[3, 1, 1, 1, 7], [31]],
 ]
 _DROPPING = {"moe_expert_capacity_factor": 1.0, "token_drops": "count"}
+_BIASED = {
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_load_balancing_type": "seq_aux_loss",
+}
 _CASES: dict[str, dict[str, Any]] = {
     "dropping": _DROPPING,
     "by_position": {**_DROPPING, "moe_router_topk": 1, "moe_router_pre_softmax": True},
-    "biased": {
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-        "moe_router_load_balancing_type": "seq_aux_loss",
-        "moe_shared_expert_intermediate_size": 32,
-    },
+    "biased": {**_BIASED, "moe_shared_expert_intermediate_size": 32},
     "everywhere": {"moe_router_load_balancing_type": "global_aux_loss"},
     "allgather": {**_DROPPING, "moe_token_dispatcher_type": "allgather"},
-    "dropless": {
-        "moe_expert_capacity_factor": None,
-        "moe_router_topk": 3,
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-        "moe_router_load_balancing_type": "seq_aux_loss",
-    },
+    "dropless": {**_BIASED, "moe_router_topk": 3, "moe_expert_capacity_factor": None},
     "dropless_gathered": {
         "moe_expert_capacity_factor": None,
         "moe_token_dispatcher_type": "allgather",
@@ -99,9 +95,7 @@ class _Model:
                     "normalization": "LayerNorm",
                 },
                 moe={
-                    "num_moe_experts": 4,
-                    "moe_router_topk": 2,
-                    "moe_ffn_hidden_size": 32,
+                    **EXPERTS,
                     "moe_expert_capacity_factor": 2.0,
                     "moe_aux_loss_coeff": 0.5,
                     "moe_z_loss_coeff": 0.1,
@@ -227,25 +221,9 @@ def test_padding_does_not_change_the_mathematics(
                 assert torch.equal(actual[name], value), name
 
 
-class _PoisonedGrad(torch.autograd.Function):
-    """The identity, with a poisoned gradient in padding rows."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, rows: torch.Tensor, poison: float) -> torch.Tensor:
-        """Return the value."""
-        ctx.save_for_backward(rows)
-        ctx.poison = poison
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        """Return the gradient with poison."""
-        (rows,) = ctx.saved_tensors
-        return grad.masked_fill(rows, ctx.poison), None, None
-
-
 def _poison(model: _Model, poison: float) -> None:
     """Poison padding rows of the experts' inputs, and of the gradients of their outputs."""
+    value = torch.tensor(poison)
 
     def spoil_input(_: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         hidden = kwargs.pop("hidden_states", args[0] if args else None)
@@ -254,7 +232,7 @@ def _poison(model: _Model, poison: float) -> None:
 
     def spoil_grad(_: Any, _args: Any, kwargs: dict[str, Any], result: Any) -> Any:
         rows = kwargs["padding_mask"].transpose(0, 1)[..., None]
-        return (_PoisonedGrad.apply(result[0], rows, poison), *result[1:])
+        return (Poisoned.apply(result[0], rows, value), *result[1:])
 
     for hook in (spoil_input, spoil_grad):
         hook.__module__ = "chunkgraph"  # attach() refuses unknown hooks

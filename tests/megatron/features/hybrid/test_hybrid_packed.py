@@ -10,6 +10,7 @@ import pytest
 import torch
 from extended_config import config_from_mapping
 from in_process import attach
+from packed_cases import SMALL_HYBRID
 from packed_flights import differing, packed_batch, run_eager, run_flight
 from refused import refused
 
@@ -53,12 +54,7 @@ def chunks(one_rank: Any, make_config: Any, spec: str, pattern: str) -> list[Any
                 "layer_spec": f"mamba_stand_in:{spec}",
                 "hybrid_layer_pattern": pattern,
                 "num_layers": len(pattern),
-                "hidden_size": 16,
-                "ffn_hidden_size": 32,
-                "num_attention_heads": 2,
-                "mamba_state_dim": 4,
-                "mamba_head_dim": 8,
-                "mamba_num_groups": 2,
+                **SMALL_HYBRID,
             },
             train={"micro_batch_size": 1},
             packing={
@@ -160,7 +156,7 @@ def test_documents_of_rows_have_room_after_them(
 
 def test_nan_in_the_tail_of_mamba_layers_reaches_nothing(flight: Flight) -> None:
     """Without clearing it would: mixers add up gradients over all rows, and 0 times NaN is NaN."""
-    from mamba_poison import Poison
+    from poison import Poison
 
     poison = Poison(flight.chunk)
     for packings in ([[5, 4, 3], [11]], [[3, 1, 1], [8, 2]]):

@@ -11,18 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packed_cases import SMALL_HYBRID, all_but_the_first_replay
+from small_settings import RECOMPUTED
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(150)]
 
-_SMALL = {
-    "seq_length": 6,
-    "hidden_size": 16,
-    "ffn_hidden_size": 32,
-    "num_attention_heads": 2,
-    "mamba_state_dim": 4,
-    "mamba_head_dim": 8,
-    "mamba_num_groups": 2,
-}
 _TOKENS = 14
 _KNOWS_STAGES = importlib.util.find_spec("megatron.core.models.hybrid") is not None
 
@@ -57,7 +50,8 @@ def make_case(make_config: Callable[..., Any], write_documents: Callable[..., Pa
             }
         config = make_config(
             model={
-                **_SMALL,
+                **SMALL_HYBRID,
+                "seq_length": 6,
                 "num_layers": len(pattern.replace("|", "")),
                 "hybrid_layer_pattern": pattern,
                 "layer_spec": f"mamba_stand_in:{'packed' if packed else 'local'}",
@@ -75,13 +69,6 @@ def make_case(make_config: Callable[..., Any], write_documents: Callable[..., Pa
         return {"config": config}
 
     return make
-
-
-def _check(results: dict[str, dict[str, Any]]) -> None:
-    for name, result in results.items():
-        steps = result["steps"]
-        assert [bool(s["replays"]) for s in steps] == [False] + [True] * (len(steps) - 1), name
-        assert len({s["loss"] for s in steps}) == len(steps), name
 
 
 @pytest.mark.every_release
@@ -126,7 +113,7 @@ def test_one_rank(
         cases["recompute"] = make_case(
             "M*", [1, 2], packed=True, model={**everything, "recompute_num_layers": 1}
         )
-    _check(run_equal(cases, 1))
+    all_but_the_first_replay(run_equal(cases, 1))
 
 
 @pytest.mark.slow
@@ -146,7 +133,7 @@ def test_two_ranks(run_equal: Callable[..., Any], make_case: Case) -> None:
         cases["packed_interleaved"] = make_case(
             "M|*|-M|M", [2, 4], pp=2, vpp=2, packed=True, capture=chunk
         )
-    _check(run_equal(cases, 2))
+    all_but_the_first_replay(run_equal(cases, 2))
 
 
 @pytest.mark.every_release
@@ -156,15 +143,7 @@ def test_two_ranks(run_equal: Callable[..., Any], make_case: Case) -> None:
     [
         ("M|*|M|-", {"vpp": 2}, {}),
         ("M|*-", {}, {}),
-        (
-            "M|*",
-            {},
-            {
-                "recompute_granularity": "full",
-                "recompute_method": "uniform",
-                "recompute_num_layers": 1,
-            },
-        ),
+        ("M|*", {}, RECOMPUTED),
     ],
 )
 def test_what_the_release_has_not_is_refused(

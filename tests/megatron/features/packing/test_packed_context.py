@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from expert_cases import EXPERTS
+from packed_cases import SMALL_MIXERS
 
 from chunkgraph.data import Documents, read_documents
 
@@ -23,13 +24,7 @@ _WITH_EXPERTS: dict[str, Any] = {
 }
 _HYBRID: dict[str, Any] = {
     "spec": "mamba_stand_in:packed_split",
-    "model": {
-        "hybrid_layer_pattern": "M*M",
-        "num_layers": 3,
-        "mamba_state_dim": 4,
-        "mamba_head_dim": 8,
-        "mamba_num_groups": 2,
-    },
+    "model": {"hybrid_layer_pattern": "M*M", "num_layers": 3, **SMALL_MIXERS},
 }
 Case = Callable[..., dict[str, Any]]
 

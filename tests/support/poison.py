@@ -1,4 +1,4 @@
-"""NaN in the padding of Mamba layers, in inputs, outputs and gradients."""
+"""Poison, such as NaN, in padding: in inputs, outputs and gradients of layers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 
-class _Poisoned(torch.autograd.Function):
+class Poisoned(torch.autograd.Function):
     """The identity, with a poisoned gradient in the tail."""
 
     @staticmethod
@@ -53,7 +53,7 @@ class Poison:
         return _filled(output, self._tail(kwargs, output), self.value), bias
 
     def _leave(self, _: Any, _args: Any, kwargs: dict[str, Any], result: torch.Tensor) -> Any:
-        return _Poisoned.apply(result, self._tail(kwargs, result), self.value)
+        return Poisoned.apply(result, self._tail(kwargs, result), self.value)
 
 
 def _filled(rows: torch.Tensor, where: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
