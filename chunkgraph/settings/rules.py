@@ -245,6 +245,7 @@ _RULES = (
             f.num_moe_experts
             and f.expert_model_parallel_size == 1
             and (not f.swiglu if f.add_bias_linear is None else f.add_bias_linear)
+            and ":" not in f.layer_spec
             and _is_local(f)
         ),
     ),

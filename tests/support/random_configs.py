@@ -83,6 +83,7 @@ def _drawn(draw: random.Random, num_ranks: int, documents: Path) -> dict[str, An
     if is_packed:
         model["layer_spec"] = f"user_specs:packed{'_experts' if kind != 'dense' else ''}"
         model["attention_dropout"] = 0.0
+        model["add_bias_linear"] = kind == "dense"  # of a spec the check knows no kind of experts
         sections["packing"] = {"max_packed_seqs": choice([2, 3, 5, 16])}
         if choice([True, False]):
             sections["packing"]["buckets"] = [0.5]

@@ -101,7 +101,9 @@ def capture_raises(ranks: list[dict[str, Any]]) -> None:
         names_the_cause(rank["error"])
         assert rank["num_done"] == 1
         assert rank["warnings"] == []
-    assert ranks[0]["error"].startswith("rank 0, pipeline stage 0: captured, but another rank")
+    assert ranks[0]["error"].startswith(
+        "rank 0, pipeline stage 0: stopped capturing, since another"
+    )
 
 
 def memory_runs_out(ranks: list[dict[str, Any]]) -> None:

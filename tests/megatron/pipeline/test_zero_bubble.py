@@ -156,14 +156,15 @@ def test_tensor_and_data_parallel_ranks(run_equal: Run, make: Make) -> None:
                 {**ZB, "tensor_model_parallel_size": 2, "sequence_parallel": True},
                 model={"layer_spec": "user_specs:split_sequences_2", "hidden_dropout": 0.1},
             ),
-            "tp2_experts": {
-                **make(
-                    {**ZB, "tensor_model_parallel_size": 2, "sequence_parallel": True},
-                    model={"num_layers": 2, "layer_spec": "user_specs:experts_split"},
-                    moe=EXPERTS,
-                ),
-                "transformer_options": {"add_bias_linear": False},
-            },
+            "tp2_experts": make(
+                {**ZB, "tensor_model_parallel_size": 2, "sequence_parallel": True},
+                model={
+                    "num_layers": 2,
+                    "layer_spec": "user_specs:experts_split",
+                    "add_bias_linear": False,
+                },
+                moe=EXPERTS,
+            ),
             "dp2": make({**ZB, "data_parallel_size": 2}, train=OVERLAP),
             "dp2_delayed": make(
                 {**ZB, "data_parallel_size": 2},
