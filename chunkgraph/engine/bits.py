@@ -115,7 +115,7 @@ def _digest(tensor: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     if tensor is None or not has_memory(tensor):
         num_sums = _BUCKETS[0] + 1
         return torch.zeros(sum(_BUCKETS), dtype=torch.int64), torch.zeros(num_sums).double()
-    values = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+    values = tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous()
     if values.is_complex():
         values = torch.view_as_real(values).reshape(-1)
     words, rest = _words(values)

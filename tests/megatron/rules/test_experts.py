@@ -65,7 +65,7 @@ def test_what_megatron_needs_follows_from_the_settings() -> None:
 
 
 def test_a_gpu_multiplies_only_bfloat16_without_a_capacity() -> None:
-    config = _config({"num_moe_experts": 8}, device="cpu")
+    config = _config({"num_moe_experts": 8}, device="cpu", model={"swiglu": True})
     assert config.replace(device="cuda", model={"params_dtype": "bfloat16"})
     with pytest.raises(
         ConfigError, match=r"params_dtype is float32 with .*_factor=null: the group"
