@@ -58,12 +58,6 @@ def refuse_hooks(
             "replays. Pass ChunkGraphs the module without the wrapper, and reduce the gradients "
             "after the step."
         )
-    if any(type(m).__name__.startswith("FSDP") for m in modules.values()):
-        raise error(
-            f"{label} is sharded by fully_shard, which gathers parameters in hooks that a replay "
-            "does not run. Train it in a pipeline by GraphedSchedule (torch 2.15), or without "
-            "fully_shard."
-        )
 
 
 def refuse_contexts(label: str, error: Error) -> None:

@@ -72,6 +72,13 @@ def refuse_undeclared(
     known = set(map(id, declared))
     lost = [leaf for leaf in leaves_below(outputs) if id(leaf) not in known]
     if lost:
+        from torch.distributed.fsdp import FSDPModule
+
+        if isinstance(chunk.module, FSDPModule):
+            raise CaptureError(
+                f"{chunk.label} is sharded by fully_shard, which gathers other parameters in each "
+                "forward. Train it in a pipeline by GraphedSchedule (torch 2.15), or without it."
+            )
         names = ", ".join(_described(chunk, lost))
         raise CaptureError(
             f"{chunk.label}: its forward uses tensors that require grad and are neither arguments "
