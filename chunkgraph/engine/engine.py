@@ -436,7 +436,7 @@ class ChunkGraphs:
             del captured
             # Otherwise the pools stay reserved, and eager steps cannot use their memory.
             gc.collect()
-            self._backend.release_cached_memory()
+            self._backend.release_workspaces()
 
     def watch_memory(self, is_replaced: Callable[[], bool], release: Callable[[], None]) -> None:
         """Capture again after a library has replaced, on any rank, memory that graphs use.

@@ -139,7 +139,7 @@ class Capturer:
         if captured is not None:
             captured.release()
             captured = verifier = None
-        self.backend.release_cached_memory()
+        self.backend.release_workspaces()
         error_here = own_error or CaptureError(
             f"{label}: {state} another rank could not; all ranks dropped their graphs. "
             f"Its message:\n{cause}"

@@ -170,10 +170,11 @@ class GraphBackend(Protocol):
                 generator.set_state(state)
 
     def release_cached_memory(self) -> None:
-        """Free memory that the allocator caches for eager work, before pools are filled.
+        """Free memory that the allocator caches for eager work, before pools are filled."""
+        return
 
-        This includes workspaces of matrix libraries, unless any graph in the process may use them.
-        """
+    def release_workspaces(self) -> None:
+        """Free workspaces of matrix libraries, unless a graph may use them, and cached memory."""
         return
 
     def take_workspaces(self) -> None:

@@ -243,11 +243,16 @@ class CUDABackend(GraphBackend):
             current.wait_stream(self.stream)
 
     def release_cached_memory(self) -> None:
-        """Empty the allocator's cache: blocks of eager steps cannot serve a private pool.
+        """Empty the allocator's cache: blocks of eager steps cannot serve a private pool."""
+        self.synchronize()
+        torch.cuda.empty_cache()
 
-        Also free cuBLAS's workspaces, of which there is one for each thread and stream that
-        computed a product; torch allocates new ones on demand. Graphs hold addresses of
-        workspaces, so none is freed if the process has any graph, including those of other owners.
+    def release_workspaces(self) -> None:
+        """Free cuBLAS's workspaces, unless a graph may use them, and empty the cache.
+
+        There is one for each thread and stream that computed a product; torch allocates new ones
+        on demand. Graphs hold addresses of workspaces, so none is freed if the process has any
+        graph, including those of other owners.
         """
         self.synchronize()
         kinds = set(map(type, gc.get_objects()))

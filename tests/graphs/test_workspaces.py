@@ -36,13 +36,13 @@ def test_workspaces_stay_while_any_graph_is_in_the_process(
     backend = object.__new__(CUDABackend)
     backend.device = torch.device("cuda", 0)
     gc.collect()
-    backend.release_cached_memory()
+    backend.release_workspaces()
     assert done == ["wait", "clear", "empty"]
     done.clear()
     graphs = {"of a user": GraphOfUser()}
-    backend.release_cached_memory()
+    backend.release_workspaces()
     assert done == ["wait", "empty"]
     done.clear()
     del graphs
-    backend.release_cached_memory()
+    backend.release_workspaces()
     assert done == ["wait", "clear", "empty"]

@@ -174,7 +174,7 @@ class _Session:
     ) -> None:
         self.chunks, self.num_slots, self.samples = list(chunks), tuple(num_slots), samples
         self.settings, self.maker, self.backend = settings, maker, maker.backend
-        self.backend.release_cached_memory()  # blocks of eager steps are too small for all sinks
+        self.backend.release_workspaces()  # and the cache: its blocks are too small for all sinks
         parameters = {id(p): p for chunk in chunks for p in chunk.parameters}
         self.grad_memory = GradMemory(parameters.values())
         self.sinks = tuple(GradientSinks(c.parameters, self.grad_memory) for c in chunks)
@@ -348,10 +348,7 @@ def _make_room(session: _Session) -> None:
         are_shared=session.settings.shared_slots,
         gradient_bytes=session.grad_memory.num_bytes,
     )
-    allocated_bytes = backend.allocated_bytes()
     backend.release_cached_memory()
-    if backend.allocated_bytes() < allocated_bytes:
-        backend.take_workspaces()
     session.grad_memory.restore()
     warm_ups = [warm for of_bank in session.warm_ups.values() for warm in of_bank]
     session.maker.pools.reserve_scratch(max(warm.scratch_bytes for warm in warm_ups))
@@ -383,8 +380,7 @@ def _new_slot(session: _Session, key: Hashable, c: int, s: int) -> Slot:
     if slot_id not in session.memories:
         chunks = range(len(session.chunks)) if shared_slots else (c,)
         slot_bytes = max(w[i].slot_bytes for w in session.warm_ups.values() for i in chunks)
-        if session.slots:  # before the first graph, this would free workspaces too
-            session.backend.release_cached_memory()
+        session.backend.release_cached_memory()
         has_variants = num_banks > 1 or (shared_slots and len(session.chunks) > 1)
         session.memories[slot_id] = SlotMemory(
             slot_id,
