@@ -160,11 +160,8 @@ def read_flags(args: argparse.Namespace) -> GraphFlags | None:
     num_warmup_steps = getattr(args, "cuda_graph_warmup_steps", default)
     if isinstance(num_warmup_steps, _MegatronDefault):
         num_warmup_steps = default
-    if num_warmup_steps < 1:
-        problems.append(
-            f"{_WARMUP} {num_warmup_steps}: chunks are captured from the inputs of "
-            "an eager step, so at least one eager step must come first. Use 1 or more."
-        )
+    # Chunks are captured from the inputs of an eager step, so 0 is as early as 1.
+    num_warmup_steps = num_warmup_steps or 1
     values: dict[str, Any] = {"packing": {}, "stash": {}}
     values["capture"] = {"num_warmup_steps": num_warmup_steps}
     for path, value in given.items():
@@ -210,7 +207,7 @@ Chunk graphs add these flags to the script:
 
 {flags}
 
-Megatron's --cuda-graph-warmup-steps sets the eager steps before the capture.
+Megatron's --cuda-graph-warmup-steps sets the eager steps before the capture, 0 as 1.
 
 If RANK and WORLD_SIZE are set, as under torchrun, the script runs in this
 process; otherwise chunkgraph starts its processes on this machine.

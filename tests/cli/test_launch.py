@@ -158,11 +158,20 @@ def test_flags_as_values() -> None:
     )
 
 
+def test_a_capture_without_warmup_steps_comes_after_the_first_step() -> None:
+    """Recipes for Megatron's own graphs set 0; its chunk graphs need the inputs of a step."""
+    flags = read_flags(
+        _parse("--cuda-graph-granularity", "chunk", "--cuda-graph-warmup-steps", "0")
+    )
+    assert flags is not None
+    assert flags.capture.num_warmup_steps == 1
+
+
 def test_flags_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ConfigError, match="no effect with --cuda-graph-granularity layer"):
         read_flags(_parse("--cuda-graph-verify", "poison"))
-    with pytest.raises(ConfigError, match="--cuda-graph-warmup-steps 0"):
-        read_flags(_parse("--cuda-graph-granularity", "chunk", "--cuda-graph-warmup-steps", "0"))
+    with pytest.raises(ConfigError, match="num_warmup_steps is -1; it must be"):
+        read_flags(_parse("--cuda-graph-granularity", "chunk", "--cuda-graph-warmup-steps", "-1"))
     with pytest.raises(ConfigError, match="--cuda-graph-max-packed-seqs is -1; it must be greater"):
         read_flags(
             _parse("--cuda-graph-granularity", "chunk", "--cuda-graph-max-packed-seqs", "-1")
