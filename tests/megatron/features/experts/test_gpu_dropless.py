@@ -75,6 +75,9 @@ _SHARED = {"moe_shared_expert_intermediate_size": 256}
 _UNBIASED = {"add_bias_linear": False}
 _LATENT = {
     "multi_latent_attention": True,
+    # Megatron's fused kernel works in place and does not repeat its bits with 4 heads a block,
+    # which it chooses by time: one eager run of nine differed from the next one.
+    "apply_rope_fusion": False,
     "q_lora_rank": 128,
     "kv_lora_rank": 64,
     "qk_head_dim": 64,
