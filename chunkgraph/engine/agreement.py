@@ -22,6 +22,7 @@ __all__ = [
     "Maximum",
     "agree_alone",
     "agree_on_cause",
+    "job_timeout",
     "new_group",
     "refuse_differences",
     "refused_together",
@@ -218,13 +219,13 @@ def new_group(ranks: Sequence[int] | None = None, **options: Any) -> Any:
         ranks: global ranks of the group; None: all.
         options: further arguments of `torch.distributed.new_group`.
     """
-    timeout = _job_timeout()
+    timeout = job_timeout()
     if timeout is not None and options.get("pg_options") is not None:
         options["pg_options"]._timeout = timeout  # else torch warns that the argument overrides it
     return dist.new_group(ranks, timeout=timeout, **options)
 
 
-def _job_timeout() -> timedelta | None:
+def job_timeout() -> timedelta | None:
     """Return the timeout of the default group; None if its backend has none."""
     for kind in ("cuda", "cpu"):
         with contextlib.suppress(RuntimeError, AttributeError):

@@ -26,6 +26,7 @@ from chunkgraph.engine.decide import (
     StepPlan,
     StepRequest,
 )
+from chunkgraph.engine.hang import hang_watches
 from chunkgraph.engine.joint_capture import Capturer
 from chunkgraph.engine.observer import (
     ChunkHooks,
@@ -137,7 +138,8 @@ class ChunkGraphs:
             agree=self._decider.agreement.now,
         )
         self._hooks = ChunkHooks(self.chunks)
-        self._observers: list[Observer] = []  # of users
+        labels = [chunk.label for chunk in self.chunks]
+        self._observers: list[Observer] = [*hang_watches(self._backend.device, labels)]
         self._of_capture: tuple[Observer, ...] = ()
         self._is_replaced: Callable[[], bool] = lambda: False
         self._release_replaced: Callable[[], None] = self.release

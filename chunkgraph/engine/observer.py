@@ -17,6 +17,7 @@ __all__ = [
     "ChunkHooks",
     "Counters",
     "GradientMarkers",
+    "NamedReplays",
     "Observer",
     "ReplayCounters",
     "ReplayRanges",
@@ -186,8 +187,8 @@ class ReplayCounters(Observer):
 _NAMES = {"F": "forward", "B": "backward", "I": "backward", "W": "weight gradient"}
 
 
-class ReplayRanges(Observer):
-    """Name every replay for profilers (NVTX on a GPU), as ``<chunk> forward microbatch 3``.
+class NamedReplays(Observer):
+    """Name every replay as ``<chunk> forward microbatch 3``.
 
     Microbatches count from 0 in each step, in the order of the chunk's forwards.
 
@@ -197,7 +198,6 @@ class ReplayRanges(Observer):
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = tuple(names)
-        self._open = ExitStack()
         self.begin_step(0)
 
     def begin_step(self, step: int | None) -> None:  # noqa: ARG002
@@ -206,13 +206,32 @@ class ReplayRanges(Observer):
         self._microbatch: dict[tuple[int, int], int] = {}
 
     def before(self, action: ReplayAction, slot: Slot, tensors: object) -> None:  # noqa: ARG002
-        """Begin the range of a replay."""
-        c = slot.chunk
+        """Count the microbatch of a replay."""
         if action == "F":
+            c = slot.chunk
             self._microbatch[c, slot.index] = self._next[c]
             self._next[c] += 1
-        microbatch = self._microbatch.get((c, slot.index), 0)
-        name = f"{self._names[c]} {_NAMES[action]} microbatch {microbatch}"
+
+    def microbatch(self, slot: Slot) -> int:
+        """Return the microbatch that the slot holds."""
+        return self._microbatch.get((slot.chunk, slot.index), 0)
+
+    def name(self, action: ReplayAction, c: int, microbatch: int) -> str:
+        """Return the name of a replay of chunk ``c``."""
+        return f"{self._names[c]} {_NAMES[action]} microbatch {microbatch}"
+
+
+class ReplayRanges(NamedReplays):
+    """Show the names of replays to profilers (NVTX on a GPU); see `NamedReplays`."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(names)
+        self._open = ExitStack()
+
+    def before(self, action: ReplayAction, slot: Slot, tensors: object) -> None:
+        """Begin the range of a replay."""
+        super().before(action, slot, tensors)
+        name = self.name(action, slot.chunk, self.microbatch(slot))
         self._open.enter_context(torch.profiler.record_function(name))
         if torch.cuda.is_initialized():
             self._open.enter_context(torch.cuda.nvtx.range(name))
