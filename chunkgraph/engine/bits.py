@@ -19,6 +19,7 @@ __all__ = ["Digests", "digests_of", "has_memory", "has_nan", "same_bits"]
 # Prime numbers of buckets. Two of them, so that elements change places unseen only if they are a
 # multiple of both apart.
 _BUCKETS = (251, 241)
+_NUM_AT_ONCE = 32
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -95,15 +96,21 @@ class Digests:
 def digests_of(tensors: Sequence[torch.Tensor | None]) -> Digests:
     """Return the digests of tensors; those of None and of tensors without own memory are zero.
 
-    Waits for the device once. Modes that record or watch operators do not see it.
+    Waits for the device, and holds few digests there. Modes that record or watch operators do not
+    see it.
     """
+    columns: list[tuple[torch.Tensor, torch.Tensor]] = []
     with _disable_current_modes(), torch._C.DisableTorchFunction():
-        rows = [_digest(t) for t in (None, *tensors)]  # one at least, to stack
-        device = max((bits.device for bits, _ in rows), key=lambda d: d.type == "cuda")
-        bits, sums = (
-            torch.stack([row.to(device) for row in column]).cpu()[1:]
-            for column in zip(*rows, strict=True)
-        )
+        for begin in range(0, max(1, len(tensors)), _NUM_AT_ONCE):
+            # One more at least, to stack.
+            rows = [_digest(t) for t in (None, *tensors[begin : begin + _NUM_AT_ONCE])]
+            device = max((bits.device for bits, _ in rows), key=lambda d: d.type == "cuda")
+            bits, sums = (
+                torch.stack([row.to(device) for row in column]).cpu()[1:]
+                for column in zip(*rows, strict=True)
+            )
+            columns.append((bits, sums))
+    bits, sums = map(torch.cat, zip(*columns, strict=True))
     are_float = [t is not None and t.is_floating_point() for t in tensors]
     return Digests(bits, sums[:, :-1], sums[:, -1], torch.tensor(are_float, dtype=torch.bool))
 
