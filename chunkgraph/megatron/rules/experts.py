@@ -70,6 +70,10 @@ def _uses_flex(f: Facts) -> bool:
     return bool(f.num_moe_experts) and f.moe_token_dispatcher_type == "flex"
 
 
+def _quantizes_through_flex(f: Facts) -> bool:
+    return bool(_captures_dropless(f) and f.fp8 and _uses_flex(f))
+
+
 def _with_flex(text: str, when: Callable[[Facts], object]) -> Rule:
     """Return a rule of HybridEP."""
     settings, _, why = text.partition(": ")
@@ -100,7 +104,11 @@ _HYBRID_EP_RULES = (
     Rule(
         "moe_token_dispatcher_type moe_flex_dispatcher_backend: only HybridEP can dispatch in a "
         f"graph; use {{moe_flex_dispatcher_backend=hybridep}}, or {ALL_TO_ALL}",
-        lambda f: _uses_flex(f) and f.moe_flex_dispatcher_backend != "hybridep",
+        lambda f: (
+            _uses_flex(f)
+            and f.moe_flex_dispatcher_backend != "hybridep"
+            and not _quantizes_through_flex(f)  # then no backend helps
+        ),
     ),
     Rule(
         "moe_expert_rank_capacity_factor moe_token_dispatcher_type: it belongs to "
@@ -162,9 +170,9 @@ EXPERT_RULES = (
         lambda f: _captures_dropless(f) and f.fp8 and not f.moe_grouped_gemm,
     ),
     Rule(
-        "fp8 moe_token_dispatcher_type moe_expert_capacity_factor: HybridEP pads quantized rows to "
+        "fp8 moe_token_dispatcher_type moe_expert_capacity_factor: DeepEP pads quantized rows to "
         f"counts on the host; use {{moe_token_dispatcher_type=alltoall}}, or {STATIC}",
-        lambda f: _captures_dropless(f) and f.fp8 and f.moe_token_dispatcher_type == "flex",
+        _quantizes_through_flex,
     ),
     Rule(
         "bf16 moe_expert_capacity_factor: the grouped GEMM of graphs on a GPU multiplies numbers "

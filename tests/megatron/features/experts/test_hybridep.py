@@ -43,7 +43,7 @@ def test_a_budget_is_optional_and_asks_for_nothing_else() -> None:
         ({"moe_pad_expert_input_to_capacity": True}, "leave it and moe_pad_expert"),
         ({"moe_router_dtype": None}, "moe_router_dtype=None.*'fp32'"),
         ({"bf16": False}, "bf16=False with .*rows of 2 bytes"),
-        ({"fp8": "hybrid", "fp8_recipe": "tensorwise"}, "HybridEP pads quantized rows"),
+        ({"fp8": "hybrid", "fp8_recipe": "tensorwise"}, "DeepEP pads quantized rows"),
         ({"recompute_granularity": "full"}, "recompute_granularity='full' with .*not supported"),
         ({"moe_shared_expert_overlap": True}, "moe_shared_expert_overlap=True with .*supported"),
         ({"moe_permute_fusion_into_hybridep": True}, "moe_permute_fusion_into_hybridep=True"),
@@ -57,6 +57,13 @@ def test_a_budget_is_optional_and_asks_for_nothing_else() -> None:
 def test_what_cannot_go_with_it_is_named(changes: dict[str, Any], message: str) -> None:
     reasons = refused(MOE_RULES, {**HOLDS, **changes, "captures": True}, token_drops="raise")
     assert any(re.search(message, why) for why in reasons), reasons
+
+
+def test_quantized_experts_are_not_sent_from_one_refusal_to_the_next() -> None:
+    other = {"fp8": "hybrid", "fp8_recipe": "blockwise", "moe_flex_dispatcher_backend": "deepep"}
+    reasons = refused(MOE_RULES, {**HOLDS, **other, RANK_FACTOR: None, "captures": True})
+    assert len(reasons) == 1
+    assert "use moe_token_dispatcher_type='alltoall'" in reasons[0]
 
 
 def test_packed_sequences_go_with_it() -> None:
