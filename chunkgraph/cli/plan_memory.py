@@ -20,12 +20,6 @@ _DROPLESS_ROOM = 1.2 * 1.5
 """Graphs have room for 1.2 times the largest load; a new router's is about 1.5 of an even one."""
 _LATENT = ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 
-_NOT_COUNTED = {
-    "mtp_num_layers": "the layers of multi-token prediction",
-    "fp8": "FP8 copies of weights and activations",
-    "fp8_param_gather": "weights kept in FP8",
-}
-
 
 def add_gpu_memory(parser: argparse.ArgumentParser) -> None:
     """Add the option that sets the memory of a GPU."""
@@ -89,18 +83,18 @@ def sizes_of(
         has_tied_embeddings=not value("untie_embeddings_and_output_weights"),
         recompute_group_size=1 if by_layer and num_recomputed else num_recomputed,
         num_recomputed_layers=num_recomputed if by_layer else None,
+        recomputed_modules=frozenset(parts if granularity == "selective" else ()),
+        num_mtp_layers=value("mtp_num_layers") or 0,
+        is_quantized=bool(value("fp8")),
+        has_quantized_weights=bool(value("fp8_param_gather")),
     )
 
 
 def omissions_of(value: Callable[[str], Any]) -> list[str]:
     """Return a line on what the settings use and the estimate does not count, if there is any."""
-    found = [text for name, text in _NOT_COUNTED.items() if value(name)]
     if value("moe_token_dispatcher_type") == "flex":
-        found.append("DeepEP's buffers")
-    modules = {*(value("recompute_modules") or ())} - {"core_attn"}
-    if value("recompute_granularity") == "selective" and modules:
-        found.append(f"what recomputing {', '.join(sorted(modules))} saves")
-    return [f"Memory does not count: {', '.join(found)}."] if found else []
+        return ["Memory does not count: DeepEP's buffers."]
+    return []
 
 
 def _latent(value: Callable[[str], Any]) -> LatentSizes | None:

@@ -14,6 +14,9 @@ per element (e = 2 and ffn = 4 h give the paper's numbers):
 - attention scores, split by t: softmax, its dropout mask and its dropped output, (2 e + 1) a s.
   Flash attention keeps none of the three, only one 4-byte log-sum-exp per head and token.
 
+In FP8 the inputs of linear layers are kept in one byte, and weights have copies for both products.
+Recomputed modules keep their inputs, which are counted as outputs of what comes before.
+
 Experts replace the MLP. The experts of a rank save as many rows as they have room for; every layer
 is assumed to have experts if one has.
 """
@@ -21,7 +24,8 @@ is assumed to have experts if one has.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import mul
 
 from chunkgraph.errors import ConfigError, TopologyError
 
@@ -62,11 +66,16 @@ class LatentSizes:
         restored = self.kv_lora_rank * num_heads * (self.qk_head_dim + self.v_head_dim)
         return of_queries + compressed + restored + num_heads * self.v_head_dim * hidden_size
 
-    def width(self, num_heads: int) -> int:
-        """Return the saved elements of one token."""
+    def width(self, num_heads: int, *, recomputes: bool) -> int:
+        """Return the saved elements of one token.
+
+        Args:
+            num_heads: Number of heads.
+            recomputes: Whether queries, keys and values are recomputed.
+        """
         compressed = (self.q_lora_rank or 0) + self.kv_lora_rank + self.qk_pos_emb_head_dim
-        heads = num_heads * 2 * (self.qk_head_dim + self.qk_pos_emb_head_dim + self.v_head_dim)
-        return compressed + heads
+        restored = 2 * (self.qk_head_dim + self.qk_pos_emb_head_dim) + self.v_head_dim
+        return compressed + num_heads * (self.v_head_dim + (0 if recomputes else restored))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,6 +132,10 @@ class ModelSizes:
         recompute_group_size: Number of layers that are recomputed together and keep only their
             input; None without recomputation.
         num_recomputed_layers: Number of recomputed layers of each chunk; None for all.
+        recomputed_modules: Parts of all layers that are recomputed, under Megatron's names.
+        num_mtp_layers: Number of layers that predict further tokens, all on the last stage.
+        is_quantized: Whether linear layers multiply in FP8.
+        has_quantized_weights: Whether their weights are FP8 without a copy of 16 bits.
     """
 
     num_layers: int
@@ -147,11 +160,16 @@ class ModelSizes:
     has_tied_embeddings: bool = False
     recompute_group_size: int | None = None
     num_recomputed_layers: int | None = None
+    recomputed_modules: frozenset[str] = frozenset()
+    num_mtp_layers: int = 0
+    is_quantized: bool = False
+    has_quantized_weights: bool = False
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
             value = getattr(self, name)
-            if isinstance(value, int) and not isinstance(value, bool) and value < 1:
+            is_count = isinstance(value, int) and not isinstance(value, bool)
+            if is_count and value < 1 and name != "num_mtp_layers":
                 raise ConfigError(f"model: {name} is {value}, but must be at least 1")
 
     @property
@@ -165,8 +183,11 @@ class ModelSizes:
         """Return the bytes that one layer saves for its backward, for one microbatch."""
         tokens = self.seq_length * self.micro_batch_size
         hidden, element = self.hidden_size, self.bytes_per_element
-        whole = hidden * (4 * element + 2)
-        split = element * (self._attention_width + self._mlp_width)
+        norms = 0 if "layernorm" in self.recomputed_modules else element
+        whole = hidden * (2 * element + 2 * min(norms, self._input_bytes) + 2)
+        split = element * self._attention_width + self._mlp_bytes
+        if self.is_quantized:  # the output projection's input is also attention's output
+            split += hidden * self._input_bytes
         if self.has_flash_attention:
             split += _LOG_SUM_EXP_BYTES * self.num_attention_heads
         else:
@@ -221,6 +242,13 @@ class ModelSizes:
         return self.experts.num_local_experts * of_one
 
     @property
+    def copy_bytes_per_weight(self) -> int:
+        """Return the bytes of the FP8 copies of a linear layer's weight, less what they replace."""
+        if not self.is_quantized:
+            return 0
+        return 2 - (self.bytes_per_element if self.has_quantized_weights else 0)
+
+    @property
     def _num_splits(self) -> int:
         return self.tensor_parallel_size if self.has_sequence_parallel else 1
 
@@ -232,7 +260,8 @@ class ModelSizes:
     def _attention_width(self) -> int:
         """Queries, keys, values and the input of the output projection, elements of a token."""
         if self.latent is not None:
-            return self.latent.width(self.num_attention_heads)
+            recomputes = "mla_up_proj" in self.recomputed_modules
+            return self.latent.width(self.num_attention_heads, recomputes=recomputes)
         if self.head_size is None and self.num_query_groups is None:
             return 4 * self.hidden_size
         head_size = self.head_size or self.hidden_size // self.num_attention_heads
@@ -240,14 +269,29 @@ class ModelSizes:
         return 2 * head_size * (self.num_attention_heads + num_groups)
 
     @property
-    def _mlp_width(self) -> int:
-        """Elements that the MLP or the experts save of one token."""
-        if self.experts is None:
-            return self._num_mlp_matrices * self.ffn_hidden_size
+    def _input_bytes(self) -> int:
+        """Bytes of one element of a linear layer's input."""
+        return 1 if self.is_quantized else self.bytes_per_element
+
+    @property
+    def _mlp_bytes(self) -> int:
+        """Bytes that the MLP or the experts save of one token."""
+
+        def middle(ffn_hidden_size: int, *modules: str) -> int:
+            if not self.recomputed_modules.isdisjoint(modules):
+                return 0
+            inputs = 0 if "moe_act" in self.recomputed_modules else self._input_bytes
+            outputs = (self._num_mlp_matrices - 1) * self.bytes_per_element
+            return ffn_hidden_size * (outputs + inputs)
+
         experts = self.experts
-        of_one = self.hidden_size + self._num_mlp_matrices * experts.ffn_hidden_size
-        shared = self._num_mlp_matrices * experts.shared_ffn_hidden_size
-        return math.ceil(experts.room * experts.top_k * of_one) + shared
+        if experts is None:
+            return middle(self.ffn_hidden_size, "mlp")
+        if "moe" in self.recomputed_modules:
+            return 0
+        rows = self.hidden_size * self._input_bytes + middle(experts.ffn_hidden_size)
+        shared = middle(experts.shared_ffn_hidden_size, "shared_experts")
+        return math.ceil(experts.room * experts.top_k * rows) + shared
 
     @staticmethod
     def _split(total: int, num_parts: int) -> int:
@@ -321,21 +365,31 @@ def estimate_memory(
     num_embeddings = (plan.rank == 0) + (plan.rank == plan.num_ranks - 1)
     if model.has_tied_embeddings:
         num_embeddings = min(num_embeddings, 1)
-    num_layers = layers_per_chunk * plan.num_chunks
+    whole = replace(model, recomputed_modules=frozenset())  # as a backward recomputes a layer
+    is_last = plan.rank == plan.num_ranks - 1
+    num_mtp = model.num_mtp_layers if is_last else 0
+    num_layers = layers_per_chunk * plan.num_chunks + num_mtp
     num_shared = num_layers * model.num_shared_parameters + num_embeddings * embedding
+    # Each projects a token's hidden state and embedding, which it keeps, to one of the same width.
+    num_shared += num_mtp * 2 * model.hidden_size**2 // model.tensor_parallel_size
+    mtp_bytes = num_mtp * (model.layer_activation_bytes + 4 * model.hidden_bytes)
+    slots = [chunk_bytes] * (plan.num_chunks - 1) + [chunk_bytes + mtp_bytes]
     num_of_experts = num_layers * model.num_expert_parameters
     num_parameters = num_shared + num_of_experts
     num_optimized = -(-num_shared // model.num_optimizer_shards)
     if model.experts is not None:
         num_optimized += -(-num_of_experts // model.experts.num_optimizer_shards)
     return MemoryEstimate(
-        slot_bytes_per_chunk=(chunk_bytes,) * plan.num_chunks,
-        slot_bytes=(plan.peak_in_flight if shared_slots else plan.num_slots) * chunk_bytes,
-        scratch_bytes=group_size * model.layer_activation_bytes
+        slot_bytes_per_chunk=tuple(slots),
+        slot_bytes=plan.peak_in_flight * max(slots)
+        if shared_slots
+        else sum(map(mul, plan.slots_per_chunk, slots)),
+        scratch_bytes=group_size * whole.layer_activation_bytes
         + model.exchange_bytes
         + model.num_layer_parameters * model.bytes_per_element,
-        parameter_bytes=num_parameters * model.bytes_per_element,
+        parameter_bytes=num_parameters * model.bytes_per_element
+        + (num_parameters - num_embeddings * embedding) * model.copy_bytes_per_weight,
         gradient_bytes=num_parameters * model.gradient_bytes_per_element,
         optimizer_bytes=num_optimized * model.optimizer_bytes_per_parameter,
-        logit_bytes=model.logit_bytes if plan.rank == plan.num_ranks - 1 else 0,
+        logit_bytes=model.logit_bytes * (1 + num_mtp) if is_last else 0,
     )

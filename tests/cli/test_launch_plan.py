@@ -118,7 +118,6 @@ def test_what_memory_leaves_out_is_a_note() -> None:
     assert request.notes[0].startswith("Memory counts 31 layers in every chunk; 61 layers are not")
     assert [text.split(",")[0] for text in request.omissions] == [
         "Memory leaves out embedding and output layer",
-        "Memory does not count: the layers of multi-token prediction.",
     ]
     hybrid = arguments(hybrid_layer_pattern="M*")
     assert request_of_arguments(hybrid, GraphFlags()).model is None
@@ -214,13 +213,10 @@ def test_a_layout_that_megatron_cannot_form_is_refused(
 
 
 def test_what_is_not_counted_is_listed_and_may_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    uncounted = {"fp8": "e4m3", "fp8_param_gather": True, "moe_token_dispatcher_type": "flex"}
-    recomputed = {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}
-    request = request_of_arguments(arguments(**uncounted, **recomputed), GraphFlags(), 2**50)
+    request = request_of_arguments(arguments(moe_token_dispatcher_type="flex"), GraphFlags(), 2**50)
     print_rows(Console(highlight=False, markup=False), request, rows_of(request))
     out = " ".join(capsys.readouterr().out.split())
-    assert "Memory does not count: FP8 copies of weights and activations, weights kept in" in out
-    assert "DeepEP's buffers, what recomputing moe_act saves." in out
+    assert "Memory does not count: DeepEP's buffers." in out
     assert "May fit in 1024.0 TiB" in out
 
 

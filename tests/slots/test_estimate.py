@@ -43,6 +43,41 @@ def test_recomputed_layers_keep_their_inputs_alone():
     assert estimate_memory(plan, block).slot_bytes_per_chunk == (7 * SBH * 114 + 6 * 2 * SBH,) * 2
 
 
+def test_recomputed_modules_are_scratch_of_one_layer():
+    plan = plan_slots(1, 1, rank=0)
+    whole = estimate_memory(plan, GPT3)
+    for modules, kept in ({"mlp"}, 4 * 4 * 1), ({"layernorm"}, 4), ({"mlp", "layernorm"}, 20):
+        part = dataclasses.replace(GPT3, recomputed_modules=frozenset(modules))
+        assert GPT3.layer_activation_bytes - part.layer_activation_bytes == kept * SBH
+        assert estimate_memory(plan, part).scratch_bytes == whole.scratch_bytes
+
+
+def test_quantized_layers_keep_bytes_and_copies_of_weights():
+    quantized = dataclasses.replace(GPT3, is_quantized=True)
+    # One byte instead of two of the inputs of attention, of both products of the MLP (h + h + 4 h),
+    # and one more of the output projection's input, which attention keeps, too.
+    assert GPT3.layer_activation_bytes - quantized.layer_activation_bytes == (1 + 1 + 4 - 1) * SBH
+    plan = plan_slots(1, 1, rank=0)
+    plain, with_copies, only_copies = (
+        estimate_memory(plan, model).parameter_bytes
+        for model in (GPT3, quantized, dataclasses.replace(quantized, has_quantized_weights=True))
+    )
+    assert with_copies - plain == 96 * 12 * 12288**2 * 2  # not of the embedding
+    assert only_copies == plain
+
+
+def test_layers_of_further_tokens_are_on_the_last_rank():
+    more = dataclasses.replace(GPT3, num_mtp_layers=2)
+    first, last = (plan_slots(2, 2, rank=rank) for rank in (0, 1))
+    assert estimate_memory(first, more) == estimate_memory(first, GPT3)
+    plain, estimate = estimate_memory(last, GPT3), estimate_memory(last, more)
+    one, two = estimate.slot_bytes_per_chunk
+    assert one == plain.slot_bytes_per_chunk[0]
+    assert two - one == 2 * (SBH * 114 + 4 * 2 * SBH)
+    assert estimate.logit_bytes == 3 * plain.logit_bytes
+    assert estimate.parameter_bytes - plain.parameter_bytes == 2 * 2 * (12 + 2) * 12288**2
+
+
 def test_bytes_of_a_rank():
     plan = plan_slots(4, 2, rank=0)
     estimate = estimate_memory(plan, GPT3)
