@@ -39,7 +39,7 @@ def _drawn(draw: random.Random, num_ranks: int, documents: Path) -> dict[str, An
     size = choice(["pipeline", "tensor", "data"]) if num_ranks > 1 else ""
     is_packed, kind = draw.random() < 0.4, choice(["dense", "dense", "capacity", "dropless"])
     model: dict[str, Any] = {
-        "num_layers": choice([2, 4]),
+        "num_layers": 4 if size == "pipeline" else 2,
         "seq_length": choice([16, 24]),
         "swiglu": choice([True, False]),
         "normalization": choice(["LayerNorm", "RMSNorm"]),
