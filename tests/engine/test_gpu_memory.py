@@ -107,13 +107,19 @@ def test_graphs_that_are_gone_leave_no_memory_reserved() -> None:
     assert torch.cuda.memory_reserved() <= before + ACTIVATION_BYTES
 
 
-def test_scratch_is_one_block_for_all_backwards() -> None:
+def _large_segments(pool: object) -> list[dict[str, int]]:
+    assert isinstance(pool, CUDAPool)
+    return [s for s in pool._segments() if s["segment_type"] == "large"]
+
+
+def test_slots_and_scratch_are_one_block_each() -> None:
     module = Tower()
     graphs = ChunkGraphs([module], [3])
     graphs.capture([(sample(),)])
-    scratch = graphs._captured.pools.scratch
-    assert isinstance(scratch, CUDAPool)
-    large = [s for s in scratch._segments() if s["segment_type"] == "large"]
+    pools = graphs._captured.pools
+    for pool in pools.slot_pools:  # one copy moves all of a slot but its small tensors
+        assert len(_large_segments(pool)) == 1
+    large = _large_segments(pools.scratch)
     assert len(large) == 1
     # The gradients before and after an operator, its own temporaries, and a scale's gradient.
     assert 2 * ACTIVATION_BYTES <= large[0]["total_size"] <= 5 * ACTIVATION_BYTES
