@@ -24,10 +24,9 @@ from chunkgraph.engine.chunk import is_integer
 from chunkgraph.engine.split import WeightBackwards
 from chunkgraph.errors import ChunkGraphError, ConfigError, ReplayMismatchError
 from chunkgraph.pipelining.data_parallel import refuse_too_few_steps
-from chunkgraph.pipelining.loss import GraphedLoss
 from chunkgraph.pipelining.receives import ReceiveMemory
 from chunkgraph.pipelining.slots import ScheduleSlots, slots_of
-from chunkgraph.pipelining.stage import StageReplays, graphed
+from chunkgraph.pipelining.stage import GraphedLoss, StageReplays, graphed
 
 __all__ = ["GraphedSchedule"]
 
