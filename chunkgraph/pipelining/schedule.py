@@ -14,12 +14,7 @@ import torch.distributed as dist
 from chunkgraph import __version__
 from chunkgraph._text import shown
 from chunkgraph.engine import CaptureOptions, ChunkGraphs
-from chunkgraph.engine.agreement import (
-    Maximum,
-    new_group,
-    refuse_differences,
-    refused_together,
-)
+from chunkgraph.engine.agreement import Maximum, new_group, refuse_differences, refused_together
 from chunkgraph.engine.chunk import is_integer
 from chunkgraph.engine.split import WeightBackwards
 from chunkgraph.errors import ChunkGraphError, ConfigError, ReplayMismatchError

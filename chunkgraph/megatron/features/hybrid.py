@@ -33,7 +33,6 @@ from chunkgraph.settings.rule import Facts, Rule
 __all__ = [
     "Hybrid",
     "can_recompute_hybrid_layers",
-    "check_seq_idx",
     "mamba_mixers_of",
     "packed_mamba_rows",
     "rows_after_documents",
@@ -89,15 +88,23 @@ class Hybrid(Feature):
         return cls()
 
     def call(self, part: ModelPart, call: Call) -> Call:
-        """Refuse packed sequences whose beginnings are unknown to Mamba layers."""
+        """Refuse packed sequences whose beginnings are unknown to Mamba layers.
+
+        A release that numbers rows in the mixer has no ``seq_idx``; its parameters pass.
+        """
         if not mamba_mixers_of(part.modules):
             return call
         label = part.label
 
         def checked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            packed = kwargs.get(ARGUMENT)
-            if packed is not None:
-                check_seq_idx(packed, label)
+            params = kwargs.get(ARGUMENT)
+            if params is not None and hasattr(params, "seq_idx") and params.seq_idx is None:
+                raise ConfigError(
+                    f"{label} has Mamba layers and was called with packed_seq_params without "
+                    "seq_idx: all documents of a microbatch would share one state. Pass the "
+                    "document of each row, int32 of shape (1, rows); chunkgraph.packing.pack() "
+                    "computes it on the host, and Megatron computes it if total_tokens is set."
+                )
             return call(args, kwargs)
 
         return checked
@@ -120,26 +127,6 @@ def _pattern_of(chunks: Iterable[nn.Module]) -> str | None:
     if any(getattr(module, "mtp_num_depths", 0) for module in modules):
         symbols.add("/")
     return "".join(sorted(symbols))
-
-
-def check_seq_idx(params: Any, label: str) -> None:
-    """Refuse packed parameters without the beginnings of documents for Mamba layers.
-
-    Args:
-        params: Megatron's ``PackedSeqParams``. A release that numbers rows in the mixer has no
-            ``seq_idx``; its parameters pass.
-        label: Name of the chunk in errors.
-
-    Raises:
-        ConfigError: ``seq_idx`` is None.
-    """
-    if hasattr(params, "seq_idx") and params.seq_idx is None:
-        raise ConfigError(
-            f"{label} has Mamba layers and was called with packed_seq_params without seq_idx: all "
-            "documents of a microbatch would share one state. Pass the document of each row, int32 "
-            "of shape (1, rows); chunkgraph.packing.pack() computes it on the host, and Megatron "
-            "computes it if total_tokens is set."
-        )
 
 
 _MIXER = "megatron.core.ssm.mamba_mixer"

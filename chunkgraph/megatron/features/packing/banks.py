@@ -14,8 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from chunkgraph.engine import Agree
 from chunkgraph.errors import ConfigError, PackingError, ReplayMismatchError
-from chunkgraph.megatron.features.packing.bank import PackedBank, PackingOptions, ScheduledBanks
-from chunkgraph.megatron.features.packing.derived_calls import with_cut_offsets
+from chunkgraph.megatron.features.packing.bank import (
+    PackedBank,
+    PackingOptions,
+    ScheduledBanks,
+    with_cut_offsets,
+)
 from chunkgraph.packing import (
     ContextLimits,
     ContextSchedule,

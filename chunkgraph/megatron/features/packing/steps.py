@@ -14,10 +14,8 @@ from typing import Any
 from chunkgraph.engine import Agree, Banks
 from chunkgraph.errors import ConfigError, PackingError, SlotError
 from chunkgraph.megatron.feature import StepInputs, StepPlan
-from chunkgraph.megatron.features.packing.bank import PackedBank, digest_of_plan
+from chunkgraph.megatron.features.packing.bank import PackedBank, derived_call, digest_of_plan
 from chunkgraph.megatron.features.packing.banks import PackedBanks
-from chunkgraph.megatron.features.packing.derived_calls import derived_call
-from chunkgraph.megatron.features.packing.params import refuse_other_length
 from chunkgraph.packing import reason_not_to_fit
 
 __all__ = ["Packings", "StepPlans", "refuse_unknown"]
@@ -106,11 +104,18 @@ class StepPlans:
         """Plan the step that begins; check it against the announcement, if any.
 
         Raises:
-            ConfigError: The step has no inputs, or they differ from the announced ones.
+            ConfigError: The step has no inputs, they differ from the announced ones, or the
+                schedule has another length of decoders.
             PackingError: A microbatch has no documents, or a document has no tokens.
             ReplayMismatchError: A microbatch's process group differs from its graphs' group.
         """
-        refuse_other_length(schedule)
+        length, decoder = schedule.get("seq_length"), schedule.get("decoder_seq_length")
+        if decoder not in (None, length):
+            raise ConfigError(
+                f"The schedule has decoder_seq_length {decoder}, the length that Megatron's "
+                f"pipeline stages receive, but packed microbatches have {length} rows. Leave it "
+                "out (a script's --decoder-seq-length): it is for models with an encoder."
+            )
         announced, num_microbatches = self._announced, schedule["num_microbatches"]
         if announced is None:
             contents = self._contents(inputs, num_microbatches)

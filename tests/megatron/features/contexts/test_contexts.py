@@ -18,9 +18,13 @@ from chunkgraph.megatron.features.contexts import (
     ContextGroups,
     follow_groups,
 )
-from chunkgraph.megatron.features.packing.bank import PackedBank, ScheduledBanks, digest_of_plan
+from chunkgraph.megatron.features.packing.bank import (
+    PackedBank,
+    ScheduledBanks,
+    derived_call,
+    digest_of_plan,
+)
 from chunkgraph.megatron.features.packing.banks import PackedBanks
-from chunkgraph.megatron.features.packing.derived_calls import derived_call
 from chunkgraph.megatron.features.packing.steps import StepPlans
 from chunkgraph.packing import ContextLimits, pack, schedule_contexts
 

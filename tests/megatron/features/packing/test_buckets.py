@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 
 from chunkgraph.errors import ConfigError, PackingError
 from chunkgraph.megatron.feature import StepInputs, StepPlan
-from chunkgraph.megatron.features.packing.bank import PackedBank, PackingOptions
+from chunkgraph.megatron.features.packing.bank import PackedBank, PackingOptions, derived_call
 from chunkgraph.megatron.features.packing.banks import PackedBanks
-from chunkgraph.megatron.features.packing.derived_calls import derived_call
 from chunkgraph.megatron.features.packing.steps import StepPlans
 from chunkgraph.packing import PackedShape, pack
 
