@@ -34,7 +34,7 @@ from chunkgraph.settings import Config, load_config
 from chunkgraph.settings.words import facts_of
 from chunkgraph.trainer.results import StepRecord
 from chunkgraph.trainer.setup import training_process
-from chunkgraph.trainer.trained_model import TrainedModel, forward_step, synchronize
+from chunkgraph.trainer.trained_model import TrainedModel, forward_step
 
 ERROR_MARK = "benchmark error: "
 """Begins the line of the output that says why a variant failed."""
@@ -343,7 +343,7 @@ class Run:
     def _started_together(self) -> Iterator[None]:
         if dist.get_world_size() > 1:
             dist.barrier()
-            synchronize(self._device)
+            torch.cuda.synchronize()  # nothing on a CPU host
         with torch.profiler.record_function(_STEP_RANGE):
             yield
 

@@ -28,12 +28,12 @@ from chunkgraph.engine import CaptureOptions, CaptureReport
 from chunkgraph.engine.agreement import refuse_differences
 from chunkgraph.launch.arguments import (
     equal_facts,
+    packing_options,
     refuse_changed_arguments,
     settle_arguments,
 )
 from chunkgraph.launch.flags import GraphFlags
 from chunkgraph.launch.packed_steps import OwnDocuments, PackedSteps, SpreadDocuments
-from chunkgraph.launch.packing_rules import packing_options
 from chunkgraph.launch.patches import (
     patch_pretrain,
     pretrain_arguments,
@@ -86,7 +86,7 @@ def enable(*, on_cpu: bool = False) -> ChunkGraphsInPretrain:
     hooks = ChunkGraphsInPretrain(on_cpu=on_cpu)
     undo = contextlib.ExitStack()
     undo.callback(patch_pretrain(hooks, on_cpu=on_cpu))
-    undo.callback(hooks.stop_delaying)
+    undo.callback(hooks.delaying.close)
     hooks.disable = undo.close
     return hooks
 
@@ -100,6 +100,7 @@ class ChunkGraphsInPretrain:
         was_parsed: Whether Megatron's arguments were parsed.
         has_trained: Whether graphs were ever attached to a model.
         disable: Function that removes the hooks from Megatron.
+        delaying: While it is open, layers that are built may delay their weight gradients.
         on_parser: Callback with Megatron's parser after all flags are added.
     """
 
@@ -113,14 +114,9 @@ class ChunkGraphsInPretrain:
         self._on_cpu = on_cpu
         self._schedule = "auto"
         self._driver: ScheduleDriver | None = None
-        self._undo_delay: Callable[[], None] = lambda: None
+        self.delaying = contextlib.ExitStack()
         self._metrics: StepMetrics | None = None
         self._steps: PackedSteps | None = None
-
-    def stop_delaying(self) -> None:
-        """Stop delaying weight gradients in layers that are built from now on."""
-        self._undo_delay()
-        self._undo_delay = lambda: None
 
     # -- called by Megatron --------------------------------------------------------------------
 
@@ -128,10 +124,10 @@ class ChunkGraphsInPretrain:
         """Check the flags, and turn off Megatron's own graphs."""
         self.flags = settle_arguments(args, on_cpu=self._on_cpu)
         self.was_parsed = True
-        self.stop_delaying()
+        self.delaying.close()
         self._schedule = args.pipeline_schedule or "auto"
         if splits_backward(self._schedule):
-            self._undo_delay = delay_in_new_configs()
+            self.delaying.callback(delay_in_new_configs())
 
     def before_model(self) -> None:
         """Check that all ranks train the same model with the same settings."""
@@ -143,7 +139,7 @@ class ChunkGraphsInPretrain:
     @contextlib.contextmanager
     def training(self, model: Any) -> Iterator[None]:
         """Attach graphs to the loaded and wrapped model, and detach them on every exit."""
-        self.stop_delaying()
+        self.delaying.close()
         chunks = list(model) if isinstance(model, (list, tuple)) else [model]
         # Graphs hold memory of communicators: detach them before the process groups are destroyed.
         with contextlib.ExitStack() as undo:

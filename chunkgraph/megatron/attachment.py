@@ -38,10 +38,7 @@ from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.megatron.features.packing.steps import StepPlans, refuse_unknown
 from chunkgraph.megatron.features.rerun import OverflowGuard
 from chunkgraph.megatron.model_part import Scope
-from chunkgraph.megatron.pipeline.choice import (
-    PipelinePlace,
-    PipelineSchedule,
-)
+from chunkgraph.megatron.pipeline.choice import PipelinePlace, PipelineSchedule
 from chunkgraph.megatron.pipeline.driver import ScheduleDriver
 from chunkgraph.megatron.receive import SlotReceiver
 from chunkgraph.megatron.refusals import DELAY_RULES, DRIVER_RULES, facts_of_model

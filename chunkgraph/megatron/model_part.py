@@ -30,7 +30,6 @@ from torch import nn
 from chunkgraph.engine import Chunk, mark_constant
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.core.access import import_megatron, patch_attributes
-from chunkgraph.megatron.core.cached_tables import GROWING_BUFFERS
 from chunkgraph.megatron.core.data_parallel import (
     ParameterGates,
     call_parameter_gather_hooks,
@@ -44,6 +43,7 @@ from chunkgraph.settings.rule import Facts, Rule
 from chunkgraph.settings.words import FLAGS
 
 __all__ = [
+    "GROWING_BUFFERS",
     "SCOPE_RULES",
     "Call",
     "CapturedScope",
@@ -59,6 +59,8 @@ CapturedScope = Literal["block", "chunk"]
 Call = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 """A function of the positional and keyword arguments of a part's forward."""
 
+GROWING_BUFFERS = ("cos_cached", "sin_cached")
+"""The buffers that fused RoPE of multi-latent attention reads."""
 _BLOCK_ATTRIBUTES = ("layers", "set_input_tensor", "input_tensor", "pre_process")
 _MODEL_ATTRIBUTES = ("decoder", "set_input_tensor", "pre_process", "post_process")
 _ROTARY_TABLES = ("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin")

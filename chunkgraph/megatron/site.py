@@ -112,6 +112,7 @@ class Site:
             "num_warmup_steps": self.options.num_warmup_steps,
             "on_failure": self.options.on_failure,
             "token_drops": self.feature_options["token_drops"],
+            "packing": self.feature_options["packing"],
         }
 
     def find_parts(self) -> None:

@@ -88,16 +88,12 @@ class PackedShape:
                 f"{MAX_TOKENS}."
             )
         if self.max_packed_tokens % self.document_multiple:
-            nearest = self.padded_length(self.max_packed_tokens)
-            why = (
-                f"which context_parallel_size {self.context_parallel_size} cannot split into "
-                f"{self.document_multiple} equal parts. The next possible value is {nearest}"
-                if self.pad_seq_to_mult == 1
-                else f"not a multiple of {self.document_multiple}, to which documents are padded "
-                f"(pad_seq_to_mult {self.pad_seq_to_mult}, context_parallel_size "
-                f"{self.context_parallel_size}). The next possible value is {nearest}"
+            raise PackingError(
+                f"max_packed_tokens is {self.max_packed_tokens}, not a multiple of "
+                f"{self.document_multiple}, to which documents are padded (context_parallel_size "
+                f"{self.context_parallel_size}, pad_seq_to_mult {self.pad_seq_to_mult}). The next "
+                f"possible value is {self.padded_length(self.max_packed_tokens)}."
             )
-            raise PackingError(f"max_packed_tokens is {self.max_packed_tokens}, {why}.")
         if self.pad_seq_to_mult > 1 and not self.counts_padding:
             raise PackingError(
                 f"pad_seq_to_mult is {self.pad_seq_to_mult} without counts_padding: attention may "

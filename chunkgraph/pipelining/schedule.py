@@ -14,20 +14,14 @@ import torch.distributed as dist
 from chunkgraph import __version__
 from chunkgraph._text import shown
 from chunkgraph.engine import CaptureOptions, ChunkGraphs
-from chunkgraph.engine.agreement import (
-    Maximum,
-    new_group,
-    refuse_differences,
-    refused_together,
-)
+from chunkgraph.engine.agreement import Maximum, new_group, refuse_differences, refused_together
 from chunkgraph.engine.chunk import is_integer
 from chunkgraph.engine.split import WeightBackwards
 from chunkgraph.errors import ChunkGraphError, ConfigError, ReplayMismatchError
 from chunkgraph.pipelining.data_parallel import refuse_too_few_steps
-from chunkgraph.pipelining.loss import GraphedLoss
 from chunkgraph.pipelining.receives import ReceiveMemory
 from chunkgraph.pipelining.slots import ScheduleSlots, slots_of
-from chunkgraph.pipelining.stage import StageReplays, graphed
+from chunkgraph.pipelining.stage import GraphedLoss, StageReplays, graphed
 
 __all__ = ["GraphedSchedule"]
 

@@ -1,15 +1,16 @@
-"""`GraphedStage`: a stage of torch.distributed.pipelining that replays its module."""
+"""`GraphedStage`: a stage of torch.distributed.pipelining that replays its module, and the loss."""
 
 from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
@@ -26,10 +27,9 @@ from chunkgraph.pipelining.data_parallel import (
     reshard,
     unwrapped,
 )
-from chunkgraph.pipelining.loss import GraphedLoss
 from chunkgraph.pipelining.receives import META, ReceiveMemory, allocate, empty_on, free
 
-__all__ = ["GraphedStage", "StageReplays", "graphed"]
+__all__ = ["GraphedLoss", "GraphedStage", "StageReplays", "graphed"]
 
 _OVERRIDDEN = ("forward_one_chunk", "forward_maybe_with_nosync", "backward_maybe_with_nosync")
 
@@ -158,6 +158,54 @@ def graphed(stage: object) -> GraphedStage:
             "...)."
         )
     return stage
+
+
+class GraphedLoss:
+    """Compute the loss of a training step within the last stage's graphs.
+
+    Pass it to the schedules as their ``loss_fn``, and to `GraphedSchedule`. In evaluation it calls
+    the loss function.
+
+    Args:
+        loss_fn: The loss function, called with the last stage's output, the microbatch's target and
+            ``loss_kwargs``. The graphs train the parameters of a module, and refuse changes of it.
+    """
+
+    def __init__(self, loss_fn: Callable[..., torch.Tensor]) -> None:
+        self.loss_fn = loss_fn
+        self._targets: Sequence[Any] = ()
+        self._kwargs: dict[str, Any] = {}
+        self._computed: tuple[Any, torch.Tensor] | None = None
+
+    def joined(self, module: nn.Module) -> nn.Module:
+        """Return the last stage's module and the loss as one module, to watch both for changes.
+
+        Parts of the stage keep their names; those of the loss begin with ``loss_fn``.
+        """
+        if not isinstance(self.loss_fn, nn.Module):
+            return module
+        both = nn.Module()
+        both._modules.update({"": module, "loss_fn": self.loss_fn})
+        return both
+
+    def begin_step(self, targets: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Set the targets of the microbatches and the loss function's keyword arguments."""
+        self._targets, self._kwargs, self._computed = targets, kwargs, None
+
+    def arguments_of(self, microbatch: int) -> tuple[Any, dict[str, Any]]:
+        """Return the target and the keyword arguments for the loss of a microbatch."""
+        return self._targets[microbatch], self._kwargs
+
+    def computed(self, output: Any, loss: torch.Tensor) -> None:
+        """Record the loss that was computed together with ``output``."""
+        self._computed = output, loss
+
+    def __call__(self, output: Any, target: Any, **kwargs: Any) -> torch.Tensor:
+        """Return the loss that was computed with this output, or compute it."""
+        computed, self._computed = self._computed, None
+        if computed is not None and computed[0] is output:
+            return computed[1]
+        return self.loss_fn(output, target, **kwargs)
 
 
 class StageReplays:

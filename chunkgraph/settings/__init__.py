@@ -6,7 +6,6 @@ it is read, and the sections are checked against each other when the `Config` is
 
 from __future__ import annotations
 
-from chunkgraph.settings.derived import derived_fields, resolved
 from chunkgraph.settings.listing import Setting, settings_of
 from chunkgraph.settings.loader import Config, config_from_mapping, load_config, to_mapping, to_yaml
 from chunkgraph.settings.models import (
@@ -16,6 +15,8 @@ from chunkgraph.settings.models import (
     PipelineConfig,
     Section,
     StashConfig,
+    derived_fields,
+    resolved,
 )
 
 __all__ = [

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from chunkgraph._text import shorten
-from chunkgraph.settings.derived import derived_fields
 from chunkgraph.settings.listing import Setting, settings_of
-from chunkgraph.settings.models import Settings
+from chunkgraph.settings.models import Settings, derived_fields
 from chunkgraph.settings.rule import Facts, Words
 
 __all__ = ["FILE", "FLAGS", "PROGRAM", "facts_of", "settings_by_fact"]

@@ -217,12 +217,12 @@ def _step(chunk: Sequence[StepRecord], eager: Sequence[StepRecord]) -> StepResul
     result = StepResult(**vars(_of_all_ranks(chunk)))
     if not eager:
         return result
-
-    def bits(records: Sequence[StepRecord], name: str) -> list[str]:
+    different = [
+        name
+        for name in COMPARED
         # The representation is exact to the last bit, and that of NaN equals itself.
-        return [repr(getattr(record, name)) for record in records]
-
-    different = [name for name in COMPARED if bits(eager, name) != bits(chunk, name)]
+        if [repr(getattr(r, name)) for r in eager] != [repr(getattr(r, name)) for r in chunk]
+    ]
     return replace(result, eager=_of_all_ranks(eager), different=different)
 
 

@@ -17,7 +17,7 @@ from chunkgraph._text import did_you_mean, shown
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.core.access import import_megatron, patch_attributes
 from chunkgraph.megatron.core.model_kinds import HybridNames
-from chunkgraph.megatron.features.hybrid.layers import can_recompute_hybrid_layers
+from chunkgraph.megatron.features.hybrid import can_recompute_hybrid_layers
 from chunkgraph.schedules import splits_backward
 from chunkgraph.settings import Config, derived_fields, resolved
 

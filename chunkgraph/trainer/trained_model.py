@@ -29,7 +29,7 @@ from chunkgraph.trainer.model import build_model, build_optimizer, zero_gradient
 from chunkgraph.trainer.results import StepRecord
 from chunkgraph.trainer.setup import seed_everything
 
-__all__ = ["TrainedModel", "forward_step", "shared_loss", "synchronize"]
+__all__ = ["TrainedModel", "forward_step", "shared_loss"]
 
 
 def forward_step(
@@ -201,7 +201,7 @@ class TrainedModel:
             del of_next["num_microbatches"]
         of_graphs = ("packings", "contexts") if self.graphs is None else ()
         before = replace(self.counters, fallbacks=Counter(self.counters.fallbacks))
-        synchronize(self.device)
+        torch.cuda.synchronize()  # nothing on a CPU host
         with timed or nullcontext():
             started = time.perf_counter()
             zero_gradients(self.chunks, self.optimizer)
@@ -218,7 +218,7 @@ class TrainedModel:
                 # The ranks agree on the next step while the device runs the optimizer.
                 self.graphs.announce(**of_next)
             _, grad_norm, _ = self.optimizer.step()
-            synchronize(self.device)
+            torch.cuda.synchronize()
             step_ms = (time.perf_counter() - started) * 1e3
         has_experts = self.config.moe.num_moe_experts is not None
         metrics = sorted(take_expert_metrics().items()) if has_experts else ()
@@ -252,9 +252,3 @@ class TrainedModel:
     def close(self) -> None:
         """Detach the graphs and destroy the batches' process groups."""
         self._undo.close()
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for a GPU; do nothing on a CPU."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

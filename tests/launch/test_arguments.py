@@ -15,9 +15,8 @@ from launch_arguments import arguments
 
 from chunkgraph.errors import ConfigError, PackingError
 from chunkgraph.launch import hooks
-from chunkgraph.launch.arguments import settle_arguments
+from chunkgraph.launch.arguments import packing_options, settle_arguments
 from chunkgraph.launch.flags import GraphFlags, add_flags, read_flags
-from chunkgraph.launch.packing_rules import packing_options
 from chunkgraph.megatron.cpu.pretrain import cpu_flags
 from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.packing import ContextLimits, PackedShape
@@ -156,7 +155,7 @@ def test_what_packed_sequences_cannot_go_with_is_named(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"context_parallel_size": 2, "seq_length": 18}, "18, which context_parallel_size 2"),
+        ({"context_parallel_size": 2, "seq_length": 18}, "18, not a multiple of 4"),
         ({"cuda_graph_packed_buckets": [99.0]}, "A bucket of 99.0: "),
         ({"cuda_graph_max_packed_seqs": 1}, "max_packed_seqs is 1"),
     ],

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from in_process import Trained
 from megatron_jobs import in_scope
-from packed_cases import HAS_LATENT, SMALL_LATENT
+from packed_cases import HAS_LATENT, SMALL_LATENT, all_but_the_first_replay
 
 from chunkgraph.engine import CaptureOptions
 
@@ -19,10 +19,9 @@ _FOUR_LAYERS = {**_DROPOUT, "num_layers": 4}
 
 
 def _check(results: dict[str, dict[str, Any]]) -> None:
+    all_but_the_first_replay(results)
     for name, result in results.items():
         assert result["num_parameters_compared"] > 5_000, name
-        assert len({s["loss"] for s in result["steps"]}) == len(result["steps"]), name
-        assert all(step["replays"] > 0 for step in result["steps"][1:]), name
 
 
 def _alternately(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

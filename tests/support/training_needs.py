@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-__all__ = ["HAS_MEGATRON", "NEEDS_TRAINING"]
+__all__ = ["HAS_MEGATRON", "NEEDS_ENGINE", "NEEDS_TRAINING"]
 
 
 def _has_megatron() -> bool:
@@ -28,4 +28,8 @@ def _why_not() -> str:
 
 
 HAS_MEGATRON = _has_megatron()
+NEEDS_ENGINE = pytest.mark.skipif(
+    importlib.util.find_spec("transformer_engine") is None,
+    reason="Transformer Engine is not installed",
+)
 NEEDS_TRAINING = pytest.mark.skipif(bool(_why_not()), reason=_why_not() or "-")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from gpu_training import trained_report
+from training_needs import NEEDS_ENGINE
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "gpu" / "gpt_pp2_gpu.yaml"
 SMALL = ["model.num_layers=8", "model.hidden_size=512", "model.ffn_hidden_size=1024"]
@@ -61,6 +59,7 @@ def case(name: str, mark: Any, counts: list[int], *settings: str) -> Any:
 
 
 @pytest.mark.megatron
+@NEEDS_ENGINE
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("settings", "counts"),
@@ -156,21 +155,8 @@ def case(name: str, mark: Any, counts: list[int], *settings: str) -> Any:
 def test_training_on_gpus_equals_eager(
     settings: list[str], counts: list[int], tmp_path: Path
 ) -> None:
-    if importlib.util.find_spec("transformer_engine") is None:
-        pytest.skip("Transformer Engine is not installed")
-    table = tmp_path / "table.json"
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "chunkgraph.cli", "train", CONFIG, *SMALL, *settings),
-            *(f"train.num_microbatches={counts}", "--json", table, "--debug"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=380,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    results = json.loads(table.read_text())
+    arguments = [CONFIG, *SMALL, *settings, f"train.num_microbatches={counts}", "--debug"]
+    results = trained_report(arguments, tmp_path / "table.json", is_equal=True, timeout_s=380.0)
     assert all(s["different"] == [] for s in results["steps"])
     assert results["different_parameters"] == {}
     assert results["captures_after_first_session"] == 0

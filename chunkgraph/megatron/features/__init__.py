@@ -6,7 +6,7 @@ from chunkgraph.megatron.feature import Feature
 from chunkgraph.megatron.features.contexts.feature import Contexts
 from chunkgraph.megatron.features.experts.feature import Experts
 from chunkgraph.megatron.features.fp8 import Fp8State
-from chunkgraph.megatron.features.hybrid.feature import Hybrid
+from chunkgraph.megatron.features.hybrid import Hybrid
 from chunkgraph.megatron.features.model_state import ModelState
 from chunkgraph.megatron.features.packing.feature import PackedCalls, Packing
 from chunkgraph.megatron.features.sharded import Sharding

@@ -15,7 +15,7 @@ from torch import nn
 from chunkgraph.engine import Chunk, StepMode
 from chunkgraph.engine.agreement import Agree
 from chunkgraph.errors import CaptureError
-from chunkgraph.megatron.core.backward_pass import is_in_backward
+from chunkgraph.megatron.core.capturing import is_in_backward
 from chunkgraph.megatron.feature import LimitedFeature, Shortage, Step, Work
 from chunkgraph.megatron.features.experts.rows_in_use import moe_layers_of, watch_expert_rows
 from chunkgraph.megatron.model_part import ModelPart

@@ -18,7 +18,8 @@ from torch import nn
 from chunkgraph.engine import Chunk
 from chunkgraph.engine.capture.dangling import Bookkeeping
 from chunkgraph.graphs import RecorderBackend
-from chunkgraph.megatron.core.cached_tables import GROWING_BUFFERS, CachedTables
+from chunkgraph.megatron.features.model_state import CachedTables
+from chunkgraph.megatron.model_part import GROWING_BUFFERS
 from chunkgraph.trainer.model import build_model
 from chunkgraph.trainer.setup import seed_everything
 

@@ -13,8 +13,7 @@ from torch.distributed import distributed_c10d
 
 from chunkgraph.graphs import RecorderBackend
 from chunkgraph.megatron.core.random_state import preserve_rng
-from chunkgraph.megatron.cpu.host import cpu_host
-from chunkgraph.megatron.cpu.random_state import HostRng
+from chunkgraph.megatron.cpu.host import HostRng, cpu_host
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(60)]
 

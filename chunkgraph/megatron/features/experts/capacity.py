@@ -18,9 +18,8 @@ from typing import Any
 import torch
 
 from chunkgraph.megatron.core.access import import_megatron, patch_attributes, private_names
-from chunkgraph.megatron.core.host_tensors import HostTorch, has_gpu, host_full
-from chunkgraph.megatron.features.experts.counts import RowCounts
-from chunkgraph.megatron.features.experts.room import Room
+from chunkgraph.megatron.core.capturing import HostTorch, has_gpu, host_full
+from chunkgraph.megatron.features.experts.room import Room, RowCounts
 from chunkgraph.megatron.features.experts.rows_in_use import PADDING
 from chunkgraph.megatron.features.experts.unique_indices import scattered_routes
 

@@ -18,7 +18,6 @@ import torch
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.core.access import import_megatron, patch_attributes, private_names
 from chunkgraph.megatron.core.model_kinds import fp8_recipe
-from chunkgraph.megatron.features.experts.counts import RowCounts
 from chunkgraph.megatron.features.experts.dropless_dispatch import (
     AllGatherRows,
     AllToAllRows,
@@ -27,7 +26,7 @@ from chunkgraph.megatron.features.experts.dropless_dispatch import (
 from chunkgraph.megatron.features.experts.dropless_experts import expert_linears, experts_on_device
 from chunkgraph.megatron.features.experts.grouped_gemm import choose_gemm, lay_together
 from chunkgraph.megatron.features.experts.hybrid_ep import HybridEPRows
-from chunkgraph.megatron.features.experts.room import Room
+from chunkgraph.megatron.features.experts.room import Room, RowCounts
 from chunkgraph.megatron.features.experts.unique_indices import scattered_routes
 from chunkgraph.megatron.rules.experts import balances_by
 

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from chunkgraph.megatron.core.access import import_megatron, patch_attributes
-from chunkgraph.megatron.features.experts.counts import RowCounts
 from chunkgraph.megatron.features.experts.dropless_rows import (
     ChosenRows,
     DeviceSplits,
@@ -24,7 +23,7 @@ from chunkgraph.megatron.features.experts.dropless_rows import (
     paired_rows,
     pieces_of,
 )
-from chunkgraph.megatron.features.experts.room import Room
+from chunkgraph.megatron.features.experts.room import Room, RowCounts
 from chunkgraph.megatron.features.experts.unique_indices import sum_rows, take_rows
 
 __all__ = ["AllGatherRows", "AllToAllRows", "Dispatch"]

@@ -14,8 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from chunkgraph.engine import Agree
 from chunkgraph.errors import ConfigError, PackingError, ReplayMismatchError
-from chunkgraph.megatron.features.packing.bank import PackedBank, PackingOptions, ScheduledBanks
-from chunkgraph.megatron.features.packing.derived_calls import with_cut_offsets
+from chunkgraph.megatron.features.packing.bank import (
+    PackedBank,
+    PackingOptions,
+    ScheduledBanks,
+    with_cut_offsets,
+)
 from chunkgraph.packing import (
     ContextLimits,
     ContextSchedule,
@@ -187,6 +191,12 @@ class PackedBanks:
             captured_sizes=cuda_graph_cp_sizes,
         )
 
+    def __str__(self) -> str:
+        """Return what must be the same on all ranks."""
+        sizes = sorted({bank.size for bank in self.keys})
+        within = "" if self.limits is None else f" within {self.limits}"
+        return f"{[*self.shapes]} with {self.seq_counts} sequences, captured sizes {sizes}{within}"
+
     @property
     def largest_shape(self) -> PackedShape:
         """Return the shape that no microbatch exceeds."""
@@ -259,26 +269,6 @@ class PackedBanks:
             banks.append(self.fewest_sequences(documents, shape))
         plan = repr((schedule.digest, [int(length) for length in lengths]))
         return ScheduledBanks(banks, zlib.crc32(plan.encode()))
-
-    def refuse_others(self, rank: int, agree: Agree | None) -> None:
-        """Check that all ranks have the same banks and limits; all ranks must call this.
-
-        Args:
-            rank: The rank, for errors.
-            agree: Maximum over all ranks; None in a job of one rank.
-
-        Raises:
-            ConfigError: Some rank has different banks; raised on all ranks.
-        """
-        shapes = [[bank.shape for bank in banks] for banks in (self._every, self.keys)]
-        digest = zlib.crc32(repr((self.limits, shapes)).encode())
-        if agree is not None and agree([digest, -digest]) != [digest, -digest]:
-            within = "" if self.limits is None else f" within {self.limits}"
-            raise ConfigError(
-                f"rank {rank}: the packed shape is {self.largest_shape}, with banks of "
-                f"{list(self.keys)}{within}, and different ones on another rank. Pass the same "
-                "`packing` to attach() on every rank, pipeline stages included."
-            )
 
     def check(self, banks: Sequence[PackedBank]) -> None:
         """Check that microbatches use the process groups that graphs were captured with.

@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.nn import functional
@@ -31,7 +32,6 @@ __all__ = [
     "make_params",
     "num_extra_rows",
     "refuse_other_context",
-    "refuse_other_length",
     "refuse_rows_after_offsets",
     "shares_keys",
     "split_params",
@@ -73,22 +73,6 @@ def refuse_other_context(shape: PackedShape, config: Any) -> None:
             f"model has {size}, and documents are padded to a multiple of twice the size: pass "
             f"packing=PackedShape(..., context_parallel_size={size}) to attach()."
         )
-
-
-def refuse_other_length(schedule: Mapping[str, Any]) -> None:
-    """Refuse a decoder length that differs from the length of packed microbatches.
-
-    Raises:
-        ConfigError: The lengths differ.
-    """
-    length, decoder = schedule.get("seq_length"), schedule.get("decoder_seq_length")
-    if decoder is None or decoder == length:
-        return
-    raise ConfigError(
-        f"The schedule has decoder_seq_length {decoder}, the length that Megatron's pipeline "
-        f"stages receive, but packed microbatches have {length} rows. Leave it out (a script's "
-        "--decoder-seq-length): it is for models with an encoder."
-    )
 
 
 def shares_keys(config: Any) -> bool:
@@ -230,14 +214,13 @@ def make_params(
     module = import_megatron("megatron.core.packed_seq_params")
     kind = module.PackedSeqParams
     names = {field.name for field in dataclasses.fields(kind)}
-    rows = [torch.from_numpy(packed.cu_seqlens), torch.from_numpy(packed.cu_seqlens_padded)]
+    rows = [packed.cu_seqlens, packed.cu_seqlens_padded]
     sizes = [len(row) for row in rows]
     if with_seq_idx and _SEQ_IDX in names:
-        rows.append(torch.from_numpy(packed.seq_idx))
         num_extra = num_extra_rows(len(packed.seq_idx))
-        rows.append(torch.zeros(num_extra, dtype=torch.int32))
+        rows += [packed.seq_idx, np.zeros(num_extra, dtype=np.int32)]
         sizes += [len(packed.seq_idx), num_extra]
-    offsets, padded, *others = _copy_to_device(torch.cat(rows), device).split(sizes)
+    offsets, padded, *others = to_device(np.concatenate(rows), device).split(sizes)
     params = kind(
         qkv_format="thd",
         cu_seqlens_q=offsets,
@@ -295,10 +278,7 @@ def fixed_params(params: Any, packed: PackedSequences) -> Any:
 
 def to_device(values: NDArray[Any], device: torch.device) -> torch.Tensor:
     """Copy values to the device asynchronously."""
-    return _copy_to_device(torch.from_numpy(values), device)
-
-
-def _copy_to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    host = torch.from_numpy(values)
     if device.type == "cuda":
         host = host.pin_memory()
     return host.to(device, non_blocking=True)

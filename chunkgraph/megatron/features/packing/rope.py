@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from chunkgraph.megatron.core.access import import_megatron, patch_attributes, private_names
-from chunkgraph.megatron.core.backward_pass import is_in_backward
+from chunkgraph.megatron.core.capturing import is_in_backward
 
 __all__ = ["forget_rope_rows", "packed_rope", "rope_rows"]
 

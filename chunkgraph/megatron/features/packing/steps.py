@@ -14,10 +14,8 @@ from typing import Any
 from chunkgraph.engine import Agree, Banks
 from chunkgraph.errors import ConfigError, PackingError, SlotError
 from chunkgraph.megatron.feature import StepInputs, StepPlan
-from chunkgraph.megatron.features.packing.bank import PackedBank, digest_of_plan
+from chunkgraph.megatron.features.packing.bank import PackedBank, derived_call, digest_of_plan
 from chunkgraph.megatron.features.packing.banks import PackedBanks
-from chunkgraph.megatron.features.packing.derived_calls import derived_call
-from chunkgraph.megatron.features.packing.params import refuse_other_length
 from chunkgraph.packing import reason_not_to_fit
 
 __all__ = ["Packings", "StepPlans", "refuse_unknown"]
@@ -52,7 +50,6 @@ class StepPlans:
     Args:
         banks: The banks of this rank.
         rank: The rank, for errors.
-        agree: Compares the banks between ranks; None in a job of one rank.
         missing_graphs: Returns the reason why some banks have no graphs, or "".
         needs_buckets: Whether a microbatch's length depends on other ranks' data, so that steps
             need lengths on which the ranks agreed.
@@ -65,9 +62,6 @@ class StepPlans:
         all_shapes: All packed shapes, largest first.
         has_lengths: Whether microbatches have one of several lengths, depending on documents.
         agree_on_rows: Element-wise maximum over all ranks, for `agree_on_buckets`.
-
-    Raises:
-        ConfigError: Another rank has different banks.
     """
 
     agree_on_rows: Agree | None = None
@@ -76,12 +70,10 @@ class StepPlans:
         self,
         banks: PackedBanks,
         rank: int,
-        agree: Agree | None,
         *,
         missing_graphs: Callable[[Sequence[Hashable]], str] = lambda _: "",
         needs_buckets: bool = False,
     ) -> None:
-        banks.refuse_others(rank, agree)
         self._changes_size = changes_size = banks.groups is not None
         self.inputs = ("contexts",) if changes_size else ("packings", "buckets")
         self.banks = Banks(banks.keys, derived_call, drops_failed=changes_size)
@@ -112,11 +104,18 @@ class StepPlans:
         """Plan the step that begins; check it against the announcement, if any.
 
         Raises:
-            ConfigError: The step has no inputs, or they differ from the announced ones.
+            ConfigError: The step has no inputs, they differ from the announced ones, or the
+                schedule has another length of decoders.
             PackingError: A microbatch has no documents, or a document has no tokens.
             ReplayMismatchError: A microbatch's process group differs from its graphs' group.
         """
-        refuse_other_length(schedule)
+        length, decoder = schedule.get("seq_length"), schedule.get("decoder_seq_length")
+        if decoder not in (None, length):
+            raise ConfigError(
+                f"The schedule has decoder_seq_length {decoder}, the length that Megatron's "
+                f"pipeline stages receive, but packed microbatches have {length} rows. Leave it "
+                "out (a script's --decoder-seq-length): it is for models with an encoder."
+            )
         announced, num_microbatches = self._announced, schedule["num_microbatches"]
         if announced is None:
             contents = self._contents(inputs, num_microbatches)

@@ -18,9 +18,13 @@ from chunkgraph.megatron.features.contexts import (
     ContextGroups,
     follow_groups,
 )
-from chunkgraph.megatron.features.packing.bank import PackedBank, ScheduledBanks, digest_of_plan
+from chunkgraph.megatron.features.packing.bank import (
+    PackedBank,
+    ScheduledBanks,
+    derived_call,
+    digest_of_plan,
+)
 from chunkgraph.megatron.features.packing.banks import PackedBanks
-from chunkgraph.megatron.features.packing.derived_calls import derived_call
 from chunkgraph.megatron.features.packing.steps import StepPlans
 from chunkgraph.packing import ContextLimits, pack, schedule_contexts
 
@@ -314,7 +318,7 @@ def test_the_announcements_of_a_step(groups: ContextGroups) -> None:
     def missing(keys: Any) -> str:
         return "" if set(keys) <= set(banks.keys) else "not captured"
 
-    plans = StepPlans(banks, 3, None, missing_graphs=missing)
+    plans = StepPlans(banks, 3, missing_graphs=missing)
 
     def begin(keys: Any, misfit: str, count: int) -> tuple[str | None, Any]:
         plan = plans.plan(StepInputs(None, misfit, None, keys), {"num_microbatches": count})

@@ -6,7 +6,6 @@ sequences x heads x length x length in a backward, and refuses 2**30 of them, so
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -14,17 +13,12 @@ from typing import Any
 
 import pytest
 from packed_cases import GPU_MODEL
+from training_needs import NEEDS_ENGINE
 
-pytestmark = [pytest.mark.megatron, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.megatron, pytest.mark.timeout(300), NEEDS_ENGINE]
 
 _ROWS = 256
 _STEPS = 30
-
-
-@pytest.fixture(autouse=True)
-def _needs_transformer_engine() -> None:
-    if importlib.util.find_spec("transformer_engine") is None:
-        pytest.skip("Transformer Engine is not installed")
 
 
 @pytest.fixture

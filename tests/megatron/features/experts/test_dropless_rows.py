@@ -13,7 +13,6 @@ from toys import Operators
 
 from chunkgraph.engine.capture.accumulate import Accumulation
 from chunkgraph.graphs import RecorderBackend
-from chunkgraph.megatron.features.experts.counts import LOAD_OF
 from chunkgraph.megatron.features.experts.dropless_rows import (
     DeviceSplits,
     padded_rows,
@@ -25,7 +24,7 @@ from chunkgraph.megatron.features.experts.grouped_gemm import (
     grouped_linear,
     lay_together,
 )
-from chunkgraph.megatron.features.experts.room import Room
+from chunkgraph.megatron.features.experts.room import LOAD_OF, Room
 
 _SIZES = (3, 12, 4)  # experts, in, out
 

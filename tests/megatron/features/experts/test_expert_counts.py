@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from chunkgraph.megatron.features.experts.counts import LOAD_OF, RowCounts
+from chunkgraph.megatron.features.experts.room import LOAD_OF, RowCounts
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(60)]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_training import trained_report
+from gpu_training import check_rounding, trained_report
 
 from chunkgraph.megatron.features.experts.grouped_gemm import native_need
 
@@ -59,10 +59,7 @@ def test_replays_equal_eager_up_to_rounding(
     if (need := native_need(torch.bfloat16)) is not None:
         pytest.skip(f"Megatron's own pass with a budget: {need}")
     results = _train([*settings, f"train.num_microbatches={counts}"], tmp_path / "report.json")
-    for step in results["steps"]:
-        assert step["loss"] == pytest.approx(step["eager"]["loss"], rel=1e-3)
-        assert step["grad_norm"] == pytest.approx(step["eager"]["grad_norm"], rel=2e-2)
-    assert all(step["replays"] for step in results["steps"][1:])
+    check_rounding(results)
     assert not any(results["overflow_reruns"].values())
     if "stash.enabled=true" in settings:  # half of the budget's rows hold a token
         pairs = zip(results["stash_bytes"], results["bytes_without_stash"], strict=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 import expert_cases
 import pytest
+from packed_cases import all_but_the_first_replay
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(200)]
 
@@ -23,12 +24,11 @@ def make(make_config: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, 
 
 
 def _check(results: dict[str, dict[str, Any]], metrics: dict[str, set[str]]) -> None:
+    all_but_the_first_replay(results)
     for name, result in results.items():
-        assert len({s["loss"] for s in result["steps"]}) == len(result["steps"]), name
         for step in result["steps"]:
             recorded = {key for key, value in step["expert_metrics"].items() if value > 0}
             assert recorded == metrics[name], name
-        assert all(step["replays"] > 0 for step in result["steps"][1:]), name
 
 
 @pytest.mark.every_release

@@ -12,13 +12,14 @@ configuration of each kernel instead of the fastest one of this run (or, with Tr
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import mamba_needs
 import pytest
+from packed_cases import all_but_the_first_replay
+from training_needs import NEEDS_ENGINE
 
 _CHUNK = {"scope": "chunk"}
 _ROWS = 256
@@ -29,13 +30,11 @@ _ODD = {"max_packed_tokens": 250}
 
 Case = Callable[..., dict[str, Any]]
 
-pytestmark = [pytest.mark.megatron, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.megatron, pytest.mark.timeout(500), NEEDS_ENGINE]
 
 
 @pytest.fixture(autouse=True)
 def _needs_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    if importlib.util.find_spec("transformer_engine") is None:
-        pytest.skip("Transformer Engine is not installed")
     if missing := mamba_needs.missing_kernels():
         pytest.skip(missing)
     monkeypatch.setenv("MAMBA_DETERMINISTIC", "1")
@@ -90,12 +89,6 @@ def make_case(make_config: Callable[..., Any], write_documents: Callable[..., Pa
     return functools.partial(_case, write_documents(range(29, 150), 200), make_config)
 
 
-def _check(results: dict[str, dict[str, Any]]) -> None:
-    for name, result in results.items():
-        steps = result["steps"]
-        assert [bool(s["replays"]) for s in steps] == [False] + [True] * (len(steps) - 1), name
-
-
 @pytest.mark.gpu
 def test_one_gpu(
     run_equal: Callable[..., Any], make_case: Case, num_packings: Callable[..., int]
@@ -112,7 +105,7 @@ def test_one_gpu(
         "mamba_alone": case("MM", counts, _CHUNK, packed=True, packing={"buckets": [0.5]}),
     }
     assert min(num_packings(cases[name]) for name in ("packed_apart", "packed_odd")) > 3
-    _check(run_equal(cases, 1, timeout_s=480.0))
+    all_but_the_first_replay(run_equal(cases, 1, timeout_s=480.0))
 
 
 @pytest.mark.multigpu
@@ -134,4 +127,4 @@ def test_two_gpus(run_equal: Callable[..., Any], make_case: Case) -> None:
             "M-M*-M", [2, 3, 1], _CHUNK, context_parallel_size=2, model={"seq_length": 4 * 128}
         ),
     }
-    _check(run_equal(cases, 2, timeout_s=480.0))
+    all_but_the_first_replay(run_equal(cases, 2, timeout_s=480.0))

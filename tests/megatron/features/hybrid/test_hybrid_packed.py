@@ -16,8 +16,7 @@ from refused import refused
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.features.contexts.feature import Contexts
-from chunkgraph.megatron.features.hybrid.feature import Hybrid
-from chunkgraph.megatron.features.hybrid.layers import mamba_mixers_of, packed_mamba_rows
+from chunkgraph.megatron.features.hybrid import Hybrid, mamba_mixers_of, packed_mamba_rows
 from chunkgraph.packing import PackedShape
 from chunkgraph.trainer.model import build_model
 from chunkgraph.trainer.setup import seed_everything

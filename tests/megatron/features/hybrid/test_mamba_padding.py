@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from chunkgraph.megatron.features.hybrid.layers import rows_after_documents
+from chunkgraph.megatron.features.hybrid import rows_after_documents
 from chunkgraph.packing import PackedShape, pack
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release]

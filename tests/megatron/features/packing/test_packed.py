@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,7 +30,6 @@ from chunkgraph.megatron.features.packing.bank import PackingOptions
 from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.megatron.features.packing.feature import Packing
 from chunkgraph.megatron.features.packing.params import split_params
-from chunkgraph.megatron.features.packing.steps import StepPlans
 from chunkgraph.packing import ContextLimits, PackedShape
 from chunkgraph.trainer.model import build_model
 from chunkgraph.trainer.setup import seed_everything
@@ -156,20 +156,21 @@ def test_what_differs_from_the_capture_is_named(chunks: list[Any], graphs: Any) 
         call(lambda p: setattr(p, "max_seqlen_kv", torch.tensor(32)))
 
 
-def test_ranks_of_different_shapes_are_reported() -> None:
-    questions: list[Any] = []
-
-    def first(values: Any) -> list[int]:
-        questions.append(list(values))
-        return list(values)
-
-    def second(values: Any) -> list[int]:
-        return [max(pair) for pair in zip(values, questions[0], strict=True)]
-
-    StepPlans(PackedBanks([PackedShape(7, 32)]), 0, first)
-    StepPlans(PackedBanks([PackedShape(7, 32)]), 1, second)
-    with pytest.raises(ConfigError, match=r"rank 1: the packed shape is .*another rank"):
-        StepPlans(PackedBanks([SHAPE]), 1, second)
+def test_ranks_compare_all_banks(chunks: list[Any]) -> None:
+    site = attach(chunks, num_slots=(2,), packing=SHAPE).site
+    assert isinstance(site.equal_facts()["packing"], PackedBanks)
+    longer = PackedShape(SHAPE.max_packed_seqs, 2 * SHAPE.max_packed_tokens)
+    limits = ContextLimits(world_size=1, max_tokens_per_rank=32, max_packed_seqs=4)
+    groups = ContextGroups([0], {1: None})
+    different = [
+        PackedBanks([SHAPE]),
+        PackedBanks([longer]),
+        PackedBanks([longer, SHAPE]),
+        PackedBanks([SHAPE], [2]),
+        PackedBanks.of_limits(limits, groups),
+        PackedBanks.of_limits(replace(limits, max_packed_seqs=5), groups),
+    ]
+    assert len({str(banks) for banks in different}) == len(different)
 
 
 @pytest.mark.parametrize("graphs", ["block", "chunk"], indirect=True)

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from packed_cases import GPU_MODEL
+from packed_cases import GPU_MODEL, all_but_the_first_replay
+from training_needs import NEEDS_ENGINE
 
 from chunkgraph.packing import PackedShape, pack
 
 Case = Callable[..., dict[str, Any]]
+
+pytestmark = NEEDS_ENGINE
 
 _UNFUSED = {"apply_rope_fusion": False}
 # Enough for the fused kernel to start by row, as `test_gpu_rope` shows.
@@ -66,12 +68,6 @@ _CASES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _needs_transformer_engine() -> None:
-    if importlib.util.find_spec("transformer_engine") is None:
-        pytest.skip("Transformer Engine is not installed")
-
-
 def _case(
     text: Path,
     make_config: Callable[..., Any],
@@ -99,18 +95,12 @@ def make_case(make_config: Callable[..., Any], write_documents: Callable[..., Pa
     return functools.partial(_case, write_documents(range(29, 150), 200), make_config)
 
 
-def _check(results: dict[str, dict[str, Any]]) -> None:
-    for name, result in results.items():
-        steps = result["steps"]
-        assert [bool(s["replays"]) for s in steps] == [False] + [True] * (len(steps) - 1), name
-
-
 @pytest.mark.gpu
 @pytest.mark.megatron
 @pytest.mark.timeout(500)
 def test_one_gpu(run_equal: Callable[..., Any], make_case: Case) -> None:
     cases = {name: make_case([2, 3, 1, 4], *case) for name, case in _CASES.items()}
-    _check(run_equal(cases, 1, timeout_s=480.0))
+    all_but_the_first_replay(run_equal(cases, 1, timeout_s=480.0))
 
 
 @pytest.mark.gpu
@@ -125,7 +115,7 @@ def test_sliding_window(run_equal: Callable[..., Any], make_case: Case) -> None:
         "whole": make_case([2, 3, 1, 4], {}, {"scope": "chunk"}, {}),
     }
     results = run_equal(cases, 1, timeout_s=280.0)
-    _check(results)
+    all_but_the_first_replay(results)
     losses = [[s["loss"] for s in results[n]["steps"]] for n in ("chunk", "whole")]
     assert losses[0] != losses[1]
 
@@ -144,7 +134,7 @@ def test_fp8(run_equal: Callable[..., Any], make_case: Case, recipe: str) -> Non
         "chunk": make_case([2, 3, 1, 4], packing, {"scope": "chunk"}, options),
     }
     results = run_equal(cases, 1, timeout_s=280.0)
-    _check(results)
+    all_but_the_first_replay(results)
     for name in ("block", "chunk"):
         assert len(results[name]["replays_of_bank"][0]) > 1, name
 
@@ -168,7 +158,7 @@ def test_offsets_for_the_most_sequences_are_cut(
     }
     cases = {name: {**case, "offsets": "most"} for name, case in cases_of_kinds.items()}
     results = run_equal(cases, 1, timeout_s=280.0)
-    _check(results)
+    all_but_the_first_replay(results)
     for name in ("by_default", "unfused"):
         assert set(results[name]["replays_of_bank"][0]) == {"256 tokens, 32 sequences"}, name
     assert len(results["several"]["replays_of_bank"][0]) > 1

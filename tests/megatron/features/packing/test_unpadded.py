@@ -9,7 +9,6 @@ tokens: these texts have many equal ones, and nothing defines which of them is d
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import mamba_needs
 import packed_cases
 import pytest
+from training_needs import NEEDS_ENGINE
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(300)]
 
@@ -77,14 +77,13 @@ def test_on_a_cpu(
 
 
 @pytest.mark.gpu
+@NEEDS_ENGINE
 def test_on_a_gpu(
     run_cases: Callable[..., Any],
     make_config: Callable[..., Any],
     write_documents: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if importlib.util.find_spec("transformer_engine") is None:
-        pytest.skip("Transformer Engine is not installed")
     monkeypatch.setenv("MAMBA_DETERMINISTIC", "1")
     text = write_documents(range(9, 110), 200)
     kinds = ["attention", "grouped", "unfused", "latent", "roomy_experts"]

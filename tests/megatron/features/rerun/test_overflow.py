@@ -14,9 +14,8 @@ from refused import refused
 from chunkgraph.engine import CaptureOptions
 from chunkgraph.errors import ConfigError, VerifyError
 from chunkgraph.megatron import site
-from chunkgraph.megatron.features.experts.counts import RowCounts
 from chunkgraph.megatron.features.experts.feature import Experts
-from chunkgraph.megatron.features.experts.room import factor_for_all
+from chunkgraph.megatron.features.experts.room import RowCounts, factor_for_all
 from chunkgraph.megatron.features.packing.bank import PackingOptions
 from chunkgraph.megatron.features.rerun import running_metrics
 from chunkgraph.megatron.features.stash import ExpertStash

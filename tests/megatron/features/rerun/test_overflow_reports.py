@@ -14,7 +14,7 @@ import torch
 from chunkgraph.engine.decide import StepMode
 from chunkgraph.engine.observer import Counters
 from chunkgraph.megatron.feature import Feature, Features, LimitedFeature, Shortage
-from chunkgraph.megatron.features.experts.counts import RowCounts
+from chunkgraph.megatron.features.experts.room import RowCounts
 from chunkgraph.megatron.features.rerun import OverflowGuard
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from gpu_training import trained_report
 
 CONFIG = Path(__file__).resolve().parents[4] / "configs" / "gpu" / "moe_pp2_ep2.yaml"
 SMALL = [
@@ -50,17 +48,9 @@ ONE, TWO, FOUR = pytest.mark.gpu, pytest.mark.multigpu, pytest.mark.multigpu(4)
 def test_stashed_experts_equal_eager(
     settings: list[str], counts: list[int], num_reruns: int, tmp_path: Path
 ) -> None:
+    arguments = [CONFIG, *SMALL, *settings, f"train.num_microbatches={counts}"]
     report = tmp_path / "report.json"
-    arguments = [*SMALL, *settings, f"train.num_microbatches={counts}", "--json", str(report)]
-    done = subprocess.run(
-        [sys.executable, "-m", "chunkgraph.cli", "train", str(CONFIG), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=380,
-        check=False,
-    )
-    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
-    results = json.loads(report.read_text(encoding="utf-8"))
+    results = trained_report(arguments, report, is_equal=True, timeout_s=380.0)
     assert results["different_parameters"] == {}
     assert all(step["different"] == [] for step in results["steps"])
     if num_reruns:

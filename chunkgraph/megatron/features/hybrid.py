@@ -1,4 +1,4 @@
-"""Adapt Megatron-core's hybrid layers: the local stack, row numbers and padding of Mamba layers.
+"""Support hybrid models: refusals, row numbers and padding of Mamba layers on packed sequences.
 
 A mixer skips no rows: the gradients of its weights sum products over all rows, and 0 times NaN is
 NaN. So the rows after the last document are replaced by zeros before and after a layer, by
@@ -11,26 +11,123 @@ decay within a block of rows across documents.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, Self
 
 import torch
 from torch import nn
 
+from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.core.access import import_megatron, patch_attributes
-from chunkgraph.megatron.features.packing.params import with_extra_rows
+from chunkgraph.megatron.core.model_kinds import is_stack
+from chunkgraph.megatron.feature import Feature, Work
+from chunkgraph.megatron.features.packing.params import ARGUMENT, with_extra_rows
+from chunkgraph.megatron.model_part import Call, ModelPart
+from chunkgraph.megatron.rules.features import HYBRID_RULES
+from chunkgraph.megatron.site import Site
+from chunkgraph.settings.rule import Facts, Rule
 
 __all__ = [
+    "Hybrid",
     "can_recompute_hybrid_layers",
-    "clear_mamba_padding",
     "mamba_mixers_of",
     "packed_mamba_rows",
     "rows_after_documents",
 ]
+
+
+def _has(f: Facts, symbol: str) -> bool:
+    return symbol in (f.hybrid_layer_pattern or "")
+
+
+_RULES = (
+    *HYBRID_RULES,
+    Rule("hybrid_layer_pattern: sparse attention (D) is untested", lambda f: _has(f, "D")),
+    Rule(
+        "hybrid_layer_pattern: with multi-token prediction its stage has a second stack, which "
+        "is untested",
+        lambda f: f.hybrid_layer_pattern and (_has(f, "/") or f.mtp_num_layers),
+    ),
+    Rule(
+        "hybrid_layer_pattern packed: gated delta nets (G) are untested",
+        lambda f: f.packed and _has(f, "G"),
+    ),
+    Rule(
+        "use_mamba_mem_eff_path packed: only the memory-efficient path of Megatron's mixer "
+        "separates documents",
+        lambda f: f.packed and _has(f, "M") and f.use_mamba_mem_eff_path is False,
+    ),
+)
+
+
+class Hybrid(Feature):
+    """Support Mamba layers in captured parts."""
+
+    rules = _RULES
+
+    @classmethod
+    def facts(cls, site: Site) -> Mapping[str, object]:
+        """Return the kinds of layers in the model."""
+        return {"hybrid_layer_pattern": _pattern_of(site.chunks)}
+
+    @classmethod
+    def of(cls, site: Site, undo: ExitStack) -> Self | None:
+        """Apply to models with a Mamba layer in a captured part.
+
+        Rows after the last document are cleared, also in eager passes.
+        """
+        modules = [module for part in site.parts for module in part.modules]
+        if not mamba_mixers_of(modules):
+            return None
+        facts = site.facts()
+        if facts.pads_rows or not facts.packed:
+            undo.callback(clear_mamba_padding(modules))
+        return cls()
+
+    def call(self, part: ModelPart, call: Call) -> Call:
+        """Refuse packed sequences whose beginnings are unknown to Mamba layers.
+
+        A release that numbers rows in the mixer has no ``seq_idx``; its parameters pass.
+        """
+        if not mamba_mixers_of(part.modules):
+            return call
+        label = part.label
+
+        def checked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            params = kwargs.get(ARGUMENT)
+            if params is not None and hasattr(params, "seq_idx") and params.seq_idx is None:
+                raise ConfigError(
+                    f"{label} has Mamba layers and was called with packed_seq_params without "
+                    "seq_idx: all documents of a microbatch would share one state. Pass the "
+                    "document of each row, int32 of shape (1, rows); chunkgraph.packing.pack() "
+                    "computes it on the host, and Megatron computes it if total_tokens is set."
+                )
+            return call(args, kwargs)
+
+        return checked
+
+    def around(self, work: Work) -> AbstractContextManager[None]:
+        """Number the documents' rows on the device, also in the passes of ``verify``."""
+        return nullcontext() if work == "session" else packed_mamba_rows()
+
+
+def _pattern_of(chunks: Iterable[nn.Module]) -> str | None:
+    """Return the symbols of all layers of a hybrid model; None of another model."""
+    modules: list[Any] = [module for chunk in chunks for module in chunk.modules()]
+    stacks = [module for module in modules if is_stack(module)]
+    if not stacks:
+        return None
+    # The model's pattern covers all stages, so that either all ranks refuse or none.
+    names = ("hybrid_layer_pattern", "hybrid_override_pattern")
+    symbols = {s for module in modules for name in names for s in getattr(module, name, None) or ""}
+    symbols.update(s for stack in stacks for s in getattr(stack, "layer_type_list", ()))
+    if any(getattr(module, "mtp_num_depths", 0) for module in modules):
+        symbols.add("/")
+    return "".join(sorted(symbols))
+
 
 _MIXER = "megatron.core.ssm.mamba_mixer"
 
@@ -46,7 +143,7 @@ def mamba_mixers_of(modules: Iterable[nn.Module]) -> list[nn.Module]:
     return [] if mixer is None else [m for m in modules if isinstance(m, mixer)]
 
 
-@contextlib.contextmanager
+@contextmanager
 def packed_mamba_rows() -> Iterator[None]:
     """Make mixers number the documents' rows on the device.
 
@@ -71,7 +168,6 @@ def packed_mamba_rows() -> Iterator[None]:
 
 
 _LAYER = "megatron.core.ssm.mamba_layer"
-_PARAMS = "packed_seq_params"
 _HIDDEN = "hidden_states"
 
 
@@ -148,7 +244,7 @@ class _Cleared:
 
 def _padding_of(layer: Any, kwargs: dict[str, Any], num_rows: int) -> torch.Tensor | None:
     """Return the mask of this rank's padding rows, [rows, 1, 1]; None without documents."""
-    params = kwargs.get(_PARAMS)
+    params = kwargs.get(ARGUMENT)
     if params is None or params.qkv_format != "thd" or params.cu_seqlens_q is None:
         return None
     first = 0

@@ -1,1 +1,0 @@
-"""Support Mamba layers next to attention."""
