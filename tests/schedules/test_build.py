@@ -113,6 +113,8 @@ def test_unknown_name_lists_and_suggests():
         ((2, 1, 0, None), r"needs at least 1 .*nearest legal: 1"),
         ((0, 1, 1, None), r"num_ranks is 0"),
         ((2, 0, 1, None), r"num_chunks is 0"),
+        ((2**62, 1, 1, None), r"at most 1024 stages"),
+        ((2, 513, 2, None), r"at most 1024 stages"),
     ],
 )
 def test_impossible_topologies_are_refused(arguments, message):
