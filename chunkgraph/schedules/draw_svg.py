@@ -11,6 +11,7 @@ import html
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from chunkgraph._text import counted
 from chunkgraph.schedules.action import Op
 from chunkgraph.schedules.simulate import Simulation, Span
 
@@ -142,9 +143,8 @@ def _picture(simulation: Simulation, slots: _Slots) -> _Picture:
 def _title(simulation: Simulation) -> str:
     schedule = simulation.schedule
     chunks = f", {schedule.num_chunks} chunks each" if schedule.num_chunks > 1 else ""
-    ranks = "1 rank" if schedule.num_ranks == 1 else f"{schedule.num_ranks} ranks"
-    count = schedule.num_microbatches
-    return f"{schedule.name}: {ranks}{chunks}, {count} microbatch{'es' if count != 1 else ''}"
+    ranks = counted(schedule.num_ranks, "rank")
+    return f"{schedule.name}: {ranks}{chunks}, {counted(schedule.num_microbatches, 'microbatch')}"
 
 
 def _width_of(texts: tuple[str, str]) -> float:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from chunkgraph._inputs import read_input
-from chunkgraph._text import shorten
+from chunkgraph._text import counted, shorten
 from chunkgraph.errors import ConfigError
 from chunkgraph.schedules.action import Op
 from chunkgraph.schedules.build import MAX_STAGES, check_sizes
@@ -57,8 +57,8 @@ def _check_stages(schedule: Schedule, num_ranks: int, num_chunks: int) -> None:
     sizes = (schedule.num_ranks, schedule.num_chunks)
     if sizes != (num_ranks, num_chunks):
         raise ConfigError(
-            f"{name} has {sizes[0]} ranks of {sizes[1]} chunk(s), but the pipeline has "
-            f"{num_ranks} of {num_chunks}."
+            f"{name} has {counted(sizes[0], 'rank')} of {counted(sizes[1], 'chunk')}, but the "
+            f"pipeline has {num_ranks} of {num_chunks}."
         )
     if schedule.placement is not Placement.LOOP:
         raise ConfigError(
@@ -116,8 +116,9 @@ def check_counts(schedule: Schedule, counts: Iterable[int], setting: str) -> Non
     """
     if others := sorted(set(counts) - {schedule.num_microbatches}):
         raise ConfigError(
-            f"{schedule.name} is a schedule of {schedule.num_microbatches} microbatches, but a "
-            f"step has {', '.join(map(str, others))}. Change {setting}, or use a schedule by name."
+            f"{schedule.name} is a schedule of {counted(schedule.num_microbatches, 'microbatch')}, "
+            f"but a step has {', '.join(map(str, others))}. Change {setting}, or use a schedule "
+            "by name."
         )
 
 
