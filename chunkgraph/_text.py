@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 __all__ = [
     "REPORT_WIDTH",
+    "counted",
     "did_you_mean",
     "escape",
     "format_bytes",
@@ -37,6 +38,12 @@ def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     return f" Did you mean {by_lower[matches[0]]!r}?" if matches else ""
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number and its noun: ``1 process``, ``2 processes``."""
+    ending = "es" if noun.endswith(("ch", "ss")) else "s"
+    return f"{number} {noun}{ending * (number != 1)}"
+
+
 def shown(value: object) -> str:
     """Return ``repr(value)`` for a message, cut at 200 characters.
 
@@ -63,10 +70,6 @@ def shorten(text: str) -> str:
 
 def format_bytes(num_bytes: float) -> str:
     """Return a byte count in the largest binary unit that keeps it at 1 or more: ``1.5 MiB``."""
-    size = float(num_bytes)
-    unit = _BYTE_UNITS[0]
-    for unit in _BYTE_UNITS:
-        if abs(size) < 1024 or unit == _BYTE_UNITS[-1]:
-            break
-        size /= 1024
-    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+    power = min(max(0, int(abs(num_bytes)).bit_length() - 1) // 10, len(_BYTE_UNITS) - 1)
+    size = num_bytes / 2 ** (10 * power)
+    return f"{size:.{1 if power else 0}f} {_BYTE_UNITS[power]}"

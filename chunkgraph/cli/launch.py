@@ -6,7 +6,7 @@ import argparse
 import os
 from typing import TYPE_CHECKING, Any
 
-from chunkgraph._text import shorten
+from chunkgraph._text import counted, shorten
 from chunkgraph.cli.plan_memory import add_gpu_memory, omissions_of, sizes_of
 from chunkgraph.cli.plan_request import Request, schedule_name
 from chunkgraph.cli.plan_tables import exit_code, print_rows, rows_of
@@ -106,7 +106,7 @@ def _print_plan(options: argparse.Namespace) -> int:
         if (size := getattr(args, name, None) or 1) > 1
     )
     console.print(
-        f"{shorten(options.script.name)} on {args.world_size} processes (data "
+        f"{shorten(options.script.name)} on {counted(args.world_size, 'process')} (data "
         f"{args.data_parallel_size}{sizes}): all flags are compatible with chunk graphs. Layer "
         "specs, hooks and wrappers are checked when the model is built.",
         soft_wrap=True,

@@ -126,20 +126,20 @@ def run(args: argparse.Namespace) -> int:
     for name in ("global_batch_size", "context_parallel_size"):
         if (value := getattr(args, name)) < 1:
             raise ConfigError(f"packing: --{name.replace('_', '-')} {value} is below 1")
-    # Check before reading a long file.
-    if args.max_packed_tokens is not None:
-        _capacity(args.max_packed_tokens, args)
     if args.plot is not None:
         _check_picture(args.plot)
     with Console(stderr=True).status(f"reading {shown(str(args.file))}"):
         lengths = read_lengths(args.file)
-        most = args.max_packed_tokens or _default_capacity(lengths, args.context_parallel_size)
-        sizes = _microbatches(lengths, _capacity(most, args))
+        if (most := args.max_packed_tokens) is None:
+            most = _default_capacity(lengths, args.context_parallel_size)
+        capacity = PackedShape(
+            max_packed_seqs=2,
+            max_packed_tokens=most,
+            context_parallel_size=args.context_parallel_size,
+        )
+        sizes = _microbatches(lengths, capacity)
         result = recommend(
-            sizes,
-            _capacity(most, args),
-            microbatches_per_step=args.global_batch_size,
-            target=target,
+            sizes, capacity, microbatches_per_step=args.global_batch_size, target=target
         )
     if args.plot is not None:
         write_output("--plot", args.plot, _drawn(sizes, result, args, target))
@@ -199,14 +199,6 @@ def _share(text: str) -> float:
             "such as 1%, or a fraction, such as 0.01"
         )
     return value
-
-
-def _capacity(tokens: int, args: argparse.Namespace) -> PackedShape:
-    return PackedShape(
-        max_packed_seqs=2,
-        max_packed_tokens=tokens,
-        context_parallel_size=args.context_parallel_size,
-    )
 
 
 def _default_capacity(lengths: DocumentLengths, num_ranks: int) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from chunkgraph._outputs import check_output, is_stdout, output_file, stream_next_to, write_output
-from chunkgraph._text import shorten
+from chunkgraph._text import counted, shorten
 from chunkgraph.cli.arguments import add_config, add_json, prints_json
 from chunkgraph.cli.plan_export import MAX_DRAWN, MAX_EXPORTED, Grid, as_html, as_trace, too_large
 from chunkgraph.cli.plan_memory import add_gpu_memory
@@ -122,7 +122,8 @@ def run(args: argparse.Namespace) -> int:
 
         console = Console(file=stream_next_to(*pictures.values()), highlight=False, markup=False)
         print_rows(console, request, rows)
-        console.print(f"One step of {request.num_microbatches} microbatches", style="bold")
+        step = counted(request.num_microbatches, "microbatch")
+        console.print(f"One step of {step}", style="bold")
         if grid is None or no_grid is not None:
             console.print(f"No grid: {no_grid}.", soft_wrap=True)
         else:
@@ -159,7 +160,8 @@ def _compare(args: argparse.Namespace, request: Request) -> int:
 
 
 def _title(request: Request) -> str:
-    return f"{request.num_ranks} ranks, {request.num_microbatches} microbatches"
+    step = counted(request.num_microbatches, "microbatch")
+    return f"{counted(request.num_ranks, 'rank')}, {step}"
 
 
 def _check_outputs(paths: dict[str, Path | None]) -> None:

@@ -172,8 +172,7 @@ def as_trace(grid: Grid) -> str:
 def _schedule(grid: Grid, rows: Sequence[RankRow]) -> Mapping[str, Any]:
     run = grid.simulation
     num_chunks = run.schedule.num_chunks
-    num_slots = max(grid.slots.values(), default=0) + 1
-    colours = [[colour_of(c, s, num_chunks) for s in range(num_slots)] for c in range(num_chunks)]
+    chunks = range(num_chunks)
     estimates = [row.memory for row in rows if row.memory is not None]
     return {
         "name": run.schedule.name,
@@ -183,7 +182,7 @@ def _schedule(grid: Grid, rows: Sequence[RankRow]) -> Mapping[str, Any]:
         "num_slots": max(row.plan.num_slots for row in rows),
         "memory_bytes": max((one.total_bytes for one in estimates), default=None),
         "slot_bytes": estimates[0].slot_bytes_per_chunk[0] if estimates else None,
-        "colours": colours,
+        "colours": {op.value: [colour_of(op, c, num_chunks) for c in chunks] for op in _NAMES},
         "ranks": [{"rank": r, "actions": list(_actions(grid, r))} for r in range(len(rows))],
     }
 

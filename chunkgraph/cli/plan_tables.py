@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from chunkgraph._text import format_bytes, shorten
+from chunkgraph._text import counted, format_bytes, shorten
 from chunkgraph.cli.plan_export import Grid
 from chunkgraph.cli.plan_request import Request
 from chunkgraph.errors import TopologyError
@@ -82,11 +82,11 @@ def as_json(row: RankRow) -> dict[str, object]:
 def print_rows(console: Console, request: Request, rows: Sequence[RankRow]) -> None:
     """Print slots and memory, and whether they fit on the GPU."""
     if request.file is not None:
-        holds = f"steps of {request.num_microbatches} microbatches"
+        holds = f"steps of {counted(request.num_microbatches, 'microbatch')}"
     elif request.is_bounded:
         holds = "any legal number of microbatches"
     else:
-        holds = f"up to {request.num_microbatches} microbatches"
+        holds = f"up to {counted(request.num_microbatches, 'microbatch')}"
     heading = f"{shorten(request.schedule)}: slots for {holds}"
     console.print(heading, style="bold", soft_wrap=True)
     planned = [

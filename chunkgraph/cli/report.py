@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from chunkgraph._outputs import stream_next_to, write_output
-from chunkgraph._text import REPORT_WIDTH, format_bytes
+from chunkgraph._text import REPORT_WIDTH, counted, format_bytes
 from chunkgraph.errors import OutputError
 from chunkgraph.settings import Config, resolved, to_mapping
 from chunkgraph.trainer.results import RunResults, StepRecord, StepResult, find_failures
@@ -46,7 +46,7 @@ class TrainProgress:
         """Show a step of the phase ``eager`` or ``chunk``."""
         if record.captures:
             self._print(f"{_PHASES[phase]}: captured")
-        note = f"{record.num_microbatches} microbatches, loss {record.loss:.6f}"
+        note = f"{counted(record.num_microbatches, 'microbatch')}, loss {record.loss:.6f}"
         self._print(f"{_PHASES[phase]}: step {record.step + 1}/{self._num_steps}  {note}")
 
     def capture(self, num_captured: int, num_graphs: int, free_bytes: int | None) -> None:
@@ -86,7 +86,7 @@ def print_report(config: Config, results: RunResults, console: Console) -> list[
     for line in _notes(config, results):
         console.print(line, markup=False)
     if failures:
-        console.print(f"FAILED: {len(failures)} problem(s)", style="bold red")
+        console.print(f"FAILED: {counted(len(failures), 'problem')}", style="bold red")
         for failure in failures:
             console.print(f"  {failure}", markup=False)
     elif config.capture.enabled and not results.capture_sessions:
@@ -142,7 +142,7 @@ def _notes(config: Config, results: RunResults) -> list[str]:
         f"rank {rank} {list(slots)}" for rank, slots in enumerate(results.slots_per_chunk)
     )
     lines.append(
-        f"graphs: {results.num_graphs} from {results.capture_sessions} capture session(s), "
+        f"graphs: {results.num_graphs} from {counted(results.capture_sessions, 'session')}, "
         f"{results.captures_after_first_session} captured later; slots per chunk: {slots}"
     )
     lines += [
@@ -159,7 +159,7 @@ def _notes(config: Config, results: RunResults) -> list[str]:
         sizes = ", ".join(f"{size / 2**20:.1f}" for size in results.stash_bytes)
         lines.append(f"stash of saved expert activations: {sizes} MiB by rank")
     lines += [
-        f"{count} step(s) ran again eagerly, since there was no room: {name}"
+        f"{counted(count, 'step')} ran again eagerly, since there was no room: {name}"
         for name, count in results.overflow_reruns.items()
     ]
     lines += [f"captured again with more room: {name}" for name in results.recaptures]
@@ -178,7 +178,7 @@ def _verified(config: Config, results: RunResults) -> list[str]:
     if not results.capture_sessions:
         return [f"capture.verify={config.capture.verify} verified nothing"]
     replays = [step.replays for step in results.steps if step.replays]
-    what = f"{len(replays)} replayed step(s), {sum(replays)} forwards and their backwards on rank 0"
+    what = f"{counted(len(replays), 'replayed step')}, {counted(sum(replays), 'forward')} on rank 0"
     return [f"capture.verify={config.capture.verify}: {what}; {_VERIFIED[config.capture.verify]}"]
 
 
@@ -190,4 +190,4 @@ def _banks(results: RunResults) -> list[str]:
     counts = "; ".join(f"{name}: {count}" for name, count in replays.items())
     lines = [f"replays, all ranks: {counts}"] if replays else []
     missing = results.missing_banks[0] if results.missing_banks else {}
-    return [*lines, *(f"{count} step(s) were eager: {why}" for why, count in missing.items())]
+    return [*lines, *(f"eager, {counted(count, 'step')}: {why}" for why, count in missing.items())]

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from chunkgraph._collector import collector_paused
 from chunkgraph._outputs import check_output
+from chunkgraph._text import counted
 from chunkgraph.cli.arguments import add_config, add_json
 from chunkgraph.data import PackedText, read_documents
 from chunkgraph.errors import ConfigError, MissingDependencyError, TopologyError, WorkerError
@@ -91,7 +92,7 @@ def _train_as_rank(args: argparse.Namespace) -> int:
         from chunkgraph.cli.report import report
 
         if failures := report(config, results, args.json):
-            raise WorkerError(f"the report lists {len(failures)} problem(s).")
+            raise WorkerError(f"the report lists {counted(len(failures), 'problem')}.")
     return 0
 
 

@@ -21,6 +21,7 @@ from types import FrameType
 from typing import Any
 
 from chunkgraph._collector import collector_paused
+from chunkgraph._text import counted
 from chunkgraph.errors import ConfigError
 from chunkgraph.jobs.processes import (
     PARENT_PID_VARIABLE,
@@ -181,8 +182,8 @@ def check_gpus(num_ranks: int, remedy: str) -> None:
     may_share = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
     if num_gpus < (1 if may_share else num_ranks):
         raise ConfigError(
-            f"device is cuda and the run needs {num_ranks} GPU(s), one for each rank, but torch "
-            f"sees {num_gpus} here. {remedy}"
+            f"device is cuda and the run needs {counted(num_ranks, 'GPU')}, one for each rank, but "
+            f"torch sees {num_gpus} here. {remedy}"
         )
 
 

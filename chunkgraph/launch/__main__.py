@@ -17,12 +17,13 @@ import runpy
 import socket
 import sys
 import time
+import traceback
 import warnings
 from typing import TYPE_CHECKING, Any, Never
 
 from chunkgraph._collector import collector_paused
 from chunkgraph._text import shorten
-from chunkgraph.errors import ConfigError, TopologyError
+from chunkgraph.errors import ChunkGraphError, ConfigError, TopologyError
 from chunkgraph.jobs.processes import EXIT_FAILED, keep_quiet, leave, run_rank
 from chunkgraph.launch.flags import (
     GRANULARITY,
@@ -112,8 +113,8 @@ def planned_arguments(options: argparse.Namespace) -> tuple[argparse.Namespace, 
         Megatron's validated arguments, and the flags of chunk graphs.
 
     Raises:
-        ConfigError: Megatron or chunk graphs refuse the arguments, or the script parses none.
-        Exception: Any exception that the script raises before.
+        ConfigError: Megatron or chunk graphs refuse the arguments, or the script fails or parses
+            none.
     """
     import torch.distributed as dist
 
@@ -180,16 +181,24 @@ def planned_arguments(options: argparse.Namespace) -> tuple[argparse.Namespace, 
         stack.callback(patch_attributes(argparse.ArgumentParser, patches))
         stack.callback(patch_attributes(dist, {"init_process_group": check_and_exit}))
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        stack.enter_context(contextlib.suppress(_ParsedError))
-        runpy.run_path(str(options.script), run_name="__main__")
-        if mine:
-            check_and_exit()
-    if not found:
-        raise ConfigError(
-            f"{options.script.name} never parsed Megatron's arguments, so there is nothing to "
-            "plan. In your own training loop, chunkgraph plan takes the sizes instead."
-        )
-    return found[0]
+        try:
+            runpy.run_path(str(options.script), run_name="__main__")
+            if mine:
+                check_and_exit()
+        except _ParsedError:
+            return found[0]
+        except (ChunkGraphError, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            what = traceback.format_exception_only(error)[-1]
+            raise ConfigError(
+                f"{options.script.name} ended before its plan: {shorten(what.strip())}. Run it "
+                "without --plan, or add --debug, to see where."
+            ) from error
+    raise ConfigError(
+        f"{options.script.name} never parsed Megatron's arguments, so there is nothing to plan. "
+        "In your own training loop, chunkgraph plan takes the sizes instead."
+    )
 
 
 def _smallest_world_size(args: argparse.Namespace) -> int:

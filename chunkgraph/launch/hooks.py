@@ -23,7 +23,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from chunkgraph._text import format_bytes
+from chunkgraph._text import counted, format_bytes
 from chunkgraph.engine import CaptureOptions, CaptureReport
 from chunkgraph.engine.agreement import refuse_differences
 from chunkgraph.launch.arguments import (
@@ -302,12 +302,10 @@ def start_line(graphs: MegatronChunkGraphs, flags: GraphFlags) -> str:
     scope: str = graphs.scope.scope
     if graphs.scope.why_block:
         scope += f" (no whole chunk with {graphs.scope.why_block})"
-    num_steps = flags.capture.num_warmup_steps
-    steps = f"{num_steps} eager step{'s' if num_steps > 1 else ''}"
     return (
         f"chunk graphs: scope {scope}, {_slots(slots)} on rank 0 "
         f"({2 * sum(slots) * graphs.num_banks} graphs), verify {flags.capture.verify}; "
-        f"capture after {steps}"
+        f"capture after {counted(flags.capture.num_warmup_steps, 'eager step')}"
     )
 
 
@@ -327,8 +325,7 @@ def capture_line(report: CaptureReport, expert_dispatch: str = "") -> str:
 
 def _slots(num_slots: tuple[int, ...], are_shared: bool = False) -> str:
     if are_shared and len(num_slots) > 1:
-        count = num_slots[0]
-        return f"{count} slot{'s' if count > 1 else ''} shared by {len(num_slots)} chunks"
+        return f"{counted(num_slots[0], 'slot')} shared by {len(num_slots)} chunks"
     counts = " + ".join(str(n) for n in num_slots)
     return f"{counts} slot{'s' if num_slots != (1,) else ''}"
 

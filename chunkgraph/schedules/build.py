@@ -15,6 +15,7 @@ from chunkgraph.schedules.schedule import Schedule
 from chunkgraph.schedules.shape import PipelineShape
 
 __all__ = [
+    "MAX_STAGES",
     "LegalCounts",
     "build_schedule",
     "check_sizes",
@@ -22,6 +23,9 @@ __all__ = [
     "legal_counts",
     "megatron_schedule",
 ]
+
+MAX_STAGES = 1024
+"""A stage holds at least a layer; tables and plans of more would take minutes."""
 
 
 def build_schedule(
@@ -150,6 +154,8 @@ def check_sizes(name: str, *, num_ranks: int, num_chunks: int, group_size: int |
     for what, value in (("num_ranks", num_ranks), ("num_chunks", num_chunks)):
         if value < 1:
             raise TopologyError(f"schedule {name!r}: {what} is {value}, but must be at least 1")
+    if num_ranks * num_chunks > MAX_STAGES:
+        raise TopologyError(f"schedule {name!r}: a pipeline has at most {MAX_STAGES} stages")
     if family.num_chunks is not None and num_chunks != family.num_chunks:
         count = f"{'one' if family.num_chunks == 1 else 'two'} model chunk"
         count += "s" if family.num_chunks > 1 else ""

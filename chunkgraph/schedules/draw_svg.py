@@ -1,7 +1,7 @@
 """Draw a simulated schedule as an SVG picture, without any plotting library.
 
-A box is an action. Its colour is its slot, lighter for later chunks; a bar below the boxes joins
-the forward of a microbatch with the backward that frees the slot.
+A box is an action. Its colour is its operation, lighter for later chunks; a bar below the boxes is
+a slot, from the forward of a microbatch to the backward that frees it.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import html
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from chunkgraph._text import counted
 from chunkgraph.schedules.action import Op
 from chunkgraph.schedules.simulate import Simulation, Span
 
 __all__ = ["colour_of", "draw_svg"]
 
-_HUES = (0.58, 0.08, 0.36, 0.92, 0.14, 0.74, 0.48, 0.02)
-"""Of slots, in their order; neighbours differ for colour-blind readers too."""
+_HUES = {Op.F: 0.58, Op.B: 0.36, Op.I: 0.49, Op.W: 0.13}
 _NAMES = {
     Op.F: "F forward",
     Op.B: "B backward",
@@ -74,8 +74,8 @@ class _Picture:
         chunk = self.simulation.schedule.chunk_of(action.stage)
         return chunk, self.slots[action.stage, action.microbatch]
 
-    def fill_of(self, span: Span) -> str:
-        return colour_of(*self.key_of(span), self.simulation.schedule.num_chunks)
+    def fill_of(self, span: Span, op: Op) -> str:
+        return colour_of(op, self.key_of(span)[0], self.simulation.schedule.num_chunks)
 
     def texts_of(self, span: Span) -> tuple[str, str]:
         """Return the large and the small text of a box."""
@@ -85,12 +85,10 @@ class _Picture:
         return f"{span.action.op.value}{span.action.microbatch}", small
 
 
-def colour_of(chunk: int, slot: int, num_chunks: int) -> str:
-    """Return the colour of a slot: the hue is the slot's, the shade the chunk's."""
-    hue = _HUES[slot % len(_HUES)]
-    lightness = 0.62 + 0.24 * chunk / max(1, num_chunks - 1) if num_chunks > 1 else 0.72
-    saturation = 0.62 if slot < len(_HUES) else 0.34
-    channels = colorsys.hls_to_rgb(hue, lightness, saturation)
+def colour_of(op: Op, chunk: int, num_chunks: int) -> str:
+    """Return the colour of an action: the hue is the operation's, the shade the chunk's."""
+    lightness = 0.62 + 0.24 * chunk / (num_chunks - 1) if num_chunks > 1 else 0.68
+    channels = colorsys.hls_to_rgb(_HUES[op], lightness, 0.55)
     return "#" + "".join(f"{round(255 * channel):02x}" for channel in channels)
 
 
@@ -130,11 +128,10 @@ def draw_svg(simulation: Simulation, *, slots: _Slots) -> str:
 
 
 def _picture(simulation: Simulation, slots: _Slots) -> _Picture:
-    costs = simulation.costs
     flat = _Picture(simulation, slots, 1.0, ())
     spans = [span for of_rank in simulation.spans for span in of_rank]
     # Boxes of the shortest action hold the longest label.
-    unit_ms = min((costs[s.action.stage].duration_ms(s.action.op) for s in spans), default=1.0)
+    unit_ms = min((span.end_ms - span.start_ms for span in spans), default=1.0)
     widest = max((_width_of(flat.texts_of(span)) for span in spans), default=0.0)
     lanes = []
     for of_rank in simulation.spans:
@@ -146,9 +143,8 @@ def _picture(simulation: Simulation, slots: _Slots) -> _Picture:
 def _title(simulation: Simulation) -> str:
     schedule = simulation.schedule
     chunks = f", {schedule.num_chunks} chunks each" if schedule.num_chunks > 1 else ""
-    ranks = "1 rank" if schedule.num_ranks == 1 else f"{schedule.num_ranks} ranks"
-    count = schedule.num_microbatches
-    return f"{schedule.name}: {ranks}{chunks}, {count} microbatch{'es' if count != 1 else ''}"
+    ranks = counted(schedule.num_ranks, "rank")
+    return f"{schedule.name}: {ranks}{chunks}, {counted(schedule.num_microbatches, 'microbatch')}"
 
 
 def _width_of(texts: tuple[str, str]) -> float:
@@ -162,7 +158,8 @@ def _row(picture: _Picture, rank: int, y: float) -> Iterator[str]:
     spans = picture.simulation.spans[rank]
     for span in spans:
         x, end = picture.x(span.start_ms), picture.x(span.end_ms)
-        yield from _box(x, y, end - x, picture.fill_of(span), picture.texts_of(span))
+        fill = picture.fill_of(span, span.action.op)
+        yield from _box(x, y, end - x, fill, picture.texts_of(span))
     begins: dict[tuple[int, int], float] = {}
     for span in spans:
         key = picture.key_of(span)
@@ -171,7 +168,8 @@ def _row(picture: _Picture, rank: int, y: float) -> Iterator[str]:
         elif span.action.op.ends_lifetime:
             bar_y = y + _BOX_HEIGHT + 1.5 + _LANE_HEIGHT * picture.lanes[rank][key]
             end = picture.x(span.end_ms)
-            yield _bar(begins[key] + 1.0, bar_y, end - begins[key] - 2.0, picture.fill_of(span))
+            fill = picture.fill_of(span, Op.F)
+            yield _bar(begins[key] + 1.0, bar_y, end - begins[key] - 2.0, fill)
 
 
 def _box(x: float, y: float, width: float, fill: str, texts: tuple[str, str]) -> Iterator[str]:
@@ -208,20 +206,24 @@ def _legend(picture: _Picture) -> tuple[list[str], float]:
     """Draw a labelled box, the meaning of the colours and the operations; return its right end."""
     schedule, y = picture.simulation.schedule, 40.0
     has_chunks = schedule.num_chunks > 1
-    fill = colour_of(1 if has_chunks else 0, 0, schedule.num_chunks)
+    fill = colour_of(Op.F, int(has_chunks), schedule.num_chunks)
     parts = list(_box(_MARGIN, y, 44.0, fill, ("F2", "c1 s0" if has_chunks else "s0")))
     parts.append(_bar(_MARGIN, y + _BOX_HEIGHT + 3.0, 44.0, fill))
     x = _MARGIN + 52.0
-    chunk, shade = (", chunk 1", ", a shade is a chunk") if has_chunks else ("", "")
+    chunk, shade = (", chunk 1", " A shade is a chunk.") if has_chunks else ("", "")
     lines = [
         f"forward of microbatch 2{chunk}, slot 0",
-        f"A colour is a slot{shade}. The bar below: from its forward to its release.",
+        f"The bar below is a slot, from its forward to its release.{shade}",
     ]
-    present = [op for op in _NAMES if any(action.op is op for _, action in schedule)]
-    lines.append(f"{', '.join(_NAMES[op] for op in present)}. White: idle.")
     for number, line in enumerate(lines):
         parts.append(_text(x, y + 10.0 + 15.0 * number, line, _TEXT_SIZE, colour="#333"))
-    return parts, x + max(map(len, lines)) * _TEXT_SIZE * _EM
+    right = x + max(map(len, lines)) * _TEXT_SIZE * _EM
+    for op in (op for op in _NAMES if any(action.op is op for _, action in schedule)):
+        fill = colour_of(op, 0, schedule.num_chunks)
+        parts.append(f"<rect x='{x:.1f}' y='{y + 31.0}' width='10' height='10' fill='{fill}'/>")
+        parts.append(_text(x + 14.0, y + 40.0, _NAMES[op], _TEXT_SIZE, colour="#333"))
+        x += 26.0 + len(_NAMES[op]) * _TEXT_SIZE * _EM
+    return parts, max(x, right)
 
 
 def _text(

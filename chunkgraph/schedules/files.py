@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterable
 
 from chunkgraph._inputs import read_input
-from chunkgraph._text import shorten
+from chunkgraph._text import counted, shorten
 from chunkgraph.errors import ConfigError
 from chunkgraph.schedules.action import Op
-from chunkgraph.schedules.build import check_sizes
+from chunkgraph.schedules.build import MAX_STAGES, check_sizes
 from chunkgraph.schedules.registry import get_family, list_schedules
 from chunkgraph.schedules.schedule import Schedule
 from chunkgraph.schedules.shape import Placement
@@ -26,7 +26,6 @@ __all__ = [
 FILE_SUFFIX = ".csv"
 """Distinguishes a schedule's file from a name."""
 _MAX_FILE_BYTES = 512 * 2**10
-_MAX_RANKS = 1024
 
 
 def read_schedule(name: str) -> Schedule | None:
@@ -42,7 +41,7 @@ def read_schedule(name: str) -> Schedule | None:
     content = read_input(name, "the schedule", advice, _MAX_FILE_BYTES)
     name = shorten(name)
     schedule = Schedule.from_csv(content.decode(errors="replace"), name=name)
-    if schedule.num_ranks > _MAX_RANKS:
+    if schedule.num_ranks > MAX_STAGES:
         raise ConfigError(f"{name}: {schedule.num_ranks} rows, one for each rank, are too many.")
     validate(schedule)
     return schedule
@@ -58,8 +57,8 @@ def _check_stages(schedule: Schedule, num_ranks: int, num_chunks: int) -> None:
     sizes = (schedule.num_ranks, schedule.num_chunks)
     if sizes != (num_ranks, num_chunks):
         raise ConfigError(
-            f"{name} has {sizes[0]} ranks of {sizes[1]} chunk(s), but the pipeline has "
-            f"{num_ranks} of {num_chunks}."
+            f"{name} has {counted(sizes[0], 'rank')} of {counted(sizes[1], 'chunk')}, but the "
+            f"pipeline has {num_ranks} of {num_chunks}."
         )
     if schedule.placement is not Placement.LOOP:
         raise ConfigError(
@@ -71,9 +70,8 @@ def _check_stages(schedule: Schedule, num_ranks: int, num_chunks: int) -> None:
 def _check_order(schedule: Schedule) -> None:
     """Check that each chunk runs its microbatches in order.
 
-    Megatron's data iterators have no other order, slots are filled and freed in it, and gradients
-    are summed in it. Weight gradients may have any order in the file: a chunk always computes those
-    that have waited longest.
+    Weight gradients may have any order in the file: a chunk always computes those that have waited
+    longest.
 
     Raises:
         ConfigError: Forwards, backwards or receives of a chunk are in another order.
@@ -118,8 +116,9 @@ def check_counts(schedule: Schedule, counts: Iterable[int], setting: str) -> Non
     """
     if others := sorted(set(counts) - {schedule.num_microbatches}):
         raise ConfigError(
-            f"{schedule.name} is a schedule of {schedule.num_microbatches} microbatches, but a "
-            f"step has {', '.join(map(str, others))}. Change {setting}, or use a schedule by name."
+            f"{schedule.name} is a schedule of {counted(schedule.num_microbatches, 'microbatch')}, "
+            f"but a step has {', '.join(map(str, others))}. Change {setting}, or use a schedule "
+            "by name."
         )
 
 

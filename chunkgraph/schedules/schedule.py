@@ -11,7 +11,7 @@ from functools import cached_property
 
 from chunkgraph.errors import ScheduleError
 from chunkgraph.schedules.action import Action, Op
-from chunkgraph.schedules.shape import Placement, chunk_of, rank_of, stage_of
+from chunkgraph.schedules.shape import Placement, chunk_of, rank_of
 
 __all__ = ["Schedule"]
 
@@ -71,10 +71,6 @@ class Schedule:
     def chunk_of(self, stage: int) -> int:
         """Return the index of a stage among its rank's chunks."""
         return chunk_of(stage, self.num_ranks)
-
-    def stage_of(self, rank: int, chunk: int) -> int:
-        """Return the stage that is chunk ``chunk`` of ``rank``."""
-        return stage_of(rank, chunk, self.num_ranks, self.placement)
 
     def has_messages(self, stage: int, other: int) -> bool:
         """Return whether two neighbouring stages both exist and are on different ranks."""

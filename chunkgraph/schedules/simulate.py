@@ -72,12 +72,10 @@ class Simulation:
 
     Attributes:
         schedule: the schedule.
-        costs: costs by stage.
         spans: each rank's compute actions, in order.
     """
 
     schedule: Schedule
-    costs: Mapping[int, CostModel]
     spans: tuple[tuple[Span, ...], ...]
 
     @property
@@ -133,4 +131,4 @@ def simulate(
         span = Span(action, start, start + costs[action.stage].duration_ms(action.op))
         spans[rank].append(span)
         end_ms[event_of(action)] = span.end_ms
-    return Simulation(schedule, costs, tuple(tuple(done) for done in spans))
+    return Simulation(schedule, tuple(tuple(done) for done in spans))

@@ -29,6 +29,7 @@ _MAX_BYTES = 64 * 1024
 _MAX_VALUES = 10_000  # with aliases written out: a few lines could stand for billions
 _MAX_PROBLEMS = 20
 _MAX_BASES = 100
+_MAX_DOTS = 32
 _EXPECTED = {
     "a valid boolean": "true or false",
     "a valid dictionary": "a section",
@@ -96,7 +97,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     for override in overrides:
         key, equals, text = override.partition("=")
         where = f"override {shown(override)}"
-        if not equals or not key.strip():
+        if not equals or not key.strip() or key.count(".") > _MAX_DOTS:
             raise ConfigError(f"{where}: expected section.key=value, such as train.lr=0.001.")
         value = _parse(text, where)
         *sections, name = key.strip().split(".")
@@ -143,7 +144,7 @@ def _parse(text: str | bytes, where: str) -> Any:
         if _num_values(value, {}) > _MAX_VALUES:
             raise ValueError(f"more than {_MAX_VALUES} values, with aliases written out")
         return value
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except Exception as error:  # noqa: BLE001 - tagged values raise errors of many kinds
         mark = getattr(error, "problem_mark", None)
         place = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
         problem = getattr(error, "problem", None) or getattr(error, "reason", None) or error

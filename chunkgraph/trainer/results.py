@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from chunkgraph._text import counted
+
 __all__ = ["COMPARED", "RunResults", "StepRecord", "StepResult", "find_failures"]
 
 
@@ -123,7 +125,6 @@ def find_failures(results: RunResults) -> list[str]:
     if results.different_parameters:
         failures.append("the parameters after the run differ from the eager run's")
     if results.captures_after_first_session:
-        failures.append(
-            f"{results.captures_after_first_session} slot(s) were captured after the first session"
-        )
+        count = results.captures_after_first_session
+        failures.append(f"captured after the first session: {counted(count, 'slot')}")
     return failures

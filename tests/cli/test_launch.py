@@ -44,7 +44,7 @@ def test_help_fits_80_columns_and_names_every_flag(
     ("before", "after", "message"),
     [
         (["--nproc-per-node", "0"], [], "--nproc-per-node 0: there must be at least one process"),
-        (["--nproc-per-node", "1000000"], [], "the run needs 1000000 GPU(s), one for each rank"),
+        (["--nproc-per-node", "1000000"], [], "the run needs 1000000 GPUs, one for each rank"),
         (["--device", "cpu", "--nproc-per-node", "1000000"], [], "1000000 processes are too many"),
         (
             [],

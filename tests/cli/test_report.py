@@ -90,7 +90,7 @@ def test_memory_and_memsets_are_reported_where_they_are_known() -> None:
 
 def test_verification_reports_what_it_compared() -> None:
     text = report_of("train.compare=none", "capture.verify=shadow")
-    assert "capture.verify=shadow: 1 replayed step(s), 4 forwards" in text
+    assert "capture.verify=shadow: 1 replayed step, 4 forwards" in text
     text = report_of("train.compare=none", "capture.verify=shadow", capture_sessions=0)
     assert "capture.verify=shadow verified nothing" in text
 
@@ -116,10 +116,10 @@ def test_captures_and_the_memory_left_are_shown(
     ("changes", "message"),
     [
         ({"different_parameters": {"rank 0": ["w"]}}, "the parameters after the run differ from"),
-        ({"captures_after_first_session": 2}, "2 slot(s) were captured after the first session"),
+        ({"captures_after_first_session": 2}, "captured after the first session: 2 slots"),
     ],
 )
 def test_a_broken_promise_is_a_problem(changes: dict[str, Any], message: str) -> None:
     text = " ".join(report_of(**changes).split())
-    assert "FAILED: 1 problem(s)" in text
+    assert "FAILED: 1 problem" in text
     assert message in text

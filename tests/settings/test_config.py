@@ -94,6 +94,7 @@ def test_overrides_replace_values_and_are_read_as_yaml(small: Path) -> None:
         ("model.transformer_config.num_layers=2", ["set model.num_layers instead"]),
         ("model=3", ["model is 3; it must be a section with keys ffn_hidden_size,"]),
         ("train.lr", ["override 'train.lr'", "section.key=value"]),
+        (".".join(["a"] * 3000) + "=1", ["override 'a.a.", "section.key=value"]),
     ],
 )
 def test_a_wrong_value_is_named_with_the_reason(

@@ -46,6 +46,9 @@ def test_a_base_that_cannot_be_used(tmp_path: Path, base: object, parts: list[st
         assert part in str(error.value)
 
 
+TAGGED = ("!!bool maybe", "!!timestamp now", "!!int ''", "!!map [1]")
+
+
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
@@ -55,6 +58,7 @@ def test_a_base_that_cannot_be_used(tmp_path: Path, base: object, parts: list[st
         ("model: {a: 1, 'a': 2}", ["line 1, column 15", "the key 'a' is written twice"]),
         ("a: !!python/object/apply:os.system [ls]", ["line 1, column 4", "not valid YAML", "tag"]),
         (b"a: \xff", ["not valid YAML"]),
+        *((f"a: {tagged}", ["not valid YAML"]) for tagged in TAGGED),
         ("a: " + "x" * 300_000, ["it is larger than 65536 bytes"]),
         ("1: 2", ["unknown key '1' in the top level"]),
         ("model: &a [*a]", ["more than 10000 values, with aliases written out"]),

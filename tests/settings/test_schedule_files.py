@@ -29,7 +29,7 @@ def test_a_schedule_that_matches_is_accepted(tmp_path: Path) -> None:
     ("text", "counts", "message"),
     [
         ("0F0,0W0,0I0\n1F0,1I0,1W0\n", "[1]", "0W0 runs before 0I0"),
-        ("0F0,0B0\n", "[1]", r"mine\.csv has 1 ranks of 1 chunk\(s\), but the pipeline has 2 of 1"),
+        ("0F0,0B0\n", "[1]", r"mine\.csv has 1 rank of 1 chunk, but the pipeline has 2 of 1"),
         (
             "0F0,0F1,0B0,0B1\n1F1,1B1,1F0,1B0\n",
             "[2]",
@@ -38,7 +38,7 @@ def test_a_schedule_that_matches_is_accepted(tmp_path: Path) -> None:
         (
             "0F0,0B0\n1F0,1B0\n",
             "[1,3,2]",
-            r"of 1 microbatches, but a step has 2, 3\. Change train\.num_microbatches",
+            r"of 1 microbatch, but a step has 2, 3\. Change train\.num_microbatches",
         ),
     ],
 )

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from chunkgraph._text import did_you_mean, format_bytes, shorten, shown
+from chunkgraph._text import counted, did_you_mean, format_bytes, shorten, shown
 
 
 @pytest.mark.parametrize(
@@ -35,3 +35,9 @@ def test_a_value_in_a_message_is_cut_at_200_characters() -> None:
 )
 def test_format_bytes(num_bytes: float, text: str) -> None:
     assert format_bytes(num_bytes) == text
+
+
+def test_one_is_singular() -> None:
+    words = ("rank", "process", "microbatch")
+    assert [counted(1, word) for word in words] == ["1 rank", "1 process", "1 microbatch"]
+    assert [counted(2, word) for word in words] == ["2 ranks", "2 processes", "2 microbatches"]

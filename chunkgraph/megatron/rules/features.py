@@ -244,8 +244,8 @@ FILE_RULES = (
         _other_length,
     ),
     Rule(
-        "hybrid_layer_pattern pipeline_model_parallel_size: the pattern has {parts} stage(s), but "
-        "the pipeline has {stages}; separate as many stages by |, each with a layer, or use no | "
+        "hybrid_layer_pattern pipeline_model_parallel_size: stages of the pattern: {parts}, of "
+        "the pipeline: {stages}; separate as many stages by |, each with a layer, or use no | "
         "for equal stages of one model chunk a rank",
         _other_stages,
         TopologyError,
