@@ -10,14 +10,14 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from chunkgraph.graphs.addresses import AddressRange, AddressRanges, tensor_at
+from chunkgraph.graphs.allocations import AllocationLog
 
-__all__ = ["Allocation", "AllocationLog", "CopyNode", "Graph", "GraphBackend", "Pool"]
+__all__ = ["CopyNode", "Graph", "GraphBackend", "Pool"]
 
 
 class Pool(Protocol):
@@ -111,36 +111,6 @@ class Graph(Protocol):
 
     def release(self) -> None:
         """Free the graph; a replay afterwards is an error."""
-
-
-@dataclass(frozen=True)
-class Allocation:
-    """One allocation.
-
-    Attributes:
-        num_bytes: Its size.
-        begin: Number of the event that allocated it.
-        end: Number of the event that freed it; None if it is in use.
-    """
-
-    num_bytes: int
-    begin: int
-    end: int | None
-
-
-class AllocationLog:
-    """The allocations of eager work on the capture stream since the log was entered.
-
-    This one is of a backend that observes none.
-    """
-
-    def num_events(self) -> int:
-        """Return the number of events so far."""
-        return 0
-
-    def allocations(self) -> Sequence[Allocation]:
-        """Return the allocations so far."""
-        return ()
 
 
 class GraphBackend(Protocol):

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import accumulate
 from typing import Any, Self
 
 import torch
 
 from chunkgraph.graphs.addresses import AddressRanges, tensor_at
-from chunkgraph.graphs.contract import Allocation, AllocationLog, Pool
+from chunkgraph.graphs.allocations import Allocation, AllocationLog
+from chunkgraph.graphs.contract import Pool
 
-__all__ = ["CUDAPool", "CudaAllocations", "block_bytes"]
-
-_ROUND_BYTES = 512
-_STEP_BYTES = 2 << 20
-_SMALL_BYTES = 1 << 20
-"""Size up to which the CUDA allocator takes memory, and leaves a remainder, in other segments."""
+__all__ = ["CUDAPool", "CudaAllocations"]
 
 
 class CUDAPool(Pool):
@@ -139,50 +134,3 @@ class CudaAllocations(AllocationLog):
 
     def _trace(self) -> list[dict[str, Any]]:
         return torch.cuda.memory._snapshot()["device_traces"][self._stream.device_index]
-
-
-def block_bytes(allocations: Iterable[Allocation]) -> int:
-    """Return the size of one block in which the CUDA allocator places these allocations.
-
-    The allocator takes the smallest free piece, which may leave gaps, so this can exceed the most
-    bytes in use at once.
-    """
-    events: list[tuple[int, int, int]] = []  # number, allocation, bytes; negative to free
-    for i, allocation in enumerate(allocations):
-        size = -(-allocation.num_bytes // _ROUND_BYTES) * _ROUND_BYTES
-        if size > _SMALL_BYTES:
-            events.append((allocation.begin, i, size))
-            if allocation.end is not None:
-                events.append((allocation.end, i, -size))
-    events.sort()
-    peak = max(accumulate(size for _, _, size in events), default=0)
-    size = -(-peak // _STEP_BYTES) * _STEP_BYTES
-    step = max(_STEP_BYTES, size // 64 // _STEP_BYTES * _STEP_BYTES)
-    while not _fits(events, size):
-        size += step
-    return size
-
-
-def _fits(events: Iterable[tuple[int, int, int]], num_bytes: int) -> bool:
-    """Return whether a best-fit allocator serves the events from one block."""
-    free = {0: num_bytes}  # start -> bytes
-    used: dict[int, tuple[int, int]] = {}
-    for _, i, size in events:
-        if size < 0:
-            start, length = used.pop(i)
-            length += free.pop(start + length, 0)
-            before = next((s for s, n in free.items() if s + n == start), None)
-            if before is not None:
-                start, length = before, length + free.pop(before)
-            free[start] = length
-            continue
-        place = min(((n, s) for s, n in free.items() if n >= size), default=None)
-        if place is None:
-            return False
-        length, start = place
-        del free[start]
-        if length - size > _SMALL_BYTES:
-            free[start + size] = length - size
-            length = size
-        used[i] = start, length
-    return True

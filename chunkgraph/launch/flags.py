@@ -207,7 +207,7 @@ Chunk graphs add these flags to the script:
 
 {flags}
 
-Megatron's --cuda-graph-warmup-steps sets the eager steps before the capture, 0 as 1.
+Megatron's --cuda-graph-warmup-steps sets the eager steps before the capture.
 
 If RANK and WORLD_SIZE are set, as under torchrun, the script runs in this
 process; otherwise chunkgraph starts its processes on this machine.

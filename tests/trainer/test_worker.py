@@ -37,7 +37,7 @@ def test_results_and_progress(run_worker: RunWorker, make_config: MakeConfig) ->
     assert result["different_parameters"] == {}
     assert {"torch", "megatron_core"} <= result["versions"].keys()
     for phase in ("eager", "chunk graphs"):
-        counts = re.findall(rf"^{phase}: step \d+/\d+  (\d+) microbatches", logs[0], re.MULTILINE)
+        counts = re.findall(rf"^{phase}: step \d+/\d+  (\d+) microbatch", logs[0], re.MULTILINE)
         assert list(map(int, counts)) == config["train"]["num_microbatches"]
     assert logs[0].count("chunk graphs: captured") == 1
     assert "step" not in logs[1]

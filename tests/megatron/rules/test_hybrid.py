@@ -62,9 +62,9 @@ def test_patterns(pattern: str, pp: int, vpp: int | None) -> None:
     [
         ("M-M*", {}, ConfigError, "the pattern has 4 layers, .* use 4"),
         ("M-MEM-", {}, ConfigError, "E stands for a layer with experts"),
-        ("M-M*M-|", {"pp": 2}, TopologyError, "has 2 stage.*each with a layer"),
-        ("M-M|*|M-", {"pp": 2}, TopologyError, "has 3 stage.*the pipeline has 2"),
-        ("M-M*M-", {"pp": 2, "vpp": 2}, TopologyError, r"has 1 stage\(s\).* the pipeline has 4"),
+        ("M-M*M-|", {"pp": 2}, TopologyError, "pattern: 2, of the pipeline: 2.*each with a layer"),
+        ("M-M|*|M-", {"pp": 2}, TopologyError, "pattern: 3, of the pipeline: 2"),
+        ("M-M*M-", {"pp": 2, "vpp": 2}, TopologyError, "pattern: 1, of the pipeline: 4"),
         ("M-M*M-", {"pp": 4}, TopologyError, "no | for equal stages"),
         ("M-M*M-", {"model": {"fp8": "hybrid"}}, ConfigError, "model.fp8 is hybrid with"),
     ],

@@ -1,0 +1,91 @@
+"""Allocations of an eager pass, and the block that a pool needs to serve the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+__all__ = ["Allocation", "AllocationLog", "block_bytes"]
+
+_ROUND_BYTES = 512
+_STEP_BYTES = 2 << 20
+_SMALL_BYTES = 1 << 20
+"""Size up to which the CUDA allocator takes memory, and leaves a remainder, in other segments."""
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """One allocation.
+
+    Attributes:
+        num_bytes: Its size.
+        begin: Number of the event that allocated it.
+        end: Number of the event that freed it; None if it is in use.
+    """
+
+    num_bytes: int
+    begin: int
+    end: int | None
+
+
+class AllocationLog:
+    """The allocations of eager work on the capture stream since the log was entered.
+
+    This one is of a backend that observes none.
+    """
+
+    def num_events(self) -> int:
+        """Return the number of events so far."""
+        return 0
+
+    def allocations(self) -> Sequence[Allocation]:
+        """Return the allocations so far."""
+        return ()
+
+
+def block_bytes(allocations: Iterable[Allocation]) -> int:
+    """Return the size of one block in which the CUDA allocator places these allocations.
+
+    The allocator takes the smallest free piece, which may leave gaps, so this can exceed the most
+    bytes in use at once.
+    """
+    events: list[tuple[int, int, int]] = []  # number, allocation, bytes; negative to free
+    for i, allocation in enumerate(allocations):
+        size = -(-allocation.num_bytes // _ROUND_BYTES) * _ROUND_BYTES
+        if size > _SMALL_BYTES:
+            events.append((allocation.begin, i, size))
+            if allocation.end is not None:
+                events.append((allocation.end, i, -size))
+    events.sort()
+    peak = max(accumulate(size for _, _, size in events), default=0)
+    size = -(-peak // _STEP_BYTES) * _STEP_BYTES
+    step = max(_STEP_BYTES, size // 64 // _STEP_BYTES * _STEP_BYTES)
+    while not _fits(events, size):
+        size += step
+    return size
+
+
+def _fits(events: Iterable[tuple[int, int, int]], num_bytes: int) -> bool:
+    """Return whether a best-fit allocator serves the events from one block."""
+    free = {0: num_bytes}  # start -> bytes
+    used: dict[int, tuple[int, int]] = {}
+    for _, i, size in events:
+        if size < 0:
+            start, length = used.pop(i)
+            length += free.pop(start + length, 0)
+            before = next((s for s, n in free.items() if s + n == start), None)
+            if before is not None:
+                start, length = before, length + free.pop(before)
+            free[start] = length
+            continue
+        place = min(((n, s) for s, n in free.items() if n >= size), default=None)
+        if place is None:
+            return False
+        length, start = place
+        del free[start]
+        if length - size > _SMALL_BYTES:
+            free[start + size] = length - size
+            length = size
+        used[i] = start, length
+    return True
