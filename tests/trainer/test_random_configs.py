@@ -35,10 +35,14 @@ def _check(
             num_refused += 1
             print(f"\n{result['refused']}\n  {text}")
             continue
-        assert result["different_parameters"] == {}, text
+        # Eager steps have room for all tokens, and sum more rows of zeros, in another order.
+        is_exact = cases[name]["config"].get("moe", {}).get("token_drops") != "rerun"
+        assert result["different_parameters"] == {} or not is_exact, text
         for step in result["steps"]:
-            assert step["different"] == [], (step, text)
-            assert math.isfinite(step["loss"] + step["grad_norm"]), (step, text)
+            assert step["different"] == [] or not is_exact, (step, text)
+            for value in ("loss", "grad_norm"):
+                assert math.isfinite(step[value]), (step, text)
+                assert step[value] == pytest.approx(step["eager"][value], rel=1e-6), (step, text)
     assert num_refused <= len(cases) // 3
 
 
