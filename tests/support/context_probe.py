@@ -18,7 +18,7 @@ from gathering import Gather, of_ranks
 from torch import nn
 
 from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs, Host, StepMode
-from chunkgraph.engine.agreement import Agree
+from chunkgraph.engine.agreement import Agree, refuse_differences
 from chunkgraph.engine.bits import same_bits
 from chunkgraph.errors import ConfigError, ReplayMismatchError
 from chunkgraph.megatron.core.agreement import agree_by_maximum
@@ -79,7 +79,6 @@ class BankedGraphs(Host):
         self._plans = StepPlans(
             banks,
             banks.groups.rank,
-            agree,
             missing_graphs=self._missing_graphs,
         )
         self.engine = ChunkGraphs(
@@ -200,8 +199,8 @@ def run(_config: Any, _device: Any, case: dict[str, Any]) -> list[dict[str, Any]
         limits = replace(limits, max_packed_seqs=5)
         banks = PackedBanks.of_limits(limits, groups)
     if "other_limits_on" in case:
-        with pytest.raises(ConfigError, match="different ones on another rank") as error:
-            BankedGraphs(mine, [num_slots] * NUM_CHUNKS, banks, agree=agree)
+        with pytest.raises(ConfigError, match=r"packing: .*max_packed_seqs=5") as error:
+            refuse_differences(agree, rank, {"packing": banks})
         return gathered({"refused": str(error.value)}, groups, agree)
     graphs = BankedGraphs(
         mine,

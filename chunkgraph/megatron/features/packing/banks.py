@@ -100,6 +100,11 @@ class PackedBanks:
             bank for bank in self._every if not captured_sizes or bank.size in captured_sizes
         )
 
+    def __str__(self) -> str:
+        """Return what is equal on all ranks."""
+        within = "" if self.limits is None else f" within {self.limits}"
+        return f"{[b.shape for b in self._every]}, captured {[*map(str, self.keys)]}{within}"
+
     @classmethod
     def of_model(cls, packing: PackedShape | PackingOptions, config: Any) -> PackedBanks:
         """Create the banks of one context-parallel size, with lengths that the ranks can share.
@@ -259,26 +264,6 @@ class PackedBanks:
             banks.append(self.fewest_sequences(documents, shape))
         plan = repr((schedule.digest, [int(length) for length in lengths]))
         return ScheduledBanks(banks, zlib.crc32(plan.encode()))
-
-    def refuse_others(self, rank: int, agree: Agree | None) -> None:
-        """Check that all ranks have the same banks and limits; all ranks must call this.
-
-        Args:
-            rank: The rank, for errors.
-            agree: Maximum over all ranks; None in a job of one rank.
-
-        Raises:
-            ConfigError: Some rank has different banks; raised on all ranks.
-        """
-        shapes = [[bank.shape for bank in banks] for banks in (self._every, self.keys)]
-        digest = zlib.crc32(repr((self.limits, shapes)).encode())
-        if agree is not None and agree([digest, -digest]) != [digest, -digest]:
-            within = "" if self.limits is None else f" within {self.limits}"
-            raise ConfigError(
-                f"rank {rank}: the packed shape is {self.largest_shape}, with banks of "
-                f"{list(self.keys)}{within}, and different ones on another rank. Pass the same "
-                "`packing` to attach() on every rank, pipeline stages included."
-            )
 
     def check(self, banks: Sequence[PackedBank]) -> None:
         """Check that microbatches use the process groups that graphs were captured with.

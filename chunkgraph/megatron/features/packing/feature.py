@@ -62,7 +62,6 @@ class Packing(Feature):
         self.plans = StepPlans(
             banks,
             site.place.rank,
-            site.agree,
             missing_graphs=self._missing_graphs,
             needs_buckets=has_experts and site.shares_experts,
         )
@@ -85,12 +84,13 @@ class Packing(Feature):
 
     @classmethod
     def of(cls, site: Site, undo: ExitStack) -> Self | None:
-        """Return the feature for attachments with packed shapes, which ranks compare."""
+        """Return the feature for attachments with packed shapes."""
         if site.feature_options["packing"] is None:
             return None
         packing = cls(site)
         if packing.plans.has_lengths:
             # Not the engine's: it communicates ahead of steps, and not on all ranks at once.
+            site.meet()
             packing.plans.agree_on_rows = new_agreement(undo)
         return packing
 

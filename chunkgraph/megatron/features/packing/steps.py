@@ -52,7 +52,6 @@ class StepPlans:
     Args:
         banks: The banks of this rank.
         rank: The rank, for errors.
-        agree: Compares the banks between ranks; None in a job of one rank.
         missing_graphs: Returns the reason why some banks have no graphs, or "".
         needs_buckets: Whether a microbatch's length depends on other ranks' data, so that steps
             need lengths on which the ranks agreed.
@@ -65,9 +64,6 @@ class StepPlans:
         all_shapes: All packed shapes, largest first.
         has_lengths: Whether microbatches have one of several lengths, depending on documents.
         agree_on_rows: Element-wise maximum over all ranks, for `agree_on_buckets`.
-
-    Raises:
-        ConfigError: Another rank has different banks.
     """
 
     agree_on_rows: Agree | None = None
@@ -76,12 +72,10 @@ class StepPlans:
         self,
         banks: PackedBanks,
         rank: int,
-        agree: Agree | None,
         *,
         missing_graphs: Callable[[Sequence[Hashable]], str] = lambda _: "",
         needs_buckets: bool = False,
     ) -> None:
-        banks.refuse_others(rank, agree)
         self._changes_size = changes_size = banks.groups is not None
         self.inputs = ("contexts",) if changes_size else ("packings", "buckets")
         self.banks = Banks(banks.keys, derived_call, drops_failed=changes_size)

@@ -314,7 +314,7 @@ def test_the_announcements_of_a_step(groups: ContextGroups) -> None:
     def missing(keys: Any) -> str:
         return "" if set(keys) <= set(banks.keys) else "not captured"
 
-    plans = StepPlans(banks, 3, None, missing_graphs=missing)
+    plans = StepPlans(banks, 3, missing_graphs=missing)
 
     def begin(keys: Any, misfit: str, count: int) -> tuple[str | None, Any]:
         plan = plans.plan(StepInputs(None, misfit, None, keys), {"num_microbatches": count})

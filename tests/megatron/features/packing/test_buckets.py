@@ -157,7 +157,7 @@ def test_a_document_that_is_cut_has_no_more_tokens_than_rows() -> None:
 
 
 def test_steps_know_the_buckets_of_their_microbatches() -> None:
-    plans = StepPlans(_buckets(), 0, None)
+    plans = StepPlans(_buckets(), 0)
 
     def begin(*arguments: Any) -> tuple[str | None, Any]:
         plan = _begin(plans, *arguments)
@@ -186,7 +186,7 @@ def test_steps_know_the_buckets_of_their_microbatches() -> None:
 @pytest.mark.parametrize("is_announced", [False, True])
 def test_rows_of_a_step_that_fits_nothing_are_the_schedules(is_announced: bool) -> None:
     """Announced or not; otherwise stages would receive another length than is sent."""
-    plans = StepPlans(_buckets(), 0, None)
+    plans = StepPlans(_buckets(), 0)
 
     def rows(packings: list[list[int]], seq_length: int, *buckets: Any) -> Any:
         if is_announced:
@@ -208,7 +208,7 @@ def test_rows_of_a_step_that_fits_nothing_are_the_schedules(is_announced: bool) 
 
 def test_offsets_of_what_fits_nothing_are_not_cut() -> None:
     """Such offsets may have empty sequences before documents, and cutting would join documents."""
-    plans = StepPlans(_counted(3), 0, None)
+    plans = StepPlans(_counted(3), 0)
     plan = _begin(plans, [[8], [20, 20], [1] * 9], "", 3)
     assert plan.banks is not None
     assert _sizes(plan.banks) == [(16, 3), (32, 3), (32, 9)]
@@ -284,7 +284,7 @@ def test_other_arguments_and_offsets_are_left_as_they_are() -> None:
 
 
 def test_steps_know_the_banks_of_their_microbatches() -> None:
-    plans = StepPlans(_counted(3), 0, None)
+    plans = StepPlans(_counted(3), 0)
 
     def begin(*arguments: Any) -> tuple[str | None, Any]:
         plan = _begin(plans, *arguments)
@@ -296,22 +296,22 @@ def test_steps_know_the_banks_of_their_microbatches() -> None:
     assert begin(None, "a bad day", 2, [16, 40]) == ("a bad day", [(16, 9), None])
     assert _announce(plans, [[3] * 3]) == ""
     assert begin(None, "", 1) == (None, [(16, 9)])
-    alone = StepPlans(PackedBanks([_SHAPE], [3]), 0, None)
+    alone = StepPlans(PackedBanks([_SHAPE], [3]), 0)
     plan = _begin(alone, None, "a bad day", 2)
     assert (plan.misfit, _sizes(plan.banks or ())) == ("a bad day", [(32, 5), (32, 5)])
 
 
 def test_ranks_that_share_experts_are_to_agree() -> None:
-    plans = StepPlans(_buckets(), 0, None, needs_buckets=True)
+    plans = StepPlans(_buckets(), 0, needs_buckets=True)
     with pytest.raises(ConfigError, match=r"share experts.*agree_on_buckets"):
         _begin(plans, [[8]], "", 1)
     assert _begin(plans, [[8]], "", 1, [32]).misfit == ""
-    alone = StepPlans(PackedBanks([_SHAPE]), 0, None, needs_buckets=True)
+    alone = StepPlans(PackedBanks([_SHAPE]), 0, needs_buckets=True)
     assert _begin(alone, [[8]], "", 1).misfit == ""
 
 
 def test_rows_that_were_promised_to_hold_documents_hold_them() -> None:
-    plans = StepPlans(PackedBanks([_SHAPE], fills_rows=True), 3, None)
+    plans = StepPlans(PackedBanks([_SHAPE], fills_rows=True), 3)
     rows = _SHAPE.max_packed_tokens
     assert _begin(plans, [[rows - 2, 2], [rows]], "", 2).misfit == ""
     assert _begin(plans, [[2, 2]], "a bad day", 1).misfit == "a bad day"

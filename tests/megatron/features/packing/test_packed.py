@@ -19,17 +19,15 @@ from packed_flights import (
     run_flight,
     run_step,
 )
+from thread_ranks import Agreeing, run_ranks
 
-from chunkgraph.errors import (
-    ConfigError,
-    ReplayMismatchError,
-)
+from chunkgraph.engine.agreement import refuse_differences
+from chunkgraph.errors import ConfigError, ReplayMismatchError
 from chunkgraph.megatron.features.contexts import ContextGroups, follow_groups
 from chunkgraph.megatron.features.packing.bank import PackingOptions
 from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.megatron.features.packing.feature import Packing
 from chunkgraph.megatron.features.packing.params import split_params
-from chunkgraph.megatron.features.packing.steps import StepPlans
 from chunkgraph.packing import ContextLimits, PackedShape
 from chunkgraph.trainer.model import build_model
 from chunkgraph.trainer.setup import seed_everything
@@ -157,19 +155,14 @@ def test_what_differs_from_the_capture_is_named(chunks: list[Any], graphs: Any) 
 
 
 def test_ranks_of_different_shapes_are_reported() -> None:
-    questions: list[Any] = []
+    shapes, together = (SHAPE, PackedShape(7, 32), SHAPE), Agreeing(3)
 
-    def first(values: Any) -> list[int]:
-        questions.append(list(values))
-        return list(values)
+    def compare(rank: int) -> None:
+        packing = PackedBanks([shapes[rank]])
+        with pytest.raises(ConfigError, match=r"packing: .*=7, .* on rank 1, .* on rank 0"):
+            refuse_differences(together.rank(rank), rank, {"packing": packing})
 
-    def second(values: Any) -> list[int]:
-        return [max(pair) for pair in zip(values, questions[0], strict=True)]
-
-    StepPlans(PackedBanks([PackedShape(7, 32)]), 0, first)
-    StepPlans(PackedBanks([PackedShape(7, 32)]), 1, second)
-    with pytest.raises(ConfigError, match=r"rank 1: the packed shape is .*another rank"):
-        StepPlans(PackedBanks([SHAPE]), 1, second)
+    run_ranks(3, compare)
 
 
 @pytest.mark.parametrize("graphs", ["block", "chunk"], indirect=True)
